@@ -319,7 +319,8 @@ def test_no_drafts_beside_prompts() -> None:
     Steps(speculation, flat).run([seq], 8)
     assert speculation.propose([seq], max_outputs=64, max_prefill_tokens=64)
     assert not speculation.propose([seq], max_outputs=64, max_prefill_tokens=64, with_prompts=True)
-    assert "prompt" in speculation.request_stats(decoding("new")).reason
+    short, explanation = speculation.request_stats(decoding("new")).reason.split(": ")
+    assert (short, "prompt" in explanation) == ("prefill first", True)
 
 
 def test_why_a_small_cache_has_none() -> None:

@@ -23,8 +23,8 @@ from localgen.backends.types import SpeculationStats
 
 # one step in this many is plain while drafts are used: gains are measured against plain steps
 PLAIN_EVERY = 32
-# share of the time for probes and prefills that may not pay off, and for lookups that find nothing;
-# gains are added to the budget, up to the time of this many plain steps
+# share of the time for probes and prefills that may not pay off, and as much again for lookups that
+# find nothing; gains are added to the budget of probes, up to the time of this many plain steps
 BUDGET_SHARE, BUDGET_STEPS = 0.005, 32
 # number of drafts in a probe, and in estimates that compare drafters
 _FEW_DRAFTS = 4
@@ -81,7 +81,7 @@ class Speculation:
         if seqs != self._seqs:
             self._release_others(seqs)
         if with_prompts:
-            self._reason = "a prompt is being prefilled"
+            self._reason = "prefill first: a prompt is being computed"
         if with_prompts or not seqs or not self._should_propose(len(seqs)):
             return {}
         started_s = self._clock()
