@@ -44,11 +44,7 @@ def load_cuda_model(request: ModelLoadRequest, on_progress: Callable[[float], No
         compiling = KernelPrecompiler(ModelShard(spec, 0, options.tp), options, dtype, device)
     tokenizer = load_tokenizer(source, options)
     template, template_source = load_template(
-        options.chat_template,
-        source.chat_template,
-        bos=tokenizer.bos,
-        eos=tokenizer.eos,
-        path=source.path,
+        options.chat_template, source.chat_template, tokenizer, source.path
     )
     attempt = OptionalDraftLoader(request.draft)
     companion = attempt.run(

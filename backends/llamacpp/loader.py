@@ -48,9 +48,7 @@ def load_llamacpp_model(
     _validate_split_cache(model, options)
     unlocked = options.mlock and llama_library().has_warning_about("mlock")
     vocab = LlamaCppTokenizer(model)
-    template, source = load_template(
-        options.chat_template, model.template, bos=vocab.bos, eos=vocab.eos, path=model.path
-    )
+    template, source = load_template(options.chat_template, model.template, vocab, path)
     shape = sizing.llama_model_shape(model)
     attempt = OptionalDraftLoader(request.draft)
     companion = attempt.run(lambda: LlamaDraftModel(attempt.request, options, model, vocab))

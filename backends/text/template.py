@@ -7,9 +7,9 @@ import ctypes
 import datetime
 import hashlib
 import json
-import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
@@ -19,6 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from localgen.backends.errors import InvalidRequest, LoadFailed
+from localgen.backends.text.tokenizer import Tokenizer
 from localgen.backends.types import Message, ToolCall
 
 _SHORT_ID = 9
@@ -245,7 +246,7 @@ def _tojson(
 
 
 def load_template(
-    requested: str | None, own: str | None, *, bos: str, eos: str, path: str | os.PathLike[str]
+    requested: str | None, own: str | None, tokenizer: Tokenizer, path: Path
 ) -> tuple[ChatTemplate | None, str | None]:
     """Return the chat template and its source: the requested one, else the model's own, if any.
 
@@ -256,7 +257,7 @@ def load_template(
     if source is None:
         return None, None
     try:
-        return ChatTemplate(source, bos=bos, eos=eos), source
+        return ChatTemplate(source, bos=tokenizer.bos, eos=tokenizer.eos), source
     except InvalidRequest as error:
         if requested:
             raise
