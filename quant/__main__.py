@@ -16,8 +16,13 @@ from collections.abc import Callable
 from typing import IO
 
 from localgen.backends.errors import LocalgenError
-from localgen.quant.process import EXIT_INTERRUPTED
-from localgen.quant.request.events import FailedEvent, OnEvent, QuantizeEvent, encode_event
+from localgen.quant.request.events import (
+    EXIT_INTERRUPTED,
+    FailedEvent,
+    OnEvent,
+    QuantizeEvent,
+    encode_event,
+)
 from localgen.quant.request.request import QuantizeRequest, decode_request
 
 _SIGINT_S = 20.0

@@ -11,10 +11,13 @@ from typing import IO, Protocol
 
 from localgen.backends.errors import LoadFailed, LocalgenError, OutOfMemory, error_from_code
 from localgen.machine.python_process import python_command, python_environment
-from localgen.quant.request.events import FailedEvent, QuantizeEvent, decode_event
+from localgen.quant.request.events import (
+    EXIT_INTERRUPTED,
+    FailedEvent,
+    QuantizeEvent,
+    decode_event,
+)
 from localgen.quant.request.request import QuantizeRequest, encode_request
-
-EXIT_INTERRUPTED = 130  # of the child process, as in shells
 
 
 class QuantizeWorker(Protocol):

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Literal, get_args
 
+# exit status of the quantization process after SIGINT, as in shells
+EXIT_INTERRUPTED = 130
+
 
 @dataclass(frozen=True, slots=True)
 class EstimateEvent:
