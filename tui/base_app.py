@@ -78,7 +78,7 @@ class KeyHelp(ScrollableTextDialog):
 
 
 def _is_textual_default(active: ActiveBinding) -> bool:
-    """Whether Textual itself defines the binding (cursor keys, text editing, …)."""
+    """Return True if Textual itself defines the binding (cursor keys, text editing, …)."""
     common = {
         (binding.action, binding.description)
         for kind in type(active.node).__mro__

@@ -136,12 +136,12 @@ class MainScreen(Screen[None]):
 
     @property
     def is_composed(self) -> bool:
-        """Whether its widgets exist: after the first display and before the app ends."""
+        """True once the widgets are composed, until the app exits."""
         return self.is_attached and bool(self.query(Prompt))
 
     @property
     def is_shown(self) -> bool:
-        """Whether it is visible; Textual's is_current is also true below a modal screen."""
+        """True if the screen is visible. Textual's is_current is also True below a modal screen."""
         top = self.app.screen
         return self.is_current and (top is self or top.styles.background.a < 1)
 
@@ -177,7 +177,7 @@ class MainScreen(Screen[None]):
             prompt.action_send()
 
     def defer_submit(self) -> bool:
-        """Whether to hold back a submitted prompt until the session switch is complete."""
+        """Return True if a submitted prompt must wait until the session switch is complete."""
         self._has_deferred_submit = self.current_session is None or self._is_switching
         return self._has_deferred_submit
 

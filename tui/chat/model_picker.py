@@ -41,7 +41,7 @@ class ModelService(Protocol):
         """Models that can be downloaded."""
 
     def can_pull(self, name: str) -> bool:
-        """Whether a name refers to a model that can be downloaded and is not installed."""
+        """Return True if the name is of a model that can be downloaded and is not installed."""
 
     def pull(self, name: str, on_progress: Callable[[int, int], None]) -> str:
         """Download a model; returns its installed name. on_progress: downloaded and total bytes."""

@@ -22,7 +22,7 @@ class ServerStatus:
 
     @property
     def is_live(self) -> bool:
-        """Whether the statistics are current."""
+        """True if the statistics are current."""
         return self.label == "LIVE"
 
     def after_loss(self, message: ServerLost, *, is_remote: bool) -> ServerStatus:

@@ -137,7 +137,7 @@ class SampleBuilder:
         )
 
     def _is_point_due(self, now_s: float) -> bool:
-        """Whether PLOT_INTERVAL_S has passed since the last plot point."""
+        """True if PLOT_INTERVAL_S has passed since the last plot point."""
         if self._last_point_s is not None and now_s < self._last_point_s + PLOT_INTERVAL_S * 0.9:
             return False
         self._last_point_s = now_s

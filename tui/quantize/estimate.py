@@ -40,7 +40,7 @@ class QuantizeEstimate:
 
     @property
     def can_run(self) -> bool:
-        """Whether the run can be started."""
+        """True if the run can be started."""
         return self.is_complete and not self.error
 
 

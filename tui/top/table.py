@@ -95,7 +95,7 @@ class RequestTable(DataTable[TextCell]):
         self._shown_texts = shown
 
     def _is_update_due(self, rows: list[RequestRow]) -> bool:
-        """Whether to redraw now: a DataTable redraws all cells for each change, which is slow."""
+        """Return True if a redraw is due: a DataTable redraws all cells at each change."""
         before, now_s = self._rows, time.monotonic()
         if now_s < self._last_update_s + _UPDATE_PERIOD_S and len(self._shown_texts) == len(rows):
             states = {each.id: each.state for each in before.values()}

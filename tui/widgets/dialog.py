@@ -29,7 +29,7 @@ class Dialog(ModalScreen[_Result]):
 
     @property
     def is_open(self) -> bool:
-        """Whether it is on the screen stack; async results may arrive after it was closed."""
+        """True while the dialog is on the screen stack. Async results may arrive after it is closed."""
         return self in self.app.screen_stack
 
     async def on_click(self, event: events.Click) -> None:

@@ -75,7 +75,7 @@ class Picker(Dialog[_Item | None]):
 
 
 def matches_query(text: str, query: str) -> bool:
-    """Whether text contains every word of query, ignoring case."""
+    """Return True if text contains every word of query, ignoring case."""
     return all(word in text.casefold() for word in query.casefold().split())
 
 
