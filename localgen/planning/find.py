@@ -86,9 +86,8 @@ def _catalog_draft(target: str | None, facts: ModelFacts) -> str | None:
 def _resolve_name(name: str | None) -> tuple[str, HubReference | None]:
     """Expand aliases. The reference is None for the built-in model, paths and unknown names."""
     target = load_aliases().get(name or BUILT_IN_MODEL, name or BUILT_IN_MODEL)
-    return target, None if target == BUILT_IN_MODEL or is_path(target) else resolve_reference(
-        target
-    )
+    is_local = target == BUILT_IN_MODEL or is_path(target)
+    return target, None if is_local else resolve_reference(target)
 
 
 def _local_facts(name: str, quants: Sequence[str]) -> tuple[list[ModelFacts], list[ModelFacts]]:

@@ -29,7 +29,7 @@ class Dialog(ModalScreen[_Result]):
 
     @property
     def is_open(self) -> bool:
-        """True while the dialog is on the screen stack. Async results may arrive after it is closed."""
+        """True while it is on the screen stack; async results may arrive after it was closed."""
         return self in self.app.screen_stack
 
     async def on_click(self, event: events.Click) -> None:
