@@ -39,6 +39,8 @@ HEADER_TIMEOUT_S = 10.0
 # a client that stops reading for this long is disconnected: it would hold its model
 STALL_TIMEOUT_S = 60.0
 MAX_HEADER_BYTES = 64 << 10
+# without free file descriptors, asyncio tries to accept this many connections, and logs each
+_BACKLOG = 128
 _log = logging.getLogger("localgen.server")
 
 
@@ -120,6 +122,7 @@ class _UvicornServer(uvicorn.Server):
                 # do not trust X-Forwarded-For: a client could claim to be `local`
                 proxy_headers=False,
                 timeout_graceful_shutdown=_FLUSH_TIMEOUT_S,
+                backlog=_BACKLOG,
             )
         )
         self._settings = settings
