@@ -109,7 +109,7 @@ def _sources(wanted: str, target: Path) -> Path:
     """Download and unpack llama-cpp-python's source package; return its llama.cpp folder."""
     _run(
         [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:",
-         "--no-build-isolation", "-d", str(target), f"llama-cpp-python=={wanted}"]
+         "-d", str(target), f"llama-cpp-python=={wanted}"]
     )  # fmt: skip
     (archive,) = target.glob("*.tar.gz")
     with tarfile.open(archive) as package:
