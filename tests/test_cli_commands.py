@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +19,7 @@ import pytest
 from scripted_client import Script, ScriptedClient, answer
 
 import localgen.client
-from localgen.backends.errors import EngineDied, LocalgenError, ModelNotFound
+from localgen.backends.errors import EngineDied, InvalidRequest, LocalgenError, ModelNotFound
 from localgen.backends.types import Message
 from localgen.cli import commands, errors
 from localgen.cli.arguments import split_model_and_prompt
@@ -192,13 +194,20 @@ def test_chat_answers_piped_input_as_one_prompt(
 def test_model_and_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "my models"
     path.mkdir()
-    assert split_model_and_prompt(str(path), None) == (str(path), None)
-    assert split_model_and_prompt("my models/x.gguf", None) == ("my models/x.gguf", None)
-    assert split_model_and_prompt("long " * 5000, None) == (None, "long " * 5000)
+    assert split_model_and_prompt([str(path)]) == (str(path), None)
+    assert split_model_and_prompt(["my models/x.gguf"]) == ("my models/x.gguf", None)
+    assert split_model_and_prompt(["long " * 5000]) == (None, "long " * 5000)
     monkeypatch.setenv("LOCALGEN_MODEL", "usual")
-    assert split_model_and_prompt("two words", None) == ("usual", "two words")
-    assert split_model_and_prompt(None, None) == ("usual", None)
-    assert split_model_and_prompt("other", "x") == ("other", "x")
+    assert split_model_and_prompt(["two words"]) == ("usual", "two words")
+    assert split_model_and_prompt([]) == ("usual", None)
+    assert split_model_and_prompt([], "of the endpoint") == ("of the endpoint", None)
+    assert split_model_and_prompt(["other", "x"]) == ("other", "x")
+    assert split_model_and_prompt(["other", "x", "y"]) == ("other", "x y")
+    assert split_model_and_prompt(["x", "y"], model="other") == ("other", "x y")
+    assert split_model_and_prompt(["other"], prompt="x") == ("other", "x")
+    assert split_model_and_prompt([], prompt="x") == ("usual", "x")
+    with pytest.raises(InvalidRequest, match="two prompts: 'x y'"):
+        split_model_and_prompt(["other", "x", "y"], prompt="z")
 
 
 @pytest.mark.parametrize(
@@ -208,6 +217,9 @@ def test_model_and_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         (["run", "tiny"], b" \n", 3, "no prompt"),
         (["run"], b"\xff\xfe", 3, "not UTF-8"),
         (["run", "gone", "x"], b"", 6, "model 'gone' not found"),
+        (["run", "What", "is", "it"], b"", 6, "`localgen run -p 'What is it'` asks the default"),
+        (["run", "tiny", "-p", "x", "-f", "y"], b"", 3, "exclude each other"),
+        (["run", "tiny", "-f", "/no/file"], b"", 3, "--file /no/file: No such file"),
         (["run", "tiny", "x", "--temp", "warm"], b"", 2, "--temp"),
         (["run", "tiny", "x", "--nope"], b"", 2, "localgen run --help"),
         (["rnu"], b"", 2, "Did you mean 'run'"),
@@ -412,3 +424,91 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (errors.BROKEN_PIPE, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a file that is always full")
+@pytest.mark.parametrize(
+    ("redirection", "status", "complaint"),
+    [
+        (">/dev/full", errors.exit_status("disk_full"), "cannot write the output: No space left"),
+        (">&-", errors.OTHER_ERROR, "standard output is closed"),
+        (">&- 2>&-", errors.OTHER_ERROR, ""),
+    ],
+)
+def test_output_that_cannot_be_written(redirection: str, status: int, complaint: str) -> None:
+    command = f'"{sys.executable}" -m localgen --help {redirection}'
+    done = subprocess.run(
+        command, shell=True, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    assert done.returncode == status
+    assert complaint in done.stderr
+    assert len(done.stderr.splitlines()) == bool(complaint)
+
+
+def test_a_folder_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(name: str, target: str) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "/state/models.toml")
+
+    monkeypatch.setattr("localgen.hub.aliases.add_alias", fail)
+    assert run_command_line(["cp", "tiny", "mine"]) == errors.OTHER_ERROR
+    assert (
+        capsys.readouterr().err == "localgen: cannot write /state/models.toml: Permission denied\n"
+    )
+
+
+def test_ctrl_c_during_the_import_is_silent() -> None:
+    program = """
+import importlib.abc, os, signal, sys, time
+class Interrupting(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "localgen.cli.main":
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+sys.meta_path.insert(0, Interrupting())
+from localgen.__main__ import main
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["help"], "Usage: localgen [OPTIONS]"),
+        (["-h"], "Usage: localgen [OPTIONS]"),
+        (["help", "run"], "Usage: localgen run"),
+        (["run", "-h"], "Usage: localgen run"),
+        (["version"], "localgen "),
+    ],
+)
+def test_spellings_of_other_tools(
+    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command_line(arguments) == 0
+    assert line in capsys.readouterr().out
+
+
+def test_ways_to_give_a_prompt(
+    scripted: Callable[..., ScriptedClient],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    client = scripted()
+    monkeypatch.setattr(sys, "stdin", Terminal(b""))
+    path = tmp_path / "prompt.txt"
+    path.write_text("from a file\n")
+    for arguments in (
+        ["run", "tiny", "two", "words"],
+        ["run", "-m", "tiny", "two", "words"],
+        ["run", "-p", "two words"],
+        ["run", "tiny", "-p", "two words"],
+        ["run", "-f", str(path)],
+    ):
+        assert run_command_line(arguments) == 0
+    asked = [(request.model, request.messages[-1].content) for request in client.record.asked]
+    assert asked == [*[("tiny", "two words")] * 4, ("tiny", "from a file")]

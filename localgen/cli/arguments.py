@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -15,26 +16,68 @@ from localgen.cli.completion_values import complete_model
 ModelArgument = Annotated[
     str | None,
     typer.Argument(
-        help="Model name or path (default: $LOCALGEN_MODEL, else the built-in model).",
+        help="Model name or path (default: $LOCALGEN_MODEL, else smollm2, else tiny).",
         autocompletion=complete_model,
     ),
 ]
-PromptArgument = Annotated[str | None, typer.Argument(help="Prompt (default: standard input).")]
+PromptArgument = Annotated[
+    list[str] | None,
+    typer.Argument(help="Prompt, one or several words (default: standard input)."),
+]
+PromptOption = Annotated[
+    str | None, typer.Option("-p", "--prompt", help="Prompt; the arguments are then the model.")
+]
+PromptFileOption = Annotated[
+    Path | None,
+    typer.Option("-f", "--file", help="Read the prompt from a file.", dir_okay=False),
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "-m",
+        "--model",
+        help="Model; the arguments are then the prompt.",
+        autocompletion=complete_model,
+    ),
+]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def split_model_and_prompt(
-    model: str | None, prompt: str | None, default_model: str | None = None
+    words: Sequence[str],
+    default_model: str | None = None,
+    *,
+    model: str | None = None,
+    prompt: str | None = None,
 ) -> tuple[str | None, str | None]:
-    """Return model and prompt; a single argument may be either.
+    """Return model and prompt. words: the arguments; model, prompt: those given by options.
 
-    A single argument with whitespace in it is the prompt, unless it is the path of a file.
-    default_model: model if none is given; falls back to LOCALGEN_MODEL.
+    The first word is the model and the others are the prompt. A single word with whitespace in it
+    is the prompt, unless it is the path of a file. default_model: model if none is given; falls
+    back to LOCALGEN_MODEL. Raises InvalidRequest if there are two prompts.
     """
-    default_model = default_model or os.environ.get("LOCALGEN_MODEL") or None
-    if prompt is None and model is not None and len(model.split()) > 1 and not _is_file(model):
-        return default_model, model
-    return model or default_model, prompt
+    rest = list(words)
+    is_prompt = prompt is None and len(rest) == 1 and _is_sentence(rest[0])
+    if model is None and rest and not is_prompt:
+        model = rest.pop(0)
+    if rest and prompt is not None:
+        raise InvalidRequest(f"two prompts: {' '.join(rest)[:60]!r} and that of the option")
+    if rest:
+        prompt = " ".join(rest)
+    return model or default_model or os.environ.get("LOCALGEN_MODEL") or None, prompt
+
+
+def require_one_prompt(prompt: str | None, path: Path | None) -> str | None:
+    """Return the prompt of --prompt or --file. Raises InvalidRequest."""
+    if path is None:
+        return prompt
+    if prompt is not None:
+        raise InvalidRequest("--prompt and --file exclude each other")
+    try:
+        return path.read_text(encoding="utf-8").removesuffix("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise InvalidRequest(f"--file {path}: {reason}") from error
 
 
 def read_prompt(prompt: str | None) -> str:
@@ -64,6 +107,10 @@ def read_stdin() -> str:
     except UnicodeDecodeError as error:
         place = f"byte {error.start:,}"
         raise InvalidRequest(f"standard input is not UTF-8 text at {place}") from error
+
+
+def _is_sentence(text: str) -> bool:
+    return len(text.split()) > 1 and not _is_file(text)
 
 
 def _is_file(text: str) -> bool:

@@ -9,7 +9,7 @@ import typer
 
 from localgen.backends.errors import InvalidRequest
 from localgen.chat.parameters import ModelOptions
-from localgen.cli.arguments import ModelArgument, read_prompt, split_model_and_prompt
+from localgen.cli.arguments import ModelArgument, ModelOption, read_prompt, split_model_and_prompt
 from localgen.cli.options import takes_model_options
 from localgen.cli.pull import run_or_offer_pull
 from localgen.cli.remote_options import (
@@ -26,6 +26,7 @@ def command(
     context: typer.Context,
     options: ModelOptions,
     model: ModelArgument = None,
+    named_model: ModelOption = None,
     url: UrlOption = None,
     api_key_env: KeyEnvOption = None,
 ) -> None:
@@ -36,7 +37,9 @@ def command(
     """
     endpoint = endpoint_from_options(context, url, api_key_env)
     options = options_for_endpoint(options, endpoint)
-    model, sentence = split_model_and_prompt(model, None, endpoint.model if endpoint else None)
+    words = [] if model is None else [model]
+    default = endpoint.model if endpoint else None
+    model, sentence = split_model_and_prompt(words, default, model=named_model)
     if sentence is not None:
         raise InvalidRequest("chat takes a model, not a prompt: use localgen run for one prompt")
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
@@ -44,11 +47,12 @@ def command(
     from rich.console import Console
 
     from localgen.cli.one_shot import answer_prompt
+    from localgen.hub.packaged import default_model
     from localgen.repl.load_progress import LoadProgressLine
     from localgen.repl.repl import start_chat
 
     console = Console(highlight=False, stderr=not at_terminal)
-    loading = LoadProgressLine(console, model or "the built-in model")
+    loading = LoadProgressLine(console, model or default_model())
     with closing(create_client(endpoint, loading.notify)) as client:
         if prompt is not None:
             answer_prompt(client, loading, model, prompt, options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from typing import Annotated
@@ -18,7 +19,18 @@ _EPILOG = (
     "LOCALGEN_MAX_TOKENS. " + errors.exit_status_help()
 )
 
-app = typer.Typer(cls=LazyGroup, rich_markup_mode=None, add_completion=False, epilog=_EPILOG)
+# what other tools have taught people to type
+_SPELLINGS = {"help": "--help", "version": "--version"}
+# a device is full, is not writable, or has failed: not a defect of the program
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
+
+app = typer.Typer(
+    cls=LazyGroup,
+    rich_markup_mode=None,
+    add_completion=False,
+    epilog=_EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
 def _show_version(requested: bool) -> None:
@@ -42,6 +54,10 @@ def main() -> None:
         from localgen.cli import shells
 
         sys.exit(shells.run_completion(app, os.environ[shells.COMPLETE_ENV_VAR]))
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stdout is None:
+        sys.exit(_print_error("standard output is closed", errors.OTHER_ERROR))
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             # on a terminal without UTF-8, print ? instead of failing in mid-answer
@@ -53,7 +69,7 @@ def run_command_line(arguments: list[str]) -> int:
     """Run a command line and return its exit status. Errors are printed on stderr."""
     try:
         _require_utf8(arguments)
-        status = _invoke(arguments or ["--help"])
+        status = _invoke(_expand_spelling(arguments) or ["--help"])
         sys.stdout.flush()
         return status
     except LocalgenError as error:
@@ -66,8 +82,16 @@ def run_command_line(arguments: list[str]) -> int:
         return errors.INTERRUPTED
     except BrokenPipeError:
         return _handle_broken_pipe()
+    except OSError as error:
+        return _handle_os_error(error)
     except Exception as error:  # users never see a traceback
         return _report_crash(error)
+
+
+def _expand_spelling(arguments: list[str]) -> list[str]:
+    """Replace `help COMMAND` by `COMMAND --help`, and `version` by `--version`."""
+    option = _SPELLINGS.get(arguments[0]) if arguments else None
+    return [*arguments[1:], option] if option else arguments
 
 
 def _require_utf8(arguments: list[str]) -> None:
@@ -112,9 +136,23 @@ def _report_crash(error: Exception) -> int:
 
 
 def _handle_broken_pipe() -> int:
+    _discard_output()
+    return errors.BROKEN_PIPE
+
+
+def _handle_os_error(error: OSError) -> int:
+    if error.errno not in _DISK_ERRORS:
+        return _report_crash(error)
+    if not error.filename:
+        _discard_output()
+    place = error.filename or "the output"
+    status = errors.exit_status("disk_full") if error.errno == errno.ENOSPC else errors.OTHER_ERROR
+    return _print_error(f"cannot write {place}: {error.strerror}", status)
+
+
+def _discard_output() -> None:
     # the interpreter flushes stdout at exit, which would fail again
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return errors.BROKEN_PIPE
 
 
 if __name__ == "__main__":

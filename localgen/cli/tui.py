@@ -34,7 +34,8 @@ def command(
     """Chat full-screen in several sessions. The options apply to new sessions."""
     endpoint = endpoint_from_options(context, url, api_key_env)
     options = options_for_endpoint(options, endpoint)
-    model, sentence = split_model_and_prompt(model, None, endpoint.model if endpoint else None)
+    words = [] if model is None else [model]
+    model, sentence = split_model_and_prompt(words, endpoint.model if endpoint else None)
     if sentence is not None:
         raise InvalidRequest("tui takes a model, not a prompt: use localgen run for one prompt")
     # the screen is drawn on stderr
