@@ -22,7 +22,7 @@ from localgen.backends.errors import LocalgenError
 from localgen.backends.llamacpp.loader import load_llamacpp_model
 from localgen.backends.model_info import LoadOptions, ModelLoadRequest
 from localgen.config import BUILT_IN_MODEL, ServerSettings
-from localgen.hub.resolve import BUILT_IN_PATH
+from localgen.hub.packaged import BUILT_IN_PATH
 
 RESULTS = Path(__file__).parent / "results"
 CTX, KV_TOKENS = 8192, 16_384
@@ -68,7 +68,10 @@ def _measure(options: argparse.Namespace, tools: Tools | None, settings: ServerS
     plan = speed.QUICK if options.quick else speed.FULL
     model = random_gguf.cached(random_gguf.SHAPES["quick" if options.quick else "1b"])
     server = Localgen(
-        settings, model, LoadOptions(ctx=CTX, kv_tokens=KV_TOKENS, threads=options.threads)
+        settings,
+        model,
+        # drafts would make random text, which repeats itself, look fast
+        LoadOptions(ctx=CTX, kv_tokens=KV_TOKENS, threads=options.threads, draft="none"),
     )
     info, loaded = server.info, server.info.options
     rounds = options.rounds or plan.rounds

@@ -13,9 +13,11 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 
 import platformdirs
 
@@ -58,11 +60,20 @@ class Tools:
             self.commands.append(shown)
         return [str(self.folder / name), *arguments]
 
-    def generation(self, model: Path, tokens: int, threads: int) -> float:
-        """Run llama-bench; return the decode speed of one sequence in tokens/s."""
+    def generation(
+        self,
+        model: Path,
+        tokens: int,
+        threads: int,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> float:
+        """Run llama-bench; return the decode speed of one sequence in tokens/s.
+
+        environment: additional variables.
+        """
         answer = self._json(
             "llama-bench", "-m", str(model), "-p", "0", "-n", str(tokens), "-t", str(threads),
-            "-r", "1", "-o", "jsonl",
+            "-r", "1", "-o", "jsonl", environment=environment,
         )  # fmt: skip
         return float(answer["avg_ts"])
 
@@ -80,11 +91,15 @@ class Tools:
             *(["-kvu"] if unified else []),
         )  # fmt: skip
 
-    def _json(self, name: str, *arguments: str) -> dict[str, float]:
+    def _json(
+        self, name: str, *arguments: str, environment: Mapping[str, str] = MappingProxyType({})
+    ) -> dict[str, float]:
         """Run a tool; return the last line of its output that is a JSON object."""
         command = self.command(name, *arguments)
         for _ in range(ATTEMPTS):
-            done = subprocess.run(command, capture_output=True, text=True)
+            done = subprocess.run(
+                command, capture_output=True, text=True, env=os.environ | dict(environment)
+            )
             if done.returncode:
                 said = (done.stdout + done.stderr)[-500:]
                 raise ToolFailed(f"{name} ended with status {done.returncode}: {said}")

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.measure import machine
 from benchmarks.random_gguf import EMBEDDING_STD, SHAPES, Shape
-from localgen.hub.resolve import BUILT_IN_PATH
+from localgen.hub.packaged import BUILT_IN_PATH
 from localgen.machine.python_process import python_command, python_environment
 from localgen.quant.files.safetensors_writer import StreamedTensor, write_safetensors
 

@@ -84,7 +84,9 @@ class Bench:
     @contextlib.contextmanager
     def in_parts(self, slots: int) -> Iterator[Localgen]:
         """Start a second localgen with a separate KV cache per slot, as llama-server has."""
-        options = LoadOptions(ctx=self.plan.slot_ctx, parallel=slots, threads=self.threads)
+        options = LoadOptions(
+            ctx=self.plan.slot_ctx, parallel=slots, threads=self.threads, draft="none"
+        )
         with private_settings() as settings:
             server = Localgen(settings, self.model, options)
             yield server

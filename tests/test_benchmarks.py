@@ -8,10 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import cpu, random_gguf
+from benchmarks import busy, cpu, random_gguf
+from benchmarks.llamacpp_tools import NAMES, Tools
 from benchmarks.measure import RATE, ModelLine, Report
 from benchmarks.random_gguf import Q6_K, SHAPES, Tensor
+from benchmarks.speed import LOCALGEN, SERVER
 from benchmarks.streams import (
+    Prompt,
+    Speaker,
     Stream,
     StreamFailed,
     decode_rate,
@@ -82,3 +86,32 @@ def test_a_quick_run_without_tools(tmp_path: Path, capsys: pytest.CaptureFixture
     # the whole first turn came from the cache
     computed = [c for c in result["checks"] if "prompt computed" in c["name"]]
     assert [c["met"] for c in computed] == [True, True], computed
+
+
+class _FixedSpeaker:
+    """Answers of a fixed speed, in tokens/s."""
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+
+    def ask(self, prompt: Prompt, max_tokens: int) -> Stream:
+        return _stream((1.0, 1), (1.0 + (max_tokens - 1) / self._rate, max_tokens))
+
+
+def test_a_comparison_beside_busy_processes(tmp_path: Path) -> None:
+    for name in NAMES:
+        script = """#!/bin/sh
+echo "{\\"avg_ts\\": ${GOMP_SPINCOUNT:-500}}"
+"""
+        (tmp_path / name).write_text(script)
+        (tmp_path / name).chmod(0o755)
+    report = Report(ModelLine("m", 1, 1), 2, True, 1, {})
+    servers: dict[str, Speaker] = {LOCALGEN: _FixedSpeaker(900.0), SERVER: _FixedSpeaker(100.0)}
+    busy.compare(report, servers, Tools(tmp_path), Path("m.gguf"), 1, 8)
+    rates = {series.side: series.median for series in report.series}
+    assert [rates[LOCALGEN], rates[SERVER]] == pytest.approx([900.0, 100.0])
+    assert rates["llama-bench -t 1"] == 500.0
+    assert rates["llama-bench -t 1 GOMP_SPINCOUNT=1000"] == 1000.0
+    default, best = report.checks
+    assert [default.value, best.value] == pytest.approx([1.8, 0.9])
+    assert [default.met, best.met] == [False, True]

@@ -377,6 +377,7 @@ def loading(**options: Any) -> LocalgenError:
         ({"parallel": 8, "max_batch_tokens": 7}, "max_batch_tokens", ["7", "8"]),
         ({"max_batch_tokens": 0}, "max_batch_tokens", ["0"]),
         ({"threads": 0}, "threads", ["0", "at least 1"]),
+        ({"threads": 9999}, "threads", ["9999", "at most", "processors"]),
         ({"threads_batch": -1}, "threads_batch", ["-1", "at least 1"]),
         ({"max_queue": 0}, "max_queue", ["0"]),
         ({"itl_target_ms": 0.5}, "itl_target_ms", ["0.5"]),

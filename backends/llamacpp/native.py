@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localgen.backends.errors import InvalidRequest, LoadFailed
+from localgen.backends.llamacpp.free_cores import FreeCores
 from localgen.backends.llamacpp.library import (
     CACHE_TYPES,
     FLASH_ATTN,
@@ -216,6 +217,8 @@ class LlamaContext:
         self.n_seq_max, self.n_outputs = n_seq_max, n_outputs or n_seq_max
         params.n_outputs_max = self.n_outputs  # bounds the logits buffer
         params.n_threads, params.n_threads_batch = options.threads, options.threads_batch
+        self._threads = options.threads
+        self._free_cores = FreeCores(options.threads) if options.adapts_threads else None
         params.flash_attn_type = FLASH_ATTN[options.flash_attn]
         params.type_k = CACHE_TYPES[options.cache_type_k]
         params.type_v = CACHE_TYPES[options.cache_type_v]
@@ -236,6 +239,9 @@ class LlamaContext:
 
     def decode(self, batch: Any) -> Future[int]:
         """Start llama_decode. Returns a future of its status; no other call may come before it."""
+        if self._free_cores is not None and self._free_cores.count() != self._threads:
+            self._threads = self._free_cores.count()
+            C.llama_set_n_threads(self.handle, self._threads, self._threads)
         return self.executor.submit(C.llama_decode, self.handle, batch)
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass
 
 import llama_cpp.llama_cpp as C
@@ -12,6 +13,9 @@ from localgen.backends.memory.load_defaults import DEFAULT_SPLIT_PARTS, LLAMACPP
 from localgen.backends.memory.system import num_physical_cores
 from localgen.backends.model_info import DRAFT_NGRAM, LoadOptions
 from localgen.backends.runner.interface import MAX_DRAFT_TOKENS
+
+# more threads than this only slow each other down
+_THREADS_PER_PROCESSOR = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +28,8 @@ class LlamaOptions:
     gpu_layers: int = 0
     threads: int = 1
     threads_batch: int = 1
+    # threads are the most, and fewer compute beside other processes
+    adapts_threads: bool = False
     flash_attn: str = "auto"
     cache_type_k: str = LLAMACPP_DEFAULTS.cache_type
     cache_type_v: str = LLAMACPP_DEFAULTS.cache_type
@@ -43,7 +49,9 @@ class LlamaOptions:
 
     def to_load_options(self, ctx: int, kv_tokens: int) -> LoadOptions:
         """The resolved options, as reported to clients."""
-        return LoadOptions(**(asdict(self) | {"ctx": ctx, "kv_tokens": kv_tokens}))
+        options = asdict(self) | {"ctx": ctx, "kv_tokens": kv_tokens}
+        del options["adapts_threads"]
+        return LoadOptions(**options)
 
 
 def resolve_llama_options(requested: LoadOptions) -> LlamaOptions:
@@ -64,6 +72,7 @@ def resolve_llama_options(requested: LoadOptions) -> LlamaOptions:
         "gpu_layers": -1 if gpu and requested.device != "cpu" else 0,
         "threads": threads,
         "threads_batch": threads,
+        "adapts_threads": requested.threads is None and requested.threads_batch is None,
         "mmap": bool(C.llama_supports_mmap()),
         "parallel": DEFAULT_SPLIT_PARTS
         if requested.kv_unified is False
@@ -89,6 +98,14 @@ def _validate(options: LlamaOptions, has_gpu: bool) -> None:
         value = getattr(options, name)
         if value is not None and not value >= least:  # NaN fails too
             raise InvalidRequest(f"{name} is {value}, it must be at least {least}", param=name)
+    most_threads = _THREADS_PER_PROCESSOR * (os.cpu_count() or 1)
+    for name in ("threads", "threads_batch"):
+        if getattr(options, name) > most_threads:
+            raise InvalidRequest(
+                f"{name} is {getattr(options, name)}, it may be at most {most_threads} on this "
+                f"machine, which has {os.cpu_count()} processors",
+                param=name,
+            )
     if options.parallel > MAX_SEQUENCES:
         raise InvalidRequest(
             f"parallel is {options.parallel}, llama.cpp allows {MAX_SEQUENCES}", param="parallel"

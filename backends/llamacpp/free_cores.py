@@ -1,0 +1,63 @@
+"""Cores that other processes leave free: as many threads compute by default.
+
+A thread that shares its core with another process is late at every barrier, and all others wait.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import psutil
+
+# the use of the cores is averaged over at least this time
+_WINDOW_S = 0.25
+
+
+class ProcessorTime(NamedTuple):
+    """Processor time in seconds, of this process and of all others on its cores."""
+
+    own_s: float
+    others_s: float
+
+
+def processor_time() -> ProcessorTime:
+    """Processor time used so far."""
+    times = psutil.cpu_times(percpu=True)
+    if hasattr(os, "sched_getaffinity"):
+        allowed = os.sched_getaffinity(0)
+        times = [core for number, core in enumerate(times) if number in allowed]
+    busy = ("user", "nice", "system", "irq", "softirq")
+    total_s = sum(getattr(core, name, 0.0) for core in times for name in busy)
+    own_s = time.process_time()
+    return ProcessorTime(own_s, total_s - own_s)
+
+
+class FreeCores:
+    """Counts free cores. cores: of this process, which are free at first."""
+
+    def __init__(
+        self,
+        cores: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        read: Callable[[], ProcessorTime] = processor_time,
+    ) -> None:
+        self._cores = self._free = cores
+        self._clock, self._read = clock, read
+        self._since_s, self._used = clock(), read()
+
+    def count(self) -> int:
+        """Cores that others left free in the last steps; at least 1. Called before each step."""
+        now_s = self._clock()
+        window_s = now_s - self._since_s
+        if window_s >= _WINDOW_S:
+            used = self._read()
+            # a window without steps tells nothing about now
+            if used.own_s - self._used.own_s >= window_s / 2:
+                taken = round((used.others_s - self._used.others_s) / window_s)
+                self._free = max(1, min(self._cores, self._cores - taken))
+            self._since_s, self._used = now_s, used
+        return self._free
