@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -111,7 +112,7 @@ def test_set_parameter(session: ChatSession, text: str, field: str, value: objec
         ("/set parameter stop don't", "close the quote"),
         ('/set parameter stop ""', "cannot be empty"),
         ("/set parameter logprobs 3", "no parameter"),
-        ("/set ctx 999999", "loaded with 2,048"),
+        ("/set ctx 999999", "was trained for 2,048"),
         ("/set ctx many", "number of tokens"),
         ("/set nothing", "give system TEXT"),
         ("/set", "give system TEXT"),
@@ -143,6 +144,9 @@ def test_set_ctx_and_verbose(session: ChatSession) -> None:
     assert session.options.verbose
     obey(session, "/set verbose off")
     assert not session.options.verbose
+    assert session.options.figures
+    assert obey(session, "/set figures off") == "figures off"
+    assert not session.options.figures
 
 
 def test_show_info(session: ChatSession) -> None:
@@ -266,3 +270,16 @@ def test_help_names_every_command(session: ChatSession) -> None:
 @pytest.mark.parametrize("line", ["/bye", "/exit", "/quit"])
 def test_bye(session: ChatSession, line: str) -> None:
     assert commands.run_command(session, line, lambda _: None) == commands.LeaveChat()
+
+
+def test_a_larger_context_loads_the_model_again(session: ChatSession) -> None:
+    info = session.model
+    session.model_info = replace(info, ctx=512, ctx_train=2048)
+    assert "the next prompt loads the model again" in obey(session, "/set ctx 1024")
+    assert (session.options.ctx, session.options.load.ctx) == (1024, 1024)
+    # it could not be loaded: a smaller one gives it up
+    assert obey(session, "/set ctx 100") == "context 100 tokens"
+    assert (session.options.ctx, session.options.load.ctx) == (100, None)
+    obey(session, "/set ctx 2048")
+    obey(session, "/set ctx default")
+    assert (session.options.ctx, session.options.load.ctx) == (None, None)

@@ -124,7 +124,7 @@ def test_a_prompt_over_the_pool_is_refused_and_the_engine_lives_on(
     note, said = done.stderr.splitlines()
     assert "which is slow" in note, "it was loaded"
     assert "the context is 256 and must hold the answer too: shorten the prompt, or load " in said
-    assert "a larger --ctx (up to 2,048)" in said
+    assert "a larger context (--ctx, or /set ctx in a chat; up to 2,048)" in said
     done = run(settings, str(folder), QUESTION, *small)
     assert "42" in json.loads(done.stdout)["text"]
     assert done.stderr == "", "and has not been loaded again"

@@ -16,7 +16,7 @@ from localgen.backends.formats.architecture.model_shape import LayerCacheShape, 
 from localgen.backends.formats.model_facts import ModelFacts, local_model_facts
 from localgen.backends.formats.model_files import model_folder
 from localgen.backends.memory import kv_sizing
-from localgen.backends.memory.kv_sizing import KVSizeRequest
+from localgen.backends.memory.kv_sizing import DEFAULT_CTX, KVSizeRequest
 from localgen.backends.model_info import LoadOptions
 from localgen.hub import catalog
 from localgen.hub.catalog import CatalogEntry
@@ -93,16 +93,20 @@ def test_types_of_the_cache() -> None:
         plan_memory(FACTS, LoadOptions(cache_type_k="q8_0"), on_gpu)
 
 
-def test_the_default_context_is_the_largest_that_fits_a_half_of_what_is_free() -> None:
-    found = plan_memory(FACTS, NOTHING, machine(ram_gb=10))
+@pytest.mark.parametrize("ram_gb", [6, 10])
+def test_the_default_context_takes_half_of_what_is_free_up_to_a_limit(ram_gb: float) -> None:
+    found = plan_memory(FACTS, NOTHING, machine(ram_gb=ram_gb))
     assert found.fits
-    assert found.ctx == found.kv_tokens
     assert found.ctx is not None
     assert found.largest_ctx is not None
+    if ram_gb < 8:
+        assert found.ctx == found.kv_tokens == found.largest_ctx // 2
+    else:
+        assert found.ctx == DEFAULT_CTX
     assert found.ctx < found.largest_ctx < 131_072
     assert found.largest_ctx % 256 == 0
-    assert plan_memory(FACTS, LoadOptions(ctx=found.largest_ctx), machine(ram_gb=10)).fits
-    over = plan_memory(FACTS, LoadOptions(ctx=found.largest_ctx + 256), machine(ram_gb=10))
+    assert plan_memory(FACTS, LoadOptions(ctx=found.largest_ctx), machine(ram_gb=ram_gb)).fits
+    over = plan_memory(FACTS, LoadOptions(ctx=found.largest_ctx + 256), machine(ram_gb=ram_gb))
     assert not over.fits
 
 

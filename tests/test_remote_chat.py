@@ -13,6 +13,7 @@ from scripted_client import answer as made_answer
 
 from localgen.backends.types import Timings
 from localgen.chat import report
+from localgen.chat.conversation import Turn
 from localgen.chat.parameters import ModelOptions
 from localgen.chat.session import ChatSession
 from localgen.client import RemoteClient
@@ -57,8 +58,8 @@ def test_a_chat(chat: Chat, server: PlainServer) -> None:
     assert f"big · at {server.url} · context 4,096\n" in screen
     assert "note: TTFT and tokens/s are measured here, the network included\n" in screen
     assert "re: and you" in screen
-    assert "(40 prompt tokens) · 2 tokens at " in screen
-    assert "context 42/4,096" in screen
+    assert " tok/s · first token " in screen
+    assert " · 42 of 4,096" in screen
     spoken = [message["content"] for message in server.asked[1]["messages"]]
     assert spoken == ["hello", "re: hello ", "and you"]
     # what the server has is asked once, not before each prompt
@@ -102,7 +103,7 @@ def test_an_answer_that_breaks_off_is_not_asked_again(chat: Chat, server: PlainS
     assert "in the middle of the answer" in screen
     assert "sending the prompt again" not in screen
     assert len(server.asked) == 1
-    assert chat.session.conversation.turns == ()
+    assert chat.session.conversation.turns == (Turn("hello", "half", stopped=True),)
 
 
 def test_a_server_that_goes_away_does_not_end_the_chat(chat: Chat, server: PlainServer) -> None:
@@ -125,7 +126,7 @@ def test_the_line_of_figures_leaves_out_what_is_not_known() -> None:
         estimated=True,
         client_measured=True,
     )
-    assert report.completion_line(known) == "TTFT 120 ms · ~5 tokens at ~10.0/s"
+    assert report.completion_line(known) == "~10.0 tok/s · first token 120 ms"
 
 
 def test_the_live_line_marks_guesses() -> None:

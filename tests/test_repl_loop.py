@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,12 +11,19 @@ from pathlib import Path
 import pytest
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
+from prompt_toolkit.history import FileHistory
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 from rich.console import Console
 from scripted_client import Script, ScriptedClient, answer
 
-from localgen.backends.errors import ContextExceeded, EngineDied, LocalgenError, ServerUnavailable
+from localgen.backends.errors import (
+    ContextExceeded,
+    EngineDied,
+    LocalgenError,
+    OutOfMemory,
+    ServerUnavailable,
+)
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import Message
@@ -70,7 +78,7 @@ def test_a_chat(chat: Callable[..., Chat]) -> None:
     screen = talk.type("hi", "", "   ", '"""two\nlines"""', "/bye")
     assert "tiny · llama 6M F16 · 12.0 MB · context 2,048 · llamacpp 100% CPU" in screen
     assert "Hello you" in screen
-    assert "context 49/2,048" in screen
+    assert "49 of 2,048" in screen
     assert "re: two\nlines" in screen
     first, second = talk.client.record.asked
     assert (first.model, first.params.top_k, first.ctx, first.priority) == ("tiny", 3, 512, 2)
@@ -102,7 +110,7 @@ def test_ctrl_c_at_the_prompt_says_how_to_leave(chat: Callable[..., Chat]) -> No
 def test_an_error_leaves_the_conversation_as_it_was(
     chat: Callable[..., Chat], error: Exception
 ) -> None:
-    talk = chat(("fine", answer()), ("bro", error), ("bro", error))
+    talk = chat(("fine", answer()), (error,), (error,))
     screen = talk.type("one", "two")
     assert str(error) in screen
     assert talk.session.conversation.turns == (Turn("one", "fine"),)
@@ -127,9 +135,33 @@ def test_what_dies_is_restarted_and_asked_once_more(
 def test_what_dies_twice_is_an_error(chat: Callable[..., Chat], kind: type[LocalgenError]) -> None:
     gone = kind("it went away")
     talk = chat((gone,), (gone,))
-    talk.type("hi")
+    assert "it went away" in talk.type("hi").splitlines()
     assert len(talk.client.record.asked) == 2
     assert talk.session.conversation.turns == ()
+
+
+@pytest.mark.parametrize("error", [OutOfMemory("no room"), EngineDied("it died")])
+def test_an_error_keeps_what_there_is(chat: Callable[..., Chat], error: LocalgenError) -> None:
+    talk = chat(("half", error), ("half an", error))
+    screen = talk.type("hi")
+    half = "half an" if isinstance(error, EngineDied) else "half"
+    assert talk.session.conversation.turns == (Turn("hi", half, stopped=True),)
+    assert error.message in screen.splitlines()
+
+
+def test_the_half_is_kept_if_the_server_cannot_be_started_again(
+    chat: Callable[..., Chat], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = chat(("half", ServerUnavailable("it died")))
+
+    def fail() -> None:
+        raise ServerUnavailable("no room on the disk")
+
+    connects = iter([None, fail])
+    monkeypatch.setattr(talk.client, "connect", lambda: (next(connects) or (lambda: None))())
+    screen = talk.type("hi")
+    assert talk.session.conversation.turns == (Turn("hi", "half", stopped=True),)
+    assert "no room on the disk" in screen.splitlines()
 
 
 def test_regen_replaces_the_last_answer(chat: Callable[..., Chat]) -> None:
@@ -167,6 +199,11 @@ def test_notes_and_verbose_reach_the_screen(chat: Callable[..., Chat]) -> None:
     screen = talk.type("hi")
     assert "preempted once" in screen
     assert "load:" in screen
+    assert "first token" in screen
+
+
+def test_no_figures(chat: Callable[..., Chat]) -> None:
+    assert "first token" not in chat(figures=False).type("hi")
 
 
 def test_a_wrong_command_is_told_and_the_chat_goes_on(chat: Callable[..., Chat]) -> None:
@@ -274,6 +311,27 @@ def test_history_outlives_the_chat_and_is_private(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
+def test_a_full_disk_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "history"
+    failures: list[OSError] = []
+
+    def store(history: FileHistory, line: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(FileHistory, "store_string", store)
+    with create_pipe_input() as typed:
+        typed.send_text("one\rtwo\r")
+        editor = create_prompt_session(
+            path,
+            ChatCompleter(list, list),
+            on_failure=failures.append,
+            input=typed,
+            output=DummyOutput(),
+        )
+        assert [editor.prompt(), editor.prompt()] == ["one", "two"]
+    assert [error.errno for error in failures] == [errno.ENOSPC]
+
+
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_loading_leaves_what_was_said_on_a_terminal_only(is_terminal: bool) -> None:
     screen = io.StringIO()
@@ -308,7 +366,7 @@ def test_models_are_looked_up_once_a_prompt(
             found += seen[0].get_completions(typed, CompleteEvent())
             return " ".join(completion.text for completion in found)
 
-    def editor(_history: Path, completions: ChatCompleter) -> Editor:
+    def editor(_history: Path, completions: ChatCompleter, **_options: object) -> Editor:
         seen.append(completions)
         return Editor()
 
@@ -320,7 +378,7 @@ def test_models_are_looked_up_once_a_prompt(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(client, "models", models)
     monkeypatch.setattr("localgen.repl.prompt.create_prompt_session", editor)
-    read = _create_line_reader(ChatSession(client, tmp_path, ModelOptions()))
+    read = _create_line_reader(ChatSession(client, tmp_path, ModelOptions()), Console())
     assert read(">>> ") == "m1 m1"
     assert read(">>> ") == "m2 m2"
 

@@ -23,7 +23,7 @@ def test_an_answer_becomes_a_turn_and_is_kept(make_tui: MakeTui, tmp_path: Path)
     opened.ask("6 * 7?")
     turn = settle(tui, opened)
     assert (turn.prompt, turn.answer, turn.reasoning, turn.stopped) == ("6 * 7?", "42", "hm", False)
-    assert turn.summary.startswith("tiny · TTFT 56 ms")
+    assert turn.summary.startswith("tiny · 41.2 tok/s · first token 56 ms")
     assert opened.name == "6 * 7?"
     other = make_tui()
     assert other.manager.get(opened.id).chat.conversation == opened.chat.conversation

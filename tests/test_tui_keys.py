@@ -277,7 +277,8 @@ def test_saving_as_a_file(tmp_path: Path) -> None:
         await save(tui, pilot, tmp_path / "x.md")
         await save(tui, pilot, tmp_path / "x.json")
         assert (
-            "## You\n\nq\n\n## Answer\n\nre: q\n\n*tiny · TTFT" in (tmp_path / "x.md").read_text()
+            "## You\n\nq\n\n## Answer\n\nre: q\n\n*tiny · 41.2 tok/s"
+            in (tmp_path / "x.md").read_text()
         )
         await tui.ask(pilot, f"/export {tmp_path / 'x.md'}")
         await tui.until(lambda: "already exists" in told(tui))

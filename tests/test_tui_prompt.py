@@ -27,7 +27,7 @@ def test_enter_sends_and_the_answer_stands_there(tmp_path: Path) -> None:
         (view,) = tui.main.query(TurnView)
         assert view.turn.answer == "re: hi there"
         assert "re: hi there" in tui.screen_text()
-        assert "TTFT 56 ms" in tui.screen_text()
+        assert "first token 56 ms" in tui.screen_text()
 
     play(Tui(tmp_path), scene)
 

@@ -73,7 +73,7 @@ def test_what_is_typed_into_a_setting_is_kept_by_leaving(tmp_path: Path) -> None
     [
         ("temperature", "warm", "give a number"),
         ("temperature", "-5", "temperature is -5, it must be 0 to 100"),
-        ("ctx", "999999", "ctx 999,999: tiny is loaded with 2,048"),
+        ("ctx", "999999", "ctx 999,999: tiny was trained for 2,048"),
     ],
 )
 def test_what_is_refused_stays_in_its_field(

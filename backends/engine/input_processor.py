@@ -232,7 +232,8 @@ class InputProcessor:
         if ctx < most:
             return f", or raise ctx (up to {most:,})"
         if most < self.ctx_train:
-            return f", or load the model with a larger --ctx (up to {self.ctx_train:,})"
+            way = "--ctx, or /set ctx in a chat"
+            return f", or load the model with a larger context ({way}; up to {self.ctx_train:,})"
         return ""
 
     def _require_min_tokens_fit(self, prompt_tokens: int, min_tokens: int, ctx: int) -> None:

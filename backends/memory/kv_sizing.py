@@ -8,6 +8,8 @@ from localgen.backends.errors import InvalidRequest, OutOfMemory
 
 # models with a short context get a KV cache for several sequences, up to this size
 DEFAULT_POOL_TOKENS = 16_384
+# the context in main memory if none is requested: that of long models would take most of it
+DEFAULT_CTX = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +20,7 @@ class KVPoolRules:
     memory_fraction: fraction of the free memory that a default-sized KV cache may use.
     default_max_tokens: upper limit of the default size unless the context is larger; None: only
     memory_fraction limits it.
+    default_ctx: context length if none is requested; None: the largest that fits.
     num_parts: number of equal parts that the KV cache is split into.
     memory_location: suffix for error messages, e.g. ` on cuda:0`.
     reduce_hint: how to reduce memory usage, for error messages.
@@ -26,6 +29,7 @@ class KVPoolRules:
     granularity_tokens: int
     memory_fraction: float
     default_max_tokens: int | None = DEFAULT_POOL_TOKENS
+    default_ctx: int | None = DEFAULT_CTX
     num_parts: int = 1
     memory_location: str = ""
     reduce_hint: str
@@ -39,6 +43,7 @@ CUDA_POOL = KVPoolRules(
     granularity_tokens=16,
     memory_fraction=0.9,
     default_max_tokens=None,
+    default_ctx=None,
     reduce_hint="-ctk int8 -ctv int8",
 )
 CUDA_ON_CPU_POOL = KVPoolRules(
@@ -97,8 +102,8 @@ def resolve_kv_size(
     )
     fitting = fitting // step * step
     requested = None if request.kv_tokens is None else request.kv_tokens // parts
-    ctx = request.ctx or max(step, min(trained, fitting if requested is None else requested))
-    ctx = min(ctx, trained)
+    default = max(step, min(fitting, rules.default_ctx or fitting))
+    ctx = min(trained, request.ctx or max(step, default if requested is None else requested))
     part = _default_part_tokens(ctx, fitting, rules) if requested is None else requested
     if part < ctx:
         pool_text = f"{request.kv_tokens:,} tokens" + f" in {parts} parts" * (parts > 1)
@@ -159,6 +164,8 @@ def _notes(
         return (
             f"context {ctx:,} of {request.ctx_train:,}: the most that fits{rules.memory_location}",
         )
+    if ctx == rules.default_ctx:
+        return (f"context {ctx:,} of {request.ctx_train:,}; change it with --ctx or /set ctx",)
     return (
         f"context {ctx:,} of {request.ctx_train:,}: its KV cache takes half of the "
         f"{free_bytes / 1e9:.1f} GB of free memory; change it with --ctx",

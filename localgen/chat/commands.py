@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from localgen.backends import units
 from localgen.backends.errors import InvalidRequest
@@ -91,9 +91,10 @@ def _set(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
         return _set_parameter(session, rest)
     if what == "ctx":
         return _set_ctx(session, rest)
-    if what == "verbose" and rest in ("", "on", "off"):
-        session.set_options(verbose=rest != "off")
-        return CommandOutput(f"verbose {'on' if session.options.verbose else 'off'}")
+    if what in ("figures", "verbose") and rest in ("", "on", "off"):
+        is_on = rest != "off"
+        session.set_options(**{what: is_on})
+        return CommandOutput(f"{what} {'on' if is_on else 'off'}")
     raise InvalidRequest(f"/set {argument}: give {SLASH_COMMANDS['/set'].usage}")
 
 
@@ -117,27 +118,34 @@ def effective_parameter_rows(session: ChatSession) -> list[tuple[str, str, str]]
 
 
 def _set_ctx(session: ChatSession, text: str) -> CommandResult:
-    session.set_options(ctx=parse_ctx(session, text))
-    return CommandOutput(f"context {session.options.ctx or session.model.ctx:,} tokens")
+    set_ctx(session, text)
+    ctx = session.options.ctx or session.model.ctx
+    reload = ": the next prompt loads the model again" if ctx > session.model.ctx else ""
+    return CommandOutput(f"context {ctx:,} tokens{reload}")
 
 
-def parse_ctx(session: ChatSession, text: str) -> int | None:
-    """Parse a context length in tokens; `default` returns None, the context of the model.
+def set_ctx(session: ChatSession, text: str) -> None:
+    """Set the context length in tokens; `default` is the context of the model.
 
-    Raises InvalidRequest if it is not a number, exceeds the loaded context, or the model is on a
-    remote server.
+    The next prompt loads the model again if that is more than it has. Raises InvalidRequest if it
+    is not a number, exceeds the trained context, or the model is on a remote server.
     """
-    info = session.model_info
+    info, load = session.model_info, session.options.load
     if session.is_remote:
         raise InvalidRequest("ctx: this model is on a remote server, which sets its own context")
-    if text == "default":
-        return None
     # limit the digits: converting a very long number is slow
-    if not (text.isdecimal() and len(text) < 12 and int(text) > 0):
+    if text != "default" and not (text.isdecimal() and len(text) < 12 and int(text) > 0):
         raise InvalidRequest(f"ctx {text}: give a number of tokens, or default")
-    if info is not None and int(text) > info.ctx:
-        raise InvalidRequest(f"ctx {int(text):,}: {info.name} is loaded with {info.ctx:,}")
-    return int(text)
+    ctx = None if text == "default" else int(text)
+    if info is not None:
+        if (ctx or 0) > max(info.ctx, info.ctx_train):
+            trained = f"{info.name} was trained for {info.ctx_train:,}"
+            raise InvalidRequest(f"ctx {ctx:,}: {trained}")
+        exceeding = [wanted for wanted in (ctx, load.ctx) if wanted and wanted > info.ctx]
+        if exceeding:
+            # a larger context that could not be loaded is given up
+            load = replace(load, ctx=ctx if ctx in exceeding else None)
+    session.set_options(ctx=ctx, load=load)
 
 
 def _show(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
@@ -329,10 +337,10 @@ def _strip_quotes(text: str) -> str:
 _COMMANDS = (
     SlashCommand(
         "/set",
-        "system TEXT | parameter NAME VALUE | ctx TOKENS | verbose on|off",
+        "system TEXT | parameter NAME VALUE | ctx TOKENS | figures on|off | verbose on|off",
         "changes a setting of this chat",
         _set,
-        ("system", "parameter", "ctx", "verbose"),
+        ("system", "parameter", "ctx", "figures", "verbose"),
     ),
     SlashCommand(
         "/show",

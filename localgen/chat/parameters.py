@@ -25,7 +25,10 @@ _UNSET_WORDS = ("default", "none", "unset")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """Options of a chat or a single prompt: load options, sampling parameters, scheduling."""
+    """Options of a chat or a single prompt: load options, sampling parameters, scheduling.
+
+    figures: show speed and context below each answer. verbose: show all measurements.
+    """
 
     params: SamplingParams = SamplingParams()
     load: LoadOptions = LoadOptions()
@@ -33,6 +36,7 @@ class ModelOptions:
     system: str | None = None
     priority: int = 0
     keep_alive: str | None = None
+    figures: bool = True
     verbose: bool = False
 
 

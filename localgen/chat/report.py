@@ -11,8 +11,8 @@ from localgen.backends.units import format_count, format_duration, format_size
 if TYPE_CHECKING:
     from localgen.client import Completion
 
-# the only drafter that is not a model
-NGRAM_DRAFTER = "n-gram"
+# gains of drafts below this are not shown under an answer
+_MIN_SHOWN_GAIN = 1.1
 
 
 def model_line(info: ModelInfo) -> str:
@@ -30,27 +30,22 @@ def model_line(info: ModelInfo) -> str:
 
 
 def completion_line(completion: Completion) -> str:
-    """Statistics of an answer in one line, without values that a remote server does not report."""
+    """Speed, TTFT and context of an answer in one short line, without what is not known.
+
+    The gain of drafts is in it from 10 % on; the verbose lines have the rest.
+    """
     timings = completion.timings
-    # omit waits below 0.5 ms, so that the line fits the terminal
-    waits = (("queue", timings.queue_ms), ("template", timings.template_ms))
-    ttft = [f"{name} {format_duration(ms)}" for name, ms in waits if ms >= 0.5]
-    ttft += _prompt_tokens(completion)
     about = "~" if completion.estimated else ""
-    speed = (
-        f" at {about}{_format_rate(timings.predicted_per_second)}/s"
-        if _decode_rate(timings)
-        else ""
-    )
+    rate = f"{about}{_format_rate(timings.predicted_per_second)} tok/s"
+    gain = timings.draft_speedup if timings.draft_n else 0.0
+    used = _context_usage(completion)
     parts = (
-        f"TTFT {format_duration(timings.ttft_ms)}" + (f" ({', '.join(ttft)})" if ttft else ""),
-        about
-        + format_count(completion.completion_tokens, "token")
-        + speed
-        + _speculation_summary(timings),
-        *(f"context {place}" for place in _context_usage(completion)),
+        rate if _decode_rate(timings) else "",
+        f"first token {format_duration(timings.ttft_ms)}",
+        f"{gain:.1f}× with drafts" if gain >= _MIN_SHOWN_GAIN else "",
+        used[0].replace("/", " of ") if used else "",
     )
-    return " · ".join(parts)
+    return " · ".join(part for part in parts if part)
 
 
 def live_stats_line(
@@ -139,19 +134,6 @@ def _context_usage(completion: Completion) -> list[str]:
         return []
     limit = f"/{completion.ctx:,}" if completion.ctx is not None else ""
     return [f"{completion.total_tokens:,}{limit}"]
-
-
-def _speculation_summary(timings: Timings) -> str:
-    """Speedup and acceptance rate of drafts, or why there were none."""
-    if not timings.draft_n:
-        why, explained, _ = timings.draft_reason.partition(": ")
-        return f" (no drafts: {why})" if explained else ""
-    # drop the repository owner: the line is short
-    models = [name.rpartition("/")[2] for name in timings.draft_by if name != NGRAM_DRAFTER]
-    drafters = f" of {', '.join(models)}" if models else ""
-    speedup = f"{timings.draft_speedup:.1f}× with drafts{drafters}"
-    each = f"{_tokens_per_step(timings):.1f}/step"
-    return f" ({speedup}, {_acceptance_rate(timings)} accepted, {each})"
 
 
 def _speculation_details(timings: Timings) -> str:

@@ -13,7 +13,7 @@ from localgen.backends.model_info import DRAFT_KEYWORDS, ModelInfo
 from localgen.chat import parameters
 from localgen.chat.conversation import Conversation, Turn
 from localgen.chat.parameters import ModelOptions
-from localgen.config import BUILT_IN_MODEL
+from localgen.hub.packaged import default_model
 
 if TYPE_CHECKING:
     from localgen.client import Completion, ModelClient, TextDelta
@@ -78,7 +78,7 @@ class ChatSession:
     @property
     def name(self) -> str:
         """Display name of the model, loaded or not."""
-        default = "the server's model" if self.is_remote else "the built-in model"
+        default = "the server's model" if self.is_remote else default_model()
         return (
             self.model_info.name if self.model_info is not None else self.requested_model or default
         )
@@ -90,7 +90,7 @@ class ChatSession:
             return self.requested_model or (
                 self.model_info.name if self.model_info is not None else ""
             )
-        return self.requested_model or BUILT_IN_MODEL
+        return self.requested_model or default_model()
 
     @property
     def ctx(self) -> int | None:

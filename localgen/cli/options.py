@@ -68,7 +68,8 @@ REQUEST_OPTIONS = (
         "ctx",
         int,
         "-c --ctx",
-        "Context length in tokens, prompt plus answer (default: 0 = model maximum, if it fits).",
+        "Context length in tokens, prompt plus answer (default: 0 = 8,192 in main memory, "
+        "the largest that fits on a GPU; at most what the model was trained for).",
         0,
     ),
     CliOption("system", str, "-sys --system", "System prompt."),
@@ -134,7 +135,12 @@ LOAD_OPTIONS = (
     ),
     CliOption("tp", int, "--tp", "Tensor parallelism: number of GPUs (cuda only; default: 1)."),
     CliOption("dummy", bool, "--dummy", "Use random weights, for benchmarks (cuda only)."),
-    CliOption("threads", int, "-t --threads", "CPU threads for decode (default: physical cores)."),
+    CliOption(
+        "threads",
+        int,
+        "-t --threads",
+        "CPU threads for decode (default: the physical cores that other programs leave free).",
+    ),
     CliOption(
         "threads_batch",
         int,

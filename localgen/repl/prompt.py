@@ -80,17 +80,18 @@ def create_prompt_session(
     history_path: Path,
     completer: Completer,
     *,
+    on_failure: Callable[[OSError], None] = lambda error: None,
     input: Input | None = None,
     output: Output | None = None,
 ) -> PromptSession[str]:
-    """Create the line editor of a chat.
+    """Create the line editor of a chat. on_failure: called once if the history cannot be written.
 
     Its prompt() raises EOFError at Ctrl+D, and KeyboardInterrupt at Ctrl+C on an empty line.
     """
     # prompts are private; the editor would create the file readable for others
     history_path.touch(mode=0o600)
     return PromptSession(
-        history=FileHistory(str(history_path)),
+        history=_PromptHistory(history_path, on_failure),
         completer=completer,
         complete_while_typing=Condition(lambda: get_app().current_buffer.text.startswith("/")),
         multiline=Condition(lambda: has_open_quotes(get_app().current_buffer.text)),
@@ -98,7 +99,26 @@ def create_prompt_session(
         key_bindings=_key_bindings(),
         input=input,
         output=output,
+        enable_suspend=True,
     )
+
+
+class _PromptHistory(FileHistory):
+    """A history on disk; in memory only after the first failure to write, which is reported."""
+
+    def __init__(self, path: Path, on_failure: Callable[[OSError], None]) -> None:
+        super().__init__(str(path))
+        self._on_failure = on_failure
+        self._can_write = True
+
+    def store_string(self, string: str) -> None:
+        if not self._can_write:
+            return
+        try:
+            super().store_string(string)
+        except OSError as error:
+            self._can_write = False
+            self._on_failure(error)
 
 
 def _continuation(_width: int, _line: int, wraps: int) -> str:

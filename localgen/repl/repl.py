@@ -7,7 +7,7 @@ import importlib
 import threading
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -33,13 +33,15 @@ if TYPE_CHECKING:
 class ReplAnswer:
     """The answer to one prompt.
 
-    completion: None if stopped by Ctrl+C. stats_line: statistics measured by the client.
+    completion: None if it was stopped. stats_line: statistics measured by the client. error: what
+    stopped it; None: Ctrl+C.
     """
 
     text: str
     reasoning: str
     completion: Completion | None
     stats_line: str
+    error: LocalgenError | None = None
 
 
 class Repl:
@@ -112,13 +114,18 @@ class Repl:
     def _ask(self, prompt: str) -> bool:
         """Answer a prompt. Returns True if there is a new turn."""
         self._ensure_loaded()
-        try:
-            reply = self._stream(prompt)
-        except (ServerUnavailable, EngineDied) as gone:
-            self._print_dim(f"{one_line(gone.message)}; restarting it and sending the prompt again")
-            self._ensure_loaded()
-            reply = self._stream(prompt)
+        reply = self._stream(prompt)
+        if isinstance(reply.error, ServerUnavailable | EngineDied):
+            reason = one_line(reply.error.message)
+            self._print_dim(f"{reason}; restarting it and sending the prompt again")
+            try:
+                self._ensure_loaded()
+                reply = self._stream(prompt)
+            except LocalgenError as error:
+                reply = replace(reply, error=error)
         if not (reply.text or reply.reasoning) and reply.completion is None:
+            if reply.error is not None:
+                raise reply.error
             self._print("stopped", "yellow")
             return False
         turn = Turn(prompt, reply.text, reply.completion is None, reply.reasoning)
@@ -144,9 +151,12 @@ class Repl:
                             return ReplAnswer(
                                 "".join(pieces), "".join(thoughts), event, shown.stats_line()
                             )
+            error: LocalgenError | None = ServerUnavailable("the answer was interrupted")
         except KeyboardInterrupt:
-            return ReplAnswer("".join(pieces), "".join(thoughts), None, shown.stats_line())
-        raise ServerUnavailable("the answer was interrupted")
+            error = None
+        except LocalgenError as failure:
+            error = failure
+        return ReplAnswer("".join(pieces), "".join(thoughts), None, shown.stats_line(), error)
 
     def _ensure_loaded(self) -> None:
         with LoadProgressLine(self.console, self.session.model.name) as loading:
@@ -154,12 +164,15 @@ class Repl:
 
     def _print_stats(self, answer: ReplAnswer) -> None:
         if answer.completion is None:
+            if answer.error is not None:
+                self._print(one_line(answer.error.message), "red")
             self._print("stopped", "yellow")
             self._print_dim(answer.stats_line + "\n")
             return
         for warning in report.completion_warnings(answer.completion):
             self._print(one_line(warning), "yellow")
-        self._print_dim(report.completion_line(answer.completion))
+        if self.session.options.figures:
+            self._print_dim(report.completion_line(answer.completion))
         if self.session.options.verbose:
             load_ms = self.session.model.load_ms
             self._print_dim("\n".join(report.verbose_stats_lines(answer.completion, load_ms)))
@@ -199,10 +212,11 @@ def start_chat(
         client.connect()
         session.load(model, progress_line.update)
     editor.join()
-    Repl(session, progress_line.console, _create_line_reader(session)).run()
+    console = progress_line.console
+    Repl(session, console, _create_line_reader(session, console)).run()
 
 
-def _create_line_reader(session: ChatSession) -> Callable[[str], str]:
+def _create_line_reader(session: ChatSession, console: Console) -> Callable[[str], str]:
     from localgen.chat import saved_chats
     from localgen.repl.prompt import ChatCompleter, create_prompt_session
 
@@ -215,7 +229,13 @@ def _create_line_reader(session: ChatSession) -> Callable[[str], str]:
             return []  # the completion menu cannot show that the server is unavailable
 
     completions = ChatCompleter(lambda: saved_chats.saved_chat_names(session.state_dir), models)
-    editor = create_prompt_session(session.state_dir / "chat_history", completions)
+    history = session.state_dir / "chat_history"
+
+    def warn(error: OSError) -> None:
+        reason = f"cannot write {history} ({error.strerror}): prompts of this chat are not kept"
+        console.print(Text(reason, style="yellow"), soft_wrap=False)
+
+    editor = create_prompt_session(history, completions, on_failure=warn)
 
     def read(prompt: str) -> str:
         models.cache_clear()

@@ -34,7 +34,7 @@ class AppContext:
 
     make_client: creates a client with a callback for notices to the user; one per session, because
     aborting a request closes its client. server_url: the remote server; empty: the local one.
-    model: model of new sessions; None: the built-in model.
+    model: model of new sessions; None: the default model.
     """
 
     store: SessionStore
@@ -155,7 +155,7 @@ class ActiveSession:
                 self._require_no_command()
                 self.chat.set_conversation(self.chat.conversation.with_system(text))
             elif setting == CTX_SETTING:
-                self.chat.set_options(ctx=commands.parse_ctx(self.chat, text or "default"))
+                commands.set_ctx(self.chat, text or "default")
             else:
                 self.chat.set_parameter(setting, text or "default")
             self.save()

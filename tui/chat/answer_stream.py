@@ -129,15 +129,13 @@ class AnswerStream:
 
     def _summary(self) -> str:
         if self.completion is not None:
-            lines = [
-                report.completion_line(self.completion),
-                *report.completion_warnings(self.completion),
-            ]
-            if self._session.options.verbose and self._session.model_info is not None:
-                lines += report.verbose_stats_lines(
-                    self.completion, self._session.model_info.load_ms
-                )
-            return "\n".join((f"{self.completion.model} · {lines[0]}", *lines[1:]))
+            options, info = self._session.options, self._session.model_info
+            figures = [report.completion_line(self.completion)] if options.figures else []
+            lines = [" · ".join((self.completion.model, *figures))]
+            lines += report.completion_warnings(self.completion)
+            if options.verbose and info is not None:
+                lines += report.verbose_stats_lines(self.completion, info.load_ms)
+            return "\n".join(lines)
         if self._stop_requested.is_set():
             return "stopped"
         return f"interrupted: {self.error}" if self.error else ""

@@ -20,7 +20,8 @@ from localgen.backends.errors import (
 )
 from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.model_info import DRAFT_KEYWORDS, LoadOptions, ModelInfo, ModelLoadRequest
-from localgen.config import BUILT_IN_MODEL, ServerSettings
+from localgen.config import ServerSettings
+from localgen.hub.packaged import default_model
 from localgen.hub.resolve import reject_path, resolve_model
 from localgen.placement.backend_choice import Hardware, Placement, detect_hardware
 from localgen.server.models.draft_choice import DraftChoice, resolve_draft_model
@@ -102,7 +103,7 @@ class ModelManager:
     ) -> AsyncIterator[tuple[ResidentModel, ModelInfo]]:
         """Hold a model for the duration of the block, loading it if needed.
 
-        name: None for the built-in model. keep_alive: new idle time of the model; None keeps the
+        name: None for the default model. keep_alive: new idle time of the model; None keeps the
         current one, initially that of the settings. allow_paths: accept a path as name; must be
         False for remote clients.
 
@@ -126,15 +127,22 @@ class ModelManager:
         allow_paths: bool,
     ) -> tuple[ResidentModel, ModelInfo]:
         while True:
-            resident = await self._find_or_load(
-                BUILT_IN_MODEL if name is None else name, options, allow_paths
-            )
+            # the operator's default may be a path
+            found = (default_model(), True) if name is None else (name, allow_paths)
+            resident = await self._find_or_load(found[0], options, found[1])
             resident.num_users += 1
             try:
                 info = await self._wait_until_loaded(resident, on_progress)
                 if options.draft not in (None, *DRAFT_KEYWORDS):
                     requested = await self._resolve_draft(resident.file, options.draft, allow_paths)
                     options = replace(options, draft=requested.option)
+                if resident.must_reload(options):
+                    resident.require_options(replace(options, ctx=None))
+                    # with the options of whoever loaded it
+                    options = replace(resident.requested_options, ctx=options.ctx)
+                    await self._unload_resident(resident, "reloading it with a larger context")
+                    self._release(resident)
+                    continue
                 resident.require_options(options)
                 return resident, info
             except OutOfMemory:

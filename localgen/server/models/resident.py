@@ -77,6 +77,12 @@ class ResidentModel:
         since = time.monotonic() if self.num_users or self.info is None else self.last_used_s
         return max(0.0, since + max(self.keep_alive_s, MIN_IDLE_S) - time.monotonic())
 
+    def must_reload(self, requested: LoadOptions) -> bool:
+        """Return True if a larger context is requested than the default, and only by this user."""
+        info, ctx = self.load_future.result(), requested.ctx or 0
+        is_default = self.requested_options.ctx is None and self.requested_options.kv_tokens is None
+        return info.ctx < ctx <= info.ctx_train and is_default and self.num_users == 1
+
     def require_options(self, requested: LoadOptions) -> None:
         """Raise ModelBusy if a requested option differs from the loaded model's."""
         info = self.load_future.result()

@@ -1,0 +1,68 @@
+"""A larger context than the default: the model is loaded again when nobody else uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+from serving import MANY_WORDS, House, house
+
+from localgen.backends.errors import LocalgenError
+from localgen.backends.model_info import LoadOptions
+from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import Message
+
+
+@pytest.fixture
+def served() -> Iterator[House]:
+    with house() as built:
+        yield built
+
+
+def load(served: House, model: str, **options: Any) -> Any:
+    with served.client() as client:
+        client.connect()
+        return client.load(model, LoadOptions(**options))
+
+
+def test_a_larger_context_is_another_load(served: House) -> None:
+    model = served.model("big")
+    assert load(served, model, threads=3).ctx == 2048
+    larger = load(served, model, ctx=4096)
+    assert (larger.ctx, larger.options.threads) == (4096, 3)
+    assert served.loads(model) == 2
+    assert load(served, model, ctx=1000).ctx == 4096
+    assert load(served, model).ctx == 4096
+    assert served.loads(model) == 2
+    with pytest.raises(LocalgenError, match="big is loaded with ctx 4096, not 4097"):
+        load(served, model, ctx=4097)  # more than it was trained for
+
+
+def test_a_context_that_somebody_chose_stays(served: House) -> None:
+    model = served.model("big")
+    load(served, model, ctx=1024)
+    with pytest.raises(LocalgenError, match="big is loaded with ctx 1024, not 2048"):
+        load(served, model, ctx=2048)
+    assert served.loads(model) == 1
+
+
+def test_another_option_is_refused_before(served: House) -> None:
+    model = served.model("big")
+    load(served, model)
+    with pytest.raises(LocalgenError, match="big is loaded with threads"):
+        load(served, model, ctx=4096, threads=9)
+    assert served.loads(model) == 1
+
+
+def test_an_answer_is_not_cut(served: House) -> None:
+    model = served.model("big")
+    with served.client() as client:
+        client.connect()
+        asked = (Message("user", MANY_WORDS),)
+        with closing(client.chat(model, asked, SamplingParams())) as stream:
+            next(stream)
+            with pytest.raises(LocalgenError, match="big is loaded with ctx 2048, not 4096"):
+                load(served, model, ctx=4096)
+    assert served.loads(model) == 1
