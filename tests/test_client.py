@@ -327,6 +327,6 @@ def test_the_server_outlives_the_client(served: House) -> None:
     fake = served.client()._server_command
     environment: dict[str, Any] = {**os.environ, **served.settings.to_environment()}
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    environment["PYTHONPATH"] = root
+    environment["PYTHONPATH"] = os.pathsep.join([root, os.environ["PYTHONPATH"]])
     subprocess.run([sys.executable, "-c", code, *fake], check=True, env=environment)
     assert served.healthy()

@@ -10,7 +10,7 @@ import pytest
 
 from localgen.backends.errors import InvalidRequest, ModelNotFound
 from localgen.backends.formats.model_files import ModelFile, shards_of, stem_of
-from localgen.hub import resolve as resolve_module
+from localgen.hub import packaged
 from localgen.hub.cache import cached_models
 from localgen.hub.resolve import installed_models, name_for_server, resolve_model
 
@@ -96,7 +96,7 @@ def test_folders(tmp_path: Path) -> None:
 
 
 def test_the_built_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolve_module, "BUILT_IN_PATH", tmp_path / "tiny.gguf")
+    monkeypatch.setattr(packaged, "BUILT_IN_PATH", tmp_path / "tiny.gguf")
     with pytest.raises(ModelNotFound, match=r"built-in model .* is missing"):
         resolve_model(None)
     (tmp_path / "tiny.gguf").write_bytes(b"x")

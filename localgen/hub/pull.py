@@ -20,6 +20,7 @@ from localgen.hub.hf_client import (
     forward_warnings,
     repo_folder,
 )
+from localgen.hub.packaged import SMOLLM2
 from localgen.hub.quants import select_quant
 from localgen.hub.reference import HubReference, resolve_reference
 from localgen.hub.repository import (
@@ -150,6 +151,8 @@ def _resolve_name(name: str) -> HubReference:
     stands_for = expand_alias(name)
     if stands_for == BUILT_IN_MODEL:
         raise InvalidRequest(f"{name} is built into localgen: there is nothing to pull")
+    if stands_for == SMOLLM2:
+        raise InvalidRequest(f"{name} is a Python package: `localgen pull {name}` installs it")
     if is_path(stands_for):
         raise InvalidRequest(f"{name} is a path: pull needs a model name, or user/repo[:QUANT]")
     wanted = resolve_reference(stands_for)

