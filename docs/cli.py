@@ -24,7 +24,7 @@ def page() -> str:
     """The whole page."""
     group = typer.main.get_command(app)
     parts = [_OPENING, _list_of_commands()]
-    with typer.Context(group, info_name="localgen") as context:
+    with typer.Context(group, info_name="localgen", **group.context_settings) as context:
         for name in COMMANDS:
             parts += _sections(name, load_command(name), context)
     return "\n".join([*parts, _exit_statuses()])

@@ -9,6 +9,7 @@ import pytest
 from scripted_client import ScriptedClient, answer
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
+from localgen.backends.memory.kv_sizing import DEFAULT_CTX
 from localgen.backends.model_info import LoadOptions
 from localgen.chat import commands
 from localgen.chat.conversation import Conversation, Turn
@@ -276,10 +277,29 @@ def test_a_larger_context_loads_the_model_again(session: ChatSession) -> None:
     info = session.model
     session.model_info = replace(info, ctx=512, ctx_train=2048)
     assert "the next prompt loads the model again" in obey(session, "/set ctx 1024")
-    assert (session.options.ctx, session.options.load.ctx) == (1024, 1024)
-    # it could not be loaded: a smaller one gives it up
+    assert _loaded_ctx(session) == 1024
+    # a smaller one only limits requests
     assert obey(session, "/set ctx 100") == "context 100 tokens"
-    assert (session.options.ctx, session.options.load.ctx) == (100, None)
-    obey(session, "/set ctx 2048")
+    assert _loaded_ctx(session) is None
     obey(session, "/set ctx default")
-    assert (session.options.ctx, session.options.load.ctx) == (None, None)
+    assert _loaded_ctx(session) is None
+
+
+def test_a_session_kept_its_larger_context(session: ChatSession) -> None:
+    session.model_info = None
+    session.set_options(ctx=DEFAULT_CTX + 1)
+    assert _loaded_ctx(session) == DEFAULT_CTX + 1
+    session.set_options(ctx=512)
+    assert _loaded_ctx(session) is None
+
+
+def _loaded_ctx(session: ChatSession) -> int | None:
+    """The context that the next prompt loads the model with."""
+    before = session.model_info
+    session.ensure_loaded(lambda _: None)
+    session.model_info = before
+    client = session.client
+    assert isinstance(client, ScriptedClient)
+    _, options = client.record.loaded[-1]
+    ctx: int | None = options.ctx
+    return ctx

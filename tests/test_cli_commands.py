@@ -430,7 +430,7 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
 @pytest.mark.parametrize(
     ("redirection", "status", "complaint"),
     [
-        (">/dev/full", errors.exit_status("disk_full"), "cannot write the output: No space left"),
+        (">/dev/full", errors.exit_status("disk_full"), "standard output: No space left"),
         (">&-", errors.OTHER_ERROR, "standard output is closed"),
         (">&- 2>&-", errors.OTHER_ERROR, ""),
     ],
@@ -453,9 +453,7 @@ def test_a_folder_that_cannot_be_written(
 
     monkeypatch.setattr("localgen.hub.aliases.add_alias", fail)
     assert run_command_line(["cp", "tiny", "mine"]) == errors.OTHER_ERROR
-    assert (
-        capsys.readouterr().err == "localgen: cannot write /state/models.toml: Permission denied\n"
-    )
+    assert capsys.readouterr().err == "localgen: /state/models.toml: Permission denied\n"
 
 
 def test_ctrl_c_during_the_import_is_silent() -> None:

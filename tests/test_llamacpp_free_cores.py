@@ -15,10 +15,11 @@ from localgen.backends.llamacpp.free_cores import FreeCores, ProcessorTime, proc
 class Machine:
     """A clock, and the processor time that was used by then."""
 
-    def __init__(self, cores: int) -> None:
+    def __init__(self, cores: int, processors: int = 0) -> None:
         self.now_s = self.own_s = self.others_s = 0.0
         self.free = FreeCores(
             cores,
+            processors=processors or cores,
             clock=lambda: self.now_s,
             read=lambda: ProcessorTime(self.own_s, self.others_s),
         )
@@ -53,6 +54,14 @@ def test_what_others_did_between_answers_does_not_count() -> None:
     assert machine.free.count() == 2
     machine.pass_time(3.0, 0.0)  # one long step
     assert machine.free.count() == 4
+
+
+def test_a_busy_hyper_thread_leaves_its_core() -> None:
+    machine = Machine(8, processors=16)
+    machine.pass_time(0.3, 8.0)
+    assert machine.free.count() == 8
+    machine.pass_time(0.3, 10.0)
+    assert machine.free.count() == 6
 
 
 @given(

@@ -40,12 +40,41 @@ def test_a_larger_context_is_another_load(served: House) -> None:
         load(served, model, ctx=4097)  # more than it was trained for
 
 
-def test_a_context_that_somebody_chose_stays(served: House) -> None:
+def test_it_grows_more_than_once(served: House) -> None:
     model = served.model("big")
-    load(served, model, ctx=1024)
-    with pytest.raises(LocalgenError, match="big is loaded with ctx 1024, not 2048"):
-        load(served, model, ctx=2048)
+    assert [load(served, model, ctx=ctx).ctx for ctx in (1024, 2048, 512, 4096)] == [
+        1024, 2048, 2048, 4096,
+    ]  # fmt: skip
+    assert served.loads(model) == 3
+
+
+def test_what_is_not_of_the_load_stays(served: House) -> None:
+    model = served.model("big")
+    with served.client() as client:
+        client.connect()
+        client.load(model, LoadOptions(), keep_alive="-1")
+        client.load(model, LoadOptions(ctx=4096))
+        (running,) = client.running_models()
+    assert running.until_s is None
+    # by its short name, as `ps` shows it
+    assert load(served, "big").ctx == 4096
+
+
+@pytest.mark.parametrize("chosen", [{"kv_tokens": 4096}, {"draft": True}])
+def test_a_size_that_somebody_chose_stays(served: House, chosen: dict[str, Any]) -> None:
+    model = served.model("big")
+    options = {"draft": served.model("small")} if "draft" in chosen else chosen
+    load(served, model, **options)
+    with pytest.raises(LocalgenError, match="big is loaded with ctx 2048, not 4096"):
+        load(served, model, ctx=4096)
     assert served.loads(model) == 1
+
+
+def test_a_number_of_threads_is_not_the_one_that_adapts(served: House) -> None:
+    model = served.model("big", options={"threads": 2})
+    assert load(served, model).options.threads == 2
+    with pytest.raises(LocalgenError, match="loaded with threads chosen automatically, not 2"):
+        load(served, model, threads=2)
 
 
 def test_another_option_is_refused_before(served: House) -> None:

@@ -163,7 +163,7 @@ class InputProcessor:
         if requested > most:
             raise InvalidRequest(
                 f"ctx {requested:,} is more than the {most:,} tokens this model is loaded with: "
-                f"request at most {most:,}, or stop the model and load it with a larger --ctx",
+                f"request at most {most:,}, or load the model with a larger --ctx",
                 param="ctx",
             )
         return requested

@@ -17,7 +17,8 @@ class ModelFile:
     """A model that can be loaded.
 
     path: the first or only GGUF file, or the folder of a model in Hugging Face's format.
-    size_bytes: of all weight files. source: built-in, file or cache (the Hugging Face cache).
+    size_bytes: of all weight files. source: built-in, package, file, or cache (the Hugging Face
+    cache).
     """
 
     name: str

@@ -25,27 +25,41 @@ class ProcessorTime(NamedTuple):
 
 def processor_time() -> ProcessorTime:
     """Processor time used so far."""
-    times = psutil.cpu_times(percpu=True)
-    if hasattr(os, "sched_getaffinity"):
-        allowed = os.sched_getaffinity(0)
-        times = [core for number, core in enumerate(times) if number in allowed]
+    allowed, times = _allowed_processors(), psutil.cpu_times(percpu=True)
     busy = ("user", "nice", "system", "irq", "softirq")
-    total_s = sum(getattr(core, name, 0.0) for core in times for name in busy)
+    total_s = sum(
+        getattr(processor, name, 0.0)
+        for number, processor in enumerate(times)
+        if number in allowed
+        for name in busy
+    )
     own_s = time.process_time()
     return ProcessorTime(own_s, total_s - own_s)
 
 
+def _allowed_processors() -> set[int]:
+    """Numbers of the logical processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
 class FreeCores:
-    """Counts free cores. cores: of this process, which are free at first."""
+    """Counts free cores. cores: physical cores of this process, which are free at first.
+
+    processors: logical processors of this process, default all.
+    """
 
     def __init__(
         self,
         cores: int,
         *,
+        processors: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         read: Callable[[], ProcessorTime] = processor_time,
     ) -> None:
         self._cores = self._free = cores
+        self._processors = processors or len(_allowed_processors())
         self._clock, self._read = clock, read
         self._since_s, self._used = clock(), read()
 
@@ -58,6 +72,6 @@ class FreeCores:
             # a window without steps tells nothing about now
             if used.own_s - self._used.own_s >= window_s / 2:
                 taken = round((used.others_s - self._used.others_s) / window_s)
-                self._free = max(1, min(self._cores, self._cores - taken))
+                self._free = max(1, min(self._cores, self._processors - taken))
             self._since_s, self._used = now_s, used
         return self._free

@@ -239,9 +239,10 @@ class LlamaContext:
 
     def decode(self, batch: Any) -> Future[int]:
         """Start llama_decode. Returns a future of its status; no other call may come before it."""
-        if self._free_cores is not None and self._free_cores.count() != self._threads:
-            self._threads = self._free_cores.count()
-            C.llama_set_n_threads(self.handle, self._threads, self._threads)
+        threads = self._free_cores.count() if self._free_cores is not None else self._threads
+        if threads != self._threads:
+            self._threads = threads
+            C.llama_set_n_threads(self.handle, threads, threads)
         return self.executor.submit(C.llama_decode, self.handle, batch)
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:

@@ -160,12 +160,12 @@ def _notes(
 ) -> tuple[str, ...]:
     if request.ctx is not None or request.kv_tokens is not None or ctx >= request.ctx_train:
         return ()
+    if ctx == rules.default_ctx:
+        return (f"context {ctx:,} of {request.ctx_train:,}; change it with --ctx or /set ctx",)
     if rules.memory_location:
         return (
             f"context {ctx:,} of {request.ctx_train:,}: the most that fits{rules.memory_location}",
         )
-    if ctx == rules.default_ctx:
-        return (f"context {ctx:,} of {request.ctx_train:,}; change it with --ctx or /set ctx",)
     return (
         f"context {ctx:,} of {request.ctx_train:,}: its KV cache takes half of the "
         f"{free_bytes / 1e9:.1f} GB of free memory; change it with --ctx",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from localgen.backends import units
 from localgen.backends.errors import InvalidRequest
@@ -63,9 +63,7 @@ def run_command(session: ChatSession, line: str, on_progress: OnProgress) -> Com
 
 def needs_model(line: str) -> bool:
     """Return True if a command needs the model to be loaded."""
-    return line.split() in (["/show"], ["/show", "info"], ["/show", "template"]) or line.startswith(
-        "/set ctx"
-    )
+    return line.split() in (["/show"], ["/show", "info"], ["/show", "template"])
 
 
 def find_command(word: str) -> SlashCommand:
@@ -119,9 +117,9 @@ def effective_parameter_rows(session: ChatSession) -> list[tuple[str, str, str]]
 
 def _set_ctx(session: ChatSession, text: str) -> CommandResult:
     set_ctx(session, text)
-    ctx = session.options.ctx or session.model.ctx
-    reload = ": the next prompt loads the model again" if ctx > session.model.ctx else ""
-    return CommandOutput(f"context {ctx:,} tokens{reload}")
+    info, ctx = session.model_info, session.ctx
+    reload = ": the next prompt loads the model again" if info and (ctx or 0) > info.ctx else ""
+    return CommandOutput((f"context {ctx:,} tokens" if ctx else "context of the model") + reload)
 
 
 def set_ctx(session: ChatSession, text: str) -> None:
@@ -130,22 +128,16 @@ def set_ctx(session: ChatSession, text: str) -> None:
     The next prompt loads the model again if that is more than it has. Raises InvalidRequest if it
     is not a number, exceeds the trained context, or the model is on a remote server.
     """
-    info, load = session.model_info, session.options.load
+    info = session.model_info
     if session.is_remote:
         raise InvalidRequest("ctx: this model is on a remote server, which sets its own context")
     # limit the digits: converting a very long number is slow
     if text != "default" and not (text.isdecimal() and len(text) < 12 and int(text) > 0):
         raise InvalidRequest(f"ctx {text}: give a number of tokens, or default")
     ctx = None if text == "default" else int(text)
-    if info is not None:
-        if (ctx or 0) > max(info.ctx, info.ctx_train):
-            trained = f"{info.name} was trained for {info.ctx_train:,}"
-            raise InvalidRequest(f"ctx {ctx:,}: {trained}")
-        exceeding = [wanted for wanted in (ctx, load.ctx) if wanted and wanted > info.ctx]
-        if exceeding:
-            # a larger context that could not be loaded is given up
-            load = replace(load, ctx=ctx if ctx in exceeding else None)
-    session.set_options(ctx=ctx, load=load)
+    if info is not None and ctx is not None and ctx > max(info.ctx, info.ctx_train):
+        raise InvalidRequest(f"ctx {ctx:,}: {info.name} was trained for {info.ctx_train:,}")
+    session.set_options(ctx=ctx)
 
 
 def _show(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.model_info import DRAFT_KEYWORDS, ModelInfo
+from localgen.backends.memory.kv_sizing import DEFAULT_CTX
+from localgen.backends.model_info import DRAFT_KEYWORDS, LoadOptions, ModelInfo
 from localgen.chat import parameters
 from localgen.chat.conversation import Conversation, Turn
 from localgen.chat.parameters import ModelOptions
@@ -113,11 +114,19 @@ class ChatSession:
             # chat template, context and draft model were chosen for the previous model
             draft = load.draft if load.draft in DRAFT_KEYWORDS else None
             load = replace(load, chat_template=None, ctx=None, draft=draft)
-        self.model_info = self.client.load(name, load, on_progress, self.options.keep_alive)
+        wanted = load if is_another else self._load_with_context(load)
+        self.model_info = self.client.load(name, wanted, on_progress, self.options.keep_alive)
         self.requested_model = name
         if is_another:
             self.set_options(load=load, ctx=None)
         return self.model_info
+
+    def _load_with_context(self, load: LoadOptions) -> LoadOptions:
+        """A context above the default must be loaded; a smaller one only limits requests."""
+        ctx, default = self._requested_ctx or 0, DEFAULT_CTX
+        if self.model_info is not None:
+            default = min(default, self.model_info.ctx)
+        return replace(load, ctx=ctx) if ctx > (load.ctx or default) else load
 
     def ensure_loaded(self, on_progress: OnProgress) -> None:
         """Start the server and load the model again if needed, with the same options.

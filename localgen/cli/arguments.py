@@ -36,7 +36,7 @@ ModelOption = Annotated[
     typer.Option(
         "-m",
         "--model",
-        help="Model; the arguments are then the prompt.",
+        help="Model; other arguments are then a prompt.",
         autocompletion=complete_model,
     ),
 ]

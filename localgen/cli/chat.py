@@ -37,6 +37,8 @@ def command(
     """
     endpoint = endpoint_from_options(context, url, api_key_env)
     options = options_for_endpoint(options, endpoint)
+    if model is not None and named_model is not None:
+        raise InvalidRequest(f"two models: {model!r} and that of --model")
     words = [] if model is None else [model]
     default = endpoint.model if endpoint else None
     model, sentence = split_model_and_prompt(words, default, model=named_model)

@@ -21,8 +21,9 @@ _EPILOG = (
 
 # what other tools have taught people to type
 _SPELLINGS = {"help": "--help", "version": "--version"}
-# a device is full, is not writable, or has failed: not a defect of the program
-_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
+# what the system refuses is not an internal error: a full disk, a file without permission
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+_FILE_ERRORS = _DISK_FULL | {errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 
 app = typer.Typer(
     cls=LazyGroup,
@@ -141,13 +142,16 @@ def _handle_broken_pipe() -> int:
 
 
 def _handle_os_error(error: OSError) -> int:
-    if error.errno not in _DISK_ERRORS:
-        return _report_crash(error)
-    if not error.filename:
+    is_full = error.errno in _DISK_FULL
+    if error.filename and error.errno in _FILE_ERRORS:
+        place = str(error.filename)
+    elif is_full or error.errno == errno.EIO:
+        place = "standard output"
         _discard_output()
-    place = error.filename or "the output"
-    status = errors.exit_status("disk_full") if error.errno == errno.ENOSPC else errors.OTHER_ERROR
-    return _print_error(f"cannot write {place}: {error.strerror}", status)
+    else:
+        return _report_crash(error)
+    status = errors.exit_status("disk_full") if is_full else errors.OTHER_ERROR
+    return _print_error(f"{place}: {error.strerror}", status)
 
 
 def _discard_output() -> None:

@@ -68,8 +68,8 @@ REQUEST_OPTIONS = (
         "ctx",
         int,
         "-c --ctx",
-        "Context length in tokens, prompt plus answer (default: 0 = 8,192 in main memory, "
-        "the largest that fits on a GPU; at most what the model was trained for).",
+        "Context length in tokens, prompt plus answer (default: 0 = 8,192; with the CUDA "
+        "backend on a GPU the largest that fits; at most what the model was trained for).",
         0,
     ),
     CliOption("system", str, "-sys --system", "System prompt."),

@@ -14,7 +14,7 @@ from localgen.cli.options import Backend
 CtxOption = Annotated[
     int | None,
     typer.Option(
-        "-c", "--ctx", help="Context length in tokens (default: 0 = model maximum, if it fits)."
+        "-c", "--ctx", help="Context length in tokens (default: 0 = as the loader would choose)."
     ),
 ]
 CacheTypeKOption = Annotated[

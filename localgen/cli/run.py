@@ -53,14 +53,10 @@ def command(
     endpoint = endpoint_from_options(context, url, api_key_env)
     options = options_for_endpoint(options, endpoint)
     arguments = [word for word in (model, *(words or ())) if word is not None]
-    model, prompt = split_model_and_prompt(
-        arguments,
-        endpoint.model if endpoint else None,
-        model=named_model,
-        prompt=require_one_prompt(prompt, file),
-    )
-    if endpoint is None and named_model is None and model in arguments[:1]:
-        _require_model_name(arguments)
+    prompt = require_one_prompt(prompt, file)
+    may_be_prompt = arguments and named_model is None and prompt is None
+    default = endpoint.model if endpoint else None
+    model, prompt = split_model_and_prompt(arguments, default, model=named_model, prompt=prompt)
     prompt = read_prompt(prompt)
     from localgen.cli.one_shot import answer_prompt, stderr_console
     from localgen.hub.packaged import default_model
@@ -74,22 +70,18 @@ def command(
 
         if endpoint is not None:
             answer()
-        else:
+            return
+        try:
             run_or_offer_pull(model, answer, draft=options.load.draft)
+        except ModelNotFound as error:
+            if not may_be_prompt or error.param == "draft" or _is_model_name(arguments[0]):
+                raise
+            way = f"localgen run -p {shlex.join([' '.join(arguments)])}"
+            raise ModelNotFound(f"{error.message}; `{way}` asks the default model") from error
 
 
-def _require_model_name(arguments: list[str]) -> None:
-    """Raise ModelNotFound, with the way to ask the default model, if the first word names none."""
-    from localgen.hub.reference import resolve_reference
-    from localgen.hub.resolve import expand_alias, is_path, resolve_model
+def _is_model_name(name: str) -> bool:
+    from localgen.client.pullable_models import can_pull
+    from localgen.hub.resolve import is_path
 
-    name = expand_alias(arguments[0])
-    if is_path(name) or resolve_reference(name) is not None:
-        return
-    try:
-        resolve_model(name)
-    except ModelNotFound as error:
-        prompt = shlex.join([" ".join(arguments)])
-        raise ModelNotFound(
-            f"{error.message}; `localgen run -p {prompt}` asks the default model", param="model"
-        ) from error
+    return is_path(name) or can_pull(name)

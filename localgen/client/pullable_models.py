@@ -33,12 +33,11 @@ def pullable_models() -> list[PullableModel]:
 
 def can_pull(name: str) -> bool:
     """True if the name is that of a model on the hub which is not installed."""
-    from localgen.hub.aliases import load_aliases
     from localgen.hub.packaged import SMOLLM2
     from localgen.hub.reference import resolve_reference
-    from localgen.hub.resolve import is_installed, is_path
+    from localgen.hub.resolve import expand_alias, is_installed, is_path
 
-    target = load_aliases().get(name, name)
+    target = expand_alias(name)
     is_known = target == SMOLLM2 or (not is_path(target) and resolve_reference(target) is not None)
     return is_known and not is_installed(name)
 
@@ -49,7 +48,8 @@ def pull_model(
     """Download a model as `localgen pull` does and return its name.
 
     on_progress: called with downloaded and total bytes. An exception that it raises stops the
-    download; the next one resumes it. Raises the errors of hub.pull and hub.packaged.
+    download; the next one resumes it, except for smollm2. Raises the errors of hub.pull and
+    hub.packaged.
     """
     from localgen.hub import pull
     from localgen.hub.packaged import SMOLLM2, install_smollm2

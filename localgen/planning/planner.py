@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,7 +36,7 @@ def plan_model(
     Raises like find_model_facts, find_draft_facts and plan_memory.
     """
     wanted = options.draft
-    model, notify = name or os.environ.get("LOCALGEN_MODEL"), _without_repeats(notify)
+    model, notify = name, _without_repeats(notify)
     found, others = find_model_facts(model, quants, notify)
     machine = machine_resources(remeasure=remeasure)
     loaded = find_loaded(stats, found[0].path) if len(found) == 1 else None

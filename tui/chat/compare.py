@@ -34,7 +34,7 @@ MAX_VARIANTS = 8
 
 @dataclass(frozen=True, slots=True)
 class CompareVariant:
-    """One model with its parameters. model: None for the built-in one. label: the line as typed."""
+    """One model with its parameters. model: its name. label: the line as typed."""
 
     model: str | None
     params: SamplingParams

@@ -127,20 +127,17 @@ class ModelManager:
         allow_paths: bool,
     ) -> tuple[ResidentModel, ModelInfo]:
         while True:
-            # the operator's default may be a path
-            found = (default_model(), True) if name is None else (name, allow_paths)
-            resident = await self._find_or_load(found[0], options, found[1])
+            wanted, may_be_path = (name, allow_paths) if name else (default_model(), True)
+            resident = await self._find_or_load(wanted, options, may_be_path)
             resident.num_users += 1
             try:
                 info = await self._wait_until_loaded(resident, on_progress)
                 if options.draft not in (None, *DRAFT_KEYWORDS):
                     requested = await self._resolve_draft(resident.file, options.draft, allow_paths)
                     options = replace(options, draft=requested.option)
-                if resident.must_reload(options):
+                if resident.can_reload_for(options):
                     resident.require_options(replace(options, ctx=None))
-                    # with the options of whoever loaded it
-                    options = replace(resident.requested_options, ctx=options.ctx)
-                    await self._unload_resident(resident, "reloading it with a larger context")
+                    await self._reload(resident, options.ctx)
                     self._release(resident)
                     continue
                 resident.require_options(options)
@@ -153,6 +150,17 @@ class ModelManager:
             except BaseException:
                 self._release(resident)
                 raise
+
+    async def _reload(self, resident: ResidentModel, ctx: int | None) -> None:
+        """Load a model again with another context, for its only user.
+
+        If there is no memory for it, the model stays unloaded. Raises OutOfMemory.
+        """
+        await self._unload_resident(resident, "reloading it with a larger context")
+        options = replace(resident.requested_options, ctx=ctx)
+        reloaded = await self._start_load_once(resident.file, options, allow_paths=True)
+        reloaded.keep_alive_s = resident.keep_alive_s
+        reloaded.resolved_names |= resident.resolved_names
 
     def _release(self, resident: ResidentModel) -> None:
         resident.num_users -= 1

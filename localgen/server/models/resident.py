@@ -77,11 +77,14 @@ class ResidentModel:
         since = time.monotonic() if self.num_users or self.info is None else self.last_used_s
         return max(0.0, since + max(self.keep_alive_s, MIN_IDLE_S) - time.monotonic())
 
-    def must_reload(self, requested: LoadOptions) -> bool:
-        """Return True if a larger context is requested than the default, and only by this user."""
-        info, ctx = self.load_future.result(), requested.ctx or 0
-        is_default = self.requested_options.ctx is None and self.requested_options.kv_tokens is None
-        return info.ctx < ctx <= info.ctx_train and is_default and self.num_users == 1
+    def can_reload_for(self, requested: LoadOptions) -> bool:
+        """Return True if a larger context is requested by the model's only user.
+
+        Never if the size of the KV cache was chosen, or with a draft model, which may not fit then.
+        """
+        info, own, ctx = self.load_future.result(), self.requested_options, requested.ctx or 0
+        is_larger = info.ctx < ctx <= info.ctx_train and ctx != own.ctx
+        return is_larger and self.num_users == 1 and own.kv_tokens is None and info.draft is None
 
     def require_options(self, requested: LoadOptions) -> None:
         """Raise ModelBusy if a requested option differs from the loaded model's."""
@@ -95,9 +98,8 @@ class ResidentModel:
             ):
                 # do not print whole templates
                 long = option.name == "chat_template"
-                values = (
-                    "another chat_template" if long else f"{option.name} {actual}, not {wanted}"
-                )
+                shown = "chosen automatically" if wanted == actual else actual
+                values = "another chat_template" if long else f"{option.name} {shown}, not {wanted}"
                 raise ModelBusy(
                     f"{self.file.name} is loaded with {values}: "
                     f"`localgen stop {self.file.name}`, then try again",
@@ -107,7 +109,11 @@ class ResidentModel:
 
 def _is_compatible(option: str, requested: Any, actual: Any, first_requested: Any) -> bool:
     """Return True if a requested option value is satisfied by the loaded model."""
-    if requested in (None, actual, first_requested):
+    if requested in (None, first_requested):
+        return True
+    if option in ("threads", "threads_batch"):  # without a request, their number adapts
+        return False
+    if requested == actual:
         return True
     match option:
         case "ctx":  # a limit per request

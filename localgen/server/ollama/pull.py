@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from localgen.hub import pull
+from localgen.hub.packaged import SMOLLM2
 from localgen.hub.pull import PullPlan
 from localgen.hub.repository import RemoteFile
+from localgen.hub.resolve import expand_alias, is_installed
 
 _PERIOD_S = 0.1
 _SHA256_DIGITS = 64
@@ -57,6 +59,9 @@ async def stream_pull(name: str) -> AsyncGenerator[PullEvent, None]:
     Raises hub errors, before the first event if planning fails. Closing the generator stops the
     download at the next chunk; the partial download is kept for resuming.
     """
+    if expand_alias(name) == SMOLLM2 and is_installed(SMOLLM2):
+        yield {"status": "success"}
+        return
     transfer = _PullProgress()
     plan = await _run_in_thread(lambda: pull.plan_pull(name, transfer.notify))
     yield {"status": "pulling manifest"}

@@ -151,7 +151,7 @@ class OllamaApi:
             if body.ctx is not None and body.ctx > info.ctx:
                 raise InvalidRequest(
                     f"num_ctx is {body.ctx:,}, {body.model} is loaded with {info.ctx:,} tokens: "
-                    f"request at most {info.ctx:,}, or stop it and load it with a larger --ctx",
+                    f"request at most {info.ctx:,}, or load it with a larger --ctx",
                     param="num_ctx",
                 )
         return _json_response(load_response(body.model, build_content, "load"))
