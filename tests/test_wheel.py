@@ -86,13 +86,13 @@ def test_metadata(wheel: zipfile.ZipFile) -> None:
     metadata = Parser().parsestr(wheel.read(f"{folder}/METADATA").decode())
     assert metadata["Name"] == "localgen"
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert set(metadata.get_all("Provides-Extra", [])) == {"cuda", "quant", "dev"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {"cuda", "quant", "smollm2", "dev"}
     required = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert not [line for line in required if line.split()[0] in {"torch", "tokenizers", "triton"}]
     assert b"Apache License" in wheel.read(f"{folder}/licenses/LICENSE")
     scripts = configparser.ConfigParser()
     scripts.read_string(wheel.read(f"{folder}/entry_points.txt").decode())
-    assert dict(scripts["console_scripts"]) == {"localgen": "localgen.cli.main:main"}
+    assert dict(scripts["console_scripts"]) == {"localgen": "localgen.__main__:main"}
 
 
 def test_the_model_is_derived_again_only_when_older(source: Path, wheel: zipfile.ZipFile) -> None:
