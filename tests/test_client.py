@@ -134,8 +134,8 @@ def test_load(served: House) -> None:
     (running,) = client.running_models()
     assert (running.name, running.processor, running.ctx) == ("echo", "100% CPU", 512)
     assert running.until_s is not None
-    with pytest.raises(ModelBusy, match="ctx 512, not 1024"):
-        client.load(model, LoadOptions(ctx=1024), shares.append)
+    with pytest.raises(ModelBusy, match="ctx 512, not 5000"):
+        client.load(model, LoadOptions(ctx=5000), shares.append)
     assert "echo" in [card.name for card in client.models()]
     assert client.unload("echo") is True
     assert client.running_models() == []

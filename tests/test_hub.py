@@ -86,6 +86,12 @@ def test_paths_that_are_no_model(tmp_path: Path) -> None:
         resolve_model(str(tmp_path))
 
 
+def test_a_home_that_does_not_exist() -> None:
+    with pytest.raises(ModelNotFound, match="no file"):
+        resolve_model("~nobody-here/model.gguf")
+    assert str(name_for_server("~nobody-here/x")).endswith("/~nobody-here/x")
+
+
 def test_folders(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(b"x")
     (tmp_path / "mmproj-a.gguf").write_bytes(b"x")

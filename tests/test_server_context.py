@@ -70,13 +70,6 @@ def test_a_size_that_somebody_chose_stays(served: House, chosen: dict[str, Any])
     assert served.loads(model) == 1
 
 
-def test_a_number_of_threads_is_not_the_one_that_adapts(served: House) -> None:
-    model = served.model("big", options={"threads": 2})
-    assert load(served, model).options.threads == 2
-    with pytest.raises(LocalgenError, match="loaded with threads chosen automatically, not 2"):
-        load(served, model, threads=2)
-
-
 def test_another_option_is_refused_before(served: House) -> None:
     model = served.model("big")
     load(served, model)

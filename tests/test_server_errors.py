@@ -214,9 +214,9 @@ def test_load_options(served: House) -> None:
     assert refusal(load({"ctx": 10**400}), 400, "invalid_request")["param"] == "options.ctx"
     assert load({"ctx": 1024}).status_code == 200
     assert load({"ctx": 1024, "parallel": 4}).status_code == 200
-    error = refusal(load({"ctx": 4096}), 409, "model_busy")
+    error = refusal(load({"ctx": 5000}), 409, "model_busy")
     assert error["param"] == "ctx"
-    assert "ctx 1024, not 4096" in error["message"]
+    assert "ctx 1024, not 5000" in error["message"]
     assert "localgen stop optional" in error["message"]
 
 

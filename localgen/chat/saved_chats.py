@@ -50,7 +50,7 @@ def chat_path(name: str, state_dir: Path) -> Path:
     if not name or "\0" in name:
         raise InvalidRequest("give a name or a path")
     if os.sep in name or name.startswith("~") or name.endswith(".json"):
-        return Path(name).expanduser()
+        return Path(os.path.expanduser(name))
     return state_dir / "chats" / f"{name}.json"
 
 

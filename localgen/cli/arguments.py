@@ -115,7 +115,7 @@ def _is_sentence(text: str) -> bool:
 
 def _is_file(text: str) -> bool:
     try:
-        return text.lower().endswith(".gguf") or Path(text).expanduser().exists()
+        return text.lower().endswith(".gguf") or Path(os.path.expanduser(text)).exists()
     except OSError:
         return False  # too long for a path
 

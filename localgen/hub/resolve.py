@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def resolve_model(name: str | None, *, allow_paths: bool = True) -> ModelFile:
     if name in PACKAGED_MODELS:
         return packaged_model(name)
     if is_path(name):
-        return _model_at_path(Path(name).expanduser())
+        return _model_at_path(Path(os.path.expanduser(name)))
     return cached_model(name).model_file()
 
 
@@ -89,7 +90,7 @@ def name_for_server(name: str | None) -> str | None:
     """Make a path absolute, for a server in another working directory."""
     if name is None or not is_path(name):
         return name
-    return str(Path(name).expanduser().absolute())
+    return str(Path(os.path.expanduser(name)).absolute())
 
 
 def draft_for_server(draft: str | None) -> str | None:

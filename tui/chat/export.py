@@ -16,7 +16,7 @@ def export_transcript(active: ActiveSession, target: str) -> Path:
     Returns the absolute path. Raises InvalidRequest if it cannot be written, or if it is an
     existing file other than a saved chat.
     """
-    path = Path(target).expanduser()
+    path = Path(os.path.expanduser(target))
     session = active.chat
     if path.suffix == ".json":
         saved_chats.save_chat(

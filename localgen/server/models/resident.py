@@ -98,8 +98,9 @@ class ResidentModel:
             ):
                 # do not print whole templates
                 long = option.name == "chat_template"
-                shown = "chosen automatically" if wanted == actual else actual
-                values = "another chat_template" if long else f"{option.name} {shown}, not {wanted}"
+                values = (
+                    "another chat_template" if long else f"{option.name} {actual}, not {wanted}"
+                )
                 raise ModelBusy(
                     f"{self.file.name} is loaded with {values}: "
                     f"`localgen stop {self.file.name}`, then try again",
@@ -109,11 +110,7 @@ class ResidentModel:
 
 def _is_compatible(option: str, requested: Any, actual: Any, first_requested: Any) -> bool:
     """Return True if a requested option value is satisfied by the loaded model."""
-    if requested in (None, first_requested):
-        return True
-    if option in ("threads", "threads_batch"):  # without a request, their number adapts
-        return False
-    if requested == actual:
+    if requested in (None, actual, first_requested):
         return True
     match option:
         case "ctx":  # a limit per request
