@@ -83,6 +83,17 @@ def resolve_llama_options(requested: LoadOptions) -> LlamaOptions:
     return settings
 
 
+def _require_few_threads(options: LlamaOptions) -> None:
+    most = _THREADS_PER_PROCESSOR * (os.cpu_count() or 1)
+    for name in ("threads", "threads_batch"):
+        if getattr(options, name) > most:
+            raise InvalidRequest(
+                f"{name} is {getattr(options, name)}, it may be at most {most} on this "
+                f"machine, which has {os.cpu_count()} processors",
+                param=name,
+            )
+
+
 def _validate(options: LlamaOptions, has_gpu: bool) -> None:
     """Raise InvalidRequest for options out of range or not supported by this build of llama.cpp."""
     for name, least in (
@@ -98,14 +109,7 @@ def _validate(options: LlamaOptions, has_gpu: bool) -> None:
         value = getattr(options, name)
         if value is not None and not value >= least:  # NaN fails too
             raise InvalidRequest(f"{name} is {value}, it must be at least {least}", param=name)
-    most_threads = _THREADS_PER_PROCESSOR * (os.cpu_count() or 1)
-    for name in ("threads", "threads_batch"):
-        if getattr(options, name) > most_threads:
-            raise InvalidRequest(
-                f"{name} is {getattr(options, name)}, it may be at most {most_threads} on this "
-                f"machine, which has {os.cpu_count()} processors",
-                param=name,
-            )
+    _require_few_threads(options)
     if options.parallel > MAX_SEQUENCES:
         raise InvalidRequest(
             f"parallel is {options.parallel}, llama.cpp allows {MAX_SEQUENCES}", param="parallel"
