@@ -59,7 +59,10 @@ def compare(
     busy: int,
     tokens: int,
 ) -> None:
-    """Measure every side beside `busy` loops, in alternating order, and check the targets."""
+    """Measure the decode speed of each engine while `busy` other processes compute.
+
+    Adds tokens/s and the ratios to their targets to the report. tokens: of each answer.
+    """
     test = f"tg{tokens} beside {busy}"
     sides = {name: partial(_generation, speaker, tokens) for name, speaker in servers.items()}
     for threads in sorted({1, num_physical_cores()}):
