@@ -88,3 +88,8 @@ def test_an_answer_is_not_cut(served: House) -> None:
             with pytest.raises(LocalgenError, match="big is loaded with ctx 2048, not 4096"):
                 load(served, model, ctx=4096)
     assert served.loads(model) == 1
+
+
+def test_an_empty_name_is_not_the_default_model(served: House) -> None:
+    with pytest.raises(LocalgenError, match="the model name is empty"):
+        load(served, "")

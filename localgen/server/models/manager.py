@@ -127,7 +127,7 @@ class ModelManager:
         allow_paths: bool,
     ) -> tuple[ResidentModel, ModelInfo]:
         while True:
-            wanted, may_be_path = (name, allow_paths) if name else (default_model(), True)
+            wanted, may_be_path = (default_model(), True) if name is None else (name, allow_paths)
             resident = await self._find_or_load(wanted, options, may_be_path)
             resident.num_users += 1
             try:
