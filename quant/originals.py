@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -111,7 +112,9 @@ def scan_originals() -> list[OriginalModel]:
 
 def _folders() -> Iterator[tuple[str, Path, str]]:
     yield BUILT_IN_MODEL, BUILT_IN_PATH.with_suffix(""), "built-in"
-    yield from ((name, Path(target).expanduser(), target) for name, target in _alias_folders())
+    yield from (
+        (name, Path(os.path.expanduser(target)), target) for name, target in _alias_folders()
+    )
     yield from ((name, folder, "cache") for name, folder in cached_folders())
     for config in sorted(Path().glob("*/config.json")):
         yield f"./{config.parent}", config.parent, "here"

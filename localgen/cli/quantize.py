@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -214,7 +215,7 @@ def command(
         with QuantizePrinter(as_json=json) as printer:
             run.compare_models(names, held_out, device, printer)
         return
-    path = Path(calib).expanduser() if calib not in (None, "builtin") else None
+    path = Path(os.path.expanduser(calib)) if calib not in (None, "builtin") else None
     request = QuantizeRequest(
         model=_single_model(names),
         gguf=gguf,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -172,4 +173,4 @@ def has_unfinished_run(form: QuantizeForm) -> bool:
 
 
 def _path(text: str) -> Path | None:
-    return Path(text.strip()).expanduser() if text.strip() else None
+    return Path(os.path.expanduser(text.strip())) if text.strip() else None

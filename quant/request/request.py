@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -115,7 +116,7 @@ def default_output(model: str, recipe: Recipe | None, gguf: str | None) -> Path:
     model: a name or a path. gguf: the type of a GGUF file; None for a folder.
     """
     if is_path(model):
-        base = Path(model).expanduser().resolve().name
+        base = Path(os.path.expanduser(model)).resolve().name
     else:
         base = model.rpartition("/")[2].removesuffix(":safetensors").replace(":", "-")
     if gguf is not None:

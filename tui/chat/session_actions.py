@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shlex
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -156,7 +157,7 @@ class SessionActions:
             given: str | None = await self._main_screen.app.push_screen_wait(question)
             path = given or ""
         if path and await self.run_in_thread(lambda: export_transcript(opened, path)):
-            self._show_message(f"written to {Path(path).expanduser().absolute()}")
+            self._show_message(f"written to {Path(os.path.expanduser(path)).absolute()}")
 
     async def search(self, text: str = "") -> None:
         hit: SearchHit | None = await self._main_screen.app.push_screen_wait(
