@@ -8,6 +8,7 @@ import logging
 import signal
 import socket
 import subprocess
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ EngineCommand = Callable[[int], list[str]]
 # how long a thread of GCC's OpenMP waits at a barrier before it sleeps, about 0.1 ms: thirty times
 # less than its default, which takes the core from a thread that the others wait for
 _OPENMP_SPINS = "10000"
+# how long a spare engine waits for a model
+SPARE_TIMEOUT_S = 30.0
 _MAX_LAST_LINES = 20
 _POLL_S = 0.01
 _log = logging.getLogger("localgen.engine")
@@ -85,6 +88,42 @@ class EngineProcess:
         while (status := await self.wait(1.0)) is None:
             _log.warning("engine process %d was killed but has not exited yet", self.pid)
         return status
+
+
+class EngineStarter:
+    """Starts engine processes.
+
+    llamacpp_command: of the engine for GGUF models. spare: one that waits for a model already; it
+    is used first, or stopped after SPARE_TIMEOUT_S.
+    """
+
+    def __init__(self, llamacpp_command: EngineCommand, spare: EngineProcess | None) -> None:
+        self._llamacpp_command = llamacpp_command
+        self._spare = spare
+        self._started_s = time.monotonic()
+
+    def start(self, backend: str) -> EngineProcess:
+        """Return a running engine of the backend that waits for a model."""
+        if backend == "cuda":
+            return EngineProcess.start(cuda_engine_command)
+        spare, self._spare = self._spare, None
+        if spare is not None and spare.is_running():
+            return spare
+        return EngineProcess.start(self._llamacpp_command)
+
+    async def stop_expired_spare(self) -> None:
+        """Stop a spare engine that nobody needed in time. Call this periodically."""
+        if time.monotonic() - self._started_s > SPARE_TIMEOUT_S:
+            await self.stop_spare()
+
+    async def stop_spare(self) -> None:
+        """Stop the spare engine if there is one."""
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            spare.sock.close()
+            await spare.wait_or_kill(1.0)
+            if spare.process.stdout is not None:
+                spare.process.stdout.close()
 
 
 def _engine_environment() -> dict[str, str]:

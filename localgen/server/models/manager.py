@@ -29,14 +29,12 @@ from localgen.server.models.engine_client import EngineClient, LoadCrashed
 from localgen.server.models.engine_process import (
     EngineCommand,
     EngineProcess,
-    cuda_engine_command,
+    EngineStarter,
     llamacpp_engine_command,
 )
 from localgen.server.models.memory_budget import MemoryBudget
 from localgen.server.models.resident import KeepAlive, ResidentModel
 
-# how long the spare engine process waits for a model
-SPARE_TIMEOUT_S = 30.0
 _log = logging.getLogger("localgen.server")
 
 
@@ -57,9 +55,7 @@ class ModelManager:
         probe_hardware: Callable[[], Hardware] = detect_hardware,
     ) -> None:
         self._settings = settings
-        self._engine_command = engine_command
-        self._spare = spare
-        self._started_s = time.monotonic()
+        self._starter = EngineStarter(engine_command, spare)
         self._resolve = resolve_file
         self._residents: list[ResidentModel] = []
         self._memory_budget = MemoryBudget(
@@ -193,8 +189,7 @@ class ModelManager:
 
     async def unload_expired(self) -> None:
         """Unload models that were idle for their keep-alive time. Call this periodically."""
-        if self._spare and time.monotonic() - self._started_s > SPARE_TIMEOUT_S:
-            await self._stop_spare()
+        await self._starter.stop_expired_spare()
         for resident in self.residents:
             if resident.is_idle and resident.expires_in_s() == 0:
                 await self._unload_resident(resident, f"{resident.file.name} was idle")
@@ -215,7 +210,7 @@ class ModelManager:
     async def close(self) -> None:
         """Stop all engine processes."""
         self.refuse_new_requests()
-        await self._stop_spare()
+        await self._starter.stop_spare()
         ending = [
             self._unload_resident(resident, "the server is shutting down")
             for resident in self.residents
@@ -328,7 +323,7 @@ class ModelManager:
 
     def _start_engine(self, file: ModelFile, placement: Placement) -> EngineClient:
         engine = EngineClient(
-            self._start_process(placement), file.name, lambda: self._on_engine_death(engine)
+            self._starter.start(placement.backend), file.name, lambda: self._on_engine_death(engine)
         )
         return engine
 
@@ -367,14 +362,6 @@ class ModelManager:
             )
             return replace(info, notes=(*info.notes, note))
 
-    def _start_process(self, placement: Placement) -> EngineProcess:
-        if placement.backend == "cuda":
-            return EngineProcess.start(cuda_engine_command)
-        spare, self._spare = self._spare, None
-        if spare is not None and spare.is_running():
-            return spare
-        return EngineProcess.start(self._engine_command)
-
     def _on_load_done(self, resident: ResidentModel, task: asyncio.Future[ModelInfo]) -> None:
         self._last_used_s = resident.last_used_s = time.monotonic()
         if task.cancelled() or (error := task.exception()) is not None:
@@ -405,11 +392,3 @@ class ModelManager:
     def _remove_resident(self, resident: ResidentModel) -> None:
         if resident in self._residents:
             self._residents.remove(resident)
-
-    async def _stop_spare(self) -> None:
-        spare, self._spare = self._spare, None
-        if spare is not None:
-            spare.sock.close()
-            await spare.wait_or_kill(1.0)
-            if spare.process.stdout is not None:
-                spare.process.stdout.close()
