@@ -87,8 +87,8 @@ def crowd(model: LlamaModel, sequences: int, length: int, *, unified: bool) -> t
         return _median(step), statistics.median(copies)
 
 
-def rows(model: LlamaModel, length: int) -> list[float]:
-    """Return the ms of a step at position `length`, for each number of rows in ROWS."""
+def rows(model: LlamaModel, length: int, counts: Sequence[int] = ROWS) -> list[float]:
+    """Return the ms of a step at position `length`, for each number of rows."""
     with _cache(model, length, 1, unified=True) as cache:
         cache.fill(length)
 
@@ -97,7 +97,7 @@ def rows(model: LlamaModel, length: int) -> list[float]:
             cache.context.truncate(0, length)
             return took
 
-        return [_median(lambda count=count: step(count)) for count in ROWS]  # type: ignore[misc]
+        return [_median(lambda count=count: step(count)) for count in counts]  # type: ignore[misc]
 
 
 def main() -> None:
