@@ -343,7 +343,7 @@ _COMMANDS = (
         _show,
         ("info", "parameters", "template", "system"),
     ),
-    SlashCommand("/save", "[NAME or PATH]", "saves the conversation (default name: last)", _save),
+    SlashCommand("/save", "[NAME or PATH]", "saves the chat to a file (default name: last)", _save),
     SlashCommand(
         "/load", "[NAME or PATH]", "loads a saved chat; without a name, lists them", _load
     ),

@@ -38,6 +38,8 @@ def command(
 
     if name is None and delete:
         raise InvalidRequest("--delete: give the name or id of a session")
+    if (yes and not delete) or (json and delete):
+        raise InvalidRequest("--delete goes with --yes only, and --yes with --delete")
     settings = ServerSettings.from_environment()
     settings.create_state_dir()
     with open_store(settings.state_dir) as store:

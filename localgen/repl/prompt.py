@@ -104,7 +104,7 @@ def create_prompt_session(
 
 
 class _PromptHistory(FileHistory):
-    """A history on disk; in memory only after the first failure to write, which is reported."""
+    """A history on disk; in memory only after the first failure, which is reported."""
 
     def __init__(
         self, path: Path, on_failure: Callable[[OSError], None], *, can_write: bool
@@ -114,6 +114,13 @@ class _PromptHistory(FileHistory):
         self._on_failure = on_failure
         self._can_write = can_write
 
+    def load_history_strings(self) -> Iterable[str]:
+        try:
+            return super().load_history_strings()
+        except OSError as error:
+            self._fail(error)
+            return ()
+
     def store_string(self, string: str) -> None:
         if not self._can_write:
             return
@@ -122,8 +129,11 @@ class _PromptHistory(FileHistory):
             self._path.touch(mode=0o600)
             super().store_string(string)
         except OSError as error:
-            self._can_write = False
-            self._on_failure(error)
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        self._can_write = False
+        self._on_failure(error)
 
 
 def _continuation(_width: int, _line: int, wraps: int) -> str:

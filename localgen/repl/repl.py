@@ -165,10 +165,17 @@ class Repl:
                 raise reply.error
             self._print("stopped", "yellow")
             return False
-        turn = Turn(prompt, reply.text, reply.completion is None, reply.reasoning)
-        self.session.add_turn(turn, reply.completion)
+        self.session.add_turn(self._to_turn(prompt, reply), reply.completion)
         self._print_stats(reply)
         return True
+
+    def _to_turn(self, prompt: str, reply: ReplAnswer) -> Turn:
+        session = self.session
+        if reply.completion is not None:
+            summary = report.answer_summary(reply.completion, session.options, session.model_info)
+        else:
+            summary = f"interrupted: {reply.error.message}" if reply.error else "stopped"
+        return Turn(prompt, reply.text, reply.completion is None, reply.reasoning, summary)
 
     def _stream(self, prompt: str) -> ReplAnswer:
         pieces: list[str] = []
@@ -232,7 +239,7 @@ class Repl:
             return
         self._print_dim(f"continued: {name} · {format_count(len(turns), 'turn')}")
         self._print_dim(f">>> {_excerpt(turns[-1].prompt)}")
-        self._print_dim(_excerpt(turns[-1].answer) or "no answer")
+        self._print_dim(_excerpt(turns[-1].answer) + (" (stopped)" if turns[-1].stopped else ""))
 
     def _prompt(self) -> str:
         branch = self.session.branch
@@ -296,7 +303,7 @@ def _create_line_reader(
     history = session.state_dir / "chat_history"
 
     def warn(error: OSError) -> None:
-        reason = f"cannot write {history} ({error.strerror}): prompts of this chat are not kept"
+        reason = f"cannot use {history} ({error.strerror}): prompts of this chat are not kept"
         console.print(Text(reason, style="yellow"), soft_wrap=False)
 
     editor = create_prompt_session(history, completions, on_failure=warn, can_write=keeps_prompts)
