@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from serving import house
 
+from localgen.chat.session_store import SessionRecord
+from localgen.chat.stored_sessions import open_store
 from localgen.cli import completion_values, shells
 from localgen.cli.commands import COMMANDS
 from localgen.hub.cache_scan import cached_names
@@ -111,6 +113,16 @@ def test_commands(desk: Desk) -> None:
 )
 def test_names_of_models(desk: Desk, words: list[str], among: list[str]) -> None:
     assert set(among) <= set(desk.bash(*words))
+
+
+def test_names_of_sessions(desk: Desk) -> None:
+    assert desk.bash("history", "") == []
+    with open_store(desk.folder / "state") as store:
+        for name in ("trip", "two words", "Tea$(rm)", "notes"):
+            store.create(SessionRecord(0, name))
+        # read while another program has it open
+        assert desk.bash("chat", "--session", "t") == ["trip"]
+    assert desk.bash("history", "") == ["notes", "trip"]
 
 
 def test_only_what_can_be_removed_and_stopped(desk: Desk) -> None:

@@ -103,7 +103,9 @@ def test_an_answer_that_breaks_off_is_not_asked_again(chat: Chat, server: PlainS
     assert "in the middle of the answer" in screen
     assert "sending the prompt again" not in screen
     assert len(server.asked) == 1
-    assert chat.session.conversation.turns == (Turn("hello", "half", stopped=True),)
+    (kept,) = chat.session.conversation.turns
+    assert kept == Turn("hello", "half", stopped=True, summary=kept.summary)
+    assert kept.summary.startswith("interrupted: ")
 
 
 def test_a_server_that_goes_away_does_not_end_the_chat(chat: Chat, server: PlainServer) -> None:

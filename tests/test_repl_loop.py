@@ -36,6 +36,8 @@ from localgen.repl.prompt import ChatCompleter, create_prompt_session, has_open_
 from localgen.repl.repl import Repl, _create_line_reader
 
 Line = str | type[BaseException]
+# what is stored with an answer of the script
+SERVED = "tiny · 41.2 tok/s · first token 56 ms · 49 of 2,048"
 
 
 class Chat:
@@ -90,7 +92,7 @@ def test_a_chat(chat: Callable[..., Chat]) -> None:
 def test_ctrl_c_stops_the_answer_and_keeps_what_there_is(chat: Callable[..., Chat]) -> None:
     talk = chat(("half an", KeyboardInterrupt()))
     screen = talk.type("hi", "more")
-    assert talk.session.conversation.turns[0] == Turn("hi", "half an", stopped=True)
+    assert talk.session.conversation.turns[0] == Turn("hi", "half an", True, summary="stopped")
     assert "half an" in screen
     assert "stopped" in screen
     assert talk.client.record.asked[1].messages[1] == Message("assistant", "half an")
@@ -113,7 +115,7 @@ def test_an_error_leaves_the_conversation_as_it_was(
     talk = chat(("fine", answer()), (error,), (error,))
     screen = talk.type("one", "two")
     assert str(error) in screen
-    assert talk.session.conversation.turns == (Turn("one", "fine"),)
+    assert talk.session.conversation.turns == (Turn("one", "fine", summary=SERVED),)
 
 
 @pytest.mark.parametrize("kind", [ServerUnavailable, EngineDied])
@@ -124,7 +126,7 @@ def test_what_dies_is_restarted_and_asked_once_more(
     talk = chat(("bro", kind("it went away")), ("whole", answer()), load=load)
     screen = talk.type("hi")
     assert "it went away; restarting it and sending the prompt again" in screen
-    assert talk.session.conversation.turns == (Turn("hi", "whole"),)
+    assert talk.session.conversation.turns == (Turn("hi", "whole", summary=SERVED),)
     first, second = talk.client.record.asked
     assert first == second
     assert talk.client.record.connects == 2
@@ -145,7 +147,8 @@ def test_an_error_keeps_what_there_is(chat: Callable[..., Chat], error: Localgen
     talk = chat(("half", error), ("half an", error))
     screen = talk.type("hi")
     half = "half an" if isinstance(error, EngineDied) else "half"
-    assert talk.session.conversation.turns == (Turn("hi", half, stopped=True),)
+    why = f"interrupted: {error.message}"
+    assert talk.session.conversation.turns == (Turn("hi", half, True, summary=why),)
     assert error.message in screen.splitlines()
 
 
@@ -160,14 +163,16 @@ def test_the_half_is_kept_if_the_server_cannot_be_started_again(
     connects = iter([None, fail])
     monkeypatch.setattr(talk.client, "connect", lambda: (next(connects) or (lambda: None))())
     screen = talk.type("hi")
-    assert talk.session.conversation.turns == (Turn("hi", "half", stopped=True),)
+    assert talk.session.conversation.turns == (
+        Turn("hi", "half", True, summary="interrupted: no room on the disk"),
+    )
     assert "no room on the disk" in screen.splitlines()
 
 
 def test_regen_replaces_the_last_answer(chat: Callable[..., Chat]) -> None:
     talk = chat(("first", answer()), ("second", answer()))
     talk.type("hi", "/regen")
-    assert talk.session.conversation.turns == (Turn("hi", "second"),)
+    assert talk.session.conversation.turns == (Turn("hi", "second", summary=SERVED),)
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt(), EngineDied("it died")])
@@ -176,7 +181,7 @@ def test_a_regen_that_fails_keeps_the_old_answer(
 ) -> None:
     talk = chat(("first", answer()), (end,), (end,))
     talk.type("hi", "/regen")
-    assert talk.session.conversation.turns == (Turn("hi", "first"),)
+    assert talk.session.conversation.turns == (Turn("hi", "first", summary=SERVED),)
 
 
 @pytest.mark.parametrize(
@@ -332,6 +337,32 @@ def test_a_full_disk_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [error.errno for error in failures] == [errno.ENOSPC]
 
 
+def test_prompts_are_not_kept_without_history(tmp_path: Path) -> None:
+    path = tmp_path / "history"
+    with create_pipe_input() as typed:
+        typed.send_text("secret\r")
+        editor = create_prompt_session(
+            path, ChatCompleter(list, list), can_write=False, input=typed, output=DummyOutput()
+        )
+        assert editor.prompt() == "secret"
+    assert not path.exists()
+
+
+def test_a_history_that_cannot_be_read_is_said_once(tmp_path: Path) -> None:
+    failures: list[OSError] = []
+    with create_pipe_input() as typed:
+        typed.send_text("one\rtwo\r")
+        editor = create_prompt_session(
+            tmp_path,
+            ChatCompleter(list, list),
+            on_failure=failures.append,
+            input=typed,
+            output=DummyOutput(),
+        )
+        assert [editor.prompt(), editor.prompt()] == ["one", "two"]
+    assert [error.errno for error in failures] == [errno.EISDIR]
+
+
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_loading_leaves_what_was_said_on_a_terminal_only(is_terminal: bool) -> None:
     screen = io.StringIO()
@@ -387,7 +418,9 @@ def test_thoughts_are_shown_and_stay_out_of_the_next_turn(chat: Callable[..., Ch
     made = chat([TextDelta("", 1, "Let me see."), "Rome.", answer()])
     shown = made.type("Which city?", "And now?")
     assert "Let me see." in shown
-    assert made.session.conversation.turns[0] == Turn("Which city?", "Rome.", False, "Let me see.")
+    assert made.session.conversation.turns[0] == Turn(
+        "Which city?", "Rome.", False, "Let me see.", SERVED
+    )
     assert made.client.record.asked[1].messages == (
         Message("user", "Which city?"),
         Message("assistant", "Rome."),
@@ -406,7 +439,7 @@ def test_a_template_that_asks_for_thoughts_gets_them(chat: Callable[..., Chat]) 
 def test_thoughts_that_were_stopped_are_a_turn(chat: Callable[..., Chat]) -> None:
     made = chat([TextDelta("", 1, "Let me"), KeyboardInterrupt()])
     made.type("Which city?")
-    assert made.session.conversation.turns == (Turn("Which city?", "", True, "Let me"),)
+    assert made.session.conversation.turns == (Turn("Which city?", "", True, "Let me", "stopped"),)
 
 
 def test_thoughts_are_saved(chat: Callable[..., Chat]) -> None:

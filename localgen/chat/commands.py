@@ -18,9 +18,10 @@ COMMAND_ALIASES = {"/?": "/help", "/exit": "/bye", "/quit": "/bye"}
 
 @dataclass(frozen=True, slots=True)
 class CommandOutput:
-    """Text to show to the user."""
+    """Text to show to the user. is_new_conversation: another conversation begins, or was loaded."""
 
     text: str
+    is_new_conversation: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,13 +234,14 @@ def _load(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
     lines = [f"loaded {units.format_count(len(chat.conversation.turns), 'turn')}"]
     if chat.model != session.name:
         lines.append(f"saved with {chat.model}, current model {session.name}: /model switches")
-    return CommandOutput("\n".join(lines))
+    return CommandOutput("\n".join(lines), is_new_conversation=True)
 
 
 def _clear(session: ChatSession, _argument: str, _: OnProgress) -> CommandResult:
     session.set_conversation(session.conversation.cleared())
     return CommandOutput(
-        "cleared; the system prompt is kept" if session.conversation.system else "cleared"
+        "cleared; the system prompt is kept" if session.conversation.system else "cleared",
+        is_new_conversation=True,
     )
 
 
@@ -341,7 +343,7 @@ _COMMANDS = (
         _show,
         ("info", "parameters", "template", "system"),
     ),
-    SlashCommand("/save", "[NAME or PATH]", "saves the conversation (default name: last)", _save),
+    SlashCommand("/save", "[NAME or PATH]", "saves the chat to a file (default name: last)", _save),
     SlashCommand(
         "/load", "[NAME or PATH]", "loads a saved chat; without a name, lists them", _load
     ),

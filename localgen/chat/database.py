@@ -14,10 +14,12 @@ from pathlib import Path
 
 from localgen.backends.errors import DiskFull, InvalidRequest, LocalgenError
 
+STORE_NAME = "sessions.db"
 _DAY_S = 86_400.0
 # `lgch`: marks the file as a chat database of localgen
 APPLICATION_ID = 0x6C676368
 _BUSY_TIMEOUT_S = 5.0
+_COMPLETION_TIMEOUT_S = 0.15
 
 # each entry upgrades the database by one version
 SESSIONS_SCHEMA = (
@@ -53,6 +55,21 @@ SESSIONS_SCHEMA = (
     """,
     "ALTER TABLE sessions ADD COLUMN server TEXT NOT NULL DEFAULT ''",
 )
+
+
+def session_names(path: Path) -> list[str]:
+    """Names of the sessions in a database, latest first, for completion: fast, and changes nothing.
+
+    Empty if the file cannot be read at once.
+    """
+    query = "SELECT name FROM sessions WHERE deleted_s IS NULL ORDER BY changed_s DESC"
+    try:
+        with contextlib.closing(
+            sqlite3.connect(f"{path.as_uri()}?mode=ro", timeout=_COMPLETION_TIMEOUT_S, uri=True)
+        ) as connection:
+            return [name for (name,) in connection.execute(query) if name]
+    except sqlite3.Error:
+        return []
 
 
 class WriterLock:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from localgen.backends.model_info import ModelInfo
 from localgen.backends.types import Timings
 from localgen.backends.units import format_count, format_duration, format_size
+from localgen.chat.parameters import ModelOptions
 
 if TYPE_CHECKING:
     from localgen.client import Completion
@@ -103,6 +104,15 @@ def completion_warnings(completion: Completion) -> list[str]:
         limit = "cut at the token limit: raise it with -n or /set parameter max_tokens"
         return [limit, *completion.notes]
     return list(completion.notes)
+
+
+def answer_summary(completion: Completion, options: ModelOptions, info: ModelInfo | None) -> str:
+    """What is stored with an answer: model, figures, warnings; with `--verbose` all figures."""
+    figures = [completion_line(completion)] if options.figures else []
+    lines = [" · ".join((completion.model, *figures)), *completion_warnings(completion)]
+    if options.verbose and info is not None:
+        lines += verbose_stats_lines(completion, info.load_ms)
+    return "\n".join(lines)
 
 
 def _remote_stats_lines(completion: Completion) -> list[str]:

@@ -69,12 +69,17 @@ def save_chat(path: Path, chat: SavedChat) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(msgspec.json.format(msgspec.json.encode(_to_file(chat))))
+        part.write_bytes(encode_chat(chat))
         part.chmod(0o600)
         part.replace(path)
     except OSError as error:
         part.unlink(missing_ok=True)
         raise InvalidRequest(f"cannot write {path}: {error.strerror}") from error
+
+
+def encode_chat(chat: SavedChat) -> bytes:
+    """The content of a chat's file."""
+    return msgspec.json.format(msgspec.json.encode(_to_file(chat)))
 
 
 def load_chat(path: Path) -> SavedChat:

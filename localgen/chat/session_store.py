@@ -1,4 +1,4 @@
-"""The database of TUI sessions, which several processes may use at once."""
+"""The database of sessions, which several processes may use at once."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ class SessionStore:
         found = _read_session(sqlite, record.id)
         if found.revision != record.revision:
             raise SessionChanged(
-                f"{record.name or 'the session'} was changed by another localgen tui: "
+                f"{record.name or 'the session'} was changed by another localgen: "
                 "review it, then try again"
             )
         return found

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from contextlib import closing
+from functools import partial
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -19,6 +21,19 @@ from localgen.cli.remote_options import (
     endpoint_from_options,
     options_for_endpoint,
 )
+from localgen.cli.session_options import (
+    ContinueFlag,
+    HistoryFlag,
+    SessionOption,
+    options_of_session,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from localgen.chat.chat_storage import ChatStorage
+    from localgen.client.endpoints import Endpoint
+    from localgen.repl.load_progress import LoadProgressLine
 
 
 @takes_model_options
@@ -27,11 +42,15 @@ def command(
     options: ModelOptions,
     model: ModelArgument = None,
     named_model: ModelOption = None,
+    latest: ContinueFlag = False,
+    session: SessionOption = None,
+    history: HistoryFlag = True,
     url: UrlOption = None,
     api_key_env: KeyEnvOption = None,
 ) -> None:
     """Chat with a model in the terminal.
 
+    Conversations are stored: --continue opens the latest again, and localgen history lists them.
     If standard input or output is not a terminal, read one prompt from standard input and print a
     plain-text answer.
     """
@@ -41,26 +60,62 @@ def command(
         raise InvalidRequest(f"two models: {model!r} and that of --model")
     words = [] if model is None else [model]
     default = endpoint.model if endpoint else None
-    model, sentence = split_model_and_prompt(words, default, model=named_model)
+    at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    from localgen.chat.chat_storage import SessionChoice, open_chat_storage
+    from localgen.config import ServerSettings
+
+    choice = SessionChoice(session, latest, history)
+    choice.validate(at_terminal=at_terminal)
+    if not at_terminal:
+        _answer_piped_prompt(endpoint, _require_model(words, default, named_model), options)
+        return
+    settings = ServerSettings.from_environment()
+    settings.create_state_dir()
+    with open_chat_storage(settings.state_dir, choice) as storage:
+        record = storage.record
+        stored = record.model if record.server_url == (endpoint.url if endpoint else "") else None
+        name = _require_model(words, stored or default, named_model)
+        merged = options_of_session(context, options, record, same_model=name == record.model)
+        _chat(endpoint, name, options_for_endpoint(merged, endpoint), storage)
+
+
+def _require_model(words: list[str], default: str | None, named: str | None) -> str | None:
+    """The model to load; None: the server's default. Raises InvalidRequest for a prompt."""
+    model, sentence = split_model_and_prompt(words, default, model=named)
     if sentence is not None:
         raise InvalidRequest("chat takes a model, not a prompt: use localgen run for one prompt")
-    at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    prompt = None if at_terminal else read_prompt(None)
+    return model
+
+
+def _answer_piped_prompt(
+    endpoint: Endpoint | None, model: str | None, options: ModelOptions
+) -> None:
+    from localgen.cli.one_shot import answer_prompt, stderr_console
+
+    prompt = read_prompt(None)
+    loading = _loading_line(stderr_console(), model)
+    with closing(create_client(endpoint, loading.notify)) as client:
+        answer_prompt(client, loading, model, prompt, options)
+
+
+def _chat(
+    endpoint: Endpoint | None, model: str | None, options: ModelOptions, storage: ChatStorage
+) -> None:
     from rich.console import Console
 
-    from localgen.cli.one_shot import answer_prompt
-    from localgen.hub.packaged import default_model
-    from localgen.repl.load_progress import LoadProgressLine
     from localgen.repl.repl import start_chat
 
-    console = Console(highlight=False, stderr=not at_terminal)
-    loading = LoadProgressLine(console, model or default_model())
+    loading = _loading_line(Console(highlight=False), model)
     with closing(create_client(endpoint, loading.notify)) as client:
-        if prompt is not None:
-            answer_prompt(client, loading, model, prompt, options)
-        elif endpoint is not None:
-            start_chat(client, loading, model, options)
+        start = partial(start_chat, client, loading, model, options, storage)
+        if endpoint is not None:
+            start()
         else:
-            run_or_offer_pull(
-                model, lambda: start_chat(client, loading, model, options), draft=options.load.draft
-            )
+            run_or_offer_pull(model, start, draft=options.load.draft)
+
+
+def _loading_line(console: Console, model: str | None) -> LoadProgressLine:
+    from localgen.hub.packaged import default_model
+    from localgen.repl.load_progress import LoadProgressLine
+
+    return LoadProgressLine(console, model or default_model())

@@ -11,6 +11,7 @@ from typer.core import TyperCommand, TyperGroup
 COMMANDS = {
     "chat": "Chat with a model in the terminal.",
     "tui": "Chat full-screen in several sessions, with live statistics.",
+    "history": "List, print or delete stored conversations.",
     "run": "Answer one prompt, given as an argument or on standard input.",
     "ps": "List loaded models.",
     "top": "Monitor the server: speed, latency, memory, requests.",

@@ -76,6 +76,15 @@ def complete_running_model(incomplete: str) -> list[str]:
     return _filter_by_prefix(incomplete, _running_names())
 
 
+def complete_session(incomplete: str) -> list[str]:
+    """Complete the name of a stored session."""
+    from localgen.chat.database import STORE_NAME, session_names
+    from localgen.config import ServerSettings
+
+    store = ServerSettings.from_environment().state_dir / STORE_NAME
+    return _filter_by_prefix(incomplete, session_names(store))
+
+
 def complete_path(incomplete: str, suffix: str = "") -> list[str]:
     """Complete a path: folders, with a trailing /, and files with the suffix.
 

@@ -55,14 +55,14 @@ def endpoint_from_options(
     applies only to the local server. Such options from the environment are not errors.
     """
     if url is None:
-        if _is_from_command_line(context, "api_key_env"):
+        if is_from_command_line(context, "api_key_env"):
             raise InvalidRequest("--api-key-env is for a remote server: give --url as well")
         return None
     for flag in (
         *LOAD_OPTIONS,
         *(flag for flag in REQUEST_OPTIONS if flag.field in _LOCAL_ONLY_FIELDS),
     ):
-        if _is_from_command_line(context, flag.field):
+        if is_from_command_line(context, flag.field):
             raise InvalidRequest(
                 f"{flag.long_name} does not apply to a model on a remote server (--url): "
                 "leave it out",
@@ -97,6 +97,6 @@ def create_monitor(
     return LocalServerMonitor(settings) if endpoint is None else RemoteServerMonitor(endpoint)
 
 
-def _is_from_command_line(context: typer.Context, field: str) -> bool:
+def is_from_command_line(context: typer.Context, field: str) -> bool:
     source = context.get_parameter_source(field)
     return source is not None and source.name == "COMMANDLINE"

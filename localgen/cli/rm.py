@@ -37,7 +37,7 @@ def command(
     found = plan_removal(model)
     _require_not_loaded(found.name)
     if not yes:
-        _confirm(f"Remove {found.name} ({format_size(found.freed_bytes)})?")
+        confirm(f"Remove {found.name} ({format_size(found.freed_bytes)})?")
     found.execute()
     typer.echo(f"{found.name} removed, {format_size(found.freed_bytes)} freed")
 
@@ -54,7 +54,7 @@ def _require_not_loaded(name: str) -> None:
         raise ModelBusy(f"{name} is loaded: localgen stop {name} unloads it")
 
 
-def _confirm(question: str) -> None:
+def confirm(question: str) -> None:
     if sys.stdin is None or not sys.stdin.isatty():
         raise InvalidRequest("no terminal to ask for confirmation: use --yes to remove it")
     if not typer.confirm(question, err=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-from contextlib import closing
 from functools import partial
 
 import typer
@@ -46,8 +45,7 @@ def command(
     if endpoint is not None:
         endpoint.api_key()  # report a missing key before the screen opens
     gc.disable()  # imports make no garbage; BaseApp enables it after the first paint
-    from localgen.chat.database import WriterLock
-    from localgen.chat.session_store import SessionStore
+    from localgen.chat.stored_sessions import open_store
     from localgen.config import ServerSettings
     from localgen.tui.base_app import BaseApp
     from localgen.tui.chat.active_session import AppContext
@@ -57,10 +55,7 @@ def command(
 
     settings = ServerSettings.from_environment()
     settings.create_state_dir()
-    with (
-        closing(WriterLock(settings.state_dir / "writers")) as writer,
-        closing(SessionStore(settings.state_dir / "sessions.db", writer)) as store,
-    ):
+    with open_store(settings.state_dir) as store:
         app_context = AppContext(
             store=store,
             make_client=lambda notify: create_client(endpoint, notify),

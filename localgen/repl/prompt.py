@@ -81,17 +81,17 @@ def create_prompt_session(
     completer: Completer,
     *,
     on_failure: Callable[[OSError], None] = lambda error: None,
+    can_write: bool = True,
     input: Input | None = None,
     output: Output | None = None,
 ) -> PromptSession[str]:
     """Create the line editor of a chat. on_failure: called once if the history cannot be written.
 
-    Its prompt() raises EOFError at Ctrl+D, and KeyboardInterrupt at Ctrl+C on an empty line.
+    can_write: False: earlier prompts are offered, new ones are not kept. Its prompt() raises
+    EOFError at Ctrl+D, and KeyboardInterrupt at Ctrl+C on an empty line.
     """
-    # prompts are private; the editor would create the file readable for others
-    history_path.touch(mode=0o600)
     return PromptSession(
-        history=_PromptHistory(history_path, on_failure),
+        history=_PromptHistory(history_path, on_failure, can_write=can_write),
         completer=completer,
         complete_while_typing=Condition(lambda: get_app().current_buffer.text.startswith("/")),
         multiline=Condition(lambda: has_open_quotes(get_app().current_buffer.text)),
@@ -104,21 +104,36 @@ def create_prompt_session(
 
 
 class _PromptHistory(FileHistory):
-    """A history on disk; in memory only after the first failure to write, which is reported."""
+    """A history on disk; in memory only after the first failure, which is reported."""
 
-    def __init__(self, path: Path, on_failure: Callable[[OSError], None]) -> None:
+    def __init__(
+        self, path: Path, on_failure: Callable[[OSError], None], *, can_write: bool
+    ) -> None:
         super().__init__(str(path))
+        self._path = path
         self._on_failure = on_failure
-        self._can_write = True
+        self._can_write = can_write
+
+    def load_history_strings(self) -> Iterable[str]:
+        try:
+            return super().load_history_strings()
+        except OSError as error:
+            self._fail(error)
+            return ()
 
     def store_string(self, string: str) -> None:
         if not self._can_write:
             return
         try:
+            # prompts are private; the editor would create the file readable for others
+            self._path.touch(mode=0o600)
             super().store_string(string)
         except OSError as error:
-            self._can_write = False
-            self._on_failure(error)
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        self._can_write = False
+        self._on_failure(error)
 
 
 def _continuation(_width: int, _line: int, wraps: int) -> str:

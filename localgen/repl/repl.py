@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import threading
@@ -15,18 +16,24 @@ from rich.text import Text
 
 from localgen.backends.errors import EngineDied, LocalgenError, ServerUnavailable
 from localgen.backends.terminal_text import escape_control_chars, one_line
+from localgen.backends.units import format_count
 from localgen.chat import commands, report
 from localgen.chat.conversation import Conversation, Turn
 from localgen.chat.parameters import ModelOptions
 from localgen.chat.session import DEFAULT_BRANCH, ChatSession
 from localgen.client import Completion, TextDelta
-from localgen.config import ServerSettings
 from localgen.repl.live_answer import LiveAnswer
 from localgen.repl.load_progress import LoadProgressLine
 from localgen.repl.prompt import strip_quotes
 
 if TYPE_CHECKING:
+    from localgen.chat.chat_storage import ChatStorage
+    from localgen.chat.session_recorder import SessionRecorder
+    from localgen.chat.session_store import SessionRecord
     from localgen.client import ModelClient
+
+# the last exchange of a continued chat is a reminder
+_EXCERPT_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +55,20 @@ class Repl:
     """The chat loop of a session on a console.
 
     read_line: reads the next line with the given prompt; raises EOFError to leave and
-    KeyboardInterrupt at Ctrl+C.
+    KeyboardInterrupt at Ctrl+C. recorder: stores the conversation; None: it is not stored.
     """
 
     def __init__(
-        self, session: ChatSession, console: Console, read_line: Callable[[str], str]
+        self,
+        session: ChatSession,
+        console: Console,
+        read_line: Callable[[str], str],
+        recorder: SessionRecorder | None = None,
     ) -> None:
         self.session = session
         self.console = console
         self.read_line = read_line
+        self.recorder = recorder
 
     def run(self) -> None:
         """Read and handle lines until the user leaves."""
@@ -68,15 +80,25 @@ class Repl:
                 self._print_dim("Ctrl+D or /bye leaves")
                 continue
             except EOFError:
-                return
+                break
             if line.strip() and not self.handle_line(line):
-                return
+                break
+        if self.recorder is not None and self.recorder.is_stored:
+            name = one_line(self.recorder.record.name)
+            self._print_dim(f"stored as {name}: localgen chat --continue")
 
     def handle_line(self, line: str) -> bool:
-        """Run a command or answer a prompt. Returns False to leave the chat.
+        """Run a command or answer a prompt, and store what changed. Returns False to leave.
 
         Errors are printed and leave the session unchanged.
         """
+        is_staying = self._handle_line(line)
+        # a second Ctrl+C must not end the chat; the next line saves again
+        with contextlib.suppress(KeyboardInterrupt):
+            self._save()
+        return is_staying
+
+    def _handle_line(self, line: str) -> bool:
         try:
             if commands.is_command(line):
                 return self._run_command(line)
@@ -92,13 +114,28 @@ class Repl:
         with LoadProgressLine(self.console, line.partition(" ")[2]) as loading:
             outcome = commands.run_command(self.session, line, loading.update)
         match outcome:
-            case commands.CommandOutput(text):
+            case commands.CommandOutput(text, is_new):
                 self._print_dim(text)
+                if is_new:
+                    self._start_new()
             case commands.SendPrompt(prompt):
                 self._regenerate(prompt, before)
             case commands.LeaveChat():
                 return False
         return True
+
+    def _save(self) -> None:
+        notice = self.recorder.save() if self.recorder is not None else ""
+        if notice:
+            self._print(one_line(notice), "yellow")
+
+    def _start_new(self) -> None:
+        """Leave the stored conversation as it is; the next turn begins another."""
+        if self.recorder is None:
+            return
+        if self.recorder.is_stored:
+            self._print_dim(f"{one_line(self.recorder.record.name)} stays stored")
+        self.recorder.start_new()
 
     def _regenerate(self, prompt: str, before: Conversation) -> None:
         same = self.session.deterministic_reason()
@@ -128,10 +165,17 @@ class Repl:
                 raise reply.error
             self._print("stopped", "yellow")
             return False
-        turn = Turn(prompt, reply.text, reply.completion is None, reply.reasoning)
-        self.session.add_turn(turn, reply.completion)
+        self.session.add_turn(self._to_turn(prompt, reply), reply.completion)
         self._print_stats(reply)
         return True
+
+    def _to_turn(self, prompt: str, reply: ReplAnswer) -> Turn:
+        session = self.session
+        if reply.completion is not None:
+            summary = report.answer_summary(reply.completion, session.options, session.model_info)
+        else:
+            summary = f"interrupted: {reply.error.message}" if reply.error else "stopped"
+        return Turn(prompt, reply.text, reply.completion is None, reply.reasoning, summary)
 
     def _stream(self, prompt: str) -> ReplAnswer:
         pieces: list[str] = []
@@ -183,6 +227,19 @@ class Repl:
         for note in self.session.model.notes:
             self._print_dim(f"note: {note}")
         self._print_dim("/help lists the commands, Ctrl+D leaves")
+        if self.recorder is not None and self.recorder.record.name:
+            self._introduce(self.recorder.record)
+
+    def _introduce(self, record: SessionRecord) -> None:
+        """Print what is continued, with the last exchange, or the name of a new session."""
+        turns = record.conversation.turns
+        name = one_line(record.name)
+        if not turns:
+            self._print_dim(f"new session {name}")
+            return
+        self._print_dim(f"continued: {name} · {format_count(len(turns), 'turn')}")
+        self._print_dim(f">>> {_excerpt(turns[-1].prompt)}")
+        self._print_dim(_excerpt(turns[-1].answer) + (" (stopped)" if turns[-1].stopped else ""))
 
     def _prompt(self) -> str:
         branch = self.session.branch
@@ -195,8 +252,17 @@ class Repl:
         self.console.print(Text(text, style=style), soft_wrap=False)
 
 
+def _excerpt(text: str) -> str:
+    line = one_line(text)
+    return line if len(line) <= _EXCERPT_CHARS else line[: _EXCERPT_CHARS - 1].rstrip() + "…"
+
+
 def start_chat(
-    client: ModelClient, progress_line: LoadProgressLine, model: str | None, options: ModelOptions
+    client: ModelClient,
+    progress_line: LoadProgressLine,
+    model: str | None,
+    options: ModelOptions,
+    storage: ChatStorage,
 ) -> None:
     """Load the model, then chat on the console of `progress_line` until the user leaves.
 
@@ -205,18 +271,23 @@ def start_chat(
     # import the line editor in parallel: it takes as long as loading a model
     editor = threading.Thread(target=importlib.import_module, args=(f"{__package__}.prompt",))
     editor.start()
-    settings = ServerSettings.from_environment()
-    settings.create_state_dir()
-    session = ChatSession(client, settings.state_dir, options)
+    session = ChatSession(client, storage.state_dir, options)
+    session.set_conversation(storage.record.conversation.with_system(options.system))
     with progress_line:
         client.connect()
         session.load(model, progress_line.update)
     editor.join()
     console = progress_line.console
-    Repl(session, console, _create_line_reader(session, console)).run()
+    if storage.warning:
+        console.print(Text(one_line(storage.warning), style="yellow"))
+    recorder = storage.recorder(session)
+    read_line = _create_line_reader(session, console, keeps_prompts=storage.keeps_history)
+    Repl(session, console, read_line, recorder).run()
 
 
-def _create_line_reader(session: ChatSession, console: Console) -> Callable[[str], str]:
+def _create_line_reader(
+    session: ChatSession, console: Console, *, keeps_prompts: bool = True
+) -> Callable[[str], str]:
     from localgen.chat import saved_chats
     from localgen.repl.prompt import ChatCompleter, create_prompt_session
 
@@ -232,10 +303,10 @@ def _create_line_reader(session: ChatSession, console: Console) -> Callable[[str
     history = session.state_dir / "chat_history"
 
     def warn(error: OSError) -> None:
-        reason = f"cannot write {history} ({error.strerror}): prompts of this chat are not kept"
+        reason = f"cannot use {history} ({error.strerror}): prompts of this chat are not kept"
         console.print(Text(reason, style="yellow"), soft_wrap=False)
 
-    editor = create_prompt_session(history, completions, on_failure=warn)
+    editor = create_prompt_session(history, completions, on_failure=warn, can_write=keeps_prompts)
 
     def read(prompt: str) -> str:
         models.cache_clear()

@@ -16,6 +16,7 @@ from localgen.chat import commands
 from localgen.chat.conversation import Turn
 from localgen.chat.parameters import ModelOptions
 from localgen.chat.session import ChatSession, OnProgress
+from localgen.chat.session_recorder import create_copy, title_from_prompt
 from localgen.chat.session_store import SessionBusy, SessionChanged, SessionRecord, SessionStore
 from localgen.client import ModelClient
 from localgen.tui.chat.answer_stream import AnswerStream
@@ -23,7 +24,6 @@ from localgen.tui.chat.answer_stream import AnswerStream
 UNNAMED_SESSION = "New session"
 # setting names that are not sampling parameters
 SYSTEM_SETTING, CTX_SETTING = "system", "ctx"
-_NAME_CHARS = 48
 # commands that change the stored record
 _MUTATING_COMMANDS = ("/set", "/load", "/clear", "/undo")
 
@@ -263,7 +263,7 @@ class ActiveSession:
         answering.start()
 
     def _begin_turn(self, prompt: str) -> None:
-        wanted = replace(self.to_record(), name=self.record.name or one_line(prompt)[:_NAME_CHARS])
+        wanted = replace(self.to_record(), name=self.record.name or title_from_prompt(prompt))
         self._ended_turn = None
         try:
             self.record = self._context.store.begin_turn(wanted, prompt)
@@ -305,9 +305,9 @@ class ActiveSession:
     def _fork_on_conflict(self, record: SessionRecord) -> None:
         """Save as a new session: another process has changed this one, and both are kept."""
         theirs, name = self.id, self.name
-        self.record = self._context.store.create(replace(record, name=f"{name} (2)"))
+        self.record = create_copy(self._context.store, replace(record, name=name))
         self.messages.append(
-            f"another localgen tui has changed {one_line(name)}: "
+            f"another localgen has changed {one_line(name)}: "
             f"your version continues as {one_line(self.name)}"
         )
         self._saved_unsent_prompt = ""

@@ -129,13 +129,8 @@ class AnswerStream:
 
     def _summary(self) -> str:
         if self.completion is not None:
-            options, info = self._session.options, self._session.model_info
-            figures = [report.completion_line(self.completion)] if options.figures else []
-            lines = [" · ".join((self.completion.model, *figures))]
-            lines += report.completion_warnings(self.completion)
-            if options.verbose and info is not None:
-                lines += report.verbose_stats_lines(self.completion, info.load_ms)
-            return "\n".join(lines)
+            session = self._session
+            return report.answer_summary(self.completion, session.options, session.model_info)
         if self._stop_requested.is_set():
             return "stopped"
         return f"interrupted: {self.error}" if self.error else ""

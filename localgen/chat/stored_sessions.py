@@ -1,0 +1,50 @@
+"""Open the store of a state folder and find its sessions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from localgen.backends.errors import InvalidRequest
+from localgen.chat.database import STORE_NAME, WriterLock
+from localgen.chat.session_store import SessionRecord, SessionStore, SessionSummary
+
+
+@contextlib.contextmanager
+def open_store(state_dir: Path) -> Iterator[SessionStore]:
+    """The store of all chats. Raises InvalidRequest, DiskFull or StoreFailed if it is unusable."""
+    with (
+        contextlib.closing(WriterLock(state_dir / "writers")) as writer,
+        contextlib.closing(SessionStore(state_dir / STORE_NAME, writer)) as store,
+    ):
+        yield store
+
+
+def list_with_turns(store: SessionStore) -> list[SessionSummary]:
+    """Sessions that have turns, most recently changed first."""
+    return [listed for listed in store.list_sessions() if listed.num_turns]
+
+
+def find_session(store: SessionStore, name: str) -> SessionSummary | None:
+    """Return the latest session of a name, ignoring case, or that of an id."""
+    listed = store.list_sessions()
+    named = (each for each in listed if each.name.casefold() == name.casefold())
+    numbered = (each for each in listed if str(each.id) == name)
+    return next(named, None) or next(numbered, None)
+
+
+def require_session(store: SessionStore, name: str) -> SessionSummary:
+    """Return the session of a name or an id. Raises InvalidRequest if there is none."""
+    found = find_session(store, name)
+    if found is None:
+        raise InvalidRequest(f"session {name!r} not found: localgen history lists the stored ones")
+    return found
+
+
+def latest_session(store: SessionStore) -> SessionRecord:
+    """Read the session that changed last. Raises InvalidRequest if none has turns."""
+    listed = list_with_turns(store)
+    if not listed:
+        raise InvalidRequest("no stored conversation to continue: localgen chat starts one")
+    return store.read(listed[0].id)
