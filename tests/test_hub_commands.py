@@ -68,7 +68,7 @@ def test_pull(hub: LoopbackHub, capsys: pytest.CaptureFixture[str]) -> None:
             errors.EXIT_STATUS_BY_CODE["model_not_found"],
             "has no repository acme/Nothing",
         ),
-        (f"{REPO}:Q9", errors.EXIT_STATUS_BY_CODE["model_not_found"], "Q4_K_M (0.0 GB)"),
+        (f"{REPO}:Q9", errors.EXIT_STATUS_BY_CODE["model_not_found"], "Q4_K_M (3.0 MB)"),
         ("acme/Gated", errors.EXIT_STATUS_BY_CODE["access_denied"], "is gated"),
         ("lama-8b", errors.EXIT_STATUS_BY_CODE["model_not_found"], "Did you mean llama-8b"),
         ("tiny", errors.EXIT_STATUS_BY_CODE["invalid_request"], "nothing to pull"),

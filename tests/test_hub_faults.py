@@ -81,7 +81,7 @@ def test_no_room_is_told_before_the_first_byte(
     usage = namedtuple("usage", "total used free")
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _path: usage(1, 1, 2_000_000))
-        with pytest.raises(DiskFull, match=r"needs 0\.00 GB, .* has 0\.00 GB free"):
+        with pytest.raises(DiskFull, match=r"needs 3\.0 MB, .* has 2\.0 MB free"):
             fetch()
     assert hub.downloads == []
     fetch()

@@ -111,7 +111,9 @@ def test_the_engine_gets_a_path_and_everybody_sees_it(served: House) -> None:
     with served.client() as client:
         (running,) = client.running_models()
         assert running.draft == "small"
-        assert running.size_bytes == info.size_bytes + info.draft.size_bytes
+        # as in `list`, and what its draft model adds
+        (card,) = (card for card in client.models() if card.path == model)
+        assert running.size_bytes == card.size_bytes + info.draft.size_bytes
 
 
 def test_another_draft_option_is_another_load(served: House) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from localgen.backends.units import format_size
 from localgen.hub.hf_client import DownloadFailed, cache_folder, import_huggingface_hub, repo_folder
 from localgen.hub.repository import RemoteFile
 
@@ -108,7 +109,7 @@ def _download_locked(repo: str, commit: str, file: RemoteFile, on_bytes: OnBytes
 
     if file.size_bytes > constants.MAX_HTTP_DOWNLOAD_SIZE:
         raise DownloadFailed(
-            f"{file.path} has {file.size_bytes / 1e9:.0f} GB, too large for one HTTP download: "
+            f"{file.path} has {format_size(file.size_bytes)}, too large for one HTTP download: "
             f"`hf download {repo} {file.path}` downloads it into the same cache"
         )
     blob = blob_path(repo, file)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from localgen.backends.errors import InvalidRequest, ModelNotFound
+from localgen.backends.units import format_size
 from localgen.config import BUILT_IN_MODEL
 from localgen.hub import catalog, quant_choice
 from localgen.hub.catalog import CatalogEntry
@@ -118,7 +119,7 @@ def require_disk_space(plan: PullPlan) -> None:
     left = plan.remaining_bytes
     if left > free:
         raise DiskFull(
-            f"{plan.name} needs {left / 1e9:.2f} GB, {there} has {free / 1e9:.2f} GB free: "
+            f"{plan.name} needs {format_size(left)}, {there} has {format_size(free)} free: "
             "make room (localgen list, localgen rm), or set HF_HUB_CACHE to another folder"
         )
 
@@ -194,7 +195,7 @@ def _quant_not_found(
     names = [model.quant for model in models]
     close = difflib.get_close_matches(tag.upper(), names, n=3, cutoff=0.5)
     hint = f" Did you mean {', '.join(close)}?" if close else ""
-    sizes = ", ".join(f"{model.quant} ({model.size_bytes / 1e9:.1f} GB)" for model in models)
+    sizes = ", ".join(f"{model.quant} ({format_size(model.size_bytes)})" for model in models)
     return ModelNotFound(
         f"{listing.repo} has no {tag}.{hint} Available: {sizes}; or auto, the best that fits",
         param="model",

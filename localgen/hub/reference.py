@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from localgen.backends.units import format_size
 from localgen.hub import catalog
 from localgen.hub.catalog import CatalogEntry, SafetensorsSource
 from localgen.hub.quants import AUTO_QUANT, DEFAULT_QUANT
@@ -95,4 +96,4 @@ def _from_catalog(name: str, stripped: str) -> HubReference | None:
 
 
 def _size_suffix(size_bytes: int | None) -> str:
-    return f" ({size_bytes / 1e9:.1f} GB)" if size_bytes else ""
+    return f" ({format_size(size_bytes)})" if size_bytes else ""

@@ -116,7 +116,7 @@ class ServerState:
             "pid": resident.engine.pid,
             "rss_bytes": _rss_bytes(resident.engine.pid),
             "gpu_bytes": process_gpu_bytes(resident.engine.pid) if _is_on_gpu(resident) else None,
-            "size_bytes": _weight_bytes(info) if info else resident.file.size_bytes,
+            "size_bytes": resident.file.size_bytes + _draft_bytes(info),
             "active_requests": resident.num_users,
             "until_s": resident.expires_in_s(),
             "processor": info.processor if info else "",
@@ -129,8 +129,8 @@ class ServerState:
         return summary | {"read": self._read_costs.lookup(resident), "stats": resident.engine.stats}
 
 
-def _weight_bytes(info: ModelInfo) -> int:
-    return info.size_bytes + (info.draft.size_bytes if info.draft else 0)
+def _draft_bytes(info: ModelInfo | None) -> int:
+    return info.draft.size_bytes if info and info.draft else 0
 
 
 def _is_on_gpu(resident: ResidentModel) -> bool:
