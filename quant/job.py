@@ -172,10 +172,8 @@ class QuantizeJob:
         return self.prepared.resume_manifest(checksum) | {"mode": self.mode}
 
     def _free_disk(self) -> tuple[int, Path]:
-        """Free bytes on the output's disk, and the existing folder that was queried."""
+        """Free bytes on the output's disk, and the folder that was queried."""
         there = self.work_folder.path.absolute().parent
-        while not there.exists():
-            there = there.parent
         return shutil.disk_usage(there).free, there
 
     def _run(self, on_event: OnEvent) -> FinishedEvent:

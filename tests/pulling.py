@@ -13,6 +13,7 @@ from loopback_hub import LoopbackHub
 
 from localgen.hub import pull
 from localgen.hub.hf_client import repo_folder
+from localgen.hub.pull_plan import PullPlan
 from localgen.hub.resolve import resolve_model
 
 REPO = "acme/Chat-GGUF"
@@ -63,7 +64,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return waits
 
 
-def fetch(name: str = REPO) -> pull.PullPlan:
+def fetch(name: str = REPO) -> PullPlan:
     plan = pull.plan_pull(name)
     pull.run_pull(plan, lambda here: None)
     return plan
