@@ -43,13 +43,15 @@ class TransferRate:
     def text(self, now_s: float) -> str:
         """For example `8.2 MB/s, 1 min 02 s left`; `stalled` after two seconds without a byte."""
         (start_s, start_bytes), (last_s, last_bytes) = self._samples[0], self._samples[-1]
-        if now_s - last_s >= _STALLED_AFTER_S:
+        left_bytes = self._total_bytes - last_bytes
+        if left_bytes and now_s - last_s >= _STALLED_AFTER_S:
             return "stalled, 0 B/s"
         if last_bytes == start_bytes or now_s == start_s:
             return "no data yet"
         rate = (last_bytes - start_bytes) / (now_s - start_s)
-        left_s = (self._total_bytes - last_bytes) / rate
-        return f"{format_size(rate)}/s, {left_s // 60:.0f} min {left_s % 60:02.0f} s left"
+        left_s = left_bytes / rate
+        left = f", {left_s // 60:.0f} min {left_s % 60:02.0f} s left" if left_bytes else ""
+        return f"{format_size(rate)}/s{left}"
 
 
 class _RateColumn(ProgressColumn):
@@ -58,7 +60,7 @@ class _RateColumn(ProgressColumn):
         self._rate = rate
 
     def render(self, task: Task) -> Text:
-        return Text("" if task.finished else self._rate.text(time.monotonic()))
+        return Text(self._rate.text(time.monotonic()))
 
 
 class DownloadProgress:
