@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 _BYTE_UNITS = ("B", "KB", "MB", "GB", "TB")
+_GB = _BYTE_UNITS.index("GB")
 
 
 def format_size(size_bytes: float) -> str:
-    """Format a size with a decimal unit (powers of 1000), as `ps` and the Hugging Face Hub do."""
+    """Format a size with a decimal unit (powers of 1000), as the Hugging Face Hub does.
+
+    Messages compare sizes in GB, so these always have a decimal: `4.9 GB`, `139.6 GB`, `144 MB`.
+    """
     unit = 0
     while size_bytes >= 999.5 and unit < len(_BYTE_UNITS) - 1:
         size_bytes /= 1000
         unit += 1
-    digits = 0 if unit == 0 or size_bytes >= 99.95 else 1
+    digits = 0 if unit == 0 or (unit < _GB and size_bytes >= 99.95) else 1
     return f"{size_bytes:.{digits}f} {_BYTE_UNITS[unit]}"
 
 
@@ -22,11 +26,6 @@ def format_duration(ms: float) -> str:
 
 def format_count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def format_gb(size_bytes: float) -> str:
-    """Format a size in GB or MB with one decimal, as in error messages: `1.5 GB`."""
-    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"
 
 
 def format_elapsed(seconds: float) -> str:

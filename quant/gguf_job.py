@@ -10,6 +10,7 @@ from localgen.backends.errors import DiskFull, InvalidRequest
 from localgen.backends.memory.system import available_memory_bytes
 from localgen.backends.units import format_size
 from localgen.quant.files.layerwise_checkpoint import LayerwiseCheckpoint
+from localgen.quant.files.work_folder import require_parent_folder
 from localgen.quant.gguf.requantize import estimate_gguf_bytes, make_gguf
 from localgen.quant.job import QuantizeJob
 from localgen.quant.preflight import (
@@ -116,5 +117,4 @@ def _check_output(out: Path) -> None:
         raise InvalidRequest(f"--out {out}: a GGUF file's name ends in .gguf", param="out")
     if out.exists():
         raise InvalidRequest(f"{out} already exists: remove it, or give another --out")
-    if not out.absolute().parent.is_dir():
-        raise InvalidRequest(f"--out {out}: there is no folder {out.parent}", param="out")
+    require_parent_folder(out)

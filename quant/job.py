@@ -21,7 +21,7 @@ from localgen.backends.memory.system import (
     peak_memory_bytes,
     total_memory_bytes,
 )
-from localgen.backends.units import format_gb, format_size
+from localgen.backends.units import format_size
 from localgen.quant.calibrate.activations import ActivationFile
 from localgen.quant.calibrate.importance import (
     collect_importance,
@@ -80,7 +80,7 @@ class QuantizeJob:
         if self.estimate.disk_bytes > free + taken:
             raise DiskFull(
                 f"the result and its temporary files take "
-                f"{format_gb(self.estimate.disk_bytes)}, {there} has {format_gb(free)} free: "
+                f"{format_size(self.estimate.disk_bytes)}, {there} has {format_size(free)} free: "
                 "make room, or give an --out on another disk"
             )
 
@@ -139,7 +139,7 @@ class QuantizeJob:
                 # numpy sets no errno for a full disk
                 raise DiskFull(
                     f"cannot write to {self.work_folder.path}: {error.strerror or error}; "
-                    f"{format_gb(self._free_disk()[0])} are free: "
+                    f"{format_size(self._free_disk()[0])} are free: "
                     "make room and run again with --resume"
                 ) from None
 
@@ -172,10 +172,8 @@ class QuantizeJob:
         return self.prepared.resume_manifest(checksum) | {"mode": self.mode}
 
     def _free_disk(self) -> tuple[int, Path]:
-        """Free bytes on the output's disk, and the existing folder that was queried."""
+        """Free bytes on the output's disk, and the folder that was queried."""
         there = self.work_folder.path.absolute().parent
-        while not there.exists():
-            there = there.parent
         return shutil.disk_usage(there).free, there
 
     def _run(self, on_event: OnEvent) -> FinishedEvent:

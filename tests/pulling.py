@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,14 +14,19 @@ from loopback_hub import LoopbackHub
 
 from localgen.hub import pull
 from localgen.hub.hf_client import repo_folder
+from localgen.hub.pull_plan import PullPlan
 from localgen.hub.resolve import resolve_model
 
 REPO = "acme/Chat-GGUF"
 Q4 = "chat-Q4_K_M.gguf"
 
 
+# magic, version 3, no tensors and no keys: what a pull checks before it takes the rest
+GGUF_START = struct.pack("<4sIQQ", b"GGUF", 3, 0, 0)
+
+
 def made_up(size_bytes: int, seed: int = 0) -> bytes:
-    return random.Random(seed).randbytes(size_bytes)
+    return GGUF_START + random.Random(seed).randbytes(size_bytes - len(GGUF_START))
 
 
 CONTENT = made_up(3_000_000)
@@ -63,7 +69,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return waits
 
 
-def fetch(name: str = REPO) -> pull.PullPlan:
+def fetch(name: str = REPO) -> PullPlan:
     plan = pull.plan_pull(name)
     pull.run_pull(plan, lambda here: None)
     return plan

@@ -118,7 +118,7 @@ class ScriptedClient(Client):
         keep_alive: str | None = None,
     ) -> ModelInfo:
         if (model or "tiny") not in self.names:
-            raise ModelNotFound(f"model {model!r} not found")
+            raise ModelNotFound(f"Model {model!r} not found")
         on_progress(0.5)
         self.record.loaded.append((model, options))
         self.record.keep_alives.append(keep_alive)

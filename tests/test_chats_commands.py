@@ -124,7 +124,7 @@ def test_set_parameter(session: ChatSession, text: str, field: str, value: objec
         ("/switch nowhere", "branches are main"),
         ("/fork main", "branch main already exists"),
         ("/load gone", "cannot read"),
-        ("/model gone", "model 'gone' not found"),
+        ("/model gone", "Model 'gone' not found"),
     ],
 )
 def test_a_refused_command_says_why_and_changes_nothing(

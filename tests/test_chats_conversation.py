@@ -63,6 +63,7 @@ def test_a_saved_chat_comes_back_as_it_was(seed: int, tmp_path: Path) -> None:
     params = SamplingParams(temperature=0.5, logit_bias={5: -1.5}, stop=("\n", "x"))
     chat = saved_chats.SavedChat("tiny", params, some_conversation(rng))
     path = saved_chats.chat_path("a name", tmp_path)
+    saved_chats.create_chats_dir(tmp_path)
     saved_chats.save_chat(path, chat)
     assert saved_chats.load_chat(path) == chat
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -89,6 +90,13 @@ def test_saving_does_not_replace_another_kind_of_file(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"precious\.json is not a saved chat"):
         saved_chats.save_chat(path, saved_chats.SavedChat("tiny", SamplingParams(), Conversation()))
     assert path.read_text() == '{"not": "a chat"}'
+
+
+def test_saving_creates_no_folder_that_the_user_named(tmp_path: Path) -> None:
+    chat = saved_chats.SavedChat("tiny", SamplingParams(), Conversation())
+    with pytest.raises(InvalidRequest, match=r"the folder .*/gone does not exist"):
+        saved_chats.save_chat(tmp_path / "gone" / "x.json", chat)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

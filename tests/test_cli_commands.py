@@ -216,7 +216,7 @@ def test_model_and_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         (["run"], b"", 3, "no prompt"),
         (["run", "tiny"], b" \n", 3, "no prompt"),
         (["run"], b"\xff\xfe", 3, "not UTF-8"),
-        (["run", "gone", "x"], b"", 6, "model 'gone' not found"),
+        (["run", "gone", "x"], b"", 6, "Model 'gone' not found"),
         (["run", "What", "is", "it"], b"", 6, "`localgen run -p 'What is it'` asks the default"),
         (["run", "tiny", "-p", "x", "-f", "y"], b"", 3, "exclude each other"),
         (["run", "tiny", "-f", "/no/file"], b"", 3, "--file /no/file: No such file"),

@@ -61,7 +61,7 @@ def test_nothing_to_complain_of() -> None:
         (machine(displays=("AMD",)), build(), "AMD GPU", "GGML_VULKAN=ON"),
         (machine(nvidia_error="nvidia-smi: broken"), build(), "nvidia-smi: broken", "driver"),
         (machine(cpu_quota=1.5), build(), "allows 1.5 CPUs", "LOCALGEN_THREADS=1"),
-        (machine(ram_available_bytes=1 << 29), build(), "0.5 GB of 17.2 GB", "smaller model"),
+        (machine(ram_available_bytes=1 << 29), build(), "537 MB of 17.2 GB", "smaller model"),
         (machine(), BrokenBuild("no file"), "unusable: no file", "-m pip install"),
     ],
 )

@@ -83,7 +83,7 @@ def test_what_cannot_draft_is_one_line_and_the_server_lives_on(
     for draft, said in (
         (stranger, "stranger cannot draft for tiny: token 1 is '<|sesame|>' there"),
         (str(corrupt), "corrupt.gguf"),
-        ("nonesuch", "--draft nonesuch: model 'nonesuch' not found"),
+        ("nonesuch", "--draft nonesuch: Model 'nonesuch' not found"),
         (str(TINY), "llama.cpp runs .gguf files"),
     ):
         done = run(settings, "tiny", QUESTION, "--draft", draft)

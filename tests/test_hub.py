@@ -149,7 +149,7 @@ def test_an_unknown_name_gets_help(filled: Path) -> None:
     assert "acme/Only8:Q8_0" in unknown.value.message
     with pytest.raises(ModelNotFound, match="Did you mean tiny"):
         resolve_model("tinny")
-    with pytest.raises(ModelNotFound, match="model 'acme/Torch' not found"):
+    with pytest.raises(ModelNotFound, match="Model 'acme/Torch' not found"):
         resolve_model("acme/Torch")
     for bad in ("", " ", "a\0b"):
         with pytest.raises(InvalidRequest):

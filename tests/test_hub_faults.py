@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import threading
 from collections import namedtuple
 from pathlib import Path
 
@@ -62,6 +63,36 @@ def test_a_wrong_beginning_from_an_interrupted_pull(hub: LoopbackHub) -> None:
     assert_clean()
 
 
+@pytest.mark.parametrize("content", [b"<html>log in</html>" * 1000, b"GGUF" + b"\0" * 5000, b"GG"])
+def test_a_file_that_is_not_gguf(hub: LoopbackHub, content: bytes) -> None:
+    hub.add(REPO, {Q4: content})
+    with pytest.raises(DownloadFailed, match=rf"^{Q4} is not a valid GGUF file: .* was removed"):
+        fetch()
+    assert unfinished() == []
+    with pytest.raises(ModelNotFound):
+        resolve_model(REPO)
+
+
+def test_the_first_bytes_refuse_a_large_file(hub: LoopbackHub) -> None:
+    hub.add(REPO, {Q4: b"x" * 50_000_000})
+    hub.faults.hold = threading.Event()  # the rest would come after it
+    with pytest.raises(DownloadFailed, match="does not begin with GGUF"):
+        fetch()
+
+
+def test_messages_of_the_library_do_not_show(hub: LoopbackHub, tmp_path: Path) -> None:
+    # a new process: the library sets up its logger when it is imported
+    hub.faults.drops = 1
+    command = [sys.executable, "-m", "localgen.cli.main", "pull", REPO]
+    env = environment(hub, tmp_path / "hub", tmp_path)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    first, second, *_ = done.stderr.splitlines()
+    assert first.startswith(f"downloading {REPO}")
+    assert second == "the connection was lost, resuming the download"
+    assert "Error while downloading" not in done.stderr
+
+
 def test_a_wrong_hash_of_a_small_file(hub: LoopbackHub) -> None:
     files = {"config.json": b'{"model_type": "llama"}', "model.safetensors": made_up(5000)}
     hub.add("acme/Folder", files)
@@ -81,7 +112,7 @@ def test_no_room_is_told_before_the_first_byte(
     usage = namedtuple("usage", "total used free")
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _path: usage(1, 1, 2_000_000))
-        with pytest.raises(DiskFull, match=r"needs 0\.00 GB, .* has 0\.00 GB free"):
+        with pytest.raises(DiskFull, match=r"needs 3\.0 MB, .* has 2\.0 MB free"):
             fetch()
     assert hub.downloads == []
     fetch()
@@ -189,8 +220,10 @@ def test_answers_that_are_no_files(
 
 def test_a_gated_repository(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.add(REPO, {Q4: CONTENT}, gated={"right"})
-    with pytest.raises(AccessDenied, match=r"is gated: accept its terms on .* and set HF_TOKEN"):
+    page = f"{hub.endpoint}/{REPO}"
+    with pytest.raises(AccessDenied, match=f"accept its terms on {page} and set HF_TOKEN"):
         fetch()
+    assert unfinished() == []
     monkeypatch.setenv("HF_TOKEN", "wrong")
     with pytest.raises(AccessDenied, match=r"is gated: .* with this token's account"):
         fetch()

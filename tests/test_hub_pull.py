@@ -104,7 +104,7 @@ def test_an_unfinished_file_that_is_too_long(hub: LoopbackHub) -> None:
 def test_a_missing_quantization(hub: LoopbackHub) -> None:
     hub.add(REPO, {"chat-Q5_K_M.gguf": CONTENT, "chat-Q8_0.gguf": CONTENT})
     with pytest.raises(
-        ModelNotFound, match=r"no Q4_K_M\. Did you mean Q5_K_M.*Available: Q5_K_M \(0\.0 GB\), Q8_0"
+        ModelNotFound, match=r"no Q4_K_M\. Did you mean Q5_K_M.*Available: Q5_K_M \(3\.0 MB\), Q8_0"
     ):
         fetch()
     assert fetch(f"{REPO}:q8_0").name == f"{REPO}:Q8_0"

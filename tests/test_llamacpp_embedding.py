@@ -166,7 +166,9 @@ def test_without_memory_it_is_refused_with_both_numbers(
         available = RESERVED_BYTES + 1000
 
     monkeypatch.setattr(psutil, "virtual_memory", Little)
-    with pytest.raises(OutOfMemory, match=r"embedding 1,\d+ tokens at once: needs .* GB, 0\.0 GB"):
+    with pytest.raises(
+        OutOfMemory, match=r"embedding 1,\d+ tokens at once: needs \d\.\d MB, 1\.0 KB"
+    ):
         ours(tiny, ("word " * 1400,))
 
 

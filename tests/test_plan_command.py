@@ -157,7 +157,7 @@ def test_an_entry_that_lacks_facts_names_them(
 @pytest.mark.parametrize(
     ("arguments", "code", "complaint"),
     [
-        (["nothing-like-it"], "model_not_found", "model 'nothing-like-it' not found"),
+        (["nothing-like-it"], "model_not_found", "Model 'nothing-like-it' not found"),
         (["missing.gguf"], "model_not_found", "there is no file missing.gguf"),
         (["tiny", "--ctx", "4096"], "invalid_request", "was trained for 2,048 tokens"),
         (["tiny", "--ctx", "-1"], "invalid_request", "use 1 to 2,048"),
@@ -169,7 +169,7 @@ def test_an_entry_that_lacks_facts_names_them(
         (
             ["tiny", "--draft", "nowhere"],
             "model_not_found",
-            "--draft nowhere: model 'nowhere' not found",
+            "--draft nowhere: Model 'nowhere' not found",
         ),
     ],
 )

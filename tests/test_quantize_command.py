@@ -101,7 +101,7 @@ def test_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["tiny", "--rtn", "--device", "tpu"], INVALID, "must be cuda, cuda:N or cpu"),
         (["tiny", "--rtn", "--device", "cuda"], INVALID, "leave it out, or --device cpu"),
         (["tiny", "other", "--rtn"], INVALID, "give one model, not 2"),
-        (["no-such-model", "--rtn"], NOT_FOUND, "model 'no-such-model' not found"),
+        (["no-such-model", "--rtn"], NOT_FOUND, "Model 'no-such-model' not found"),
         ([str(TINY_GGUF), "--rtn"], NOT_FOUND, "is a GGUF file, which is already quantized"),
         (["--compare"], INVALID, "name the models"),
         (["--compare", "tiny", "--awq"], INVALID, "--compare and --awq exclude each other"),

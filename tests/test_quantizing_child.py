@@ -193,7 +193,7 @@ def test_it_does_not_outlive_its_parent(tmp_path: Path) -> None:
 
 
 def test_errors_keep_their_kind() -> None:
-    with pytest.raises(ModelNotFound, match="model 'no-such' not found"):
+    with pytest.raises(ModelNotFound, match="Model 'no-such' not found"):
         followed(replace(RTN, model="no-such"), looks=True)
 
 

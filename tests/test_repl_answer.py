@@ -287,7 +287,8 @@ def test_warnings() -> None:
         (1500, "1.5 KB"),
         (12e6, "12.0 MB"),
         (4.66e9, "4.7 GB"),
-        (120e9, "120 GB"),
+        (139.6e9, "139.6 GB"),
+        (144.2e6, "144 MB"),
     ],
 )
 def test_sizes(size_bytes: float, text: str) -> None:

@@ -26,7 +26,7 @@ TINY = ModelFile("tiny", Path("/m/tiny.gguf"), 1, (), "built-in")
 def finding(**known: ModelFile) -> Any:
     def find(name: str) -> ModelFile:
         if name.replace("-", "_").replace(".", "_") not in known:
-            raise ModelNotFound(f"model {name!r} not found")
+            raise ModelNotFound(f"Model {name!r} not found")
         return known[name.replace("-", "_").replace(".", "_")]
 
     return find
@@ -46,7 +46,7 @@ def test_a_name_is_a_model_or_an_error() -> None:
     assert found.draft_model is not None
     assert (found.draft_model.path, found.draft_model.optional) == ("/m/small.gguf", False)
     assert found.effective_option == "/m/small.gguf"
-    with pytest.raises(ModelNotFound, match="--draft other: model 'other' not found") as raised:
+    with pytest.raises(ModelNotFound, match="--draft other: Model 'other' not found") as raised:
         resolve_draft_model("other", None, BIG, finding(small=SMALL))
     assert raised.value.param == "draft"
 
@@ -77,7 +77,7 @@ def test_what_is_usual_is_taken_where_it_suits() -> None:
     assert resolve_draft_model(None, "small", SMALL, finding(small=SMALL)).file is None, (
         "not for itself"
     )
-    assert "model 'gone' not found" in resolve_draft_model(None, "gone", BIG, finding()).note
+    assert "Model 'gone' not found" in resolve_draft_model(None, "gone", BIG, finding()).note
 
 
 def test_llama_cpp_takes_no_folders() -> None:
@@ -111,7 +111,9 @@ def test_the_engine_gets_a_path_and_everybody_sees_it(served: House) -> None:
     with served.client() as client:
         (running,) = client.running_models()
         assert running.draft == "small"
-        assert running.size_bytes == info.size_bytes + info.draft.size_bytes
+        # as in `list`, and what its draft model adds
+        (card,) = (card for card in client.models() if card.path == model)
+        assert running.size_bytes == card.size_bytes + info.draft.size_bytes
 
 
 def test_another_draft_option_is_another_load(served: House) -> None:

@@ -141,7 +141,7 @@ def test_swap_by_lru(served: House) -> None:
         file.truncate(1 << 30)
     refused = served.chat(str(huge), "x")
     assert refused.status_code == 507
-    assert "huge needs about 1.3 GB, 144.2 MB is available" in refused.json()["error"]["message"]
+    assert "huge needs about 1.3 GB, 144 MB is available" in refused.json()["error"]["message"]
     assert served.loaded() == ["a", "b"], "nothing was unloaded for what cannot fit"
 
 

@@ -108,7 +108,7 @@ def test_a_folder_beside_the_server_is_no_name(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelNotFound, match="the folder user/repo has neither"):
         resolve_model("user/repo")
-    with pytest.raises(ModelNotFound, match="model 'user/repo' not found"):
+    with pytest.raises(ModelNotFound, match="Model 'user/repo' not found"):
         resolve_model("user/repo", allow_paths=False)
 
 

@@ -36,7 +36,7 @@ def test_choosing_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         await tui.ask(pilot, "q")
         assert tui.clients[0].record.asked[-1].model == "other"
         await tui.ask(pilot, "/model nonsense")
-        await tui.until(lambda: "model 'nonsense' not found" in tui.screen_text())
+        await tui.until(lambda: "Model 'nonsense' not found" in tui.screen_text())
         await press(tui, pilot, "escape")
         assert tui.main.is_active
         assert tui.opened.chat.requested_model == "other"
@@ -117,10 +117,10 @@ def test_a_name_that_is_not_in_the_list(tmp_path: Path) -> None:
         await tui.until(lambda: tui.app.screen.query_one(OptionList).option_count == 1)
         assert "Enter tries" not in tui.screen_text()
         await pilot.press("s", "enter")
-        await tui.until(lambda: "model 'oths' not found" in tui.screen_text())
+        await tui.until(lambda: "Model 'oths' not found" in tui.screen_text())
         await pilot.press("backspace")
         await tui.until(lambda: tui.app.screen.query_one(OptionList).option_count == 1)
-        assert "model 'oths' not found" in tui.screen_text()
+        assert "Model 'oths' not found" in tui.screen_text()
 
     play(Tui(tmp_path), scene)
 

@@ -173,7 +173,7 @@ def test_a_chat_with_the_result(tmp_path: Path) -> None:
         await pilot.press("ctrl+t")
         await tui.until(lambda: isinstance(tui.app.screen, ModelPicker))
         # the scripted server has no such model
-        refusal = f"model '{tmp_path}/tiny-awq-4bit' not found"
+        refusal = f"Model '{tmp_path}/tiny-awq-4bit' not found"
         await tui.until(lambda: refusal in picker_message(tui))
         await asyncio.sleep(0.1)
         assert refusal in picker_message(tui)

@@ -26,6 +26,7 @@ from localgen.backends.llamacpp.options import LlamaOptions
 from localgen.backends.memory.system import RESERVED_BYTES, available_memory_bytes
 from localgen.backends.runner.interface import Chunk, EmbeddingArray, EmbedSlice, StepFailed
 from localgen.backends.runner.sequence import Sequence
+from localgen.backends.units import format_size
 
 # llama.cpp computes logits for every token whose hidden state it returns: this bounds their memory
 SLICE_TOKENS = 256
@@ -129,7 +130,7 @@ class LlamaEmbedder:
         free = available_memory_bytes() - RESERVED_BYTES
         if need > free:
             raise self._too_large(
-                num_tokens, f"needs {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
+                num_tokens, f"needs {format_size(need)}, {format_size(max(0, free))} are free"
             )
         log = llama_library()
         log.clear()

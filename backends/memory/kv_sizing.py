@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from localgen.backends.errors import InvalidRequest, OutOfMemory
+from localgen.backends.units import format_size
 
 # models with a short context get a KV cache for several sequences, up to this size
 DEFAULT_POOL_TOKENS = 16_384
@@ -149,8 +150,8 @@ def _out_of_memory_message(
     if not max_tokens:
         way_out = "use a smaller quantization or model, or free memory"
     return (
-        f"a KV cache of {kv_tokens:,} tokens needs {kv_tokens * token_bytes / 1e9:.1f} GB, "
-        f"{max(0, free_bytes) / 1e9:.1f} GB are free{rules.memory_location} after the weights: "
+        f"a KV cache of {kv_tokens:,} tokens needs {format_size(kv_tokens * token_bytes)}, "
+        f"{format_size(max(0, free_bytes))} are free{rules.memory_location} after the weights: "
         f"{way_out}"
     )
 
@@ -168,5 +169,5 @@ def _notes(
         )
     return (
         f"context {ctx:,} of {request.ctx_train:,}: its KV cache takes half of the "
-        f"{free_bytes / 1e9:.1f} GB of free memory; change it with --ctx",
+        f"{format_size(free_bytes)} of free memory; change it with --ctx",
     )

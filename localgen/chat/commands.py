@@ -218,6 +218,7 @@ def _placement_parts(info: ModelInfo) -> Iterator[str]:
 def _save(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
     path = saved_chats.chat_path(_strip_quotes(argument) or "last", session.state_dir)
     chat = saved_chats.SavedChat(session.name, session.options.params, session.conversation)
+    saved_chats.create_chats_dir(session.state_dir)
     saved_chats.save_chat(path, chat)
     return CommandOutput(
         f"saved {units.format_count(len(session.conversation.turns), 'turn')} to {path}"

@@ -54,6 +54,15 @@ def chat_path(name: str, state_dir: Path) -> Path:
     return state_dir / "chats" / f"{name}.json"
 
 
+def create_chats_dir(state_dir: Path) -> None:
+    """Create the folder of the chats that are saved by name. Raises InvalidRequest."""
+    folder = state_dir / "chats"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidRequest(f"cannot create {folder}: {error.strerror}") from error
+
+
 def saved_chat_names(state_dir: Path) -> list[str]:
     """Names of the chats in the state folder."""
     return sorted(path.stem for path in (state_dir / "chats").glob("*.json"))
@@ -62,13 +71,18 @@ def saved_chat_names(state_dir: Path) -> list[str]:
 def save_chat(path: Path, chat: SavedChat) -> None:
     """Write a chat atomically.
 
-    Raises InvalidRequest if writing fails, or if the path holds a file that is not a saved chat.
+    Raises InvalidRequest if writing fails, if the folder does not exist, or if the path holds a
+    file that is not a saved chat.
     """
     if path.exists():
         load_chat(path)  # raises if the existing file is not a chat
+    if not path.parent.is_dir():
+        raise InvalidRequest(
+            f"cannot save to {path}: the folder {path.parent} does not exist; create it first, or "
+            "give a plain name to save with localgen's own files"
+        )
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         part.write_bytes(encode_chat(chat))
         part.chmod(0o600)
         part.replace(path)

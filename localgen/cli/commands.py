@@ -16,6 +16,7 @@ COMMANDS = {
     "ps": "List loaded models.",
     "top": "Monitor the server: speed, latency, memory, requests.",
     "list": "List local models (alias: ls).",
+    "search": "Search the catalog of models, and see which fit in memory.",
     "pull": "Download a model from the hub, or resume a download.",
     "show": "Show a model's metadata, or which quantizations of it fit.",
     "plan": "Estimate the memory use and speed of a model on this machine.",

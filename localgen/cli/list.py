@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import typer
@@ -10,48 +11,120 @@ import typer
 from localgen.cli.arguments import JsonFlag
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from localgen.client import ModelCard
+    from localgen.hub.unfinished import UnfinishedDownload
+
+_NOT_INSTALLED, _UNFINISHED = "not installed", "unfinished"
+
+
+@dataclass(frozen=True, slots=True)
+class ListedModel:
+    """A model with all its names, an alias of a model that is not installed, or a download.
+
+    size_bytes: of the whole model; None: unknown. downloaded_bytes: those on this disk. also: other
+    names; for an alias of a model that is not installed, that model.
+    """
+
+    name: str
+    path: str
+    size_bytes: int | None
+    state: str
+    source: str
+    also: tuple[str, ...]
+    downloaded_bytes: int
 
 
 def command(json: JsonFlag = False) -> None:
-    """List local models and the disk usage of the model cache."""
+    """List local models with their aliases, unfinished downloads and the use of the disk.
+
+    An alias of a model that is not installed is a row of its own, with that model under ALSO.
+    """
     from localgen.cli import tables
     from localgen.client import Client
+    from localgen.hub.unfinished import unfinished_downloads
 
     with closing(Client()) as client:
         cards = client.models()
+    rows = [*_installed_rows(cards), *_missing_aliases({card.name for card in cards})]
+    unfinished = unfinished_downloads()
     if json:
-        tables.print_json(cards)
+        tables.print_json([*rows, *map(_download_row, unfinished)])
         return
-    rows = [
+    cells = [
         (
-            card.name,
-            tables.format_size(card.size_bytes),
-            card.source,
-            card.state,
-            _other_names(card),
+            row.name,
+            "unknown" if row.size_bytes is None else tables.format_size(row.size_bytes),
+            row.source,
+            row.state,
+            ", ".join(row.also),
         )
-        for card in cards
+        for row in rows
     ]
-    tables.print_table(("NAME", "SIZE", "SOURCE", "STATE", "ALSO"), rows)
+    tables.print_table(("NAME", "SIZE", "SOURCE", "STATE", "ALSO"), cells)
+    for download in unfinished:
+        tables.print_notice(_resume_text(download))
     _print_disk_use()
 
 
-def _other_names(card: ModelCard) -> str:
-    """Other names of a model: its catalog name and its aliases."""
+def _installed_rows(cards: Sequence[ModelCard]) -> list[ListedModel]:
+    """One row per model: a card that follows with the same path is an alias of the first."""
+    names: dict[str, list[str]] = {}
+    for card in cards:
+        names.setdefault(card.path, []).append(card.name)
+    first = {card.path: card for card in reversed(cards)}
+    rows = []
+    for path in names:
+        card, (name, *aliases) = first[path], names[path]
+        if card.source == "file" and aliases:
+            name = aliases.pop(0)  # a file has no other name that commands accept
+        also = (*_catalog_names(card), *aliases)
+        rows.append(
+            ListedModel(name, path, card.size_bytes, card.state, card.source, also, card.size_bytes)
+        )
+    return rows
+
+
+def _catalog_names(card: ModelCard) -> list[str]:
+    """The name in the catalog, with its quantization unless it is the default one."""
     from localgen.hub import catalog
-    from localgen.hub.aliases import load_aliases
 
     repo, _, quant = card.name.partition(":")
     entry = catalog.entry_by_repo(repo) if card.source == "cache" else None
-    names = {card.name, card.path}
-    if entry is not None and quant:
-        is_default = catalog.same_ignoring_case(quant, entry.gguf.quant)
-        names |= {f"{name}:{quant}" for name in (entry.alias, *entry.names)}
-        names |= {entry.alias, *entry.names} if is_default else set()
-        short = entry.alias if is_default else f"{entry.alias}:{quant}"
-    given = [name for name, target in load_aliases().items() if target in names]
-    return ", ".join([short, *given] if entry is not None and quant else given)
+    if entry is None or not quant:
+        return []
+    is_default = catalog.same_ignoring_case(quant, entry.gguf.quant)
+    return [entry.alias if is_default else f"{entry.alias}:{quant}"]
+
+
+def _missing_aliases(installed: set[str]) -> list[ListedModel]:
+    """Aliases of models that are not installed."""
+    from localgen.hub.aliases import load_aliases
+    from localgen.hub.reference import resolve_reference
+
+    rows = []
+    for alias, target in load_aliases().items():
+        if alias not in installed:
+            wanted = resolve_reference(target)
+            size = wanted.size_bytes if wanted else None
+            rows.append(ListedModel(alias, "", size, _NOT_INSTALLED, "alias", (target,), 0))
+    return rows
+
+
+def _download_row(download: UnfinishedDownload) -> ListedModel:
+    size, done = download.size_bytes, download.downloaded_bytes
+    return ListedModel(download.name, "", size, _UNFINISHED, "cache", (), done)
+
+
+def _resume_text(download: UnfinishedDownload) -> str:
+    from localgen.cli.tables import format_size
+
+    of = f" of {format_size(download.size_bytes)}" if download.size_bytes else ""
+    return (
+        f"unfinished: {download.name}, {format_size(download.downloaded_bytes)}{of}; "
+        f"run `localgen pull {download.name}` to resume"
+    )
 
 
 def _print_disk_use() -> None:

@@ -17,6 +17,7 @@ from localgen.hub.pull import quant_options
 from localgen.hub.reference import HubReference, resolve_reference
 from localgen.hub.repository import list_repo
 from localgen.hub.resolve import is_path, model_not_found
+from localgen.hub.search import cached_quants
 
 
 def print_quant_table(model: str, *, as_json: bool) -> None:
@@ -82,14 +83,14 @@ def _auto_choice_note(
 
 def _cached_quants(model_ref: HubReference) -> set[str]:
     """Quantizations of the model in the cache, by their names in the table."""
-    found = set()
-    for model in cached_models():
-        if model.is_gguf and same_ignoring_case(model.repo, _gguf_repo(model_ref)):
-            found.add(model.quant)
-        for folder in model_ref.entry.safetensors if model_ref.entry else ():
-            if not model.is_gguf and same_ignoring_case(model.repo, folder.repo):
-                found.add(folder.method)
-    return found
+    cached = cached_models()
+    if model_ref.entry is not None:
+        return set(cached_quants(model_ref.entry, cached))
+    return {
+        model.quant
+        for model in cached
+        if model.is_gguf and same_ignoring_case(model.repo, model_ref.repo)
+    }
 
 
 def _list_alternatives(

@@ -25,7 +25,12 @@ from localgen.client.request_body import GenerationRequest, OpenAICompat, encode
 from localgen.client.responses import Completion, Health, ModelCard, RunningModel, TextDelta
 from localgen.client.stream import DONE, iter_sse_data
 from localgen.config import ServerSettings
-from localgen.hub.resolve import draft_for_server, installed_models, name_for_server
+from localgen.hub.resolve import (
+    draft_for_server,
+    installed_aliases,
+    installed_models,
+    name_for_server,
+)
 
 # not below /v1
 _HEALTH_URL = "http://localgen/health"
@@ -109,11 +114,12 @@ class Client(ModelClient):
         return self._generate(GenerationRequest(model, prompt, params))
 
     def models(self) -> list[ModelCard]:
-        """Installed and loaded models. Does not start a server."""
+        """Installed and loaded models, and aliases of them. Does not start a server."""
         if self.health() is None:
+            installed = [(file.name, file) for file in installed_models()]
             return [
-                ModelCard(file.name, str(file.path), file.size_bytes, "available", file.source)
-                for file in installed_models()
+                ModelCard(name, str(file.path), file.size_bytes, "available", file.source)
+                for name, file in (*installed, *installed_aliases())
             ]
         cards = self._get("models")["data"]
         return [msgspec.convert(card | {"name": card["id"]}, ModelCard) for card in cards]

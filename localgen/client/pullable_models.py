@@ -20,10 +20,10 @@ class PullableModel:
 def pullable_models() -> list[PullableModel]:
     """smollm2 and the catalog's models, installed or not."""
     from localgen.hub import catalog
-    from localgen.hub.packaged import SMOLLM2, SMOLLM2_WHEEL_BYTES
+    from localgen.hub.packaged import SMOLLM2, SMOLLM2_TITLE, SMOLLM2_WHEEL_BYTES
 
     return [
-        PullableModel(SMOLLM2, "SmolLM2 135M Instruct", SMOLLM2_WHEEL_BYTES),
+        PullableModel(SMOLLM2, SMOLLM2_TITLE, SMOLLM2_WHEEL_BYTES),
         *(
             PullableModel(entry.alias, entry.title, entry.gguf.size(entry.gguf.quant))
             for entry in catalog.catalog_entries()

@@ -6,6 +6,7 @@ import shlex
 import sys
 from dataclasses import dataclass
 
+from localgen.backends.units import format_size
 from localgen.machine.llama_build import BrokenBuild, LlamaBuild
 from localgen.machine.system_info import SystemInfo
 from localgen.placement.backend_choice import INSTALL_COMMAND
@@ -131,5 +132,5 @@ def _memory_findings(machine: SystemInfo) -> list[Finding]:
     available = machine.ram_available_bytes
     if available >= _LOW_MEMORY_BYTES:
         return []
-    message = f"{available / 1e9:.1f} GB of {machine.ram_bytes / 1e9:.1f} GB memory is available"
+    message = f"{format_size(available)} of {format_size(machine.ram_bytes)} memory is available"
     return [Finding(message, "close other programs, or use a smaller model or context")]

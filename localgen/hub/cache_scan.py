@@ -12,8 +12,7 @@ from pathlib import Path
 
 from localgen.backends.formats.model_files import gguf_models_in, stem_of
 from localgen.hub import quants
-
-_PREFIX = "models--"
+from localgen.hub.hf_client import REPO_PREFIX, repo_name
 
 
 def cached_names() -> list[str]:
@@ -24,7 +23,7 @@ def cached_names() -> list[str]:
 def cached_folders() -> list[tuple[str, Path]]:
     """Return the name `user/repo` and the folder of each safetensors model."""
     return [
-        (_repo_id(repo), snapshot)
+        (repo_name(repo), snapshot)
         for repo in _repos()
         for snapshot in _snapshots(repo)
         if _has_weights(snapshot)
@@ -34,20 +33,16 @@ def cached_folders() -> list[tuple[str, Path]]:
 def _model_names(repo: Path) -> Iterator[str]:
     for snapshot in _snapshots(repo):
         for path in gguf_models_in(snapshot.rglob("*.gguf")):
-            yield f"{_repo_id(repo)}:{quants.quant_of(stem_of(path))}"
+            yield f"{repo_name(repo)}:{quants.quant_of(stem_of(path))}"
         if _has_weights(snapshot):
-            yield _repo_id(repo)
+            yield repo_name(repo)
 
 
 def _repos() -> list[Path]:
     try:
-        return sorted(_cache_dir().glob(f"{_PREFIX}*"))
+        return sorted(_cache_dir().glob(f"{REPO_PREFIX}*"))
     except OSError:
         return []
-
-
-def _repo_id(repo: Path) -> str:
-    return repo.name.removeprefix(_PREFIX).replace("--", "/")
 
 
 def _snapshots(repo: Path) -> list[Path]:

@@ -53,7 +53,8 @@ class CatalogEntry:
     """A model in the catalog.
 
     context: context length it was trained for. active_params: parameters used per token, for a
-    mixture of experts. shape: None if dimensions are missing; `missing` lists them.
+    mixture of experts. kind: chat, code or reasoning. shape: None if dimensions are missing;
+    `missing` lists them.
     """
 
     alias: str
@@ -69,6 +70,7 @@ class CatalogEntry:
     missing: tuple[str, ...] = ()
     draft: str | None = None
     architecture: str = ""
+    kind: str = ""
 
     def safetensors_source(self, method: str) -> SafetensorsSource | None:
         """Return the repository of a method, or None.
@@ -130,6 +132,13 @@ def catalog_entries() -> tuple[CatalogEntry, ...]:
         return tuple(_entry(table) for table in tomllib.load(file)["model"])
 
 
+def spellings() -> dict[str, str]:
+    """All names of the catalog by their spelling in lower case."""
+    return {
+        name.lower(): name for entry in catalog_entries() for name in (entry.alias, *entry.names)
+    }
+
+
 @cache
 def _index() -> dict[str, CatalogEntry]:
     return {
@@ -169,6 +178,7 @@ def _entry(table: dict[str, Any]) -> CatalogEntry:
         missing=tuple(fact for fact in (*_REQUIRED_FACTS, "context") if fact not in shape),
         draft=table.get("draft"),
         architecture=table.get("arch", ""),
+        kind=table.get("kind", ""),
     )
 
 

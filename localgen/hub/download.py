@@ -14,6 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from localgen.backends.errors import LoadFailed
+from localgen.backends.formats.gguf.reader import check_gguf_start
+from localgen.backends.units import format_size
 from localgen.hub.hf_client import DownloadFailed, cache_folder, import_huggingface_hub, repo_folder
 from localgen.hub.repository import RemoteFile
 
@@ -28,7 +31,10 @@ _BLOCK_BYTES = 1 << 20
 
 
 class PartialFile(io.FileIO):
-    """An incomplete file, positioned at its end. Written bytes are hashed and counted."""
+    """An incomplete file, positioned at its end. Written bytes are hashed and counted.
+
+    Writing raises LoadFailed if the first bytes of a .gguf file are not those of GGUF.
+    """
 
     def __init__(self, path: Path, file: RemoteFile, on_bytes: OnBytes) -> None:
         path.touch()
@@ -41,6 +47,8 @@ class PartialFile(io.FileIO):
             on_bytes(self.tell())
 
     def write(self, block: ReadableBuffer) -> int:
+        if self.tell() == 0 and self._file.path.lower().endswith(".gguf"):
+            check_gguf_start(memoryview(block), self._file.path)
         left = memoryview(block)
         while left:
             # a full disk writes part of the block and fails on the rest
@@ -80,7 +88,8 @@ def download_file(repo: str, commit: str, file: RemoteFile, on_bytes: OnBytes) -
     """Download a file into the cache, or wait while another process does.
 
     An interrupted download is resumed by the next call. Raises the exceptions of huggingface_hub,
-    and DownloadFailed if the content does not match its hash; it is then removed.
+    and DownloadFailed if the content does not match its hash or is not GGUF in a .gguf file; it is
+    then removed.
     """
     import_huggingface_hub()
     from filelock import Timeout
@@ -108,22 +117,37 @@ def _download_locked(repo: str, commit: str, file: RemoteFile, on_bytes: OnBytes
 
     if file.size_bytes > constants.MAX_HTTP_DOWNLOAD_SIZE:
         raise DownloadFailed(
-            f"{file.path} has {file.size_bytes / 1e9:.0f} GB, too large for one HTTP download: "
+            f"{file.path} has {format_size(file.size_bytes)}, too large for one HTTP download: "
             f"`hf download {repo} {file.path}` downloads it into the same cache"
         )
     blob = blob_path(repo, file)
     unfinished = blob.with_name(f"{blob.name}.incomplete")
     if _size(unfinished) > file.size_bytes:
         unfinished.unlink()
-    with PartialFile(unfinished, file, on_bytes) as target:
-        _stream(hf_hub_url(repo, file.path, revision=commit), target, file)
-        if not target.matches_digest():
-            unfinished.unlink()
-            raise DownloadFailed(
-                f"{file.path} of {repo} arrived damaged (its hash is not {file.digest[:12]}…) and "
-                "was removed: pull again"
-            )
+    try:
+        with PartialFile(unfinished, file, on_bytes) as target:
+            _stream(hf_hub_url(repo, file.path, revision=commit), target, file)
+            if not target.matches_digest():
+                unfinished.unlink()
+                raise DownloadFailed(
+                    f"{file.path} of {repo} arrived damaged (its hash is not {file.digest[:12]}…) "
+                    "and was removed: pull again"
+                )
+    except LoadFailed as error:
+        unfinished.unlink()
+        raise DownloadFailed(
+            f"{error.message}; it was removed: choose another file or repository than {repo}"
+        ) from error
+    except BaseException:
+        _remove_if_empty(unfinished)
+        raise
     unfinished.replace(blob)
+
+
+def _remove_if_empty(path: Path) -> None:
+    """Remove what a refused download leaves."""
+    if path.exists() and not _size(path):
+        path.unlink()
 
 
 def _stream(url: str, target: PartialFile, file: RemoteFile) -> None:

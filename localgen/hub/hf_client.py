@@ -16,6 +16,8 @@ from localgen.backends.errors import LocalgenError
 # read once, when huggingface_hub is imported
 HF_VARIABLES = ("HF_TOKEN", "HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE")
 _BLOCK_BYTES = 1 << 18
+# of the folders of models in the cache
+REPO_PREFIX = "models--"
 
 
 class HubUnavailable(LocalgenError):
@@ -42,7 +44,8 @@ def import_huggingface_hub() -> ModuleType:
         ours = os.environ.get(f"LOCALGEN_{variable}")
         if ours:
             os.environ[variable] = ours
-    import huggingface_hub
+    # its logging module adds a handler when it is imported: do that before forward_warnings
+    import huggingface_hub.utils.logging
     from huggingface_hub import constants
 
     # progress and resume work in whole chunks; the default of 10 MB is ten seconds on a slow line
@@ -57,17 +60,27 @@ def cache_folder() -> Path:
     return Path(constants.HF_HUB_CACHE).expanduser()
 
 
-def hub_host() -> str:
-    """The hub's address without its scheme, for messages."""
+def hub_url() -> str:
+    """The hub's address, for links."""
     import_huggingface_hub()
     from huggingface_hub import constants
 
-    return constants.ENDPOINT.partition("://")[2]
+    return constants.ENDPOINT
+
+
+def hub_host() -> str:
+    """The hub's address without its scheme, for messages."""
+    return hub_url().partition("://")[2]
 
 
 def repo_folder(repo: str) -> Path:
     """Cache folder of a model repository, which may not exist."""
-    return cache_folder() / f"models--{repo.replace('/', '--')}"
+    return cache_folder() / f"{REPO_PREFIX}{repo.replace('/', '--')}"
+
+
+def repo_name(folder: Path) -> str:
+    """Name `user/repo` of a model's folder in the cache."""
+    return folder.name.removeprefix(REPO_PREFIX).replace("--", "/")
 
 
 class _WarningForwarder(logging.Handler):

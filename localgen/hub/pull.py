@@ -5,14 +5,15 @@ from __future__ import annotations
 import difflib
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from localgen.backends.errors import InvalidRequest, ModelNotFound
+from localgen.backends.units import format_size
 from localgen.config import BUILT_IN_MODEL
 from localgen.hub import catalog, quant_choice
 from localgen.hub.catalog import CatalogEntry
-from localgen.hub.download import download_file, downloaded_bytes
+from localgen.hub.download import download_file
 from localgen.hub.hf_client import (
     DiskFull,
     HubUnavailable,
@@ -21,47 +22,19 @@ from localgen.hub.hf_client import (
     repo_folder,
 )
 from localgen.hub.packaged import SMOLLM2
+from localgen.hub.pull_plan import PullPlan
 from localgen.hub.quants import select_quant
 from localgen.hub.reference import HubReference, resolve_reference
 from localgen.hub.repository import (
-    RemoteFile,
     RemoteModel,
     RepoListing,
     list_repo,
     translate_hub_errors,
 )
-from localgen.hub.resolve import expand_alias, is_path, model_not_found
+from localgen.hub.resolve import expand_alias, is_path, not_in_catalog
+from localgen.hub.unfinished import recorded_pull
 
 Notify = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class PullPlan:
-    """The files a pull downloads. name: the model's name afterwards.
-
-    quant_reason: why this quantization was chosen, if the user did not choose it.
-    """
-
-    name: str
-    repo: str
-    commit: str
-    files: tuple[RemoteFile, ...]
-    quant_reason: str = ""
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(file.size_bytes for file in self.files)
-
-    @property
-    def remaining_bytes(self) -> int:
-        """Bytes not downloaded yet."""
-        return sum(file.size_bytes - downloaded_bytes(self.repo, file) for file in self.files)
-
-    @property
-    def is_cached(self) -> bool:
-        """True if every file is in the cache's snapshot."""
-        snapshot = repo_folder(self.repo) / "snapshots" / self.commit
-        return all((snapshot / file.path).exists() for file in self.files)
 
 
 def plan_pull(name: str, notify: Notify = lambda line: None) -> PullPlan:
@@ -94,7 +67,7 @@ def run_pull(
     Raises DiskFull before the download starts; download errors are raised as LocalgenErrors.
     """
     require_disk_space(plan)
-    with forward_warnings(notify), translate_hub_errors(plan.repo):
+    with recorded_pull(plan), forward_warnings(notify), translate_hub_errors(plan.repo):
         done = 0
         for file in plan.files:
             count = partial(_report_total, on_bytes, done)
@@ -118,7 +91,7 @@ def require_disk_space(plan: PullPlan) -> None:
     left = plan.remaining_bytes
     if left > free:
         raise DiskFull(
-            f"{plan.name} needs {left / 1e9:.2f} GB, {there} has {free / 1e9:.2f} GB free: "
+            f"{plan.name} needs {format_size(left)}, {there} has {format_size(free)} free: "
             "make room (localgen list, localgen rm), or set HF_HUB_CACHE to another folder"
         )
 
@@ -157,7 +130,7 @@ def _resolve_name(name: str) -> HubReference:
         raise InvalidRequest(f"{name} is a path: pull needs a model name, or user/repo[:QUANT]")
     wanted = resolve_reference(stands_for)
     if wanted is None:
-        raise model_not_found(stands_for)
+        raise not_in_catalog(stands_for)
     return wanted
 
 
@@ -194,7 +167,7 @@ def _quant_not_found(
     names = [model.quant for model in models]
     close = difflib.get_close_matches(tag.upper(), names, n=3, cutoff=0.5)
     hint = f" Did you mean {', '.join(close)}?" if close else ""
-    sizes = ", ".join(f"{model.quant} ({model.size_bytes / 1e9:.1f} GB)" for model in models)
+    sizes = ", ".join(f"{model.quant} ({format_size(model.size_bytes)})" for model in models)
     return ModelNotFound(
         f"{listing.repo} has no {tag}.{hint} Available: {sizes}; or auto, the best that fits",
         param="model",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from localgen.backends.errors import OutOfMemory
-from localgen.backends.units import format_gb
+from localgen.backends.units import format_size
 from localgen.config import ServerSettings
 from localgen.hub.catalog import CatalogEntry
 from localgen.placement import free_memory
@@ -109,8 +109,8 @@ def choose_quant(
         least = found[-1]
         raise OutOfMemory(
             f"no quantization of {name} fits: the smallest, {least.option.quant}, needs "
-            f"{format_gb(least.need_bytes)} with a context of {_useful_ctx(entry):,}, "
-            f"{format_gb(max(available.ram_bytes, available.gpu_bytes))} are free"
+            f"{format_size(least.need_bytes)} with a context of {_useful_ctx(entry):,}, "
+            f"{format_size(max(available.ram_bytes, available.gpu_bytes))} are free"
         )
     return chosen, fit_reason(chosen, found, available, entry)
 
@@ -125,8 +125,8 @@ def fit_reason(
     there = available.gpu_bytes if chosen.place == "GPU" else available.ram_bytes
     memory_of = "the GPU" if chosen.place == "GPU" else "memory"
     text = (
-        f"{chosen.option.quant} needs {format_gb(chosen.need_bytes)} of {memory_of} with a "
-        f"context of {_useful_ctx(entry):,}, {format_gb(there)} are free"
+        f"{chosen.option.quant} needs {format_size(chosen.need_bytes)} of {memory_of} with a "
+        f"context of {_useful_ctx(entry):,}, {format_size(there)} are free"
     )
     larger = [fit for fit in fits if fit.need_bytes > chosen.need_bytes]
     if not larger:
@@ -135,7 +135,7 @@ def fit_reason(
     if following.place == chosen.place:
         return f"{text}; {following.option.quant} fits, but takes twice as long per token"
     if following.place is None:
-        return f"{text}; {following.option.quant} would need {format_gb(following.need_bytes)}"
+        return f"{text}; {following.option.quant} would need {format_size(following.need_bytes)}"
     return f"{text}; {following.option.quant} would run on the {following.place}"
 
 

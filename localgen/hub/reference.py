@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from localgen.backends.units import format_size
 from localgen.hub import catalog
 from localgen.hub.catalog import CatalogEntry, SafetensorsSource
 from localgen.hub.quants import AUTO_QUANT, DEFAULT_QUANT
@@ -43,12 +44,17 @@ class HubReference:
     def description(self) -> str:
         """The files to download: `user/repo:QUANT (4.9 GB)`, with the size if it is known."""
         if self.safetensors is not None:
-            return f"{self.repo}{_size_suffix(self.safetensors.size_bytes)}"
+            return f"{self.repo}{_size_suffix(self.size_bytes)}"
         if self.is_auto:
             return f"the best of {self.repo} that fits"
-        quant = self.tag or self.default_quant
-        known = self.entry.gguf.size(quant) if self.entry else None
-        return f"{self.repo}:{quant}{_size_suffix(known)}"
+        return f"{self.repo}:{self.tag or self.default_quant}{_size_suffix(self.size_bytes)}"
+
+    @property
+    def size_bytes(self) -> int | None:
+        """Size of the files to download, if the catalog has it."""
+        if self.safetensors is not None:
+            return self.safetensors.size_bytes
+        return self.entry.gguf.size(self.tag or self.default_quant) if self.entry else None
 
 
 def resolve_reference(name: str) -> HubReference | None:
@@ -95,4 +101,4 @@ def _from_catalog(name: str, stripped: str) -> HubReference | None:
 
 
 def _size_suffix(size_bytes: int | None) -> str:
-    return f" ({size_bytes / 1e9:.1f} GB)" if size_bytes else ""
+    return f" ({format_size(size_bytes)})" if size_bytes else ""

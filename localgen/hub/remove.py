@@ -16,6 +16,7 @@ from localgen.hub.hf_client import repo_folder
 from localgen.hub.packaged import SMOLLM2
 from localgen.hub.reference import resolve_reference
 from localgen.hub.resolve import cached_model, expand_alias, is_path
+from localgen.hub.unfinished import forget_downloads
 
 if TYPE_CHECKING:
     from huggingface_hub import CachedFileInfo, CachedRepoInfo
@@ -68,17 +69,17 @@ def _cached_removal(name: str, repo_id: str, stem: str | None) -> Removal:
 def _partial_removal(name: str) -> Removal:
     """Remove the incomplete files of an interrupted pull. Raises ModelNotFound."""
     wanted = resolve_reference(name)
-    folder = repo_folder(wanted.repo) if wanted else None
-    unfinished = _partial_files(folder) if folder else []
+    repo = wanted.repo if wanted else ""
+    unfinished = _partial_files(repo_folder(repo)) if repo else []
     if not unfinished:
-        raise ModelNotFound(f"model {name!r} not found: localgen list shows the installed models")
-    assert wanted is not None
+        raise ModelNotFound(f"Model {name!r} not found: `localgen list` shows the installed models")
 
     def execute() -> None:
         for path in unfinished:
             path.unlink(missing_ok=True)
+        forget_downloads(repo)
 
-    return Removal(f"the incomplete download of {wanted.repo}", _total_bytes(unfinished), execute)
+    return Removal(f"the incomplete download of {repo}", _total_bytes(unfinished), execute)
 
 
 def _files(repo: CachedRepoInfo) -> list[CachedFileInfo]:

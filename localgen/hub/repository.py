@@ -21,6 +21,7 @@ from localgen.hub.hf_client import (
     DownloadFailed,
     HubUnavailable,
     hub_host,
+    hub_url,
     import_huggingface_hub,
 )
 
@@ -230,7 +231,7 @@ def _from_http_error(error: Exception, repo: str) -> LocalgenError:
 
 
 def _gated_error(repo: str, *, has_token: bool) -> AccessDenied:
-    page = f"https://{hub_host()}/{repo}"
+    page = f"{hub_url()}/{repo}"
     entry = catalog.entry_by_repo(repo)
     source = (
         next((f for f in entry.safetensors if catalog.same_ignoring_case(f.repo, repo)), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import re
@@ -50,12 +51,26 @@ def resolve_model(name: str | None, *, allow_paths: bool = True) -> ModelFile:
         plain = expand_alias(name)
         is_packaged = plain in PACKAGED_MODELS
         return packaged_model(plain) if is_packaged else cached_model(plain).model_file()
-    name = expand_alias(name)
+    return _resolve_target(expand_alias(name))
+
+
+def installed_aliases() -> list[tuple[str, ModelFile]]:
+    """Return the aliases whose model is installed, with the model. Raises BadSetting."""
+    known, found = load_aliases(), []
+    cached = cached_models() if known else []
+    for alias, target in known.items():
+        with contextlib.suppress(LocalgenError):
+            found.append((alias, _resolve_target(target.removesuffix(LATEST_TAG), cached)))
+    return found
+
+
+def _resolve_target(name: str, cached: list[CachedModel] | None = None) -> ModelFile:
+    """Like resolve_model for a name that is no alias. cached: the cached models, if known."""
     if name in PACKAGED_MODELS:
         return packaged_model(name)
     if is_path(name):
         return _model_at_path(Path(os.path.expanduser(name)))
-    return cached_model(name).model_file()
+    return cached_model(name, cached).model_file()
 
 
 def reject_path(name: str) -> None:
@@ -138,9 +153,9 @@ def installed_models() -> list[ModelFile]:
     return found
 
 
-def cached_model(name: str) -> CachedModel:
+def cached_model(name: str, cached: list[CachedModel] | None = None) -> CachedModel:
     """Return the cached model of a name, complete or not. Raises ModelNotFound."""
-    cached = cached_models()
+    cached = cached_models() if cached is None else cached
     wanted = resolve_reference(name)
     if wanted is None:
         stems = [m for m in cached if m.is_gguf and m.stem.lower() == name.lower()]
@@ -186,7 +201,7 @@ def _raise_not_cached(reference: HubReference, cached: list[CachedModel]) -> Cac
     """Raise ModelNotFound with the command to download the model."""
     if reference.entry is None:
         raise model_not_found(
-            reference.name, cached, f"; localgen pull {reference.name} downloads it"
+            reference.name, cached, f"`localgen pull {reference.name}` downloads it"
         )
     raise ModelNotFound(
         f"{reference.name} is not installed: "
@@ -226,9 +241,12 @@ def _model_in_folder(folder: Path) -> ModelFile:
 
 
 def model_not_found(
-    name: str, cached: list[CachedModel] | None = None, suggestion: str = ""
+    name: str, cached: list[CachedModel] | None = None, remedy: str = ""
 ) -> ModelNotFound:
-    """The error for an unknown name, with close matches and the installed models."""
+    """The error for an unknown name, with close matches and the installed models.
+
+    remedy: how to get this model; by default, how to find one.
+    """
     cached = cached_models() if cached is None else cached
     packaged = [model.name for model in installed_packaged_models()]
     names = [*packaged, *(model.name for model in cached)]
@@ -237,14 +255,27 @@ def model_not_found(
         for model in cached
         for spelling in (model.name, model.repo, model.stem)
     } | {model: model for model in PACKAGED_MODELS}
-    for entry in catalog.catalog_entries():
-        spellings |= {spelling.lower(): spelling for spelling in (entry.alias, *entry.names)}
-    spellings |= {alias.lower(): alias for alias in load_aliases()}
-    close = difflib.get_close_matches(strip_hub_prefix(name).lower(), spellings, n=3, cutoff=0.6)
-    hint = ", ".join(dict.fromkeys(spellings[spelling] for spelling in close))
-    did_you_mean = f" Did you mean {hint}?" if hint else ""
+    spellings |= catalog.spellings() | {alias.lower(): alias for alias in load_aliases()}
+    installed = ", ".join(names) or "none"
+    remedy = remedy or "`localgen search` lists models to pull"
     return ModelNotFound(
-        f"model {name!r} not found.{did_you_mean} Installed: {', '.join(names)}{suggestion}, "
-        "or give a path: ./folder or file.gguf",
+        f"Model {name!r} not found.{did_you_mean(name, spellings)} Installed: {installed}. "
+        f"{remedy}; or give a path: ./folder or file.gguf",
         param="model",
     )
+
+
+def not_in_catalog(name: str) -> ModelNotFound:
+    """The error for a name that cannot be pulled, with close matches of the catalog."""
+    return ModelNotFound(
+        f"Model {name!r} not found in the catalog.{did_you_mean(name, catalog.spellings())} "
+        "`localgen search` lists its models; or pull a repository of the hub: owner/name",
+        param="model",
+    )
+
+
+def did_you_mean(name: str, spellings: dict[str, str]) -> str:
+    """A question with the names that are close, with a leading space; empty if there are none."""
+    close = difflib.get_close_matches(strip_hub_prefix(name).lower(), spellings, n=3, cutoff=0.6)
+    hint = ", ".join(dict.fromkeys(spellings[spelling] for spelling in close))
+    return f" Did you mean {hint}?" if hint else ""

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.model_info import LoadOptions
+from localgen.backends.units import format_size
 from localgen.machine.gpus import Gpu, nvidia_gpus
 from localgen.machine.llama_build import LlamaBuild, probe_llamacpp
 
@@ -181,7 +182,7 @@ def _place_automatically(file: ModelFile, hardware: Hardware, need_bytes: int) -
     why_not = hardware.cuda_unavailable_reason
     if why_not is None:
         gpu = max(hardware.gpus, key=lambda gpu: gpu.free_bytes)
-        numbers = f"needs {need_bytes / 1e9:.1f} GB, {gpu.name} has {gpu.free_bytes / 1e9:.1f} GB"
+        numbers = f"needs {format_size(need_bytes)}, {gpu.name} has {format_size(gpu.free_bytes)}"
         if need_bytes > gpu.free_bytes:
             why_not = f"{numbers} free"
         elif file.is_gguf and hardware.llamacpp_has_gpu():

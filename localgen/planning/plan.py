@@ -14,7 +14,7 @@ from localgen.backends.formats.architecture.model_shape import (
 from localgen.backends.formats.model_facts import ModelFacts
 from localgen.backends.memory.kv_sizing import KVSize
 from localgen.backends.model_info import LoadOptions
-from localgen.backends.units import format_gb
+from localgen.backends.units import format_size
 from localgen.placement.gpu_layers import GpuLayers, assign_gpu_layers
 from localgen.planning.placed_model import PlacedModel, PlanRequest, place_model
 from localgen.planning.resources import MachineResources
@@ -164,13 +164,13 @@ def _refusal(
 ) -> str:
     ways = ", or ".join(_suggestions(request, other_quants, placed))
     way_out = f"what would fit: {ways}" if ways else "use a smaller model, or free memory"
-    free = format_gb(max(0, placed.free_bytes))
+    free = format_size(max(0, placed.free_bytes))
     both = (
         request.facts.name
         if request.draft is None
         else f"{request.facts.name} with {request.draft.name}"
     )
-    return f"{both} needs {format_gb(total_bytes)}, {free} are free; {way_out}"
+    return f"{both} needs {format_size(total_bytes)}, {free} are free; {way_out}"
 
 
 def _suggestions(
@@ -191,7 +191,7 @@ def _suggestions(
     lesser = [one for one in other_quants if 0 < one.weights_bytes < facts.weights_bytes]
     for one in sorted(lesser, key=lambda one: -one.weights_bytes):
         if _fits(replace(request, facts=one)):
-            ways.append(f"{one.quant} ({format_gb(one.weights_bytes)})")
+            ways.append(f"{one.quant} ({format_size(one.weights_bytes)})")
             break
     return ways
 

@@ -15,6 +15,12 @@ from localgen.quant.files.safetensors_writer import atomic_write
 _MANIFEST = "plan.json"
 
 
+def require_parent_folder(out: Path) -> None:
+    """Raise InvalidRequest unless the folder that an output is written to exists."""
+    if not out.absolute().parent.is_dir():
+        raise InvalidRequest(f"--out {out}: there is no folder {out.parent}", param="out")
+
+
 class WorkFolder:
     """num_files: safetensors files of the result, the first one for tensors outside layers."""
 
@@ -33,7 +39,7 @@ class WorkFolder:
         if (self.path / _MANIFEST).is_file():
             self.check_same_manifest(manifest)
             return
-        self.path.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(exist_ok=True)
         with atomic_write(self.path / _MANIFEST) as path:
             path.write_text(json.dumps(manifest, indent=2), encoding="utf-8")
 
@@ -41,6 +47,7 @@ class WorkFolder:
         """Raise InvalidRequest as in `open`, without comparing manifests."""
         if self.out.exists():
             raise InvalidRequest(f"{self.out} already exists: remove it, or give another --out")
+        require_parent_folder(self.out)
         if (self.path / _MANIFEST).is_file() and not resume:
             raise InvalidRequest(
                 f"{self.path} has an unfinished run of {self.num_done_layers} layers: "

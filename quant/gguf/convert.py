@@ -15,6 +15,7 @@ from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.hf.config import read_hf_config
 from localgen.backends.formats.hf.folder import read_json, read_optional_json
 from localgen.backends.formats.hf.safetensors import NumpyCheckpoint
+from localgen.backends.units import format_size
 from localgen.quant.gguf.metadata import (
     add_model_keys,
     add_sampling_keys,
@@ -131,6 +132,6 @@ def _check_disk_space(target: Path, needed: int) -> None:
     free = shutil.disk_usage(target.parent).free
     if free < needed:
         raise LoadFailed(
-            f"{target} takes {needed / 1e9:.1f} GB, its disk has {free / 1e9:.1f} GB free: "
+            f"{target} takes {format_size(needed)}, its disk has {format_size(free)} free: "
             "make room or write elsewhere"
         )

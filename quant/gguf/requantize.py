@@ -16,6 +16,7 @@ from localgen.backends.errors import InvalidRequest, LoadFailed, ModelNotFound
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.hf.config import read_hf_config
 from localgen.backends.formats.hf.safetensors import NumpyCheckpoint
+from localgen.backends.units import format_size
 from localgen.quant.gguf.convert import convert_to_gguf
 from localgen.quant.gguf.imatrix import ImatrixSource, write_imatrix
 from localgen.quant.request.events import FailedEvent, OnEvent, decode_event
@@ -163,6 +164,6 @@ def _check_disk_space(target: Path, spec: ModelSpec, name: str) -> None:
     free = shutil.disk_usage(target.parent).free
     if free < needed:
         raise LoadFailed(
-            f"{target} takes {needed / 1e9:.1f} GB while it is made, its disk has "
-            f"{free / 1e9:.1f} GB free: make room or write elsewhere"
+            f"{target} takes {format_size(needed)} while it is made, its disk has "
+            f"{format_size(free)} free: make room or write elsewhere"
         )

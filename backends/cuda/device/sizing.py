@@ -18,6 +18,7 @@ from localgen.backends.memory import kv_sizing
 from localgen.backends.memory.compute_buffers import cuda_work_bytes
 from localgen.backends.memory.kv_sizing import KVSize, KVSizeRequest
 from localgen.backends.memory.system import available_memory_bytes
+from localgen.backends.units import format_size
 
 # if allocation fails, the KV cache is shrunk by this factor, up to this many attempts
 _SHRINK_FACTOR, _MAX_ATTEMPTS = 0.9, 4
@@ -91,5 +92,5 @@ def fit_kv_cache(
         free_bytes = int(free_bytes * _SHRINK_FACTOR)
     raise OutOfMemory(
         f"a KV cache of {size.kv_tokens:,} tokens does not fit on {options.device}, although "
-        f"{free_bytes / 1e9:.1f} GB seemed free: use a smaller --kv-tokens"
+        f"{format_size(free_bytes)} seemed free: use a smaller --kv-tokens"
     )

@@ -17,6 +17,7 @@ from localgen.backends.errors import OutOfMemory
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.architecture.sharding import ModelShard
 from localgen.backends.formats.hf.checkpoint import SafetensorsCheckpoint
+from localgen.backends.units import format_size
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -214,8 +215,8 @@ def _experts(loader: WeightLoader, layer: str) -> ExpertWeights:
 def _out_of_memory_message(model_name: str, device: torch.device) -> str:
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     return (
-        f"the weights of {model_name} do not fit on {device}: {free_bytes / 1e9:.1f} GB of "
-        f"{total_bytes / 1e9:.1f} GB are free; use a smaller or a quantized model"
+        f"the weights of {model_name} do not fit on {device}: {format_size(free_bytes)} of "
+        f"{format_size(total_bytes)} are free; use a smaller or a quantized model"
     )
 
 

@@ -55,6 +55,14 @@ def parse_gguf_header(content: bytes | memoryview, name: str) -> dict[str, Any]:
     return found
 
 
+def check_gguf_start(content: bytes | memoryview, name: str) -> None:
+    """Raise LoadFailed unless these first bytes of a file, at least 24, are those of GGUF."""
+    try:
+        _Parser(content).counts()
+    except ValueError as error:
+        raise LoadFailed(f"{name} is not a valid GGUF file: {error}") from None
+
+
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
     """An entry of the tensor table.
@@ -187,6 +195,13 @@ class _Parser:
 
     def metadata(self) -> Iterator[tuple[str, _Value]]:
         """Every key with its value, from the beginning of the file."""
+        self._num_tensors, num_keys = self.counts()
+        for _ in range(num_keys):
+            key = self._name()
+            yield key, self._value()
+
+    def counts(self) -> tuple[int, int]:
+        """Number of tensors and of keys, from the beginning of the file."""
         if self._raw[:4].tobytes() != b"GGUF":
             raise ValueError("it does not begin with GGUF")
         self.position = 4
@@ -195,10 +210,8 @@ class _Parser:
             raise ValueError("it is big-endian")
         if version not in (2, 3):
             raise ValueError(f"GGUF version {version} is not supported")
-        self._num_tensors, num_keys = self._read("2Q")
-        for _ in range(num_keys):
-            key = self._name()
-            yield key, self._value()
+        num_tensors, num_keys = self._read("2Q")
+        return num_tensors, num_keys
 
     def tensor_table(self) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
         """Name, dimensions (rows last), type and offset of every tensor, after the metadata."""

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from localgen.backends.errors import LocalgenError, ModelBusy, OutOfMemory
 from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.model_info import LoadOptions
-from localgen.backends.units import format_gb
+from localgen.backends.units import format_size
 from localgen.config import ServerSettings
 from localgen.machine.gpus import Gpu
 from localgen.placement import free_memory
@@ -121,8 +121,8 @@ class MemoryBudget:
     ) -> LocalgenError:
         busy = [r for r in self._residents() if not r.is_idle and not r.placement.on_gpu]
         both = f"{file.name} with {draft.name} as draft model" if draft else file.name
-        free = format_gb(max(0, free_bytes))
-        numbers = f"{both} needs about {format_gb(required_bytes)}, {free} is available"
+        free = format_size(max(0, free_bytes))
+        numbers = f"{both} needs about {format_size(required_bytes)}, {free} is available"
         if required_bytes <= free_bytes + sum(_used_bytes(resident) for resident in busy):
             names = ", ".join(resident.file.name for resident in busy)
             return ModelBusy(

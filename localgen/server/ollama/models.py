@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import time
 from dataclasses import asdict
@@ -10,12 +9,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from localgen.backends.errors import LoadFailed, LocalgenError, ModelNotFound
+from localgen.backends.errors import LoadFailed, ModelNotFound
 from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.text.reasoning import detect_thinking_tags
-from localgen.hub.aliases import load_aliases
 from localgen.hub.metadata import ModelMetadata, catalog_entry_of, read_metadata
-from localgen.hub.resolve import installed_models, resolve_model
+from localgen.hub.resolve import installed_aliases, installed_models, resolve_model
 from localgen.placement import free_memory
 from localgen.server.models.resident import ResidentModel, model_id
 from localgen.server.ollama.responses import format_timestamp
@@ -28,10 +26,7 @@ def tags_response(residents: tuple[ResidentModel, ...]) -> dict[str, Any]:
     """List installed models, models loaded by path, and aliases. Reads the disk."""
     files = {file.path: file for file in installed_models()}
     files |= {resident.file.path: resident.file for resident in residents}
-    named = [(file.name, file) for file in files.values()]
-    for name in load_aliases():
-        with contextlib.suppress(LocalgenError):  # the model of the alias is not installed
-            named.append((name, resolve_model(name)))
+    named = [*((file.name, file) for file in files.values()), *installed_aliases()]
     return {"models": [_tag_entry(name, file) for name, file in named if file.path.exists()]}
 
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from localgen.hub import pull
 from localgen.hub.packaged import SMOLLM2
-from localgen.hub.pull import PullPlan
+from localgen.hub.pull_plan import PullPlan
 from localgen.hub.repository import RemoteFile
 from localgen.hub.resolve import expand_alias, is_installed
 

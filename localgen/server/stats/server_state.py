@@ -16,7 +16,7 @@ from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.memory.system import available_memory_bytes
 from localgen.backends.model_info import ModelInfo
 from localgen.config import ServerSettings
-from localgen.hub.resolve import installed_models, resolve_model
+from localgen.hub.resolve import installed_aliases, installed_models, resolve_model
 from localgen.machine.gpus import process_gpu_bytes
 from localgen.server.models.manager import ModelManager
 from localgen.server.models.resident import ResidentModel, model_id
@@ -64,10 +64,11 @@ class ServerState:
         }
 
     def list_models(self) -> list[dict[str, Any]]:
-        """Installed models, and models loaded by path. Reads the disk."""
+        """Installed models, models loaded by path, and aliases of both. Reads the disk."""
         files = {file.path: file for file in installed_models()}
         files |= {resident.file.path: resident.file for resident in self._manager.residents}
-        return [self._build_card(file, file.name) for file in files.values()]
+        named = [*((file.name, file) for file in files.values()), *installed_aliases()]
+        return [self._build_card(file, name) for name, file in named]
 
     def model_card(self, name: str, *, allow_paths: bool) -> dict[str, Any]:
         """Card of one model, with the requested name as id. Reads the disk.
@@ -116,7 +117,7 @@ class ServerState:
             "pid": resident.engine.pid,
             "rss_bytes": _rss_bytes(resident.engine.pid),
             "gpu_bytes": process_gpu_bytes(resident.engine.pid) if _is_on_gpu(resident) else None,
-            "size_bytes": _weight_bytes(info) if info else resident.file.size_bytes,
+            "size_bytes": resident.file.size_bytes + _draft_bytes(info),
             "active_requests": resident.num_users,
             "until_s": resident.expires_in_s(),
             "processor": info.processor if info else "",
@@ -129,8 +130,8 @@ class ServerState:
         return summary | {"read": self._read_costs.lookup(resident), "stats": resident.engine.stats}
 
 
-def _weight_bytes(info: ModelInfo) -> int:
-    return info.size_bytes + (info.draft.size_bytes if info.draft else 0)
+def _draft_bytes(info: ModelInfo | None) -> int:
+    return info.draft.size_bytes if info and info.draft else 0
 
 
 def _is_on_gpu(resident: ResidentModel) -> bool:

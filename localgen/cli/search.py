@@ -1,0 +1,79 @@
+"""`localgen search`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from localgen.cli.arguments import JsonFlag
+
+if TYPE_CHECKING:
+    from localgen.hub.search import FoundModel
+
+WordsArgument = Annotated[
+    list[str] | None,
+    typer.Argument(help="Parts of a name, title, license or kind (chat, code, reasoning)."),
+]
+
+
+def command(words: WordsArgument = None, json: JsonFlag = False) -> None:
+    """List models that `pull` knows by a short name, and whether they fit in memory.
+
+    SIZE is that of the default download. RUNS ON is where it would run with the memory that is
+    free now. Models that match all words are listed. Uses no network.
+    """
+    from localgen.cli import tables
+    from localgen.hub import quant_choice
+    from localgen.hub.search import search_catalog
+
+    memory = quant_choice.available_memory()
+    found = search_catalog(words or (), memory)
+    if json:
+        tables.print_json(found)
+        return
+    if not found:
+        tables.print_notice(_no_match_text(words or []))
+        return
+    head = ("NAME", "PARAMS", "SIZE", "NEEDS", "RUNS ON", "INSTALLED", "ALSO")
+    tables.print_table(head, [_table_row(model) for model in found])
+    free = f"{tables.format_size(memory.ram_bytes)} of memory"
+    if memory.gpu_bytes:
+        free += f" and {tables.format_size(memory.gpu_bytes)} of the GPU"
+    tables.print_notice(
+        f"{free} are free; `localgen pull NAME` downloads a model, "
+        "`localgen show NAME --quants` lists its other sizes"
+    )
+
+
+def _table_row(model: FoundModel) -> tuple[str, ...]:
+    from localgen.cli import tables
+
+    is_known = model.size_bytes is not None and model.need_bytes is not None
+    return (
+        model.name,
+        _format_params(model.params),
+        tables.format_size(model.size_bytes or 0) if is_known else "unknown",
+        tables.format_size(model.need_bytes or 0) if is_known else "unknown",
+        model.runs_on or ("does not fit" if is_known else "unknown"),
+        ", ".join(model.installed),
+        ", ".join(model.also),
+    )
+
+
+def _format_params(count: int | None) -> str:
+    if count is None:
+        return "unknown"
+    return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.0f}M"
+
+
+def _no_match_text(words: list[str]) -> str:
+    from localgen.hub import catalog
+    from localgen.hub.resolve import did_you_mean
+
+    text = " ".join(words)
+    return (
+        f"No model of the catalog matches {text!r}.{did_you_mean(text, catalog.spellings())} "
+        "`localgen pull owner/name` downloads a repository of the hub that has .gguf files or "
+        "safetensors."
+    )
