@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.model_info import LoadOptions
+from localgen.backends.model_info import LoadOptions, option_flag
 from localgen.backends.sampling_params import SamplingParams
 from localgen.chat.parameters import ModelOptions
 from localgen.cli import options as declared
@@ -48,6 +48,11 @@ def test_every_field_has_an_option() -> None:
         "load",
         "figures",  # a setting of a chat
     }
+
+
+def test_messages_name_load_options_by_their_flags() -> None:
+    for flag in declared.LOAD_OPTIONS:
+        assert option_flag(flag.field) == flag.long_name
 
 
 def test_no_two_options_share_a_name() -> None:
