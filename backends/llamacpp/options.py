@@ -113,7 +113,8 @@ def _validate(options: LlamaOptions, has_gpu: bool) -> None:
     if options.gpu_layers and not has_gpu:
         raise InvalidRequest(
             f"--gpu-layers is {options.gpu_layers}, but this build of llama.cpp has no "
-            "GPU support: leave it out, or install llama-cpp-python built for your GPU (see the README)",
+            "GPU support: leave it out, or install llama-cpp-python built for your GPU "
+            "(see the README)",
             param="gpu_layers",
         )
     if options.flash_attn == "off" and options.cache_type_v not in ("f32", "f16", "bf16"):

@@ -29,14 +29,14 @@ _OPTION_VALUES = {
     "keep_alive": ("30s", "5m", "1h", "0", "-1"),
 }
 # fields of the options that accept @FILE
-_FILE_OPTIONS = ("json_schema", "regex", "grammar")
+FILE_OPTIONS = ("system", "json_schema", "regex", "grammar")
 
 Completer = Callable[[str], list[str]]
 
 
 def option_completer(field: str) -> Completer | None:
     """Return the completer of an option's values, or None if it has none."""
-    if field in _FILE_OPTIONS:
+    if field in FILE_OPTIONS:
         return _complete_at_file
     if field == "draft":
         return _complete_draft
