@@ -23,6 +23,7 @@ COMMANDS = {
     "cp": "Create an alias for a model.",
     "stop": "Unload a model, or stop the server.",
     "serve": "Run the server in the foreground.",
+    "logs": "Print the log of the background server and its engines.",
     "endpoint": "Manage named remote servers: add, list, rm.",
     "completion": "Print a shell completion script.",
     "doctor": "Check hardware, backends and server, and report problems.",
