@@ -12,6 +12,7 @@ COMMANDS = {
     "chat": "Chat with a model in the terminal.",
     "tui": "Chat full-screen in several sessions, with live statistics.",
     "run": "Answer one prompt, given as an argument or on standard input.",
+    "embed": "Print embeddings of texts as JSON lines.",
     "ps": "List loaded models.",
     "top": "Monitor the server: speed, latency, memory, requests.",
     "list": "List local models (alias: ls).",
