@@ -78,7 +78,8 @@ REQUEST_OPTIONS = (
         "keep_alive",
         str,
         "--keep-alive",
-        "Unload the model when idle for this time: 30s, 5m, 0; -1: never (default: 5m).",
+        "Unload the model when idle for this time: 30s, 5m, 0; -1: never (default: 5m). The server "
+        "itself keeps to LOCALGEN_KEEP_ALIVE.",
     ),
     CliOption("verbose", bool, "--verbose", "Show load time, TTFT, prefill and decode speed."),
 )
