@@ -63,6 +63,11 @@ class LoadOptions:
     draft_max: int | None = None
 
 
+def option_flag(option: str) -> str:
+    """The command-line flag of a load option, for messages."""
+    return "--batch-size" if option == "max_batch_tokens" else "--" + option.replace("_", "-")
+
+
 @dataclass(frozen=True, slots=True)
 class DraftModelRequest:
     """A draft model to load. optional: if it cannot be loaded, load the target model without it and

@@ -9,6 +9,9 @@ from typing import Any, get_args, get_type_hints
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
 
+# the json_schema of `format: json` and `json_object`
+ANY_JSON_OBJECT = '{"type": "object"}'
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:

@@ -122,7 +122,8 @@ def parse_keep_alive(text: str, variable: str = "LOCALGEN_KEEP_ALIVE") -> float 
     match = re.fullmatch(r"(-?\d{1,12}(?:\.\d+)?)\s*([smh]?)", text.strip().lower())
     if match is None:
         raise BadSetting(
-            f"{variable}={text}: give a time such as 30s, 5m, 1h, 0, or -1 for no limit"
+            f"{variable}={text}: give a time such as 30s, 5m, 1h, 0, or -1 for no limit",
+            param="keep_alive",
         )
     amount = float(match[1]) * _DURATION_UNITS_S[match[2]]
     return amount if amount >= 0 else None

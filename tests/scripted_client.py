@@ -166,8 +166,8 @@ class ScriptedClient(Client):
         return model == "tiny"
 
     def shutdown(self) -> bool:
-        self.record.shutdowns += 1
-        return True
+        self.record.shutdowns += self.is_running
+        return self.is_running
 
     def health(self) -> Health | None:
         return Health("ok", "0.1.0", 1, 123, 0) if self.is_running else None

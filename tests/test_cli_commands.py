@@ -345,8 +345,10 @@ def test_stop_starts_nothing(
     scripted: Callable[..., ScriptedClient], capsys: pytest.CaptureFixture[str]
 ) -> None:
     client = scripted(running=False)
-    assert run_command_line(["stop"]) == errors.exit_status("server_unavailable")
-    assert "no server is running" in capsys.readouterr().err
+    assert run_command_line(["stop"]) == 0
+    assert capsys.readouterr().out == "no server is running\n"
+    assert run_command_line(["stop", "tiny"]) == errors.exit_status("server_unavailable")
+    assert "tiny is not loaded: no server is running" in capsys.readouterr().err
     assert client.record.connects == 0
 
 

@@ -316,9 +316,10 @@ def test_what_a_glance_sees_is_what_the_library_finds(
 
 def test_cache_types_are_those_of_both_backends() -> None:
     from localgen.backends.cuda.device.options import CACHE_DTYPES as CUDA
+    from localgen.backends.formats.architecture.model_shape import CACHE_ELEMENT_BYTES
     from localgen.backends.llamacpp.library import CACHE_TYPES as LLAMACPP
 
-    assert set(completion_values.CACHE_TYPES) == {*CUDA, *LLAMACPP}
+    assert set(CACHE_ELEMENT_BYTES) == {*CUDA, *LLAMACPP}
 
 
 @pytest.mark.parametrize(

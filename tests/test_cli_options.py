@@ -10,8 +10,8 @@ import pytest
 import typer
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.model_info import LoadOptions
-from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.model_info import LoadOptions, option_flag
+from localgen.backends.sampling_params import ANY_JSON_OBJECT, SamplingParams
 from localgen.chat.parameters import ModelOptions
 from localgen.cli import options as declared
 from localgen.cli.options import takes_model_options
@@ -48,6 +48,11 @@ def test_every_field_has_an_option() -> None:
         "load",
         "figures",  # a setting of a chat
     }
+
+
+def test_messages_name_load_options_by_their_flags() -> None:
+    for flag in declared.LOAD_OPTIONS:
+        assert option_flag(flag.field) == flag.long_name
 
 
 def test_no_two_options_share_a_name() -> None:
@@ -157,6 +162,22 @@ def test_a_template_is_read_from_its_file(tmp_path: Path) -> None:
     path = tmp_path / "chat.jinja"
     path.write_text("{{ messages }} é", encoding="utf-8")
     assert parse("--chat-template", str(path)).load.chat_template == "{{ messages }} é"
+
+
+@pytest.mark.parametrize("flag", ["--system", "-j", "--regex", "--grammar"])
+def test_an_at_sign_names_a_file(tmp_path: Path, flag: str) -> None:
+    path = tmp_path / "text"
+    path.write_text("é one\ntwo\n", encoding="utf-8")
+    found = parse(flag, f"@{path}")
+    texts = (found.system, found.params.json_schema, found.params.regex, found.params.grammar)
+    assert [text for text in texts if text is not None] == ["é one\ntwo"]
+    with pytest.raises(InvalidRequest, match=r"--[a-z-]+ .*none: No such file"):
+        parse(flag, f"@{tmp_path}/none")
+
+
+@pytest.mark.parametrize("flag", ["-j", "--format", "--json-schema"])
+def test_json_without_a_schema_is_any_object(flag: str) -> None:
+    assert parse(flag, "json").params.json_schema == ANY_JSON_OBJECT
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -291,6 +292,18 @@ def test_the_reason_a_server_does_not_start(served: House) -> None:
     code = "import sys; sys.exit('error: the disk is full')"
     client = Client(served.settings, server_command=[sys.executable, "-c", code])
     with client, pytest.raises(ServerUnavailable, match="did not start: the disk is full"):
+        client.connect()
+
+
+def test_a_full_disk_is_the_reason(served: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Client(
+        served.settings, server_command=[sys.executable, "-c", "import sys; sys.exit(1)"]
+    )
+    folder, usage = served.settings.state_dir, shutil.disk_usage
+    full = usage(folder)._replace(free=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda at: full if at == folder else usage(at))
+    message = f"did not start: no space left on the device of {folder}"
+    with client, pytest.raises(ServerUnavailable, match=message):
         client.connect()
 
 

@@ -59,7 +59,7 @@ def test_a_question_is_answered(settings: ServerSettings) -> None:
 def test_a_conflicting_option_says_what_is_loaded(settings: ServerSettings) -> None:
     assert run(settings, str(TINY), QUESTION, *ON_CPU).returncode == 0
     said = error_of(run(settings, str(TINY), QUESTION, *ON_CPU, "-np", "7"))
-    assert "parallel 32, not 7" in said
+    assert "--parallel 32, not 7" in said
 
 
 def test_an_option_of_llama_cpp_is_refused(settings: ServerSettings, folder: Path) -> None:

@@ -39,12 +39,12 @@ def loaded(folder: Path = TINY, memory: int | None = None, **options: object) ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"gpu_layers": 3}, "gpu_layers is not an option of the cuda backend"),
-        ({"mmap": True}, "mmap is not an option"),
-        ({"kv_unified": False}, "kv_unified is not an option"),
-        ({"parallel": 0}, "parallel is 0, it must be at least 1"),
-        ({"itl_target_ms": float("nan")}, "itl_target_ms is nan"),
-        ({"parallel": 9, "max_batch_tokens": 8}, "max_batch_tokens 8 is less than parallel 9"),
+        ({"gpu_layers": 3}, "--gpu-layers is not an option of the cuda backend"),
+        ({"mmap": True}, "--mmap is not an option"),
+        ({"kv_unified": False}, "--kv-unified is not an option"),
+        ({"parallel": 0}, "--parallel is 0, it must be at least 1"),
+        ({"itl_target_ms": float("nan")}, "--itl-target-ms is nan"),
+        ({"parallel": 9, "max_batch_tokens": 8}, "--batch-size 8 is less than --parallel 9"),
         ({"cache_type_k": "q8_0"}, "'q8_0', for this model it must be one of f32, int8, fp8"),
         ({"cache_type_k": "int8"}, "needs the same type for both"),
         ({"ctx": 4096}, "the model was trained for 2,048 tokens"),

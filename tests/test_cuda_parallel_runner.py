@@ -115,7 +115,7 @@ def test_info_says_how_it_is_divided(bench: ParallelBench) -> None:
 
 @pytest.mark.parametrize("tp", [0, -2])
 def test_a_number_of_ranks_that_is_none(tp: int) -> None:
-    with pytest.raises(InvalidRequest, match=f"tp is {tp}, it must be at least 1"):
+    with pytest.raises(InvalidRequest, match=f"--tp is {tp}, it must be at least 1"):
         loaded(tp=tp)
 
 

@@ -71,7 +71,7 @@ def test_a_question_is_answered_with_a_draft_model(
     again = run(settings, *asked)
     assert json.loads(again.stdout)["text"] == record["text"]
     other = run(settings, model, QUESTION, "--draft", "ngram", *where)
-    assert "is loaded with draft" in other.stderr
+    assert "is loaded with --draft" in other.stderr
 
 
 def test_what_cannot_draft_is_one_line_and_the_server_lives_on(

@@ -173,6 +173,8 @@ def test_preempted_answers_hold_too() -> None:
         ({"regex": "(("}, "regex: "),
         ({"grammar": "root ::= other"}, "grammar: "),
         ({"grammar": "???"}, "grammar: "),
+        ({"grammar": "root ::= "}, "grammar: it allows an empty answer only"),
+        ({"regex": ""}, "regex: it allows an empty answer only"),
         ({"regex": "a", "grammar": 'root ::= "a"'}, "give only one of regex, grammar"),
         ({"regex": "a", "ignore_eos": True}, "ignore_eos cannot be used with regex"),
         ({"regex": "a" * (1 << 20) + "b"}, "1,048,576 characters"),

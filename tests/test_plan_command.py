@@ -161,7 +161,11 @@ def test_an_entry_that_lacks_facts_names_them(
         (["missing.gguf"], "model_not_found", "there is no file missing.gguf"),
         (["tiny", "--ctx", "4096"], "invalid_request", "was trained for 2,048 tokens"),
         (["tiny", "--ctx", "-1"], "invalid_request", "use 1 to 2,048"),
-        (["tiny", "-ctk", "q3"], "invalid_request", "cache_type_k is 'q3', it must be one of f32"),
+        (
+            ["tiny", "-ctk", "q3"],
+            "invalid_request",
+            "--cache-type-k is 'q3', it must be one of f32",
+        ),
         (["tiny", "--quant", "Q8_0"], "invalid_request", "is a file with one quantization"),
         (["llama-8b", "--quant", "Q9"], "model_not_found", "has no Q9. Available: "),
         (["acme/unknown"], "hub_unavailable", "HF_HUB_OFFLINE is set"),

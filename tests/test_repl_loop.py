@@ -293,6 +293,20 @@ def test_keys(keys: str, line: str, tmp_path: Path) -> None:
         assert editor.prompt() == line
 
 
+def test_an_editor_that_does_not_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("VISUAL", raising=False)
+    monkeypatch.setenv("EDITOR", "no-such-editor -w")
+    with create_pipe_input() as typed:
+        typed.send_text("ab\x07cd\r")
+        editor = create_prompt_session(
+            tmp_path / "history", ChatCompleter(list, list), input=typed, output=DummyOutput()
+        )
+        assert editor.prompt() == "abcd"
+    assert capsys.readouterr().out == "EDITOR=no-such-editor -w: command not found\n"
+
+
 @pytest.mark.parametrize(("key", "error"), [("\x03", KeyboardInterrupt), ("\x04", EOFError)])
 def test_keys_that_end(key: str, error: type[BaseException], tmp_path: Path) -> None:
     with create_pipe_input() as typed:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from serving import MANY_WORDS, House, house
 
-from localgen.backends.errors import LocalgenError
+from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import Message
@@ -36,7 +36,7 @@ def test_a_larger_context_is_another_load(served: House) -> None:
     assert load(served, model, ctx=1000).ctx == 4096
     assert load(served, model).ctx == 4096
     assert served.loads(model) == 2
-    with pytest.raises(LocalgenError, match="big is loaded with ctx 4096, not 4097"):
+    with pytest.raises(LocalgenError, match="big was trained for 4,096 tokens, use 1 to 4,096"):
         load(served, model, ctx=4097)  # more than it was trained for
 
 
@@ -65,7 +65,7 @@ def test_a_size_that_somebody_chose_stays(served: House, chosen: dict[str, Any])
     model = served.model("big")
     options = {"draft": served.model("small")} if "draft" in chosen else chosen
     load(served, model, **options)
-    with pytest.raises(LocalgenError, match="big is loaded with ctx 2048, not 4096"):
+    with pytest.raises(LocalgenError, match="big is loaded with --ctx 2048, not 4096"):
         load(served, model, ctx=4096)
     assert served.loads(model) == 1
 
@@ -73,9 +73,43 @@ def test_a_size_that_somebody_chose_stays(served: House, chosen: dict[str, Any])
 def test_another_option_is_refused_before(served: House) -> None:
     model = served.model("big")
     load(served, model)
-    with pytest.raises(LocalgenError, match="big is loaded with threads"):
+    with pytest.raises(LocalgenError, match="big is loaded without --threads 9"):
         load(served, model, ctx=4096, threads=9)
     assert served.loads(model) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"threads": 0}, "--threads is 0, it must be at least 1"),
+        ({"parallel": 0}, "--parallel is 0, it must be at least 1"),
+        ({"max_batch_tokens": 0}, "--batch-size is 0, it must be at least 1"),
+        ({"itl_target_ms": -3.0}, "--itl-target-ms is -3.0, it must be at least 1"),
+        ({"cache_type_k": "q9"}, "--cache-type-k is 'q9', it must be one of f32, f16"),
+        ({"cache_type_v": "fp8"}, "--cache-type-v is 'fp8', it must be one of f32, f16"),
+        ({"device": "gpu"}, "--device is 'gpu', it must be cuda, cuda:N or cpu"),
+        ({"draft_max": 0}, "--draft-max is 0, it must be at least 1: --draft none for"),
+        ({"ctx": 99_999_999}, "--ctx 99,999,999: big was trained for 4,096 tokens"),
+    ],
+)
+def test_an_invalid_option_is_not_another_load(
+    served: House, options: dict[str, Any], complaint: str
+) -> None:
+    model = served.model("big")
+    load(served, model)
+    with pytest.raises(InvalidRequest, match=complaint):
+        load(served, model, **options)
+
+
+def test_all_that_differs_is_named_by_its_flag(served: House) -> None:
+    model = served.model("big")
+    load(served, model, threads=3)
+    with pytest.raises(LocalgenError) as raised:
+        load(served, model, tp=2, device="cuda", threads=2, mlock=True)
+    assert raised.value.message == (
+        "big is loaded without --device cuda, without --tp 2, with --threads 3, not 2, "
+        "without --mlock: `localgen stop big`, then try again"
+    )
 
 
 def test_an_answer_is_not_cut(served: House) -> None:
@@ -85,7 +119,7 @@ def test_an_answer_is_not_cut(served: House) -> None:
         asked = (Message("user", MANY_WORDS),)
         with closing(client.chat(model, asked, SamplingParams())) as stream:
             next(stream)
-            with pytest.raises(LocalgenError, match="big is loaded with ctx 2048, not 4096"):
+            with pytest.raises(LocalgenError, match="big is loaded with --ctx 2048, not 4096"):
                 load(served, model, ctx=4096)
     assert served.loads(model) == 1
 

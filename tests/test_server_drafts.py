@@ -122,7 +122,7 @@ def test_another_draft_option_is_another_load(served: House) -> None:
     for same in (small, "auto", None):
         assert load(served, model, draft=same).options.draft == small
     for different in (other, "ngram", "none"):
-        with pytest.raises(LocalgenError, match=r"big is loaded with draft .*small.gguf, not"):
+        with pytest.raises(LocalgenError, match=r"big is loaded with --draft .*small.gguf, not"):
             load(served, model, draft=different)
     assert served.loads(model) == 1
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +15,8 @@ import httpx
 import pytest
 from fake_engine import vector_of
 from serving import House, house, in_thread, wait_until
+
+from localgen.machine.python_process import python_environment
 
 
 @pytest.fixture
@@ -188,3 +192,37 @@ def test_figures_and_the_log_count_it(served: House) -> None:
         line for line in served.settings.log_path.read_text().splitlines() if " request id=" in line
     ]
     assert any("outcome=embedded" in line and "new_tokens=7" in line for line in lines)
+
+
+def test_the_command(shared: House) -> None:
+    texts = [f"text {number}" for number in range(70)]
+    done = embed_command(shared, shared.model(), stdin="\n\n".join(texts) + "\n")
+    assert done.stderr == ""
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [record["text"] for record in records] == texts
+    assert records[69]["embedding"] == pytest.approx(vector_of("text 69"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "no text: give one as an argument or on standard input"),
+        (["x", "--dimensions", "999"], "dimensions is 999, embeddings of echo have"),
+    ],
+)
+def test_what_the_command_refuses(shared: House, arguments: list[str], complaint: str) -> None:
+    done = embed_command(shared, shared.model(), *arguments)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr.startswith(f"localgen: {complaint}")
+
+
+def embed_command(
+    served: House, *arguments: str, stdin: str = ""
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "localgen.cli.main", "embed", *arguments],
+        env=python_environment() | served.settings.to_environment(),
+        input=stdin,
+        capture_output=True,
+        text=True,
+    )

@@ -195,7 +195,9 @@ def test_a_second_server_gives_way(served: House) -> None:
     assert second.wait(timeout=5) == 1
     assert second.stderr is not None
     said = second.stderr.read().decode().strip()
-    assert said.startswith(f"error: a server is already running (process {first.pid}): stop it")
+    assert said == (
+        f"error: A server is already running (pid {first.pid}); stop it with `localgen stop`"
+    )
     assert served.pid() == first.pid
 
 

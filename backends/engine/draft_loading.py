@@ -26,17 +26,12 @@ _Result = TypeVar("_Result")
 
 
 def validate_draft_options(request: ModelLoadRequest) -> None:
-    """Raises InvalidRequest if the drafter is unknown or draft_max is below 1."""
-    options, draft_max = request.options, request.options.draft_max
+    """Raises InvalidRequest if the drafter is unknown."""
+    options = request.options
     if request.draft is None and options.draft not in (None, DRAFT_NGRAM, DRAFT_NONE):
         raise InvalidRequest(
             f"draft is {options.draft!r}, it must be {DRAFT_NGRAM} or {DRAFT_NONE}, or a model",
             param="draft",
-        )
-    if draft_max is not None and draft_max < 1:
-        raise InvalidRequest(
-            f"draft_max is {draft_max}, it must be at least 1: --draft none for no drafts at all",
-            param="draft_max",
         )
 
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, dataclass
 
 import llama_cpp.llama_cpp as C
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.llamacpp.library import CACHE_TYPES, FLASH_ATTN, MAX_SEQUENCES, supports_gpu
+from localgen.backends.llamacpp.library import FLASH_ATTN, MAX_SEQUENCES, supports_gpu
 from localgen.backends.memory.load_defaults import DEFAULT_SPLIT_PARTS, LLAMACPP_DEFAULTS
+from localgen.backends.memory.load_limits import validate_cache_types, validate_load_options
 from localgen.backends.memory.system import num_physical_cores
 from localgen.backends.model_info import DRAFT_NGRAM, LoadOptions
 from localgen.backends.runner.interface import MAX_DRAFT_TOKENS
-
-# more threads than this only slow each other down
-_THREADS_PER_PROCESSOR = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +53,8 @@ class LlamaOptions:
 
 def resolve_llama_options(requested: LoadOptions) -> LlamaOptions:
     """Resolve the requested options and fill in defaults. Raises InvalidRequest."""
+    validate_load_options(requested)
+    validate_cache_types(requested, "llamacpp")
     gpu = supports_gpu()
     given = {name: value for name, value in asdict(requested).items() if value is not None}
     given |= {"backend": "llamacpp"}
@@ -83,72 +82,44 @@ def resolve_llama_options(requested: LoadOptions) -> LlamaOptions:
     return settings
 
 
-def _require_few_threads(options: LlamaOptions) -> None:
-    most = _THREADS_PER_PROCESSOR * (os.cpu_count() or 1)
-    for name in ("threads", "threads_batch"):
-        if getattr(options, name) > most:
-            raise InvalidRequest(
-                f"{name} is {getattr(options, name)}, it may be at most {most} on this "
-                f"machine, which has {os.cpu_count()} processors",
-                param=name,
-            )
-
-
 def _validate(options: LlamaOptions, has_gpu: bool) -> None:
     """Raise InvalidRequest for options out of range or not supported by this build of llama.cpp."""
-    for name, least in (
-        ("parallel", 1),
-        ("threads", 1),
-        ("threads_batch", 1),
-        ("kv_tokens", 1),
-        ("max_batch_tokens", 1),
-        ("max_queue", 1),
-        ("itl_target_ms", 1),
-        ("gpu_layers", -1),
-    ):
-        value = getattr(options, name)
-        if value is not None and not value >= least:  # NaN fails too
-            raise InvalidRequest(f"{name} is {value}, it must be at least {least}", param=name)
-    _require_few_threads(options)
     if options.parallel > MAX_SEQUENCES:
         raise InvalidRequest(
-            f"parallel is {options.parallel}, llama.cpp allows {MAX_SEQUENCES}", param="parallel"
+            f"--parallel is {options.parallel}, llama.cpp allows {MAX_SEQUENCES}", param="parallel"
         )
     if options.max_batch_tokens < options.parallel:
         raise InvalidRequest(
-            f"max_batch_tokens {options.max_batch_tokens} is less than parallel "
+            f"--batch-size {options.max_batch_tokens} is less than --parallel "
             f"{options.parallel}: each running request needs a token in every step",
             param="max_batch_tokens",
         )
-    for name, known in (
-        ("flash_attn", FLASH_ATTN),
-        ("cache_type_k", CACHE_TYPES),
-        ("cache_type_v", CACHE_TYPES),
-    ):
-        if getattr(options, name) not in known:
-            raise InvalidRequest(
-                f"{name} is {getattr(options, name)!r}, it must be one of {', '.join(known)}",
-                param=name,
-            )
+    if options.flash_attn not in FLASH_ATTN:
+        raise InvalidRequest(
+            f"--flash-attn is {options.flash_attn!r}, it must be one of {', '.join(FLASH_ATTN)}",
+            param="flash_attn",
+        )
     if options.device not in (None, "cpu"):
         raise InvalidRequest(
-            f"device is {options.device!r}: llama.cpp accepts only cpu; use -ngl for GPU layers",
+            f"--device is {options.device!r}: llama.cpp accepts only cpu; use -ngl for GPU layers",
             param="device",
         )
     if options.device == "cpu" and options.gpu_layers:
         raise InvalidRequest(
-            f"gpu_layers is {options.gpu_layers} but the device is cpu: leave --device or -ngl out",
+            f"--gpu-layers is {options.gpu_layers} but the device is cpu: "
+            "leave --device or -ngl out",
             param="gpu_layers",
         )
     if options.gpu_layers and not has_gpu:
         raise InvalidRequest(
-            f"gpu_layers is {options.gpu_layers}, but this build of llama.cpp has no GPU support: "
-            "leave it out, or install llama-cpp-python built for your GPU (see the README)",
+            f"--gpu-layers is {options.gpu_layers}, but this build of llama.cpp has no "
+            "GPU support: leave it out, or install llama-cpp-python built for your GPU "
+            "(see the README)",
             param="gpu_layers",
         )
     if options.flash_attn == "off" and options.cache_type_v not in ("f32", "f16", "bf16"):
         raise InvalidRequest(
-            f"cache_type_v {options.cache_type_v} needs flash attention: "
+            f"--cache-type-v {options.cache_type_v} needs flash attention: "
             "use --flash-attn auto, or --cache-type-v f16",
             param="cache_type_v",
         )

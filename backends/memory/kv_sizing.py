@@ -90,12 +90,7 @@ def resolve_kv_size(
     messages state both numbers.
     """
     trained, parts, step = request.ctx_train, rules.num_parts, rules.granularity_tokens
-    if request.ctx is not None and not 0 < request.ctx <= trained:
-        raise InvalidRequest(
-            f"--ctx {request.ctx:,}: {request.model_name} was trained for {trained:,} tokens, "
-            f"use 1 to {trained:,}",
-            param="ctx",
-        )
+    require_trained_ctx(request.ctx, trained, request.model_name)
     max_tokens = max_fitting_tokens(token_bytes, max(0, free_bytes), trained * parts) // parts
     fitting = (
         max_fitting_tokens(token_bytes, max(0, free_bytes) * rules.memory_fraction, _UNBOUNDED)
@@ -119,6 +114,16 @@ def resolve_kv_size(
             _out_of_memory_message(kv_tokens, token_bytes, free_bytes, max_tokens, rules)
         )
     return KVSize(ctx, kv_tokens, _notes(request, ctx, free_bytes, rules))
+
+
+def require_trained_ctx(ctx: int | None, ctx_train: int, model_name: str) -> None:
+    """Raises InvalidRequest if a context length is more than the model was trained for."""
+    if ctx is not None and not 0 < ctx <= ctx_train:
+        raise InvalidRequest(
+            f"--ctx {ctx:,}: {model_name} was trained for {ctx_train:,} tokens, "
+            f"use 1 to {ctx_train:,}",
+            param="ctx",
+        )
 
 
 _UNBOUNDED = 1 << 62

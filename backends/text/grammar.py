@@ -144,7 +144,16 @@ class GrammarCompiler:
         if matcher.is_error():
             reason = _one_line(matcher.get_error())
             raise InvalidRequest(f"{kind}: {reason}", param=kind)
-        return GrammarMatcher(matcher, self._tokenizer.vocab_size)
+        found = GrammarMatcher(matcher, self._tokenizer.vocab_size)
+        if matcher.is_accepting() and not self._can_begin(found):
+            raise InvalidRequest(f"{kind}: it allows an empty answer only", param=kind)
+        return found
+
+    def _can_begin(self, matcher: GrammarMatcher) -> bool:
+        """True if a token with text can come first."""
+        allowed = matcher.allowed_mask()
+        allowed[list(self._tokenizer.eos_token_ids)] = False
+        return bool(allowed.any())
 
     def _llguidance_tokenizer(self) -> Any:
         """Return the vocabulary for llguidance; built once, which takes up to a second."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from localgen.backends.errors import LocalgenError
+from localgen.backends.formats.architecture.model_shape import CACHE_ELEMENT_BYTES
 
 # time limit for each socket operation: a busy server must not block the shell
 _SERVER_TIMEOUT_S = 0.15
@@ -20,26 +21,22 @@ _SERVER_TIMEOUT_S = 0.15
 _SAFE_NAME = re.compile(r"[\w.:/@+~-]+", re.ASCII)
 _PATH_PREFIXES = ("/", "./", "../", "~")
 
-CACHE_TYPES = (
-    *("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"),
-    *("int8", "fp8"),
-)
 # known option values by field
 _OPTION_VALUES = {
-    "cache_type_k": CACHE_TYPES,
-    "cache_type_v": CACHE_TYPES,
+    "cache_type_k": tuple(CACHE_ELEMENT_BYTES),
+    "cache_type_v": tuple(CACHE_ELEMENT_BYTES),
     "device": ("cpu", "cuda", "cuda:0"),
     "keep_alive": ("30s", "5m", "1h", "0", "-1"),
 }
 # fields of the options that accept @FILE
-_FILE_OPTIONS = ("json_schema", "regex", "grammar")
+FILE_OPTIONS = ("system", "json_schema", "regex", "grammar")
 
 Completer = Callable[[str], list[str]]
 
 
 def option_completer(field: str) -> Completer | None:
     """Return the completer of an option's values, or None if it has none."""
-    if field in _FILE_OPTIONS:
+    if field in FILE_OPTIONS:
         return _complete_at_file
     if field == "draft":
         return _complete_draft

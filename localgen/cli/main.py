@@ -11,7 +11,7 @@ import typer
 
 from localgen import __version__
 from localgen.backends.errors import InvalidRequest, LocalgenError
-from localgen.cli import errors
+from localgen.cli import errors, messages
 from localgen.cli.commands import LazyGroup
 
 _EPILOG = (
@@ -70,13 +70,17 @@ def run_command_line(arguments: list[str]) -> int:
     """Run a command line and return its exit status. Errors are printed on stderr."""
     try:
         _require_utf8(arguments)
+        for line in messages.misspelt_variables():
+            print(line, file=sys.stderr)
         status = _invoke(_expand_spelling(arguments) or ["--help"])
         sys.stdout.flush()
         return status
     except LocalgenError as error:
-        return _print_error(error.message, errors.exit_status(error.code))
+        return _print_error(
+            messages.error_message(error, arguments), errors.exit_status(error.code)
+        )
     except typer.TyperException as error:
-        return _print_error(_usage_message(error), error.exit_code)
+        return _print_error(messages.usage_message(error, arguments), error.exit_code)
     except KeyboardInterrupt:
         if sys.stderr.isatty():
             print(file=sys.stderr)  # the shell prompt starts on a new line
@@ -113,12 +117,6 @@ def _invoke(arguments: list[str]) -> int:
     except typer.Exit as done:
         return done.exit_code
     return 0
-
-
-def _usage_message(error: typer.TyperException) -> str:
-    context = getattr(error, "ctx", None)
-    path = context.command_path if context else "localgen"
-    return f"{error.format_message()} (see {path} --help)"
 
 
 def _print_error(message: str, status: int) -> int:

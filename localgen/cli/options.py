@@ -13,7 +13,7 @@ import typer
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
-from localgen.backends.sampling_params import SAMPLERS, SamplingParams
+from localgen.backends.sampling_params import ANY_JSON_OBJECT, SAMPLERS, SamplingParams
 from localgen.chat import parameters
 from localgen.chat.parameters import ModelOptions
 from localgen.cli import completion_values
@@ -72,13 +72,14 @@ REQUEST_OPTIONS = (
         "backend on a GPU the largest that fits; at most what the model was trained for).",
         0,
     ),
-    CliOption("system", str, "-sys --system", "System prompt."),
+    CliOption("system", str, "-sys --system", "System prompt; @FILE reads a file."),
     CliOption("priority", int, "--priority", "Request priority; higher runs first (default: 0)."),
     CliOption(
         "keep_alive",
         str,
         "--keep-alive",
-        "Unload the model when idle for this time: 30s, 5m, 0; -1: never (default: 5m).",
+        "Unload the model when idle for this time: 30s, 5m, 0; -1: never (default: 5m). The server "
+        "itself keeps to LOCALGEN_KEEP_ALIVE.",
     ),
     CliOption("verbose", bool, "--verbose", "Show load time, TTFT, prefill and decode speed."),
 )
@@ -105,7 +106,10 @@ SAMPLING_OPTIONS = (
         "logit_bias", list[str], "--logit-bias", "ID=BIAS added to a logit (may be repeated)."
     ),
     CliOption(
-        "json_schema", str, "-j --json-schema", "JSON schema for the answer; @FILE reads a file."
+        "json_schema",
+        str,
+        "-j --format --json-schema",
+        "JSON schema for the answer; @FILE reads a file; json: any JSON object.",
     ),
     CliOption("regex", str, "--regex", "Regular expression for the answer; @FILE reads a file."),
     CliOption(
@@ -276,12 +280,12 @@ def build_model_options(values: dict[str, Any]) -> ModelOptions:
     """
     for flag in (*SAMPLING_OPTIONS, *LOAD_OPTIONS):
         _require_finite(flag, values.get(flag.field))
+    values = values | _read_at_files(values)
     sampling = _values_of(SAMPLING_OPTIONS, values)
     if "logit_bias" in sampling:
         sampling["logit_bias"] = parameters.parse_logit_bias(sampling["logit_bias"])
-    for field in ("json_schema", "regex", "grammar"):
-        if str(sampling.get(field, "")).startswith("@"):
-            sampling[field] = _read_option_file(Path(sampling[field][1:]), field)
+    if sampling.get("json_schema") == "json":
+        sampling["json_schema"] = ANY_JSON_OBJECT
     loading = _values_of(LOAD_OPTIONS, values)
     if "chat_template" in loading:
         loading["chat_template"] = _read_option_file(loading["chat_template"], "chat_template")
@@ -291,6 +295,15 @@ def build_model_options(values: dict[str, Any]) -> ModelOptions:
     # a model loaded for this request must have at least the requested context
     loading |= {"ctx": asking["ctx"]} if "ctx" in asking else {}
     return ModelOptions(params=SamplingParams(**sampling), load=LoadOptions(**loading), **asking)
+
+
+def _read_at_files(values: dict[str, Any]) -> dict[str, str]:
+    """The contents of the files of options given as @FILE, without the last newline."""
+    return {
+        field: _read_option_file(Path(text[1:]), field).removesuffix("\n")
+        for field in completion_values.FILE_OPTIONS
+        if (text := values.get(field) or "").startswith("@")
+    }
 
 
 def _values_of(flags: tuple[CliOption, ...], values: dict[str, Any]) -> dict[str, Any]:

@@ -24,11 +24,10 @@ def command(
     from localgen.client import Client
 
     with closing(Client()) as client:
-        if client.health() is None:
-            raise ServerUnavailable("no server is running, nothing to stop")
         if model is None:
-            client.shutdown()
-            typer.echo("server stopped")
+            typer.echo("server stopped" if client.shutdown() else "no server is running")
+        elif client.health() is None:
+            raise ServerUnavailable(f"{model} is not loaded: no server is running")
         elif client.unload(model):
             typer.echo(f"{model} unloaded")
         else:

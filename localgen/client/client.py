@@ -113,6 +113,15 @@ class Client(ModelClient):
         """Stream the continuation of a text, as chat() streams an answer."""
         return self._generate(GenerationRequest(model, prompt, params))
 
+    def embed(
+        self, model: str | None, texts: Sequence[str], dimensions: int | None = None
+    ) -> list[list[float]]:
+        """The embeddings of texts, of length 1. dimensions: elements of each; None: the model's."""
+        body = {"model": name_for_server(model), "input": list(texts), "dimensions": dimensions}
+        with self._open_stream("embeddings", encode_json(body)) as response:
+            reply = _decode_object(response.http.read())
+        return [row["embedding"] for row in reply["data"]]
+
     def models(self) -> list[ModelCard]:
         """Installed and loaded models, and aliases of them. Does not start a server."""
         if self.health() is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,8 @@ SERVER_COMMAND = tuple(python_command("localgen.server"))
 _START_TIMEOUT_S = 30.0
 _SHUTDOWN_TIMEOUT_S = 20.0
 _POLL_INTERVAL_S = 0.01
+# with less free space, a server cannot write why it ends
+_LOG_LINE_BYTES = 4096
 Predicate = Callable[[], bool]
 
 
@@ -50,7 +53,7 @@ def start_server(
             return True
         if has_ended:
             raise ServerUnavailable(
-                f"the server did not start: {_last_log_line(settings, log_bytes)}"
+                f"the server did not start: {_failure_reason(settings, log_bytes)}"
             )
         return False
 
@@ -101,10 +104,13 @@ def _try_lock(fd: int) -> bool:
     return True
 
 
-def _last_log_line(settings: ServerSettings, offset: int) -> str:
-    """The last line that the server logged after `offset`, without `error: `."""
+def _failure_reason(settings: ServerSettings, offset: int) -> str:
+    """A full disk, or the last line that the server logged after `offset`, without `error: `."""
     with open(settings.log_path, "rb") as log:
         log.seek(offset)
         lines = log.read().decode(errors="replace").split("\n")
     last = next((line for line in reversed(lines) if line.strip()), "")
+    for folder in (settings.runtime_dir, settings.state_dir):
+        if shutil.disk_usage(folder).free < _LOG_LINE_BYTES:
+            return f"no space left on the device of {folder}"
     return last.removeprefix("error: ") or f"it exited without a message, see {settings.log_path}"

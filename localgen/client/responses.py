@@ -68,7 +68,8 @@ class ModelCard:
 class RunningModel:
     """A loaded model. draft: its draft model, if any.
 
-    until_s: seconds until it is unloaded if it stays idle; None: never.
+    until_s: seconds until it is unloaded if it stays idle; None: never. pid: of its engine process;
+    rss_bytes, gpu_bytes: memory that the process takes; None: not on a GPU, or unknown.
     """
 
     name: str
@@ -79,6 +80,9 @@ class RunningModel:
     until_s: float | None
     active_requests: int
     draft: str = ""
+    pid: int = 0
+    rss_bytes: int = 0
+    gpu_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.formats.architecture.model_shape import (
-    CUDA_CACHE_TYPES,
-    LLAMACPP_CACHE_TYPES,
     kv_cache_read_bytes,
 )
 from localgen.backends.formats.model_facts import ModelFacts
 from localgen.backends.memory.kv_sizing import KVSize
+from localgen.backends.memory.load_limits import validate_cache_types
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.units import format_size
 from localgen.placement.gpu_layers import GpuLayers, assign_gpu_layers
@@ -92,7 +91,7 @@ def plan_memory(
     """
     request = PlanRequest(facts, options, resources, draft)
     placed = place_model(request)
-    _check_cache_types(options, placed.placement.backend)
+    validate_cache_types(options, placed.placement.backend)
     size, fits = placed.choose_kv_size(options, facts.name)
     used, shape = placed.footprint, placed.footprint.shape
     known = bool(facts.weights_bytes and (draft is None or draft.weights_bytes))
@@ -148,15 +147,6 @@ def _draft_plan(request: PlanRequest, placed: PlacedModel, size: KVSize) -> Draf
         work_bytes=used.fixed_bytes + int(tokens * used.work_token_bytes),
         total_bytes=used.total_bytes(tokens) if facts.weights_bytes else None,
     )
-
-
-def _check_cache_types(options: LoadOptions, backend: str) -> None:
-    types = LLAMACPP_CACHE_TYPES if backend == "llamacpp" else CUDA_CACHE_TYPES
-    for option in ("cache_type_k", "cache_type_v"):
-        kind = getattr(options, option)
-        if kind is not None and kind not in types:
-            known = ", ".join(types)
-            raise InvalidRequest(f"{option} is {kind!r}, it must be one of {known}", param=option)
 
 
 def _refusal(

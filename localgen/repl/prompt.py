@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
-from prompt_toolkit.application import get_app
+from prompt_toolkit.application import get_app, run_in_terminal
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
 from prompt_toolkit.filters import Condition, is_searching
@@ -147,7 +150,11 @@ def _key_bindings() -> KeyBindings:
     # in a history search both keys leave the search: its text is a buffer of its own
     @keys.add("c-g", filter=~is_searching)
     def _edit(event: KeyPressEvent) -> None:
-        event.current_buffer.open_in_editor()
+        missing = _missing_editor()
+        if missing is None:
+            event.current_buffer.open_in_editor()
+        else:
+            run_in_terminal(lambda: print(f"{missing}: command not found"))
 
     @keys.add("c-c", filter=~is_searching)
     def _clear(event: KeyPressEvent) -> None:
@@ -157,6 +164,19 @@ def _key_bindings() -> KeyBindings:
             event.app.exit(exception=KeyboardInterrupt())
 
     return keys
+
+
+def _missing_editor() -> str | None:
+    """The variable and command of the user's editor if there is no such program."""
+    for variable in ("VISUAL", "EDITOR"):  # in this order, as prompt_toolkit
+        command = os.environ.get(variable)
+        if command:
+            return (
+                None
+                if shutil.which(next(iter(shlex.split(command)), ""))
+                else f"{variable}={command}"
+            )
+    return None
 
 
 def _prefix_matches(words: Iterable[str], start: str) -> Iterator[Completion]:

@@ -122,8 +122,7 @@ def _acquire_lock(lock: IO[str], settings: ServerSettings) -> None:
             owner = lock.read().strip()
         if is_server_listening(settings):
             raise ServerUnavailable(
-                f"a server is already running (process {owner}): stop it with localgen stop, "
-                "then start again"
+                f"A server is already running (pid {owner}); stop it with `localgen stop`"
             )
         if time.monotonic() > deadline:
             raise ServerUnavailable(f"the previous server (process {owner}) does not exit: kill it")

@@ -9,7 +9,8 @@ import torch
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.memory.load_defaults import CUDA_DEFAULTS, CUDA_ON_CPU_DEFAULTS
-from localgen.backends.model_info import DRAFT_NGRAM, LoadOptions
+from localgen.backends.memory.load_limits import validate_load_options
+from localgen.backends.model_info import DRAFT_NGRAM, LoadOptions, option_flag
 from localgen.backends.runner.interface import MAX_DRAFT_TOKENS
 
 # data types of the KV cache by option value
@@ -75,11 +76,13 @@ def resolve_cuda_options(
 
     dtype: compute type of the model. Raises InvalidRequest if an option is unknown or invalid.
     """
+    validate_load_options(requested)
     given = {name: value for name, value in asdict(requested).items() if value is not None}
     for name in given:
         if name not in _OPTION_NAMES:
             raise InvalidRequest(
-                f"{name} is not an option of the cuda backend: omit it, or use --backend llamacpp",
+                f"{option_flag(name)} is not an option of the cuda backend: omit it, "
+                "or use --backend llamacpp",
                 param=name,
             )
     chosen = {"cache_type_k": CACHE_DTYPE_NAMES[dtype], "cache_type_v": CACHE_DTYPE_NAMES[dtype]}
@@ -102,7 +105,9 @@ def resolve_device(requested: LoadOptions) -> torch.device:
     except RuntimeError:
         device = torch.device("meta")
     if device.type not in ("cuda", "cpu"):
-        raise InvalidRequest(f"device is {name!r}, it must be cuda, cuda:N or cpu", param="device")
+        raise InvalidRequest(
+            f"--device is {name!r}, it must be cuda, cuda:N or cpu", param="device"
+        )
     if device.type == "cpu":
         return device
     if not torch.cuda.is_available():
@@ -124,7 +129,7 @@ def resolve_device(requested: LoadOptions) -> torch.device:
         )
     if (device.index or 0) >= count:
         raise InvalidRequest(
-            f"device is {name!r}, but only {count} GPUs were found (the first is cuda:0)",
+            f"--device is {name!r}, but only {count} GPUs were found (the first is cuda:0)",
             param="device",
         )
     return torch.device("cuda", device.index or 0)
@@ -135,13 +140,9 @@ def _gpu_count_text(count: int) -> str:
 
 
 def _check_options(options: CudaOptions, dtype: torch.dtype, device: torch.device) -> None:
-    for name in ("tp", "parallel", "kv_tokens", "max_batch_tokens", "max_queue", "itl_target_ms"):
-        value = getattr(options, name)
-        if value is not None and not value >= 1:  # NaN fails too
-            raise InvalidRequest(f"{name} is {value}, it must be at least 1", param=name)
     if options.max_batch_tokens < options.parallel:
         raise InvalidRequest(
-            f"max_batch_tokens {options.max_batch_tokens} is less than parallel "
+            f"--batch-size {options.max_batch_tokens} is less than --parallel "
             f"{options.parallel}: each running request needs one token per step",
             param="max_batch_tokens",
         )
@@ -154,12 +155,13 @@ def _check_cache_type(options: CudaOptions, dtype: torch.dtype, device: torch.de
         value = getattr(options, name)
         if value not in known:
             raise InvalidRequest(
-                f"{name} is {value!r}, for this model it must be one of {', '.join(known)}",
+                f"{option_flag(name)} is {value!r}, "
+                f"for this model it must be one of {', '.join(known)}",
                 param=name,
             )
     if options.cache_type_k != options.cache_type_v:
         raise InvalidRequest(
-            f"cache_type_k is {options.cache_type_k} and cache_type_v {options.cache_type_v}: "
+            f"--cache-type-k is {options.cache_type_k} and --cache-type-v {options.cache_type_v}: "
             "the cuda backend needs the same type for both",
             param="cache_type_v",
         )

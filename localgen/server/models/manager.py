@@ -19,6 +19,7 @@ from localgen.backends.errors import (
     ServerUnavailable,
 )
 from localgen.backends.formats.model_files import ModelFile
+from localgen.backends.memory.load_limits import validate_load_options
 from localgen.backends.model_info import DRAFT_KEYWORDS, LoadOptions, ModelInfo, ModelLoadRequest
 from localgen.config import ServerSettings
 from localgen.hub.packaged import default_model, packaged_sampling
@@ -103,10 +104,12 @@ class ModelManager:
         current one, initially that of the settings. allow_paths: accept a path as name; must be
         False for remote clients.
 
-        Raises ModelNotFound, ModelBusy if it is loaded with other options, OutOfMemory, LoadFailed.
+        Raises InvalidRequest for an invalid option, ModelNotFound, ModelBusy if it is loaded with
+        other options, OutOfMemory, LoadFailed.
         """
         if name is not None and not allow_paths:
             reject_path(name)
+        validate_load_options(options)
         resident, info = await self._acquire(name, options, on_progress, allow_paths)
         if keep_alive is not None:
             resident.keep_alive_s = keep_alive.seconds

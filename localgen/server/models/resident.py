@@ -10,7 +10,9 @@ from typing import Any
 
 from localgen.backends.errors import ModelBusy
 from localgen.backends.formats.model_files import ModelFile
-from localgen.backends.model_info import DRAFT_AUTO, LoadOptions, ModelInfo
+from localgen.backends.memory.kv_sizing import require_trained_ctx
+from localgen.backends.memory.load_limits import validate_cache_types
+from localgen.backends.model_info import DRAFT_AUTO, LoadOptions, ModelInfo, option_flag
 from localgen.placement.backend_choice import Placement
 from localgen.server.models.engine_client import EngineClient
 
@@ -87,25 +89,44 @@ class ResidentModel:
         return is_larger and self.num_users == 1 and own.kv_tokens is None and info.draft is None
 
     def require_options(self, requested: LoadOptions) -> None:
-        """Raise ModelBusy if a requested option differs from the loaded model's."""
-        info = self.load_future.result()
-        for option in fields(LoadOptions):
-            wanted = getattr(requested, option.name)
-            actual = getattr(info.options, option.name)
-            # the value may have been rounded at load: repeating the original request is no conflict
+        """Raise ModelBusy if requested options differ from the loaded model's.
+
+        Raises InvalidRequest for a value that the model would not accept in another load either.
+        """
+        info, loaded = self.load_future.result(), self.requested_options
+        differences = {
+            option.name: _difference(option.name, wanted, actual)
+            for option in fields(LoadOptions)
+            # the value may have been rounded at load: to repeat the original request is no conflict
             if not _is_compatible(
-                option.name, wanted, actual, getattr(self.requested_options, option.name)
-            ):
-                # do not print whole templates
-                long = option.name == "chat_template"
-                values = (
-                    "another chat_template" if long else f"{option.name} {actual}, not {wanted}"
-                )
-                raise ModelBusy(
-                    f"{self.file.name} is loaded with {values}: "
-                    f"`localgen stop {self.file.name}`, then try again",
-                    param=option.name,
-                )
+                option.name,
+                wanted := getattr(requested, option.name),
+                actual := getattr(info.options, option.name),
+                getattr(loaded, option.name),
+            )
+        }
+        if "backend" not in differences:
+            validate_cache_types(requested, self.placement.backend)
+        if "ctx" in differences:
+            require_trained_ctx(requested.ctx, info.ctx_train, self.file.name)
+        if differences:
+            raise ModelBusy(
+                f"{self.file.name} is loaded {', '.join(differences.values())}: "
+                f"`localgen stop {self.file.name}`, then try again",
+                param=next(iter(differences)),
+            )
+
+
+def _difference(option: str, wanted: Any, actual: Any) -> str:
+    """How the loaded model differs in one option: `with --threads 2, not 4`."""
+    flag = option_flag(option)
+    if option == "chat_template":  # do not print whole templates
+        return f"with another {flag}"
+    if wanted is True:
+        return f"without {flag}"
+    if wanted is False:
+        return f"with {flag}"
+    return f"without {flag} {wanted}" if actual is None else f"with {flag} {actual}, not {wanted}"
 
 
 def _is_compatible(option: str, requested: Any, actual: Any, first_requested: Any) -> bool:

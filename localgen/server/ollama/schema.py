@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
-from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.sampling_params import ANY_JSON_OBJECT, SamplingParams
 from localgen.backends.types import Message
 from localgen.hub.resolve import reject_path
 from localgen.server.models.resident import KeepAlive
@@ -85,7 +85,7 @@ class _OllamaGenerationRequest(RequestBody):
     def _json_schema_text(self) -> str | None:
         if isinstance(self.format, dict):
             return json.dumps(self.format)
-        return '{"type": "object"}' if self.format == "json" else None
+        return ANY_JSON_OBJECT if self.format == "json" else None
 
 
 class OllamaChatRequest(_OllamaGenerationRequest):

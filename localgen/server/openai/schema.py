@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
-from localgen.backends.sampling_params import SAMPLERS, SamplingParams
+from localgen.backends.sampling_params import ANY_JSON_OBJECT, SAMPLERS, SamplingParams
 from localgen.config import BadSetting, parse_keep_alive
 from localgen.server.openai.messages import ChatMessage, ChatTemplateKwargs
 from localgen.server.openai.tools import FunctionTool, parse_tool_choice, parse_tools
@@ -87,7 +87,7 @@ class ResponseFormat(StrictModel):
         """The schema as JSON text. None: no constraint."""
         if self.json_schema is not None:
             return json.dumps(self.json_schema.body)
-        return '{"type": "object"}' if self.type == "json_object" else None
+        return ANY_JSON_OBJECT if self.type == "json_object" else None
 
 
 def _as_list(stop: Any) -> Any:

@@ -1,0 +1,77 @@
+"""`localgen logs`: the last lines, new ones, and where they are."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from serving import settings_in
+
+from localgen.cli.main import run_command_line
+from localgen.config import ServerSettings
+from localgen.machine.python_process import python_environment
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServerSettings:
+    made = settings_in(tmp_path)
+    made.create_dirs()
+    for name, value in made.to_environment().items():
+        monkeypatch.setenv(name, value)
+    return made
+
+
+def test_the_last_lines_of_both_files(
+    settings: ServerSettings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings.log_path.with_name("server.log.1").write_text("one\ntwo\n")
+    settings.log_path.write_bytes(b"three \xff\n")
+    assert run_command_line(["logs"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "one\ntwo\nthree \ufffd\n"
+    assert err == f"log: {settings.log_path}.1 and {settings.log_path}\n"
+    assert run_command_line(["logs", "-n", "2"]) == 0
+    assert capsys.readouterr().out == "two\nthree \ufffd\n"
+
+
+def test_without_a_log(settings: ServerSettings, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command_line(["logs"]) == 0
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"no log at {settings.log_path}" in err
+
+
+@pytest.fixture
+def following(settings: ServerSettings) -> Iterator[subprocess.Popen[str]]:
+    settings.log_path.write_text("old\nlast\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "localgen.cli.main", "logs", "-f", "-n", "1"],
+        env=python_environment() | settings.to_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_new_lines_until_ctrl_c(settings: ServerSettings, following: subprocess.Popen[str]) -> None:
+    assert following.stdout is not None
+    assert following.stderr is not None
+    assert following.stdout.readline() == "last\n"
+    with settings.log_path.open("a") as log:
+        log.write("new\n")
+    assert following.stdout.readline() == "new\n"
+    settings.log_path.rename(settings.log_path.with_name("server.log.1"))
+    settings.log_path.write_text("next\n")
+    assert following.stdout.readline() == "next\n"
+    following.send_signal(signal.SIGINT)
+    assert following.wait(20) == 130
+    assert following.stderr.read() == f"log: {settings.log_path}\n"
