@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import io
+import os
+import pty
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 from prompt_toolkit.history import FileHistory
-from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.input import create_input, create_pipe_input
 from prompt_toolkit.output import DummyOutput
 from rich.console import Console
 from scripted_client import Script, ScriptedClient, answer
@@ -34,6 +36,7 @@ from localgen.client import ModelCard, TextDelta
 from localgen.repl.load_progress import LoadProgressLine
 from localgen.repl.prompt import ChatCompleter, create_prompt_session, has_open_quotes, strip_quotes
 from localgen.repl.repl import Repl, _create_line_reader
+from localgen.repl.typed_ahead import hide_typed_ahead
 
 Line = str | type[BaseException]
 
@@ -297,6 +300,28 @@ def test_keys_that_end(key: str, error: type[BaseException], tmp_path: Path) -> 
         )
         with pytest.raises(error):
             editor.prompt()
+
+
+def test_a_line_typed_ahead_is_the_next_prompt_and_not_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keyboard, terminal = pty.openpty()
+    with os.fdopen(terminal) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        with hide_typed_ahead():
+            os.write(keyboard, b"next\r")
+            os.write(terminal, b"answer")
+            assert os.read(keyboard, 100) == b"answer"
+            editor = create_prompt_session(
+                tmp_path / "history",
+                ChatCompleter(list, list),
+                input=create_input(stdin),
+                output=DummyOutput(),
+            )
+            assert editor.prompt() == "next"
+        os.write(keyboard, b"x")
+        assert os.read(keyboard, 100) == b"x"
+    os.close(keyboard)
 
 
 def test_history_outlives_the_chat_and_is_private(tmp_path: Path) -> None:

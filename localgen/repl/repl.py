@@ -24,6 +24,7 @@ from localgen.config import ServerSettings
 from localgen.repl.live_answer import LiveAnswer
 from localgen.repl.load_progress import LoadProgressLine
 from localgen.repl.prompt import strip_quotes
+from localgen.repl.typed_ahead import hide_typed_ahead
 
 if TYPE_CHECKING:
     from localgen.client import ModelClient
@@ -208,12 +209,13 @@ def start_chat(
     settings = ServerSettings.from_environment()
     settings.create_state_dir()
     session = ChatSession(client, settings.state_dir, options)
-    with progress_line:
-        client.connect()
-        session.load(model, progress_line.update)
-    editor.join()
     console = progress_line.console
-    Repl(session, console, _create_line_reader(session, console)).run()
+    with hide_typed_ahead():
+        with progress_line:
+            client.connect()
+            session.load(model, progress_line.update)
+        editor.join()
+        Repl(session, console, _create_line_reader(session, console)).run()
 
 
 def _create_line_reader(session: ChatSession, console: Console) -> Callable[[str], str]:
