@@ -29,6 +29,23 @@ def model_line(info: ModelInfo) -> str:
     return " · ".join(part for part in parts if part)
 
 
+def greeting_line(info: ModelInfo, memory_bytes: int | None) -> str:
+    """The model at the start of a chat: name, context, memory in use, draft model, processor.
+
+    memory_bytes: of the engine process; None if unknown, as on a remote server.
+    """
+    if memory_bytes is None:
+        return model_line(info)
+    parts = (
+        info.name,
+        f"{info.ctx:,} tokens of context",
+        f"{format_size(memory_bytes)} of memory",
+        f"draft model {info.draft.name}" if info.draft else "",
+        info.processor,
+    )
+    return " · ".join(part for part in parts if part)
+
+
 def completion_line(completion: Completion) -> str:
     """Speed, TTFT and context of an answer in one short line, without what is not known.
 

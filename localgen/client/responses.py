@@ -66,8 +66,9 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True)
 class RunningModel:
-    """A loaded model. draft: its draft model, if any.
+    """A loaded model. draft: its draft model, if any. pid: of its engine process.
 
+    size_bytes: of the weights. memory_bytes: RAM and GPU memory that the engine process takes now.
     until_s: seconds until it is unloaded if it stays idle; None: never.
     """
 
@@ -79,6 +80,8 @@ class RunningModel:
     until_s: float | None
     active_requests: int
     draft: str = ""
+    pid: int = 0
+    memory_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

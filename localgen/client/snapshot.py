@@ -46,7 +46,8 @@ class ModelSnapshot:
     """A model in memory. state: loaded, or loading with `progress` (0 to 1).
 
     kv_usage: share of the KV cache that running requests use. kv_tokens, kv_used, kv_cached,
-    kv_free: tokens. until_s: seconds until it is unloaded if it stays idle; None also means never.
+    kv_free: tokens. memory_bytes: RAM and GPU memory of the engine process. until_s: seconds until
+    it is unloaded if it stays idle; None also means never.
     """
 
     name: str
@@ -60,6 +61,7 @@ class ModelSnapshot:
     work_bytes: int | None = None
     rss_bytes: int | None = None
     gpu_bytes: int | None = None
+    memory_bytes: int | None = None
     until_s: float | None = None
     running: int | None = None
     waiting: int | None = None
@@ -115,6 +117,7 @@ class _ModelStats:
     progress: float = 1.0
     rss_bytes: int | None = None
     gpu_bytes: int | None = None
+    memory_bytes: int | None = None
     size_bytes: int | None = None
     until_s: float | None = None
     processor: str = ""
@@ -179,6 +182,7 @@ def _model_snapshot(reported: _ModelStats) -> ModelSnapshot:
         work_bytes=memory.work if memory else None,
         rss_bytes=reported.rss_bytes or None,
         gpu_bytes=reported.gpu_bytes,
+        memory_bytes=reported.memory_bytes or None,
         until_s=reported.until_s,
         read_cost=reported.read,
     )

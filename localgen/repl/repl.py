@@ -180,7 +180,9 @@ class Repl:
         self.console.print()
 
     def _greet(self) -> None:
-        self._print_dim(report.model_line(self.session.model))
+        found = self.session.model_snapshot()
+        memory_bytes = found.memory_bytes if found is not None else None
+        self._print_dim(report.greeting_line(self.session.model, memory_bytes))
         for note in self.session.model.notes:
             self._print_dim(f"note: {note}")
         self._print_dim("/help lists the commands, Ctrl+D leaves")
