@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from localgen.cli.main import run_command_line
 from localgen.doctor import findings
 from localgen.machine import llama_build
+from localgen.machine.busy_processes import busy_programs, is_localgen_command
 from localgen.machine.llama_build import BrokenBuild, LlamaBuild, parse_features
 from localgen.machine.system_info import SystemInfo, cpu_quota
 
@@ -115,6 +117,31 @@ def test_a_broken_build_is_a_sentence(
     assert reason in found.reason
 
 
+def test_busy_programs(tmp_path: Path) -> None:
+    program = tmp_path / "compute"
+    program.symlink_to("/bin/sh")
+    with subprocess.Popen([program, "-c", "while :; do :; done"]) as busy:
+        found = {program.name: program.cores for program in busy_programs(1.0)}
+        busy.kill()
+    assert 0 < found["compute"] < 1.5
+    assert "compute" not in [program.name for program in busy_programs(0.1)]
+
+
+@pytest.mark.parametrize(
+    ("command", "is_ours"),
+    [
+        (["/venv/bin/python", "/venv/bin/localgen", "chat"], True),
+        (["/usr/local/bin/localgen", "serve"], True),
+        (["python3", "-P", "-m", "localgen.server"], True),
+        (["vim", "notes.md", "localgen"], False),
+        (["python3", "-m", "localgenerator"], False),
+        ([], False),
+    ],
+)
+def test_own_processes_are_recognized(command: list[str], is_ours: bool) -> None:
+    assert is_localgen_command(command) is is_ours
+
+
 @pytest.fixture
 def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCALGEN_STATE_DIR", str(tmp_path / "state"))
@@ -125,7 +152,15 @@ def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_doctor_on_this_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert run_command_line(["doctor"]) == 0
     text = capsys.readouterr().out
-    for word in ("cpu", "memory", "llama-cpp-python", "threads", "not running", str(tmp_path)):
+    for word in (
+        "cpu",
+        "memory",
+        "llama-cpp-python",
+        "cpu use",
+        "threads",
+        "not running",
+        str(tmp_path),
+    ):
         assert word in text
     assert run_command_line(["doctor", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)

@@ -33,6 +33,7 @@ from localgen.chat.conversation import Turn
 from localgen.chat.parameters import ModelOptions
 from localgen.chat.session import ChatSession
 from localgen.client import ModelCard, TextDelta
+from localgen.machine.busy_processes import BusyProgram
 from localgen.repl.load_progress import LoadProgressLine
 from localgen.repl.prompt import ChatCompleter, create_prompt_session, has_open_quotes, strip_quotes
 from localgen.repl.repl import Repl, _create_line_reader
@@ -207,6 +208,34 @@ def test_notes_and_verbose_reach_the_screen(chat: Callable[..., Chat]) -> None:
 
 def test_no_figures(chat: Callable[..., Chat]) -> None:
     assert "first token" not in chat(figures=False).type("hi")
+
+
+@pytest.mark.parametrize(
+    ("threads", "programs", "line"),
+    [
+        (
+            1,
+            (BusyProgram("cc1plus", 0.9), BusyProgram("ld", 0.2)),
+            "1 of 2 cores busy with cc1plus",
+        ),
+        (1, (), "1 of 2 cores busy with other programs"),
+        (2, (BusyProgram("cc1plus", 0.9),), None),
+    ],
+)
+def test_what_takes_cores_from_an_answer(
+    chat: Callable[..., Chat],
+    monkeypatch: pytest.MonkeyPatch,
+    threads: int,
+    programs: tuple[BusyProgram, ...],
+    line: str | None,
+) -> None:
+    talk = chat()
+    stats = {"threads": threads, "threads_max": 2}
+    reply = {"server": {}, "models": [{"name": "tiny", "stats": stats}]}
+    monkeypatch.setattr(talk.client, "stats", lambda: reply)
+    monkeypatch.setattr("localgen.repl.repl.busy_programs", lambda: programs)
+    screen = talk.type("hi")
+    assert (f"49 of 2,048 · {line}" in screen) if line else ("cores" not in screen)
 
 
 def test_a_wrong_command_is_told_and_the_chat_goes_on(chat: Callable[..., Chat]) -> None:

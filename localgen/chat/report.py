@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from localgen.backends.model_info import ModelInfo
@@ -10,6 +11,8 @@ from localgen.backends.units import format_count, format_duration, format_size
 
 if TYPE_CHECKING:
     from localgen.client import Completion
+    from localgen.client.snapshot import ModelSnapshot
+    from localgen.machine.busy_processes import BusyProgram
 
 # gains of drafts below this are not shown under an answer
 _MIN_SHOWN_GAIN = 1.1
@@ -63,6 +66,14 @@ def completion_line(completion: Completion) -> str:
         used[0].replace("/", " of ") if used else "",
     )
     return " · ".join(part for part in parts if part)
+
+
+def busy_cores(model: ModelSnapshot, programs: Sequence[BusyProgram]) -> str:
+    """Why a model computes with fewer threads than the processor has cores; programs: the busiest
+    first."""
+    cores, free = model.threads_max or 0, model.threads or 0
+    name = programs[0].name if programs else "other programs"
+    return f"{cores - free} of {format_count(cores, 'core')} busy with {name}"
 
 
 def live_stats_line(

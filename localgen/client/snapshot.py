@@ -47,7 +47,8 @@ class ModelSnapshot:
 
     kv_usage: share of the KV cache that running requests use. kv_tokens, kv_used, kv_cached,
     kv_free: tokens. memory_bytes: RAM and GPU memory of the engine process. until_s: seconds until
-    it is unloaded if it stays idle; None also means never.
+    it is unloaded if it stays idle; None also means never. threads: that compute now; threads_max:
+    when no other process needs a core.
     """
 
     name: str
@@ -65,6 +66,8 @@ class ModelSnapshot:
     until_s: float | None = None
     running: int | None = None
     waiting: int | None = None
+    threads: int | None = None
+    threads_max: int | None = None
     kv_tokens: int | None = None
     kv_used: int | None = None
     kv_cached: int | None = None
@@ -76,6 +79,11 @@ class ModelSnapshot:
     read_cost: ReadCost | None = None
     speculation: SpeculationStats | None = None
     sequences: tuple[SequenceStats, ...] | None = None
+
+    @property
+    def lacks_cores(self) -> bool:
+        """True if it computes with fewer threads, because other processes use the cores."""
+        return (self.threads or 0) < (self.threads_max or 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +203,8 @@ def _with_stats(model: ModelSnapshot, stats: EngineStats) -> ModelSnapshot:
         model,
         running=stats.running,
         waiting=stats.waiting,
+        threads=stats.threads or None,
+        threads_max=stats.threads_max or None,
         kv_tokens=stats.kv_tokens,
         kv_used=stats.kv_used,
         kv_cached=stats.kv_cached,

@@ -21,6 +21,7 @@ from localgen.chat.parameters import ModelOptions
 from localgen.chat.session import DEFAULT_BRANCH, ChatSession
 from localgen.client import Completion, TextDelta
 from localgen.config import ServerSettings
+from localgen.machine.busy_processes import busy_programs
 from localgen.repl.live_answer import LiveAnswer
 from localgen.repl.load_progress import LoadProgressLine
 from localgen.repl.prompt import strip_quotes
@@ -173,11 +174,19 @@ class Repl:
         for warning in report.completion_warnings(answer.completion):
             self._print(one_line(warning), "yellow")
         if self.session.options.figures:
-            self._print_dim(report.completion_line(answer.completion))
+            parts = (report.completion_line(answer.completion), self._busy_cores())
+            self._print_dim(" · ".join(part for part in parts if part))
         if self.session.options.verbose:
             load_ms = self.session.model.load_ms
             self._print_dim("\n".join(report.verbose_stats_lines(answer.completion, load_ms)))
         self.console.print()
+
+    def _busy_cores(self) -> str:
+        """What took cores from the model in its last steps; empty if nothing did."""
+        found = self.session.model_snapshot()
+        if found is None or not found.lacks_cores:
+            return ""
+        return report.busy_cores(found, busy_programs())
 
     def _greet(self) -> None:
         found = self.session.model_snapshot()
