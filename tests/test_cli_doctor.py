@@ -76,9 +76,12 @@ def test_each_finding_has_a_remedy(
     assert found.error is isinstance(llama, BrokenBuild)
 
 
-def test_a_feature_that_is_left_out_on_purpose_is_no_finding() -> None:
+def test_amx_that_setup_left_out_needs_another_compiler() -> None:
     there = machine(cpu_flags=frozenset({"avx2", "avx512f", "amx_int8"}))
-    assert findings.collect_findings(there, build()) == []
+    (found,) = findings.collect_findings(there, build())
+    assert "without AMX_INT8, which this CPU has" in found.message
+    assert "install clang 16 or later" in found.remedy
+    assert not findings.collect_findings(there, build(features=("AVX2", "AVX512", "AMX_INT8")))
 
 
 def test_a_remedy_names_this_interpreter() -> None:
