@@ -276,6 +276,7 @@ class EngineStats:
     """Snapshot of the engine: current gauges, then totals since it started.
 
     kv_*: tokens of the KV cache; kv_used: by running requests, kv_cached: by the prefix cache.
+    threads: that compute now, threads_max: when no other process needs a core; 0: none does.
     step_sequences[n]: number of steps that computed n sequences (index 0 unused).
     step_tokens: histogram of tokens per step, with the buckets engine.stats.STEP_TOKENS_BOUNDS.
     *_per_s, ttft_* and itl_* cover at most the last minute; *_last_ms: the latest value, 0 if there
@@ -289,6 +290,8 @@ class EngineStats:
     kv_cached: int = 0
     kv_free: int = 0
     token_budget: int = 0
+    threads: int = 0
+    threads_max: int = 0
     step_ms: float = 0.0
     prefill_tokens_per_s: float = 0.0
     decode_tokens_per_s: float = 0.0

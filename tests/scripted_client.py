@@ -153,11 +153,16 @@ class ScriptedClient(Client):
     def running_models(self) -> list[RunningModel]:
         if not self.is_running:
             raise ServerUnavailable("no server")
-        return [RunningModel("tiny", "a1b2", 12_000_000, "100% CPU", 2048, 299.0, 0)]
+        return [
+            RunningModel(
+                "tiny", "a1b2", 12_000_000, "100% CPU", 2048, 299.0, 0, memory_bytes=130_000_000
+            )
+        ]
 
     def stats(self) -> dict[str, Any]:
         return {
-            "models": [{"name": "tiny", "running": 1, "rate": 41.234, "info": {}}],
+            "server": {"status": "ok"},
+            "models": [{"name": "tiny", "memory_bytes": 130_000_000, "rate": 41.234, "info": {}}],
             "uptime_s": 3,
         }
 

@@ -255,8 +255,9 @@ def test_counts_are_forgotten_when_the_conversation_changes(session: ChatSession
 def test_stats_are_flat(session: ChatSession) -> None:
     lines = [line.split() for line in obey(session, "/stats").splitlines()]
     assert lines == [
+        ["server.status", "ok"],
         ["models[0].name", "tiny"],
-        ["models[0].running", "1"],
+        ["models[0].memory_bytes", "130000000"],
         ["models[0].rate", "41.2"],
         ["uptime_s", "3"],
     ]

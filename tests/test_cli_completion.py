@@ -15,7 +15,7 @@ from serving import house
 
 from localgen.chat.session_store import SessionRecord
 from localgen.chat.stored_sessions import open_store
-from localgen.cli import completion_values, shells
+from localgen.cli import shells
 from localgen.cli.commands import COMMANDS
 from localgen.hub.cache_scan import cached_names
 from localgen.hub.resolve import installed_models

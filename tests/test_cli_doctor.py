@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from localgen.cli.main import run_command_line
 from localgen.doctor import findings
 from localgen.machine import llama_build
+from localgen.machine.busy_processes import busy_programs, is_localgen_command
 from localgen.machine.llama_build import BrokenBuild, LlamaBuild, parse_features
 from localgen.machine.system_info import SystemInfo, cpu_quota
 
@@ -74,9 +76,12 @@ def test_each_finding_has_a_remedy(
     assert found.error is isinstance(llama, BrokenBuild)
 
 
-def test_a_feature_that_is_left_out_on_purpose_is_no_finding() -> None:
+def test_amx_that_setup_left_out_needs_another_compiler() -> None:
     there = machine(cpu_flags=frozenset({"avx2", "avx512f", "amx_int8"}))
-    assert findings.collect_findings(there, build()) == []
+    (found,) = findings.collect_findings(there, build())
+    assert "without AMX_INT8, which this CPU has" in found.message
+    assert "install clang 16 or later" in found.remedy
+    assert not findings.collect_findings(there, build(features=("AVX2", "AVX512", "AMX_INT8")))
 
 
 def test_a_remedy_names_this_interpreter() -> None:
@@ -115,6 +120,31 @@ def test_a_broken_build_is_a_sentence(
     assert reason in found.reason
 
 
+def test_busy_programs(tmp_path: Path) -> None:
+    program = tmp_path / "compute"
+    program.symlink_to("/bin/sh")
+    with subprocess.Popen([program, "-c", "while :; do :; done"]) as busy:
+        found = {program.name: program.cores for program in busy_programs(1.0)}
+        busy.kill()
+    assert 0 < found["compute"] < 1.5
+    assert "compute" not in [program.name for program in busy_programs(0.1)]
+
+
+@pytest.mark.parametrize(
+    ("command", "is_ours"),
+    [
+        (["/venv/bin/python", "/venv/bin/localgen", "chat"], True),
+        (["/usr/local/bin/localgen", "serve"], True),
+        (["python3", "-P", "-m", "localgen.server"], True),
+        (["vim", "notes.md", "localgen"], False),
+        (["python3", "-m", "localgenerator"], False),
+        ([], False),
+    ],
+)
+def test_own_processes_are_recognized(command: list[str], is_ours: bool) -> None:
+    assert is_localgen_command(command) is is_ours
+
+
 @pytest.fixture
 def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCALGEN_STATE_DIR", str(tmp_path / "state"))
@@ -125,7 +155,15 @@ def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_doctor_on_this_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert run_command_line(["doctor"]) == 0
     text = capsys.readouterr().out
-    for word in ("cpu", "memory", "llama-cpp-python", "threads", "not running", str(tmp_path)):
+    for word in (
+        "cpu",
+        "memory",
+        "llama-cpp-python",
+        "cpu use",
+        "threads",
+        "not running",
+        str(tmp_path),
+    ):
         assert word in text
     assert run_command_line(["doctor", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)

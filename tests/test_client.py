@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 from serving import MANY_WORDS, House, house, in_thread, settings_in, short_folder, wait_until
 
@@ -135,6 +136,8 @@ def test_load(served: House) -> None:
     (running,) = client.running_models()
     assert (running.name, running.processor, running.ctx) == ("echo", "100% CPU", 512)
     assert running.until_s is not None
+    resident_bytes = psutil.Process(running.pid).memory_info().rss
+    assert running.memory_bytes == pytest.approx(resident_bytes, rel=0.2)
     with pytest.raises(ModelBusy, match="ctx 512, not 5000"):
         client.load(model, LoadOptions(ctx=5000), shares.append)
     assert "echo" in [card.name for card in client.models()]

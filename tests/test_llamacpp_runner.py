@@ -18,6 +18,7 @@ import pytest
 from models import TINY_GGUF, Bench, Reply, moved, noisy, questions
 
 from localgen.backends.llamacpp.devices import list_devices
+from localgen.backends.llamacpp.free_cores import FreeCores
 from localgen.backends.llamacpp.runner import LlamaStepTicket
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.runner.interface import Chunk
@@ -233,6 +234,14 @@ def test_parts_hold_a_whole_context_each() -> None:
     replies = bench.ask(CHATS[:6], long)
     assert bench.stats.num_preemptions_total == 0
     assert {reply.finished.completion_tokens for reply in replies} == {250}
+    bench.close()
+
+
+def test_statistics_tell_how_many_threads_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FreeCores, "count", lambda _: 1)
+    bench = Bench(UNIFIED)
+    bench.ask(CHATS[:1], replace(GREEDY, max_tokens=3))
+    assert (bench.stats.threads, bench.stats.threads_max) == (1, bench.model.info.options.threads)
     bench.close()
 
 

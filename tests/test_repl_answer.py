@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
+from rich.segment import Segment
 from scripted_client import TIMINGS, answer
 
 from localgen.backends import units
@@ -16,6 +17,7 @@ from localgen.backends.terminal_text import escape_control_chars, one_line
 from localgen.backends.types import Timings
 from localgen.chat import report
 from localgen.repl.live_answer import LiveAnswer
+from localgen.repl.live_rows import LiveRows
 from localgen.repl.markdown import render_block, split_blocks
 
 RICH_TEXT = """# A title
@@ -179,11 +181,23 @@ def test_the_live_part_never_outgrows_the_terminal() -> None:
     live = LiveAnswer(shown, used_tokens=0, max_context=100)
     live.feed("```\n" + "\n".join(map(str, range(100))), 1)
     live._print_finished()
-    rows = shown.render_lines(live._render_unfinished())
+    rows = live._render_unfinished()
     assert len(rows) <= 9
     text = "\n".join("".join(segment.text for segment in row) for row in rows)
     assert "99" in text
     assert "context ~1/100" in text
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(60, 2), (50, 2), (49, 3), (20, 4), (10, 6)])
+def test_rows_that_a_narrower_terminal_wraps_are_removed_whole(columns: int, rows: int) -> None:
+    shown = console(force_terminal=True)
+    live = LiveRows(shown)
+    live.draw([], [[Segment("a" * 50)], [Segment("b" * 7)]])
+    assert isinstance(shown.file, io.StringIO)
+    shown.file.truncate(shown.file.seek(0))
+    shown.width = columns
+    live.draw([[Segment("lasting")]], [])
+    assert shown.file.getvalue() == "\r" + "\x1b[1A\x1b[2K" * rows + "lasting\n"
 
 
 def test_a_terminal_ends_with_the_whole_text_and_no_live_line() -> None:

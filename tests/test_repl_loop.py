@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import io
+import os
+import pty
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 from prompt_toolkit.history import FileHistory
-from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.input import create_input, create_pipe_input
 from prompt_toolkit.output import DummyOutput
 from rich.console import Console
 from scripted_client import Script, ScriptedClient, answer
@@ -31,9 +33,11 @@ from localgen.chat.conversation import Turn
 from localgen.chat.parameters import ModelOptions
 from localgen.chat.session import ChatSession
 from localgen.client import ModelCard, TextDelta
+from localgen.machine.busy_processes import BusyProgram
 from localgen.repl.load_progress import LoadProgressLine
 from localgen.repl.prompt import ChatCompleter, create_prompt_session, has_open_quotes, strip_quotes
 from localgen.repl.repl import Repl, _create_line_reader
+from localgen.repl.typed_ahead import hide_typed_ahead
 
 Line = str | type[BaseException]
 # what is stored with an answer of the script
@@ -78,7 +82,7 @@ def test_a_chat(chat: Callable[..., Chat]) -> None:
         ("Hel", "lo **you**", answer()), params=SamplingParams(top_k=3), ctx=512, priority=2
     )
     screen = talk.type("hi", "", "   ", '"""two\nlines"""', "/bye")
-    assert "tiny · llama 6M F16 · 12.0 MB · context 2,048 · llamacpp 100% CPU" in screen
+    assert "tiny · 2,048 tokens of context · 130 MB of memory · 100% CPU" in screen
     assert "Hello you" in screen
     assert "49 of 2,048" in screen
     assert "re: two\nlines" in screen
@@ -211,6 +215,34 @@ def test_no_figures(chat: Callable[..., Chat]) -> None:
     assert "first token" not in chat(figures=False).type("hi")
 
 
+@pytest.mark.parametrize(
+    ("threads", "programs", "line"),
+    [
+        (
+            1,
+            (BusyProgram("cc1plus", 0.9), BusyProgram("ld", 0.2)),
+            "1 of 2 cores busy with cc1plus",
+        ),
+        (1, (), "1 of 2 cores busy with other programs"),
+        (2, (BusyProgram("cc1plus", 0.9),), None),
+    ],
+)
+def test_what_takes_cores_from_an_answer(
+    chat: Callable[..., Chat],
+    monkeypatch: pytest.MonkeyPatch,
+    threads: int,
+    programs: tuple[BusyProgram, ...],
+    line: str | None,
+) -> None:
+    talk = chat()
+    stats = {"threads": threads, "threads_max": 2}
+    reply = {"server": {}, "models": [{"name": "tiny", "stats": stats}]}
+    monkeypatch.setattr(talk.client, "stats", lambda: reply)
+    monkeypatch.setattr("localgen.repl.repl.busy_programs", lambda: programs)
+    screen = talk.type("hi")
+    assert (f"49 of 2,048 · {line}" in screen) if line else ("cores" not in screen)
+
+
 def test_a_wrong_command_is_told_and_the_chat_goes_on(chat: Callable[..., Chat]) -> None:
     screen = chat().type("/hlep", "hi")
     assert "no command /hlep: did you mean /help?" in screen
@@ -316,6 +348,28 @@ def test_keys_that_end(key: str, error: type[BaseException], tmp_path: Path) -> 
         )
         with pytest.raises(error):
             editor.prompt()
+
+
+def test_a_line_typed_ahead_is_the_next_prompt_and_not_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keyboard, terminal = pty.openpty()
+    with os.fdopen(terminal) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        with hide_typed_ahead():
+            os.write(keyboard, b"next\r")
+            os.write(terminal, b"answer")
+            assert os.read(keyboard, 100) == b"answer"
+            editor = create_prompt_session(
+                tmp_path / "history",
+                ChatCompleter(list, list),
+                input=create_input(stdin),
+                output=DummyOutput(),
+            )
+            assert editor.prompt() == "next"
+        os.write(keyboard, b"x")
+        assert os.read(keyboard, 100) == b"x"
+    os.close(keyboard)
 
 
 def test_history_outlives_the_chat_and_is_private(tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ from serving import House, chat_body, house, wait_until
 
 from localgen.server.stats.request_log import create_log_formatter
 
-GAUGES = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"}
+GAUGES = {
+    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_threads"),
+}
 COUNTERS = {
     *("prompt_tokens_total", "generation_tokens_total", "prefix_cache_queries_total"),
     *("prefix_cache_hits_total", "num_preemptions_total", "request_success_total"),

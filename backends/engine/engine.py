@@ -377,7 +377,7 @@ class Engine:
             snapshot = self._stats.snapshot(
                 now_s,
                 self._scheduler,
-                self._runner.usage(),
+                self._runner,
                 self._budget.prompt_tokens(1),
                 self._speculation.stats,
             )

@@ -8,7 +8,7 @@ from collections import Counter, deque
 
 from localgen.backends.engine.scheduler import Scheduler, SequenceOutput
 from localgen.backends.engine.speculation.stats import RequestDraftStats
-from localgen.backends.runner.interface import Chunk, PoolUsage
+from localgen.backends.runner.interface import Chunk, ModelRunner, ThreadedRunner, ThreadUsage
 from localgen.backends.runner.sequence import Sequence, SequenceState
 from localgen.backends.types import (
     EngineStats,
@@ -141,12 +141,14 @@ class StatsRecorder:
         self,
         now_s: float,
         scheduler: Scheduler,
-        usage: PoolUsage,
+        runner: ModelRunner,
         token_budget: int,
         speculation: SpeculationStats,
     ) -> EngineStats:
         """Return the current statistics."""
         ttft_ms, itl_ms = self._ttft_ms.values(now_s), self._itl_ms.values(now_s)
+        usage = runner.usage()
+        threads = runner.threads() if isinstance(runner, ThreadedRunner) else ThreadUsage(0, 0)
         widest = max(self._step_sequences, default=0)
         running, counters = scheduler.running, scheduler.counters
         return EngineStats(
@@ -157,6 +159,8 @@ class StatsRecorder:
             kv_cached=usage.cached,
             kv_free=usage.free,
             token_budget=token_budget,
+            threads=threads.now,
+            threads_max=threads.most,
             step_ms=self._step_ms,
             prefill_tokens_per_s=self._prefill.per_s,
             decode_tokens_per_s=self._decode.per_s,

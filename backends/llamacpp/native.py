@@ -25,6 +25,7 @@ from localgen.backends.llamacpp.library import (
     llama_library,
 )
 from localgen.backends.llamacpp.options import LlamaOptions
+from localgen.backends.runner.interface import ThreadUsage
 
 _LOAD_MODES = {
     (False, False): C.LLAMA_LOAD_MODE_NONE,
@@ -217,7 +218,7 @@ class LlamaContext:
         self.n_seq_max, self.n_outputs = n_seq_max, n_outputs or n_seq_max
         params.n_outputs_max = self.n_outputs  # bounds the logits buffer
         params.n_threads, params.n_threads_batch = options.threads, options.threads_batch
-        self._threads = options.threads
+        self._threads = self._most_threads = options.threads
         self._free_cores = FreeCores(options.threads) if options.adapts_threads else None
         params.flash_attn_type = FLASH_ATTN[options.flash_attn]
         params.type_k = CACHE_TYPES[options.cache_type_k]
@@ -236,6 +237,11 @@ class LlamaContext:
             raise NoKVCache(f"cannot load {model.path}: {_NOT_A_DECODER}")
         self.n_batch = int(C.llama_n_batch(self.handle))
         self.kv_tokens = int(C.llama_n_ctx(self.handle))
+
+    @property
+    def threads(self) -> ThreadUsage:
+        """Threads of the last decode(), and at most."""
+        return ThreadUsage(self._threads, self._most_threads)
 
     def decode(self, batch: Any) -> Future[int]:
         """Start llama_decode. Returns a future of its status; no other call may come before it."""

@@ -28,6 +28,7 @@ from localgen.backends.runner.interface import (
     SampledTokens,
     StepFailed,
     StepResult,
+    ThreadUsage,
 )
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import PositionLogprobs
@@ -110,6 +111,9 @@ class LlamaRunner:
 
     def usage(self) -> PoolUsage:
         return self.kv_cache.usage()
+
+    def threads(self) -> ThreadUsage:
+        return self._context.threads
 
     def launch(self, chunks: Seq[Chunk]) -> LlamaStepTicket:
         tokens = sum(map(len, chunks))

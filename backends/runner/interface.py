@@ -96,6 +96,14 @@ class PoolUsage:
     free: int
 
 
+@dataclass(frozen=True, slots=True)
+class ThreadUsage:
+    """Threads that compute now, and when no other process needs a core."""
+
+    now: int
+    most: int
+
+
 StepResult = list[SampledTokens]
 EmbeddingArray = NDArray[np.float32]
 
@@ -177,6 +185,15 @@ class AsyncRunner(Protocol):
 
     def synchronize(self) -> None:
         """Wait until the device has finished all launched work. Raises StepFailed."""
+        ...
+
+
+@runtime_checkable
+class ThreadedRunner(Protocol):
+    """Interface of a ModelRunner that computes with threads on the processor."""
+
+    def threads(self) -> ThreadUsage:
+        """Return the number of threads of the last step."""
         ...
 
 

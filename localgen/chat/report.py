@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from localgen.backends.model_info import ModelInfo
@@ -11,6 +12,8 @@ from localgen.chat.parameters import ModelOptions
 
 if TYPE_CHECKING:
     from localgen.client import Completion
+    from localgen.client.snapshot import ModelSnapshot
+    from localgen.machine.busy_processes import BusyProgram
 
 # gains of drafts below this are not shown under an answer
 _MIN_SHOWN_GAIN = 1.1
@@ -26,6 +29,23 @@ def model_line(info: ModelInfo) -> str:
         f"context {info.ctx:,}" if info.ctx else "",
         f"draft model {info.draft.name}" if info.draft else "",
         f"{info.backend} {info.processor}".strip() + (f" ({why})" if why else ""),
+    )
+    return " · ".join(part for part in parts if part)
+
+
+def greeting_line(info: ModelInfo, memory_bytes: int | None) -> str:
+    """The model at the start of a chat: name, context, memory in use, draft model, processor.
+
+    memory_bytes: of the engine process; None if unknown, as on a remote server.
+    """
+    if memory_bytes is None:
+        return model_line(info)
+    parts = (
+        info.name,
+        f"{info.ctx:,} tokens of context",
+        f"{format_size(memory_bytes)} of memory",
+        f"draft model {info.draft.name}" if info.draft else "",
+        info.processor,
     )
     return " · ".join(part for part in parts if part)
 
@@ -47,6 +67,14 @@ def completion_line(completion: Completion) -> str:
         used[0].replace("/", " of ") if used else "",
     )
     return " · ".join(part for part in parts if part)
+
+
+def busy_cores(model: ModelSnapshot, programs: Sequence[BusyProgram]) -> str:
+    """Why a model computes with fewer threads than the processor has cores; programs: the busiest
+    first."""
+    cores, free = model.threads_max or 0, model.threads or 0
+    name = programs[0].name if programs else "other programs"
+    return f"{cores - free} of {format_count(cores, 'core')} busy with {name}"
 
 
 def live_stats_line(

@@ -8,12 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localgen.backends.errors import InvalidRequest
+from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.memory.kv_sizing import DEFAULT_CTX
 from localgen.backends.model_info import DRAFT_KEYWORDS, LoadOptions, ModelInfo
 from localgen.chat import parameters
 from localgen.chat.conversation import Conversation, Turn
 from localgen.chat.parameters import ModelOptions
+from localgen.client.snapshot import ModelSnapshot, parse_localgen_stats
 from localgen.hub.packaged import default_model
 
 if TYPE_CHECKING:
@@ -127,6 +128,16 @@ class ChatSession:
         if self.model_info is not None:
             default = min(default, self.model_info.ctx)
         return replace(load, ctx=ctx) if ctx > (load.ctx or default) else load
+
+    def model_snapshot(self) -> ModelSnapshot | None:
+        """The state of the loaded model on the local server at this moment; None if unknown."""
+        if self.is_remote:
+            return None
+        try:
+            models = parse_localgen_stats(self.client.stats()).models
+        except LocalgenError:
+            return None
+        return next((model for model in models if model.name == self.name), None)
 
     def ensure_loaded(self, on_progress: OnProgress) -> None:
         """Start the server and load the model again if needed, with the same options.

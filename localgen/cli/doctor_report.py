@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from localgen.backends.terminal_text import one_line
@@ -10,15 +10,18 @@ from localgen.backends.units import format_size
 from localgen.cli.tables import json_text
 from localgen.doctor.checkup import Checkup
 from localgen.doctor.findings import Finding
+from localgen.machine.busy_processes import BusyProgram
 from localgen.machine.llama_build import BrokenBuild, LlamaBuild
 from localgen.machine.system_info import SystemInfo
 
 _WIDTH = 10
+_MAX_BUSY = 3
 
 
 def checkup_text(result: Checkup) -> str:
     """One line per fact, then the findings with their remedies."""
-    rows = [*_machine_rows(result.machine), *_llama_rows(result.llama, result.machine)]
+    rows = [*_machine_rows(result.machine), ("cpu use", _cpu_use(result.busy))]
+    rows += [*_llama_rows(result.llama, result.machine)]
     rows += [("cuda", _cuda_status(result)), *_localgen_rows(result)]
     lines = [f"{name:<{_WIDTH}} {one_line(text)}" for name, text in rows]
     findings = [line for finding in result.findings for line in _finding_lines(finding)]
@@ -37,6 +40,11 @@ def _machine_rows(machine: SystemInfo) -> Iterator[tuple[str, str]]:
     total, available = format_size(machine.ram_bytes), format_size(machine.ram_available_bytes)
     yield "memory", f"{total}, {available} available"
     yield "gpu", "; ".join(machine.nvidia) or _other_gpu(machine)
+
+
+def _cpu_use(programs: Sequence[BusyProgram]) -> str:
+    busiest = (f"{program.name} {program.cores:.1f} cores" for program in programs[:_MAX_BUSY])
+    return ", ".join(busiest) or "no other program uses the processor now"
 
 
 def _other_gpu(machine: SystemInfo) -> str:

@@ -8,7 +8,7 @@ from localgen.cli.arguments import JsonFlag
 
 
 def command(json: JsonFlag = False) -> None:
-    """List loaded models: size, processor, context and time until unloading."""
+    """List loaded models: size, memory in use, processor, context and time until unloading."""
     from localgen.cli import tables
     from localgen.client import Client
 
@@ -22,10 +22,12 @@ def command(json: JsonFlag = False) -> None:
             model.name,
             model.id,
             tables.format_size(model.size_bytes),
+            tables.format_size(model.memory_bytes) if model.memory_bytes else "-",
             model.processor,
             f"{model.ctx:,}",
             tables.format_expiry(model.until_s, model.active_requests),
         )
         for model in running
     ]
-    tables.print_table(("NAME", "ID", "SIZE", "PROCESSOR", "CONTEXT", "UNTIL"), rows)
+    header = ("NAME", "ID", "SIZE", "MEMORY", "PROCESSOR", "CONTEXT", "UNTIL")
+    tables.print_table(header, rows)

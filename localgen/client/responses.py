@@ -66,10 +66,10 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True)
 class RunningModel:
-    """A loaded model. draft: its draft model, if any.
+    """A loaded model. draft: its draft model, if any. pid: of its engine process.
 
-    until_s: seconds until it is unloaded if it stays idle; None: never. pid: of its engine process;
-    rss_bytes, gpu_bytes: memory that the process takes; None: not on a GPU, or unknown.
+    size_bytes: of the weights. memory_bytes: RAM and GPU memory that the engine process takes now.
+    until_s: seconds until it is unloaded if it stays idle; None: never.
     """
 
     name: str
@@ -81,8 +81,7 @@ class RunningModel:
     active_requests: int
     draft: str = ""
     pid: int = 0
-    rss_bytes: int = 0
-    gpu_bytes: int | None = None
+    memory_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

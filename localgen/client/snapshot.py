@@ -46,7 +46,9 @@ class ModelSnapshot:
     """A model in memory. state: loaded, or loading with `progress` (0 to 1).
 
     kv_usage: share of the KV cache that running requests use. kv_tokens, kv_used, kv_cached,
-    kv_free: tokens. until_s: seconds until it is unloaded if it stays idle; None also means never.
+    kv_free: tokens. memory_bytes: RAM and GPU memory of the engine process. until_s: seconds until
+    it is unloaded if it stays idle; None also means never. threads: that compute now; threads_max:
+    when no other process needs a core.
     """
 
     name: str
@@ -60,9 +62,12 @@ class ModelSnapshot:
     work_bytes: int | None = None
     rss_bytes: int | None = None
     gpu_bytes: int | None = None
+    memory_bytes: int | None = None
     until_s: float | None = None
     running: int | None = None
     waiting: int | None = None
+    threads: int | None = None
+    threads_max: int | None = None
     kv_tokens: int | None = None
     kv_used: int | None = None
     kv_cached: int | None = None
@@ -74,6 +79,11 @@ class ModelSnapshot:
     read_cost: ReadCost | None = None
     speculation: SpeculationStats | None = None
     sequences: tuple[SequenceStats, ...] | None = None
+
+    @property
+    def lacks_cores(self) -> bool:
+        """True if it computes with fewer threads, because other processes use the cores."""
+        return (self.threads or 0) < (self.threads_max or 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +125,7 @@ class _ModelStats:
     progress: float = 1.0
     rss_bytes: int | None = None
     gpu_bytes: int | None = None
+    memory_bytes: int | None = None
     size_bytes: int | None = None
     until_s: float | None = None
     processor: str = ""
@@ -179,6 +190,7 @@ def _model_snapshot(reported: _ModelStats) -> ModelSnapshot:
         work_bytes=memory.work if memory else None,
         rss_bytes=reported.rss_bytes or None,
         gpu_bytes=reported.gpu_bytes,
+        memory_bytes=reported.memory_bytes or None,
         until_s=reported.until_s,
         read_cost=reported.read,
     )
@@ -191,6 +203,8 @@ def _with_stats(model: ModelSnapshot, stats: EngineStats) -> ModelSnapshot:
         model,
         running=stats.running,
         waiting=stats.waiting,
+        threads=stats.threads or None,
+        threads_max=stats.threads_max or None,
         kv_tokens=stats.kv_tokens,
         kv_used=stats.kv_used,
         kv_cached=stats.kv_cached,

@@ -12,6 +12,7 @@ from localgen.backends.errors import LocalgenError
 from localgen.config import ServerSettings
 from localgen.doctor.findings import Finding, collect_findings
 from localgen.machine import system_info
+from localgen.machine.busy_processes import BusyProgram, busy_programs
 from localgen.machine.llama_build import BrokenBuild, LlamaBuild, probe_llamacpp
 from localgen.machine.system_info import SystemInfo
 from localgen.placement.backend_choice import detect_hardware
@@ -29,13 +30,15 @@ PACKAGES = (
 class Checkup:
     """The report. server: a short description of its state. models: names of the installed models.
 
-    no_cuda: why the cuda backend cannot run; None if it can.
+    busy: the other programs that use the processor now, the busiest first. no_cuda: why the cuda
+    backend cannot run; None if it can.
     """
 
     version: str
     python: str
     packages: dict[str, str]
     machine: SystemInfo
+    busy: tuple[BusyProgram, ...]
     llama: LlamaBuild | BrokenBuild
     no_cuda: str | None
     socket: str
@@ -56,6 +59,7 @@ def run_checkup(settings: ServerSettings, client: Client) -> Checkup:
         python=f"{platform.python_implementation()} {platform.python_version()}",
         packages={name: _version(name) for name in PACKAGES},
         machine=machine,
+        busy=busy_programs(),
         llama=llama,
         no_cuda=no_cuda,
         socket=str(settings.socket_path),

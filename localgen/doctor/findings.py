@@ -11,8 +11,7 @@ from localgen.machine.llama_build import BrokenBuild, LlamaBuild
 from localgen.machine.system_info import SystemInfo
 from localgen.placement.backend_choice import INSTALL_COMMAND
 
-# llama.cpp's name of a CPU feature: the kernel's. AMX is not listed: setup leaves it out on purpose
-# for compilers known to miscompile it.
+# llama.cpp's name of a CPU feature: the kernel's
 _CPU_FEATURES = {
     "AVX": "avx",
     "AVX2": "avx2",
@@ -28,6 +27,8 @@ _CPU_FEATURES = {
     "MATMUL_INT8": "i8mm",
     "SVE": "sve",
 }
+# setup leaves this one out with a GCC that miscompiles it (its bug 114098)
+_AMX = ("AMX_INT8", "amx_int8")
 _LOW_MEMORY_BYTES = 1 << 30
 _REBUILD_COMMAND = (
     f"{shlex.quote(sys.executable)} -m pip install "
@@ -57,6 +58,7 @@ def collect_findings(
     return [
         *_cuda_findings(machine, no_cuda),
         *_feature_findings(machine, build),
+        *_amx_findings(machine, build),
         *_gpu_findings(machine, build),
         *_driver_findings(machine),
         *_quota_findings(machine, build),
@@ -86,6 +88,18 @@ def _feature_findings(machine: SystemInfo, build: LlamaBuild) -> list[Finding]:
     return [
         Finding(f"llama.cpp was built without {', '.join(missing)}, which this CPU has", remedy)
     ]
+
+
+def _amx_findings(machine: SystemInfo, build: LlamaBuild) -> list[Finding]:
+    name, flag = _AMX
+    if flag not in machine.cpu_flags or name in build.features:
+        return []
+    message = f"llama.cpp was built without {name}, which this CPU has: prompts take longer"
+    remedy = (
+        "install clang 16 or later with OpenMP (Debian, Ubuntu: apt install clang libomp-dev), "
+        "then: make clean chat"
+    )
+    return [Finding(message, remedy)]
 
 
 def _gpu_findings(machine: SystemInfo, build: LlamaBuild) -> list[Finding]:

@@ -7,13 +7,12 @@ import time
 from collections import deque
 from types import TracebackType
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.segment import Segment, Segments
+from rich.console import Console
 from rich.text import Text
 
 from localgen.backends.terminal_text import escape_control_chars
 from localgen.chat import report
+from localgen.repl.live_rows import LiveRows, Row
 from localgen.repl.markdown import render_block, split_blocks
 
 RENDER_INTERVAL_S = 0.08
@@ -33,7 +32,7 @@ class LiveAnswer:
         self._console = console
         self._used_tokens = used_tokens
         self._max_context = max_context
-        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._live = LiveRows(console)
         self._render_thread = threading.Thread(target=self._render_loop, daemon=True)
         self._done = threading.Event()
         self._render_error: Exception | None = None
@@ -84,7 +83,6 @@ class LiveAnswer:
         if self._render_thread.ident is not None:
             self._render_thread.join()
         self._print_finished(last=True)
-        self._live.update("")
         self._live.stop()
         if self._render_error is not None and error is None:
             raise self._render_error
@@ -95,7 +93,6 @@ class LiveAnswer:
             while not self._done.wait(pause_s):
                 started_s = time.monotonic()
                 self._print_finished()
-                self._live.refresh()
                 pause_s = max(RENDER_INTERVAL_S, IDLE_PER_RENDER * (time.monotonic() - started_s))
         except Exception as failure:  # raised again in __exit__
             self._render_error = failure
@@ -110,13 +107,13 @@ class LiveAnswer:
         blocks, self._unfinished_text = split_blocks(self._unfinished_text)
         if last:
             blocks, self._unfinished_text = [*blocks, self._unfinished_text], ""
-        # shrink the live part first: printing redraws it in the same write
-        self._live.update(self._render_unfinished())
+        lasting: list[Row] = []
         if thought:
-            self._console.print(Text(thought.removesuffix("\n"), style="dim"))
+            lasting += self._render_thought(thought.removesuffix("\n"))
             self._printed_any = True
         for block in blocks:
-            self._print_block(block)
+            lasting += self._render_block(block)
+        self._live.draw(lasting, [] if last else self._render_unfinished())
 
     def _take_reasoning_lines(self, *, last: bool) -> str:
         """Remove and return the complete lines of reasoning; last: all of it."""
@@ -124,27 +121,23 @@ class LiveAnswer:
         whole, self._reasoning = self._reasoning[:cut], self._reasoning[cut:]
         return whole
 
-    def _print_block(self, block: str) -> None:
+    def _render_thought(self, thought: str) -> list[Row]:
+        return self._console.render_lines(Text(thought, style="dim"), pad=False)
+
+    def _render_block(self, block: str) -> list[Row]:
         rows = render_block(self._console, block)
         if not rows:
-            return
-        if self._printed_any:
-            self._console.print()
-        self._console.print(_join_rows(rows), end="")
+            return []
+        gap: list[Row] = [[]] if self._printed_any else []
         self._printed_any = True
+        return gap + rows
 
-    def _render_unfinished(self) -> Group:
-        thought = Text(self._reasoning, style="dim")
-        rows = self._console.render_lines(thought, pad=False) if self._reasoning else []
+    def _render_unfinished(self) -> list[Row]:
+        rows = self._render_thought(self._reasoning) if self._reasoning else []
         rows += render_block(self._console, self._unfinished_text)
         # rows beyond the screen height would be pushed into the scrollback at every repaint
         fitting = rows[-max(1, self._console.size.height - _RESERVED_ROWS) :]
         has_gap = rows and self._printed_any and not self._reasoning
-        gap: list[list[Segment]] = [[]] if has_gap else []
-        return Group(
-            _join_rows([*gap, *fitting]), Text(self.stats_line(), style="dim", no_wrap=True)
-        )
-
-
-def _join_rows(rows: list[list[Segment]]) -> Segments:
-    return Segments([segment for row in rows for segment in (*row, Segment.line())])
+        gap: list[Row] = [[]] if has_gap else []
+        stats = Text(self.stats_line(), style="dim", no_wrap=True)
+        return [*gap, *fitting, *self._console.render_lines(stats, pad=False)]

@@ -22,9 +22,11 @@ from localgen.chat.conversation import Conversation, Turn
 from localgen.chat.parameters import ModelOptions
 from localgen.chat.session import DEFAULT_BRANCH, ChatSession
 from localgen.client import Completion, TextDelta
+from localgen.machine.busy_processes import busy_programs
 from localgen.repl.live_answer import LiveAnswer
 from localgen.repl.load_progress import LoadProgressLine
 from localgen.repl.prompt import strip_quotes
+from localgen.repl.typed_ahead import hide_typed_ahead
 
 if TYPE_CHECKING:
     from localgen.chat.chat_storage import ChatStorage
@@ -216,14 +218,24 @@ class Repl:
         for warning in report.completion_warnings(answer.completion):
             self._print(one_line(warning), "yellow")
         if self.session.options.figures:
-            self._print_dim(report.completion_line(answer.completion))
+            parts = (report.completion_line(answer.completion), self._busy_cores())
+            self._print_dim(" · ".join(part for part in parts if part))
         if self.session.options.verbose:
             load_ms = self.session.model.load_ms
             self._print_dim("\n".join(report.verbose_stats_lines(answer.completion, load_ms)))
         self.console.print()
 
+    def _busy_cores(self) -> str:
+        """What took cores from the model in its last steps; empty if nothing did."""
+        found = self.session.model_snapshot()
+        if found is None or not found.lacks_cores:
+            return ""
+        return report.busy_cores(found, busy_programs())
+
     def _greet(self) -> None:
-        self._print_dim(report.model_line(self.session.model))
+        found = self.session.model_snapshot()
+        memory_bytes = found.memory_bytes if found is not None else None
+        self._print_dim(report.greeting_line(self.session.model, memory_bytes))
         for note in self.session.model.notes:
             self._print_dim(f"note: {note}")
         self._print_dim("/help lists the commands, Ctrl+D leaves")
@@ -273,16 +285,17 @@ def start_chat(
     editor.start()
     session = ChatSession(client, storage.state_dir, options)
     session.set_conversation(storage.record.conversation.with_system(options.system))
-    with progress_line:
-        client.connect()
-        session.load(model, progress_line.update)
-    editor.join()
     console = progress_line.console
-    if storage.warning:
-        console.print(Text(one_line(storage.warning), style="yellow"))
-    recorder = storage.recorder(session)
-    read_line = _create_line_reader(session, console, keeps_prompts=storage.keeps_history)
-    Repl(session, console, read_line, recorder).run()
+    with hide_typed_ahead():
+        with progress_line:
+            client.connect()
+            session.load(model, progress_line.update)
+        editor.join()
+        if storage.warning:
+            console.print(Text(one_line(storage.warning), style="yellow"))
+        recorder = storage.recorder(session)
+        read_line = _create_line_reader(session, console, keeps_prompts=storage.keeps_history)
+        Repl(session, console, read_line, recorder).run()
 
 
 def _create_line_reader(

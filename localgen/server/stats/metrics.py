@@ -156,6 +156,10 @@ class _EngineCollector(Collector):
         gauges: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
             "num_requests_running": ("Running requests.", lambda s: s.running),
             "num_requests_waiting": ("Waiting requests.", lambda s: s.waiting),
+            "num_threads": (
+                "Threads on cores that other processes leave free.",
+                lambda s: s.threads,
+            ),
             "kv_cache_usage_perc": (
                 "Fraction of the KV cache used by running requests, 0 to 1.",
                 lambda s: s.kv_used / s.kv_tokens if s.kv_tokens else 0.0,

@@ -107,16 +107,19 @@ class ServerState:
         }
 
     def _model_stats(self, resident: ResidentModel) -> dict[str, Any]:
-        info = resident.info
+        info, pid = resident.info, resident.engine.pid
+        rss_bytes = _rss_bytes(pid)
+        gpu_bytes = process_gpu_bytes(pid) if _is_on_gpu(resident) else None
         summary = {
             "name": resident.file.name,
             "id": resident.id,
             "path": str(resident.file.path),
             "state": resident.state,
             "progress": 1.0 if info else resident.engine.progress,
-            "pid": resident.engine.pid,
-            "rss_bytes": _rss_bytes(resident.engine.pid),
-            "gpu_bytes": process_gpu_bytes(resident.engine.pid) if _is_on_gpu(resident) else None,
+            "pid": pid,
+            "rss_bytes": rss_bytes,
+            "gpu_bytes": gpu_bytes,
+            "memory_bytes": rss_bytes + (gpu_bytes or 0),
             "size_bytes": resident.file.size_bytes + _draft_bytes(info),
             "active_requests": resident.num_users,
             "until_s": resident.expires_in_s(),

@@ -1,0 +1,58 @@
+"""Rows at the end of a terminal that are redrawn, below output that stays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.control import Control
+from rich.segment import ControlType, Segment, Segments
+
+Row = list[Segment]
+
+
+class LiveRows:
+    """The rows below the printed output of a console, between start() and stop().
+
+    All output goes through draw() meanwhile. Rows are never drawn on a console that cannot move the
+    cursor.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._can_redraw = console.is_terminal and not console.is_dumb_terminal
+        self._widths: list[int] = []  # of the rows on the screen, in cells
+
+    def start(self) -> None:
+        self._console.show_cursor(False)
+
+    def stop(self) -> None:
+        """Remove the rows from the screen."""
+        self.draw([], [])
+        self._console.show_cursor(True)
+
+    def draw(self, lasting: Iterable[Row], live: list[Row]) -> None:
+        """Print `lasting` above and replace the live rows by `live`, in one write."""
+        with self._console:
+            self._erase()
+            self._console.print(join_rows(lasting), end="")
+            if self._can_redraw:
+                self._console.print(join_rows(live), end="")
+                self._widths = [Segment.get_line_length(row) for row in live]
+
+    def _erase(self) -> None:
+        rows = rows_on_screen(self._widths, self._console.width)
+        self._widths = []
+        one_up = ((ControlType.CURSOR_UP, 1), (ControlType.ERASE_IN_LINE, 2))
+        if rows:
+            self._console.control(Control(ControlType.CARRIAGE_RETURN, *one_up * rows))
+
+
+def rows_on_screen(widths: Iterable[int], columns: int) -> int:
+    """Rows that lines of these widths take in a terminal, which wraps them again at a resize."""
+    return sum(max(1, -(-width // columns)) for width in widths)
+
+
+def join_rows(rows: Iterable[Row]) -> Segments:
+    """The rows as one renderable, each with a newline."""
+    return Segments([segment for row in rows for segment in (*row, Segment.line())])

@@ -1,0 +1,47 @@
+"""Keys typed while nothing reads them: kept for the next prompt, not shown."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import termios
+import tty
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+
+@contextmanager
+def hide_typed_ahead() -> Iterator[None]:
+    """Stop the terminal from showing the keys that it receives, until the end of the block.
+
+    It would write them, and the line break of Enter, into the text at the cursor. The line editor
+    shows what it reads itself. Has no effect if standard input is not a terminal.
+    """
+    stdin = sys.stdin.fileno()
+    if not os.isatty(stdin):
+        yield
+        return
+    before = termios.tcgetattr(stdin)
+    # a shell sets the terminal's modes again when it resumes a suspended process
+    on_resume = signal.signal(signal.SIGCONT, lambda *_: _resume(stdin))
+    _stop_echo(stdin)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCONT, on_resume)
+        with suppress(termios.error):  # the terminal was closed
+            termios.tcsetattr(stdin, termios.TCSADRAIN, before)
+
+
+def _resume(terminal: int) -> None:
+    # in the background, changing the terminal would suspend the process again
+    with suppress(OSError, termios.error):  # not the terminal of this process, or closed
+        if os.tcgetpgrp(terminal) == os.getpgrp():
+            _stop_echo(terminal)
+
+
+def _stop_echo(terminal: int) -> None:
+    modes = termios.tcgetattr(terminal)
+    modes[tty.LFLAG] &= ~termios.ECHO
+    termios.tcsetattr(terminal, termios.TCSADRAIN, modes)
