@@ -21,7 +21,7 @@ from types import MappingProxyType
 
 import platformdirs
 
-NAMES = ("llama-bench", "llama-batched-bench", "llama-server")
+NAMES = ("llama-bench", "llama-batched-bench", "llama-server", "llama-completion")
 # llama-batched-bench prints from a thread that it does not join: its output may be lost
 ATTEMPTS = 10
 # the flags of llama-cpp-python's build of the library, without optional parts of the tools
@@ -91,19 +91,27 @@ class Tools:
             *(["-kvu"] if unified else []),
         )  # fmt: skip
 
+    def output(
+        self, name: str, *arguments: str, environment: Mapping[str, str] = MappingProxyType({})
+    ) -> bytes:
+        """Run a tool; return its standard output."""
+        done = subprocess.run(
+            self.command(name, *arguments),
+            capture_output=True,
+            env=os.environ | dict(environment),
+        )
+        if done.returncode:
+            said = (done.stdout + done.stderr)[-500:].decode(errors="replace")
+            raise ToolFailed(f"{name} ended with status {done.returncode}: {said}")
+        return done.stdout
+
     def _json(
         self, name: str, *arguments: str, environment: Mapping[str, str] = MappingProxyType({})
     ) -> dict[str, float]:
         """Run a tool; return the last line of its output that is a JSON object."""
-        command = self.command(name, *arguments)
         for _ in range(ATTEMPTS):
-            done = subprocess.run(
-                command, capture_output=True, text=True, env=os.environ | dict(environment)
-            )
-            if done.returncode:
-                said = (done.stdout + done.stderr)[-500:]
-                raise ToolFailed(f"{name} ended with status {done.returncode}: {said}")
-            lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+            said = self.output(name, *arguments, environment=environment).decode()
+            lines = [line for line in said.splitlines() if line.startswith("{")]
             if lines:
                 answer: dict[str, float] = json.loads(lines[-1])
                 return answer
@@ -135,7 +143,8 @@ def _sources(wanted: str, target: Path) -> Path:
 
 def _build(sources: Path, folder: Path) -> None:
     extra = shlex.split(os.environ.get("CMAKE_ARGS", ""))  # the flags the library was built with
-    _run(["cmake", "-S", str(sources), "-B", str(folder), *FLAGS, *extra])
+    # the folder may hold a former build, of sources in another temporary folder
+    _run(["cmake", "--fresh", "-S", str(sources), "-B", str(folder), *FLAGS, *extra])
     jobs = str(os.cpu_count() or 1)
     _run(["cmake", "--build", str(folder), "-j", jobs, "--target", *NAMES])
 

@@ -17,11 +17,11 @@ pytest.importorskip("transformers")
 import torch
 from cuda_checkpoints import shapes
 from cuda_gguf_files import tiny_folder, write_gguf
-from cuda_gguf_logits import llama_cpp_logits, our_logits
 from gguf import GGMLQuantizationType as Kind
 from models import TINY_GGUF, questions
 from torch import Tensor
 
+from benchmarks.gguf_model import llama_cpp_logits, our_logits
 from localgen.backends.cuda.model.linear import DenseLinear
 from localgen.backends.cuda.model.source import GgufModelSource, open_gguf_source
 from localgen.backends.cuda.model.weights import DecoderWeights, load_weights

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import gguf
 import gguf_files
-import llama_cpp.llama_cpp as C
 import pytest
 from gguf import GGUFValueType, TokenType
 from models import TESTS, TINY_GGUF
@@ -20,85 +17,25 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 pytest.importorskip("torch")
 
+from benchmarks.gguf_model import llama_cpp_tokenizer
+from benchmarks.nasty_text import NASTY, nasty_texts
 from localgen.backends.errors import InvalidRequest, LoadFailed
 from localgen.backends.formats.gguf.file import GgufFile
 from localgen.backends.formats.gguf.pre_tokenizer import PRE_TOKENIZERS
 from localgen.backends.formats.gguf.tokenizer import read_gguf_tokenizer
 from localgen.backends.formats.hf.tokenizer import HfTokenizer
-from localgen.backends.llamacpp.library import llama_library
-from localgen.backends.llamacpp.vocab import LlamaCppTokenizer
 
-NASTY = [
-    "",
-    " ",
-    "Hello world",
-    "  leading and trailing  ",
-    "\n\n\n",
-    " \n \t\t \r\n x\r",
-    "a  b   c    d",
-    "don't I'LL We'Ve it's THEY'RE 'tis ''''' 'S",
-    "123 4567 89012 3.14 1,000,000 007",
-    "emoji 😀👩‍👩‍👧‍👦🏳️‍🌈 ✅",
-    "中文字符，测试。日本語テスト 한국어",
-    "สวัสดี नमस्ते مرحبا שלום",
-    "naïve café — “quotes” … a\u0301e\u0308",
-    "½ Ⅷ ² ٣٤ ﬁ straße ǅungla İ",
-    "zero\u200bwidth\u00a0no\u3000wide\ufeff",
-    "\u0001\u007f\x00 nul",
-    "𝕳𝖊𝖑𝖑𝖔 𐍈 \U0010ffff\ue000",
-    "camelCaseHTTPServer ABCdefGHI XMLíÉ",
-    'if (x == 3) { return "y"; } // ~~!!?? --- === $$$ ^^^',
-    "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
-    "<|im_end|><|im_end|> <|endoftext|>x<|im_start",
-    "<s>x</s> <unk> <0x41> <0x0A> <tag>▁under▁▁<tag> </tag>",
-    "a" * 300,
-    " " * 70 + "x",
-    "\n" * 40,
-]
-RANGES = [(32, 126), (32, 0x2FF), (0x300, 0x33FF), (0x4E00, 0x9FFF), (0x1F300, 0x1F9FF)]
 REWRITTEN = {"gpt-4o", "tekken", "deepseek-coder"}
-
-
-def texts(count: int) -> list[str]:
-    """Those above, and random texts made of them and of random characters."""
-    chance = random.Random(count)
-
-    def part() -> str:
-        match chance.randrange(4):
-            case 0:
-                return chance.choice(NASTY)
-            case 1:
-                pairs = [chance.choice(RANGES) for _ in range(chance.randint(1, 8))]
-                return "".join(chr(chance.randint(*pair)) for pair in pairs)
-            case 2:
-                return " " * chance.randint(1, 5) + "\n" * chance.randint(0, 3)
-        words = ["the quick", " fox", "Jumps", "123", " 45", "'s", "<|im_end|>", "<tag>", "  "]
-        return chance.choice(words)
-
-    made = ["".join(part() for _ in range(chance.randint(1, 10))) for _ in range(count)]
-    return NASTY + made
 
 
 def ours(path: Path) -> HfTokenizer:
     return read_gguf_tokenizer(GgufFile(path), 10_000)
 
 
-@contextmanager
-def llama_cpp(path: Path) -> Iterator[LlamaCppTokenizer]:
-    llama_library()
-    params = C.llama_model_default_params()
-    params.vocab_only = True
-    model = C.llama_model_load_from_file(str(path).encode(), params)
-    assert model, llama_library().reason()
-    handles: Any = SimpleNamespace(vocab=C.llama_model_get_vocab(model))
-    yield LlamaCppTokenizer(handles)
-    C.llama_model_free(model)
-
-
 def assert_same(path: Path, cases: list[str]) -> None:
     """Everything that the engine asks of a tokenizer."""
     mine = ours(path)
-    with llama_cpp(path) as theirs:
+    with llama_cpp_tokenizer(path) as theirs:
         for text in cases:
             assert mine.encode(text) == theirs.encode(text), ascii(text)
         for token in range(theirs.vocab_size):
@@ -110,7 +47,7 @@ def assert_same(path: Path, cases: list[str]) -> None:
 
 
 def test_the_built_in_model() -> None:
-    assert_same(TINY_GGUF, texts(200))
+    assert_same(TINY_GGUF, nasty_texts(200))
 
 
 LINES = (TESTS / "data" / "questions.jsonl").read_text().splitlines()
@@ -166,7 +103,7 @@ def vocabulary(target: Path, name: str = "tiny", **values: Any) -> Path:
 def test_every_pre_tokenizer(pre: str, tmp_path: Path) -> None:
     """As in llama.cpp, which beyond ASCII writes three otherwise than their models' authors."""
     path = words(tmp_path / "pre.gguf", pre)
-    assert_same(path, [text for text in texts(300) if pre not in REWRITTEN or text.isascii()])
+    assert_same(path, [text for text in nasty_texts(300) if pre not in REWRITTEN or text.isascii()])
 
 
 def test_pre_tokenizers_differ(tmp_path: Path) -> None:
@@ -174,13 +111,13 @@ def test_pre_tokenizers_differ(tmp_path: Path) -> None:
     seen = set()
     for pre in PRE_TOKENIZERS:
         tokenizer = ours(words(tmp_path / "pre.gguf", pre))
-        tokens = [tokenizer.encode(text) for text in texts(150)]
+        tokens = [tokenizer.encode(text) for text in nasty_texts(150)]
         seen.add(tuple(tuple(text[tokenizer.encode("") != [] :]) for text in tokens))
     assert len(seen) >= 8
 
 
 def test_no_pre_tokenizer_is_the_default_one(tmp_path: Path) -> None:
-    assert_same(words(tmp_path / "none.gguf", None), texts(50))
+    assert_same(words(tmp_path / "none.gguf", None), nasty_texts(50))
 
 
 def pieces(target: Path, changes: dict[str, Any] | None = None, name: str = "tiny") -> Path:
@@ -230,7 +167,7 @@ def pieces(target: Path, changes: dict[str, Any] | None = None, name: str = "tin
 )
 def test_pieces_by_score(changes: dict[str, Any], tmp_path: Path) -> None:
     path = pieces(tmp_path / "spm.gguf", changes)
-    assert_same(path, texts(200))
+    assert_same(path, nasty_texts(200))
     starts = [1] if changes.get("add_bos_token", True) else []
     assert ours(path).encode("") == starts
 
@@ -238,7 +175,11 @@ def test_pieces_by_score(changes: dict[str, Any], tmp_path: Path) -> None:
 def test_pieces_of_phi_3(tmp_path: Path) -> None:
     """Its special tokens take the spaces after them along, but for three."""
     path = pieces(tmp_path / "spm.gguf", name="Phi-3 mini")
-    assert_same(path, ["x<|im_end|>  \n y", "<s>  x</s> \t z", "<tag>  x <unk> y", *texts(50)])
+    known = ["x<|im_end|>  \n y", "<s>  x</s> \t z", "<tag>  x <unk> y"]
+    # of spaces beyond ASCII, its authors' tokenizer takes along what llama.cpp leaves
+    same = [text for text in nasty_texts(50) if not re.search(r">\s*[^\x00-\x7f\S]", text)]
+    assert len(same) > 60
+    assert_same(path, [*known, *same])
     assert ours(path).encode("<|im_end|>  the") == ours(path).encode("<|im_end|>the")
 
 

@@ -17,7 +17,6 @@ pytest.importorskip("transformers")
 
 import torch
 from cuda_configs import write_config
-from cuda_gguf_logits import llama_cpp_logits
 from hf_folders import DATA
 from llama_files import LlamaFile
 from quant_models import CTX, MODELS, model_folder
@@ -25,6 +24,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from benchmarks.gguf_model import llama_cpp_logits
 from localgen.backends.cuda.model.source import open_gguf_source
 from localgen.backends.errors import LoadFailed
 from localgen.backends.formats.hf.config import read_hf_config

@@ -1,8 +1,12 @@
-"""Logits after every token of a text, from our decoder and from llama.cpp itself."""
+"""A GGUF file in llama.cpp itself and in localgen's decoder: tokens, and logits after each one."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import llama_cpp.llama_cpp as C
 import numpy as np
@@ -15,6 +19,7 @@ from localgen.backends.cuda.model.decoder import Decoder, KVCache
 from localgen.backends.cuda.model.weights import DecoderWeights
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.llamacpp.library import llama_library
+from localgen.backends.llamacpp.vocab import LlamaCppTokenizer
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.sampling_params import BASE_SAMPLING
@@ -58,3 +63,24 @@ def llama_cpp_logits(path: Path, tokens: list[int], ctx: int) -> Tensor:
     C.llama_free(context)
     C.llama_model_free(model)
     return torch.from_numpy(np.stack(rows))
+
+
+@contextmanager
+def llama_cpp_tokenizer(path: Path) -> Iterator[LlamaCppTokenizer]:
+    """The tokenizer of localgen's llama.cpp backend, without the weights."""
+    llama_library()
+    params = C.llama_model_default_params()
+    params.vocab_only = True
+    model = C.llama_model_load_from_file(str(path).encode(), params)
+    assert model, llama_library().reason()
+    handles: Any = SimpleNamespace(vocab=C.llama_model_get_vocab(model))
+    yield LlamaCppTokenizer(handles)
+    C.llama_model_free(model)
+
+
+def widen(path: Path, target: Path) -> None:
+    """Write a copy with float32 weights, for which llama.cpp does not round activations."""
+    llama_library()
+    params = C.llama_model_quantize_default_params()
+    params.ftype, params.allow_requantize = C.LLAMA_FTYPE_ALL_F32, True
+    assert C.llama_model_quantize(str(path).encode(), str(target).encode(), params) == 0

@@ -1,0 +1,50 @@
+"""Chat templates: the engine's rendering and its tokens, against transformers'."""
+
+from __future__ import annotations
+
+import random
+
+from transformers import PreTrainedTokenizerFast
+
+from benchmarks.agreement_parts.subject import Subject
+from benchmarks.agreement_parts.tokens import published_tokenizer
+from benchmarks.gguf_model import llama_cpp_tokenizer
+from benchmarks.nasty_text import nasty_texts
+from localgen.backends.text.template import ChatTemplate
+from localgen.backends.types import Message
+
+
+def conversations(count: int) -> list[list[Message]]:
+    """Random conversations of nasty texts, a part of them with special tokens in the content."""
+    chance, texts = random.Random(count), nasty_texts(count)
+    found = []
+    for _ in range(count):
+        roles = ["system"] * chance.randint(0, 1) + ["user", "assistant"] * chance.randint(0, 3)
+        found.append([Message(role, chance.choice(texts)) for role in [*roles, "user"]])
+    return found
+
+
+def templates(subject: Subject, count: int) -> None:
+    """Compare prompts as text, and their tokens where the authors' tokenizer is known."""
+    source, published = subject.source.chat_template, published_tokenizer(subject.path)
+    if source is None or published is None:
+        print("templates: the file has no chat template, or no known tokenizer: not compared")
+        return
+    own = subject.source.load_tokenizer()
+    template = ChatTemplate(source, bos=own.bos, eos=own.eos)
+    reference = PreTrainedTokenizerFast(
+        tokenizer_object=published, bos_token=own.bos, eos_token=own.eos, chat_template=source
+    )
+    texts = ids = 0
+    with llama_cpp_tokenizer(subject.path) as theirs:
+        for messages in conversations(count):
+            turns = [{"role": m.role, "content": m.content} for m in messages]
+            prompt = template.render(messages)
+            wanted = reference.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=True
+            )
+            encoded = reference(prompt, add_special_tokens=False)["input_ids"]
+            texts += prompt != wanted
+            ids += not own.encode(prompt) == theirs.encode(prompt) == encoded
+    subject.none_of("chat template", "prompts differ from transformers'", texts, count)
+    subject.none_of("chat template", "tokens of prompts differ", ids, count)

@@ -1,0 +1,108 @@
+"""Tokenizers: llama.cpp's, the CUDA backend's, and the one that the model's authors published."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence, Set
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+from tokenizers.pre_tokenizers import ByteLevel, Digits
+
+from benchmarks.agreement_parts.subject import Subject
+from benchmarks.gguf_model import llama_cpp_tokenizer
+from benchmarks.nasty_text import nasty_texts
+from localgen.backends.formats.gguf.file import GgufFile
+from localgen.backends.formats.hf.tokenizer import HfTokenizer
+from localgen.backends.llamacpp.vocab import LlamaCppTokenizer
+from localgen.backends.text.detokenize import Detokenizer
+
+# by the name in GGUF files; as in the tokenizer.json of the model's authors
+_PUBLISHED = {"smollm": (Digits(individual_digits=True), ByteLevel(add_prefix_space=False))}
+_CONTROL = 3
+
+
+def tokens(subject: Subject, count: int) -> None:
+    """Compare token ids of nasty texts, and the texts that they decode to.
+
+    Where the vocabulary has no token for a byte, llama.cpp merges nothing across the gap, and the
+    `tokenizers` library does: such texts are counted apart.
+    """
+    texts = nasty_texts(count)
+    own = subject.source.load_tokenizer()
+    published = published_tokenizer(subject.path)
+    with llama_cpp_tokenizer(subject.path) as theirs:
+        pieces = set(map(theirs.piece, range(theirs.vocab_size)))
+        encodable = [_without_unknown(text, pieces) for text in texts]
+        ids = [theirs.encode(text) for text in texts]
+        for name, side in (("engine", own), ("llama.cpp", theirs)):
+            _decoding(subject, name, side, ids, encodable)
+    rows = list(zip(texts, [own.encode(text) for text in texts], ids, encodable, strict=True))
+    whole = [(t, a, b) for t, a, b, known in rows if known == t.encode()]
+    gaps = [(t, a, b) for t, a, b, known in rows if known != t.encode()]
+    subject.none_of("tokens", "engine's differ from llama.cpp's", _differing(whole), len(whole))
+    subject.report.add(
+        "tokens",
+        "engine's differ from llama.cpp's, bytes that no token has",
+        f"of {len(gaps):,}",
+        [_differing(gaps)],
+    )
+    if published is not None:
+        found = [published.encode(t, add_special_tokens=False).ids for t in texts]
+        pairs = [(t, a, b) for (t, a, _, _), b in zip(rows, found, strict=True)]
+        subject.none_of(
+            "tokens",
+            "engine's differ from its authors'",
+            _differing(pairs),
+            len(pairs),
+        )
+
+
+def _differing(rows: Sequence[tuple[str, list[int], list[int]]]) -> int:
+    """Number of texts with different tokens; prints the first ones."""
+    found = [text for text, ours, theirs in rows if ours != theirs]
+    for text in found[:3]:
+        print(f"tokens differ: {text[-200:]!a}")
+    return len(found)
+
+
+def _decoding(
+    subject: Subject,
+    name: str,
+    side: HfTokenizer | LlamaCppTokenizer,
+    ids: Sequence[list[int]],
+    encodable: Sequence[bytes],
+) -> None:
+    """Count the texts that do not come back, at once or token by token as answers are streamed."""
+    lost = streamed = 0
+    for row, known in zip(ids, encodable, strict=True):
+        lost += b"".join(side.piece(token) or side.id_to_token(token) for token in row) != known
+        pieces = [side.piece(token) for token in row]
+        detokenizer, whole = Detokenizer(), codecs.getincrementaldecoder("utf-8")("replace")
+        text = "".join(map(detokenizer.feed, pieces))
+        streamed += text != whole.decode(b"".join(pieces))
+    subject.none_of("decode(encode(text)) is not the text", name, lost, len(ids))
+    subject.none_of("streamed text differs", name, streamed, len(ids))
+
+
+def _without_unknown(text: str, pieces: Set[bytes]) -> bytes:
+    """The UTF-8 form of a text without bytes that are no token: every tokenizer drops them."""
+    return b"".join(byte for byte in (bytes([b]) for b in text.encode()) if byte in pieces)
+
+
+def published_tokenizer(path: Path) -> tokenizers.Tokenizer | None:
+    """The vocabulary of a file with the pre-tokenizer of the model's authors; None if not known."""
+    values = GgufFile(path).section("tokenizer.ggml.").values
+    steps = _PUBLISHED.get(str(values.get("pre")))
+    if steps is None:
+        return None
+    texts, kinds = values["tokens"], values["token_type"]
+    merges = [tuple(merge.split(" ")) for merge in values["merges"]]
+    vocabulary = {text: token for token, text in enumerate(texts)}
+    found = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    found.pre_tokenizer = pre_tokenizers.Sequence(list(steps))
+    found.decoder = decoders.ByteLevel()
+    control = [text for text, kind in zip(texts, kinds, strict=True) if kind == _CONTROL]
+    found.add_special_tokens(control)
+    return found
