@@ -21,6 +21,7 @@ from localgen.backends.engine.input_processor import InputProcessor
 from localgen.backends.engine.loaded_model import LoadedModel
 from localgen.backends.errors import InvalidRequest, OutOfMemory
 from localgen.backends.llamacpp import embeddings
+from localgen.backends.llamacpp.free_cores import FreeCores
 from localgen.backends.llamacpp.loader import load_llamacpp_model
 from localgen.backends.llamacpp.runner import LlamaRunner
 from localgen.backends.memory.system import RESERVED_BYTES
@@ -157,6 +158,16 @@ def test_no_context_is_made_before_it_is_needed_and_a_long_one_is_given_up(
     ours(model, TEXTS)
     model.runner.close()
     assert vectors._handle is None
+
+
+def test_as_many_threads_compute_as_there_are_free_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FreeCores, "count", lambda self: 2)
+    request = ModelLoadRequest("m", str(TINY_GGUF), LoadOptions())
+    model = load_llamacpp_model(request, lambda _share: None)
+    assert isinstance(model.runner, LlamaRunner)
+    ours(model, TEXTS)
+    assert llama_cpp.llama_n_threads(model.runner._embedder._handle) == 2
+    model.runner.close()
 
 
 def test_without_memory_it_is_refused_with_both_numbers(

@@ -20,6 +20,7 @@ from localgen.backends.engine.embeddings import (
 from localgen.backends.errors import InvalidRequest, OutOfMemory
 from localgen.backends.llamacpp import sizing
 from localgen.backends.llamacpp.batch import LlamaBatch
+from localgen.backends.llamacpp.free_cores import FreeCores
 from localgen.backends.llamacpp.library import FLASH_ATTN, llama_library
 from localgen.backends.llamacpp.native import LlamaModel
 from localgen.backends.llamacpp.options import LlamaOptions
@@ -47,6 +48,7 @@ class LlamaEmbedder:
     ) -> None:
         self._model, self._options, self._executor = model, options, executor
         self._is_bidirectional = not model.is_causal
+        self._free_cores = FreeCores(options.threads) if options.adapts_threads else None
         self._handle: Any = None
         self._batch = LlamaBatch(1)
         self._context_tokens = 0  # capacity of the context
@@ -166,6 +168,9 @@ class LlamaEmbedder:
         assert len(chunks) <= MAX_INPUTS, len(chunks)
         self._batch.fill(chunks, range(len(chunks)) if seq_ids is None else seq_ids)
         llama_library().clear()
+        if self._free_cores is not None:
+            threads = self._free_cores.count()
+            C.llama_set_n_threads(self._handle, threads, threads)
         status = self._executor.submit(C.llama_decode, self._handle, self._batch.native).result()
         if status:
             raise StepFailed(f"llama_decode failed ({status}): {llama_library().reason()}")
