@@ -1,15 +1,18 @@
 #!/bin/sh
-# Creates .venv and installs localgen into it: ./setup.sh [dev]. The Makefile calls this.
+# Creates an environment and installs localgen into it: ./setup.sh [dev|test]. The Makefile calls this.
+# dev: with all that its developers use; test: with what its tests use, but for torch.
 #   LLAMA_WHEEL  path or URL of a llama-cpp-python wheel, instead of compiling it
+#   PYTHON       the Python of the environment, instead of the newest that suits
+#   VENV         the environment's folder, instead of .venv
 # Safe to run again after an interruption: finished steps are kept.
 set -eu
 cd "$(dirname "$0")"
 
-venv=.venv
+venv=${VENV:-.venv}
 wheels=$venv/wheels
 given=$wheels/given # marks that the wheel there was chosen with LLAMA_WHEEL
 log=$venv/setup.log
-dev=${1:-}
+extra=${1:-}
 constraints=$venv/constraints.txt
 
 say() { printf '%s\n' "$*" >&2; }
@@ -18,6 +21,11 @@ fail() { say "setup: $*"; exit 1; }
 suits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1; }
 
 find_python() {
+    if [ -n "${PYTHON:-}" ]; then
+        suits "$PYTHON" || fail "PYTHON=$PYTHON is not a Python 3.11 to 3.13"
+        printf '%s' "$PYTHON"
+        return
+    fi
     for name in python3.13 python3.12 python3.11 python3; do
         if suits "$name"; then
             printf '%s' "$name"
@@ -38,18 +46,55 @@ need_compilers() {
 }
 
 # GCC before 11.5, 12.4 and 13.3 loses the set-up of AMX tiles (its bug 114098): llama.cpp
-# built with it crashes on a processor that has them, so it has to do without.
-spare_amx() {
-    "${CC:-cc}" --version 2>/dev/null | grep -q 'Free Software Foundation' || return 0
-    case $("${CC:-cc}" -dumpmachine) in x86_64*) ;; *) return 0 ;; esac
+# built with it crashes on a processor that has them.
+gcc_breaks_amx() {
+    "${CC:-cc}" --version 2>/dev/null | grep -q 'Free Software Foundation' || return 1
+    case $("${CC:-cc}" -dumpmachine) in x86_64*) ;; *) return 1 ;; esac
     case $("${CC:-cc}" -dumpfullversion) in
     11.[0-4].* | 12.[0-3].* | 13.[0-2].*) ;;
-    *) return 0 ;;
+    *) return 1 ;;
     esac
+}
+
+# Prints the name of a clang from 16 on that has OpenMP, if there is one.
+find_clang() {
+    for name in clang clang-22 clang-21 clang-20 clang-19 clang-18 clang-17 clang-16; do
+        release=$("$name" -dumpversion 2>/dev/null) || continue
+        [ "${release%%.*}" -ge 16 ] && command -v "clang++${name#clang}" >/dev/null || continue
+        printf '#include <omp.h>\n' | "$name" -fopenmp -x c -E - >/dev/null 2>&1 || continue
+        printf '%s' "$name"
+        return
+    done
+}
+
+# On a processor with AMX, prompts take half the time with it: use clang, or do without AMX.
+choose_compiler() {
+    gcc_breaks_amx || return 0
+    clang=
+    if [ -z "${CC:-}${CXX:-}" ] && grep -qw amx_int8 /proc/cpuinfo 2>/dev/null; then
+        clang=$(find_clang)
+        [ -n "$clang" ] || say "This GCC cannot compile for AMX, which this processor has. To read prompts" \
+            "faster, install clang 16 or later with OpenMP (Debian, Ubuntu: apt install clang libomp-dev)," \
+            "then: make clean chat"
+    fi
+    if [ -n "$clang" ]; then
+        CC=$clang
+        CXX=clang++${clang#clang}
+        export CC CXX
+        return
+    fi
     flags='-mno-amx-tile -mno-amx-int8 -mno-amx-bf16'
     CFLAGS="${CFLAGS:-} $flags"
     CXXFLAGS="${CXXFLAGS:-} $flags"
     export CFLAGS CXXFLAGS
+}
+
+# localgen loads libllama and ggml only. llama-cpp-python has an option to leave out its multimodal
+# library, and none for the library of llama.cpp's tools: a variable of ours hides the one that it sets.
+build_what_is_loaded() {
+    printf 'set(LLAMA_BUILD_COMMON OFF)\n' >"$venv/llama.cmake"
+    CMAKE_ARGS="-DLLAVA_BUILD=OFF '-DCMAKE_PROJECT_llama_cpp_INCLUDE=$PWD/$venv/llama.cmake' ${CMAKE_ARGS:-}"
+    export CMAKE_ARGS
 }
 
 clock() { printf '%d:%02d' $(($1 / 60)) $(($1 % 60)); }
@@ -123,7 +168,8 @@ get_llama_wheel() {
         return
     else
         need_compilers
-        spare_amx
+        choose_compiler
+        build_what_is_loaded
         say "Building llama-cpp-python $version: this compiles llama.cpp for the processor of this"
         say "machine, so that it uses all of it. About five minutes on two cores, once only (seconds"
         say "if pip has kept it from before). To use a prebuilt wheel instead, stop this and run:"
@@ -167,10 +213,10 @@ install_localgen() {
     else
         cp constraints.txt "$constraints"
     fi
-    pip install --find-links "$wheels" --constraint "$constraints" --editable ".${dev:+[$dev]}"
+    pip install --find-links "$wheels" --constraint "$constraints" --editable ".${extra:+[$extra]}"
 }
 
-[ -z "$dev" ] || [ "$dev" = dev ] || fail "unknown argument $dev: it is dev or nothing"
+case $extra in '' | dev | test) ;; *) fail "unknown argument $extra: it is dev, test or nothing" ;; esac
 started=$(date +%s)
 create_venv
 download_smollm2
@@ -178,5 +224,5 @@ get_llama_wheel
 install_localgen
 install_smollm2
 : >"$venv/.installed"
-if [ -n "$dev" ]; then : >"$venv/.installed-dev"; fi
+if [ -n "$extra" ]; then : >"$venv/.installed-$extra"; fi
 say "Ready after $(clock $(($(date +%s) - started)))."
