@@ -86,3 +86,15 @@ def test_keep_alive_is_for_one_model(served: House) -> None:
 
 def load(client: Client, path: str, keep_alive: str) -> None:
     client.load(path, LoadOptions(), lambda _share: None, keep_alive=keep_alive)
+
+
+def test_aliases_of_installed_models_are_listed_as_models(served: House) -> None:
+    served.start()
+    served.named("pet")
+    with (served.settings.state_dir / "models.toml").open("a") as names:
+        names.write('future = "llama-8b"\n')
+    cards = {card["id"]: card for card in served.http.get("/v1/models").json()["data"]}
+    tags = {entry["name"] for entry in served.http.get("/api/tags").json()["models"]}
+    assert cards["pet"]["path"] == served.model("echo").replace("echo", "pet")
+    assert {"pet", "tiny"} <= tags == set(cards)
+    assert "future" not in tags

@@ -37,14 +37,19 @@ def unfinished_downloads() -> list[UnfinishedDownload]:
         if plan.size_bytes - plan.remaining_bytes > 0 and not plan.is_cached
     ]
     known = {blob_path(plan.repo, file).name for plan in plans for file in plan.files}
+    return sorted([*found, *_other_downloads(known)], key=lambda download: download.name)
+
+
+def _other_downloads(known: set[str]) -> list[UnfinishedDownload]:
+    """Return, by repository, the incomplete files that no plan has. known: hashes of the plans."""
     sizes: dict[str, int] = {}
     for path in cache_folder().glob(f"{REPO_PREFIX}*/blobs/*.incomplete"):
         # other programs insert a suffix between the hash and .incomplete
         if path.name.partition(".")[0] not in known:
             repo = repo_name(path.parents[1])
-            sizes[repo] = sizes.get(repo, 0) + path.stat().st_size
-    others = [UnfinishedDownload(repo, size, None) for repo, size in sizes.items() if size]
-    return sorted([*found, *others], key=lambda download: download.name)
+            with contextlib.suppress(FileNotFoundError):  # it has just been completed
+                sizes[repo] = sizes.get(repo, 0) + path.stat().st_size
+    return [UnfinishedDownload(repo, size, None) for repo, size in sizes.items() if size]
 
 
 @contextlib.contextmanager
@@ -61,10 +66,10 @@ def recorded_pull(plan: PullPlan) -> Iterator[None]:
             _forget(path)
 
 
-def forget_downloads(repo: str, name: str | None = None) -> None:
-    """Remove the plans of a repository's unfinished downloads, or only that of one model."""
+def forget_downloads(repo: str) -> None:
+    """Remove the plans of a repository's unfinished downloads."""
     for plan in _saved_plans():
-        if plan.repo == repo and name in (None, plan.name):
+        if plan.repo == repo:
             _forget(_plan_path(plan.name))
 
 
