@@ -173,8 +173,8 @@ def validate_sampling_params(params: SamplingParams) -> None:
             continue
         value = getattr(params, name)
         if not lowest <= value <= highest:  # NaN fails too
-            most = "" if highest == math.inf else f" to {highest:g}"
-            raise InvalidRequest(f"{name} is {value:g}, it must be {lowest:g}{most}", param=name)
+            bounds = f"at least {lowest:g}" if highest == math.inf else f"{lowest:g} to {highest:g}"
+            raise InvalidRequest(f"{name} is {value:g}, it must be {bounds}", param=name)
     for token, bias in params.logit_bias.items():
         if not bias <= _MAX_BIAS:  # NaN fails too; -inf is allowed and bans the token
             raise InvalidRequest(

@@ -57,6 +57,7 @@ def test_a_misspelt_variable_does_not_end_the_command(
         ("MMAP", "perhaps", [], "LOCALGEN_MMAP: 'perhaps' is not true or false"),
         ("KEEP_ALIVE", "soon", [], "LOCALGEN_KEEP_ALIVE=soon: give a time such as 30s"),
         ("SYSTEM", "@none", [], "LOCALGEN_SYSTEM none: No such file or directory"),
+        ("URL", "://", [], "LOCALGEN_URL=://: '://' is not the URL of a server"),
         ("THREADS", "0", ["--temp", "warm"], "--temp: 'warm' is not a number"),
         ("CTX", "1", ["--ctx", "abc"], "--ctx: 'abc' is not a whole number"),
     ],

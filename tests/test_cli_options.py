@@ -218,11 +218,15 @@ def test_a_wrong_logit_bias_says_how() -> None:
         (["--temp", "nan"], "--temp nan: give a finite number"),
         (["--top-p", "inf"], "--top-p inf: give a finite number"),
         (["--itl-target-ms", "nan"], "--itl-target-ms nan: give a finite number"),
+        (["-n", "0"], "--max-tokens must be at least 1, or -1 for no limit"),
+        (["-s", "-2"], "--seed must be at least 0, or -1 for a new one each time"),
+        (["-c", "-1"], "--ctx must be at least 1, or 0 for the default"),
+        (["--min-tokens", "-1"], "--min-tokens must be at least 0$"),
         (["--logit-bias", "5=nan"], "give a finite number"),
         (["--logit-bias", "5=-inf"], "5=-100 bans the token"),
     ],
 )
-def test_numbers_that_are_not_finite_are_refused(arguments: list[str], complaint: str) -> None:
+def test_numbers_that_nothing_accepts_are_refused(arguments: list[str], complaint: str) -> None:
     with pytest.raises(InvalidRequest, match=complaint):
         parse(*arguments)
 

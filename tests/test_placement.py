@@ -78,6 +78,12 @@ def test_several_gpus_are_the_first_ones() -> None:
         (FOLDER, LoadOptions(), NOTHING, "which only the cuda backend runs, and no NVIDIA GPU"),
         (FOLDER, LoadOptions(backend="llamacpp"), ONE, "llama.cpp runs .gguf files"),
         (GGUF, LoadOptions(backend="cuda"), NOTHING, "no NVIDIA GPU was found: --backend llamacpp"),
+        (
+            GGUF,
+            LoadOptions(backend="cuda"),
+            replace(NOTHING, missing_packages=("nvidia-ml-py",)),
+            "no NVIDIA GPU was found: --backend llamacpp",
+        ),
         (GGUF, LoadOptions(backend="mlx"), ONE, "'mlx', it must be one of auto, llamacpp, cuda"),
         (GGUF, LoadOptions(device="cuda:3"), ONE, "'cuda:3', it must be cpu, cuda, or cuda:0 to"),
         (

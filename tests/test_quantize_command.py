@@ -53,7 +53,7 @@ def test_a_folder_and_its_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command_line(["quantize", "tiny", "--rtn", "--bits", "3", "--json", *QUICK]) == 0
+    assert run_command_line(["quantize", "tiny", "--rtn", "--bits", "3", "--json", *QUICK[2:]]) == 0
     record = json.loads(capsys.readouterr().out)
     original_row, row = record["models"]
     assert (original_row["kl"], row["name"]) == (None, "tiny-rtn-3bit")
@@ -85,6 +85,8 @@ def test_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["tiny", "--fp8", "--bits", "4"], INVALID, "fp8 supports 8 bits, not 4"),
         (["tiny", "--fp8", "--group-size", "64"], INVALID, "--group-size goes with"),
         (["tiny", "--rtn", "--no-act-order"], INVALID, "go with --gptq"),
+        (["tiny", "--rtn", "--samples", "3"], INVALID, "--samples is for calibration"),
+        (["tiny", "--gguf", "Q8_0", "--seed", "3"], INVALID, "--seed is for calibration"),
         (["tiny", "--rtn", "--calib", "x.txt"], INVALID, "use no calibration text"),
         (["tiny", "--gguf", "Q4_K_M", "--bits", "4"], INVALID, "the file type sets the bits"),
         (["tiny", "--rtn", "--group-size", "100"], INVALID, "multiple of 8"),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from localgen.backends.errors import LocalgenError, ModelNotFound
+from localgen.backends.errors import LocalgenError
 
 if TYPE_CHECKING:
     from localgen.cli.options import CliOption
@@ -68,7 +68,7 @@ def usage_message(error: typer.TyperException, arguments: Sequence[str]) -> str:
 
 
 def error_message(error: LocalgenError, arguments: Sequence[str]) -> str:
-    """The message of an error; an option or model of a variable is named by the variable."""
+    """The message of an error; what a variable gave is named by the variable."""
     message = error.message
     for option in _shared_options():
         if option.field == error.param:
@@ -76,10 +76,10 @@ def error_message(error: LocalgenError, arguments: Sequence[str]) -> str:
             for prefix in (option.field, option.long_name):
                 if message.startswith((f"{prefix} ", f"{prefix}:", f"{prefix}=")):
                     return name + message.removeprefix(prefix)
-    model = os.environ.get("LOCALGEN_MODEL")
-    is_from_variable = model and repr(model) in message and model not in " ".join(arguments)
-    if isinstance(error, ModelNotFound) and error.param != "draft" and is_from_variable:
-        return f"LOCALGEN_MODEL={model}: {message}"
+    for variable in ("LOCALGEN_MODEL", "LOCALGEN_URL"):
+        value = os.environ.get(variable)
+        if value and repr(value) in message and value not in " ".join(arguments):
+            return f"{variable}={value}: {message}"
     return message
 
 
@@ -92,7 +92,9 @@ def _shared_options() -> list[CliOption]:
 def _given_name(names: Sequence[str], variable: str | None, arguments: Sequence[str]) -> str:
     """The variable if the option was set by it, else the option's long name."""
     is_typed = any(argument.startswith(tuple(names)) for argument in arguments)
-    return variable if variable in os.environ and not is_typed else max(names, key=len)
+    if variable is not None and variable in os.environ and not is_typed:
+        return variable
+    return max(names, key=len)
 
 
 def _reason(problem: Any) -> str:

@@ -28,7 +28,8 @@ _METAVARS = {list[str]: "<str>", list[int]: "<int>"}
 class CliOption:
     """A command-line option and the field it sets.
 
-    unset_value: a value with the same meaning as leaving the option out.
+    unset_value: a value with the same meaning as leaving the option out, which unset_meaning tells.
+    lowest: of the other values, if the server would refuse lower ones.
     """
 
     field: str
@@ -36,6 +37,8 @@ class CliOption:
     names: str
     help: str
     unset_value: int | None = None
+    unset_meaning: str = ""
+    lowest: int | None = None
 
     @property
     def env_var(self) -> str:
@@ -71,6 +74,8 @@ REQUEST_OPTIONS = (
         "Context length in tokens, prompt plus answer (default: 0 = 8,192; with the CUDA "
         "backend on a GPU the largest that fits; at most what the model was trained for).",
         0,
+        "the default",
+        1,
     ),
     CliOption("system", str, "-sys --system", "System prompt; @FILE reads a file."),
     CliOption("priority", int, "--priority", "Request priority; higher runs first (default: 0)."),
@@ -90,9 +95,21 @@ SAMPLING_OPTIONS = (
         "-n --max-tokens",
         "Maximum number of generated tokens; -1: no limit.",
         -1,
+        "no limit",
+        1,
     ),
-    CliOption("min_tokens", int, "--min-tokens", "Minimum number of generated tokens.", 0),
-    CliOption("seed", int, "-s --seed", "Seed of the random stream; -1: a new one each time.", -1),
+    CliOption(
+        "min_tokens", int, "--min-tokens", "Minimum number of generated tokens.", 0, lowest=0
+    ),
+    CliOption(
+        "seed",
+        int,
+        "-s --seed",
+        "Seed of the random stream; -1: a new one each time.",
+        -1,
+        "a new one each time",
+        0,
+    ),
     *(
         CliOption(
             sampler.name,
@@ -278,8 +295,8 @@ def build_model_options(values: dict[str, Any]) -> ModelOptions:
 
     Raises InvalidRequest or BadSetting if a value is invalid.
     """
-    for flag in (*SAMPLING_OPTIONS, *LOAD_OPTIONS):
-        _require_finite(flag, values.get(flag.field))
+    for flag in (*REQUEST_OPTIONS, *SAMPLING_OPTIONS, *LOAD_OPTIONS):
+        _validate_number(flag, values.get(flag.field))
     values = values | _read_at_files(values)
     sampling = _values_of(SAMPLING_OPTIONS, values)
     if "logit_bias" in sampling:
@@ -315,7 +332,12 @@ def _values_of(flags: tuple[CliOption, ...], values: dict[str, Any]) -> dict[str
     }
 
 
-def _require_finite(flag: CliOption, value: object) -> None:
+def _validate_number(flag: CliOption, value: object) -> None:
+    is_low = isinstance(value, int) and flag.lowest is not None and value < flag.lowest
+    if is_low and value != flag.unset_value:
+        other = f", or {flag.unset_value} for {flag.unset_meaning}" if flag.unset_meaning else ""
+        message = f"{flag.long_name} must be at least {flag.lowest}{other}"
+        raise InvalidRequest(message, param=flag.field)
     # JSON has no NaN or infinity, and no option accepts them
     if isinstance(value, float) and not math.isfinite(value):
         raise InvalidRequest(f"{flag.long_name} {value}: give a finite number", param=flag.field)

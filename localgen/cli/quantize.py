@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -97,10 +98,10 @@ CalibOption = Annotated[
     ),
 ]
 SamplesOption = Annotated[
-    int,
+    int | None,
     typer.Option(
         "--samples",
-        help="Maximum number of calibration sequences.",
+        help="Maximum number of calibration sequences (default: 128).",
         metavar="<int>",
         min=1,
         rich_help_panel=_TEXT_PANEL,
@@ -117,11 +118,12 @@ SeqLenOption = Annotated[
     ),
 ]
 SeedOption = Annotated[
-    int,
+    int | None,
     typer.Option(
         "-s",
         "--seed",
-        help="Seed for drawing the calibration sequences.",
+        help="Seed for drawing the calibration sequences (default: 0).",
+        metavar="<int>",
         rich_help_panel=_TEXT_PANEL,
     ),
 ]
@@ -176,9 +178,9 @@ def command(
     group_size: GroupSizeOption = None,
     act_order: ActOrderFlag = None,
     calib: CalibOption = None,
-    samples: SamplesOption = 128,
+    samples: SamplesOption = None,
     seq_len: SeqLenOption = 512,
-    seed: SeedOption = 0,
+    seed: SeedOption = None,
     eval_text: EvalTextOption = None,
     eval_samples: EvalSamplesOption = 16,
     no_eval: NoEvalFlag = False,
@@ -216,10 +218,13 @@ def command(
             run.compare_models(names, held_out, device, printer)
         return
     path = Path(os.path.expanduser(calib)) if calib not in (None, "builtin") else None
+    drawing = {
+        name: value for name, value in (("samples", samples), ("seed", seed)) if value is not None
+    }
     request = QuantizeRequest(
         model=_single_model(names),
         gguf=gguf,
-        calibration=CalibrationConfig(path=path, samples=samples, seq_len=seq_len, seed=seed),
+        calibration=CalibrationConfig(path=path, seq_len=seq_len, **drawing),
         output=out,
         device=device,
         resume=resume,
@@ -231,8 +236,20 @@ def command(
         act_order=act_order,
         calibrate=calib is not None,
     )
+    if request.recipe is None or not request.recipe.needs_calibration:
+        _refuse_calibration_options(drawing)
     with QuantizePrinter(as_json=json) as printer:
         run.run_quantization(request, printer)
+
+
+def _refuse_calibration_options(options: Iterable[str]) -> None:
+    """Raise InvalidRequest if options are given that only a calibration reads."""
+    for name in options:
+        raise InvalidRequest(
+            f"--{name} is for calibration, which this method does without: leave it out, or "
+            "choose --awq, --gptq or --smoothquant, or --gguf with --calib",
+            param=name,
+        )
 
 
 def _require_exclusive(reports: dict[str, bool], actions: dict[str, object]) -> None:

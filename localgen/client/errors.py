@@ -104,7 +104,7 @@ class LocalErrors(ServerErrors):
         if isinstance(error, httpx.ConnectError):
             return ServerUnavailable(f"no server answers on {self._settings.socket_path}")
         return ServerUnavailable(
-            f"the server went away in mid-answer: see {self._settings.log_path}"
+            f"the server stopped while answering: see {self._settings.log_path}"
         )
 
     def refusal(self, response: ErrorResponse) -> LocalgenError:

@@ -76,10 +76,15 @@ class Hardware:
         return replace(self, gpus=tuple(gpus))
 
     @property
+    def may_have_gpu(self) -> bool:
+        """True if there is a GPU, or a driver for one that missing packages may hide."""
+        return bool(self.gpus) or self.has_driver
+
+    @property
     def cuda_unavailable_reason(self) -> str | None:
         """Why the cuda backend cannot run here, or None if it can."""
         able = [gpu for gpu in self.gpus if gpu.capability >= MIN_CAPABILITY]
-        if self.missing_packages and (self.gpus or self.has_driver):
+        if self.missing_packages and self.may_have_gpu:
             return f"{', '.join(self.missing_packages)} not installed: {INSTALL_COMMAND}"
         if not self.gpus:
             return "no NVIDIA GPU was found"
@@ -131,7 +136,8 @@ def choose_placement(
 
 
 def _place_on_cuda(options: LoadOptions, hardware: Hardware) -> Placement:
-    if hardware.missing_packages:
+    # without a GPU, packages are not the reason
+    if hardware.missing_packages and (options.device == "cpu" or hardware.may_have_gpu):
         raise InvalidRequest(
             f"the cuda backend needs {', '.join(hardware.missing_packages)}: {INSTALL_COMMAND}",
             param="backend",

@@ -334,6 +334,12 @@ def _validation_message(problem: Any) -> tuple[str, str | None]:
             return "the body must be a JSON object with Content-Type: application/json", None
         case "missing":
             return (f"{field} is missing", field) if field else ("the body is missing", None)
+        case "greater_than_equal":
+            return f"{field} must be at least {problem['ctx']['ge']:,}", field
+        case "less_than_equal":
+            return f"{field} must be at most {problem['ctx']['le']:,}", field
+        case "less_than":
+            return f"{field} must be below {problem['ctx']['lt']:,}", field
         case _:
             reason = str(problem["msg"])
             return (f"{field}: {reason}", field) if field else (reason, None)
