@@ -29,6 +29,7 @@ from localgen.repl.typed_ahead import hide_typed_ahead
 
 if TYPE_CHECKING:
     from localgen.client import ModelClient
+    from localgen.client.snapshot import ModelSnapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,13 +184,19 @@ class Repl:
 
     def _busy_cores(self) -> str:
         """What took cores from the model in its last steps; empty if nothing did."""
-        found = self.session.model_snapshot()
+        found = self._model_snapshot()
         if found is None or not found.lacks_cores:
             return ""
         return report.busy_cores(found, busy_programs())
 
+    def _model_snapshot(self) -> ModelSnapshot | None:
+        try:
+            return self.session.model_snapshot()
+        except LocalgenError:
+            return None  # a remote server, for example, reports none
+
     def _greet(self) -> None:
-        found = self.session.model_snapshot()
+        found = self._model_snapshot()
         memory_bytes = found.memory_bytes if found is not None else None
         self._print_dim(report.greeting_line(self.session.model, memory_bytes))
         for note in self.session.model.notes:
