@@ -94,7 +94,7 @@ def _set(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
         is_on = rest != "off"
         session.set_options(**{what: is_on})
         return CommandOutput(f"{what} {'on' if is_on else 'off'}")
-    raise InvalidRequest(f"/set {argument}: give {SLASH_COMMANDS['/set'].usage}")
+    raise _usage_error("/set", argument)
 
 
 def _set_parameter(session: ChatSession, rest: str) -> CommandResult:
@@ -157,7 +157,7 @@ def _show(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
         return CommandOutput(session.model.chat_template or "the model has no chat template")
     if what == "system":
         return CommandOutput(session.conversation.system or "no system prompt")
-    raise InvalidRequest(f"/show {what}: give {SLASH_COMMANDS['/show'].usage}")
+    raise _usage_error("/show", argument)
 
 
 def _model_info_text(session: ChatSession) -> str:
@@ -316,6 +316,11 @@ def _help_rows(command: SlashCommand) -> list[tuple[str, str]]:
 
 def _bye(_session: ChatSession, _argument: str, _: OnProgress) -> CommandResult:
     return LeaveChat()
+
+
+def _usage_error(name: str, argument: str) -> InvalidRequest:
+    usage = f"usage: {name} {SLASH_COMMANDS[name].usage}"
+    return InvalidRequest(f"{name} has no {argument!r}; {usage}" if argument else usage)
 
 
 def _strip_quotes(text: str) -> str:
