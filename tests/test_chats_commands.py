@@ -115,9 +115,9 @@ def test_set_parameter(session: ChatSession, text: str, field: str, value: objec
         ("/set parameter logprobs 3", "no parameter"),
         ("/set ctx 999999", "was trained for 2,048"),
         ("/set ctx many", "number of tokens"),
-        ("/set nothing", "give system TEXT"),
-        ("/set", "give system TEXT"),
-        ("/show nothing", "give info"),
+        ("/set nothing", "^/set has no 'nothing'; usage: /set system TEXT"),
+        ("/set", "^usage: /set system TEXT"),
+        ("/show nothing", "^/show has no 'nothing'; usage: /show info"),
         ("/undo 3", "cannot undo 3 of 2"),
         ("/undo 0", "cannot undo 0 of 2"),
         ("/undo x", "number of turns"),
@@ -174,6 +174,7 @@ def test_show_parameters_says_whose_they_are(session: ChatSession) -> None:
     assert rows["temperature"] == ["0.3", "model"]
     assert rows["top_p"] == ["0.95"]
     assert rows["max_tokens"] == ["-"]
+    assert rows["min_tokens"] == ["0"]
 
 
 def test_show_template_and_system(session: ChatSession) -> None:
@@ -252,8 +253,37 @@ def test_counts_are_forgotten_when_the_conversation_changes(session: ChatSession
     assert session.estimate_used_tokens() < 49
 
 
-def test_stats_are_flat(session: ChatSession) -> None:
-    lines = [line.split() for line in obey(session, "/stats").splitlines()]
+def test_stats_in_short(session: ChatSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = {
+        "running": 1,
+        "threads": 2,
+        "threads_max": 2,
+        "prefix_cache_hits_total": 30,
+        "prefix_cache_queries_total": 120,
+        "speculation": {"draft_tokens_total": 10, "accepted_tokens_total": 6},
+    }
+    known = {"name": "tiny", "processor": "100% CPU", "memory_bytes": 130_000_000, "stats": stats}
+    reply = {"server": {}, "models": [{"name": "other"}, known]}
+    monkeypatch.setattr(session.client, "stats", lambda: reply)
+    session.add_turn(Turn("three", "3"), answer())
+    assert [line.split(maxsplit=1) for line in obey(session, "/stats").splitlines()] == [
+        ["model", "tiny · 100% CPU"],
+        ["context", "49 of 2,048 tokens"],
+        ["last", "answer  41.2 tok/s · first token 56 ms · 49 of 2,048"],
+        ["cache", "reuse  25 % of the prompt tokens since the model was loaded"],
+        ["drafts", "10 tokens, 60 % accepted"],
+        ["memory", "130 MB"],
+        ["threads", "2 of 2"],
+        ["requests", "1 running, 0 waiting"],
+    ]
+    monkeypatch.setattr(session.client, "stats", lambda: reply | {"models": []})
+    assert obey(session, "/stats") == "tiny is not loaded: the next prompt loads it"
+    with pytest.raises(InvalidRequest, match="/stats all: give raw, or nothing"):
+        obey(session, "/stats all")
+
+
+def test_raw_stats_are_flat(session: ChatSession) -> None:
+    lines = [line.split() for line in obey(session, "/stats raw").splitlines()]
     assert lines == [
         ["server.status", "ok"],
         ["models[0].name", "tiny"],
@@ -267,6 +297,10 @@ def test_help_names_every_command(session: ChatSession) -> None:
     text = obey(session, "/help")
     assert all(name in text for name in commands.SLASH_COMMANDS)
     assert obey(session, "/?") == text
+    first, second = text.splitlines()[:2]
+    assert first == "/set system TEXT          changes a setting of this chat"
+    assert second == "/set parameter NAME VALUE"
+    assert max(map(len, text.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("line", ["/bye", "/exit", "/quit"])

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.data_structures import Size
 from prompt_toolkit.document import Document
 from prompt_toolkit.history import FileHistory
 from prompt_toolkit.input import create_input, create_pipe_input
 from prompt_toolkit.output import DummyOutput
+from prompt_toolkit.output.vt100 import Vt100_Output
 from rich.console import Console
 from scripted_client import Script, ScriptedClient, answer
 
@@ -339,6 +341,21 @@ def test_an_editor_that_does_not_exist(
     assert capsys.readouterr().out == "EDITOR=no-such-editor -w: command not found\n"
 
 
+def test_a_pasted_tab_is_not_shown_as_a_control_character(tmp_path: Path) -> None:
+    screen = io.StringIO()
+    with create_pipe_input() as typed:
+        typed.send_text("\x1b[200~left\tright\x1b[201~\r")
+        editor = create_prompt_session(
+            tmp_path / "history",
+            ChatCompleter(list, list),
+            input=typed,
+            output=Vt100_Output(screen, lambda: Size(24, 80), enable_cpr=False),
+        )
+        assert editor.prompt() == "left\tright"
+    assert "left" in screen.getvalue()
+    assert "^I" not in screen.getvalue()
+
+
 @pytest.mark.parametrize(("key", "error"), [("\x03", KeyboardInterrupt), ("\x04", EOFError)])
 def test_keys_that_end(key: str, error: type[BaseException], tmp_path: Path) -> None:
     with create_pipe_input() as typed:
@@ -441,7 +458,7 @@ def test_loading_leaves_what_was_said_on_a_terminal_only(is_terminal: bool) -> N
     last = screen.getvalue().rpartition("starting the server")
     assert bool(last[1]) is is_terminal
     assert is_terminal or screen.getvalue() == ""
-    assert ("43%" in screen.getvalue()) is is_terminal
+    assert ("loading tiny 43% · 0 s" in screen.getvalue()) is is_terminal
 
 
 def test_where_nothing_loads_no_loading_shows() -> None:

@@ -10,9 +10,10 @@ from localgen.backends import units
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import DraftInfo, ModelInfo
 from localgen.backends.sampling_params import BASE_SAMPLING, SamplingParams
-from localgen.chat import parameters, report, saved_chats
+from localgen.chat import parameters, report, saved_chats, stats_report
 from localgen.chat.session import ChatSession, OnProgress
 
+_USAGE_WIDTH = 25  # leaves room for the help in 80 columns
 COMMAND_ALIASES = {"/?": "/help", "/exit": "/bye", "/quit": "/bye"}
 
 
@@ -94,7 +95,7 @@ def _set(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
         is_on = rest != "off"
         session.set_options(**{what: is_on})
         return CommandOutput(f"{what} {'on' if is_on else 'off'}")
-    raise InvalidRequest(f"/set {argument}: give {SLASH_COMMANDS['/set'].usage}")
+    raise _usage_error("/set", argument)
 
 
 def _set_parameter(session: ChatSession, rest: str) -> CommandResult:
@@ -157,7 +158,7 @@ def _show(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
         return CommandOutput(session.model.chat_template or "the model has no chat template")
     if what == "system":
         return CommandOutput(session.conversation.system or "no system prompt")
-    raise InvalidRequest(f"/show {what}: give {SLASH_COMMANDS['/show'].usage}")
+    raise _usage_error("/show", argument)
 
 
 def _model_info_text(session: ChatSession) -> str:
@@ -287,39 +288,42 @@ def _undo(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
     return CommandOutput(f"{units.format_count(len(session.conversation.turns), 'turn')} left")
 
 
-def _stats(session: ChatSession, _argument: str, _: OnProgress) -> CommandResult:
-    return CommandOutput("\n".join(_flatten(session.client.stats(), "")))
-
-
-def _flatten(node: object, prefix: str) -> list[str]:
-    if isinstance(node, dict):
-        # /show info has the static facts of the model
-        keys = [key for key in node if key != "info"]
-        inner = [(f"{prefix}.{key}" if prefix else str(key), node[key]) for key in keys]
-        return [line for key, value in inner for line in _flatten(value, key)]
-    if isinstance(node, list) and node and isinstance(node[0], dict):
-        return [
-            line for at, value in enumerate(node) for line in _flatten(value, f"{prefix}[{at}]")
-        ]
-    shown = f"{node:.1f}" if isinstance(node, float) else str(node)
-    return [f"{prefix:<44} {shown}"]
+def _stats(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
+    if argument == "raw":
+        return CommandOutput("\n".join(stats_report.all_values(session.client.stats())))
+    if argument:
+        raise InvalidRequest(f"/stats {argument}: give raw, or nothing for a summary")
+    return CommandOutput(stats_report.summary(session))
 
 
 def _help(_session: ChatSession, _argument: str, _: OnProgress) -> CommandResult:
-    rows = [
-        (command.name + " " + command.usage, command.help) for command in SLASH_COMMANDS.values()
-    ]
+    rows = [row for command in SLASH_COMMANDS.values() for row in _help_rows(command)]
     rows += [
         ('"""', "starts and ends a multi-line prompt"),
         ("Ctrl+C", "stops the answer, clears the line"),
         ("Ctrl+G", "edits the prompt in $EDITOR"),
         ("Ctrl+D", "leaves the chat"),
     ]
-    return CommandOutput("\n".join(f"{left.strip():<48} {right}" for left, right in rows))
+    lines = (f"{left.strip():<{_USAGE_WIDTH}} {right}".rstrip() for left, right in rows)
+    return CommandOutput("\n".join(lines))
+
+
+def _help_rows(command: SlashCommand) -> list[tuple[str, str]]:
+    """Usage and help; a usage that is too wide for its column has a row for each of its forms."""
+    usage = f"{command.name} {command.usage}"
+    if len(usage) <= _USAGE_WIDTH:
+        return [(usage, command.help)]
+    forms = [f"{command.name} {form}" for form in command.usage.split(" | ")]
+    return [(forms[0], command.help), *((form, "") for form in forms[1:])]
 
 
 def _bye(_session: ChatSession, _argument: str, _: OnProgress) -> CommandResult:
     return LeaveChat()
+
+
+def _usage_error(name: str, argument: str) -> InvalidRequest:
+    usage = f"usage: {name} {SLASH_COMMANDS[name].usage}"
+    return InvalidRequest(f"{name} has no {argument!r}; {usage}" if argument else usage)
 
 
 def _strip_quotes(text: str) -> str:
@@ -358,7 +362,7 @@ _COMMANDS = (
         "/switch", "[NAME]", "switches to another branch; without a name, lists them", _switch
     ),
     SlashCommand("/undo", "[N]", "removes the last turn, or the last N", _undo),
-    SlashCommand("/stats", "", "shows the statistics of the server", _stats),
+    SlashCommand("/stats", "[raw]", "shows speed and memory; raw: all", _stats, ("raw",)),
     SlashCommand("/help", "", "shows this list", _help),
     SlashCommand("/bye", "", "leaves the chat", _bye),
 )

@@ -83,9 +83,10 @@ def effective_parameters(
     """
     table = []
     for name in PARAMETER_NAMES:
+        unset = getattr(SamplingParams(), name)
         sources = ((params, "yours"), (model_defaults, "model"), (fallback_defaults, ""))
         owner, origin = next(
-            ((source, origin) for source, origin in sources if _is_set(getattr(source, name))),
+            ((source, origin) for source, origin in sources if getattr(source, name) != unset),
             (fallback_defaults, ""),
         )
         table.append((name, _format_value(getattr(owner, name)), origin))
@@ -168,10 +169,6 @@ def _plain_type(hint: Any) -> type:
         return _plain_type(next(part for part in get_args(hint) if part is not types.NoneType))
     origin: type = getattr(hint, "__origin__", hint)
     return origin
-
-
-def _is_set(value: object) -> bool:
-    return value is not None and value != () and value != {} and value is not False
 
 
 def _format_value(value: object) -> str:

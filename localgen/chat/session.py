@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localgen.backends.errors import InvalidRequest, LocalgenError
+from localgen.backends.errors import InvalidRequest
 from localgen.backends.memory.kv_sizing import DEFAULT_CTX
 from localgen.backends.model_info import DRAFT_KEYWORDS, LoadOptions, ModelInfo
 from localgen.chat import parameters
@@ -130,13 +130,11 @@ class ChatSession:
         return replace(load, ctx=ctx) if ctx > (load.ctx or default) else load
 
     def model_snapshot(self) -> ModelSnapshot | None:
-        """The state of the loaded model on the local server at this moment; None if unknown."""
-        if self.is_remote:
-            return None
-        try:
-            models = parse_localgen_stats(self.client.stats()).models
-        except LocalgenError:
-            return None
+        """The state of the loaded model at this moment; None if it was unloaded.
+
+        Raises LocalgenError if the server does not run or reports no statistics.
+        """
+        models = parse_localgen_stats(self.client.stats()).models
         return next((model for model in models if model.name == self.name), None)
 
     def ensure_loaded(self, on_progress: OnProgress) -> None:

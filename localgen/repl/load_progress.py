@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from types import TracebackType
 
 from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
+from localgen.backends import units
 from localgen.backends.terminal_text import one_line
 
 
@@ -23,6 +25,7 @@ class LoadProgressLine:
         self._name = name
         self._status = Status(_dim(f"loading {name}"), console=console)
         self._is_terminal = console.is_terminal
+        self._started_s: float | None = None  # of the first update()
         self.has_loaded = False
 
     def notify(self, message: str) -> None:
@@ -31,11 +34,17 @@ class LoadProgressLine:
             self.console.print(_dim(message))
 
     def update(self, fraction: float) -> None:
-        """Show the fraction of the weights that is loaded, 0 to 1."""
+        """Show the fraction of the weights that is loaded, 0 to 1, and the seconds so far.
+
+        A large model stays at 0 or 100 % for a while.
+        """
         self.has_loaded = True
+        if self._started_s is None:
+            self._started_s = time.monotonic()
         if self._is_terminal:
             self._status.start()
-        self._status.update(_dim(f"loading {self._name} {fraction:.0%}"))
+        elapsed = units.format_elapsed(time.monotonic() - self._started_s)
+        self._status.update(_dim(f"loading {self._name} {fraction:.0%} · {elapsed}"))
 
     def __enter__(self) -> LoadProgressLine:
         return self

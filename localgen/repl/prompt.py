@@ -16,6 +16,7 @@ from prompt_toolkit.filters import Condition, is_searching
 from prompt_toolkit.history import FileHistory
 from prompt_toolkit.input import Input
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.layout.processors import TabsProcessor
 from prompt_toolkit.output import Output
 
 from localgen.chat import parameters
@@ -100,6 +101,7 @@ def create_prompt_session(
         multiline=Condition(lambda: has_open_quotes(get_app().current_buffer.text)),
         prompt_continuation=_continuation,
         key_bindings=_key_bindings(),
+        input_processors=[TabsProcessor(char1=" ", char2=" ")],  # a pasted tab is not shown as ^I
         input=input,
         output=output,
         enable_suspend=True,

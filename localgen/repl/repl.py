@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from localgen.chat.session_recorder import SessionRecorder
     from localgen.chat.session_store import SessionRecord
     from localgen.client import ModelClient
+    from localgen.client.snapshot import ModelSnapshot
 
 # the last exchange of a continued chat is a reminder
 _EXCERPT_CHARS = 200
@@ -227,13 +228,19 @@ class Repl:
 
     def _busy_cores(self) -> str:
         """What took cores from the model in its last steps; empty if nothing did."""
-        found = self.session.model_snapshot()
+        found = self._model_snapshot()
         if found is None or not found.lacks_cores:
             return ""
         return report.busy_cores(found, busy_programs())
 
+    def _model_snapshot(self) -> ModelSnapshot | None:
+        try:
+            return self.session.model_snapshot()
+        except LocalgenError:
+            return None  # a remote server, for example, reports none
+
     def _greet(self) -> None:
-        found = self.session.model_snapshot()
+        found = self._model_snapshot()
         memory_bytes = found.memory_bytes if found is not None else None
         self._print_dim(report.greeting_line(self.session.model, memory_bytes))
         for note in self.session.model.notes:

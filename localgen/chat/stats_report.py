@@ -1,0 +1,52 @@
+"""The text of `/stats`: a summary for the chat's model, or all of the server's statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from localgen.backends.units import format_count, format_size
+from localgen.chat import report
+from localgen.chat.session import ChatSession
+from localgen.client.snapshot import ModelSnapshot
+
+
+def summary(session: ChatSession) -> str:
+    """What the model of the chat does and takes now. Raises LocalgenError without a server."""
+    model = session.model_snapshot()
+    if model is None:
+        return f"{session.name} is not loaded: the next prompt loads it"
+    return "\n".join(f"{name:<12} {text}" for name, text in _rows(session, model) if text)
+
+
+def all_values(node: object, prefix: str = "") -> list[str]:
+    """One line for each value of a JSON document."""
+    if isinstance(node, dict):
+        # /show info has the static facts of the model
+        keys = [key for key in node if key != "info"]
+        inner = [(f"{prefix}.{key}" if prefix else str(key), node[key]) for key in keys]
+        return [line for key, value in inner for line in all_values(value, key)]
+    if isinstance(node, list) and node and isinstance(node[0], dict):
+        return [
+            line for at, value in enumerate(node) for line in all_values(value, f"{prefix}[{at}]")
+        ]
+    shown = f"{node:.1f}" if isinstance(node, float) else str(node)
+    return [f"{prefix:<44} {shown}"]
+
+
+def _rows(session: ChatSession, model: ModelSnapshot) -> Iterator[tuple[str, str]]:
+    last, counters = session.last_completion, model.counters
+    yield "model", " · ".join(part for part in (model.name, model.processor) if part)
+    yield "context", f"{session.estimate_used_tokens():,} of {session.ctx or 0:,} tokens"
+    yield "last answer", report.completion_line(last) if last is not None else ""
+    reused = _share(counters.prefix_hits, counters.prefix_queries)
+    yield "cache reuse", f"{reused} of the prompt tokens since the model was loaded"
+    accepted = _share(counters.accepted_tokens, counters.draft_tokens)
+    drafts = format_count(int(counters.draft_tokens or 0), "token")
+    yield "drafts", f"{drafts}, {accepted} accepted" if counters.draft_tokens else "none yet"
+    yield "memory", format_size(model.memory_bytes) if model.memory_bytes else ""
+    yield "threads", f"{model.threads} of {model.threads_max}" if model.threads else ""
+    yield "requests", f"{model.running or 0} running, {model.waiting or 0} waiting"
+
+
+def _share(part: float | None, whole: float | None) -> str:
+    return f"{100 * (part or 0) / whole:.0f} %" if whole else "0 %"
