@@ -74,7 +74,7 @@ def _compare(subject: Subject, tools: Tools | None, options: argparse.Namespace)
         match part:
             case "greedy":
                 assert tools is not None
-                greedy(subject, tools, -(-50 // share))
+                greedy(subject, tools, 3 if options.quick else 50)
             case "logits":
                 logits(subject, 400 // share)
             case "tokens":

@@ -13,6 +13,7 @@ from localgen.backends.engine.input_processor import InputProcessor
 from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.runner.interface import ModelRunner
 from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.text.grammar import GrammarCompiler
 from localgen.backends.types import EngineStats, Failed, Finished, Request, StepEvents
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -50,6 +51,7 @@ class Session:
         itl_target_ms: float,
         drafters: Sequence[Drafter] = (),
         clock: Callable[[], float] = time.monotonic,
+        grammar_compiler: GrammarCompiler | None = None,
     ) -> None:
         self.runner, self._clock = runner, clock
         self._answers: dict[str, Answer] = {}
@@ -60,6 +62,7 @@ class Session:
             tokenizer=NumberTokenizer(vocab),
             template=None,
             defaults=SamplingParams(),
+            grammar_compiler=grammar_compiler,
         )
         self.engine = Engine(
             runner,
@@ -102,12 +105,14 @@ class Session:
     def submit(
         self, prompt: Sequence[int], max_tokens: int, params: SamplingParams = GREEDY
     ) -> Answer:
-        """Submit a request for an answer of exactly `max_tokens` tokens."""
+        """Submit a request for an answer of exactly `max_tokens` tokens, unless one of
+        stop_token_ids or a JSON schema ends it."""
         answer = Answer(self._clock())
         self._count += 1
         name = f"r{self._count}"
         self._answers[name] = answer
-        asked = replace(params, ignore_eos=True, max_tokens=max_tokens)
+        ignore_eos = params.json_schema is None
+        asked = replace(params, ignore_eos=ignore_eos, max_tokens=max_tokens)
         request = Request(
             id=name, prompt_tokens=tuple(prompt), params=asked, arrived_s=time.monotonic()
         )

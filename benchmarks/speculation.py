@@ -95,7 +95,7 @@ def _scripted_drafter(runner: ModelRunner, alpha: float) -> ModelDrafter:
     return ModelDrafter(Scripted(runner, SAID, alpha), "scripted")
 
 
-def compare(case: Case, runner: RecitingRunner, vocab: int, report: Report, rounds: int) -> None:
+def compare(case: Case, runner: ModelRunner, vocab: int, report: Report, rounds: int) -> None:
     """Rates of both sides, each for a moment in turn. The first round is not measured: drafters
     learn from it, and the policy measures what steps take."""
     print(case.name, file=sys.stderr, flush=True)
@@ -122,6 +122,7 @@ def compare(case: Case, runner: RecitingRunner, vocab: int, report: Report, roun
     )
     report.add(case.name, "same text", "of the answers", same)
     report.add(case.name, "acceptance", "", [stats.acceptance])
+    report.add(case.name, "tokens a step", "", [stats.tokens_per_step])
     report.add(case.name, "speed-up as the engine has it", "", [stats.speedup])
     if case.least is not None:
         report.ratio(drafted, plain, case.least, at_least=True)

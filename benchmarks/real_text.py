@@ -1,0 +1,204 @@
+"""What drafts, prefix sharing and JSON schemas do to the texts of a real model.
+
+python -m benchmarks.real_text [--only PART ...] [--rounds N] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence as Seq
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+from benchmarks.answers import Answer, AnswerFailed, decode_tok_s
+from benchmarks.constrained import SCHEMA
+from benchmarks.measure import RATE, ModelLine, Report, command
+from benchmarks.real_prompts import code, prose
+from benchmarks.session import GREEDY, Session
+from benchmarks.speculation import Case, compare
+from localgen.backends.engine.loaded_model import LoadedModel
+from localgen.backends.engine.speculation.ngram import NgramDrafter
+from localgen.backends.errors import LocalgenError
+from localgen.backends.llamacpp.loader import load_llamacpp_model
+from localgen.backends.model_info import LoadOptions, ModelLoadRequest
+from localgen.backends.text.grammar import GrammarCompiler
+from localgen.backends.types import Message
+from localgen.hub.packaged import SMOLLM2, packaged_model
+
+RESULTS = Path(__file__).parent / "results"
+PARTS = ("drafts", "prefix", "grammar")
+CTX, KV_TOKENS = 2048, 8192
+_ITL_TARGET_MS = 2000.0
+QUESTIONS = (
+    "What is a prefix cache?",
+    "Say that again in one sentence.",
+    "Name three things that it makes faster.",
+    "And what does it cost?",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A model and the amount of work."""
+
+    path: Path
+    threads: int | None
+    rounds: int
+    quick: bool
+
+    def load(self, *, prefix_cache: bool = True) -> LoadedModel:
+        """Load the model without changing its other defaults."""
+        options = LoadOptions(
+            ctx=CTX, kv_tokens=KV_TOKENS, threads=self.threads, prefix_cache=prefix_cache
+        )
+        return load_llamacpp_model(ModelLoadRequest("", str(self.path), options), lambda _: None)
+
+    @property
+    def tokens(self) -> int:
+        """Most tokens of an answer."""
+        return 24 if self.quick else 256
+
+    @property
+    def texts(self) -> int:
+        """Requests of each kind of text."""
+        return 1 if self.quick else 4
+
+
+def drafts(bench: Bench, report: Report) -> None:
+    """Each kind of text with n-gram drafts and without, in turns; answers end where they end."""
+    model = bench.load()
+    params = replace(GREEDY, stop_token_ids=tuple(model.tokenizer.eos_token_ids))
+    ask, encode = partial(_chat, model), model.tokenizer.encode
+    edits = [_edit(text) for text in code(bench.texts)]
+    kinds = {
+        "code edit": [ask(edit) for edit in edits],
+        "summary": [ask(f"Summarize this text:\n\n{text}") for text in prose(bench.texts)],
+        "chat": [ask(question) for question in QUESTIONS[: bench.texts]],
+        "prose": [encode(text) for text in prose(bench.texts)],
+    }
+    for name, prompts in kinds.items():
+        case = Case(name, NgramDrafter, params, prompts, bench.tokens, None)
+        compare(case, model.runner, model.info.vocab, report, bench.rounds)
+    model.runner.close()
+
+
+def _edit(text: str) -> str:
+    """Asks for a piece of code again, with its most frequent long name changed."""
+    words = [word for word in text.split() if word.isidentifier() and len(word) > 3]
+    name = max(words, key=words.count)
+    return f"Repeat this file with the name {name} changed to renamed:\n\n{text}"
+
+
+def _chat(model: LoadedModel, *texts: str) -> list[int]:
+    """Tokens of a conversation: user and assistant in turn."""
+    assert model.template is not None
+    roles = ("user", "assistant")
+    messages = [Message(roles[at % 2], text) for at, text in enumerate(texts)]
+    return model.tokenizer.encode(model.template.render(messages))
+
+
+def prefix(bench: Bench, report: Report) -> None:
+    """A chat of several turns that sends its whole history, with the prefix cache and without."""
+    models = {
+        "prefix cache": bench.load(),
+        "no prefix cache": bench.load(prefix_cache=False),
+    }
+    found: dict[str, list[list[Answer]]] = {name: [] for name in models}
+    with ExitStack() as stack:
+        sessions = {
+            name: stack.enter_context(
+                Session(model.runner, model.info.vocab, itl_target_ms=_ITL_TARGET_MS)
+            )
+            for name, model in models.items()
+        }
+        for number in range(bench.rounds):
+            for name in sorted(models, reverse=bool(number % 2)):
+                found[name].append(_conversation(sessions[name], models[name], bench, number))
+    for name, rounds in found.items():
+        for at, answers in enumerate(zip(*rounds, strict=True), start=1):
+            timings = [answer.finished.timings for answer in answers]
+            ttft_ms = [(answer.first_s - answer.sent_s) * 1e3 for answer in answers]
+            report.add(f"turn {at}: TTFT", name, "ms", ttft_ms)
+            reused = [float(timing.cache_n) for timing in timings]
+            report.add(f"turn {at}: prompt reused", name, "tokens", reused)
+            computed = [float(timing.prompt_n) for timing in timings]
+            report.add(f"turn {at}: prompt computed", name, "tokens", computed)
+
+
+def _conversation(session: Session, model: LoadedModel, bench: Bench, number: int) -> list[Answer]:
+    """The answers of one chat about a text. number: of the text, which no other round has."""
+    text = prose(bench.rounds)[number]
+    history, answers = [f"{text}\n\n{QUESTIONS[0]}"], []
+    params = replace(GREEDY, stop_token_ids=tuple(model.tokenizer.eos_token_ids))
+    for question in (*QUESTIONS[1:], None):
+        (answer,) = session.ask([_chat(model, *history)], bench.tokens, params)
+        answers.append(answer)
+        said = b"".join(map(model.tokenizer.piece, answer.tokens)).decode(errors="replace")
+        history += [said, question or ""]
+    return answers
+
+
+def grammar(bench: Bench, report: Report) -> None:
+    """One greedy answer free and one held to a JSON schema, in turns, after a warm-up of both."""
+    model = bench.load()
+    sides = {"free": GREEDY, "held to a JSON schema": replace(GREEDY, json_schema=SCHEMA)}
+    prompt = _chat(model, "List the people of a village as JSON.")
+    rates: dict[str, list[float]] = {name: [] for name in sides}
+    compiler = GrammarCompiler(model.tokenizer)
+    with Session(
+        model.runner,
+        model.info.vocab,
+        itl_target_ms=_ITL_TARGET_MS,
+        grammar_compiler=compiler,
+    ) as session:
+        for number in range(1 + bench.rounds):
+            order: Seq[str] = list(sides) if number % 2 else list(sides)[::-1]
+            for name in order:
+                answers = session.ask([prompt], bench.tokens, sides[name])
+                if number:
+                    rates[name].append(decode_tok_s(answers))
+    free, held = (report.add("tg, JSON schema", name, RATE, found) for name, found in rates.items())
+    report.ratio(held, free, 0.9, at_least=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print, write; the status is 0 whether or not every target was met."""
+    parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.real_text")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run")
+    parser.add_argument("--model", type=Path, help=f"a GGUF file (default: {SMOLLM2})")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of each comparison")
+    parser.add_argument("--threads", type=int, help="threads; localgen's default")
+    parser.add_argument("--quick", action="store_true", help="one short round of few texts")
+    parser.add_argument("--output", type=Path, help="result file")
+    options = parser.parse_args(arguments)
+    parts = {"drafts": drafts, "prefix": prefix, "grammar": grammar}
+    try:
+        path = options.model or packaged_model(SMOLLM2).path
+        bench = Bench(path, options.threads, 1 if options.quick else options.rounds, options.quick)
+        model = bench.load()
+        line = ModelLine(model.info.description, model.info.size_bytes, model.info.params)
+        threads = model.info.options.threads or 0
+        model.runner.close()
+        load_options = {"ctx": CTX, "kv_tokens": KV_TOKENS}
+        report = Report(line, bench.rounds, options.quick, threads, load_options)
+        for part in options.only:
+            print(part, file=sys.stderr, flush=True)
+            parts[part](bench, report)
+    except (AnswerFailed, LocalgenError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    report.commands.append(command("benchmarks.real_text", arguments))
+    print(report.text())
+    stamp = f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    target = options.output or RESULTS / f"real-text-{stamp}.json"
+    report.write(target)
+    print(f"written to {target}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
