@@ -80,7 +80,9 @@ choose_compiler() {
     if [ -n "$clang" ]; then
         CC=$clang
         CXX=clang++${clang#clang}
-        export CC CXX
+        # pip may have kept the wheel that another compiler built
+        PIP_NO_CACHE_DIR=1
+        export CC CXX PIP_NO_CACHE_DIR
         return
     fi
     flags='-mno-amx-tile -mno-amx-int8 -mno-amx-bf16'
