@@ -112,9 +112,11 @@ def _attend_one_sequence(
     scores = grouped @ k[:, None].transpose(-1, -2) * scale
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
-    seen = torch.arange(k.shape[1], device=q.device)
-    hidden = seen > positions[:, None]
-    if window is not None:
-        hidden |= seen <= positions[:, None] - window
-    mixed = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v[:, None]
+    if rows > 1 or window is not None:  # the last token alone sees all
+        seen = torch.arange(k.shape[1], device=q.device)
+        hidden = seen > positions[:, None]
+        if window is not None:
+            hidden |= seen <= positions[:, None] - window
+        scores = scores.masked_fill(hidden, -torch.inf)
+    mixed = scores.softmax(-1) @ v[:, None]
     return mixed.reshape(heads, rows, size).transpose(0, 1).to(q.dtype)

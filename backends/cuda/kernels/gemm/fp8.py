@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from localgen.backends.cuda.kernels.device import can_use_triton, compute_capability, upcast
 from localgen.backends.cuda.kernels.gemm.dense import (
+    linear,
     skinny_gemm_triton,
     skinny_gemm_variant,
     supports_triton_gemm,
@@ -39,7 +39,7 @@ def fp8_matmul_reference(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     """PyTorch reference of `fp8_matmul`; the dequantized weight is rounded to x's dtype."""
-    return functional.linear(x, dequantize_fp8(weight, scale, x.dtype), bias)
+    return linear(x, dequantize_fp8(weight, scale, x.dtype), bias)
 
 
 def dequantize_fp8(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from localgen.backends.cuda.kernels.device import ARCHS, can_use_triton, compute_capability
-from localgen.backends.cuda.kernels.gemm.dense import supports_triton_gemm
+from localgen.backends.cuda.kernels.gemm.dense import linear, supports_triton_gemm
 from localgen.backends.cuda.kernels.gemm.tile import GemmTile, dot_dtype, store_transposed
 from localgen.backends.cuda.kernels.launch import Variant, launch
 
@@ -93,7 +93,7 @@ def int4_matmul_reference(
     x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     """PyTorch reference of `int4_matmul`; the dequantized weight is rounded to x's dtype."""
-    return functional.linear(x, dequantize_int4(packed, scales, zeros, x.dtype), bias)
+    return linear(x, dequantize_int4(packed, scales, zeros, x.dtype), bias)
 
 
 def choose_int4_tile(rows: int, outs: int, group_size: int, arch: int) -> GemmTile:

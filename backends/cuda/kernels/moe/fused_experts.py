@@ -15,7 +15,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import linear
 
 from localgen.backends.cuda.kernels.activation import gated_activation_reference
 from localgen.backends.cuda.kernels.device import can_use_triton
@@ -23,6 +22,7 @@ from localgen.backends.cuda.kernels.gemm.dense import (
     INPUT_MULTIPLE,
     accumulate_gemv,
     choose_gemv_tile,
+    linear,
 )
 from localgen.backends.cuda.kernels.gemm.tile import (
     ActivationKind,
