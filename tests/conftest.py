@@ -16,6 +16,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # and other workers of pytest use them too
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# each server, engine and command that a test starts would compile all of localgen again
+os.environ["PYTHONDONTWRITEBYTECODE"] = ""
 # smollm2 is the default model where it is installed; tests are written for the built-in one
 sys.path.insert(0, str(Path(__file__).with_name("without_smollm2")))
 os.environ["PYTHONPATH"] = os.pathsep.join(
