@@ -326,8 +326,9 @@ def generates(**fields: Any) -> Call:
         (option(tfs_z=0.5), 400, "tfs_z"),
         (option(penalize_newline=False), 400, "penalize_newline"),
         (option(low_vram=True), 400, "low_vram"),
-        (option(num_batch=7), 409, "max_batch_tokens"),
-        (option(num_thread=99), 409, "threads"),
+        (option(num_batch=7), 409, "--batch-size 512, not 7"),
+        (option(num_thread=3), 409, "--threads"),
+        (option(num_thread=99_999), 400, "--threads is 99999"),
     ],
 )
 def test_what_is_refused_says_why(client: ollama.Client, ask: Call, status: int, says: str) -> None:

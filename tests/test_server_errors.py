@@ -36,21 +36,21 @@ def refusal(reply: Any, status: int, code: str) -> dict[str, Any]:
         ({"temprature": 1}, "temprature", "unknown field temprature"),
         ({"messagess": []}, "messagess", "unknown field messagess"),
         ({"temperature": "hot"}, "temperature", "valid number"),
-        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
-        ({"min_tokens": -1}, "min_tokens", "greater than or equal to 0"),
+        ({"max_tokens": 0}, "max_tokens", "must be at least 1"),
+        ({"min_tokens": -1}, "min_tokens", "must be at least 0"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "give one"),
-        ({"n": 17}, "n", "less than or equal to 16"),
-        ({"n": 0}, "n", "greater than or equal to 1"),
+        ({"n": 17}, "n", "must be at most 16"),
+        ({"n": 0}, "n", "must be at least 1"),
         ({"n": True}, "n", "valid integer"),
         ({"best_of": 2}, "best_of", "not supported"),
         ({"priority": 1e23}, "priority", "maximum size"),
-        ({"priority": 2**63}, "priority", "less than"),
-        ({"max_tokens": 2**63}, "max_tokens", "less than"),
-        ({"ctx": 10**400}, "ctx", "less than"),
-        ({"top_k": 2**31}, "top_k", "less than"),
-        ({"repeat_last_n": -(2**40)}, "repeat_last_n", "greater than"),
-        ({"stop_token_ids": [1, 2**31]}, "stop_token_ids[1]", "less than"),
-        ({"logit_bias": {str(2**31): 1}}, "logit_bias.2147483648.[key]", "less than"),
+        ({"priority": 2**63}, "priority", "must be below"),
+        ({"max_tokens": 2**63}, "max_tokens", "must be below"),
+        ({"ctx": 10**400}, "ctx", "must be below"),
+        ({"top_k": 2**31}, "top_k", "must be below"),
+        ({"repeat_last_n": -(2**40)}, "repeat_last_n", "must be at least"),
+        ({"stop_token_ids": [1, 2**31]}, "stop_token_ids[1]", "must be below"),
+        ({"logit_bias": {str(2**31): 1}}, "logit_bias.2147483648.[key]", "must be below"),
         ({"model": "a\ud800"}, "model", "surrogate"),
         ({"user": "\udfff"}, "user", "surrogate"),
         ({"stop": "\ud800"}, "stop", "surrogate"),
@@ -70,9 +70,9 @@ def refusal(reply: Any, status: int, code: str) -> dict[str, Any]:
         ({"functions": [{"name": "f"}]}, "functions", "not supported"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "needs json_schema"),
         ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "must be at most 20"),
         ({"stop": ["a", ""]}, "stop[1]", "at least 1 character"),
-        ({"seed": -1}, "seed", "greater than or equal to 0"),
+        ({"seed": -1}, "seed", "must be at least 0"),
         ({"messages": []}, "messages", "at least 1 item"),
         ({"messages": [{"role": "critic", "content": "x"}]}, "messages[0].role", "'user'"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
@@ -214,9 +214,10 @@ def test_load_options(served: House) -> None:
     assert refusal(load({"ctx": 10**400}), 400, "invalid_request")["param"] == "options.ctx"
     assert load({"ctx": 1024}).status_code == 200
     assert load({"ctx": 1024, "parallel": 4}).status_code == 200
-    error = refusal(load({"ctx": 5000}), 409, "model_busy")
-    assert error["param"] == "ctx"
-    assert "ctx 1024, not 5000" in error["message"]
+    assert "trained for 4,096" in refusal(load({"ctx": 5000}), 400, "invalid_request")["message"]
+    error = refusal(load({"ctx": 1024, "parallel": 2}), 409, "model_busy")
+    assert error["param"] == "parallel"
+    assert "with --parallel 4, not 2" in error["message"]
     assert "localgen stop optional" in error["message"]
 
 

@@ -86,7 +86,13 @@ def test_metadata(wheel: zipfile.ZipFile) -> None:
     metadata = Parser().parsestr(wheel.read(f"{folder}/METADATA").decode())
     assert metadata["Name"] == "localgen"
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert set(metadata.get_all("Provides-Extra", [])) == {"cuda", "quant", "smollm2", "dev"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {
+        "cuda",
+        "quant",
+        "smollm2",
+        "test",
+        "dev",
+    }
     required = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert not [line for line in required if line.split()[0] in {"torch", "tokenizers", "triton"}]
     assert b"Apache License" in wheel.read(f"{folder}/licenses/LICENSE")
