@@ -130,4 +130,4 @@ def _gap(
              -math.inf)
         for text in (starts[-1], theirs)
     ]  # fmt: skip
-    return values[0] - min(found)
+    return float(values[0] - min(found))
