@@ -26,6 +26,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 
 import pytest
 from hf_folders import TINY
+from hypothesis import settings
 
 from localgen.backends.memory import system
 
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
 
 # llama.cpp has as many threads by default, in models that tests load themselves
 system.num_physical_cores = lambda: 1
+
+# no test measures time, not even of one example
+settings.register_profile("localgen", deadline=None)
+settings.load_profile("localgen")
 
 # a shell's background job ignores Ctrl+C, and so would every program that a test starts
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -95,7 +95,7 @@ def serve(runner: PagedRunner, rng: random.Random) -> Scheduler:
     return scheduler
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     seed=st.integers(0, 10**6),
     num_pages=st.integers(6, 24),
@@ -187,7 +187,7 @@ class Play:
             self.memory.check(self.live)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(seed=st.integers(0, 10**6), num_pages=st.integers(4, 40), share=st.booleans())
 def test_whatever_is_called_no_page_is_lost_or_overwritten(
     seed: int, num_pages: int, share: bool
