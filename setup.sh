@@ -14,6 +14,7 @@ given=$wheels/given # marks that the wheel there was chosen with LLAMA_WHEEL
 log=$venv/setup.log
 extra=${1:-}
 constraints=$venv/constraints.txt
+wheel_options=
 
 say() { printf '%s\n' "$*" >&2; }
 fail() { say "setup: $*"; exit 1; }
@@ -80,9 +81,8 @@ choose_compiler() {
     if [ -n "$clang" ]; then
         CC=$clang
         CXX=clang++${clang#clang}
-        # pip may have kept the wheel that another compiler built
-        PIP_NO_CACHE_DIR=1
-        export CC CXX PIP_NO_CACHE_DIR
+        export CC CXX
+        wheel_options=--no-cache-dir # pip may have kept the wheel that another compiler built
         return
     fi
     flags='-mno-amx-tile -mno-amx-int8 -mno-amx-bf16'
@@ -95,7 +95,8 @@ choose_compiler() {
 # library, and none for the library of llama.cpp's tools: a variable of ours hides the one that it sets.
 build_what_is_loaded() {
     printf 'set(LLAMA_BUILD_COMMON OFF)\n' >"$venv/llama.cmake"
-    CMAKE_ARGS="-DLLAVA_BUILD=OFF '-DCMAKE_PROJECT_llama_cpp_INCLUDE=$PWD/$venv/llama.cmake' ${CMAKE_ARGS:-}"
+    include=$(cd "$venv" && pwd)/llama.cmake
+    CMAKE_ARGS="-DLLAVA_BUILD=OFF '-DCMAKE_PROJECT_llama_cpp_INCLUDE=$include' ${CMAKE_ARGS:-}"
     export CMAKE_ARGS
 }
 
@@ -180,7 +181,7 @@ get_llama_wheel() {
     fi
     fresh=$venv/wheels.new
     rm -rf "$fresh"
-    pip wheel -v --no-deps --wheel-dir "$fresh" "$requirement"
+    pip wheel -v ${wheel_options:+"$wheel_options"} --no-deps --wheel-dir "$fresh" "$requirement"
     [ -n "$(find "$fresh" -name 'llama_cpp_python-*.whl')" ] || fail "$requirement is no llama-cpp-python wheel"
     if [ -n "${LLAMA_WHEEL:-}" ]; then : >"$fresh/given"; fi
     pip install --force-reinstall --no-deps "$fresh"/llama_cpp_python-*.whl
