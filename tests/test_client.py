@@ -138,8 +138,8 @@ def test_load(served: House) -> None:
     assert running.until_s is not None
     resident_bytes = psutil.Process(running.pid).memory_info().rss
     assert running.memory_bytes == pytest.approx(resident_bytes, rel=0.2)
-    with pytest.raises(ModelBusy, match="ctx 512, not 5000"):
-        client.load(model, LoadOptions(ctx=5000), shares.append)
+    with pytest.raises(ModelBusy, match="without --tp 2: "):
+        client.load(model, LoadOptions(tp=2), shares.append)
     assert "echo" in [card.name for card in client.models()]
     assert client.unload("echo") is True
     assert client.running_models() == []

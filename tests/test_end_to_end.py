@@ -182,7 +182,7 @@ def test_wrong_input_is_one_line(settings: ServerSettings, tmp_path: Path) -> No
     for arguments, status, says in (
         (("run", "no-such-model", "hi"), 6, "no-such-model"),
         (("run", str(broken), "hi"), 8, str(broken)),
-        (("run", "tiny", "hi", "--temp", "-1"), 3, "temperature is -1"),
+        (("run", "tiny", "hi", "--temp", "-1"), 3, "--temp is -1"),
         (("run", "tiny", "hi", "--mirostat", "2", "--top-k", "5"), 3, "mirostat replaces top_k"),
         (("run", "tiny", "hi", "-ctk", "q9"), 7, "cache_type_k"),
         (("run", "tiny", "hi", "-c", "999999"), 7, "999999"),
@@ -219,7 +219,7 @@ def test_an_answer_in_json(settings: ServerSettings, tmp_path: Path) -> None:
 def test_a_schema_that_is_wrong_says_why(settings: ServerSettings) -> None:
     done = localgen(settings, "run", "tiny", "Hello", "-j", '{"type": "wish"}')
     assert done.returncode == 3
-    assert "json_schema: " in done.stderr
+    assert "--json-schema: " in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 

@@ -365,7 +365,7 @@ def loading(**options: Any) -> LocalgenError:
             ["needs flash attention", "--flash-attn auto", "--cache-type-v f16"],
         ),
         ({"ctx": 2049}, "ctx", ["2,049", "2,048"]),
-        ({"ctx": 0}, "ctx", ["0", "2,048"]),
+        ({"ctx": 0}, "ctx", ["0", "at least 1"]),
         ({"ctx": 1024, "kv_tokens": 512}, "kv_tokens", ["512", "1,024"]),
         (
             {"ctx": 1024, "kv_tokens": 2048, "kv_unified": False},

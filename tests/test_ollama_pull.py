@@ -149,7 +149,7 @@ def test_progress_is_told_by_file(hub: LoopbackHub) -> None:
     from localgen.hub import pull
 
     files = {
-        f"m-Q8_0-0000{i}-of-00003.gguf": made_up(size, i) for i, size in ((1, 9), (2, 5), (3, 7))
+        f"m-Q8_0-0000{i}-of-00003.gguf": made_up(size, i) for i, size in ((1, 90), (2, 50), (3, 70))
     }
     hub.add("acme/Shards-GGUF", files)
     plan = pull.plan_pull("acme/Shards-GGUF:Q8_0")
@@ -157,11 +157,11 @@ def test_progress_is_told_by_file(hub: LoopbackHub) -> None:
     def told(before: int, here: int) -> list[object]:
         return [(line["total"], line["completed"]) for line in _progress_events(plan, before, here)]
 
-    assert told(-1, 0) == [(9, 0)]
+    assert told(-1, 0) == [(90, 0)]
     assert told(0, 0) == []
-    assert told(3, 9) == [(9, 9), (5, 0)]
-    assert told(9, 16) == [(5, 5), (7, 2)]
-    assert told(-1, 21) == [(9, 9), (5, 5), (7, 7)]
+    assert told(30, 90) == [(90, 90), (50, 0)]
+    assert told(90, 160) == [(50, 50), (70, 20)]
+    assert told(-1, 210) == [(90, 90), (50, 50), (70, 70)]
 
 
 def test_threads_hear_what_their_own_calls_say() -> None:

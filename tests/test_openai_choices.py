@@ -104,7 +104,7 @@ def test_several_prompts(client: openai.OpenAI) -> None:
     assert ids.usage.prompt_tokens == 3
 
 
-@pytest.mark.parametrize(("n", "says"), [(0, "greater than or equal to 1"), (17, "16")])
+@pytest.mark.parametrize(("n", "says"), [(0, "must be at least 1"), (17, "16")])
 def test_too_many(client: openai.OpenAI, n: int, says: str) -> None:
     with pytest.raises(openai.BadRequestError, match=says) as refused:
         chat(client, n=n)

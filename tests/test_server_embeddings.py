@@ -101,7 +101,7 @@ def test_fewer_dimensions_have_length_1_again(shared: House) -> None:
         ({"input": [[[1]]]}, "input[0]", "neither"),
         ({"input": ["x"] * 2049}, "input", "2,049 texts, the limit is 2,048"),
         ({"input": "a\ud800"}, "input", "surrogate"),
-        ({"input": "a", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
+        ({"input": "a", "dimensions": 0}, "dimensions", "must be at least 1"),
         (
             {"input": "a", "dimensions": 5},
             "dimensions",
