@@ -178,6 +178,18 @@ def test_a_regen_that_fails_keeps_the_old_answer(
     assert talk.session.conversation.turns == (Turn("hi", "first", summary=SERVED),)
 
 
+def test_the_figures_are_those_of_the_model_at_this_path(
+    chat: Callable[..., Chat], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = chat()
+    models = [
+        {"name": "tiny", "path": f"/{folder}/tiny.gguf", "memory_bytes": size}
+        for folder, size in (("elsewhere", 5 << 30), ("models", 130_000_000))
+    ]
+    monkeypatch.setattr(talk.client, "stats", lambda: {"server": {}, "models": models})
+    assert "130 MB of memory" in talk.type()
+
+
 @pytest.mark.parametrize(
     ("params", "why"),
     [

@@ -135,7 +135,12 @@ class ChatSession:
         Raises LocalgenError if the server does not run or reports no statistics.
         """
         models = parse_localgen_stats(self.client.stats()).models
-        return next((model for model in models if model.name == self.name), None)
+        return next((model for model in models if self._is_ours(model)), None)
+
+    def _is_ours(self, model: ModelSnapshot) -> bool:
+        """True if it is the loaded model: two files may have the same name."""
+        path = self.model_info.path if self.model_info is not None else ""
+        return model.path == path if path and model.path else model.name == self.name
 
     def ensure_loaded(self, on_progress: OnProgress) -> None:
         """Start the server and load the model again if needed, with the same options.
