@@ -352,7 +352,7 @@ _COMMANDS = (
     SlashCommand(
         "/load", "[NAME or PATH]", "loads a saved chat; without a name, lists them", _load
     ),
-    SlashCommand("/clear", "", "deletes all turns, keeps the system prompt", _clear),
+    SlashCommand("/clear", "", "starts a new conversation, keeps the system prompt", _clear),
     SlashCommand(
         "/model", "[NAME]", "switches to another model; without a name, lists them", _model
     ),
