@@ -178,6 +178,32 @@ def test_a_regen_that_fails_keeps_the_old_answer(
     assert talk.session.conversation.turns == (Turn("hi", "first", summary=SERVED),)
 
 
+def test_a_stopped_regen_is_added_below_the_old_answer(chat: Callable[..., Chat]) -> None:
+    talk = chat(("first", answer()), ("half", KeyboardInterrupt()), ("second", answer()))
+    screen = talk.type("hi", "/regen")
+    old, half = Turn("hi", "first", summary=SERVED), Turn("hi", "half", True, summary="stopped")
+    assert talk.session.conversation.turns == (old, half)
+    assert "the answer before is kept: /undo removes the stopped one" in screen
+    talk.type("/regen")
+    assert talk.session.conversation.turns == (old, Turn("hi", "second", summary=SERVED))
+    assert [len(asked.messages) for asked in talk.client.record.asked] == [1, 1, 3]
+
+
+def test_ctrl_c_in_the_figures_keeps_the_new_answer(
+    chat: Callable[..., Chat], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = chat(("first", answer()), ("second", answer()))
+    talk.type("hi")
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(talk.client, "stats", interrupt)
+    repl = Repl(talk.session, talk.console, lambda _: "")
+    assert repl.handle_line("/regen")
+    assert talk.session.conversation.turns == (Turn("hi", "second", summary=SERVED),)
+
+
 def test_the_figures_are_those_of_the_model_at_this_path(
     chat: Callable[..., Chat], monkeypatch: pytest.MonkeyPatch
 ) -> None:

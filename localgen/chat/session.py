@@ -180,6 +180,12 @@ class ChatSession:
         self.set_conversation(conversation.with_turn(turn))
         self.last_completion = completion
 
+    def add_regenerated(self, turn: Turn, completion: Completion | None) -> None:
+        """Replace the last turn; an answer that was stopped is added below a better one."""
+        is_better = not turn.stopped or self.conversation.turns[-1].is_unanswered
+        if is_better or not turn.is_unanswered:
+            self.add_turn(turn, completion, replace_last=is_better)
+
     def set_conversation(self, conversation: Conversation) -> None:
         """Replace the conversation of this branch and forget the last completion."""
         self.branches[self.branch] = conversation
