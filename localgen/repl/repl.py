@@ -23,6 +23,7 @@ from localgen.chat.parameters import ModelOptions
 from localgen.chat.session import DEFAULT_BRANCH, ChatSession
 from localgen.client import Completion, TextDelta
 from localgen.machine.busy_processes import busy_programs
+from localgen.repl.ctrl_c import ignore_ctrl_c
 from localgen.repl.live_answer import LiveAnswer
 from localgen.repl.load_progress import LoadProgressLine
 from localgen.repl.prompt import strip_quotes
@@ -86,9 +87,8 @@ class Repl:
                 break
             if line.strip() and not self.handle_line(line):
                 break
-        if self.recorder is not None and self.recorder.is_stored:
-            name = one_line(self.recorder.record.name)
-            self._print_dim(f"stored as {name}: localgen chat --continue")
+        self._save()
+        self._print_farewell()
 
     def handle_line(self, line: str) -> bool:
         """Run a command or answer a prompt, and store what changed. Returns False to leave.
@@ -96,7 +96,7 @@ class Repl:
         Errors are printed and leave the session unchanged.
         """
         is_staying = self._handle_line(line)
-        # a second Ctrl+C must not end the chat; the next line saves again
+        # a second Ctrl+C must not end the chat; the next line, or leaving, saves again
         with contextlib.suppress(KeyboardInterrupt):
             self._save()
         return is_staying
@@ -127,7 +127,10 @@ class Repl:
         return True
 
     def _save(self) -> None:
-        notice = self.recorder.save() if self.recorder is not None else ""
+        if self.recorder is None:
+            return
+        with ignore_ctrl_c():
+            notice = self.recorder.save()
         if notice:
             self._print(one_line(notice), "yellow")
 
@@ -256,6 +259,15 @@ class Repl:
         self._print_dim(f"continued: {name} · {format_count(len(turns), 'turn')}")
         self._print_dim(f">>> {_excerpt(turns[-1].prompt)}")
         self._print_dim(_excerpt(turns[-1].answer) + (" (stopped)" if turns[-1].stopped else ""))
+
+    def _print_farewell(self) -> None:
+        """Print the name of the stored session, and the command that continues it."""
+        if self.recorder is None or not self.recorder.is_stored:
+            return
+        name = one_line(self.recorder.record.name)
+        with contextlib.suppress(LocalgenError):  # the store may have become unreadable
+            name += f": localgen chat {self.recorder.options_to_reopen()}"
+        self._print_dim(f"stored as {name}")
 
     def _prompt(self) -> str:
         branch = self.session.branch
