@@ -283,7 +283,7 @@ def test_a_model_file_is_stored_with_its_folder(
     monkeypatch.chdir(tmp_path)
     chat = open_chat(NEW)
     chat.session.requested_model = "tiny.gguf"
-    chat.client.names = ("tiny.gguf",)
+    chat.client.names = ("tiny.gguf", "other")
     chat.type("one")
     assert store.read(1).model == str(tmp_path / "tiny.gguf")
 
