@@ -218,8 +218,8 @@ def test_model_moves_on_without_the_template_of_the_old_one(session: ChatSession
 
 
 def test_regen_asks_the_last_prompt_again(session: ChatSession) -> None:
-    assert commands.run_command(session, "/regen", lambda _: None) == commands.SendPrompt("two")
-    assert list(session.conversation.turns) == [TURNS[0]]
+    assert commands.run_command(session, "/regen", lambda _: None) == commands.Regenerate("two")
+    assert session.conversation.turns == TURNS
 
 
 def test_regen_needs_a_prompt(session: ChatSession) -> None:

@@ -122,8 +122,8 @@ def test_deleting(store: SessionStore, capsys: pytest.CaptureFixture[str]) -> No
     ("arguments", "complaint"),
     [
         (["nix"], "session 'nix' not found: localgen history lists"),
-        (["far", "--yes"], "--yes with --delete"),
-        (["far", "--delete", "--json"], "--delete goes with --yes only"),
+        (["far", "--yes"], "--yes needs --delete"),
+        (["far", "--delete", "--json"], "--json and --delete exclude each other"),
         (["--delete"], "give the name or id of a session"),
         (["far", "--delete"], "no terminal to ask for confirmation"),
     ],
@@ -153,6 +153,7 @@ def test_a_continued_chat_has_the_stored_model_and_settings(
     ((model, options, storage),) = chats
     assert (model, options.params, options.ctx) == ("other", PARAMS, 64)
     assert (options.system, storage.record.name) == ("Be brief.", "my trip")
+    assert storage.warning == ""
 
 
 def test_what_is_given_replaces_what_is_stored(chats: StartedChats) -> None:
@@ -168,6 +169,14 @@ def test_a_session_of_another_server_has_a_model_of_this_one(chats: StartedChats
     ((model, options, storage),) = chats
     assert (model, options.system) == (None, "Be brief.")
     assert storage.record.conversation == CONVERSATION
+    assert storage.warning == "far was with http://far/v1: --url http://far/v1 continues it there"
+
+
+def test_a_given_grammar_replaces_a_stored_one(chats: StartedChats, store: SessionStore) -> None:
+    held = SessionRecord(0, "held", params=SamplingParams(json_schema="{}", top_k=3))
+    store.create(held)
+    assert chats.run("--session", "held", "--regex", "a+") == 0
+    assert chats[0][1].params == SamplingParams(regex="a+", top_k=3)
 
 
 def test_a_new_chat_takes_nothing_over(chats: StartedChats, store: SessionStore) -> None:

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import io
-import os
-import pty
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from prompt_toolkit.completion import CompleteEvent
-from prompt_toolkit.data_structures import Size
-from prompt_toolkit.document import Document
-from prompt_toolkit.history import FileHistory
-from prompt_toolkit.input import create_input, create_pipe_input
-from prompt_toolkit.output import DummyOutput
-from prompt_toolkit.output.vt100 import Vt100_Output
 from rich.console import Console
 from scripted_client import Script, ScriptedClient, answer
 
@@ -34,12 +24,10 @@ from localgen.backends.types import Message
 from localgen.chat.conversation import Turn
 from localgen.chat.parameters import ModelOptions
 from localgen.chat.session import ChatSession
-from localgen.client import ModelCard, TextDelta
+from localgen.client import TextDelta
 from localgen.machine.busy_processes import BusyProgram
 from localgen.repl.load_progress import LoadProgressLine
-from localgen.repl.prompt import ChatCompleter, create_prompt_session, has_open_quotes, strip_quotes
-from localgen.repl.repl import Repl, _create_line_reader
-from localgen.repl.typed_ahead import hide_typed_ahead
+from localgen.repl.repl import Repl
 
 Line = str | type[BaseException]
 # what is stored with an answer of the script
@@ -190,6 +178,44 @@ def test_a_regen_that_fails_keeps_the_old_answer(
     assert talk.session.conversation.turns == (Turn("hi", "first", summary=SERVED),)
 
 
+def test_a_stopped_regen_is_added_below_the_old_answer(chat: Callable[..., Chat]) -> None:
+    talk = chat(("first", answer()), ("half", KeyboardInterrupt()), ("second", answer()))
+    screen = talk.type("hi", "/regen")
+    old, half = Turn("hi", "first", summary=SERVED), Turn("hi", "half", True, summary="stopped")
+    assert talk.session.conversation.turns == (old, half)
+    assert "the answer before is kept: /undo removes the stopped one" in screen
+    talk.type("/regen")
+    assert talk.session.conversation.turns == (old, Turn("hi", "second", summary=SERVED))
+    assert [len(asked.messages) for asked in talk.client.record.asked] == [1, 1, 3]
+
+
+def test_ctrl_c_in_the_figures_keeps_the_new_answer(
+    chat: Callable[..., Chat], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = chat(("first", answer()), ("second", answer()))
+    talk.type("hi")
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(talk.client, "stats", interrupt)
+    repl = Repl(talk.session, talk.console, lambda _: "")
+    assert repl.handle_line("/regen")
+    assert talk.session.conversation.turns == (Turn("hi", "second", summary=SERVED),)
+
+
+def test_the_figures_are_those_of_the_model_at_this_path(
+    chat: Callable[..., Chat], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = chat()
+    models = [
+        {"name": "tiny", "path": f"/{folder}/tiny.gguf", "memory_bytes": size}
+        for folder, size in (("elsewhere", 5 << 30), ("models", 130_000_000))
+    ]
+    monkeypatch.setattr(talk.client, "stats", lambda: {"server": {}, "models": models})
+    assert "130 MB of memory" in talk.type()
+
+
 @pytest.mark.parametrize(
     ("params", "why"),
     [
@@ -258,196 +284,6 @@ def test_what_the_model_writes_is_inert(chat: Callable[..., Chat]) -> None:
     assert "\x07" not in screen
 
 
-@pytest.mark.parametrize(
-    ("text", "waits"),
-    [
-        ("", False),
-        ("hi", False),
-        ('"""', True),
-        ('"""one\ntwo', True),
-        ('"""one"""', False),
-        ('"""one\ntwo"""  ', False),
-        ('""""', True),
-        ('say """', False),
-        ('/set system """be', True),
-        ('/set system """be"""', False),
-    ],
-)
-def test_three_quotes(text: str, waits: bool) -> None:
-    assert has_open_quotes(text) is waits
-
-
-def test_unquoted() -> None:
-    assert strip_quotes('"""\na\n b\n"""') == "a\n b"
-    assert strip_quotes(' "quoted" ') == ' "quoted" '
-
-
-def complete(text: str, where: str = "") -> list[str]:
-    completions = ChatCompleter(lambda: ["talk", "tale"], lambda: ["tiny"])
-    document = Document(text + where)
-    return [found.text for found in completions.get_completions(document, CompleteEvent())]
-
-
-def test_completion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert complete("/s") == ["/set", "/show", "/save", "/switch", "/stats"]
-    assert complete("/set p") == ["parameter"]
-    assert complete("/set parameter temp") == ["temperature"]
-    assert complete("/set parameter temperature ") == []
-    assert complete("/show t") == ["template"]
-    assert complete("/load ta") == ["talk", "tale"]
-    assert complete("/model t") == ["tiny"]
-    assert complete("hello /s") == []
-
-
-def test_completion_of_file_names(tmp_path: Path) -> None:
-    (tmp_path / "chat.json").touch()
-    assert complete(f"/load {tmp_path}/ch") == ["at.json"]
-
-
-@pytest.mark.parametrize(
-    ("keys", "line"),
-    [
-        ("hello\r", "hello"),
-        ("gone\x03kept\r", "kept"),
-        # Ctrl+C and Ctrl+G leave a history search
-        ("ab\x12\x03cd\r", "abcd"),
-        ("ab\x12\x07cd\r", "abcd"),
-        ("\x12stor\x03kept\r", "kept"),
-        ('"""a\rb"""\r', '"""a\nb"""'),
-        ("\x1b[200~a\nb\x1b[201~\r", "a\nb"),
-    ],
-)
-def test_keys(keys: str, line: str, tmp_path: Path) -> None:
-    with create_pipe_input() as typed:
-        typed.send_text(keys)
-        editor = create_prompt_session(
-            tmp_path / "history", ChatCompleter(list, list), input=typed, output=DummyOutput()
-        )
-        assert editor.prompt() == line
-
-
-def test_an_editor_that_does_not_exist(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("VISUAL", raising=False)
-    monkeypatch.setenv("EDITOR", "no-such-editor -w")
-    with create_pipe_input() as typed:
-        typed.send_text("ab\x07cd\r")
-        editor = create_prompt_session(
-            tmp_path / "history", ChatCompleter(list, list), input=typed, output=DummyOutput()
-        )
-        assert editor.prompt() == "abcd"
-    assert capsys.readouterr().out == "EDITOR=no-such-editor -w: command not found\n"
-
-
-def test_a_pasted_tab_is_not_shown_as_a_control_character(tmp_path: Path) -> None:
-    screen = io.StringIO()
-    with create_pipe_input() as typed:
-        typed.send_text("\x1b[200~left\tright\x1b[201~\r")
-        editor = create_prompt_session(
-            tmp_path / "history",
-            ChatCompleter(list, list),
-            input=typed,
-            output=Vt100_Output(screen, lambda: Size(24, 80), enable_cpr=False),
-        )
-        assert editor.prompt() == "left\tright"
-    assert "left" in screen.getvalue()
-    assert "^I" not in screen.getvalue()
-
-
-@pytest.mark.parametrize(("key", "error"), [("\x03", KeyboardInterrupt), ("\x04", EOFError)])
-def test_keys_that_end(key: str, error: type[BaseException], tmp_path: Path) -> None:
-    with create_pipe_input() as typed:
-        typed.send_text(key)
-        editor = create_prompt_session(
-            tmp_path / "history", ChatCompleter(list, list), input=typed, output=DummyOutput()
-        )
-        with pytest.raises(error):
-            editor.prompt()
-
-
-def test_a_line_typed_ahead_is_the_next_prompt_and_not_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keyboard, terminal = pty.openpty()
-    with os.fdopen(terminal) as stdin:
-        monkeypatch.setattr("sys.stdin", stdin)
-        with hide_typed_ahead():
-            os.write(keyboard, b"next\r")
-            os.write(terminal, b"answer")
-            assert os.read(keyboard, 100) == b"answer"
-            editor = create_prompt_session(
-                tmp_path / "history",
-                ChatCompleter(list, list),
-                input=create_input(stdin),
-                output=DummyOutput(),
-            )
-            assert editor.prompt() == "next"
-        os.write(keyboard, b"x")
-        assert os.read(keyboard, 100) == b"x"
-    os.close(keyboard)
-
-
-def test_history_outlives_the_chat_and_is_private(tmp_path: Path) -> None:
-    path = tmp_path / "history"
-    for keys in ("hello\r", "\x1b[A\r"):
-        with create_pipe_input() as typed:
-            typed.send_text(keys)
-            editor = create_prompt_session(
-                path, ChatCompleter(list, list), input=typed, output=DummyOutput()
-            )
-            assert editor.prompt() == "hello"
-    assert path.stat().st_mode & 0o777 == 0o600
-
-
-def test_a_full_disk_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "history"
-    failures: list[OSError] = []
-
-    def store(history: FileHistory, line: str) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(FileHistory, "store_string", store)
-    with create_pipe_input() as typed:
-        typed.send_text("one\rtwo\r")
-        editor = create_prompt_session(
-            path,
-            ChatCompleter(list, list),
-            on_failure=failures.append,
-            input=typed,
-            output=DummyOutput(),
-        )
-        assert [editor.prompt(), editor.prompt()] == ["one", "two"]
-    assert [error.errno for error in failures] == [errno.ENOSPC]
-
-
-def test_prompts_are_not_kept_without_history(tmp_path: Path) -> None:
-    path = tmp_path / "history"
-    with create_pipe_input() as typed:
-        typed.send_text("secret\r")
-        editor = create_prompt_session(
-            path, ChatCompleter(list, list), can_write=False, input=typed, output=DummyOutput()
-        )
-        assert editor.prompt() == "secret"
-    assert not path.exists()
-
-
-def test_a_history_that_cannot_be_read_is_said_once(tmp_path: Path) -> None:
-    failures: list[OSError] = []
-    with create_pipe_input() as typed:
-        typed.send_text("one\rtwo\r")
-        editor = create_prompt_session(
-            tmp_path,
-            ChatCompleter(list, list),
-            on_failure=failures.append,
-            input=typed,
-            output=DummyOutput(),
-        )
-        assert [editor.prompt(), editor.prompt()] == ["one", "two"]
-    assert [error.errno for error in failures] == [errno.EISDIR]
-
-
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_loading_leaves_what_was_said_on_a_terminal_only(is_terminal: bool) -> None:
     screen = io.StringIO()
@@ -466,37 +302,6 @@ def test_where_nothing_loads_no_loading_shows() -> None:
     with LoadProgressLine(Console(file=screen, force_terminal=True, width=60), "tiny"):
         pass
     assert screen.getvalue() == ""
-
-
-def test_models_are_looked_up_once_a_prompt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client = ScriptedClient()
-    seen: list[ChatCompleter] = []
-    lookups = 0
-
-    class Editor:
-        def prompt(self, _text: str) -> str:
-            typed = Document("/model ")
-            found = [*seen[0].get_completions(typed, CompleteEvent())]
-            found += seen[0].get_completions(typed, CompleteEvent())
-            return " ".join(completion.text for completion in found)
-
-    def editor(_history: Path, completions: ChatCompleter, **_options: object) -> Editor:
-        seen.append(completions)
-        return Editor()
-
-    def models() -> list[ModelCard]:
-        nonlocal lookups
-        lookups += 1
-        return [ModelCard(f"m{lookups}", "/m", 1, "loaded", "file")]
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(client, "models", models)
-    monkeypatch.setattr("localgen.repl.prompt.create_prompt_session", editor)
-    read = _create_line_reader(ChatSession(client, tmp_path, ModelOptions()), Console())
-    assert read(">>> ") == "m1 m1"
-    assert read(">>> ") == "m2 m2"
 
 
 def test_thoughts_are_shown_and_stay_out_of_the_next_turn(chat: Callable[..., Chat]) -> None:

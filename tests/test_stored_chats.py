@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -18,8 +20,9 @@ from localgen.chat.chat_storage import ChatStorage, SessionChoice, open_chat_sto
 from localgen.chat.conversation import Conversation, Turn
 from localgen.chat.parameters import ModelOptions
 from localgen.chat.session import ChatSession
+from localgen.chat.session_recorder import SessionRecorder
 from localgen.chat.session_store import SessionBusy, SessionRecord, SessionStore
-from localgen.chat.stored_sessions import list_with_turns, open_store
+from localgen.chat.stored_sessions import find_session, list_with_turns, open_store
 from localgen.repl.repl import Repl
 
 NEW, LATEST = SessionChoice(), SessionChoice(is_latest=True)
@@ -245,6 +248,85 @@ def test_a_named_session_begins_with_its_first_turn(
     chat.type("one")
     assert stored(store) == {"trip": ["one"]}
     assert "stored as trip: localgen chat --continue" in chat.open_and_leave()
+
+
+def test_the_farewell_names_the_session_unless_it_is_the_latest(open_chat: OpenChat) -> None:
+    for prompt in ("what's new?", "hi", "hi"):
+        open_chat(NEW).type(prompt)
+    by_id = {number: open_chat(SessionChoice(str(number))).open_and_leave() for number in (1, 2, 3)}
+    assert "localgen chat --session 'what'\"'\"'s new?'\n" in by_id[1]
+    assert "localgen chat --session 2\n" in by_id[2], "the name is that of two"
+    assert "localgen chat --continue\n" in by_id[3]
+
+
+def test_a_session_that_was_only_opened_is_not_written(
+    open_chat: OpenChat, store: SessionStore
+) -> None:
+    turns = (Turn("q", "a"),)
+    far = SessionRecord(
+        0, "far", "big", "http://far/v1", ctx=64, conversation=Conversation("", turns)
+    )
+    before = store.create(far)
+    chat = open_chat(LATEST)
+    listed = store.list_sessions()
+    chat.type("/help", "/fork idea", "/switch main")
+    chat.open_and_leave()
+    assert (store.read(before.id), store.list_sessions()) == (before, listed)
+    chat.type("one")
+    after = store.read(before.id)
+    assert (after.model, after.server_url, after.revision) == ("tiny", "", 1)
+
+
+def test_a_model_file_is_stored_with_its_folder(
+    open_chat: OpenChat, store: SessionStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    chat = open_chat(NEW)
+    chat.session.requested_model = "tiny.gguf"
+    chat.client.names = ("tiny.gguf", "other")
+    chat.type("one")
+    assert store.read(1).model == str(tmp_path / "tiny.gguf")
+
+
+def test_ctrl_c_while_storing_neither_loses_nor_doubles_a_turn(
+    open_chat: OpenChat, store: SessionStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = SessionStore.update
+
+    def update_interrupted(opened: SessionStore, record: SessionRecord) -> SessionRecord:
+        os.kill(os.getpid(), signal.SIGINT)
+        written = update(opened, record)
+        os.kill(os.getpid(), signal.SIGINT)
+        return written
+
+    chat = open_chat(NEW)
+    chat.type("one")
+    monkeypatch.setattr(SessionStore, "update", update_interrupted)
+    chat.type("two", "three")
+    assert stored(store) == {"one": ["one", "two", "three"]}
+
+
+def test_leaving_stores_what_is_not_stored_yet(
+    open_chat: OpenChat, store: SessionStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_recorder: SessionRecorder) -> str:
+        raise KeyboardInterrupt
+
+    chat = open_chat(NEW)
+    with monkeypatch.context() as patch:
+        patch.setattr(SessionRecorder, "save", interrupt)
+        chat.type("one")
+    assert stored(store) == {}
+    assert "stored as one: localgen chat --continue" in chat.open_and_leave()
+    assert stored(store) == {"one": ["one"]}
+
+
+def test_a_title_that_was_cut_at_a_space_is_found(open_chat: OpenChat, store: SessionStore) -> None:
+    open_chat(NEW).type("a" * 47 + " b")
+    assert [*stored(store)] == ["a" * 47]
+    store.rename(1, "from before ")
+    assert find_session(store, "From before") == find_session(store, "from before ")
+    assert find_session(store, "from before") is not None
 
 
 def test_nothing_to_continue(open_chat: OpenChat) -> None:

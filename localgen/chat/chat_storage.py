@@ -52,7 +52,7 @@ class SessionChoice:
 class ChatStorage:
     """store: None: the chat is not stored. record: the session to continue; id 0: a new one.
 
-    warning: why the chat is not stored, for the user; empty if it is, or need not be.
+    warning: for the user: why the chat is not stored, or that the session is of another server.
     """
 
     state_dir: Path

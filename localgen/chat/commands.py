@@ -26,8 +26,8 @@ class CommandOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class SendPrompt:
-    """A prompt to send now, as if the user had typed it."""
+class Regenerate:
+    """The last prompt, to be answered again now; its turn stays until there is an answer."""
 
     prompt: str
 
@@ -37,7 +37,7 @@ class LeaveChat:
     """The user leaves the chat."""
 
 
-CommandResult = CommandOutput | SendPrompt | LeaveChat
+CommandResult = CommandOutput | Regenerate | LeaveChat
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,9 +259,7 @@ def _model(session: ChatSession, argument: str, on_progress: OnProgress) -> Comm
 def _regen(session: ChatSession, _argument: str, _: OnProgress) -> CommandResult:
     if not session.conversation.turns:
         raise InvalidRequest("/regen: there is no answer to regenerate yet")
-    prompt = session.conversation.turns[-1].prompt
-    session.set_conversation(session.conversation.undo())
-    return SendPrompt(prompt)
+    return Regenerate(session.conversation.turns[-1].prompt)
 
 
 def _fork(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
@@ -352,7 +350,7 @@ _COMMANDS = (
     SlashCommand(
         "/load", "[NAME or PATH]", "loads a saved chat; without a name, lists them", _load
     ),
-    SlashCommand("/clear", "", "deletes all turns, keeps the system prompt", _clear),
+    SlashCommand("/clear", "", "starts a new conversation, keeps the system prompt", _clear),
     SlashCommand(
         "/model", "[NAME]", "switches to another model; without a name, lists them", _model
     ),

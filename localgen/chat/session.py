@@ -135,7 +135,12 @@ class ChatSession:
         Raises LocalgenError if the server does not run or reports no statistics.
         """
         models = parse_localgen_stats(self.client.stats()).models
-        return next((model for model in models if model.name == self.name), None)
+        return next((model for model in models if self._is_ours(model)), None)
+
+    def _is_ours(self, model: ModelSnapshot) -> bool:
+        """True if it is the loaded model: two files may have the same name."""
+        path = self.model_info.path if self.model_info is not None else ""
+        return model.path == path if path and model.path else model.name == self.name
 
     def ensure_loaded(self, on_progress: OnProgress) -> None:
         """Start the server and load the model again if needed, with the same options.
@@ -174,6 +179,12 @@ class ChatSession:
         conversation = self.conversation.undo() if replace_last else self.conversation
         self.set_conversation(conversation.with_turn(turn))
         self.last_completion = completion
+
+    def add_regenerated(self, turn: Turn, completion: Completion | None) -> None:
+        """Replace the last turn; an answer that was stopped is added below a better one."""
+        is_better = not turn.stopped or self.conversation.turns[-1].is_unanswered
+        if is_better or not turn.is_unanswered:
+            self.add_turn(turn, completion, replace_last=is_better)
 
     def set_conversation(self, conversation: Conversation) -> None:
         """Replace the conversation of this branch and forget the last completion."""

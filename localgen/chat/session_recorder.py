@@ -14,13 +14,15 @@ from localgen.chat.session_store import (
     SessionRecord,
     SessionStore,
 )
+from localgen.chat.stored_sessions import options_to_reopen
+from localgen.hub.resolve import name_for_server
 
 _TITLE_CHARS = 48
 
 
 def title_from_prompt(prompt: str) -> str:
     """The name of a session that the user has not named: the start of its first prompt."""
-    return one_line(prompt)[:_TITLE_CHARS]
+    return one_line(prompt)[:_TITLE_CHARS].rstrip()
 
 
 def create_copy(store: SessionStore, record: SessionRecord) -> SessionRecord:
@@ -39,6 +41,8 @@ class SessionRecorder:
         self._store = store
         self._branch = chat.branch
         self._records = {chat.branch: record}
+        # the chat when each branch was opened or last stored: what was only opened is not written
+        self._known = {chat.branch: self._state()}
         self._has_failed = False
 
     @property
@@ -51,9 +55,14 @@ class SessionRecorder:
         """True if the store has all turns of the current branch."""
         return bool(self.record.id and self.record.conversation.turns) and not self._has_failed
 
+    def options_to_reopen(self) -> str:
+        """Options of `localgen chat` for the current session. Raises LocalgenError."""
+        return options_to_reopen(self._store, self.record)
+
     def start_new(self) -> None:
         """Store the current conversation as a new session; the one before stays as it is."""
         self._records[self._branch] = SessionRecord(0)
+        self._known.pop(self._branch, None)
 
     def save(self) -> str:
         """Save the current branch. Returns a notice for the user, or an empty string.
@@ -75,19 +84,19 @@ class SessionRecorder:
         source, branch = self.record, self._chat.branch
         if branch not in self._records:
             name = f"{source.name} ({one_line(branch)})" if source.name else ""
-            # stored once it differs from its source
             self._records[branch] = replace(self._to_record(source), id=0, name=name)
+            self._known[branch] = self._state()
         self._branch = branch
 
     def _save(self) -> str:
-        now = self._to_record(self.record)
+        state, now = self._state(), self._to_record(self.record)
         turns = now.conversation.turns
-        if now == self.record or not (now.id or turns):
+        if state == self._known.get(self._branch) or not (now.id or turns):
             return ""
         if turns and not now.name:
             now = replace(now, name=title_from_prompt(turns[0].prompt))
         stored, notice = self._write(now)
-        self._records[self._branch] = stored
+        self._records[self._branch], self._known[self._branch] = stored, state
         return notice
 
     def _write(self, record: SessionRecord) -> tuple[SessionRecord, str]:
@@ -105,12 +114,18 @@ class SessionRecorder:
             again = self._store.create(record)
             return again, f"another localgen has deleted {record.name}: it is stored again"
 
+    def _state(self) -> SessionRecord:
+        """The current state of the chat, without the identity of a session."""
+        return self._to_record(SessionRecord(0))
+
     def _to_record(self, record: SessionRecord) -> SessionRecord:
         """The current state of the chat, as a new version of the record."""
         chat = self._chat
+        name = chat.requested_name or None
         return replace(
             record,
-            model=chat.requested_name or None,
+            # a relative path would not be found from another folder
+            model=name if chat.is_remote else name_for_server(name),
             server_url=chat.client.url,
             params=chat.options.params,
             ctx=chat.options.ctx,

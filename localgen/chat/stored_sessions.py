@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 from localgen.backends.errors import InvalidRequest
+from localgen.backends.terminal_text import one_line
 from localgen.chat.database import STORE_NAME, WriterLock
 from localgen.chat.session_store import SessionRecord, SessionStore, SessionSummary
 
@@ -27,10 +29,11 @@ def list_with_turns(store: SessionStore) -> list[SessionSummary]:
 
 
 def find_session(store: SessionStore, name: str) -> SessionSummary | None:
-    """Return the latest session of a name, ignoring case, or that of an id."""
+    """Return the latest session of a name, ignoring case and spacing, or that of an id."""
     listed = store.list_sessions()
-    named = (each for each in listed if each.name.casefold() == name.casefold())
-    numbered = (each for each in listed if str(each.id) == name)
+    wanted = one_line(name).casefold()
+    named = (each for each in listed if one_line(each.name).casefold() == wanted)
+    numbered = (each for each in listed if str(each.id) == wanted)
     return next(named, None) or next(numbered, None)
 
 
@@ -40,6 +43,17 @@ def require_session(store: SessionStore, name: str) -> SessionSummary:
     if found is None:
         raise InvalidRequest(f"session {name!r} not found: localgen history lists the stored ones")
     return found
+
+
+def options_to_reopen(store: SessionStore, record: SessionRecord) -> str:
+    """The options of `localgen chat` that open a stored session again, quoted for a shell."""
+    listed = list_with_turns(store)
+    if listed and listed[0].id == record.id:
+        return "--continue"
+    name = one_line(record.name)
+    found = find_session(store, name)
+    is_unique = found is not None and found.id == record.id
+    return f"--session {shlex.quote(name if is_unique else str(record.id))}"
 
 
 def latest_session(store: SessionStore) -> SessionRecord:

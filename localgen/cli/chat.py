@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ from localgen.cli.session_options import (
     HistoryFlag,
     SessionOption,
     options_of_session,
+    other_server_notice,
 )
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ def command(
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     from localgen.chat.chat_storage import SessionChoice, open_chat_storage
     from localgen.config import ServerSettings
+    from localgen.hub.resolve import name_for_server
 
     choice = SessionChoice(session, latest, history)
     choice.validate(at_terminal=at_terminal)
@@ -72,10 +75,12 @@ def command(
     settings = ServerSettings.from_environment()
     settings.create_state_dir()
     with open_chat_storage(settings.state_dir, choice) as storage:
-        record = storage.record
-        stored = record.model if record.server_url == (endpoint.url if endpoint else "") else None
+        record, url = storage.record, endpoint.url if endpoint else ""
+        stored = record.model if record.server_url == url else None
         name = _require_model(words, stored or default, named_model)
-        merged = options_of_session(context, options, record, same_model=name == record.model)
+        is_same = name_for_server(name) == name_for_server(record.model)
+        merged = options_of_session(context, options, record, same_model=is_same)
+        storage = replace(storage, warning=storage.warning or other_server_notice(record, url))
         _chat(endpoint, name, options_for_endpoint(merged, endpoint), storage)
 
 

@@ -38,8 +38,10 @@ def command(
 
     if name is None and delete:
         raise InvalidRequest("--delete: give the name or id of a session")
-    if (yes and not delete) or (json and delete):
-        raise InvalidRequest("--delete goes with --yes only, and --yes with --delete")
+    if yes and not delete:
+        raise InvalidRequest("--yes needs --delete")
+    if json and delete:
+        raise InvalidRequest("--json and --delete exclude each other")
     settings = ServerSettings.from_environment()
     settings.create_state_dir()
     with open_store(settings.state_dir) as store:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.terminal_text import one_line
 from localgen.chat.parameters import ModelOptions
 from localgen.cli.completion_values import complete_session
 from localgen.cli.remote_options import is_from_command_line
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from localgen.chat.session_store import SessionRecord
 
 _PANEL = "Sessions"
+_GRAMMAR_FIELDS = {"json_schema", "regex", "grammar"}
 ContinueFlag = Annotated[
     bool,
     typer.Option(
@@ -38,7 +40,7 @@ HistoryFlag = Annotated[
     bool,
     typer.Option(
         "--history/--no-history",
-        help="Store the conversation and the prompts (default: on).",
+        help="Store the conversation and the prompts of localgen chat (default: on).",
         envvar="LOCALGEN_HISTORY",
         show_envvar=False,
         show_default=False,
@@ -62,9 +64,21 @@ def options_of_session(
         return is_from_command_line(context, name)
 
     names = [field.name for field in fields(SamplingParams) if is_given(field.name)]
+    if not _GRAMMAR_FIELDS.isdisjoint(names):  # at most one may be set
+        names = [*names, *_GRAMMAR_FIELDS]
     params = replace(record.params, **{name: getattr(options.params, name) for name in names})
     system = options.system if is_given("system") else record.conversation.system
     keeps_ctx = is_given("ctx") or not same_model
     return replace(
         options, params=params, system=system, ctx=options.ctx if keeps_ctx else record.ctx
     )
+
+
+def other_server_notice(record: SessionRecord, url: str) -> str:
+    """Tell that a stored session is of another server than that at `url`; empty if it is not."""
+    if not record.id or record.server_url == url:
+        return ""
+    name, theirs = one_line(record.name), one_line(record.server_url)
+    if not theirs:
+        return f"{name} was with the local server: without --url it continues there"
+    return f"{name} was with {theirs}: --url {theirs} continues it there"

@@ -45,14 +45,15 @@ class ModelCounters:
 class ModelSnapshot:
     """A model in memory. state: loaded, or loading with `progress` (0 to 1).
 
-    kv_usage: share of the KV cache that running requests use. kv_tokens, kv_used, kv_cached,
-    kv_free: tokens. memory_bytes: RAM and GPU memory of the engine process. until_s: seconds until
-    it is unloaded if it stays idle; None also means never. threads: that compute now; threads_max:
-    when no other process needs a core.
+    path: of its file; empty if the server does not report it. kv_usage: share of the KV cache that
+    running requests use. kv_tokens, kv_used, kv_cached, kv_free: tokens. memory_bytes: RAM and GPU
+    memory of the engine process. until_s: seconds until it is unloaded if it stays idle; None also
+    means never. threads: that compute now; threads_max: when no other process needs a core.
     """
 
     name: str
     id: str = ""
+    path: str = ""
     state: str = "loaded"
     progress: float = 1.0
     processor: str | None = None
@@ -121,6 +122,7 @@ class _ModelInfoStats:
 class _ModelStats:
     name: str
     id: str = ""
+    path: str = ""
     state: str = "loaded"
     progress: float = 1.0
     rss_bytes: int | None = None
@@ -181,6 +183,7 @@ def _model_snapshot(reported: _ModelStats) -> ModelSnapshot:
     model = ModelSnapshot(
         name=reported.name,
         id=reported.id,
+        path=reported.path,
         state=reported.state,
         progress=reported.progress,
         processor=reported.processor or None,

@@ -18,11 +18,12 @@ from localgen.backends.errors import EngineDied, LocalgenError, ServerUnavailabl
 from localgen.backends.terminal_text import escape_control_chars, one_line
 from localgen.backends.units import format_count
 from localgen.chat import commands, report
-from localgen.chat.conversation import Conversation, Turn
+from localgen.chat.conversation import Turn
 from localgen.chat.parameters import ModelOptions
 from localgen.chat.session import DEFAULT_BRANCH, ChatSession
 from localgen.client import Completion, TextDelta
 from localgen.machine.busy_processes import busy_programs
+from localgen.repl.ctrl_c import ignore_ctrl_c
 from localgen.repl.live_answer import LiveAnswer
 from localgen.repl.load_progress import LoadProgressLine
 from localgen.repl.prompt import strip_quotes
@@ -86,9 +87,8 @@ class Repl:
                 break
             if line.strip() and not self.handle_line(line):
                 break
-        if self.recorder is not None and self.recorder.is_stored:
-            name = one_line(self.recorder.record.name)
-            self._print_dim(f"stored as {name}: localgen chat --continue")
+        self._save()
+        self._print_farewell()
 
     def handle_line(self, line: str) -> bool:
         """Run a command or answer a prompt, and store what changed. Returns False to leave.
@@ -96,7 +96,7 @@ class Repl:
         Errors are printed and leave the session unchanged.
         """
         is_staying = self._handle_line(line)
-        # a second Ctrl+C must not end the chat; the next line saves again
+        # a second Ctrl+C must not end the chat; the next line, or leaving, saves again
         with contextlib.suppress(KeyboardInterrupt):
             self._save()
         return is_staying
@@ -113,7 +113,6 @@ class Repl:
         return True
 
     def _run_command(self, line: str) -> bool:
-        before = self.session.conversation
         with LoadProgressLine(self.console, line.partition(" ")[2]) as loading:
             outcome = commands.run_command(self.session, line, loading.update)
         match outcome:
@@ -121,14 +120,17 @@ class Repl:
                 self._print_dim(text)
                 if is_new:
                     self._start_new()
-            case commands.SendPrompt(prompt):
-                self._regenerate(prompt, before)
+            case commands.Regenerate(prompt):
+                self._regenerate(prompt)
             case commands.LeaveChat():
                 return False
         return True
 
     def _save(self) -> None:
-        notice = self.recorder.save() if self.recorder is not None else ""
+        if self.recorder is None:
+            return
+        with ignore_ctrl_c():
+            notice = self.recorder.save()
         if notice:
             self._print(one_line(notice), "yellow")
 
@@ -140,37 +142,35 @@ class Repl:
             self._print_dim(f"{one_line(self.recorder.record.name)} stays stored")
         self.recorder.start_new()
 
-    def _regenerate(self, prompt: str, before: Conversation) -> None:
+    def _regenerate(self, prompt: str) -> None:
         same = self.session.deterministic_reason()
         if same is not None:
             self._print(f"{same}, so the answer will be the same", "yellow")
-        kept = False
-        try:
-            kept = self._ask(prompt)
-        finally:
-            if not kept:
-                self.session.set_conversation(before)
+        num_turns = len(self.session.conversation.turns)
+        self._ask(prompt, regenerate=True)
+        if len(self.session.conversation.turns) > num_turns:
+            self._print_dim("the answer before is kept: /undo removes the stopped one")
 
-    def _ask(self, prompt: str) -> bool:
-        """Answer a prompt. Returns True if there is a new turn."""
+    def _ask(self, prompt: str, *, regenerate: bool = False) -> None:
+        """Answer a prompt; regenerate: that of the last turn again."""
         self._ensure_loaded()
-        reply = self._stream(prompt)
+        reply = self._stream(prompt, regenerate=regenerate)
         if isinstance(reply.error, ServerUnavailable | EngineDied):
             reason = one_line(reply.error.message)
             self._print_dim(f"{reason}; restarting it and sending the prompt again")
             try:
                 self._ensure_loaded()
-                reply = self._stream(prompt)
+                reply = self._stream(prompt, regenerate=regenerate)
             except LocalgenError as error:
                 reply = replace(reply, error=error)
         if not (reply.text or reply.reasoning) and reply.completion is None:
             if reply.error is not None:
                 raise reply.error
             self._print("stopped", "yellow")
-            return False
-        self.session.add_turn(self._to_turn(prompt, reply), reply.completion)
+            return
+        add = self.session.add_regenerated if regenerate else self.session.add_turn
+        add(self._to_turn(prompt, reply), reply.completion)
         self._print_stats(reply)
-        return True
 
     def _to_turn(self, prompt: str, reply: ReplAnswer) -> Turn:
         session = self.session
@@ -180,10 +180,10 @@ class Repl:
             summary = f"interrupted: {reply.error.message}" if reply.error else "stopped"
         return Turn(prompt, reply.text, reply.completion is None, reply.reasoning, summary)
 
-    def _stream(self, prompt: str) -> ReplAnswer:
+    def _stream(self, prompt: str, *, regenerate: bool) -> ReplAnswer:
         pieces: list[str] = []
         thoughts: list[str] = []
-        stream = self.session.stream(prompt)
+        stream = self.session.stream(prompt, regenerate=regenerate)
         used = self.session.estimate_used_tokens() + len(prompt) // 4
         shown = LiveAnswer(self.console, used_tokens=used, max_context=self.session.ctx)
         try:
@@ -259,6 +259,15 @@ class Repl:
         self._print_dim(f"continued: {name} · {format_count(len(turns), 'turn')}")
         self._print_dim(f">>> {_excerpt(turns[-1].prompt)}")
         self._print_dim(_excerpt(turns[-1].answer) + (" (stopped)" if turns[-1].stopped else ""))
+
+    def _print_farewell(self) -> None:
+        """Print the name of the stored session, and the command that continues it."""
+        if self.recorder is None or not self.recorder.is_stored:
+            return
+        name = one_line(self.recorder.record.name)
+        with contextlib.suppress(LocalgenError):  # the store may have become unreadable
+            name += f": localgen chat {self.recorder.options_to_reopen()}"
+        self._print_dim(f"stored as {name}")
 
     def _prompt(self) -> str:
         branch = self.session.branch

@@ -276,12 +276,8 @@ class ActiveSession:
 
     def _record_turn(self, stream: AnswerStream) -> None:
         turn = self._ended_turn = stream.to_turn()
-        if not stream.is_regeneration:
-            self.chat.add_turn(turn, stream.completion)
-            return
-        is_better = not turn.stopped or self.chat.conversation.turns[-1].is_unanswered
-        if is_better or not turn.is_unanswered:  # a partial answer is added below the old one
-            self.chat.add_turn(turn, stream.completion, replace_last=is_better)
+        add = self.chat.add_regenerated if stream.is_regeneration else self.chat.add_turn
+        add(turn, stream.completion)
 
     def _save(self) -> None:
         store = self._context.store

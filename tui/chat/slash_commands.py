@@ -24,6 +24,8 @@ SCREEN_COMMANDS = {
     "/help": ("", "shows the keys and these commands"),
     "/bye": ("", "quits"),
 }
+# commands of the session whose effect differs from that in the terminal chat
+_OTHER_MEANINGS = {"/clear": ("", "deletes all turns, keeps the system prompt; F9 restores them")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,8 @@ class CompletionSources:
 def command_table() -> list[tuple[str, str, str]]:
     """(name, usage, meaning) of every command."""
     shared = {name: (each.usage, each.help) for name, each in commands.SLASH_COMMANDS.items()}
-    return [(name, *row) for name, row in sorted((shared | SCREEN_COMMANDS).items())]
+    rows = shared | _OTHER_MEANINGS | SCREEN_COMMANDS
+    return [(name, *row) for name, row in sorted(rows.items())]
 
 
 def parse_screen_command(line: str) -> tuple[str, str] | None:
