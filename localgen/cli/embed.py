@@ -37,6 +37,16 @@ def command(
     wanted = texts or _read_lines()
     if not wanted:
         raise InvalidRequest("no text: give one as an argument or on standard input")
+    run_or_offer_pull(model, lambda: _embed(model, wanted, dimensions))
+
+
+def _read_lines() -> list[str]:
+    # str.splitlines() would also split at U+2028, U+0085 and form feeds
+    lines = read_stdin("the texts, one a line").split("\n")
+    return [line.removesuffix("\r") for line in lines if line.strip()]
+
+
+def _embed(model: str, texts: list[str], dimensions: int | None) -> None:
     from localgen.backends.model_info import LoadOptions
     from localgen.cli.one_shot import stderr_console
     from localgen.client import Client
@@ -44,18 +54,8 @@ def command(
 
     loading = LoadProgressLine(stderr_console(), model)
     with closing(Client(notify=loading.notify)) as client:
-
-        def embed() -> None:
-            with loading:
-                client.connect()
-                client.load(model, LoadOptions(), loading.update)
-            for text, vector in zip(wanted, client.embed(model, wanted, dimensions), strict=True):
-                typer.echo(tables.json_text({"text": text, "embedding": vector}))
-
-        run_or_offer_pull(model, embed)
-
-
-def _read_lines() -> list[str]:
-    # str.splitlines() would also split at U+2028, U+0085 and form feeds
-    lines = read_stdin("the texts, one a line").split("\n")
-    return [line.removesuffix("\r") for line in lines if line.strip()]
+        with loading:
+            client.connect()
+            client.load(model, LoadOptions(), loading.update)
+        for text, vector in zip(texts, client.embed(model, texts, dimensions), strict=True):
+            typer.echo(tables.json_text({"text": text, "embedding": vector}))
