@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
@@ -65,7 +65,9 @@ def _follow(texts: Iterator[str]) -> None:
         time.sleep(_POLL_INTERVAL_S)
 
 
-def new_text(path: Path, log: BinaryIO | None, decoder: codecs.IncrementalDecoder) -> Iterator[str]:
+def new_text(
+    path: Path, log: BinaryIO | None, decoder: codecs.IncrementalDecoder
+) -> Generator[str, None, None]:
     """Yield for ever what is appended to an open log since the last time, also to its successors.
 
     path: of the log and its successors.
