@@ -16,6 +16,7 @@ from benchmarks.agreement_parts.logits import logits
 from benchmarks.agreement_parts.subject import Subject
 from benchmarks.agreement_parts.templates import templates
 from benchmarks.agreement_parts.tokens import tokens
+from benchmarks.answers import AnswerFailed
 from benchmarks.llamacpp_tools import ToolFailed, Tools
 from benchmarks.measure import ModelLine, Report, command
 from localgen.backends.cuda.model.source import open_gguf_source
@@ -28,13 +29,16 @@ PARTS = ("greedy", "logits", "tokens", "templates")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the comparison. Returns 1 if a part fails or finds a difference that it should not."""
+    """Run the comparison.
+
+    Returns 1 if a part fails, finds a difference that it should not, or if nothing was compared.
+    """
     options = _options(arguments)
     try:
         subject = _subject(options)
         tools = Tools(options.tools or llamacpp_tools.build()) if "greedy" in options.only else None
         _compare(subject, tools, options)
-    except (ToolFailed, LocalgenError) as error:
+    except (AnswerFailed, ToolFailed, LocalgenError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     report = subject.report
@@ -45,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     target = options.output or RESULTS / f"agreement-{stamp}.json"
     report.write(target)
     print(f"written to {target}", file=sys.stderr)
-    return 0 if all(check.met for check in report.checks) else 1
+    return 0 if report.checks and all(check.met for check in report.checks) else 1
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:

@@ -89,6 +89,7 @@ class Report:
 
     commands: commands that were run, without folders of this machine.
     load_options: localgen's options that differ from its defaults.
+    not_compared: what a run was to compare and could not, with the reasons.
     """
 
     model: ModelLine
@@ -99,6 +100,7 @@ class Report:
     commands: list[str] = field(default_factory=list)
     series: list[Series] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
+    not_compared: list[str] = field(default_factory=list)
 
     def add(self, test: str, side: str, unit: str, values: Sequence[float]) -> Series:
         """Add one side of a test."""
@@ -149,7 +151,7 @@ class Report:
                 ("target", "wanted", "measured", "spread", "met"), [c.row() for c in self.checks]
             ),
         ]
-        return "\n".join(tables)
+        return "\n".join([*tables, *(f"not compared: {line}" for line in self.not_compared)])
 
     def write(self, path: Path) -> None:
         """Write the results as JSON."""
@@ -167,6 +169,7 @@ class Report:
             "model": asdict(self.model),
             "commands": self.commands,
             "checks": checks,
+            "not_compared": self.not_compared,
             "series": series,
         }
         path.write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -64,6 +64,7 @@ def main() -> int:
         for name in names:
             model = LlamaModel(cached(name), resolve_llama_options(LoadOptions()), lambda _: None)
             measured[name].append(rows(model, _LENGTH, SIZES))
+            model.close()
     medians = {
         name: [statistics.median(values) for values in zip(*rounds, strict=True)]
         for name, rounds in measured.items()

@@ -41,6 +41,14 @@ def test_tokens_and_prompts_of_smollm2(tmp_path: Path) -> None:
     assert len(found) == 8
 
 
+def test_a_comparison_that_is_skipped_is_no_success(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, found = compare(tmp_path, "--only", "templates", "--model", str(TINY_GGUF))
+    assert (status, found) == (1, {})
+    assert "not compared: prompts with transformers': no " in capsys.readouterr().out
+
+
 def test_a_tokenizer_that_differs_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = HfTokenizer.encode
     monkeypatch.setattr(HfTokenizer, "encode", lambda self, text: right(self, text.rstrip()))

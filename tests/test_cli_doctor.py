@@ -80,6 +80,7 @@ def test_amx_that_setup_left_out_needs_another_compiler() -> None:
     there = machine(cpu_flags=frozenset({"avx2", "avx512f", "amx_int8"}))
     (found,) = findings.collect_findings(there, build())
     assert "without AMX_INT8, which this CPU has" in found.message
+    assert f" {sys.executable} -m pip install" in found.remedy, "a wheel has no Makefile"
     assert "install clang 16 or later" in found.remedy
     assert not findings.collect_findings(there, build(features=("AVX2", "AVX512", "AMX_INT8")))
 

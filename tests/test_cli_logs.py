@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 from serving import settings_in
 
+from localgen.cli.logs import new_text
 from localgen.cli.main import run_command_line
 from localgen.config import ServerSettings
 from localgen.machine.python_process import python_environment
@@ -60,6 +63,25 @@ def following(settings: ServerSettings) -> Iterator[subprocess.Popen[str]]:
     finally:
         process.kill()
         process.communicate()
+
+
+def test_no_text_is_lost_when_the_log_is_rotated(tmp_path: Path) -> None:
+    path = tmp_path / "server.log"
+    path.write_text("old\n")
+    with path.open("rb") as log:
+        log.seek(0, os.SEEK_END)
+        texts = new_text(path, log, codecs.getincrementaldecoder("utf-8")("replace"))
+        with path.open("ab") as server:
+            server.write("é".encode()[:1])
+        assert next(texts) == ""
+        with path.open("ab") as server:
+            server.write("é".encode()[1:] + b" unread\n")
+        path.rename(tmp_path / "server.log.1")
+        path.write_text("a file longer than the old one\n")
+        assert [next(texts), next(texts)] == ["é unread\n", "a file longer than the old one\n"]
+        path.write_text("emptied\n")
+        assert next(texts) == "emptied\n"
+        texts.close()
 
 
 def test_new_lines_until_ctrl_c(settings: ServerSettings, following: subprocess.Popen[str]) -> None:

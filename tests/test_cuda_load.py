@@ -57,7 +57,7 @@ def test_options_that_cannot_be_honoured(options: dict[str, object], message: st
         loaded(**options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("device", ["tpu", "cuda:x", "mps"])
+@pytest.mark.parametrize("device", ["tpu", "cuda:x", "mps", "cuda:128"])
 def test_a_device_that_is_none(device: str) -> None:
     with pytest.raises(InvalidRequest, match="it must be cuda, cuda:N or cpu"):
         resolve_device(LoadOptions(device=device))

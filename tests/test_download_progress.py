@@ -9,7 +9,7 @@ def test_a_stall_is_told_after_two_seconds() -> None:
     rate = TransferRate(100_000_000, 0, now_s=0.0)
     assert rate.text(1.0) == "no data yet"
     rate.update(10_000_000, 1.0)
-    assert rate.text(1.0) == "10.0 MB/s, 0 min 09 s left"
+    assert rate.text(1.0) == "10.0 MB/s, 9 s left"
     assert rate.text(2.9).endswith(" left")
     rate.update(10_000_000, 2.9)  # the same number is no progress
     assert rate.text(3.0) == "stalled, 0 B/s"
@@ -30,7 +30,15 @@ def test_a_download_that_starts_over_and_one_that_ends() -> None:
     rate = TransferRate(8_000_000, 6_000_000, now_s=0.0)
     rate.update(0, 1.0)
     rate.update(4_000_000, 2.0)
-    assert rate.text(2.0) == "4.0 MB/s, 0 min 01 s left"
+    assert rate.text(2.0) == "4.0 MB/s, 1 s left"
     rate.update(8_000_000, 3.0)
     assert rate.text(3.0) == "4.0 MB/s"
     assert "stalled" not in rate.text(9.0)
+
+
+def test_the_time_before_the_first_block_does_not_count() -> None:
+    rate = TransferRate(100_000_000, 40_000_000, now_s=0.0)
+    assert rate.text(5.0) == "no data yet", "what is there is hashed first: that is no stall"
+    rate.update(40_000_000, 5.0)
+    rate.update(40_100_000, 6.0)
+    assert rate.text(6.0) == "100 KB/s, 9 min 59 s left"

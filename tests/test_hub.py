@@ -223,7 +223,7 @@ def test_a_folder_of_the_cache(filled: Path) -> None:
     assert found.path.parent.name == "snapshots"
     index = found.path / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}')
-    with pytest.raises(ModelNotFound, match=r"is incomplete, 1 files are missing \(model-2"):
+    with pytest.raises(ModelNotFound, match=r"is unfinished, 1 files are missing \(model-2"):
         resolve_model("acme/Folder")
     assert "acme/Folder" not in [file.name for file in installed_models()]
     index.write_text("[]")

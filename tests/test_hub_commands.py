@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from command_line import Piped, Terminal
 from loopback_hub import LoopbackHub
 from pulling import CONTENT, Q4, REPO, environment, hub, made_up
-from test_cli_commands import Piped, Terminal
 
 from localgen.cli import errors
 from localgen.cli.main import run_command_line

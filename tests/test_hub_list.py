@@ -58,10 +58,22 @@ def test_list_shows_unfinished_downloads(
     blobs.mkdir(parents=True)
     (blobs / ("a" * 64 + ".incomplete")).write_bytes(b"x" * 1_000_000)
     assert run_command_line(["list"]) == 0
-    assert ", plus 1.0 MB in unfinished downloads" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert ", plus 1.0 MB in unfinished downloads" in err
+    assert f"{REPO}, 1.0 MB, left by another program; `localgen rm {REPO}` removes it\n" in err
     assert run_command_line(["rm", REPO, "--yes"]) == 0
     assert "1.0 MB freed" in capsys.readouterr().out
     assert list(blobs.iterdir()) == []
+
+
+def test_rm_is_not_advised_where_it_would_remove_a_model(
+    hub: LoopbackHub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command_line(["pull", REPO]) == 0
+    blobs = repo_folder(REPO) / "blobs"
+    (blobs / ("a" * 64 + ".b.incomplete")).write_bytes(b"x" * 1000)
+    assert run_command_line(["list"]) == 0
+    assert f"{REPO}, 1.0 KB, left by another program in {blobs}\n" in capsys.readouterr().err
 
 
 def test_list_names_unfinished_downloads(

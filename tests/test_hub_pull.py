@@ -163,8 +163,11 @@ def test_a_sharded_model_that_is_interrupted_keeps_its_whole_shards(
         pull.run_pull(plan, break_off)
     with pytest.raises(ModelNotFound, match="2 shards, 1 missing"):
         resolve_model(REPO)
-    asked = len(hub.downloads)
-    pull.run_pull(pull.plan_pull(REPO), lambda here: None)
+    asked, counts = len(hub.downloads), list[int]()
+    there = plan.size_bytes - plan.remaining_bytes
+    pull.run_pull(pull.plan_pull(REPO), counts.append)
+    assert counts[0] == there, "hashing what is there is no download"
+    assert counts == sorted(counts)
     (rest,) = hub.downloads[asked:]
     assert rest.path.endswith("00002-of-00002.gguf")
     assert rest.start > 0

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_cli_commands import Piped
+from command_line import Piped
 
 from localgen.backends.errors import ModelNotFound
 from localgen.cli.main import run_command_line

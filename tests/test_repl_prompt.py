@@ -96,18 +96,44 @@ def test_keys(keys: str, line: str, tmp_path: Path) -> None:
         assert editor.prompt() == line
 
 
-def test_an_editor_that_does_not_exist(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [("no-such-editor -w", "command not found"), ("vim '", "No closing quotation")],
+)
+def test_an_editor_that_does_not_open(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    problem: str,
 ) -> None:
     monkeypatch.delenv("VISUAL", raising=False)
-    monkeypatch.setenv("EDITOR", "no-such-editor -w")
+    monkeypatch.setenv("EDITOR", command)
     with create_pipe_input() as typed:
         typed.send_text("ab\x07cd\r")
         editor = create_prompt_session(
             tmp_path / "history", ChatCompleter(list, list), input=typed, output=DummyOutput()
         )
         assert editor.prompt() == "abcd"
-    assert capsys.readouterr().out == "EDITOR=no-such-editor -w: command not found\n"
+    assert capsys.readouterr().out == f"EDITOR={command}: {problem}\n"
+
+
+def test_the_second_editor_opens_if_the_first_does_not_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "editor"
+    program.write_text('#!/bin/sh\nprintf edited > "$1"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("VISUAL", "no-such-editor")
+    monkeypatch.setenv("EDITOR", str(program))
+    with create_pipe_input() as typed:
+        typed.send_text("ab\x07")
+        editor = create_prompt_session(
+            tmp_path / "history", ChatCompleter(list, list), input=typed, output=DummyOutput()
+        )
+        buffer = editor.default_buffer
+        buffer.on_text_changed += lambda _: typed.send_text("\r" * (buffer.text == "edited"))
+        assert editor.prompt() == "edited"
 
 
 def test_a_pasted_tab_is_not_shown_as_a_control_character(tmp_path: Path) -> None:

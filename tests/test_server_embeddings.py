@@ -195,12 +195,12 @@ def test_figures_and_the_log_count_it(served: House) -> None:
 
 
 def test_the_command(shared: House) -> None:
-    texts = [f"text {number}" for number in range(70)]
-    done = embed_command(shared, shared.model(), stdin="\n\n".join(texts) + "\n")
+    texts = [f"text {number}" for number in range(69)] + ["one\u2028line\f"]
+    done = embed_command(shared, shared.model(), stdin="\r\n\n".join(texts) + "\n")
     assert done.stderr == ""
-    records = [json.loads(line) for line in done.stdout.splitlines()]
+    records = [json.loads(line) for line in done.stdout.removesuffix("\n").split("\n")]
     assert [record["text"] for record in records] == texts
-    assert records[69]["embedding"] == pytest.approx(vector_of("text 69"))
+    assert records[68]["embedding"] == pytest.approx(vector_of("text 68"))
 
 
 @pytest.mark.parametrize(

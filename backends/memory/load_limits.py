@@ -21,7 +21,7 @@ _LOWEST = {
 _HINTS = {"draft_max": ": --draft none for no drafts at all"}
 # more threads than this only slow each other down
 _THREADS_PER_PROCESSOR = 8
-_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
+_DEVICE = re.compile(r"cpu|cuda(:(0|[1-9][0-9]?))?")
 
 
 def validate_load_options(options: LoadOptions) -> None:
@@ -32,11 +32,16 @@ def validate_load_options(options: LoadOptions) -> None:
             reason = f"is {value}, it must be at least {lowest}{_HINTS.get(name, '')}"
             raise InvalidRequest(f"{option_flag(name)} {reason}", param=name)
     _require_few_threads(options)
-    if options.device is not None and not _DEVICE.fullmatch(options.device):
-        raise InvalidRequest(
-            f"--device is {options.device!r}, it must be cuda, cuda:N or cpu", param="device"
-        )
+    validate_device(options.device)
     validate_cache_types(options, None)
+
+
+def validate_device(device: str | None) -> None:
+    """Raises InvalidRequest for a name that is no device."""
+    if device is not None and not _DEVICE.fullmatch(device):
+        raise InvalidRequest(
+            f"--device is {device!r}, it must be cuda, cuda:N or cpu", param="device"
+        )
 
 
 def validate_cache_types(options: LoadOptions, backend: str | None) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.agreement_parts.subject import Subject
-from benchmarks.agreement_parts.tokens import published_tokenizer
+from benchmarks.agreement_parts.tokens import NO_TOKENIZER, published_tokenizer
 from benchmarks.gguf_model import llama_cpp_tokenizer
 from benchmarks.nasty_text import nasty_texts
 from localgen.backends.text.template import ChatTemplate
@@ -29,7 +29,8 @@ def templates(subject: Subject, count: int) -> None:
     """Compare prompts as text, and their tokens where the authors' tokenizer is known."""
     source, published = subject.source.chat_template, published_tokenizer(subject.path)
     if source is None or published is None:
-        print("templates: the file has no chat template, or no known tokenizer: not compared")
+        missing = "chat template in the file" if source is None else NO_TOKENIZER
+        subject.report.not_compared.append(f"prompts with transformers': no {missing}")
         return
     own = subject.source.load_tokenizer()
     template = ChatTemplate(source, bos=own.bos, eos=own.eos)

@@ -20,6 +20,7 @@ from localgen.backends.text.detokenize import Detokenizer
 
 # by the name in GGUF files; as in the tokenizer.json of the model's authors
 _PUBLISHED = {"smollm": (Digits(individual_digits=True), ByteLevel(add_prefix_space=False))}
+NO_TOKENIZER = "known tokenizer of the model's authors"
 _CONTROL = 3
 
 
@@ -48,7 +49,9 @@ def tokens(subject: Subject, count: int) -> None:
         f"of {len(gaps):,}",
         [_differing(gaps)],
     )
-    if published is not None:
+    if published is None:
+        subject.report.not_compared.append(f"tokens with its authors': no {NO_TOKENIZER}")
+    else:
         found = [published.encode(t, add_special_tokens=False).ids for t in texts]
         pairs = [(t, a, b) for (t, a, _, _), b in zip(rows, found, strict=True)]
         subject.none_of(

@@ -87,21 +87,21 @@ def read_prompt(prompt: str | None) -> str:
     """
     if prompt is not None and _is_terminal():
         return prompt
-    if _is_terminal():
-        print("enter the prompt, then press Ctrl+D:", file=sys.stderr)
-    parts = [part for part in (prompt, read_stdin()) if part and part.strip()]
+    parts = [part for part in (prompt, read_stdin("the prompt")) if part and part.strip()]
     if not parts:
         raise InvalidRequest("no prompt: give it as an argument or on standard input")
     return "\n\n".join(parts)
 
 
-def read_stdin() -> str:
+def read_stdin(wanted: str) -> str:
     """Read standard input to the end and strip one trailing newline.
 
-    Raises InvalidRequest if it is not UTF-8.
+    wanted: what a user at a terminal is asked to enter. Raises InvalidRequest if it is not UTF-8.
     """
     if sys.stdin is None:
         return ""
+    if _is_terminal():
+        print(f"enter {wanted}, then press Ctrl+D:", file=sys.stderr)
     try:
         return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
     except UnicodeDecodeError as error:

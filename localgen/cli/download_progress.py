@@ -11,7 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, T
 from rich.text import Text
 
 from localgen.backends.terminal_text import one_line
-from localgen.backends.units import format_size
+from localgen.backends.units import format_elapsed, format_size
 
 # interval of progress lines without a terminal
 _LINE_INTERVAL_S = 10.0
@@ -27,14 +27,18 @@ class TransferRate:
 
     def __init__(self, total_bytes: int, downloaded_bytes: int, now_s: float) -> None:
         self._total_bytes = total_bytes
-        # time and downloaded bytes, whenever these grew
+        # time and downloaded bytes, whenever these grew; never emptied: rich's thread reads them
         self._samples = deque([(now_s, downloaded_bytes)])
 
     def update(self, downloaded_bytes: int, now_s: float) -> None:
-        """Record the number of downloaded bytes; it may also shrink, if a file starts over."""
-        if downloaded_bytes < self._samples[-1][1]:
-            self._samples.clear()
-        elif downloaded_bytes == self._samples[-1][1]:
+        """Record the number of downloaded bytes; it may also shrink, if a file starts over.
+
+        The same number before the first block: the time until then does not count.
+        """
+        last_bytes, is_new = self._samples[-1][1], len(self._samples) == 1
+        if downloaded_bytes < last_bytes or (downloaded_bytes == last_bytes and is_new):
+            self._samples = deque([(now_s, downloaded_bytes)])
+        if downloaded_bytes <= last_bytes:
             return
         self._samples.append((now_s, downloaded_bytes))
         while len(self._samples) > 2 and self._samples[1][0] < now_s - _RATE_PERIOD_S:
@@ -42,15 +46,15 @@ class TransferRate:
 
     def text(self, now_s: float) -> str:
         """For example `8.2 MB/s, 1 min 02 s left`; `stalled` after two seconds without a byte."""
-        (start_s, start_bytes), (last_s, last_bytes) = self._samples[0], self._samples[-1]
+        samples = self._samples
+        (start_s, start_bytes), (last_s, last_bytes) = samples[0], samples[-1]
+        if last_bytes == start_bytes or now_s == start_s:
+            return "no data yet"
         left_bytes = self._total_bytes - last_bytes
         if left_bytes and now_s - last_s >= _STALLED_AFTER_S:
             return "stalled, 0 B/s"
-        if last_bytes == start_bytes or now_s == start_s:
-            return "no data yet"
         rate = (last_bytes - start_bytes) / (now_s - start_s)
-        left_s = left_bytes / rate
-        left = f", {left_s // 60:.0f} min {left_s % 60:02.0f} s left" if left_bytes else ""
+        left = f", {format_elapsed(left_bytes / rate)} left" if left_bytes else ""
         return f"{format_size(rate)}/s{left}"
 
 

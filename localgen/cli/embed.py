@@ -7,14 +7,11 @@ from typing import Annotated
 
 import typer
 
-from localgen.backends.errors import InvalidRequest, LocalgenError
+from localgen.backends.errors import InvalidRequest
 from localgen.cli import tables
 from localgen.cli.arguments import read_stdin
 from localgen.cli.completion_values import complete_model
 from localgen.cli.pull import run_or_offer_pull
-
-# texts per request: the first embeddings are printed before the last ones are computed
-_BATCH_TEXTS = 64
 
 
 def command(
@@ -37,9 +34,19 @@ def command(
 
     Without TEXTS, each line of standard input is a text; empty lines are left out.
     """
-    wanted = texts or [line for line in read_stdin().splitlines() if line.strip()]
+    wanted = texts or _read_lines()
     if not wanted:
         raise InvalidRequest("no text: give one as an argument or on standard input")
+    run_or_offer_pull(model, lambda: _embed(model, wanted, dimensions))
+
+
+def _read_lines() -> list[str]:
+    # str.splitlines() would also split at U+2028, U+0085 and form feeds
+    lines = read_stdin("the texts, one a line").split("\n")
+    return [line.removesuffix("\r") for line in lines if line.strip()]
+
+
+def _embed(model: str, texts: list[str], dimensions: int | None) -> None:
     from localgen.backends.model_info import LoadOptions
     from localgen.cli.one_shot import stderr_console
     from localgen.client import Client
@@ -47,20 +54,8 @@ def command(
 
     loading = LoadProgressLine(stderr_console(), model)
     with closing(Client(notify=loading.notify)) as client:
-
-        def embed() -> None:
-            with loading:
-                client.connect()
-                client.load(model, LoadOptions(), loading.update)
-            for start in range(0, len(wanted), _BATCH_TEXTS):
-                batch = wanted[start : start + _BATCH_TEXTS]
-                try:
-                    vectors = client.embed(model, batch, dimensions)
-                except LocalgenError as error:
-                    # the server counts the texts of a request
-                    place = f"texts {start + 1} to {start + len(batch)}: " if start else ""
-                    raise type(error)(f"{place}{error.message}", param=error.param) from error
-                for text, vector in zip(batch, vectors, strict=True):
-                    typer.echo(tables.json_text({"text": text, "embedding": vector}))
-
-        run_or_offer_pull(model, embed)
+        with loading:
+            client.connect()
+            client.load(model, LoadOptions(), loading.update)
+        for text, vector in zip(texts, client.embed(model, texts, dimensions), strict=True):
+            typer.echo(tables.json_text({"text": text, "embedding": vector}))

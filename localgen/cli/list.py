@@ -64,7 +64,7 @@ def command(json: JsonFlag = False) -> None:
     ]
     tables.print_table(("NAME", "SIZE", "SOURCE", "STATE", "ALSO"), cells)
     for download in unfinished:
-        tables.print_notice(_resume_text(download))
+        tables.print_notice(_download_text(download, cards))
     _print_disk_use()
 
 
@@ -117,14 +117,19 @@ def _download_row(download: UnfinishedDownload) -> ListedModel:
     return ListedModel(download.name, "", size, _UNFINISHED, "cache", (), done)
 
 
-def _resume_text(download: UnfinishedDownload) -> str:
+def _download_text(download: UnfinishedDownload, cards: Sequence[ModelCard]) -> str:
     from localgen.cli.tables import format_size
+    from localgen.hub.hf_client import repo_folder
 
-    of = f" of {format_size(download.size_bytes)}" if download.size_bytes else ""
-    return (
-        f"unfinished: {download.name}, {format_size(download.downloaded_bytes)}{of}; "
-        f"run `localgen pull {download.name}` to resume"
-    )
+    name, done = download.name, format_size(download.downloaded_bytes)
+    if download.size_bytes is not None:
+        size = format_size(download.size_bytes)
+        return f"unfinished: {name}, {done} of {size}; run `localgen pull {name}` to resume"
+    text = f"unfinished: {name}, {done}, left by another program"
+    if any(card.name.partition(":")[0] == name for card in cards):
+        # rm would remove the model
+        return f"{text} in {repo_folder(name) / 'blobs'}"
+    return f"{text}; `localgen rm {name}` removes it"
 
 
 def _print_disk_use() -> None:

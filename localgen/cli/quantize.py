@@ -155,7 +155,7 @@ DeviceOption = Annotated[
     str | None,
     typer.Option("--device", help="cuda, cuda:N or cpu (default: cuda if available)."),
 ]
-ResumeFlag = Annotated[bool, typer.Option("--resume", help="Resume an interrupted run.")]
+ResumeFlag = Annotated[bool, typer.Option("--resume", help="Resume an unfinished run.")]
 CompareFlag = Annotated[
     bool,
     typer.Option("--compare", help="Evaluate local models instead; the first is the reference."),

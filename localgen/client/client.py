@@ -14,7 +14,7 @@ import msgspec
 
 import localgen
 from localgen import PROTOCOL
-from localgen.backends.errors import ServerUnavailable
+from localgen.backends.errors import LocalgenError, ServerUnavailable
 from localgen.backends.model_info import LoadOptions, ModelInfo
 from localgen.backends.sampling_params import SamplingParams
 from localgen.client.connection import LocalConnection, ServerResponse
@@ -35,6 +35,8 @@ from localgen.hub.resolve import (
 # not below /v1
 _HEALTH_URL = "http://localgen/health"
 _HEALTH_TIMEOUT_S = CONNECT_TIMEOUT_S
+# texts per request: the first embeddings arrive before the last ones are computed
+_EMBED_TEXTS = 64
 
 
 class Client(ModelClient):
@@ -115,8 +117,21 @@ class Client(ModelClient):
 
     def embed(
         self, model: str | None, texts: Sequence[str], dimensions: int | None = None
+    ) -> Iterator[list[float]]:
+        """Yield the embeddings of texts, of length 1. dimensions: elements of each; None: all."""
+        for start in range(0, len(texts), _EMBED_TEXTS):
+            batch = texts[start : start + _EMBED_TEXTS]
+            try:
+                vectors = self._embed_batch(model, batch, dimensions)
+            except LocalgenError as error:
+                # the server counts the texts of a request
+                place = f"texts {start + 1} to {start + len(batch)}: " if start else ""
+                raise type(error)(f"{place}{error.message}", param=error.param) from error
+            yield from vectors
+
+    def _embed_batch(
+        self, model: str | None, texts: Sequence[str], dimensions: int | None
     ) -> list[list[float]]:
-        """The embeddings of texts, of length 1. dimensions: elements of each; None: the model's."""
         body = {"model": name_for_server(model), "input": list(texts), "dimensions": dimensions}
         with self._open_stream("embeddings", encode_json(body)) as response:
             reply = _decode_object(response.http.read())

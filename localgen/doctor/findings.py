@@ -96,8 +96,9 @@ def _amx_findings(machine: SystemInfo, build: LlamaBuild) -> list[Finding]:
         return []
     message = f"llama.cpp was built without {name}, which this CPU has: prompts take longer"
     remedy = (
-        "install clang 16 or later with OpenMP (Debian, Ubuntu: apt install clang libomp-dev), "
-        "then: make clean chat"
+        f'CMAKE_ARGS="-DGGML_NATIVE=ON" {_REBUILD_COMMAND}; GCC before 11.5, 12.4 and 13.3 '
+        "miscompiles AMX: with one of these, first install clang 16 or later with OpenMP (Debian, "
+        "Ubuntu: apt install clang libomp-dev) and put CC=clang CXX=clang++ in front of the command"
     )
     return [Finding(message, remedy)]
 

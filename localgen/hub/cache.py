@@ -57,7 +57,7 @@ class CachedModel:
         missing = _missing_weights(self.path)
         if missing:
             raise ModelNotFound(
-                f"{self.repo} is incomplete, {len(missing)} files are missing ({missing[0]}, …): "
+                f"{self.repo} is unfinished, {len(missing)} files are missing ({missing[0]}, …): "
                 f"localgen pull {self.repo} downloads them",
                 param="model",
             )

@@ -33,6 +33,8 @@ _BLOCK_BYTES = 1 << 20
 class PartialFile(io.FileIO):
     """An incomplete file, positioned at its end. Written bytes are hashed and counted.
 
+    on_bytes: receives the size after each block; of a file with content first once it is hashed.
+
     Writing raises LoadFailed if the first bytes of a .gguf file are not those of GGUF.
     """
 
@@ -44,6 +46,7 @@ class PartialFile(io.FileIO):
         self._hash = _hash_of(file)
         while block := self.read(_BLOCK_BYTES):
             self._hash.update(block)
+        if self.tell():
             on_bytes(self.tell())
 
     def write(self, block: ReadableBuffer) -> int:

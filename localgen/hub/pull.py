@@ -13,7 +13,7 @@ from localgen.backends.units import format_size
 from localgen.config import BUILT_IN_MODEL
 from localgen.hub import catalog, quant_choice
 from localgen.hub.catalog import CatalogEntry
-from localgen.hub.download import download_file
+from localgen.hub.download import download_file, downloaded_bytes
 from localgen.hub.hf_client import (
     DiskFull,
     HubUnavailable,
@@ -62,25 +62,26 @@ def plan_pull(name: str, notify: Notify = lambda line: None) -> PullPlan:
 def run_pull(
     plan: PullPlan, on_bytes: Callable[[int], None], notify: Notify = lambda line: None
 ) -> None:
-    """Download the missing files. on_bytes: receives the number of bytes downloaded in total.
+    """Download the missing files. on_bytes: receives the number of bytes on disk in total.
 
     Raises DiskFull before the download starts; download errors are raised as LocalgenErrors.
     """
     require_disk_space(plan)
     with recorded_pull(plan), forward_warnings(notify), translate_hub_errors(plan.repo):
-        done = 0
-        for file in plan.files:
-            count = partial(_report_total, on_bytes, done)
+        present = [downloaded_bytes(plan.repo, file) for file in plan.files]
+        total = sum(present)
+        for file, file_bytes in zip(plan.files, present, strict=True):
+            count = partial(_report_total, on_bytes, total - file_bytes)
             download_file(plan.repo, plan.commit, file, count)
-            done += file.size_bytes
+            total += file.size_bytes - file_bytes
         main = repo_folder(plan.repo) / "refs" / "main"
         main.parent.mkdir(parents=True, exist_ok=True)
         # last: a reference to a missing snapshot would make the repository invalid
         main.write_text(plan.commit, encoding="ascii")
 
 
-def _report_total(on_bytes: Callable[[int], None], previous_bytes: int, file_bytes: int) -> None:
-    on_bytes(previous_bytes + file_bytes)
+def _report_total(on_bytes: Callable[[int], None], other_bytes: int, file_bytes: int) -> None:
+    on_bytes(other_bytes + file_bytes)
 
 
 def require_disk_space(plan: PullPlan) -> None:

@@ -67,7 +67,7 @@ def _cached_removal(name: str, repo_id: str, stem: str | None) -> Removal:
 
 
 def _partial_removal(name: str) -> Removal:
-    """Remove the incomplete files of an interrupted pull. Raises ModelNotFound."""
+    """Remove the files of an unfinished download. Raises ModelNotFound."""
     wanted = resolve_reference(name)
     repo = wanted.repo if wanted else ""
     unfinished = _partial_files(repo_folder(repo)) if repo else []
@@ -79,7 +79,7 @@ def _partial_removal(name: str) -> Removal:
             path.unlink(missing_ok=True)
         forget_downloads(repo)
 
-    return Removal(f"the incomplete download of {repo}", _total_bytes(unfinished), execute)
+    return Removal(f"the unfinished download of {repo}", _total_bytes(unfinished), execute)
 
 
 def _files(repo: CachedRepoInfo) -> list[CachedFileInfo]:

@@ -263,7 +263,7 @@ def _from_os_error(error: OSError, repo: str) -> LocalgenError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFull(
             "the disk is full: make room and pull again to resume; "
-            f"or localgen rm {repo} removes the incomplete download"
+            f"or localgen rm {repo} removes the unfinished download"
         )
     if error.errno is None:  # raised by huggingface_hub if the size is wrong
         return DownloadFailed(f"{repo} was not downloaded completely: pull again")

@@ -24,6 +24,8 @@ from localgen.chat.commands import SLASH_COMMANDS
 
 TRIPLE_QUOTES = '"""'
 _PREFIXES = ("", "/set system ")
+# those that prompt_toolkit tries after $VISUAL and $EDITOR
+_EDITORS = tuple(f"/usr/bin/{name}" for name in ("editor", "nano", "pico", "vi", "emacs"))
 
 
 def has_open_quotes(text: str) -> bool:
@@ -152,11 +154,11 @@ def _key_bindings() -> KeyBindings:
     # in a history search both keys leave the search: its text is a buffer of its own
     @keys.add("c-g", filter=~is_searching)
     def _edit(event: KeyPressEvent) -> None:
-        missing = _missing_editor()
-        if missing is None:
+        problem = _editor_problem()
+        if problem is None:
             event.current_buffer.open_in_editor()
         else:
-            run_in_terminal(lambda: print(f"{missing}: command not found"))
+            run_in_terminal(lambda: print(problem))
 
     @keys.add("c-c", filter=~is_searching)
     def _clear(event: KeyPressEvent) -> None:
@@ -168,17 +170,22 @@ def _key_bindings() -> KeyBindings:
     return keys
 
 
-def _missing_editor() -> str | None:
-    """The variable and command of the user's editor if there is no such program."""
+def _editor_problem() -> str | None:
+    """Why no editor opens: the user's do not exist, or none does; None if one opens."""
+    missing = []
     for variable in ("VISUAL", "EDITOR"):  # in this order, as prompt_toolkit
         command = os.environ.get(variable)
         if command:
-            return (
-                None
-                if shutil.which(next(iter(shlex.split(command)), ""))
-                else f"{variable}={command}"
-            )
-    return None
+            try:
+                program = next(iter(shlex.split(command)), "")
+            except ValueError as error:
+                return f"{variable}={command}: {error}"
+            if shutil.which(program):
+                return None
+            missing.append(f"{variable}={command}: command not found")
+    if missing or any(map(shutil.which, _EDITORS)):
+        return "\n".join(missing) or None
+    return "no editor found: name one in $EDITOR"
 
 
 def _prefix_matches(words: Iterable[str], start: str) -> Iterator[Completion]:

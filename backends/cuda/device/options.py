@@ -9,7 +9,7 @@ import torch
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.memory.load_defaults import CUDA_DEFAULTS, CUDA_ON_CPU_DEFAULTS
-from localgen.backends.memory.load_limits import validate_load_options
+from localgen.backends.memory.load_limits import validate_device, validate_load_options
 from localgen.backends.model_info import DRAFT_NGRAM, LoadOptions, option_flag
 from localgen.backends.runner.interface import MAX_DRAFT_TOKENS
 
@@ -99,15 +99,9 @@ def resolve_device(requested: LoadOptions) -> torch.device:
 
     Raises InvalidRequest if the device does not exist or conflicts with --tp.
     """
+    validate_device(requested.device)
     name = requested.device or "cuda"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cuda", "cpu"):
-        raise InvalidRequest(
-            f"--device is {name!r}, it must be cuda, cuda:N or cpu", param="device"
-        )
+    device = torch.device(name)
     if device.type == "cpu":
         return device
     if not torch.cuda.is_available():

@@ -1,0 +1,188 @@
+"""Errors and early ends of commands: one line, a status, and never a traceback."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command_line import own_folders, pipe_in, scripted
+from scripted_client import ScriptedClient
+
+from localgen.backends.errors import EngineDied, LocalgenError, ModelNotFound
+from localgen.cli import errors
+from localgen.cli.main import run_command_line
+
+__all__ = ["own_folders", "scripted"]
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "piped", "status", "complaint"),
+    [
+        (["run"], b"", 3, "no prompt"),
+        (["run", "tiny"], b" \n", 3, "no prompt"),
+        (["run"], b"\xff\xfe", 3, "not UTF-8"),
+        (["run", "gone", "x"], b"", 6, "Model 'gone' not found"),
+        (["run", "What", "is", "it"], b"", 6, "`localgen run -p 'What is it'` asks the default"),
+        (["run", "tiny", "-p", "x", "-f", "y"], b"", 3, "exclude each other"),
+        (["run", "tiny", "-f", "/no/file"], b"", 3, "--file /no/file: No such file"),
+        (["run", "tiny", "x", "--temp", "warm"], b"", 2, "--temp"),
+        (["run", "tiny", "x", "--nope"], b"", 2, "localgen run --help"),
+        (["rnu"], b"", 2, "Did you mean 'run'"),
+        (["chat", "two words"], b"", 3, "localgen run"),
+        (["stop", "other"], b"", 6, "other is not loaded; loaded models: tiny"),
+        (["serve", "--keep-alive", "soon"], b"", 12, "--keep-alive"),
+        (["run", "tiny", "x", "--keep-alive", "soon"], b"", 12, "--keep-alive=soon"),
+        (["run", "tiny", "x", "--temp", "nan"], b"", 3, "--temp nan"),
+        (["run", "tiny", "caf\udce9"], b"", 3, "is not UTF-8 text"),
+        (["run", "tiny", "x", "--stop", "\udcff"], b"", 3, "is not UTF-8 text"),
+        (["stop", "\udcff"], b"", 3, "is not UTF-8 text"),
+    ],
+)
+def test_errors_are_one_line_and_a_status(
+    scripted: Callable[..., ScriptedClient],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    piped: bytes,
+    status: int,
+    complaint: str,
+) -> None:
+    scripted()
+    pipe_in(monkeypatch, piped)
+    assert run_command_line(arguments) == status
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("localgen: ")
+    assert err.count("\n") == 1
+    assert complaint in err
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        (KeyboardInterrupt(), 130),
+        (EngineDied("gone"), 10),
+        (ModelNotFound("two\nlines \x1b[31m"), 6),
+        (BrokenPipeError(), 141),
+        (ZeroDivisionError("odd"), 70),
+    ],
+)
+def test_ends_in_mid_answer(
+    scripted: Callable[..., ScriptedClient],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    end: BaseException,
+    status: int,
+) -> None:
+    scripted(("half", end))
+    # a broken pipe replaces the descriptor, which pytest still needs
+    monkeypatch.setattr(os, "dup2", lambda *_: 0)
+    assert run_command_line(["run", "tiny", "x"]) == status
+    err = capfd.readouterr().err
+    assert "Traceback" not in err
+    assert "\x1b" not in err
+    assert err.count("\n") == (status not in (130, 141))
+
+
+def test_a_defect_is_written_to_a_log(
+    scripted: Callable[..., ScriptedClient], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    scripted((ZeroDivisionError("odd"),))
+    run_command_line(["run", "tiny", "x"])
+    log = tmp_path / "state" / "crash.log"
+    assert str(log) in capsys.readouterr().err
+    assert "ZeroDivisionError: odd" in log.read_text()
+
+
+def test_every_kind_of_error_has_a_status_of_its_own() -> None:
+    for module in (
+        "localgen.config",
+        "localgen.client.errors",
+        "localgen.hub.resolve",
+        "localgen.chat.database",
+    ):
+        importlib.import_module(module)
+    codes = {kind.code for kind in LocalgenError.__subclasses__()}
+    assert codes == set(errors.EXIT_STATUS_BY_CODE)
+    statuses = [
+        *errors.EXIT_STATUS_BY_CODE.values(),
+        0,
+        errors.OTHER_ERROR,
+        errors.USAGE_ERROR,
+        70,
+        130,
+        141,
+    ]
+    assert len(set(statuses)) == len(statuses)
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    program = "from localgen.cli.main import main; import sys; sys.argv[1:] = ['--help']; main()"
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        timeout=60,
+        check=False,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (errors.BROKEN_PIPE, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a file that is always full")
+@pytest.mark.parametrize(
+    ("redirection", "status", "complaint"),
+    [
+        (">/dev/full", errors.exit_status("disk_full"), "standard output: No space left"),
+        (">&-", errors.OTHER_ERROR, "standard output is closed"),
+        (">&- 2>&-", errors.OTHER_ERROR, ""),
+    ],
+)
+def test_output_that_cannot_be_written(redirection: str, status: int, complaint: str) -> None:
+    command = f'"{sys.executable}" -m localgen --help {redirection}'
+    done = subprocess.run(
+        command, shell=True, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    assert done.returncode == status
+    assert complaint in done.stderr
+    assert len(done.stderr.splitlines()) == bool(complaint)
+
+
+def test_a_folder_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(name: str, target: str) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "/state/models.toml")
+
+    monkeypatch.setattr("localgen.hub.aliases.add_alias", fail)
+    assert run_command_line(["cp", "tiny", "mine"]) == errors.OTHER_ERROR
+    assert capsys.readouterr().err == "localgen: /state/models.toml: Permission denied\n"
+
+
+def test_ctrl_c_during_the_import_is_silent() -> None:
+    program = """
+import importlib.abc, os, signal, sys, time
+class Interrupting(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "localgen.cli.main":
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+sys.meta_path.insert(0, Interrupting())
+from localgen.__main__ import main
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")
