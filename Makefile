@@ -4,12 +4,20 @@
 .PHONY: help chat test test-fast lint types docs wheel clean force
 
 VENV := .venv
+EXTRA := dev
+# another Python, if named on the command line, has an environment of its own without torch
+ifeq ($(origin PYTHON),command line)
+VENV := .venv-$(notdir $(PYTHON))
+EXTRA := test
+TESTS := @tests/without_torch.txt
+endif
 SETUP := pyproject.toml constraints.txt setup.py setup.sh
 MODEL := localgen/models/tiny.gguf
 
 help:
 	@echo 'make chat    set up on first use (about five minutes), then chat with smollm2'
 	@echo 'make test    set up for development, then run the tests; ARGS="-k name" is passed to pytest'
+	@echo 'make test PYTHON=python3.13   the tests that need no torch, with another Python'
 	@echo 'make test-fast   the tests of tests/fast.txt, under two minutes'
 	@echo 'make lint    check style and formatting with ruff'
 	@echo 'make types   check types with mypy'
@@ -22,8 +30,8 @@ help:
 chat: $(VENV)/.installed $(MODEL)
 	@exec $(VENV)/bin/localgen chat
 
-test: $(VENV)/.installed-dev $(MODEL)
-	@OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest -n 3 --dist loadfile $(ARGS)
+test: $(VENV)/.installed-$(EXTRA) $(MODEL)
+	@OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest -n 3 --dist loadfile $(TESTS) $(ARGS)
 
 test-fast: $(VENV)/.installed-dev $(MODEL)
 	@OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest -n 3 --dist loadfile $(ARGS) @tests/fast.txt
@@ -43,14 +51,14 @@ wheel: $(VENV)/.installed-dev
 	@ls dist/*.whl
 
 clean:
-	rm -rf $(VENV) build dist localgen.egg-info $(MODEL) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist localgen.egg-info $(MODEL) .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # A wheel named on the command line is installed each time, never ignored.
 $(VENV)/.installed: $(SETUP) $(if $(LLAMA_WHEEL),force)
-	@LLAMA_WHEEL='$(LLAMA_WHEEL)' ./setup.sh
+	@VENV='$(VENV)' LLAMA_WHEEL='$(LLAMA_WHEEL)' ./setup.sh
 
-$(VENV)/.installed-dev: $(SETUP) $(if $(LLAMA_WHEEL),force)
-	@LLAMA_WHEEL='$(LLAMA_WHEEL)' ./setup.sh dev
+$(VENV)/.installed-%: $(SETUP) $(if $(LLAMA_WHEEL),force)
+	@VENV='$(VENV)' LLAMA_WHEEL='$(LLAMA_WHEEL)' ./setup.sh $*
 
 # Installing derives the model too (setup.py); this is for changes since.
 $(MODEL): $(wildcard localgen/models/tiny/*) $(shell find quant/gguf backends/formats -name '*.py')

@@ -266,7 +266,7 @@ def test_a_matrix_of_another_model(folder: Path, importance: ImatrixSource, tmp_
 
 def test_room_for_both_files_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=13_000_000))
-    with pytest.raises(LoadFailed, match="15.5 MB while it is made, its disk has"):
+    with pytest.raises(LoadFailed, match=r"15\.5 MB while it is made, its disk has"):
         make_gguf(TINY, tmp_path / "model.gguf", "Q4_0")
     assert list(tmp_path.iterdir()) == []
 
