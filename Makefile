@@ -15,7 +15,7 @@ SETUP := pyproject.toml constraints.txt setup.py setup.sh
 MODEL := localgen/models/tiny.gguf
 
 help:
-	@echo 'make chat    set up on first use (about five minutes), then chat with smollm2'
+	@echo 'make chat    set up on first use (a few minutes), then chat with smollm2'
 	@echo 'make test    set up for development, then run the tests; ARGS="-k name" is passed to pytest'
 	@echo 'make test PYTHON=python3.13   the tests that need no torch, with another Python'
 	@echo 'make test-fast   the tests of tests/fast.txt, under two minutes'

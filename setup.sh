@@ -174,7 +174,7 @@ get_llama_wheel() {
         choose_compiler
         build_what_is_loaded
         say "Building llama-cpp-python $version: this compiles llama.cpp for the processor of this"
-        say "machine, so that it uses all of it. About five minutes on two cores, once only (seconds"
+        say "machine, so that it uses all of it. About three minutes on two cores, once only (seconds"
         say "if pip has kept it from before). To use a prebuilt wheel instead, stop this and run:"
         say "  make chat LLAMA_WHEEL=path-or-url"
         requirement="llama-cpp-python==$version"

@@ -142,5 +142,5 @@ def test_it_brings_the_sampling_that_its_authors_recommend(packages: Path) -> No
     (packages / FILE).write_bytes(BUILT_IN_PATH.read_bytes())
     sampling = packaged_sampling(resolve_model("smollm2"))
     assert sampling is not None
-    assert (sampling.temperature, sampling.top_p) == (0.2, 0.9)
+    assert (sampling.temperature, sampling.top_p, sampling.repeat_penalty) == (0.2, 0.9, 1.1)
     assert packaged_sampling(resolve_model("tiny")) is None

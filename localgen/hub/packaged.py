@@ -71,8 +71,14 @@ def installed_packaged_models() -> list[ModelFile]:
 
 
 def packaged_sampling(file: ModelFile) -> SamplingParams | None:
-    """The sampling parameters that smollm2's authors recommend; its file does not have them."""
-    return SamplingParams(temperature=0.2, top_p=0.9) if file.source == "package" else None
+    """The sampling parameters of smollm2, whose file has none.
+
+    Temperature and top_p are those that its authors recommend. Without the penalty it often repeats
+    a sentence until the context is full.
+    """
+    if file.source != "package":
+        return None
+    return SamplingParams(temperature=0.2, top_p=0.9, repeat_penalty=1.1)
 
 
 def install_smollm2(on_progress: Callable[[int, int], None]) -> None:
