@@ -184,8 +184,8 @@ def test_wrong_input_is_one_line(settings: ServerSettings, tmp_path: Path) -> No
         (("run", str(broken), "hi"), 8, str(broken)),
         (("run", "tiny", "hi", "--temp", "-1"), 3, "--temp is -1"),
         (("run", "tiny", "hi", "--mirostat", "2", "--top-k", "5"), 3, "mirostat replaces top_k"),
-        (("run", "tiny", "hi", "-ctk", "q9"), 7, "cache_type_k"),
-        (("run", "tiny", "hi", "-c", "999999"), 7, "999999"),
+        (("run", "tiny", "hi", "-ctk", "q9"), 3, "--cache-type-k is 'q9'"),
+        (("run", "tiny", "hi", "-c", "999999"), 3, "999,999"),
         (("chat", "--nonsense"), 2, "--nonsense"),
     ):
         done = localgen(settings, *arguments)
