@@ -100,11 +100,14 @@ def test_two_sessions_at_once_while_top_watches(terminals: Terminals) -> None:
     terminals.press("chats", "Tell me another", "Enter")
     both = terminals.until("chats", lambda screen: len(re.findall("▸ .*tok/s", screen)) == 2)
     assert "Tell me a story" in both
+    (running,) = terminals.client.running_models()
     terminals.until("top", lambda screen: len(re.findall("tiny .*decod", screen)) == 2)
     terminals.press("chats", "C-c")
     terminals.until("chats", lambda screen: "stopped" in screen)
+    os.kill(running.pid, signal.SIGSTOP)  # the other answer does not end meanwhile
     terminals.press("chats", "C-q")
     terminals.until("chats", lambda screen: "still being written" in screen)
+    os.kill(running.pid, signal.SIGCONT)
     terminals.press("chats", "y")
     deadline = time.monotonic() + 30
     while terminals.is_open("chats"):
