@@ -194,3 +194,25 @@ def test_a_growing_answer_is_read_in_pieces(make_tui: MakeTui) -> None:
     assert answering.ended.wait(10)
     assert answering.chunks_since(place)[:2] == ("", "c")
     assert answering.speed_text() == "TTFT 56 ms · 41.2 tok/s"
+
+
+@pytest.mark.parametrize("read", ["status_line", "progress_text", "speed_text"])
+def test_loading_may_end_between_two_reads(make_tui: MakeTui, read: str) -> None:
+    from localgen.tui.chat.answer_stream import AnswerStream
+
+    reads = [0.25]
+
+    class Loaded(AnswerStream):
+        """Its model is loaded right after the first read of the progress."""
+
+        @property
+        def load_progress(self) -> float | None:
+            return reads.pop() if reads else None
+
+        @load_progress.setter
+        def load_progress(self, fraction: float | None) -> None:
+            pass
+
+    answering = Loaded(make_tui().manager.open_empty().chat, "q")
+    assert "25%" in getattr(answering, read)()
+    assert "25%" not in getattr(answering, read)()

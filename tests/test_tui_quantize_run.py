@@ -29,6 +29,7 @@ from localgen.quant.request.events import EvalEvent, EvalRow, FinishedEvent, Pro
 from localgen.quant.request.form import QuantizeForm
 from localgen.tui.chat.main_screen import QuantizeStatusLine
 from localgen.tui.chat.model_picker import ModelPicker
+from localgen.tui.quantize.run import StepEta
 from localgen.tui.quantize.screen import QuantizeScreen
 from localgen.tui.widgets.dialog import ConfirmDialog
 
@@ -243,6 +244,24 @@ def test_names_are_inert(tmp_path: Path) -> None:
     rows = (EvalRow("tiny", "t", 2, 16.0), EvalRow("[red]x\x1b]2;y\x07", "r", 1, 4.0))
     made = FinishedEvent("[red]x\x1b]2;y\x07")
     play(Quantizing(tmp_path, runs=((NEEDS, made, EvalEvent(rows)),)), scene)
+
+
+def test_a_step_may_begin_between_two_reads_of_the_time_left() -> None:
+    eta = StepEta(lambda: now_s)
+    now_s = 0.0
+    eta.update("quantizing", 0, 8)
+    now_s = 10.0
+    eta.update("quantizing", 1, 8)
+    assert eta.remaining_s() == 70.0
+
+    def begin_step() -> float:
+        eta._clock = lambda: now_s
+        eta.update("evaluating", 0, 8)
+        return now_s
+
+    eta._clock = begin_step
+    assert eta.remaining_s() is not None
+    assert eta.remaining_s() is None
 
 
 def test_the_time_left_is_smoothed(tmp_path: Path) -> None:

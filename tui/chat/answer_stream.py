@@ -28,8 +28,8 @@ class AnswerStream:
     """Requests an answer and collects its chunks in a thread, the only writer of its state.
 
     num_tokens: tokens so far; is_estimated: whether that is an estimate. load_progress: fraction of
-    the model loaded, while it loads. error: why the answer is incomplete. ended: set last.
-    regenerate: the answer replaces that of the last turn.
+    the model loaded, while it loads (read it once: it becomes None at any moment). error: why the
+    answer is incomplete. ended: set last. regenerate: the answer replaces that of the last turn.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class AnswerStream:
         """Progress in one line."""
         if self.is_stopping:
             return "stopping"
-        if self.load_progress is not None:
-            return f"loading {self._session.name} {self.load_progress:.0%}"
+        if (loaded := self.load_progress) is not None:
+            return f"loading {self._session.name} {loaded:.0%}"
         waited_s = self._clock() - self._started_s
         used = self._session.estimate_used_tokens() + len(self.prompt) // 4 + self.num_tokens
         about = "~" if self.is_estimated else ""
@@ -120,8 +120,8 @@ class AnswerStream:
         """Progress in a few words."""
         if self.is_stopping:
             return "stopping"
-        if self.load_progress is not None:
-            return f"loading {self.load_progress:.0%}"
+        if (loaded := self.load_progress) is not None:
+            return f"loading {loaded:.0%}"
         if self.ttft_s is None:
             return f"waiting {self._clock() - self._started_s:.1f} s"
         rate = self.tokens_per_s()

@@ -192,8 +192,8 @@ class CompareColumn(Vertical):
             return "stopped"
         if last.error:
             return one_line(last.error)
-        if last.load_progress is not None:
-            return f"loading {last.load_progress:.0%}"
+        if (loaded := last.load_progress) is not None:
+            return f"loading {loaded:.0%}"
         mark = "▸ " if self.active.is_answering else ""
         tokens = last.completion.completion_tokens if last.completion else last.num_tokens
         return f"{mark}{last.speed_text()} · {units.format_count(tokens, 'token')}"

@@ -42,7 +42,8 @@ def _lines(run: QuantizeRun, width: int) -> Iterable[Content]:
     yield Content.styled(f"{one_line(run.form.model)} → {one_line(run.name)}", "bold")
     yield Content("")
     step = "stopping" if run.is_stopping else run.step_status
-    left = "" if run.remaining_s is None else f"{format_duration_s(run.remaining_s)} left"
+    remaining_s = run.remaining_s  # read once: the worker's thread may reset it
+    left = "" if remaining_s is None else f"{format_duration_s(remaining_s)} left"
     yield align_ends(Content(one_line(step)), Content.styled(left, "bold"), width)
     share = (
         None

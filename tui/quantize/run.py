@@ -53,11 +53,12 @@ class StepEta:
 
     def remaining_s(self) -> float | None:
         """Remaining time of the current step, or None if unknown yet."""
-        if self._item_s is None:
+        item_s = self._item_s  # read once: update() runs in another thread
+        if item_s is None:
             return None
         # subtract the time already spent on the current item, at most its average
-        going_s = min(self._clock() - self._last_item_s, self._item_s)
-        return max(0.0, self._item_s * (self._total - self._done) - going_s)
+        going_s = min(self._clock() - self._last_item_s, item_s)
+        return max(0.0, item_s * (self._total - self._done) - going_s)
 
 
 # the screen has fields and keys for some options; the others are named with their command
@@ -170,9 +171,8 @@ class QuantizeRun:
     def status_line(self) -> str:
         """Progress or outcome in one line."""
         if self.is_running:
-            left = (
-                "" if self.remaining_s is None else f", {format_duration_s(self.remaining_s)} left"
-            )
+            remaining_s = self.remaining_s  # read once: the worker's thread may reset it
+            left = "" if remaining_s is None else f", {format_duration_s(remaining_s)} left"
             is_layer = self.progress is not None and self.progress.unit == "layers"
             where = f"{self.step_position if is_layer else self.step_status}{left}"
             return f"quantizing {self.name}: {'stopping' if self.is_stopping else where}"
