@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 from serving import short_folder
@@ -19,6 +22,7 @@ from localgen.client import Client
 from localgen.config import ServerSettings
 
 ROOT = Path(__file__).parents[1]
+ANSWERING = re.compile(r"▸ [\d.]+ tok/s")  # in the list of sessions
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux, which is not installed"),
@@ -43,7 +47,8 @@ class Terminals:
         columns, _, rows = size.partition("x")
         command = [sys.executable, "-m", "localgen.cli.main", *arguments]
         where = ["new-session", "-d", "-s", name, "-x", columns, "-y", rows]
-        self._tmux(*where, *command)
+        keep = [";", "set-option", "-t", name, "remain-on-exit", "on"]  # its last screen
+        self._tmux(*where, shlex.join(command), *keep)
 
     def press(self, name: str, *keys: str) -> None:
         self._tmux("send-keys", "-t", name, *keys)
@@ -55,15 +60,13 @@ class Terminals:
         """Wait until a screen is so; the screen."""
         deadline = time.monotonic() + timeout_s
         while not shown(screen := self.screen(name)):
+            assert self.is_open(name), screen
             assert time.monotonic() < deadline, screen
             time.sleep(0.05)
         return screen
 
     def is_open(self, name: str) -> bool:
-        done = subprocess.run(
-            ["tmux", "-S", self._socket, "has-session", "-t", name], capture_output=True
-        )
-        return done.returncode == 0
+        return self._tmux("display-message", "-p", "-t", name, "#{pane_dead}").strip() == "0"
 
     def close(self) -> None:
         subprocess.run(["tmux", "-S", self._socket, "kill-server"], capture_output=True)
@@ -88,27 +91,47 @@ def terminals() -> Iterator[Terminals]:
         made.client.shutdown()
 
 
+@contextmanager
+def slowed(pid: int) -> Iterator[None]:
+    """The process runs a tenth of the time, so that no answer ends before it is looked at."""
+    done = Event()
+
+    def alternate() -> None:
+        while not done.is_set():
+            os.kill(pid, signal.SIGSTOP)
+            done.wait(0.09)
+            os.kill(pid, signal.SIGCONT)
+            done.wait(0.01)
+
+    thread = Thread(target=alternate)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
 def test_two_sessions_at_once_while_top_watches(terminals: Terminals) -> None:
     # an answer that drafts foresee might end before it is seen
     terminals.run("chats", "tui", "--ignore-eos", "--max-tokens", "1500", "--draft", "none")
     terminals.run("top", "top")
     terminals.until("chats", lambda screen: "Ask something" in screen)
     terminals.press("chats", "Tell me a story", "Enter")
-    terminals.until("chats", lambda screen: "tok/s" in screen.split("\n")[3])
-    terminals.press("chats", "C-n")
-    terminals.until("chats", lambda screen: "No messages yet" in screen)
-    terminals.press("chats", "Tell me another", "Enter")
-    both = terminals.until("chats", lambda screen: len(re.findall("▸ .*tok/s", screen)) == 2)
-    assert "Tell me a story" in both
+    terminals.until("chats", ANSWERING.search)
     (running,) = terminals.client.running_models()
-    terminals.until("top", lambda screen: len(re.findall("tiny .*decod", screen)) == 2)
-    terminals.press("chats", "C-c")
-    terminals.until("chats", lambda screen: "stopped" in screen)
-    os.kill(running.pid, signal.SIGSTOP)  # the other answer does not end meanwhile
-    terminals.press("chats", "C-q")
-    terminals.until("chats", lambda screen: "still being written" in screen)
-    os.kill(running.pid, signal.SIGCONT)
-    terminals.press("chats", "y")
+    with slowed(running.pid):
+        terminals.press("chats", "C-n")
+        terminals.until("chats", lambda screen: "No messages yet" in screen)
+        terminals.press("chats", "Tell me another", "Enter")
+        both = terminals.until("chats", lambda screen: len(ANSWERING.findall(screen)) == 2)
+        assert "Tell me a story" in both
+        terminals.until("top", lambda screen: len(re.findall("tiny .*decod", screen)) == 2)
+        terminals.press("chats", "C-c")
+        terminals.until("chats", lambda screen: "stopped" in screen)
+        terminals.press("chats", "C-q")
+        terminals.until("chats", lambda screen: "still being written" in screen)
+        terminals.press("chats", "y")
     deadline = time.monotonic() + 30
     while terminals.is_open("chats"):
         assert time.monotonic() < deadline, terminals.screen("chats")
@@ -122,18 +145,18 @@ def test_a_server_that_is_killed_in_mid_answer(terminals: Terminals) -> None:
     terminals.run("chats", "tui", "--ignore-eos", "--max-tokens", "1500")
     terminals.until("chats", lambda screen: "Ask something" in screen)
     terminals.press("chats", "Tell me a story", "Enter")
-    terminals.until("chats", lambda screen: re.search("▸ .*tok/s", screen))
+    terminals.until("chats", ANSWERING.search)
     health = terminals.client.health()
     assert health is not None
     os.kill(health.pid, signal.SIGKILL)
-    lost = terminals.until("chats", lambda screen: "Ctrl+R asks again" in screen)
-    assert "interrupted" in lost
+    terminals.until("chats", lambda screen: "Ctrl+R asks again" in screen)
+    lost = terminals.until("chats", lambda screen: "interrupted" in screen)
     assert "Traceback" not in lost
     terminals.until("chats", lambda screen: "LOST" in screen.split("\n")[0])
     terminals.press("chats", "and you?")
     terminals.until("chats", lambda screen: "and you?" in screen)  # it can be typed in
     terminals.press("chats", "C-r")
-    again = terminals.until("chats", lambda screen: re.search("▸ .*tok/s", screen))
+    again = terminals.until("chats", ANSWERING.search)
     assert "and you?" in again
     terminals.until("chats", lambda screen: "LIVE" in screen.split("\n")[0])
     # what there was goes once the new answer is whole
