@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks import llamacpp_tools
@@ -24,7 +23,6 @@ from localgen.backends.errors import LocalgenError
 from localgen.backends.memory.system import num_physical_cores
 from localgen.hub.packaged import SMOLLM2, packaged_model
 
-RESULTS = Path(__file__).parent / "results"
 PARTS = ("greedy", "logits", "tokens", "templates")
 
 
@@ -45,10 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     report.commands.append(command("benchmarks.agreement", arguments))
     report.commands += tools.commands if tools else []
     print(report.text())
-    stamp = f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
-    target = options.output or RESULTS / f"agreement-{stamp}.json"
-    report.write(target)
-    print(f"written to {target}", file=sys.stderr)
+    report.save("agreement", options.output)
     return 0 if report.checks and all(check.met for check in report.checks) else 1
 
 

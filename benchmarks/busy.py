@@ -10,7 +10,6 @@ import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +26,6 @@ from localgen.backends.memory.system import num_physical_cores
 from localgen.backends.model_info import LoadOptions
 from localgen.hub.packaged import packaged_model
 
-RESULTS = Path(__file__).parent / "results"
 CTX = 2048
 PROMPT = "Once upon a time"
 # targets: speed on an idle machine, beside one busy loop, and against the best fixed choice
@@ -127,9 +125,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     report.commands += [command("benchmarks.busy", arguments), *tools.commands]
     print(report.text())
-    target = options.output or RESULTS / f"busy-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
-    report.write(target)
-    print(f"written to {target}", file=sys.stderr)
+    report.save("busy", options.output)
     return 0
 
 

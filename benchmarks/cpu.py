@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 
 import httpx
@@ -24,7 +23,6 @@ from localgen.backends.model_info import LoadOptions, ModelLoadRequest
 from localgen.config import BUILT_IN_MODEL, ServerSettings
 from localgen.hub.packaged import BUILT_IN_PATH
 
-RESULTS = Path(__file__).parent / "results"
 CTX, KV_TOKENS = 8192, 16_384
 TESTS = ("alone", "grammar", "several", "prefix", "turn", "overhead", "help", "memory")
 
@@ -43,9 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     if tools:
         report.commands += tools.commands
     print(report.text())
-    target = options.output or RESULTS / f"cpu-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
-    report.write(target)
-    print(f"written to {target}", file=sys.stderr)
+    report.save("cpu", options.output)
     return 0
 
 

@@ -19,6 +19,7 @@ import psutil
 import localgen
 
 RATE = "t/s"
+RESULTS = Path(__file__).parent / "results"
 _LIBRARIES = ("llama-cpp-python", "numpy", "fastapi", "uvicorn", "httpx", "msgspec")
 
 
@@ -152,6 +153,12 @@ class Report:
             ),
         ]
         return "\n".join([*tables, *(f"not compared: {line}" for line in self.not_compared)])
+
+    def save(self, benchmark: str, output: Path | None) -> None:
+        """Write the results to `output` or a new file in `results/`, and say where on stderr."""
+        path = output or RESULTS / f"{benchmark}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
+        self.write(path)
+        print(f"written to {path}", file=sys.stderr)
 
     def write(self, path: Path) -> None:
         """Write the results as JSON."""

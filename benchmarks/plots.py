@@ -13,16 +13,14 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib import import_module
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from textual.app import App, ComposeResult
 from textual.widgets import Sparkline, Static
 
-from benchmarks.measure import ModelLine, Report
+from benchmarks.measure import RESULTS, ModelLine, Report
 from localgen.tui.gauges.plots import plot
 
-RESULTS = Path(__file__).parent / "results"
 WIDTH, ROWS, SAMPLES, REDRAWS, ROUNDS = 60, 8, 120, 20, 5
 Values = list[float]
 Redraw = Callable[[Any, Values], object]

@@ -10,7 +10,6 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -218,9 +217,7 @@ def main(arguments: list[str] | None = None) -> int:
     enter(report, losses)
     report.commands.append(command("benchmarks.quality", arguments))
     print(text(report, losses))
-    target = options.output or HERE / "results" / f"quality-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
-    report.write(target)
-    print(f"written to {target}", file=sys.stderr)
+    report.save("quality", options.output)
     return 0 if all(check.met for check in report.checks) else 1
 
 

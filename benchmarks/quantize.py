@@ -22,13 +22,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.measure import machine
+from benchmarks.measure import RESULTS, machine
 from benchmarks.random_gguf import EMBEDDING_STD, SHAPES, Shape
 from localgen.hub.packaged import BUILT_IN_PATH
 from localgen.machine.python_process import python_command, python_environment
 from localgen.quant.files.safetensors_writer import StreamedTensor, write_safetensors
 
-RESULTS = Path(__file__).with_name("results")
 _METHODS = "rtn,fp8,awq,gptq"
 _PIECE_ROWS = 4096
 _QUICK = ("--samples", "4", "--seq-len", "64")

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +28,6 @@ from localgen.backends.text.grammar import GrammarCompiler
 from localgen.backends.types import Message
 from localgen.hub.packaged import SMOLLM2, packaged_model
 
-RESULTS = Path(__file__).parent / "results"
 PARTS = ("drafts", "prefix", "grammar")
 CTX, KV_TOKENS = 2048, 8192
 _ITL_TARGET_MS = 2000.0
@@ -193,10 +191,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     report.commands.append(command("benchmarks.real_text", arguments))
     print(report.text())
-    stamp = f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
-    target = options.output or RESULTS / f"real-text-{stamp}.json"
-    report.write(target)
-    print(f"written to {target}", file=sys.stderr)
+    report.save("real-text", options.output)
     return 0
 
 

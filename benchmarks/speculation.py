@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
@@ -32,7 +31,6 @@ from localgen.backends.model_info import DraftModelRequest, LoadOptions, ModelLo
 from localgen.backends.runner.interface import ModelRunner
 from localgen.backends.sampling_params import SamplingParams
 
-RESULTS = Path(__file__).parent / "results"
 KV_TOKENS, CTX = 8192, 2048
 # of the tokens of a copy
 EDITED = 1 / 40
@@ -181,10 +179,7 @@ def main(arguments: list[str] | None = None) -> int:
             continue
         compare(case, runner, info.vocab, report, rounds)
     print(report.text())
-    stamp = f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
-    target = options.output or RESULTS / f"speculation-{stamp}.json"
-    report.write(target)
-    print(f"written to {target}", file=sys.stderr)
+    report.save("speculation", options.output)
     return 0
 
 
