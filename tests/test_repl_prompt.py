@@ -196,14 +196,9 @@ def test_history_outlives_the_chat_and_is_private(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_full_disk_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "history"
+def history_errors(path: Path) -> list[int | None]:
+    """Read two prompts; the error numbers that the history reported."""
     failures: list[OSError] = []
-
-    def store(history: FileHistory, line: str) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(FileHistory, "store_string", store)
     with create_pipe_input() as typed:
         typed.send_text("one\rtwo\r")
         editor = create_prompt_session(
@@ -214,7 +209,17 @@ def test_a_full_disk_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             output=DummyOutput(),
         )
         assert [editor.prompt(), editor.prompt()] == ["one", "two"]
-    assert [error.errno for error in failures] == [errno.ENOSPC]
+    return [error.errno for error in failures]
+
+
+def test_a_full_disk_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "history"
+
+    def store(history: FileHistory, line: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(FileHistory, "store_string", store)
+    assert history_errors(path) == [errno.ENOSPC]
 
 
 def test_prompts_are_not_kept_without_history(tmp_path: Path) -> None:
@@ -229,18 +234,7 @@ def test_prompts_are_not_kept_without_history(tmp_path: Path) -> None:
 
 
 def test_a_history_that_cannot_be_read_is_said_once(tmp_path: Path) -> None:
-    failures: list[OSError] = []
-    with create_pipe_input() as typed:
-        typed.send_text("one\rtwo\r")
-        editor = create_prompt_session(
-            tmp_path,
-            ChatCompleter(list, list),
-            on_failure=failures.append,
-            input=typed,
-            output=DummyOutput(),
-        )
-        assert [editor.prompt(), editor.prompt()] == ["one", "two"]
-    assert [error.errno for error in failures] == [errno.EISDIR]
+    assert history_errors(tmp_path) == [errno.EISDIR]
 
 
 def test_models_are_looked_up_once_a_prompt(
