@@ -135,7 +135,7 @@ def completion_warnings(completion: Completion) -> list[str]:
 
 
 def answer_summary(completion: Completion, options: ModelOptions, info: ModelInfo | None) -> str:
-    """What is stored with an answer: model, figures, warnings; with `--verbose` all figures."""
+    """Text stored with an answer: model, figures and warnings; all figures if verbose."""
     figures = [completion_line(completion)] if options.figures else []
     lines = [" · ".join((completion.model, *figures)), *completion_warnings(completion)]
     if options.verbose and info is not None:

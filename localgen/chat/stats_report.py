@@ -11,7 +11,7 @@ from localgen.client.snapshot import ModelSnapshot
 
 
 def summary(session: ChatSession) -> str:
-    """What the model of the chat does and takes now. Raises LocalgenError without a server."""
+    """Speed, requests, drafts and memory of the chat's model. Raises LocalgenError if no server."""
     model = session.model_snapshot()
     if model is None:
         return f"{session.name} is not loaded: the next prompt loads it"

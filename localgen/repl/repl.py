@@ -227,7 +227,7 @@ class Repl:
         self.console.print()
 
     def _busy_cores(self) -> str:
-        """What took cores from the model in its last steps; empty if nothing did."""
+        """Programs that used cores during the model's last steps; empty if it had all cores."""
         found = self._model_snapshot()
         if found is None or not found.lacks_cores:
             return ""

@@ -112,7 +112,7 @@ class EngineStarter:
         return EngineProcess.start(self._llamacpp_command)
 
     async def stop_expired_spare(self) -> None:
-        """Stop a spare engine that nobody needed in time. Call this periodically."""
+        """Stop a spare engine unused for SPARE_TIMEOUT_S. Call this periodically."""
         if time.monotonic() - self._started_s > SPARE_TIMEOUT_S:
             await self.stop_spare()
 
