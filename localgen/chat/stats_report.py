@@ -11,7 +11,7 @@ from localgen.client.snapshot import ModelSnapshot
 
 
 def summary(session: ChatSession) -> str:
-    """Speed, requests, drafts and memory of the chat's model. Raises LocalgenError if no server."""
+    """Requests, drafts, cache reuse and memory of the model. Raises LocalgenError."""
     model = session.model_snapshot()
     if model is None:
         return f"{session.name} is not loaded: the next prompt loads it"
