@@ -28,6 +28,12 @@ ROOT = Path(__file__).parents[1]
     [
         (["run"], b"", 3, "no prompt"),
         (["run", "tiny"], b" \n", 3, "no prompt"),
+        (
+            ["run", "hello"],
+            b"",
+            3,
+            "no prompt: give it as an argument or on standard input; `local",
+        ),
         (["run"], b"\xff\xfe", 3, "not UTF-8"),
         (["run", "gone", "x"], b"", 6, "Model 'gone' not found"),
         (["run", "What", "is", "it"], b"", 6, "`localgen run -p 'What is it'` asks the default"),

@@ -278,7 +278,8 @@ def test_no_network(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(
         HubUnavailable,
-        match=r"cannot reach 127\.0\.0\.1:9 .*; llama-8b is bartowski/.*:Q4_K_M \(4\.9 GB\)",
+        match=r"cannot reach 127\.0\.0\.1:9 \(Connection refused\): .*; "
+        r"llama-8b is bartowski/.*:Q4_K_M \(4\.9 GB\)",
     ):
         fetch("llama-8b")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

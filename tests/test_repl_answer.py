@@ -288,7 +288,10 @@ def test_verbose_lines() -> None:
 def test_warnings() -> None:
     assert report.completion_warnings(answer()) == []
     assert report.completion_warnings(answer(notes=("preempted once",))) == ["preempted once"]
-    assert "token limit" in report.completion_warnings(answer(finish_reason="length"))[0]
+    cut = answer(finish_reason="length")
+    limit = "cut at the token limit: raise it with "
+    assert report.completion_warnings(cut) == [f"{limit}/set parameter max_tokens"]
+    assert report.completion_warnings(cut, in_chat=False) == [f"{limit}-n"]
     noted = answer(finish_reason="length", notes=("the context is full",))
     assert report.completion_warnings(noted) == ["the context is full"]
 

@@ -206,7 +206,7 @@ def test_the_command(shared: House) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ([], "no text: give one as an argument or on standard input"),
+        ([], "no text for the model tiny: give one as an argument or on standard input"),
         (["x", "--dimensions", "999"], "dimensions is 999, embeddings of echo have"),
     ],
 )

@@ -123,14 +123,14 @@ def verbose_stats_lines(completion: Completion, load_ms: float) -> list[str]:
     ]
 
 
-def completion_warnings(completion: Completion) -> list[str]:
+def completion_warnings(completion: Completion, *, in_chat: bool = True) -> list[str]:
     """Warnings to show with an answer: the token limit, and the server's notes."""
     # the notes of the local server name the limit that was reached
     if completion.finish_reason == "length" and (
         completion.client_measured or not completion.notes
     ):
-        limit = "cut at the token limit: raise it with -n or /set parameter max_tokens"
-        return [limit, *completion.notes]
+        option = "/set parameter max_tokens" if in_chat else "-n"
+        return [f"cut at the token limit: raise it with {option}", *completion.notes]
     return list(completion.notes)
 
 

@@ -36,7 +36,9 @@ def command(
     """
     wanted = texts or _read_lines()
     if not wanted:
-        raise InvalidRequest("no text: give one as an argument or on standard input")
+        raise InvalidRequest(
+            f"no text for the model {model}: give one as an argument or on standard input"
+        )
     run_or_offer_pull(model, lambda: _embed(model, wanted, dimensions))
 
 

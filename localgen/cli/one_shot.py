@@ -53,7 +53,7 @@ def answer_prompt(
         print(json_text(_json_record(prompt, whole)))
     elif not whole.text.endswith("\n"):
         print(flush=True)
-    _print_notices(*report.completion_warnings(whole.completion))
+    _print_notices(*report.completion_warnings(whole.completion, in_chat=False))
     if options.verbose:
         _print_notices(*report.verbose_stats_lines(whole.completion, info.load_ms))
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from contextlib import closing
 
 import typer
 
-from localgen.backends.errors import ModelNotFound
+from localgen.backends.errors import InvalidRequest, ModelNotFound
 from localgen.chat.parameters import ModelOptions
 from localgen.cli.arguments import (
     JsonFlag,
@@ -57,7 +58,12 @@ def command(
     may_be_prompt = arguments and named_model is None and prompt is None
     default = endpoint.model if endpoint else None
     model, prompt = split_model_and_prompt(arguments, default, model=named_model, prompt=prompt)
-    prompt = read_prompt(prompt)
+    try:
+        prompt = read_prompt(prompt)
+    except InvalidRequest as error:
+        if not may_be_prompt or _is_model_name(arguments[0]):
+            raise
+        raise InvalidRequest(f"{error.message}; {_default_model_advice(arguments)}") from error
     from localgen.cli.one_shot import answer_prompt, stderr_console
     from localgen.hub.packaged import default_model
     from localgen.repl.load_progress import LoadProgressLine
@@ -76,8 +82,11 @@ def command(
         except ModelNotFound as error:
             if not may_be_prompt or error.param == "draft" or _is_model_name(arguments[0]):
                 raise
-            way = f"localgen run -p {shlex.join([' '.join(arguments)])}"
-            raise ModelNotFound(f"{error.message}; `{way}` asks the default model") from error
+            raise ModelNotFound(f"{error.message}; {_default_model_advice(arguments)}") from error
+
+
+def _default_model_advice(words: Sequence[str]) -> str:
+    return f"`localgen run -p {shlex.join([' '.join(words)])}` asks the default model"
 
 
 def _is_model_name(name: str) -> bool:

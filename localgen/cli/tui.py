@@ -47,6 +47,7 @@ def command(
     gc.disable()  # imports make no garbage; BaseApp enables it after the first paint
     from localgen.chat.stored_sessions import open_store
     from localgen.config import ServerSettings
+    from localgen.hub.resolve import name_for_server
     from localgen.tui.base_app import BaseApp
     from localgen.tui.chat.active_session import AppContext
     from localgen.tui.chat.app import ChatApp
@@ -62,7 +63,7 @@ def command(
             options=options,
             state_dir=settings.state_dir,
             server_url="" if endpoint is None else endpoint.url,
-            model=model,
+            model=name_for_server(model) if endpoint is None else model,
         )
         where = "this machine" if endpoint is None else endpoint.display_name
         choice = ThemeChoice(BaseApp.theme_file(settings.state_dir))

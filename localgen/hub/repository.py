@@ -253,10 +253,19 @@ def _unreachable_error(error: BaseException) -> HubUnavailable:
         return HubUnavailable(
             f"HF_HUB_OFFLINE is set, so {hub_host()} is not contacted: unset it to download"
         )
-    reason = str(error) or type(error).__name__
     return HubUnavailable(
-        f"cannot reach {hub_host()} ({reason}): check the network, then pull again"
+        f"cannot reach {hub_host()} ({_network_reason(error)}): check the network, then try again"
     )
+
+
+def _network_reason(error: BaseException) -> str:
+    """The system's words for a network error; those of the library if the system gave none."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return str(error) or type(error).__name__
 
 
 def _from_os_error(error: OSError, repo: str) -> LocalgenError:
