@@ -115,6 +115,8 @@ def test_set_parameter(session: ChatSession, text: str, field: str, value: objec
         ("/set parameter logprobs 3", "no parameter"),
         ("/set ctx 999999", "was trained for 2,048"),
         ("/set ctx many", "number of tokens"),
+        ("/set temp 9", "^temp is a parameter, did you mean /set parameter temp 9"),
+        ("/set figures maybe", "^/set figures maybe: give on or off"),
         ("/set nothing", "^/set has no 'nothing'; usage: /set system TEXT"),
         ("/set", "^usage: /set system TEXT"),
         ("/show nothing", "^/show has no 'nothing'; usage: /show info"),
@@ -137,8 +139,9 @@ def test_a_refused_command_says_why_and_changes_nothing(
 
 
 def test_set_ctx_and_verbose(session: ChatSession) -> None:
-    obey(session, "/set ctx 512")
+    assert obey(session, "/set ctx 512") == "context 512 tokens"
     assert (session.options.ctx or 0, session.ctx) == (512, 512)
+    assert obey(session, "/set ctx 4").startswith("context 4 tokens: the conversation has 4, /undo")
     obey(session, "/set ctx default")
     assert (session.options.ctx or 0, session.ctx) == (0, 2048)
     obey(session, "/set verbose")

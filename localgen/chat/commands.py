@@ -95,6 +95,10 @@ def _set(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
         is_on = rest != "off"
         session.set_options(**{what: is_on})
         return CommandOutput(f"{what} {'on' if is_on else 'off'}")
+    if what in ("figures", "verbose"):
+        raise InvalidRequest(f"/set {what} {rest}: give on or off")
+    if parameters.is_parameter_name(what):
+        raise InvalidRequest(f"{what} is a parameter, did you mean /set parameter {argument}?")
     raise _usage_error("/set", argument)
 
 
@@ -120,8 +124,12 @@ def effective_parameter_rows(session: ChatSession) -> list[tuple[str, str, str]]
 def _set_ctx(session: ChatSession, text: str) -> CommandResult:
     set_ctx(session, text)
     info, ctx = session.model_info, session.ctx
-    reload = ": the next prompt loads the model again" if info and (ctx or 0) > info.ctx else ""
-    return CommandOutput((f"context {ctx:,} tokens" if ctx else "context of the model") + reload)
+    text = f"context {ctx:,} tokens" if ctx else "context of the model"
+    if info and (ctx or 0) > info.ctx:
+        text += ": the next prompt loads the model again"
+    elif ctx and (used := session.estimate_used_tokens()) >= ctx:
+        text += f": the conversation has {used:,}, /undo or /clear make room for the next prompt"
+    return CommandOutput(text)
 
 
 def set_ctx(session: ChatSession, text: str) -> None:

@@ -58,18 +58,26 @@ def with_parameter(
     return changed
 
 
+def is_parameter_name(name: str) -> bool:
+    return _parameter_field(name) in PARAMETER_NAMES
+
+
 def resolve_parameter_name(name: str) -> str:
     """Return the field of a parameter name such as `top-k` or `temp`.
 
     Raises InvalidRequest with the closest match if there is none.
     """
-    normalized = name.lower().lstrip("-").replace("-", "_")
-    found = PARAMETER_ALIASES.get(normalized, normalized)
+    found = _parameter_field(name)
     if found in PARAMETER_NAMES:
         return found
     close = difflib.get_close_matches(found, PARAMETER_NAMES, n=1)
     hint = f", did you mean {close[0]}?" if close else f": known are {', '.join(PARAMETER_NAMES)}"
     raise InvalidRequest(f"no parameter {name!r}{hint}", param="parameter")
+
+
+def _parameter_field(name: str) -> str:
+    normalized = name.lower().lstrip("-").replace("-", "_")
+    return PARAMETER_ALIASES.get(normalized, normalized)
 
 
 def effective_parameters(
