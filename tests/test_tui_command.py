@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,11 @@ from localgen.cli.main import run_command_line
 
 
 @pytest.fixture(autouse=True)
-def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("LOCALGEN_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setenv("LOCALGEN_RUNTIME_DIR", str(tmp_path / "run"))
+    yield
+    gc.enable()  # the command switches it off until the first paint
 
 
 def test_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,16 +30,32 @@ def test_a_prompt_is_not_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert "takes a model, not a prompt" in capsys.readouterr().err
 
 
+def pretend_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stream in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(getattr(sys, stream), "isatty", lambda: True, raising=False)
+
+
+def test_a_path_is_stored_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from localgen.tui.chat.app import ChatApp
+
+    pretend_terminal(monkeypatch)
+    started: list[ChatApp] = []
+    monkeypatch.setattr(ChatApp, "run", lambda app: started.append(app))
+    monkeypatch.chdir(tmp_path)
+    for model in ("./model.gguf", "tiny"):
+        assert run_command_line(["tui", model]) == 0
+    stored = [app.session_manager.context.model for app in started]
+    assert stored == [str(tmp_path / "model.gguf"), "tiny"]
+
+
 def test_a_damaged_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pretend_terminal(monkeypatch)
     store = tmp_path / "state" / "sessions.db"
     store.parent.mkdir(mode=0o700)
     store.write_text("no database at all, though long enough to look at\n" * 100)
     before = store.read_bytes()
-    for stream in ("stdin", "stdout"):
-        monkeypatch.setattr(getattr(sys, stream), "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     assert run_command_line(["tui"]) == 19
     told = capsys.readouterr().err
     assert f"{store} is damaged" in told
