@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from scripted_client import ScriptedClient, answer
@@ -341,3 +343,31 @@ def _loaded_ctx(session: ChatSession) -> int | None:
     _, options = client.record.loaded[-1]
     ctx: int | None = options.ctx
     return ctx
+
+
+class Vanishing(ChatSession):
+    """Another thread resets the model and the last completion right after each is read."""
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name in ("model_info", "last_completion"):
+            setattr(self, name, None)
+        return value
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_what_another_thread_resets_is_read_once(tmp_path: Path, is_remote: bool) -> None:
+    client = ScriptedClient()
+    client.url = "http://127.0.0.1:9" if is_remote else ""
+    session = Vanishing(client, tmp_path, ModelOptions())
+    info = client.load(None, LoadOptions(), lambda _: None, None)
+    readers: dict[str, Callable[[], object]] = {
+        "model": lambda: session.model.name,
+        "name": lambda: session.name,
+        "requested_name": lambda: session.requested_name,
+        "ctx": lambda: session.ctx,
+        "used": session.estimate_used_tokens,
+    }
+    for read in readers.values():
+        session.model_info, session.last_completion = info, answer()
+        read()

@@ -26,7 +26,10 @@ OnProgress = Callable[[float], None]
 
 
 class ChatSession:
-    """A chat with one model: the current conversation and the branches forked from it."""
+    """A chat with one model: the current conversation and the branches forked from it.
+
+    model_info, last_completion: another thread may reset them at any moment, so read them once.
+    """
 
     def __init__(self, client: ModelClient, state_dir: Path, options: ModelOptions) -> None:
         self.client = client
@@ -68,9 +71,10 @@ class ChatSession:
     @property
     def model(self) -> ModelInfo:
         """The loaded model. Raises InvalidRequest if none is loaded yet."""
-        if self.model_info is None:
+        info = self.model_info
+        if info is None:
             raise InvalidRequest(f"{self.name} is not loaded yet: send a prompt first")
-        return self.model_info
+        return info
 
     @property
     def is_remote(self) -> bool:
@@ -80,25 +84,23 @@ class ChatSession:
     @property
     def name(self) -> str:
         """Display name of the model, loaded or not."""
+        info = self.model_info
         default = "the server's model" if self.is_remote else default_model()
-        return (
-            self.model_info.name if self.model_info is not None else self.requested_model or default
-        )
+        return info.name if info is not None else self.requested_model or default
 
     @property
     def requested_name(self) -> str:
         """The name to request this model by; empty if not known yet."""
         if self.is_remote:
-            return self.requested_model or (
-                self.model_info.name if self.model_info is not None else ""
-            )
+            info = self.model_info
+            return self.requested_model or (info.name if info is not None else "")
         return self.requested_model or default_model()
 
     @property
     def ctx(self) -> int | None:
         """The context length in tokens, or None if unknown."""
-        known = self.model_info.ctx if self.model_info is not None else 0
-        return self._requested_ctx or known or None
+        info = self.model_info
+        return self._requested_ctx or (info.ctx if info is not None else None) or None
 
     @property
     def _requested_ctx(self) -> int | None:
@@ -116,17 +118,17 @@ class ChatSession:
             draft = load.draft if load.draft in DRAFT_KEYWORDS else None
             load = replace(load, chat_template=None, ctx=None, draft=draft)
         wanted = load if is_another else self._load_with_context(load)
-        self.model_info = self.client.load(name, wanted, on_progress, self.options.keep_alive)
-        self.requested_model = name
+        info = self.client.load(name, wanted, on_progress, self.options.keep_alive)
+        self.model_info, self.requested_model = info, name
         if is_another:
             self.set_options(load=load, ctx=None)
-        return self.model_info
+        return info
 
     def _load_with_context(self, load: LoadOptions) -> LoadOptions:
         """A context above the default must be loaded; a smaller one only limits requests."""
-        ctx, default = self._requested_ctx or 0, DEFAULT_CTX
-        if self.model_info is not None:
-            default = min(default, self.model_info.ctx)
+        ctx, default, info = self._requested_ctx or 0, DEFAULT_CTX, self.model_info
+        if info is not None:
+            default = min(default, info.ctx)
         return replace(load, ctx=ctx) if ctx > (load.ctx or default) else load
 
     def model_snapshot(self) -> ModelSnapshot | None:
@@ -139,7 +141,8 @@ class ChatSession:
 
     def _is_ours(self, model: ModelSnapshot) -> bool:
         """True if it is the loaded model: two files may have the same name."""
-        path = self.model_info.path if self.model_info is not None else ""
+        info = self.model_info
+        path = info.path if info is not None else ""
         return model.path == path if path and model.path else model.name == self.name
 
     def ensure_loaded(self, on_progress: OnProgress) -> None:
@@ -219,8 +222,9 @@ class ChatSession:
 
     def estimate_used_tokens(self) -> int:
         """Estimate the tokens of the conversation; exact after a completed answer."""
-        if self.last_completion is not None and self.last_completion.total_tokens is not None:
-            return self.last_completion.total_tokens
+        completion = self.last_completion
+        if completion is not None and completion.total_tokens is not None:
+            return completion.total_tokens
         letters = sum(len(message.content) for message in self.conversation.messages())
         return letters // 4
 

@@ -320,7 +320,8 @@ class MainScreen(Screen[None]):
         if self.current_session is None:
             return
         session = self.current_session.chat
-        model = report.model_line(session.model_info) if session.model_info else session.name
+        info = session.model_info
+        model = report.model_line(info) if info is not None else session.name
         status = self.server_status.label
         title = (f"{self.current_session.name}  {one_line(model)}", status, self.size.width)
         if title == self._shown_title:

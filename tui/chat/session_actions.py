@@ -174,8 +174,9 @@ class SessionActions:
         opened = self.current_session
         picker = ModelPicker(SessionModelService(opened), requested, opened.chat.requested_name)
         name = await self._main_screen.app.push_screen_wait(picker)
-        if name is not None and opened.chat.model_info is not None:
-            self._show_message("\n".join((f"now using {name}", *opened.chat.model_info.notes)))
+        info = opened.chat.model_info
+        if name is not None and info is not None:
+            self._show_message("\n".join((f"now using {name}", *info.notes)))
         self._main_screen.show_settings()
         await self._refresh_model_names(opened)
 
