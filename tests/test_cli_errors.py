@@ -35,6 +35,7 @@ ROOT = Path(__file__).parents[1]
             "no prompt: give it as an argument or on standard input; `local",
         ),
         (["run"], b"\xff\xfe", 3, "not UTF-8"),
+        (["run", "hello"], b"\xff\xfe", 3, "standard input is not UTF-8 text at byte 0\n"),
         (["run", "gone", "x"], b"", 6, "Model 'gone' not found"),
         (["run", "What", "is", "it"], b"", 6, "`localgen run -p 'What is it'` asks the default"),
         (["run", "tiny", "-p", "x", "-f", "y"], b"", 3, "exclude each other"),

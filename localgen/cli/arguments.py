@@ -43,6 +43,10 @@ ModelOption = Annotated[
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
+class NoPrompt(InvalidRequest):
+    """Neither an argument nor standard input has a prompt."""
+
+
 def split_model_and_prompt(
     words: Sequence[str],
     default_model: str | None = None,
@@ -83,13 +87,13 @@ def require_one_prompt(prompt: str | None, path: Path | None) -> str | None:
 def read_prompt(prompt: str | None) -> str:
     """Return the prompt: the argument, piped input, or both with a blank line between.
 
-    Raises InvalidRequest if both are empty or the input is not UTF-8.
+    Raises NoPrompt if both are empty, InvalidRequest if the input is not UTF-8.
     """
     if prompt is not None and _is_terminal():
         return prompt
     parts = [part for part in (prompt, read_stdin("the prompt")) if part and part.strip()]
     if not parts:
-        raise InvalidRequest("no prompt: give it as an argument or on standard input")
+        raise NoPrompt("no prompt: give it as an argument or on standard input")
     return "\n\n".join(parts)
 
 

@@ -8,12 +8,13 @@ from contextlib import closing
 
 import typer
 
-from localgen.backends.errors import InvalidRequest, ModelNotFound
+from localgen.backends.errors import ModelNotFound
 from localgen.chat.parameters import ModelOptions
 from localgen.cli.arguments import (
     JsonFlag,
     ModelArgument,
     ModelOption,
+    NoPrompt,
     PromptArgument,
     PromptFileOption,
     PromptOption,
@@ -60,10 +61,10 @@ def command(
     model, prompt = split_model_and_prompt(arguments, default, model=named_model, prompt=prompt)
     try:
         prompt = read_prompt(prompt)
-    except InvalidRequest as error:
+    except NoPrompt as error:
         if not may_be_prompt or _is_model_name(arguments[0]):
             raise
-        raise InvalidRequest(f"{error.message}; {_default_model_advice(arguments)}") from error
+        raise NoPrompt(f"{error.message}; {_default_model_advice(arguments)}") from error
     from localgen.cli.one_shot import answer_prompt, stderr_console
     from localgen.hub.packaged import default_model
     from localgen.repl.load_progress import LoadProgressLine
