@@ -11,13 +11,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
 
 import pytest
 from serving import short_folder
 
+from localgen.backends.errors import LocalgenError
 from localgen.client import Client
 from localgen.config import ServerSettings
 
@@ -92,16 +93,24 @@ def terminals() -> Iterator[Terminals]:
 
 
 @contextmanager
-def slowed(pid: int) -> Iterator[None]:
-    """The process runs a tenth of the time, so that no answer ends before it is looked at."""
+def slow_engines(client: Client) -> Iterator[None]:
+    """Engines run a hundredth of the time: no answer ends before it is looked at."""
     done = Event()
 
+    def signal_all(number: signal.Signals, pids: list[int]) -> None:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
     def alternate() -> None:
-        while not done.is_set():
-            os.kill(pid, signal.SIGSTOP)
-            done.wait(0.09)
-            os.kill(pid, signal.SIGCONT)
-            done.wait(0.01)
+        while not done.wait(0.003):
+            pids = []
+            with suppress(LocalgenError):
+                pids = [model.pid for model in client.running_models()]
+            if pids:
+                signal_all(signal.SIGSTOP, pids)
+                done.wait(0.297)
+                signal_all(signal.SIGCONT, pids)
 
     thread = Thread(target=alternate)
     thread.start()
@@ -117,10 +126,9 @@ def test_two_sessions_at_once_while_top_watches(terminals: Terminals) -> None:
     terminals.run("chats", "tui", "--ignore-eos", "--max-tokens", "1500", "--draft", "none")
     terminals.run("top", "top")
     terminals.until("chats", lambda screen: "Ask something" in screen)
-    terminals.press("chats", "Tell me a story", "Enter")
-    terminals.until("chats", ANSWERING.search)
-    (running,) = terminals.client.running_models()
-    with slowed(running.pid):
+    with slow_engines(terminals.client):
+        terminals.press("chats", "Tell me a story", "Enter")
+        terminals.until("chats", ANSWERING.search)
         terminals.press("chats", "C-n")
         terminals.until("chats", lambda screen: "No messages yet" in screen)
         terminals.press("chats", "Tell me another", "Enter")
@@ -144,20 +152,22 @@ def test_two_sessions_at_once_while_top_watches(terminals: Terminals) -> None:
 def test_a_server_that_is_killed_in_mid_answer(terminals: Terminals) -> None:
     terminals.run("chats", "tui", "--ignore-eos", "--max-tokens", "1500")
     terminals.until("chats", lambda screen: "Ask something" in screen)
-    terminals.press("chats", "Tell me a story", "Enter")
-    terminals.until("chats", ANSWERING.search)
-    health = terminals.client.health()
-    assert health is not None
-    os.kill(health.pid, signal.SIGKILL)
+    with slow_engines(terminals.client):
+        terminals.press("chats", "Tell me a story", "Enter")
+        terminals.until("chats", ANSWERING.search)
+        health = terminals.client.health()
+        assert health is not None
+        os.kill(health.pid, signal.SIGKILL)
     terminals.until("chats", lambda screen: "Ctrl+R asks again" in screen)
     lost = terminals.until("chats", lambda screen: "interrupted" in screen)
     assert "Traceback" not in lost
     terminals.until("chats", lambda screen: "LOST" in screen.split("\n")[0])
     terminals.press("chats", "and you?")
     terminals.until("chats", lambda screen: "and you?" in screen)  # it can be typed in
-    terminals.press("chats", "C-r")
-    again = terminals.until("chats", ANSWERING.search)
-    assert "and you?" in again
+    with slow_engines(terminals.client):
+        terminals.press("chats", "C-r")
+        again = terminals.until("chats", ANSWERING.search)
+        assert "and you?" in again
     terminals.until("chats", lambda screen: "LIVE" in screen.split("\n")[0])
     # what there was goes once the new answer is whole
     terminals.until("chats", lambda screen: "interrupted" not in screen)
