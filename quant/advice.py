@@ -13,6 +13,7 @@ from localgen.backends.formats.hf.config import shape_from_hf_config
 from localgen.backends.formats.hf.folder import read_json
 from localgen.backends.formats.hf.safetensors import NumpyCheckpoint
 from localgen.hub.quant_choice import AvailableMemory, ProcessorKind
+from localgen.machine.step_times import StepTimes
 from localgen.placement.footprint import RunnerKind, estimate_footprint, loaded_weight_bytes
 from localgen.quant.request.events import MethodEstimate
 
@@ -30,6 +31,11 @@ class MethodPreset:
     uses_cuda_backend: bool
     trade: str
 
+    @property
+    def gguf_type(self) -> str:
+        """Type of the GGUF file; empty if it is none."""
+        return self.option.partition("--gguf ")[2]
+
 
 # usually smallest loss first
 _PRESETS = (
@@ -45,6 +51,7 @@ _PRESETS = (
         "small loss; takes calibration, read by most engines",
     ),
     MethodPreset("--awq --gguf Q4_K_M", 4.85, False, "small loss; takes calibration"),
+    MethodPreset("--awq --gguf Q4_0", 4.5, False, "more loss than Q4_K_M; takes calibration"),
     MethodPreset(
         "--rtn", _BITS_PER_WEIGHT_G128[4], True, "more loss than --awq; done in a minute or two"
     ),
@@ -58,13 +65,16 @@ _PRESETS = (
 )
 
 
-def estimate_methods(folder: Path, available: AvailableMemory) -> list[MethodEstimate]:
+def estimate_methods(
+    folder: Path, available: AvailableMemory, times: StepTimes | None = None
+) -> list[MethodEstimate]:
     """Estimates of all methods, largest result first. Raises LoadFailed if the model is damaged."""
     shape = shape_from_hf_config(read_json(folder / "config.json"))
     if shape is None:
         raise LoadFailed(f"{folder}/config.json does not say how large the model is")
     linear, other = _count_weights(folder)
-    return sorted(_estimates(shape, linear, other, available), key=lambda one: -one.size_bytes)
+    found = _estimates(shape, linear, other, available, times)
+    return sorted(found, key=lambda one: -one.size_bytes)
 
 
 def best_method(estimates: list[MethodEstimate]) -> MethodEstimate | None:
@@ -75,12 +85,17 @@ def best_method(estimates: list[MethodEstimate]) -> MethodEstimate | None:
 
 
 def _estimates(
-    shape: ModelShape, linear: int, other: int, available: AvailableMemory
+    shape: ModelShape,
+    linear: int,
+    other: int,
+    available: AvailableMemory,
+    times: StepTimes | None,
 ) -> Iterator[MethodEstimate]:
     for preset in _PRESETS:
         size = round(linear * preset.bits_per_weight / 8) + 2 * other
         need, place = _memory_and_place(preset, shape, size, 2 * (linear + other), available)
-        yield MethodEstimate(preset.option, size, need, place, preset.trade)
+        rates = times.rates(preset.gguf_type, size) if times and place == "CPU" else None
+        yield MethodEstimate(preset.option, size, need, place, preset.trade, rates)
 
 
 def _memory_and_place(

@@ -20,9 +20,10 @@ from localgen.backends.memory.kv_sizing import DEFAULT_CTX, KVSizeRequest
 from localgen.backends.model_info import LoadOptions
 from localgen.hub import catalog
 from localgen.hub.catalog import CatalogEntry
-from localgen.machine import bandwidth, gpu_bandwidth
+from localgen.machine import bandwidth, gpu_bandwidth, measurements
 from localgen.machine.bandwidth import Bandwidth
 from localgen.machine.gpus import Gpu
+from localgen.machine.step_times import DecodeRates, StepTimes, fastest_by_use
 from localgen.placement.backend_choice import Hardware
 from localgen.placement.footprint import estimate_footprint, loaded_weight_bytes
 from localgen.planning.find import remote_model_facts
@@ -55,13 +56,18 @@ H200 = Gpu(0, "H200", 140 * GB, 130 * GB, (9, 0))
 
 
 def machine(
-    ram_gb: float = 64, hardware: Hardware = CPU, ram_rate: float = 20e9, gpu_rate: float = 4e12
+    ram_gb: float = 64,
+    hardware: Hardware = CPU,
+    ram_rate: float = 20e9,
+    gpu_rate: float = 4e12,
+    step_times: StepTimes | None = None,
 ) -> MachineResources:
     return MachineResources(
         hardware,
         int(ram_gb * GB),
         lambda: Bandwidth(ram_rate),
         lambda gpu: Bandwidth(gpu_rate) if gpu_rate else None,
+        lambda: step_times,
     )
 
 
@@ -391,12 +397,30 @@ def test_a_pool_fits_and_holds_its_context(
     assert ctx is None or size.ctx == ctx
 
 
+def test_decode_rates_by_type() -> None:
+    times = StepTimes({"Q4_K_M": (5e-11, 1e-10, 2e-10)})
+    plan = plan_memory(FACTS, LoadOptions(), machine(step_times=times))
+    # 4 GB are read in 0.2 s; 4 and 16 tokens take 2 and 4 times as long
+    assert plan.rates is not None
+    assert tuple(plan.rates) == pytest.approx((5.0, 10.0, 20.0))
+    other = replace(FACTS, quant="F16")
+    assert plan_memory(other, LoadOptions(), machine(step_times=times)).rates is None
+    on_gpu = Hardware((H200,), (), True, lambda: True)
+    assert plan_memory(FACTS, LoadOptions(), machine(64, on_gpu, step_times=times)).rates is None
+
+
+def test_the_fastest_type_for_each_use() -> None:
+    rates = {"a": DecodeRates(3, 4, 5), "b": DecodeRates(2, 6, 4), "c": None}
+    assert fastest_by_use(rates) == {"one stream": "a", "3 drafts": "b", "16 streams": "a"}
+    assert fastest_by_use({"a": DecodeRates(3, 4, 5), "c": None}) == {}
+
+
 @pytest.fixture
 def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """No other program runs; measuring gives these figures, one after another."""
     figures = [1e9, 2e9, 3e9]
-    cache = tmp_path / "cache" / "bandwidth.json"
-    monkeypatch.setattr(bandwidth, "bandwidth_cache_path", lambda: cache)
+    cache = tmp_path / "cache" / "measurements.json"
+    monkeypatch.setattr(measurements, "measurements_path", lambda: cache)
     monkeypatch.setattr("psutil.getloadavg", lambda: (0.0, 0.0, 0.0))
     monkeypatch.setattr(bandwidth, "measure_ram_bandwidth", lambda: figures.pop(0))
     return figures
@@ -407,7 +431,7 @@ def test_bandwidth_is_measured_once(quiet: list[float], tmp_path: Path) -> None:
     assert bandwidth.memory_bandwidth() == Bandwidth(1e9, "measured before")
     assert bandwidth.memory_bandwidth(remeasure=True) == Bandwidth(2e9, "measured now")
     assert bandwidth.memory_bandwidth().bytes_per_s == 2e9
-    kept = tmp_path / "cache" / "bandwidth.json"
+    kept = tmp_path / "cache" / "measurements.json"
     kept.write_text("{damaged")
     assert bandwidth.memory_bandwidth() == Bandwidth(3e9, "measured now")
     (machine,) = json.loads(kept.read_text())
@@ -424,11 +448,11 @@ def test_a_busy_machine_is_measured_again(
     found = bandwidth.memory_bandwidth()
     assert (found.bytes_per_s, "busy" in found.source) == (1e9, True)
     assert bandwidth.memory_bandwidth().bytes_per_s == 2e9
-    assert not bandwidth.bandwidth_cache_path().exists()
+    assert not measurements.measurements_path().exists()
 
 
 def test_a_folder_that_cannot_be_written_costs_only_time(quiet: list[float]) -> None:
-    bandwidth.bandwidth_cache_path().parent.write_text("a file in its place")
+    measurements.measurements_path().parent.write_text("a file in its place")
     assert bandwidth.memory_bandwidth().bytes_per_s == 1e9
     assert bandwidth.memory_bandwidth().bytes_per_s == 2e9
 

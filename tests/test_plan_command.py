@@ -23,7 +23,7 @@ from localgen.cli import errors
 from localgen.cli.main import run_command_line
 from localgen.client import Client
 from localgen.config import ServerSettings
-from localgen.machine import bandwidth
+from localgen.machine import bandwidth, measurements, step_times
 
 __all__ = ["hub"]
 OUT_OF_MEMORY = errors.EXIT_STATUS_BY_CODE["out_of_memory"]
@@ -33,7 +33,10 @@ OUT_OF_MEMORY = errors.EXIT_STATUS_BY_CODE["out_of_memory"]
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ServerSettings]:
     """Memory of 20 GB/s, and a server's folders in which none runs."""
     monkeypatch.setattr(bandwidth, "measure_ram_bandwidth", lambda: 20e9)
-    monkeypatch.setattr(bandwidth, "bandwidth_cache_path", lambda: tmp_path / "bandwidth.json")
+    monkeypatch.setattr(measurements, "measurements_path", lambda: tmp_path / "measurements.json")
+    monkeypatch.setattr("psutil.getloadavg", lambda: (0.0, 0.0, 0.0))
+    seconds = {"Q4_K_M": (4e-11, 8e-11, 40e-11), "Q8_0": (3e-11, 12e-11, 9e-11)}
+    monkeypatch.setattr(step_times, "_measure_in_process", lambda: seconds)
     monkeypatch.setenv("LOCALGEN_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setenv("LOCALGEN_MEMORY_LIMIT", "8G")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -97,6 +100,21 @@ def test_a_model_that_is_not_here(capsys: pytest.CaptureFixture[str], offline: N
     assert "bartowski/Meta-Llama-3.1-8B-Instruct-GGUF:Q4_K_M, not downloaded" in out
     assert rows(out)["weights"] == ["4.9 GB", "Q4_K_M"]
     assert rows(out)["context"] == ["8,192", rows(out)["context"][1]]
+
+
+def test_the_fastest_type_here(capsys: pytest.CaptureFixture[str], offline: None) -> None:
+    out, err = told(capsys, "llama-1b", "--quant", "Q4_K_M", "--quant", "Q8_0")
+    assert "measuring the speed of each type on this CPU, once" in err
+    head, *lines = [line for line in out.splitlines() if "   " in line]
+    assert head.endswith("   ONE STREAM   3 DRAFTS   16 STREAMS")
+    (q8_0,) = (plan for plan in record(capsys, "llama-1b", "--quant", "Q8_0")["plans"])
+    one_stream = 1 / (q8_0["speed"]["bytes_per_token"] * 3e-11)
+    assert q8_0["rates"]["one_stream"] == pytest.approx(one_stream)
+    assert any(f"   {one_stream:.1f}   " in line for line in lines)
+    assert "Fastest here: one stream: Q4_K_M, 3 drafts: Q4_K_M, 16 streams: Q8_0." in out
+    out, err = told(capsys, "llama-1b", "--quant", "Q8_0")
+    assert "measuring" not in err
+    assert rows(out)["one stream"][0] == f"about {one_stream:.1f} tokens/s"
 
 
 def test_a_draft_model_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,7 +228,7 @@ def test_the_hub_is_asked_for_the_beginning_of_a_file(
     both = record(capsys, "acme/Tiny-GGUF", "--quant", "all")["plans"]
     assert [one["quant"] for one in both] == ["F16", "Q8_0"]
     assert "local" not in told(capsys, "acme/Tiny-GGUF", "--quant", "all")[0]
-    assert not list((Path(bandwidth.bandwidth_cache_path()).parent / "hub").glob("**/*.gguf"))
+    assert not list((Path(measurements.measurements_path()).parent / "hub").glob("**/*.gguf"))
 
 
 def test_a_folder_on_the_hub(hub: LoopbackHub, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,10 +17,11 @@ from models import TINY_GGUF
 pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
 
-from localgen.cli import errors
+from localgen.cli import errors, quantize_report
 from localgen.cli.main import run_command_line
 from localgen.hub.quant_choice import AvailableMemory
 from localgen.machine.python_process import python_command, python_environment
+from localgen.machine.step_times import StepTimes
 from localgen.quant import compare, originals
 from localgen.quant.advice import best_method, estimate_methods
 
@@ -222,11 +223,26 @@ def test_advice_goes_by_the_room() -> None:
     assert best_method(estimate_methods(TINY, AvailableMemory(ram_bytes=1 << 20))) is None
 
 
-def test_advice_as_a_user_reads_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_advice_as_a_user_reads_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantize_report, "step_times", lambda notify: None)
     assert run_command_line(["quantize", "tiny", "--recommend"]) == 0
     out, err = capsys.readouterr()
     assert out.splitlines()[0].split() == ["OPTION", "SIZE", "NEEDS", "RUNS", "ON", "TRADE"]
     assert err.startswith("recommended method --")
+    times = StepTimes({"Q8_0": (3e-11, 9e-11, 3e-10), "Q4_0": (4e-11, 5e-11, 7e-11)})
+    monkeypatch.setattr(quantize_report, "step_times", lambda notify: times)
+    assert run_command_line(["quantize", "tiny", "--recommend"]) == 0
+    out, _ = capsys.readouterr()
+    assert "RUNS ON   ONE STREAM   3 DRAFTS   16 STREAMS   TRADE" in out
+    assert out.rstrip().endswith("3 drafts: --awq --gguf Q4_0, 16 streams: --awq --gguf Q4_0.")
+    assert run_command_line(["quantize", "tiny", "--recommend", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["fastest"]["16 streams"] == "--awq --gguf Q4_0"
+    rates = {way["option"]: way["rates"] for way in record["ways"]}
+    assert rates["--gguf Q6_K"] is None
+    assert rates["--gguf Q8_0"]["one_stream"] > rates["--gguf Q8_0"]["many_streams"] / 2
 
 
 def test_no_rate_where_nothing_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.machine_stats import MachineStats, ReadCost
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import Finished, Timings
-from localgen.machine import bandwidth, gpus
+from localgen.machine import bandwidth, gpus, measurements
 from localgen.machine.bandwidth import Bandwidth
 from localgen.machine.gpus import Gpu, read_gpu_metrics
 from localgen.server.models.resident import ResidentModel
@@ -285,9 +285,10 @@ def test_a_known_bandwidth_is_read_and_never_measured(
         raise AssertionError("it was measured")
 
     monkeypatch.setattr(bandwidth, "measure_ram_bandwidth", measure)
-    monkeypatch.setattr(bandwidth, "bandwidth_cache_path", lambda: tmp_path / "bandwidth.json")
+    monkeypatch.setattr(measurements, "measurements_path", lambda: tmp_path / "measured.json")
     assert bandwidth.cached_memory_bandwidth() is None
-    (tmp_path / "bandwidth.json").write_text(json.dumps({bandwidth._machine_key(): 3e10}))
+    key = measurements._key("memory bandwidth 1")
+    (tmp_path / "measured.json").write_text(json.dumps({key: 3e10}))
     assert bandwidth.cached_memory_bandwidth() == Bandwidth(3e10, "measured before")
     gpu = Gpu(0, "H200", 1, 1, (9, 0), bandwidth_bytes_per_s=4e12)
     assert bandwidth.cached_gpu_bandwidth(gpu) == Bandwidth(4e12, "reported by the driver")

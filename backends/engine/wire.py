@@ -11,6 +11,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import get_args
 
 import msgspec
 
@@ -76,16 +77,7 @@ WireMessage = (
     | SubmitEmbedding
 )
 
-_MESSAGE_TYPES: tuple[type, ...] = (
-    ModelLoadRequest,
-    Submit,
-    Cancel,
-    LoadProgress,
-    LoadComplete,
-    LoadError,
-    StepEvents,
-    SubmitEmbedding,
-)
+_MESSAGE_TYPES: tuple[type, ...] = get_args(WireMessage)
 _TAGS = {kind: tag for tag, kind in enumerate(_MESSAGE_TYPES)}
 _BODY_DECODERS: list[msgspec.msgpack.Decoder[WireMessage]] = [
     msgspec.msgpack.Decoder(kind) for kind in _MESSAGE_TYPES

@@ -8,7 +8,8 @@ from typing import Any
 
 from localgen.backends.terminal_text import one_line
 from localgen.backends.units import format_size
-from localgen.cli import tables
+from localgen.cli import rate_columns, tables
+from localgen.machine.step_times import fastest_by_use
 from localgen.planning.loaded_usage import LoadedUsage
 from localgen.planning.plan import MemoryPlan
 from localgen.planning.planner import PlanReport
@@ -85,6 +86,10 @@ def _estimate_rows(plan: MemoryPlan, loaded: LoadedUsage | None) -> Iterator[Tab
     yield "context", _count_cell(plan.ctx), _count_cell(used.ctx), _context_note(plan)
     yield "GPU layers", _layers_cell(plan), used.processor, _layers_note(plan)
     yield "speed", _speed_cell(plan), "", _speed_note(plan)
+    if plan.rates is not None:
+        one, drafts, many = rate_columns.rate_cells(plan.rates)
+        note = f"measured for {plan.quant}; {drafts} if 3 drafts are accepted, {many} of 16 streams"
+        yield "one stream", f"about {one} tokens/s", "", note
 
 
 def _draft_cells(plan: MemoryPlan, loaded: LoadedUsage) -> tuple[str, str, str]:
@@ -144,25 +149,25 @@ def _layers_note(plan: MemoryPlan) -> str:
 def _speed_cell(plan: MemoryPlan) -> str:
     if plan.speed is None:
         return _UNKNOWN
-    return f"at most {_format_rate(plan.speed.most_tokens_per_s)} tokens/s"
-
-
-def _format_rate(tokens_per_s: float) -> str:
-    return f"{tokens_per_s:,.1f}" if tokens_per_s < 100 else f"{tokens_per_s:,.0f}"
+    return f"at most {rate_columns.format_rate(plan.speed.most_tokens_per_s)} tokens/s"
 
 
 def _speed_note(plan: MemoryPlan) -> str:
     if plan.speed is None:
         return "bytes read per token, or memory bandwidth, unknown"
     full = (
-        f"{_format_rate(plan.speed.most_tokens_per_s_full)} with full context; " if plan.ctx else ""
+        f"{rate_columns.format_rate(plan.speed.most_tokens_per_s_full)} with full context; "
+        if plan.ctx
+        else ""
     )
     rate = f"{plan.speed.bandwidth_bytes_per_s / 1e9:,.1f} GB/s"
     return f"{full}limited by memory bandwidth, {rate} {plan.speed.how}"
 
 
 def _comparison_lines(plans: tuple[MemoryPlan, ...]) -> list[str]:
-    head = ("QUANT", "WEIGHTS", "NEEDS", "FREE", "CONTEXT", "RUNS ON", "AT MOST", "")
+    fastest = fastest_by_use({plan.quant: plan.rates for plan in plans})
+    uses = [use.upper() for use in fastest]
+    head = ("QUANT", "WEIGHTS", "NEEDS", "FREE", "CONTEXT", "RUNS ON", "AT MOST", *uses, "")
     rows = [
         (
             plan.quant,
@@ -171,7 +176,10 @@ def _comparison_lines(plans: tuple[MemoryPlan, ...]) -> list[str]:
             format_size(max(0, plan.free_bytes)),
             _count_cell(plan.largest_ctx),
             {True: plan.place, False: "does not fit", None: _UNKNOWN}[plan.fits],
-            f"{_format_rate(plan.speed.most_tokens_per_s)} tokens/s" if plan.speed else _UNKNOWN,
+            f"{rate_columns.format_rate(plan.speed.most_tokens_per_s)} tokens/s"
+            if plan.speed
+            else _UNKNOWN,
+            *(rate_columns.rate_cells(plan.rates) if fastest else ()),
             "local" if plan.source == "files" else "",
         )
         for plan in plans
@@ -182,4 +190,6 @@ def _comparison_lines(plans: tuple[MemoryPlan, ...]) -> list[str]:
     if speed is not None:
         rate = f"{speed.bandwidth_bytes_per_s / 1e9:,.1f} GB/s"
         lines += ["", f"AT MOST: limit set by memory bandwidth, {rate} {speed.how}."]
+    if fastest:
+        lines += rate_columns.rate_notes(fastest)
     return lines

@@ -15,8 +15,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from localgen.backends.errors import OutOfMemory
 from localgen.backends.terminal_text import one_line
 from localgen.backends.units import format_elapsed, format_size
-from localgen.cli import tables
+from localgen.cli import rate_columns, tables
 from localgen.hub.quant_choice import available_memory
+from localgen.machine.step_times import fastest_by_use, step_times
 from localgen.quant.advice import best_method, estimate_methods
 from localgen.quant.originals import resolve_original
 from localgen.quant.report import eval_table
@@ -36,33 +37,40 @@ _LINE_INTERVAL_S = 10.0
 
 
 def print_advice(model: str | None, *, as_json: bool) -> None:
-    """Print the size and memory of each method, and recommend one.
+    """Print the size, memory and speed of each method, and recommend one.
 
     Raises OutOfMemory if none fits.
     """
     name, folder = resolve_original(model)
-    found = estimate_methods(folder, available_memory())
+    times = step_times(tables.print_notice)
+    found = estimate_methods(folder, available_memory(), times)
     best = best_method(found)
+    fastest = fastest_by_use({one.option: one.rates for one in found if one.place == "CPU"})
     if as_json:
         record = {
             "model": name,
             "ways": [asdict(one) for one in found],
             "recommended": best and best.option,
+            "fastest": fastest,
         }
         typer.echo(tables.json_text(record, indent=2))
     else:
-        head = ("OPTION", "SIZE", "NEEDS", "RUNS ON", "TRADE")
+        uses = [use.upper() for use in fastest]
+        head = ("OPTION", "SIZE", "NEEDS", "RUNS ON", *uses, "TRADE")
         cells = [
             (
                 one.option,
                 format_size(one.size_bytes),
                 format_size(one.need_bytes),
                 one.place or "–",
+                *(rate_columns.rate_cells(one.rates) if fastest else ()),
                 one.trade,
             )
             for one in found
         ]
         for line in tables.align_columns([head, *cells]):
+            typer.echo(line)
+        for line in rate_columns.rate_notes(fastest) if fastest else ():
             typer.echo(line)
     if best is None:
         least = found[-1]

@@ -14,6 +14,7 @@ from localgen.backends.memory.kv_sizing import KVSize
 from localgen.backends.memory.load_limits import validate_cache_types
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.units import format_size
+from localgen.machine.step_times import MEASURED_TYPES, DecodeRates
 from localgen.placement.gpu_layers import GpuLayers, assign_gpu_layers
 from localgen.planning.placed_model import PlacedModel, PlanRequest, place_model
 from localgen.planning.resources import MachineResources
@@ -42,6 +43,7 @@ class MemoryPlan:
     largest_ctx: longest context that fits.
     draft: the draft model, included in total_bytes.
     free_bytes: memory available where the model would run.
+    rates: measured with a small model of the same type; None on a GPU, or if not measured.
     refusal: why it does not fit, with both sizes and what would fit.
     """
 
@@ -68,6 +70,7 @@ class MemoryPlan:
     layers: int | None
     gpu_layers: tuple[GpuLayers, ...]
     speed: SpeedEstimate | None
+    rates: DecodeRates | None
     missing: tuple[str, ...]
     refusal: str | None
 
@@ -126,6 +129,7 @@ def plan_memory(
         layers=shape.num_layers if shape else None,
         gpu_layers=on_gpus,
         speed=_speed_of(request, placed, size, on_gpus),
+        rates=_rates_of(request, placed, on_gpus),
         missing=facts.missing + tuple(f"{one} ({draft.name})" for one in draft.missing)
         if draft
         else facts.missing,
@@ -211,3 +215,16 @@ def _speed_of(
     key, value = used.cache_types
     cached = kv_cache_read_bytes(used.shape.layer_caches, key, value, size.ctx)
     return estimate_speed(weights + used.shape.state_bytes, cached, machine, gpu_layers)
+
+
+def _rates_of(
+    request: PlanRequest, placed: PlacedModel, gpu_layers: tuple[GpuLayers, ...]
+) -> DecodeRates | None:
+    """Decode rates on the CPU. Returns None on a GPU, or if the type was not measured."""
+    facts = request.facts
+    on_gpu = any(one.layers for one in gpu_layers)
+    is_measured = facts.quant.upper() in MEASURED_TYPES and facts.weights_bytes
+    if on_gpu or placed.placement.backend != "llamacpp" or not is_measured:
+        return None
+    times = request.resources.step_times()
+    return times.rates(facts.quant, facts.read_bytes) if times else None

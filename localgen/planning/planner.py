@@ -38,7 +38,7 @@ def plan_model(
     wanted = options.draft
     model, notify = name, _without_repeats(notify)
     found, others = find_model_facts(model, quants, notify)
-    machine = machine_resources(remeasure=remeasure)
+    machine = machine_resources(notify, remeasure=remeasure)
     loaded = find_loaded(stats, found[0].path) if len(found) == 1 else None
     if loaded is not None:
         # plan as if the model were not loaded: its own memory is available to it

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Literal, get_args
 
+from localgen.machine.step_times import DecodeRates
+
 # exit status of the quantization process after SIGINT, as in shells
 EXIT_INTERRUPTED = 130
 
@@ -57,6 +59,8 @@ class UnfinishedEvent:
 class MethodEstimate:
     """One method for one model. option: arguments of `localgen quantize`.
 
+    rates: of the result on the CPU; None if it would run elsewhere, or if they were not measured.
+
     need_bytes: memory to run the result with a useful context. place: where it would run; None if
     it does not fit.
     """
@@ -66,6 +70,7 @@ class MethodEstimate:
     need_bytes: int
     place: Literal["GPU", "CPU"] | None
     trade: str
+    rates: DecodeRates | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,26 @@
+"""Columns and notes for the decode rates of several quantizations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from localgen.machine.step_times import DecodeRates
+
+
+def format_rate(tokens_per_s: float) -> str:
+    """Tokens/s with three significant digits or more."""
+    return f"{tokens_per_s:,.1f}" if tokens_per_s < 100 else f"{tokens_per_s:,.0f}"
+
+
+def rate_cells(rates: DecodeRates | None) -> tuple[str, ...]:
+    """One cell for each of DecodeRates.USES."""
+    return tuple(map(format_rate, rates)) if rates else ("–",) * len(DecodeRates.USES)
+
+
+def rate_notes(fastest: Mapping[str, str]) -> list[str]:
+    """Lines below a table with rate_cells. fastest: the fastest alternative for each use."""
+    return [
+        "",
+        "Tokens/s on this CPU, measured with a small model; with 3 drafts if all are accepted.",
+        f"Fastest here: {', '.join(f'{use}: {name}' for use, name in fastest.items())}.",
+    ]

@@ -1,0 +1,68 @@
+"""Step times by GGUF type: the measurement with a small model, its cache, its failures."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from localgen.machine import measurements, step_times
+
+TIMES = {"Q4_0": (1e-11, 2e-11, 4e-11)}
+
+
+@pytest.fixture(autouse=True)
+def idle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(measurements, "measurements_path", lambda: tmp_path / "measured.json")
+    monkeypatch.setattr("psutil.getloadavg", lambda: (0.0, 0.0, 0.0))
+
+
+def test_every_type_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"_LAYERS": 2, "_HIDDEN": 512, "_FFN": 1024, "_HEADS": 8}.items():
+        monkeypatch.setattr(step_times, name, value)
+    monkeypatch.setattr(step_times, "_KV_SIZE", 512)
+    assert step_times.main() == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found.keys() == step_times.MEASURED_TYPES
+    for seconds in found.values():
+        assert len(seconds) == 3
+        assert all(0 < each < 1e-6 for each in seconds)
+
+
+def test_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[int] = []
+
+    def measure() -> dict[str, tuple[float, float, float]]:
+        runs.append(1)
+        return TIMES
+
+    monkeypatch.setattr(step_times, "_measure_in_process", measure)
+    notices: list[str] = []
+    found = [step_times.step_times(notices.append, remeasure=again) for again in (False, False)]
+    assert found == [step_times.StepTimes(TIMES)] * 2
+    assert len(runs) == len(notices) == 1
+    step_times.step_times(notices.append, remeasure=True)
+    assert len(runs) == 2
+
+
+def test_not_measured_beside_other_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psutil.getloadavg", lambda: (99.0, 0.0, 0.0))
+    notices: list[str] = []
+    assert step_times.step_times(notices.append) is None
+    assert "other programs" in notices[0]
+
+
+@pytest.mark.parametrize("command", [["false"], ["echo", "no JSON"], ["/no/such/program"]])
+def test_a_measurement_that_fails(monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
+    monkeypatch.setattr(step_times, "python_command", lambda module: command)
+    assert step_times.step_times(lambda line: None) is None
+    assert not measurements.measurements_path().exists()
+
+
+def test_without_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_times, "find_spec", lambda name: None)
+    assert step_times.step_times(lambda line: sys.exit("no notice is expected")) is None
