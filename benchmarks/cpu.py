@@ -114,7 +114,7 @@ def _footprint(report: Report, settings: ServerSettings, options: argparse.Names
     """Measure overhead with the built-in model, whose own compute time is negligible."""
     runs = 10 if not options.quick else 3
     if "overhead" in options.only:
-        tiny = Localgen(settings, None, LoadOptions(threads=options.threads))
+        tiny = Localgen(settings, BUILT_IN_PATH, LoadOptions(threads=options.threads))
         alone = load_llamacpp_model(
             ModelLoadRequest(
                 BUILT_IN_MODEL, str(BUILT_IN_PATH), LoadOptions(threads=options.threads)

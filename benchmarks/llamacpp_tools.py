@@ -78,17 +78,25 @@ class Tools:
         return float(answer["avg_ts"])
 
     def batched(
-        self, model: Path, prompt: int, tokens: int, streams: int, threads: int, *, unified: bool
+        self,
+        model: Path,
+        prompt: int,
+        tokens: int,
+        streams: int,
+        threads: int,
+        *,
+        unified: bool,
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> dict[str, float]:
         """Run llama-batched-bench; return its record with speed_pp, speed_tg, speed in tokens/s.
 
-        unified: all sequences share one KV cache.
+        unified: all sequences share one KV cache. environment: additional variables.
         """
         ctx = -(-(prompt + tokens) // 256) * 256 * streams
         return self._json(
             "llama-batched-bench", "-m", str(model), "-npp", str(prompt), "-ntg", str(tokens),
             "-npl", str(streams), "-c", str(ctx), "-t", str(threads), "--output-format", "jsonl",
-            *(["-kvu"] if unified else []),
+            *(["-kvu"] if unified else []), environment=environment,
         )  # fmt: skip
 
     def output(

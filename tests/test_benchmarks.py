@@ -98,6 +98,13 @@ class _FixedSpeaker:
         return _stream((1.0, 1), (1.0 + (max_tokens - 1) / self._rate, max_tokens))
 
 
+class _FixedReader:
+    """Reads 100 new tokens in half a second."""
+
+    def ask(self, prompt: Prompt, max_tokens: int) -> Stream:
+        return Stream(sent_s=1.0, arrivals=[(1.5, 1)], prompt_tokens=120, cached_tokens=20)
+
+
 def test_a_comparison_beside_busy_processes(tmp_path: Path) -> None:
     for name in NAMES:
         script = """#!/bin/sh
@@ -106,8 +113,12 @@ echo "{\\"avg_ts\\": ${GOMP_SPINCOUNT:-500}}"
         (tmp_path / name).write_text(script)
         (tmp_path / name).chmod(0o755)
     report = Report(ModelLine("m", 1, 1), 2, True, 1, {})
-    servers: dict[str, Speaker] = {LOCALGEN: _FixedSpeaker(900.0), SERVER: _FixedSpeaker(100.0)}
-    busy.compare(report, servers, Tools(tmp_path), Path("m.gguf"), 1, 8)
+    servers: dict[str, list[Speaker]] = {
+        LOCALGEN: [_FixedSpeaker(900.0)],
+        SERVER: [_FixedSpeaker(100.0)],
+    }
+    (workload,) = busy.workloads(Tools(tmp_path), Path("m.gguf"), 8, [1], 0)
+    busy.compare(report, servers, workload, 1)
     rates = {series.side: series.median for series in report.series}
     assert [rates[LOCALGEN], rates[SERVER]] == pytest.approx([900.0, 100.0])
     assert rates["llama-bench -t 1"] == 500.0
@@ -115,3 +126,19 @@ echo "{\\"avg_ts\\": ${GOMP_SPINCOUNT:-500}}"
     default, best = report.checks
     assert [default.value, best.value] == pytest.approx([1.8, 0.9])
     assert [default.met, best.met] == [False, True]
+
+
+def test_streams_and_prompts_beside_busy_processes(tmp_path: Path) -> None:
+    for name in NAMES:
+        (tmp_path / name).write_text('#!/bin/sh\necho \'{"speed_tg": 1000, "speed_pp": 500}\'\n')
+        (tmp_path / name).chmod(0o755)
+    report = Report(ModelLine("m", 1, 1), 1, True, 1, {})
+    servers: dict[str, list[Speaker]] = {LOCALGEN: [_FixedSpeaker(300.0)] * 4}
+    four, prompt = busy.workloads(Tools(tmp_path), Path("m.gguf"), 8, [4], 16)
+    assert (four.name, prompt.name) == ("tg8 × 4", "pp16")
+    busy.compare(report, servers, four, 0)
+    rates = {series.side: series.median for series in report.series}
+    assert rates[LOCALGEN] == pytest.approx(4 * 300.0)
+    assert rates["llama-batched-bench -kvu -t 1"] == 1000.0
+    assert prompt.theirs(1, {}) == 500.0
+    assert prompt.ours([_FixedReader()]) == pytest.approx(200.0)
