@@ -22,8 +22,9 @@ from localgen.hub import catalog
 from localgen.hub.catalog import CatalogEntry
 from localgen.machine import bandwidth, gpu_bandwidth, measurements
 from localgen.machine.bandwidth import Bandwidth
+from localgen.machine.decode_rates import DecodeRates, fastest_by_use
 from localgen.machine.gpus import Gpu
-from localgen.machine.step_times import DecodeRates, StepTimes, fastest_by_use
+from localgen.machine.step_times import StepTimes
 from localgen.placement.backend_choice import Hardware
 from localgen.placement.footprint import estimate_footprint, loaded_weight_bytes
 from localgen.planning.find import remote_model_facts

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from localgen.machine import measurements, step_times
+from localgen.machine.python_process import python_environment
 
 TIMES = {"Q4_0": (1e-11, 2e-11, 4e-11)}
 
@@ -66,3 +68,11 @@ def test_a_measurement_that_fails(monkeypatch: pytest.MonkeyPatch, command: list
 def test_without_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_times, "find_spec", lambda name: None)
     assert step_times.step_times(lambda line: sys.exit("no notice is expected")) is None
+
+
+def test_the_build_needs_no_package_for_the_events_of_a_quantization() -> None:
+    hidden = "sys.modules.update(dict.fromkeys(('msgspec', 'psutil', 'platformdirs')))"
+    program = f"import sys; {hidden}; import localgen.quant.request.events"
+    subprocess.run(
+        [sys.executable, "-c", program], env=python_environment(), check=True, capture_output=True
+    )

@@ -9,7 +9,7 @@ from typing import Any
 from localgen.backends.terminal_text import one_line
 from localgen.backends.units import format_size
 from localgen.cli import rate_columns, tables
-from localgen.machine.step_times import fastest_by_use
+from localgen.machine.decode_rates import fastest_by_use
 from localgen.planning.loaded_usage import LoadedUsage
 from localgen.planning.plan import MemoryPlan
 from localgen.planning.planner import PlanReport

@@ -17,7 +17,8 @@ from localgen.backends.terminal_text import one_line
 from localgen.backends.units import format_elapsed, format_size
 from localgen.cli import rate_columns, tables
 from localgen.hub.quant_choice import available_memory
-from localgen.machine.step_times import fastest_by_use, step_times
+from localgen.machine.decode_rates import fastest_by_use
+from localgen.machine.step_times import step_times
 from localgen.quant.advice import best_method, estimate_methods
 from localgen.quant.originals import resolve_original
 from localgen.quant.report import eval_table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from localgen.machine.step_times import DecodeRates
+from localgen.machine.decode_rates import DecodeRates
 
 
 def format_rate(tokens_per_s: float) -> str:

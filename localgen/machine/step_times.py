@@ -10,15 +10,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar
 
 import msgspec
 
+from localgen.machine.decode_rates import DecodeRates
 from localgen.machine.measurements import cached_measurement, cached_or_measured, is_machine_busy
 from localgen.machine.python_process import python_command, python_environment
 
@@ -47,38 +47,6 @@ _FILLER = 0x11
 _REPEATS = 5
 _TIMEOUT_S = 120.0
 _SecondsByType = dict[str, tuple[float, float, float]]
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeRates:
-    """Tokens/s of a model with an empty context, on the CPU.
-
-    with_drafts: of one stream whose steps verify three drafts, if all are accepted.
-    many_streams: of 16 streams together.
-    """
-
-    one_stream: float
-    with_drafts: float
-    many_streams: float
-
-    USES: ClassVar[tuple[str, ...]] = ("one stream", "3 drafts", "16 streams")
-
-    def __iter__(self) -> Iterator[float]:
-        """The rates in the order of USES."""
-        return iter((self.one_stream, self.with_drafts, self.many_streams))
-
-
-def fastest_by_use(rates: Mapping[str, DecodeRates | None]) -> dict[str, str]:
-    """Return which of the named alternatives is fastest for each of DecodeRates.USES.
-
-    Empty if fewer than two have rates.
-    """
-    known = {name: tuple(each) for name, each in rates.items() if each is not None}
-    if len(known) < 2:
-        return {}
-    return {
-        use: max(known, key=lambda name: known[name][i]) for i, use in enumerate(DecodeRates.USES)
-    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from localgen.backends.memory.kv_sizing import KVSize
 from localgen.backends.memory.load_limits import validate_cache_types
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.units import format_size
-from localgen.machine.step_times import MEASURED_TYPES, DecodeRates
+from localgen.machine.decode_rates import DecodeRates
+from localgen.machine.step_times import MEASURED_TYPES
 from localgen.placement.gpu_layers import GpuLayers, assign_gpu_layers
 from localgen.planning.placed_model import PlacedModel, PlanRequest, place_model
 from localgen.planning.resources import MachineResources

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Literal, get_args
 
-from localgen.machine.step_times import DecodeRates
+from localgen.machine.decode_rates import DecodeRates
 
 # exit status of the quantization process after SIGINT, as in shells
 EXIT_INTERRUPTED = 130
