@@ -13,6 +13,8 @@ TESTS := @tests/without_torch.txt
 endif
 SETUP := pyproject.toml constraints.txt setup.py setup.sh
 MODEL := localgen/models/tiny.gguf
+# files in the order of tests/conftest.py
+XDIST := -n 3 --dist loadfile --no-loadscope-reorder
 
 help:
 	@echo 'make chat    set up on first use (a few minutes), then chat with smollm2'
@@ -31,10 +33,10 @@ chat: $(VENV)/.installed $(MODEL)
 	@exec $(VENV)/bin/localgen chat
 
 test: $(VENV)/.installed-$(EXTRA) $(MODEL)
-	@OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest -n 3 --dist loadfile $(TESTS) $(ARGS)
+	@OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest $(XDIST) $(TESTS) $(ARGS)
 
 test-fast: $(VENV)/.installed-dev $(MODEL)
-	@OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest -n 3 --dist loadfile $(ARGS) @tests/fast.txt
+	@OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest $(XDIST) $(ARGS) @tests/fast.txt
 
 lint: $(VENV)/.installed-dev
 	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .

@@ -46,6 +46,13 @@ settings.load_profile("localgen")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of quick tests come last: the workers of pytest-xdist take files in this order, and end
+    at nearly the same time (their own order, by the number of tests, leaves a few slow tests)."""
+    quick = {Path(line).name for line in Path(__file__).with_name("fast.txt").read_text().split()}
+    items.sort(key=lambda item: item.path.name in quick)
+
+
 def pytest_collection_finish() -> None:
     """Triton's interpreter patches the language in each call of a device function, although the
     kernel that calls it has done so: nearly half of the time of the kernels' tests."""
