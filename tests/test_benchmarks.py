@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import busy, cpu, random_gguf
+from benchmarks import busy, cpu, fastest_type, random_gguf
 from benchmarks.llamacpp_tools import NAMES, Tools
 from benchmarks.measure import RATE, ModelLine, Report
 from benchmarks.random_gguf import Q6_K, SHAPES, Tensor
@@ -23,6 +23,7 @@ from benchmarks.streams import (
     longest_gap_ms,
     output_rate,
 )
+from localgen.hub.packaged import BUILT_IN_PATH
 
 
 @pytest.fixture(autouse=True)
@@ -142,3 +143,29 @@ def test_streams_and_prompts_beside_busy_processes(tmp_path: Path) -> None:
     assert rates["llama-batched-bench -kvu -t 1"] == 1000.0
     assert prompt.theirs(1, {}) == 500.0
     assert prompt.ours([_FixedReader()]) == pytest.approx(200.0)
+
+
+def test_the_fastest_type_against_the_usual_one(tmp_path: Path) -> None:
+    for name in NAMES:
+        script = """#!/bin/sh
+case "$*" in *slow*) rate=2;; *) rate=3;; esac
+echo '{"avg_ts": '$rate', "speed_tg": '$rate'}'
+"""
+        (tmp_path / name).write_text(script)
+        (tmp_path / name).chmod(0o755)
+    models = {name: tmp_path / f"{name}.gguf" for name in ("slow", "fast")}
+    for path in models.values():
+        path.symlink_to(BUILT_IN_PATH)
+    report = Report(ModelLine("m", 1, 1), 1, True, 1, {})
+    fastest_type.compare(report, Tools(tmp_path), models, 1, 8)
+    fastest_type.compare(report, Tools(tmp_path), models, 2, 400)
+    rates = [(series.side, series.median) for series in report.series]
+    assert rates[1::2] == [
+        ("llama-bench, slow", 2.0),
+        ("llama-bench, fast", 3.0),
+        ("llama-batched-bench, slow", 2.0),
+        ("llama-batched-bench, fast", 3.0),
+    ]
+    ours = [series for series in report.series if series.side == "localgen, fast"]
+    assert [check.value for check in report.checks] == [one.median / 2.0 for one in ours]
+    assert all(one.median > 0 for one in ours)

@@ -61,6 +61,15 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert row["kl"] > 0
     assert row["size_bytes"] < original_row["size_bytes"]
     assert record["layers"] == 6
+
+
+def test_the_estimate_of_the_peak_memory(tmp_path: Path) -> None:
+    # in a process of its own: the peak is that of all tests before
+    command = python_command("localgen.cli.main", *GPTQ, "--json")
+    done = subprocess.run(
+        command, cwd=tmp_path, env=python_environment(), stdout=subprocess.PIPE, check=True
+    )
+    record = json.loads(done.stdout)
     assert 0.5 < record["estimated_bytes"] / record["peak_bytes"] < 1.5
 
 

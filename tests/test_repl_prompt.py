@@ -184,6 +184,21 @@ def test_a_line_typed_ahead_is_the_next_prompt_and_not_shown(
     os.close(keyboard)
 
 
+def test_ctrl_c_keeps_a_line_typed_ahead_and_no_shell_gets_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keyboard, terminal = pty.openpty()
+    with os.fdopen(terminal) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        with hide_typed_ahead():
+            os.write(keyboard, b"next\r\x03")
+            assert stdin.readline() == "next\n"
+            os.write(keyboard, b"rm -r answers\r")
+        os.write(keyboard, b"ls\r")
+        assert stdin.readline() == "ls\n"
+    os.close(keyboard)
+
+
 def test_history_outlives_the_chat_and_is_private(tmp_path: Path) -> None:
     path = tmp_path / "history"
     for keys in ("hello\r", "\x1b[A\r"):

@@ -16,7 +16,9 @@ def hide_typed_ahead() -> Iterator[None]:
     """Stop the terminal from showing the keys that it receives, until the end of the block.
 
     It would write them, and the line break of Enter, into the text at the cursor. The line editor
-    shows what it reads itself. Has no effect if standard input is not a terminal.
+    shows what it reads itself. Ctrl+C does not discard them, as it does by default. What nobody
+    has read when the process is suspended or the block ends is discarded: a shell would run it.
+    Has no effect if standard input is not a terminal.
     """
     stdin = sys.stdin.fileno()
     if not os.isatty(stdin):
@@ -25,23 +27,31 @@ def hide_typed_ahead() -> Iterator[None]:
     before = termios.tcgetattr(stdin)
     # a shell sets the terminal's modes again when it resumes a suspended process
     on_resume = signal.signal(signal.SIGCONT, lambda *_: _resume(stdin))
-    _stop_echo(stdin)
+    on_suspend = signal.signal(signal.SIGTSTP, lambda *_: _suspend(stdin))
+    _set_modes(stdin)
     try:
         yield
     finally:
         signal.signal(signal.SIGCONT, on_resume)
+        signal.signal(signal.SIGTSTP, on_suspend)
         with suppress(termios.error):  # the terminal was closed
-            termios.tcsetattr(stdin, termios.TCSADRAIN, before)
+            termios.tcsetattr(stdin, termios.TCSAFLUSH, before)
+
+
+def _suspend(terminal: int) -> None:
+    with suppress(termios.error):
+        termios.tcflush(terminal, termios.TCIFLUSH)
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _resume(terminal: int) -> None:
     # in the background, changing the terminal would suspend the process again
     with suppress(OSError, termios.error):  # not the terminal of this process, or closed
         if os.tcgetpgrp(terminal) == os.getpgrp():
-            _stop_echo(terminal)
+            _set_modes(terminal)
 
 
-def _stop_echo(terminal: int) -> None:
+def _set_modes(terminal: int) -> None:
     modes = termios.tcgetattr(terminal)
-    modes[tty.LFLAG] &= ~termios.ECHO
+    modes[tty.LFLAG] = modes[tty.LFLAG] & ~termios.ECHO | termios.NOFLSH
     termios.tcsetattr(terminal, termios.TCSADRAIN, modes)
