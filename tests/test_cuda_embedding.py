@@ -120,13 +120,13 @@ def test_beside_answers_neither_changes(as_on_gpu: bool) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
     bench = CudaBench(as_on_gpu=as_on_gpu, ctx=160, kv_tokens=600)
     alone = [reply.text for reply in bench.ask_one_by_one(chats, greedy)]
-    log, publish = VectorLog(), bench.engine._publish
+    log, publish = VectorLog(), bench.engine._outbox.publish_events
 
     def both(events: Any) -> None:
         publish(events)
         log(events)
 
-    bench.engine._publish = both
+    bench.engine._outbox.publish_events = both
     texts = ("The sun is a star.", "a", "word " * 100)
     bench.engine.submit_embedding(
         EmbedRequest(id="before", inputs=texts, arrived_s=time.monotonic())
@@ -150,7 +150,7 @@ def test_beside_answers_neither_changes(as_on_gpu: bool) -> None:
 
 def test_an_input_longer_than_the_context() -> None:
     bench, log = CudaBench(ctx=160), VectorLog()
-    bench.engine._publish = log
+    bench.engine._outbox.publish_events = log
     bench.engine.submit_embedding(EmbedRequest(id="fits", inputs=((5,) * 160,)))
     bench.engine.submit_embedding(EmbedRequest(id="long", inputs=((5,) * 161,)))
     run(bench.engine, log, 2)
@@ -164,7 +164,7 @@ def test_an_input_longer_than_the_context() -> None:
 
 def test_the_same_as_the_llama_cpp_backend() -> None:
     model, bench, log = loaded(TINY_GGUF), CudaBench(), VectorLog()
-    bench.engine._publish = log
+    bench.engine._outbox.publish_events = log
     bench.engine.submit_embedding(EmbedRequest(id="v", inputs=WORDS[:3]))
     run(bench.engine, log, 1)
     # theirs are quantized to eight bits

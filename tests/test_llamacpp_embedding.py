@@ -209,13 +209,13 @@ def test_beside_answers_neither_changes() -> None:
     chats = questions(4)
     alone = [reply.text for reply in bench.ask(chats, greedy)]
     log = VectorLog()
-    publish = bench.engine._publish
+    publish = bench.engine._outbox.publish_events
 
     def both(events: Any) -> None:
         publish(events)
         log(events)
 
-    bench.engine._publish = both
+    bench.engine._outbox.publish_events = both
     names = [bench.submit(chat, greedy) for chat in chats]
     bench.engine.submit_embedding(
         EmbedRequest(id="v", inputs=TEXTS * 5, arrived_s=time.monotonic())

@@ -70,7 +70,7 @@ def test_a_chat(client: ollama.Client) -> None:
 
 def test_a_streamed_chat(client: ollama.Client) -> None:
     *parts, last = client.chat("tiny", [QUESTION], options={"temperature": 0}, stream=True)
-    assert len(parts) > 3
+    assert len(parts) > 1
     assert "".join(part.message.content or "" for part in parts) == "17 + 25 = 42."
     assert not any(part.done for part in parts)
     assert (last.done, last.done_reason, last.message.content) == (True, "stop", "")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from localgen.backends.engine.embeddings import EmbeddingScheduler, EmbeddingTask
 from localgen.backends.engine.input_processor import InputProcessor
+from localgen.backends.engine.outbox import Outbox
 from localgen.backends.engine.output_processor import OutputProcessor
 from localgen.backends.engine.scheduler import Scheduler, SequenceOutput
 from localgen.backends.engine.speculation.drafter import Drafter
@@ -30,8 +31,6 @@ from localgen.backends.runner.interface import (
 )
 from localgen.backends.runner.sequence import Sequence, SequenceState
 from localgen.backends.types import (
-    Delta,
-    Embedded,
     EmbedRequest,
     Failed,
     Finished,
@@ -80,7 +79,7 @@ class Engine:
     ) -> None:
         self._runner = runner
         self._input_processor = input_processor
-        self._publish = publish
+        self._outbox = Outbox(publish)
         self._budget = TokenBudget(runner.limits.max_batch_tokens, itl_target_ms)
         self._scheduler = Scheduler(runner, budget=self._budget, max_queue=max_queue)
         ahead = runner if isinstance(runner, AsyncRunner) and runner.limits.runs_ahead else None
@@ -99,11 +98,9 @@ class Engine:
         self._skip_drafts_once = False  # no drafts in the next step
         self._output_processors: dict[str, OutputProcessor] = {}
         self._unpublished: list[SequenceOutput] = []
+        self._is_decoding = False  # the last step computed no prompt
         # matched a stop string while a step was in flight
         self._stopped_in_flight: list[Sequence] = []
-        self._deltas: list[Delta] = []
-        self._finished: list[Finished] = []
-        self._failed: list[Failed] = []
         # separate threads: tokenizing a long prompt must not delay the loop or a cancellation, and
         # thousands of embedding inputs must not delay prompts
         self._request_executor = ThreadPoolExecutor(1, thread_name_prefix="input-processor")
@@ -192,7 +189,11 @@ class Engine:
             return True
         started_s = time.monotonic()
         ticket = self._runner.launch(chunks)
-        self._flush(idle=False)
+        # not with the first token of a request, nor if more than this step comes before the next
+        was_decoding = self._is_decoding
+        self._is_decoding = all(chunk.start >= chunk.seq.num_prompt for chunk in chunks)
+        may_wait = was_decoding and self._is_decoding and not self._embedding_scheduler.has_work
+        self._flush(idle=False, deltas_may_wait=may_wait)
         try:
             result = self._runner.collect(ticket)
         except NoRoom:
@@ -262,10 +263,10 @@ class Engine:
                     self._cancel(seq)
                 self._embedding_scheduler.cancel(request_id)
             case Failed():
-                self._failed.append(item)
+                self._outbox.add(item)
                 self._stats.record_end(item.request_id, "error")
             case Finished():
-                self._finished.append(item)
+                self._outbox.add(item)
                 self._stats.record_end(item.request_id, item.reason)
 
     def _enqueue(self, seq: Sequence) -> None:
@@ -280,7 +281,7 @@ class Engine:
         try:
             self._embedding_scheduler.submit(task)
         except LocalgenError as error:
-            self._failed.append(Failed(task.id, error.code, error.message, error.param))
+            self._outbox.add(Failed(task.id, error.code, error.message, error.param))
             self._stats.record_end(task.id, "error")
 
     def _cancel(self, seq: Sequence) -> None:
@@ -288,7 +289,7 @@ class Engine:
         answer = self._output_processors.pop(seq.id)
         rest = answer.flush()
         if rest:
-            self._deltas.append(rest)
+            self._outbox.add(rest)
         self._finish(seq, "cancelled", None, answer.num_tokens)
 
     def _end_stopped_sequences(self) -> None:
@@ -337,14 +338,14 @@ class Engine:
 
     def _fail(self, seq: Sequence, code: str, message: str) -> None:
         self._output_processors.pop(seq.id, None)
-        self._failed.append(Failed(seq.id, code, message))
+        self._outbox.add(Failed(seq.id, code, message))
         self._stats.record_end(seq.id, "error")
 
     # -- events -----------------------------------------------------------------------------
 
     def _finish(self, seq: Sequence, reason: str, stop: str | None, num_tokens: int) -> None:
         drafts = self._speculation.request_stats(seq)
-        self._finished.append(
+        self._outbox.add(
             finished_event(seq, reason, stop=stop, completion_tokens=num_tokens, draft_stats=drafts)
         )
         self._stats.record_end(seq.id, reason)
@@ -355,7 +356,7 @@ class Engine:
             return
         delta = answer.process(output)
         if delta:
-            self._deltas.append(delta)
+            self._outbox.add(delta)
         reason = "stop" if answer.matched_stop is not None else output.reason
         if reason == "stop" and answer.has_tool_calls:
             reason = "tool_calls"
@@ -365,12 +366,15 @@ class Engine:
             if not output.reason:
                 self._stopped_in_flight.append(output.seq)
 
-    def _flush(self, *, idle: bool) -> None:
-        """Publish the events of the previous step, with statistics every STATS_INTERVAL_S."""
+    def _flush(self, *, idle: bool, deltas_may_wait: bool = False) -> None:
+        """Publish the events of the previous step, with statistics every STATS_INTERVAL_S.
+
+        deltas_may_wait: see Outbox.publish.
+        """
         for output in self._unpublished:
             self._process_output(output)
         self._unpublished.clear()
-        embedded = self._drain_embedded()
+        self._collect_embedded()
         now_s = time.monotonic()
         snapshot = None
         if idle or now_s - self._stats_at_s >= STATS_INTERVAL_S:
@@ -382,19 +386,14 @@ class Engine:
                 self._speculation.stats,
             )
             self._stats_at_s = now_s
-        if self._deltas or self._finished or self._failed or snapshot or embedded:
-            ends = tuple(self._finished), tuple(self._failed)
-            self._publish(StepEvents(tuple(self._deltas), *ends, snapshot, embedded))
-            self._deltas, self._finished, self._failed = [], [], []
+        self._outbox.publish(snapshot, deltas_may_wait=deltas_may_wait)
 
-    def _drain_embedded(self) -> tuple[Embedded, ...]:
-        """Return finished embedding requests; move failed ones to the failed events."""
+    def _collect_embedded(self) -> None:
+        """Move finished and failed embedding requests to the outbox."""
         ended, self._embedding_scheduler.results = self._embedding_scheduler.results, []
         for end in ended:
+            self._outbox.add(end)
+            reason = "embedded"
             if isinstance(end, Failed):
-                self._failed.append(end)
                 reason = "cancelled" if end.code == "cancelled" else "error"
-                self._stats.record_end(end.request_id, reason)
-            else:
-                self._stats.record_end(end.request_id, "embedded")
-        return tuple(end for end in ended if isinstance(end, Embedded))
+            self._stats.record_end(end.request_id, reason)
