@@ -105,6 +105,28 @@ def request(name: str, prompt: str, **params: object) -> Request:
     return Request(id=name, prompt=prompt, params=given, arrived_s=time.monotonic())
 
 
+def test_text_waits_for_no_prompt_and_a_first_token_for_nothing() -> None:
+    log, runner = Log(), FakeRunner()
+    engine = make(runner, log)
+    engine.submit(request("a", "first", max_tokens=150, ignore_eos=True))
+    until_prepared(engine)
+    engine.step(wait=False)
+    (first,) = engine._scheduler.running
+    engine.step(wait=False)
+    assert len(log.text["a"]) == 1, "the first token is sent with the next step"
+    for _ in range(20):
+        engine.step(wait=False)
+    assert len(log.text["a"]) < 20, "steps of microseconds are sent together"
+    engine.submit(request("b", "x" * 40, max_tokens=20, ignore_eos=True))
+    until_prepared(engine)
+    while not log.text["b"]:
+        engine.step(wait=False)
+        assert len(log.text["a"]) == len(first.tokens) - first.num_prompt - 1
+    assert len(log.text["b"]) == 1
+    run_until_ended(engine, log, 2)
+    assert [len(log.text[name]) for name in "ab"] == [150, 20]
+
+
 def expected_text(prompt: str, limit: int) -> str:
     tokenizer = LetterTokenizer()
     tokens = generate(tokenizer.encode(prompt), limit)

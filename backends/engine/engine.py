@@ -191,7 +191,7 @@ class Engine:
         ticket = self._runner.launch(chunks)
         # not with the first token of a request, nor if more than this step comes before the next
         was_decoding = self._is_decoding
-        self._is_decoding = all(chunk.start >= chunk.seq.num_prompt for chunk in chunks)
+        self._is_decoding = all(chunk.is_decoding for chunk in chunks)
         may_wait = was_decoding and self._is_decoding and not self._embedding_scheduler.has_work
         self._flush(idle=False, deltas_may_wait=may_wait)
         try:

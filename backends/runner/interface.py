@@ -73,6 +73,12 @@ class Chunk:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def is_decoding(self) -> bool:
+        """True for a generated token and its drafts, false for a prompt or after preemption."""
+        is_past_prompt = self.start >= self.seq.num_prompt
+        return self.is_sampled and is_past_prompt and len(self) == 1 + self.num_drafts
+
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:

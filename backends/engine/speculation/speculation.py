@@ -189,7 +189,7 @@ class Speculation:
 
         step_ms: from the launch to the result, with waited_ms.
         """
-        decoding = [chunk for chunk in chunks if _is_decoding(chunk)]
+        decoding = [chunk for chunk in chunks if chunk.is_decoding]
         if not self._drafters or not decoding:
             return
         count, drafts = len(decoding), sum(chunk.num_drafts for chunk in decoding)
@@ -251,11 +251,6 @@ class Speculation:
         """Free what drafters hold. No call may follow."""
         for drafter in self._drafters:
             drafter.close()
-
-
-def _is_decoding(chunk: Chunk) -> bool:
-    is_past_prompt = chunk.start >= chunk.seq.num_prompt
-    return chunk.is_sampled and is_past_prompt and len(chunk) == 1 + chunk.num_drafts
 
 
 def _num_new_tokens(chunk: Chunk) -> int:
