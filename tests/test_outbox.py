@@ -13,7 +13,7 @@ from localgen.backends.types import (
     ToolCallDelta,
 )
 
-CALL = ToolCallDelta(0, "{}", "id", "name")
+CALL, REST = ToolCallDelta(0, "{", "id", "name"), ToolCallDelta(0, "}")
 LOGPROBS = (PositionLogprobs(TokenLogprob(1, "a", -0.5), ()),)
 
 
@@ -41,13 +41,20 @@ def test_the_first_token_is_sent_at_once_and_short_steps_are_joined() -> None:
     published = _Published()
     first, second = Delta("a", "one", 1), Delta("b", "other", 1)
     assert published.step(first, second) == [StepEvents((first, second))]
-    wait_ms = PUBLISH_INTERVAL_S * 400
+    wait_ms = PUBLISH_INTERVAL_S * 300
     assert not published.step(Delta("a", " two", 2, LOGPROBS), ms=wait_ms)
     assert not published.step(Delta("b", " more", 2), ms=wait_ms)
     (event,) = published.step(Delta("a", " three", 3, LOGPROBS), ms=wait_ms)
     joined = Delta("a", " two three", 3, LOGPROBS + LOGPROBS)
     assert event == StepEvents((joined, Delta("b", " more", 2)))
     assert not published.step()
+
+
+def test_steps_that_would_end_too_late_are_not_waited_for() -> None:
+    published = _Published()
+    for number in range(3):
+        delta = Delta("a", "x", number)
+        assert published.step(delta, ms=PUBLISH_INTERVAL_S * 750) == [StepEvents((delta,))]
 
 
 def test_long_steps_wait_for_nothing() -> None:
@@ -77,14 +84,15 @@ def test_deltas_are_joined_only_if_the_order_of_their_parts_stays() -> None:
         Delta("a", "", 1, reasoning="so"),
         Delta("a", "text", 2, reasoning=" then"),
         Delta("a", " end", 3, tool_calls=(CALL,)),
-        Delta("a", "", 4, tool_calls=(CALL,)),
+        Delta("a", "", 4, tool_calls=(REST, ToolCallDelta(1, "", "other", "name"))),
         Delta("a", "after", 5),
         Delta("a", "", 6, reasoning="again"),
     ]
     for part in parts[:-1]:
         assert not published.step(part)
     (event,) = published.step(parts[-1], may_wait=False)
+    calls = ToolCallDelta(0, "{}", "id", "name"), ToolCallDelta(1, "", "other", "name")
     assert event.deltas == (
-        Delta("a", "text end", 4, reasoning="so then", tool_calls=(CALL, CALL)),
+        Delta("a", "text end", 4, reasoning="so then", tool_calls=calls),
         *parts[4:],
     )

@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import pty
+import select
 from pathlib import Path
 
 import pytest
@@ -194,6 +195,7 @@ def test_ctrl_c_keeps_a_line_typed_ahead_and_no_shell_gets_it(
             os.write(keyboard, b"next\r\x03")
             assert stdin.readline() == "next\n"
             os.write(keyboard, b"rm -r answers\r")
+            assert select.select([terminal], [], [], 10)[0], "it has arrived"
         os.write(keyboard, b"ls\r")
         assert stdin.readline() == "ls\n"
     os.close(keyboard)

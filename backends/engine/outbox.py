@@ -13,10 +13,11 @@ from localgen.backends.types import (
     Failed,
     Finished,
     StepEvents,
+    ToolCallDelta,
 )
 
-# steps of a small model are shorter: it sends several tokens at once, because each event costs the
-# server and its client time of the processor, which the next step lacks
+# a model with shorter steps sends several tokens at once: the server and its client compute on the
+# same cores for each event, and so slow the next step down
 PUBLISH_INTERVAL_S = 0.02
 
 
@@ -33,7 +34,7 @@ class Outbox:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.publish_events, self._clock = publish_events, clock
-        self._published_at_s = -PUBLISH_INTERVAL_S
+        self._published_at_s = self._called_at_s = -PUBLISH_INTERVAL_S
         self._deltas: list[Delta] = []
         self._ends: list[Finished | Failed] = []
         self._embedded: list[Embedded] = []
@@ -48,14 +49,17 @@ class Outbox:
             self._ends.append(event)
 
     def publish(self, stats: EngineStats | None, *, deltas_may_wait: bool) -> None:
-        """Publish the events. deltas_may_wait: the next call comes soon, so deltas alone may be
-        published with it."""
+        """Publish the events. deltas_may_wait: deltas alone may be published with the next call, if
+        it comes in time when it takes as long as this one did."""
+        now_s = self._clock()
+        step_s, self._called_at_s = now_s - self._called_at_s, now_s
         if not (self._ends or self._embedded or stats):
-            waited_s = self._clock() - self._published_at_s
-            if not self._deltas or (deltas_may_wait and waited_s < PUBLISH_INTERVAL_S):
+            # the next call comes after a step like the last one
+            next_s = now_s + step_s - self._published_at_s
+            if not self._deltas or (deltas_may_wait and next_s <= PUBLISH_INTERVAL_S):
                 return
         if self._deltas:
-            self._published_at_s = self._clock()
+            self._published_at_s = now_s
         finished = tuple(end for end in self._ends if isinstance(end, Finished))
         failed = tuple(end for end in self._ends if isinstance(end, Failed))
         events = StepEvents(_merged(self._deltas), finished, failed, stats, tuple(self._embedded))
@@ -86,5 +90,16 @@ def _joined(old: Delta, new: Delta) -> Delta | None:
         text=old.text + new.text,
         logprobs=old.logprobs + new.logprobs,
         reasoning=old.reasoning + new.reasoning,
-        tool_calls=old.tool_calls + new.tool_calls,
+        tool_calls=_joined_calls(old.tool_calls + new.tool_calls),
     )
+
+
+def _joined_calls(deltas: tuple[ToolCallDelta, ...]) -> tuple[ToolCallDelta, ...]:
+    """One delta for each call: clients expect an index only once in a chunk."""
+    joined: dict[int, ToolCallDelta] = {}
+    for new in deltas:
+        old = joined.get(new.index)
+        joined[new.index] = (
+            new if old is None else replace(old, arguments=old.arguments + new.arguments)
+        )
+    return tuple(joined.values())

@@ -16,8 +16,9 @@ def hide_typed_ahead() -> Iterator[None]:
     """Stop the terminal from showing the keys that it receives, until the end of the block.
 
     It would write them, and the line break of Enter, into the text at the cursor. The line editor
-    shows what it reads itself. Ctrl+C does not discard them, as it does by default. What nobody
-    has read when the process is suspended or the block ends is discarded: a shell would run it.
+    shows what it reads itself. Ctrl+C does not discard them, as it does by default. Keys that are
+    still unread when the process is suspended or the block ends are discarded: a shell would run
+    them.
     Has no effect if standard input is not a terminal.
     """
     stdin = sys.stdin.fileno()
@@ -27,21 +28,27 @@ def hide_typed_ahead() -> Iterator[None]:
     before = termios.tcgetattr(stdin)
     # a shell sets the terminal's modes again when it resumes a suspended process
     on_resume = signal.signal(signal.SIGCONT, lambda *_: _resume(stdin))
-    on_suspend = signal.signal(signal.SIGTSTP, lambda *_: _suspend(stdin))
+    on_suspend = signal.getsignal(signal.SIGTSTP)
+    if on_suspend is signal.SIG_DFL:  # else its parent ignores it
+        signal.signal(signal.SIGTSTP, lambda *_: _suspend(stdin))
     _set_modes(stdin)
     try:
         yield
     finally:
-        signal.signal(signal.SIGCONT, on_resume)
-        signal.signal(signal.SIGTSTP, on_suspend)
         with suppress(termios.error):  # the terminal was closed
             termios.tcsetattr(stdin, termios.TCSAFLUSH, before)
+        signal.signal(signal.SIGCONT, on_resume)
+        signal.signal(signal.SIGTSTP, on_suspend)
 
 
 def _suspend(terminal: int) -> None:
-    with suppress(termios.error):
-        termios.tcflush(terminal, termios.TCIFLUSH)
-    os.kill(os.getpid(), signal.SIGSTOP)
+    with suppress(OSError, termios.error):
+        if os.tcgetpgrp(terminal) == os.getpgrp():
+            termios.tcflush(terminal, termios.TCIFLUSH)
+    # the default action: unlike SIGSTOP it does not stop a process that nobody could resume
+    ours = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTSTP)
+    signal.signal(signal.SIGTSTP, ours)
 
 
 def _resume(terminal: int) -> None:
