@@ -65,6 +65,25 @@ def test_a_measurement_that_fails(monkeypatch: pytest.MonkeyPatch, command: list
     assert not measurements.measurements_path().exists()
 
 
+def test_a_killed_measurement_leaves_no_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    killed = ["sh", "-c", 'touch "$TMPDIR/model.gguf"; kill -ILL $$']
+    monkeypatch.setattr(step_times, "python_command", lambda module: killed)
+    assert step_times.step_times(lambda line: None) is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_busy_machine_measures_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_times, "_measure_in_process", lambda: TIMES)
+    notices: list[str] = []
+    known = step_times.step_times(notices.append)
+    monkeypatch.setattr("psutil.getloadavg", lambda: (99.0, 0.0, 0.0))
+    assert step_times.step_times(notices.append, remeasure=True) == known
+    assert "other programs" in notices[-1]
+
+
 def test_without_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_times, "find_spec", lambda name: None)
     assert step_times.step_times(lambda line: sys.exit("no notice is expected")) is None

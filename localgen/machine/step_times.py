@@ -67,15 +67,17 @@ class StepTimes:
 def step_times(notify: Callable[[str], None], *, remeasure: bool = False) -> StepTimes | None:
     """Return the cached or measured step times.
 
-    remeasure: ignore the cache. None: llama.cpp cannot be used here, or other programs compute now.
+    remeasure: ignore the cache, unless other programs compute now. None: llama.cpp cannot be used
+    here, or other programs compute and nothing is cached.
     """
     if find_spec("llama_cpp") is None:
         return None
     name = f"step times {_REVISION} of llama-cpp-python {version('llama-cpp-python')}"
-    if remeasure or cached_measurement(name, _SecondsByType) is None:
+    cached = cached_measurement(name, _SecondsByType)
+    if remeasure or cached is None:
         if is_machine_busy():
             notify("speed by type is not measured while other programs compute")
-            return None
+            return StepTimes(cached.value) if cached else None
         notify("measuring the speed of each type on this CPU, once: about ten seconds")
     found = cached_or_measured(name, _SecondsByType, _measure_in_process, remeasure=remeasure)
     return StepTimes(found.value) if found.value else None
@@ -83,14 +85,16 @@ def step_times(notify: Callable[[str], None], *, remeasure: bool = False) -> Ste
 
 def _measure_in_process() -> _SecondsByType:
     try:
-        measured = subprocess.run(
-            python_command("localgen.machine.step_times"),
-            env=python_environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=_TIMEOUT_S,
-            check=True,
-        )
+        # a process that is killed leaves its models behind
+        with tempfile.TemporaryDirectory(prefix="localgen-") as folder:
+            measured = subprocess.run(
+                python_command("localgen.machine.step_times"),
+                env=python_environment() | {"TMPDIR": folder},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                timeout=_TIMEOUT_S,
+                check=True,
+            )
         return msgspec.json.decode(measured.stdout, type=_SecondsByType)
     except (subprocess.SubprocessError, OSError, msgspec.DecodeError):
         return {}
