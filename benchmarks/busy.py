@@ -23,7 +23,7 @@ from benchmarks.llamacpp_tools import ToolFailed, Tools
 from benchmarks.measure import RATE, ModelLine, Report, command
 from benchmarks.random_vocabulary import random_words
 from benchmarks.servers import Localgen, llama_server, private_settings
-from benchmarks.speed import BATCHED, BENCH, LOCALGEN, SERVER, UNIFIED
+from benchmarks.speed import BENCH, LOCALGEN, SERVER, UNIFIED
 from benchmarks.streams import (
     HttpSpeaker,
     LocalgenSpeaker,
@@ -98,7 +98,7 @@ def workloads(
         return found["speed_pp"]
 
     if prompt:
-        yield Workload(f"pp{prompt}", BATCHED, partial(_prefill, tokens=prompt), read)
+        yield Workload(f"pp{prompt}", UNIFIED, partial(_prefill, tokens=prompt), read)
 
 
 def compare(

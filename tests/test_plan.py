@@ -406,6 +406,9 @@ def test_decode_rates_by_type() -> None:
     assert tuple(plan.rates) == pytest.approx((5.0, 10.0, 20.0))
     other = replace(FACTS, quant="F16")
     assert plan_memory(other, LoadOptions(), machine(step_times=times)).rates is None
+    assert FACTS.shape is not None
+    experts = replace(FACTS, shape=replace(FACTS.shape, num_experts=8, num_active_experts=2))
+    assert plan_memory(experts, LoadOptions(), machine(step_times=times)).rates is None
     on_gpu = Hardware((H200,), (), True, lambda: True)
     assert plan_memory(FACTS, LoadOptions(), machine(64, on_gpu, step_times=times)).rates is None
 

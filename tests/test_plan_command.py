@@ -36,6 +36,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Server
     monkeypatch.setattr(measurements, "measurements_path", lambda: tmp_path / "measurements.json")
     monkeypatch.setattr("psutil.getloadavg", lambda: (0.0, 0.0, 0.0))
     seconds = {"Q4_K_M": (4e-11, 8e-11, 40e-11), "Q8_0": (3e-11, 12e-11, 9e-11)}
+    seconds["Q4_0"] = seconds["Q4_K_M"]
     monkeypatch.setattr(step_times, "_measure_in_process", lambda: seconds)
     monkeypatch.setenv("LOCALGEN_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setenv("LOCALGEN_MEMORY_LIMIT", "8G")
@@ -112,6 +113,9 @@ def test_the_fastest_type_here(capsys: pytest.CaptureFixture[str], offline: None
     assert q8_0["rates"]["one_stream"] == pytest.approx(one_stream)
     assert any(f"   {one_stream:.1f}   " in line for line in lines)
     assert "Fastest here: one stream: Q4_K_M, 3 drafts: Q4_K_M, 16 streams: Q8_0." in out
+    out, _ = told(capsys, "llama-70b", "--quant", "Q4_K_M", "--quant", "Q4_0", status=9)
+    assert out.count("does not fit") == 2
+    assert "Fastest here" not in out
     out, err = told(capsys, "llama-1b", "--quant", "Q8_0")
     assert "measuring" not in err
     assert rows(out)["one stream"][0] == f"about {one_stream:.1f} tokens/s"

@@ -51,6 +51,13 @@ def test_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(runs) == 2
 
 
+def test_a_failed_measurement_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_times, "_measure_in_process", dict)
+    notices: list[str] = []
+    assert step_times.step_times(notices.append) is None
+    assert "could not be measured" in notices[-1]
+
+
 def test_not_measured_beside_other_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psutil.getloadavg", lambda: (99.0, 0.0, 0.0))
     notices: list[str] = []

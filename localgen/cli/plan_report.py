@@ -165,7 +165,7 @@ def _speed_note(plan: MemoryPlan) -> str:
 
 
 def _comparison_lines(plans: tuple[MemoryPlan, ...]) -> list[str]:
-    fastest = fastest_by_use({plan.quant: plan.rates for plan in plans})
+    fastest = fastest_by_use({plan.quant: plan.rates for plan in plans if plan.fits})
     uses = [use.upper() for use in fastest]
     head = ("QUANT", "WEIGHTS", "NEEDS", "FREE", "CONTEXT", "RUNS ON", "AT MOST", *uses, "")
     rows = [
@@ -190,6 +190,4 @@ def _comparison_lines(plans: tuple[MemoryPlan, ...]) -> list[str]:
     if speed is not None:
         rate = f"{speed.bandwidth_bytes_per_s / 1e9:,.1f} GB/s"
         lines += ["", f"AT MOST: limit set by memory bandwidth, {rate} {speed.how}."]
-    if fastest:
-        lines += rate_columns.rate_notes(fastest)
-    return lines
+    return lines + rate_columns.rate_notes(fastest)

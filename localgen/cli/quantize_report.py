@@ -71,7 +71,7 @@ def print_advice(model: str | None, *, as_json: bool) -> None:
         ]
         for line in tables.align_columns([head, *cells]):
             typer.echo(line)
-        for line in rate_columns.rate_notes(fastest) if fastest else ():
+        for line in rate_columns.rate_notes(fastest):
             typer.echo(line)
     if best is None:
         least = found[-1]

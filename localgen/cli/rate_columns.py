@@ -8,7 +8,7 @@ from localgen.machine.decode_rates import DecodeRates
 
 
 def format_rate(tokens_per_s: float) -> str:
-    """Tokens/s with three significant digits or more."""
+    """Tokens/s with one decimal below 100, as an integer from there on."""
     return f"{tokens_per_s:,.1f}" if tokens_per_s < 100 else f"{tokens_per_s:,.0f}"
 
 
@@ -18,7 +18,12 @@ def rate_cells(rates: DecodeRates | None) -> tuple[str, ...]:
 
 
 def rate_notes(fastest: Mapping[str, str]) -> list[str]:
-    """Lines below a table with rate_cells. fastest: the fastest alternative for each use."""
+    """Lines below a table with rate_cells; none if nothing is compared.
+
+    fastest: the fastest alternative for each use.
+    """
+    if not fastest:
+        return []
     return [
         "",
         "Tokens/s on this CPU, measured with a small model; with 3 drafts if all are accepted.",

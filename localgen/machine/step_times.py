@@ -68,7 +68,7 @@ def step_times(notify: Callable[[str], None], *, remeasure: bool = False) -> Ste
     """Return the cached or measured step times.
 
     remeasure: ignore the cache, unless other programs compute now. None: llama.cpp cannot be used
-    here, or other programs compute and nothing is cached.
+    here, it failed, or other programs compute and nothing is cached.
     """
     if find_spec("llama_cpp") is None:
         return None
@@ -80,7 +80,10 @@ def step_times(notify: Callable[[str], None], *, remeasure: bool = False) -> Ste
             return StepTimes(cached.value) if cached else None
         notify("measuring the speed of each type on this CPU, once: about ten seconds")
     found = cached_or_measured(name, _SecondsByType, _measure_in_process, remeasure=remeasure)
-    return StepTimes(found.value) if found.value else None
+    if not found.value:
+        notify("speed by type could not be measured: the small model did not run in llama.cpp")
+        return None
+    return StepTimes(found.value)
 
 
 def _measure_in_process() -> _SecondsByType:

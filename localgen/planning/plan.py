@@ -221,10 +221,13 @@ def _speed_of(
 def _rates_of(
     request: PlanRequest, placed: PlacedModel, gpu_layers: tuple[GpuLayers, ...]
 ) -> DecodeRates | None:
-    """Decode rates on the CPU. Returns None on a GPU, or if the type was not measured."""
+    """Decode rates on the CPU. Returns None on a GPU, for a type that was not measured and for a
+    mixture of experts, where a step of several tokens reads more experts than one token does."""
     facts = request.facts
     on_gpu = any(one.layers for one in gpu_layers)
     is_measured = facts.quant.upper() in MEASURED_TYPES and facts.weights_bytes
+    if facts.shape is not None and facts.shape.num_experts:
+        return None
     if on_gpu or placed.placement.backend != "llamacpp" or not is_measured:
         return None
     times = request.resources.step_times()
