@@ -10,6 +10,7 @@ import pytest
 from rich.cells import cell_len
 from scripted_client import answer
 from textual.command import CommandPalette
+from textual.events import MouseDown, MouseUp
 from textual.pilot import Pilot
 from textual.widgets import Collapsible, Input
 from tui_chats import PacedClient, Tui, play, press
@@ -31,16 +32,15 @@ def no_catalog(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def click(tui: Tui, pilot: Pilot[None], text: str) -> None:
-    """Where this text stands first on the screen, from the top."""
+    """Press and release where this text stands first on the screen, from the top, as a terminal
+    reports it. A pilot's own click names the screen as the widget, and would close a dialog."""
     await pilot.pause()
     rows = tui.screen_text().split("\n")
     y = next(y for y, row in enumerate(rows) if text in row)
-    where = (cell_len(rows[y][: rows[y].index(text)]) + 1, y)
-    if y < len(rows) - 1:
-        await pilot.click(offset=where)
-    else:  # a pilot would click on what the press has opened too; a terminal does not
-        await pilot.mouse_down(offset=where)
-    await pilot.pause()
+    x = cell_len(rows[y][: rows[y].index(text)]) + 1
+    for event in (MouseDown, MouseUp):
+        tui.app.post_message(event(None, x, y, 0, 0, 1, False, False, False))
+        await pilot.pause()
 
 
 def shows(tui: Tui, screen: type) -> Callable[[], bool]:
