@@ -17,8 +17,8 @@ from localgen.backends.types import (
 )
 
 # a model with shorter steps sends several tokens at once: the server and its client compute on the
-# same cores for each event, and so slow the next step down
-PUBLISH_INTERVAL_S = 0.02
+# same cores for each event, and so slow the next step down. A chat draws fifteen times a second.
+PUBLISH_INTERVAL_S = 0.05
 
 
 class Outbox:
