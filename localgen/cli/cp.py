@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from localgen.backends.errors import InvalidRequest
 from localgen.cli.completion_values import complete_model
 
 
@@ -21,12 +20,9 @@ def command(
 ) -> None:
     """Create an alias for a model. No files are copied or moved."""
     from localgen.hub import aliases
-    from localgen.hub.packaged import PACKAGED_MODELS
     from localgen.hub.reference import resolve_reference
     from localgen.hub.resolve import is_installed, name_for_server
 
-    if name in PACKAGED_MODELS:
-        raise InvalidRequest(f"{name} is the name of a model of localgen: choose another name")
     target = aliases.load_aliases().get(model, model)
     if resolve_reference(target) is None and not is_installed(target):
         from localgen.hub.resolve import resolve_model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from localgen.backends.errors import ModelNotFound
+from localgen.backends.errors import InvalidRequest, ModelNotFound
 from localgen.backends.terminal_text import one_line
 from localgen.backends.units import format_size
 from localgen.cli import tables
@@ -16,19 +16,24 @@ from localgen.hub.hf_client import HubUnavailable, forward_warnings
 from localgen.hub.pull import quant_options
 from localgen.hub.reference import HubReference, resolve_reference
 from localgen.hub.repository import list_repo
-from localgen.hub.resolve import is_path, model_not_found
+from localgen.hub.resolve import is_path, resolve_model
 from localgen.hub.search import cached_quants
 
 
 def print_quant_table(model: str, *, as_json: bool) -> None:
     """Print the quantizations of a model as a table or as JSON; the choice of `auto` is marked.
 
-    Raises ModelNotFound if the model is unknown, is a path, or has no .gguf files.
+    Raises ModelNotFound if the model is unknown or has no .gguf files, InvalidRequest if it is a
+    local file.
     """
     target = load_aliases().get(model, model)
     wanted = None if is_path(target) else resolve_reference(target)
     if wanted is None:
-        raise model_not_found(target)
+        file = resolve_model(target)
+        raise InvalidRequest(
+            f"{file.name} is a local file and has no other quantizations; "
+            f"`localgen show {model}` describes it"
+        )
     room = quant_choice.available_memory()
     ways = _list_alternatives(wanted, room)
     if not ways:

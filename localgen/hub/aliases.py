@@ -10,6 +10,8 @@ from pathlib import Path
 
 from localgen.backends.errors import InvalidRequest, ModelNotFound
 from localgen.config import BadSetting, ServerSettings
+from localgen.hub import catalog
+from localgen.hub.packaged import PACKAGED_MODELS
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,99}")
 
@@ -37,11 +39,13 @@ def load_aliases() -> dict[str, str]:
 
 
 def add_alias(name: str, target: str) -> None:
-    """Add an alias. Raises InvalidRequest if the name is invalid or already taken."""
+    """Add an alias. Raises InvalidRequest if the name is invalid or that of another model."""
     if not _NAME.fullmatch(name) or name.lower().endswith(".gguf"):
         raise InvalidRequest(
             f"{name!r} cannot be an alias: use letters, digits and . _ : - , without / and .gguf"
         )
+    if name in PACKAGED_MODELS or catalog.find_entry(name) is not None:
+        raise InvalidRequest(f"{name} is the name of a model of localgen: choose another name")
     taken = load_aliases().get(name)
     if taken is not None:
         raise InvalidRequest(

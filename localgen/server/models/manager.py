@@ -135,11 +135,11 @@ class ModelManager:
                     requested = await self._resolve_draft(resident.file, options.draft, allow_paths)
                     options = replace(options, draft=requested.option)
                 if resident.can_reload_for(options):
-                    resident.require_options(replace(options, ctx=None))
+                    await self._require_options(resident, replace(options, ctx=None))
                     await self._reload(resident, options.ctx)
                     self._release(resident)
                     continue
-                resident.require_options(options)
+                await self._require_options(resident, options)
                 return resident, info
             except OutOfMemory:
                 # the estimate was too low: evict an idle model and retry
@@ -149,6 +149,15 @@ class ModelManager:
             except BaseException:
                 self._release(resident)
                 raise
+
+    async def _require_options(self, resident: ResidentModel, options: LoadOptions) -> None:
+        """Raise ModelBusy if the model is loaded with other options, or InvalidRequest if another
+        load could not have them on this machine either."""
+        try:
+            resident.require_options(options)
+        except ModelBusy:
+            await self._memory_budget.require_possible(resident.file, options)
+            raise
 
     async def _reload(self, resident: ResidentModel, ctx: int | None) -> None:
         """Load a model again with another context, for its only user.

@@ -56,6 +56,10 @@ class MemoryBudget:
         await self._evict_until_fits(file, need, draft)
         return placement, need
 
+    async def require_possible(self, file: ModelFile, options: LoadOptions) -> None:
+        """Raise InvalidRequest if this machine cannot load a model with these options."""
+        choose_placement(file, options, await asyncio.to_thread(self._probe_hardware), 0)
+
     async def _place_on_device(
         self, file: ModelFile, options: LoadOptions, draft: ModelFile | None
     ) -> Placement:

@@ -19,7 +19,6 @@ import localgen
 from localgen.backends.errors import InvalidRequest, ModelBusy
 from localgen.backends.types import Request
 from localgen.hub import aliases
-from localgen.hub.packaged import PACKAGED_MODELS
 from localgen.hub.reference import resolve_reference
 from localgen.hub.remove import plan_removal
 from localgen.hub.resolve import (
@@ -248,8 +247,6 @@ def _add_alias(source: str, destination: str) -> None:
     Raises ModelNotFound or InvalidRequest.
     """
     name = destination.removesuffix(LATEST_TAG)
-    if name in PACKAGED_MODELS:
-        raise InvalidRequest(f"{name} is the name of a model of localgen: choose another name")
     model = expand_alias(source)
     if not is_installed(model) and resolve_reference(model) is None:
         resolve_model(model)  # raises the reason
