@@ -182,6 +182,8 @@ class Database:
             # a power loss may lose the last transactions but not corrupt the file
             self._connection.execute("PRAGMA synchronous = NORMAL")
             self._connection.execute("PRAGMA foreign_keys = ON")
+            if self._pragma("user_version") == len(schema):
+                return  # a full disk can be read
         with self.write_transaction() as sqlite:
             version = self._pragma("user_version")
             for number, statements in enumerate(schema[version:], version + 1):
@@ -234,7 +236,7 @@ class Database:
     def _operational_error(self, error: sqlite3.OperationalError) -> LocalgenError:
         full = ("SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_FSYNC", "SQLITE_IOERR_SHMSIZE")
         if error.sqlite_errorname in full:
-            return DiskFull(f"the disk of {self._path} is full: free some space, it is retried")
+            return DiskFull(f"the disk of {self._path} is full: free some space")
         if error.sqlite_errorname.startswith("SQLITE_BUSY"):
             return StoreFailed(f"another program keeps {self._path} locked: close it")
         return StoreFailed(f"cannot use {self._path}: {error}")
