@@ -18,7 +18,7 @@ from benchmarks.constrained import SCHEMA
 from benchmarks.measure import RATE, ModelLine, Report, command
 from benchmarks.real_prompts import code, prose
 from benchmarks.session import GREEDY, Session
-from benchmarks.speculation import Case, compare
+from benchmarks.speculation import DraftCase, compare
 from localgen.backends.engine.loaded_model import LoadedModel
 from localgen.backends.engine.speculation.ngram import NgramDrafter
 from localgen.backends.errors import LocalgenError
@@ -79,7 +79,7 @@ def drafts(bench: Bench, report: Report) -> None:
         "prose": [encode(text) for text in prose(bench.texts)],
     }
     for name, prompts in kinds.items():
-        case = Case(name, NgramDrafter, params, prompts, bench.tokens, None)
+        case = DraftCase(name, NgramDrafter, params, prompts, bench.tokens, None)
         compare(case, model.runner, model.info.vocab, report, bench.rounds)
     model.runner.close()
 

@@ -13,8 +13,8 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.agreement_parts.subject import Subject
+from benchmarks.forced_output import HELD_OUT
 from benchmarks.gguf_model import llama_cpp_logits, our_logits, widen
-from benchmarks.reciting import HELD_OUT
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 
 # logits reach about 30; both compute in float32, in another order

@@ -1,4 +1,4 @@
-"""Chat templates: the engine's rendering and its tokens, against transformers'."""
+"""Chat templates: prompts of the engine and their tokens, against transformers'."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.adversarial_text import adversarial_texts
 from benchmarks.agreement_parts.subject import Subject
 from benchmarks.agreement_parts.tokens import NO_TOKENIZER, published_tokenizer
 from benchmarks.gguf_model import llama_cpp_tokenizer
-from benchmarks.nasty_text import nasty_texts
 from localgen.backends.text.template import ChatTemplate
 from localgen.backends.types import Message
 
 
 def conversations(count: int) -> list[list[Message]]:
-    """Random conversations of nasty texts, a part of them with special tokens in the content."""
-    chance, texts = random.Random(count), nasty_texts(count)
+    """Random conversations of adversarial texts, some with special tokens in the content."""
+    chance, texts = random.Random(count), adversarial_texts(count)
     found = []
     for _ in range(count):
         roles = ["system"] * chance.randint(0, 1) + ["user", "assistant"] * chance.randint(0, 3)

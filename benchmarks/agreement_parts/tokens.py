@@ -10,9 +10,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel, Digits
 
+from benchmarks.adversarial_text import adversarial_texts
 from benchmarks.agreement_parts.subject import Subject
 from benchmarks.gguf_model import llama_cpp_tokenizer
-from benchmarks.nasty_text import nasty_texts
 from localgen.backends.formats.gguf.file import GgufFile
 from localgen.backends.formats.hf.tokenizer import HfTokenizer
 from localgen.backends.llamacpp.vocab import LlamaCppTokenizer
@@ -25,12 +25,12 @@ _CONTROL = 3
 
 
 def tokens(subject: Subject, count: int) -> None:
-    """Compare token ids of nasty texts, and the texts that they decode to.
+    """Compare token ids of adversarial texts, and the texts that they decode to.
 
     Where the vocabulary has no token for a byte, llama.cpp merges nothing across the gap, and the
     `tokenizers` library does: such texts are counted apart.
     """
-    texts = nasty_texts(count)
+    texts = adversarial_texts(count)
     own = subject.source.load_tokenizer()
     published = published_tokenizer(subject.path)
     with llama_cpp_tokenizer(subject.path) as theirs:

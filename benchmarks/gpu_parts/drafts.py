@@ -10,7 +10,7 @@ from benchmarks.gpu_parts.clock import Budget
 from benchmarks.gpu_parts.loaded import over, watched_runner
 from benchmarks.gpu_parts.report import Figures
 from benchmarks.gpu_parts.shapes import Shape
-from benchmarks.scripted import SAID, SCRIPTED, Scripted
+from benchmarks.scripted_draft import FORCED_SAMPLING, FORCED_TOKEN, ScriptedDraftRunner
 from benchmarks.session import Session
 from localgen.backends.cuda.runner import CudaRunner
 from localgen.backends.engine.speculation.draft_model import ModelDrafter
@@ -34,7 +34,7 @@ def drafts(bench: Bench, budget: Budget) -> None:
     prompt = bench.prompt(plan.plain, plan.alone.prompt)
     vocab = plan.plain.spec.vocab_size
     for alpha in ACCEPTANCES:
-        drafter = ModelDrafter(Scripted(draft, SAID, alpha), "scripted")
+        drafter = ModelDrafter(ScriptedDraftRunner(draft, FORCED_TOKEN, alpha), "scripted")
         sessions = {
             "plain": over(target, vocab),
             f"drafts of {plan.small.name}": over(target, vocab, [drafter]),
@@ -53,7 +53,7 @@ def drafts(bench: Bench, budget: Budget) -> None:
 
 
 def _figures(session: Session, prompt: list[int], tokens: int) -> Figures:
-    (answer,) = session.ask([prompt], tokens, SCRIPTED)
+    (answer,) = session.ask([prompt], tokens, FORCED_SAMPLING)
     told = session.stats.speculation
     return {
         "decode_tok_s": decode_tok_s([answer]),
