@@ -14,9 +14,9 @@ from benchmarks.measure import RATE, ModelLine, Report
 from benchmarks.random_gguf import Q6_K, SHAPES, Tensor
 from benchmarks.speed import LOCALGEN, SERVER
 from benchmarks.streams import (
-    LocalgenSpeaker,
+    BenchClient,
+    LocalgenBenchClient,
     Prompt,
-    Speaker,
     Stream,
     StreamFailed,
     decode_rate,
@@ -90,7 +90,7 @@ def test_a_quick_run_without_tools(tmp_path: Path, capsys: pytest.CaptureFixture
     assert [c["met"] for c in computed] == [True, True], computed
 
 
-class _FixedSpeaker:
+class _FixedClient:
     """Answers of a fixed speed, in tokens/s."""
 
     def __init__(self, rate: float) -> None:
@@ -115,9 +115,9 @@ echo "{\\"avg_ts\\": ${GOMP_SPINCOUNT:-500}}"
         (tmp_path / name).write_text(script)
         (tmp_path / name).chmod(0o755)
     report = Report(ModelLine("m", 1, 1), 2, True, 1, {})
-    servers: dict[str, list[Speaker]] = {
-        LOCALGEN: [_FixedSpeaker(900.0)],
-        SERVER: [_FixedSpeaker(100.0)],
+    servers: dict[str, list[BenchClient]] = {
+        LOCALGEN: [_FixedClient(900.0)],
+        SERVER: [_FixedClient(100.0)],
     }
     (workload,) = busy.workloads(Tools(tmp_path), Path("m.gguf"), 8, [1], 0)
     busy.compare(report, servers, workload, 1)
@@ -135,7 +135,7 @@ def test_streams_and_prompts_beside_busy_processes(tmp_path: Path) -> None:
         (tmp_path / name).write_text('#!/bin/sh\necho \'{"speed_tg": 1000, "speed_pp": 500}\'\n')
         (tmp_path / name).chmod(0o755)
     report = Report(ModelLine("m", 1, 1), 1, True, 1, {})
-    servers: dict[str, list[Speaker]] = {LOCALGEN: [_FixedSpeaker(300.0)] * 4}
+    servers: dict[str, list[BenchClient]] = {LOCALGEN: [_FixedClient(300.0)] * 4}
     four, prompt = busy.workloads(Tools(tmp_path), Path("m.gguf"), 8, [4], 16)
     assert (four.name, prompt.name) == ("tg8 × 4", "pp16")
     busy.compare(report, servers, four, 0)
@@ -146,7 +146,7 @@ def test_streams_and_prompts_beside_busy_processes(tmp_path: Path) -> None:
     assert prompt.ours([_FixedReader()]) == pytest.approx(200.0)
 
 
-class _EvenSpeaker(LocalgenSpeaker):
+class _EvenClient(LocalgenBenchClient):
     """Answers of a server as if a token came every 10 ms, whatever else the machine does."""
 
     def ask(self, prompt: Prompt, max_tokens: int) -> Stream:
@@ -158,7 +158,7 @@ class _EvenSpeaker(LocalgenSpeaker):
 def test_the_fastest_type_against_the_usual_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fastest_type, "LocalgenSpeaker", _EvenSpeaker)
+    monkeypatch.setattr(fastest_type, "LocalgenBenchClient", _EvenClient)
     for name in NAMES:
         script = """#!/bin/sh
 case "$*" in *slow*) rate=2;; *) rate=3;; esac
