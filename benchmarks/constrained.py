@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from benchmarks.measure import RATE
-from benchmarks.speed import LOCALGEN, Bench, Side
+from benchmarks.speed import LOCALGEN, CpuBench, Side
 from benchmarks.streams import LocalgenBenchClient, decode_rate
 
 # target: minimum share of the unconstrained tokens/s
@@ -26,7 +26,7 @@ _RECORD = {
 SCHEMA = json.dumps({"type": "array", "items": _RECORD, "minItems": 1000})
 
 
-def grammar(bench: Bench) -> None:
+def grammar(bench: CpuBench) -> None:
     """Compare one greedy stream with and without a JSON schema.
 
     The warm-up compiles the schema.

@@ -15,7 +15,7 @@ from benchmarks import constrained, footprint, llamacpp_tools, random_gguf, spee
 from benchmarks.llamacpp_tools import ToolFailed, Tools
 from benchmarks.measure import ModelLine, Report, command
 from benchmarks.servers import Localgen, private_settings
-from benchmarks.speed import Bench
+from benchmarks.speed import CpuBench
 from benchmarks.streams import StreamFailed
 from localgen.backends.errors import LocalgenError
 from localgen.backends.llamacpp.loader import load_llamacpp_model
@@ -78,7 +78,7 @@ def _measure(options: argparse.Namespace, tools: Tools | None, settings: ServerS
         threads=loaded.threads or 0,
         load_options={"ctx": CTX, "kv_tokens": KV_TOKENS},
     )
-    bench = Bench(
+    bench = CpuBench(
         plan=plan,
         rounds_wanted=rounds,
         report=report,
@@ -93,7 +93,7 @@ def _measure(options: argparse.Namespace, tools: Tools | None, settings: ServerS
     return report
 
 
-def _speed(bench: Bench, only: tuple[str, ...]) -> None:
+def _speed(bench: CpuBench, only: tuple[str, ...]) -> None:
     if "alone" in only:
         speed.alone(bench, when="empty pool", fresh=True)
         bench.localgen.load()

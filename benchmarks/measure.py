@@ -43,7 +43,7 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class TargetCheck:
     """A figure and its target. low, high: its range over the rounds.
 
     at_least: the target is a minimum, else a maximum.
@@ -100,7 +100,7 @@ class Report:
     load_options: dict[str, int]
     commands: list[str] = field(default_factory=list)
     series: list[Series] = field(default_factory=list)
-    checks: list[Check] = field(default_factory=list)
+    checks: list[TargetCheck] = field(default_factory=list)
     not_compared: list[str] = field(default_factory=list)
 
     def add(self, test: str, side: str, unit: str, values: Sequence[float]) -> Series:
@@ -130,7 +130,9 @@ class Report:
         self, name: str, values: Sequence[float], target: float, at_least: bool, unit: str = ""
     ) -> None:
         self.checks.append(
-            Check(name, statistics.median(values), min(values), max(values), target, at_least, unit)
+            TargetCheck(
+                name, statistics.median(values), min(values), max(values), target, at_least, unit
+            )
         )
 
     def text(self) -> str:

@@ -78,7 +78,7 @@ class Loss:
     divergence: float
 
 
-class Subject:
+class BuiltInModel:
     """The built-in model, its calibration text and its evaluation text."""
 
     def __init__(self, *, swap: bool) -> None:
@@ -206,13 +206,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--swap", action="store_true", help="calibrate with the other half")
     parser.add_argument("--output", type=Path, help="result file")
     options = parser.parse_args(arguments)
-    subject = Subject(swap=options.swap)
-    losses = {"original": subject.loss(None)}
+    model = BuiltInModel(swap=options.swap)
+    losses = {"original": model.loss(None)}
     for name in chosen(options.only):
-        losses[name] = subject.loss(RECIPES[name])
+        losses[name] = model.loss(RECIPES[name])
         print(f"{name}: {losses[name].perplexity:.3f}", file=sys.stderr)
     size = (MODEL / "model.safetensors").stat().st_size
-    line = ModelLine("localgen tiny", size, subject.spec.num_params)
+    line = ModelLine("localgen tiny", size, model.spec.num_params)
     report = Report(line, 1, options.only is not None, torch.get_num_threads(), {})
     enter(report, losses)
     report.commands.append(command("benchmarks.quality", arguments))

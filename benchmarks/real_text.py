@@ -40,8 +40,8 @@ QUESTIONS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
-    """A model and the amount of work."""
+class RealTextBench:
+    """A model file and the sizes of a run."""
 
     path: Path
     threads: int | None
@@ -66,7 +66,7 @@ class Bench:
         return 1 if self.quick else 4
 
 
-def drafts(bench: Bench, report: Report) -> None:
+def drafts(bench: RealTextBench, report: Report) -> None:
     """Each kind of text with n-gram drafts and without, in turns; answers end where they end."""
     model = bench.load()
     params = replace(GREEDY, stop_token_ids=tuple(model.tokenizer.eos_token_ids))
@@ -99,7 +99,7 @@ def _chat(model: LoadedModel, *texts: str) -> list[int]:
     return model.tokenizer.encode(model.template.render(messages))
 
 
-def prefix(bench: Bench, report: Report) -> None:
+def prefix(bench: RealTextBench, report: Report) -> None:
     """A chat of several turns that sends its whole history, with the prefix cache and without."""
     models = {
         "prefix cache": bench.load(),
@@ -127,7 +127,9 @@ def prefix(bench: Bench, report: Report) -> None:
             report.add(f"turn {at}: prompt computed", name, "tokens", computed)
 
 
-def _conversation(session: Session, model: LoadedModel, bench: Bench, number: int) -> list[Answer]:
+def _conversation(
+    session: Session, model: LoadedModel, bench: RealTextBench, number: int
+) -> list[Answer]:
     """The answers of one chat about a text. number: of the text, which no other round has."""
     text = prose(bench.rounds)[number]
     history, answers = [f"{text}\n\n{QUESTIONS[0]}"], []
@@ -140,7 +142,7 @@ def _conversation(session: Session, model: LoadedModel, bench: Bench, number: in
     return answers
 
 
-def grammar(bench: Bench, report: Report) -> None:
+def grammar(bench: RealTextBench, report: Report) -> None:
     """One greedy answer free and one held to a JSON schema, in turns, after a warm-up of both."""
     model = bench.load()
     sides = {"free": GREEDY, "held to a JSON schema": replace(GREEDY, json_schema=SCHEMA)}
@@ -176,7 +178,9 @@ def main(arguments: list[str] | None = None) -> int:
     parts = {"drafts": drafts, "prefix": prefix, "grammar": grammar}
     try:
         path = options.model or packaged_model(SMOLLM2).path
-        bench = Bench(path, options.threads, 1 if options.quick else options.rounds, options.quick)
+        bench = RealTextBench(
+            path, options.threads, 1 if options.quick else options.rounds, options.quick
+        )
         model = bench.load()
         line = ModelLine(model.info.description, model.info.size_bytes, model.info.params)
         threads = model.info.options.threads or 0

@@ -46,7 +46,7 @@ Side = Callable[[int], Figures]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CpuPlan:
     """Sizes of the tests, in tokens except rounds and streams."""
 
     rounds: int
@@ -65,15 +65,15 @@ class Plan:
         return -(-(longest + self.question + 2 * TURN_TOKENS) // 256) * 256
 
 
-FULL = Plan(5, 128, 128, 128, (4, 16), 400, 1500, 32)
-QUICK = Plan(1, 64, 32, 256, (4,), 400, 300, 16)
+FULL = CpuPlan(5, 128, 128, 128, (4, 16), 400, 1500, 32)
+QUICK = CpuPlan(1, 64, 32, 256, (4,), 400, 300, 16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
-    """State shared by the tests. tools: None skips llama.cpp's tools."""
+class CpuBench:
+    """State shared by the tests. tools: None: only localgen is measured."""
 
-    plan: Plan
+    plan: CpuPlan
     rounds_wanted: int
     report: Report
     model: Path
@@ -143,7 +143,7 @@ def _shown(figures: Figures) -> str:
     return ", ".join(f"{name} {value:.2f}" for name, value in figures.items())
 
 
-def alone(bench: Bench, *, when: str, fresh: bool) -> None:
+def alone(bench: CpuBench, *, when: str, fresh: bool) -> None:
     """Measure the decode speed of one stream. when: name of the state of localgen's KV cache.
 
     fresh: every side reloads the model and is alone in memory. Memory placement can change the
@@ -175,7 +175,7 @@ def alone(bench: Bench, *, when: str, fresh: bool) -> None:
             bench.report.ratio(entered[LOCALGEN], entered[other], NEAR, at_least=True)
 
 
-def _bare(bench: Bench, tokens: int) -> Figures:
+def _bare(bench: CpuBench, tokens: int) -> Figures:
     # in a separate process, because its threads must not outlive the measurement
     command = ["benchmarks.bare_loop", str(bench.model), str(tokens), str(bench.threads)]
     done = subprocess.run(
@@ -184,7 +184,7 @@ def _bare(bench: Bench, tokens: int) -> Figures:
     return {"rate": float(done.stdout)}
 
 
-def several(bench: Bench, count: int) -> None:
+def several(bench: CpuBench, count: int) -> None:
     """Measure several concurrent streams with different prompts, submitted together.
 
     Every side reloads the model in each round and is alone in memory, as in `alone`.
@@ -226,7 +226,7 @@ def several(bench: Bench, count: int) -> None:
     bench.ratios(output, SERVER, 1.0, at_least=True)
 
 
-def _streams(bench: Bench, clients: list[BenchClient], number: int) -> Figures:
+def _streams(bench: CpuBench, clients: list[BenchClient], number: int) -> Figures:
     plan = bench.plan
     prompts: list[Prompt] = [
         random_words(plan.prompt, f"{len(clients)} streams, round {number}, stream {i}")
@@ -243,7 +243,7 @@ def _streams(bench: Bench, clients: list[BenchClient], number: int) -> Figures:
     }
 
 
-def _batched(bench: Bench, tools: Tools, count: int, *, unified: bool) -> Figures:
+def _batched(bench: CpuBench, tools: Tools, count: int, *, unified: bool) -> Figures:
     plan = bench.plan
     line = tools.batched(
         bench.model, plan.prompt, plan.answer, count, bench.threads, unified=unified
@@ -251,7 +251,7 @@ def _batched(bench: Bench, tools: Tools, count: int, *, unified: bool) -> Figure
     return {"decode": line["speed_tg"], "output": count * plan.answer / line["t"]}
 
 
-def shared_prefix(bench: Bench, count: int = 4) -> None:
+def shared_prefix(bench: CpuBench, count: int = 4) -> None:
     """Measure the last TTFT of concurrent requests with the same new system prompt."""
     with bench.split_cache_server(count) as split_server, bench.llama_server(count) as http:
         shared, split = _clients(bench.localgen, count), _clients(split_server, count)
@@ -268,7 +268,7 @@ def shared_prefix(bench: Bench, count: int = 4) -> None:
     bench.ratios(entered, SERVER, SHARED_PREFIX, at_least=False)
 
 
-def _cold(bench: Bench, clients: list[BenchClient], number: int) -> Figures:
+def _cold(bench: CpuBench, clients: list[BenchClient], number: int) -> Figures:
     plan = bench.plan
     system = Message("system", random_words(plan.system, f"system prompt {number}"))
     prompts: list[Prompt] = [
@@ -278,7 +278,7 @@ def _cold(bench: Bench, clients: list[BenchClient], number: int) -> Figures:
     return {"ms": last_first_token_ms(submit_concurrently(clients, prompts, 8))}
 
 
-def second_turn(bench: Bench) -> None:
+def second_turn(bench: CpuBench) -> None:
     """Measure the second turn of a long chat: time to first token, prompt tokens computed."""
     with bench.split_cache_server(4) as split_server, bench.llama_server(4) as http:
         (shared,), (split,) = _clients(bench.localgen, 1), _clients(split_server, 1)
@@ -299,7 +299,7 @@ def second_turn(bench: Bench) -> None:
     bench.ratios(ttft, SERVER, 1.0, at_least=False)
 
 
-def _next_turn(bench: Bench, client: BenchClient, number: int) -> Figures:
+def _next_turn(bench: CpuBench, client: BenchClient, number: int) -> Figures:
     plan = bench.plan
     first = (Message("user", random_words(plan.history, f"history {number}")),)
     answer: Stream = client.ask(first, plan.answer)

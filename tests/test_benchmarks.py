@@ -11,7 +11,7 @@ import pytest
 from benchmarks import busy, cpu, fastest_type, random_gguf
 from benchmarks.llamacpp_tools import NAMES, Tools
 from benchmarks.measure import RATE, ModelLine, Report
-from benchmarks.random_gguf import Q6_K, SHAPES, Tensor
+from benchmarks.random_gguf import Q6_K, SHAPES, GgufTensor
 from benchmarks.speed import LOCALGEN, SERVER
 from benchmarks.streams import (
     BenchClient,
@@ -39,7 +39,7 @@ def test_the_large_model_is_that_of_llama_3_2_1b() -> None:
     assert sum(random_gguf.num_bytes(t) for t in tensors) / 2**20 == pytest.approx(762.81, abs=0.01)
     finer = [t.name for t in tensors if t.type is Q6_K and "ffn_down" in t.name]
     assert len(finer) == 8
-    assert Tensor("token_embd.weight", (128_256, 2048), Q6_K) in tensors
+    assert GgufTensor("token_embd.weight", (128_256, 2048), Q6_K) in tensors
 
 
 def _stream(*arrivals: tuple[float, int], sent_s: float = 0.0) -> Stream:

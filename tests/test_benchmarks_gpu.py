@@ -20,11 +20,11 @@ import localgen.backends.cuda.kernels as kernel_modules
 from benchmarks import gpu
 from benchmarks.answers import Answer, AnswerFailed, decode_tok_s, served
 from benchmarks.gpu_parts import case, decoder_checks, peer, peers, shapes
-from benchmarks.gpu_parts.bench import Bench
+from benchmarks.gpu_parts.bench import GpuBench
 from benchmarks.gpu_parts.clock import Budget
 from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.kernel_checks import kernels
-from benchmarks.gpu_parts.report import Check
+from benchmarks.gpu_parts.report import CorrectnessCheck
 from localgen.backends.cuda.kernels import activation, norm
 from localgen.backends.cuda.kernels.gemm import dense
 from localgen.backends.types import Finished, Timings
@@ -58,7 +58,7 @@ def test_a_quick_run_has_every_part(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert sum(name.startswith("logits of ") for name in names) == 3
 
 
-def _no_decoders(device: Device, seed: int) -> Iterator[Check]:
+def _no_decoders(device: Device, seed: int) -> Iterator[CorrectnessCheck]:
     yield from ()
 
 
@@ -146,7 +146,7 @@ def test_every_kernel_with_a_twin_is_checked() -> None:
 def test_parts_that_fail_do_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(bench: Bench, budget: Budget) -> None:
+    def broken(bench: GpuBench, budget: Budget) -> None:
         raise RuntimeError("no more")
 
     parts = {"checks": (broken, 10.0), "ceilings": gpu.PARTS["ceilings"]}

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.adversarial_text import adversarial_texts
-from benchmarks.agreement_parts.subject import Subject
+from benchmarks.agreement_parts.compared_model import ComparedModel
 from benchmarks.agreement_parts.tokens import NO_TOKENIZER, published_tokenizer
 from benchmarks.gguf_model import llama_cpp_tokenizer
 from localgen.backends.text.template import ChatTemplate
@@ -25,14 +25,14 @@ def conversations(count: int) -> list[list[Message]]:
     return found
 
 
-def templates(subject: Subject, count: int) -> None:
+def templates(model: ComparedModel, count: int) -> None:
     """Compare prompts as text, and their tokens where the authors' tokenizer is known."""
-    source, published = subject.source.chat_template, published_tokenizer(subject.path)
+    source, published = model.source.chat_template, published_tokenizer(model.path)
     if source is None or published is None:
         missing = "chat template in the file" if source is None else NO_TOKENIZER
-        subject.report.not_compared.append(f"prompts with transformers': no {missing}")
+        model.report.not_compared.append(f"prompts with transformers': no {missing}")
         return
-    own = subject.source.load_tokenizer()
+    own = model.source.load_tokenizer()
     template = ChatTemplate(source, bos=own.bos, eos=own.eos)
     # its constructor has no types
     made: Any = PreTrainedTokenizerFast
@@ -40,7 +40,7 @@ def templates(subject: Subject, count: int) -> None:
         tokenizer_object=published, bos_token=own.bos, eos_token=own.eos, chat_template=source
     )
     texts = ids = 0
-    with llama_cpp_tokenizer(subject.path) as theirs:
+    with llama_cpp_tokenizer(model.path) as theirs:
         for messages in conversations(count):
             turns = [{"role": m.role, "content": m.content} for m in messages]
             prompt = template.render(messages)
@@ -50,5 +50,5 @@ def templates(subject: Subject, count: int) -> None:
             encoded = reference(prompt, add_special_tokens=False)["input_ids"]
             texts += prompt != wanted
             ids += not own.encode(prompt) == theirs.encode(prompt) == encoded
-    subject.none_of("chat template", "prompts differ from transformers'", texts, count)
-    subject.none_of("chat template", "tokens of prompts differ", ids, count)
+    model.none_of("chat template", "prompts differ from transformers'", texts, count)
+    model.none_of("chat template", "tokens of prompts differ", ids, count)

@@ -11,7 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel, Digits
 
 from benchmarks.adversarial_text import adversarial_texts
-from benchmarks.agreement_parts.subject import Subject
+from benchmarks.agreement_parts.compared_model import ComparedModel
 from benchmarks.gguf_model import llama_cpp_tokenizer
 from localgen.backends.formats.gguf.file import GgufFile
 from localgen.backends.formats.hf.tokenizer import HfTokenizer
@@ -24,37 +24,37 @@ NO_TOKENIZER = "known tokenizer of the model's authors"
 _CONTROL = 3
 
 
-def tokens(subject: Subject, count: int) -> None:
+def tokens(model: ComparedModel, count: int) -> None:
     """Compare token ids of adversarial texts, and the texts that they decode to.
 
     Where the vocabulary has no token for a byte, llama.cpp merges nothing across the gap, and the
     `tokenizers` library does: such texts are counted apart.
     """
     texts = adversarial_texts(count)
-    own = subject.source.load_tokenizer()
-    published = published_tokenizer(subject.path)
-    with llama_cpp_tokenizer(subject.path) as theirs:
+    own = model.source.load_tokenizer()
+    published = published_tokenizer(model.path)
+    with llama_cpp_tokenizer(model.path) as theirs:
         pieces = set(map(theirs.piece, range(theirs.vocab_size)))
         encodable = [_without_unknown(text, pieces) for text in texts]
         ids = [theirs.encode(text) for text in texts]
         for name, side in (("engine", own), ("llama.cpp", theirs)):
-            _decoding(subject, name, side, ids, encodable)
+            _decoding(model, name, side, ids, encodable)
     rows = list(zip(texts, [own.encode(text) for text in texts], ids, encodable, strict=True))
     whole = [(t, a, b) for t, a, b, known in rows if known == t.encode()]
     gaps = [(t, a, b) for t, a, b, known in rows if known != t.encode()]
-    subject.none_of("tokens", "engine's differ from llama.cpp's", _differing(whole), len(whole))
-    subject.report.add(
+    model.none_of("tokens", "engine's differ from llama.cpp's", _differing(whole), len(whole))
+    model.report.add(
         "tokens",
         "engine's differ from llama.cpp's, bytes that no token has",
         f"of {len(gaps):,}",
         [_differing(gaps)],
     )
     if published is None:
-        subject.report.not_compared.append(f"tokens with its authors': no {NO_TOKENIZER}")
+        model.report.not_compared.append(f"tokens with its authors': no {NO_TOKENIZER}")
     else:
         found = [published.encode(t, add_special_tokens=False).ids for t in texts]
         pairs = [(t, a, b) for (t, a, _, _), b in zip(rows, found, strict=True)]
-        subject.none_of(
+        model.none_of(
             "tokens",
             "engine's differ from its authors'",
             _differing(pairs),
@@ -71,7 +71,7 @@ def _differing(rows: Sequence[tuple[str, list[int], list[int]]]) -> int:
 
 
 def _decoding(
-    subject: Subject,
+    model: ComparedModel,
     name: str,
     side: HfTokenizer | LlamaCppTokenizer,
     ids: Sequence[list[int]],
@@ -85,8 +85,8 @@ def _decoding(
         detokenizer, whole = Detokenizer(), codecs.getincrementaldecoder("utf-8")("replace")
         text = "".join(map(detokenizer.feed, pieces))
         streamed += text != whole.decode(b"".join(pieces))
-    subject.none_of("decode(encode(text)) is not the text", name, lost, len(ids))
-    subject.none_of("streamed text differs", name, streamed, len(ids))
+    model.none_of("decode(encode(text)) is not the text", name, lost, len(ids))
+    model.none_of("streamed text differs", name, streamed, len(ids))
 
 
 def _without_unknown(text: str, pieces: Set[bytes]) -> bytes:

@@ -15,17 +15,17 @@ from benchmarks.gpu_parts.clock import Budget
 from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.inputs import Inputs
 from benchmarks.gpu_parts.loaded import DTYPE, Loaded
-from benchmarks.gpu_parts.plan import Plan
-from benchmarks.gpu_parts.report import Check, Figures, Report
+from benchmarks.gpu_parts.plan import GpuPlan
+from benchmarks.gpu_parts.report import CorrectnessCheck, Figures, GpuReport
 from benchmarks.gpu_parts.shapes import Shape
 
 Side = Callable[[], Figures]
 
 
-class Bench:
-    """One run. All random numbers but the weights derive from the report's seed."""
+class GpuBench:
+    """State of one run. All random numbers except the weights derive from the report's seed."""
 
-    def __init__(self, device: Device, plan: Plan, report: Report) -> None:
+    def __init__(self, device: Device, plan: GpuPlan, report: GpuReport) -> None:
         self.device, self.plan, self.report = device, plan, report
         self.random = random.Random(report.seed)
         self._loaded: dict[str, Loaded] = {}
@@ -91,7 +91,7 @@ class Bench:
             row = self.report.add(part, test, name, rounds)
             progress(" | ".join(row.cells()))
 
-    def check(self, check: Check) -> None:
+    def check(self, check: CorrectnessCheck) -> None:
         """Add a check to the report; print it if it failed."""
         self.report.checks.append(check)
         if not check.passed:

@@ -19,7 +19,7 @@ Tensors = Sequence[Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class KernelCase:
     """found: computes the kernel's outputs. wanted: the twin's. most: maximum relative error."""
 
     kernel: str
@@ -40,7 +40,7 @@ def beside(
     given: tuple[Any, ...],
     exact: tuple[Any, ...],
     most: float = BF16,
-) -> Case:
+) -> KernelCase:
     """Return the case of a kernel called with `given` and its twin called with `exact`.
 
     sides: kernel and twin; each returns a tensor or several.
@@ -51,7 +51,7 @@ def beside(
         return (found,) if isinstance(found, Tensor) else tuple(found)
 
     found, wanted = sides
-    return Case(
+    return KernelCase(
         *(kernel, variant, lambda: outputs(found, given), lambda: outputs(wanted, exact)), most
     )
 

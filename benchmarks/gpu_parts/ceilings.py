@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.gpu_parts.device import Device
-from benchmarks.gpu_parts.report import Report
+from benchmarks.gpu_parts.report import GpuReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Ceilings:
         return found
 
 
-def measure(device: Device, report: Report, *, size: int, side: int) -> Ceilings:
+def measure(device: Device, report: GpuReport, *, size: int, side: int) -> Ceilings:
     """Measure the ceilings. size: bytes of the buffers. side: of the square matrices."""
     source = torch.randn(size // 4, device=device.torch)
     target = torch.empty_like(source)

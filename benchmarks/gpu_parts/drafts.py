@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from benchmarks.answers import decode_tok_s
-from benchmarks.gpu_parts.bench import Bench
+from benchmarks.gpu_parts.bench import GpuBench
 from benchmarks.gpu_parts.clock import Budget
 from benchmarks.gpu_parts.loaded import over, watched_runner
 from benchmarks.gpu_parts.report import Figures
@@ -18,7 +18,7 @@ from localgen.backends.engine.speculation.draft_model import ModelDrafter
 ACCEPTANCES = (0.5, 0.7, 0.9)
 
 
-def drafts(bench: Bench, budget: Budget) -> None:
+def drafts(bench: GpuBench, budget: Budget) -> None:
     """Compare decoding of one sequence with and without the draft model."""
     plan = bench.plan
     kv_tokens = plan.alone.prompt + plan.alone.answer + 4096

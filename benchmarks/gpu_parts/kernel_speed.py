@@ -13,7 +13,7 @@ from benchmarks.gpu_parts.clock import Budget
 from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.inputs import Inputs
 from benchmarks.gpu_parts.loaded import DTYPE, Loaded
-from benchmarks.gpu_parts.report import Report, said
+from benchmarks.gpu_parts.report import GpuReport, said
 from localgen.backends.cuda.kernels.attention.paged import paged_attention
 from localgen.backends.cuda.kernels.attention_metadata import AttentionMetadata
 from localgen.backends.cuda.kernels.kv_cache import LayerKV
@@ -36,7 +36,7 @@ class Tester:
 
     device: Device
     ceilings: Ceilings
-    report: Report
+    report: GpuReport
     make: Inputs
 
 

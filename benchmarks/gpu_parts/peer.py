@@ -20,30 +20,30 @@ import torch
 from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.hf_peers import ContinuousBatching, StaticGenerate
 from benchmarks.gpu_parts.loaded import Loaded
-from benchmarks.gpu_parts.plan import FULL, QUICK, Plan
+from benchmarks.gpu_parts.plan import FULL, QUICK, GpuPlan
 from benchmarks.gpu_parts.static_decode import StaticDecode
 
 Round = Callable[[], dict[str, float]]
 ROOM = 16
 
 
-def asked_prompt(plan: Plan) -> list[int]:
+def asked_prompt(plan: GpuPlan) -> list[int]:
     """Return the prompt whose logits are compared between peers and localgen."""
     return random.Random(0).choices(range(plan.plain.spec.vocab_size), k=plan.alone.prompt)
 
 
-def _prompts(plan: Plan, count: int, tokens: int) -> list[list[int]]:
+def _prompts(plan: GpuPlan, count: int, tokens: int) -> list[list[int]]:
     return [random.choices(range(plan.plain.spec.vocab_size), k=tokens) for _ in range(count)]
 
 
-def _static(plan: Plan, device: Device) -> tuple[torch.Tensor, Round]:
+def _static(plan: GpuPlan, device: Device) -> tuple[torch.Tensor, Round]:
     loaded, length = Loaded(plan.plain, device), plan.alone.prompt + plan.alone.answer + ROOM
     peer = StaticDecode(loaded.spec, loaded.weights, device, max_len=length, compiler=plan.compiler)
     peer.warm_up()
     return peer.prompt(asked_prompt(plan)), _decoding(plan, peer)
 
 
-def _hf_static(plan: Plan, device: Device) -> tuple[torch.Tensor, Round]:
+def _hf_static(plan: GpuPlan, device: Device) -> tuple[torch.Tensor, Round]:
     loaded, length = Loaded(plan.plain, device), plan.alone.prompt + plan.alone.answer + ROOM
     peer = StaticGenerate(loaded.spec, loaded.weights, device, max_len=length)
     run = _decoding(plan, peer)
@@ -51,7 +51,7 @@ def _hf_static(plan: Plan, device: Device) -> tuple[torch.Tensor, Round]:
     return peer.prompt(asked_prompt(plan)), run
 
 
-def _hf_batching(plan: Plan, device: Device) -> tuple[torch.Tensor, Round]:
+def _hf_batching(plan: GpuPlan, device: Device) -> tuple[torch.Tensor, Round]:
     loaded, crew = Loaded(plan.plain, device), plan.peer
     peer = ContinuousBatching(loaded.spec, loaded.weights, device)
 
@@ -65,7 +65,7 @@ def _hf_batching(plan: Plan, device: Device) -> tuple[torch.Tensor, Round]:
     return logits, run
 
 
-def _decoding(plan: Plan, peer: StaticDecode | StaticGenerate) -> Round:
+def _decoding(plan: GpuPlan, peer: StaticDecode | StaticGenerate) -> Round:
     crew = plan.alone
 
     def run() -> dict[str, float]:
@@ -79,7 +79,7 @@ def _decoding(plan: Plan, peer: StaticDecode | StaticGenerate) -> Round:
 STATIC, HF_STATIC = "torch.compile, static cache", "transformers, static cache"
 HF_BATCHING = "transformers, continuous batching"
 ALONE, BATCH = (STATIC, HF_STATIC), (HF_BATCHING,)
-_PEERS: dict[str, Callable[[Plan, Device], tuple[torch.Tensor, Round]]] = {
+_PEERS: dict[str, Callable[[GpuPlan, Device], tuple[torch.Tensor, Round]]] = {
     STATIC: _static,
     HF_STATIC: _hf_static,
     HF_BATCHING: _hf_batching,

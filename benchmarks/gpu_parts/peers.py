@@ -15,12 +15,12 @@ from types import TracebackType
 import torch
 
 from benchmarks.gpu_parts import peer
-from benchmarks.gpu_parts.bench import Bench, Side, progress
+from benchmarks.gpu_parts.bench import GpuBench, Side, progress
 from benchmarks.gpu_parts.clock import Budget
 from benchmarks.gpu_parts.device import relative_error
 from benchmarks.gpu_parts.loaded import serving
 from benchmarks.gpu_parts.probe import Probe
-from benchmarks.gpu_parts.report import Check, Figures
+from benchmarks.gpu_parts.report import CorrectnessCheck, Figures
 from benchmarks.gpu_parts.workloads import alone, at_once
 
 ROOT = Path(__file__).parents[2]
@@ -122,7 +122,7 @@ class Peers:
         self._folder.cleanup()
 
 
-def compare(bench: Bench, peers: Peers, budget: Budget) -> None:
+def compare(bench: GpuBench, peers: Peers, budget: Budget) -> None:
     """Compare localgen with the peers that are ready in time and compute the same logits."""
     ready = [one for one in peers.all if _is_ready(bench, one)]
     if not ready:
@@ -155,12 +155,12 @@ def compare(bench: Bench, peers: Peers, budget: Budget) -> None:
                     del theirs[error.name]
 
 
-def _skip(bench: Bench, error: PeerFailed) -> None:
+def _skip(bench: GpuBench, error: PeerFailed) -> None:
     bench.report.skipped.append((error.name, str(error)))
     progress(f"skipped {error.name}: {error}")
 
 
-def _is_ready(bench: Bench, one: Peer) -> bool:
+def _is_ready(bench: GpuBench, one: Peer) -> bool:
     """Wait until a peer has warmed up; return True if its logits equal localgen's."""
     try:
         one.answer(bench.peers_ready_s())
@@ -172,6 +172,6 @@ def _is_ready(bench: Bench, one: Peer) -> bool:
     model = bench.model(shape)
     ours = Probe(shape.spec, model.weights, max_len=len(prompt)).text(prompt)[-1].float().cpu()
     theirs = torch.load(one.logits, weights_only=True)
-    check = Check(f"logits of {one.name}", relative_error(theirs, ours), LOGITS)
+    check = CorrectnessCheck(f"logits of {one.name}", relative_error(theirs, ours), LOGITS)
     bench.check(check)
     return check.passed

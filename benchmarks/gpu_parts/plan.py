@@ -20,7 +20,7 @@ class Crew:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class GpuPlan:
     """Sizes in tokens, buffers in bytes, times in seconds.
 
     plain, int4, fp8: one model in three formats; small: another model; large: for part `large`.
@@ -70,7 +70,7 @@ class Plan:
         return tuple(dict.fromkeys((self.plain, self.int4, self.fp8, self.small)))
 
 
-FULL = Plan(
+FULL = GpuPlan(
     plain=shapes.PLAIN_8B,
     int4=shapes.INT4_8B,
     fp8=shapes.FP8_8B,
@@ -111,7 +111,7 @@ FULL = Plan(
     compiler="inductor",
     kv_tokens=330_000,
 )
-QUICK = Plan(
+QUICK = GpuPlan(
     plain=shapes.PLAIN_TINY,
     int4=shapes.INT4_TINY,
     fp8=shapes.FP8_TINY,

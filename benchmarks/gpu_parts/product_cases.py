@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.gpu_parts.case import BF16, ROUNDED_ROWS, Case, Sizes, beside
+from benchmarks.gpu_parts.case import BF16, ROUNDED_ROWS, KernelCase, Sizes, beside
 from benchmarks.gpu_parts.inputs import Inputs, doubled
 from localgen.backends.cuda.kernels.gemm import dense, fp8, int4
 from localgen.backends.cuda.kernels.moe import fused_experts
 from localgen.backends.cuda.kernels.moe.grouped_experts import ExpertRouting
 
 
-def products(make: Inputs, sizes: Sizes) -> Iterator[Case]:
+def products(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     plain = dense.matmul, dense.matmul_reference
     gated = dense.gated_matmul, dense.gated_matmul_reference
     for rows, ins, outs in _products(sizes):
@@ -36,7 +36,7 @@ def _products(sizes: Sizes) -> Iterator[tuple[int, int, int]]:
         yield rows, 896, 1000
 
 
-def int4_products(make: Inputs, sizes: Sizes) -> Iterator[Case]:
+def int4_products(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     sides = int4.int4_matmul, int4.int4_matmul_reference
     for group in (128, 32):
         for rows, ins, outs in _products(sizes):
@@ -51,7 +51,7 @@ def int4_products(make: Inputs, sizes: Sizes) -> Iterator[Case]:
             yield beside("int4_matmul", name, sides, given, tuple(map(doubled, given)))
 
 
-def fp8_products(make: Inputs, sizes: Sizes) -> Iterator[Case]:
+def fp8_products(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     sides = fp8.fp8_matmul, fp8.fp8_matmul_reference
     for rows, ins, outs in _products(sizes):
         given = (
@@ -65,7 +65,7 @@ def fp8_products(make: Inputs, sizes: Sizes) -> Iterator[Case]:
         yield beside("fp8_matmul", name, sides, given, tuple(map(doubled, given)), most)
 
 
-def mixtures(make: Inputs, sizes: Sizes) -> Iterator[Case]:
+def mixtures(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     sides = fused_experts.fused_experts, fused_experts.fused_experts_reference
     hidden, inner = sizes.hidden // 2, 768
     for rows, count, top_k in ((1, 8, 2), (8, 16, 4), (sizes.rows, 16, 2)):

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from benchmarks.answers import Answer, computed_tokens, decode_tok_s, served
-from benchmarks.gpu_parts.bench import Bench, Side
+from benchmarks.gpu_parts.bench import GpuBench, Side
 from benchmarks.gpu_parts.clock import Budget
 from benchmarks.gpu_parts.loaded import Loaded, serving
 from benchmarks.gpu_parts.plan import Crew
@@ -24,7 +24,7 @@ _CURVE_ROUNDS = 3
 _ROOM = 64  # extra tokens of the KV cache
 
 
-def single(bench: Bench, budget: Budget) -> None:
+def single(bench: GpuBench, budget: Budget) -> None:
     """Single requests, models in turn: with a short prompt, and behind a long context."""
     plan, answer = bench.plan, bench.plan.alone.answer
     longest = max(plan.depths, default=0) + plan.alone.prompt + 2 * answer + _ROOM
@@ -48,7 +48,7 @@ def single(bench: Bench, budget: Budget) -> None:
                 _deep(bench, sessions, name, depth, budget)
 
 
-def large(bench: Bench, budget: Budget) -> None:
+def large(bench: GpuBench, budget: Budget) -> None:
     """Single requests to a model that fills most of the device's memory."""
     shape, crew = bench.plan.large, bench.plan.alone
     test = f"{crew.prompt} in/{crew.answer} out"
@@ -59,28 +59,32 @@ def large(bench: Bench, budget: Budget) -> None:
     bench.drop(shape)
 
 
-def _session(bench: Bench, shape: Shape, kv_tokens: int) -> Session:
+def _session(bench: GpuBench, shape: Shape, kv_tokens: int) -> Session:
     return serving(bench.model(shape), bench.device, kv_tokens=kv_tokens)
 
 
-def _alone(bench: Bench, session: Session, shape: Shape, params: SamplingParams = GREEDY) -> Side:
+def _alone(
+    bench: GpuBench, session: Session, shape: Shape, params: SamplingParams = GREEDY
+) -> Side:
     return lambda: alone(bench, session, shape, params)
 
 
-def alone(bench: Bench, session: Session, shape: Shape, params: SamplingParams = GREEDY) -> Figures:
+def alone(
+    bench: GpuBench, session: Session, shape: Shape, params: SamplingParams = GREEDY
+) -> Figures:
     """Measure a single request."""
     crew = bench.plan.alone
     answers = session.ask([bench.prompt(shape, crew.prompt)], crew.answer, params)
     return _decoding(bench, bench.model(shape), answers, crew.prompt)
 
 
-def at_once(bench: Bench, session: Session, shape: Shape, crew: Crew) -> Figures:
+def at_once(bench: GpuBench, session: Session, shape: Shape, crew: Crew) -> Figures:
     """Measure requests submitted together."""
     return served(_crew(bench, session, shape, crew))
 
 
 def _deep(
-    bench: Bench, sessions: dict[Shape, Session], test: str, depth: int, budget: Budget
+    bench: GpuBench, sessions: dict[Shape, Session], test: str, depth: int, budget: Budget
 ) -> None:
     """Measure TTFT of a new long text once, then decoding behind the same text in the cache.
 
@@ -112,7 +116,7 @@ def _deep(
 
 
 def _decoding(
-    bench: Bench, model: Loaded, answers: Sequence[Answer], prompt: int
+    bench: GpuBench, model: Loaded, answers: Sequence[Answer], prompt: int
 ) -> dict[str, float]:
     """Figures of sequences that decode together, with the memory bandwidth of their steps."""
     rate = decode_tok_s(answers)
@@ -122,7 +126,7 @@ def _decoding(
     return {"decode_tok_s": rate, **served(answers), **shares}
 
 
-def curve(bench: Bench, budget: Budget) -> None:
+def curve(bench: GpuBench, budget: Budget) -> None:
     """Decode throughput by batch size."""
     plan = bench.plan
     shapes = (plan.plain, plan.int4, plan.fp8)
@@ -144,12 +148,12 @@ def curve(bench: Bench, budget: Budget) -> None:
             bench.rounds("curve", test, sides, min(plan.rounds, _CURVE_ROUNDS), budget)
 
 
-def _crew(bench: Bench, session: Session, shape: Shape, crew: Crew) -> Sequence[Answer]:
+def _crew(bench: GpuBench, session: Session, shape: Shape, crew: Crew) -> Sequence[Answer]:
     prompts = bench.prompts(shape, [crew.prompt] * crew.requests)
     return session.ask(prompts, crew.answer)
 
 
-def _batch(bench: Bench, session: Session, shape: Shape, batch: int) -> Side:
+def _batch(bench: GpuBench, session: Session, shape: Shape, batch: int) -> Side:
     crew = replace(bench.plan.each, requests=batch)
 
     def run() -> Figures:
@@ -158,7 +162,7 @@ def _batch(bench: Bench, session: Session, shape: Shape, batch: int) -> Side:
     return run
 
 
-def load(bench: Bench, budget: Budget) -> None:
+def load(bench: GpuBench, budget: Budget) -> None:
     """Throughput and latency of many requests submitted together."""
     plan = bench.plan
     low, high = plan.mixed_tokens
@@ -190,7 +194,7 @@ def load(bench: Bench, budget: Budget) -> None:
 
 
 def _loaded(
-    bench: Bench, test: str, shape: Shape, ins: list[int], outs: list[int], budget: Budget
+    bench: GpuBench, test: str, shape: Shape, ins: list[int], outs: list[int], budget: Budget
 ) -> None:
     bench.device.reset_peak()
     with _session(bench, shape, bench.plan.kv_tokens) as session:
@@ -205,14 +209,14 @@ def _loaded(
     bench.device.free()
 
 
-def _lognormal(bench: Bench, mean: int, count: int) -> list[int]:
+def _lognormal(bench: GpuBench, mean: int, count: int) -> list[int]:
     """Sample lengths from a lognormal distribution with this mean; outliers are clipped."""
     middle = math.log(mean) - _SPREAD**2 / 2
     drawn = [bench.random.lognormvariate(middle, _SPREAD) for _ in range(count)]
     return [min(max(int(length), 4), 8 * mean) for length in drawn]
 
 
-def prefix(bench: Bench, budget: Budget) -> None:
+def prefix(bench: GpuBench, budget: Budget) -> None:
     """Requests submitted together with one new long prefix, which is computed once."""
     plan, shape, crew = bench.plan, bench.plan.plain, bench.plan.behind
     test = f"{crew.requests} × {crew.prompt} in/{crew.answer} out over {plan.prefix:,}"
@@ -230,7 +234,7 @@ def prefix(bench: Bench, budget: Budget) -> None:
         bench.rounds("prefix", test, {shape.name: run}, plan.rounds, budget)
 
 
-def chats(bench: Bench, budget: Budget) -> None:
+def chats(bench: GpuBench, budget: Budget) -> None:
     """Concurrent chats: each turn sends the whole conversation and a new question."""
     plan, shape, turn = bench.plan, bench.plan.plain, bench.plan.turn
     test = f"{plan.chats} chats × {plan.turns} turns of {turn.prompt} in/{turn.answer} out"
@@ -244,7 +248,7 @@ def chats(bench: Bench, budget: Budget) -> None:
         bench.rounds("chats", test, {shape.name: run}, 2, budget)
 
 
-def _talk(bench: Bench, session: Session, shape: Shape) -> list[Answer]:
+def _talk(bench: GpuBench, session: Session, shape: Shape) -> list[Answer]:
     """Run all chats; each sends its next question when its answer is complete."""
     plan, turn = bench.plan, bench.plan.turn
     texts = bench.prompts(shape, [turn.prompt] * plan.chats)
