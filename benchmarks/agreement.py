@@ -1,4 +1,4 @@
-"""Compare what localgen computes with llama.cpp and transformers: text, logits, tokens, prompts.
+"""Compare text, logits, tokens and prompts of localgen with llama.cpp and transformers.
 
 python -m benchmarks.agreement [--tools DIR] [--only PART ...] [--quick]
 """
@@ -29,7 +29,7 @@ PARTS = ("greedy", "logits", "tokens", "templates")
 def main(arguments: list[str] | None = None) -> int:
     """Run the comparison.
 
-    Returns 1 if a part fails, finds a difference that it should not, or if nothing was compared.
+    Returns 1 if a part fails or misses a target, or if nothing was compared.
     """
     options = _options(arguments)
     try:
@@ -59,7 +59,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _model(options: argparse.Namespace) -> ComparedModel:
-    """The model. Raises ModelNotFound with the command that installs it."""
+    """Open the model. Raises ModelNotFound with the command that installs it."""
     path = options.model or packaged_model(SMOLLM2).path
     source, threads = open_gguf_source(path), options.threads or num_physical_cores()
     line = ModelLine(path.stem, path.stat().st_size, source.spec.num_params)

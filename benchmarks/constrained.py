@@ -11,7 +11,7 @@ from benchmarks.streams import LocalgenBenchClient, decode_rate
 # target: minimum share of the unconstrained tokens/s
 MIN_SHARE = 0.9
 CONSTRAINED = "localgen, constrained to a JSON schema"
-# with minItems 1000 an answer never ends before max_tokens; the schema forces no long strings
+# 1,000 items never end before max_tokens; the schema forces no long strings
 _RECORD = {
     "type": "object",
     "properties": {

@@ -28,7 +28,7 @@ TESTS = ("alone", "grammar", "several", "prefix", "turn", "overhead", "help", "m
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark. Returns 0 if it completed, whether or not all targets were met."""
+    """Run the benchmark. Returns 0 even if a target is missed."""
     options = _options(arguments)
     try:
         tools = None if options.no_tools else Tools(options.tools or llamacpp_tools.build())
@@ -111,7 +111,7 @@ def _speed(bench: CpuBench, only: tuple[str, ...]) -> None:
 
 
 def _footprint(report: Report, settings: ServerSettings, options: argparse.Namespace) -> None:
-    """Measure overhead with the built-in model, whose own compute time is negligible."""
+    """Measure overhead with the built-in model, whose compute time is negligible."""
     runs = 10 if not options.quick else 3
     if "overhead" in options.only:
         tiny = Localgen(settings, BUILT_IN_PATH, LoadOptions(threads=options.threads))

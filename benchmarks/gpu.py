@@ -1,4 +1,4 @@
-"""Check and measure localgen on a GPU: kernels, workloads, hardware ceilings and other engines.
+"""Check and measure localgen on a GPU: kernels, workloads, hardware limits and other engines.
 
 python -m benchmarks.gpu [--quick] [--only PART,...] [--output FILE]
 """
@@ -20,18 +20,18 @@ from benchmarks.gpu_parts.clock import Budget, Clock
 from benchmarks.gpu_parts.decoder_checks import decoders
 from benchmarks.gpu_parts.device import Device, versions
 from benchmarks.gpu_parts.kernel_checks import kernels
-from benchmarks.gpu_parts.kernel_speed import Tester
+from benchmarks.gpu_parts.kernel_speed import KernelBench
 from benchmarks.gpu_parts.loaded import serving
 from benchmarks.gpu_parts.peers import Peers, compare
 from benchmarks.gpu_parts.plan import FULL, QUICK
-from benchmarks.gpu_parts.report import CorrectnessCheck, GpuReport, said
+from benchmarks.gpu_parts.report import CorrectnessCheck, GpuReport, format_error
 from benchmarks.measure import command
 
 RESULTS = Path(__file__).parent / "results"
 
 
 def checks(bench: GpuBench, budget: Budget) -> None:
-    """Check that kernels and decoder compute correct results."""
+    """Check the results of kernels and decoder."""
     seed = bench.report.seed
     for check in kernels(bench.device, bench.plan.checked, seed):
         bench.check(check)
@@ -62,10 +62,10 @@ def step(bench: GpuBench, budget: Budget) -> None:
 def products(bench: GpuBench, budget: Budget) -> None:
     """Compare kernels with torch's."""
     plan = bench.plan
-    tester = Tester(bench.device, bench.ceilings, bench.report, bench.inputs)
+    kernel_bench = KernelBench(bench.device, bench.ceilings, bench.report, bench.inputs)
     models = [bench.model(shape) for shape in (plan.plain, plan.int4, plan.fp8)]
-    kernel_speed.products(tester, models, plan.product_rows, budget)
-    kernel_speed.attention(tester, plan.plain.spec, plan.crowds, budget)
+    kernel_speed.products(kernel_bench, models, plan.product_rows, budget)
+    kernel_speed.attention(kernel_bench, plan.plain.spec, plan.attention_batches, budget)
 
 
 Part = Callable[[GpuBench, Budget], None]
@@ -137,7 +137,7 @@ def _one(bench: GpuBench, name: str, part: Part, budget: Budget) -> None:
     try:
         part(bench, budget)
     except Exception as error:  # run the other parts
-        bench.check(CorrectnessCheck(f"part {name}", 0.0, 0.0, said(error)))
+        bench.check(CorrectnessCheck(f"part {name}", 0.0, 0.0, format_error(error)))
     bench.report.part_s[name] = time.monotonic() - begun_s
     bench.device.free()
 

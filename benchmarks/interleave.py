@@ -51,7 +51,7 @@ def ask(
     params: SamplingParams,
     chance: random.Random,
 ) -> list[Seq[Answer]]:
-    """Submit all prompts to each side and run the sides in turns; return the answers by side.
+    """Submit all prompts to each side and alternate the sides; return the answers by side.
 
     The side with the fewest generated tokens runs next, so that disturbances of the machine affect
     all sides alike. Ties are broken at random, because a turn influences the next one, and because

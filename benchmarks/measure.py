@@ -88,9 +88,9 @@ class ModelLine:
 class Report:
     """Results of a run.
 
-    commands: commands that were run, without folders of this machine.
+    commands: command lines of the run, without folders.
     load_options: localgen's options that differ from its defaults.
-    not_compared: what a run was to compare and could not, with the reasons.
+    not_compared: comparisons that were not possible, with the reasons.
     """
 
     model: ModelLine
@@ -194,7 +194,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def command(module: str, arguments: Sequence[str] | None) -> str:
-    """Command line of a run, without folders of this machine. arguments: default sys.argv."""
+    """Command line of a run, without folders. arguments: default sys.argv."""
     given = sys.argv[1:] if arguments is None else arguments
     shown = [Path(argument).name if "/" in argument else argument for argument in given]
     return shlex.join(["python", "-m", module, *shown])

@@ -35,10 +35,10 @@ _QUICK = ("--samples", "4", "--seq-len", "64")
 
 @dataclass(frozen=True, slots=True)
 class QuantizeFigures:
-    """QuantizeFigures of one run.
+    """Figures of a run of `localgen quantize`.
 
-    peak_bytes: peak resident memory of the command's process, as the command reports it; the parent
-    cannot measure it, because a child's maximum is never below the parent's own.
+    peak_bytes: peak resident memory of the process, from the command's report. The parent cannot
+    measure it, because a child's maximum is never below the parent's.
     """
 
     method: str

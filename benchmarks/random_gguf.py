@@ -1,4 +1,4 @@
-"""Random Q4_K_M models of real shapes, for speed measurements, which need no trained weights.
+"""Random Q4_K_M models of real shapes: speed does not depend on trained weights.
 
 python -m benchmarks.random_gguf [--shape 1b|draft|quick] writes one to the user's cache folder in
 seconds and prints its path.

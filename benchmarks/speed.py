@@ -185,7 +185,7 @@ def _bare(bench: CpuBench, tokens: int) -> Figures:
 
 
 def several(bench: CpuBench, count: int) -> None:
-    """Measure several concurrent streams with different prompts, submitted together.
+    """Measure several concurrent streams with different prompts, submitted at the same time.
 
     Every side reloads the model in each round and is alone in memory, as in `alone`.
     """

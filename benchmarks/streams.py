@@ -145,9 +145,9 @@ def _take_event(stream: Stream, event: dict[str, object]) -> None:
         case {"choices": [{"delta": {"content": str(text)}}, *_]} if text:
             stream.arrived(text, len(stream.arrivals) + 1)
     match event:
-        case {"timings": {"cache_n": int(cached), "prompt_n": int(new), "predicted_n": int(said)}}:
+        case {"timings": {"cache_n": int(cached), "prompt_n": int(new), "predicted_n": int(made)}}:
             stream.prompt_tokens, stream.cached_tokens = cached + new, cached
-            stream.completion_tokens = said
+            stream.completion_tokens = made
 
 
 def _ended(stream: Stream, max_tokens: int) -> Stream:

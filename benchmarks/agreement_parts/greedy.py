@@ -22,15 +22,15 @@ ANSWER_TOKENS = 64
 # llama.cpp chooses kernels by the size of a batch: given a prompt in parts of 64 tokens, or its
 # last token in a batch of its own, it moves logits of smollm2 by up to 0.8
 TIE = 0.5
-# among which both sides' tokens are looked for
+# number of best tokens among which both sides' tokens are searched
 _CANDIDATES = 8
 CTX = 2048
-# printed after the text
+# what llama-completion prints after the text
 _END, _END_OF_TEXT = b"\n\n", b" [end of text]\n"
 
 
 def prompts(count: int) -> list[str]:
-    """Prose, chats and code in turn."""
+    """Prose, chats and code, alternating."""
     each = -(-count // 3)
     turns = zip(prose(each), chats(each), code(each), strict=True)
     return [text for three in turns for text in three][:count]
@@ -40,8 +40,8 @@ def greedy(model: ComparedModel, tools: Tools, count: int) -> None:
     """Compare answers of two configurations.
 
     In an empty KV cache and without drafts, llama.cpp gets the same batches from both sides: the
-    text must be the same. With localgen's defaults, each request meets the cached prefixes of the
-    others, and drafts are verified in larger batches: the text may part at a near tie.
+    text must be the same. With localgen's defaults, requests reuse the cached prefixes of others,
+    and drafts are verified in larger batches: the text may differ from a near tie on.
     """
     texts = prompts(count)
     with llama_cpp_tokenizer(model.path) as vocabulary:
@@ -73,7 +73,7 @@ def greedy(model: ComparedModel, tools: Tools, count: int) -> None:
 def _answers(
     model: ComparedModel, prompts: Sequence[list[int]], options: LoadOptions
 ) -> list[list[int]]:
-    """The tokens of localgen, one request at a time, up to the first that ends a text."""
+    """Tokens of localgen, one request at a time, up to the end of the text."""
     options = replace(options, threads=model.threads)
     loaded = load_llamacpp_model(ModelLoadRequest("", str(model.path), options), lambda _: None)
     target_ms, ends = loaded.info.options.itl_target_ms, loaded.tokenizer.eos_token_ids
@@ -95,12 +95,12 @@ def completion(model: ComparedModel, tools: Tools, prompt: str) -> str:
         # the option for text files drops the last newline
         file.write(prompt.encode())
         file.flush()
-        said = tools.output(
+        output = tools.output(
             "llama-completion", "-m", str(model.path), "--binary-file", file.name,
             "--no-escape", "-no-cnv", "--no-display-prompt", "--temp", "0",
             "-n", str(ANSWER_TOKENS), "-c", str(CTX), "-t", str(model.threads),
         )  # fmt: skip
-    return Detokenizer().feed(said.removesuffix(_END).removesuffix(_END_OF_TEXT))
+    return Detokenizer().feed(output.removesuffix(_END).removesuffix(_END_OF_TEXT))
 
 
 def _text(vocabulary: LlamaCppTokenizer, tokens: Sequence[int]) -> str:
@@ -114,9 +114,9 @@ def _gap(
     ours: list[int],
     theirs: str,
 ) -> float:
-    """How far the logits of the two sides' tokens lie below the best, at most, where they part.
+    """Largest logit gap to the best token, over both sides, at the first difference.
 
-    Infinite if one is not among the best tokens.
+    Infinite if a side's token is not among the _CANDIDATES best.
     """
     starts = [_text(vocabulary, ours[:n]) for n in range(len(ours) + 1)]
     same = sum(map(theirs.startswith, starts)) - 1

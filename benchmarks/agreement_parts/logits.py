@@ -25,7 +25,7 @@ _LENGTH_STEP = 256
 
 
 def logits(model: ComparedModel, length: int) -> None:
-    """Compare the logits after each of `length` tokens of a real text."""
+    """Compare the logits at `length` positions of a real text."""
     text = HELD_OUT.read_text(encoding="utf-8")
     ids = model.source.load_tokenizer().encode(text[: 8 * length])[:length]
     ctx = -(-len(ids) // _LENGTH_STEP) * _LENGTH_STEP
@@ -47,7 +47,7 @@ def logits(model: ComparedModel, length: int) -> None:
 
 
 def _close(model: ComparedModel, name: str, ours: Tensor, theirs: Tensor) -> None:
-    """Enter how far float32 logits are apart, and how often the best token is the same."""
+    """Report the largest difference of float32 logits, and the share of equal best tokens."""
     report = model.report
     apart = float((ours - theirs).abs().max())
     report.most(report.add("logits apart, at most", name, "", [apart]), _MOST_APART)
@@ -55,13 +55,13 @@ def _close(model: ComparedModel, name: str, ours: Tensor, theirs: Tensor) -> Non
 
 
 def _same_best(ours: Tensor, theirs: Tensor) -> float:
-    """Share of the tokens after which both have the same most likely one."""
+    """Share of the positions where both have the same most likely token."""
     return float((ours.argmax(-1) == theirs.argmax(-1)).double().mean())
 
 
 @torch.no_grad()
 def transformers_logits(path: Path, spec: ModelSpec, ids: list[int]) -> Tensor:
-    """Logits of transformers' Llama in float32, with the weights that the gguf package reads."""
+    """Logits of transformers' Llama in float32, with weights read by the gguf package."""
     reader = gguf.GGUFReader(path)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     model = LlamaForCausalLM(_config(reader, spec, tied="output.weight" not in tensors))
@@ -81,7 +81,7 @@ def transformers_logits(path: Path, spec: ModelSpec, ids: list[int]) -> Tensor:
 
 
 def _config(reader: gguf.GGUFReader, spec: ModelSpec, *, tied: bool) -> LlamaConfig:
-    """The configuration, from the metadata as the gguf package reads them."""
+    """Model configuration, from metadata read by the gguf package."""
 
     def read(key: str) -> float:
         field = reader.get_field(f"llama.{key}")

@@ -26,7 +26,7 @@ def conversations(count: int) -> list[list[Message]]:
 
 
 def templates(model: ComparedModel, count: int) -> None:
-    """Compare prompts as text, and their tokens where the authors' tokenizer is known."""
+    """Compare prompts and their tokens, if the tokenizer of the model's authors is known."""
     source, published = model.source.chat_template, published_tokenizer(model.path)
     if source is None or published is None:
         missing = "chat template in the file" if source is None else NO_TOKENIZER

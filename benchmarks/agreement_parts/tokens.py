@@ -1,4 +1,4 @@
-"""Tokenizers: llama.cpp's, the CUDA backend's, and the one that the model's authors published."""
+"""Tokenizers: llama.cpp's, the CUDA backend's, and that of the model's authors."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _CONTROL = 3
 
 
 def tokens(model: ComparedModel, count: int) -> None:
-    """Compare token ids of adversarial texts, and the texts that they decode to.
+    """Compare token ids of adversarial texts, and the decoded texts.
 
-    Where the vocabulary has no token for a byte, llama.cpp merges nothing across the gap, and the
-    `tokenizers` library does: such texts are counted apart.
+    Texts with bytes without a token are counted separately: llama.cpp does not merge across such a
+    byte, the `tokenizers` library does.
     """
     texts = adversarial_texts(count)
     own = model.source.load_tokenizer()
@@ -63,7 +63,7 @@ def tokens(model: ComparedModel, count: int) -> None:
 
 
 def _differing(rows: Sequence[tuple[str, list[int], list[int]]]) -> int:
-    """Number of texts with different tokens; prints the first ones."""
+    """Number of texts with different tokens; prints the first three."""
     found = [text for text, ours, theirs in rows if ours != theirs]
     for text in found[:3]:
         print(f"tokens differ: {text[-200:]!a}")
@@ -77,7 +77,7 @@ def _decoding(
     ids: Sequence[list[int]],
     encodable: Sequence[bytes],
 ) -> None:
-    """Count the texts that do not come back, at once or token by token as answers are streamed."""
+    """Count the texts that do not round-trip, decoded at once or token by token."""
     lost = streamed = 0
     for row, known in zip(ids, encodable, strict=True):
         lost += b"".join(side.piece(token) or side.id_to_token(token) for token in row) != known
@@ -90,12 +90,12 @@ def _decoding(
 
 
 def _without_unknown(text: str, pieces: Set[bytes]) -> bytes:
-    """The UTF-8 form of a text without bytes that are no token: every tokenizer drops them."""
+    """UTF-8 of a text without bytes that have no token: every tokenizer drops them."""
     return b"".join(byte for byte in (bytes([b]) for b in text.encode()) if byte in pieces)
 
 
 def published_tokenizer(path: Path) -> tokenizers.Tokenizer | None:
-    """The vocabulary of a file with the pre-tokenizer of the model's authors; None if not known."""
+    """The file's vocabulary with the pre-tokenizer of the model's authors; None if unknown."""
     values = GgufFile(path).section("tokenizer.ggml.").values
     steps = _PUBLISHED.get(str(values.get("pre")))
     if steps is None:

@@ -33,7 +33,7 @@ class GpuBench:
         self._begun_s = time.monotonic()
 
     def peers_ready_s(self) -> float:
-        """Seconds left until all peers must be ready; negative if the time is over."""
+        """Seconds until all peers must be ready; negative after that."""
         return self._begun_s + self.plan.peer_ready_s - time.monotonic()
 
     @property
@@ -54,7 +54,7 @@ class GpuBench:
         return Inputs(generator, DTYPE)
 
     def model(self, shape: Shape) -> Loaded:
-        """Return the model with random weights; created on first use."""
+        """Model with random weights, created on first use."""
         if shape.name not in self._loaded:
             loaded = self._loaded[shape.name] = Loaded(shape, self.device)
             self.report.models.append(
@@ -73,7 +73,7 @@ class GpuBench:
         self.device.free()
 
     def prompt(self, shape: Shape, tokens: int) -> list[int]:
-        """Return a new random prompt, so that the prefix cache does not help."""
+        """Return a new random prompt, which no cached prefix matches."""
         return self.random.choices(range(shape.spec.vocab_size), k=tokens)
 
     def prompts(self, shape: Shape, lengths: Sequence[int]) -> list[list[int]]:

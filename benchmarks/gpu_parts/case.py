@@ -1,4 +1,4 @@
-"""Kernel checks: a kernel and its reference implementation ("twin") on the same inputs."""
+"""Kernel checks: a kernel and its reference implementation on the same inputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ Tensors = Sequence[Tensor]
 
 @dataclass(frozen=True, slots=True)
 class KernelCase:
-    """found: computes the kernel's outputs. wanted: the twin's. most: maximum relative error."""
+    """A kernel and its reference on the same inputs.
+
+    found, wanted: outputs of the kernel, of the reference. most: maximum relative error.
+    """
 
     kernel: str
     variant: str
@@ -33,7 +36,7 @@ class KernelCase:
         return f"{self.kernel}, {self.variant}"
 
 
-def beside(
+def kernel_case(
     kernel: str,
     variant: str,
     sides: tuple[Callable[..., Any], Callable[..., Any]],
@@ -41,9 +44,9 @@ def beside(
     exact: tuple[Any, ...],
     most: float = BF16,
 ) -> KernelCase:
-    """Return the case of a kernel called with `given` and its twin called with `exact`.
+    """Return the case of a kernel called with `given` and its reference called with `exact`.
 
-    sides: kernel and twin; each returns a tensor or several.
+    sides: kernel and reference; each returns a tensor or several.
     """
 
     def outputs(side: Callable[..., Any], arguments: tuple[Any, ...]) -> Tensors:
@@ -58,7 +61,7 @@ def beside(
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """hidden, intermediate: model sizes. long: tokens of long sequences. rows: of a large batch."""
+    """Sizes of the inputs. long: tokens of a long sequence. rows: of a large batch."""
 
     hidden: int
     intermediate: int

@@ -31,7 +31,7 @@ def measure(device: Device, report: GpuReport, *, size: int, side: int) -> Ceili
     source = torch.randn(size // 4, device=device.torch)
     target = torch.empty_like(source)
     copy_s = device.median_s([lambda: target.copy_(source)])
-    # a sum reads everything once and writes next to nothing
+    # a reduction reads everything once and writes almost nothing
     read_s = min(device.median_s([read]) for read in _readers(source))
     found = Ceilings(2 * source.nbytes / copy_s, device.datasheet_bytes_s)
     for name, bytes_s in (("read", source.nbytes / read_s), ("copy", found.copy_bytes_s)):

@@ -7,7 +7,7 @@ from functools import partial
 from benchmarks.answers import decode_tok_s
 from benchmarks.gpu_parts.bench import GpuBench
 from benchmarks.gpu_parts.clock import Budget
-from benchmarks.gpu_parts.loaded import over, watched_runner
+from benchmarks.gpu_parts.loaded import engine_session, watched_runner
 from benchmarks.gpu_parts.report import Figures
 from benchmarks.gpu_parts.shapes import Shape
 from benchmarks.scripted_draft import FORCED_SAMPLING, FORCED_TOKEN, ScriptedDraftRunner
@@ -19,7 +19,7 @@ ACCEPTANCES = (0.5, 0.7, 0.9)
 
 
 def drafts(bench: GpuBench, budget: Budget) -> None:
-    """Compare decoding of one sequence with and without the draft model."""
+    """Compare decoding one sequence with and without the draft model."""
     plan = bench.plan
     kv_tokens = plan.alone.prompt + plan.alone.answer + 4096
 
@@ -36,8 +36,8 @@ def drafts(bench: GpuBench, budget: Budget) -> None:
     for alpha in ACCEPTANCES:
         drafter = ModelDrafter(ScriptedDraftRunner(draft, FORCED_TOKEN, alpha), "scripted")
         sessions = {
-            "plain": over(target, vocab),
-            f"drafts of {plan.small.name}": over(target, vocab, [drafter]),
+            "plain": engine_session(target, vocab),
+            f"drafts of {plan.small.name}": engine_session(target, vocab, [drafter]),
         }
         sides = {
             name: partial(_figures, session, prompt, plan.alone.answer)
@@ -54,9 +54,9 @@ def drafts(bench: GpuBench, budget: Budget) -> None:
 
 def _figures(session: Session, prompt: list[int], tokens: int) -> Figures:
     (answer,) = session.ask([prompt], tokens, FORCED_SAMPLING)
-    told = session.stats.speculation
+    stats = session.stats.speculation
     return {
         "decode_tok_s": decode_tok_s([answer]),
-        "tokens_a_step": told.tokens_per_step,
-        "speedup_as_told": told.speedup,
+        "tokens_a_step": stats.tokens_per_step,
+        "speedup_estimated": stats.speedup,
     }

@@ -1,7 +1,7 @@
 """Cases of norms, gated activations, RoPE and attention, with the sizes of real models.
 
 Kernels are called as in the decoder, by their public function, which selects the Triton kernel on
-a GPU and the twin on a CPU.
+a GPU and the reference on a CPU.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_parts.case import BF16, EIGHT_BITS, KernelCase, Sizes, Tensors, beside
+from benchmarks.gpu_parts.case import BF16, EIGHT_BITS, KernelCase, Sizes, Tensors, kernel_case
 from benchmarks.gpu_parts.inputs import Inputs, doubled_cache, exact_cache
 from localgen.backends.cuda.kernels import activation, norm, rope
 from localgen.backends.cuda.kernels.attention import paged
@@ -57,7 +57,7 @@ def gates(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
             x = make.normal(rows, 2 * size, std=2.0)
             sides = activation.gated_activation, activation.gated_activation_reference
             name = f"{rows} × {size}, {kind}"
-            yield beside("gated_activation", name, sides, (x, kind), (x.double(), kind))
+            yield kernel_case("gated_activation", name, sides, (x, kind), (x.double(), kind))
 
 
 def rotations(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
@@ -102,7 +102,7 @@ def _rotation(
         return stored(into, rope.rope_and_store_kv(qkv, positions, table, weights, into, slots))
 
     def wanted() -> Tensors:
-        # the twin computes and stores in float64; only 8-bit caches are rounded, once
+        # the reference computes and stores in float64; only 8-bit caches are rounded, once
         into = doubled_cache(cache)
         norms = weights and rope.QKNorm(
             weights.q_weight.double(), weights.k_weight.double(), weights.eps, weights.offset
@@ -118,13 +118,13 @@ def _rotation(
 
 
 def attentions(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
-    """Decoding, a whole prompt, chunks behind cached tokens, and mixed steps."""
+    """Cases of decoding, a whole prompt, chunks after cached tokens, and mixed steps."""
     long = sizes.long
     steps = {
         "one": ([1], [long]),
         "decode": ([1] * 5, [long, 1, 17, 256, 33]),
         "prompt": ([97], [97]),
-        "behind": ([64, 40], [long, 40]),
+        "cached": ([64, 40], [long, 40]),
         "mixed": ([1, 70, 1, 1], [long, 90, 16, 5]),
     }
     for name, (rows, lengths) in steps.items():
@@ -175,8 +175,8 @@ def _attention(
             ),
         )
 
-    bent = f", window {window}, softcap {softcap}" if window else ""
-    name = f"{step} of {max(lengths)}, {heads}/{kv_heads} × {size}, {_short(kind)}{bent}"
+    masked = f", window {window}, softcap {softcap}" if window else ""
+    name = f"{step} of {max(lengths)}, {heads}/{kv_heads} × {size}, {_short(kind)}{masked}"
     return KernelCase("paged_attention", name, found, wanted)
 
 

@@ -1,4 +1,4 @@
-"""Run the kernel cases: compare every kernel with its float64 twin."""
+"""Run the kernel cases: compare every kernel with its float64 reference."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.gpu_parts import kernel_cases, product_cases, rejection_cases, s
 from benchmarks.gpu_parts.case import KernelCase, Sizes
 from benchmarks.gpu_parts.device import Device, poisoned, relative_error
 from benchmarks.gpu_parts.inputs import Inputs
-from benchmarks.gpu_parts.report import CorrectnessCheck, said
+from benchmarks.gpu_parts.report import CorrectnessCheck, format_error
 
 GROUPS: tuple[Callable[[Inputs, Sizes], Iterator[KernelCase]], ...] = (
     *(kernel_cases.norms, kernel_cases.gates, kernel_cases.rotations, kernel_cases.attentions),
@@ -29,7 +29,7 @@ def kernels(device: Device, sizes: Sizes, seed: int) -> Iterator[CorrectnessChec
             for case in group(make, sizes):
                 yield _checked(case, device)
         except Exception as error:  # check the other kernels
-            yield CorrectnessCheck(f"cases of {group.__name__}", 0.0, 0.0, said(error))
+            yield CorrectnessCheck(f"cases of {group.__name__}", 0.0, 0.0, format_error(error))
 
 
 @torch.inference_mode()
@@ -44,4 +44,4 @@ def _checked(case: KernelCase, device: Device) -> CorrectnessCheck:
         pairs = zip(found, wanted, strict=True)
         return CorrectnessCheck(case.name, max(relative_error(*pair) for pair in pairs), case.most)
     except Exception as error:
-        return CorrectnessCheck(case.name, 0.0, case.most, said(error))
+        return CorrectnessCheck(case.name, 0.0, case.most, format_error(error))

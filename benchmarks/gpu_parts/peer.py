@@ -28,7 +28,7 @@ ROOM = 16
 
 
 def asked_prompt(plan: GpuPlan) -> list[int]:
-    """Return the prompt whose logits are compared between peers and localgen."""
+    """Prompt for which logits of peers and localgen are compared."""
     return random.Random(0).choices(range(plan.plain.spec.vocab_size), k=plan.alone.prompt)
 
 
@@ -52,12 +52,12 @@ def _hf_static(plan: GpuPlan, device: Device) -> tuple[torch.Tensor, Round]:
 
 
 def _hf_batching(plan: GpuPlan, device: Device) -> tuple[torch.Tensor, Round]:
-    loaded, crew = Loaded(plan.plain, device), plan.peer
+    loaded, group = Loaded(plan.plain, device), plan.peer
     peer = ContinuousBatching(loaded.spec, loaded.weights, device)
 
     def run() -> dict[str, float]:
-        took_s = peer.serve_s(_prompts(plan, crew.requests, crew.prompt), crew.answer)
-        return {"tok_s": crew.requests * crew.answer / took_s}
+        took_s = peer.serve_s(_prompts(plan, group.requests, group.prompt), group.answer)
+        return {"tok_s": group.requests * group.answer / took_s}
 
     # before the first batch, which changes the model's attention implementation
     logits = peer.prompt(asked_prompt(plan))
@@ -66,11 +66,11 @@ def _hf_batching(plan: GpuPlan, device: Device) -> tuple[torch.Tensor, Round]:
 
 
 def _decoding(plan: GpuPlan, peer: StaticDecode | StaticGenerate) -> Round:
-    crew = plan.alone
+    group = plan.alone
 
     def run() -> dict[str, float]:
-        (prompt,) = _prompts(plan, 1, crew.prompt)
-        return {"decode_tok_s": (crew.answer - 1) / peer.decode_s(prompt, crew.answer)}
+        (prompt,) = _prompts(plan, 1, group.prompt)
+        return {"decode_tok_s": (group.answer - 1) / peer.decode_s(prompt, group.answer)}
 
     return run
 

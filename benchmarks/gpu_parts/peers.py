@@ -1,4 +1,4 @@
-"""Other engines in the same run: started during the checks, measured in turn with localgen."""
+"""Other engines in the same run: started during the checks, measured alternating with localgen."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Peer:
         self._lines.put("")
 
     def answer(self, timeout_s: float) -> dict[str, float]:
-        """Wait for the next line. Raises PeerFailed if the process ended or takes too long."""
+        """Wait for the next line. Raises PeerFailed if the process exits or takes too long."""
         try:
             line = self._lines.get(timeout=max(0.1, timeout_s))
         except queue.Empty:
@@ -97,7 +97,7 @@ class Peer:
 
 
 class Peers:
-    """Starts all peers; as a context manager it ends them."""
+    """All peers, started at once. As a context manager it ends them."""
 
     def __init__(self, *, quick: bool) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -161,7 +161,7 @@ def _skip(bench: GpuBench, error: PeerFailed) -> None:
 
 
 def _is_ready(bench: GpuBench, one: Peer) -> bool:
-    """Wait until a peer has warmed up; return True if its logits equal localgen's."""
+    """Wait until a peer is ready; return True if its logits equal localgen's."""
     try:
         one.answer(bench.peers_ready_s())
     except PeerFailed as error:

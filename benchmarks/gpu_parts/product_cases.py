@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.gpu_parts.case import BF16, ROUNDED_ROWS, KernelCase, Sizes, beside
+from benchmarks.gpu_parts.case import BF16, ROUNDED_ROWS, KernelCase, Sizes, kernel_case
 from benchmarks.gpu_parts.inputs import Inputs, doubled
 from localgen.backends.cuda.kernels.gemm import dense, fp8, int4
 from localgen.backends.cuda.kernels.moe import fused_experts
@@ -23,8 +23,8 @@ def products(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
         )
         exact = tuple(map(doubled, given))
         name = f"{rows} × {ins} → {outs}"
-        yield beside("matmul", name, plain, given, exact)
-        yield beside("gated_matmul", name, gated, (*given[:2], "silu"), (*exact[:2], "silu"))
+        yield kernel_case("matmul", name, plain, given, exact)
+        yield kernel_case("gated_matmul", name, gated, (*given[:2], "silu"), (*exact[:2], "silu"))
 
 
 def _products(sizes: Sizes) -> Iterator[tuple[int, int, int]]:
@@ -48,7 +48,7 @@ def int4_products(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
                 make.normal(outs),
             )
             name = f"{rows} × {ins} → {outs}, groups of {group}"
-            yield beside("int4_matmul", name, sides, given, tuple(map(doubled, given)))
+            yield kernel_case("int4_matmul", name, sides, given, tuple(map(doubled, given)))
 
 
 def fp8_products(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
@@ -62,7 +62,7 @@ def fp8_products(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
         )
         most = BF16 if rows <= fp8.MAX_WEIGHT_ONLY_ROWS else ROUNDED_ROWS
         name = f"{rows} × {ins} → {outs}"
-        yield beside("fp8_matmul", name, sides, given, tuple(map(doubled, given)), most)
+        yield kernel_case("fp8_matmul", name, sides, given, tuple(map(doubled, given)), most)
 
 
 def mixtures(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
@@ -78,4 +78,4 @@ def mixtures(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
         given = (*weights, ExpertRouting(ids, shares), "silu")
         exact = (*map(doubled, weights), ExpertRouting(ids, shares.double()), "silu")
         name = f"{rows} × {hidden}, {top_k} of {count} × {inner}"
-        yield beside("fused_experts", name, sides, given, exact)
+        yield kernel_case("fused_experts", name, sides, given, exact)

@@ -54,7 +54,7 @@ def _verify(make: Inputs, rows: int, vocab: int) -> KernelCase:
     def wanted() -> Tensors:
         return (torch.ones(rows, dtype=torch.float64, device=drawn.logits.device),)
 
-    # as in sampling_cases: the share of rows that may differ
+    # share of rows that may differ, as in sampling_cases
     return KernelCase("rejection_sample", f"{rows} × {vocab}", found, wanted, math.sqrt(DIFFERENT))
 
 

@@ -146,7 +146,7 @@ class GpuReport:
         path.with_suffix(".md").write_text(self.text(), encoding="utf-8")
 
 
-def said(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """Format an exception in one line."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}"

@@ -1,4 +1,4 @@
-"""Cases of sampling on random logits: the kernel must sample the same tokens as its twin."""
+"""Cases of sampling on random logits: the kernel must sample the same tokens as its reference."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _TIMEOUT_S = 120
 
 
 def startup(bench: GpuBench, budget: Budget) -> None:
-    """Measure a usual start, and a first start, which compiles its kernels."""
+    """Measure a start, and the first start, which compiles its kernels."""
     shape = bench.plan.plain
     with tempfile.TemporaryDirectory(prefix="localgen-benchmark-") as name:
         folder, needed = Path(name), 2 * shape.spec.num_params
@@ -40,7 +40,7 @@ def startup(bench: GpuBench, budget: Budget) -> None:
         bench.device.free()
         bench.report.add(PART, f"write {size / 1e9:.2g} GB", shape.name, [{"write_s": wrote_s}])
         sides: dict[str, Side] = {
-            f"{shape.name}, first start ever": lambda: _start(bench, folder, fresh=True),
+            f"{shape.name}, first start": lambda: _start(bench, folder, fresh=True),
             shape.name: lambda: _start(bench, folder, fresh=False),
         }
         for side, run in sides.items():
