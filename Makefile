@@ -23,7 +23,7 @@ help:
 	@echo 'make test-fast   the tests of tests/fast.txt, under two minutes'
 	@echo 'make lint    check style and formatting with ruff'
 	@echo 'make types   check types with mypy'
-	@echo 'make docs    write docs/cli.md anew from the commands'
+	@echo 'make docs    regenerate docs/cli.md from the commands'
 	@echo 'make wheel   build the wheel into dist/'
 	@echo 'make clean   remove the environment and everything built'
 	@echo

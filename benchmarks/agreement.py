@@ -1,4 +1,4 @@
-"""Compare what localgen computes with llama.cpp and transformers: text, logits, tokens, prompts.
+"""Compare text, logits, tokens and prompts of localgen with llama.cpp and transformers.
 
 python -m benchmarks.agreement [--tools DIR] [--only PART ...] [--quick]
 """
@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 from benchmarks import llamacpp_tools
+from benchmarks.agreement_parts.compared_model import ComparedModel
 from benchmarks.agreement_parts.greedy import greedy
 from benchmarks.agreement_parts.logits import logits
-from benchmarks.agreement_parts.subject import Subject
 from benchmarks.agreement_parts.templates import templates
 from benchmarks.agreement_parts.tokens import tokens
 from benchmarks.answers import AnswerFailed
@@ -29,17 +29,17 @@ PARTS = ("greedy", "logits", "tokens", "templates")
 def main(arguments: list[str] | None = None) -> int:
     """Run the comparison.
 
-    Returns 1 if a part fails, finds a difference that it should not, or if nothing was compared.
+    Returns 1 if a part fails or misses a target, or if nothing was compared.
     """
     options = _options(arguments)
     try:
-        subject = _subject(options)
+        model = _model(options)
         tools = Tools(options.tools or llamacpp_tools.build()) if "greedy" in options.only else None
-        _compare(subject, tools, options)
+        _compare(model, tools, options)
     except (AnswerFailed, ToolFailed, LocalgenError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    report = subject.report
+    report = model.report
     report.commands.append(command("benchmarks.agreement", arguments))
     report.commands += tools.commands if tools else []
     print(report.text())
@@ -58,28 +58,28 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _subject(options: argparse.Namespace) -> Subject:
-    """The model. Raises ModelNotFound with the command that installs it."""
+def _model(options: argparse.Namespace) -> ComparedModel:
+    """Open the model. Raises ModelNotFound with the command that installs it."""
     path = options.model or packaged_model(SMOLLM2).path
     source, threads = open_gguf_source(path), options.threads or num_physical_cores()
     line = ModelLine(path.stem, path.stat().st_size, source.spec.num_params)
-    return Subject(path, source, threads, Report(line, 1, options.quick, threads, {}))
+    return ComparedModel(path, source, threads, Report(line, 1, options.quick, threads, {}))
 
 
-def _compare(subject: Subject, tools: Tools | None, options: argparse.Namespace) -> None:
+def _compare(model: ComparedModel, tools: Tools | None, options: argparse.Namespace) -> None:
     share = 20 if options.quick else 1
     for part in options.only:
         print(part, file=sys.stderr, flush=True)
         match part:
             case "greedy":
                 assert tools is not None
-                greedy(subject, tools, 3 if options.quick else 50)
+                greedy(model, tools, 3 if options.quick else 50)
             case "logits":
-                logits(subject, 400 // share)
+                logits(model, 400 // share)
             case "tokens":
-                tokens(subject, 2000 // share)
+                tokens(model, 2000 // share)
             case "templates":
-                templates(subject, 1000 // share)
+                templates(model, 1000 // share)
 
 
 if __name__ == "__main__":

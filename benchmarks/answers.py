@@ -1,4 +1,4 @@
-"""Answers of an in-process engine with arrival times, and the rates computed from them."""
+"""Answers of an in-process engine with arrival times; their rates and latencies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class AnswerFailed(Exception):
 
 
 class NumberTokenizer:
-    """Tokenizer whose pieces are the token ids in decimal, so that text shows the tokens."""
+    """Tokenizer whose pieces are the token ids in decimal: an answer's text contains its tokens."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -81,7 +81,7 @@ def decode_tok_s(answers: Sequence[Answer]) -> float:
     return sum(a.tokens_at(end) - a.tokens_at(begin) for a in answers) / (end - begin)
 
 
-def served(answers: Sequence[Answer]) -> dict[str, float]:
+def serving_metrics(answers: Sequence[Answer]) -> dict[str, float]:
     """Serving figures: output tokens/s from first request to last token, TTFT and ITL."""
     took_s = max(a.last_s for a in answers) - min(a.sent_s for a in answers)
     ttft_ms = sorted((a.first_s - a.sent_s) * 1e3 for a in answers)
@@ -98,5 +98,5 @@ def served(answers: Sequence[Answer]) -> dict[str, float]:
 
 
 def computed_tokens(answers: Sequence[Answer]) -> int:
-    """Number of prompt tokens that were not found in the prefix cache."""
+    """Number of prompt tokens that were computed, not found in the prefix cache."""
     return sum(a.finished.timings.prompt_n for a in answers)

@@ -1,7 +1,7 @@
 """Speed of localgen in a fast type of the weights against llama.cpp's tools in Q4_K_M.
 
 python -m benchmarks.fastest_type [--type iq4_nl] [--rounds N] [--streams 1 16]: figures of
-docs/cpu.md. `localgen plan` says which type is fast on a machine.
+docs/cpu.md. `localgen plan` measures which type is fast on a machine.
 """
 
 from __future__ import annotations
@@ -19,12 +19,17 @@ from benchmarks.llamacpp_tools import ToolFailed, Tools
 from benchmarks.measure import RATE, ModelLine, Report, command
 from benchmarks.servers import Localgen, private_settings
 from benchmarks.speed import BATCHED, BENCH, LOCALGEN
-from benchmarks.streams import LocalgenSpeaker, StreamFailed, decode_rate, together
+from benchmarks.streams import (
+    LocalgenBenchClient,
+    StreamFailed,
+    decode_rate,
+    submit_concurrently,
+)
 from localgen.backends.errors import LocalgenError
 from localgen.backends.memory.system import num_physical_cores
 from localgen.backends.model_info import LoadOptions
 
-# the type that most people download, and the target against it
+# the most common type, and the target against it
 USUAL, TARGET = "q4_k_m", 1.3
 CTX = 512
 
@@ -32,7 +37,7 @@ CTX = 512
 def compare(report: Report, tools: Tools, models: dict[str, Path], count: int, tokens: int) -> None:
     """Add the decode rate of `count` streams in each type, of both programs, to the report.
 
-    models: one file per type; the last is the one that localgen is to be faster with.
+    models: a file per type. localgen with the last type is compared with the tool with the first.
     """
     sides: dict[str, Callable[[], float]] = {}
     for name, path in models.items():
@@ -51,13 +56,13 @@ def compare(report: Report, tools: Tools, models: dict[str, Path], count: int, t
 
 
 def _localgen(model: Path, count: int, tokens: int) -> float:
-    """A server of its own, whose sessions have separate parts of the KV cache."""
+    """Decode rate of a new server with a split KV cache."""
     options = LoadOptions(ctx=CTX, parallel=count, draft="none")
     with private_settings() as settings:
         server = Localgen(settings, model, options)
-        speakers = [LocalgenSpeaker(server.client(), server.model) for _ in range(count)]
-        together(speakers, ["ab"] * count, 8)  # warm-up; the tools do their own
-        rate = decode_rate(together(speakers, ["Once upon a time"] * count, tokens))
+        clients = [LocalgenBenchClient(server.client(), server.model) for _ in range(count)]
+        submit_concurrently(clients, ["ab"] * count, 8)  # warm-up; the tools do their own
+        rate = decode_rate(submit_concurrently(clients, ["Once upon a time"] * count, tokens))
         server.close()
     return rate
 
@@ -70,7 +75,7 @@ def _tool(tools: Tools, model: Path, count: int, tokens: int) -> float:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, print, write; the status is 0 whether or not the target was met."""
+    """Run the benchmark. Returns 0 even if a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.fastest_type")
     fast = [name for name in steps.TYPES if name != USUAL]
     parser.add_argument("--tools", type=Path, help="folder with llama-bench and the other tools")

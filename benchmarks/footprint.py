@@ -15,7 +15,7 @@ import psutil
 
 from benchmarks.measure import Report
 from benchmarks.servers import Localgen
-from benchmarks.streams import LocalgenSpeaker, StreamFailed
+from benchmarks.streams import LocalgenBenchClient, StreamFailed
 from localgen.backends.engine.engine import Engine
 from localgen.backends.engine.input_processor import InputProcessor
 from localgen.backends.engine.loaded_model import LoadedModel
@@ -34,22 +34,22 @@ def overhead(report: Report, server: Localgen, loaded: LoadedModel, requests: in
 
     loaded: the same model loaded in this process, without server and socket.
     """
-    speaker, engine = LocalgenSpeaker(server.client(), server.model), InProcess(loaded)
+    client, engine = LocalgenBenchClient(server.client(), server.model), InProcess(loaded)
     at_client, in_engine, alone = [], [], []
     for number in range(-3, requests):  # the first three are warm-up
         prompt = (Message("user", f"What is {number} + 25?"),)
-        stream = speaker.ask(prompt, _ANSWER_TOKENS)
+        stream = client.ask(prompt, _ANSWER_TOKENS)
         ttft_ms = engine.ttft_ms(prompt)
         if number >= 0:
             at_client.append(stream.ttft_ms)
             in_engine.append(stream.engine_ttft_ms)
             alone.append(ttft_ms)
     name = server.info.name
-    client = report.add(f"TTFT, {name}", "client", "ms", at_client)
-    report.add(f"TTFT, {name}", "engine, as timings say", "ms", in_engine)
+    whole = report.add(f"TTFT, {name}", "client", "ms", at_client)
+    report.add(f"TTFT, {name}", "engine, from its timings", "ms", in_engine)
     report.add(f"TTFT, {name}", "engine in this process", "ms", alone)
     for what, others in (("timings", in_engine), ("engine in process", alone)):
-        added = [mine - other for mine, other in zip(client.values, others, strict=True)]
+        added = [mine - other for mine, other in zip(whole.values, others, strict=True)]
         report.most(report.add("added to TTFT", f"client − {what}", "ms", added), OVERHEAD_MS)
 
 
@@ -144,15 +144,15 @@ def _chatting(server: Localgen) -> Iterator[int]:
         command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
     )
     os.close(theirs)
-    said = bytearray()
-    threading.Thread(target=_read_all, args=(terminal, said), daemon=True).start()
+    output = bytearray()
+    threading.Thread(target=_read_all, args=(terminal, output), daemon=True).start()
     try:
         time.sleep(2.0)  # wait for the prompt
         os.write(terminal, b"Tell me a story.\r")
         deadline = time.monotonic() + _CHAT_S
-        while b"TTFT" not in said or _is_answering(server):
+        while b"TTFT" not in output or _is_answering(server):
             if process.poll() is not None or time.monotonic() > deadline:
-                raise StreamFailed(f"chat did not answer: {bytes(said[-300:])!r}")
+                raise StreamFailed(f"chat did not answer: {bytes(output[-300:])!r}")
             yield process.pid
             time.sleep(0.05)
     finally:
@@ -165,10 +165,10 @@ def _is_answering(server: Localgen) -> bool:
         return any(model.active_requests for model in client.running_models())
 
 
-def _read_all(terminal: int, said: bytearray) -> None:
+def _read_all(terminal: int, output: bytearray) -> None:
     try:
         while piece := os.read(terminal, 4096):
-            said += piece
+            output += piece
     except OSError:
         return  # the chat has closed the terminal
 

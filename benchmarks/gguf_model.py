@@ -1,4 +1,4 @@
-"""A GGUF file in llama.cpp itself and in localgen's decoder: tokens, and logits after each one."""
+"""Tokens and logits of a GGUF file, in llama.cpp and in localgen's decoder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from localgen.backends.sampling_params import BASE_SAMPLING
 
 
 def our_logits(spec: ModelSpec, weights: DecoderWeights, tokens: list[int], ctx: int) -> Tensor:
-    """float32 [tokens, vocab]. ctx: a multiple of the page size."""
+    """Logits of localgen's decoder, float32 [tokens, vocab]. ctx: a multiple of the page size."""
     cache = KVCache.zeros(spec, ctx // PAGE_TOKENS, device="cpu", dtype=torch.float32)
     seq = Sequence(id="0", tokens=[], num_prompt=0, params=BASE_SAMPLING, ctx=ctx, max_len=ctx)
     chunk = Chunk(seq=seq, start=0, tokens=tokens, num_drafts=len(tokens) - 1, is_sampled=True)
@@ -36,10 +36,10 @@ def our_logits(spec: ModelSpec, weights: DecoderWeights, tokens: list[int], ctx:
 
 
 def llama_cpp_logits(path: Path, tokens: list[int], ctx: int) -> Tensor:
-    """float32 [tokens, vocab], the cache in float32 too."""
+    """Logits of llama.cpp, float32 [tokens, vocab], with a KV cache in float32."""
     llama_library()
     model_params = C.llama_model_default_params()
-    model_params.use_extra_bufts = False  # the file's own numbers, not repacked ones
+    model_params.use_extra_bufts = False  # the file's weights, not repacked
     model = C.llama_model_load_from_file(str(path).encode(), model_params)
     assert model, llama_library().reason()
     params = C.llama_context_default_params()

@@ -1,4 +1,4 @@
-"""Check and measure localgen on a GPU: kernels, workloads, hardware ceilings and other engines.
+"""Check and measure localgen on a GPU: kernels, workloads, hardware limits and other engines.
 
 python -m benchmarks.gpu [--quick] [--only PART,...] [--output FILE]
 """
@@ -15,23 +15,23 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks.gpu_parts import drafts, kernel_speed, startup, steps, workloads
-from benchmarks.gpu_parts.bench import Bench, progress
+from benchmarks.gpu_parts.bench import GpuBench, progress
 from benchmarks.gpu_parts.clock import Budget, Clock
 from benchmarks.gpu_parts.decoder_checks import decoders
 from benchmarks.gpu_parts.device import Device, versions
 from benchmarks.gpu_parts.kernel_checks import kernels
-from benchmarks.gpu_parts.kernel_speed import Tester
+from benchmarks.gpu_parts.kernel_speed import KernelBench
 from benchmarks.gpu_parts.loaded import serving
 from benchmarks.gpu_parts.peers import Peers, compare
 from benchmarks.gpu_parts.plan import FULL, QUICK
-from benchmarks.gpu_parts.report import Check, Report, said
+from benchmarks.gpu_parts.report import CorrectnessCheck, GpuReport, format_error
 from benchmarks.measure import command
 
 RESULTS = Path(__file__).parent / "results"
 
 
-def checks(bench: Bench, budget: Budget) -> None:
-    """Check that kernels and decoder compute correct results."""
+def checks(bench: GpuBench, budget: Budget) -> None:
+    """Check the results of kernels and decoder."""
     seed = bench.report.seed
     for check in kernels(bench.device, bench.plan.checked, seed):
         bench.check(check)
@@ -41,12 +41,12 @@ def checks(bench: Bench, budget: Budget) -> None:
     bench.device.free()
 
 
-def ceilings(bench: Bench, budget: Budget) -> None:
+def ceilings(bench: GpuBench, budget: Budget) -> None:
     """Measure memory bandwidth and matrix throughput of the device."""
     assert bench.ceilings
 
 
-def step(bench: Bench, budget: Budget) -> None:
+def step(bench: GpuBench, budget: Budget) -> None:
     """Profile decode steps."""
     plan, shape = bench.plan, bench.plan.plain
     for batch in plan.step_batches:
@@ -59,16 +59,16 @@ def step(bench: Bench, budget: Budget) -> None:
         bench.report.add("step", f"decoding × {batch}", shape.name, [found])
 
 
-def products(bench: Bench, budget: Budget) -> None:
+def products(bench: GpuBench, budget: Budget) -> None:
     """Compare kernels with torch's."""
     plan = bench.plan
-    tester = Tester(bench.device, bench.ceilings, bench.report, bench.inputs)
+    kernel_bench = KernelBench(bench.device, bench.ceilings, bench.report, bench.inputs)
     models = [bench.model(shape) for shape in (plan.plain, plan.int4, plan.fp8)]
-    kernel_speed.products(tester, models, plan.product_rows, budget)
-    kernel_speed.attention(tester, plan.plain.spec, plan.crowds, budget)
+    kernel_speed.products(kernel_bench, models, plan.product_rows, budget)
+    kernel_speed.attention(kernel_bench, plan.plain.spec, plan.attention_batches, budget)
 
 
-Part = Callable[[Bench, Budget], None]
+Part = Callable[[GpuBench, Budget], None]
 # in order of importance, with the maximum seconds of each
 PARTS: dict[str, tuple[Part, float]] = {
     "checks": (checks, 130.0),
@@ -96,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("error: torch finds no GPU: --quick runs on a CPU", file=sys.stderr)
         return 2
     clock = Clock(plan.total_s)
-    report = Report(
+    report = GpuReport(
         quick=options.quick,
         seed=secrets.randbits(31) if options.seed is None else options.seed,
         machine=device.describe(),
@@ -105,20 +105,20 @@ def main(arguments: list[str] | None = None) -> int:
         cut=clock.cut,
     )
     target = options.output or RESULTS / _file_name(device)
-    _run(Bench(device, plan, report), options.only, clock, target)
+    _run(GpuBench(device, plan, report), options.only, clock, target)
     print(report.text())
     print(f"written to {target}", file=sys.stderr)
     return 1 if report.failed else 0
 
 
-def _run(bench: Bench, only: tuple[str, ...], clock: Clock, target: Path) -> None:
+def _run(bench: GpuBench, only: tuple[str, ...], clock: Clock, target: Path) -> None:
     with ExitStack() as stack:
         parts = {name: PARTS[name] for name in PARTS if name in only}
         if "peers" in parts:
             # peers load and compile while localgen is checked
             peers = stack.enter_context(Peers(quick=bench.report.quick))
 
-            def others(bench: Bench, budget: Budget) -> None:
+            def others(bench: GpuBench, budget: Budget) -> None:
                 compare(bench, peers, budget)
                 peers.close()
 
@@ -131,13 +131,13 @@ def _run(bench: Bench, only: tuple[str, ...], clock: Clock, target: Path) -> Non
                 bench.report.write(target)
 
 
-def _one(bench: Bench, name: str, part: Part, budget: Budget) -> None:
+def _one(bench: GpuBench, name: str, part: Part, budget: Budget) -> None:
     progress(f"{name} …")
     begun_s = time.monotonic()
     try:
         part(bench, budget)
     except Exception as error:  # run the other parts
-        bench.check(Check(f"part {name}", 0.0, 0.0, said(error)))
+        bench.check(CorrectnessCheck(f"part {name}", 0.0, 0.0, format_error(error)))
     bench.report.part_s[name] = time.monotonic() - begun_s
     bench.device.free()
 

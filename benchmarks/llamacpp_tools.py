@@ -22,7 +22,7 @@ from types import MappingProxyType
 import platformdirs
 
 NAMES = ("llama-bench", "llama-batched-bench", "llama-server", "llama-completion")
-# llama-batched-bench prints from a thread that it does not join: its output may be lost
+# llama-batched-bench prints in a thread that it does not join: output may be lost
 ATTEMPTS = 10
 # the flags of llama-cpp-python's build of the library, without optional parts of the tools
 FLAGS = (
@@ -54,7 +54,7 @@ class Tools:
             raise ToolFailed(f"{self.folder} has no {', '.join(missing)}")
 
     def command(self, name: str, *arguments: str) -> list[str]:
-        """Return a command line; record it without folders of this machine."""
+        """Return a command line, and record it without folders."""
         shown = shlex.join([name, *(Path(a).name if "/" in a else a for a in arguments)])
         if shown not in self.commands:
             self.commands.append(shown)
@@ -109,8 +109,8 @@ class Tools:
             env=os.environ | dict(environment),
         )
         if done.returncode:
-            said = (done.stdout + done.stderr)[-500:].decode(errors="replace")
-            raise ToolFailed(f"{name} ended with status {done.returncode}: {said}")
+            output = (done.stdout + done.stderr)[-500:].decode(errors="replace")
+            raise ToolFailed(f"{name} ended with status {done.returncode}: {output}")
         return done.stdout
 
     def _json(
@@ -118,8 +118,8 @@ class Tools:
     ) -> dict[str, float]:
         """Run a tool; return the last line of its output that is a JSON object."""
         for _ in range(ATTEMPTS):
-            said = self.output(name, *arguments, environment=environment).decode()
-            lines = [line for line in said.splitlines() if line.startswith("{")]
+            output = self.output(name, *arguments, environment=environment).decode()
+            lines = [line for line in output.splitlines() if line.startswith("{")]
             if lines:
                 answer: dict[str, float] = json.loads(lines[-1])
                 return answer
@@ -151,7 +151,7 @@ def _sources(wanted: str, target: Path) -> Path:
 
 def _build(sources: Path, folder: Path) -> None:
     extra = shlex.split(os.environ.get("CMAKE_ARGS", ""))  # the flags the library was built with
-    # the folder may hold a former build, of sources in another temporary folder
+    # --fresh: the folder may have an earlier build from another temporary folder
     _run(["cmake", "--fresh", "-S", str(sources), "-B", str(folder), *FLAGS, *extra])
     jobs = str(os.cpu_count() or 1)
     _run(["cmake", "--build", str(folder), "-j", jobs, "--target", *NAMES])

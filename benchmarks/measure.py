@@ -43,7 +43,7 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class TargetCheck:
     """A figure and its target. low, high: its range over the rounds.
 
     at_least: the target is a minimum, else a maximum.
@@ -88,9 +88,9 @@ class ModelLine:
 class Report:
     """Results of a run.
 
-    commands: commands that were run, without folders of this machine.
+    commands: command lines of the run, without folders.
     load_options: localgen's options that differ from its defaults.
-    not_compared: what a run was to compare and could not, with the reasons.
+    not_compared: comparisons that were not possible, with the reasons.
     """
 
     model: ModelLine
@@ -100,7 +100,7 @@ class Report:
     load_options: dict[str, int]
     commands: list[str] = field(default_factory=list)
     series: list[Series] = field(default_factory=list)
-    checks: list[Check] = field(default_factory=list)
+    checks: list[TargetCheck] = field(default_factory=list)
     not_compared: list[str] = field(default_factory=list)
 
     def add(self, test: str, side: str, unit: str, values: Sequence[float]) -> Series:
@@ -130,7 +130,9 @@ class Report:
         self, name: str, values: Sequence[float], target: float, at_least: bool, unit: str = ""
     ) -> None:
         self.checks.append(
-            Check(name, statistics.median(values), min(values), max(values), target, at_least, unit)
+            TargetCheck(
+                name, statistics.median(values), min(values), max(values), target, at_least, unit
+            )
         )
 
     def text(self) -> str:
@@ -192,7 +194,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def command(module: str, arguments: Sequence[str] | None) -> str:
-    """Command line of a run, without folders of this machine. arguments: default sys.argv."""
+    """Command line of a run, without folders. arguments: default sys.argv."""
     given = sys.argv[1:] if arguments is None else arguments
     shown = [Path(argument).name if "/" in argument else argument for argument in given]
     return shlex.join(["python", "-m", module, *shown])

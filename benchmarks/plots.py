@@ -74,7 +74,7 @@ class _Frame(App[None]):
 
 
 async def _redraw_ms(widget: Any, redraw: Redraw) -> float:
-    """Return the CPU ms of a redraw, less those of an idle screen."""
+    """CPU time of a redraw in ms, minus that of an idle screen."""
     async with _Frame(widget).run_test(size=(WIDTH, ROWS)) as pilot:
 
         async def took_s(action: Callable[[], object]) -> float:

@@ -53,7 +53,7 @@ RECIPES = {
     "smoothquant, weights only": Recipe(method="smoothquant", bits=8),
     "fp8": Recipe(method="fp8", bits=8),
 }
-# maximum perplexity: what a plain prototype of each method reached on this text
+# maximum perplexity: that of a plain prototype of each method on this text
 PERPLEXITY = {
     "rtn-4": 15.72,
     "awq-4, no clipping": 15.63,
@@ -64,8 +64,8 @@ PERPLEXITY = {
     "awq-3": 15.88,
     "gptq-3": 15.81,
 }
-# minimum share of the perplexity added by round-to-nearest that the method recovers
-WON_BACK = {"awq-4": 0.45, "gptq-4": 0.85, "awq-3": 0.75, "gptq-3": 0.75}
+# minimum recovered share of the perplexity that round-to-nearest adds
+RECOVERED = {"awq-4": 0.45, "gptq-4": 0.85, "awq-3": 0.75, "gptq-3": 0.75}
 # maximum perplexity relative to the original's
 EIGHT_BITS = 1.005
 
@@ -78,7 +78,7 @@ class Loss:
     divergence: float
 
 
-class Subject:
+class BuiltInModel:
     """The built-in model, its calibration text and its evaluation text."""
 
     def __init__(self, *, swap: bool) -> None:
@@ -168,12 +168,12 @@ def enter(report: Report, losses: dict[str, Loss]) -> None:
         if name in found:
             report.most(found[name], most)
     original = losses["original"].perplexity
-    for name, least in WON_BACK.items():
+    for name, least in RECOVERED.items():
         floor = f"rtn-{name[-1]}"
         if name in losses and floor in losses:
             gap = losses[floor].perplexity - original
-            won = (losses[floor].perplexity - losses[name].perplexity) / gap
-            report.least(report.add("won back of rtn's loss", name, "", [won]), least)
+            recovered = (losses[floor].perplexity - losses[name].perplexity) / gap
+            report.least(report.add("recovered of rtn's loss", name, "", [recovered]), least)
     for name, series in found.items():
         if name != "original" and RECIPES[name].bits == 8:
             report.ratio(series, found["original"], EIGHT_BITS, at_least=False)
@@ -206,13 +206,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--swap", action="store_true", help="calibrate with the other half")
     parser.add_argument("--output", type=Path, help="result file")
     options = parser.parse_args(arguments)
-    subject = Subject(swap=options.swap)
-    losses = {"original": subject.loss(None)}
+    model = BuiltInModel(swap=options.swap)
+    losses = {"original": model.loss(None)}
     for name in chosen(options.only):
-        losses[name] = subject.loss(RECIPES[name])
+        losses[name] = model.loss(RECIPES[name])
         print(f"{name}: {losses[name].perplexity:.3f}", file=sys.stderr)
     size = (MODEL / "model.safetensors").stat().st_size
-    line = ModelLine("localgen tiny", size, subject.spec.num_params)
+    line = ModelLine("localgen tiny", size, model.spec.num_params)
     report = Report(line, 1, options.only is not None, torch.get_num_threads(), {})
     enter(report, losses)
     report.commands.append(command("benchmarks.quality", arguments))

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import RESULTS, machine
-from benchmarks.random_gguf import EMBEDDING_STD, SHAPES, Shape
+from benchmarks.random_gguf import EMBEDDING_STD, SHAPES, LlamaShape
 from localgen.hub.packaged import BUILT_IN_PATH
 from localgen.machine.python_process import python_command, python_environment
 from localgen.quant.files.safetensors_writer import StreamedTensor, write_safetensors
@@ -34,11 +34,11 @@ _QUICK = ("--samples", "4", "--seq-len", "64")
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """Figures of one run.
+class QuantizeFigures:
+    """Figures of a run of `localgen quantize`.
 
-    peak_bytes: peak resident memory of the command's process, as the command reports it; the parent
-    cannot measure it, because a child's maximum is never below the parent's own.
+    peak_bytes: peak resident memory of the process, from the command's report. The parent cannot
+    measure it, because a child's maximum is never below the parent's.
     """
 
     method: str
@@ -81,7 +81,7 @@ def main() -> None:
         _save(found, more, asked.output)
 
 
-def measured(method: str, model: Path, more: tuple[str, ...]) -> Figures:
+def measured(method: str, model: Path, more: tuple[str, ...]) -> QuantizeFigures:
     """Run `localgen quantize` in a separate process. Raises RuntimeError if it fails."""
     out = model.with_name(f"{model.name}-{method}")
     asked = [str(model), f"--{method}", "--out", str(out), "--no-eval", "--json", *more]
@@ -91,7 +91,7 @@ def measured(method: str, model: Path, more: tuple[str, ...]) -> Figures:
     if ran.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with status {ran.returncode}")
     record = json.loads(ran.stdout)
-    return Figures(
+    return QuantizeFigures(
         method=method,
         layers=record["layers"],
         layer_s=record["layer_s"],
@@ -100,7 +100,7 @@ def measured(method: str, model: Path, more: tuple[str, ...]) -> Figures:
     )
 
 
-def random_folder(shape: Shape, place: Path) -> Path:
+def random_folder(shape: LlamaShape, place: Path) -> Path:
     """Write a Hugging Face model folder with random weights and the built-in model's tokenizer."""
     folder = place / f"random-{shape.name}"
     folder.mkdir()
@@ -111,7 +111,7 @@ def random_folder(shape: Shape, place: Path) -> Path:
     return folder
 
 
-def config_of(shape: Shape) -> dict[str, object]:
+def config_of(shape: LlamaShape) -> dict[str, object]:
     """Return the contents of config.json."""
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -132,7 +132,7 @@ def config_of(shape: Shape) -> dict[str, object]:
     }
 
 
-def entries(shape: Shape) -> dict[str, StreamedTensor]:
+def entries(shape: LlamaShape) -> dict[str, StreamedTensor]:
     """Return all tensors by name; their values are generated while they are written."""
     queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
     linears = {
@@ -173,7 +173,7 @@ def _ones(size: int) -> StreamedTensor:
     )
 
 
-def _save(found: list[Figures], more: tuple[str, ...], target: Path | None) -> None:
+def _save(found: list[QuantizeFigures], more: tuple[str, ...], target: Path | None) -> None:
     today = datetime.date.today()
     record = {
         "date": today.isoformat(),

@@ -1,4 +1,4 @@
-"""Random Q4_K_M models of real shapes, for speed measurements, which need no trained weights.
+"""Random Q4_K_M models of real shapes: speed does not depend on trained weights.
 
 python -m benchmarks.random_gguf [--shape 1b|draft|quick] writes one to the user's cache folder in
 seconds and prints its path.
@@ -35,7 +35,7 @@ EMBEDDING_STD = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LlamaShape:
     """Sizes of a Llama model with tied embeddings."""
 
     name: str
@@ -50,14 +50,14 @@ class Shape:
 
 
 SHAPES = {
-    "1b": Shape("1b", 16, 2048, 8192, 32, 8, 64, 128_256, 131_072),  # Llama-3.2-1B
-    "draft": Shape("draft", 6, 768, 2048, 12, 4, 64, 128_256, 131_072),  # a draft model for it
-    "quick": Shape("quick", 2, 256, 512, 4, 2, 64, 2048, 8192),
+    "1b": LlamaShape("1b", 16, 2048, 8192, 32, 8, 64, 128_256, 131_072),  # Llama-3.2-1B
+    "draft": LlamaShape("draft", 6, 768, 2048, 12, 4, 64, 128_256, 131_072),  # a draft model for it
+    "quick": LlamaShape("quick", 2, 256, 512, 4, 2, 64, 2048, 8192),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class GgufTensor:
     """A tensor of the file. shape: [rows, weights per row], or [size] of a norm."""
 
     name: str
@@ -65,7 +65,7 @@ class Tensor:
     type: GGMLQuantizationType
 
 
-def cached(shape: Shape) -> Path:
+def cached(shape: LlamaShape) -> Path:
     """Return the path of the model in the user's cache folder; write it if missing."""
     folder = platformdirs.user_cache_path("localgen", appauthor=False) / "benchmarks"
     path = folder / f"random-{shape.name}-q4_k_m-r{REVISION}.gguf"
@@ -75,7 +75,7 @@ def cached(shape: Shape) -> Path:
     return path
 
 
-def write(shape: Shape, target: Path, *, seed: int = 0) -> None:
+def write(shape: LlamaShape, target: Path, *, seed: int = 0) -> None:
     """Write a random model to a temporary file, then rename it to `target`."""
     vocabulary = random_vocabulary(shape.vocab)
     planned = list(tensors(shape))
@@ -106,23 +106,23 @@ def write(shape: Shape, target: Path, *, seed: int = 0) -> None:
         partial.unlink(missing_ok=True)
 
 
-def tensors(shape: Shape) -> Iterator[Tensor]:
+def tensors(shape: LlamaShape) -> Iterator[GgufTensor]:
     """Yield the tensors of the file, with their types in llama.cpp's Q4_K_M."""
     keys, values = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
-    yield Tensor("token_embd.weight", (shape.vocab, shape.hidden), Q6_K)
+    yield GgufTensor("token_embd.weight", (shape.vocab, shape.hidden), Q6_K)
     for layer in range(shape.layers):
         finer = Q6_K if _more_bits(layer, shape.layers) else Q4_K
         prefix = f"blk.{layer}."
-        yield Tensor(f"{prefix}attn_norm.weight", (shape.hidden,), F32)
-        yield Tensor(f"{prefix}attn_q.weight", (keys, shape.hidden), Q4_K)
-        yield Tensor(f"{prefix}attn_k.weight", (values, shape.hidden), Q4_K)
-        yield Tensor(f"{prefix}attn_v.weight", (values, shape.hidden), finer)
-        yield Tensor(f"{prefix}attn_output.weight", (shape.hidden, keys), Q4_K)
-        yield Tensor(f"{prefix}ffn_norm.weight", (shape.hidden,), F32)
-        yield Tensor(f"{prefix}ffn_gate.weight", (shape.ffn, shape.hidden), Q4_K)
-        yield Tensor(f"{prefix}ffn_up.weight", (shape.ffn, shape.hidden), Q4_K)
-        yield Tensor(f"{prefix}ffn_down.weight", (shape.hidden, shape.ffn), finer)
-    yield Tensor("output_norm.weight", (shape.hidden,), F32)
+        yield GgufTensor(f"{prefix}attn_norm.weight", (shape.hidden,), F32)
+        yield GgufTensor(f"{prefix}attn_q.weight", (keys, shape.hidden), Q4_K)
+        yield GgufTensor(f"{prefix}attn_k.weight", (values, shape.hidden), Q4_K)
+        yield GgufTensor(f"{prefix}attn_v.weight", (values, shape.hidden), finer)
+        yield GgufTensor(f"{prefix}attn_output.weight", (shape.hidden, keys), Q4_K)
+        yield GgufTensor(f"{prefix}ffn_norm.weight", (shape.hidden,), F32)
+        yield GgufTensor(f"{prefix}ffn_gate.weight", (shape.ffn, shape.hidden), Q4_K)
+        yield GgufTensor(f"{prefix}ffn_up.weight", (shape.ffn, shape.hidden), Q4_K)
+        yield GgufTensor(f"{prefix}ffn_down.weight", (shape.hidden, shape.ffn), finer)
+    yield GgufTensor("output_norm.weight", (shape.hidden,), F32)
 
 
 def _more_bits(layer: int, layers: int) -> bool:
@@ -131,14 +131,14 @@ def _more_bits(layer: int, layers: int) -> bool:
     return layer < first or layer >= 7 * layers // 8 or (layer - first) % 3 == 2
 
 
-def num_bytes(tensor: Tensor) -> int:
+def num_bytes(tensor: GgufTensor) -> int:
     """Return the size of the tensor in the file."""
     per_block, block_bytes = gguf.GGML_QUANT_SIZES[tensor.type]
     return int(np.prod(tensor.shape)) // per_block * block_bytes
 
 
 def _random(
-    rng: np.random.Generator, tensor: Tensor, vocabulary: RandomVocabulary
+    rng: np.random.Generator, tensor: GgufTensor, vocabulary: RandomVocabulary
 ) -> NDArray[np.uint8] | NDArray[np.float32]:
     """Return the tensor's contents: uint8 [rows, bytes per row], or float32 ones for a norm."""
     if tensor.type is F32:
@@ -191,7 +191,7 @@ def _rms(values: range) -> float:
     return float(np.sqrt(np.mean(np.square(np.arange(values.start, values.stop)))))
 
 
-def _add_settings(writer: gguf.GGUFWriter, shape: Shape) -> None:
+def _add_settings(writer: gguf.GGUFWriter, shape: LlamaShape) -> None:
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name(f"random {shape.name}")
     writer.add_file_type(LlamaFileType.MOSTLY_Q4_K_M)

@@ -48,7 +48,7 @@ class RandomVocabulary:
 
 
 def random_vocabulary(size: int) -> RandomVocabulary:
-    """Return the vocabulary of `size` tokens; it is always the same.
+    """Return the vocabulary of `size` tokens, the same in each call.
 
     Raises ValueError if the size is too small or too large.
     """
@@ -69,7 +69,7 @@ def random_vocabulary(size: int) -> RandomVocabulary:
 
 
 def random_words(count: int, seed: str) -> str:
-    """Return a text of exactly `count` tokens at the start of a text or after a space."""
+    """Return a text of exactly `count` tokens, at the start of a prompt or after a space."""
     draw = random.Random(seed)
     return " ".join("".join(draw.choices(string.ascii_lowercase, k=2)) for _ in range(count))
 

@@ -1,4 +1,4 @@
-"""What drafts, prefix sharing and JSON schemas do to the texts of a real model.
+"""Effect of drafts, prefix cache and JSON schemas on a real model.
 
 python -m benchmarks.real_text [--only PART ...] [--rounds N] [--quick]
 """
@@ -14,11 +14,11 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.answers import Answer, AnswerFailed, decode_tok_s
-from benchmarks.constrained import SCHEMA
+from benchmarks.constrained import MIN_SHARE, SCHEMA
 from benchmarks.measure import RATE, ModelLine, Report, command
 from benchmarks.real_prompts import code, prose
 from benchmarks.session import GREEDY, Session
-from benchmarks.speculation import Case, compare
+from benchmarks.speculation import DraftCase, compare
 from localgen.backends.engine.loaded_model import LoadedModel
 from localgen.backends.engine.speculation.ngram import NgramDrafter
 from localgen.backends.errors import LocalgenError
@@ -40,8 +40,8 @@ QUESTIONS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
-    """A model and the amount of work."""
+class RealTextBench:
+    """A model file and the sizes of a run."""
 
     path: Path
     threads: int | None
@@ -49,7 +49,7 @@ class Bench:
     quick: bool
 
     def load(self, *, prefix_cache: bool = True) -> LoadedModel:
-        """Load the model without changing its other defaults."""
+        """Load the model with its other defaults."""
         options = LoadOptions(
             ctx=CTX, kv_tokens=KV_TOKENS, threads=self.threads, prefix_cache=prefix_cache
         )
@@ -57,17 +57,17 @@ class Bench:
 
     @property
     def tokens(self) -> int:
-        """Most tokens of an answer."""
+        """Maximum number of tokens of an answer."""
         return 24 if self.quick else 256
 
     @property
     def texts(self) -> int:
-        """Requests of each kind of text."""
+        """Number of requests of each kind of text."""
         return 1 if self.quick else 4
 
 
-def drafts(bench: Bench, report: Report) -> None:
-    """Each kind of text with n-gram drafts and without, in turns; answers end where they end."""
+def drafts(bench: RealTextBench, report: Report) -> None:
+    """Each kind of text with and without n-gram drafts, alternating, up to the end of the text."""
     model = bench.load()
     params = replace(GREEDY, stop_token_ids=tuple(model.tokenizer.eos_token_ids))
     ask, encode = partial(_chat, model), model.tokenizer.encode
@@ -79,28 +79,28 @@ def drafts(bench: Bench, report: Report) -> None:
         "prose": [encode(text) for text in prose(bench.texts)],
     }
     for name, prompts in kinds.items():
-        case = Case(name, NgramDrafter, params, prompts, bench.tokens, None)
+        case = DraftCase(name, NgramDrafter, params, prompts, bench.tokens, None)
         compare(case, model.runner, model.info.vocab, report, bench.rounds)
     model.runner.close()
 
 
 def _edit(text: str) -> str:
-    """Asks for a piece of code again, with its most frequent long name changed."""
+    """Prompt: repeat this code with its most frequent name changed."""
     words = [word for word in text.split() if word.isidentifier() and len(word) > 3]
     name = max(words, key=words.count)
     return f"Repeat this file with the name {name} changed to renamed:\n\n{text}"
 
 
 def _chat(model: LoadedModel, *texts: str) -> list[int]:
-    """Tokens of a conversation: user and assistant in turn."""
+    """Tokens of a conversation: user and assistant, alternating."""
     assert model.template is not None
     roles = ("user", "assistant")
     messages = [Message(roles[at % 2], text) for at, text in enumerate(texts)]
     return model.tokenizer.encode(model.template.render(messages))
 
 
-def prefix(bench: Bench, report: Report) -> None:
-    """A chat of several turns that sends its whole history, with the prefix cache and without."""
+def prefix(bench: RealTextBench, report: Report) -> None:
+    """A chat of several turns that sends its whole history, with and without the prefix cache."""
     models = {
         "prefix cache": bench.load(),
         "no prefix cache": bench.load(prefix_cache=False),
@@ -127,23 +127,28 @@ def prefix(bench: Bench, report: Report) -> None:
             report.add(f"turn {at}: prompt computed", name, "tokens", computed)
 
 
-def _conversation(session: Session, model: LoadedModel, bench: Bench, number: int) -> list[Answer]:
-    """The answers of one chat about a text. number: of the text, which no other round has."""
+def _conversation(
+    session: Session, model: LoadedModel, bench: RealTextBench, number: int
+) -> list[Answer]:
+    """Answers of one chat about a text. number: of the text; each round has another one."""
     text = prose(bench.rounds)[number]
     history, answers = [f"{text}\n\n{QUESTIONS[0]}"], []
     params = replace(GREEDY, stop_token_ids=tuple(model.tokenizer.eos_token_ids))
     for question in (*QUESTIONS[1:], None):
         (answer,) = session.ask([_chat(model, *history)], bench.tokens, params)
         answers.append(answer)
-        said = b"".join(map(model.tokenizer.piece, answer.tokens)).decode(errors="replace")
-        history += [said, question or ""]
+        reply = b"".join(map(model.tokenizer.piece, answer.tokens)).decode(errors="replace")
+        history += [reply, question or ""]
     return answers
 
 
-def grammar(bench: Bench, report: Report) -> None:
-    """One greedy answer free and one held to a JSON schema, in turns, after a warm-up of both."""
+def grammar(bench: RealTextBench, report: Report) -> None:
+    """One greedy answer without and one with a JSON schema, alternating."""
     model = bench.load()
-    sides = {"free": GREEDY, "held to a JSON schema": replace(GREEDY, json_schema=SCHEMA)}
+    sides = {
+        "unconstrained": GREEDY,
+        "constrained to a JSON schema": replace(GREEDY, json_schema=SCHEMA),
+    }
     prompt = _chat(model, "List the people of a village as JSON.")
     rates: dict[str, list[float]] = {name: [] for name in sides}
     compiler = GrammarCompiler(model.tokenizer)
@@ -159,24 +164,28 @@ def grammar(bench: Bench, report: Report) -> None:
                 answers = session.ask([prompt], bench.tokens, sides[name])
                 if number:
                     rates[name].append(decode_tok_s(answers))
-    free, held = (report.add("tg, JSON schema", name, RATE, found) for name, found in rates.items())
-    report.ratio(held, free, 0.9, at_least=True)
+    free, constrained = (
+        report.add("tg, JSON schema", name, RATE, found) for name, found in rates.items()
+    )
+    report.ratio(constrained, free, MIN_SHARE, at_least=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, print, write; the status is 0 whether or not every target was met."""
+    """Run the benchmark. Returns 0 even if a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.real_text")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run")
     parser.add_argument("--model", type=Path, help=f"a GGUF file (default: {SMOLLM2})")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of each comparison")
-    parser.add_argument("--threads", type=int, help="threads; localgen's default")
+    parser.add_argument("--threads", type=int, help="threads (default: localgen's)")
     parser.add_argument("--quick", action="store_true", help="one short round of few texts")
     parser.add_argument("--output", type=Path, help="result file")
     options = parser.parse_args(arguments)
     parts = {"drafts": drafts, "prefix": prefix, "grammar": grammar}
     try:
         path = options.model or packaged_model(SMOLLM2).path
-        bench = Bench(path, options.threads, 1 if options.quick else options.rounds, options.quick)
+        bench = RealTextBench(
+            path, options.threads, 1 if options.quick else options.rounds, options.quick
+        )
         model = bench.load()
         line = ModelLine(model.info.description, model.info.size_bytes, model.info.params)
         threads = model.info.options.threads or 0

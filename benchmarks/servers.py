@@ -19,13 +19,13 @@ from localgen.config import ServerSettings
 from localgen.hub.packaged import default_model
 
 _START_S = 120.0
-# lets a server exit that a killed benchmark left running
+# after this time a server exits that a killed benchmark left behind
 _KEEP_ALIVE_S = 900.0
 
 
 @contextlib.contextmanager
 def private_settings() -> Iterator[ServerSettings]:
-    """Settings of a private server in a temporary folder, shut down at the end of the block."""
+    """Settings of a server in a temporary folder; it is shut down at the end of the block."""
     with tempfile.TemporaryDirectory(prefix="localgen-bench-") as folder:
         settings = ServerSettings(
             runtime_dir=Path(folder) / "run",
@@ -90,8 +90,8 @@ def llama_server(
             yield http
         except httpx.TransportError as error:
             log.seek(0)
-            said = log.read().decode(errors="replace")[-500:]
-            raise ToolFailed(f"llama-server: {error}; status {process.poll()}: {said}") from error
+            output = log.read().decode(errors="replace")[-500:]
+            raise ToolFailed(f"llama-server: {error}; status {process.poll()}: {output}") from error
         finally:
             process.terminate()
             process.wait()

@@ -1,4 +1,4 @@
-"""The real engine, run by the benchmark's thread."""
+"""localgen's engine in the benchmark's thread."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ class Session:
         self.runner.close()
 
     def stop(self) -> None:
-        """Stop the engine; the runner stays usable by another one."""
+        """Stop the engine; the runner remains usable by another one."""
         self.engine.stop()
-        # returns immediately, and shuts down the threads that prepare requests
+        # returns at once, after the threads that prepare requests are shut down
         self.engine.run()
 
     def _take(self, events: StepEvents) -> None:
@@ -105,16 +105,18 @@ class Session:
     def submit(
         self, prompt: Sequence[int], max_tokens: int, params: SamplingParams = GREEDY
     ) -> Answer:
-        """Submit a request for an answer of exactly `max_tokens` tokens, unless one of
-        stop_token_ids or a JSON schema ends it."""
+        """Submit a request for exactly `max_tokens` tokens.
+
+        Fewer if one of stop_token_ids or a JSON schema ends the answer.
+        """
         answer = Answer(self._clock())
         self._count += 1
         name = f"r{self._count}"
         self._answers[name] = answer
         ignore_eos = params.json_schema is None
-        asked = replace(params, ignore_eos=ignore_eos, max_tokens=max_tokens)
+        requested = replace(params, ignore_eos=ignore_eos, max_tokens=max_tokens)
         request = Request(
-            id=name, prompt_tokens=tuple(prompt), params=asked, arrived_s=time.monotonic()
+            id=name, prompt_tokens=tuple(prompt), params=requested, arrived_s=time.monotonic()
         )
         self.engine.submit(request)
         return answer
@@ -137,7 +139,7 @@ class Session:
         max_tokens: int | Sequence[int],
         params: SamplingParams = GREEDY,
     ) -> Sequence[Answer]:
-        """Submit all prompts together and run them to their ends. Raises AnswerFailed."""
+        """Submit all prompts at the same time; run until all answers end. Raises AnswerFailed."""
         counts = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
         return self.run([self.submit(p, n, params) for p, n in zip(prompts, counts, strict=True)])
 

@@ -1,4 +1,4 @@
-"""Speed-up of speculative decoding: the same answers with and without drafts, side by side.
+"""Speed-up of speculative decoding: the same answers with and without drafts, alternating.
 
 python -m benchmarks.speculation [--quick] [--rounds N]
 """
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from benchmarks import in_turn, random_gguf
+from benchmarks import interleave, random_gguf
 from benchmarks.answers import Answer
-from benchmarks.in_turn import Side
+from benchmarks.forced_output import ForcedOutputRunner, Text, copies, prose
+from benchmarks.interleave import EngineSide
 from benchmarks.measure import RATE, ModelLine, Report, command
-from benchmarks.reciting import RecitingRunner, Text, copies, prose
-from benchmarks.scripted import SAID, SCRIPTED, Scripted
+from benchmarks.scripted_draft import FORCED_SAMPLING, FORCED_TOKEN, ScriptedDraftRunner
 from benchmarks.session import GREEDY
 from localgen.backends.engine.loaded_model import LoadedModel
 from localgen.backends.engine.speculation.draft_model import ModelDrafter
@@ -32,7 +32,7 @@ from localgen.backends.runner.interface import ModelRunner
 from localgen.backends.sampling_params import SamplingParams
 
 KV_TOKENS, CTX = 8192, 2048
-# of the tokens of a copy
+# share of edited tokens in a copy
 EDITED = 1 / 40
 # speed-up over plain decoding that each case must reach
 COPIES, EDITED_COPIES, HARMLESS = 2.0, 1.3, 0.97
@@ -40,11 +40,11 @@ PLAIN, DRAFTED = "plain", "drafts"
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """Requests, one after the other, each with and without drafts.
+class DraftCase:
+    """Requests that are answered one after the other, with and without drafts.
 
-    create: the drafter. prompts: of one round. tokens: of each answer. least: the speed-up to
-    reach; None: it is only reported.
+    create: returns a new drafter. prompts: those of one round. tokens: of each answer. least:
+    minimum speed-up; None: no target.
     """
 
     name: str
@@ -55,27 +55,27 @@ class Case:
     least: float | None
 
 
-def cases(model: LoadedModel, runner: RecitingRunner, *, quick: bool) -> list[Case]:
-    """All cases. runner: learns the texts."""
+def cases(model: LoadedModel, runner: ForcedOutputRunner, *, quick: bool) -> list[DraftCase]:
+    """All cases. runner: gets the answers of the n-gram cases."""
     size, vocab = (24 if quick else 256), model.info.vocab
     copy = [copies(size, vocab, edited=0.0, seed=1)]
     edited = [copies(size, vocab, edited=EDITED, seed=2 + number) for number in range(4)]
     natural = prose(size // 4, size // 2, 2, vocab=vocab)
     for prompt, answer in [*copy, *edited, *natural]:
-        runner.learn(prompt, answer)
+        runner.force(prompt, answer)
     assert model.draft is not None
     scripted = partial(_scripted_drafter, model.draft.runner)
     unknown = [[(101 + at) % vocab for at in range(size // 4)]]
-    ngram = partial(Case, create=NgramDrafter, params=GREEDY)
+    ngram = partial(DraftCase, create=NgramDrafter, params=GREEDY)
     return [
         ngram("a copy", prompts=_prompts(copy), tokens=size, least=COPIES),
         ngram("a copy with changes", prompts=_prompts(edited), tokens=size, least=EDITED_COPIES),
         ngram("prose", prompts=_prompts(natural), tokens=size // 2, least=HARMLESS),
         *(
-            Case(
+            DraftCase(
                 f"draft model, acceptance {alpha:g}",
                 partial(scripted, alpha),
-                SCRIPTED,
+                FORCED_SAMPLING,
                 unknown,
                 size // 2,
                 least,
@@ -90,20 +90,22 @@ def _prompts(texts: Seq[Text]) -> list[Seq[int]]:
 
 
 def _scripted_drafter(runner: ModelRunner, alpha: float) -> ModelDrafter:
-    return ModelDrafter(Scripted(runner, SAID, alpha), "scripted")
+    return ModelDrafter(ScriptedDraftRunner(runner, FORCED_TOKEN, alpha), "scripted")
 
 
-def compare(case: Case, runner: ModelRunner, vocab: int, report: Report, rounds: int) -> None:
-    """Rates of both sides, each for a moment in turn. The first round is not measured: drafters
-    learn from it, and the policy measures what steps take."""
+def compare(case: DraftCase, runner: ModelRunner, vocab: int, report: Report, rounds: int) -> None:
+    """Measure the tokens/s of a case without and with drafts, alternating.
+
+    The first round is a warm-up: drafters learn acceptance, the policy measures step times.
+    """
     print(case.name, file=sys.stderr, flush=True)
-    sides = [Side.over(runner, vocab, drafters) for drafters in ([], [case.create()])]
+    sides = [EngineSide.from_runner(runner, vocab, drafters) for drafters in ([], [case.create()])]
     chance = random.Random(0)
     rates: tuple[list[float], list[float]] = ([], [])
     same = []
     for number in range(1 + rounds):
         asked = [
-            in_turn.ask(sides, [prompt], case.tokens, case.params, chance)
+            interleave.ask(sides, [prompt], case.tokens, case.params, chance)
             for prompt in case.prompts
         ]
         by_side = list(zip(*asked, strict=True))
@@ -121,7 +123,7 @@ def compare(case: Case, runner: ModelRunner, vocab: int, report: Report, rounds:
     report.add(case.name, "same text", "of the answers", same)
     report.add(case.name, "acceptance", "", [stats.acceptance])
     report.add(case.name, "tokens a step", "", [stats.tokens_per_step])
-    report.add(case.name, "speed-up as the engine has it", "", [stats.speedup])
+    report.add(case.name, "speed-up estimated by the engine", "", [stats.speedup])
     if case.least is not None:
         report.ratio(drafted, plain, case.least, at_least=True)
 
@@ -136,7 +138,7 @@ def _same_text(plain: Seq[Seq[Answer]], drafted: Seq[Seq[Answer]]) -> float:
 
 
 def _tokens_per_s(asked: Seq[Seq[Answer]]) -> float:
-    """From the first token of each request to its last."""
+    """Decode speed, from the first token of each request to its last."""
     answers = [answer for group in asked for answer in group]
     tokens = sum(answer.finished.completion_tokens - 1 for answer in answers)
     return tokens / sum(answer.last_s - answer.first_s for answer in answers)
@@ -153,12 +155,12 @@ def _load(*, quick: bool, threads: int | None) -> LoadedModel:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, print, write; the status is 0 whether or not every target was met."""
+    """Run the benchmark. Returns 0 even if a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.speculation")
     parser.add_argument("--quick", action="store_true", help="a tiny model and one short round")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of each comparison")
     parser.add_argument("--only", action="append", help="a case by name; may be repeated")
-    parser.add_argument("--threads", type=int, help="threads; localgen's default")
+    parser.add_argument("--threads", type=int, help="threads (default: localgen's)")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
     try:
@@ -170,7 +172,7 @@ def main(arguments: list[str] | None = None) -> int:
     line = ModelLine(f"{info.description}, random", info.size_bytes, info.params)
     report = Report(line, rounds, options.quick, info.options.threads or 0, {})
     report.commands.append(command("benchmarks.speculation", arguments))
-    runner = RecitingRunner(model.runner)
+    runner = ForcedOutputRunner(model.runner)
     chosen = cases(model, runner, quick=options.quick)
     if unknown := set(options.only or ()) - {case.name for case in chosen}:
         parser.error(f"no case {', '.join(sorted(unknown))}: {', '.join(c.name for c in chosen)}")

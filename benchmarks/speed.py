@@ -16,16 +16,16 @@ from benchmarks.measure import RATE, Report, Series
 from benchmarks.random_vocabulary import random_words
 from benchmarks.servers import Localgen, llama_server, private_settings
 from benchmarks.streams import (
-    HttpSpeaker,
-    LocalgenSpeaker,
+    BenchClient,
+    HttpBenchClient,
+    LocalgenBenchClient,
     Prompt,
-    Speaker,
     Stream,
     decode_rate,
     last_first_token_ms,
     longest_gap_ms,
     output_rate,
-    together,
+    submit_concurrently,
 )
 from localgen.backends.llamacpp.slots import BLOCK_ROWS
 from localgen.backends.model_info import LoadOptions
@@ -33,7 +33,7 @@ from localgen.backends.types import Message
 
 NEAR = 0.97  # target: share of the speed of llama.cpp's own loop
 SHARED_PREFIX = 0.35
-LOCALGEN, PARTS = "localgen", "localgen -np N -c C"
+LOCALGEN, SPLIT = "localgen", "localgen -np N -c C"
 BARE, BENCH = "bare loop", "llama-bench"
 BATCHED, UNIFIED, SERVER = "llama-batched-bench", "llama-batched-bench -kvu", "llama-server"
 # tokens that a chat turn may add to its words: those of the template, and the last token of the
@@ -46,7 +46,7 @@ Side = Callable[[int], Figures]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CpuPlan:
     """Sizes of the tests, in tokens except rounds and streams."""
 
     rounds: int
@@ -65,15 +65,15 @@ class Plan:
         return -(-(longest + self.question + 2 * TURN_TOKENS) // 256) * 256
 
 
-FULL = Plan(5, 128, 128, 128, (4, 16), 400, 1500, 32)
-QUICK = Plan(1, 64, 32, 256, (4,), 400, 300, 16)
+FULL = CpuPlan(5, 128, 128, 128, (4, 16), 400, 1500, 32)
+QUICK = CpuPlan(1, 64, 32, 256, (4,), 400, 300, 16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
-    """State shared by the tests. tools: None skips llama.cpp's tools."""
+class CpuBench:
+    """State shared by the tests. tools: None: only localgen is measured."""
 
-    plan: Plan
+    plan: CpuPlan
     rounds_wanted: int
     report: Report
     model: Path
@@ -82,8 +82,8 @@ class Bench:
     tools: Tools | None
 
     @contextlib.contextmanager
-    def in_parts(self, slots: int) -> Iterator[Localgen]:
-        """Start a second localgen with a separate KV cache per slot, as llama-server has."""
+    def split_cache_server(self, slots: int) -> Iterator[Localgen]:
+        """Run a second localgen in the block, with a split KV cache as llama-server has."""
         options = LoadOptions(
             ctx=self.plan.slot_ctx, parallel=slots, threads=self.threads, draft="none"
         )
@@ -119,7 +119,7 @@ class Bench:
     def enter(
         self, test: str, unit: str, found: Mapping[str, list[Figures]], figure: str
     ) -> dict[str, Series]:
-        """Add one figure to the report, for every side that has it."""
+        """Add a figure to the report, for every side that has it."""
         return {
             side: self.report.add(test, side, unit, [figures[figure] for figures in rounds])
             for side, rounds in found.items()
@@ -130,32 +130,32 @@ class Bench:
         self, entered: Mapping[str, Series], other: str, target: float, *, at_least: bool
     ) -> None:
         """Compare both cache layouts of localgen with another side, if it was measured."""
-        for side in (LOCALGEN, PARTS):
+        for side in (LOCALGEN, SPLIT):
             if other in entered:
                 self.report.ratio(entered[side], entered[other], target, at_least=at_least)
 
 
-def _speakers(server: Localgen, count: int) -> list[Speaker]:
-    return [LocalgenSpeaker(server.client(), server.model) for _ in range(count)]
+def _clients(server: Localgen, count: int) -> list[BenchClient]:
+    return [LocalgenBenchClient(server.client(), server.model) for _ in range(count)]
 
 
 def _shown(figures: Figures) -> str:
     return ", ".join(f"{name} {value:.2f}" for name, value in figures.items())
 
 
-def alone(bench: Bench, *, when: str, fresh: bool) -> None:
+def alone(bench: CpuBench, *, when: str, fresh: bool) -> None:
     """Measure the decode speed of one stream. when: name of the state of localgen's KV cache.
 
     fresh: every side reloads the model and is alone in memory. Memory placement can change the
     speed by a tenth: all sides ran faster while another process held the model.
     """
-    tokens, (speaker,) = bench.plan.alone, _speakers(bench.localgen, 1)
+    tokens, (client,) = bench.plan.alone, _clients(bench.localgen, 1)
 
     def localgen(number: int) -> Figures:
         bench.localgen.load()
-        speaker.ask("ab", 8)  # warm-up; the tools do their own
+        client.ask("ab", 8)  # warm-up; the tools do their own
         # tokens + 1, because the first token is sampled by the prefill step
-        return {"rate": decode_rate([speaker.ask("ab", tokens + 1)])}
+        return {"rate": decode_rate([client.ask("ab", tokens + 1)])}
 
     def peer(measure: Callable[[], Figures]) -> Side:
         def run(number: int) -> Figures:
@@ -175,7 +175,7 @@ def alone(bench: Bench, *, when: str, fresh: bool) -> None:
             bench.report.ratio(entered[LOCALGEN], entered[other], NEAR, at_least=True)
 
 
-def _bare(bench: Bench, tokens: int) -> Figures:
+def _bare(bench: CpuBench, tokens: int) -> Figures:
     # in a separate process, because its threads must not outlive the measurement
     command = ["benchmarks.bare_loop", str(bench.model), str(tokens), str(bench.threads)]
     done = subprocess.run(
@@ -184,29 +184,29 @@ def _bare(bench: Bench, tokens: int) -> Figures:
     return {"rate": float(done.stdout)}
 
 
-def several(bench: Bench, count: int) -> None:
-    """Measure several concurrent streams with different prompts, submitted together.
+def several(bench: CpuBench, count: int) -> None:
+    """Measure several concurrent streams with different prompts, submitted at the same time.
 
     Every side reloads the model in each round and is alone in memory, as in `alone`.
     """
 
     def localgen(number: int) -> Figures:
         bench.localgen.load()
-        figures = _streams(bench, _speakers(bench.localgen, count), number)
+        figures = _streams(bench, _clients(bench.localgen, count), number)
         bench.localgen.unload()
         return figures
 
-    def parts(number: int) -> Figures:
-        with bench.in_parts(count) as server:
-            return _streams(bench, _speakers(server, count), number)
+    def split(number: int) -> Figures:
+        with bench.split_cache_server(count) as server:
+            return _streams(bench, _clients(server, count), number)
 
     def server(number: int) -> Figures:
         with bench.llama_server(count) as http:
             assert http
-            return _streams(bench, [HttpSpeaker(http)] * count, number)
+            return _streams(bench, [HttpBenchClient(http)] * count, number)
 
     bench.localgen.unload()
-    sides: dict[str, Side] = {LOCALGEN: localgen, PARTS: parts}
+    sides: dict[str, Side] = {LOCALGEN: localgen, SPLIT: split}
     tools = bench.tools
     if tools:
         sides[BATCHED] = lambda number: _batched(bench, tools, count, unified=False)
@@ -226,14 +226,15 @@ def several(bench: Bench, count: int) -> None:
     bench.ratios(output, SERVER, 1.0, at_least=True)
 
 
-def _streams(bench: Bench, speakers: list[Speaker], number: int) -> Figures:
+def _streams(bench: CpuBench, clients: list[BenchClient], number: int) -> Figures:
     plan = bench.plan
     prompts: list[Prompt] = [
-        random_words(plan.prompt, f"{len(speakers)} streams, round {number}, stream {i}")
-        for i in range(len(speakers))
+        random_words(plan.prompt, f"{len(clients)} streams, round {number}, stream {i}")
+        for i in range(len(clients))
     ]
-    together(speakers, ["ab"] * len(speakers), 8)  # warm-up; llama-batched-bench does its own
-    streams = together(speakers, prompts, plan.answer)
+    # warm-up; llama-batched-bench does its own
+    submit_concurrently(clients, ["ab"] * len(clients), 8)
+    streams = submit_concurrently(clients, prompts, plan.answer)
     return {
         "decode": decode_rate(streams),
         "output": output_rate(streams),
@@ -242,7 +243,7 @@ def _streams(bench: Bench, speakers: list[Speaker], number: int) -> Figures:
     }
 
 
-def _batched(bench: Bench, tools: Tools, count: int, *, unified: bool) -> Figures:
+def _batched(bench: CpuBench, tools: Tools, count: int, *, unified: bool) -> Figures:
     plan = bench.plan
     line = tools.batched(
         bench.model, plan.prompt, plan.answer, count, bench.threads, unified=unified
@@ -250,16 +251,16 @@ def _batched(bench: Bench, tools: Tools, count: int, *, unified: bool) -> Figure
     return {"decode": line["speed_tg"], "output": count * plan.answer / line["t"]}
 
 
-def shared_prefix(bench: Bench, count: int = 4) -> None:
-    """Measure the time until concurrent requests with one new system prompt all have a token."""
-    with bench.in_parts(count) as in_parts, bench.llama_server(count) as http:
-        ours, parts = _speakers(bench.localgen, count), _speakers(in_parts, count)
+def shared_prefix(bench: CpuBench, count: int = 4) -> None:
+    """Measure the last TTFT of concurrent requests with the same new system prompt."""
+    with bench.split_cache_server(count) as split_server, bench.llama_server(count) as http:
+        shared, split = _clients(bench.localgen, count), _clients(split_server, count)
         sides: dict[str, Side] = {
-            LOCALGEN: lambda number: _cold(bench, ours, number),
-            PARTS: lambda number: _cold(bench, parts, number),
+            LOCALGEN: lambda number: _cold(bench, shared, number),
+            SPLIT: lambda number: _cold(bench, split, number),
         }
         if http:
-            theirs: list[Speaker] = [HttpSpeaker(http)] * count
+            theirs: list[BenchClient] = [HttpBenchClient(http)] * count
             sides[SERVER] = lambda number: _cold(bench, theirs, number)
         found = bench.rounds(sides)
     test = f"last first token, {count} cold over {bench.plan.system}"
@@ -267,41 +268,41 @@ def shared_prefix(bench: Bench, count: int = 4) -> None:
     bench.ratios(entered, SERVER, SHARED_PREFIX, at_least=False)
 
 
-def _cold(bench: Bench, speakers: list[Speaker], number: int) -> Figures:
+def _cold(bench: CpuBench, clients: list[BenchClient], number: int) -> Figures:
     plan = bench.plan
     system = Message("system", random_words(plan.system, f"system prompt {number}"))
     prompts: list[Prompt] = [
         (system, Message("user", random_words(plan.question, f"question {number}, {i}")))
-        for i in range(len(speakers))
+        for i in range(len(clients))
     ]
-    return {"ms": last_first_token_ms(together(speakers, prompts, 8))}
+    return {"ms": last_first_token_ms(submit_concurrently(clients, prompts, 8))}
 
 
-def second_turn(bench: Bench) -> None:
+def second_turn(bench: CpuBench) -> None:
     """Measure the second turn of a long chat: time to first token, prompt tokens computed."""
-    with bench.in_parts(4) as in_parts, bench.llama_server(4) as http:
-        (ours,), (parts,) = _speakers(bench.localgen, 1), _speakers(in_parts, 1)
+    with bench.split_cache_server(4) as split_server, bench.llama_server(4) as http:
+        (shared,), (split,) = _clients(bench.localgen, 1), _clients(split_server, 1)
         sides: dict[str, Side] = {
-            LOCALGEN: lambda number: _next_turn(bench, ours, number),
-            PARTS: lambda number: _next_turn(bench, parts, number),
+            LOCALGEN: lambda number: _next_turn(bench, shared, number),
+            SPLIT: lambda number: _next_turn(bench, split, number),
         }
         if http:
-            theirs = HttpSpeaker(http)
+            theirs = HttpBenchClient(http)
             sides[SERVER] = lambda number: _next_turn(bench, theirs, number)
         found = bench.rounds(sides)
     test = f"second turn after {bench.plan.history + bench.plan.answer}"
     ttft = bench.enter(f"{test}, TTFT", "ms", found, "ms")
     computed = bench.enter(f"{test}, prompt computed", "tokens", found, "computed")
     most = max(bench.plan.question + TURN_TOKENS, BLOCK_ROWS)
-    for side in (LOCALGEN, PARTS):
+    for side in (LOCALGEN, SPLIT):
         bench.report.most(computed[side], most)
     bench.ratios(ttft, SERVER, 1.0, at_least=False)
 
 
-def _next_turn(bench: Bench, speaker: Speaker, number: int) -> Figures:
+def _next_turn(bench: CpuBench, client: BenchClient, number: int) -> Figures:
     plan = bench.plan
     first = (Message("user", random_words(plan.history, f"history {number}")),)
-    answer: Stream = speaker.ask(first, plan.answer)
+    answer: Stream = client.ask(first, plan.answer)
     question = Message("user", random_words(plan.question, f"second turn {number}"))
-    second = speaker.ask((*first, Message("assistant", answer.text), question), 8)
+    second = client.ask((*first, Message("assistant", answer.text), question), 8)
     return {"ms": second.ttft_ms, "computed": second.prompt_tokens - second.cached_tokens}

@@ -65,13 +65,13 @@ class Stream:
         return max((tokens for at_s, tokens in self.arrivals if at_s <= time_s), default=0)
 
 
-class Speaker(Protocol):
+class BenchClient(Protocol):
     """Interface of a client. ask: return a greedy answer of exactly max_tokens tokens."""
 
     def ask(self, prompt: Prompt, max_tokens: int) -> Stream: ...
 
 
-class LocalgenSpeaker:
+class LocalgenBenchClient:
     """localgen's own client, as used by `chat` and `run`. json_schema: constrains answers."""
 
     def __init__(self, client: Client, model: str | None, json_schema: str | None = None) -> None:
@@ -102,7 +102,7 @@ class LocalgenSpeaker:
         return self._client.chat(self._model, prompt, params)
 
 
-class HttpSpeaker:
+class HttpBenchClient:
     """An httpx client of llama-server; each event of its stream carries one token."""
 
     def __init__(self, http: httpx.Client) -> None:
@@ -145,9 +145,9 @@ def _take_event(stream: Stream, event: dict[str, object]) -> None:
         case {"choices": [{"delta": {"content": str(text)}}, *_]} if text:
             stream.arrived(text, len(stream.arrivals) + 1)
     match event:
-        case {"timings": {"cache_n": int(cached), "prompt_n": int(new), "predicted_n": int(said)}}:
+        case {"timings": {"cache_n": int(cached), "prompt_n": int(new), "predicted_n": int(made)}}:
             stream.prompt_tokens, stream.cached_tokens = cached + new, cached
-            stream.completion_tokens = said
+            stream.completion_tokens = made
 
 
 def _ended(stream: Stream, max_tokens: int) -> Stream:
@@ -157,18 +157,18 @@ def _ended(stream: Stream, max_tokens: int) -> Stream:
     return stream
 
 
-def together(
-    speakers: Sequence[Speaker], prompts: Sequence[Prompt], max_tokens: int
+def submit_concurrently(
+    clients: Sequence[BenchClient], prompts: Sequence[Prompt], max_tokens: int
 ) -> list[Stream]:
-    """Submit one prompt per speaker, all at the same time; return the streams in this order."""
+    """Submit one prompt per client, all at the same time; return the streams in this order."""
     barrier = threading.Barrier(len(prompts))
 
-    def ask(speaker: Speaker, prompt: Prompt) -> Stream:
+    def ask(client: BenchClient, prompt: Prompt) -> Stream:
         barrier.wait()
-        return speaker.ask(prompt, max_tokens)
+        return client.ask(prompt, max_tokens)
 
     with ThreadPoolExecutor(len(prompts)) as pool:
-        return list(pool.map(ask, speakers, prompts))
+        return list(pool.map(ask, clients, prompts))
 
 
 def decode_rate(streams: Sequence[Stream]) -> float:

@@ -1,4 +1,4 @@
-"""Makes docs/cli.md from the command line itself: `python docs/cli.py`, or `make docs`."""
+"""Generates docs/cli.md from the commands: `python docs/cli.py` or `make docs`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _list_of_commands() -> str:
 
 
 def _sections(name: str, command: Any, parent: Any) -> list[str]:
-    """The section of a command, and those of the commands below it."""
+    """Section of a command, then of its subcommands."""
     with typer.Context(command, info_name=name, parent=parent) as context:
         path = context.command_path
         usage = " ".join([path, *command.collect_usage_pieces(context)])
@@ -53,7 +53,7 @@ def _sections(name: str, command: Any, parent: Any) -> list[str]:
 
 
 def _panels(command: Any, context: Any) -> dict[str, list[Any]]:
-    """Its arguments and options, in the sections of its help."""
+    """Arguments and options of a command, by help panel."""
     panels: dict[str, list[Any]] = {}
     for param in command.get_params(context):
         if param.get_help_record(context) is not None:

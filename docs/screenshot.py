@@ -1,5 +1,5 @@
-"""Makes docs/chat.svg, tui.svg, top.svg and quantize.svg from the real programs:
-`python docs/screenshot.py [NAME…]`. Needs tmux, and for quantize what quantizing needs."""
+"""Generates docs/chat.svg, tui.svg, top.svg and quantize.svg from the real programs:
+`python docs/screenshot.py [NAME…]`. Needs tmux, and the quant extra for quantize.svg."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tmux(*arguments: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """A terminal of its own in which a command runs."""
+    """A tmux session in which a command runs."""
 
     name: str
     columns: int
@@ -41,11 +41,12 @@ class Screen:
 
     @property
     def session(self) -> str:
-        """Its name in tmux, to which `top` would be a place on the screen."""
+        """Name of the tmux session."""
+        # tmux reads a bare `top` as a position on the screen
         return f"screen-{self.name}"
 
     def run(self, folder: str, *arguments: str) -> None:
-        """Start localgen in it. folder: for its server and its state, and to work in."""
+        """Start localgen. folder: its state, runtime and working folder."""
         places = [f"{name}={folder}" for name in ("XDG_RUNTIME_DIR", "XDG_STATE_HOME")]
         places.append(f"PYTHONPATH={Path(__file__).parents[1]}")
         environment = [word for place in places for word in ("-e", place)]
@@ -59,16 +60,16 @@ class Screen:
     def type(self, *keys: str) -> None:
         tmux("send-keys", "-t", self.session, *keys)
 
-    def shows(self, of: Callable[[str], bool], *, wait_s: float = WAIT_S) -> None:
-        """Wait until the screen is so. TimeoutError."""
+    def shows(self, condition: Callable[[str], bool], *, wait_s: float = WAIT_S) -> None:
+        """Wait until the text on the screen meets the condition. Raises TimeoutError."""
         deadline_s = time.monotonic() + wait_s
-        while not of(tmux("capture-pane", "-p", "-t", self.session)):
+        while not condition(tmux("capture-pane", "-p", "-t", self.session)):
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"{self.name} does not show what it should")
             time.sleep(0.1)
 
     def draw(self) -> None:
-        """Write what it shows now, colours and all."""
+        """Write the screen as SVG, with colours."""
         screen = tmux("capture-pane", "-p", "-e", "-t", self.session).rstrip()
         with open("/dev/null", "w") as nowhere:
             console = Console(record=True, width=self.columns, file=nowhere, force_terminal=True)
@@ -109,7 +110,7 @@ def tui(folder: str) -> None:
 
 
 def top(folder: str) -> None:
-    """Requests one upon the other."""
+    """Requests that overlap."""
     screen = Screen("top", 120, 36)
     planned = Screen("plan", 80, 24)
     planned.run(folder, "plan", "tiny")
@@ -125,7 +126,7 @@ def top(folder: str) -> None:
 
 
 def quantize(folder: str) -> None:
-    """The built-in model to its verdict."""
+    """Quantize the built-in model and wait for the verdict."""
     screen = Screen("quantize", 120, 36)
     screen.run(folder, "tui")
     screen.shows(lambda text: "Type below" in text)
@@ -140,7 +141,7 @@ SCENES = {"chat": chat, "tui": tui, "top": top, "quantize": quantize}
 
 
 def main() -> None:
-    """Act, then draw."""
+    """Run the scenes and write the SVG files."""
     for name in sys.argv[1:] or SCENES:
         folder = tempfile.mkdtemp()
         try:

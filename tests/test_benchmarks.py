@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks import busy, cpu, fastest_type, random_gguf
+from benchmarks import attention, busy, cpu, fastest_type, random_gguf, steps
 from benchmarks.llamacpp_tools import NAMES, Tools
 from benchmarks.measure import RATE, ModelLine, Report
-from benchmarks.random_gguf import Q6_K, SHAPES, Tensor
+from benchmarks.random_gguf import Q6_K, SHAPES, GgufTensor
 from benchmarks.speed import LOCALGEN, SERVER
 from benchmarks.streams import (
-    LocalgenSpeaker,
+    BenchClient,
+    LocalgenBenchClient,
     Prompt,
-    Speaker,
     Stream,
     StreamFailed,
     decode_rate,
@@ -39,7 +40,7 @@ def test_the_large_model_is_that_of_llama_3_2_1b() -> None:
     assert sum(random_gguf.num_bytes(t) for t in tensors) / 2**20 == pytest.approx(762.81, abs=0.01)
     finer = [t.name for t in tensors if t.type is Q6_K and "ffn_down" in t.name]
     assert len(finer) == 8
-    assert Tensor("token_embd.weight", (128_256, 2048), Q6_K) in tensors
+    assert GgufTensor("token_embd.weight", (128_256, 2048), Q6_K) in tensors
 
 
 def _stream(*arrivals: tuple[float, int], sent_s: float = 0.0) -> Stream:
@@ -90,7 +91,7 @@ def test_a_quick_run_without_tools(tmp_path: Path, capsys: pytest.CaptureFixture
     assert [c["met"] for c in computed] == [True, True], computed
 
 
-class _FixedSpeaker:
+class _FixedClient:
     """Answers of a fixed speed, in tokens/s."""
 
     def __init__(self, rate: float) -> None:
@@ -115,9 +116,9 @@ echo "{\\"avg_ts\\": ${GOMP_SPINCOUNT:-500}}"
         (tmp_path / name).write_text(script)
         (tmp_path / name).chmod(0o755)
     report = Report(ModelLine("m", 1, 1), 2, True, 1, {})
-    servers: dict[str, list[Speaker]] = {
-        LOCALGEN: [_FixedSpeaker(900.0)],
-        SERVER: [_FixedSpeaker(100.0)],
+    servers: dict[str, list[BenchClient]] = {
+        LOCALGEN: [_FixedClient(900.0)],
+        SERVER: [_FixedClient(100.0)],
     }
     (workload,) = busy.workloads(Tools(tmp_path), Path("m.gguf"), 8, [1], 0)
     busy.compare(report, servers, workload, 1)
@@ -135,7 +136,7 @@ def test_streams_and_prompts_beside_busy_processes(tmp_path: Path) -> None:
         (tmp_path / name).write_text('#!/bin/sh\necho \'{"speed_tg": 1000, "speed_pp": 500}\'\n')
         (tmp_path / name).chmod(0o755)
     report = Report(ModelLine("m", 1, 1), 1, True, 1, {})
-    servers: dict[str, list[Speaker]] = {LOCALGEN: [_FixedSpeaker(300.0)] * 4}
+    servers: dict[str, list[BenchClient]] = {LOCALGEN: [_FixedClient(300.0)] * 4}
     four, prompt = busy.workloads(Tools(tmp_path), Path("m.gguf"), 8, [4], 16)
     assert (four.name, prompt.name) == ("tg8 × 4", "pp16")
     busy.compare(report, servers, four, 0)
@@ -146,7 +147,7 @@ def test_streams_and_prompts_beside_busy_processes(tmp_path: Path) -> None:
     assert prompt.ours([_FixedReader()]) == pytest.approx(200.0)
 
 
-class _EvenSpeaker(LocalgenSpeaker):
+class _EvenClient(LocalgenBenchClient):
     """Answers of a server as if a token came every 10 ms, whatever else the machine does."""
 
     def ask(self, prompt: Prompt, max_tokens: int) -> Stream:
@@ -158,7 +159,7 @@ class _EvenSpeaker(LocalgenSpeaker):
 def test_the_fastest_type_against_the_usual_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fastest_type, "LocalgenSpeaker", _EvenSpeaker)
+    monkeypatch.setattr(fastest_type, "LocalgenBenchClient", _EvenClient)
     for name in NAMES:
         script = """#!/bin/sh
 case "$*" in *slow*) rate=2;; *) rate=3;; esac
@@ -182,3 +183,59 @@ echo '{"avg_ts": '$rate', "speed_tg": '$rate'}'
     ]
     ours = [series for series in report.series if series.side == "localgen, fast"]
     assert [check.value for check in report.checks] == [one.median / 2.0 for one in ours]
+
+
+def test_attention_writes_every_time_of_both_layouts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "attention.json"
+    assert attention.main(["--quick", "--output", str(output)]) == 0
+    assert "| sequences × tokens each | shared" in capsys.readouterr().out
+    result = json.loads(output.read_text())
+    assert result["commands"] == ["python -m benchmarks.attention --quick --output attention.json"]
+    found = {(one["test"], one["side"]): one["values"] for one in result["series"]}
+    decode, copy = "decode step, 2 × 100 tokens", "copy of a sequence, 2 × 100 tokens"
+    assert {key: len(values) for key, values in found.items()} == {
+        (decode, "shared"): attention.REPEATS,
+        (decode, "split"): attention.REPEATS,
+        (copy, "split"): 1,
+        ("step after 100 tokens", "1 rows"): attention.REPEATS,
+        ("step after 100 tokens", "2 rows"): attention.REPEATS,
+    }
+    assert all(value > 0 for values in found.values() for value in values)
+
+
+def test_steps_writes_the_median_of_every_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # q4_0 takes 10 ms for each token in the first round and 12 in the second, q8_0 twice that
+    token_ms = iter([10.0, 20.0, 12.0, 24.0])
+
+    def fixed_ms(model: object, length: int, counts: Sequence[int]) -> list[list[float]]:
+        each_ms = next(token_ms)
+        return [[count * each_ms, count * each_ms, 1000.0] for count in counts]
+
+    monkeypatch.setattr(steps, "step_ms", fixed_ms)
+    monkeypatch.setattr(steps, "cached", lambda name: BUILT_IN_PATH)
+    output = tmp_path / "steps.json"
+    arguments = ["--types", "q4_0,q8_0", "--rounds", "2", "--output", str(output)]
+    assert steps.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "| q8_0               | 22 ms | 44 ms |" in printed
+    assert "| q8_0                  | 1.00 | 2.00 |" in printed
+    result = json.loads(output.read_text())
+    found = {(one["test"], one["side"]): one["values"] for one in result["series"]}
+    assert len(found) == 2 * len(steps.SIZES)
+    assert found["step of 1 tokens", "q4_0"] == [10.0, 12.0]
+    assert found["step of 16 tokens", "q8_0"] == [320.0, 384.0]
+
+
+def test_steps_of_a_model_that_cannot_be_quantized(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuses(name: str) -> Path:
+        raise RuntimeError(f"llama.cpp cannot quantize it to {name}")
+
+    monkeypatch.setattr(steps, "cached", refuses)
+    assert steps.main(["--types", "q4_0"]) == 1
+    assert "error: llama.cpp cannot quantize it to q4_0" in capsys.readouterr().err

@@ -18,13 +18,13 @@ from torch import Tensor
 
 import localgen.backends.cuda.kernels as kernel_modules
 from benchmarks import gpu
-from benchmarks.answers import Answer, AnswerFailed, decode_tok_s, served
+from benchmarks.answers import Answer, AnswerFailed, decode_tok_s, serving_metrics
 from benchmarks.gpu_parts import case, decoder_checks, peer, peers, shapes
-from benchmarks.gpu_parts.bench import Bench
+from benchmarks.gpu_parts.bench import GpuBench
 from benchmarks.gpu_parts.clock import Budget
 from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.kernel_checks import kernels
-from benchmarks.gpu_parts.report import Check
+from benchmarks.gpu_parts.report import CorrectnessCheck
 from localgen.backends.cuda.kernels import activation, norm
 from localgen.backends.cuda.kernels.gemm import dense
 from localgen.backends.types import Finished, Timings
@@ -58,7 +58,7 @@ def test_a_quick_run_has_every_part(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert sum(name.startswith("logits of ") for name in names) == 3
 
 
-def _no_decoders(device: Device, seed: int) -> Iterator[Check]:
+def _no_decoders(device: Device, seed: int) -> Iterator[CorrectnessCheck]:
     yield from ()
 
 
@@ -119,24 +119,24 @@ def test_a_wrong_kernel_shows_in_the_decoder(monkeypatch: pytest.MonkeyPatch) ->
     right = dense.gated_matmul
 
     def wrong(x: Tensor, weight: Tensor, kind: Any) -> Tensor:
-        """Gate and up swapped, but not in the float64 twin."""
+        """Gate and up swapped, but not in the float64 reference."""
         other = weight if x.dtype is torch.float64 else torch.cat(weight.chunk(2)[::-1])
         return right(x, other, kind)
 
     monkeypatch.setattr("localgen.backends.cuda.model.linear.gated_matmul", wrong)
     failed = [check.name for check in decoder_checks.decoders(CPU, 1) if not check.passed]
     assert "llama: logits of a prompt, in parts, and decoding" in failed
-    assert "llama: greedy, graphs, looking ahead" in failed
+    assert "llama: greedy, graphs, run-ahead" in failed
 
 
-def test_every_kernel_with_a_twin_is_checked() -> None:
+def test_every_kernel_with_a_reference_is_checked() -> None:
     checked = {check.name.split(",")[0] for check in kernels(CPU, case.QUICK, 1)}
     for found in pkgutil.walk_packages(kernel_modules.__path__, f"{kernel_modules.__name__}."):
         module = importlib.import_module(found.name)
-        twins = {name.removesuffix("_reference") for name in vars(module)}
+        names = {name.removesuffix("_reference") for name in vars(module)}
         own = {
             name
-            for name in twins & set(vars(module))
+            for name in names & set(vars(module))
             if f"{name}_reference" in vars(module)
             and vars(module)[name].__module__ == module.__name__
         }
@@ -146,7 +146,7 @@ def test_every_kernel_with_a_twin_is_checked() -> None:
 def test_parts_that_fail_do_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(bench: Bench, budget: Budget) -> None:
+    def broken(bench: GpuBench, budget: Budget) -> None:
         raise RuntimeError("no more")
 
     parts = {"checks": (broken, 10.0), "ceilings": gpu.PARTS["ceilings"]}
@@ -195,7 +195,7 @@ def test_rates_and_waits_of_answers() -> None:
     early = _answer((1.0, 1), (2.0, 2), (3.0, 4), (4.0, 8))
     late = _answer((2.0, 1), (3.0, 3), (4.0, 5), (9.0, 6), sent_s=1.0)
     assert decode_tok_s([early, late]) == pytest.approx(5.0)
-    figures = served([early, late])
+    figures = serving_metrics([early, late])
     assert figures["tok_s"] == pytest.approx(14 / 9)
     assert (figures["ttft_p50_ms"], figures["itl_p50_ms"], figures["itl_p99_ms"]) == (1e3, 1e3, 5e3)
     with pytest.raises(AnswerFailed, match="never decoded together"):

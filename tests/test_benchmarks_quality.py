@@ -19,14 +19,14 @@ def checks(**perplexities: float) -> dict[str, tuple[float, bool]]:
     return {check.name: (check.value, check.met) for check in report.checks}
 
 
-def test_what_is_won_back_is_a_share_of_what_rounding_adds() -> None:
+def test_what_is_recovered_is_a_share_of_what_rounding_adds() -> None:
     found = checks(original=15.0, rtn_4=15.4, gptq_4=15.1, awq_4=15.3, fp8=15.09)
     wanted = {
         "perplexity: rtn-4": (15.4, True),
         "perplexity: gptq-4": (15.1, True),
         "perplexity: awq-4": (15.3, True),
-        "won back of rtn's loss: gptq-4": (0.75, False),
-        "won back of rtn's loss: awq-4": (0.25, False),
+        "recovered of rtn's loss: gptq-4": (0.75, False),
+        "recovered of rtn's loss: awq-4": (0.25, False),
         "perplexity: fp8 ÷ original": (1.006, False),
     }
     assert {name: met for name, (_, met) in found.items()} == {

@@ -78,7 +78,7 @@ def test_real_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "found.json"
     options = ["--quick", "--threads", "1", "--model", str(TINY_GGUF), "--output", str(output)]
     assert real_text.main(options) == 0
-    assert "held to a JSON schema" in capsys.readouterr().out
+    assert "constrained to a JSON schema" in capsys.readouterr().out
     series = json.loads(output.read_text())["series"]
     reused = {s["side"]: s["median"] for s in series if s["test"] == "turn 4: prompt reused"}
     computed = {s["side"]: s["median"] for s in series if s["test"] == "turn 4: prompt computed"}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import speculation
-from benchmarks.reciting import copies, prose
+from benchmarks.forced_output import copies, prose
 
 
 def test_copies_repeat_their_prompt() -> None:

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 pytest.importorskip("torch")
 
+from benchmarks.adversarial_text import ADVERSARIAL, adversarial_texts
 from benchmarks.gguf_model import llama_cpp_tokenizer
-from benchmarks.nasty_text import NASTY, nasty_texts
 from localgen.backends.errors import InvalidRequest, LoadFailed
 from localgen.backends.formats.gguf.file import GgufFile
 from localgen.backends.formats.gguf.pre_tokenizer import PRE_TOKENIZERS
@@ -47,7 +47,7 @@ def assert_same(path: Path, cases: list[str]) -> None:
 
 
 def test_the_built_in_model() -> None:
-    assert_same(TINY_GGUF, nasty_texts(200))
+    assert_same(TINY_GGUF, adversarial_texts(200))
 
 
 LINES = (TESTS / "data" / "questions.jsonl").read_text().splitlines()
@@ -61,7 +61,7 @@ def words(target: Path, pre: str | None) -> Path:
     trainer = trainers.BpeTrainer(
         vocab_size=2000, show_progress=False, initial_alphabet=bytes_only.alphabet()
     )
-    plain = [text for text in NASTY if "<" not in text]
+    plain = [text for text in ADVERSARIAL if "<" not in text]
     trained.train_from_iterator([*plain * 3, *LINES], trainer)
     model = json.loads(trained.to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].get)
@@ -103,7 +103,9 @@ def vocabulary(target: Path, name: str = "tiny", **values: Any) -> Path:
 def test_every_pre_tokenizer(pre: str, tmp_path: Path) -> None:
     """As in llama.cpp, which beyond ASCII writes three otherwise than their models' authors."""
     path = words(tmp_path / "pre.gguf", pre)
-    assert_same(path, [text for text in nasty_texts(300) if pre not in REWRITTEN or text.isascii()])
+    assert_same(
+        path, [text for text in adversarial_texts(300) if pre not in REWRITTEN or text.isascii()]
+    )
 
 
 def test_pre_tokenizers_differ(tmp_path: Path) -> None:
@@ -111,13 +113,13 @@ def test_pre_tokenizers_differ(tmp_path: Path) -> None:
     seen = set()
     for pre in PRE_TOKENIZERS:
         tokenizer = ours(words(tmp_path / "pre.gguf", pre))
-        tokens = [tokenizer.encode(text) for text in nasty_texts(150)]
+        tokens = [tokenizer.encode(text) for text in adversarial_texts(150)]
         seen.add(tuple(tuple(text[tokenizer.encode("") != [] :]) for text in tokens))
     assert len(seen) >= 8
 
 
 def test_no_pre_tokenizer_is_the_default_one(tmp_path: Path) -> None:
-    assert_same(words(tmp_path / "none.gguf", None), nasty_texts(50))
+    assert_same(words(tmp_path / "none.gguf", None), adversarial_texts(50))
 
 
 def pieces(target: Path, changes: dict[str, Any] | None = None, name: str = "tiny") -> Path:
@@ -167,7 +169,7 @@ def pieces(target: Path, changes: dict[str, Any] | None = None, name: str = "tin
 )
 def test_pieces_by_score(changes: dict[str, Any], tmp_path: Path) -> None:
     path = pieces(tmp_path / "spm.gguf", changes)
-    assert_same(path, nasty_texts(200))
+    assert_same(path, adversarial_texts(200))
     starts = [1] if changes.get("add_bos_token", True) else []
     assert ours(path).encode("") == starts
 
@@ -177,7 +179,7 @@ def test_pieces_of_phi_3(tmp_path: Path) -> None:
     path = pieces(tmp_path / "spm.gguf", name="Phi-3 mini")
     known = ["x<|im_end|>  \n y", "<s>  x</s> \t z", "<tag>  x <unk> y"]
     # of spaces beyond ASCII, its authors' tokenizer takes along what llama.cpp leaves
-    same = [text for text in nasty_texts(50) if not re.search(r">\s*[^\x00-\x7f\S]", text)]
+    same = [text for text in adversarial_texts(50) if not re.search(r">\s*[^\x00-\x7f\S]", text)]
     assert len(same) > 60
     assert_same(path, [*known, *same])
     assert ours(path).encode("<|im_end|>  the") == ours(path).encode("<|im_end|>the")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from tempfile import NamedTemporaryFile
 
-from benchmarks.agreement_parts.subject import Subject
+from benchmarks.agreement_parts.compared_model import ComparedModel
 from benchmarks.gguf_model import llama_cpp_logits, llama_cpp_tokenizer
 from benchmarks.llamacpp_tools import Tools
 from benchmarks.real_prompts import chats, code, prose
@@ -22,85 +22,85 @@ ANSWER_TOKENS = 64
 # llama.cpp chooses kernels by the size of a batch: given a prompt in parts of 64 tokens, or its
 # last token in a batch of its own, it moves logits of smollm2 by up to 0.8
 TIE = 0.5
-# among which both sides' tokens are looked for
+# number of best tokens among which both sides' tokens are searched
 _CANDIDATES = 8
 CTX = 2048
-# printed after the text
+# what llama-completion prints after the text
 _END, _END_OF_TEXT = b"\n\n", b" [end of text]\n"
 
 
 def prompts(count: int) -> list[str]:
-    """Prose, chats and code in turn."""
+    """Prose, chats and code, alternating."""
     each = -(-count // 3)
     turns = zip(prose(each), chats(each), code(each), strict=True)
     return [text for three in turns for text in three][:count]
 
 
-def greedy(subject: Subject, tools: Tools, count: int) -> None:
+def greedy(model: ComparedModel, tools: Tools, count: int) -> None:
     """Compare answers of two configurations.
 
     In an empty KV cache and without drafts, llama.cpp gets the same batches from both sides: the
-    text must be the same. With localgen's defaults, each request meets the cached prefixes of the
-    others, and drafts are verified in larger batches: the text may part at a near tie.
+    text must be the same. With localgen's defaults, requests reuse the cached prefixes of others,
+    and drafts are verified in larger batches: the text may differ from a near tie on.
     """
     texts = prompts(count)
-    with llama_cpp_tokenizer(subject.path) as vocabulary:
+    with llama_cpp_tokenizer(model.path) as vocabulary:
         encoded = [vocabulary.encode(text) for text in texts]
-        theirs = [completion(subject, tools, text) for text in texts]
-        alone = _answers(subject, encoded, LoadOptions(draft=DRAFT_NONE, prefix_cache=False))
+        theirs = [completion(model, tools, text) for text in texts]
+        alone = _answers(model, encoded, LoadOptions(draft=DRAFT_NONE, prefix_cache=False))
         pairs = zip(alone, theirs, strict=True)
         apart = sum(_text(vocabulary, ours) != text for ours, text in pairs)
         gaps = [
-            _gap(subject, vocabulary, ids, ours, text)
+            _gap(model, vocabulary, ids, ours, text)
             for ids, ours, text in zip(
-                encoded, _answers(subject, encoded, LoadOptions()), theirs, strict=True
+                encoded, _answers(model, encoded, LoadOptions()), theirs, strict=True
             )
             if _text(vocabulary, ours) != text
         ]
     test, ties = "greedy text, defaults", [gap for gap in gaps if gap < TIE]
     # JSON has no infinity
     others = [min(gap, 1e9) for gap in gaps if gap >= TIE]
-    subject.report.add("prompts", "length", "tokens", [float(len(ids)) for ids in encoded])
-    subject.none_of("greedy text, same batches", "not llama-completion's", apart, count)
-    subject.report.add(test, f"parts at a tie of < {TIE:g}", f"of {count}", [len(ties)])
+    model.report.add("prompts", "length", "tokens", [float(len(ids)) for ids in encoded])
+    model.none_of("greedy text, same batches", "not llama-completion's", apart, count)
+    model.report.add(test, f"parts at a tie of < {TIE:g}", f"of {count}", [len(ties)])
     if ties:
-        subject.report.add(test, "logits apart, where it parts", "", ties)
+        model.report.add(test, "logits apart, where it parts", "", ties)
     if others:
-        subject.report.add(test, "logits apart, where it parts otherwise", "", others)
-    subject.none_of(test, "parts otherwise", len(others), count)
+        model.report.add(test, "logits apart, where it parts otherwise", "", others)
+    model.none_of(test, "parts otherwise", len(others), count)
 
 
 def _answers(
-    subject: Subject, prompts: Sequence[list[int]], options: LoadOptions
+    model: ComparedModel, prompts: Sequence[list[int]], options: LoadOptions
 ) -> list[list[int]]:
-    """The tokens of localgen, one request at a time, up to the first that ends a text."""
-    options = replace(options, threads=subject.threads)
-    model = load_llamacpp_model(ModelLoadRequest("", str(subject.path), options), lambda _: None)
-    target_ms, ends = model.info.options.itl_target_ms, model.tokenizer.eos_token_ids
+    """Tokens of localgen, one request at a time, up to the end of the text."""
+    options = replace(options, threads=model.threads)
+    loaded = load_llamacpp_model(ModelLoadRequest("", str(model.path), options), lambda _: None)
+    target_ms, ends = loaded.info.options.itl_target_ms, loaded.tokenizer.eos_token_ids
     assert target_ms is not None
     session = Session(
-        model.runner,
-        model.info.vocab,
+        loaded.runner,
+        loaded.info.vocab,
         itl_target_ms=target_ms,
-        drafters=create_drafters(model),
+        drafters=create_drafters(loaded),
     )
     params = replace(GREEDY, stop_token_ids=tuple(ends))
     with session:
         return [session.ask([ids], ANSWER_TOKENS, params)[0].tokens for ids in prompts]
 
 
-def completion(subject: Subject, tools: Tools, prompt: str) -> str:
+def completion(model: ComparedModel, tools: Tools, prompt: str) -> str:
     """The greedy text of llama-completion."""
     with NamedTemporaryFile() as file:
         # the option for text files drops the last newline
         file.write(prompt.encode())
         file.flush()
-        said = tools.output(
-            "llama-completion", "-m", str(subject.path), "--binary-file", file.name,
+        output = tools.output(
+            "llama-completion", "-m", str(model.path), "--binary-file", file.name,
             "--no-escape", "-no-cnv", "--no-display-prompt", "--temp", "0",
-            "-n", str(ANSWER_TOKENS), "-c", str(CTX), "-t", str(subject.threads),
+            "-n", str(ANSWER_TOKENS), "-c", str(CTX), "-t", str(model.threads),
         )  # fmt: skip
-    return Detokenizer().feed(said.removesuffix(_END).removesuffix(_END_OF_TEXT))
+    return Detokenizer().feed(output.removesuffix(_END).removesuffix(_END_OF_TEXT))
 
 
 def _text(vocabulary: LlamaCppTokenizer, tokens: Sequence[int]) -> str:
@@ -108,19 +108,19 @@ def _text(vocabulary: LlamaCppTokenizer, tokens: Sequence[int]) -> str:
 
 
 def _gap(
-    subject: Subject,
+    model: ComparedModel,
     vocabulary: LlamaCppTokenizer,
     prompt: list[int],
     ours: list[int],
     theirs: str,
 ) -> float:
-    """How far the logits of the two sides' tokens lie below the best, at most, where they part.
+    """Largest logit gap to the best token, over both sides, at the first difference.
 
-    Infinite if one is not among the best tokens.
+    Infinite if a side's token is not among the _CANDIDATES best.
     """
     starts = [_text(vocabulary, ours[:n]) for n in range(len(ours) + 1)]
     same = sum(map(theirs.startswith, starts)) - 1
-    logits = llama_cpp_logits(subject.path, prompt + ours[:same], CTX)[-1]
+    logits = llama_cpp_logits(model.path, prompt + ours[:same], CTX)[-1]
     values, tokens = (found.tolist() for found in logits.topk(_CANDIDATES))
     ends = vocabulary.eos_token_ids
 

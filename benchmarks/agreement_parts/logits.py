@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.agreement_parts.subject import Subject
+from benchmarks.agreement_parts.compared_model import ComparedModel
+from benchmarks.forced_output import HELD_OUT
 from benchmarks.gguf_model import llama_cpp_logits, our_logits, widen
-from benchmarks.reciting import HELD_OUT
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 
 # logits reach about 30; both compute in float32, in another order
@@ -24,21 +24,21 @@ _MOST_MNATS, _LEAST_SAME = 5.0, 0.95
 _LENGTH_STEP = 256
 
 
-def logits(subject: Subject, length: int) -> None:
-    """Compare the logits after each of `length` tokens of a real text."""
+def logits(model: ComparedModel, length: int) -> None:
+    """Compare the logits at `length` positions of a real text."""
     text = HELD_OUT.read_text(encoding="utf-8")
-    ids = subject.source.load_tokenizer().encode(text[: 8 * length])[:length]
+    ids = model.source.load_tokenizer().encode(text[: 8 * length])[:length]
     ctx = -(-len(ids) // _LENGTH_STEP) * _LENGTH_STEP
-    spec = subject.source.spec
-    weights = subject.source.load_weights("cpu", torch.float32)
+    spec = model.source.spec
+    weights = model.source.load_weights("cpu", torch.float32)
     ours = our_logits(spec, weights, ids, ctx)
-    _close(subject, "transformers", ours, transformers_logits(subject.path, spec, ids))
+    _close(model, "transformers", ours, transformers_logits(model.path, spec, ids))
     with tempfile.TemporaryDirectory() as folder:
         wide = Path(folder) / "wide.gguf"
-        widen(subject.path, wide)
-        _close(subject, "llama.cpp, weights in float32", ours, llama_cpp_logits(wide, ids, ctx))
-    theirs = llama_cpp_logits(subject.path, ids, ctx)
-    report, name = subject.report, "llama.cpp, activations in 8 bits"
+        widen(model.path, wide)
+        _close(model, "llama.cpp, weights in float32", ours, llama_cpp_logits(wide, ids, ctx))
+    theirs = llama_cpp_logits(model.path, ids, ctx)
+    report, name = model.report, "llama.cpp, activations in 8 bits"
     nats = functional.kl_div(
         theirs.log_softmax(-1), ours.log_softmax(-1), reduction="batchmean", log_target=True
     )
@@ -46,22 +46,22 @@ def logits(subject: Subject, length: int) -> None:
     report.least(report.add("same best token", name, "", [_same_best(ours, theirs)]), _LEAST_SAME)
 
 
-def _close(subject: Subject, name: str, ours: Tensor, theirs: Tensor) -> None:
-    """Enter how far float32 logits are apart, and how often the best token is the same."""
-    report = subject.report
+def _close(model: ComparedModel, name: str, ours: Tensor, theirs: Tensor) -> None:
+    """Report the largest difference of float32 logits, and the share of equal best tokens."""
+    report = model.report
     apart = float((ours - theirs).abs().max())
     report.most(report.add("logits apart, at most", name, "", [apart]), _MOST_APART)
     report.least(report.add("same best token", name, "", [_same_best(ours, theirs)]), 1.0)
 
 
 def _same_best(ours: Tensor, theirs: Tensor) -> float:
-    """Share of the tokens after which both have the same most likely one."""
+    """Share of the positions where both have the same most likely token."""
     return float((ours.argmax(-1) == theirs.argmax(-1)).double().mean())
 
 
 @torch.no_grad()
 def transformers_logits(path: Path, spec: ModelSpec, ids: list[int]) -> Tensor:
-    """Logits of transformers' Llama in float32, with the weights that the gguf package reads."""
+    """Logits of transformers' Llama in float32, with weights read by the gguf package."""
     reader = gguf.GGUFReader(path)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     model = LlamaForCausalLM(_config(reader, spec, tied="output.weight" not in tensors))
@@ -81,7 +81,7 @@ def transformers_logits(path: Path, spec: ModelSpec, ids: list[int]) -> Tensor:
 
 
 def _config(reader: gguf.GGUFReader, spec: ModelSpec, *, tied: bool) -> LlamaConfig:
-    """The configuration, from the metadata as the gguf package reads them."""
+    """Model configuration, from metadata read by the gguf package."""
 
     def read(key: str) -> float:
         field = reader.get_field(f"llama.{key}")

@@ -1,4 +1,4 @@
-"""Tokenizers: llama.cpp's, the CUDA backend's, and the one that the model's authors published."""
+"""Tokenizers: llama.cpp's, the CUDA backend's, and that of the model's authors."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel, Digits
 
-from benchmarks.agreement_parts.subject import Subject
+from benchmarks.adversarial_text import adversarial_texts
+from benchmarks.agreement_parts.compared_model import ComparedModel
 from benchmarks.gguf_model import llama_cpp_tokenizer
-from benchmarks.nasty_text import nasty_texts
 from localgen.backends.formats.gguf.file import GgufFile
 from localgen.backends.formats.hf.tokenizer import HfTokenizer
 from localgen.backends.llamacpp.vocab import LlamaCppTokenizer
@@ -24,37 +24,37 @@ NO_TOKENIZER = "known tokenizer of the model's authors"
 _CONTROL = 3
 
 
-def tokens(subject: Subject, count: int) -> None:
-    """Compare token ids of nasty texts, and the texts that they decode to.
+def tokens(model: ComparedModel, count: int) -> None:
+    """Compare token ids of adversarial texts, and the decoded texts.
 
-    Where the vocabulary has no token for a byte, llama.cpp merges nothing across the gap, and the
-    `tokenizers` library does: such texts are counted apart.
+    Texts with bytes without a token are counted separately: llama.cpp does not merge across such a
+    byte, the `tokenizers` library does.
     """
-    texts = nasty_texts(count)
-    own = subject.source.load_tokenizer()
-    published = published_tokenizer(subject.path)
-    with llama_cpp_tokenizer(subject.path) as theirs:
+    texts = adversarial_texts(count)
+    own = model.source.load_tokenizer()
+    published = published_tokenizer(model.path)
+    with llama_cpp_tokenizer(model.path) as theirs:
         pieces = set(map(theirs.piece, range(theirs.vocab_size)))
         encodable = [_without_unknown(text, pieces) for text in texts]
         ids = [theirs.encode(text) for text in texts]
         for name, side in (("engine", own), ("llama.cpp", theirs)):
-            _decoding(subject, name, side, ids, encodable)
+            _decoding(model, name, side, ids, encodable)
     rows = list(zip(texts, [own.encode(text) for text in texts], ids, encodable, strict=True))
     whole = [(t, a, b) for t, a, b, known in rows if known == t.encode()]
     gaps = [(t, a, b) for t, a, b, known in rows if known != t.encode()]
-    subject.none_of("tokens", "engine's differ from llama.cpp's", _differing(whole), len(whole))
-    subject.report.add(
+    model.none_of("tokens", "engine's differ from llama.cpp's", _differing(whole), len(whole))
+    model.report.add(
         "tokens",
         "engine's differ from llama.cpp's, bytes that no token has",
         f"of {len(gaps):,}",
         [_differing(gaps)],
     )
     if published is None:
-        subject.report.not_compared.append(f"tokens with its authors': no {NO_TOKENIZER}")
+        model.report.not_compared.append(f"tokens with its authors': no {NO_TOKENIZER}")
     else:
         found = [published.encode(t, add_special_tokens=False).ids for t in texts]
         pairs = [(t, a, b) for (t, a, _, _), b in zip(rows, found, strict=True)]
-        subject.none_of(
+        model.none_of(
             "tokens",
             "engine's differ from its authors'",
             _differing(pairs),
@@ -63,7 +63,7 @@ def tokens(subject: Subject, count: int) -> None:
 
 
 def _differing(rows: Sequence[tuple[str, list[int], list[int]]]) -> int:
-    """Number of texts with different tokens; prints the first ones."""
+    """Number of texts with different tokens; prints the first three."""
     found = [text for text, ours, theirs in rows if ours != theirs]
     for text in found[:3]:
         print(f"tokens differ: {text[-200:]!a}")
@@ -71,13 +71,13 @@ def _differing(rows: Sequence[tuple[str, list[int], list[int]]]) -> int:
 
 
 def _decoding(
-    subject: Subject,
+    model: ComparedModel,
     name: str,
     side: HfTokenizer | LlamaCppTokenizer,
     ids: Sequence[list[int]],
     encodable: Sequence[bytes],
 ) -> None:
-    """Count the texts that do not come back, at once or token by token as answers are streamed."""
+    """Count the texts that do not round-trip, decoded at once or token by token."""
     lost = streamed = 0
     for row, known in zip(ids, encodable, strict=True):
         lost += b"".join(side.piece(token) or side.id_to_token(token) for token in row) != known
@@ -85,17 +85,17 @@ def _decoding(
         detokenizer, whole = Detokenizer(), codecs.getincrementaldecoder("utf-8")("replace")
         text = "".join(map(detokenizer.feed, pieces))
         streamed += text != whole.decode(b"".join(pieces))
-    subject.none_of("decode(encode(text)) is not the text", name, lost, len(ids))
-    subject.none_of("streamed text differs", name, streamed, len(ids))
+    model.none_of("decode(encode(text)) is not the text", name, lost, len(ids))
+    model.none_of("streamed text differs", name, streamed, len(ids))
 
 
 def _without_unknown(text: str, pieces: Set[bytes]) -> bytes:
-    """The UTF-8 form of a text without bytes that are no token: every tokenizer drops them."""
+    """UTF-8 of a text without bytes that have no token: every tokenizer drops them."""
     return b"".join(byte for byte in (bytes([b]) for b in text.encode()) if byte in pieces)
 
 
 def published_tokenizer(path: Path) -> tokenizers.Tokenizer | None:
-    """The vocabulary of a file with the pre-tokenizer of the model's authors; None if not known."""
+    """The file's vocabulary with the pre-tokenizer of the model's authors; None if unknown."""
     values = GgufFile(path).section("tokenizer.ggml.").values
     steps = _PUBLISHED.get(str(values.get("pre")))
     if steps is None:

@@ -15,17 +15,17 @@ from benchmarks.gpu_parts.clock import Budget
 from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.inputs import Inputs
 from benchmarks.gpu_parts.loaded import DTYPE, Loaded
-from benchmarks.gpu_parts.plan import Plan
-from benchmarks.gpu_parts.report import Check, Figures, Report
+from benchmarks.gpu_parts.plan import GpuPlan
+from benchmarks.gpu_parts.report import CorrectnessCheck, Figures, GpuReport
 from benchmarks.gpu_parts.shapes import Shape
 
 Side = Callable[[], Figures]
 
 
-class Bench:
-    """One run. All random numbers but the weights derive from the report's seed."""
+class GpuBench:
+    """State of one run. All random numbers except the weights derive from the report's seed."""
 
-    def __init__(self, device: Device, plan: Plan, report: Report) -> None:
+    def __init__(self, device: Device, plan: GpuPlan, report: GpuReport) -> None:
         self.device, self.plan, self.report = device, plan, report
         self.random = random.Random(report.seed)
         self._loaded: dict[str, Loaded] = {}
@@ -33,7 +33,7 @@ class Bench:
         self._begun_s = time.monotonic()
 
     def peers_ready_s(self) -> float:
-        """Seconds left until all peers must be ready; negative if the time is over."""
+        """Seconds until all peers must be ready; negative after that."""
         return self._begun_s + self.plan.peer_ready_s - time.monotonic()
 
     @property
@@ -54,7 +54,7 @@ class Bench:
         return Inputs(generator, DTYPE)
 
     def model(self, shape: Shape) -> Loaded:
-        """Return the model with random weights; created on first use."""
+        """Model with random weights, created on first use."""
         if shape.name not in self._loaded:
             loaded = self._loaded[shape.name] = Loaded(shape, self.device)
             self.report.models.append(
@@ -73,7 +73,7 @@ class Bench:
         self.device.free()
 
     def prompt(self, shape: Shape, tokens: int) -> list[int]:
-        """Return a new random prompt, so that the prefix cache does not help."""
+        """Return a new random prompt, which no cached prefix matches."""
         return self.random.choices(range(shape.spec.vocab_size), k=tokens)
 
     def prompts(self, shape: Shape, lengths: Sequence[int]) -> list[list[int]]:
@@ -91,7 +91,7 @@ class Bench:
             row = self.report.add(part, test, name, rounds)
             progress(" | ".join(row.cells()))
 
-    def check(self, check: Check) -> None:
+    def check(self, check: CorrectnessCheck) -> None:
         """Add a check to the report; print it if it failed."""
         self.report.checks.append(check)
         if not check.passed:

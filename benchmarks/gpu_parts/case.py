@@ -1,4 +1,4 @@
-"""Kernel checks: a kernel and its reference implementation ("twin") on the same inputs."""
+"""Kernel checks: a kernel and its reference implementation on the same inputs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ Tensors = Sequence[Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """found: computes the kernel's outputs. wanted: the twin's. most: maximum relative error."""
+class KernelCase:
+    """A kernel and its reference on the same inputs.
+
+    found, wanted: outputs of the kernel, of the reference. most: maximum relative error.
+    """
 
     kernel: str
     variant: str
@@ -33,17 +36,17 @@ class Case:
         return f"{self.kernel}, {self.variant}"
 
 
-def beside(
+def kernel_case(
     kernel: str,
     variant: str,
     sides: tuple[Callable[..., Any], Callable[..., Any]],
     given: tuple[Any, ...],
     exact: tuple[Any, ...],
     most: float = BF16,
-) -> Case:
-    """Return the case of a kernel called with `given` and its twin called with `exact`.
+) -> KernelCase:
+    """Return the case of a kernel called with `given` and its reference called with `exact`.
 
-    sides: kernel and twin; each returns a tensor or several.
+    sides: kernel and reference; each returns a tensor or several.
     """
 
     def outputs(side: Callable[..., Any], arguments: tuple[Any, ...]) -> Tensors:
@@ -51,14 +54,14 @@ def beside(
         return (found,) if isinstance(found, Tensor) else tuple(found)
 
     found, wanted = sides
-    return Case(
+    return KernelCase(
         *(kernel, variant, lambda: outputs(found, given), lambda: outputs(wanted, exact)), most
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """hidden, intermediate: model sizes. long: tokens of long sequences. rows: of a large batch."""
+    """Sizes of the inputs. long: tokens of a long sequence. rows: of a large batch."""
 
     hidden: int
     intermediate: int

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.gpu_parts.device import Device
-from benchmarks.gpu_parts.report import Report
+from benchmarks.gpu_parts.report import GpuReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +26,12 @@ class Ceilings:
         return found
 
 
-def measure(device: Device, report: Report, *, size: int, side: int) -> Ceilings:
+def measure(device: Device, report: GpuReport, *, size: int, side: int) -> Ceilings:
     """Measure the ceilings. size: bytes of the buffers. side: of the square matrices."""
     source = torch.randn(size // 4, device=device.torch)
     target = torch.empty_like(source)
     copy_s = device.median_s([lambda: target.copy_(source)])
-    # a sum reads everything once and writes next to nothing
+    # a reduction reads everything once and writes almost nothing
     read_s = min(device.median_s([read]) for read in _readers(source))
     found = Ceilings(2 * source.nbytes / copy_s, device.datasheet_bytes_s)
     for name, bytes_s in (("read", source.nbytes / read_s), ("copy", found.copy_bytes_s)):

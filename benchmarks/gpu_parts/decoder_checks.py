@@ -1,4 +1,4 @@
-"""Check decoder and engine against a float64 twin: logits, then greedy tokens."""
+"""Check decoder and engine against a float64 reference: logits, then greedy tokens."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_parts.device import Device, relative_error
-from benchmarks.gpu_parts.loaded import DTYPE, over, watched_runner
-from benchmarks.gpu_parts.probe import Probe, exact, livened
-from benchmarks.gpu_parts.report import Check, said
+from benchmarks.gpu_parts.loaded import DTYPE, engine_session, watched_runner
+from benchmarks.gpu_parts.probe import Probe, exact, randomize_norms
+from benchmarks.gpu_parts.report import CorrectnessCheck, format_error
 from benchmarks.gpu_parts.shapes import CHECKED, Shape
 from localgen.backends.cuda.model.weights import DecoderWeights, random_weights
 from localgen.backends.formats.architecture.model_spec import ModelSpec
@@ -23,7 +23,7 @@ from localgen.backends.formats.architecture.model_spec import ModelSpec
 # rounding may select another one of two experts with nearly equal scores
 LOGITS = 4e-2
 ROUGH_LOGITS = 0.15
-# maximum distance of a greedy token's logit from the largest one, in standard deviations of the
+# maximum gap of a greedy token's logit to the largest one, in standard deviations of the
 # row: of a thousand random logits the largest two differ by about 1/3, and a wrong token's is about
 # 3 below
 NEARLY_BEST = 0.5
@@ -32,67 +32,67 @@ _ANSWER, _SHARED = 14, 64
 
 
 @dataclass(slots=True)
-class Subject:
-    """A small model, its float64 twin, and prompts."""
+class CheckedModel:
+    """A small model, its float64 reference, and prompts."""
 
     name: str
     spec: ModelSpec
     weights: DecoderWeights
-    twin: Probe
+    reference: Probe
     texts: list[list[int]] = field(default_factory=list)
     _exact: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, shape: Shape, device: Device, seed: int) -> Subject:
+    def of(cls, shape: Shape, device: Device, seed: int) -> CheckedModel:
         spec = shape.spec
         plain = random_weights(spec, device=device.torch, dtype=DTYPE, seed=seed)
         generator = torch.Generator(device.torch).manual_seed(seed)
-        weights = livened(plain, generator)
+        weights = randomize_norms(plain, generator)
         draw = random.Random(seed)
         prefix = draw.choices(range(spec.vocab_size), k=_SHARED)
         texts = [draw.choices(range(spec.vocab_size), k=length) for length in _PROMPTS]
         texts += [prefix + draw.choices(range(spec.vocab_size), k=9) for _ in range(2)]
-        twin = Probe(spec, exact(weights), max_len=512, dtype=torch.float64)
-        return cls(shape.name, spec, weights, twin, texts)
+        reference = Probe(spec, exact(weights), max_len=512, dtype=torch.float64)
+        return cls(shape.name, spec, weights, reference, texts)
 
     def below_best(self, prompt: Sequence[int], answer: Sequence[int]) -> float:
-        """Largest distance of an answer token from the twin's best, in standard deviations."""
+        """Largest gap to the reference's best logit over an answer, in standard deviations."""
         text = (*prompt, *answer[:-1])
-        if text not in self._exact:  # most ways of running give the same answers
-            self._exact[text] = self.twin.text(text)
+        if text not in self._exact:  # most configurations give the same answers
+            self._exact[text] = self.reference.text(text)
         logits = self._exact[text][len(prompt) - 1 :]
-        said = logits.gather(-1, torch.tensor(answer)[:, None])[:, 0]
-        return float(((logits.amax(-1) - said) / logits.std(-1)).max())
+        answered = logits.gather(-1, torch.tensor(answer)[:, None])[:, 0]
+        return float(((logits.amax(-1) - answered) / logits.std(-1)).max())
 
 
-def decoders(device: Device, seed: int) -> Iterator[Check]:
+def decoders(device: Device, seed: int) -> Iterator[CorrectnessCheck]:
     """Check models of every kind: chunked prefill, decoding, CUDA graphs, the whole engine."""
     for shape in CHECKED:
         try:
-            subject = Subject.of(shape, device, seed)
+            model = CheckedModel.of(shape, device, seed)
         except Exception as error:
-            yield Check(f"{shape.name}: made", 0.0, 0.0, said(error))
+            yield CorrectnessCheck(f"{shape.name}: create", 0.0, 0.0, format_error(error))
             continue
-        checks: dict[str, Callable[[Subject, Device], tuple[float, float]]] = {
+        checks: dict[str, Callable[[CheckedModel, Device], tuple[float, float]]] = {
             "logits of a prompt, in parts, and decoding": _logits,
-            "graphs against none, logits": _graphs,
+            "logits with graphs, against eager steps": _graphs,
             "greedy, eager": partial(_greedy, graphs=False, ahead=False),
-            "greedy, eager, looking ahead": partial(_greedy, graphs=False, ahead=True),
+            "greedy, eager, run-ahead": partial(_greedy, graphs=False, ahead=True),
             "greedy, graphs": partial(_greedy, graphs=True, ahead=False),
-            "greedy, graphs, looking ahead": partial(_greedy, graphs=True, ahead=True),
+            "greedy, graphs, run-ahead": partial(_greedy, graphs=True, ahead=True),
         }
         for name, check in checks.items():
             title = f"{shape.name}: {name}"
             try:
-                yield Check(title, *check(subject, device))
+                yield CorrectnessCheck(title, *check(model, device))
             except Exception as error:
-                yield Check(title, 0.0, 0.0, said(error))
+                yield CorrectnessCheck(title, 0.0, 0.0, format_error(error))
 
 
-def _logits(subject: Subject, device: Device) -> tuple[float, float]:
-    """Prefill two texts together, one of them in two chunks, then decode 8 tokens of each."""
-    probe = Probe(subject.spec, subject.weights, max_len=512, sequences=2)
-    one, other = subject.texts[0], subject.texts[2]
+def _logits(model: CheckedModel, device: Device) -> tuple[float, float]:
+    """Prefill two texts in the same steps, one in two chunks; then decode 8 tokens of each."""
+    probe = Probe(model.spec, model.weights, max_len=512, sequences=2)
+    one, other = model.texts[0], model.texts[2]
     middle, end = len(other) // 2, len(other) - 8
     first = probe.step([(0, 0, one[:-8]), (1, 0, other[:middle])])
     second = probe.step([(1, middle, other[middle:end])])
@@ -104,22 +104,22 @@ def _logits(subject: Subject, device: Device) -> tuple[float, float]:
             one_of.append(logits)
     whole = torch.cat([first[0], *rest[0]]), torch.cat([first[1], second[0], *rest[1]])
     errors = [
-        relative_error(logits.cpu(), subject.twin.text(text))
+        relative_error(logits.cpu(), model.reference.text(text))
         for logits, text in zip(whole, (one, other), strict=True)
     ]
-    return max(errors), _most(subject.spec)
+    return max(errors), _most(model.spec)
 
 
 def _most(spec: ModelSpec) -> float:
     return ROUGH_LOGITS if spec.moe or spec.quant else LOGITS
 
 
-def _graphs(subject: Subject, device: Device) -> tuple[float, float]:
+def _graphs(model: CheckedModel, device: Device) -> tuple[float, float]:
     """Compare an eager decode step with the same step captured and replayed as a CUDA graph."""
-    texts = subject.texts[:3]
+    texts = model.texts[:3]
     found = []
     for graphs in (False, True):
-        probe = Probe(subject.spec, subject.weights, max_len=512, sequences=3, graphs=graphs)
+        probe = Probe(model.spec, model.weights, max_len=512, sequences=3, graphs=graphs)
         probe.step([(i, 0, text[:-1]) for i, text in enumerate(texts)])
         for _ in range(3 if graphs else 1):
             last = [(i, len(text) - 1, text[-1:]) for i, text in enumerate(texts)]
@@ -128,20 +128,22 @@ def _graphs(subject: Subject, device: Device) -> tuple[float, float]:
 
 
 def _answers(
-    subject: Subject, device: Device, *, graphs: bool, ahead: bool
+    model: CheckedModel, device: Device, *, graphs: bool, ahead: bool
 ) -> list[tuple[list[int], list[int]]]:
-    """Return prompts with greedy answers; the last prompt finds its prefix in the cache."""
+    """Return prompts with greedy answers; the prefix of the last prompt is cached."""
     runner = watched_runner(
-        subject.spec, subject.weights, device, kv_tokens=4096, graphs=graphs, ahead=ahead
+        model.spec, model.weights, device, kv_tokens=4096, graphs=graphs, ahead=ahead
     )
-    with over(runner, subject.spec.vocab_size) as session:
-        answers = [*session.ask(subject.texts[:-1], _ANSWER), *session.ask(subject.texts[-1:], 8)]
+    with engine_session(runner, model.spec.vocab_size) as session:
+        answers = [*session.ask(model.texts[:-1], _ANSWER), *session.ask(model.texts[-1:], 8)]
         cached = answers[-1].finished.timings.cache_n
         assert cached == _SHARED, f"{cached} of {_SHARED} tokens came from the cache"
-        return [(text, a.tokens) for text, a in zip(subject.texts, answers, strict=True)]
+        return [(text, a.tokens) for text, a in zip(model.texts, answers, strict=True)]
 
 
-def _greedy(subject: Subject, device: Device, *, graphs: bool, ahead: bool) -> tuple[float, float]:
-    """Check that every greedy token is nearly the best of the twin after the same text."""
-    pairs = _answers(subject, device, graphs=graphs, ahead=ahead)
-    return max(subject.below_best(*pair) for pair in pairs), NEARLY_BEST
+def _greedy(
+    model: CheckedModel, device: Device, *, graphs: bool, ahead: bool
+) -> tuple[float, float]:
+    """Check that every greedy token is nearly the reference's best after the same text."""
+    pairs = _answers(model, device, graphs=graphs, ahead=ahead)
+    return max(model.below_best(*pair) for pair in pairs), NEARLY_BEST

@@ -1,4 +1,4 @@
-"""The benchmark's device and its timing: CUDA events on a GPU, else a host clock."""
+"""The device under test and its timing: CUDA events on a GPU, else the host clock."""
 
 from __future__ import annotations
 
@@ -85,16 +85,16 @@ class Device:
     def median_s(self, calls: Sequence[Callable[[], object]]) -> float:
         """Return the median duration of a call.
 
-        calls: the same work on different memory, run in turn so that inputs are not cached. On a
-        GPU they are replayed from a CUDA graph, so that launches take no time.
+        calls: the same work on different memory, one after the other, so that inputs are not in the
+        cache. On a GPU they are replayed from a CUDA graph, without launch times.
         """
 
-        def all_of_them() -> None:
+        def run_all() -> None:
             for call in calls:
                 call()
 
         with torch.inference_mode():
-            run = self._captured(all_of_them)
+            run = self._captured(run_all)
             run()
             once_s = self.seconds(run)
             times = max(1, math.ceil(_MEASURED_S / max(once_s, 1e-9))) if self.is_gpu else 1
@@ -126,7 +126,7 @@ class Device:
             torch.cuda.reset_peak_memory_stats(self.torch)
 
     def peak_gb(self) -> float:
-        """Peak memory of tensors since reset_peak; on a CPU, the resident memory now."""
+        """Peak memory of tensors since reset_peak; on a CPU, the current resident memory."""
         if self.is_gpu:
             return torch.cuda.max_memory_allocated(self.torch) / 1e9
         return float(psutil.Process().memory_info().rss) / 1e9

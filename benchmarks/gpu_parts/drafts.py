@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import partial
 
 from benchmarks.answers import decode_tok_s
-from benchmarks.gpu_parts.bench import Bench
+from benchmarks.gpu_parts.bench import GpuBench
 from benchmarks.gpu_parts.clock import Budget
-from benchmarks.gpu_parts.loaded import over, watched_runner
+from benchmarks.gpu_parts.loaded import engine_session, watched_runner
 from benchmarks.gpu_parts.report import Figures
 from benchmarks.gpu_parts.shapes import Shape
-from benchmarks.scripted import SAID, SCRIPTED, Scripted
+from benchmarks.scripted_draft import FORCED_SAMPLING, FORCED_TOKEN, ScriptedDraftRunner
 from benchmarks.session import Session
 from localgen.backends.cuda.runner import CudaRunner
 from localgen.backends.engine.speculation.draft_model import ModelDrafter
@@ -18,8 +18,8 @@ from localgen.backends.engine.speculation.draft_model import ModelDrafter
 ACCEPTANCES = (0.5, 0.7, 0.9)
 
 
-def drafts(bench: Bench, budget: Budget) -> None:
-    """Compare decoding of one sequence with and without the draft model."""
+def drafts(bench: GpuBench, budget: Budget) -> None:
+    """Compare decoding one sequence with and without the draft model."""
     plan = bench.plan
     kv_tokens = plan.alone.prompt + plan.alone.answer + 4096
 
@@ -34,10 +34,10 @@ def drafts(bench: Bench, budget: Budget) -> None:
     prompt = bench.prompt(plan.plain, plan.alone.prompt)
     vocab = plan.plain.spec.vocab_size
     for alpha in ACCEPTANCES:
-        drafter = ModelDrafter(Scripted(draft, SAID, alpha), "scripted")
+        drafter = ModelDrafter(ScriptedDraftRunner(draft, FORCED_TOKEN, alpha), "scripted")
         sessions = {
-            "plain": over(target, vocab),
-            f"drafts of {plan.small.name}": over(target, vocab, [drafter]),
+            "plain": engine_session(target, vocab),
+            f"drafts of {plan.small.name}": engine_session(target, vocab, [drafter]),
         }
         sides = {
             name: partial(_figures, session, prompt, plan.alone.answer)
@@ -53,10 +53,10 @@ def drafts(bench: Bench, budget: Budget) -> None:
 
 
 def _figures(session: Session, prompt: list[int], tokens: int) -> Figures:
-    (answer,) = session.ask([prompt], tokens, SCRIPTED)
-    told = session.stats.speculation
+    (answer,) = session.ask([prompt], tokens, FORCED_SAMPLING)
+    stats = session.stats.speculation
     return {
         "decode_tok_s": decode_tok_s([answer]),
-        "tokens_a_step": told.tokens_per_step,
-        "speedup_as_told": told.speedup,
+        "tokens_a_step": stats.tokens_per_step,
+        "speedup_estimated": stats.speedup,
     }

@@ -17,7 +17,7 @@ from pathlib import Path  # noqa: E402
 
 from benchmarks.answers import Answer  # noqa: E402
 from benchmarks.gpu_parts.device import Device  # noqa: E402
-from benchmarks.gpu_parts.loaded import over  # noqa: E402
+from benchmarks.gpu_parts.loaded import engine_session  # noqa: E402
 from localgen.backends.cuda.loader import load_cuda_model  # noqa: E402
 from localgen.backends.cuda.runner import CudaRunner  # noqa: E402
 from localgen.backends.model_info import LoadOptions, ModelLoadRequest  # noqa: E402
@@ -26,7 +26,7 @@ _PROMPT, _ANSWER = 32, 40
 
 
 def main() -> None:
-    """Load the model as the engine process does, generate, print the durations."""
+    """Load the model as the engine process does, generate, and print the durations."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("started", type=float)
@@ -38,19 +38,17 @@ def main() -> None:
     ready_s = time.monotonic()
     read_s: list[float] = []
 
-    def weights_are_there(share: float) -> None:
+    def record_read(share: float) -> None:
         device.synchronize()
         read_s.append(time.monotonic())
 
-    asked = LoadOptions(backend="cuda", device=str(device.torch))
-    model = load_cuda_model(
-        ModelLoadRequest("model", str(options.folder), asked), weights_are_there
-    )
+    requested = LoadOptions(backend="cuda", device=str(device.torch))
+    model = load_cuda_model(ModelLoadRequest("model", str(options.folder), requested), record_read)
     device.synchronize()
     loaded_s = time.monotonic()
     assert isinstance(model.runner, CudaRunner)
     vocab = model.info.vocab
-    with over(model.runner, vocab) as session:
+    with engine_session(model.runner, vocab) as session:
         (answer,) = session.ask([[i % vocab for i in range(_PROMPT)]], _ANSWER)
     print(
         json.dumps(
@@ -62,14 +60,14 @@ def main() -> None:
                 "weights_s": read_s[-1] - ready_s,
                 "pool_s": loaded_s - read_s[-1],
                 "prompt_s": answer.first_s - loaded_s,
-                "capture_s": _over_usual_s(answer),
+                "capture_s": _capture_s(answer),
             }
         )
     )
 
 
-def _over_usual_s(answer: Answer) -> float:
-    """Extra time of the first half of the tokens over the second: compiling and capturing."""
+def _capture_s(answer: Answer) -> float:
+    """Time that the first half of the tokens took longer than the second: compiling, capturing."""
     times = [at_s for at_s, _ in answer.arrivals]
     half = len(times) // 2
     usual_s = (times[-1] - times[half]) / (len(times) - 1 - half)

@@ -15,7 +15,7 @@ from localgen.backends.cuda.model.linear import DenseLinear, Linear
 from localgen.backends.cuda.model.weights import DecoderWeights
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 
-# share of the memory left by the weights, because other processes use the device too
+# share of the memory that the weights leave, because other processes use the device too
 _KV_SHARE = 0.2
 
 
@@ -83,7 +83,7 @@ class StaticGenerate:
         return self._model(given).logits[0, -1]  # type: ignore[no-any-return]
 
     def decode_s(self, tokens: Sequence[int], count: int) -> float:
-        """Seconds to generate `count` tokens after this prompt, less those of the first token."""
+        """Seconds to generate `count` tokens after this prompt, without the first token."""
         return self._generate_s(tokens, count) - self._generate_s(tokens, 1)
 
     def _generate_s(self, tokens: Sequence[int], count: int) -> float:
@@ -106,7 +106,7 @@ class StaticGenerate:
 
 
 class ContinuousBatching:
-    """generate_batch() with a persistent manager, which keeps cache and graphs between rounds."""
+    """generate_batch() with a persistent manager: cache and graphs remain between rounds."""
 
     def __init__(self, spec: ModelSpec, weights: DecoderWeights, device: Device) -> None:
         self._model, self._device = hf_model(spec, weights, device), device
@@ -133,7 +133,7 @@ class ContinuousBatching:
             persistent_manager=True,
         )
         took_s = time.perf_counter() - begun_s
-        said = sum(len(answer.generated_tokens) for answer in found.values())
-        if said != len(prompts) * count:
-            raise RuntimeError(f"received {said} tokens, requested {len(prompts) * count}")
+        generated = sum(len(answer.generated_tokens) for answer in found.values())
+        if generated != len(prompts) * count:
+            raise RuntimeError(f"received {generated} tokens, requested {len(prompts) * count}")
         return took_s

@@ -1,7 +1,7 @@
 """Cases of norms, gated activations, RoPE and attention, with the sizes of real models.
 
 Kernels are called as in the decoder, by their public function, which selects the Triton kernel on
-a GPU and the twin on a CPU.
+a GPU and the reference on a CPU.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_parts.case import BF16, EIGHT_BITS, Case, Sizes, Tensors, beside
+from benchmarks.gpu_parts.case import BF16, EIGHT_BITS, KernelCase, Sizes, Tensors, kernel_case
 from benchmarks.gpu_parts.inputs import Inputs, doubled_cache, exact_cache
 from localgen.backends.cuda.kernels import activation, norm, rope
 from localgen.backends.cuda.kernels.attention import paged
@@ -19,7 +19,7 @@ from localgen.backends.cuda.kernels.gemm.tile import ActivationKind
 from localgen.backends.cuda.kernels.kv_cache import QUANTIZED_MAX, LayerKV, dequantize_kv
 
 
-def norms(make: Inputs, sizes: Sizes) -> Iterator[Case]:
+def norms(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     for rows, size in ((1, sizes.hidden), (sizes.rows, sizes.hidden), (7, 1000)):
         for adds, offset in ((True, False), (False, True)):
             x, weight = make.normal(rows, size), make.normal(size)
@@ -47,20 +47,20 @@ def norms(make: Inputs, sizes: Sizes) -> Iterator[Case]:
                 return normed, summed.double()
 
             kind = f"{rows} × {size}{', residual' if adds else ''}{', offset' if offset else ''}"
-            yield Case("rms_norm", kind, found, wanted)
+            yield KernelCase("rms_norm", kind, found, wanted)
 
 
-def gates(make: Inputs, sizes: Sizes) -> Iterator[Case]:
+def gates(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     kinds: tuple[ActivationKind, ...] = ("silu", "gelu_tanh")
     for rows, size in ((1, sizes.intermediate), (sizes.rows, 1000)):
         for kind in kinds:
             x = make.normal(rows, 2 * size, std=2.0)
             sides = activation.gated_activation, activation.gated_activation_reference
             name = f"{rows} × {size}, {kind}"
-            yield beside("gated_activation", name, sides, (x, kind), (x.double(), kind))
+            yield kernel_case("gated_activation", name, sides, (x, kind), (x.double(), kind))
 
 
-def rotations(make: Inputs, sizes: Sizes) -> Iterator[Case]:
+def rotations(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     kinds = (make.dtype, torch.int8, torch.float8_e4m3fn)
     for rows, size, half, normed in (
         (1, 128, 64, False),
@@ -79,7 +79,7 @@ def _has(kind: torch.dtype, device: torch.device) -> bool:
 
 def _rotation(
     make: Inputs, rows: int, size: int, half: int, normed: bool, kind: torch.dtype
-) -> Case:
+) -> KernelCase:
     heads, kv_heads, pages = 8, 2, 2 + rows // 8
     qkv = make.normal(rows, (heads + 2 * kv_heads) * size)
     angles = make.normal(512, half, dtype=torch.float32)
@@ -102,7 +102,7 @@ def _rotation(
         return stored(into, rope.rope_and_store_kv(qkv, positions, table, weights, into, slots))
 
     def wanted() -> Tensors:
-        # the twin computes and stores in float64; only 8-bit caches are rounded, once
+        # the reference computes and stores in float64; only 8-bit caches are rounded, once
         into = doubled_cache(cache)
         norms = weights and rope.QKNorm(
             weights.q_weight.double(), weights.k_weight.double(), weights.eps, weights.offset
@@ -114,17 +114,17 @@ def _rotation(
         return stored(into, queries)
 
     name = f"{rows} × {size}, {2 * half} rotated{', norms' if normed else ''}, {_short(kind)}"
-    return Case("rope_and_store_kv", name, found, wanted, EIGHT_BITS.get(kind, BF16))
+    return KernelCase("rope_and_store_kv", name, found, wanted, EIGHT_BITS.get(kind, BF16))
 
 
-def attentions(make: Inputs, sizes: Sizes) -> Iterator[Case]:
-    """Decoding, a whole prompt, chunks behind cached tokens, and mixed steps."""
+def attentions(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
+    """Cases of decoding, a whole prompt, chunks after cached tokens, and mixed steps."""
     long = sizes.long
     steps = {
         "one": ([1], [long]),
         "decode": ([1] * 5, [long, 1, 17, 256, 33]),
         "prompt": ([97], [97]),
-        "behind": ([64, 40], [long, 40]),
+        "cached": ([64, 40], [long, 40]),
         "mixed": ([1, 70, 1, 1], [long, 90, 16, 5]),
     }
     for name, (rows, lengths) in steps.items():
@@ -151,7 +151,7 @@ def _attention(
     heads: int = 8,
     window: int | None = None,
     softcap: float | None = None,
-) -> Case:
+) -> KernelCase:
     kv_heads, pages = 2, -(-max(lengths) // 16) * len(lengths) + 3
     queries = make.normal(sum(rows), heads, size)
     cache = make.cache(pages, kv_heads, size, kind)
@@ -175,9 +175,9 @@ def _attention(
             ),
         )
 
-    bent = f", window {window}, softcap {softcap}" if window else ""
-    name = f"{step} of {max(lengths)}, {heads}/{kv_heads} × {size}, {_short(kind)}{bent}"
-    return Case("paged_attention", name, found, wanted)
+    masked = f", window {window}, softcap {softcap}" if window else ""
+    name = f"{step} of {max(lengths)}, {heads}/{kv_heads} × {size}, {_short(kind)}{masked}"
+    return KernelCase("paged_attention", name, found, wanted)
 
 
 def _short(kind: torch.dtype) -> str:

@@ -13,7 +13,7 @@ from benchmarks.gpu_parts.clock import Budget
 from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.inputs import Inputs
 from benchmarks.gpu_parts.loaded import DTYPE, Loaded
-from benchmarks.gpu_parts.report import Report, said
+from benchmarks.gpu_parts.report import GpuReport, format_error
 from localgen.backends.cuda.kernels.attention.paged import paged_attention
 from localgen.backends.cuda.kernels.attention_metadata import AttentionMetadata
 from localgen.backends.cuda.kernels.kv_cache import LayerKV
@@ -24,31 +24,33 @@ from localgen.backends.formats.architecture.model_spec import ModelSpec
 
 PART, SDPA = "kernels", "torch SDPA"
 _NAMES = ("qkv", "attention_out", "gate_up", "down")
-# layers whose weights are read in turn: together many times the size of the L2 cache
+# number of layers whose weights are read one after the other: many times the L2 cache in size
 _LAYERS = 16
-# bytes of different keys and values that are read in turn
+# bytes of different keys and values that are read one after the other
 _ROTATED_BYTES = 200e6
 
 
 @dataclass(frozen=True, slots=True)
-class Tester:
+class KernelBench:
     """State shared by both tests."""
 
     device: Device
     ceilings: Ceilings
-    report: Report
+    report: GpuReport
     make: Inputs
 
 
-def products(tester: Tester, models: Sequence[Loaded], rows: Sequence[int], budget: Budget) -> None:
+def products(
+    bench: KernelBench, models: Sequence[Loaded], rows: Sequence[int], budget: Budget
+) -> None:
     """Measure the four matrix products of a layer: all models, and cuBLAS for the first (dense)."""
     for count in rows:
         test = f"a layer's products, {count} rows"
         if not budget.fits(test):
             return
         for model in models:
-            _layer(tester, test, model.name, model, count, _call)
-        _layer(tester, test, f"cuBLAS, {models[0].name}", models[0], count, _cublas)
+            _layer(bench, test, model.name, model, count, _call)
+        _layer(bench, test, f"cuBLAS, {models[0].name}", models[0], count, _cublas)
 
 
 Maker = Callable[[Linear, Tensor], Callable[[], object]]
@@ -64,22 +66,24 @@ def _cublas(linear: Linear, x: Tensor) -> Callable[[], object]:
     return lambda: functional.linear(x, weight)
 
 
-def _layer(tester: Tester, test: str, side: str, model: Loaded, rows: int, maker: Maker) -> None:
+def _layer(
+    bench: KernelBench, test: str, side: str, model: Loaded, rows: int, maker: Maker
+) -> None:
     layers = model.weights.layers[:_LAYERS]
     took_us = {}
     for name in _NAMES:
         linears = [_linear(layer, name) for layer in layers]
-        xs = [tester.make.normal(rows, linear.in_features) for linear in linears]
+        xs = [bench.make.normal(rows, linear.in_features) for linear in linears]
         calls = [maker(linear, x) for linear, x in zip(linears, xs, strict=True)]
-        took_us[f"{name}_us"] = tester.device.median_s(calls) * 1e6
+        took_us[f"{name}_us"] = bench.device.median_s(calls) * 1e6
     whole_us = sum(took_us.values())
     layer_bytes = _layer_bytes(model)
     first = [_linear(layers[0], name) for name in _NAMES]
     sums = 2 * rows * sum(linear.in_features * linear.out_features for linear in first)
     bytes_s = layer_bytes / whole_us * 1e6
-    figures = {"gb_s": bytes_s / 1e9, **tester.ceilings.shares(bytes_s)}
+    figures = {"gb_s": bytes_s / 1e9, **bench.ceilings.shares(bytes_s)}
     figures |= {"us": whole_us, "tflop_s": sums / whole_us / 1e6, **took_us}
-    tester.report.add(PART, test, side, [figures])
+    bench.report.add(PART, test, side, [figures])
 
 
 def _linear(layer: LayerWeights, name: str) -> Linear:
@@ -100,7 +104,7 @@ def _layer_bytes(model: Loaded) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Crowd:
+class SequenceBatch:
     """A batch of sequences with `tokens` tokens each, of which the last `rows` are new."""
 
     sequences: int
@@ -108,63 +112,65 @@ class Crowd:
     rows: int = 1
 
 
-def attention(tester: Tester, spec: ModelSpec, crowds: Sequence[Crowd], budget: Budget) -> None:
+def attention(
+    bench: KernelBench, spec: ModelSpec, batches: Sequence[SequenceBatch], budget: Budget
+) -> None:
     """Measure one layer's attention; for SDPA keys and values are contiguous, not paged."""
-    for crowd in crowds:
-        what = "decoding" if crowd.rows == 1 else f"{crowd.rows} new"
-        test = f"attention, {crowd.sequences} × {crowd.tokens:,}, {what}"
+    for batch in batches:
+        what = "decoding" if batch.rows == 1 else f"{batch.rows} new"
+        test = f"attention, {batch.sequences} × {batch.tokens:,}, {what}"
         if not budget.fits(test):
             return
-        _attend(tester, test, "localgen", spec, crowd, _paged)
+        _attend(bench, test, "localgen", spec, batch, _paged)
         try:
-            _attend(tester, test, SDPA, spec, crowd, _sdpa)
+            _attend(bench, test, SDPA, spec, batch, _sdpa)
         except RuntimeError as error:  # not every torch build supports every shape
-            tester.report.skipped.append((f"{SDPA}, {test}", said(error)))
+            bench.report.skipped.append((f"{SDPA}, {test}", format_error(error)))
 
 
 def _attend(
-    tester: Tester,
+    bench: KernelBench,
     test: str,
     side: str,
     spec: ModelSpec,
-    crowd: Crowd,
-    maker: Callable[[Inputs, ModelSpec, Crowd], Callable[[], object]],
+    batch: SequenceBatch,
+    maker: Callable[[Inputs, ModelSpec, SequenceBatch], Callable[[], object]],
 ) -> None:
-    kv = 2 * crowd.sequences * crowd.tokens * spec.num_kv_heads * spec.head_dim * DTYPE.itemsize
-    copies = max(1, min(16, int(_ROTATED_BYTES // kv))) if tester.device.is_gpu else 1
-    took_s = tester.device.median_s([maker(tester.make, spec, crowd) for _ in range(copies)])
-    seen = crowd.rows * (crowd.tokens - crowd.rows) + crowd.rows * (crowd.rows + 1) / 2
-    sums = 4 * crowd.sequences * spec.num_heads * spec.head_dim * seen
-    if crowd.rows == 1:
-        figures = {"gb_s": kv / took_s / 1e9, **tester.ceilings.shares(kv / took_s)}
+    kv = 2 * batch.sequences * batch.tokens * spec.num_kv_heads * spec.head_dim * DTYPE.itemsize
+    copies = max(1, min(16, int(_ROTATED_BYTES // kv))) if bench.device.is_gpu else 1
+    took_s = bench.device.median_s([maker(bench.make, spec, batch) for _ in range(copies)])
+    seen = batch.rows * (batch.tokens - batch.rows) + batch.rows * (batch.rows + 1) / 2
+    sums = 4 * batch.sequences * spec.num_heads * spec.head_dim * seen
+    if batch.rows == 1:
+        figures = {"gb_s": kv / took_s / 1e9, **bench.ceilings.shares(kv / took_s)}
     else:
         figures = {"tflop_s": sums / took_s / 1e12}
-    tester.report.add(PART, test, side, [figures | {"us": took_s * 1e6}])
-    tester.device.free()
+    bench.report.add(PART, test, side, [figures | {"us": took_s * 1e6}])
+    bench.device.free()
 
 
-def _paged(make: Inputs, spec: ModelSpec, crowd: Crowd) -> Callable[[], object]:
-    pages = pages_for(crowd.tokens) * crowd.sequences
+def _paged(make: Inputs, spec: ModelSpec, batch: SequenceBatch) -> Callable[[], object]:
+    pages = pages_for(batch.tokens) * batch.sequences
     cache: LayerKV = make.cache(pages, spec.num_kv_heads, spec.head_dim, make.dtype)
-    count = crowd.sequences
-    ragged: AttentionMetadata = make.ragged([crowd.rows] * count, [crowd.tokens] * count, pages)
-    queries = make.normal(crowd.rows * count, spec.num_heads, spec.head_dim)
+    count = batch.sequences
+    ragged: AttentionMetadata = make.ragged([batch.rows] * count, [batch.tokens] * count, pages)
+    queries = make.normal(batch.rows * count, spec.num_heads, spec.head_dim)
     return lambda: paged_attention(
         queries, cache, ragged, scale=spec.attn_scale, window=None, softcap=None
     )
 
 
-def _sdpa(make: Inputs, spec: ModelSpec, crowd: Crowd) -> Callable[[], object]:
-    tokens = pages_for(crowd.tokens) * PAGE_TOKENS
-    shape = (crowd.sequences, spec.num_kv_heads, tokens, spec.head_dim)
-    keys, values = (make.normal(*shape)[:, :, : crowd.tokens] for _ in range(2))
-    queries = make.normal(crowd.sequences, spec.num_heads, crowd.rows, spec.head_dim)
-    causal = crowd.rows > 1
+def _sdpa(make: Inputs, spec: ModelSpec, batch: SequenceBatch) -> Callable[[], object]:
+    tokens = pages_for(batch.tokens) * PAGE_TOKENS
+    shape = (batch.sequences, spec.num_kv_heads, tokens, spec.head_dim)
+    keys, values = (make.normal(*shape)[:, :, : batch.tokens] for _ in range(2))
+    queries = make.normal(batch.sequences, spec.num_heads, batch.rows, spec.head_dim)
+    causal = batch.rows > 1
     bias = None
-    if causal and crowd.rows < crowd.tokens:
+    if causal and batch.rows < batch.tokens:
         from torch.nn.attention.bias import causal_lower_right
 
-        bias, causal = causal_lower_right(crowd.rows, crowd.tokens), False
+        bias, causal = causal_lower_right(batch.rows, batch.tokens), False
     return lambda: functional.scaled_dot_product_attention(
         queries, keys, values, attn_mask=bias, is_causal=causal, enable_gqa=True
     )

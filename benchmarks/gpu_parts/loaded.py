@@ -1,4 +1,4 @@
-"""Models with random weights, and the real engine and runner for them."""
+"""Models with random weights, and localgen's engine and runner for them."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Loaded:
 
     @property
     def step_bytes(self) -> int:
-        """Bytes of weights that a step reads: all but an untied embedding, of which few rows."""
+        """Bytes of weights that a step reads: all except an untied embedding."""
         embed = 0 if self.spec.tied_embeddings else self.weights.embed.nbytes
         return self.weights.num_bytes - embed
 
     def kv_bytes(self, tokens: float) -> float:
-        """Bytes of the keys and values of this many tokens."""
+        """Bytes of the keys and values of `tokens` tokens."""
         return tokens * sizing.kv_bytes_per_token(self.spec, DTYPE)
 
 
@@ -93,14 +93,14 @@ def watched_runner(
     )
 
 
-def over(runner: CudaRunner, vocab: int, drafters: Sequence[Drafter] = ()) -> Session:
+def engine_session(runner: CudaRunner, vocab: int, drafters: Sequence[Drafter] = ()) -> Session:
     """Create an engine with the loader's defaults."""
     return Session(runner, vocab, itl_target_ms=CudaOptions().itl_target_ms, drafters=drafters)
 
 
 def serving(loaded: Loaded, device: Device, *, kv_tokens: int) -> Session:
-    """Create an engine as users run it: with CUDA graphs, launching steps ahead."""
-    return over(
+    """Create an engine as users run it: with CUDA graphs and run-ahead."""
+    return engine_session(
         watched_runner(loaded.spec, loaded.weights, device, kv_tokens=kv_tokens),
         loaded.spec.vocab_size,
     )

@@ -20,30 +20,30 @@ import torch
 from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.hf_peers import ContinuousBatching, StaticGenerate
 from benchmarks.gpu_parts.loaded import Loaded
-from benchmarks.gpu_parts.plan import FULL, QUICK, Plan
+from benchmarks.gpu_parts.plan import FULL, QUICK, GpuPlan
 from benchmarks.gpu_parts.static_decode import StaticDecode
 
 Round = Callable[[], dict[str, float]]
 ROOM = 16
 
 
-def asked_prompt(plan: Plan) -> list[int]:
-    """Return the prompt whose logits are compared between peers and localgen."""
+def asked_prompt(plan: GpuPlan) -> list[int]:
+    """Prompt for which logits of peers and localgen are compared."""
     return random.Random(0).choices(range(plan.plain.spec.vocab_size), k=plan.alone.prompt)
 
 
-def _prompts(plan: Plan, count: int, tokens: int) -> list[list[int]]:
+def _prompts(plan: GpuPlan, count: int, tokens: int) -> list[list[int]]:
     return [random.choices(range(plan.plain.spec.vocab_size), k=tokens) for _ in range(count)]
 
 
-def _static(plan: Plan, device: Device) -> tuple[torch.Tensor, Round]:
+def _static(plan: GpuPlan, device: Device) -> tuple[torch.Tensor, Round]:
     loaded, length = Loaded(plan.plain, device), plan.alone.prompt + plan.alone.answer + ROOM
     peer = StaticDecode(loaded.spec, loaded.weights, device, max_len=length, compiler=plan.compiler)
     peer.warm_up()
     return peer.prompt(asked_prompt(plan)), _decoding(plan, peer)
 
 
-def _hf_static(plan: Plan, device: Device) -> tuple[torch.Tensor, Round]:
+def _hf_static(plan: GpuPlan, device: Device) -> tuple[torch.Tensor, Round]:
     loaded, length = Loaded(plan.plain, device), plan.alone.prompt + plan.alone.answer + ROOM
     peer = StaticGenerate(loaded.spec, loaded.weights, device, max_len=length)
     run = _decoding(plan, peer)
@@ -51,13 +51,13 @@ def _hf_static(plan: Plan, device: Device) -> tuple[torch.Tensor, Round]:
     return peer.prompt(asked_prompt(plan)), run
 
 
-def _hf_batching(plan: Plan, device: Device) -> tuple[torch.Tensor, Round]:
-    loaded, crew = Loaded(plan.plain, device), plan.peer
+def _hf_batching(plan: GpuPlan, device: Device) -> tuple[torch.Tensor, Round]:
+    loaded, group = Loaded(plan.plain, device), plan.peer
     peer = ContinuousBatching(loaded.spec, loaded.weights, device)
 
     def run() -> dict[str, float]:
-        took_s = peer.serve_s(_prompts(plan, crew.requests, crew.prompt), crew.answer)
-        return {"tok_s": crew.requests * crew.answer / took_s}
+        took_s = peer.serve_s(_prompts(plan, group.requests, group.prompt), group.answer)
+        return {"tok_s": group.requests * group.answer / took_s}
 
     # before the first batch, which changes the model's attention implementation
     logits = peer.prompt(asked_prompt(plan))
@@ -65,12 +65,12 @@ def _hf_batching(plan: Plan, device: Device) -> tuple[torch.Tensor, Round]:
     return logits, run
 
 
-def _decoding(plan: Plan, peer: StaticDecode | StaticGenerate) -> Round:
-    crew = plan.alone
+def _decoding(plan: GpuPlan, peer: StaticDecode | StaticGenerate) -> Round:
+    group = plan.alone
 
     def run() -> dict[str, float]:
-        (prompt,) = _prompts(plan, 1, crew.prompt)
-        return {"decode_tok_s": (crew.answer - 1) / peer.decode_s(prompt, crew.answer)}
+        (prompt,) = _prompts(plan, 1, group.prompt)
+        return {"decode_tok_s": (group.answer - 1) / peer.decode_s(prompt, group.answer)}
 
     return run
 
@@ -79,7 +79,7 @@ def _decoding(plan: Plan, peer: StaticDecode | StaticGenerate) -> Round:
 STATIC, HF_STATIC = "torch.compile, static cache", "transformers, static cache"
 HF_BATCHING = "transformers, continuous batching"
 ALONE, BATCH = (STATIC, HF_STATIC), (HF_BATCHING,)
-_PEERS: dict[str, Callable[[Plan, Device], tuple[torch.Tensor, Round]]] = {
+_PEERS: dict[str, Callable[[GpuPlan, Device], tuple[torch.Tensor, Round]]] = {
     STATIC: _static,
     HF_STATIC: _hf_static,
     HF_BATCHING: _hf_batching,

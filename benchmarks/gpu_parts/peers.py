@@ -1,4 +1,4 @@
-"""Other engines in the same run: started during the checks, measured in turn with localgen."""
+"""Other engines in the same run: started during the checks, measured alternating with localgen."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from types import TracebackType
 import torch
 
 from benchmarks.gpu_parts import peer
-from benchmarks.gpu_parts.bench import Bench, Side, progress
+from benchmarks.gpu_parts.bench import GpuBench, Side, progress
 from benchmarks.gpu_parts.clock import Budget
 from benchmarks.gpu_parts.device import relative_error
 from benchmarks.gpu_parts.loaded import serving
 from benchmarks.gpu_parts.probe import Probe
-from benchmarks.gpu_parts.report import Check, Figures
+from benchmarks.gpu_parts.report import CorrectnessCheck, Figures
 from benchmarks.gpu_parts.workloads import alone, at_once
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +66,7 @@ class Peer:
         self._lines.put("")
 
     def answer(self, timeout_s: float) -> dict[str, float]:
-        """Wait for the next line. Raises PeerFailed if the process ended or takes too long."""
+        """Wait for the next line. Raises PeerFailed if the process exits or takes too long."""
         try:
             line = self._lines.get(timeout=max(0.1, timeout_s))
         except queue.Empty:
@@ -97,7 +97,7 @@ class Peer:
 
 
 class Peers:
-    """Starts all peers; as a context manager it ends them."""
+    """All peers, started at once. As a context manager it ends them."""
 
     def __init__(self, *, quick: bool) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -122,7 +122,7 @@ class Peers:
         self._folder.cleanup()
 
 
-def compare(bench: Bench, peers: Peers, budget: Budget) -> None:
+def compare(bench: GpuBench, peers: Peers, budget: Budget) -> None:
     """Compare localgen with the peers that are ready in time and compute the same logits."""
     ready = [one for one in peers.all if _is_ready(bench, one)]
     if not ready:
@@ -155,13 +155,13 @@ def compare(bench: Bench, peers: Peers, budget: Budget) -> None:
                     del theirs[error.name]
 
 
-def _skip(bench: Bench, error: PeerFailed) -> None:
+def _skip(bench: GpuBench, error: PeerFailed) -> None:
     bench.report.skipped.append((error.name, str(error)))
     progress(f"skipped {error.name}: {error}")
 
 
-def _is_ready(bench: Bench, one: Peer) -> bool:
-    """Wait until a peer has warmed up; return True if its logits equal localgen's."""
+def _is_ready(bench: GpuBench, one: Peer) -> bool:
+    """Wait until a peer is ready; return True if its logits equal localgen's."""
     try:
         one.answer(bench.peers_ready_s())
     except PeerFailed as error:
@@ -172,6 +172,6 @@ def _is_ready(bench: Bench, one: Peer) -> bool:
     model = bench.model(shape)
     ours = Probe(shape.spec, model.weights, max_len=len(prompt)).text(prompt)[-1].float().cpu()
     theirs = torch.load(one.logits, weights_only=True)
-    check = Check(f"logits of {one.name}", relative_error(theirs, ours), LOGITS)
+    check = CorrectnessCheck(f"logits of {one.name}", relative_error(theirs, ours), LOGITS)
     bench.check(check)
     return check.passed

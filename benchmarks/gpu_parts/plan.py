@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from benchmarks.gpu_parts import case, shapes
 from benchmarks.gpu_parts.case import Sizes
-from benchmarks.gpu_parts.kernel_speed import Crowd
+from benchmarks.gpu_parts.kernel_speed import SequenceBatch
 from benchmarks.gpu_parts.shapes import Shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Crew:
-    """Requests submitted together. prompt, answer: tokens of each."""
+class RequestGroup:
+    """Requests submitted at the same time. prompt, answer: tokens of each."""
 
     requests: int
     prompt: int
@@ -20,16 +20,16 @@ class Crew:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class GpuPlan:
     """Sizes in tokens, buffers in bytes, times in seconds.
 
-    plain, int4, fp8: one model in three formats; small: another model; large: for part `large`.
+    plain, int4, fp8: a model in three formats. small: their draft model. large: for part `large`.
     alone: a single request. depths: context lengths of single requests. batches: batch sizes of
-    part `curve`, with requests like `each`. rush: more requests than can run at once.
+    part `curve`, with requests like `each`. overload: more requests than can run at once.
     mixed_tokens: minimum and maximum of prompts and answers. lognormal: mean lengths.
-    prefix: length of the prefix shared by requests like `behind`. chats: number of concurrent
-    chats, with `turns` turns each. peer: requests for peers with batching. compiler: backend of
-    torch.compile for peers.
+    prefix: length of the prefix of requests like `with_prefix`. chats: number of concurrent chats
+    of `turns` turns. peer: requests for peers with batching. compiler: backend of torch.compile
+    for peers.
     """
 
     plain: Shape
@@ -43,23 +43,23 @@ class Plan:
     product_side: int
     checked: Sizes
     product_rows: tuple[int, ...]
-    crowds: tuple[Crowd, ...]
-    alone: Crew
+    attention_batches: tuple[SequenceBatch, ...]
+    alone: RequestGroup
     depths: tuple[int, ...]
     batches: tuple[int, ...]
-    each: Crew
-    rush: Crew
+    each: RequestGroup
+    overload: RequestGroup
     mixed_requests: int
     mixed_tokens: tuple[int, int]
-    lognormal: Crew
+    lognormal: RequestGroup
     prefix: int
-    behind: Crew
+    with_prefix: RequestGroup
     chats: int
     turns: int
-    turn: Crew
+    turn: RequestGroup
     steps: int
     step_batches: tuple[int, ...]
-    peer: Crew
+    peer: RequestGroup
     peer_ready_s: float
     compiler: str
     kv_tokens: int
@@ -70,7 +70,7 @@ class Plan:
         return tuple(dict.fromkeys((self.plain, self.int4, self.fp8, self.small)))
 
 
-FULL = Plan(
+FULL = GpuPlan(
     plain=shapes.PLAIN_8B,
     int4=shapes.INT4_8B,
     fp8=shapes.FP8_8B,
@@ -82,36 +82,36 @@ FULL = Plan(
     product_side=8192,
     checked=case.FULL,
     product_rows=(1, 2, 4, 8, 16, 64, 256),
-    crowds=(
-        Crowd(1, 4096),
-        Crowd(1, 32_768),
-        Crowd(16, 4096),
-        Crowd(64, 2048),
-        Crowd(256, 1024),
-        Crowd(1, 4096, 4096),
-        Crowd(1, 32_768, 4096),
+    attention_batches=(
+        SequenceBatch(1, 4096),
+        SequenceBatch(1, 32_768),
+        SequenceBatch(16, 4096),
+        SequenceBatch(64, 2048),
+        SequenceBatch(256, 1024),
+        SequenceBatch(1, 4096, 4096),
+        SequenceBatch(1, 32_768, 4096),
     ),
-    alone=Crew(requests=1, prompt=128, answer=256),
+    alone=RequestGroup(requests=1, prompt=128, answer=256),
     depths=(4096, 32_768),
     batches=(1, 2, 4, 8, 16, 32, 64, 128, 256),
-    each=Crew(requests=1, prompt=128, answer=64),
-    rush=Crew(requests=768, prompt=128, answer=128),
+    each=RequestGroup(requests=1, prompt=128, answer=64),
+    overload=RequestGroup(requests=768, prompt=128, answer=128),
     mixed_requests=256,
     mixed_tokens=(100, 1024),
-    lognormal=Crew(requests=512, prompt=202, answer=179),
+    lognormal=RequestGroup(requests=512, prompt=202, answer=179),
     prefix=2048,
-    behind=Crew(requests=64, prompt=64, answer=128),
+    with_prefix=RequestGroup(requests=64, prompt=64, answer=128),
     chats=16,
     turns=8,
-    turn=Crew(requests=1, prompt=64, answer=96),
+    turn=RequestGroup(requests=1, prompt=64, answer=96),
     steps=40,
     step_batches=(1, 64, 256),
-    peer=Crew(requests=64, prompt=128, answer=128),
+    peer=RequestGroup(requests=64, prompt=128, answer=128),
     peer_ready_s=140.0,
     compiler="inductor",
     kv_tokens=330_000,
 )
-QUICK = Plan(
+QUICK = GpuPlan(
     plain=shapes.PLAIN_TINY,
     int4=shapes.INT4_TINY,
     fp8=shapes.FP8_TINY,
@@ -123,23 +123,28 @@ QUICK = Plan(
     product_side=128,
     checked=case.QUICK,
     product_rows=(1, 16),
-    crowds=(Crowd(1, 256), Crowd(4, 64), Crowd(1, 64, 64), Crowd(1, 256, 64)),
-    alone=Crew(requests=1, prompt=16, answer=16),
+    attention_batches=(
+        SequenceBatch(1, 256),
+        SequenceBatch(4, 64),
+        SequenceBatch(1, 64, 64),
+        SequenceBatch(1, 256, 64),
+    ),
+    alone=RequestGroup(requests=1, prompt=16, answer=16),
     depths=(64, 256),
     batches=(1, 2, 4),
-    each=Crew(requests=1, prompt=16, answer=16),
-    rush=Crew(requests=12, prompt=16, answer=8),
+    each=RequestGroup(requests=1, prompt=16, answer=16),
+    overload=RequestGroup(requests=12, prompt=16, answer=8),
     mixed_requests=6,
     mixed_tokens=(8, 32),
-    lognormal=Crew(requests=8, prompt=20, answer=18),
+    lognormal=RequestGroup(requests=8, prompt=20, answer=18),
     prefix=64,
-    behind=Crew(requests=4, prompt=8, answer=8),
+    with_prefix=RequestGroup(requests=4, prompt=8, answer=8),
     chats=2,
     turns=3,
-    turn=Crew(requests=1, prompt=8, answer=8),
+    turn=RequestGroup(requests=1, prompt=8, answer=8),
     steps=5,
     step_batches=(1, 3),
-    peer=Crew(requests=3, prompt=16, answer=16),
+    peer=RequestGroup(requests=3, prompt=16, answer=16),
     peer_ready_s=150.0,
     compiler="eager",
     kv_tokens=8192,

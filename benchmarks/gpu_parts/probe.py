@@ -1,4 +1,4 @@
-"""A decoder with its own KV cache, run step by step, for the logits of every token."""
+"""A decoder with its own KV cache, run step by step, that returns the logits of every token."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Part = TypeVar("Part")
 
 
 class Probe:
-    """Holds sequences 0 to `sequences` - 1 of at most `max_len` tokens, on shuffled pages."""
+    """Sequences 0 to `sequences` - 1 of at most `max_len` tokens, on shuffled pages."""
 
     def __init__(
         self,
@@ -90,12 +90,12 @@ def _sequence(number: int, max_len: int) -> Seq:
 
 
 def exact(weights: DecoderWeights) -> DecoderWeights:
-    """Copy weights to the CPU in float64, where only twins run."""
+    """Copy weights to the CPU in float64, for the reference implementations."""
     return _changed(weights, lambda tensor: doubled(tensor.cpu()))
 
 
-def livened(weights: DecoderWeights, generator: torch.Generator) -> DecoderWeights:
-    """Randomize the norm weights, because norms of ones would hide errors."""
+def randomize_norms(weights: DecoderWeights, generator: torch.Generator) -> DecoderWeights:
+    """Copy with random norm weights, because weights of 1 would hide errors."""
 
     def other(norm: Tensor | None) -> Tensor | None:
         if norm is None:
@@ -103,12 +103,12 @@ def livened(weights: DecoderWeights, generator: torch.Generator) -> DecoderWeigh
         noise = torch.empty(norm.shape, device=norm.device).normal_(generator=generator)
         return norm + (0.3 * noise).to(norm.dtype)
 
-    def lively(layer: LayerWeights) -> LayerWeights:
+    def randomized(layer: LayerWeights) -> LayerWeights:
         names = [f.name for f in fields(layer) if "norm" in f.name]
         changed: dict[str, Any] = {name: other(getattr(layer, name)) for name in names}
         return replace(layer, **changed)
 
-    layers = [lively(layer) for layer in weights.layers]
+    layers = [randomized(layer) for layer in weights.layers]
     norm = other(weights.norm)
     assert norm is not None
     return replace(weights, layers=layers, norm=norm)

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.gpu_parts.case import BF16, ROUNDED_ROWS, Case, Sizes, beside
+from benchmarks.gpu_parts.case import BF16, ROUNDED_ROWS, KernelCase, Sizes, kernel_case
 from benchmarks.gpu_parts.inputs import Inputs, doubled
 from localgen.backends.cuda.kernels.gemm import dense, fp8, int4
 from localgen.backends.cuda.kernels.moe import fused_experts
 from localgen.backends.cuda.kernels.moe.grouped_experts import ExpertRouting
 
 
-def products(make: Inputs, sizes: Sizes) -> Iterator[Case]:
+def products(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     plain = dense.matmul, dense.matmul_reference
     gated = dense.gated_matmul, dense.gated_matmul_reference
     for rows, ins, outs in _products(sizes):
@@ -23,8 +23,8 @@ def products(make: Inputs, sizes: Sizes) -> Iterator[Case]:
         )
         exact = tuple(map(doubled, given))
         name = f"{rows} × {ins} → {outs}"
-        yield beside("matmul", name, plain, given, exact)
-        yield beside("gated_matmul", name, gated, (*given[:2], "silu"), (*exact[:2], "silu"))
+        yield kernel_case("matmul", name, plain, given, exact)
+        yield kernel_case("gated_matmul", name, gated, (*given[:2], "silu"), (*exact[:2], "silu"))
 
 
 def _products(sizes: Sizes) -> Iterator[tuple[int, int, int]]:
@@ -36,7 +36,7 @@ def _products(sizes: Sizes) -> Iterator[tuple[int, int, int]]:
         yield rows, 896, 1000
 
 
-def int4_products(make: Inputs, sizes: Sizes) -> Iterator[Case]:
+def int4_products(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     sides = int4.int4_matmul, int4.int4_matmul_reference
     for group in (128, 32):
         for rows, ins, outs in _products(sizes):
@@ -48,10 +48,10 @@ def int4_products(make: Inputs, sizes: Sizes) -> Iterator[Case]:
                 make.normal(outs),
             )
             name = f"{rows} × {ins} → {outs}, groups of {group}"
-            yield beside("int4_matmul", name, sides, given, tuple(map(doubled, given)))
+            yield kernel_case("int4_matmul", name, sides, given, tuple(map(doubled, given)))
 
 
-def fp8_products(make: Inputs, sizes: Sizes) -> Iterator[Case]:
+def fp8_products(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     sides = fp8.fp8_matmul, fp8.fp8_matmul_reference
     for rows, ins, outs in _products(sizes):
         given = (
@@ -62,10 +62,10 @@ def fp8_products(make: Inputs, sizes: Sizes) -> Iterator[Case]:
         )
         most = BF16 if rows <= fp8.MAX_WEIGHT_ONLY_ROWS else ROUNDED_ROWS
         name = f"{rows} × {ins} → {outs}"
-        yield beside("fp8_matmul", name, sides, given, tuple(map(doubled, given)), most)
+        yield kernel_case("fp8_matmul", name, sides, given, tuple(map(doubled, given)), most)
 
 
-def mixtures(make: Inputs, sizes: Sizes) -> Iterator[Case]:
+def mixtures(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     sides = fused_experts.fused_experts, fused_experts.fused_experts_reference
     hidden, inner = sizes.hidden // 2, 768
     for rows, count, top_k in ((1, 8, 2), (8, 16, 4), (sizes.rows, 16, 2)):
@@ -78,4 +78,4 @@ def mixtures(make: Inputs, sizes: Sizes) -> Iterator[Case]:
         given = (*weights, ExpertRouting(ids, shares), "silu")
         exact = (*map(doubled, weights), ExpertRouting(ids, shares.double()), "silu")
         name = f"{rows} × {hidden}, {top_k} of {count} × {inner}"
-        yield beside("fused_experts", name, sides, given, exact)
+        yield kernel_case("fused_experts", name, sides, given, exact)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.gpu_parts.case import Case, Sizes, Tensors
+from benchmarks.gpu_parts.case import KernelCase, Sizes, Tensors
 from benchmarks.gpu_parts.inputs import Inputs
 from benchmarks.gpu_parts.sampling_cases import DIFFERENT, settings_of
 from localgen.backends.cuda.kernels.sampling import rejection, sample
@@ -16,14 +16,14 @@ from localgen.backends.cuda.kernels.sampling.rejection import SampledDrafts
 from localgen.backends.cuda.kernels.sampling.sample import SamplerOutput
 
 
-def rejections(make: Inputs, sizes: Sizes) -> Iterator[Case]:
+def rejections(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     vocab = 32 * sizes.hidden - 61
     for rows in (1, 4, 64):
         yield _probabilities(make, rows, vocab)
         yield _verify(make, rows, vocab)
 
 
-def _probabilities(make: Inputs, rows: int, vocab: int) -> Case:
+def _probabilities(make: Inputs, rows: int, vocab: int) -> KernelCase:
     drawn, asked, every = _drawn(make, rows, vocab)
 
     def found() -> Tensors:
@@ -33,10 +33,10 @@ def _probabilities(make: Inputs, rows: int, vocab: int) -> Case:
         exact = replace(drawn, logits=drawn.logits.double())
         return (rejection.sampling_probs_reference(exact, asked, every),)
 
-    return Case("sampling_probs", f"{rows} × {vocab}", found, wanted)
+    return KernelCase("sampling_probs", f"{rows} × {vocab}", found, wanted)
 
 
-def _verify(make: Inputs, rows: int, vocab: int) -> Case:
+def _verify(make: Inputs, rows: int, vocab: int) -> KernelCase:
     drawn, asked, every = _drawn(make, rows, vocab)
     # close to the target's distribution, so that many drafts are accepted and many rejected
     nearby = drawn.logits + make.normal(rows, vocab, std=0.5, dtype=torch.float32)
@@ -54,8 +54,8 @@ def _verify(make: Inputs, rows: int, vocab: int) -> Case:
     def wanted() -> Tensors:
         return (torch.ones(rows, dtype=torch.float64, device=drawn.logits.device),)
 
-    # as in sampling_cases: the share of rows that may differ
-    return Case("rejection_sample", f"{rows} × {vocab}", found, wanted, math.sqrt(DIFFERENT))
+    # share of rows that may differ, as in sampling_cases
+    return KernelCase("rejection_sample", f"{rows} × {vocab}", found, wanted, math.sqrt(DIFFERENT))
 
 
 def _drawn(

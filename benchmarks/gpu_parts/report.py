@@ -71,7 +71,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class CorrectnessCheck:
     """A correctness check. error: must not exceed `most`. problem: error message; empty: none."""
 
     name: str
@@ -89,8 +89,8 @@ class Check:
 
 
 @dataclass(slots=True)
-class Report:
-    """Results of a run. skipped: name and reason. cut: tests skipped for lack of time."""
+class GpuReport:
+    """Results of a run. skipped: names and reasons. cut: tests skipped for lack of time."""
 
     quick: bool
     seed: int
@@ -99,7 +99,7 @@ class Report:
     commands: list[str]
     cut: list[str]
     rows: list[Row] = field(default_factory=list)
-    checks: list[Check] = field(default_factory=list)
+    checks: list[CorrectnessCheck] = field(default_factory=list)
     skipped: list[tuple[str, str]] = field(default_factory=list)
     models: list[Mapping[str, Any]] = field(default_factory=list)
     part_s: dict[str, float] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class Report:
         return row
 
     @property
-    def failed(self) -> list[Check]:
+    def failed(self) -> list[CorrectnessCheck]:
         return [check for check in self.checks if not check.passed]
 
     def text(self) -> str:
@@ -146,7 +146,7 @@ class Report:
         path.with_suffix(".md").write_text(self.text(), encoding="utf-8")
 
 
-def said(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """Format an exception in one line."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}"

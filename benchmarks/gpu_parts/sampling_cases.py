@@ -1,4 +1,4 @@
-"""Cases of sampling on random logits: the kernel must sample the same tokens as its twin."""
+"""Cases of sampling on random logits: the kernel must sample the same tokens as its reference."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_parts.case import Case, Sizes, Tensors
+from benchmarks.gpu_parts.case import KernelCase, Sizes, Tensors
 from benchmarks.gpu_parts.inputs import Inputs
 from localgen.backends.cuda.kernels.sampling import sample
 from localgen.backends.cuda.kernels.sampling.gumbel import hash_seed
@@ -20,14 +20,14 @@ DIFFERENT = 0.02
 _EDITS = 3  # edited logits per row
 
 
-def draws(make: Inputs, sizes: Sizes) -> Iterator[Case]:
+def draws(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     vocab = 32 * sizes.hidden - 61
     for rows in (1, 4, 64):
         for kind in ("greedy", "plain", "top-k", "top-p", "min-p", "all", "edits"):
             yield _draw(make, rows, vocab, kind)
 
 
-def _draw(make: Inputs, rows: int, vocab: int, kind: str) -> Case:
+def _draw(make: Inputs, rows: int, vocab: int, kind: str) -> KernelCase:
     logits = make.normal(rows, vocab, std=3.0, dtype=torch.float32)
     settings = settings_of(make, rows, vocab, kind)
 
@@ -40,7 +40,9 @@ def _draw(make: Inputs, rows: int, vocab: int, kind: str) -> Case:
         return (torch.ones(rows, dtype=torch.float64, device=logits.device),)
 
     # the relative error of zeros and ones is the square root of the share that differs
-    return Case("sample_tokens", f"{rows} × {vocab}, {kind}", found, wanted, math.sqrt(DIFFERENT))
+    return KernelCase(
+        "sample_tokens", f"{rows} × {vocab}, {kind}", found, wanted, math.sqrt(DIFFERENT)
+    )
 
 
 def settings_of(make: Inputs, rows: int, vocab: int, kind: str) -> SamplingTensors:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.gpu_parts.bench import Bench, Side
+from benchmarks.gpu_parts.bench import GpuBench, Side
 from benchmarks.gpu_parts.checkpoint import write_checkpoint
 from benchmarks.gpu_parts.clock import Budget
 from benchmarks.gpu_parts.report import Figures
@@ -24,8 +24,8 @@ _SPARE = 1.3
 _TIMEOUT_S = 120
 
 
-def startup(bench: Bench, budget: Budget) -> None:
-    """Measure a usual start, and a first start, which compiles its kernels."""
+def startup(bench: GpuBench, budget: Budget) -> None:
+    """Measure a start, and the first start, which compiles its kernels."""
     shape = bench.plan.plain
     with tempfile.TemporaryDirectory(prefix="localgen-benchmark-") as name:
         folder, needed = Path(name), 2 * shape.spec.num_params
@@ -40,7 +40,7 @@ def startup(bench: Bench, budget: Budget) -> None:
         bench.device.free()
         bench.report.add(PART, f"write {size / 1e9:.2g} GB", shape.name, [{"write_s": wrote_s}])
         sides: dict[str, Side] = {
-            f"{shape.name}, first start ever": lambda: _start(bench, folder, fresh=True),
+            f"{shape.name}, first start": lambda: _start(bench, folder, fresh=True),
             shape.name: lambda: _start(bench, folder, fresh=False),
         }
         for side, run in sides.items():
@@ -49,7 +49,7 @@ def startup(bench: Bench, budget: Budget) -> None:
                 bench.rounds(PART, test, {side: run}, 3 if side == shape.name else 1, budget)
 
 
-def _start(bench: Bench, folder: Path, *, fresh: bool) -> Figures:
+def _start(bench: GpuBench, folder: Path, *, fresh: bool) -> Figures:
     """Run first_token in a process. fresh: with an empty Triton cache. Raises RuntimeError."""
     environment = dict(os.environ)
     with tempfile.TemporaryDirectory(dir=folder) as empty:

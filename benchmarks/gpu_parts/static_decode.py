@@ -40,7 +40,7 @@ class StaticDecode:
         self._visible = torch.ones(max_len, max_len, dtype=torch.bool, device=device.torch).tril()
         self.token = torch.zeros(1, dtype=torch.int64, device=device.torch)
         self.position = torch.zeros(1, dtype=torch.int64, device=device.torch)
-        self.said = torch.zeros(max_len, dtype=torch.int64, device=device.torch)
+        self.generated = torch.zeros(max_len, dtype=torch.int64, device=device.torch)
         options: Any = {"coordinate_descent_tuning": True} if compiler == "inductor" else None
         compiled: Callable[..., Any] = torch.compile(
             _layer, backend=compiler, fullgraph=True, dynamic=False, options=options
@@ -83,7 +83,7 @@ class StaticDecode:
     def _one(self) -> None:
         logits = self._forward(self.token, self.position, self._decode_layer)
         self.token.copy_(logits.argmax(-1))
-        self.said.index_copy_(0, self.position, self.token)
+        self.generated.index_copy_(0, self.position, self.token)
         self.position.add_(1)
 
     def _forward(self, tokens: Tensor, positions: Tensor, layer: Callable[..., Any]) -> Tensor:

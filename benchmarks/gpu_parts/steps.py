@@ -74,7 +74,7 @@ def busy_and_waits(spans: Iterable[tuple[float, float]]) -> tuple[float, float]:
 
 @contextmanager
 def decoding(session: Session, prompts: Sequence[Sequence[int]], tokens: int) -> Any:
-    """Decode all prompts in the block; yields the seconds of each of the first steps."""
+    """Decode all prompts in the block; yields the durations of the first steps in seconds."""
     answers: list[Answer] = [session.submit(prompt, tokens) for prompt in prompts]
     while not all(answer.arrivals for answer in answers):
         session.step()
@@ -82,7 +82,7 @@ def decoding(session: Session, prompts: Sequence[Sequence[int]], tokens: int) ->
     session.cancel(answers)
 
 
-# after these the batch shape is captured and replayed
+# the batch shape is captured during these, and replayed afterwards
 _FIRST_STEPS = 12
 
 
@@ -95,7 +95,7 @@ def _step_s(session: Session) -> float:
 def measured(
     device: Device, session: Session, prompts: Sequence[Sequence[int]], *, steps: int
 ) -> dict[str, float]:
-    """Return the figures of a decode step of these prompts, from `steps` steps."""
+    """Return the figures of a decode step of these prompts, measured over `steps` steps."""
     device.reset_peak()
     runner = session.runner
     assert isinstance(runner, WatchedRunner)

@@ -1,4 +1,4 @@
-"""Workloads of the real engine: single requests, batches, mixed lengths, shared prefix, chats."""
+"""Workloads of localgen's engine: single requests, batches, mixed lengths, shared prefix, chats."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
-from benchmarks.answers import Answer, computed_tokens, decode_tok_s, served
-from benchmarks.gpu_parts.bench import Bench, Side
+from benchmarks.answers import Answer, computed_tokens, decode_tok_s, serving_metrics
+from benchmarks.gpu_parts.bench import GpuBench, Side
 from benchmarks.gpu_parts.clock import Budget
 from benchmarks.gpu_parts.loaded import Loaded, serving
-from benchmarks.gpu_parts.plan import Crew
+from benchmarks.gpu_parts.plan import RequestGroup
 from benchmarks.gpu_parts.report import Figures
 from benchmarks.gpu_parts.shapes import Shape
 from benchmarks.session import GREEDY, Session
 from localgen.backends.sampling_params import SamplingParams
 
-# standard deviation of the logarithm of lengths, about that of published chat data sets
+# standard deviation of the logarithm of lengths, as in published chat data sets
 _SPREAD = 1.0
 _SAMPLED = SamplingParams(temperature=0.8, seed=1)
 _CURVE_ROUNDS = 3
 _ROOM = 64  # extra tokens of the KV cache
 
 
-def single(bench: Bench, budget: Budget) -> None:
-    """Single requests, models in turn: with a short prompt, and behind a long context."""
+def single(bench: GpuBench, budget: Budget) -> None:
+    """Single requests, alternating models: after a short prompt, and after a long context."""
     plan, answer = bench.plan, bench.plan.alone.answer
     longest = max(plan.depths, default=0) + plan.alone.prompt + 2 * answer + _ROOM
     with ExitStack() as stack:
@@ -48,45 +48,49 @@ def single(bench: Bench, budget: Budget) -> None:
                 _deep(bench, sessions, name, depth, budget)
 
 
-def large(bench: Bench, budget: Budget) -> None:
+def large(bench: GpuBench, budget: Budget) -> None:
     """Single requests to a model that fills most of the device's memory."""
-    shape, crew = bench.plan.large, bench.plan.alone
-    test = f"{crew.prompt} in/{crew.answer} out"
-    with _session(bench, shape, 4 * (crew.prompt + crew.answer + _ROOM)) as session:
-        session.ask([bench.prompt(shape, crew.prompt)], crew.answer)
+    shape, group = bench.plan.large, bench.plan.alone
+    test = f"{group.prompt} in/{group.answer} out"
+    with _session(bench, shape, 4 * (group.prompt + group.answer + _ROOM)) as session:
+        session.ask([bench.prompt(shape, group.prompt)], group.answer)
         sides = {shape.name: _alone(bench, session, shape)}
         bench.rounds("large", test, sides, bench.plan.rounds, budget)
     bench.drop(shape)
 
 
-def _session(bench: Bench, shape: Shape, kv_tokens: int) -> Session:
+def _session(bench: GpuBench, shape: Shape, kv_tokens: int) -> Session:
     return serving(bench.model(shape), bench.device, kv_tokens=kv_tokens)
 
 
-def _alone(bench: Bench, session: Session, shape: Shape, params: SamplingParams = GREEDY) -> Side:
+def _alone(
+    bench: GpuBench, session: Session, shape: Shape, params: SamplingParams = GREEDY
+) -> Side:
     return lambda: alone(bench, session, shape, params)
 
 
-def alone(bench: Bench, session: Session, shape: Shape, params: SamplingParams = GREEDY) -> Figures:
+def alone(
+    bench: GpuBench, session: Session, shape: Shape, params: SamplingParams = GREEDY
+) -> Figures:
     """Measure a single request."""
-    crew = bench.plan.alone
-    answers = session.ask([bench.prompt(shape, crew.prompt)], crew.answer, params)
-    return _decoding(bench, bench.model(shape), answers, crew.prompt)
+    group = bench.plan.alone
+    answers = session.ask([bench.prompt(shape, group.prompt)], group.answer, params)
+    return _decoding(bench, bench.model(shape), answers, group.prompt)
 
 
-def at_once(bench: Bench, session: Session, shape: Shape, crew: Crew) -> Figures:
-    """Measure requests submitted together."""
-    return served(_crew(bench, session, shape, crew))
+def at_once(bench: GpuBench, session: Session, shape: Shape, group: RequestGroup) -> Figures:
+    """Measure requests submitted at the same time."""
+    return serving_metrics(_ask_group(bench, session, shape, group))
 
 
 def _deep(
-    bench: Bench, sessions: dict[Shape, Session], test: str, depth: int, budget: Budget
+    bench: GpuBench, sessions: dict[Shape, Session], test: str, depth: int, budget: Budget
 ) -> None:
-    """Measure TTFT of a new long text once, then decoding behind the same text in the cache.
+    """Measure TTFT of a new long text once, then decoding after the same text in the cache.
 
-    So the rounds spend no time on prefill.
+    The rounds need no prefill.
     """
-    crew = bench.plan.alone
+    group = bench.plan.alone
     texts: dict[Shape, list[int]] = {}
     for shape, session in sessions.items():
         session.ask([bench.prompt(shape, depth)], 4)  # warm-up: compile
@@ -101,7 +105,7 @@ def _deep(
     def side(shape: Shape, session: Session) -> Side:
         def run() -> Figures:
             found = _decoding(
-                bench, bench.model(shape), session.ask([texts[shape]], crew.answer), depth
+                bench, bench.model(shape), session.ask([texts[shape]], group.answer), depth
             )
             return {name: value for name, value in found.items() if "ttft" not in name}
 
@@ -112,17 +116,17 @@ def _deep(
 
 
 def _decoding(
-    bench: Bench, model: Loaded, answers: Sequence[Answer], prompt: int
+    bench: GpuBench, model: Loaded, answers: Sequence[Answer], prompt: int
 ) -> dict[str, float]:
-    """Figures of sequences that decode together, with the memory bandwidth of their steps."""
+    """Figures of sequences that decode in the same steps, with the memory bandwidth of a step."""
     rate = decode_tok_s(answers)
     tokens = prompt + answers[0].finished.completion_tokens / 2
     step_bytes = model.step_bytes + len(answers) * model.kv_bytes(tokens)
     shares = bench.ceilings.shares(rate / len(answers) * step_bytes)
-    return {"decode_tok_s": rate, **served(answers), **shares}
+    return {"decode_tok_s": rate, **serving_metrics(answers), **shares}
 
 
-def curve(bench: Bench, budget: Budget) -> None:
+def curve(bench: GpuBench, budget: Budget) -> None:
     """Decode throughput by batch size."""
     plan = bench.plan
     shapes = (plan.plain, plan.int4, plan.fp8)
@@ -136,7 +140,7 @@ def curve(bench: Bench, budget: Budget) -> None:
             if not budget.fits(test):
                 continue
             for shape, session in sessions.items():
-                _crew(bench, session, shape, replace(plan.each, requests=batch))
+                _ask_group(bench, session, shape, replace(plan.each, requests=batch))
             sides = {
                 shape.name: _batch(bench, session, shape, batch)
                 for shape, session in sessions.items()
@@ -144,31 +148,34 @@ def curve(bench: Bench, budget: Budget) -> None:
             bench.rounds("curve", test, sides, min(plan.rounds, _CURVE_ROUNDS), budget)
 
 
-def _crew(bench: Bench, session: Session, shape: Shape, crew: Crew) -> Sequence[Answer]:
-    prompts = bench.prompts(shape, [crew.prompt] * crew.requests)
-    return session.ask(prompts, crew.answer)
+def _ask_group(
+    bench: GpuBench, session: Session, shape: Shape, group: RequestGroup
+) -> Sequence[Answer]:
+    prompts = bench.prompts(shape, [group.prompt] * group.requests)
+    return session.ask(prompts, group.answer)
 
 
-def _batch(bench: Bench, session: Session, shape: Shape, batch: int) -> Side:
-    crew = replace(bench.plan.each, requests=batch)
+def _batch(bench: GpuBench, session: Session, shape: Shape, batch: int) -> Side:
+    group = replace(bench.plan.each, requests=batch)
 
     def run() -> Figures:
-        return _decoding(bench, bench.model(shape), _crew(bench, session, shape, crew), crew.prompt)
+        answers = _ask_group(bench, session, shape, group)
+        return _decoding(bench, bench.model(shape), answers, group.prompt)
 
     return run
 
 
-def load(bench: Bench, budget: Budget) -> None:
-    """Throughput and latency of many requests submitted together."""
+def load(bench: GpuBench, budget: Budget) -> None:
+    """Throughput and latency of many requests submitted at the same time."""
     plan = bench.plan
     low, high = plan.mixed_tokens
-    rush, chats = plan.rush, plan.lognormal
+    overload, chats = plan.overload, plan.lognormal
     tests: list[tuple[str, tuple[Shape, ...], list[int], list[int]]] = [
         (
-            f"{rush.requests} × {rush.prompt} in/{rush.answer} out",
+            f"{overload.requests} × {overload.prompt} in/{overload.answer} out",
             (plan.plain, plan.int4, plan.fp8),
-            [rush.prompt] * rush.requests,
-            [rush.answer] * rush.requests,
+            [overload.prompt] * overload.requests,
+            [overload.answer] * overload.requests,
         ),
         (
             f"{plan.mixed_requests} × {low}–{high} in and out",
@@ -190,14 +197,14 @@ def load(bench: Bench, budget: Budget) -> None:
 
 
 def _loaded(
-    bench: Bench, test: str, shape: Shape, ins: list[int], outs: list[int], budget: Budget
+    bench: GpuBench, test: str, shape: Shape, ins: list[int], outs: list[int], budget: Budget
 ) -> None:
     bench.device.reset_peak()
     with _session(bench, shape, bench.plan.kv_tokens) as session:
 
         def run() -> Figures:
             answers = session.ask(bench.prompts(shape, ins), outs)
-            return {**served(answers), "peak_gb": bench.device.peak_gb()}
+            return {**serving_metrics(answers), "peak_gb": bench.device.peak_gb()}
 
         few = max(1, len(ins) // 8)  # warm-up: compile, and capture the smaller batch shapes
         session.ask(bench.prompts(shape, ins[:few]), [min(n, 32) for n in outs[:few]])
@@ -205,32 +212,32 @@ def _loaded(
     bench.device.free()
 
 
-def _lognormal(bench: Bench, mean: int, count: int) -> list[int]:
+def _lognormal(bench: GpuBench, mean: int, count: int) -> list[int]:
     """Sample lengths from a lognormal distribution with this mean; outliers are clipped."""
     middle = math.log(mean) - _SPREAD**2 / 2
     drawn = [bench.random.lognormvariate(middle, _SPREAD) for _ in range(count)]
     return [min(max(int(length), 4), 8 * mean) for length in drawn]
 
 
-def prefix(bench: Bench, budget: Budget) -> None:
-    """Requests submitted together with one new long prefix, which is computed once."""
-    plan, shape, crew = bench.plan, bench.plan.plain, bench.plan.behind
-    test = f"{crew.requests} × {crew.prompt} in/{crew.answer} out over {plan.prefix:,}"
+def prefix(bench: GpuBench, budget: Budget) -> None:
+    """Requests submitted at the same time with a new long prefix, which is computed once."""
+    plan, shape, group = bench.plan, bench.plan.plain, bench.plan.with_prefix
+    test = f"{group.requests} × {group.prompt} in/{group.answer} out over {plan.prefix:,}"
     with _session(bench, shape, plan.kv_tokens) as session:
 
         def run() -> Figures:
             shared = bench.prompt(shape, plan.prefix)
             prompts = [
-                [*shared, *own] for own in bench.prompts(shape, [crew.prompt] * crew.requests)
+                [*shared, *own] for own in bench.prompts(shape, [group.prompt] * group.requests)
             ]
-            answers = session.ask(prompts, crew.answer)
-            return {**served(answers), "computed_tokens": computed_tokens(answers)}
+            answers = session.ask(prompts, group.answer)
+            return {**serving_metrics(answers), "computed_tokens": computed_tokens(answers)}
 
         run()
         bench.rounds("prefix", test, {shape.name: run}, plan.rounds, budget)
 
 
-def chats(bench: Bench, budget: Budget) -> None:
+def chats(bench: GpuBench, budget: Budget) -> None:
     """Concurrent chats: each turn sends the whole conversation and a new question."""
     plan, shape, turn = bench.plan, bench.plan.plain, bench.plan.turn
     test = f"{plan.chats} chats × {plan.turns} turns of {turn.prompt} in/{turn.answer} out"
@@ -238,14 +245,14 @@ def chats(bench: Bench, budget: Budget) -> None:
 
         def run() -> Figures:
             answers = _talk(bench, session, shape)
-            return {**served(answers), "computed_tokens": computed_tokens(answers)}
+            return {**serving_metrics(answers), "computed_tokens": computed_tokens(answers)}
 
         run()
         bench.rounds("chats", test, {shape.name: run}, 2, budget)
 
 
-def _talk(bench: Bench, session: Session, shape: Shape) -> list[Answer]:
-    """Run all chats; each sends its next question when its answer is complete."""
+def _talk(bench: GpuBench, session: Session, shape: Shape) -> list[Answer]:
+    """Run all chats; each sends its next question after its answer."""
     plan, turn = bench.plan, bench.plan.turn
     texts = bench.prompts(shape, [turn.prompt] * plan.chats)
     current = [session.submit(text, turn.answer) for text in texts]

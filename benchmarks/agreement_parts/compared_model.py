@@ -1,4 +1,4 @@
-"""The model under comparison, and where results go."""
+"""The compared model, and the report of its comparison."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from localgen.backends.cuda.model.source import GgufModelSource
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class ComparedModel:
     """A GGUF file. threads: of llama.cpp on both sides."""
 
     path: Path
@@ -19,6 +19,6 @@ class Subject:
     report: Report
 
     def none_of(self, test: str, what: str, count: int, total: int) -> None:
-        """Enter a number of differences, which must be 0, of a total."""
+        """Report the number of differences in `total` comparisons; the target is 0."""
         series = self.report.add(test, what, f"of {total:,}", [count])
         self.report.most(series, 0.0)

@@ -1,4 +1,4 @@
-"""A draft model with a scripted acceptance."""
+"""A draft model with a scripted acceptance rate."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from localgen.backends.runner.interface import (
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.sampling_params import SamplingParams
 
-# the logit bias makes the target model generate only this token, so that drafts can be made right
-# or wrong on purpose
-SAID = 100
-_CERTAIN = 1000.0
-SCRIPTED = SamplingParams(temperature=0.0, logit_bias={SAID: _CERTAIN})
+# the only token that the target model generates, because of the logit bias: so drafts can be made
+# right or wrong
+FORCED_TOKEN = 100
+_LOGIT_BIAS = 1000.0
+FORCED_SAMPLING = SamplingParams(temperature=0.0, logit_bias={FORCED_TOKEN: _LOGIT_BIAS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,11 @@ class _Step:
     chunks: Seq[Chunk]
 
 
-class Scripted:
-    """Wraps a draft model: it computes as usual, but its tokens are replaced.
+class ScriptedDraftRunner:
+    """Computes every step of a draft model, and replaces its tokens.
 
-    A token is `right` with probability `alpha`, else a wrong one. Closing leaves the model open.
+    A token is `right` with probability `alpha`, else a wrong one. Closing it does not close the
+    model.
     """
 
     def __init__(self, runner: ModelRunner, right: int, alpha: float, *, seed: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""A runner whose answers are given, and texts for it: copies of the prompt, and prose."""
+"""A runner with forced output, and prompts with answers for it: copies, and prose."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from localgen.backends.runner.interface import (
 from localgen.backends.runner.sequence import Sequence
 
 HELD_OUT = Path(localgen.quant.__file__).parent / "texts/heldout.txt"
-# tokens in place of each edited one
+# tokens that replace an edited one
 _INSERTED = 3
 # a prompt and its answer
 Text = tuple[list[int], list[int]]
 
 
-class RecitingRunner:
-    """Computes as the model does, then answers known prompts with the text it has learned.
+class ForcedOutputRunner:
+    """Computes every step of a model, and replaces the output after known prompts.
 
-    Closing it leaves the model open.
+    Closing it does not close the model.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -36,8 +36,8 @@ class RecitingRunner:
         self._texts: dict[tuple[int, ...], list[int]] = {}
         self.limits = runner.limits
 
-    def learn(self, prompt: Seq[int], answer: Seq[int]) -> None:
-        """Give this answer to that prompt."""
+    def force(self, prompt: Seq[int], answer: Seq[int]) -> None:
+        """Set the answer to a prompt."""
         self._texts[tuple(prompt)] = [*prompt, *answer]
 
     def admit(self, seq: Sequence, *, spare: int) -> int:
@@ -52,9 +52,9 @@ class RecitingRunner:
     def collect(self, ticket: Any) -> StepResult:
         chunks, own = ticket
         found = self._runner.collect(own)
-        return [self._recite(chunk) or one for chunk, one in zip(chunks, found, strict=True)]
+        return [self._forced(chunk) or one for chunk, one in zip(chunks, found, strict=True)]
 
-    def _recite(self, chunk: Chunk) -> SampledTokens | None:
+    def _forced(self, chunk: Chunk) -> SampledTokens | None:
         text = self._texts.get(tuple(chunk.seq.tokens[: chunk.seq.num_prompt]))
         if text is None or not chunk.is_sampled:
             return None
@@ -78,8 +78,10 @@ class RecitingRunner:
 
 
 def copies(tokens: int, vocab: int, *, edited: float, seed: int) -> Text:
-    """A prompt without repetitions, and an answer that repeats it. edited: probability with which
-    a token is replaced by a few others."""
+    """A prompt without repetitions, and an answer that copies it.
+
+    edited: probability that a token is replaced by _INSERTED others.
+    """
     chance = random.Random(seed)
     prompt = chance.sample(range(vocab // 2), tokens)
     answer: list[int] = []
@@ -92,7 +94,7 @@ def copies(tokens: int, vocab: int, *, edited: float, seed: int) -> Text:
 
 
 def prose(prompt: int, answer: int, count: int, *, vocab: int) -> list[Text]:
-    """Pieces of a real text, its words as tokens. prompt, answer: tokens of each."""
+    """Passages of a real text, with a token per word. prompt, answer: tokens of each."""
     numbers: dict[str, int] = {}
     words = HELD_OUT.read_text(encoding="utf-8").split()
     ids = [numbers.setdefault(word, len(numbers)) % vocab for word in words]

@@ -1,10 +1,10 @@
-"""Texts that tokenizers disagree about: rare characters, whitespace, digits, special tokens."""
+"""Texts on which tokenizers differ: rare characters, whitespace, digits, special tokens."""
 
 from __future__ import annotations
 
 import random
 
-NASTY = [
+ADVERSARIAL = [
     "",
     " ",
     "Hello world",
@@ -34,7 +34,7 @@ NASTY = [
     "\ufeff\u2028\u2029\u00ad\u202e\ue000\ufffd\uffff \u1680\u2003\u3000",
     "👨🏽‍💻👩‍❤️‍💋‍👨🇩🇪🇩🏴\U000e0067\U000e0062\U000e007f\u200d\u200d1️⃣",
 ]
-# of code points, without surrogates
+# code points, without surrogates
 RANGES = [
     (0, 31),
     (32, 126),
@@ -50,10 +50,10 @@ _WORDS = ("the quick", " fox", "Jumps", "123", " 45", "'s", "<|im_end|>", "<tag>
 _SPACES = " \t\n\r\v\f\u00a0\u2003\u3000"
 
 
-def nasty_texts(count: int) -> list[str]:
-    """NASTY, and `count` texts made of it and of random characters; always the same ones."""
+def adversarial_texts(count: int) -> list[str]:
+    """ADVERSARIAL, and `count` texts of its parts and random characters; the same in each call."""
     chance = random.Random(count)
-    return NASTY + [
+    return ADVERSARIAL + [
         "".join(_part(chance) for _ in range(chance.randint(1, 10))) for _ in range(count)
     ]
 
@@ -61,7 +61,7 @@ def nasty_texts(count: int) -> list[str]:
 def _part(chance: random.Random) -> str:
     match chance.randrange(6):
         case 0:
-            return chance.choice(NASTY)
+            return chance.choice(ADVERSARIAL)
         case 1:
             pairs = [chance.choice(RANGES) for _ in range(chance.randint(1, 8))]
             return "".join(chr(chance.randint(*pair)) for pair in pairs)
