@@ -1,15 +1,17 @@
-"""Measure perplexity and KL divergence of the built-in model after quantization by each method.
+"""Measure perplexity and KL divergence of a model after quantization by each method.
 
-python -m benchmarks.quality [--only gptq-3,rtn-3] [--swap]
+python -m benchmarks.quality [--model tiny|smollm2] [--only gptq-3,rtn-3] [--swap]
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -20,9 +22,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.measure import ModelLine, Report, command, table
+from localgen.backends.cuda.model.source import open_gguf_source
 from localgen.backends.formats.hf.config import read_hf_config
 from localgen.backends.formats.hf.safetensors import NumpyCheckpoint
 from localgen.backends.formats.hf.tensor_names import LayerTensors
+from localgen.config import BUILT_IN_MODEL
+from localgen.hub.packaged import PACKAGED_MODELS, packaged_model
 from localgen.quant.calibrate.input_stats import calibration_dtype
 from localgen.quant.calibrate.layer_forward import (
     CalibrationLayer,
@@ -38,6 +43,8 @@ MODEL = HERE.parent / "localgen" / "models" / "tiny"
 WINDOW = 512
 # windows per batch
 BATCH = 4
+# log probabilities of 49,152 tokens at each position are kept; 576 inputs are no multiple of 128
+SMOLLM2_WINDOWS, SMOLLM2_GROUP = 12, 64
 RECIPES = {
     "rtn-4": Recipe(method="rtn", bits=4),
     "awq-4, no clipping": Recipe(method="awq", bits=4, clip=False),
@@ -78,22 +85,32 @@ class Loss:
     divergence: float
 
 
-class BuiltInModel:
-    """The built-in model, its calibration text and its evaluation text."""
+class EvaluatedModel:
+    """A Hugging Face folder, its calibration text and its evaluation text.
 
-    def __init__(self, *, swap: bool) -> None:
+    encode: its tokenizer. max_windows: of either text.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        encode: Callable[[str], list[int]],
+        *,
+        swap: bool,
+        max_windows: int | None = None,
+    ) -> None:
         lines = (HERE / "data" / "heldout.txt").read_text(encoding="utf-8").splitlines(True)
         halves = "".join(lines[: len(lines) // 2]), "".join(lines[len(lines) // 2 :])
         calibration, trial = reversed(halves) if swap else halves
-        self.spec = read_hf_config(MODEL)
-        self._checkpoint = NumpyCheckpoint(MODEL)
+        self.spec = read_hf_config(folder)
+        self._checkpoint = NumpyCheckpoint(folder)
         self._embedding = self._read("model.embed_tokens.weight")
         self._forward = LayerForward(self.spec, WINDOW)
         # the same dtype as `localgen quantize` uses
         dtype = calibration_dtype(torch.device("cpu"), self.spec.hidden_size)
         self._calibrating = LayerForward(self.spec, WINDOW, dtype=dtype)
-        self._calibration = windows(calibration)[:, :WINDOW]
-        self._trial = windows(trial)
+        self._calibration = windows(encode(calibration))[:max_windows, :WINDOW]
+        self._trial = windows(encode(trial))[:max_windows]
 
     def loss(self, recipe: Recipe | None) -> Loss:
         """Quantize the model with a recipe and evaluate it; None: evaluate the original."""
@@ -142,14 +159,35 @@ class BuiltInModel:
         return torch.from_numpy(np.array(self._checkpoint.read(name)))
 
 
-def windows(text: str) -> Tensor:
-    """Tokenize a text into windows of WINDOW tokens and the next one; the remainder is dropped.
+def windows(ids: list[int]) -> Tensor:
+    """Cut tokens into windows of WINDOW tokens and the next one; the remainder is dropped.
 
     Returns int64 [windows, WINDOW + 1].
     """
-    ids = Tokenizer.from_file(str(MODEL / "tokenizer.json")).encode(text).ids
     starts = range(0, len(ids) - WINDOW, WINDOW)
     return torch.tensor([ids[start : start + WINDOW + 1] for start in starts])
+
+
+@contextlib.contextmanager
+def opened_model(name: str, *, swap: bool) -> Iterator[tuple[EvaluatedModel, dict[str, Recipe]]]:
+    """Open the built-in model or smollm2; yield it and the recipes that fit its shapes."""
+    if name == BUILT_IN_MODEL:
+        tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+        model = EvaluatedModel(MODEL, lambda text: tokenizer.encode(text).ids, swap=swap)
+        yield model, RECIPES
+        return
+    # transformers is imported only where smollm2 is measured
+    from benchmarks.agreement_parts.logits import transformers_model
+
+    path = packaged_model(name).path
+    source = open_gguf_source(path)
+    with tempfile.TemporaryDirectory() as folder:
+        transformers_model(path, source.spec).save_pretrained(folder)
+        encode = source.load_tokenizer().encode
+        yield (
+            EvaluatedModel(Path(folder), encode, swap=swap, max_windows=SMOLLM2_WINDOWS),
+            {key: replace(recipe, group_size=SMOLLM2_GROUP) for key, recipe in RECIPES.items()},
+        )
 
 
 def chosen(only: str | None) -> Iterator[str]:
@@ -159,11 +197,13 @@ def chosen(only: str | None) -> Iterator[str]:
             yield name
 
 
-def enter(report: Report, losses: dict[str, Loss]) -> None:
-    """Add all figures to the report, and check those that have a target."""
+def enter(report: Report, losses: dict[str, Loss], *, targets: bool = True) -> None:
+    """Add all figures to the report. targets: check those that have a target."""
     found = {name: report.add("perplexity", name, "", [x.perplexity]) for name, x in losses.items()}
     for name, loss in losses.items():
         report.add("KL divergence", name, "mnats", [1e3 * loss.divergence])
+    if not targets:
+        return
     for name, most in PERPLEXITY.items():
         if name in found:
             report.most(found[name], most)
@@ -202,19 +242,22 @@ def text(report: Report, losses: dict[str, Loss]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark. Returns 1 if a target is not met."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quality", description=__doc__)
+    parser.add_argument("--model", choices=PACKAGED_MODELS, default=BUILT_IN_MODEL)
     parser.add_argument("--only", help="prefixes of recipe names, separated by commas")
     parser.add_argument("--swap", action="store_true", help="calibrate with the other half")
     parser.add_argument("--output", type=Path, help="result file")
     options = parser.parse_args(arguments)
-    model = BuiltInModel(swap=options.swap)
-    losses = {"original": model.loss(None)}
-    for name in chosen(options.only):
-        losses[name] = model.loss(RECIPES[name])
-        print(f"{name}: {losses[name].perplexity:.3f}", file=sys.stderr)
-    size = (MODEL / "model.safetensors").stat().st_size
-    line = ModelLine("localgen tiny", size, model.spec.num_params)
+    with opened_model(options.model, swap=options.swap) as (model, recipes):
+        losses = {"original": model.loss(None)}
+        for name in chosen(options.only):
+            losses[name] = model.loss(recipes[name])
+            print(f"{name}: {losses[name].perplexity:.3f}", file=sys.stderr)
+        spec = model.spec
+    line = ModelLine(
+        f"localgen {options.model}", packaged_model(options.model).size_bytes, spec.num_params
+    )
     report = Report(line, 1, options.only is not None, torch.get_num_threads(), {})
-    enter(report, losses)
+    enter(report, losses, targets=options.model == BUILT_IN_MODEL)
     report.commands.append(command("benchmarks.quality", arguments))
     print(text(report, losses))
     report.save("quality", options.output)

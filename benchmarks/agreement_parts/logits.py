@@ -61,7 +61,14 @@ def _same_best(ours: Tensor, theirs: Tensor) -> float:
 
 @torch.no_grad()
 def transformers_logits(path: Path, spec: ModelSpec, ids: list[int]) -> Tensor:
-    """Logits of transformers' Llama in float32, with weights read by the gguf package."""
+    """Logits of transformers' Llama in float32."""
+    found: Tensor = transformers_model(path, spec)(torch.tensor([ids])).logits[0]
+    return found
+
+
+@torch.no_grad()
+def transformers_model(path: Path, spec: ModelSpec) -> LlamaForCausalLM:
+    """transformers' Llama in float32, with weights of a GGUF file read by the gguf package."""
     reader = gguf.GGUFReader(path)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     model = LlamaForCausalLM(_config(reader, spec, tied="output.weight" not in tensors))
@@ -76,8 +83,7 @@ def transformers_logits(path: Path, spec: ModelSpec, ids: list[int]) -> Tensor:
             pairs = values.view(-1, spec.head_dim // 2, 2, values.shape[1])
             values = pairs.transpose(1, 2).reshape(values.shape)
         parameter.copy_(values)
-    found: Tensor = model(torch.tensor([ids])).logits[0]  # its dropout is 0
-    return found
+    return model  # its dropout is 0
 
 
 def _config(reader: gguf.GGUFReader, spec: ModelSpec, *, tied: bool) -> LlamaConfig:
