@@ -16,7 +16,7 @@ from localgen.cli.rm import YesFlag, confirm
 if TYPE_CHECKING:
     from localgen.chat.session_store import SessionRecord, SessionStore, SessionSummary
 
-NameArgument = Annotated[
+SessionName = Annotated[
     str | None,
     typer.Argument(help="Name or id of a session.", autocompletion=complete_session),
 ]
@@ -24,7 +24,7 @@ DeleteFlag = Annotated[bool, typer.Option("--delete", help="Delete this session.
 
 
 def command(
-    name: NameArgument = None,
+    name: SessionName = None,
     delete: DeleteFlag = False,
     yes: YesFlag = False,
     json: JsonFlag = False,

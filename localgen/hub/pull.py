@@ -17,6 +17,7 @@ from localgen.hub.download import download_file, downloaded_bytes
 from localgen.hub.hf_client import (
     DiskFull,
     HubUnavailable,
+    Notify,
     cache_folder,
     forward_warnings,
     repo_folder,
@@ -33,8 +34,6 @@ from localgen.hub.repository import (
 )
 from localgen.hub.resolve import expand_alias, is_path, not_in_catalog
 from localgen.hub.unfinished import recorded_pull
-
-Notify = Callable[[str], None]
 
 
 def plan_pull(name: str, notify: Notify = lambda line: None) -> PullPlan:
