@@ -13,7 +13,7 @@ from localgen.backends.units import format_size
 from localgen.config import BUILT_IN_MODEL
 from localgen.hub import catalog, quant_choice
 from localgen.hub.catalog import CatalogEntry
-from localgen.hub.download import download_file, downloaded_bytes
+from localgen.hub.download import PullPlan, download_file, downloaded_bytes
 from localgen.hub.hf_client import (
     DiskFull,
     HubUnavailable,
@@ -23,7 +23,6 @@ from localgen.hub.hf_client import (
     repo_folder,
 )
 from localgen.hub.packaged import SMOLLM2
-from localgen.hub.pull_plan import PullPlan
 from localgen.hub.quants import select_quant
 from localgen.hub.reference import HubReference, resolve_reference
 from localgen.hub.repository import (

@@ -1,4 +1,4 @@
-"""JSON files and chat template of a Hugging Face model folder."""
+"""JSON files, chat template and sampling defaults of a Hugging Face model folder."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from localgen.backends.errors import ModelNotFound
 from localgen.backends.formats.architecture.fields import ConfigFields
+from localgen.backends.sampling_params import SAMPLERS, SamplingParams, model_sampling_defaults
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -34,3 +35,14 @@ def read_chat_template(folder: Path) -> str | None:
         named = [entry for entry in found if isinstance(entry, dict)]
         found = {entry.get("name"): entry.get("template") for entry in named}.get("default")
     return found if isinstance(found, str) else None
+
+
+def read_sampling_defaults(folder: Path) -> tuple[SamplingParams, tuple[str, ...]]:
+    """The sampling defaults of generation_config.json, and a note if they are invalid."""
+    config = read_optional_json(folder / "generation_config.json")
+    # without do_sample, transformers decodes greedily and ignores the rest
+    if config.get("do_sample") is False:
+        return SamplingParams(temperature=0.0), ()
+    return model_sampling_defaults(
+        {sampler.name: config.get(sampler.hf_key) for sampler in SAMPLERS if sampler.hf_key}
+    )
