@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.formats.hf.safetensors import INDEX_FILE
+from localgen.backends.formats.hf.folder import INDEX_FILE
 from localgen.quant.files.layerwise_checkpoint import tensor_locations
 from localgen.quant.files.safetensors_writer import atomic_write
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from localgen.backends.errors import ModelNotFound
+from localgen.backends.errors import LoadFailed, ModelNotFound
 from localgen.backends.formats.architecture.fields import ConfigFields
 from localgen.backends.sampling_params import SAMPLERS, SamplingParams, model_sampling_defaults
+
+INDEX_FILE = "model.safetensors.index.json"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -23,6 +25,21 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_optional_json(path: Path) -> dict[str, Any]:
     """Like read_json; returns an empty object if there is no such file."""
     return ConfigFields.from_file(path).values if path.exists() else {}
+
+
+def shard_names(folder: Path) -> list[str] | None:
+    """Return the file names in the index of a model folder, sorted; None if it has no index.
+
+    Raises LoadFailed if the index is damaged.
+    """
+    index = folder / INDEX_FILE
+    if not index.exists():
+        return None
+    weight_map = ConfigFields.from_file(index).section("weight_map")
+    if weight_map is None:
+        raise LoadFailed(f"{index} has no weight_map")
+    # shards are files of this folder: an index must not lead elsewhere
+    return sorted({Path(weight_map.string(tensor)).name for tensor in weight_map.values})
 
 
 def read_chat_template(folder: Path) -> str | None:
