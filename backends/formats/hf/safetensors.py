@@ -20,6 +20,7 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 # 64 MiB as float32
 _CHUNK_VALUES = 1 << 24
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+FLOAT_DTYPES = tuple(_ITEM_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
