@@ -19,8 +19,9 @@ class Sampler:
 
     default: where neither the request nor the model says otherwise. lowest, highest: inclusive;
     None: no number. flag: command-line option. hf_key: in generation_config.json. gguf_key: in a
-    GGUF file, after `general.sampling.`. in_ollama: an option of Ollama's API. aliases: other names
-    that users know. name, value_type: those of the field.
+    GGUF file, after `general.sampling.`. in_ollama: an option of Ollama's API. in_openai: a
+    field of OpenAI's API. aliases: other names that users know. name, value_type: those of the
+    field.
     """
 
     default: float | tuple[str, ...]
@@ -31,6 +32,7 @@ class Sampler:
     hf_key: str = ""
     gguf_key: str = ""
     in_ollama: bool = False
+    in_openai: bool = False
     aliases: tuple[str, ...] = ()
     name: str = ""
     value_type: Any = float
@@ -62,13 +64,14 @@ class SamplingParams:
     # fmt: off
     temperature: float | None = _sampler(
         0.8, 0.0, 100.0, "--temp", "Temperature; 0: greedy.",
-        hf_key="temperature", gguf_key="temp", in_ollama=True, aliases=("temp",))
+        hf_key="temperature", gguf_key="temp", in_ollama=True, in_openai=True,
+        aliases=("temp",))
     top_k: int | None = _sampler(
         40, 0, math.inf, "--top-k", "Keep the k most likely tokens; 0: all.",
         hf_key="top_k", gguf_key="top_k", in_ollama=True)
     top_p: float | None = _sampler(
         0.95, 0.0, 1.0, "--top-p", "Keep the most likely tokens up to this total probability.",
-        hf_key="top_p", gguf_key="top_p", in_ollama=True)
+        hf_key="top_p", gguf_key="top_p", in_ollama=True, in_openai=True)
     min_p: float | None = _sampler(
         0.05, 0.0, 1.0, "--min-p", "Drop tokens below this share of the most likely one.",
         hf_key="min_p", gguf_key="min_p", in_ollama=True)
@@ -109,10 +112,10 @@ class SamplingParams:
         gguf_key="penalty_last_n", in_ollama=True)
     presence_penalty: float | None = _sampler(
         0.0, -100.0, 100.0, "--presence-penalty", "Penalty of tokens that occurred; 0: off.",
-        in_ollama=True)
+        in_ollama=True, in_openai=True)
     frequency_penalty: float | None = _sampler(
         0.0, -100.0, 100.0, "--frequency-penalty", "Penalty for each occurrence; 0: off.",
-        in_ollama=True)
+        in_ollama=True, in_openai=True)
     dry_multiplier: float | None = _sampler(
         0.0, 0.0, 100.0, "--dry-multiplier", "Strength of the DRY penalty; 0: off.")
     dry_base: float | None = _sampler(

@@ -1,9 +1,9 @@
-"""Format sizes, durations and counts."""
+"""Format sizes, durations, rates and counts."""
 
 from __future__ import annotations
 
-_BYTE_UNITS = ("B", "KB", "MB", "GB", "TB")
-_GB = _BYTE_UNITS.index("GB")
+BYTE_UNITS = ("B", "KB", "MB", "GB", "TB")
+_GB = BYTE_UNITS.index("GB")
 
 
 def format_size(size_bytes: float) -> str:
@@ -12,16 +12,26 @@ def format_size(size_bytes: float) -> str:
     Messages compare sizes in GB, so these always have a decimal: `4.9 GB`, `139.6 GB`, `144 MB`.
     """
     unit = 0
-    while size_bytes >= 999.5 and unit < len(_BYTE_UNITS) - 1:
+    while size_bytes >= 999.5 and unit < len(BYTE_UNITS) - 1:
         size_bytes /= 1000
         unit += 1
     digits = 0 if unit == 0 or (unit < _GB and size_bytes >= 99.95) else 1
-    return f"{size_bytes:.{digits}f} {_BYTE_UNITS[unit]}"
+    return f"{size_bytes:.{digits}f} {BYTE_UNITS[unit]}"
 
 
 def format_duration(ms: float) -> str:
     """Format a duration in ms below one second, else in seconds."""
     return f"{ms:.0f} ms" if ms < 999.5 else f"{ms / 1000:.2f} s"
+
+
+def format_rate(per_s: float) -> str:
+    """Tokens/s with one decimal below 100, as an integer from there on."""
+    return f"{per_s:.1f}" if per_s < 99.95 else f"{per_s:,.0f}"
+
+
+def format_params(count: int) -> str:
+    """Format a number of parameters as `8.0B` or `494.0M`."""
+    return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
 
 
 def format_count(number: int, noun: str) -> str:

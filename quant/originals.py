@@ -100,7 +100,7 @@ class OriginalModel:
 
 def scan_originals() -> list[OriginalModel]:
     """The built-in model, aliases, the cache, this folder, in this order. Models may be incomplete
-    or of an unknown architecture; a dry run tells."""
+    or of an unknown architecture; a dry run reports it."""
     found: dict[str, OriginalModel] = {}
     for name, folder, source in _folders():
         if name not in found and _is_unquantized(folder):

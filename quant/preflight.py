@@ -13,11 +13,12 @@ import localgen
 from localgen.backends.errors import InvalidRequest, LoadFailed
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.hf.folder import read_json
+from localgen.backends.formats.hf.safetensors import FLOAT_DTYPES
 from localgen.backends.formats.hf.tensor_names import linear_shapes
 from localgen.backends.formats.hf.tokenizer import HfTokenizer
 from localgen.quant.calibrate.input_stats import calibration_dtype
 from localgen.quant.calibrate.text_windows import TokenWindows, calibration_windows
-from localgen.quant.files.layerwise_checkpoint import FLOAT_DTYPES, LayerwiseCheckpoint
+from localgen.quant.files.layerwise_checkpoint import LayerwiseCheckpoint
 from localgen.quant.files.packing import packing_multiple
 from localgen.quant.request.events import OnEvent, ProgressEvent
 from localgen.quant.request.recipe import CalibrationConfig, Recipe

@@ -13,8 +13,8 @@ import pytest
 from loopback_hub import LoopbackHub
 
 from localgen.hub import pull
+from localgen.hub.download import PullPlan
 from localgen.hub.hf_client import repo_folder
-from localgen.hub.pull_plan import PullPlan
 from localgen.hub.resolve import resolve_model
 
 REPO = "acme/Chat-GGUF"

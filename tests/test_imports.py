@@ -37,6 +37,7 @@ ORDER = (
     "localgen.backends.cuda.parallel",
     "localgen.backends.cuda",
     "localgen.config",
+    "localgen.toml_store",
     "localgen.machine",
     "localgen.placement",
     "localgen.hub",
@@ -173,7 +174,8 @@ def cycles() -> list[list[str]]:
 def test_every_package_has_its_place() -> None:
     packages = {m for m in MODULES if MODULES[m].name == "__init__.py"}
     assert packages - set(ORDER) == set()
-    assert set(ORDER) - packages == {"localgen.config", "localgen.__main__"}
+    modules_of_their_own = {"localgen.config", "localgen.toml_store", "localgen.__main__"}
+    assert set(ORDER) - packages == modules_of_their_own
     assert len(set(MODULES.values())) == len(MODULES)
 
 

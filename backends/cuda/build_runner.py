@@ -15,6 +15,7 @@ from localgen.backends.errors import LoadFailed
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.hf.tokenizer import HfTokenizer
 from localgen.backends.memory.kv_sizing import KVSize
+from localgen.backends.units import format_params
 
 AnyTokenizer = HfTokenizer | DummyTokenizer
 
@@ -63,6 +64,4 @@ def describe_model(spec: ModelSpec, dtype: torch.dtype) -> str:
     kind = spec.architecture.removesuffix("ForCausalLM")
     quant = spec.quant
     how = str(dtype).removeprefix("torch.") if quant is None else quant.method
-    params = spec.num_params
-    size = f"{params / 1e9:.1f}B" if params >= 1e9 else f"{params / 1e6:.1f}M"
-    return f"{kind} {size} {how}"
+    return f"{kind} {format_params(spec.num_params)} {how}"

@@ -46,18 +46,20 @@ def load_cuda_model(request: ModelLoadRequest, on_progress: Callable[[float], No
     template, template_source = load_template(
         options.chat_template, source.chat_template, tokenizer, source.path
     )
-    attempt = OptionalDraftLoader(request.draft)
-    companion = attempt.run(
-        lambda: CudaDraftModel(attempt.request, options, device, source, tokenizer)
+    draft_loader = OptionalDraftLoader(request.draft)
+    draft_model = draft_loader.run(
+        lambda: CudaDraftModel(draft_loader.request, options, device, source, tokenizer)
     )
     executor, size, weight_bytes = _load_executor(
-        source, options, dtype, request, companion, on_progress
+        source, options, dtype, request, draft_model, on_progress
     )
     # on a CPU there is no device to keep busy
     runner = build_cuda_runner(
         source, options, tokenizer, executor, size, run_ahead=options.device != "cpu"
     )
-    draft = None if companion is None else attempt.run(partial(companion.start_runner, size))
+    draft = None
+    if draft_model is not None:
+        draft = draft_loader.run(partial(draft_model.start_runner, size))
     defaults, notes = source.sampling_defaults()
     kv_bytes = size.kv_tokens * _kv_bytes_per_token(spec, options)
     info = ModelInfo(
@@ -83,7 +85,9 @@ def load_cuda_model(request: ModelLoadRequest, on_progress: Callable[[float], No
         embedding_width=spec.hidden_size,
         chat_template=template_source,
         sampling=defaults,
-        options=attempt.resolved_options(options.to_load_options(size.ctx, size.kv_tokens), draft),
+        options=draft_loader.resolved_options(
+            options.to_load_options(size.ctx, size.kv_tokens), draft
+        ),
         notes=(
             *size.notes,
             *tensor_parallel.tensor_parallel_notes(options),
@@ -91,7 +95,7 @@ def load_cuda_model(request: ModelLoadRequest, on_progress: Callable[[float], No
             *notes,
             *_load_warnings(options, template),
             *(compiling.wait() if compiling else ()),
-            *attempt.notes(draft, ctx=size.ctx, size_bytes=weight_bytes),
+            *draft_loader.notes(draft, ctx=size.ctx, size_bytes=weight_bytes),
         ),
         draft=draft.info if draft else None,
     )

@@ -69,7 +69,7 @@ class FreeCores:
         window_s = now_s - self._since_s
         if window_s >= _WINDOW_S:
             used = self._read()
-            # a window without steps tells nothing about now
+            # few or no steps ran in this window: no information
             if used.own_s - self._used.own_s >= window_s / 2:
                 taken = round((used.others_s - self._used.others_s) / window_s)
                 self._free = max(1, min(self._cores, self._processors - taken))

@@ -46,22 +46,24 @@ def load_llamacpp_model(
     options = resolve_llama_options(request.options)
     model = LlamaModel(_require_file(path), options, on_progress)
     _validate_split_cache(model, options)
-    unlocked = options.mlock and llama_library().has_warning_about("mlock")
+    mlock_failed = options.mlock and llama_library().has_warning_about("mlock")
     vocab = LlamaCppTokenizer(model)
     template, source = load_template(options.chat_template, model.template, vocab, path)
     shape = sizing.llama_model_shape(model)
-    attempt = OptionalDraftLoader(request.draft)
-    companion = attempt.run(lambda: LlamaDraftModel(attempt.request, options, model, vocab))
-    options, size = _resolve_size(model, shape, request, options, companion)
+    draft_loader = OptionalDraftLoader(request.draft)
+    draft_model = draft_loader.run(
+        lambda: LlamaDraftModel(draft_loader.request, options, model, vocab)
+    )
+    options, size = _resolve_size(model, shape, request, options, draft_model)
     try:
         context = _create_context(model, options, size)
     except NoKVCache:
-        options = _without_draft(request, options, companion)
+        options = _without_draft(request, options, draft_model)
         return load_encoder(request, model, vocab, options, started_s=started_s)
     can_rewind = probe_rewind(model, vocab, context)
     draft = None
-    if companion is not None:
-        draft = attempt.run(partial(companion.start_runner, options, size, context.executor))
+    if draft_model is not None:
+        draft = draft_loader.run(partial(draft_model.start_runner, options, size, context.executor))
     share = can_rewind and options.prefix_cache
     runner = build_llama_runner(model, context, vocab, options, ctx=size.ctx, share_prefixes=share)
     sampling_defaults, sampling_notes = _default_sampling(model)
@@ -88,15 +90,15 @@ def load_llamacpp_model(
         can_rewind=can_rewind,
         chat_template=source,
         sampling=sampling_defaults,
-        options=attempt.resolved_options(
+        options=draft_loader.resolved_options(
             options.to_load_options(size.ctx, context.kv_tokens), draft
         ),
         embedding_width=model.embedding_width,
         notes=(
             *size.notes,
             *sampling_notes,
-            *_load_warnings(options, request.options, size.ctx, unlocked, can_rewind, source),
-            *attempt.notes(draft, ctx=size.ctx, size_bytes=model.size_bytes),
+            *_load_warnings(options, request.options, size.ctx, mlock_failed, can_rewind, source),
+            *draft_loader.notes(draft, ctx=size.ctx, size_bytes=model.size_bytes),
         ),
         draft=draft.info if draft else None,
     )

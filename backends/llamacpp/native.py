@@ -26,6 +26,7 @@ from localgen.backends.llamacpp.library import (
 )
 from localgen.backends.llamacpp.options import LlamaOptions
 from localgen.backends.runner.interface import ThreadUsage
+from localgen.backends.units import format_params
 
 _LOAD_MODES = {
     (False, False): C.LLAMA_LOAD_MODE_NONE,
@@ -102,9 +103,8 @@ class LlamaModel:
         """llama.cpp's description: architecture, size and quantization."""
         buffer = ctypes.create_string_buffer(256)
         C.llama_model_desc(self.handle, buffer, len(buffer))
-        size = f"{self.num_params / 1e6:.1f}M"
         # llama.cpp prints ?B for sizes that no known model has
-        return buffer.value.decode("utf-8", "replace").replace("?B", size)
+        return buffer.value.decode("utf-8", "replace").replace("?B", format_params(self.num_params))
 
     @property
     def size_bytes(self) -> int:

@@ -25,7 +25,7 @@ class LlamaOptions:
     gpu_layers: int = 0
     threads: int = 1
     threads_batch: int = 1
-    # threads are the most, and fewer compute beside other processes
+    # threads is the maximum; fewer are used while other processes need the cores
     adapts_threads: bool = False
     flash_attn: str = "auto"
     cache_type_k: str = LLAMACPP_DEFAULTS.cache_type

@@ -70,9 +70,9 @@ class ChatStorage:
 def open_chat_storage(state_dir: Path, choice: SessionChoice) -> Iterator[ChatStorage]:
     """Open the store and the chosen session.
 
-    A new chat goes on without a store that cannot be used. Raises InvalidRequest if there is no
-    such session; SessionBusy if another process writes an answer in it; and, for a stored session,
-    the errors of open_store().
+    A new chat continues without storage if the store is unusable. Raises InvalidRequest if there
+    is no such session; SessionBusy if another process writes an answer in it; and, for a stored
+    session, the errors of open_store().
     """
     if not choice.keeps_history:
         yield ChatStorage(state_dir, keeps_history=False)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from localgen.backends.model_info import ModelInfo
 from localgen.backends.types import Timings
-from localgen.backends.units import format_count, format_duration, format_size
+from localgen.backends.units import format_count, format_duration, format_rate, format_size
 from localgen.chat.parameters import ModelOptions
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def completion_line(completion: Completion) -> str:
     """
     timings = completion.timings
     about = "~" if completion.estimated else ""
-    rate = f"{about}{_format_rate(timings.predicted_per_second)} tok/s"
+    rate = f"{about}{format_rate(timings.predicted_per_second)} tok/s"
     gain = timings.draft_speedup if timings.draft_n else 0.0
     used = _context_usage(completion)
     parts = (
@@ -96,7 +96,7 @@ def live_stats_line(
     if ttft_s is None:
         return f"waiting {elapsed_s:.1f} s · {context} · Ctrl+C stops"
     generating_s = elapsed_s - ttft_s
-    speed = _format_rate((num_tokens - 1) / generating_s) if num_tokens > 1 and generating_s else ""
+    speed = format_rate((num_tokens - 1) / generating_s) if num_tokens > 1 and generating_s else ""
     rate = f" at {approx_mark}{speed}/s" if speed else ""
     tokens = f"{approx_mark}{format_count(num_tokens, 'token')}{rate}"
     return f"TTFT {format_duration(ttft_s * 1000)} · {tokens} · {context}"
@@ -191,11 +191,6 @@ def _tokens_per_step(timings: Timings) -> float:
 
 def _acceptance_rate(timings: Timings) -> str:
     return f"{100 * timings.draft_n_accepted / timings.draft_n:.0f} %"
-
-
-def _format_rate(rate: float) -> str:
-    """Format a rate, with one decimal below 100."""
-    return f"{rate:.1f}" if rate < 99.95 else f"{rate:,.0f}"
 
 
 def _decode_rate(timings: Timings) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import typer
 from localgen.backends.errors import InvalidRequest
 from localgen.cli.arguments import JsonFlag
 
-NameArgument = Annotated[str, typer.Argument(help="Name of the endpoint.")]
+EndpointName = Annotated[str, typer.Argument(help="Name of the endpoint.")]
 UrlArgument = Annotated[str, typer.Argument(help="Base URL, e.g. http://host:8000/v1.")]
 KeyEnvFlag = Annotated[
     str | None,
@@ -30,7 +30,7 @@ def endpoint() -> None:
 
 @group.command("add")
 def add(
-    name: NameArgument, url: UrlArgument, key_env: KeyEnvFlag = None, model: ModelFlag = None
+    name: EndpointName, url: UrlArgument, key_env: KeyEnvFlag = None, model: ModelFlag = None
 ) -> None:
     """Add a named server. The API key is not stored, only the name of its environment variable."""
     from localgen.client import endpoints
@@ -61,7 +61,7 @@ def list_(json: JsonFlag = False) -> None:
 
 
 @group.command("rm")
-def rm(name: Annotated[str, typer.Argument(help="Name of the endpoint.")]) -> None:
+def rm(name: EndpointName) -> None:
     """Remove a named server from the list."""
     from localgen.client import endpoints
 

@@ -16,7 +16,7 @@ from localgen.cli.rm import YesFlag, confirm
 if TYPE_CHECKING:
     from localgen.chat.session_store import SessionRecord, SessionStore, SessionSummary
 
-NameArgument = Annotated[
+SessionName = Annotated[
     str | None,
     typer.Argument(help="Name or id of a session.", autocompletion=complete_session),
 ]
@@ -24,7 +24,7 @@ DeleteFlag = Annotated[bool, typer.Option("--delete", help="Delete this session.
 
 
 def command(
-    name: NameArgument = None,
+    name: SessionName = None,
     delete: DeleteFlag = False,
     yes: YesFlag = False,
     json: JsonFlag = False,
@@ -86,8 +86,8 @@ def _delete(store: SessionStore, listed: SessionSummary, *, ask: bool) -> None:
 
 def _print_session(record: SessionRecord, *, as_json: bool) -> None:
     from localgen.backends.terminal_text import escape_control_chars
+    from localgen.chat.conversation import transcript_markdown
     from localgen.chat.saved_chats import SavedChat, encode_chat
-    from localgen.chat.transcript import transcript_markdown
 
     if as_json:
         chat = SavedChat(record.model or "", record.params, record.conversation)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from localgen.backends.units import format_size
 from localgen.cli.arguments import JsonFlag
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def command(json: JsonFlag = False) -> None:
     cells = [
         (
             row.name,
-            "unknown" if row.size_bytes is None else tables.format_size(row.size_bytes),
+            "unknown" if row.size_bytes is None else format_size(row.size_bytes),
             row.source,
             row.state,
             ", ".join(row.also),
@@ -118,7 +119,6 @@ def _download_row(download: UnfinishedDownload) -> ListedModel:
 
 
 def _download_text(download: UnfinishedDownload, cards: Sequence[ModelCard]) -> str:
-    from localgen.cli.tables import format_size
     from localgen.hub.hf_client import repo_folder
 
     name, done = download.name, format_size(download.downloaded_bytes)
@@ -133,12 +133,11 @@ def _download_text(download: UnfinishedDownload, cards: Sequence[ModelCard]) -> 
 
 
 def _print_disk_use() -> None:
-    from localgen.cli import tables
     from localgen.hub.cache import scan_hf_cache
 
     found = scan_hf_cache()
     if found is None or not (found.size_on_disk or found.incomplete_files):
         return
     unfinished = found.incomplete_size_on_disk
-    more = f", plus {tables.format_size(unfinished)} in unfinished downloads" if unfinished else ""
-    typer.echo(f"{tables.format_size(found.size_on_disk)} in {found.cache_dir}{more}", err=True)
+    more = f", plus {format_size(unfinished)} in unfinished downloads" if unfinished else ""
+    typer.echo(f"{format_size(found.size_on_disk)} in {found.cache_dir}{more}", err=True)

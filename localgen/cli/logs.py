@@ -68,7 +68,7 @@ def _follow(texts: Iterator[str]) -> None:
 def new_text(
     path: Path, log: BinaryIO | None, decoder: codecs.IncrementalDecoder
 ) -> Generator[str, None, None]:
-    """Yield for ever what is appended to an open log since the last time, also to its successors.
+    """Yield new text of a log file, following rotation, until interrupted.
 
     path: of the log and its successors.
     """

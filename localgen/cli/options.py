@@ -28,7 +28,7 @@ _METAVARS = {list[str]: "<str>", list[int]: "<int>"}
 class CliOption:
     """A command-line option and the field it sets.
 
-    unset_value: a value with the same meaning as leaving the option out, which unset_meaning tells.
+    unset_value: value equivalent to omitting the option; unset_meaning describes it.
     lowest: of the other values, if the server would refuse lower ones.
     """
 

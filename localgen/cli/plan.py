@@ -50,7 +50,7 @@ DraftModelOption = Annotated[
 BackendOption = Annotated[
     Backend | None, typer.Option("--backend", help="Inference backend (default: auto).")
 ]
-DeviceOption = Annotated[
+PlanDevice = Annotated[
     str | None,
     typer.Option(
         "--device", help="cuda, cuda:N or cpu (default: the GPU with the most free memory)."
@@ -70,7 +70,7 @@ def command(
     quant: QuantsOption = None,
     draft: DraftModelOption = None,
     backend: BackendOption = None,
-    device: DeviceOption = None,
+    device: PlanDevice = None,
     measure: MeasureFlag = False,
     json: JsonFlag = False,
 ) -> None:

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from localgen.backends.terminal_text import one_line
-from localgen.backends.units import format_size
-from localgen.cli import rate_columns, tables
+from localgen.backends.units import format_rate, format_size
+from localgen.cli import tables
 from localgen.machine.decode_rates import fastest_by_use
 from localgen.planning.loaded_usage import LoadedUsage
 from localgen.planning.plan import MemoryPlan
@@ -87,7 +87,7 @@ def _estimate_rows(plan: MemoryPlan, loaded: LoadedUsage | None) -> Iterator[Tab
     yield "GPU layers", _layers_cell(plan), used.processor, _layers_note(plan)
     yield "speed", _speed_cell(plan), "", _speed_note(plan)
     if plan.rates is not None:
-        one, drafts, many = rate_columns.rate_cells(plan.rates)
+        one, drafts, many = tables.rate_cells(plan.rates)
         note = f"measured for {plan.quant}; {drafts} if 3 drafts are accepted, {many} of 16 streams"
         yield "one stream", f"about {one} tokens/s", "", note
 
@@ -149,16 +149,14 @@ def _layers_note(plan: MemoryPlan) -> str:
 def _speed_cell(plan: MemoryPlan) -> str:
     if plan.speed is None:
         return _UNKNOWN
-    return f"at most {rate_columns.format_rate(plan.speed.most_tokens_per_s)} tokens/s"
+    return f"at most {format_rate(plan.speed.most_tokens_per_s)} tokens/s"
 
 
 def _speed_note(plan: MemoryPlan) -> str:
     if plan.speed is None:
         return "bytes read per token, or memory bandwidth, unknown"
     full = (
-        f"{rate_columns.format_rate(plan.speed.most_tokens_per_s_full)} with full context; "
-        if plan.ctx
-        else ""
+        f"{format_rate(plan.speed.most_tokens_per_s_full)} with full context; " if plan.ctx else ""
     )
     rate = f"{plan.speed.bandwidth_bytes_per_s / 1e9:,.1f} GB/s"
     return f"{full}limited by memory bandwidth, {rate} {plan.speed.how}"
@@ -176,10 +174,8 @@ def _comparison_lines(plans: tuple[MemoryPlan, ...]) -> list[str]:
             format_size(max(0, plan.free_bytes)),
             _count_cell(plan.largest_ctx),
             {True: plan.place, False: "does not fit", None: _UNKNOWN}[plan.fits],
-            f"{rate_columns.format_rate(plan.speed.most_tokens_per_s)} tokens/s"
-            if plan.speed
-            else _UNKNOWN,
-            *(rate_columns.rate_cells(plan.rates) if fastest else ()),
+            f"{format_rate(plan.speed.most_tokens_per_s)} tokens/s" if plan.speed else _UNKNOWN,
+            *(tables.rate_cells(plan.rates) if fastest else ()),
             "local" if plan.source == "files" else "",
         )
         for plan in plans
@@ -190,4 +186,4 @@ def _comparison_lines(plans: tuple[MemoryPlan, ...]) -> list[str]:
     if speed is not None:
         rate = f"{speed.bandwidth_bytes_per_s / 1e9:,.1f} GB/s"
         lines += ["", f"AT MOST: limit set by memory bandwidth, {rate} {speed.how}."]
-    return lines + rate_columns.rate_notes(fastest)
+    return lines + tables.rate_notes(fastest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 
+from localgen.backends.units import format_size
 from localgen.cli.arguments import JsonFlag
 
 
@@ -21,8 +22,8 @@ def command(json: JsonFlag = False) -> None:
         (
             model.name,
             model.id,
-            tables.format_size(model.size_bytes),
-            tables.format_size(model.memory_bytes) if model.memory_bytes else "-",
+            format_size(model.size_bytes),
+            format_size(model.memory_bytes) if model.memory_bytes else "-",
             model.processor,
             f"{model.ctx:,}",
             tables.format_expiry(model.until_s, model.active_requests),

@@ -13,7 +13,7 @@ from localgen.cli import tables
 from localgen.cli.completion_values import complete_catalog_model
 
 if TYPE_CHECKING:
-    from localgen.hub.pull_plan import PullPlan
+    from localgen.hub.download import PullPlan
 
 PullArgument = Annotated[
     str,

@@ -151,7 +151,7 @@ OutOption = Annotated[
         "--out", help="Output folder or .gguf file (default: ./MODEL-METHOD, e.g. tiny-awq-4bit)."
     ),
 ]
-DeviceOption = Annotated[
+QuantizeDevice = Annotated[
     str | None,
     typer.Option("--device", help="cuda, cuda:N or cpu (default: cuda if available)."),
 ]
@@ -185,7 +185,7 @@ def command(
     eval_samples: EvalSamplesOption = 16,
     no_eval: NoEvalFlag = False,
     out: OutOption = None,
-    device: DeviceOption = None,
+    device: QuantizeDevice = None,
     resume: ResumeFlag = False,
     compare: CompareFlag = False,
     recommend: RecommendFlag = False,

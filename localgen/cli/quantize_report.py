@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from localgen.backends.errors import OutOfMemory
 from localgen.backends.terminal_text import one_line
 from localgen.backends.units import format_elapsed, format_size
-from localgen.cli import rate_columns, tables
+from localgen.cli import tables
 from localgen.hub.quant_choice import available_memory
 from localgen.machine.decode_rates import fastest_by_use
 from localgen.machine.step_times import step_times
@@ -64,14 +64,14 @@ def print_advice(model: str | None, *, as_json: bool) -> None:
                 format_size(one.size_bytes),
                 format_size(one.need_bytes),
                 one.place or "–",
-                *(rate_columns.rate_cells(one.rates) if fastest else ()),
+                *(tables.rate_cells(one.rates) if fastest else ()),
                 one.trade,
             )
             for one in found
         ]
         for line in tables.align_columns([head, *cells]):
             typer.echo(line)
-        for line in rate_columns.rate_notes(fastest):
+        for line in tables.rate_notes(fastest):
             typer.echo(line)
     if best is None:
         least = found[-1]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from localgen.backends.units import format_params, format_size
 from localgen.cli.arguments import JsonFlag
 
 if TYPE_CHECKING:
@@ -37,9 +38,9 @@ def command(words: WordsArgument = None, json: JsonFlag = False) -> None:
         return
     head = ("NAME", "PARAMS", "SIZE", "NEEDS", "RUNS ON", "INSTALLED", "ALSO")
     tables.print_table(head, [_table_row(model) for model in found])
-    free = f"{tables.format_size(memory.ram_bytes)} of memory"
+    free = f"{format_size(memory.ram_bytes)} of memory"
     if memory.gpu_bytes:
-        free += f" and {tables.format_size(memory.gpu_bytes)} of the GPU"
+        free += f" and {format_size(memory.gpu_bytes)} of the GPU"
     tables.print_notice(
         f"{free} are free; `localgen pull NAME` downloads a model, "
         "`localgen show NAME --quants` lists its other sizes"
@@ -47,24 +48,16 @@ def command(words: WordsArgument = None, json: JsonFlag = False) -> None:
 
 
 def _table_row(model: FoundModel) -> tuple[str, ...]:
-    from localgen.cli import tables
-
     is_known = model.size_bytes is not None and model.need_bytes is not None
     return (
         model.name,
-        _format_params(model.params),
-        tables.format_size(model.size_bytes or 0) if is_known else "unknown",
-        tables.format_size(model.need_bytes or 0) if is_known else "unknown",
+        "unknown" if model.params is None else format_params(model.params),
+        format_size(model.size_bytes or 0) if is_known else "unknown",
+        format_size(model.need_bytes or 0) if is_known else "unknown",
         model.runs_on or ("does not fit" if is_known else "unknown"),
         ", ".join(model.installed),
         ", ".join(model.also),
     )
-
-
-def _format_params(count: int | None) -> str:
-    if count is None:
-        return "unknown"
-    return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.0f}M"
 
 
 def _no_match_text(words: list[str]) -> str:

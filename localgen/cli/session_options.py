@@ -75,7 +75,7 @@ def options_of_session(
 
 
 def other_server_notice(record: SessionRecord, url: str) -> str:
-    """Tell that a stored session is of another server than that at `url`; empty if it is not."""
+    """Notice that a stored session belongs to another server than `url`; empty if it does not."""
     if not record.id or record.server_url == url:
         return ""
     name, theirs = one_line(record.name), one_line(record.server_url)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import typer
 
 from localgen.backends.terminal_text import one_line
-from localgen.backends.units import format_size as format_size
+from localgen.backends.units import format_rate
+from localgen.machine.decode_rates import DecodeRates
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -58,3 +59,22 @@ def format_expiry(until_s: float | None, active_requests: int) -> str:
         return "forever"
     minutes = round(until_s / 60)
     return f"{minutes} minutes from now" if minutes > 1 else f"{until_s:.0f} seconds from now"
+
+
+def rate_cells(rates: DecodeRates | None) -> tuple[str, ...]:
+    """One cell for each of DecodeRates.USES."""
+    return tuple(map(format_rate, rates)) if rates else ("–",) * len(DecodeRates.USES)
+
+
+def rate_notes(fastest: Mapping[str, str]) -> list[str]:
+    """Lines below a table with rate_cells; none if nothing is compared.
+
+    fastest: the fastest alternative for each use.
+    """
+    if not fastest:
+        return []
+    return [
+        "",
+        "Tokens/s on this CPU, measured with a small model; with 3 drafts if all are accepted.",
+        f"Fastest here: {', '.join(f'{use}: {name}' for use, name in fastest.items())}.",
+    ]

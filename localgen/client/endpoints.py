@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 import os
 import re
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from localgen.backends.errors import InvalidRequest
-from localgen.config import BadSetting, config_dir, make_private_dir
+from localgen.config import BadSetting, config_dir
+from localgen.toml_store import TomlStore, toml_string
 
 _ENV_VAR_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 _EXAMPLE_URL = "http://host:8000/v1"
@@ -125,7 +124,7 @@ def endpoints_path() -> Path:
 def load_endpoints() -> dict[str, Endpoint]:
     """Endpoints by name. Raises BadSetting if the file is invalid or writable by other users."""
     path = endpoints_path()
-    return {name: _parse_endpoint(path, name, table) for name, table in _read_tables(path).items()}
+    return {name: _parse_endpoint(path, name, table) for name, table in _read_tables().items()}
 
 
 def resolve_endpoint(text: str) -> Endpoint:
@@ -146,39 +145,32 @@ def add_endpoint(endpoint: Endpoint) -> None:
     """Save an endpoint. Raises InvalidRequest if its name is invalid or taken."""
     if not _NAME.fullmatch(endpoint.name):
         raise InvalidRequest(f"invalid name {endpoint.name!r}: use letters, digits, - and _")
-    path = endpoints_path()
-    known = load_endpoints()
-    if endpoint.name in known:
-        raise InvalidRequest(
-            f"endpoint {endpoint.name} already exists ({known[endpoint.name].url}): "
-            f"remove it with localgen endpoint rm {endpoint.name}"
-        )
-    before = _read_text(path)
-    gap = "" if not before else "\n" if before.endswith("\n") else "\n\n"
-    values = [(field, getattr(endpoint, field)) for field in _FIELDS]
-    lines = [f"{field} = {_toml_string(value)}\n" for field, value in values if value]
-    _write(path, f"{before}{gap}[{endpoint.name}]\n{''.join(lines)}")
+    store = _store()
+    with store.locked():
+        known = load_endpoints()
+        if endpoint.name in known:
+            raise InvalidRequest(
+                f"endpoint {endpoint.name} already exists ({known[endpoint.name].url}): "
+                f"remove it with localgen endpoint rm {endpoint.name}"
+            )
+        values = [(field, getattr(endpoint, field)) for field in _FIELDS]
+        lines = [f"{field} = {toml_string(value)}\n" for field, value in values if value]
+        store.append(f"[{endpoint.name}]\n{''.join(lines)}", separator="\n")
 
 
 def remove_endpoint(name: str) -> None:
     """Remove an endpoint. Raises InvalidRequest if there is none, or its table is not separate."""
-    path = endpoints_path()
-    known = _read_tables(path)
-    if name not in known:
-        raise InvalidRequest(f"no endpoint {name}, endpoints are {', '.join(known) or 'none'}")
-    left = _without_table(_read_text(path), name)
-    try:
-        parsed = tomllib.loads(left)
-    except tomllib.TOMLDecodeError:
-        parsed = known
-    if parsed != {other: table for other, table in known.items() if other != name}:
-        raise InvalidRequest(f"{path} has no separate table for {name}: edit it by hand")
-    _write(path, left)
+    store = _store()
+    with store.locked():
+        known = _read_tables()
+        if name not in known:
+            raise InvalidRequest(f"no endpoint {name}, endpoints are {', '.join(known) or 'none'}")
+        if not store.remove(name, _without_table(store.read_text(), name)):
+            raise InvalidRequest(f"{store.path} has no separate table for {name}: edit it by hand")
 
 
-def _toml_string(text: str) -> str:
-    # a JSON string is a TOML string, except for escaped surrogate pairs
-    return json.dumps(text, ensure_ascii=False)
+def _store() -> TomlStore:
+    return TomlStore(endpoints_path(), "LOCALGEN_CONFIG_DIR")
 
 
 def _without_table(text: str, name: str) -> str:
@@ -192,14 +184,15 @@ def _without_table(text: str, name: str) -> str:
     return "".join(kept)
 
 
-def _read_tables(path: Path) -> dict[str, Any]:
+def _read_tables() -> dict[str, Any]:
+    path = endpoints_path()
     try:
-        # a user who can change the file can redirect API keys
-        if path.exists() and path.stat().st_mode & 0o022:
-            raise BadSetting(f"{path} is writable by other users: chmod 600 it")
-        return tomllib.loads(_read_text(path))
-    except (OSError, ValueError) as error:
+        is_unsafe = path.exists() and path.stat().st_mode & 0o022
+    except OSError as error:
         raise BadSetting(f"{path}: {error}: correct it or remove it") from error
+    if is_unsafe:  # a user who can change the file can redirect API keys
+        raise BadSetting(f"{path} is writable by other users: chmod 600 it")
+    return _store().read()
 
 
 def _parse_endpoint(path: Path, name: str, table: Any) -> Endpoint:
@@ -214,20 +207,3 @@ def _parse_endpoint(path: Path, name: str, table: Any) -> Endpoint:
         return Endpoint(normalize_base_url(table.get("url", "")), name, key_env, table.get("model"))
     except InvalidRequest as error:
         raise BadSetting(f"{path}: {name}: {error.message}") from error
-
-
-def _read_text(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.exists() else ""
-
-
-def _write(path: Path, text: str) -> None:
-    make_private_dir(path.parent, "LOCALGEN_CONFIG_DIR")
-    # atomically: another command may be reading the file
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        fresh.touch(mode=0o600)
-        fresh.write_text(text, encoding="utf-8")
-        fresh.replace(path)
-    except OSError as error:
-        fresh.unlink(missing_ok=True)
-        raise BadSetting(f"cannot write {path}: {error.strerror}") from error

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-Notify = Callable[[str], None]
+if TYPE_CHECKING:
+    from localgen.hub.hf_client import Notify
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.sampling_params import SAMPLERS, SamplingParams
 from localgen.backends.types import Message
 
 _STANDARD_FIELDS = {
-    "temperature",
-    "top_p",
-    "presence_penalty",
-    "frequency_penalty",
+    *(sampler.name for sampler in SAMPLERS if sampler.in_openai),
     "logit_bias",
     "logprobs",
     "top_logprobs",
@@ -24,6 +21,7 @@ _STANDARD_FIELDS = {
     "seed",
     "stop",
 }
+_HF_NAMES = {sampler.name: sampler.hf_key for sampler in SAMPLERS if sampler.hf_key}
 # `owned_by` of servers that use llama.cpp's name, repeat_penalty
 _LLAMA_CPP_OWNERS = {"llamacpp", "localgen"}
 
@@ -54,9 +52,7 @@ class OpenAICompat:
         """The server's name of a field of SamplingParams."""
         if field == "max_tokens":
             return self.max_tokens_field
-        if field == "repeat_penalty" and self.owned_by not in _LLAMA_CPP_OWNERS:
-            return "repetition_penalty"
-        return field
+        return field if self.owned_by in _LLAMA_CPP_OWNERS else _HF_NAMES.get(field, field)
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ class RemoteServerMonitor:
         """Cancel a request of a localgen server. Raises InvalidRequest for other servers."""
         with self._connection.post(f"requests/{quote(request_id, safe='')}/cancel", b"{}") as reply:
             if isinstance(reply, ServerResponse):
-                result = _decode_object(reply.http.read())
+                result = _try_decode_object(reply.http.read())
                 return bool(result and result.get("cancelled"))
         if reply.status in _UNSUPPORTED_STATUSES:
             raise InvalidRequest(
@@ -91,7 +91,7 @@ class RemoteServerMonitor:
         """The /v1/stats of a localgen server; None for other servers."""
         with self._connection.get("stats") as reply:
             if isinstance(reply, ServerResponse):
-                stats = _decode_object(reply.http.read())
+                stats = _try_decode_object(reply.http.read())
                 is_localgen = stats is not None and {"server", "models"} <= stats.keys()
                 return stats if is_localgen else None
         if reply.status in (401, 403) or reply.status >= 500:
@@ -116,7 +116,7 @@ class RemoteServerMonitor:
         raise self._connection.errors.refusal(reply)
 
 
-def _decode_object(body: bytes) -> dict[str, Any] | None:
+def _try_decode_object(body: bytes) -> dict[str, Any] | None:
     try:
         decoded = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError):

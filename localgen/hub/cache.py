@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localgen.backends.errors import ModelNotFound
+from localgen.backends.errors import LoadFailed, ModelNotFound
+from localgen.backends.formats.hf.folder import shard_names
 from localgen.backends.formats.model_files import (
     ModelFile,
     gguf_models_in,
@@ -54,7 +54,7 @@ class CachedModel:
         """Return the model's files. Raises ModelNotFound if some are missing."""
         if self.is_gguf:
             return model_file(self.path, name=self.name, source="cache")
-        missing = _missing_weights(self.path)
+        missing = _missing_weights(self.repo, self.path)
         if missing:
             raise ModelNotFound(
                 f"{self.repo} is unfinished, {len(missing)} files are missing ({missing[0]}, …): "
@@ -101,13 +101,10 @@ def _is_folder(revision: CachedRevisionInfo) -> bool:
     return "config.json" in top and any(name.endswith(".safetensors") for name in top)
 
 
-def _missing_weights(folder: Path) -> list[str]:
+def _missing_weights(repo: str, folder: Path) -> list[str]:
     """Weight files that the folder's index lists but that are not there."""
-    index = folder / "model.safetensors.index.json"
     try:
-        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelNotFound(f"{index} cannot be read: {error}", param="model") from error
-    return sorted(name for name in named if not (folder / name).is_file())
+        names = shard_names(folder) or []
+    except LoadFailed as error:
+        raise ModelNotFound(f"{repo} cannot be read: {error.message}", param="model") from error
+    return [name for name in names if not (folder / name).is_file()]

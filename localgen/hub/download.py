@@ -1,4 +1,4 @@
-"""Download one file from the hub into the cache: resumable, verified, and once for all processes.
+"""Download files from the hub into the cache: resumable, verified, and once for all processes.
 
 An interrupted huggingface_hub download starts over, and it verifies sizes only. So its HTTP
 function writes into a file that is kept here, under the name of its cache for incomplete files. The
@@ -11,6 +11,7 @@ import hashlib
 import io
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,35 @@ OnBytes = Callable[[int], None]
 _POLL_S = 0.25
 _MAX_ATTEMPTS = 3
 _BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PullPlan:
+    """The files a pull downloads. name: the model's name afterwards.
+
+    quant_reason: why this quantization was chosen, if the user did not choose it.
+    """
+
+    name: str
+    repo: str
+    commit: str
+    files: tuple[RemoteFile, ...]
+    quant_reason: str = ""
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+    @property
+    def remaining_bytes(self) -> int:
+        """Bytes not downloaded yet."""
+        return sum(file.size_bytes - downloaded_bytes(self.repo, file) for file in self.files)
+
+    @property
+    def is_cached(self) -> bool:
+        """True if every file is in the cache's snapshot."""
+        snapshot = repo_folder(self.repo) / "snapshots" / self.commit
+        return all((snapshot / file.path).exists() for file in self.files)
 
 
 class PartialFile(io.FileIO):

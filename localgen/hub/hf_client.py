@@ -13,6 +13,8 @@ from types import ModuleType
 from localgen.backends.errors import DiskFull as DiskFull
 from localgen.backends.errors import LocalgenError
 
+# shows a line to the user
+Notify = Callable[[str], None]
 # read once, when huggingface_hub is imported
 HF_VARIABLES = ("HF_TOKEN", "HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE")
 _BLOCK_BYTES = 1 << 18
@@ -86,7 +88,7 @@ def repo_name(folder: Path) -> str:
 class _WarningForwarder(logging.Handler):
     """Forwards this thread's retry and rate-limit warnings of huggingface_hub as notices."""
 
-    def __init__(self, notify: Callable[[str], None]) -> None:
+    def __init__(self, notify: Notify) -> None:
         super().__init__(logging.WARNING)
         self._notify = notify
         self._thread = threading.get_ident()
@@ -139,7 +141,7 @@ _quiet_library = _QuietLibrary()
 
 
 @contextmanager
-def forward_warnings(notify: Callable[[str], None]) -> Iterator[None]:
+def forward_warnings(notify: Notify) -> Iterator[None]:
     """Within the block, disable progress bars and send this thread's warnings to `notify`."""
     import_huggingface_hub()
     handler = _WarningForwarder(notify)

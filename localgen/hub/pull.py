@@ -13,16 +13,16 @@ from localgen.backends.units import format_size
 from localgen.config import BUILT_IN_MODEL
 from localgen.hub import catalog, quant_choice
 from localgen.hub.catalog import CatalogEntry
-from localgen.hub.download import download_file, downloaded_bytes
+from localgen.hub.download import PullPlan, download_file, downloaded_bytes
 from localgen.hub.hf_client import (
     DiskFull,
     HubUnavailable,
+    Notify,
     cache_folder,
     forward_warnings,
     repo_folder,
 )
 from localgen.hub.packaged import SMOLLM2
-from localgen.hub.pull_plan import PullPlan
 from localgen.hub.quants import select_quant
 from localgen.hub.reference import HubReference, resolve_reference
 from localgen.hub.repository import (
@@ -33,8 +33,6 @@ from localgen.hub.repository import (
 )
 from localgen.hub.resolve import expand_alias, is_path, not_in_catalog
 from localgen.hub.unfinished import recorded_pull
-
-Notify = Callable[[str], None]
 
 
 def plan_pull(name: str, notify: Notify = lambda line: None) -> PullPlan:

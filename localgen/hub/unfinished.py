@@ -14,9 +14,8 @@ from pathlib import Path
 import msgspec
 
 from localgen.config import ServerSettings
-from localgen.hub.download import blob_path
+from localgen.hub.download import PullPlan, blob_path
 from localgen.hub.hf_client import REPO_PREFIX, cache_folder, repo_name
-from localgen.hub.pull_plan import PullPlan
 
 
 @dataclass(frozen=True, slots=True)

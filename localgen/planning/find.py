@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError, ModelNotFound
@@ -17,14 +17,13 @@ from localgen.backends.model_info import DRAFT_AUTO, DRAFT_NGRAM, DRAFT_NONE
 from localgen.hub import quant_choice
 from localgen.hub.aliases import load_aliases
 from localgen.hub.catalog import CatalogEntry, same_ignoring_case
-from localgen.hub.hf_client import HubUnavailable, forward_warnings
+from localgen.hub.hf_client import HubUnavailable, Notify, forward_warnings
 from localgen.hub.packaged import PACKAGED_MODELS, default_model
 from localgen.hub.quants import quant_of, select_quant
 from localgen.hub.reference import HubReference, resolve_reference
 from localgen.hub.repository import RemoteFile, RepoListing, list_repo, read_file_head
 from localgen.hub.resolve import is_path, model_not_found, resolve_model
 
-Notify = Callable[[str], None]
 ALL_QUANTS = "all"
 
 

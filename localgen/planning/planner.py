@@ -9,7 +9,8 @@ from typing import Any
 from localgen.backends.errors import LocalgenError
 from localgen.backends.formats.model_facts import ModelFacts
 from localgen.backends.model_info import LoadOptions
-from localgen.planning.find import Notify, find_draft_facts, find_model_facts
+from localgen.hub.hf_client import Notify
+from localgen.planning.find import find_draft_facts, find_model_facts
 from localgen.planning.loaded_usage import LoadedUsage, find_loaded, with_loaded_options
 from localgen.planning.plan import MemoryPlan, plan_memory
 from localgen.planning.resources import machine_resources

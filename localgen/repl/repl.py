@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -23,7 +24,6 @@ from localgen.chat.parameters import ModelOptions
 from localgen.chat.session import DEFAULT_BRANCH, ChatSession
 from localgen.client import Completion, TextDelta
 from localgen.machine.busy_processes import busy_programs
-from localgen.repl.ctrl_c import ignore_ctrl_c
 from localgen.repl.live_answer import LiveAnswer
 from localgen.repl.load_progress import LoadProgressLine
 from localgen.repl.prompt import strip_quotes
@@ -129,7 +129,7 @@ class Repl:
     def _save(self) -> None:
         if self.recorder is None:
             return
-        with ignore_ctrl_c():
+        with _ignore_ctrl_c():
             notice = self.recorder.save()
         if notice:
             self._print(one_line(notice), "yellow")
@@ -342,3 +342,16 @@ def _create_line_reader(
         return editor.prompt(prompt)
 
     return read
+
+
+@contextlib.contextmanager
+def _ignore_ctrl_c() -> Iterator[None]:
+    """Ignore Ctrl+C until the end of the block. Has no effect outside of the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -20,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import localgen
 from localgen.backends.errors import LocalgenError
 from localgen.backends.model_info import ModelInfo
-from localgen.backends.types import EmbedRequest, EngineStats, Request
+from localgen.backends.types import EngineStats, Request
 from localgen.server.http.access import AccessPolicy
 from localgen.server.http.errors import error_response
 from localgen.server.http.guard import GuardMiddleware, RequestRefused
@@ -108,27 +107,19 @@ def _add_generation_routes(
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatRequest, http: HttpRequest) -> Response:
         caller = Caller.from_request(http, body.user)
-        request = Request(
-            id=uuid.uuid4().hex[:24],
+        request = caller.new_request(
+            body.to_sampling_params(),
             **body.to_request_fields(),
-            params=body.to_sampling_params(),
-            client=caller.client,
             priority=body.priority,
             ctx=body.ctx,
-            arrived_s=caller.arrived_s,
         )
         return respond(body, [request], caller, ChatCompletionSerializer.from_metadata)
 
     @app.post("/v1/completions", response_model=None)
     async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
         caller = Caller.from_request(http, body.user)
-        request = Request(
-            id=uuid.uuid4().hex[:24],
-            params=body.to_sampling_params(),
-            client=caller.client,
-            priority=body.priority,
-            ctx=body.ctx,
-            arrived_s=caller.arrived_s,
+        request = caller.new_request(
+            body.to_sampling_params(), priority=body.priority, ctx=body.ctx
         )
         requests = [
             replace(request, prompt=prompt)
@@ -165,17 +156,11 @@ def _add_embedding_routes(
     @app.post("/v1/embeddings", response_model=None)
     async def embeddings(body: EmbeddingRequest, http: HttpRequest) -> Response:
         caller = Caller.from_request(http, body.user)
-        request = EmbedRequest(
-            id=uuid.uuid4().hex[:24],
-            inputs=normalize_embedding_input(body.input),
-            client=caller.client,
-            arrived_s=caller.arrived_s,
-        )
         job = EmbeddingJob(
             model=body.model,
             account=caller.account,
             timeout_s=timeout_s,
-            request=request,
+            request=caller.new_embed_request(normalize_embedding_input(body.input)),
             dimensions=body.dimensions,
             allow_paths=caller.is_local,
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from localgen.backends.formats.hf.tensor_names import linear_shapes
 from localgen.quant.calibrate.layer_forward import CalibrationLayer
-from localgen.quant.files.layerwise_checkpoint import read_tensor_at, tensor_locations
+from localgen.quant.files.layerwise_checkpoint import read_tensor_at, stored_tensors
 from localgen.quant.files.safetensors_writer import streamed_tensor, write_safetensors
 
 _COUNT_SUFFIX = ".count"
@@ -35,7 +35,7 @@ def write_importance(path: Path, by_linear: dict[str, InputImportance]) -> None:
 
 def read_importance(path: Path) -> dict[str, InputImportance]:
     """Inverse of `write_importance`. Raises LoadFailed if the file is damaged."""
-    found = {name: read_tensor_at(place) for name, place in tensor_locations(path).items()}
+    found = {name: read_tensor_at(place) for name, place in stored_tensors(path).items()}
     return {
         linear: InputImportance(squares, int(found[linear + _COUNT_SUFFIX]))
         for linear, squares in found.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -14,7 +14,12 @@ from torch import Tensor
 from localgen.backends.errors import LoadFailed
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.hf.config import read_hf_config
-from localgen.backends.formats.hf.safetensors import read_checked_header, weight_files
+from localgen.backends.formats.hf.safetensors import (
+    FLOAT_DTYPES,
+    StoredTensor,
+    read_checked_header,
+    weight_files,
+)
 from localgen.backends.formats.hf.tensor_names import (
     LayerTensors,
     linear_shapes,
@@ -23,7 +28,6 @@ from localgen.backends.formats.hf.tensor_names import (
 from localgen.quant.files.packing import PackingLayout, unpack_linear
 from localgen.quant.files.safetensors_writer import TORCH_DTYPES, StreamedTensor
 
-FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _CHUNK_BYTES = 32 << 20
 _ITEM_BYTES = {name: dtype.itemsize for name, dtype in TORCH_DTYPES.items()}
 _PACKED_PARTS = ("qweight", "qzeros", "scales", "g_idx", "weight_scale")
@@ -31,20 +35,6 @@ _PACKED_PARTS = ("qweight", "qzeros", "scales", "g_idx", "weight_scale")
 _QUANTIZED_PARTS = ("qweight", "weight_scale")
 # rotary tables of old files, and scales of activations and of the KV cache
 _NOT_WEIGHTS = ("rotary_emb.inv_freq", "put_scale", "put_scale_ub", ".k_scale", ".v_scale")
-
-
-@dataclass(frozen=True, slots=True)
-class TensorLocation:
-    """Location of a tensor in a file. start: its first byte."""
-
-    path: Path
-    start: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return self.dtype.itemsize * prod(self.shape)
 
 
 class LayerwiseCheckpoint:
@@ -59,16 +49,16 @@ class LayerwiseCheckpoint:
         architecture is unknown."""
         self.folder = folder
         self.spec: ModelSpec = read_hf_config(folder)
-        self._locations: dict[str, TensorLocation] = {}
+        self._locations: dict[str, StoredTensor] = {}
         for path in weight_files(folder):
-            self._locations.update(tensor_locations(path))
+            self._locations.update(stored_tensors(path))
 
     def names(self) -> list[str]:
         """Names of all tensors in the order of files and offsets, the fastest to read."""
         place = {name: (str(one.path), one.start) for name, one in self._locations.items()}
         return sorted(place, key=place.__getitem__)
 
-    def location(self, name: str) -> TensorLocation:
+    def location(self, name: str) -> StoredTensor:
         if name not in self._locations:
             raise LoadFailed(f"{self.folder} has no tensor {name}: download the whole model")
         return self._locations[name]
@@ -80,8 +70,8 @@ class LayerwiseCheckpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the embedding, which stands for all unquantized tensors."""
-        return self.location("model.embed_tokens.weight").dtype
+        """Dtype of the embedding, taken as that of all unquantized tensors."""
+        return TORCH_DTYPES[self.location("model.embed_tokens.weight").dtype]
 
     def layer_tensor_names(self, index: int) -> list[str]:
         """Names of a layer's tensors within the layer."""
@@ -119,9 +109,13 @@ class LayerwiseCheckpoint:
     def read_rows(self, name: str, first: int, end: int) -> Tensor:
         """Load rows first to end of a tensor in the file's dtype."""
         stored = self.location(name)
-        width = prod(stored.shape[1:])
-        start = stored.start + first * width * stored.dtype.itemsize
-        part = TensorLocation(stored.path, start, stored.dtype, (end - first, *stored.shape[1:]))
+        row_bytes = _ITEM_BYTES[stored.dtype] * prod(stored.shape[1:])
+        part = replace(
+            stored,
+            start=stored.start + first * row_bytes,
+            num_bytes=(end - first) * row_bytes,
+            shape=(end - first, *stored.shape[1:]),
+        )
         return next(iter(_read_chunks(part, end - first)))
 
     def gather_rows(self, name: str, rows: Tensor) -> Tensor:
@@ -131,7 +125,7 @@ class LayerwiseCheckpoint:
     def streamed_tensor(self, name: str, dtype: torch.dtype) -> StreamedTensor:
         """A tensor to be copied to a file in chunks, floats converted to `dtype`."""
         stored = self.location(name)
-        target = dtype if stored.dtype in FLOAT_DTYPES else stored.dtype
+        target = dtype if stored.dtype in FLOAT_DTYPES else TORCH_DTYPES[stored.dtype]
 
         def chunks() -> Iterator[Tensor]:
             for chunk in self.iter_chunks(name):
@@ -176,7 +170,7 @@ class LayerwiseCheckpoint:
                 )
 
 
-def _read_chunks(stored: TensorLocation, rows: int) -> Iterator[Tensor]:
+def _read_chunks(stored: StoredTensor, rows: int) -> Iterator[Tensor]:
     """Rows of a tensor in chunks of `rows`."""
     if not prod(stored.shape):
         raise LoadFailed(f"{stored.path}: a tensor of shape {list(stored.shape)} has no values")
@@ -190,19 +184,15 @@ def _read_chunks(stored: TensorLocation, rows: int) -> Iterator[Tensor]:
             if raw.size != count * row_bytes:
                 raise LoadFailed(f"{stored.path} is cut short: download it again")
             shape = (count, *stored.shape[1:]) if stored.shape else (1,)
-            yield torch.from_numpy(raw).view(stored.dtype).view(shape)
+            yield torch.from_numpy(raw).view(TORCH_DTYPES[stored.dtype]).view(shape)
 
 
-def read_tensor_at(stored: TensorLocation) -> Tensor:
+def read_tensor_at(stored: StoredTensor) -> Tensor:
     """Load a whole tensor."""
     whole = next(iter(_read_chunks(stored, stored.shape[0] if stored.shape else 1)))
     return whole.view(stored.shape)
 
 
-def tensor_locations(path: Path) -> dict[str, TensorLocation]:
-    """Location of each tensor of a safetensors file. Raises LoadFailed if it is damaged."""
-    tensors = read_checked_header(path, _ITEM_BYTES)
-    return {
-        name: TensorLocation(path, tensor.start, TORCH_DTYPES[tensor.dtype], tensor.shape)
-        for name, tensor in tensors.items()
-    }
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file. Raises LoadFailed if it is damaged."""
+    return read_checked_header(path, _ITEM_BYTES)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.formats.hf.safetensors import INDEX_FILE
-from localgen.quant.files.layerwise_checkpoint import tensor_locations
+from localgen.backends.formats.hf.folder import INDEX_FILE
+from localgen.quant.files.layerwise_checkpoint import stored_tensors
 from localgen.quant.files.safetensors_writer import atomic_write
 
 _MANIFEST = "plan.json"
@@ -79,7 +79,7 @@ class WorkFolder:
         weight_map, size = {}, 0
         for number in range(1, self._num_files + 1):
             path = self._file(number)
-            for name, stored in tensor_locations(path).items():
+            for name, stored in stored_tensors(path).items():
                 weight_map[name] = path.name
                 size += stored.num_bytes
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}

@@ -225,7 +225,7 @@ class ActiveSession:
         )
 
     def close(self) -> None:
-        """Save and close the client; an answer in progress is stopped and saved as far as it is."""
+        """Save and close the client; a running answer is stopped and its partial text saved."""
         answering = self.answer_stream
         self.stop()
         if answering is not None:

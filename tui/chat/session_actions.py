@@ -9,13 +9,13 @@ import shlex
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from localgen.backends.errors import LocalgenError
+from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.terminal_text import one_line
-from localgen.chat import commands
+from localgen.chat import commands, saved_chats
+from localgen.chat.conversation import transcript_markdown
 from localgen.chat.session_store import SessionRecord
 from localgen.tui.chat.active_session import UNNAMED_SESSION, ActiveSession, CommandStopped
 from localgen.tui.chat.compare import CompareDialog, CompareScreen, CompareVariant
-from localgen.tui.chat.export import export_transcript
 from localgen.tui.chat.main_screen import MainScreen
 from localgen.tui.chat.model_picker import ModelPicker, SessionModelService
 from localgen.tui.chat.prompt import Prompt
@@ -156,7 +156,7 @@ class SessionActions:
             question = TextInputDialog("Export to file (.md or .json):", f"{name}.md")
             given: str | None = await self._main_screen.app.push_screen_wait(question)
             path = given or ""
-        if path and await self.run_in_thread(lambda: export_transcript(opened, path)):
+        if path and await self.run_in_thread(lambda: _export_transcript(opened, path)):
             self._show_message(f"written to {Path(os.path.expanduser(path)).absolute()}")
 
     async def search(self, text: str = "") -> None:
@@ -271,3 +271,27 @@ class SessionActions:
 
     def _session_name(self, session_id: int) -> str:
         return next((each.name for each in self._manager.summaries if each.id == session_id), "")
+
+
+def _export_transcript(active: ActiveSession, target: str) -> Path:
+    """Write the session to a path: JSON for `/load` if it ends in .json, else Markdown.
+
+    Returns the absolute path. Raises InvalidRequest if it cannot be written, or if it is an
+    existing file other than a saved chat.
+    """
+    path = Path(os.path.expanduser(target))
+    session = active.chat
+    if path.suffix == ".json":
+        saved_chats.save_chat(
+            path, saved_chats.SavedChat(session.name, session.options.params, session.conversation)
+        )
+        return path.absolute()
+    try:
+        with open(path, "x", encoding="utf-8", errors="replace") as file:
+            os.fchmod(file.fileno(), 0o600)
+            file.write(transcript_markdown(active.name, session.conversation))
+    except FileExistsError as error:
+        raise InvalidRequest(f"{path} already exists: give another name") from error
+    except OSError as error:
+        raise InvalidRequest(f"cannot write {path}: {error.strerror}") from error
+    return path.absolute()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from localgen.backends.units import BYTE_UNITS
+
 UNKNOWN_TEXT = "—"
-_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def format_rate(per_s: float | None) -> str:
@@ -61,9 +62,9 @@ def format_bytes(num_bytes: float | None) -> str:
     if num_bytes is None:
         return UNKNOWN_TEXT
     unit = 0
-    while abs(num_bytes) >= 999.5 and unit < len(_UNITS) - 1:
+    while abs(num_bytes) >= 999.5 and unit < len(BYTE_UNITS) - 1:
         num_bytes, unit = num_bytes / 1e3, unit + 1
-    return f"{format_number(num_bytes)} {_UNITS[unit]}"
+    return f"{format_number(num_bytes)} {BYTE_UNITS[unit]}"
 
 
 def format_bytes_of(used_bytes: float | None, total_bytes: float | None) -> str:

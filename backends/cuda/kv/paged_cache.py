@@ -71,7 +71,10 @@ class PagedCache:
         self._num_published[seq] = 0
 
     def grow(self, seq: Sequence, n: int) -> bool:
-        """Shared pages are replaced by copies before they are written."""
+        """Provide pages for n more tokens; False if too few are free.
+
+        Shared pages are copied before they are written.
+        """
         table, done = self._page_tables[seq], seq.num_computed
         first, end = done // PAGE_TOKENS, pages_for(done + n)
         if end == first + 1 <= len(table) and self._pool.can_write(table[first]):

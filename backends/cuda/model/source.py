@@ -18,8 +18,7 @@ from localgen.backends.formats.gguf.file import GgufFile
 from localgen.backends.formats.gguf.spec import read_gguf_spec
 from localgen.backends.formats.gguf.tokenizer import read_gguf_tokenizer
 from localgen.backends.formats.hf.config import read_hf_config
-from localgen.backends.formats.hf.folder import read_chat_template, read_optional_json
-from localgen.backends.formats.hf.generation_config import parse_generation_config
+from localgen.backends.formats.hf.folder import read_chat_template, read_sampling_defaults
 from localgen.backends.formats.hf.tokenizer import HfTokenizer
 from localgen.backends.sampling_params import SAMPLERS, SamplingParams, model_sampling_defaults
 
@@ -96,8 +95,7 @@ class HfModelSource:
         return HfTokenizer.from_folder(self.path, self.spec.vocab_size)
 
     def sampling_defaults(self) -> tuple[SamplingParams, tuple[str, ...]]:
-        path = self.path / "generation_config.json"
-        return parse_generation_config(read_optional_json(path))
+        return read_sampling_defaults(self.path)
 
 
 class GgufModelSource:

@@ -9,7 +9,8 @@ from localgen.backends.cuda.model.dequantize import dense_weight, dequantize_gpt
 from localgen.backends.cuda.model.int4_repack import act_order, repack_awq, repack_gptq
 from localgen.backends.cuda.model.linear import DenseLinear, Fp8Linear, Int4Linear, Linear
 from localgen.backends.formats.architecture.model_spec import ModelSpec, QuantizationConfig
-from localgen.backends.formats.hf.checkpoint import FLOAT_DTYPES, SafetensorsCheckpoint
+from localgen.backends.formats.hf.checkpoint import SafetensorsCheckpoint
+from localgen.backends.formats.hf.safetensors import FLOAT_DTYPES
 
 # unused tensors that some tools write: RoPE tables, activation scales and KV cache scales
 _IGNORED_SUFFIXES = (

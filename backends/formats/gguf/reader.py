@@ -40,7 +40,7 @@ def read_gguf_header(path: Path) -> dict[str, Any]:
 
 
 def parse_gguf_header(content: bytes | memoryview, name: str) -> dict[str, Any]:
-    """Like read_gguf_header, for the first bytes of a file, as far as they go."""
+    """Like read_gguf_header, for a truncated prefix of a file."""
     found: dict[str, Any] = {}
     reason = "it has no general.architecture"
     try:

@@ -14,12 +14,11 @@ from torch import Tensor
 from localgen.backends.errors import LoadFailed, ModelNotFound
 from localgen.backends.formats.architecture.sharding import ModelShard
 from localgen.backends.formats.hf.safetensors import (
+    FLOAT_DTYPES,
     check_complete,
     read_safetensors_header,
     weight_files,
 )
-
-FLOAT_DTYPES = ("F32", "F16", "BF16")
 
 
 class SafetensorsCheckpoint:

@@ -13,14 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localgen.backends.errors import LoadFailed, ModelNotFound
-from localgen.backends.formats.architecture.fields import ConfigFields
+from localgen.backends.formats.hf.folder import shard_names
 
-INDEX_FILE = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 # 64 MiB as float32
 _CHUNK_VALUES = 1 << 24
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+FLOAT_DTYPES = tuple(_ITEM_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,9 @@ def weight_files(folder: Path) -> list[Path]:
 
     Raises ModelNotFound if one is missing, LoadFailed if the index is damaged.
     """
-    index = folder / INDEX_FILE
-    names = [_SINGLE]
-    if index.exists():
-        weight_map = ConfigFields.from_file(index).section("weight_map")
-        if weight_map is None:
-            raise LoadFailed(f"{index} has no weight_map")
-        # shards are files of this folder: an index must not lead elsewhere
-        names = sorted({Path(weight_map.string(tensor)).name for tensor in weight_map.values})
+    names = shard_names(folder)
+    if names is None:
+        names = [_SINGLE]
     for name in names:
         if not (folder / name).is_file():
             raise ModelNotFound(f"{folder} has no {name}: download the whole model")

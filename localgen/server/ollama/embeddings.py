@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import Annotated, Any
 
 from fastapi import Request as HttpRequest
 from pydantic import BeforeValidator, Field, model_validator
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.types import EmbedRequest as EngineRequest
 from localgen.server.ollama.options import OllamaOptions, parse_ollama_keep_alive
 from localgen.server.ollama.schema import ModelName
 from localgen.server.openai.schema import validate_embedding_input
@@ -53,12 +51,7 @@ class _OllamaEmbeddingBase(RequestBody):
             model=self.model,
             account=caller.account,
             timeout_s=timeout_s,
-            request=EngineRequest(
-                id=uuid.uuid4().hex[:24],
-                inputs=inputs,
-                client=caller.client,
-                arrived_s=caller.arrived_s,
-            ),
+            request=caller.new_embed_request(inputs),
             dimensions=dimensions,
             options=options.to_load_options(),
             keep_alive=parse_ollama_keep_alive(self.keep_alive),

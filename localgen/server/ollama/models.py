@@ -12,6 +12,7 @@ from typing import Any
 from localgen.backends.errors import LoadFailed, ModelNotFound
 from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.text.reasoning import detect_thinking_tags
+from localgen.backends.units import format_params
 from localgen.hub.metadata import ModelMetadata, catalog_entry_of, read_metadata
 from localgen.hub.resolve import installed_aliases, installed_models, resolve_model
 from localgen.placement import free_memory
@@ -117,7 +118,7 @@ def _format_parameter_count(count: int | None) -> str:
         case None:
             return ""
         case int() if count >= 1e9:
-            return f"{count / 1e9:.1f}B"
+            return format_params(count)
         case int() if count >= 1e6:
             return f"{count / 1e6:.2f}M"
         case _:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from localgen.hub import pull
+from localgen.hub.download import PullPlan
 from localgen.hub.packaged import SMOLLM2
-from localgen.hub.pull_plan import PullPlan
 from localgen.hub.repository import RemoteFile
 from localgen.hub.resolve import expand_alias, is_installed
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,6 @@ from starlette.responses import PlainTextResponse, Response
 
 import localgen
 from localgen.backends.errors import InvalidRequest, ModelBusy
-from localgen.backends.types import Request
 from localgen.hub import aliases
 from localgen.hub.reference import resolve_reference
 from localgen.hub.remove import plan_removal
@@ -115,13 +113,8 @@ class OllamaApi:
         http: HttpRequest,
     ) -> Response:
         caller = Caller.from_request(http)
-        request = Request(
-            id=uuid.uuid4().hex[:24],
-            **body.to_request_fields(),
-            params=body.to_sampling_params(),
-            client=caller.client,
-            ctx=body.ctx,
-            arrived_s=caller.arrived_s,
+        request = caller.new_request(
+            body.to_sampling_params(), **body.to_request_fields(), ctx=body.ctx
         )
         job = GenerationJob(
             id=request.id,

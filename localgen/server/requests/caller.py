@@ -1,11 +1,16 @@
-"""Identity of the caller of a request."""
+"""The caller of a request, and its requests to the engine."""
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import dataclass
+from typing import Any
 
 from fastapi import Request as HttpRequest
 from starlette.types import Scope
+
+from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import EmbedRequest, Request
 
 # client host of connections over the Unix socket
 LOCAL_CLIENT = "local"
@@ -32,6 +37,21 @@ class Caller:
         account: str = http.scope["account"]
         client = user or _client_name(http, account)
         return cls(client, account, http.scope["arrived_s"], is_local_request(http.scope))
+
+    def new_request(self, params: SamplingParams, **fields: Any) -> Request:
+        """A request of this caller with a new id. fields: other fields of Request."""
+        return Request(
+            id=_new_id(), client=self.client, arrived_s=self.arrived_s, params=params, **fields
+        )
+
+    def new_embed_request(self, inputs: tuple[str | tuple[int, ...], ...]) -> EmbedRequest:
+        return EmbedRequest(
+            id=_new_id(), client=self.client, arrived_s=self.arrived_s, inputs=inputs
+        )
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex[:24]
 
 
 def _client_name(http: HttpRequest, account: str) -> str:
