@@ -46,7 +46,7 @@ def short_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-class House:
+class ServerHarness:
     """A folder with models, and a server over fake engines."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
@@ -144,9 +144,9 @@ def chat_body(model: str, text: str = WORDS, **fields: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def house(**settings: Any) -> Iterator[House]:
+def server_harness(**settings: Any) -> Iterator[ServerHarness]:
     with short_folder() as folder:
-        built = House(folder, **settings)
+        built = ServerHarness(folder, **settings)
         try:
             yield built
         finally:

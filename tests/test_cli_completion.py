@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from serving import house
+from serving import server_harness
 
 from localgen.chat.session_store import SessionRecord
 from localgen.chat.stored_sessions import open_store
@@ -165,7 +165,7 @@ def test_files(desk: Desk, words: list[str], all_of_them: list[str]) -> None:
 
 
 def test_running_models(desk: Desk) -> None:
-    with house() as served:
+    with server_harness() as served:
         served.start()
         served.chat(served.model("warm"), "a")
         desk.environment["LOCALGEN_RUNTIME_DIR"] = str(served.settings.runtime_dir)

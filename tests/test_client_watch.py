@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from serving import MANY_WORDS, House, house, in_thread, wait_until
+from serving import MANY_WORDS, ServerHarness, in_thread, server_harness, wait_until
 from test_client_prometheus import LLAMA
 
 from localgen.backends.errors import InvalidRequest, LocalgenError, ServerUnavailable
@@ -53,13 +53,13 @@ def pages(**paths: tuple[int, str, str]) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[House]:
-    with house() as built:
+def served() -> Iterator[ServerHarness]:
+    with server_harness() as built:
         built.start()
         yield built
 
 
-def test_our_own_server(served: House) -> None:
+def test_our_own_server(served: ServerHarness) -> None:
     model = served.model(token_s=0.02)
     answer = in_thread(lambda: served.chat(model, MANY_WORDS))
     wait_until(lambda: "echo" in served.loaded())
@@ -80,7 +80,7 @@ def test_our_own_server(served: House) -> None:
 
 
 def test_watching_starts_no_server_and_says_so() -> None:
-    with house() as built:
+    with server_harness() as built:
         watch = LocalServerMonitor(built.settings)
         with pytest.raises(ServerUnavailable, match="no server answers"):
             next(watch.snapshots())
@@ -89,7 +89,7 @@ def test_watching_starts_no_server_and_says_so() -> None:
         assert not built.healthy()
 
 
-def test_watching_loads_nothing(served: House) -> None:
+def test_watching_loads_nothing(served: ServerHarness) -> None:
     before = served.loaded()
     next(LocalServerMonitor(served.settings).snapshots())
     assert served.loaded() == before

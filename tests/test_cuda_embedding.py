@@ -12,8 +12,8 @@ import pytest
 import torch
 from cuda_models import make, random_text
 from models import TINY_GGUF, questions
+from test_cuda_prefix_cache import MODELS
 from test_cuda_runner import CudaBench
-from test_cuda_sharing import MODELS
 from test_engine_embedding import VectorLog, found, run
 from test_llamacpp_embedding import TEXTS as WORDS
 from test_llamacpp_embedding import loaded, ours

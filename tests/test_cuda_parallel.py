@@ -18,15 +18,15 @@ from cuda_configs import write_config
 from cuda_gguf_files import tiny_folder, write_gguf
 from cuda_models import random_text
 from hf_folders import TINY
-from test_cuda_quantized import Quantize, awq, fp8, gptq, quantized
-from test_cuda_sharing import (  # noqa: F401  the same tests, with the fixture `house` below
+from test_cuda_prefix_cache import (  # noqa: F401  the same tests, with the fixture `bench` below
     MAX_LEN,
     MODELS,
     PAGES,
-    House,
+    DecoderBench,
     test_a_prefix_that_another_left,
     test_preempted_and_computed_again,
 )
+from test_cuda_quantized import Quantize, awq, fp8, gptq, quantized
 from torch import Tensor
 from tp_peer import SETTINGS, PairedSteps, Peer, peer
 
@@ -53,23 +53,23 @@ def other() -> Iterator[Peer]:
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def house(
+def bench(
     request: pytest.FixtureRequest, other: Peer, tmp_path_factory: pytest.TempPathFactory
-) -> House:
-    class PairedHouse(House):
+) -> DecoderBench:
+    class ParallelDecoderBench(DecoderBench):
         def make_steps(self, folder: Path) -> StepExecutor:
             return other.steps(folder, pages=PAGES, max_len=MAX_LEN)
 
-    return PairedHouse(request.param, tmp_path_factory.mktemp(request.param))
+    return ParallelDecoderBench(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def test_a_prompt_in_chunks_and_then_single_tokens(house: House) -> None:
+def test_a_prompt_in_chunks_and_then_single_tokens(bench: DecoderBench) -> None:
     text = random_text(seed=30, length=60)
-    seq = house.admit(text[:1])
+    seq = bench.admit(text[:1])
     for end in (40, 57, 58, 59, 60):
         seq.tokens = text[:end]
-        house.compute(seq)
-    house.room.release(seq, keep=False)
+        bench.compute(seq)
+    bench.room.release(seq, keep=False)
 
 
 def step_logits(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from serving import house
+from serving import server_harness
 
 DASHBOARD = json.loads(
     (Path(__file__).parents[1] / "docs" / "grafana.json").read_text(encoding="utf-8")
@@ -31,7 +31,7 @@ def expressions() -> Iterator[str]:
 def exported() -> dict[str, set[str]]:
     """The labels of each sample that a server exports."""
     found: dict[str, set[str]] = {}
-    with house() as served:
+    with server_harness() as served:
         served.start()
         served.chat(served.model(), "hello my world")
         served.chat("no-such-model")

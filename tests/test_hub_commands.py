@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from command_line import Piped, Terminal
 from loopback_hub import LoopbackHub
-from pulling import CONTENT, Q4, REPO, environment, hub, made_up
+from pull_fixtures import CONTENT, Q4, REPO, environment, hub, random_bytes
 
 from localgen.cli import errors
 from localgen.cli.main import run_command_line
@@ -226,7 +226,9 @@ def test_show_what_is_not_here(hub: LoopbackHub, capsys: pytest.CaptureFixture[s
 
 
 def test_show_quants(hub: LoopbackHub, capsys: pytest.CaptureFixture[str]) -> None:
-    hub.add(REPO, {f"chat-{q}.gguf": made_up(n) for q, n in (("Q4_K_M", 50_000), ("Q8_0", 90_000))})
+    hub.add(
+        REPO, {f"chat-{q}.gguf": random_bytes(n) for q, n in (("Q4_K_M", 50_000), ("Q8_0", 90_000))}
+    )
     assert run_command_line(["pull", REPO]) == 0
     capsys.readouterr()
     assert run_command_line(["show", REPO, "--quants"]) == 0
@@ -247,7 +249,7 @@ def test_show_quants(hub: LoopbackHub, capsys: pytest.CaptureFixture[str]) -> No
 def test_rm_takes_one_model_and_leaves_the_others(
     hub: LoopbackHub, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hub.add(REPO, {Q4: CONTENT, "chat-Q8_0.gguf": made_up(50_000), "copy-Q2_K.gguf": CONTENT})
+    hub.add(REPO, {Q4: CONTENT, "chat-Q8_0.gguf": random_bytes(50_000), "copy-Q2_K.gguf": CONTENT})
     for tag in ("Q4_K_M", "Q8_0", "Q2_K"):
         assert run_command_line(["pull", f"{REPO}:{tag}"]) == 0
     hub.repos[REPO].commit = "d" * 40

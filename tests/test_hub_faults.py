@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from loopback_hub import LoopbackHub
-from pulling import (
+from pull_fixtures import (
     CONTENT,
     Q4,
     REPO,
@@ -20,7 +20,7 @@ from pulling import (
     fetch,
     hub,
     impatient,
-    made_up,
+    random_bytes,
     unfinished,
 )
 
@@ -94,7 +94,7 @@ def test_messages_of_the_library_do_not_show(hub: LoopbackHub, tmp_path: Path) -
 
 
 def test_a_wrong_hash_of_a_small_file(hub: LoopbackHub) -> None:
-    files = {"config.json": b'{"model_type": "llama"}', "model.safetensors": made_up(5000)}
+    files = {"config.json": b'{"model_type": "llama"}', "model.safetensors": random_bytes(5000)}
     hub.add("acme/Folder", files)
     hub.faults.corrupt = 1
     with pytest.raises(DownloadFailed, match=r"config\.json .* arrived damaged"):
@@ -236,7 +236,7 @@ def test_a_gated_repository(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_gated_repository_of_the_catalog_names_its_open_copy(hub: LoopbackHub) -> None:
     original = "meta-llama/Llama-3.2-1B-Instruct"
-    files = {"config.json": b"{}", "model.safetensors": made_up(5000)}
+    files = {"config.json": b"{}", "model.safetensors": random_bytes(5000)}
     hub.add(original, files, gated=set())
     with pytest.raises(AccessDenied, match=r"or use the ungated copy unsloth/Llama-3\.2-1B"):
         fetch(original)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from loopback_hub import LoopbackHub
-from pulling import (
+from pull_fixtures import (
     CONTENT,
     Q4,
     REPO,
@@ -17,7 +17,7 @@ from pulling import (
     fetch,
     hub,
     impatient,
-    made_up,
+    random_bytes,
     unfinished,
 )
 
@@ -115,7 +115,7 @@ def test_a_missing_quantization(hub: LoopbackHub) -> None:
 
 
 def test_auto_takes_the_best_that_fits(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {f"chat-{quant}.gguf": made_up(size) for quant, size in SIZES.items()}
+    files = {f"chat-{quant}.gguf": random_bytes(size) for quant, size in SIZES.items()}
     hub.add(REPO, files)
     monkeypatch.setattr(
         "localgen.hub.quant_choice.available_memory", lambda: AvailableMemory(ram_bytes=75_000_000)
@@ -137,7 +137,7 @@ SIZES = {"Q2_K": 1_000_000, "Q6_K": 3_000_000, "Q8_0": 8_000_000, "F16": 12_000_
 
 
 def test_shards_are_one_model(hub: LoopbackHub) -> None:
-    shards = [made_up(1_000_000, seed) for seed in range(3)]
+    shards = [random_bytes(1_000_000, seed) for seed in range(3)]
     hub.add(REPO, {f"Q4_K_M/c-Q4_K_M-0000{i + 1}-of-00003.gguf": s for i, s in enumerate(shards)})
     plan = pull.plan_pull(REPO)
     assert len(plan.files) == 3
@@ -151,7 +151,7 @@ def test_shards_are_one_model(hub: LoopbackHub) -> None:
 def test_a_sharded_model_that_is_interrupted_keeps_its_whole_shards(
     hub: LoopbackHub, impatient: list[float]
 ) -> None:
-    shards = [made_up(1_000_000, seed) for seed in range(2)]
+    shards = [random_bytes(1_000_000, seed) for seed in range(2)]
     hub.add(REPO, {f"c-Q4_K_M-0000{i + 1}-of-00002.gguf": s for i, s in enumerate(shards)})
     plan = pull.plan_pull(REPO)
 
@@ -175,7 +175,7 @@ def test_a_sharded_model_that_is_interrupted_keeps_its_whole_shards(
 
 
 def test_a_model_in_hugging_faces_format(hub: LoopbackHub) -> None:
-    weights = made_up(200_000)
+    weights = random_bytes(200_000)
     files = {
         "config.json": b'{"architectures": ["LlamaForCausalLM"]}',
         "tokenizer.json": b"{}" * 4000,
@@ -261,7 +261,7 @@ def test_other_programs_wait_for_ours(hub: LoopbackHub) -> None:
 
 def test_a_new_revision_replaces_what_the_name_means(hub: LoopbackHub) -> None:
     fetch()
-    newer = made_up(1_000_000, seed=9)
+    newer = random_bytes(1_000_000, seed=9)
     hub.add(REPO, {Q4: newer}, commit="d" * 40)
     fetch()
     assert_clean(content=newer)

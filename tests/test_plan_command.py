@@ -15,7 +15,7 @@ import pytest
 from draft_models import DRAFT_GGUF
 from loopback_hub import LoopbackHub
 from models import TINY_GGUF
-from pulling import hub
+from pull_fixtures import hub
 from serving import settings_in, short_folder
 
 from localgen.backends.model_info import LoadOptions

@@ -9,7 +9,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 import pytest
-from serving import House, house, wait_until
+from serving import ServerHarness, server_harness, wait_until
 
 from localgen.backends.errors import ContextExceeded, LocalgenError, ModelNotFound
 from localgen.backends.model_info import LoadOptions
@@ -56,7 +56,7 @@ EVERYTHING = SamplingParams(
 )
 
 
-def named(built: House, name: str, **script: Any) -> str:
+def named(built: ServerHarness, name: str, **script: Any) -> str:
     """A fake model under a name, as clients over TCP need it."""
     with (built.settings.state_dir / "models.toml").open("a") as names:
         names.write(f"{name} = {json.dumps(built.model(name, **script))}\n")
@@ -65,7 +65,7 @@ def named(built: House, name: str, **script: Any) -> str:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with house() as built, socket.socket() as probe:
+    with server_harness() as built, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
         probe.close()

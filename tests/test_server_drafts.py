@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import House, house
+from serving import ServerHarness, server_harness
 
 from localgen.backends.errors import InvalidRequest, LocalgenError, ModelNotFound
 from localgen.backends.formats.model_files import ModelFile
@@ -91,18 +91,18 @@ def test_llama_cpp_takes_no_folders() -> None:
 
 
 @pytest.fixture
-def served() -> Iterator[House]:
-    with house(memory_limit=300_000_000) as built:
+def served() -> Iterator[ServerHarness]:
+    with server_harness(memory_limit=300_000_000) as built:
         yield built
 
 
-def load(served: House, model: str, **options: Any) -> Any:
+def load(served: ServerHarness, model: str, **options: Any) -> Any:
     with served.client() as client:
         client.connect()
         return client.load(model, LoadOptions(**options))
 
 
-def test_the_engine_gets_a_path_and_everybody_sees_it(served: House) -> None:
+def test_the_engine_gets_a_path_and_everybody_sees_it(served: ServerHarness) -> None:
     model, small = served.model("big"), served.model("small")
     info = load(served, model, draft=small)
     assert info.draft is not None
@@ -116,7 +116,7 @@ def test_the_engine_gets_a_path_and_everybody_sees_it(served: House) -> None:
         assert running.size_bytes == card.size_bytes + info.draft.size_bytes
 
 
-def test_another_draft_option_is_another_load(served: House) -> None:
+def test_another_draft_option_is_another_load(served: ServerHarness) -> None:
     model, small, other = (served.model(name) for name in ("big", "small", "other"))
     load(served, model, draft=small)
     for same in (small, "auto", None):
@@ -127,7 +127,7 @@ def test_another_draft_option_is_another_load(served: House) -> None:
     assert served.loads(model) == 1
 
 
-def test_a_missing_draft_model_is_one_line_and_nothing_is_loaded(served: House) -> None:
+def test_a_missing_draft_model_is_one_line_and_nothing_is_loaded(served: ServerHarness) -> None:
     model = served.model("big")
     with pytest.raises(ModelNotFound, match=r"--draft /nowhere.gguf: there is no file") as raised:
         load(served, model, draft="/nowhere.gguf")
@@ -136,7 +136,7 @@ def test_a_missing_draft_model_is_one_line_and_nothing_is_loaded(served: House) 
     assert load(served, model).draft is None
 
 
-def large(served: House) -> str:
+def large(served: ServerHarness) -> str:
     """A draft model for which there is no room."""
     path = served.model("small")
     with Path(path).open("a") as file:
@@ -145,7 +145,7 @@ def large(served: House) -> str:
     return path
 
 
-def test_its_memory_counts(served: House) -> None:
+def test_its_memory_counts(served: ServerHarness) -> None:
     model, small = served.model("big"), large(served)
     with pytest.raises(LocalgenError, match="big with small as draft model needs about") as raised:
         load(served, model, draft=small)
@@ -154,7 +154,7 @@ def test_its_memory_counts(served: House) -> None:
 
 
 def test_a_usual_draft_model_without_room_is_done_without(
-    served: House, monkeypatch: pytest.MonkeyPatch
+    served: ServerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, small = served.model("big"), large(served)
     monkeypatch.setenv("TEST_DRAFT", small)
@@ -165,7 +165,9 @@ def test_a_usual_draft_model_without_room_is_done_without(
     assert load(served, model, draft=small) == info, "it was asked for, and is not to be had"
 
 
-def test_a_usual_draft_model_is_taken(served: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_usual_draft_model_is_taken(
+    served: ServerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, small = served.model("big"), served.model("small")
     monkeypatch.setenv("TEST_DRAFT", small)
     assert load(served, model).draft is not None

@@ -14,9 +14,9 @@ from typing import Any
 
 import httpx
 import pytest
-from doors import Door, code, door
 from serving import chat_body, wait_until
 from starlette.types import Message, Receive, Scope, Send
+from tcp_server import TcpServer, code, tcp_server
 
 from localgen.server.http import guard, json_limits
 from localgen.server.http.access import AccessPolicy, RateLimit
@@ -31,14 +31,14 @@ TURN = {"role": "user", "content": "hello there"}
 
 
 @pytest.fixture(scope="module")
-def opened() -> Iterator[Door]:
-    with door() as found:
+def opened() -> Iterator[TcpServer]:
+    with tcp_server() as found:
         found.chat()
         yield found
 
 
 @contextmanager
-def others_are_answered(opened: Door) -> Iterator[None]:
+def others_are_answered(opened: TcpServer) -> Iterator[None]:
     """Asks /health all the time while the block runs; it must always come in good time."""
     waits_s: list[float] = []
     done = threading.Event()
@@ -67,12 +67,12 @@ def others_are_answered(opened: Door) -> Iterator[None]:
     assert max(waits_s) < PATIENCE_S
 
 
-def post(opened: Door, body: Any) -> httpx.Response:
+def post(opened: TcpServer, body: Any) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     return opened.http.post("/v1/chat/completions", content=content, headers=JSON)
 
 
-def test_a_hundred_thousand_messages(opened: Door) -> None:
+def test_a_hundred_thousand_messages(opened: TcpServer) -> None:
     body = {"model": opened.model, "messages": [TURN] * 100_000}
     with others_are_answered(opened):
         reply = post(opened, body)
@@ -80,7 +80,7 @@ def test_a_hundred_thousand_messages(opened: Door) -> None:
     assert "16,384 objects" in reply.json()["error"]["message"]
 
 
-def test_as_many_messages_as_may_be(opened: Door) -> None:
+def test_as_many_messages_as_may_be(opened: TcpServer) -> None:
     body = {"model": opened.model, "messages": [TURN] * 16_000}
     with others_are_answered(opened):
         assert post(opened, body).status_code == 200
@@ -97,27 +97,27 @@ def test_as_many_messages_as_may_be(opened: Door) -> None:
     ],
     ids=["parts", "tokens", "biases", "stops", "unknown"],
 )
-def test_millions_of_small_things(opened: Door, field: dict[str, Any]) -> None:
+def test_millions_of_small_things(opened: TcpServer, field: dict[str, Any]) -> None:
     body = json.dumps(chat_body(opened.model, "a") | field).encode()
     with others_are_answered(opened):
         reply = post(opened, body)
     assert (reply.status_code, code(reply)) == (413, "too_large")
 
 
-def test_the_socket_is_no_way_around(opened: Door) -> None:
+def test_the_socket_is_no_way_around(opened: TcpServer) -> None:
     body = {"model": opened.model, "messages": [TURN] * 100_000}
-    reply = opened.house.http.post("/v1/chat/completions", json=body)
+    reply = opened.harness.http.post("/v1/chat/completions", json=body)
     assert reply.status_code == 413
 
 
 @pytest.mark.parametrize("depth", [10_000, 1_000_000])
-def test_nested_deeply(opened: Door, depth: int) -> None:
+def test_nested_deeply(opened: TcpServer, depth: int) -> None:
     body = b'{"messages": ' + b"[" * depth + b"]" * depth + b"}"
     with others_are_answered(opened):
         assert post(opened, body).status_code in (400, 413)
 
 
-def test_a_gigabyte_that_says_so(opened: Door) -> None:
+def test_a_gigabyte_that_says_so(opened: TcpServer) -> None:
     before = opened.server().memory_info().rss
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
     sent = 0
@@ -129,7 +129,7 @@ def test_a_gigabyte_that_says_so(opened: Door) -> None:
     assert opened.server().memory_info().rss - before < 1 << 25
 
 
-def test_a_gigabyte_that_does_not(opened: Door) -> None:
+def test_a_gigabyte_that_does_not(opened: TcpServer) -> None:
     sent = 0
 
     def endless() -> Iterator[bytes]:
@@ -146,24 +146,24 @@ def test_a_gigabyte_that_does_not(opened: Door) -> None:
     assert opened.server().memory_info().rss - before < 1 << 27
 
 
-def test_idle_connections(opened: Door) -> None:
+def test_idle_connections(opened: TcpServer) -> None:
     with ExitStack() as stack:
         for _ in range(500):
             stack.enter_context(opened.connect())
         assert opened.chat().status_code == 200
-        assert opened.house.chat(opened.model, "a").status_code == 200
+        assert opened.harness.chat(opened.model, "a").status_code == 200
 
 
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="sets limits of another process")
 def test_more_connections_than_files_may_be_open() -> None:
     few = 128
-    with door() as opened:
-        resource.prlimit(opened.house.pid(), resource.RLIMIT_NOFILE, (few, few))
+    with tcp_server() as opened:
+        resource.prlimit(opened.harness.pid(), resource.RLIMIT_NOFILE, (few, few))
         with ExitStack() as stack:
             socks = [stack.enter_context(opened.connect()) for _ in range(2 * few)]
             wait_until(lambda: sum(map(is_closed, socks)) >= len(socks) - few // 2)
             # the socket answers, and there are files for an engine
-            assert opened.house.chat(opened.house.model("new"), "a").status_code == 200
+            assert opened.harness.chat(opened.harness.model("new"), "a").status_code == 200
         wait_until(lambda: opened.chat().status_code == 200)
 
 
@@ -179,7 +179,7 @@ def is_closed(sock: socket.socket) -> bool:
 
 def test_who_does_not_read_holds_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_STALL_S", "0.5")
-    with door() as opened, socket.socket() as sock:
+    with tcp_server() as opened, socket.socket() as sock:
         body = json.dumps(chat_body(opened.model, " ".join(["w" * 20_000] * 900), stream=True))
         head = (
             "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
@@ -190,7 +190,7 @@ def test_who_does_not_read_holds_no_model(monkeypatch: pytest.MonkeyPatch) -> No
         sock.sendall((head + body).encode())
 
         def active() -> int:
-            return int(opened.house.http.get("/health").json()["active_requests"])
+            return int(opened.harness.http.get("/health").json()["active_requests"])
 
         wait_until(lambda: active() == 1)
         wait_until(lambda: active() == 0)

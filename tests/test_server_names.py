@@ -7,8 +7,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from doors import Door, code, door
 from serving import chat_body
+from tcp_server import TcpServer, code, tcp_server
 
 from localgen.backends.errors import InvalidRequest, ModelNotFound
 from localgen.hub.resolve import reject_path, resolve_model
@@ -40,12 +40,12 @@ NO_PATHS = [
 
 
 @pytest.fixture(scope="module")
-def opened() -> Iterator[Door]:
-    with door() as found:
+def opened() -> Iterator[TcpServer]:
+    with tcp_server() as found:
         yield found
 
 
-def ask(opened: Door, path: str, model: str) -> httpx.Response:
+def ask(opened: TcpServer, path: str, model: str) -> httpx.Response:
     bodies = {
         "/v1/chat/completions": chat_body(model, "a"),
         "/v1/completions": {"model": model, "prompt": "a"},
@@ -60,40 +60,40 @@ def ask(opened: Door, path: str, model: str) -> httpx.Response:
     ["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models/load"],
 )
 @pytest.mark.parametrize("name", PATHS)
-def test_paths_are_refused(opened: Door, path: str, name: str) -> None:
+def test_paths_are_refused(opened: TcpServer, path: str, name: str) -> None:
     reply = ask(opened, path, name)
     assert (reply.status_code, code(reply)) == (400, "invalid_request")
     assert "not a path" in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("name", NO_PATHS)
-def test_what_is_no_name_either(opened: Door, name: str) -> None:
+def test_what_is_no_name_either(opened: TcpServer, name: str) -> None:
     reply = ask(opened, "/v1/chat/completions", name)
     assert reply.status_code in (400, 404)
     assert "/etc" not in reply.json()["error"]["message"].replace(name, "")
 
 
-def test_a_refusal_does_not_tell_what_is_there(opened: Door) -> None:
-    there = opened.house.model("secret")
+def test_a_refusal_does_not_tell_what_is_there(opened: TcpServer) -> None:
+    there = opened.harness.model("secret")
     missing = there.replace("secret", "missing")
     said = [ask(opened, "/v1/chat/completions", path).json()["error"] for path in (there, missing)]
     assert said[0] == said[1]
-    assert opened.house.loads(there) == 0
+    assert opened.harness.loads(there) == 0
 
 
-def test_a_model_that_is_loaded_by_its_path_has_a_name_too(opened: Door) -> None:
-    path = opened.house.model("lent")
-    assert opened.house.chat(path, "a").status_code == 200
+def test_a_model_that_is_loaded_by_its_path_has_a_name_too(opened: TcpServer) -> None:
+    path = opened.harness.model("lent")
+    assert opened.harness.chat(path, "a").status_code == 200
     assert ask(opened, "/v1/chat/completions", path).status_code == 400
     assert ask(opened, "/v1/chat/completions", "lent").status_code == 200
 
 
-def test_what_the_owner_has_named(opened: Door) -> None:
-    name = opened.house.named("given")
+def test_what_the_owner_has_named(opened: TcpServer) -> None:
+    name = opened.harness.named("given")
     assert ask(opened, "/v1/chat/completions", name).status_code == 200
 
 
-def test_unloading_tells_nothing(opened: Door) -> None:
+def test_unloading_tells_nothing(opened: TcpServer) -> None:
     for path in ("/etc/passwd", "/nothing"):
         reply = opened.http.post("/v1/models/unload", json={"model": path})
         assert reply.json() == {"unloaded": False}

@@ -11,7 +11,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.core.result import Ok
 from schemathesis.generation import GenerationMode
-from serving import House, house
+from serving import ServerHarness, server_harness
 
 CASES = 2000
 _SENT = ("method", "url", "params", "headers", "json")
@@ -20,13 +20,13 @@ _LEFT_OUT = {"/v1/shutdown", "/api/pull", "/api/delete"}
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[House]:
-    with house() as built:
+def served() -> Iterator[ServerHarness]:
+    with server_harness() as built:
         built.start()
         yield built
 
 
-def test_no_made_up_request_ends_in_an_internal_error(served: House) -> None:
+def test_no_made_up_request_ends_in_an_internal_error(served: ServerHarness) -> None:
     schema = schemathesis.openapi.from_dict(served.http.get("/openapi.json").json())
     found = [r.ok() for r in schema.get_all_operations() if isinstance(r, Ok)]
     # what takes no body has one request only
@@ -44,7 +44,7 @@ def test_no_made_up_request_ends_in_an_internal_error(served: House) -> None:
     assert served.http.get("/health").status_code == 200
 
 
-def _try(served: House, model: str, cases: Any, count: int, statuses: Counter[int]) -> None:
+def _try(served: ServerHarness, model: str, cases: Any, count: int, statuses: Counter[int]) -> None:
     @settings(
         max_examples=count,
         deadline=None,

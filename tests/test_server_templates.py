@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import House, chat_body, house, wait_until
+from serving import ServerHarness, chat_body, server_harness, wait_until
 
 from localgen.backends.text.template import MAX_RENDER_S
 from localgen.machine.python_process import python_environment
@@ -32,8 +32,8 @@ ESCAPES = [
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[House]:
-    with house() as built:
+def served() -> Iterator[ServerHarness]:
+    with server_harness() as built:
         process = subprocess.Popen(
             [sys.executable, "-m", "localgen.server"],
             env=python_environment() | built.settings.to_environment(),
@@ -44,7 +44,7 @@ def served() -> Iterator[House]:
 
 
 @pytest.fixture
-def asked(served: House) -> Iterator[Any]:
+def asked(served: ServerHarness) -> Iterator[Any]:
     """Loads the built-in model with a template, and asks."""
 
     def ask(template: str) -> Any:
@@ -70,7 +70,7 @@ def test_nothing_outside_is_reached(asked: Any, template: str) -> None:
     assert "subprocess" not in said
 
 
-def test_one_that_never_ends_is_stopped_and_others_go_on(served: House, asked: Any) -> None:
+def test_one_that_never_ends_is_stopped_and_others_go_on(served: ServerHarness, asked: Any) -> None:
     replies: list[Any] = []
     thread = threading.Thread(target=lambda: replies.append(asked(ENDLESS)))
     begun_s = time.monotonic()
@@ -87,10 +87,10 @@ def test_one_that_never_ends_is_stopped_and_others_go_on(served: House, asked: A
     assert "did not finish within" in replies[0].json()["error"]["message"]
 
 
-def tiny(served: House) -> str:
+def tiny(served: ServerHarness) -> str:
     models: list[dict[str, Any]] = served.http.get("/v1/stats").json()["models"]
     return str(next(Path(found["path"]) for found in models if found["name"] == "tiny"))
 
 
-def test_the_engine_lives(served: House) -> None:
+def test_the_engine_lives(served: ServerHarness) -> None:
     assert served.http.post("/v1/chat/completions", json=chat_body("tiny", "a")).status_code == 200

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from doors import AUTH, KEY, code, door
 from models import TINY_GGUF
 from scripted_client import model_info
-from serving import MANY_WORDS, House, chat_body, house, in_thread, wait_until
+from serving import MANY_WORDS, ServerHarness, chat_body, in_thread, server_harness, wait_until
+from tcp_server import AUTH, KEY, code, tcp_server
 
 from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.machine_stats import MachineStats, ReadCost
@@ -33,8 +33,8 @@ from localgen.server.stats.request_log import RequestRecord
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[House]:
-    with house() as built:
+def served() -> Iterator[ServerHarness]:
+    with server_harness() as built:
         built.start()
         yield built
 
@@ -42,7 +42,7 @@ def served() -> Iterator[House]:
 class Answer:
     """An answer that is being written, read in a thread."""
 
-    def __init__(self, served: House, model: str, **fields: Any) -> None:
+    def __init__(self, served: ServerHarness, model: str, **fields: Any) -> None:
         self.id, self.text, self.reason, self.error = "", "", "", ""
         self._served, self._model, self._fields = served, model, fields
         self.thread = in_thread(self._read)
@@ -62,18 +62,18 @@ class Answer:
                     self.reason = choice["finish_reason"] or self.reason
 
 
-def cancel(served: House, request_id: str) -> bool:
+def cancel(served: ServerHarness, request_id: str) -> bool:
     reply = served.http.post(f"/v1/requests/{request_id}/cancel")
     assert reply.status_code == 200, reply.text
     return bool(reply.json()["cancelled"])
 
 
-def ended(served: House) -> list[dict[str, Any]]:
+def ended(served: ServerHarness) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = served.http.get("/v1/stats").json()["ended"]
     return found
 
 
-def test_a_request_is_cancelled_by_its_id(served: House) -> None:
+def test_a_request_is_cancelled_by_its_id(served: ServerHarness) -> None:
     model = served.model("slow", token_s=0.02)
     answer = Answer(served, model)
     wait_until(lambda: len(answer.text) > 3)
@@ -90,7 +90,7 @@ def test_a_request_is_cancelled_by_its_id(served: House) -> None:
     assert served.stats(model)["active_requests"] == 0
 
 
-def test_others_go_on_when_one_is_cancelled(served: House) -> None:
+def test_others_go_on_when_one_is_cancelled(served: ServerHarness) -> None:
     model = served.model("pair", token_s=0.005)
     first, second = Answer(served, model), Answer(served, model, max_tokens=40)
     assert cancel(served, first.id)
@@ -99,7 +99,7 @@ def test_others_go_on_when_one_is_cancelled(served: House) -> None:
 
 
 def test_cancelling_over_tcp_needs_a_key() -> None:
-    with door(keys=[KEY]) as opened:
+    with tcp_server(keys=[KEY]) as opened:
         path = "/v1/requests/nobody/cancel"
         assert code(opened.http.post(path)) == "unauthorized"
         assert opened.http.post(path, headers=AUTH).json() == {"cancelled": False}
@@ -107,7 +107,7 @@ def test_cancelling_over_tcp_needs_a_key() -> None:
 
 
 @pytest.mark.parametrize("path", ["//cancel", "/%2e%2e/cancel", "/a/b/cancel", "/%00/cancel"])
-def test_odd_ids_cancel_nothing(served: House, path: str) -> None:
+def test_odd_ids_cancel_nothing(served: ServerHarness, path: str) -> None:
     reply = served.http.post(f"/v1/requests{path}")
     assert reply.status_code in (200, 404)
     assert "true" not in reply.text

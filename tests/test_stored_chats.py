@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from scripted_client import Script, ScriptedClient, answer
-from tui_chats import MakeTui, settle, wait
+from tui_chats import MakeTui, wait, wait_for_answer
 
 from localgen.backends.errors import DiskFull, EngineDied, InvalidRequest
 from localgen.chat.chat_storage import ChatStorage, SessionChoice, open_chat_storage
@@ -114,7 +114,7 @@ def test_the_tui_and_the_terminal_continue_each_other(
     (listed,) = tui.manager.summaries
     opened = tui.manager.get(listed.id)
     opened.ask("from the tui")
-    settle(tui, opened)
+    wait_for_answer(tui, opened)
     chat = open_chat(SessionChoice("From the Terminal"))
     screen = chat.open_and_leave()
     assert "continued: from the terminal · 2 turns\n>>> from the tui\nre: from the tui" in screen

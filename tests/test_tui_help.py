@@ -8,7 +8,7 @@ import pytest
 from textual.command import CommandPalette
 from textual.pilot import Pilot
 from textual.widgets import Input
-from tui_chats import Tui, play, press, told
+from tui_chats import Tui, notice_text, play, press
 
 from localgen.chat import parameters
 from localgen.tui.base_app import KeyHelp, TerminalTooSmall
@@ -148,7 +148,7 @@ def test_a_long_text_can_be_read_to_its_end(tmp_path: Path, size: tuple[int, int
         await pilot.pause()
         assert tui.main.is_active
         assert tui.prompt.has_focus
-        assert told(tui) == ""
+        assert notice_text(tui) == ""
 
     play(Tui(tmp_path), scene, size)
 

@@ -9,7 +9,7 @@ import pytest
 from scripted_client import answer
 from textual.pilot import Pilot
 from textual.widgets import Collapsible, Input, Static, TextArea
-from tui_chats import Tui, play, press, told, turns
+from tui_chats import Tui, notice_text, play, press, turns
 
 from localgen.backends.errors import ServerUnavailable
 from localgen.backends.sampling_params import SamplingParams
@@ -37,7 +37,7 @@ def test_ctrl_c_stops_then_leaves(tmp_path: Path) -> None:
         assert turns(tui) == [Turn("q", "half", True, "", "stopped")]
         assert "stopped" in tui.screen_text()
         await pilot.press("ctrl+c")
-        assert "Ctrl+Q quits" in told(tui)
+        assert "Ctrl+Q quits" in notice_text(tui)
         assert tui.app.is_running
         await pilot.press("ctrl+c")
         await tui.until(lambda: not tui.app.is_running)
@@ -49,7 +49,7 @@ def test_ctrl_c_copies_what_is_selected(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await pilot.press(*"copy", "shift+home", "ctrl+c")
         assert tui.app.clipboard == "copy"
-        assert "Ctrl+Q" not in told(tui)
+        assert "Ctrl+Q" not in notice_text(tui)
 
     play(Tui(tmp_path), scene)
 
@@ -185,23 +185,23 @@ def test_settings_by_keys(tmp_path: Path) -> None:
         panel = tui.main.query_one(SettingsPanel)
         assert panel.display
         await pilot.press(*"0.5", "enter")
-        await tui.settled(pilot)
+        await tui.wait_until_idle(pilot)
         assert tui.opened.chat.options.params == SamplingParams(temperature=0.5)
         await pilot.press("down", *"many", "enter")
-        await tui.settled(pilot)
+        await tui.wait_until_idle(pilot)
         fault = panel.query_one("#error", Static)
         assert "top_k 'many': give a whole number" in str(fault.content)
         await pilot.press("ctrl+u", *"3", "up")
-        await tui.settled(pilot)
+        await tui.wait_until_idle(pilot)
         assert tui.opened.chat.options.params.top_k == 3
         assert str(fault.content) == ""
         panel.query_one("#system", TextArea).focus()
         await pilot.press(*"be brief", "tab")
-        await tui.settled(pilot)
+        await tui.wait_until_idle(pilot)
         assert tui.opened.chat.conversation.system == "be brief"
         panel.query_one("#set-ctx Input").focus()
         await pilot.press(*"12x", "escape")
-        await tui.settled(pilot)
+        await tui.wait_until_idle(pilot)
         assert not panel.display
         assert tui.prompt.has_focus
         assert tui.store.read(tui.opened.id).params.top_k == 3
@@ -268,7 +268,7 @@ async def save(tui: Tui, pilot: Pilot[None], path: Path) -> None:
     await press(tui, pilot, "ctrl+s")
     tui.app.screen.query_one(Input).value = str(path)
     await press(tui, pilot, "enter")
-    await tui.until(lambda: f"written to {path}" in told(tui))
+    await tui.until(lambda: f"written to {path}" in notice_text(tui))
 
 
 def test_saving_as_a_file(tmp_path: Path) -> None:
@@ -281,9 +281,9 @@ def test_saving_as_a_file(tmp_path: Path) -> None:
             in (tmp_path / "x.md").read_text()
         )
         await tui.ask(pilot, f"/export {tmp_path / 'x.md'}")
-        await tui.until(lambda: "already exists" in told(tui))
+        await tui.until(lambda: "already exists" in notice_text(tui))
         await tui.ask(pilot, f"/export {tmp_path}/none/x.md")
-        await tui.until(lambda: "cannot write" in told(tui))
+        await tui.until(lambda: "cannot write" in notice_text(tui))
         await tui.ask(pilot, "/clear")
         await tui.until(lambda: turns(tui) == [])
         await tui.ask(pilot, f"/load {tmp_path / 'x.json'}")
@@ -319,7 +319,7 @@ def test_commands(tmp_path: Path, line: str, expected: str) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await tui.type(pilot, line)
         await pilot.press("enter")
-        await tui.until(lambda: expected in told(tui))
+        await tui.until(lambda: expected in notice_text(tui))
 
     play(Tui(tmp_path), scene)
 

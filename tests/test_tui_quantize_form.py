@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 from textual.pilot import Pilot
 from textual.widgets import Button, Input
-from tui_quantize import BEGUN, LOOK, NEVER, UNFINISHED, Quantizing, play, reckoned, told
+from tui_quantize import (
+    BEGUN,
+    LOOK,
+    NEVER,
+    UNFINISHED,
+    Quantizing,
+    notice_text,
+    play,
+    wait_until_estimated,
+)
 
 from localgen.backends.errors import LoadFailed, ModelNotFound, OutOfMemory
 from localgen.quant.request.form import QuantizeForm
@@ -24,7 +33,7 @@ def test_the_keys_of_the_form(tmp_path: Path) -> None:
         await pilot.press("down")
         assert tui.app.focused is tui.screen.query_one("#control-method")
         await pilot.press("right")
-        await reckoned(tui, pilot, 2)
+        await wait_until_estimated(tui, pilot, 2)
         assert tui.screen._form_panel.form.method == "gptq"
         await pilot.press("left", "left", "left", "left")
         assert tui.screen._form_panel.form.method == "rtn"
@@ -36,7 +45,7 @@ def test_the_keys_of_the_form(tmp_path: Path) -> None:
         await pilot.press("down", "right")
         assert not tui.screen._form_panel.form.is_measured
         await pilot.press("down", *"mine", "enter")
-        await reckoned(tui, pilot, 6)
+        await wait_until_estimated(tui, pilot, 6)
         asked = tui.asked_looks[-1]
         assert asked.recipe is not None
         assert (asked.recipe.method, asked.recipe.bits, asked.recipe.group_size) == ("rtn", 3, None)
@@ -51,14 +60,14 @@ def test_the_model_from_a_list_and_typed(tmp_path: Path) -> None:
         await tui.until(lambda: isinstance(tui.app.screen, NamePicker))
         await pilot.pause()
         await pilot.press("down", "enter")
-        await reckoned(tui, pilot, 2)
+        await wait_until_estimated(tui, pilot, 2)
         assert tui.asked_looks[-1].model == "./other"
         assert tui.screen.query_one("#control-out", Input).placeholder == "other-awq-4bit"
         await pilot.press("ctrl+o")
         await tui.until(lambda: isinstance(tui.app.screen, NamePicker))
         await pilot.pause()
         await pilot.press(*"/m/qwen", "enter")
-        await reckoned(tui, pilot, 3)
+        await wait_until_estimated(tui, pilot, 3)
         assert tui.asked_looks[-1].model == "/m/qwen"
         await pilot.press("ctrl+o")
         await tui.until(lambda: isinstance(tui.app.screen, NamePicker))
@@ -78,7 +87,7 @@ def test_gguf_has_a_type_and_calibrates_where_it_must(tmp_path: Path) -> None:
         await tui.until(lambda: isinstance(tui.app.screen, NamePicker))
         await pilot.pause()
         await pilot.press(*"iq2_m", "enter")
-        await reckoned(tui, pilot, 3)
+        await wait_until_estimated(tui, pilot, 3)
         asked = tui.asked_looks[-1]
         assert (asked.gguf, asked.mode) == ("IQ2_M", "observe")
         assert asked.recipe is not None
@@ -100,9 +109,9 @@ def test_a_new_choice_ends_the_look_at_the_old_one(tmp_path: Path) -> None:
         assert "estimating" in tui.screen_text()
         await pilot.press("ctrl+r")
         await pilot.pause()
-        assert "still estimating" in told(tui)
+        assert "still estimating" in notice_text(tui)
         tui.screen._form_panel.set_values(bits=8)
-        await reckoned(tui, pilot, 3)
+        await wait_until_estimated(tui, pilot, 3)
         assert tui.works[1].is_ended.is_set()
         assert "9.41 of 23.0 MB" in tui.screen_text()
 
@@ -118,11 +127,11 @@ def test_what_cannot_be_done_is_said(tmp_path: Path, error: Exception) -> None:
         assert tui.screen.query_one("#run", Button).disabled
         await pilot.press("ctrl+r")
         await pilot.pause()
-        assert str(error) in told(tui)
+        assert str(error) in notice_text(tui)
         tui.screen._form_panel.set_values(bits=3)
-        await reckoned(tui, pilot, 2)
+        await wait_until_estimated(tui, pilot, 2)
         assert not tui.screen.query_one("#run", Button).disabled
-        assert told(tui) == ""
+        assert notice_text(tui) == ""
 
     play(Quantizing(tmp_path, ((error,), LOOK)), scene)
 
@@ -161,7 +170,7 @@ def test_what_was_begun_here_is_found_again(tmp_path: Path) -> None:
 
     async def fails(tui: Quantizing, pilot: Pilot[None]) -> None:
         tui.screen._form_panel.set_values(is_measured=False)
-        await reckoned(tui, pilot, 2)
+        await wait_until_estimated(tui, pilot, 2)
         await tui.begin(pilot)
         await tui.ended(pilot)
 

@@ -18,10 +18,10 @@ from tui_quantize import (
     RUNNING,
     UNFINISHED,
     Quantizing,
+    notice_text,
     play,
-    reckoned,
-    told,
     wait_for_layers,
+    wait_until_estimated,
 )
 
 from localgen.backends.errors import OutOfMemory
@@ -46,7 +46,7 @@ def test_by_mouse(tmp_path: Path) -> None:
         await pilot.click("#control-method", offset=(15, 0))
         await pilot.pause()
         assert tui.screen._form_panel.form.method == "gptq"
-        await reckoned(tui, pilot, 2)
+        await wait_until_estimated(tui, pilot, 2)
         await pilot.click("#run")
         await tui.until(lambda: tui.runner.is_running)
         await wait_for_layers(tui, 2)
@@ -80,7 +80,7 @@ def test_a_run_to_its_verdict(tmp_path: Path) -> None:
         await pilot.pause()
         assert len(tui.asked_runs) == 1
         tui.screen._form_panel.set_values(bits=3)
-        await reckoned(tui, pilot, 2)
+        await wait_until_estimated(tui, pilot, 2)
         assert "3.201" not in tui.screen_text()
 
     more = threading.Event()
@@ -102,7 +102,7 @@ def test_stopping_asks_and_going_on(tmp_path: Path) -> None:
         await tui.until(lambda: isinstance(tui.app.screen, ConfirmDialog))
         await pilot.press("y")
         await tui.ended(pilot)
-        await reckoned(tui, pilot, 2)
+        await wait_until_estimated(tui, pilot, 2)
         await tui.beat(pilot)
         shown = tui.screen_text()
         assert "2 of 6 layers are done" in shown
@@ -112,7 +112,7 @@ def test_stopping_asks_and_going_on(tmp_path: Path) -> None:
         assert [asked.resume for asked in tui.asked_runs] == [False, True]
         await pilot.press("ctrl+c")
         await pilot.pause()
-        assert "nothing is being quantized" in told(tui)
+        assert "nothing is being quantized" in notice_text(tui)
 
     play(Quantizing(tmp_path, (LOOK, UNFINISHED), (RUNNING, (*BEGUN, *DONE))), scene)
 
@@ -120,7 +120,7 @@ def test_stopping_asks_and_going_on(tmp_path: Path) -> None:
 def test_what_cannot_be_gone_on_with_says_so(tmp_path: Path) -> None:
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
         tui.screen._form_panel.set_values(method="GGUF")
-        await reckoned(tui, pilot, 2)
+        await wait_until_estimated(tui, pilot, 2)
         await tui.begin(pilot)
         await pilot.press("ctrl+c")
         await tui.until(lambda: isinstance(tui.app.screen, ConfirmDialog))
@@ -206,10 +206,10 @@ def test_leaving_asks(tmp_path: Path, answer: str) -> None:
 def test_a_run_that_fails_can_be_run_again(tmp_path: Path, error: Exception) -> None:
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
         tui.screen._form_panel.set_values(bits=3, out="mine")
-        await reckoned(tui, pilot, 2)
+        await wait_until_estimated(tui, pilot, 2)
         await tui.begin(pilot)
         await tui.ended(pilot)
-        await reckoned(tui, pilot, 3)
+        await wait_until_estimated(tui, pilot, 3)
         assert str(error) in tui.screen_text()
         assert tui.screen._form_panel.form == QuantizeForm(bits=3, out="mine")
         await tui.begin(pilot)

@@ -70,7 +70,7 @@ async def at_layer_3(tui: Quantizing, pilot: Pilot[None]) -> None:
 async def to_its_end(tui: Quantizing, pilot: Pilot[None]) -> None:
     await tui.begin(pilot)
     await tui.ended(pilot)
-    await tui.until(lambda: tui.is_reckoned or not tui.screen._estimate_panel.display)
+    await tui.until(lambda: tui.is_estimated or not tui.screen._estimate_panel.display)
     await tui.beat(pilot)
 
 
@@ -109,7 +109,7 @@ def test_gguf(check: Callable[..., None], size: tuple[int, int]) -> None:
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
         tui.screen._form_panel.set_values(method="GGUF", gguf="IQ2_M")
         await pilot.pause()
-        await tui.until(lambda: tui.is_reckoned)
+        await tui.until(lambda: tui.is_estimated)
         await pilot.press("down", "down")
 
     check(scene, size)

@@ -110,7 +110,7 @@ def test_settings(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await talk(tui, pilot)
         await pilot.press("ctrl+t", *"0.5", "down", "x", "enter")
-        await tui.settled(pilot)
+        await tui.wait_until_idle(pilot)
 
     snap_tui(scene, size, *SCRIPTS)
 
@@ -157,7 +157,7 @@ def test_comparison(snap_tui: Callable[..., None], size: tuple[int, int]) -> Non
         await tui.until(
             lambda: all(each.active.last_stream for each in tui.app.screen.query(CompareColumn))
         )
-        await tui.settled(pilot)
+        await tui.wait_until_idle(pilot)
 
     snap_tui(scene, size, (ANSWER, answer()), (ANSWER, answer()))
 

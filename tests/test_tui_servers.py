@@ -132,6 +132,6 @@ def test_what_a_client_says_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (toast,) = tui.app._notifications
         assert toast.message == said
         gate.set()
-        await tui.settled(pilot)
+        await tui.wait_until_idle(pilot)
 
     play(Tui(tmp_path, (gate, "a", answer())), scene, (200, 60))

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 from scripted_client import answer
-from tui_chats import MakeTui, settle
+from tui_chats import MakeTui, wait_for_answer
 
 from localgen.backends.errors import (
     InvalidRequest,
@@ -31,13 +31,13 @@ def test_fork_goes_on_alone(make_tui: MakeTui) -> None:
     tui = make_tui()
     opened = tui.manager.open_empty()
     opened.ask("q")
-    settle(tui, opened)
+    wait_for_answer(tui, opened)
     fork = tui.manager.fork(opened)
     assert fork.name == "q (2)"
     assert tui.manager.fork(opened).name == "q (3)"
     assert fork.chat.conversation == opened.chat.conversation
     fork.ask("more")
-    settle(tui, fork)
+    wait_for_answer(tui, fork)
     assert len(opened.chat.conversation.turns) == 1
 
 
@@ -49,7 +49,7 @@ def test_delete_and_restore(make_tui: MakeTui) -> None:
     with pytest.raises(InvalidRequest, match="stop it first"):
         tui.manager.delete(opened.id)
     gate.set()
-    settle(tui, opened)
+    wait_for_answer(tui, opened)
     tui.manager.delete(opened.id)
     assert tui.manager.summaries == []
     assert opened.id not in tui.manager.active_by_id
@@ -62,7 +62,7 @@ def test_an_empty_session_is_used_again(make_tui: MakeTui) -> None:
     opened = tui.manager.open_empty()
     assert tui.manager.open_empty() is opened
     opened.ask("q")
-    settle(tui, opened)
+    wait_for_answer(tui, opened)
     assert tui.manager.open_empty() is not opened
 
 
@@ -98,7 +98,7 @@ def test_commands_change_what_is_kept(make_tui: MakeTui) -> None:
     opened = tui.manager.open_empty()
     for prompt in "ab":
         opened.ask(prompt)
-        settle(tui, opened)
+        wait_for_answer(tui, opened)
     assert opened.run_command("/undo") == commands.CommandOutput("1 turn left")
     assert [t.prompt for t in tui.store.read(opened.id).conversation.turns] == ["a"]
     with pytest.raises(InvalidRequest):
@@ -114,10 +114,10 @@ def test_search_finds_names_prompts_and_answers(make_tui: MakeTui) -> None:
     tui = make_tui(("Ein Öl und *Salz*", answer()), ("nothing", answer()))
     one = tui.manager.open_empty()
     one.ask("Was ist ÖLIG?")
-    settle(tui, one)
+    wait_for_answer(tui, one)
     two = tui.manager.open_empty()
     two.ask("x")
-    settle(tui, two)
+    wait_for_answer(tui, two)
     tui.manager.rename(two.id, "über Öl")
     found = tui.manager.search("öl")
     assert {(hit.session_id, hit.turn_index) for hit in found} == {
@@ -141,7 +141,7 @@ def test_comparing_makes_sessions_that_go_on(make_tui: MakeTui) -> None:
     tui = make_tui()
     opened = tui.manager.open_empty()
     opened.ask("q")
-    settle(tui, opened)
+    wait_for_answer(tui, opened)
     compared = parse_variants("tiny\n\nother temperature=0 top-k=1", opened.chat.options.params)
     made = tui.manager.compare(opened, compared)
     assert [each.chat.requested_model for each in made] == ["tiny", "other"]
@@ -150,7 +150,7 @@ def test_comparing_makes_sessions_that_go_on(make_tui: MakeTui) -> None:
     for each in made:
         each.ask("both")
     for each in made:
-        assert settle(tui, each).answer == "re: both"
+        assert wait_for_answer(tui, each).answer == "re: both"
         assert len(each.chat.conversation.turns) == 2
 
 

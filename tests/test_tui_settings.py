@@ -111,7 +111,7 @@ def test_a_system_prompt_may_be_set_while_an_answer_is_written(tmp_path: Path) -
         await pilot.press(*"be brief", "tab")
         await tui.until(lambda: tui.opened.chat.conversation.system == "be brief")
         gate.set()
-        await tui.settled(pilot)
+        await tui.wait_until_idle(pilot)
         kept = tui.store.read(tui.opened.id).conversation
         assert (kept.system, len(kept.turns)) == ("be brief", 1)
         assert tui.main.query_one("#system", TextArea).text == "be brief"

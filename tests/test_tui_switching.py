@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from textual.pilot import Pilot
-from tui_chats import Tui, play, told
+from tui_chats import Tui, notice_text, play
 
 from localgen.backends.errors import ServerUnavailable
 from localgen.chat.conversation import Conversation, Turn
@@ -39,7 +39,7 @@ def test_what_is_typed_meanwhile_is_for_the_next_session(
         assert tui.asked == ["first"]
         gate.set()
         await tui.until(lambda: len(tui.asked) == 2)
-        await tui.settled(pilot)
+        await tui.wait_until_idle(pilot)
         assert tui.opened is not before
         assert [turn.prompt for turn in tui.opened.chat.conversation.turns] == ["second"]
         assert [turn.prompt for turn in before.chat.conversation.turns] == ["first"]
@@ -67,8 +67,8 @@ def test_what_is_typed_stays_where_no_session_comes(
         await pilot.pause()
         await pilot.press(*"more")
         gate.set()
-        await tui.until(lambda: "it is locked" in told(tui))
-        await tui.settled(pilot)
+        await tui.until(lambda: "it is locked" in notice_text(tui))
+        await tui.wait_until_idle(pilot)
         assert tui.prompt.text == "half more"
         assert tui.opened.unsent_prompt == "half more"
 
@@ -103,7 +103,7 @@ def test_two_steps_at_once_go_two_sessions_on(
         await tui.until(lambda: tui.opened.id == wanted)
         gate.set()
         await tui.until(lambda: len(got) == 2)
-        await tui.settled(pilot)
+        await tui.wait_until_idle(pilot)
         assert got == [wanted, passed]
         assert tui.opened.id == wanted
 
@@ -150,7 +150,7 @@ def test_what_is_read_stays_while_an_answer_is_written(tmp_path: Path, way: str)
         await pilot.pause()
         assert "some more" in tui.screen_text()
         gates[1].set()
-        await tui.settled(pilot)
+        await tui.wait_until_idle(pilot)
         assert "the end" in tui.screen_text()
 
     play(Tui(tmp_path, ("begun ", gates[0], "some more ", gates[1], "the end")), scene)

@@ -178,7 +178,7 @@ def test_a_stream_ends_as_the_whole_would(tmp_path: Path, seed: int) -> None:
             gate.set()
             await asyncio.sleep(0.03)
             await tui.app.tick()
-        await tui.settled(pilot)
+        await tui.wait_until_idle(pilot)
         view = tui.main.query(TurnView).first()
         streamed = blocks(view._answer_markdown)
         assert view.turn.answer == text

@@ -59,7 +59,7 @@ def test_a_conflict_leaves_the_user_where_he_is(tmp_path: Path) -> None:
         mine.apply_setting("temperature", "0.5")  # it was not seen yet
         assert mine.id != session
         await tui.until(lambda: mine.id in [listed.id for listed in tui.manager.summaries])
-        await tui.settled(pilot)
+        await tui.wait_until_idle(pilot)
         assert tui.opened is mine
         assert tui.manager.active_by_id[mine.id] is mine
         assert any("continues as one (2)" in each.message for each in tui.app._notifications)

@@ -182,7 +182,7 @@ class Tui:
         """Type a prompt, send it, wait for the whole answer."""
         await self.type(pilot, text)
         await pilot.press("enter")
-        await self.settled(pilot)
+        await self.wait_until_idle(pilot)
 
     async def open_new(self, pilot: Pilot[None]) -> None:
         """A session that is still empty."""
@@ -195,7 +195,7 @@ class Tui:
         self.prompt.insert(text)
         await pilot.pause()
 
-    async def settled(self, pilot: Pilot[None]) -> None:
+    async def wait_until_idle(self, pilot: Pilot[None]) -> None:
         """Until nothing is being done."""
         await pilot.pause()
         await self.until(lambda: not self.app.workers._workers or self._only_waits())
@@ -237,7 +237,7 @@ def play(tui: Tui, scene: Play, size: tuple[int, int] = (120, 40)) -> None:
     asyncio.run(run())
 
 
-def told(tui: Tui) -> str:
+def notice_text(tui: Tui) -> str:
     return str(tui.main.query_one("#message", Static).content)
 
 
@@ -247,7 +247,7 @@ def turns(tui: Tui) -> list[Turn]:
 
 async def press(tui: Tui, pilot: Pilot[None], *keys: str) -> None:
     await pilot.press(*keys)
-    await tui.settled(pilot)
+    await tui.wait_until_idle(pilot)
 
 
 def wait(condition: Callable[[], object]) -> None:
@@ -258,7 +258,7 @@ def wait(condition: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
-def settle(tui: Tui, opened: ActiveSession) -> Turn:
+def wait_for_answer(tui: Tui, opened: ActiveSession) -> Turn:
     """The turn of the answer that grows in a session."""
     assert opened.last_stream is not None
     assert opened.last_stream.ended.wait(10)

@@ -159,12 +159,12 @@ class Quantizing(Tui):
         return screen
 
     @property
-    def is_reckoned(self) -> bool:
+    def is_estimated(self) -> bool:
         return self.screen._estimate_panel.estimate.is_complete
 
     @asynccontextmanager
     async def shown(self, size: tuple[int, int] = (120, 40)) -> AsyncIterator[Pilot[None]]:
-        """With the screen open, and reckoned."""
+        """With the screen open, and wait_until_estimated."""
         async with self.running(size) as pilot:
             await self.open(pilot)
             yield pilot
@@ -173,7 +173,7 @@ class Quantizing(Tui):
         await pilot.press("f10")
         await self.until(lambda: isinstance(self.app.screen, QuantizeScreen))
         await pilot.pause()
-        await self.until(lambda: self.is_reckoned or not self.screen._estimate_panel.display)
+        await self.until(lambda: self.is_estimated or not self.screen._estimate_panel.display)
         await pilot.pause()
 
     async def beat(self, pilot: Pilot[None]) -> None:
@@ -232,11 +232,11 @@ def play(tui: Quantizing, scene: Play, size: tuple[int, int] = (120, 40)) -> Non
     asyncio.run(run())
 
 
-def told(tui: Quantizing) -> str:
+def notice_text(tui: Quantizing) -> str:
     return str(tui.screen.query_one("#message", Static).content)
 
 
-async def reckoned(tui: Quantizing, pilot: Pilot[None], looks: int) -> None:
+async def wait_until_estimated(tui: Quantizing, pilot: Pilot[None], looks: int) -> None:
     """Until so many looks were taken, and the last one has come to its end."""
-    await tui.until(lambda: len(tui.asked_looks) >= looks and tui.is_reckoned)
+    await tui.until(lambda: len(tui.asked_looks) >= looks and tui.is_estimated)
     await pilot.pause()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from plain_openai import PlainServer, Response, plain_server
-from serving import MANY_WORDS, House, house, wait_until
+from serving import MANY_WORDS, ServerHarness, server_harness, wait_until
 
 from localgen.backends.errors import LocalgenError, ServerUnavailable
 from localgen.backends.model_info import LoadOptions
@@ -25,8 +25,8 @@ ASKED = [Message("user", MANY_WORDS)]
 
 
 @pytest.fixture
-def served() -> Iterator[House]:
-    with house() as built:
+def served() -> Iterator[ServerHarness]:
+    with server_harness() as built:
         yield built
 
 
@@ -56,7 +56,7 @@ def cut_during(client: ModelClient, call: Callable[[], object], when: Callable[[
     assert isinstance(error, LocalgenError), error
 
 
-def test_cut_in_mid_answer(served: House) -> None:
+def test_cut_in_mid_answer(served: ServerHarness) -> None:
     client = served.client()
     client.connect()
     model = served.model(token_s=0.05)
@@ -71,7 +71,7 @@ def test_cut_in_mid_answer(served: House) -> None:
     assert watching.running_models()[0].active_requests == 0
 
 
-def test_cut_while_a_model_loads(served: House) -> None:
+def test_cut_while_a_model_loads(served: ServerHarness) -> None:
     client = served.client()
     client.connect()
     model = served.model(load_s=30.0)
@@ -83,7 +83,7 @@ def test_cut_while_a_model_loads(served: House) -> None:
     )
 
 
-def test_cut_while_a_server_starts_leaves_it_alone(served: House) -> None:
+def test_cut_while_a_server_starts_leaves_it_alone(served: ServerHarness) -> None:
     pid = served.folder / "pid"
     code = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     client = Client(served.settings, server_command=[sys.executable, "-c", code])
@@ -93,7 +93,7 @@ def test_cut_while_a_server_starts_leaves_it_alone(served: House) -> None:
     os.kill(started, signal.SIGKILL)
 
 
-def test_a_server_whose_client_was_cut_serves_the_next(served: House) -> None:
+def test_a_server_whose_client_was_cut_serves_the_next(served: ServerHarness) -> None:
     said: list[str] = []
     cut, following = served.client(said.append), served.client(said.append)
     cut_during(cut, cut.connect, lambda: said)
@@ -101,7 +101,7 @@ def test_a_server_whose_client_was_cut_serves_the_next(served: House) -> None:
     assert following.health() is not None
 
 
-def test_cut_while_another_client_starts_the_server(served: House) -> None:
+def test_cut_while_another_client_starts_the_server(served: ServerHarness) -> None:
     with start_lock(served.settings, lambda: False):
         client, before = served.client(), time.monotonic()
         cut_during(client, client.connect, lambda: time.monotonic() - before > 0.1)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import httpx
 import psutil
-from serving import House, chat_body, house
+from serving import ServerHarness, chat_body, server_harness
 
 KEY = "a-key-of-some-length"
 AUTH = {"Authorization": f"Bearer {KEY}"}
@@ -20,11 +20,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class Door:
+class TcpServer:
     """A server on TCP with a fake model that has a name."""
 
-    def __init__(self, built: House, port: int) -> None:
-        self.house, self.port = built, port
+    def __init__(self, built: ServerHarness, port: int) -> None:
+        self.harness, self.port = built, port
         self.model = built.named("echo")
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20, trust_env=False)
 
@@ -46,15 +46,15 @@ class Door:
             return answer
 
     def server(self) -> psutil.Process:
-        return psutil.Process(self.house.pid())
+        return psutil.Process(self.harness.pid())
 
 
 @contextmanager
-def door(**access: object) -> Iterator[Door]:
-    with house() as built:
+def tcp_server(**access: object) -> Iterator[TcpServer]:
+    with server_harness() as built:
         port = free_port()
         built.start(port=port, **access)
-        opened = Door(built, port)
+        opened = TcpServer(built, port)
         try:
             yield opened
         finally:

@@ -165,7 +165,7 @@ def test_killed_as_where_memory_is_full(tmp_path: Path) -> None:
 
 def test_it_does_not_outlive_its_parent(tmp_path: Path) -> None:
     program = (
-        "import sys, test_quantizing_child as tests\n"
+        "import sys, test_quant_process as tests\n"
         "work = tests.begun()\n"
         "print(work.pid, flush=True)\n"
         "sys.stdin.read()\n"

@@ -27,7 +27,7 @@ PAGES, MAX_LEN = 20, 512
 MODELS = [name for name in ARCHITECTURES if name != "phi4 mini"]
 
 
-class House:
+class DecoderBench:
     """A random model, ours and theirs, and a pool that is hardly large enough."""
 
     def __init__(self, name: str, folder: Path) -> None:
@@ -84,35 +84,35 @@ class House:
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> House:
-    return House(request.param, tmp_path_factory.mktemp(request.param))
+def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DecoderBench:
+    return DecoderBench(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def test_a_prefix_that_another_left(house: House) -> None:
+def test_a_prefix_that_another_left(bench: DecoderBench) -> None:
     text = random_text(seed=1, length=70)
-    first = house.admit(text)
-    house.compute(first)
-    house.room.release(first, keep=True)
-    second = house.admit([*text[:50], *random_text(seed=2, length=30)])
+    first = bench.admit(text)
+    bench.compute(first)
+    bench.room.release(first, keep=True)
+    second = bench.admit([*text[:50], *random_text(seed=2, length=30)])
     assert second.num_computed == 50 // PAGE_TOKENS * PAGE_TOKENS
-    house.compute(second)
-    house.room.release(second, keep=False)
+    bench.compute(second)
+    bench.room.release(second, keep=False)
 
 
-def test_preempted_and_computed_again(house: House) -> None:
-    seq = house.admit(random_text(seed=5, length=60))
-    other = house.admit(random_text(seed=6, length=40))
-    house.compute(seq, other)
-    house.room.release(seq, keep=True)
+def test_preempted_and_computed_again(bench: DecoderBench) -> None:
+    seq = bench.admit(random_text(seed=5, length=60))
+    other = bench.admit(random_text(seed=6, length=40))
+    bench.compute(seq, other)
+    bench.room.release(seq, keep=True)
     # takes nearly all pages, and with them what was kept
-    large = house.admit(random_text(seed=7, length=PAGE_TOKENS * (PAGES - 5)))
-    house.compute(large)
-    house.room.release(large, keep=False)
-    again = house.admit([*seq.tokens, *random_text(seed=8, length=3)])
+    large = bench.admit(random_text(seed=7, length=PAGE_TOKENS * (PAGES - 5)))
+    bench.compute(large)
+    bench.room.release(large, keep=False)
+    again = bench.admit([*seq.tokens, *random_text(seed=8, length=3)])
     assert again.num_computed < 48, "some of it was taken"
-    house.compute(again)
+    bench.compute(again)
     other.tokens += random_text(seed=9, length=4)
-    house.compute(other)
+    bench.compute(other)
     for running in (again, other):
-        house.room.release(running, keep=False)
-    house.room.check()
+        bench.room.release(running, keep=False)
+    bench.room.check()

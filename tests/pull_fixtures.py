@@ -25,11 +25,11 @@ Q4 = "chat-Q4_K_M.gguf"
 GGUF_START = struct.pack("<4sIQQ", b"GGUF", 3, 0, 0)
 
 
-def made_up(size_bytes: int, seed: int = 0) -> bytes:
+def random_bytes(size_bytes: int, seed: int = 0) -> bytes:
     return GGUF_START + random.Random(seed).randbytes(size_bytes - len(GGUF_START))
 
 
-CONTENT = made_up(3_000_000)
+CONTENT = random_bytes(3_000_000)
 
 
 @pytest.fixture
