@@ -32,7 +32,6 @@ from localgen.backends.types import Finished, Timings
 CPU = Device.found(gpu=False)
 
 
-@pytest.mark.slow
 def test_a_quick_run_has_every_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "result.json"
     assert gpu.main(["--quick", "--seed", "1", "--output", str(output)]) == 0, capsys.readouterr()

@@ -208,14 +208,12 @@ def verdict(path: Path) -> str | None:
     return f"{path.name}: status {outcome.status}, {outcome.stderr}"
 
 
-@pytest.mark.slow
 def test_fuzzed_headers_end_in_a_model_an_error_or_a_dead_engine(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as threads:
         paths = (flipped(tmp_path / f"flipped-{number}.gguf", number) for number in range(39))
         assert [wrong for wrong in threads.map(verdict, paths) if wrong] == []
 
 
-@pytest.mark.slow
 def test_odd_numbers_end_in_a_model_an_error_or_a_dead_engine(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as threads:
         paths = (

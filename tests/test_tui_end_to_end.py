@@ -24,10 +24,9 @@ from localgen.config import ServerSettings
 
 ROOT = Path(__file__).parents[1]
 ANSWERING = re.compile(r"▸ [\d.]+ tok/s")  # in the list of sessions
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux, which is not installed"),
-]
+pytestmark = pytest.mark.skipif(
+    shutil.which("tmux") is None, reason="needs tmux, which is not installed"
+)
 
 
 class Terminals:
