@@ -25,7 +25,7 @@ def test_prose_is_cut_into_prompts_and_answers() -> None:
     assert first != second
 
 
-def test_it_runs(
+def test_speculation_benchmark_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

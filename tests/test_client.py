@@ -93,7 +93,7 @@ def test_racing_clients_start_one_server(served: ServerHarness) -> None:
     assert said == ["starting the server"]
 
 
-def test_a_chat(served: ServerHarness) -> None:
+def test_chat_streams_text_and_ends_with_a_completion(served: ServerHarness) -> None:
     client = served.client()
     client.connect()
     params = SamplingParams(temperature=0.0, stop=("x",), seed=5, logit_bias={7: 1.0})
@@ -111,7 +111,7 @@ def test_a_chat(served: ServerHarness) -> None:
     assert '"top_k": null' in answer.notes[1]
 
 
-def test_a_completion(served: ServerHarness) -> None:
+def test_completion_streams_text_and_ends(served: ServerHarness) -> None:
     client = served.client()
     client.connect()
     params = SamplingParams(max_tokens=2, logprobs=1)
@@ -122,14 +122,14 @@ def test_a_completion(served: ServerHarness) -> None:
     assert answer.finish_reason == "length"
 
 
-def test_odd_line_breaks_in_the_text(served: ServerHarness) -> None:
+def test_unusual_line_breaks_are_kept(served: ServerHarness) -> None:
     client = served.client()
     client.connect()
     text = "a\u2028b\x85c\x1cd\n\ne\r\nf"
     assert text_of(client.chat(served.model(), ask(text), SamplingParams())) == text
 
 
-def test_load(served: ServerHarness) -> None:
+def test_load_reports_progress_and_model(served: ServerHarness) -> None:
     client = served.client()
     client.connect()
     shares: list[float] = []
@@ -153,7 +153,7 @@ def test_load(served: ServerHarness) -> None:
     assert client.running_models() == []
 
 
-def test_errors_have_their_classes(served: ServerHarness) -> None:
+def test_server_errors_are_raised_as_their_classes(served: ServerHarness) -> None:
     client = served.client()
     client.connect()
     with pytest.raises(ContextExceeded, match="1001"):
@@ -165,7 +165,7 @@ def test_errors_have_their_classes(served: ServerHarness) -> None:
         client.load(served.model("bad", fail="no good", load_s=0.3), LoadOptions())
 
 
-def test_closing_cancels(served: ServerHarness) -> None:
+def test_closing_a_stream_cancels_the_request(served: ServerHarness) -> None:
     client = served.client()
     client.connect()
     model = served.model(token_s=0.02)
@@ -177,7 +177,7 @@ def test_closing_cancels(served: ServerHarness) -> None:
     assert text_of(client.chat(model, ask("still here"), SamplingParams())) == "still here"
 
 
-def test_a_server_killed_in_mid_answer(served: ServerHarness) -> None:
+def test_server_killed_during_an_answer_is_an_error(served: ServerHarness) -> None:
     said: list[str] = []
     client = served.client(said.append)
     client.connect()
@@ -192,7 +192,7 @@ def test_a_server_killed_in_mid_answer(served: ServerHarness) -> None:
     assert said == ["starting the server"] * 2
 
 
-def test_a_server_that_left_is_started_again(served: ServerHarness) -> None:
+def test_exited_server_is_restarted(served: ServerHarness) -> None:
     said: list[str] = []
     client = served.client(said.append)
     client.connect()
@@ -202,7 +202,7 @@ def test_a_server_that_left_is_started_again(served: ServerHarness) -> None:
 
 
 @pytest.mark.parametrize("how", ["shutting down", "closes"])
-def test_a_server_that_is_leaving_is_not_the_last(served: ServerHarness, how: str) -> None:
+def test_exiting_server_is_replaced(served: ServerHarness, how: str) -> None:
     """It still accepts, then refuses or closes without an answer, as when it was idle too long."""
     path = served.settings.socket_path
     body = json.dumps(
@@ -233,14 +233,14 @@ def test_a_server_that_is_leaving_is_not_the_last(served: ServerHarness, how: st
     ("prompt", "params"),
     [("\udcff", SamplingParams()), ("a", SamplingParams(temperature=math.nan))],
 )
-def test_what_json_cannot_hold_is_refused(
+def test_values_that_json_cannot_hold_are_rejected(
     served: ServerHarness, prompt: str, params: SamplingParams
 ) -> None:
     with pytest.raises(InvalidRequest, match=r"not UTF-8|not finite"):
         list(served.client().chat(served.model(), ask(prompt), params))
 
 
-def test_the_keep_alive_of_a_model(served: ServerHarness) -> None:
+def test_keep_alive_is_set_by_load(served: ServerHarness) -> None:
     client = served.client()
     client.connect()
     client.load(served.model(), LoadOptions(), keep_alive="-1")
@@ -299,14 +299,16 @@ def test_a_newer_server_of_the_same_protocol_is_used(served: ServerHarness) -> N
     assert served.pid() == before
 
 
-def test_the_reason_a_server_does_not_start(served: ServerHarness) -> None:
+def test_failed_server_start_gives_the_reason(served: ServerHarness) -> None:
     code = "import sys; sys.exit('error: the disk is full')"
     client = Client(served.settings, server_command=[sys.executable, "-c", code])
     with client, pytest.raises(ServerUnavailable, match="did not start: the disk is full"):
         client.connect()
 
 
-def test_a_full_disk_is_the_reason(served: ServerHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_start_on_a_full_disk_gives_the_reason(
+    served: ServerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client = Client(
         served.settings, server_command=[sys.executable, "-c", "import sys; sys.exit(1)"]
     )
@@ -318,14 +320,14 @@ def test_a_full_disk_is_the_reason(served: ServerHarness, monkeypatch: pytest.Mo
         client.connect()
 
 
-def test_a_path_too_long_for_a_socket() -> None:
+def test_socket_path_too_long_is_rejected() -> None:
     with short_folder() as folder:
         settings = settings_in(folder / ("x" * 100))
         with Client(settings) as client, pytest.raises(BadSetting, match="LOCALGEN_RUNTIME_DIR"):
             client.connect()
 
 
-def test_a_relative_path_is_the_clients(
+def test_relative_model_path_is_relative_to_the_client(
     served: ServerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served.model("here")

@@ -56,7 +56,7 @@ def cut_during(client: ModelClient, call: Callable[[], object], when: Callable[[
     assert isinstance(error, LocalgenError), error
 
 
-def test_cut_in_mid_answer(served: ServerHarness) -> None:
+def test_abort_during_an_answer(served: ServerHarness) -> None:
     client = served.client()
     client.connect()
     model = served.model(token_s=0.05)
@@ -71,7 +71,7 @@ def test_cut_in_mid_answer(served: ServerHarness) -> None:
     assert watching.running_models()[0].active_requests == 0
 
 
-def test_cut_while_a_model_loads(served: ServerHarness) -> None:
+def test_abort_while_a_model_loads(served: ServerHarness) -> None:
     client = served.client()
     client.connect()
     model = served.model(load_s=30.0)
@@ -83,7 +83,7 @@ def test_cut_while_a_model_loads(served: ServerHarness) -> None:
     )
 
 
-def test_cut_while_a_server_starts_leaves_it_alone(served: ServerHarness) -> None:
+def test_abort_while_a_server_starts_leaves_the_server_running(served: ServerHarness) -> None:
     pid = served.folder / "pid"
     code = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     client = Client(served.settings, server_command=[sys.executable, "-c", code])
@@ -93,7 +93,7 @@ def test_cut_while_a_server_starts_leaves_it_alone(served: ServerHarness) -> Non
     os.kill(started, signal.SIGKILL)
 
 
-def test_a_server_whose_client_was_cut_serves_the_next(served: ServerHarness) -> None:
+def test_server_serves_the_next_client_after_an_abort(served: ServerHarness) -> None:
     said: list[str] = []
     cut, following = served.client(said.append), served.client(said.append)
     cut_during(cut, cut.connect, lambda: said)
@@ -101,13 +101,13 @@ def test_a_server_whose_client_was_cut_serves_the_next(served: ServerHarness) ->
     assert following.health() is not None
 
 
-def test_cut_while_another_client_starts_the_server(served: ServerHarness) -> None:
+def test_abort_while_another_client_starts_the_server(served: ServerHarness) -> None:
     with start_lock(served.settings, lambda: False):
         client, before = served.client(), time.monotonic()
         cut_during(client, client.connect, lambda: time.monotonic() - before > 0.1)
 
 
-def test_cut_another_server_before_its_first_word(server: PlainServer) -> None:
+def test_abort_remote_request_before_its_first_token(server: PlainServer) -> None:
     client = RemoteClient(Endpoint(server.url))
     client.load("big", LoadOptions())
     server.gap_s = 30.0
@@ -115,7 +115,7 @@ def test_cut_another_server_before_its_first_word(server: PlainServer) -> None:
     cut_during(client, lambda: list(events), lambda: bool(server.asked))
 
 
-def test_cut_while_another_server_asks_to_wait(server: PlainServer) -> None:
+def test_abort_while_a_remote_server_asks_to_wait(server: PlainServer) -> None:
     server.first = [Response(429, b"{}", headers={"Retry-After": "30"})]
     said: list[str] = []
     client = RemoteClient(Endpoint(server.url), said.append)

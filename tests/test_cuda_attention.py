@@ -141,7 +141,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-def test_single_tokens_and_drafts(case: Case, seed: int) -> None:
+def test_decode_and_draft_rows_equal_the_reference(case: Case, seed: int) -> None:
     compare(case, seed)
 
 
@@ -161,7 +161,7 @@ def test_single_tokens_and_drafts(case: Case, seed: int) -> None:
     ],
     ids=str,
 )
-def test_prompts(case: Case) -> None:
+def test_prefill_rows_equal_the_reference(case: Case) -> None:
     compare(case)
 
 
@@ -174,13 +174,13 @@ def test_prompts(case: Case) -> None:
     ],
     ids=str,
 )
-def test_prompts_beside_single_tokens(case: Case) -> None:
+def test_mixed_prefill_and_decode_equal_the_reference(case: Case) -> None:
     compare(case)
 
 
 @pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("rows", [1, 12])
-def test_a_cache_in_eight_bits(kind: torch.dtype, rows: int) -> None:
+def test_eight_bit_cache_equals_the_reference(kind: torch.dtype, rows: int) -> None:
     case = Case(((rows, 60), (rows, 37)), cache=torch.int8)
     inputs = made(case, 3)
     if kind is torch.float8_e4m3fn:
@@ -196,7 +196,7 @@ def test_a_cache_in_eight_bits(kind: torch.dtype, rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 4, 20])
-def test_half_precision(rows: int) -> None:
+def test_half_precision_equals_the_reference(rows: int) -> None:
     compare(Case(((rows, 50), (rows, 90)), dtype=torch.float16, cache=torch.float16))
 
 
@@ -211,7 +211,7 @@ def test_any_number_of_splits(splits: int, monkeypatch: pytest.MonkeyPatch) -> N
     compare(Case(((1, 300), (1, 1), (1, 65)), heads=2, kv_heads=1))
 
 
-def test_padding_of_a_captured_step() -> None:
+def test_padding_rows_of_a_captured_step_are_not_written() -> None:
     """Sequences without rows and tokens; rows that belong to nobody are not touched."""
     case = Case(((1, 40), (1, 7)))
     inputs = made(case, 1)

@@ -59,7 +59,9 @@ def same(ours: Tensor, exact: Tensor, limit: float | None = None) -> None:
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("offset", [False, True])
 @pytest.mark.parametrize("shape", [(3, 64), (1, 4096), (5, 897), (2, 3, 96), (1, 16384), (2, 1)])
-def test_norm(shape: tuple[int, ...], offset: bool, adds: bool, dtype: torch.dtype) -> None:
+def test_norm_equals_the_reference(
+    shape: tuple[int, ...], offset: bool, adds: bool, dtype: torch.dtype
+) -> None:
     x, weight = 3 * drawn(1, *shape, dtype=dtype), drawn(2, shape[-1], dtype=dtype)
     residual = drawn(3, *shape, dtype=dtype) if adds else None
     ours, summed = rms_norm_triton(x, weight, 1e-5, offset=offset, residual=residual)
@@ -107,7 +109,9 @@ def test_a_row_of_zeros_stays_zero() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize(("rows", "size"), [(1, 1), (3, 1024), (2, 2731), (7, 96)])
-def test_gate(rows: int, size: int, kind: Literal["silu", "gelu_tanh"], dtype: torch.dtype) -> None:
+def test_gate_equals_the_reference(
+    rows: int, size: int, kind: Literal["silu", "gelu_tanh"], dtype: torch.dtype
+) -> None:
     x = 3 * drawn(rows, rows, 2 * size, dtype=dtype)
     exact = gated_activation_reference(x.double(), kind)
     same(gated_activation_triton(x, kind), exact)
@@ -115,7 +119,7 @@ def test_gate(rows: int, size: int, kind: Literal["silu", "gelu_tanh"], dtype: t
 
 
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
-def test_gates_far_out(kind: Literal["silu", "gelu_tanh"]) -> None:
+def test_gate_of_large_inputs_equals_the_reference(kind: Literal["silu", "gelu_tanh"]) -> None:
     x = torch.tensor([[-1e4, -100.0, -30.0, 0.0, 30.0, 1e4, 1, 1, 1, 1, 1, 1]])
     same(gated_activation_triton(x, kind), gated_activation_reference(x.double(), kind))
 
@@ -170,7 +174,7 @@ def places(rows: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("norm", [None, False, True])
 @pytest.mark.parametrize(SHAPE, SHAPES)
-def test_rope(
+def test_rope_equals_the_reference(
     rows: int,
     heads: int,
     kv_heads: int,

@@ -33,7 +33,7 @@ def same(ours: Tensor, theirs: Tensor) -> None:
     assert error < TOLERANCE, error
 
 
-def test_a_whole_prompt(pair: tuple[Model, list[list[int]], list[Tensor]]) -> None:
+def test_whole_prompt_in_one_step(pair: tuple[Model, list[list[int]], list[Tensor]]) -> None:
     model, texts, logits = pair
     same(model.step([(0, 0, texts[0])])[0], logits[0])
 

@@ -82,12 +82,14 @@ def plain() -> dict[str, list[Reply]]:
     return replies
 
 
-def test_every_kind_of_setting_is_here() -> None:
+def test_settings_cover_every_kind() -> None:
     assert OURS.keys() >= {"greedy", "sampled", "top p", "min p", "penalties", "stop", "schema"}
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_the_same_answers(bench: CudaBench, plain: dict[str, list[Reply]], name: str) -> None:
+def test_answers_are_the_same_with_drafts(
+    bench: CudaBench, plain: dict[str, list[Reply]], name: str
+) -> None:
     replies = bench.ask(CHATS, OURS[name])
     if OURS[name].temperature == 0:
         assert noisy(replies, plain[name], NOISE) <= MAX_NOISY
@@ -102,7 +104,7 @@ def test_the_same_answers(bench: CudaBench, plain: dict[str, list[Reply]], name:
             assert json.loads(reply.text).keys() >= {"name", "age"}
 
 
-def test_the_same_answers_through_preemption(
+def test_answers_are_the_same_with_drafts_and_preemption(
     plain: dict[str, list[Reply]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     always_draft(monkeypatch)
@@ -118,7 +120,7 @@ def test_the_same_answers_through_preemption(
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_the_same_answers_beside_steps_launched_ahead(
+def test_answers_are_the_same_with_drafts_and_run_ahead(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # logprobs are not asked for: with them nothing is launched ahead
@@ -179,7 +181,9 @@ def test_drawn_drafts_within_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     whole([drafter])
 
 
-def test_a_seed_and_greed_keep_drafts_points(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_are_not_sampled_for_greedy_or_seeded_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     always_draft(monkeypatch)
     drafter = draft_model()
     bench = CudaBench(drafters=[drafter])

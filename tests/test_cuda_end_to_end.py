@@ -150,7 +150,7 @@ def test_random_weights_need_a_config_and_a_template_alone(
     assert "the text is meaningless" in done.stderr
 
 
-def test_a_gguf_file_on_the_same_backend(settings: ServerSettings) -> None:
+def test_gguf_file_runs_on_the_cuda_backend(settings: ServerSettings) -> None:
     gguf = TINY.with_suffix(".gguf")
     done = run(settings, str(gguf), QUESTION, *ON_CPU, "--temp", "0", "--json")
     assert done.returncode == 0, done.stderr

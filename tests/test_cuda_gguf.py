@@ -130,7 +130,7 @@ def test_logits_are_those_of_llama_cpp(pair: Pair, ctx: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3 moe"])
-def test_bfloat16(name: str, tmp_path: Path) -> None:
+def test_logits_in_bfloat16_are_those_of_the_folder(name: str, tmp_path: Path) -> None:
     folder = tiny_folder(name, tmp_path / "hf", **MODELS[name])
     checkpoint, spec = (
         open_gguf_source(write_gguf(folder, tmp_path / "m.gguf")),
@@ -203,7 +203,7 @@ def test_quantized_tensors_are_what_gguf_makes_of_them(
 
 
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0])
-def test_a_whole_model_of_smaller_numbers(kind: Kind, tmp_path: Path) -> None:
+def test_quantized_model_is_close_to_the_original(kind: Kind, tmp_path: Path) -> None:
     folder = tiny_folder("mixtral", tmp_path / "hf")
     checkpoint = open_gguf_source(write_gguf(folder, tmp_path / "m.gguf", kind))
     spec, text = read_hf_config(folder), random_text(40)
@@ -240,7 +240,7 @@ def test_any_part_of_a_split_file_stands_for_all(tmp_path: Path) -> None:
 # ---- the built-in model
 
 
-def test_the_built_in_model_says_the_same_as_in_llama_cpp() -> None:
+def test_built_in_model_has_the_logits_of_llama_cpp() -> None:
     """Over prompts and llama.cpp's greedy answers: the same logits, and the same best tokens."""
     checkpoint = open_gguf_source(TINY_GGUF)
     tokenizer, weights = checkpoint.load_tokenizer(), weights_of(checkpoint)
@@ -260,7 +260,7 @@ def test_the_built_in_model_says_the_same_as_in_llama_cpp() -> None:
     assert sure_of > 100
 
 
-def test_what_else_a_file_says() -> None:
+def test_sampling_defaults_and_chat_template_are_read() -> None:
     checkpoint = open_gguf_source(TINY_GGUF)
     assert checkpoint.sampling_defaults() == (SamplingParams(temperature=0.0), ())
     assert checkpoint.chat_template is not None

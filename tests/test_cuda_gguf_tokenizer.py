@@ -46,7 +46,7 @@ def assert_same(path: Path, cases: list[str]) -> None:
     assert mine.piece(9_999) == b""
 
 
-def test_the_built_in_model() -> None:
+def test_built_in_model_is_tokenized_as_in_llama_cpp() -> None:
     assert_same(TINY_GGUF, nasty_texts(200))
 
 
@@ -172,7 +172,7 @@ def test_pieces_by_score(changes: dict[str, Any], tmp_path: Path) -> None:
     assert ours(path).encode("") == starts
 
 
-def test_pieces_of_phi_3(tmp_path: Path) -> None:
+def test_phi_3_special_tokens_strip_following_spaces(tmp_path: Path) -> None:
     """Its special tokens take the spaces after them along, but for three."""
     path = pieces(tmp_path / "spm.gguf", name="Phi-3 mini")
     known = ["x<|im_end|>  \n y", "<s>  x</s> \t z", "<tag>  x <unk> y"]
@@ -217,7 +217,9 @@ TOKENS = "tokenizer.ggml.tokens"
         ("model", ("llama", STRING), "has no tokenizer.ggml.scores"),
     ],
 )
-def test_refusals(key: str, change: gguf_files.Change, message: str, tmp_path: Path) -> None:
+def test_bad_vocabularies_are_rejected(
+    key: str, change: gguf_files.Change, message: str, tmp_path: Path
+) -> None:
     path = tmp_path / "bad.gguf"
     if change and change[1] is GGUFValueType.ARRAY:
         changes: Any = {f"tokenizer.ggml.{key}": None}

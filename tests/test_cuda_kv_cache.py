@@ -189,9 +189,7 @@ class Play:
 
 @settings(max_examples=600)
 @given(seed=st.integers(0, 10**6), num_pages=st.integers(4, 40), share=st.booleans())
-def test_whatever_is_called_no_page_is_lost_or_overwritten(
-    seed: int, num_pages: int, share: bool
-) -> None:
+def test_random_calls_lose_and_overwrite_no_page(seed: int, num_pages: int, share: bool) -> None:
     play = Play(random.Random(seed), num_pages, share)
     for _ in range(150):
         play.anything()
@@ -201,7 +199,7 @@ def test_whatever_is_called_no_page_is_lost_or_overwritten(
     assert play.cache.usage().used == 0
 
 
-def test_such_calls_copy_pages_and_run_out_of_them() -> None:
+def test_random_calls_cover_copies_and_exhaustion() -> None:
     seen: Counter[str] = Counter()
     for seed in range(10):
         play = Play(random.Random(seed), 20, share=True)

@@ -27,7 +27,7 @@ def named(token: int) -> str:
     return f"<{token}>"
 
 
-def test_rows_of_drafts_of_prompts_and_of_who_did_not_ask() -> None:
+def test_logprobs_are_of_the_requested_rows_only() -> None:
     """Logits are those of the sampled positions, chunk after chunk."""
     chunks = [
         chunk(1, wanted=None),
@@ -63,7 +63,7 @@ def test_more_than_the_vocabulary_is_all_of_it() -> None:
     assert sorted(entry.token_id for entry in found.top) == list(range(VOCAB))
 
 
-def test_nobody_asks() -> None:
+def test_no_logprobs_without_a_request() -> None:
     rows = torch.randn(1, VOCAB)
     assert step_logprobs([chunk(1, wanted=None)], rows, torch.tensor([7]), 0) is None
 

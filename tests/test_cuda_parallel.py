@@ -23,8 +23,8 @@ from test_cuda_prefix_cache import (  # noqa: F401  the same tests, with the fix
     MODELS,
     PAGES,
     DecoderBench,
-    test_a_prefix_that_another_left,
-    test_preempted_and_computed_again,
+    test_preempted_sequence_is_recomputed,
+    test_prefix_of_an_ended_sequence_is_reused,
 )
 from test_cuda_quantized import Quantize, awq, fp8, gptq, quantized
 from torch import Tensor
@@ -82,7 +82,7 @@ def step_logits(
     return steps.run(build_step_inputs([chunk], lambda _: pages), latest).clone()
 
 
-def test_states_before_the_head(other: Peer, tmp_path: Path) -> None:
+def test_hidden_states_are_those_of_one_rank(other: Peer, tmp_path: Path) -> None:
     folder = tiny_folder("llama", tmp_path)
     seq = Sequence(id="0", tokens=[], num_prompt=0, params=BASE_SAMPLING, ctx=CTX, max_len=CTX)
     tokens = [token % 96 for token in random_text(seed=2, length=CTX)]
@@ -127,7 +127,7 @@ def assert_same(other: Peer, folder: Path) -> None:
     ],
     ids=["awq", "gptq", "gptq-one-group", "fp8", "fp8-one-scale"],
 )
-def test_quantized_weights(
+def test_quantized_weights_have_the_logits_of_one_rank(
     other: Peer,
     quantize: Quantize,
     quantization: dict[str, object],
@@ -140,12 +140,12 @@ def test_quantized_weights(
 
 
 @pytest.mark.parametrize("name", ["llama biases", "llama tied", "qwen2", "phi3", "qwen3 moe"])
-def test_gguf_files(other: Peer, name: str, tmp_path: Path) -> None:
+def test_gguf_files_have_the_logits_of_one_rank(other: Peer, name: str, tmp_path: Path) -> None:
     folder = tiny_folder(name, tmp_path / "hf")
     assert_same(other, write_gguf(folder, tmp_path / "model.gguf"))
 
 
-def test_quantized_gguf_files(other: Peer) -> None:
+def test_quantized_gguf_files_have_the_logits_of_one_rank(other: Peer) -> None:
     assert_same(other, TINY.with_suffix(".gguf"))
 
 
@@ -193,7 +193,7 @@ SPEC = read_hf_config(TINY)  # 4 heads, 2 of keys and values, 768 wide
         ({"vocab_size": 20}, 4, "a vocabulary of 20 cannot be divided by 4"),
     ],
 )
-def test_what_cannot_be_divided(changes: dict[str, object], tp: int, message: str) -> None:
+def test_indivisible_models_are_rejected(changes: dict[str, object], tp: int, message: str) -> None:
     spec: ModelSpec = replace(SPEC, **changes)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match=message) as failure:
         ensure_divisible(spec, tp)

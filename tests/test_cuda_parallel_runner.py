@@ -114,7 +114,7 @@ def test_info_says_how_it_is_divided(bench: ParallelBench) -> None:
 
 
 @pytest.mark.parametrize("tp", [0, -2])
-def test_a_number_of_ranks_that_is_none(tp: int) -> None:
+def test_zero_or_negative_ranks_are_rejected(tp: int) -> None:
     with pytest.raises(InvalidRequest, match=f"--tp is {tp}, it must be at least 1"):
         loaded(tp=tp)
 
@@ -132,7 +132,7 @@ def test_damaged_weights_leave_no_process(folder: Path) -> None:
     assert_fails(LoadFailed, "model.safetensors is cut short", folder)
 
 
-def test_a_rank_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_that_does_not_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_group, "_WORKER_MODULE", "localgen.nothing")
     message = r"cannot load .*: rank 1 \(process \d+\) ended with status 1"
     assert_fails(LoadFailed, message, TINY)

@@ -127,7 +127,7 @@ def answer(runner: CudaRunner, prompt: int, params: SamplingParams) -> None:
         ("gemma2", 2),
     ],
 )
-def test_first_answers_launch_what_was_planned(
+def test_first_answers_launch_the_planned_kernels(
     name: str, tp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shard = ModelShard(spec_of(name, tmp_path), 0, tp)

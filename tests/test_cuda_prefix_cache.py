@@ -88,7 +88,7 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return DecoderBench(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def test_a_prefix_that_another_left(bench: DecoderBench) -> None:
+def test_prefix_of_an_ended_sequence_is_reused(bench: DecoderBench) -> None:
     text = random_text(seed=1, length=70)
     first = bench.admit(text)
     bench.compute(first)
@@ -99,7 +99,7 @@ def test_a_prefix_that_another_left(bench: DecoderBench) -> None:
     bench.room.release(second, keep=False)
 
 
-def test_preempted_and_computed_again(bench: DecoderBench) -> None:
+def test_preempted_sequence_is_recomputed(bench: DecoderBench) -> None:
     seq = bench.admit(random_text(seed=5, length=60))
     other = bench.admit(random_text(seed=6, length=40))
     bench.compute(seq, other)

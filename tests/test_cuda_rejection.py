@@ -97,7 +97,9 @@ def test_kernels_verify_as_the_twin_does(
 
 
 @pytest.mark.parametrize("vocab", [1, 63, 5000])
-def test_what_is_shown_is_what_is_drawn_from(monkeypatch: pytest.MonkeyPatch, vocab: int) -> None:
+def test_returned_probabilities_are_those_sampled_from(
+    monkeypatch: pytest.MonkeyPatch, vocab: int
+) -> None:
     rows = asked(1) if vocab > 3 else [SamplingRow(replace(OFF, seed=3), ())]
     logits = normal(3, len(rows), vocab)
     at = list(range(len(rows)))[::-2]
@@ -121,9 +123,7 @@ def test_what_is_shown_is_what_is_drawn_from(monkeypatch: pytest.MonkeyPatch, vo
 
 
 @pytest.mark.parametrize("by_kernel", [False, True])
-def test_a_draft_that_may_not_be_is_replaced(
-    monkeypatch: pytest.MonkeyPatch, by_kernel: bool
-) -> None:
+def test_banned_draft_is_replaced(monkeypatch: pytest.MonkeyPatch, by_kernel: bool) -> None:
     if by_kernel:
         by_kernels(monkeypatch)
     logits = torch.zeros(2, 300)
@@ -137,7 +137,7 @@ def test_a_draft_that_may_not_be_is_replaced(
 
 
 @pytest.mark.parametrize("by_kernel", [False, True])
-def test_where_everything_is_banned(monkeypatch: pytest.MonkeyPatch, by_kernel: bool) -> None:
+def test_all_tokens_banned_gives_token_0(monkeypatch: pytest.MonkeyPatch, by_kernel: bool) -> None:
     if by_kernel:
         by_kernels(monkeypatch)
     q = torch.full((300,), 1 / 300)
@@ -149,7 +149,7 @@ def test_where_everything_is_banned(monkeypatch: pytest.MonkeyPatch, by_kernel: 
 
 @pytest.mark.parametrize("by_kernel", [False, True])
 @pytest.mark.parametrize("padded", [100, 300, 320])
-def test_a_draft_model_padded_otherwise(
+def test_draft_model_with_another_vocabulary_padding(
     monkeypatch: pytest.MonkeyPatch, by_kernel: bool, padded: int
 ) -> None:
     """Its probabilities are of a smaller or larger vocabulary; two may be in one step."""
@@ -176,7 +176,7 @@ def test_a_draft_model_padded_otherwise(
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 @pytest.mark.parametrize("by_kernel", [False, True])
-def test_broken_logits_give_some_token(
+def test_nan_and_infinite_logits_give_a_valid_token(
     monkeypatch: pytest.MonkeyPatch, by_kernel: bool, broken: float
 ) -> None:
     rows = with_drafts(asked(2), normal(4, len(SETTINGS), 300))

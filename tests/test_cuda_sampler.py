@@ -121,7 +121,7 @@ def test_draws_follow_the_definition(case: Case) -> None:
         assert agreement(counts, softmax(EXACT)) < LEAST_P
 
 
-def test_every_supported_kind_of_case_is_here() -> None:
+def test_cases_cover_every_supported_sampler() -> None:
     asked = set().union(*(case.setting.keys() for case in SUPPORTED))
     assert asked >= {
         "temperature", "top_k", "top_p", "min_p", "logit_bias", "repeat_penalty",
@@ -129,7 +129,7 @@ def test_every_supported_kind_of_case_is_here() -> None:
     }  # fmt: skip
 
 
-def test_everything_at_once() -> None:
+def test_all_settings_combined_follow_the_definition() -> None:
     best: list[int] = BEST.tolist()
     history = [best[rank] for rank in (0, 1, 0, 2, 0, 4, 5)]
     params = replace(
@@ -271,7 +271,7 @@ def test_a_vocabulary_of_more_groups_than_are_searched(
 
 
 @pytest.mark.parametrize("step", [0.25, 2.0])
-def test_ties_stay_or_go_together(monkeypatch: pytest.MonkeyPatch, step: float) -> None:
+def test_ties_are_kept_or_removed_together(monkeypatch: pytest.MonkeyPatch, step: float) -> None:
     """Logits of few values, so that every threshold has many equals."""
     for seed in range(2):
         rows = asked(1000 + 100 * seed)
@@ -337,7 +337,7 @@ def test_greedy_takes_the_lowest_of_the_best(path: str) -> None:
     assert sample_rows(logits, rows).tolist() == [17, 0, int(logits[2].argmax())]
 
 
-def test_all_equals_of_the_last_one_stay(path: str) -> None:
+def test_ties_with_the_last_kept_token_are_kept(path: str) -> None:
     logits = torch.full((1, 300), -9.0)
     logits[0, [5, 70, 130, 299]] = torch.tensor([2.0, 1.0, 1.0, 1.0])
     for setting in ({"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.3}):
@@ -380,7 +380,7 @@ def test_banned_tokens_never_come(path: str) -> None:
     assert not set(tokens) & banned.keys()
 
 
-def test_one_token_left_and_none(path: str) -> None:
+def test_one_or_no_allowed_token(path: str) -> None:
     one, none = torch.full((2, 130), -math.inf)
     one[77] = -1e30
     for logits, expected in ((one, 77), (none, 0)):
@@ -402,7 +402,7 @@ def test_the_lowest_temperatures_are_greedy(path: str, temperature: float) -> No
 
 @pytest.mark.parametrize("temperature", [1e-40, 1e-6, 1.0, 100.0])
 @pytest.mark.parametrize("size", [1e6, 3e38])
-def test_the_largest_logits(path: str, temperature: float, size: float) -> None:
+def test_largest_logits_win_at_extreme_values(path: str, temperature: float, size: float) -> None:
     """The signs alone decide."""
     logits = torch.full((1, 200), -size)
     logits[0, [20, 150]] = size
@@ -412,7 +412,7 @@ def test_the_largest_logits(path: str, temperature: float, size: float) -> None:
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_broken_logits_give_some_token(path: str, broken: float) -> None:
+def test_nan_and_infinite_logits_give_a_valid_token(path: str, broken: float) -> None:
     rows = asked(2)
     some = drawn(2, len(rows), 300)
     some[:, ::3] = broken

@@ -41,7 +41,7 @@ def exported() -> dict[str, set[str]]:
     return found
 
 
-def test_every_figure_exists(exported: dict[str, set[str]]) -> None:
+def test_every_metric_exists(exported: dict[str, set[str]]) -> None:
     named = {name for text in expressions() for name in WORD.findall(text)}
     assert len(named) > 12
     assert named - exported.keys() == set()

@@ -202,7 +202,7 @@ WRONG: dict[str, list[Callable[[pytest.MonkeyPatch], None]]] = {
     [(kind, wrong) for kind, rules in WRONG.items() for wrong in rules],
     indirect=["pair"],
 )
-def test_a_wrong_rule_is_noticed(
+def test_wrong_acceptance_rule_is_detected(
     pair: Pair, wrong: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong(monkeypatch)

@@ -57,5 +57,5 @@ def test_what_differs_is_named() -> None:
     assert "its BOS token is a, that of big none" in refusal(OURS, Words(OURS.words, first=(0,)))
 
 
-def test_padding_within_is_a_difference() -> None:
+def test_padding_in_the_middle_is_a_difference() -> None:
     refusal(OURS, Words(("a", "", "end")))

@@ -105,7 +105,7 @@ def request(name: str, prompt: str, **params: object) -> Request:
     return Request(id=name, prompt=prompt, params=given, arrived_s=time.monotonic())
 
 
-def test_text_waits_for_no_prompt_and_a_first_token_for_nothing() -> None:
+def test_first_token_and_text_are_sent_without_waiting_for_prefill() -> None:
     log, runner = Log(), FakeRunner()
     engine = make(runner, log)
     engine.submit(request("a", "first", max_tokens=150, ignore_eos=True))
@@ -320,7 +320,7 @@ def test_stop_leaves_the_loop() -> None:
     assert not thread.is_alive()
 
 
-def test_figures_of_the_last_minute_are_looked_at_now_and_then() -> None:
+def test_recent_samples_are_resorted_at_intervals() -> None:
     window = stats.RecentSamples()
     for value in range(stats.MAX_ALWAYS_SORTED):
         window.add(10.0, float(-value))

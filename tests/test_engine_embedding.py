@@ -60,7 +60,7 @@ def expected(*inputs: str | tuple[int, ...]) -> np.ndarray[tuple[int, ...], np.d
     return np.stack([row / np.linalg.norm(row.astype(np.float64)) for row in rows])
 
 
-def test_vectors_are_the_runners_with_length_1_in_the_order_of_the_inputs() -> None:
+def test_vectors_are_normalized_and_in_input_order() -> None:
     log, runner = VectorLog(), FakeRunner()
     engine = make(runner, log)
     inputs = ("hello", (3, 4, 5), "world", "a" * 100)
@@ -88,7 +88,7 @@ def test_long_texts_are_cut_and_short_ones_computed_together() -> None:
     runner.check()
 
 
-def test_a_batch_has_a_most() -> None:
+def test_batch_has_at_most_max_inputs() -> None:
     log, runner = VectorLog(), FakeRunner(batch=128)
     engine = make(runner, log)
     engine.submit_embedding(texts("v", *["a"] * 100))
@@ -97,7 +97,7 @@ def test_a_batch_has_a_most() -> None:
     assert sum(len(part) for part in runner.slices) == 100
 
 
-def test_many_inputs_of_one_let_others_have_their_turn() -> None:
+def test_large_request_does_not_block_others() -> None:
     log, runner = VectorLog(), FakeRunner(batch=16)
     engine = make(runner, log)
     engine.submit_embedding(texts("many", *["abcdefgh"] * 200))
@@ -192,7 +192,7 @@ def test_bad_inputs_fail_with_a_reason(inputs: tuple[str, ...], code: str, says:
     assert "good" in log.vectors
 
 
-def test_cancelled_between_two_slices() -> None:
+def test_cancel_between_slices_ends_the_request() -> None:
     log, runner = VectorLog(), FakeRunner(batch=16)
     engine = make(runner, log)
     engine.submit_embedding(texts("goes", "x" * 200))
@@ -256,7 +256,7 @@ class CrowdedRunner(FakeRunner):
         yield from super().embed(inputs, max_tokens)
 
 
-def test_without_room_fewer_are_tried_and_then_answers_are_waited_for() -> None:
+def test_without_room_batches_shrink_then_wait_for_answers() -> None:
     log, runner = VectorLog(), CrowdedRunner()
     engine = make(runner, log)
     engine.submit(request("chat", "hello", max_tokens=30, ignore_eos=True))
@@ -284,7 +284,7 @@ class FullRunner(FakeRunner):
         yield from super().embed(inputs, max_tokens)
 
 
-def test_what_never_fits_is_an_error_and_others_are_served() -> None:
+def test_input_that_never_fits_fails_alone() -> None:
     log, runner = VectorLog(), FullRunner()
     engine = make(runner, log)
     engine.submit_embedding(texts("long", "x" * 12))
@@ -347,7 +347,7 @@ class NoEmbedder(FakeRunner):
     embed = None  # type: ignore[assignment]
 
 
-def test_a_runner_that_cannot_says_so() -> None:
+def test_runner_without_embeddings_rejects_the_request() -> None:
     log = VectorLog()
     engine = make(NoEmbedder(), log)
     engine.submit_embedding(texts("v", "hello"))

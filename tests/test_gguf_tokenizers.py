@@ -41,7 +41,9 @@ def texts() -> list[str]:
 
 
 @pytest.mark.parametrize("pre", BYTE_LEVEL)
-def test_byte_level(pre: str, folder: Path, open_model: Callable[..., LlamaFile]) -> None:
+def test_byte_level_tokens_equal_hugging_face(
+    pre: str, folder: Path, open_model: Callable[..., LlamaFile]
+) -> None:
     model = open_model(converted(folder, byte_level(pre), eos_token="<|im_end|>"), vocab_only=True)
     assert model.metadata("tokenizer.ggml.model") == "gpt2"
     assert model.metadata("tokenizer.ggml.pre") == pre
@@ -70,7 +72,9 @@ def test_what_matches_is_kept_or_the_rest_removed(
 
 
 @pytest.mark.parametrize("name", PIECES)
-def test_pieces(name: str, folder: Path, open_model: Callable[..., LlamaFile]) -> None:
+def test_sentencepiece_tokens_equal_hugging_face(
+    name: str, folder: Path, open_model: Callable[..., LlamaFile]
+) -> None:
     model = open_model(converted(folder, pieces(name), eos_token="</s>"), vocab_only=True)
     assert model.metadata("tokenizer.ggml.model") == "llama"
     reference = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -203,7 +207,7 @@ def unlike(tokenizer: dict[str, Any]) -> None:
         (unlike, "does not support normalization by nothing and Metaspace"),
     ],
 )
-def test_other_pieces_are_refused(
+def test_unsupported_sentencepiece_tokenizers_are_rejected(
     damage: Callable[[dict[str, Any]], None], expected: str, folder: Path
 ) -> None:
     tokenizer = pieces("llama 2")

@@ -45,7 +45,7 @@ def cached() -> list[str]:
     return [file.name for file in installed_models() if file.source == "cache"]
 
 
-def test_pull(hub: LoopbackHub, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pull_downloads_once(hub: LoopbackHub, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command_line(["pull", REPO]) == 0
     out, err = capsys.readouterr()
     assert out == ""
@@ -143,7 +143,7 @@ def test_ctrl_c_keeps_what_came_and_says_how_to_go_on(hub: LoopbackHub, tmp_path
     assert hub.downloads[-1].start == part[0] > 1_000_000
 
 
-def test_a_bar_on_a_terminal(hub: LoopbackHub, tmp_path: Path) -> None:
+def test_pull_shows_a_progress_bar_on_a_terminal(hub: LoopbackHub, tmp_path: Path) -> None:
     env = environment(hub, tmp_path / "hub", tmp_path) | {"TERM": "xterm", "COLUMNS": "100"}
     status, shown = at_terminal(["pull", REPO], env)
     assert status == 0
@@ -280,7 +280,7 @@ def test_rm_asks(
         assert len(cached()) == left
 
 
-def test_rm_refuses_what_is_loaded(
+def test_rm_of_a_loaded_model_is_rejected(
     hub: LoopbackHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from localgen.client import RunningModel

@@ -55,7 +55,7 @@ def test_progress_counts_to_the_whole(hub: LoopbackHub) -> None:
     assert seen[-1] == len(CONTENT)
 
 
-def test_a_broken_connection_goes_on_where_it_was(hub: LoopbackHub, impatient: list[float]) -> None:
+def test_broken_connection_is_resumed(hub: LoopbackHub, impatient: list[float]) -> None:
     hub.faults.drops = 1
     said: list[str] = []
     pull.run_pull(pull.plan_pull(REPO), lambda here: None, said.append)
@@ -66,9 +66,7 @@ def test_a_broken_connection_goes_on_where_it_was(hub: LoopbackHub, impatient: l
     assert said == ["the connection was lost, resuming the download"]
 
 
-def test_an_interrupted_pull_goes_on_the_next_time(
-    hub: LoopbackHub, impatient: list[float]
-) -> None:
+def test_interrupted_pull_is_resumed_by_the_next(hub: LoopbackHub, impatient: list[float]) -> None:
     hub.faults.drops = 1000
     with pytest.raises(HubUnavailable, match=r"cannot reach 127\.0\.0\.1"):
         fetch()
@@ -86,13 +84,13 @@ def test_an_interrupted_pull_goes_on_the_next_time(
     assert_clean()
 
 
-def test_a_server_without_ranges(hub: LoopbackHub, impatient: list[float]) -> None:
+def test_server_without_ranges_restarts_the_file(hub: LoopbackHub, impatient: list[float]) -> None:
     hub.faults.drops, hub.faults.ignore_range = 1, True
     fetch()
     assert_clean()
 
 
-def test_an_unfinished_file_that_is_too_long(hub: LoopbackHub) -> None:
+def test_unfinished_file_that_is_too_long_is_discarded(hub: LoopbackHub) -> None:
     plan = pull.plan_pull(REPO)
     blob = blob_path(REPO, plan.files[0])
     blob.parent.mkdir(parents=True)
@@ -101,7 +99,7 @@ def test_an_unfinished_file_that_is_too_long(hub: LoopbackHub) -> None:
     assert_clean()
 
 
-def test_a_missing_quantization(hub: LoopbackHub) -> None:
+def test_missing_quantization_is_rejected(hub: LoopbackHub) -> None:
     hub.add(REPO, {"chat-Q5_K_M.gguf": CONTENT, "chat-Q8_0.gguf": CONTENT})
     with pytest.raises(
         ModelNotFound, match=r"no Q4_K_M\. Did you mean Q5_K_M.*Available: Q5_K_M \(3\.0 MB\), Q8_0"
@@ -198,7 +196,7 @@ def test_a_model_in_hugging_faces_format(hub: LoopbackHub) -> None:
         fetch("acme/Folder:Q8_0")
 
 
-def test_nothing_to_run(hub: LoopbackHub) -> None:
+def test_repository_without_a_model_is_rejected(hub: LoopbackHub) -> None:
     hub.add("acme/Pickles", {"pytorch_model.bin": b"pickle" * 1000, "config.json": b"{}"})
     with pytest.raises(
         ModelNotFound, match=r"neither \.gguf files nor config\.json with safetensors"
@@ -207,14 +205,14 @@ def test_nothing_to_run(hub: LoopbackHub) -> None:
 
 
 @pytest.mark.parametrize("name", ["tiny", "./x", "../../etc/passwd", "x.gguf"])
-def test_what_cannot_be_pulled(hub: LoopbackHub, name: str) -> None:
+def test_names_that_are_not_on_the_hub_are_rejected(hub: LoopbackHub, name: str) -> None:
     with pytest.raises(InvalidRequest):
         pull.plan_pull(name)
     assert hub.requests == []
 
 
 @pytest.mark.parametrize("name", ["lama-8b", "a/../b", "a/b/c", "user/", "/x:y", "a b/c"])
-def test_what_means_nothing(hub: LoopbackHub, name: str) -> None:
+def test_invalid_names_are_rejected(hub: LoopbackHub, name: str) -> None:
     with pytest.raises(LocalgenError):
         pull.plan_pull(name)
     assert hub.requests == []
@@ -242,7 +240,7 @@ def test_two_pulls_are_one_download(hub: LoopbackHub) -> None:
     assert_clean()
 
 
-def test_other_programs_wait_for_ours(hub: LoopbackHub) -> None:
+def test_lock_of_the_library_is_held_during_a_pull(hub: LoopbackHub) -> None:
     from huggingface_hub import hf_hub_download
 
     hub.faults.hold = threading.Event()

@@ -58,7 +58,7 @@ def test_what_fits_is_the_estimate_of_show_quants(
         assert found["runs_on"] == place
 
 
-def test_the_table(hub: LoopbackHub, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_of_results(hub: LoopbackHub, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command_line(["search", "llama3.3"]) == 0
     out, err = capsys.readouterr()
     head, row = (re.split(r" {3,}", line) for line in out.splitlines())

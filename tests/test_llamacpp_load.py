@@ -110,7 +110,7 @@ def refusal(path: Path, options: LoadOptions | None = None) -> str:
 @pytest.mark.parametrize(
     "share", [0.001, 0.005, 0.0111, 0.2, 0.9, 0.999999], ids=lambda share: f"{share:.4%}"
 )
-def test_a_truncated_file(tmp_path: Path, share: float) -> None:
+def test_truncated_file_is_rejected(tmp_path: Path, share: float) -> None:
     path = tmp_path / "short.gguf"
     whole = TINY_GGUF.read_bytes()
     path.write_bytes(whole[: int(len(whole) * share)])
@@ -122,7 +122,7 @@ def test_a_truncated_file(tmp_path: Path, share: float) -> None:
     [b"", b"GG", b"GGUF", bytes(4096), b"This is a text, no model.\n" * 100, b"\xff" * 4096],
     ids=["empty", "two bytes", "magic only", "zeros", "text", "ones"],
 )
-def test_a_file_that_is_no_gguf(tmp_path: Path, content: bytes) -> None:
+def test_file_that_is_not_gguf_is_rejected(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "other.gguf"
     path.write_bytes(content)
     refusal(path)
@@ -146,11 +146,11 @@ def test_a_file_that_is_no_gguf(tmp_path: Path, content: bytes) -> None:
         (24, files.u64(0)),
     ],
 )
-def test_a_header_that_lies(tmp_path: Path, offset: int, new: bytes) -> None:
+def test_inconsistent_header_is_rejected(tmp_path: Path, offset: int, new: bytes) -> None:
     refusal(files.patched(tmp_path / "lies.gguf", {offset: new}))
 
 
-def test_no_file_and_a_folder(tmp_path: Path) -> None:
+def test_missing_file_and_folder_are_rejected(tmp_path: Path) -> None:
     assert refusal(tmp_path / "absent.gguf").endswith("no such file")
     assert "folder" in refusal(tmp_path)
 
@@ -238,7 +238,7 @@ def test_a_model_of_nan_is_refused(tmp_path: Path, tensor: str) -> None:
 # -- other kinds of models --------------------------------------------------------------------
 
 
-def test_a_model_that_ranks_texts(tmp_path: Path) -> None:
+def test_reranker_is_rejected(tmp_path: Path) -> None:
     path = files.bert(tmp_path / "rank.gguf", C.LLAMA_POOLING_TYPE_RANK)
     assert "it is a reranking model, not an embedding model" in refusal(path)
 
@@ -255,7 +255,7 @@ def test_an_embedding_model_loads_and_refuses_to_chat(tmp_path: Path) -> None:
     assert "is an embedding model" in end.message
 
 
-def test_an_embedding_model_of_nan(tmp_path: Path) -> None:
+def test_embedding_model_of_nan_is_rejected(tmp_path: Path) -> None:
     path = files.bert(tmp_path / "nan.gguf")
     reader = gguf.GGUFReader(path)
     (norm,) = [t for t in reader.tensors if t.name == "token_embd_norm.weight"]
@@ -266,7 +266,7 @@ def test_an_embedding_model_of_nan(tmp_path: Path) -> None:
     assert "its weights produce NaN" in refusal(path)
 
 
-def test_a_model_without_vocabulary(tmp_path: Path) -> None:
+def test_model_without_vocabulary_is_rejected(tmp_path: Path) -> None:
     changes: dict[str, files.Change] = {"tokenizer.ggml.model": ("none", files.STRING)}
     assert "vocabulary" in refusal(files.rewrite(tmp_path / "mute.gguf", changes))
 
@@ -328,13 +328,13 @@ def answer(path: Path, **options: Any) -> str:
     return reply.text
 
 
-def test_without_mmap() -> None:
+def test_answers_are_the_same_without_mmap() -> None:
     assert answer(TINY_GGUF, mmap=False) == answer(TINY_GGUF, mmap=True)
 
 
 @pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"])
 @pytest.mark.parametrize("flash_attn", ["auto", "on"])
-def test_kv_types(kind: str, flash_attn: str) -> None:
+def test_every_cache_type_answers(kind: str, flash_attn: str) -> None:
     text = answer(TINY_GGUF, cache_type_k=kind, cache_type_v=kind, flash_attn=flash_attn)
     if kind in ("f32", "f16", "bf16", "q8_0"):
         assert "42" in text
@@ -383,7 +383,7 @@ def loading(**options: Any) -> LocalgenError:
         ({"gpu_layers": -2}, "gpu_layers", ["-2"]),
     ],
 )
-def test_options_that_cannot_be_honoured(
+def test_unsupported_options_are_rejected(
     options: dict[str, Any], param: str, says: list[str]
 ) -> None:
     error = loading(**options)

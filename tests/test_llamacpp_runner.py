@@ -275,7 +275,7 @@ def test_parts_move_together_where_a_finished_one_left_a_gap() -> None:
     bench.close()
 
 
-def test_devices_have_memory() -> None:
+def test_devices_report_their_memory() -> None:
     cpu = next(device for device in list_devices() if device.kind == "cpu")
     assert 0 < cpu.free_bytes <= cpu.total_bytes
     assert cpu.total_bytes == pytest.approx(psutil.virtual_memory().total, rel=0.2)

@@ -38,7 +38,7 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def test_every_group_around_us_counts(groups: Path) -> None:
+def test_limits_of_all_parent_groups_apply(groups: Path) -> None:
     group(groups / "user.slice", "3000000000", 2 * GB, inactive_file=GB // 2, active_file=GB // 4)
     group(groups / "user.slice/chat.scope", "max", GB)
     group(groups / "system.slice", "1000", 0)
@@ -51,7 +51,7 @@ def test_every_group_around_us_counts(groups: Path) -> None:
     assert total_memory_bytes() == GB
 
 
-def test_without_a_limit_it_is_the_machines(groups: Path) -> None:
+def test_without_a_limit_all_of_the_machine_is_available(groups: Path) -> None:
     group(groups / "user.slice/chat.scope", "max", GB)
     assert list(system.cgroup_limits()) == []
     assert total_memory_bytes() == psutil.virtual_memory().total

@@ -261,7 +261,7 @@ def test_the_beginning_of_a_file_is_enough(size: int) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"GGML" + bytes(60), b"\xff" * 200])
-def test_what_is_no_gguf_file(content: bytes) -> None:
+def test_file_that_is_not_gguf_is_rejected(content: bytes) -> None:
     with pytest.raises(LoadFailed, match="it is not a valid GGUF file"):
         parse_gguf_header(content, "it")
 
@@ -276,7 +276,7 @@ def test_what_is_no_gguf_file(content: bytes) -> None:
         header("llama", block_count=4, embedding_length=float("nan")),
     ],
 )
-def test_metadata_that_make_no_sense_have_no_shape(metadata: dict[str, object]) -> None:
+def test_invalid_metadata_has_no_shape(metadata: dict[str, object]) -> None:
     assert shape_from_gguf(metadata) is None
 
 

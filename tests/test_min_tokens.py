@@ -61,7 +61,7 @@ def test_the_text_up_to_the_end_is_the_same(bench: LoadedBench) -> None:
         assert (just.text, just.finished.completion_tokens) == (plain.text, tokens + 1)
 
 
-def test_a_stop_token_does_not_end_it_before(bench: LoadedBench) -> None:
+def test_stop_token_does_not_end_an_answer_before(bench: LoadedBench) -> None:
     said = replace(GREEDY, logprobs=1, ignore_eos=True)
     (plain,) = bench.ask(CHATS[:1], said)
     common = plain.tokens[2]
@@ -116,7 +116,7 @@ def test_drafts_change_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("least", [0, 4, 7, 30])
-def test_a_stop_string_ends_nothing_before(least: int) -> None:
+def test_stop_string_does_not_end_an_answer_before(least: int) -> None:
     whole = expected_text("hello", 60)
     stop = whole[7:9]
     log = Log()
@@ -131,7 +131,7 @@ def test_a_stop_string_ends_nothing_before(least: int) -> None:
     runner.check()
 
 
-def test_more_than_the_context_holds_is_refused() -> None:
+def test_min_tokens_over_the_context_is_rejected() -> None:
     log = Log()
     engine = make(FakeRunner(kv_tokens=64), log)
     engine.submit(request("r", "hello", min_tokens=60))

@@ -78,7 +78,7 @@ def test_a_long_prompt_is_prefilled_in_pieces() -> None:
     assert drafts == fake_runner.generate(seq.tokens, 602, ends=False)
 
 
-def test_a_small_batch_is_enough() -> None:
+def test_prefill_and_drafts_fit_a_small_batch() -> None:
     runner = FakeRunner(kv_tokens=1024, batch=32)
     drafter, seq = ModelDrafter(runner, "draft"), decoding(limit=1024)
     seq.tokens = [1 + i % 90 for i in range(45)]
@@ -156,7 +156,7 @@ def test_acceptance_of_greedy_drafts_is_estimated_from_greedy_drafts() -> None:
     assert 0 < drafter.prefill_acceptance() < 0.15
 
 
-def test_who_loses_its_room_while_it_is_read_is_left_alone() -> None:
+def test_sequence_evicted_during_prefill_is_not_drafted_for() -> None:
     runner = FakeRunner(kv_tokens=256, batch=100)
     drafter = ModelDrafter(runner, "draft", clock=lambda: 0.0)
     seqs = [decoding(str(i), limit=512) for i in range(2)]
@@ -260,7 +260,7 @@ def test_sequences_are_drafted_for_together() -> None:
     assert [len(step) for step in runner.steps] == [3, 3, 2, 1], "sequences in each of its steps"
 
 
-def test_what_it_costs() -> None:
+def test_draft_ms_is_measured_per_draft() -> None:
     now = [0.0]
 
     def clock() -> float:

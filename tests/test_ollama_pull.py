@@ -78,7 +78,7 @@ def test_a_pull_without_a_stream_and_one_that_is_here(
         ("acme/Gated", 403, "gated"),
     ],
 )
-def test_pulls_that_fail(
+def test_failed_pulls_are_errors(
     client: ollama.Client, hub: LoopbackHub, name: str, status: int, says: str, stream: bool
 ) -> None:
     hub.add("acme/Gated", {Q4: CONTENT}, gated=set())
@@ -98,7 +98,7 @@ def test_a_damaged_download_ends_the_stream_in_an_error(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_leaves_stops_the_pull_and_the_next_one_goes_on(
+def test_closing_the_stream_stops_the_pull_and_the_next_resumes(
     client: ollama.Client, hub: LoopbackHub, tmp_path: Path, stream: bool
 ) -> None:
     content = random_bytes(30_000_000, seed=2)

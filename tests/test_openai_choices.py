@@ -105,7 +105,7 @@ def test_several_prompts(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize(("n", "says"), [(0, "must be at least 1"), (17, "16")])
-def test_too_many(client: openai.OpenAI, n: int, says: str) -> None:
+def test_too_many_answers_are_rejected(client: openai.OpenAI, n: int, says: str) -> None:
     with pytest.raises(openai.BadRequestError, match=says) as refused:
         chat(client, n=n)
     assert refused.value.param == "n"

@@ -79,7 +79,7 @@ def test_an_embedding_model(client: openai.OpenAI, tmp_path: Path) -> None:
         client.embeddings.create(model=str(path), input="a", dimensions=99)
 
 
-def test_refusals(client: openai.OpenAI) -> None:
+def test_invalid_requests_are_rejected(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="input is empty") as refused:
         client.embeddings.create(model="tiny", input="")
     assert refused.value.param == "input"
@@ -91,7 +91,9 @@ def test_refusals(client: openai.OpenAI) -> None:
         client.embeddings.create(model="tiny", input=[[1, 2], [5000]])
 
 
-def test_beside_a_chat(settings: ServerSettings, client: openai.OpenAI) -> None:
+def test_vectors_beside_a_chat_do_not_change_it(
+    settings: ServerSettings, client: openai.OpenAI
+) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
     chat = [Message("user", "Tell me a story.")]
 

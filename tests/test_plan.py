@@ -72,7 +72,7 @@ def machine(
     )
 
 
-def test_a_model_on_a_cpu() -> None:
+def test_plan_of_a_model_on_a_cpu() -> None:
     found = plan_memory(FACTS, LoadOptions(ctx=8192), machine())
     assert found.fits
     assert (found.backend, found.place) == ("llamacpp", "CPU")
@@ -87,7 +87,7 @@ def test_a_model_on_a_cpu() -> None:
     assert found.speed.most_tokens_per_s_full == pytest.approx(20 / (4 + 8192 * 131_072 / GB))
 
 
-def test_types_of_the_cache() -> None:
+def test_cache_types_change_the_cache_size() -> None:
     half = plan_memory(
         FACTS, LoadOptions(ctx=8192, cache_type_k="q8_0", cache_type_v="q8_0"), machine()
     )
@@ -117,7 +117,7 @@ def test_the_default_context_takes_half_of_what_is_free_up_to_a_limit(ram_gb: fl
     assert not over.fits
 
 
-def test_what_does_not_fit_says_both_numbers_and_what_would() -> None:
+def test_plan_that_does_not_fit_gives_both_numbers_and_a_remedy() -> None:
     smaller = replace(FACTS, quant="Q2_K", weights_bytes=2 * GB, read_bytes=2 * GB)
     tiny = replace(FACTS, quant="Q1", weights_bytes=GB, read_bytes=GB)
     found = plan_memory(FACTS, LoadOptions(ctx=32_768), machine(ram_gb=8), [tiny, FACTS, smaller])
@@ -468,7 +468,7 @@ def test_a_gpu_that_cannot_be_measured(quiet: list[float], monkeypatch: pytest.M
     assert named == Bandwidth(4.8e12, "reported by the driver")
 
 
-def test_memory_is_really_read() -> None:
+def test_ram_bandwidth_is_measured() -> None:
     assert 1e7 < bandwidth.measure_ram_bandwidth(block_bytes=1 << 20, rounds=1) < 1e13
 
 

@@ -70,7 +70,7 @@ def record(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0)
     return found
 
 
-def test_the_built_in_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_of_the_built_in_model(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = told(capsys)
     assert err == ""
     assert out.startswith("tiny, local; llamacpp on the CPU: ")
@@ -95,7 +95,7 @@ def test_json_has_the_same_figures(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan["speed"]["most_tokens_per_s"] == 20e9 / plan["speed"]["bytes_per_token"]
 
 
-def test_a_model_that_is_not_here(capsys: pytest.CaptureFixture[str], offline: None) -> None:
+def test_plan_of_a_model_on_the_hub(capsys: pytest.CaptureFixture[str], offline: None) -> None:
     out, err = told(capsys, "llama-8b", "--ctx", "8192")
     assert "using the catalog's figures" in err
     assert "bartowski/Meta-Llama-3.1-8B-Instruct-GGUF:Q4_K_M, not downloaded" in out
@@ -144,7 +144,7 @@ def test_the_catalogs_draft_model(capsys: pytest.CaptureFixture[str], offline: N
     assert "draft model" not in out
 
 
-def test_what_does_not_fit(capsys: pytest.CaptureFixture[str], offline: None) -> None:
+def test_plan_that_does_not_fit(capsys: pytest.CaptureFixture[str], offline: None) -> None:
     out, err = told(capsys, "llama-8b", "--ctx", "131072", status=OUT_OF_MEMORY)
     assert rows(out)["context"][0] == "131,072"
     last = err.splitlines()[-1]

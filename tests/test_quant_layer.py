@@ -139,7 +139,7 @@ def test_eight_bits_lose_little(case: Case, method: QuantizeMethod) -> None:
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
 @pytest.mark.parametrize("name", ["llama", "qwen3 moe"])
-def test_the_same_again_is_the_same_bits(name: str, method: QuantizeMethod, tmp_path: Path) -> None:
+def test_quantization_is_deterministic(name: str, method: QuantizeMethod, tmp_path: Path) -> None:
     case = built(name, tmp_path)
     one, other = (quantized(case, method, 4) for _ in range(2))
     assert set(one.tensors) == set(other.tensors)
@@ -149,7 +149,7 @@ def test_the_same_again_is_the_same_bits(name: str, method: QuantizeMethod, tmp_
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "smoothquant"])
-def test_many_passes_give_what_one_gives(
+def test_several_passes_equal_one(
     method: QuantizeMethod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = built("mixtral", tmp_path)
@@ -183,7 +183,7 @@ def test_experts_that_no_token_reaches_are_rounded_all_the_same(
         assert weight.dequantize().norm() > 0
 
 
-def test_activations_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+def test_nan_activations_are_rejected(tmp_path: Path) -> None:
     case = built("llama", tmp_path)
     bad = torch.full((1, 4, case[0].hidden_size), torch.inf)
     with pytest.raises(LoadFailed, match=rf"model\.layers\.{INDEX}\.self_attn\.q_proj sees NaN"):

@@ -92,7 +92,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_a_run_to_its_verdict(tmp_path: Path) -> None:
+def test_run_ends_with_an_evaluation(tmp_path: Path) -> None:
     told = followed(RTN)
     needs, made = the(EstimateEvent, told), the(FinishedEvent, told)
     assert needs.memory_bytes is not None
@@ -112,7 +112,7 @@ def test_a_run_to_its_verdict(tmp_path: Path) -> None:
     ]
 
 
-def test_a_look_writes_nothing(tmp_path: Path) -> None:
+def test_preview_writes_nothing(tmp_path: Path) -> None:
     told = followed(GPTQ, looks=True)
     assert the(EstimateEvent, told).description == "gptq, 4 bits in groups of 128"
     assert "--gptq" in [way.option for way in the(RecommendationEvent, told).estimates]
@@ -124,7 +124,7 @@ def test_a_look_writes_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_look_at_a_calibrated_gguf_file() -> None:
+def test_preview_of_a_calibrated_gguf_file() -> None:
     asked = replace(GPTQ, recipe=Recipe(method="awq", group_size=32), gguf="Q4_K_M", mode="fold")
     file, calibration = [
         event for event in followed(asked, looks=True) if isinstance(event, EstimateEvent)
@@ -135,7 +135,7 @@ def test_a_look_at_a_calibrated_gguf_file() -> None:
     assert calibration.output_bytes is None
 
 
-def test_stopped_and_gone_on_with(tmp_path: Path) -> None:
+def test_stopped_run_is_resumed(tmp_path: Path) -> None:
     work = begun()
     work.stop()
     stopped = the(StoppedEvent, list(work.events()))
@@ -152,7 +152,7 @@ def test_stopped_and_gone_on_with(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("tiny*")] == ["tiny-gptq-4bit"]
 
 
-def test_killed_as_where_memory_is_full(tmp_path: Path) -> None:
+def test_killed_process_is_reported_as_out_of_memory(tmp_path: Path) -> None:
     work = begun()
     assert work.memory_bytes() is not None
     os.kill(work.pid, signal.SIGKILL)
@@ -163,7 +163,7 @@ def test_killed_as_where_memory_is_full(tmp_path: Path) -> None:
     assert the(UnfinishedEvent, followed(GPTQ, looks=True)).done >= 1
 
 
-def test_it_does_not_outlive_its_parent(tmp_path: Path) -> None:
+def test_process_ends_with_its_parent(tmp_path: Path) -> None:
     program = (
         "import sys, test_quant_process as tests\n"
         "work = tests.begun()\n"
@@ -192,7 +192,7 @@ def test_it_does_not_outlive_its_parent(tmp_path: Path) -> None:
     assert the(UnfinishedEvent, followed(GPTQ, looks=True)).done >= 1
 
 
-def test_errors_keep_their_kind() -> None:
+def test_errors_keep_their_class() -> None:
     with pytest.raises(ModelNotFound, match="Model 'no-such' not found"):
         followed(replace(RTN, model="no-such"), looks=True)
 
@@ -204,20 +204,22 @@ def test_errors_keep_their_kind() -> None:
         ("import os; os.abort()", "ended by signal 6: no error message"),
     ],
 )
-def test_a_process_that_dies(monkeypatch: pytest.MonkeyPatch, program: str, said: str) -> None:
+def test_process_that_dies_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, program: str, said: str
+) -> None:
     command = [sys.executable, "-c", program]
     monkeypatch.setattr(process, "python_command", lambda *_: command)
     with pytest.raises(LoadFailed, match=said):
         followed(RTN)
 
 
-def test_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_process_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "python_command", lambda *_: ["/no/such/program"])
     with pytest.raises(LoadFailed, match="cannot start a process: No such file"):
         followed(RTN)
 
 
-def test_on_the_screen(tmp_path: Path) -> None:
+def test_screen_runs_the_real_process(tmp_path: Path) -> None:
     """The real process behind the real screen."""
     tui = Quantizing(tmp_path)
     tui.runner = tui.app.quantize_runner = QuantizeRunner(tmp_path)

@@ -45,7 +45,7 @@ def mapping(*linears: str) -> ScaleMapping:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("bits", [3, 4, 8])
 @pytest.mark.parametrize("clip", [True, False])
-def test_gptq(seed: int, bits: int, clip: bool) -> None:
+def test_gptq_equals_the_reference(seed: int, bits: int, clip: bool) -> None:
     weight, x = problem(seed)
     weight, hessian = weight.double(), x.double().t() @ x.double()
     recipe = Recipe(method="gptq", bits=bits, group_size=SIZE, clip=clip)
@@ -112,7 +112,7 @@ def test_gptq_damps_more_where_the_hessian_cannot_be_factored() -> None:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("bits", [3, 4])
 @pytest.mark.parametrize("clip", [True, False])
-def test_awq(seed: int, bits: int, clip: bool) -> None:
+def test_awq_equals_the_reference(seed: int, bits: int, clip: bool) -> None:
     (one, x), (other, _) = problem(seed), problem(seed + 100)
     recipe = Recipe(method="awq", bits=bits, group_size=SIZE, clip=clip)
     moments = moments_of(x, INS)
@@ -143,7 +143,7 @@ def test_clipping_by_the_weights_alone(bits: int) -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.5, 0.8])
-def test_smoothquant(alpha: float) -> None:
+def test_smoothquant_equals_the_reference(alpha: float) -> None:
     (one, x), (other, _) = problem(3), problem(4)
     x[:, 11] = 0
     found = smoothquant_scales(moments_of(x, SIZE).max_abs, [one, other], alpha)

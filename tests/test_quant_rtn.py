@@ -73,7 +73,7 @@ def test_scales_are_values_of_float16() -> None:
 @pytest.mark.parametrize(
     "weight", [torch.zeros(2, 16), torch.full((2, 16), 0.7), -random(2, 16).abs()]
 )
-def test_groups_of_one_sign(weight: Tensor) -> None:
+def test_groups_of_one_sign_keep_zero_exact(weight: Tensor) -> None:
     """All zero, all positive, all negative: zero stays exact, the rest within a step."""
     found = round_to_nearest(weight, 4, 16)
     assert int(found.zeros.min()) >= 1

@@ -179,7 +179,9 @@ def test_dry_breakers_at_the_limits() -> None:
         ("dynatemp_range", 0.5),
     ],
 )
-def test_mirostat_and_what_it_replaces(version: int, name: str, value: float) -> None:
+def test_mirostat_with_a_setting_it_replaces_is_rejected(
+    version: int, name: str, value: float
+) -> None:
     error = refusal(mirostat=version, **{name: value})
     assert error.param == name
     assert error.message == f"mirostat replaces {name}: leave one of them out"
@@ -199,7 +201,7 @@ def test_mirostat_overrides_defaults_that_nobody_asked_for() -> None:
         ({"temperature": 0.0, "adaptive_target": 0.5}, "adaptive_target"),
     ],
 )
-def test_two_ways_to_choose_the_token(asked: dict[str, Any], param: str) -> None:
+def test_conflicting_settings_are_rejected(asked: dict[str, Any], param: str) -> None:
     error = refusal(**asked)
     assert error.param == param
     assert "set one of them" in error.message
@@ -212,7 +214,7 @@ def test_the_contradiction_may_come_from_the_model_s_defaults() -> None:
         intake(defaults=defaults).prepare(request)
 
 
-def test_what_a_backend_cannot_do_is_refused_unless_it_is_off() -> None:
+def test_unsupported_setting_is_rejected_unless_off() -> None:
     limited = intake(frozenset({"mirostat"}))
     off = Request(id="a", prompt="hello", params=SamplingParams(mirostat=0))
     assert limited.prepare(off).params.mirostat == 0
@@ -237,11 +239,11 @@ def test_what_a_backend_cannot_do_is_refused_unless_it_is_off() -> None:
         ({"stop": ("x",) * (MAX_STOP_STRINGS + 1)}, "stop"),
     ],
 )
-def test_other_fields(asked: dict[str, Any], param: str) -> None:
+def test_other_invalid_fields_are_rejected(asked: dict[str, Any], param: str) -> None:
     assert refusal(**asked).param == param
 
 
-def test_a_seed_is_chosen_where_none_was_given() -> None:
+def test_missing_seed_is_drawn() -> None:
     seeds = {prepared().seed for _ in range(8)}
     assert None not in seeds
     assert len(seeds) > 1

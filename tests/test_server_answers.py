@@ -153,7 +153,7 @@ def test_temperature_zero_is_not_the_default(served: ServerHarness) -> None:
     assert notes(served.chat(served.model(), temperature=0).json())["temperature"] == 0.0
 
 
-def test_who_asks(served: ServerHarness) -> None:
+def test_clients_are_told_apart(served: ServerHarness) -> None:
     model = served.model()
 
     def client_of(headers: dict[str, str], **extra: Any) -> str:
@@ -176,7 +176,7 @@ def test_content_in_parts_and_the_developer(served: ServerHarness) -> None:
     assert answer["choices"][0]["message"]["content"] == "a b"
 
 
-def test_what_says_nothing_is_accepted(served: ServerHarness) -> None:
+def test_fields_without_effect_are_accepted(served: ServerHarness) -> None:
     harmless: dict[str, Any] = {
         "n": 1,
         "tools": None,
@@ -194,7 +194,7 @@ def test_text_with_odd_line_breaks_survives(served: ServerHarness) -> None:
     assert first["choices"][0]["text"] == text
 
 
-def test_models_and_stats(served: ServerHarness) -> None:
+def test_models_and_their_statistics(served: ServerHarness) -> None:
     model = served.model("listed")
     served.chat(model, "a")
     cards = {card["id"]: card for card in served.http.get("/v1/models").json()["data"]}
@@ -216,7 +216,7 @@ def test_stats_stream(served: ServerHarness) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_cancels(served: ServerHarness, stream: bool) -> None:
+def test_disconnect_cancels_the_request(served: ServerHarness, stream: bool) -> None:
     model = served.model(f"slow-{stream}", token_s=0.02)
     served.chat(model, "a")  # loaded
     body = chat_body(model, MANY_WORDS, stream=stream)

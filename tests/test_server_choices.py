@@ -116,7 +116,7 @@ def test_prompts_that_are_refused(served: ServerHarness, prompt: object, says: s
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_one_that_fails_ends_all(stream: bool) -> None:
+def test_failed_answer_ends_all(stream: bool) -> None:
     with server_harness() as built:
         built.start()
         model = built.model(max_queue=2, token_s=0.02)
@@ -128,7 +128,7 @@ def test_one_that_fails_ends_all(stream: bool) -> None:
         assert built.stats(model)["active_requests"] == 0
 
 
-def test_who_leaves_ends_all(served: ServerHarness) -> None:
+def test_disconnect_cancels_all_answers(served: ServerHarness) -> None:
     # a name of its own: one that is loaded already would not get slower
     model = served.model("slow", token_s=0.05)
     events = served.events(model, "word " * 100, n=4)
@@ -139,7 +139,7 @@ def test_who_leaves_ends_all(served: ServerHarness) -> None:
     )
 
 
-def test_one_line_in_the_journal() -> None:
+def test_request_is_logged_in_one_line() -> None:
     with server_harness() as built:
         built.start()
         built.chat(built.model(), "a b", n=3)
@@ -159,7 +159,7 @@ def end(**fields: Any) -> Finished:
     return Finished(**(known | counts | fields))
 
 
-def test_what_answers_took_together() -> None:
+def test_statistics_of_answers_are_merged() -> None:
     total = merge_finished(
         [
             end(timings=Timings(cache_n=0, prompt_n=10, predicted_ms=50, ttft_ms=9), notes=("a",)),

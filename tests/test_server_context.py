@@ -40,7 +40,7 @@ def test_a_larger_context_is_another_load(served: ServerHarness) -> None:
         load(served, model, ctx=4097)  # more than it was trained for
 
 
-def test_it_grows_more_than_once(served: ServerHarness) -> None:
+def test_context_grows_several_times(served: ServerHarness) -> None:
     model = served.model("big")
     assert [load(served, model, ctx=ctx).ctx for ctx in (1024, 2048, 512, 4096)] == [
         1024, 2048, 2048, 4096,
@@ -48,7 +48,7 @@ def test_it_grows_more_than_once(served: ServerHarness) -> None:
     assert served.loads(model) == 3
 
 
-def test_what_is_not_of_the_load_stays(served: ServerHarness) -> None:
+def test_keep_alive_survives_a_reload(served: ServerHarness) -> None:
     model = served.model("big")
     with served.client() as client:
         client.connect()
@@ -61,7 +61,7 @@ def test_what_is_not_of_the_load_stays(served: ServerHarness) -> None:
 
 
 @pytest.mark.parametrize("chosen", [{"kv_tokens": 4096}, {"draft": True}])
-def test_a_size_that_somebody_chose_stays(served: ServerHarness, chosen: dict[str, Any]) -> None:
+def test_chosen_context_is_not_changed(served: ServerHarness, chosen: dict[str, Any]) -> None:
     model = served.model("big")
     options = {"draft": served.model("small")} if "draft" in chosen else chosen
     load(served, model, **options)
@@ -70,7 +70,7 @@ def test_a_size_that_somebody_chose_stays(served: ServerHarness, chosen: dict[st
     assert served.loads(model) == 1
 
 
-def test_another_option_is_refused_before(served: ServerHarness) -> None:
+def test_other_changed_options_are_rejected_before_a_reload(served: ServerHarness) -> None:
     model = served.model("big")
     load(served, model)
     with pytest.raises(LocalgenError, match="big is loaded without --threads 9"):
@@ -112,7 +112,7 @@ def test_all_that_differs_is_named_by_its_flag(served: ServerHarness) -> None:
     )
 
 
-def test_an_answer_is_not_cut(served: ServerHarness) -> None:
+def test_reload_does_not_interrupt_an_answer(served: ServerHarness) -> None:
     model = served.model("big")
     with served.client() as client:
         client.connect()

@@ -32,7 +32,7 @@ def finding(**known: ModelFile) -> Any:
     return find
 
 
-def test_words_mean_no_model() -> None:
+def test_ngram_and_none_name_no_model() -> None:
     for word in (None, "ngram", "none"):
         assert resolve_draft_model(word, None, BIG, finding()) == DraftChoice(word)
     assert resolve_draft_model(None, "none", BIG, finding()).effective_option == "none", (
@@ -71,7 +71,7 @@ def test_auto_is_what_the_catalog_pairs() -> None:
     assert alone.note == ("using the n-gram drafter: the catalog has no draft model for tiny")
 
 
-def test_what_is_usual_is_taken_where_it_suits() -> None:
+def test_server_default_is_used_where_it_suits() -> None:
     usual = resolve_draft_model(None, "small", BIG, finding(small=SMALL))
     assert (usual.file, usual.optional) == (SMALL, True)
     assert resolve_draft_model(None, "small", SMALL, finding(small=SMALL)).file is None, (
@@ -80,7 +80,7 @@ def test_what_is_usual_is_taken_where_it_suits() -> None:
     assert "Model 'gone' not found" in resolve_draft_model(None, "gone", BIG, finding()).note
 
 
-def test_llama_cpp_takes_no_folders() -> None:
+def test_folder_as_draft_model_is_rejected_for_llama_cpp() -> None:
     llamacpp, cuda = Placement("llamacpp", ""), Placement("cuda", "")
     assert DraftChoice.from_model(FOLDER, optional=False).for_placement(cuda).file == FOLDER
     with pytest.raises(InvalidRequest, match=r"llama.cpp runs \.gguf files, /m/small is not one"):
@@ -145,7 +145,7 @@ def large(served: ServerHarness) -> str:
     return path
 
 
-def test_its_memory_counts(served: ServerHarness) -> None:
+def test_memory_of_the_draft_model_counts(served: ServerHarness) -> None:
     model, small = served.model("big"), large(served)
     with pytest.raises(LocalgenError, match="big with small as draft model needs about") as raised:
         load(served, model, draft=small)
@@ -153,7 +153,7 @@ def test_its_memory_counts(served: ServerHarness) -> None:
     assert load(served, model).draft is None
 
 
-def test_a_usual_draft_model_without_room_is_done_without(
+def test_default_draft_model_without_room_is_left_out(
     served: ServerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, small = served.model("big"), large(served)
@@ -165,7 +165,7 @@ def test_a_usual_draft_model_without_room_is_done_without(
     assert load(served, model, draft=small) == info, "it was asked for, and is not to be had"
 
 
-def test_a_usual_draft_model_is_taken(
+def test_default_draft_model_is_loaded(
     served: ServerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, small = served.model("big"), served.model("small")

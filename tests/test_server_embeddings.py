@@ -113,7 +113,7 @@ def test_fewer_dimensions_have_length_1_again(shared: ServerHarness) -> None:
         ({"input": "x" * 1001}, "input", "more than 1000 tokens"),
     ],
 )
-def test_what_is_refused(
+def test_invalid_requests_are_rejected(
     shared: ServerHarness, body: dict[str, Any], param: str, says: str
 ) -> None:
     content = json.dumps({"model": shared.model(), **body})
@@ -132,7 +132,7 @@ def test_2048_texts_are_the_most(served: ServerHarness) -> None:
     assert len(body["data"]) == 2048
 
 
-def test_a_client_that_leaves_cancels(served: ServerHarness) -> None:
+def test_disconnect_cancels_the_request(served: ServerHarness) -> None:
     model = served.model(token_s=0.05)
 
     def leave() -> None:
@@ -148,7 +148,7 @@ def test_a_client_that_leaves_cancels(served: ServerHarness) -> None:
     assert served.stats(model)["active_requests"] == 0
 
 
-def test_an_engine_that_dies(served: ServerHarness) -> None:
+def test_engine_that_dies_is_an_error(served: ServerHarness) -> None:
     model = served.model()
     reply = ask(served, model, input=["a", "!die"])
     assert reply.status_code == 502
@@ -162,7 +162,7 @@ def test_an_unknown_model(served: ServerHarness) -> None:
     assert reply.json()["error"]["code"] == "model_not_found"
 
 
-def test_unloaded_meanwhile(served: ServerHarness) -> None:
+def test_unload_during_a_request_is_an_error(served: ServerHarness) -> None:
     model = served.model(token_s=0.05)
     served.chat(model, "hello")  # it is loaded: what waits for that is told of the load
     found: list[httpx.Response] = []
@@ -197,7 +197,7 @@ def test_figures_and_the_log_count_it(served: ServerHarness) -> None:
     assert any("outcome=embedded" in line and "new_tokens=7" in line for line in lines)
 
 
-def test_the_command(shared: ServerHarness) -> None:
+def test_embed_command_prints_vectors(shared: ServerHarness) -> None:
     texts = [f"text {number}" for number in range(69)] + ["one\u2028line\f"]
     done = embed_command(shared, shared.model(), stdin="\r\n\n".join(texts) + "\n")
     assert done.stderr == ""
@@ -213,7 +213,7 @@ def test_the_command(shared: ServerHarness) -> None:
         (["x", "--dimensions", "999"], "dimensions is 999, embeddings of echo have"),
     ],
 )
-def test_what_the_command_refuses(
+def test_embed_command_rejects_invalid_input(
     shared: ServerHarness, arguments: list[str], complaint: str
 ) -> None:
     done = embed_command(shared, shared.model(), *arguments)

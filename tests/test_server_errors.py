@@ -110,7 +110,7 @@ def test_a_field_that_is_wrong_is_named(
         (b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}', "finite"),
     ],
 )
-def test_a_body_that_is_wrong(served: ServerHarness, content: bytes, says: str) -> None:
+def test_invalid_body_is_rejected(served: ServerHarness, content: bytes, says: str) -> None:
     headers = {"content-type": "application/json"}
     reply = served.http.post("/v1/chat/completions", content=content, headers=headers)
     assert says in refusal(reply, 400, "invalid_request")["message"]
@@ -124,21 +124,21 @@ def test_text_and_tokens_of_a_completion(served: ServerHarness) -> None:
         assert refusal(reply, 400, "invalid_request")["param"] == param
 
 
-def test_a_body_nested_deeply(served: ServerHarness) -> None:
+def test_deeply_nested_body_is_rejected(served: ServerHarness) -> None:
     content = b'{"logit_bias": ' + b"[" * 900 + b"]" * 900 + b"}"
     headers = {"content-type": "application/json"}
     reply = served.http.post("/v1/chat/completions", content=content, headers=headers)
     refusal(reply, 400, "invalid_request")
 
 
-def test_a_keep_alive_that_is_no_time(served: ServerHarness) -> None:
+def test_invalid_keep_alive_is_rejected(served: ServerHarness) -> None:
     body = {"model": served.model(), "keep_alive": "soon"}
     error = refusal(served.http.post("/v1/models/load", json=body), 400, "invalid_request")
     assert error["param"] == "keep_alive"
     assert "keep_alive=soon: give a time such as 30s" in error["message"]
 
 
-def test_a_body_that_is_a_form(served: ServerHarness) -> None:
+def test_form_body_is_rejected(served: ServerHarness) -> None:
     reply = served.http.post("/v1/chat/completions", data={"model": "tiny"})
     assert "application/json" in refusal(reply, 400, "invalid_request")["message"]
 
@@ -162,7 +162,7 @@ def test_errors_before_the_first_token_are_statuses(served: ServerHarness, strea
     assert missing in refusal(served.chat(missing), 404, "model_not_found")["message"]
 
 
-def test_a_full_queue(served: ServerHarness) -> None:
+def test_full_queue_is_rejected(served: ServerHarness) -> None:
     model = served.model("narrow", token_s=0.02, max_queue=1)
     served.chat(model, "a")
     events = served.events(model, MANY_WORDS)
@@ -195,7 +195,7 @@ def test_what_cannot_be_taken_is_refused_without_asking_the_engine(served: Serve
     ("code", "status"),
     [("load_failed", 500), ("out_of_memory", 507), ("invalid_request", 400)],
 )
-def test_a_model_that_cannot_be_loaded(served: ServerHarness, code: str, status: int) -> None:
+def test_failed_load_has_its_status(served: ServerHarness, code: str, status: int) -> None:
     model = served.model(f"broken-{code}", fail="broken.gguf: not a model", code=code)
     error = refusal(served.chat(model), status, code)
     assert error["message"] == "broken.gguf: not a model"
@@ -211,7 +211,7 @@ def test_load_errors_in_a_stream(served: ServerHarness) -> None:
     assert '"code":"load_failed"' in text.strip().split("\n\n")[-1]
 
 
-def test_load_options(served: ServerHarness) -> None:
+def test_invalid_load_options_are_rejected(served: ServerHarness) -> None:
     def load(options: dict[str, Any]) -> Any:
         body = {"model": served.model("optional"), "options": options}
         return served.http.post("/v1/models/load", json=body)

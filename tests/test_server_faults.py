@@ -55,7 +55,7 @@ def test_a_killed_engine_ends_its_streams_and_no_others(served: ServerHarness) -
     assert list(bystander)[-1] == "[DONE]"
 
 
-def test_an_engine_that_dies_by_itself(served: ServerHarness) -> None:
+def test_engine_crash_is_an_error_and_is_replaced(served: ServerHarness) -> None:
     served.start()
     model = served.model(token_s=0.01)
     assert served.chat(model, "!die").status_code == 502
@@ -67,7 +67,7 @@ def test_an_engine_that_dies_by_itself(served: ServerHarness) -> None:
     assert served.chat(model, "a b").status_code == 200
 
 
-def test_an_engine_killed_while_it_loads(served: ServerHarness) -> None:
+def test_engine_killed_while_loading_is_an_error(served: ServerHarness) -> None:
     served.start()
     model = served.model(load_s=5)
     replies: list[Any] = []
@@ -96,7 +96,7 @@ def test_code_that_crashes_on_this_processor_gets_a_second_try(served: ServerHar
     assert "SIGILL" in reply.json()["error"]["message"]
 
 
-def test_stop_ends_streams_and_frees(served: ServerHarness) -> None:
+def test_unload_ends_streams_and_the_engine(served: ServerHarness) -> None:
     served.start()
     model = served.model(token_s=0.02)
     got: list[Any] = []
@@ -111,7 +111,7 @@ def test_stop_ends_streams_and_frees(served: ServerHarness) -> None:
     assert again.json()["unloaded"] is False
 
 
-def test_swap_by_lru(served: ServerHarness) -> None:
+def test_least_recently_used_model_is_evicted(served: ServerHarness) -> None:
     served.settings = type(served.settings)(
         runtime_dir=served.settings.runtime_dir,
         state_dir=served.settings.state_dir,
@@ -162,7 +162,7 @@ def test_the_server_leaves_when_idle() -> None:
         assert not served.settings.socket_path.exists()
 
 
-def test_permissions(served: ServerHarness) -> None:
+def test_socket_and_folders_are_private(served: ServerHarness) -> None:
     served.start()
     assert stat.S_IMODE(served.settings.socket_path.stat().st_mode) == 0o600
     assert stat.S_IMODE(served.settings.runtime_dir.stat().st_mode) == 0o700

@@ -40,7 +40,7 @@ def answers(served: ServerHarness) -> bool:
         return False
 
 
-def test_a_server_at_work(served: ServerHarness) -> None:
+def test_health_of_an_idle_server(served: ServerHarness) -> None:
     served.start()
     reply = served.http.get("/health")
     assert reply.status_code == 200
@@ -95,7 +95,7 @@ def test_a_first_model_that_cannot_be_loaded_ends_the_server(
     assert not served.settings.socket_path.exists()
 
 
-def test_told_to_end_while_its_first_model_loads(
+def test_stop_while_the_first_model_loads(
     served: ServerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = begin(served, served.model("first", load_s=60), monkeypatch)
@@ -105,7 +105,7 @@ def test_told_to_end_while_its_first_model_loads(
     assert process.stderr.read() == b""
 
 
-def test_stopping(served: ServerHarness) -> None:
+def test_health_while_stopping(served: ServerHarness) -> None:
     port = free_port()
     process = served.start(port=port)
     model = served.model(token_s=0.02)
@@ -140,12 +140,12 @@ def test_our_clients_leave_one_that_stops_alone(served: ServerHarness) -> None:
 
 
 @pytest.mark.parametrize("path", ["/health", "/livez"])
-def test_without_a_key_no_more_than_a_word(path: str) -> None:
+def test_health_without_a_key_has_no_details(path: str) -> None:
     with tcp_server(keys=[KEY]) as opened:
         assert list(opened.http.get(path).json()) == ["status"]
 
 
-def test_only_the_socket_ends_the_server() -> None:
+def test_shutdown_is_accepted_on_the_socket_only() -> None:
     with tcp_server() as opened:
         assert_refused(opened)
         assert opened.harness.http.post("/v1/shutdown").status_code == 200

@@ -89,7 +89,7 @@ def test_loads_are_counted(served: ServerHarness) -> None:
     assert "model_load_time_seconds_count model_name=bad" not in found
 
 
-def test_gaps_between_tokens(served: ServerHarness) -> None:
+def test_inter_token_latency_is_measured(served: ServerHarness) -> None:
     list(served.events(served.model(token_s=0.02), "one two three four"))
     ended(served, 1)
     found = figures(served)
@@ -97,7 +97,7 @@ def test_gaps_between_tokens(served: ServerHarness) -> None:
     assert found["inter_token_latency_seconds_sum model_name=echo"] > 0.04
 
 
-def test_who_left_is_counted(served: ServerHarness) -> None:
+def test_disconnects_are_counted(served: ServerHarness) -> None:
     model = served.model(token_s=0.05)
     events = served.events(model, "word " * 100)
     next(events)
@@ -107,7 +107,7 @@ def test_who_left_is_counted(served: ServerHarness) -> None:
     assert "outcome=gone" in log(served)[-1]
 
 
-def test_names_that_clients_make_up_are_no_labels(served: ServerHarness) -> None:
+def test_unknown_model_names_are_not_labels(served: ServerHarness) -> None:
     reply = served.chat("no-such-model")
     assert reply.status_code == 404
     ended(served, 1)
@@ -149,7 +149,7 @@ def test_a_line_for_programs_is_json() -> None:
     assert (line["message"], line["id"], line["ms"], line["level"]) == ("request", "x", 1.5, "INFO")
 
 
-def test_what_clients_say_forges_nothing() -> None:
+def test_client_text_cannot_forge_log_lines() -> None:
     said = 'x outcome=stop\n2026 INFO request id="fake"'
     line = create_log_formatter().format(record(client=said, empty=""))
     assert "\n" not in line

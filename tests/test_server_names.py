@@ -67,13 +67,13 @@ def test_paths_are_refused(opened: TcpServer, path: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NO_PATHS)
-def test_what_is_no_name_either(opened: TcpServer, name: str) -> None:
+def test_other_invalid_names_are_rejected(opened: TcpServer, name: str) -> None:
     reply = ask(opened, "/v1/chat/completions", name)
     assert reply.status_code in (400, 404)
     assert "/etc" not in reply.json()["error"]["message"].replace(name, "")
 
 
-def test_a_refusal_does_not_tell_what_is_there(opened: TcpServer) -> None:
+def test_rejection_does_not_reveal_existing_files(opened: TcpServer) -> None:
     there = opened.harness.model("secret")
     missing = there.replace("secret", "missing")
     said = [ask(opened, "/v1/chat/completions", path).json()["error"] for path in (there, missing)]
@@ -88,12 +88,12 @@ def test_a_model_that_is_loaded_by_its_path_has_a_name_too(opened: TcpServer) ->
     assert ask(opened, "/v1/chat/completions", "lent").status_code == 200
 
 
-def test_what_the_owner_has_named(opened: TcpServer) -> None:
+def test_aliases_are_accepted(opened: TcpServer) -> None:
     name = opened.harness.named("given")
     assert ask(opened, "/v1/chat/completions", name).status_code == 200
 
 
-def test_unloading_tells_nothing(opened: TcpServer) -> None:
+def test_unloading_a_path_reveals_nothing(opened: TcpServer) -> None:
     for path in ("/etc/passwd", "/nothing"):
         reply = opened.http.post("/v1/models/unload", json={"model": path})
         assert reply.json() == {"unloaded": False}
@@ -113,11 +113,11 @@ def test_a_folder_beside_the_server_is_no_name(
 
 
 @pytest.mark.parametrize("name", ["tiny", "llama3.1:8b", "hf.co/user/repo:Q4_K_M", "a..b", "x.y"])
-def test_names(name: str) -> None:
+def test_model_names_are_accepted(name: str) -> None:
     reject_path(name)
 
 
 @pytest.mark.parametrize("name", PATHS)
-def test_paths(name: str) -> None:
+def test_paths_are_rejected_as_names(name: str) -> None:
     with pytest.raises(InvalidRequest, match="not a path"):
         reject_path(name)

@@ -59,7 +59,7 @@ def asked(served: ServerHarness) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("template", ESCAPES)
-def test_nothing_outside_is_reached(asked: Any, template: str) -> None:
+def test_templates_cannot_access_python_or_files(asked: Any, template: str) -> None:
     reply = asked(template)
     assert reply.status_code == 400
     error = reply.json()["error"]
@@ -70,7 +70,9 @@ def test_nothing_outside_is_reached(asked: Any, template: str) -> None:
     assert "subprocess" not in said
 
 
-def test_one_that_never_ends_is_stopped_and_others_go_on(served: ServerHarness, asked: Any) -> None:
+def test_endless_template_is_stopped_without_blocking_others(
+    served: ServerHarness, asked: Any
+) -> None:
     replies: list[Any] = []
     thread = threading.Thread(target=lambda: replies.append(asked(ENDLESS)))
     begun_s = time.monotonic()
@@ -92,5 +94,5 @@ def tiny(served: ServerHarness) -> str:
     return str(next(Path(found["path"]) for found in models if found["name"] == "tiny"))
 
 
-def test_the_engine_lives(served: ServerHarness) -> None:
+def test_engine_survives_hostile_templates(served: ServerHarness) -> None:
     assert served.http.post("/v1/chat/completions", json=chat_body("tiny", "a")).status_code == 200

@@ -107,7 +107,7 @@ def test_cancelling_over_tcp_needs_a_key() -> None:
 
 
 @pytest.mark.parametrize("path", ["//cancel", "/%2e%2e/cancel", "/a/b/cancel", "/%00/cancel"])
-def test_odd_ids_cancel_nothing(served: ServerHarness, path: str) -> None:
+def test_invalid_ids_cancel_nothing(served: ServerHarness, path: str) -> None:
     reply = served.http.post(f"/v1/requests{path}")
     assert reply.status_code in (200, 404)
     assert "true" not in reply.text
@@ -156,7 +156,7 @@ def test_each_of_several_answers_is_listed_and_the_newest_come_first() -> None:
     )
 
 
-def test_only_the_last_ones_are_kept() -> None:
+def test_only_the_last_requests_are_kept() -> None:
     recent = RecentRequests()
     for number in range(MAX_RECENT_REQUESTS + 20):
         recent.on_request_end(entry(finished=[finish(str(number))], total=finish()))
@@ -192,7 +192,7 @@ def known(monkeypatch: pytest.MonkeyPatch, ram: float | None, gpu: float | None 
     monkeypatch.setattr(memory_reads, "cached_gpu_bandwidth", lambda gpu_: found(gpu))
 
 
-def test_what_a_step_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_read_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
     known(monkeypatch, 2e10)
     cost = compute_read_cost(TINY, model_info(ctx=2048), ())
     assert cost is not None
@@ -232,7 +232,7 @@ def test_a_limit_that_is_not_known_is_none(
     assert says in cost.how
 
 
-def test_files_that_do_not_tell(tmp_path: Path) -> None:
+def test_unreadable_file_has_no_read_cost(tmp_path: Path) -> None:
     path = tmp_path / "broken.gguf"
     path.write_bytes(b"GGUF")
     assert compute_read_cost(ModelFile("b", path, 4, (path,), "file"), model_info(), ()) is None
@@ -335,7 +335,7 @@ class FakeNvml:
         return ask
 
 
-def test_what_a_gpu_is_doing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_metrics_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = FakeNvml()
     monkeypatch.setitem(sys.modules, "pynvml", cast(Any, nvml))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -346,7 +346,7 @@ def test_what_a_gpu_is_doing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert nvml.open == 0
 
 
-def test_what_a_gpu_does_not_tell_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpu_metrics_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     silent = (
         "nvmlDeviceGetUtilizationRates",
         "nvmlDeviceGetPowerUsage",

@@ -176,7 +176,7 @@ def test_proposing_is_paid_for() -> None:
 
 
 @pytest.mark.parametrize("look_ms", [0.001, 0.5, 50.0])
-def test_looking_in_vain_takes_little(look_ms: float) -> None:
+def test_search_without_drafts_takes_little_time(look_ms: float) -> None:
     slow = Slow(0.0, look_ms)
     steps = Steps(Speculation([slow], clock=slow.clock), full)
     steps.run([decoding()], 200)
@@ -204,7 +204,7 @@ def test_short_answers_do_not_keep_a_price_from_being_forgotten() -> None:
     assert speculation.stats.share > 0.5
 
 
-def test_looking_goes_on_where_it_gains() -> None:
+def test_search_continues_where_drafts_gain() -> None:
     slow = Slow(0.9, look_ms=1.0)
     speculation = Speculation([slow], clock=slow.clock)
     steps = Steps(speculation, flat)
@@ -213,7 +213,7 @@ def test_looking_goes_on_where_it_gains() -> None:
     assert speculation.stats.speedup > 3
 
 
-def test_looking_begins_anew_once_there_is_something() -> None:
+def test_search_resumes_once_drafts_are_found() -> None:
     slow = Slow(0.0, look_ms=1.0)
     steps = Steps(Speculation([slow], clock=slow.clock), flat)
     steps.run([decoding()], 500)
@@ -254,7 +254,7 @@ def test_one_sequence_gets_the_fastest_number(
     assert found.gain == pytest.approx(gains[found.drafts[0]])
 
 
-def test_it_comes_back_when_steps_get_cheap() -> None:
+def test_drafting_resumes_when_steps_get_cheap() -> None:
     slow = True
     speculation = Speculation([Guesser(0.9)], clock=still)
     steps = Steps(speculation, lambda tokens: full(tokens) if slow else flat(tokens))
@@ -323,7 +323,7 @@ def test_no_drafts_beside_prompts() -> None:
     assert (short, "prompt" in explanation) == ("prefill first", True)
 
 
-def test_why_a_small_cache_has_none() -> None:
+def test_reason_for_no_drafts_in_a_small_cache() -> None:
     speculation = Speculation([Guesser(1.0)], clock=still)
     Steps(speculation, flat).run([decoding()], 1)
     assert not speculation.propose([decoding()], max_outputs=1, max_prefill_tokens=64)
@@ -356,7 +356,7 @@ def test_no_drafts_beyond_the_end() -> None:
     assert len(drafts[seq].tokens) == 2, "the step itself gives the tenth token"
 
 
-def test_what_became_of_it() -> None:
+def test_statistics_of_drafts() -> None:
     speculation = Speculation([Guesser(0.8)], max_drafts=4, clock=still)
     steps = Steps(speculation, flat)
     steps.run([decoding()], 1_000)
@@ -421,7 +421,7 @@ def test_unknown_sizes_are_approached_by_doubling() -> None:
     assert max(drafted) == MAX_DRAFT_TOKENS
 
 
-def test_one_step_in_so_many_is_plain() -> None:
+def test_one_step_in_plain_every_has_no_drafts() -> None:
     steps = Steps(Speculation([Guesser(1.0, prior=0.99)], clock=still), flat)
     steps.run([decoding()], 40 * PLAIN_EVERY)
     assert steps.lengths[PLAIN_EVERY:].count(0) == pytest.approx(39, abs=3)

@@ -219,7 +219,7 @@ def test_without_history_nothing_is_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_session_of_a_name(open_chat: OpenChat, store: SessionStore) -> None:
+def test_session_is_found_by_name_or_id(open_chat: OpenChat, store: SessionStore) -> None:
     one = Conversation("sys", (Turn("q", "a"),))
     first = store.create(SessionRecord(0, "Trip", conversation=one))
     store.create(SessionRecord(0, "7", conversation=one))
@@ -329,7 +329,7 @@ def test_a_title_that_was_cut_at_a_space_is_found(open_chat: OpenChat, store: Se
     assert find_session(store, "from before") is not None
 
 
-def test_nothing_to_continue(open_chat: OpenChat) -> None:
+def test_continue_without_a_session_is_rejected(open_chat: OpenChat) -> None:
     with pytest.raises(InvalidRequest, match="no stored conversation to continue"):
         open_chat(LATEST)
 
@@ -343,7 +343,9 @@ def test_nothing_to_continue(open_chat: OpenChat) -> None:
         (SessionChoice(is_latest=True), False, "need a terminal"),
     ],
 )
-def test_choices_that_are_refused(choice: SessionChoice, at_terminal: bool, reason: str) -> None:
+def test_invalid_session_choices_are_rejected(
+    choice: SessionChoice, at_terminal: bool, reason: str
+) -> None:
     with pytest.raises(InvalidRequest, match=reason):
         choice.validate(at_terminal=at_terminal)
 

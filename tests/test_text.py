@@ -132,7 +132,9 @@ def test_no_more_is_held_back_than_may_become_a_stop(stops: list[str], text: str
         ([""], ["abc"], "abc", None),  # an empty stop string means nothing
     ],
 )
-def test_stop_strings(stops: list[str], parts: list[str], shown: str, matched: str | None) -> None:
+def test_stop_strings_end_the_text(
+    stops: list[str], parts: list[str], shown: str, matched: str | None
+) -> None:
     assert run(stops, parts) == (shown, matched)
 
 
@@ -163,7 +165,7 @@ def refusal(source: str, messages: Sequence[Message] = HELLO) -> InvalidRequest:
     return caught.value
 
 
-def test_a_usual_template() -> None:
+def test_chatml_template_is_rendered() -> None:
     turns = [Message("system", "Be brief."), Message("user", "Hi {{ 1 + 1 }}")]
     assert render(CHATML, turns) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n"
@@ -184,7 +186,7 @@ def test_absent_tools_and_documents_are_none() -> None:
     assert render("{{ tools is none }} {{ documents is none }}") == "True True"
 
 
-def test_loop_controls() -> None:
+def test_break_and_continue_are_supported() -> None:
     source = (
         "{% for i in range(9) %}{% if i == 1 %}{% continue %}{% endif %}"
         "{% if i == 4 %}{% break %}{% endif %}{{ i }}{% endfor %}"
@@ -252,7 +254,7 @@ def test_a_failing_template_says_why(source: str, why: str) -> None:
         "{{ (''|attr('__class__')).mro() }}",
     ],
 )
-def test_the_sandbox_lets_nothing_out(source: str) -> None:
+def test_sandbox_blocks_unsafe_access(source: str) -> None:
     assert "the chat template fails on these messages" in refusal(source).message
 
 
@@ -264,19 +266,19 @@ def test_the_caller_s_messages_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("name", ["include 'x'", "import 'x' as y", "extends 'x'"])
-def test_other_files_are_out_of_reach(name: str) -> None:
+def test_templates_cannot_include_files(name: str) -> None:
     assert "fails on these messages" in refusal("{% " + name + " %}").message
 
 
 @pytest.mark.parametrize(
     "source", ["{% if %}", "{{ 1 +", "{% for m in messages %}", "{% nonsense %}", "{{ x | nope }}"]
 )
-def test_a_template_that_does_not_compile(source: str) -> None:
+def test_invalid_template_is_rejected(source: str) -> None:
     with pytest.raises(InvalidRequest, match=r"does not compile: .*--chat-template FILE"):
         ChatTemplate(source)
 
 
-def test_a_template_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_template_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_module, "MAX_RENDER_S", 0.2)
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(InvalidRequest, match="did not finish within"):

@@ -190,7 +190,7 @@ def test_stop_strings_are_for_content(bench_of: Callable[[str], Bench]) -> None:
     assert reply.finished.stop not in params.stop
 
 
-def test_a_call_that_is_cut_short(bench_of: Callable[[str], Bench]) -> None:
+def test_truncated_call(bench_of: Callable[[str], Bench]) -> None:
     bench = bench_of("hermes")
     whole = ask(bench, hot(2), tools=(WEATHER,), tool_choice="weather", parallel_tool_calls=False)
     tokens = whole.finished.completion_tokens
@@ -240,7 +240,7 @@ def test_results_go_back_to_the_model(bench_of: Callable[[str], Bench]) -> None:
         ({"reasoning_effort": "low"}, {}, "reasoning_effort", "leave reasoning_effort out"),
     ],
 )
-def test_what_is_wrong_is_named(
+def test_invalid_tool_settings_are_named(
     bench_of: Callable[[str], Bench],
     request_fields: dict[str, Any],
     params: dict[str, Any],

@@ -152,7 +152,7 @@ def test_tagged_parameters_become_json(text: str, arguments: dict[str, object]) 
         assert json.loads(read_arguments) == arguments, parts
 
 
-def test_tagged_parameters_that_break_off() -> None:
+def test_truncated_tagged_parameters() -> None:
     text = xml(("city", "Rome"))
     whole = f"a {text} {xml(name='time')} {xml(name='nobody')}"
     for parts in cuts(whole):
@@ -227,7 +227,7 @@ def test_thoughts_before_calls() -> None:
         ("<|channel>thought <channel|>", "<|channel>thought\na<channel|>b"),
     ],
 )
-def test_other_tags(source: str, text: str) -> None:
+def test_other_thinking_tags_are_read(source: str, text: str) -> None:
     assert read(reader_of(None, source), [text]) == ("a", "b", [])
     assert detect_thinking_tags("{{ messages }}") is None
 

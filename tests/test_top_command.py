@@ -134,21 +134,21 @@ def test_it_waits_for_a_server_and_shows_what_that_does(built: ServerHarness) ->
 
 
 @pytest.mark.parametrize("key", ["q", "\x03", "\x11"])
-def test_leaving(built: ServerHarness, key: str) -> None:
+def test_keys_that_quit(built: ServerHarness, key: str) -> None:
     with top(built) as screen:
         screen.until("WAITING")
         screen.press(key)
         screen.ends_well()
 
 
-def test_a_server_of_another_version(built: ServerHarness) -> None:
+def test_server_of_another_version_is_noted(built: ServerHarness) -> None:
     built.start("9.8.7")
     with top(built) as screen:
         # parts of a line are painted as they change
         screen.until("localgen 9.8.7 (this is", "LIVE")
 
 
-def test_no_colours(built: ServerHarness) -> None:
+def test_no_color_is_respected(built: ServerHarness) -> None:
     os.environ["NO_COLOR"] = "1"
     try:
         with top(built) as screen:
@@ -181,7 +181,7 @@ def command(built: ServerHarness, *arguments: str) -> subprocess.CompletedProces
         (("tiny",), "unexpected extra argument"),
     ],
 )
-def test_what_it_refuses(
+def test_invalid_arguments_are_rejected(
     built: ServerHarness, arguments: tuple[str, ...], says: str, tmp_path: Path
 ) -> None:
     done = command(built, *arguments)

@@ -37,7 +37,7 @@ def said(app: TopApp) -> str:
     return str(app.screen.query_one(Notice).content)
 
 
-def test_lost_and_back() -> None:
+def test_reconnects_after_a_loss() -> None:
     watch = ScriptedServerMonitor(
         [snapshot(), ServerUnavailable("the server went away")],
         [ServerUnavailable("no server answers")],

@@ -17,7 +17,7 @@ from localgen.client import TextDelta
 from localgen.tui.chat.active_session import CTX_SETTING
 
 
-def test_an_answer_becomes_a_turn_and_is_kept(make_tui: MakeTui, tmp_path: Path) -> None:
+def test_answer_becomes_a_stored_turn(make_tui: MakeTui, tmp_path: Path) -> None:
     tui = make_tui((TextDelta("", 1, "hm"), "4", "2", answer()))
     opened = tui.manager.open_empty()
     opened.ask("6 * 7?")
@@ -29,7 +29,7 @@ def test_an_answer_becomes_a_turn_and_is_kept(make_tui: MakeTui, tmp_path: Path)
     assert other.manager.get(opened.id).chat.conversation == opened.chat.conversation
 
 
-def test_sessions_answer_at_once(make_tui: MakeTui) -> None:
+def test_sessions_answer_concurrently(make_tui: MakeTui) -> None:
     gates = [threading.Event(), threading.Event()]
     tui = make_tui(("a", gates[0], answer()), ("b", gates[1], answer()))
     first = tui.manager.open_empty()
@@ -47,7 +47,7 @@ def test_sessions_answer_at_once(make_tui: MakeTui) -> None:
     assert wait_for_answer(tui, first).answer == "a"
 
 
-def test_stopping_keeps_what_there_is_and_the_session_goes_on(make_tui: MakeTui) -> None:
+def test_stop_keeps_the_partial_answer(make_tui: MakeTui) -> None:
     tui = make_tui(("half", threading.Event()))
     opened = tui.manager.open_empty()
     opened.ask("q")
@@ -62,7 +62,7 @@ def test_stopping_keeps_what_there_is_and_the_session_goes_on(make_tui: MakeTui)
     assert wait_for_answer(tui, opened).answer == "re: next"
 
 
-def test_a_server_that_goes_away_leaves_the_half(make_tui: MakeTui) -> None:
+def test_lost_server_keeps_the_partial_answer(make_tui: MakeTui) -> None:
     tui = make_tui(("ha", "lf", ServerUnavailable("the server went away")), ("whole", answer()))
     opened = tui.manager.open_empty()
     opened.ask("q")
@@ -74,14 +74,14 @@ def test_a_server_that_goes_away_leaves_the_half(make_tui: MakeTui) -> None:
 
 
 @pytest.mark.parametrize("gone", [ServerUnavailable("left"), EngineDied("died")])
-def test_what_had_left_is_started_again(make_tui: MakeTui, gone: Exception) -> None:
+def test_lost_server_is_restarted(make_tui: MakeTui, gone: Exception) -> None:
     tui = make_tui((gone,), ("whole", answer()))
     opened = tui.manager.open_empty()
     opened.ask("q")
     assert wait_for_answer(tui, opened).answer == "whole"
 
 
-def test_what_fails_again_is_told(make_tui: MakeTui) -> None:
+def test_second_failure_is_reported(make_tui: MakeTui) -> None:
     tui = make_tui((ServerUnavailable("left"),), (ServerUnavailable("left again"),))
     opened = tui.manager.open_empty()
     opened.ask("q")
@@ -94,7 +94,7 @@ def test_what_fails_again_is_told(make_tui: MakeTui) -> None:
     assert [m.content for m in tui.clients[0].record.asked[-1].messages] == ["next"]
 
 
-def test_a_model_that_does_not_load(make_tui: MakeTui, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_load_is_reported(make_tui: MakeTui, monkeypatch: pytest.MonkeyPatch) -> None:
     tui = make_tui()
     opened = tui.manager.open_empty()
 
@@ -106,14 +106,14 @@ def test_a_model_that_does_not_load(make_tui: MakeTui, monkeypatch: pytest.Monke
     assert wait_for_answer(tui, opened).summary == "interrupted: x.gguf is no model"
 
 
-def test_a_defect_is_a_sentence(make_tui: MakeTui) -> None:
+def test_internal_error_is_one_sentence(make_tui: MakeTui) -> None:
     tui = make_tui((ZeroDivisionError("oh"),))
     opened = tui.manager.open_empty()
     opened.ask("q")
     assert "internal error (ZeroDivisionError: oh)" in wait_for_answer(tui, opened).summary
 
 
-def test_asking_again_in_vain_keeps_the_answer_there_was(make_tui: MakeTui) -> None:
+def test_failed_regeneration_keeps_the_old_answer(make_tui: MakeTui) -> None:
     gone = ServerUnavailable("gone")
     tui = make_tui(("good", answer()), (gone,), (gone,))
     opened = tui.manager.open_empty()
@@ -126,7 +126,7 @@ def test_asking_again_in_vain_keeps_the_answer_there_was(make_tui: MakeTui) -> N
     assert opened.last_stream.error == "gone"
 
 
-def test_asking_again_keeps_the_answer_until_there_is_a_whole_one(make_tui: MakeTui) -> None:
+def test_regeneration_keeps_the_old_answer_until_it_is_complete(make_tui: MakeTui) -> None:
     tui = make_tui(("good", answer()), ("ha", ServerUnavailable("gone")), ("whole", answer()))
     opened = tui.manager.open_empty()
     opened.ask("q")
@@ -145,7 +145,7 @@ def test_asking_again_keeps_the_answer_until_there_is_a_whole_one(make_tui: Make
     assert [turn.answer for turn in kept.turns] == ["good", "whole"]
 
 
-def test_asking_again_puts_a_whole_answer_in_the_place_of_the_old(make_tui: MakeTui) -> None:
+def test_complete_regeneration_replaces_the_answer(make_tui: MakeTui) -> None:
     tui = make_tui(("old", answer()), ("new", answer()))
     opened = tui.manager.open_empty()
     opened.ask("q")
@@ -157,7 +157,7 @@ def test_asking_again_puts_a_whole_answer_in_the_place_of_the_old(make_tui: Make
     assert kept == opened.chat.conversation
 
 
-def test_what_is_set_while_a_model_loads_stays_set(make_tui: MakeTui) -> None:
+def test_settings_made_during_a_load_are_kept(make_tui: MakeTui) -> None:
     tui = make_tui()
     gate = tui.gate_loads()
     opened = tui.manager.open_empty()
@@ -172,7 +172,7 @@ def test_what_is_set_while_a_model_loads_stays_set(make_tui: MakeTui) -> None:
     assert (kept.params, kept.ctx) == (SamplingParams(temperature=0.5), 512)
 
 
-def test_asking_again_needs_a_question(make_tui: MakeTui) -> None:
+def test_regeneration_needs_a_prompt(make_tui: MakeTui) -> None:
     with pytest.raises(InvalidRequest, match="there is no answer to regenerate"):
         make_tui().manager.open_empty().regenerate()
 

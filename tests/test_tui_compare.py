@@ -142,7 +142,7 @@ def test_the_help_lists_only_keys_that_do_something_here(tmp_path: Path) -> None
     play(Tui(tmp_path), scene)
 
 
-def test_what_is_about_the_main_screen_is_not_done_behind_the_comparison(tmp_path: Path) -> None:
+def test_main_screen_keys_do_nothing_on_the_comparison(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await compare_two(tui, pilot)
         main, sessions = tui.opened.id, len(tui.manager.summaries)

@@ -148,7 +148,7 @@ def test_two_sessions_at_once_while_top_watches(terminals: Terminals) -> None:
     assert "Tell me a story" in found
 
 
-def test_a_server_that_is_killed_in_mid_answer(terminals: Terminals) -> None:
+def test_server_killed_during_an_answer_is_replaced(terminals: Terminals) -> None:
     terminals.run("chats", "tui", "--ignore-eos", "--max-tokens", "1500")
     terminals.until("chats", lambda screen: "Ask something" in screen)
     with slow_engines(terminals.client):

@@ -153,7 +153,7 @@ def test_a_long_text_can_be_read_to_its_end(tmp_path: Path, size: tuple[int, int
     play(Tui(tmp_path), scene, size)
 
 
-def test_what_is_told_leaves_room_for_what_was_said(tmp_path: Path) -> None:
+def test_notices_leave_room_for_the_conversation(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         tui.app.show_message("a line\n" * 5 + "the last")
         await pilot.pause()

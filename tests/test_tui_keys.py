@@ -87,7 +87,7 @@ def test_ctrl_r_asks_again(tmp_path: Path) -> None:
     play(Tui(tmp_path, ("half", gone), ("whole", answer())), scene)
 
 
-def test_sessions_by_keys(tmp_path: Path) -> None:
+def test_keys_open_and_switch_sessions(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await tui.ask(pilot, "one")
         first = tui.opened.id
@@ -179,7 +179,7 @@ def test_search_goes_to_the_turn(tmp_path: Path) -> None:
     play(tui, scene)
 
 
-def test_settings_by_keys(tmp_path: Path) -> None:
+def test_keys_change_settings(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await press(tui, pilot, "ctrl+t")
         panel = tui.main.query_one(SettingsPanel)
@@ -209,7 +209,7 @@ def test_settings_by_keys(tmp_path: Path) -> None:
     play(Tui(tmp_path), scene)
 
 
-def test_folding_by_keys(tmp_path: Path) -> None:
+def test_keys_fold_blocks(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         gauges, sessions = tui.main.query_one(GaugePanel), tui.main.query_one(SessionList)
         assert gauges.display
@@ -224,7 +224,7 @@ def test_folding_by_keys(tmp_path: Path) -> None:
     play(Tui(tmp_path), scene)
 
 
-def test_thoughts_by_key(tmp_path: Path) -> None:
+def test_key_unfolds_reasoning(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await tui.ask(pilot, "q")
         thinking = tui.main.query_one(Collapsible)
@@ -242,7 +242,7 @@ def test_thoughts_by_key(tmp_path: Path) -> None:
     )
 
 
-def test_scrolling_by_keys(tmp_path: Path) -> None:
+def test_keys_scroll(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         for number in range(15):
             await tui.ask(pilot, f"prompt {number}\n\n\n\n\nend")
@@ -271,7 +271,7 @@ async def save(tui: Tui, pilot: Pilot[None], path: Path) -> None:
     await tui.until(lambda: f"written to {path}" in notice_text(tui))
 
 
-def test_saving_as_a_file(tmp_path: Path) -> None:
+def test_save_writes_a_file(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await tui.ask(pilot, "q")
         await save(tui, pilot, tmp_path / "x.md")
@@ -292,7 +292,7 @@ def test_saving_as_a_file(tmp_path: Path) -> None:
     play(Tui(tmp_path), scene)
 
 
-def test_copying_the_answer(tmp_path: Path) -> None:
+def test_key_copies_the_answer(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await pilot.press("ctrl+y")
         assert tui.app.clipboard == ""
@@ -315,7 +315,7 @@ def test_copying_the_answer(tmp_path: Path) -> None:
         ("/load", "saved chats: none yet"),
     ],
 )
-def test_commands(tmp_path: Path, line: str, expected: str) -> None:
+def test_commands_show_a_message(tmp_path: Path, line: str, expected: str) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await tui.type(pilot, line)
         await pilot.press("enter")
@@ -336,7 +336,7 @@ def test_commands(tmp_path: Path, line: str, expected: str) -> None:
         ("/model", ModelPicker),
     ],
 )
-def test_commands_that_ask(tmp_path: Path, line: str, screen: type) -> None:
+def test_commands_open_a_dialog(tmp_path: Path, line: str, screen: type) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await tui.type(pilot, line)
         await pilot.press("enter")

@@ -127,7 +127,7 @@ def test_a_small_paste_stands_as_it_is(tmp_path: Path) -> None:
     play(Tui(tmp_path), scene)
 
 
-def test_the_editor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_editor_edits_the_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "editor"
     script.write_text('#!/bin/sh\nprintf "%s and more\\n" "$(cat "$1")" > "$1"\n')
     script.chmod(0o700)

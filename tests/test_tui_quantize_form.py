@@ -102,7 +102,7 @@ def test_gguf_has_a_type_and_calibrates_where_it_must(tmp_path: Path) -> None:
     play(Quantizing(tmp_path), scene)
 
 
-def test_a_new_choice_ends_the_look_at_the_old_one(tmp_path: Path) -> None:
+def test_new_choice_cancels_the_old_estimate(tmp_path: Path) -> None:
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
         tui.screen._form_panel.set_values(bits=3)
         await tui.until(lambda: len(tui.works) == 2)
@@ -121,7 +121,7 @@ def test_a_new_choice_ends_the_look_at_the_old_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "error", [ModelNotFound("model 'x' not found"), LoadFailed("damaged"), ValueError("odd")]
 )
-def test_what_cannot_be_done_is_said(tmp_path: Path, error: Exception) -> None:
+def test_impossible_choices_give_a_reason(tmp_path: Path, error: Exception) -> None:
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
         assert str(error) in tui.screen_text()
         assert tui.screen.query_one("#run", Button).disabled
@@ -136,7 +136,7 @@ def test_what_cannot_be_done_is_said(tmp_path: Path, error: Exception) -> None:
     play(Quantizing(tmp_path, ((error,), LOOK)), scene)
 
 
-def test_a_recipe_that_no_format_holds(tmp_path: Path) -> None:
+def test_recipe_without_a_format_is_rejected(tmp_path: Path) -> None:
     """It is refused before any process begins."""
 
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
@@ -147,7 +147,7 @@ def test_a_recipe_that_no_format_holds(tmp_path: Path) -> None:
     play(Quantizing(tmp_path), scene)
 
 
-def test_what_lies_unfinished_is_offered(tmp_path: Path) -> None:
+def test_unfinished_runs_are_offered(tmp_path: Path) -> None:
     """The form begins with it, wherever the program was started."""
     out = tmp_path / "elsewhere" / "mine"
     (out.parent / "mine.partial").mkdir(parents=True)
@@ -162,7 +162,7 @@ def test_what_lies_unfinished_is_offered(tmp_path: Path) -> None:
     play(Quantizing(tmp_path, (UNFINISHED,)), scene)
 
 
-def test_what_was_begun_here_is_found_again(tmp_path: Path) -> None:
+def test_last_unfinished_run_is_offered_again(tmp_path: Path) -> None:
     """The usual place is not spelled out: another method has another one."""
     (tmp_path / "tiny-awq-4bit.partial").mkdir()
     (tmp_path / "tiny-awq-4bit.partial" / "plan.json").write_text("{}")
@@ -183,7 +183,7 @@ def test_what_was_begun_here_is_found_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"method": "odd"}', '{"bits": "x"}'])
-def test_a_damaged_memory_is_no_harm(tmp_path: Path, text: str) -> None:
+def test_damaged_stored_form_is_ignored(tmp_path: Path, text: str) -> None:
     (tmp_path / "quantize.json").write_text(text)
 
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:

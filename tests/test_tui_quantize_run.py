@@ -40,7 +40,7 @@ def picker_message(tui: Quantizing) -> str:
     return str(tui.app.screen.query_one("#message", Static).content)
 
 
-def test_by_mouse(tmp_path: Path) -> None:
+def test_mouse_starts_and_stops_a_run(tmp_path: Path) -> None:
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
         # ● rtn  ○ awq  ○ gptq
         await pilot.click("#control-method", offset=(15, 0))
@@ -60,7 +60,7 @@ def test_by_mouse(tmp_path: Path) -> None:
     play(Quantizing(tmp_path, runs=(RUNNING,)), scene)
 
 
-def test_a_run_to_its_verdict(tmp_path: Path) -> None:
+def test_run_ends_with_an_evaluation(tmp_path: Path) -> None:
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
         await tui.begin(pilot)
         await wait_for_layers(tui, 2)
@@ -87,7 +87,7 @@ def test_a_run_to_its_verdict(tmp_path: Path) -> None:
     play(Quantizing(tmp_path, runs=((*BEGUN, more, *DONE),)), scene)
 
 
-def test_stopping_asks_and_going_on(tmp_path: Path) -> None:
+def test_stop_asks_and_run_resumes(tmp_path: Path) -> None:
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
         await tui.begin(pilot)
         await wait_for_layers(tui, 2)
@@ -117,7 +117,7 @@ def test_stopping_asks_and_going_on(tmp_path: Path) -> None:
     play(Quantizing(tmp_path, (LOOK, UNFINISHED), (RUNNING, (*BEGUN, *DONE))), scene)
 
 
-def test_what_cannot_be_gone_on_with_says_so(tmp_path: Path) -> None:
+def test_stop_warns_where_a_run_cannot_be_resumed(tmp_path: Path) -> None:
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
         tui.screen._form_panel.set_values(method="GGUF")
         await wait_until_estimated(tui, pilot, 2)
@@ -136,7 +136,7 @@ def test_what_cannot_be_gone_on_with_says_so(tmp_path: Path) -> None:
     )
 
 
-def test_it_goes_on_behind_the_chats(tmp_path: Path) -> None:
+def test_run_continues_behind_the_chats(tmp_path: Path) -> None:
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
         await tui.begin(pilot)
         await wait_for_layers(tui, 2)
@@ -183,7 +183,7 @@ def test_a_chat_with_the_result(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("answer", ["n", "y"])
-def test_leaving_asks(tmp_path: Path, answer: str) -> None:
+def test_quit_asks_during_a_run(tmp_path: Path, answer: str) -> None:
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
         await tui.begin(pilot)
         await wait_for_layers(tui, 2)
@@ -231,7 +231,7 @@ def test_a_result_that_could_not_be_measured(tmp_path: Path) -> None:
     play(Quantizing(tmp_path, runs=(script,)), scene)
 
 
-def test_names_are_inert(tmp_path: Path) -> None:
+def test_control_sequences_in_names_are_inert(tmp_path: Path) -> None:
     """What a folder is called is neither markup nor a command to the terminal."""
 
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:

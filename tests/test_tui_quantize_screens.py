@@ -85,7 +85,7 @@ def test_running(check: Callable[..., None], size: tuple[int, int]) -> None:
 
 
 @SIZES
-def test_verdict(check: Callable[..., None], size: tuple[int, int]) -> None:
+def test_evaluation(check: Callable[..., None], size: tuple[int, int]) -> None:
     check(to_its_end, size, (LOOK,), ((*BEGUN, *DONE),))
 
 
@@ -99,7 +99,7 @@ def test_failed(check: Callable[..., None], size: tuple[int, int]) -> None:
 
 
 @SIZES
-def test_refused(check: Callable[..., None], size: tuple[int, int]) -> None:
+def test_quantized_model_rejected(check: Callable[..., None], size: tuple[int, int]) -> None:
     refused = InvalidRequest("tiny-awq is quantized already (awq): give the original model")
     check(nothing, size, ((refused,),))
 
@@ -126,7 +126,7 @@ def test_models(check: Callable[..., None], size: tuple[int, int]) -> None:
 
 
 @SIZES
-def test_chats_meanwhile(check: Callable[..., None], size: tuple[int, int]) -> None:
+def test_chats_during_a_run(check: Callable[..., None], size: tuple[int, int]) -> None:
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
         await at_layer_3(tui, pilot)
         await pilot.press("escape")
@@ -145,5 +145,5 @@ def test_themes(check: Callable[..., None], theme: str) -> None:
     check(scene, (120, 40))
 
 
-def test_the_smallest(check: Callable[..., None]) -> None:
+def test_smallest_size(check: Callable[..., None]) -> None:
     check(nothing, (60, 20))

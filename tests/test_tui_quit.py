@@ -16,9 +16,7 @@ from localgen.tui.chat.model_picker import ModelPicker
 from localgen.tui.widgets.dialog import ConfirmDialog
 
 
-def test_leaving_asks_about_what_is_not_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quit_asks_about_unsaved_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise DiskFull("the disk is full")
 
@@ -64,7 +62,7 @@ async def begin_to_load(tui: Tui, pilot: Pilot[None]) -> ModelPicker:
     return picker
 
 
-def test_leaving_while_the_picker_loads(tmp_path: Path) -> None:
+def test_quit_while_the_picker_loads(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         tui.gate_loads()
         await begin_to_load(tui, pilot)
@@ -80,7 +78,7 @@ def test_leaving_while_the_picker_loads(tmp_path: Path) -> None:
     play(Tui(tmp_path), scene)
 
 
-def test_escape_ends_a_load_in_the_picker(tmp_path: Path) -> None:
+def test_escape_cancels_a_load_in_the_picker(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         tui.gate_loads()
         await begin_to_load(tui, pilot)
@@ -96,7 +94,7 @@ def test_escape_ends_a_load_in_the_picker(tmp_path: Path) -> None:
     play(Tui(tmp_path), scene)
 
 
-def test_ctrl_c_ends_a_command_that_loads(tmp_path: Path) -> None:
+def test_ctrl_c_cancels_a_load_by_command(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         tui.gate_loads()
         await tui.type(pilot, "/show info")
@@ -112,7 +110,7 @@ def test_ctrl_c_ends_a_command_that_loads(tmp_path: Path) -> None:
     play(Tui(tmp_path), scene)
 
 
-def test_a_load_that_ends_behind_something_closes_its_picker(tmp_path: Path) -> None:
+def test_load_that_ends_behind_the_too_small_notice_closes_its_picker(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         gate = tui.gate_loads()
         picker = await begin_to_load(tui, pilot)
@@ -130,7 +128,7 @@ def test_a_load_that_ends_behind_something_closes_its_picker(tmp_path: Path) -> 
     play(Tui(tmp_path), scene)
 
 
-def test_what_stands_before_too_small_does_not_keep_it(tmp_path: Path) -> None:
+def test_too_small_notice_behind_a_dialog_closes(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await pilot.resize_terminal(50, 15)
         await tui.until(lambda: isinstance(tui.app.screen, TerminalTooSmall))

@@ -52,12 +52,12 @@ async def another(tui: Tui, pilot: Pilot[None]) -> None:
 
 
 @SIZES
-def test_lost(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
+def test_lost_server(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
     snap_tui(lost, size, SCRIPT)
 
 
 @SIZES
-def test_another_version(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
+def test_other_server_version(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
     snap_tui(another, size, SCRIPT)
 
 
@@ -67,7 +67,7 @@ def is_shown(tui: Tui, text: str) -> bool:
 
 
 @ENDS
-def test_nothing_of_need_is_cut_off(tmp_path: Path, size: tuple[int, int]) -> None:
+def test_important_text_is_never_cut_off(tmp_path: Path, size: tuple[int, int]) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await tui.ask(pilot, "Name a colour")
         await lost(tui, pilot)
@@ -101,7 +101,7 @@ def test_nothing_of_need_is_cut_off(tmp_path: Path, size: tuple[int, int]) -> No
 
 
 @ENDS
-def test_what_is_told_does_not_cover_the_prompt(tmp_path: Path, size: tuple[int, int]) -> None:
+def test_notices_do_not_cover_the_prompt(tmp_path: Path, size: tuple[int, int]) -> None:
     tui = Tui(tmp_path)
 
     async def run() -> None:

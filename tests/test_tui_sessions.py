@@ -19,7 +19,7 @@ from localgen.tui.chat.active_session import CTX_SETTING
 from localgen.tui.chat.compare import parse_variants
 
 
-def test_another_model_has_no_use_for_the_context_of_the_last(make_tui: MakeTui) -> None:
+def test_model_change_resets_the_context(make_tui: MakeTui) -> None:
     opened = make_tui().manager.open_empty()
     opened.load_model("other", lambda _: None)
     opened.apply_setting(CTX_SETTING, "512")
@@ -27,7 +27,7 @@ def test_another_model_has_no_use_for_the_context_of_the_last(make_tui: MakeTui)
     assert opened.chat.options.ctx is None
 
 
-def test_fork_goes_on_alone(make_tui: MakeTui) -> None:
+def test_fork_is_independent(make_tui: MakeTui) -> None:
     tui = make_tui()
     opened = tui.manager.open_empty()
     opened.ask("q")
@@ -41,7 +41,7 @@ def test_fork_goes_on_alone(make_tui: MakeTui) -> None:
     assert len(opened.chat.conversation.turns) == 1
 
 
-def test_delete_and_restore(make_tui: MakeTui) -> None:
+def test_deleted_session_can_be_restored(make_tui: MakeTui) -> None:
     gate = threading.Event()
     tui = make_tui((gate, answer()))
     opened = tui.manager.open_empty()
@@ -83,7 +83,7 @@ def test_settings_of_a_session_come_back_with_it(make_tui: MakeTui) -> None:
     assert again.chat.conversation.system == "be brief"
 
 
-def test_a_model_of_its_own(make_tui: MakeTui) -> None:
+def test_session_keeps_its_own_model(make_tui: MakeTui) -> None:
     tui = make_tui()
     opened = tui.manager.open_empty()
     opened.load_model("other", lambda _: None)
@@ -128,7 +128,7 @@ def test_search_finds_names_prompts_and_answers(make_tui: MakeTui) -> None:
     assert tui.manager.search("absent") == []
 
 
-def test_renaming(make_tui: MakeTui) -> None:
+def test_rename_cleans_the_name(make_tui: MakeTui) -> None:
     tui = make_tui()
     opened = tui.manager.open_empty()
     tui.manager.rename(opened.id, " a\n\x1b[31mname ")
@@ -137,7 +137,7 @@ def test_renaming(make_tui: MakeTui) -> None:
         tui.manager.rename(opened.id, " \n")
 
 
-def test_comparing_makes_sessions_that_go_on(make_tui: MakeTui) -> None:
+def test_compared_answers_become_sessions(make_tui: MakeTui) -> None:
     tui = make_tui()
     opened = tui.manager.open_empty()
     opened.ask("q")
@@ -165,6 +165,6 @@ def test_comparing_makes_sessions_that_go_on(make_tui: MakeTui) -> None:
         ("tiny\ntiny nonsense=1", "line 2: no parameter"),
     ],
 )
-def test_what_cannot_be_compared(text: str, told: str) -> None:
+def test_invalid_comparisons_are_rejected(text: str, told: str) -> None:
     with pytest.raises(InvalidRequest, match=told):
         parse_variants(text, SamplingParams())

@@ -55,7 +55,7 @@ def test_a_session_that_another_program_writes_in_is_left_alone(make_tui: MakeTu
     assert seen.chat.conversation == mine.chat.conversation
 
 
-def test_what_grows_is_written_as_it_grows(make_tui: MakeTui) -> None:
+def test_growing_answer_is_stored_periodically(make_tui: MakeTui) -> None:
     gate = threading.Event()
     tui = make_tui(("half", gate, " whole", answer()))
     opened = tui.manager.open_empty()
@@ -74,7 +74,7 @@ def test_what_grows_is_written_as_it_grows(make_tui: MakeTui) -> None:
     assert seen.chat.conversation == opened.chat.conversation
 
 
-def test_what_grows_is_written_while_the_program_waits_for_an_editor(make_tui: MakeTui) -> None:
+def test_growing_answer_is_stored_while_an_editor_is_open(make_tui: MakeTui) -> None:
     gate = threading.Event()
     one, other = make_tui(("half", gate, " whole", answer())), make_tui()
     opened = one.manager.open_empty()
@@ -124,7 +124,7 @@ def test_two_programs_in_one_session(make_tui: MakeTui) -> None:
     assert [turn.prompt for turn in theirs.chat.conversation.turns] == ["theirs", "mine"]
 
 
-def test_what_two_programs_change_at_once_is_kept_twice(make_tui: MakeTui) -> None:
+def test_conflicting_changes_are_kept_as_two_sessions(make_tui: MakeTui) -> None:
     one, other = make_tui(), make_tui()
     mine = one.manager.open_empty()
     theirs = other.manager.get(mine.id)
@@ -143,7 +143,7 @@ def test_what_two_programs_change_at_once_is_kept_twice(make_tui: MakeTui) -> No
     assert "continues as New session (2)" in said
 
 
-def test_a_full_disk_stops_nothing_and_is_made_up_for(
+def test_full_disk_is_retried_until_it_has_room(
     make_tui: MakeTui, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tui = make_tui()
@@ -166,7 +166,7 @@ def test_a_full_disk_stops_nothing_and_is_made_up_for(
 
 
 @pytest.mark.parametrize("name", ["update_turn", "finish_turn"])
-def test_a_disk_that_fills_up_in_mid_answer(
+def test_disk_that_fills_up_during_an_answer(
     make_tui: MakeTui, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     gate = threading.Event()
@@ -213,7 +213,7 @@ def test_a_draft_outlives_the_program(make_tui: MakeTui, tmp_path: Path) -> None
     tui.store = again.store  # close() of the fixture closes one of them
 
 
-def test_leaving_stops_and_keeps(make_tui: MakeTui) -> None:
+def test_quit_stops_and_keeps_partial_answers(make_tui: MakeTui) -> None:
     tui = make_tui(("half", threading.Event()))
     opened = tui.manager.open_empty()
     opened.ask("q")
@@ -223,5 +223,5 @@ def test_leaving_stops_and_keeps(make_tui: MakeTui) -> None:
     assert all(client.closed for client in tui.clients)
 
 
-def test_kept_is_a_value() -> None:
+def test_session_record_is_a_value() -> None:
     assert replace(SessionRecord(1), name="x") == SessionRecord(1, "x")

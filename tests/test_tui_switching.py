@@ -18,7 +18,7 @@ from localgen.tui.chat.session_manager import SearchHit
 from localgen.tui.chat.transcript import Transcript
 
 
-def test_what_is_typed_meanwhile_is_for_the_next_session(
+def test_typed_text_goes_to_the_next_session(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
@@ -51,7 +51,7 @@ def test_what_is_typed_meanwhile_is_for_the_next_session(
     play(Tui(tmp_path), scene)
 
 
-def test_what_is_typed_stays_where_no_session_comes(
+def test_typed_text_stays_if_no_session_opens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
@@ -75,9 +75,7 @@ def test_what_is_typed_stays_where_no_session_comes(
     play(Tui(tmp_path), scene)
 
 
-def test_two_steps_at_once_go_two_sessions_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_quick_steps_move_two_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one is on its way still, and comes last: it is not to be shown."""
 
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
@@ -111,7 +109,7 @@ def test_two_steps_at_once_go_two_sessions_on(
 
 
 @pytest.mark.parametrize("way", ["hit", "ctrl+home"])
-def test_what_is_read_stays_while_an_answer_is_written(tmp_path: Path, way: str) -> None:
+def test_scroll_position_is_kept_while_an_answer_is_written(tmp_path: Path, way: str) -> None:
     gates = [threading.Event(), threading.Event(), threading.Event()]
 
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:

@@ -54,7 +54,7 @@ def test_a_paste_of_100_kb_in_reads_of_4_kb() -> None:
     ]
 
 
-def test_keys_are_what_they_were() -> None:
+def test_keys_are_parsed_as_before() -> None:
     assert texts(pieces("a\x11\x1b[A\x1b[1;5B\r")) == ["a", "ctrl+q", "up", "ctrl+down", "enter"]
 
 
@@ -66,7 +66,7 @@ def pipe() -> Iterator[tuple[int, int]]:
         os.close(end)
 
 
-def test_bytes_that_are_no_text_end_nothing(pipe: tuple[int, int]) -> None:
+def test_invalid_utf8_does_not_end_input(pipe: tuple[int, int]) -> None:
     heard: list[Message] = []
     is_over = threading.Event()
 
@@ -89,6 +89,6 @@ def test_bytes_that_are_no_text_end_nothing(pipe: tuple[int, int]) -> None:
     assert texts(heard)[1:] == ["paste caf\u00e9 \ufffd", "q"]
 
 
-def test_programs_read_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_programs_use_the_terminal_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("textual.constants.DRIVER", None)
     assert TopApp(lambda: None, "", "", ThemeChoice(None)).driver_class is TerminalDriver  # type: ignore

@@ -15,7 +15,7 @@ from localgen.tui.chat.turn_view import TurnView
 
 
 @pytest.mark.parametrize("line", ["/clear", "/undo 2", "/undo"])
-def test_f9_brings_back_turns(tmp_path: Path, line: str) -> None:
+def test_f9_restores_removed_turns(tmp_path: Path, line: str) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         for text in "ab":
             await tui.ask(pilot, text)

@@ -44,7 +44,7 @@ def wheel(source: Path) -> Iterator[zipfile.ZipFile]:
         yield archive
 
 
-def test_holds_every_module_once_under_the_package(wheel: zipfile.ZipFile) -> None:
+def test_wheel_holds_every_module_once_under_the_package(wheel: zipfile.ZipFile) -> None:
     names = wheel.namelist()
     assert len(names) == len(set(names))
     expected = {
@@ -81,7 +81,7 @@ def test_holds_the_derived_model_and_not_its_source(wheel: zipfile.ZipFile, tmp_
     assert sum(int(tensor.n_elements) for tensor in reader.tensors) == 5_770_496
 
 
-def test_metadata(wheel: zipfile.ZipFile) -> None:
+def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
     folder = next(name.split("/")[0] for name in wheel.namelist() if ".dist-info/" in name)
     metadata = Parser().parsestr(wheel.read(f"{folder}/METADATA").decode())
     assert metadata["Name"] == "localgen"
