@@ -1,4 +1,4 @@
-"""`localgen serve` over TCP with real engines, as clients of other makers meet it."""
+"""`localgen serve` over TCP with real engines, for foreign clients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RealServer:
 
 @contextmanager
 def real_server(*arguments: str, **environment: str) -> Iterator[RealServer]:
-    """A server that has started. arguments, environment: besides those that every test needs."""
+    """Start a server. arguments, environment: in addition to those that every test needs."""
     with short_folder() as folder:
         settings = settings_in(folder)
         settings.create_dirs()

@@ -1,4 +1,4 @@
-"""A real server on TCP over fake engines, as clients from elsewhere meet it."""
+"""A real server over TCP with fake engines, as remote clients use it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def free_port() -> int:
 
 
 class TcpServer:
-    """A server on TCP with a fake model that has a name."""
+    """A server over TCP with a named fake model."""
 
     def __init__(self, built: ServerHarness, port: int) -> None:
         self.harness, self.port = built, port
@@ -37,7 +37,7 @@ class TcpServer:
         return socket.create_connection(("127.0.0.1", self.port), timeout=wait_s)
 
     def raw(self, said: bytes, *, wait_s: float = 5.0) -> bytes:
-        """What the server answers until it closes the connection."""
+        """The bytes that the server sends until it closes the connection."""
         with self.connect(wait_s) as sock:
             sock.sendall(said)
             answer = b""
@@ -62,7 +62,7 @@ def tcp_server(**access: object) -> Iterator[TcpServer]:
 
 
 def code(reply: httpx.Response) -> str:
-    """The code of a refusal."""
+    """The error code of a rejected request."""
     error: dict[str, str] = reply.json()["error"]
     assert error["message"]
     return error["code"]

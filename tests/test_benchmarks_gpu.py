@@ -1,4 +1,4 @@
-"""benchmarks.gpu runs on the CPU at toy size, and its checks fail where a kernel is wrong."""
+"""benchmarks.gpu runs on the CPU at a small size, and its checks fail if a kernel is wrong."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _no_decoders(device: Device, seed: int) -> Iterator[Check]:
 
 
 def _checked(tmp_path: Path) -> tuple[int, list[str]]:
-    """Return the exit status of a run of the checks alone, and the names of failed checks."""
+    """Run the checks alone; returns the exit status and the names of failed checks."""
     output = tmp_path / "checks.json"
     status = gpu.main(["--quick", "--seed", "1", "--only", "checks", "--output", str(output)])
     checks = json.loads(output.read_text())["checks"]

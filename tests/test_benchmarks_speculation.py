@@ -1,4 +1,4 @@
-"""The benchmark of drafts runs, and drafts leave the text as it is."""
+"""The benchmark of drafts runs, and drafts do not change the text."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def session(tmp_path: Path) -> ChatSession:
 
 
 def obey(session: ChatSession, line: str) -> str:
-    """What a command says."""
+    """The output of a command."""
     outcome = commands.run_command(session, line, lambda _: None)
     assert isinstance(outcome, commands.CommandOutput)
     return outcome.text
@@ -334,7 +334,7 @@ def test_a_session_kept_its_larger_context(session: ChatSession) -> None:
 
 
 def _loaded_ctx(session: ChatSession) -> int | None:
-    """The context that the next prompt loads the model with."""
+    """The context with which the next prompt loads the model."""
     before = session.model_info
     session.ensure_loaded(lambda _: None)
     session.model_info = before
@@ -346,7 +346,7 @@ def _loaded_ctx(session: ChatSession) -> int | None:
 
 
 class Vanishing(ChatSession):
-    """Another thread resets the model and the last completion right after each is read."""
+    """A session whose model and last completion another thread resets right after each read."""
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)

@@ -1,4 +1,4 @@
-"""Conversations are values: what undo, fork, save and load do to them."""
+"""Conversations are values: undo, fork, save and load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store of sessions: what is kept, who may change it, and what damage does."""
+"""The session store: what is stored, who may change it, and how damage is handled."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class Program:
-    """One of those that share the file."""
+    """One of the programs that share the file."""
 
     def __init__(self, folder: Path) -> None:
         self.writer = WriterLock(folder / "writers")
@@ -46,7 +46,7 @@ class Program:
         self.writer.close()
 
     def die(self) -> None:
-        """As if killed: nothing is written any more, the lock is lost."""
+        """As if killed: nothing more is written, the lock is lost."""
         self.sessions.close()
         self.writer._lock_file.close()
 
@@ -73,7 +73,7 @@ def some_turn(rng: random.Random) -> Turn:
 
 
 def some_kept(rng: random.Random, kept: SessionRecord) -> SessionRecord:
-    """The same session with other contents."""
+    """The same session with random other contents."""
     turns = list(kept.conversation.turns)[: rng.randint(0, 5)]
     turns += [some_turn(rng) for _ in range(rng.randint(0, 3))]
     system = rng.choice((None, "be brief", "über"))
@@ -184,7 +184,7 @@ def test_killed_process_keeps_all_committed_tokens(tmp_path: Path) -> None:
     process.wait()
     after = Program(tmp_path)
     (turn,) = after.sessions.read(after.sessions.list_sessions()[0].id).conversation.turns
-    # what was told as written is there; one more may have been
+    # all reported tokens are there, and perhaps one more
     assert len(turn.answer) - told[-1] in (0, 1)
     assert turn.summary == INTERRUPTED_SUMMARY
     after.leave()
@@ -324,7 +324,7 @@ def test_a_full_disk_loses_nothing(one: Program, tmp_path: Path) -> None:
     kept = one.sessions.begin_turn(one.sessions.create(NEW), "q")
     one.sessions.update_turn(kept, Turn("q", "half"))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # a file that may not grow fails as a full disk does, without the signal
+    # a file size limit without its signal fails as a full disk does
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     largest = max(path.stat().st_size for path in tmp_path.glob("chats.db*"))
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest + 4096, limits[1]))

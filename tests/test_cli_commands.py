@@ -1,4 +1,4 @@
-"""The commands that list and stop, help, and what all commands share."""
+"""The commands `ps`, `list` and `stop`, help, and options that all commands share."""
 
 from __future__ import annotations
 

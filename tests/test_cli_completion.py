@@ -1,4 +1,4 @@
-"""Completion as shells ask for it: through the environment, of the real command line."""
+"""Completion as shells request it: through the environment, with the real command line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEAVY = ("httpx", "huggingface_hub", "rich", "pydantic", "torch", "fastapi", "ms
 
 
 def add_files(cache: Path, repo: str, *files: str) -> None:
-    """Files of a repository, as the library lays them out."""
+    """Write files of a repository in huggingface_hub's layout."""
     root = cache / f"models--{repo.replace('/', '--')}"
     snapshot = root / "snapshots" / ("1" * 40)
     snapshot.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ class Desk:
         return done.stdout
 
     def bash(self, *words: str) -> list[str]:
-        """What bash gets; words: as it takes the line apart, the last one unfinished."""
+        """Completions for bash; words: as bash splits the line, the last one unfinished."""
         return self.ask(
             {
                 "_LOCALGEN_COMPLETE": "complete_bash",
@@ -105,7 +105,7 @@ def test_command_names_are_completed(desk: Desk) -> None:
         (["show", "LLAMA-8"], ["LLAMA-8b"]),
         (["rm", ""], ["work", "acme/Chat-GGUF:Q8_0"]),
         (["serve", "ti"], ["tiny"]),
-        # bash takes a name apart at its colon and puts in only what follows
+        # bash splits a name at its colon and inserts only what follows
         (["pull", "llama-8b", ":", "q"], ["q4_K_M", "q8_0"]),
         (["pull", "llama-8b", ":"], ["auto", "Q4_K_M"]),
         (["run", "acme/Chat-GGUF", ":", "q8"], ["q8_0"]),
@@ -138,7 +138,7 @@ def test_rm_and_stop_complete_only_what_they_can_act_on(desk: Desk) -> None:
         (["chat", "tiny", "-fa", "o"], ["on", "off"]),
         (["run", "-ctk", "q8"], ["q8_0"]),
         (["run", "--cache-type-v", "i"], ["iq4_nl", "int8"]),
-        # a value that is no number yet does not disturb the others
+        # an invalid value of another option does not matter
         (["run", "-c", "many", "--device", "cuda", ":", ""], ["0"]),
         (["serve", "--log-format", ""], ["text", "json"]),
         (["completion", ""], ["bash", "zsh", "fish"]),
@@ -249,7 +249,7 @@ def test_names_with_shell_metacharacters_are_not_offered(desk: Desk) -> None:
 
 
 def scripted(desk: Desk, shell: str, *arguments: str) -> str:
-    """What a real shell prints that runs the script of `localgen completion`."""
+    """Output of a real shell that runs the script of `localgen completion`."""
     found = shutil.which(shell)
     if found is None:
         pytest.skip(f"there is no {shell} here")

@@ -1,4 +1,4 @@
-"""What doctor finds, and what it makes of it."""
+"""`localgen doctor`: findings, and the remedy of each."""
 
 from __future__ import annotations
 

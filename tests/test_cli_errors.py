@@ -1,4 +1,4 @@
-"""Errors and early ends of commands: one line, a status, and never a traceback."""
+"""Errors and interruptions of commands: one line, an exit status, never a traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`localgen logs`: the last lines, new ones, and where they are."""
+"""`localgen logs`: the last lines, new lines, and the path of the log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors name an option by its flag or its variable, and misspelt variables are noticed."""
+"""Errors name an option by its flag or variable, and misspelt variables are noticed."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from localgen.cli import options as declared
 from localgen.cli.options import takes_model_options
 from localgen.config import BadSetting
 
-# nothing on a terminal shows log probabilities; a cap per request is the context
+# not shown on a terminal; limited per request by the context
 NOT_ON_THE_COMMAND_LINE = {"logprobs"}
 CTX_OF_A_LOAD = {"ctx"}
 

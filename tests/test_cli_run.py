@@ -1,4 +1,4 @@
-"""`run`, and `chat` of piped input: prompts, answers, output."""
+"""`run`, and `chat` with piped input: prompts, answers, output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client against real servers: starting them, sharing them, losing them."""
+"""The client with real servers: starting, sharing and losing them."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_exited_server_is_restarted(served: ServerHarness) -> None:
 
 @pytest.mark.parametrize("how", ["shutting down", "closes"])
 def test_exiting_server_is_replaced(served: ServerHarness, how: str) -> None:
-    """It still accepts, then refuses or closes without an answer, as when it was idle too long."""
+    """An exiting server still accepts connections, then rejects or closes them."""
     path = served.settings.socket_path
     body = json.dumps(
         {"error": {"code": "server_unavailable", "message": "the server leaves", "param": None}}

@@ -1,4 +1,4 @@
-"""Another thread ends what a client waits for."""
+"""Another thread aborts a client's call."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def server() -> Iterator[PlainServer]:
 
 
 def cut_during(client: ModelClient, call: Callable[[], object], when: Callable[[], object]) -> None:
-    """Cut the client while the call waits. The call has to end with an error."""
+    """Abort the client once `when` holds during the call, which must end with an error."""
     failures: list[Exception] = []
 
     def run() -> None:
@@ -65,7 +65,7 @@ def test_abort_during_an_answer(served: ServerHarness) -> None:
     cut_during(client, lambda: list(events), lambda: True)
     watching = served.client()
     wait_until(lambda: watching.running_models()[0].active_requests == 0, timeout_s=2)
-    # a client that was cut asks nothing any more
+    # an aborted client sends nothing more
     with pytest.raises(ServerUnavailable):
         list(client.chat(model, ASKED, SamplingParams()))
     assert watching.running_models()[0].active_requests == 0

@@ -1,4 +1,4 @@
-"""Other servers' pages of figures: what they name, what they leave out, what is none."""
+"""Prometheus pages of other servers: names, missing metrics, pages that are not metrics."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def only(found: ServerSnapshot) -> ModelSnapshot:
 
 
 def vllm(ttft_s: tuple[float, ...] = (), engines: tuple[str, ...] = ("0",)) -> str:
-    """A page as vLLM's own library writes it."""
+    """A page written with vLLM's own library."""
     registry = CollectorRegistry()
     labels = ("model_name", "engine")
     running = Gauge("vllm:num_requests_running", "R", labels, registry=registry)

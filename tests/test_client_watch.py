@@ -1,4 +1,4 @@
-"""Watching servers: our own on its socket, others at a URL, and what is none."""
+"""Watching servers: the own one on its socket, others at a URL, and URLs that are not servers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from localgen.hub.hf_client import AccessDenied
 
 @contextmanager
 def pages(**paths: tuple[int, str, str]) -> Iterator[str]:
-    """A server with these pages: status, type, text by the path with / as _. Its URL."""
+    """Serve these pages, (status, type, text) by path with / as _; yields the URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -69,7 +69,7 @@ def test_own_server_is_watched_on_its_socket(served: ServerHarness) -> None:
     assert found.server_type == "localgen"
     assert found.models[0].name == "echo"
     assert found.models[0].state == "loaded"
-    # it is asked for in a thread: not in the first one
+    # measured in a thread, so not in the first snapshot
     machine = next(each.machine for each in seen if each.machine is not None)
     assert machine.ram_bytes is not None
     assert machine.ram_free_bytes is not None

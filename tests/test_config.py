@@ -1,4 +1,4 @@
-"""Settings and folders."""
+"""Server settings and their folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention kernels in Triton's interpreter against their twin in float64."""
+"""Attention kernels in Triton's interpreter equal their reference in float64."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Inputs:
 
 
 def made(case: Case, seed: int) -> Inputs:
-    """Random inputs; what lies beyond the sequences is poison, and so are unused table entries."""
+    """Random inputs; cache beyond the sequences and unused table entries are poisoned."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -115,7 +115,7 @@ def poisoned(*shape: int | tuple[int, ...], **kind: object) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What kernels are given to fill holds no numbers."""
+    """Fill the kernels' output tensors with NaN."""
     monkeypatch.setattr(torch, "empty", poisoned)
     monkeypatch.setattr(
         torch, "empty_like", lambda like: torch.full(like.shape, torch.nan, dtype=like.dtype)
@@ -202,7 +202,7 @@ def test_half_precision_equals_the_reference(rows: int) -> None:
 
 @pytest.mark.parametrize("splits", [1, 2, 8, 64])
 def test_any_number_of_splits(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many more than there are blocks: most of them see nothing."""
+    """Many more splits than blocks: most of them get no tokens."""
 
     def cut(**numbers: Any) -> SplitKVPlan:
         return replace(plan_split_kv(**numbers), num_splits=splits)
@@ -212,7 +212,7 @@ def test_any_number_of_splits(splits: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_padding_rows_of_a_captured_step_are_not_written() -> None:
-    """Sequences without rows and tokens; rows that belong to nobody are not touched."""
+    """Padding sequences without rows and tokens; padding rows are not written."""
     case = Case(((1, 40), (1, 7)))
     inputs = made(case, 1)
     ragged = inputs.ragged

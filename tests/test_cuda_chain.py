@@ -1,4 +1,4 @@
-"""Kernels of a layer's chain equal their float64 twins: norm, rotary positions, gate."""
+"""Kernels of a layer's chain equal their float64 references: norm, rotary positions, gate."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PAGE_TOKENS = 16
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New tensors are full of NaN, so that what a kernel does not write shows."""
+    """Fill new tensors with NaN, so that unwritten elements show."""
 
     def poisoned(make: Any) -> Any:
         return lambda *a, **k: make(*a, **k).fill_(math.nan)
@@ -128,7 +128,7 @@ def test_gate_of_large_inputs_equals_the_reference(kind: Literal["silu", "gelu_t
 
 
 def cache_of(dtype: torch.dtype, kv_heads: int, size: int, pages: int = 6) -> LayerKV:
-    """A poisoned one."""
+    """A cache filled with NaN."""
     cache = LayerKV.zeros((pages, kv_heads, PAGE_TOKENS, size), device="cpu", dtype=dtype)
     for tensor in cache.tensors:
         tensor.copy_(torch.full(tensor.shape, 100.0))
@@ -196,7 +196,7 @@ def test_rope_equals_the_reference(
     same(queries, expected)
     same(ours.keys, exact.keys, LIMIT[dtype])
     same(ours.values, exact.values, LIMIT[dtype])
-    # what was not to be written was not
+    # nothing else was written
     stored = torch.zeros(6 * PAGE_TOKENS, dtype=torch.bool)
     stored[slots[slots >= 0]] = True
     untouched = ours.keys.transpose(1, 2).flatten(0, 1)[~stored]
@@ -239,7 +239,7 @@ def test_rope_into_int8(
 
 @pytest.mark.parametrize(SHAPE, SHAPES)
 def test_rope_into_float8(rows: int, heads: int, kv_heads: int, size: int, rotated: int) -> None:
-    """Of values that fit: how others are rounded is the hardware's, and the interpreter errs."""
+    """Only values that fit: rounding of others is up to the hardware; the interpreter is wrong."""
     generator = torch.Generator().manual_seed(rows)
     codes = torch.randint(0, 127, (rows, heads + 2 * kv_heads, size), generator=generator)
     codes += 128 * torch.randint(0, 2, codes.shape, generator=generator)
@@ -280,7 +280,7 @@ def test_a_head_of_zeros_in_eight_bits() -> None:
 
 
 def test_halves_round_to_even_in_int8() -> None:
-    """As torch rounds: a kernel that rounded halves up would store other values."""
+    """As torch rounds: rounding halves up would store other values."""
     values = torch.zeros(64)
     values[:6] = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5])
     qkv = torch.cat([torch.zeros(128), values])[None]

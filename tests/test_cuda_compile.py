@@ -1,4 +1,4 @@
-"""Every kernel in every shipped configuration compiles for every GPU it is for."""
+"""Every kernel in every shipped configuration compiles for every GPU it supports."""
 
 from __future__ import annotations
 

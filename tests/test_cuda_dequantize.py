@@ -1,4 +1,4 @@
-"""Checkpoints whose weights are widened as they are read, against their dequantized twins."""
+"""Checkpoints that are dequantized on load equal the same models in float."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ RECIPES = {
 
 
 def rounded(weight: torch.Tensor, recipe: Recipe) -> QuantizedWeight:
-    """Digits that stand for some other weight: what counts is that all readers agree on it."""
+    """Random codes: any will do, as long as all readers agree on the weight."""
     outs, ins = weight.shape
     if not recipe.has_groups:
         dtype = torch.float8_e4m3fn if recipe.method == "fp8" else torch.int8
@@ -60,12 +60,12 @@ def rounded(weight: torch.Tensor, recipe: Recipe) -> QuantizedWeight:
 
 
 def both(name: str, recipe: Recipe, folder: Path) -> tuple[Path, Path]:
-    """A random model quantized, and the same with the weights that its digits stand for."""
+    """A random model quantized, and the same model with the dequantized weights."""
     packed, plain = folder / "packed", folder / "plain"
     for path in (packed, plain):
         path.mkdir(parents=True)
         model = make(name, path)
-    # as public files have them: an expert at a time
+    # one tensor per expert, as in published files
     quantized, dense = {}, {}
     for key, tensor in split(model.state_dict()).items():
         linear = key.removesuffix(".weight")
@@ -102,7 +102,7 @@ def split(state: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Widths that 3 bits can be packed in."""
+    """Sizes that 3-bit packing divides."""
     import cuda_configs
 
     monkeypatch.setitem(cuda_configs.SIZES, "intermediate_size", 96)

@@ -1,4 +1,4 @@
-"""A draft model beside another on localgen's own engine, on the CPU."""
+"""A draft model beside a target model in the CUDA runner, on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Vectors of the CUDA runner, on CPU tensors: means of transformers' last hidden states."""
+"""Embeddings of the CUDA runner, on the CPU: means of transformers' last hidden states."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ POOLINGS = {
 
 
 class Loaded:
-    """A random model of transformers, and ours."""
+    """A random transformers model, and the same in our decoder."""
 
     def __init__(self, name: str, folder: Path, pooler: Pooler | None = None) -> None:
         self.theirs = make(name, folder)
@@ -115,7 +115,7 @@ def test_inputs_larger_than_the_pool_raise_no_room(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("as_on_gpu", [False, True])
 def test_vectors_and_answers_do_not_affect_each_other(as_on_gpu: bool) -> None:
-    """Sequences with steps ahead of them, in a pool so small that there is a fight for it."""
+    """Sequences with run-ahead steps, in a pool too small for all requests."""
     chats = questions(6)
     greedy = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
     bench = CudaBench(as_on_gpu=as_on_gpu, ctx=160, kv_tokens=600)

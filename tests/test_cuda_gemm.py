@@ -1,4 +1,4 @@
-"""Kernels of products with weights, plain, int4 and FP8, equal their float64 twins."""
+"""GEMM kernels for plain, int4 and FP8 weights equal their float64 references."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIMIT = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 1e-3, torch.b
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New tensors are full of NaN, so that what a kernel does not write shows."""
+    """Fill new tensors with NaN, so that unwritten elements show."""
     make = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: make(*a, **k).fill_(math.nan))
 
@@ -59,7 +59,7 @@ def test_dense_product_equals_the_reference(
 
 @pytest.mark.parametrize("rows", [1, 3, 11, 35])
 def test_the_tiles_of_many_outputs(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On fewer outputs, for the sake of time."""
+    """With fewer outputs than real models have, to save time."""
     thin, one = dense.choose_skinny_gemm_tile(rows, 28672, 2), dense.choose_gemv_tile(592, 28672)
     assert (thin, one) != (
         dense.choose_skinny_gemm_tile(rows, 70, 2),
@@ -100,7 +100,7 @@ def test_every_number_of_rows() -> None:
 
 
 def test_a_row_of_nan_harms_no_other() -> None:
-    """Nothing of the next row comes in where inputs are not a multiple of a step."""
+    """The next row does not leak in where the inputs are no multiple of a block."""
     x, weight = drawn(1, 3, 144), drawn(2, 20, 144)
     x[1] = math.nan
     ours = dense.matmul_triton(x, weight)
@@ -256,6 +256,6 @@ def exact_of(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def wide(*tensors: Tensor | None) -> Any:
-    """Floats of 16 and 32 bits as float64; scales of float32, which twins widen, as they are."""
+    """Floats of 16 and 32 bits as float64; float32 scales, which references convert, unchanged."""
     floats = (torch.float32, torch.float16, torch.bfloat16)
     return [t.double() if t is not None and t.dtype in floats else t for t in tensors]

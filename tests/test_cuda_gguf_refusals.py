@@ -1,4 +1,4 @@
-"""GGUF files that are damaged or of another kind are refused, in one line that names the file."""
+"""Damaged and unsupported GGUF files are rejected in one line that names the file."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_experts_in_an_unsupported_architecture_are_rejected(tmp_path: Path) -> 
 
 
 def damaged(folder: Path, path: Path, damage: Callable[[bytearray, Any], object]) -> str:
-    """Why the file is refused after `damage` to its bytes, given the reader of the whole one."""
+    """Why the file is rejected after `damage` to its bytes, given a reader of the whole one."""
     content = bytearray(write_gguf(folder, path).read_bytes())
     damage(content, gguf.GGUFReader(path))
     path.write_bytes(content)
@@ -108,7 +108,7 @@ def damaged(folder: Path, path: Path, damage: Callable[[bytearray, Any], object]
 
 
 def tensor_type(content: bytearray, reader: Any, kind: int) -> None:
-    """Say of the first quarter of the norms that they are of another type."""
+    """Overwrite the type of the tensor blk.0.attn_norm.weight."""
     field = next(t.field for t in reader.tensors if t.name == "blk.0.attn_norm.weight")
     at = field.offset + sum(part.nbytes for part in field.parts[:4])
     content[at : at + 4] = struct.pack("<I", kind)
@@ -148,7 +148,7 @@ def test_strings_that_are_not_utf8_are_rejected(folder: Path, tmp_path: Path) ->
 
 
 def test_damaged_headers_load_or_are_rejected(folder: Path, tmp_path: Path) -> None:
-    """Bytes of the header changed or gone: it loads, or it is refused as above."""
+    """Header bytes changed or removed: the file loads, or is rejected as above."""
     path = tmp_path / "m.gguf"
     words = ["one", "two", "three", "four"]
     write_gguf(folder, path, changes={"tokenizer.ggml.tokens": words})

@@ -1,4 +1,4 @@
-"""Options, sizes and shortages of the CUDA runner."""
+"""Options, sizes and memory shortages of the CUDA runner."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_a_pool_that_the_driver_refuses_becomes_smaller(monkeypatch: pytest.Monk
             raise torch.OutOfMemoryError
         return zeros(spec, pages, **more)  # type: ignore[arg-type]
 
-    # so little is free that the pool is what fits
+    # so little memory is free that it limits the pool
     monkeypatch.setattr(sizing, "device_free_bytes", lambda *_: 30 * 10**6)
     monkeypatch.setattr(KVCache, "zeros", twice_too_large)
     info = loaded().info

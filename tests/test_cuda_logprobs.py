@@ -1,4 +1,4 @@
-"""Log probabilities of a step: what was asked of them, of which row, and nothing more."""
+"""Log probabilities of a step: those requested, of the right rows, and no others."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_logprobs_are_of_the_requested_rows_only() -> None:
     tokens = torch.tensor([5, 17, 250, 3, 0, 299])
     said = step_logprobs(chunks, logits, tokens, 10)
     assert said is not None
-    # the host gets a number for the token, and two for each of the most that anyone asked for
+    # the host gets a number for the token, and two for each of the largest count requested
     assert said.values.shape == (5, 1 + 2 * 4)
     exact = log_softmax(logits.double().numpy(), axis=1)
     assert said.for_row(10, 5, named) is None
@@ -69,7 +69,7 @@ def test_no_logprobs_without_a_request() -> None:
 
 
 def test_beside_a_step_that_was_launched_ahead() -> None:
-    """Rows of a newcomer come after those that were computed ahead."""
+    """Rows of a new sequence come after those computed ahead."""
     wanted = replace(PLAIN, logprobs=2)
     alone = CudaBench()
     (expected,) = alone.ask(CHATS[1:2], wanted)

@@ -1,4 +1,4 @@
-"""Kernels of a mixture of experts equal their float64 twin; slots are dealt in order."""
+"""Mixture-of-experts kernels equal their float64 reference; slots are assigned in order."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LIMIT = {torch.float32: 5e-6, torch.float16: 3e-3, torch.bfloat16: 3e-2}
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New tensors are full of NaN, or of numbers no index can be."""
+    """Fill new tensors with NaN, or with integers that are no valid index."""
 
     def poisoned(make: Any) -> Any:
         def fill(*a: Any, **k: Any) -> Tensor:
@@ -49,7 +49,7 @@ def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def chosen(seed: int, rows: int, experts: int, top_k: int) -> ExpertRouting:
-    """Different experts for each row, with a favourite, and shares that do not add up to 1."""
+    """Different experts for each row, one more frequent, with weights that do not add up to 1."""
     logits = drawn(seed, rows, experts)
     logits[:, experts // 2] += 2
     shares, ids = logits.softmax(-1).topk(top_k)
@@ -163,7 +163,7 @@ def test_slots_are_assigned_in_order(slots: int, experts: int) -> None:
 
 
 def test_tiles_suffice_for_any_assignment() -> None:
-    """The host's number of tiles is never less than what experts need."""
+    """The host's number of tiles is never less than the experts need."""
     for slots, experts in ((1, 8), (16, 1), (100, 7), (129, 128), (5000, 8)):
         size = choose_grouped_gemm_tile(slots, experts).slots
         most = slots // size + min(experts, slots)

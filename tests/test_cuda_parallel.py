@@ -1,4 +1,4 @@
-"""Two ranks compute what one does: transformers' logits, whatever the layout of the weights."""
+"""Two ranks give transformers' logits, whatever the layout of the weights."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def follower(client: Client) -> psutil.Process:
 
 
 def runs(process: psutil.Process) -> bool:
-    # who is left without a parent is a zombie until init looks
+    # an orphan stays a zombie until init reaps it
     with contextlib.suppress(psutil.NoSuchProcess):
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     return False
@@ -99,7 +99,7 @@ def test_followers_go_with_their_engine(client: Client) -> None:
 def test_unloaded_means_that_all_are_gone(client: Client) -> None:
     everybody = [engine(client), follower(client)]
     assert client.unload(str(TINY))
-    # a process closes its output, which the server waits for, a moment before it has a status
+    # a process closes its output, which the server waits for, before it has an exit status
     wait_until(lambda: not any(runs(process) for process in everybody), timeout_s=1)
 
 

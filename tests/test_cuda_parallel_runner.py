@@ -1,4 +1,4 @@
-"""The runner over two ranks: the same text as with one, and errors that leave no process behind."""
+"""The runner over two ranks: the same text as with one, and errors leave no process behind."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ParallelBench(LoadedBench):
 
 
 def processes() -> list[int]:
-    """Workers of this process that run."""
+    """Running worker processes of this process."""
     found = []
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.ZombieProcess, psutil.NoSuchProcess):
@@ -62,7 +62,7 @@ def assert_fails(kind: type[LocalgenError], message: str, folder: Path, **option
     assert processes() == before
 
 
-# before `bench`: a process can be in one group of ranks
+# before `bench`: a process can only be in one group of ranks
 def test_a_pool_that_does_not_fit_leaves_no_process() -> None:
     assert_fails(OutOfMemory, "are free on cpu after the weights", TINY, kv_tokens=10**10)
 

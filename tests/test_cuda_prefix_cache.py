@@ -1,4 +1,4 @@
-"""The decoder's logits equal transformers' when pages are shared: prefix hit, preemption."""
+"""The decoder's logits equal transformers' with shared pages: prefix hit, preemption."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from localgen.backends.sampling_params import BASE_SAMPLING
 
 TOLERANCE = 2e-4
 PAGES, MAX_LEN = 20, 512
-# LongRoPE has two tables: transformers' change with the length, ours do not within a load
+# LongRoPE has two tables: transformers switches by length, we choose one at load
 MODELS = [name for name in ARCHITECTURES if name != "phi4 mini"]
 
 
 class DecoderBench:
-    """A random model, ours and theirs, and a pool that is hardly large enough."""
+    """A random model, ours and transformers', and a pool that is hardly large enough."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.theirs = make(name, folder)
@@ -54,7 +54,9 @@ class DecoderBench:
         return seq
 
     def compute(self, *seqs: Sequence) -> None:
-        """All that these owe, in one step; their logits are those of transformers."""
+        """Compute all uncomputed tokens of these sequences in one step; compare with
+        transformers.
+        """
         chunks = []
         for seq in seqs:
             assert self.room.grow(seq, seq.num_uncomputed)
@@ -104,7 +106,7 @@ def test_preempted_sequence_is_recomputed(bench: DecoderBench) -> None:
     other = bench.admit(random_text(seed=6, length=40))
     bench.compute(seq, other)
     bench.room.release(seq, keep=True)
-    # takes nearly all pages, and with them what was kept
+    # takes nearly all pages, those of the cached prefix included
     large = bench.admit(random_text(seed=7, length=PAGE_TOKENS * (PAGES - 5)))
     bench.compute(large)
     bench.room.release(large, keep=False)

@@ -1,4 +1,4 @@
-"""Quantized checkpoints: AutoAWQ, GPTQ and FP8, written digit by digit after their definitions."""
+"""Quantized checkpoints: AutoAWQ, GPTQ and FP8, written value by value from their definitions."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def scales_of(*shape: int) -> Tensor:
 
 
 def awq(ins: int, outs: int) -> tuple[State, Tensor]:
-    """The tensors of a linear as AutoAWQ's GEMM layout has them, and its weight [out, in]."""
+    """The tensors of a linear in AutoAWQ's GEMM layout, and its weight [out, in]."""
     digits, zeros = random_digits(ins, outs), random_digits(ins // GROUP, outs)
     scales, order = scales_of(ins // GROUP, outs), (0, 2, 4, 6, 1, 3, 5, 7)
     group = torch.arange(ins) // GROUP
@@ -59,7 +59,7 @@ def awq(ins: int, outs: int) -> tuple[State, Tensor]:
 def gptq(
     ins: int, outs: int, *, offset: int = 1, g_idx: Tensor | None = None, group: int = GROUP
 ) -> tuple[State, Tensor]:
-    """As awq, in GPTQ's layout. offset: what is taken off zeros where they are stored."""
+    """As awq, in GPTQ's layout. offset: subtracted from stored zeros."""
     digits, zeros = random_digits(ins, outs), random_digits(ins // group, outs)
     scales = scales_of(ins // group, outs)
     groups = torch.arange(ins) // group if g_idx is None else g_idx
@@ -83,7 +83,7 @@ Quantize = Callable[[int, int], tuple[State, Tensor]]
 
 
 def quantized(folder: Path, quantize: Quantize, **quantization: Any) -> State:
-    """A Llama folder whose linears are those of `quantize`; gives their weights [out, in]."""
+    """A Llama folder with the linears of `quantize`; returns their weights [out, in]."""
     model = make("llama", folder)
     edit(folder / "config.json", quantization_config=quantization)
     tensors: State = {}
@@ -100,7 +100,7 @@ def quantized(folder: Path, quantize: Quantize, **quantization: Any) -> State:
 
 
 def assert_computes(linear: Linear | None, *weights: Tensor) -> None:
-    """The linear multiplies by these weights, one below the other."""
+    """Assert that the linear multiplies by these weights, concatenated by outputs."""
     assert linear is not None
     weight = torch.cat(weights)
     assert (linear.out_features, linear.in_features) == weight.shape
@@ -203,7 +203,7 @@ def test_fp8_weights_are_read(per_row: bool, tmp_path: Path) -> None:
 
 
 def test_unquantized_linears_and_extra_biases_are_read(tmp_path: Path) -> None:
-    """Files leave out some linears, and GPTQ tools write biases where the model has none."""
+    """Files leave some linears unquantized; GPTQ tools write biases where the model has none."""
     expected = quantized(tmp_path, awq, quant_method="awq", bits=4, group_size=GROUP)
     path, at = tmp_path / "model.safetensors", "model.layers.1.self_attn."
     tensors = load_file(path)

@@ -1,4 +1,4 @@
-"""Drafts that were drawn: the verifying kernels against their twin, and what comes out of it."""
+"""Sampled drafts: kernels of verification equal their reference, and the resulting distribution."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"presence_penalty": 1.5, "repeat_last_n": 64},
     {"logit_bias": {0: 3.0, 1: -math.inf}},
 ]
-# numpy, which the interpreter computes with, warns where whole numbers wrap and where exp is 0
+# the interpreter computes in numpy, which warns of integer overflow and underflow of exp
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
@@ -41,7 +41,7 @@ def normal(seed: int, *shape: int, spread: float = 2.0) -> Tensor:
 
 
 def asked(seed: int) -> list[SamplingRow]:
-    """A row for every setting."""
+    """One row for each setting."""
     return [
         SamplingRow(replace(OFF, seed=100 * seed + i, **setting), (1, 2, 3))
         for i, setting in enumerate(SETTINGS)
@@ -49,7 +49,7 @@ def asked(seed: int) -> list[SamplingRow]:
 
 
 def with_drafts(rows: Sequence[SamplingRow], logits: Tensor) -> list[SamplingRow]:
-    """Each with a draft that was drawn from these logits, by noise of its own."""
+    """Rows with a draft sampled from these logits, with independent noise."""
     own = [replace(row, params=replace(row.params, seed=~row.params.seed)) for row in rows]  # type: ignore[operator]
     tokens, q = sample_with_probs(logits, own, range(len(rows)))
     return [
@@ -152,7 +152,7 @@ def test_all_tokens_banned_gives_token_0(monkeypatch: pytest.MonkeyPatch, by_ker
 def test_draft_model_with_another_vocabulary_padding(
     monkeypatch: pytest.MonkeyPatch, by_kernel: bool, padded: int
 ) -> None:
-    """Its probabilities are of a smaller or larger vocabulary; two may be in one step."""
+    """Its probabilities cover a smaller or larger vocabulary; two may be in one step."""
     if by_kernel:
         by_kernels(monkeypatch)
     logits = normal(1, 2, 300)
@@ -202,7 +202,7 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
 def test_tokens_follow_the_target_and_as_many_drafts_are_kept_as_can_be(
     apart: float, setting: dict[str, Any]
 ) -> None:
-    """What two distributions have in common is what is kept (Leviathan et al. 2023)."""
+    """The acceptance rate is the overlap of both distributions (Leviathan et al. 2023)."""
     vocab, count = 40, 20_000
     logits = normal(1, 1, vocab)
     others = logits + normal(2, 1, vocab, spread=apart)

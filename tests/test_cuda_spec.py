@@ -1,4 +1,4 @@
-"""config.json to ModelSpec: equal to what transformers makes of it, or one clear line."""
+"""config.json to ModelSpec: equal to transformers' reading of it, or a one-line error."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, 
 
 
 def as_transformers_writes(folder: Path) -> Path:
-    """The same config.json, once through transformers: newer fields, older ones gone."""
+    """The same config.json rewritten by transformers: newer fields, older ones gone."""
     target = folder / "rewritten"
     transformers.AutoConfig.from_pretrained(folder).save_pretrained(target)
     return target

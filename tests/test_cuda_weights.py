@@ -1,4 +1,4 @@
-"""Weights from plain checkpoints of every architecture, from damaged ones, and made up."""
+"""Weights from plain checkpoints of every architecture, damaged checkpoints, and random weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from localgen.backends.cuda.model.linear import DenseLinear, Linear
 from localgen.backends.cuda.model.weights import DecoderWeights, LayerWeights, random_weights
 from localgen.backends.formats.hf.config import read_hf_config
 
-# one of each architecture, and those whose tensors differ
+# one per architecture, and variants with other tensors
 MODELS = [
     "llama",
     "llama biases",

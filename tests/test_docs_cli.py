@@ -1,4 +1,4 @@
-"""docs/cli.md says what the commands say."""
+"""docs/cli.md is up to date with the commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/grafana.json can be imported, and asks for what /metrics has."""
+"""docs/grafana.json can be imported and queries metrics that /metrics has."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def expressions() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def exported() -> dict[str, set[str]]:
-    """The labels of each sample that a server exports."""
+    """Labels of each metric that a server exports."""
     found: dict[str, set[str]] = {}
     with server_harness() as served:
         served.start()

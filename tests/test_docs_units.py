@@ -38,7 +38,7 @@ def plist() -> dict[str, Any]:
 
 
 def served(words: list[str]) -> dict[str, Any]:
-    """What `localgen serve` understands of a command line. Fails where it would."""
+    """Parameters of a `localgen serve` command line. Raises if it would be rejected."""
     program, name, *arguments = words
     assert program.endswith("/localgen")
     command = load_command(name)

@@ -1,4 +1,4 @@
-"""The rate of a download, at given times."""
+"""The rate of a download at given times."""
 
 from __future__ import annotations
 

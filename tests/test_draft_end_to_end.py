@@ -1,4 +1,4 @@
-"""A draft model as a user asks for one: real commands, server and engines of both kinds."""
+"""A draft model with real commands, server and engines of both backends."""
 
 from __future__ import annotations
 

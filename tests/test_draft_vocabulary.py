@@ -1,4 +1,4 @@
-"""Which models speak of the same tokens."""
+"""Which models have the same vocabulary."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from localgen.backends.errors import InvalidRequest
 
 @dataclass(frozen=True)
 class Words:
-    """A vocabulary. first: what is put before every text."""
+    """A vocabulary. first: the begin-of-sequence token."""
 
     words: tuple[str, ...]
     eos: str = "end"

@@ -1,4 +1,4 @@
-"""Other servers from the command line: names for them, `--url`, and what does not go with it."""
+"""Other servers from the command line: their names, `--url`, and options that do not apply."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Vectors beside answers: right, whole and in turn, and nobody's stream breaks."""
+"""Embeddings computed between decode steps: correct, complete, fair, and answers continue."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from localgen.backends.types import Embedded, EmbedRequest, Failed, StepEvents
 
 
 class VectorLog(Log):
-    """Also what was said of vectors."""
+    """Log that also keeps the events of embeddings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ def _answer(prompt: str, count: int) -> list[int]:
 
 
 class SlowRunner(FakeRunner):
-    """Takes a millisecond for each token of a text."""
+    """Takes a millisecond per token of a text."""
 
     def embed(
         self, inputs: list[list[int]], max_tokens: Callable[[], int]
@@ -162,7 +162,7 @@ def test_beside_answers_a_slice_takes_half_of_the_target() -> None:
     cut = [sum(map(len, part)) for part in runner.slices]
     beside = [size for size in cut[3:] if size < 512]
     assert beside, cut
-    # 50 ms are 50 tokens here; sleeping takes a little longer than asked
+    # 50 ms are 50 tokens here; sleep() takes slightly longer
     assert all(16 <= size <= 50 for size in beside[:-1]), cut
 
 
@@ -243,7 +243,7 @@ def test_every_request_ends_once_under_random_cancels_from_other_threads() -> No
 
 
 class CrowdedRunner(FakeRunner):
-    """Has room for one text at a time, and none while anybody runs."""
+    """Has room for one text at a time, and none while an answer runs."""
 
     refusals = 0
 

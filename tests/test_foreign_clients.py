@@ -1,4 +1,4 @@
-"""Programs that others wrote, talking to the real server: OpenAI's library, llm, curl."""
+"""Third-party programs with the real server: OpenAI's library, llm, curl."""
 
 from __future__ import annotations
 

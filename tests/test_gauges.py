@@ -1,4 +1,4 @@
-"""Figures, bars, plots, and readings made of snapshots."""
+"""Formatted numbers, bars, plots, and samples made from snapshots."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_parts_of_a_stacked_bar(parts: list[float], width: int) -> None:
     assert pieces[-1].strip(BAR_EMPTY) == ""
     for at, (part, piece, fill) in enumerate(zip(parts, pieces, BAR_FILLS, strict=False)):
         assert piece == fill * len(piece)
-        # whatever is there is seen, unless those before it have taken all the room
+        # every part shows, unless the parts before it take all the room
         assert part == 0 or piece or sum(map(len, pieces[:at])) == width
 
 

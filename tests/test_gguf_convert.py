@@ -1,4 +1,4 @@
-"""The converter: what it writes is what Hugging Face and llama.cpp read; bad input is explained."""
+"""The converter's output is what Hugging Face and llama.cpp read; bad input is explained."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_converted_model_answers_a_sum(
 def test_greedy_answers_are_those_of_the_trained_model(
     tiny: Path, open_model: Callable[..., LlamaFile]
 ) -> None:
-    """A wrong permutation or rotary layout leaves single words right but not most answers."""
+    """A wrong permutation or rotary layout still gets single words right, but not most answers."""
     model = open_model(tiny)
     lines = (DATA / "questions.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
@@ -212,7 +212,7 @@ def test_progress_ends_with_everything(tmp_path: Path) -> None:
 
 
 def test_the_built_in_model_is_derived_without_torch() -> None:
-    """A build has nothing but numpy and gguf."""
+    """A build has only numpy and gguf."""
     program = (
         "import sys; import localgen.quant.gguf.convert; "
         "print({'torch', 'msgspec'} & set(sys.modules))"

@@ -1,4 +1,4 @@
-"""The converter explains folders it cannot convert, and leaves nothing behind."""
+"""The converter explains folders it cannot convert, and leaves no files behind."""
 
 from __future__ import annotations
 

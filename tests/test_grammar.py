@@ -1,4 +1,4 @@
-"""Answers that are held to a grammar."""
+"""Answers that are constrained by a grammar."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def hot(seed: int, **more: Any) -> SamplingParams:
 
 
 def ask(bench: Bench, *params: SamplingParams) -> list[str]:
-    """Answers that ended by themselves."""
+    """Answers that ended by an end token."""
     replies = bench.run([bench.submit(CHAT, each) for each in params])
     assert {reply.finished.reason for reply in replies} == {"stop"}
     return [reply.text for reply in replies]
@@ -61,7 +61,7 @@ def test_schema_holds_at_temperature_1(bench: Bench) -> None:
 
 
 def random_schema(dice: random.Random, depth: int = 0) -> dict[str, Any]:
-    """A bounded schema."""
+    """A random schema with bounded values."""
     kinds = ["integer", "boolean", "string", "enum", "null"]
     kind = dice.choice(kinds if depth > 1 else [*kinds, "object", "array", "object"])
     match kind:
@@ -86,7 +86,7 @@ def random_schema(dice: random.Random, depth: int = 0) -> dict[str, Any]:
 
 
 def fits(value: Any, schema: dict[str, Any]) -> bool:
-    """A plain reading of the schemas above."""
+    """Whether a value fits one of the schemas above."""
     if "enum" in schema:
         return any(value == one and type(value) is type(one) for one in schema["enum"])
     match schema["type"]:

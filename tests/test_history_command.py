@@ -1,4 +1,4 @@
-"""`localgen history`, and how the command line of `localgen chat` chooses a session."""
+"""`localgen history`, and how `localgen chat` chooses a session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From names to files: paths, shards, and the Hugging Face cache as it lies on disk."""
+"""From names to files: paths, shards, and the Hugging Face cache on disk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def put(cache: Path, repo: str, *files: str, revision: str = REVISION) -> Path:
-    """Files of a repository as huggingface_hub lays them out; the snapshot's folder."""
+    """Write files of a repository in huggingface_hub's layout; returns the snapshot's folder."""
     root = cache / f"models--{repo.replace('/', '--')}"
     snapshot = root / "snapshots" / revision
     for file in files:
@@ -210,7 +210,7 @@ def test_folder_resolves_by_its_bare_name(filled: Path, monkeypatch: pytest.Monk
         (filled / name / "config.json").write_text("{}")
     assert resolve_model("mine").path == Path("mine")
     assert name_for_server("mine") == str(filled / "mine")
-    # a name of the catalog stays one
+    # catalog names take precedence
     assert name_for_server("llama3.2-1b") == "llama3.2-1b"
     (filled / "empty").mkdir()
     for name in ("empty", "x" * 5000, ""):

@@ -1,4 +1,4 @@
-"""Short names: the catalog's, the user's own, and what fits this machine."""
+"""Short names: the catalog's, the user's aliases, and which quantization fits this machine."""
 
 from __future__ import annotations
 
@@ -194,9 +194,9 @@ WAYS = [
         (AvailableMemory(ram_bytes=100 * GB), "Q8_0"),
         (AvailableMemory(ram_bytes=7 * GB), "Q4_K_M"),
         (AvailableMemory(ram_bytes=4 * GB), "Q2_K"),
-        # as it is, on the GPU: rather fewer bits there than more on the CPU
+        # unchanged, on the GPU: fewer bits there are better than more on the CPU
         (AvailableMemory(ram_bytes=100 * GB, gpu_bytes=7 * GB, has_llamacpp_gpu=True), "Q4_K_M"),
-        # widened to 16 bits, a quarter fits
+        # dequantized to 16 bits, a quarter fits
         (AvailableMemory(ram_bytes=100 * GB, gpu_bytes=24 * GB, has_cuda_backend=True), "Q4_K_M"),
         (AvailableMemory(ram_bytes=100 * GB, gpu_bytes=7 * GB, has_cuda_backend=True), "Q8_0"),
     ],

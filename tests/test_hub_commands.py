@@ -1,4 +1,4 @@
-"""`pull`, `list`, `show`, `rm` and `cp` as a user types them, against a hub on loopback."""
+"""`pull`, `list`, `show`, `rm` and `cp` against a hub on loopback."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_ctrl_c_keeps_what_came_and_says_how_to_go_on(hub: LoopbackHub, tmp_path
     pulling.send_signal(signal.SIGINT)
     _, err = pulling.communicate(timeout=20)
     assert pulling.returncode == errors.INTERRUPTED
-    # what was on its way when it was told to stop
+    # bytes that were in transit at Ctrl+C
     part = [p.stat().st_size for p in repo_folder(REPO).glob("blobs/*.incomplete")]
     assert re.fullmatch(
         rf"stopped at 1\.\d MB of 3\.0 MB: localgen pull {REPO} resumes the download",
@@ -152,7 +152,7 @@ def test_pull_shows_a_progress_bar_on_a_terminal(hub: LoopbackHub, tmp_path: Pat
 
 
 def at_terminal(arguments: list[str], env: dict[str, str], typed: bytes = b"") -> tuple[int, str]:
-    """Run a command on a pseudo-terminal; its status and all that was shown."""
+    """Run a command on a pseudo-terminal; returns its status and output."""
     leader, follower = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "localgen.cli.main", *arguments],
@@ -255,7 +255,7 @@ def test_rm_takes_one_model_and_leaves_the_others(
     hub.repos[REPO].commit = "d" * 40
     assert run_command_line(["pull", f"{REPO}:Q4_K_M"]) == 0
     capsys.readouterr()
-    # its content is another model's too
+    # another model has the same content
     assert run_command_line(["rm", f"{REPO}:Q4_K_M", "-y"]) == 0
     assert capsys.readouterr().out == f"{REPO}:Q4_K_M removed, 0 B freed\n"
     assert cached() == [f"{REPO}:Q8_0", f"{REPO}:Q2_K"]
@@ -333,7 +333,7 @@ def test_cp_of_a_path_is_absolute(
 
 @pytest.fixture
 def live(hub: LoopbackHub, tmp_path: Path) -> Iterator[dict[str, str]]:
-    """The environment of a user whose server ends with the test."""
+    """Environment of a user whose server ends with the test."""
     hub.add(TINY, {"tiny-F16.gguf": BUILT_IN_PATH.read_bytes()})
     with tempfile.TemporaryDirectory(prefix="lg") as folder:
         env = environment(hub, tmp_path / "hub", tmp_path) | {"LOCALGEN_RUNTIME_DIR": folder}

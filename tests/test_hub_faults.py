@@ -1,4 +1,4 @@
-"""What can go wrong in a pull: one line, a clean cache, and the next try works."""
+"""Faults during a pull: one line, a clean cache, and the next try succeeds."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ from pathlib import Path
 from localgen.hub import pull
 from localgen.hub.hf_client import DiskFull
 import shutil
-# the check before the first byte is passed, as when others fill the disk meanwhile
+# pass the check before the first byte, as if another program filled the disk later
 honest = shutil.disk_usage
 shutil.disk_usage = lambda path: honest(path)._replace(free=1 << 40)
 plan = pull.plan_pull("acme/Chat-GGUF")

@@ -49,7 +49,7 @@ def test_list_shows_other_names_and_disk_use(
         [f"{repo}:Q4_K_M", "50.0 KB", "cache", "available", "llama3.2-1b"],
         [f"{repo}:Q8_0", "50.0 KB", "cache", "available", "llama3.2-1b:Q8_0, mine"],
     ]
-    # both files have the same content, which lies there once
+    # both files have the same content, which is stored once
     assert err.startswith("50.0 KB in ")
 
 

@@ -40,7 +40,7 @@ def test_a_pull_ends_in_the_cache_as_the_library_lays_it_out(hub: LoopbackHub) -
     (repo,) = scan_cache_dir(repo_folder(REPO).parent).repos
     assert [revision.refs for revision in repo.revisions] == [frozenset({"main"})]
     asked = len(hub.downloads)
-    # to other programs it is there
+    # other programs find it
     path = hf_hub_download(REPO, Q4, local_files_only=True)
     assert Path(path).read_bytes() == CONTENT
     assert fetch().is_cached
@@ -230,7 +230,7 @@ def test_two_pulls_are_one_download(hub: LoopbackHub) -> None:
     deadline = time.monotonic() + 10
     while len(seen) < 3 and time.monotonic() < deadline:
         time.sleep(0.02)
-    # it sees how far the other one is
+    # it sees the progress of the other one
     assert 0.25 * len(CONTENT) < seen[-1] <= 0.5 * len(CONTENT) + (1 << 16)
     hub.faults.release.set()
     first.join(20)

@@ -1,4 +1,4 @@
-"""A model file that is damaged: the error says what to do."""
+"""The error for a damaged model file gives a remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A draft model beside another in llama.cpp: what it may be, and what the answers then are."""
+"""Draft models on llama.cpp: which ones are accepted, and that answers stay the same."""
 
 from __future__ import annotations
 

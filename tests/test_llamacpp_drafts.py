@@ -1,4 +1,4 @@
-"""Drafts on llama.cpp: the same answers, whoever proposes and however an answer is chosen."""
+"""Drafts on llama.cpp: the same answers with any drafter and any sampling setting."""
 
 from __future__ import annotations
 

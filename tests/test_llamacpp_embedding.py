@@ -1,4 +1,4 @@
-"""Vectors of llama.cpp models: those that its own high-level class computes."""
+"""Embeddings of llama.cpp models equal those of llama_cpp's high-level class."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MEAN = llama_cpp.LLAMA_POOLING_TYPE_MEAN
 CLS = llama_cpp.LLAMA_POOLING_TYPE_CLS
 LAST = llama_cpp.LLAMA_POOLING_TYPE_LAST
 RANK = llama_cpp.LLAMA_POOLING_TYPE_RANK
-# products and cached values in 16 bits, added in another order
+# products and cached values have 16 bits and are added in another order
 TOLERANCE = 1e-3
 
 

@@ -1,4 +1,4 @@
-"""Files that are damaged, hostile or of another kind, and options: errors that say why."""
+"""Damaged, hostile and unsupported files, and options: errors that give the reason."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ASK = Request(id="r", prompt_tokens=(5, 6, 7), params=SamplingParams(max_tokens=
 
 @dataclass
 class Outcome:
-    """What an engine process made of a file, and how it ended."""
+    """Messages of an engine process about a file, and how it ended."""
 
     loaded: wire.LoadComplete | None = None
     refused: wire.LoadError | None = None
@@ -47,7 +47,7 @@ class Outcome:
         return self.status is not None and self.status < 0
 
     def take(self, message: wire.WireMessage) -> bool:
-        """Note a message of the engine; whether more is to come."""
+        """Store a message of the engine; returns whether more will follow."""
         match message:
             case wire.LoadComplete():
                 self.loaded = message
@@ -60,7 +60,7 @@ class Outcome:
 
 
 def engine(path: Path, options: LoadOptions | None = None, request: Request = ASK) -> Outcome:
-    """Load a file in a real engine process and, if it loads, ask it once."""
+    """Load a file in a real engine process and, if it loads, send one request."""
     options = options or LoadOptions(parallel=2, threads=1)
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-m", "localgen.backends.llamacpp", str(theirs.fileno())]
@@ -92,7 +92,7 @@ def _converse(ours: socket.socket, outcome: Outcome, request: Request) -> None:
 
 
 def refusal(path: Path, options: LoadOptions | None = None) -> str:
-    """The error of a file that must be refused: one line that names it."""
+    """The error of a file that must be rejected: one line that names it."""
     outcome = engine(path, options)
     assert outcome.refused, outcome
     assert outcome.refused.code == "load_failed"
@@ -156,10 +156,10 @@ def test_missing_file_and_folder_are_rejected(tmp_path: Path) -> None:
 
 
 def flipped(target: Path, number: int) -> Path:
-    """The built-in model with some bytes of its header changed; each number gives one file."""
+    """The built-in model with some header bytes changed; each number gives one file."""
     chance = random.Random(number)
     vocabulary, tensor_list, tensors = files.header_bytes()
-    # settings, the vocabulary's hundred kilobytes, the list of tensors: as often as each other
+    # settings, the vocabulary (100 kB) and the list of tensors, equally often
     begin, end = ((24, vocabulary), (vocabulary, tensor_list), (tensor_list, tensors))[number % 3]
     changes = {
         chance.randrange(begin, end): bytes([chance.randrange(256)])
@@ -168,7 +168,7 @@ def flipped(target: Path, number: int) -> Path:
     return files.patched(target, changes)
 
 
-# numbers that a reader must not believe: some of them make llama.cpp abort
+# numbers that a reader must check: some of them make llama.cpp abort
 ODD_NUMBERS: list[tuple[str, float]] = [
     ("llama.block_count", 0),
     ("llama.block_count", 1),
@@ -197,7 +197,7 @@ ODD_NUMBERS: list[tuple[str, float]] = [
 
 
 def verdict(path: Path) -> str | None:
-    """What is wrong with how an engine takes this file; None if nothing is."""
+    """What is wrong with an engine's reaction to this file; None if nothing."""
     outcome = engine(path)
     path.unlink()
     if outcome.refused:
@@ -320,7 +320,7 @@ def test_shards_are_one_model(tmp_path: Path) -> None:
 
 
 def answer(path: Path, **options: Any) -> str:
-    """The greedy answer of a model loaded with these options."""
+    """Greedy answer of a model loaded with these options."""
     bench = Bench(LoadOptions(parallel=2, **options), path)
     greedy = SamplingParams(temperature=0, max_tokens=60)
     (reply,) = bench.ask([[Message("user", "What is 17 + 25?")]], greedy)

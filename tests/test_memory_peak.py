@@ -1,4 +1,4 @@
-"""The most memory that a process has had is its own."""
+"""Peak memory of a process is its own."""
 
 from __future__ import annotations
 

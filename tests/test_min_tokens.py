@@ -1,4 +1,4 @@
-"""min_tokens: no end token, stop token or stop string ends an answer before; afterwards they do."""
+"""min_tokens: no end token, stop token or stop string ends an answer earlier; later ones do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from localgen.backends.types import Failed, Finished
 
 CHATS = questions(8)
 GREEDY = SamplingParams(temperature=0, max_tokens=80)
-# what can differ by rounding, see test_cuda_runner
+# differences by rounding, see test_cuda_runner
 NOISE = 0.05
 
 BACKENDS: dict[str, Callable[[], LoadedBench]] = {
@@ -75,7 +75,7 @@ def test_with_logprobs_and_penalties_too(bench: LoadedBench) -> None:
     ends = bench.model.tokenizer.eos_token_ids
     for reply in bench.ask(CHATS[:4], params):
         assert ends.isdisjoint(reply.tokens[:30])
-        # what is said of probabilities is the model's own: the end may well have been likeliest
+        # reported probabilities are the model's own: the end token may have been the most probable
         assert all(position.top[0].logprob > -20 for position in reply.logprobs)
 
 

@@ -23,7 +23,7 @@ def proposed(drafter: ModelDrafter, wanted: list[tuple[Sequence, int]]) -> list[
 
 
 class Forgetful(FakeRunner):
-    """A draft model that is wrong for some texts. wrong: of so many tokens in all."""
+    """A draft model that is wrong at every `wrong`-th token."""
 
     def __init__(self, wrong: int = 5, **sizes: int) -> None:
         super().__init__(**sizes)  # type: ignore[arg-type]
@@ -90,7 +90,7 @@ def test_prefill_and_drafts_fit_a_small_batch() -> None:
 
 
 def test_a_draft_model_is_tried_again_after_useless_text() -> None:
-    # text that it cannot guess, then text that it can: each time behind a long prompt
+    # text that it cannot predict, then text that it can, each after a long prompt
     runner = FakeRunner(kv_tokens=4096, batch=512)
     drafter = ModelDrafter(runner, "draft", clock=lambda: 0.0)
     speculation = Speculation([drafter], clock=lambda: 0.0)
@@ -108,8 +108,10 @@ def test_a_draft_model_is_tried_again_after_useless_text() -> None:
 
 
 def _step(speculation: Speculation, seq: Sequence, useful: bool) -> int:
-    """A step of the target, which says what the draft model would where that is useful. Returns the
-    number of drafts."""
+    """A step of the target, which generates what the draft model would if `useful`.
+
+    Returns the number of drafts.
+    """
     found = speculation.propose([seq], max_outputs=64, max_prefill_tokens=256)
     drafts = found[seq].tokens if seq in found else []
     chunk = Chunk(

@@ -1,4 +1,4 @@
-"""Drafts from the text itself: what they are, and what is said of their chances."""
+"""N-gram drafts: which tokens are proposed, and their estimated acceptance."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def drafts(tokens: list[int], count: int) -> list[int]:
 
 
 def go_on(drafter: NgramDrafter, seq: Sequence, tokens: list[int]) -> None:
-    """As the engine does: look at what may come, then at what has."""
+    """As the engine does: ask for acceptance, then observe the tokens."""
     drafter.acceptance_probs(seq, 8)
     seq.tokens += tokens
     drafter.observe(seq, tokens)

@@ -157,7 +157,7 @@ def test_tools(client: ollama.Client, server: RealServer) -> None:
 
     short = {"num_predict": 40}
     reply = client.chat("tiny", [QUESTION], tools=[add], options=short)
-    # it was trained for sums, not for tools: what counts is that it is told of them
+    # the model is trained for sums, not for tools: only the prompt counts
     plain = client.chat("tiny", [QUESTION], options=short)
     assert reply.prompt_eval_count is not None
     assert plain.prompt_eval_count is not None

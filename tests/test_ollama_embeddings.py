@@ -1,4 +1,4 @@
-"""Ollama's own client asks for vectors, of the built-in model."""
+"""Ollama's own client requests embeddings of the built-in model."""
 
 from __future__ import annotations
 

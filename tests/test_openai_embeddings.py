@@ -1,4 +1,4 @@
-"""Embeddings as programs get them: the openai client, a real server, engine and model."""
+"""Embeddings with the openai client, a real server, engine and model."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_built_in_model(client: openai.OpenAI, form: str | None) -> None:
     reply = client.embeddings.create(model="tiny", input=list(TEXTS), **given)  # type: ignore[arg-type]
     assert reply.model == "tiny"
     assert reply.usage.prompt_tokens == reply.usage.total_tokens > 20
-    # what it decodes by itself, as it does by default, or leaves as asked
+    # base64 decoded by the client, its default, or floats on request
     rows = [
         np.frombuffer(base64.b64decode(entry.embedding), "<f4")
         if isinstance(entry.embedding, str)

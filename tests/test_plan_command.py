@@ -1,4 +1,4 @@
-"""`localgen plan` as a user types it: here, on the hub, without it, and beside a loaded model."""
+"""`localgen plan`: local models, models on the hub, offline, and beside a loaded model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OUT_OF_MEMORY = errors.EXIT_STATUS_BY_CODE["out_of_memory"]
 
 @pytest.fixture(autouse=True)
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ServerSettings]:
-    """Memory of 20 GB/s, and a server's folders in which none runs."""
+    """A memory bandwidth of 20 GB/s, and server folders without a server."""
     monkeypatch.setattr(bandwidth, "measure_ram_bandwidth", lambda: 20e9)
     monkeypatch.setattr(measurements, "measurements_path", lambda: tmp_path / "measurements.json")
     monkeypatch.setattr("psutil.getloadavg", lambda: (0.0, 0.0, 0.0))
@@ -60,7 +60,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -
 
 
 def rows(out: str) -> dict[str, list[str]]:
-    """The cells of a table by the first of each line."""
+    """The cells of a table by the first cell of each line."""
     lines = [line.split("   ") for line in out.splitlines()]
     return {line[0].strip(): [cell.strip() for cell in line[1:] if cell.strip()] for line in lines}
 

@@ -1,4 +1,4 @@
-"""Perplexity and divergence, streamed, against the plain computation of both."""
+"""Perplexity and KL divergence, streamed, equal the plain computation."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_calibration_text_from_a_file(tokenizer: HfTokenizer, tmp_path: Path) ->
     path.write_text("The tide turned at six. " * 40)
     windows = calibration_windows(CalibrationConfig(path=path, samples=99, seq_len=16), tokenizer)
     assert windows.source == "notes.txt"
-    # all that there is, whole windows only
+    # all of the text, in whole windows only
     assert 10 < len(windows.ids) < 99
 
 

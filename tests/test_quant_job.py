@@ -1,4 +1,4 @@
-"""Quantization layer by layer: what it writes, what it refuses, and going on after an end."""
+"""Quantization layer by layer: its result, rejected input, and resuming."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Stopped(Exception):
 
 
 def stopped_at(recipe: Recipe, out: Path, layer: int) -> None:
-    """Run until a layer begins, and end there as a process does that is killed."""
+    """Run until a layer begins, then end as a killed process does."""
 
     def stop(event: QuantizeEvent) -> None:
         if isinstance(event, ProgressEvent) and (event.unit, event.done) == ("layers", layer):
@@ -101,7 +101,7 @@ def test_output_size_estimates_hold(tmp_path: Path) -> None:
         one = job(recipe, tmp_path / f"{recipe.method}{recipe.bits}")
         out = Path(one.run(lambda _: None, resume=False).path)
         size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
-        # what it does not count are the headers of the files
+        # the estimate excludes the headers of the files
         assert 0 <= size - one.estimate.output_bytes < 4096 * (LAYERS + 1)
 
 
@@ -122,7 +122,7 @@ def test_run_killed_while_writing_is_resumed(tmp_path: Path) -> None:
     stopped_at(GPTQ, parts, 3)
     work = tmp_path / "parts.partial"
     (work / ".model-00005-of-00007.safetensors.unfinished").write_bytes(b"half")
-    # states of the layer after, of a layer that did not get its name
+    # states after a layer whose file was not renamed yet
     (work / "states-00004.bin").write_bytes(b"cut")
     run(GPTQ, parts, resume=True)
     assert files(whole) == files(parts)
@@ -253,7 +253,7 @@ def test_float32_model_is_written_in_float16(model: Path, tmp_path: Path) -> Non
 
 
 def test_all_weights_are_read_by_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checksum comes from reading all of it, once."""
+    """The checksum requires one pass over all weights."""
     seen: list[QuantizeEvent] = []
     preflight.check_finite_and_checksum(LayerwiseCheckpoint(TINY), seen.append)
     read = [event.done for event in seen if isinstance(event, ProgressEvent)]

@@ -1,4 +1,4 @@
-"""Whole layers of every architecture: folded without a change, and quantized by every method."""
+"""Whole layers of every architecture: folding changes nothing, and every method quantizes them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def quantized(
 
 
 def loss(case: Case, found: QuantizedLayer) -> float:
-    """Of the outputs for inputs that calibration has not seen."""
+    """Loss of the outputs for inputs not in the calibration data."""
     spec, layer = case
     fresh = inputs_of(spec, seed=1)
     wanted = output(spec, layer, fresh)
@@ -73,7 +73,7 @@ def loss(case: Case, found: QuantizedLayer) -> float:
 
 
 def assert_same(spec: ModelSpec, ours: Tensor, theirs: Tensor) -> None:
-    """A token or two on the edge between two experts may take the other one."""
+    """A token or two at a near tie between two experts may take the other one."""
     differ = ~torch.isclose(ours, theirs, rtol=1e-3, atol=1e-4).all(-1)
     assert int(differ.sum()) <= (0 if spec.moe is None else 2)
 
@@ -109,7 +109,7 @@ def test_a_folded_layer_computes_the_same(case: Case, method: QuantizeMethod) ->
     assert not torch.equal(found.tensors["input_layernorm.weight"], layer["input_layernorm.weight"])
     wanted = output(spec, layer, inputs_of(spec))
     assert_same(spec, output(spec, found.tensors, inputs_of(spec)), wanted)
-    # importance is that of the inputs as they are now
+    # importance is of the inputs after folding
     seen: dict[str, Tensor] = {}
 
     def tap(name: str, x: Tensor) -> None:

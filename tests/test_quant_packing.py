@@ -1,4 +1,4 @@
-"""Packed weights against the engine's readers, and against the layouts as they are published."""
+"""Packed weights equal the engine's readers and the published layouts."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_the_layout_of_a_recipe(recipe: Recipe, layout: PackingLayout) -> None:
 
 
 def test_no_reader_needs_to_permute() -> None:
-    """What gptq leaves has its groups in the inputs' order, whichever order it went in."""
+    """GPTQ's result has its groups in the order of inputs, whatever order it worked in."""
     made = torch.Generator().manual_seed(1)
     weight = torch.randn(OUTS, INS, generator=made)
     x = torch.randn(512, INS, generator=made) * torch.rand(INS, generator=made)

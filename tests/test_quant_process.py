@@ -1,4 +1,4 @@
-"""Quantizing in a process of its own: looked at, followed, stopped, gone on with, orphaned."""
+"""Quantizing in a process of its own: preview, progress, stop, resume, end with its parent."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def followed(asked: QuantizeRequest, *, looks: bool = False) -> list[QuantizeEve
 
 
 def the(kind: type[Kind], told: list[QuantizeEvent]) -> Kind:
-    """The one event of a kind."""
+    """The only event of a type."""
     (found,) = [event for event in told if isinstance(event, kind)]
     return found
 
 
 def begun() -> QuantizeProcess:
-    """A run that has finished a layer and has some to go."""
+    """A run that has finished at least one layer and is not done."""
     work = QuantizeProcess(GPTQ)
     for event in work.events():
         if isinstance(event, ProgressEvent) and event.step == "quantizing" and event.done >= 1:
@@ -85,7 +85,7 @@ def begun() -> QuantizeProcess:
 
 
 def is_alive(pid: int) -> bool:
-    """Also where nobody collects orphans."""
+    """Whether a process runs; also where orphans are not reaped."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -231,7 +231,7 @@ def test_screen_runs_the_real_process(tmp_path: Path) -> None:
                 await tui.until(lambda: len(tui.app.screen_stack) == 2)
                 tui.screen._form_panel.set_values(method="rtn", is_measured=False)
                 await pilot.pause()
-                await tui.until(lambda: tui.is_reckoned)
+                await tui.until(lambda: tui.is_estimated)
                 assert tui.screen._estimate_panel.estimate.error == ""
                 await pilot.pause()
                 assert "best for this machine" in tui.screen_text()

@@ -30,7 +30,7 @@ def problem(seed: int) -> tuple[Tensor, Tensor]:
 
 def moments_of(x: Tensor, block: int) -> InputStats:
     moments = InputStats(INS, block)
-    # batch by batch, as it happens
+    # in batches, as in calibration
     for part in torch.split(x, 64):
         moments.add(part)
     return moments
@@ -59,7 +59,7 @@ def test_gptq_equals_the_reference(seed: int, bits: int, clip: bool) -> None:
 
 @pytest.mark.parametrize("ins", [96, 320])
 def test_gptq_across_blocks_and_in_float32(ins: int) -> None:
-    """Sums in float32 end some near ties the other way, which must cost nothing to speak of."""
+    """Float32 sums decide some near ties differently, which must not cost measurable loss."""
     generator = torch.Generator().manual_seed(ins)
     weight = torch.randn(8, ins, generator=generator)
     x = torch.randn(600, ins, generator=generator) @ torch.randn(ins, ins, generator=generator)
@@ -89,7 +89,7 @@ def test_gptq_without_act_order_goes_from_left_to_right() -> None:
 
 
 def test_gptq_rounds_dead_columns_to_nearest() -> None:
-    """Neither to 0 nor by errors of others; with no inputs at all it is rounding to nearest."""
+    """Not to 0 nor by errors of other columns; without inputs it is rounding to nearest."""
     weight, x = problem(1)
     x[:, 5:9] = 0
     recipe = Recipe(method="gptq", bits=4, group_size=SIZE)
@@ -175,7 +175,7 @@ def test_moments_do_not_depend_on_batches() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_of_wide_inputs(dtype: torch.dtype) -> None:
-    """More inputs than are added up at a time, twice, and looked at in between."""
+    """More inputs than are added at once, in two calls, with a read in between."""
     x = torch.randn(80, 1500, generator=torch.Generator().manual_seed(3)).to(dtype)
     moments = InputStats(1500, 1500)
     for part in (x[:50], x[50:]):

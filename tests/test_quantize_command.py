@@ -1,4 +1,4 @@
-"""`localgen quantize` as a user types it: good input, wrong input, Ctrl+C, and going on."""
+"""`localgen quantize`: valid input, invalid input, Ctrl+C, and resuming."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ QUICK = ("--samples", "4", "--seq-len", "64", "--eval-samples", "2")
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A folder to work in, an empty cache, and no server for the sake of a rate."""
+    """A working folder, an empty cache, and no server for measuring speed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LOCALGEN_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -66,7 +66,7 @@ def test_json_output(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_estimate_of_the_peak_memory(tmp_path: Path) -> None:
-    # in a process of its own: the peak is that of all tests before
+    # in a process of its own: this one's peak includes all tests before
     command = python_command("localgen.cli.main", *GPTQ, "--json")
     done = subprocess.run(
         command, cwd=tmp_path, env=python_environment(), stdout=subprocess.PIPE, check=True
@@ -182,7 +182,7 @@ def test_missing_torch_names_the_package() -> None:
 
 
 def begun(folder: Path, *options: str, layers: int) -> subprocess.Popen[str]:
-    """A run in a process of its own that has finished so many of 6 layers."""
+    """A quantize process that has finished `layers` of 6 layers."""
     command = python_command("localgen.cli.main", *GPTQ, *options)
     child = subprocess.Popen(
         command, cwd=folder, env=python_environment(), stderr=subprocess.PIPE, text=True
@@ -274,7 +274,7 @@ def test_missing_packages_are_named() -> None:
 
 
 def test_a_calibrated_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A type that is nothing without an importance matrix."""
+    """A type that is unusable without an importance matrix."""
     asked = ["quantize", "tiny", "--gguf", "IQ2_XS", "--calib", "builtin", *QUICK, "--no-eval"]
     assert run_command_line(asked) == 0
     err = capsys.readouterr().err

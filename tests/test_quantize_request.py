@@ -1,4 +1,4 @@
-"""What is asked for and told of a quantization: on its way to another process, and as a form."""
+"""Requests and events of a quantization: encoding for another process, and the form."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_empty_columns_are_omitted() -> None:
 
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
-    """The built-in model's copy here as `tiny`, in a cache, and under a name of the user's."""
+    """The built-in model as `tiny` in the working folder, in a cache, and under an alias."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LOCALGEN_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setenv("LOCALGEN_HF_HUB_CACHE", str(tmp_path / "cache"))

@@ -1,4 +1,4 @@
-"""A chat with a model on another server: what a user sees of it, and what is not to be had."""
+"""A chat with a model on another server: what is shown, and what is not available."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def server() -> Iterator[PlainServer]:
 
 
 class Chat:
-    """A chat typed from a list, with its screen."""
+    """A chat with scripted input lines, and its screen."""
 
     def __init__(self, server: PlainServer, folder: Path) -> None:
         self.screen = io.StringIO()
@@ -36,7 +36,7 @@ class Chat:
         self.session.load("big", lambda _: None)
 
     def type(self, *lines: str) -> str:
-        """Type the lines, then leave; everything that was shown."""
+        """Type the lines, then leave; returns the whole output."""
         waiting = list(lines)
 
         def read(_prompt: str) -> str:
@@ -62,7 +62,7 @@ def test_chat_over_openais_protocol(chat: Chat, server: PlainServer) -> None:
     assert " · 42 of 4,096" in screen
     spoken = [message["content"] for message in server.asked[1]["messages"]]
     assert spoken == ["hello", "re: hello ", "and you"]
-    # what the server has is asked once, not before each prompt
+    # the model list is requested once, not before each prompt
     assert [seen.path for seen in server.seen].count("/v1/models") == 1
 
 

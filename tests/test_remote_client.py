@@ -1,4 +1,4 @@
-"""Another server of OpenAI's protocol: what it is sent, what it sends, and how it fails."""
+"""A server of OpenAI's protocol: what it is sent, what it sends, and its errors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def server() -> Iterator[PlainServer]:
 
 
 class Asking:
-    """A client of a server, what it said, and how long it slept."""
+    """A client of a server, its messages, and the seconds it slept."""
 
     def __init__(self, server: PlainServer, key_env: str | None = None) -> None:
         self.said: list[str] = []
@@ -71,7 +71,7 @@ class Asking:
         return raised.value
 
 
-# --- what is sent ---
+# --- requests ---
 
 
 def test_a_request_holds_standard_fields_only(server: PlainServer) -> None:
@@ -188,7 +188,7 @@ def test_max_completion_tokens_is_sent_where_required(server: PlainServer) -> No
     assert "max_tokens" not in server.asked[-1]
 
 
-# --- what comes back ---
+# --- responses ---
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_token_counts_of_the_server_are_used(server: PlainServer) -> None:
 
 
 def read(events: Sequence[tuple[float, bytes]]) -> Completion:
-    """The end of an answer whose events come at these times, in seconds after the request."""
+    """The completion of an answer whose events arrive at these seconds after the request."""
     now = [100.0]
 
     def arriving() -> Iterator[bytes]:
@@ -312,7 +312,7 @@ def test_rate_with_several_tokens_per_event() -> None:
     usage = {"completion_tokens": 30, "prompt_tokens": 1}
     pieces = [(at_s, chunk({"content": "ab"})) for at_s in (1.0, 2.0, 3.0)]
     end = read([*pieces, (3.0, chunk({}, "stop", usage=usage)), (3.0, DONE)])
-    # what came with the first piece was not generated after it
+    # tokens of the first piece were not generated after it
     assert end.timings.predicted_per_second == pytest.approx(10.0)
 
 
@@ -442,7 +442,7 @@ def test_unencrypted_key_is_warned_about_once(monkeypatch: pytest.MonkeyPatch) -
     assert len(said) == 1
 
 
-# --- what goes wrong ---
+# --- errors ---
 
 
 @pytest.mark.parametrize(
@@ -618,7 +618,7 @@ def test_proxy_variables_are_used_except_for_this_machine(
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
-    # to this machine, never through a proxy
+    # connections to this machine never use a proxy
     assert Asking(server).load("big").name == "big"
     with pytest.raises(
         EndpointUnavailable, match="through the proxy of the environment: connection"

@@ -1,4 +1,4 @@
-"""Another localgen, over TCP and with a key: its own figures, every setting, its own errors."""
+"""Another localgen, over TCP and with a key: its statistics, every setting, its errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from localgen.client.errors import EndpointUnavailable
 from localgen.hub.hf_client import AccessDenied
 
 KEY = "a-key-of-some-length"
-# each setting that a user can give, within its range; what holds answers comes one at a time
+# every setting, within its range; grammars are given one at a time
 EVERYTHING = SamplingParams(
     temperature=0.7,
     top_k=20,
@@ -57,7 +57,7 @@ EVERYTHING = SamplingParams(
 
 
 def named(built: ServerHarness, name: str, **script: Any) -> str:
-    """A fake model under a name, as clients over TCP need it."""
+    """A fake model under an alias, which clients over TCP need."""
     with (built.settings.state_dir / "models.toml").open("a") as names:
         names.write(f"{name} = {json.dumps(built.model(name, **script))}\n")
     return name

@@ -1,4 +1,4 @@
-"""Answers on a terminal: the same however they arrive, and never obeyed."""
+"""Answers on a terminal look the same however they are split, and are never interpreted."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b31m\x08\x7f\x1b]8;;http://evil\x1b\\x\u202
 )
 def test_control_sequences_in_an_answer_are_inert(frame: str) -> None:
     text = drawn(list(frame.format(HOSTILE)), force_terminal=True, color_system=None)
-    # what rich itself writes to move the cursor and clear rows of the live part
+    # sequences that rich writes to move the cursor and clear rows of the live part
     text = re.sub(r"\x1b\[(\?25[lh]|\d*[ABK]|\d*G|\d*m|1A\x1b\[2K)", "", text).replace("\r", "")
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", text)
 

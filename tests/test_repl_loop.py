@@ -1,4 +1,4 @@
-"""The loop of a chat: what a user sees and what is kept when things go wrong."""
+"""The chat loop: what a user sees, and what is stored when something fails."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from localgen.repl.load_progress import LoadProgressLine
 from localgen.repl.repl import Repl
 
 Line = str | type[BaseException]
-# what is stored with an answer of the script
+# summary stored with a scripted answer
 SERVED = "tiny · 41.2 tok/s · first token 56 ms · 49 of 2,048"
 
 
 class Chat:
-    """A chat typed from a list, with its screen."""
+    """A chat with scripted input lines, and its screen."""
 
     def __init__(self, client: ScriptedClient, state_dir: Path, options: ModelOptions) -> None:
         self.client = client
@@ -45,7 +45,7 @@ class Chat:
         self.console = Console(file=self.screen, width=200)
 
     def type(self, *lines: Line) -> str:
-        """Type the lines, then leave; everything that was shown."""
+        """Type the lines, then leave; returns the whole output."""
         waiting = list(lines)
 
         def read(_prompt: str) -> str:

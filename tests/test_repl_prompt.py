@@ -214,7 +214,7 @@ def test_history_outlives_the_chat_and_is_private(tmp_path: Path) -> None:
 
 
 def history_errors(path: Path) -> list[int | None]:
-    """Read two prompts; the error numbers that the history reported."""
+    """Read two prompts; returns the error numbers that the history reported."""
     failures: list[OSError] = []
     with create_pipe_input() as typed:
         typed.send_text("one\rtwo\r")

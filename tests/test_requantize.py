@@ -1,4 +1,4 @@
-"""GGUF files of every type: what llama.cpp makes of a checkpoint, with and without a matrix."""
+"""GGUF files of every type: llama.cpp's quantization, with and without an importance matrix."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NEEDY = [name for name, kind in GGUF_TYPES.items() if kind.needs_imatrix]
 
 
 def importance_of(spec: ModelSpec, seed: int = 0) -> dict[str, tuple[Any, int]]:
-    """Random sums of squares for every linear of the layers, but routers."""
+    """Random sums of squares for every linear of the layers except routers."""
     random = np.random.default_rng(seed)
     return {
         name.removesuffix(".weight"): (random.random(shape[1], dtype=np.float32), 7)
@@ -69,7 +69,7 @@ def test_every_type_loads_and_answers(
 def test_very_low_bits_need_a_matrix(file_type: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=f"{file_type} needs an importance matrix"):
         make_gguf(TINY, tmp_path / "model.gguf", file_type)
-    # and llama.cpp itself would refuse it
+    # llama.cpp itself would reject it
     convert_to_gguf(TINY, tmp_path / "wide.gguf", "F16")
     with pytest.raises(LoadFailed, match=f"cannot make {file_type} of it: .*requires an imatrix"):
         requantize.requantize(
@@ -91,7 +91,7 @@ def weights(path: Path) -> dict[str, Any]:
 def test_the_matrix_decides_how_weights_are_rounded(
     importance: ImatrixSource, tmp_path: Path
 ) -> None:
-    """From our sums and from the same file as llama.cpp's tool would write it."""
+    """From our sums, and from the same file in the format of llama.cpp's tool."""
     plain, ours, filed = (tmp_path / f"{name}.gguf" for name in ("plain", "ours", "filed"))
     make_gguf(TINY, plain, "Q4_K_M")
     make_gguf(TINY, ours, "Q4_K_M", imatrix=importance)
@@ -200,7 +200,7 @@ def test_a_mixture_is_quantized_by_its_matrix(tmp_path: Path) -> None:
     }
 
 
-# ---- what goes wrong
+# ---- errors
 
 
 def wrong(**entries: tuple[Any, int]) -> Callable[[ModelSpec], ImatrixSource]:
@@ -299,7 +299,7 @@ def test_leftovers_of_a_killed_run_are_removed(tmp_path: Path) -> None:
 
 
 def test_abort_in_llama_cpp_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What llama.cpp writes as it dies is the reason."""
+    """The reason is llama.cpp's last output."""
     program = "import os, sys; print('GGML_ASSERT(n > 0) failed', file=sys.stderr); os.abort()"
     popen = subprocess.Popen
     monkeypatch.setattr(
@@ -330,5 +330,5 @@ def test_gguf_type_names() -> None:
     assert resolve_gguf_type("q4_k") == "Q4_K_M"
     assert resolve_gguf_type("iq4_xs") == "IQ4_XS"
     assert set(DIRECT_TYPES) < set(GGUF_TYPES)
-    # the largest first, so that a list reads well
+    # in descending order, for lists
     assert [GGUF_TYPES[name].bits_per_weight for name in DIRECT_TYPES] == [32, 16, 16, 8.5]

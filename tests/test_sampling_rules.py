@@ -1,4 +1,4 @@
-"""Sampling settings that make no sense are refused, and the error names the field."""
+"""Invalid sampling settings are rejected, and the error names the field."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from localgen.backends.types import Request
 
 VOCAB = 100
 UNBOUNDED = ("top_k", "repeat_last_n", "dry_penalty_last_n", "dry_allowed_length")
-# lowest and highest value that is accepted
+# lowest and highest accepted value
 EDGES: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
     "top_p": (0.0, 1.0),
@@ -44,7 +44,7 @@ EDGES: dict[str, tuple[float, float]] = {
 
 
 class Bytes:
-    """A tokenizer of one token a character."""
+    """A tokenizer with one token per character."""
 
     vocab_size = VOCAB
     eos_token_ids = frozenset({0})
@@ -82,7 +82,7 @@ def base(**changed: Any) -> SamplingParams:
 
 
 def prepared(**asked: Any) -> SamplingParams:
-    """The settings in force for a request that asks for these."""
+    """The settings in force for a request with these settings."""
     request = Request(id="a", prompt="hello", params=SamplingParams(**asked))
     return intake().prepare(request).params
 
@@ -95,7 +95,7 @@ def refusal(**asked: Any) -> InvalidRequest:
 
 
 def test_every_number_has_a_rule() -> None:
-    """A field added to SamplingParams must be bounded here or be known not to be a number."""
+    """A new numeric field of SamplingParams needs bounds here."""
     others = {"dry_sequence_breakers", "logit_bias", "seed", "logprobs", "max_tokens", "min_tokens"}
     others |= {"stop", "stop_token_ids", "ignore_eos", "json_schema", "regex", "grammar"}
     assert {field.name for field in fields(SamplingParams)} == {*EDGES, *UNBOUNDED} | others

@@ -1,4 +1,4 @@
-"""Who gets in over TCP, and how much they may ask."""
+"""Access over TCP: keys, hosts, origins and limits."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_requests_per_minute_are_limited() -> None:
         reply = opened.chat(**AUTH)
         assert code(reply) == "rate_limited"
         assert 1 <= int(reply.headers["retry-after"]) <= 60
-        # another key has an account of its own, and looking costs nothing
+        # another key has its own limit, and GET requests are not counted
         assert opened.chat(Authorization="Bearer another-key-here").status_code == 200
         assert opened.http.get("/v1/models", headers=AUTH).status_code == 200
 
@@ -276,7 +276,7 @@ def test_rate_limit_refills_over_time() -> None:
     entry = RequestRecord(id="x", requested_model="m", client="c", account="a", arrived_s=0.0)
     entry.num_tokens = 160
     rates.on_request_end(entry)
-    # 60 tokens overdrawn, and one to begin with: 36.6 s at 100 a minute
+    # 60 tokens over the limit, and one to start with: 36.6 s at 100 per minute
     assert rates.admit("a") == pytest.approx(36.6)
     assert rates.admit("b") is None
     now_s[0] = 36.7

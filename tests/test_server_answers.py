@@ -1,4 +1,4 @@
-"""What the server answers, in OpenAI's shapes, over a real socket."""
+"""Answers in OpenAI's format, over a real socket."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def served() -> Iterator[ServerHarness]:
 
 
 def notes(answer: dict[str, Any]) -> dict[str, Any]:
-    """What the fake engine tells of the request: its sampling parameters."""
+    """The fake engine's notes on the request: its sampling parameters."""
     params: dict[str, Any] = json.loads(answer["localgen"]["notes"][1])
     return params
 

@@ -82,7 +82,7 @@ def test_several_prompts(served: ServerHarness) -> None:
     answer = completion(served, ["a b", "c"], n=2).json()
     texts = {choice["index"]: choice["text"] for choice in answer["choices"]}
     assert texts == {0: "a b", 1: "a b", 2: "c", 3: "c"}
-    # two and one words, and two more that the engine puts before each
+    # two words and one, and two tokens that the engine adds to each
     assert answer["usage"]["prompt_tokens"] == 7
     assert answer["usage"]["completion_tokens"] == 6
 
@@ -129,7 +129,7 @@ def test_failed_answer_ends_all(stream: bool) -> None:
 
 
 def test_disconnect_cancels_all_answers(served: ServerHarness) -> None:
-    # a name of its own: one that is loaded already would not get slower
+    # a name of its own: a loaded model would not become slower
     model = served.model("slow", token_s=0.05)
     events = served.events(model, "word " * 100, n=4)
     next(events)

@@ -1,4 +1,4 @@
-"""A larger context than the default: the model is loaded again when nobody else uses it."""
+"""A larger context than the default: the model is reloaded while no other client uses it."""
 
 from __future__ import annotations
 

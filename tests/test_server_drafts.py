@@ -1,4 +1,4 @@
-"""`--draft` on its way to an engine: which model it means, what it costs, what is said of it."""
+"""`--draft` from request to engine: which model it names, its memory, what is reported."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_the_engine_gets_a_path_and_everybody_sees_it(served: ServerHarness) -> 
     with served.client() as client:
         (running,) = client.running_models()
         assert running.draft == "small"
-        # as in `list`, and what its draft model adds
+        # as in `list`, plus that of its draft model
         (card,) = (card for card in client.models() if card.path == model)
         assert running.size_bytes == card.size_bytes + info.draft.size_bytes
 
@@ -137,7 +137,7 @@ def test_a_missing_draft_model_is_one_line_and_nothing_is_loaded(served: ServerH
 
 
 def large(served: ServerHarness) -> str:
-    """A draft model for which there is no room."""
+    """A draft model that does not fit in memory."""
     path = served.model("small")
     with Path(path).open("a") as file:
         file.write(" " * 10)

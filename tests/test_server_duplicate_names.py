@@ -1,4 +1,4 @@
-"""Models of one name: which file answers."""
+"""Models with the same name: which file answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""/v1/embeddings over fake engines: what is accepted, what is refused, how it ends."""
+"""/v1/embeddings over fake engines: accepted input, rejected input, and endings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def served() -> Iterator[ServerHarness]:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[ServerHarness]:
-    """One server for all tests that leave nothing behind."""
+    """One server for all tests that leave it unchanged."""
     with server_harness() as built:
         built.start()
         yield built
@@ -79,7 +79,7 @@ def test_fewer_dimensions_have_length_1_again(shared: ServerHarness) -> None:
     first, second = (entry["embedding"] for entry in body["data"])
     assert first == pytest.approx([0.6, -0.8])
     assert second == pytest.approx([0.0, 1.0])
-    # nothing is left of this one but zeros, which have no direction
+    # only zeros are left of this one, which have no direction
     assert ask(shared, model, input="ab", dimensions=1).json()["data"][0]["embedding"] == [0.0]
     assert len(ask(shared, model, input="a", dimensions=4).json()["data"][0]["embedding"]) == 4
 
@@ -187,7 +187,7 @@ def test_figures_and_the_log_count_it(served: ServerHarness) -> None:
         'request_prompt_tokens_count{model_name="echo"} 1.0',
     ):
         assert f"localgen:{line}" in text, line
-    # it has no answer: nothing of one is counted
+    # embeddings have no answer: its metrics are not counted
     assert "localgen:request_decode_time_seconds_count{" not in text
     assert "localgen:request_generation_tokens_count{" not in text
     assert "localgen:prefix_cache_queries_total{" not in text

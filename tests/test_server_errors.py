@@ -1,4 +1,4 @@
-"""Every refusal: its status, its shape, and the field it names."""
+"""Every error: its status, its format, and the field it names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def served() -> Iterator[ServerHarness]:
 
 
 def refusal(reply: Any, status: int, code: str) -> dict[str, Any]:
-    """The error object of a refusal with this status and code."""
+    """The error object of a rejected request with this status and code."""
     assert reply.status_code == status, reply.text
     body = reply.json()
     assert set(body) == {"error"}
@@ -91,7 +91,7 @@ def refusal(reply: Any, status: int, code: str) -> dict[str, Any]:
 def test_a_field_that_is_wrong_is_named(
     served: ServerHarness, fields: dict[str, Any], param: str, says: str
 ) -> None:
-    # what no UTF-8 can hold travels escaped
+    # lone surrogates, which UTF-8 cannot hold, are sent escaped
     content = json.dumps(chat_body(served.model()) | fields)
     headers = {"content-type": "application/json"}
     reply = served.http.post("/v1/chat/completions", content=content, headers=headers)
@@ -178,7 +178,7 @@ def test_what_cannot_be_taken_is_refused_without_asking_the_engine(served: Serve
     model = served.model("brimful", token_s=0.02)
     body = {"model": model, "options": {"max_queue": 1}}
     assert served.http.post("/v1/models/load", json=body).status_code == 200
-    # four run and one waits: the engine would take a sixth, this one has no such limit
+    # four run and one waits: this fake engine would accept a sixth
     streams = [served.events(model, MANY_WORDS) for _ in range(5)]
     for stream in streams:
         next(stream)

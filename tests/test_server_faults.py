@@ -1,4 +1,4 @@
-"""Engine processes that die, models that come and go, servers that end."""
+"""Engine processes that die, models that are loaded and evicted, servers that end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from serving import MANY_WORDS, ServerHarness, in_thread, server_harness, wait_u
 
 from localgen.placement.footprint import estimate_footprint
 
-# what a model needs at least, however small its file
+# minimum memory of a model, however small its file
 LEAST = estimate_footprint(0, None).need_bytes()
 
 

@@ -1,4 +1,4 @@
-"""Requests made to hurt: each is refused or bounded, and others are answered meanwhile."""
+"""Hostile requests: each is rejected or bounded, and others are answered meanwhile."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from localgen.server.http.guard import RequestRefused
 from localgen.server.http.rate_limit import RateLimiter
 
 JSON = {"Content-Type": "application/json"}
-# what the server may compute while anybody else waits for /health; the clock on the wall also
-# counts what other programs of this machine take, and the time that this process needs itself
+# processor time that the server may use while another client waits for /health; wall time
+# would include other programs of this machine and this process itself
 PATIENCE_S = 2.0
 TURN = {"role": "user", "content": "hello there"}
 
@@ -39,7 +39,7 @@ def opened() -> Iterator[TcpServer]:
 
 @contextmanager
 def others_are_answered(opened: TcpServer) -> Iterator[None]:
-    """Asks /health all the time while the block runs; it must always come in good time."""
+    """Request /health all the time while the block runs; each answer must come in time."""
     waits_s: list[float] = []
     done = threading.Event()
     server = opened.server()
@@ -142,7 +142,7 @@ def test_unannounced_gigabyte_is_rejected(opened: TcpServer) -> None:
     reply = opened.http.post("/v1/chat/completions", content=endless(), headers=JSON)
     assert (reply.status_code, code(reply)) == (413, "too_large")
     assert sent < 1 << 27
-    # one body of the largest size, in the parts that it came in
+    # one body of the largest size, in its received parts
     assert opened.server().memory_info().rss - before < 1 << 27
 
 
@@ -162,7 +162,7 @@ def test_connections_beyond_the_file_limit_do_not_end_the_server() -> None:
         with ExitStack() as stack:
             socks = [stack.enter_context(opened.connect()) for _ in range(2 * few)]
             wait_until(lambda: sum(map(is_closed, socks)) >= len(socks) - few // 2)
-            # the socket answers, and there are files for an engine
+            # the socket answers, and file descriptors are left for an engine
             assert opened.harness.chat(opened.harness.model("new"), "a").status_code == 200
         wait_until(lambda: opened.chat().status_code == 200)
 
@@ -215,7 +215,7 @@ def test_slow_body_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("expects", [False, True])
 @pytest.mark.parametrize("key", ["", "none of ours"])
 def test_rejection_is_sent_before_the_body_is_read(key: str, expects: bool) -> None:
-    """Bytes that nobody has read reset the connection, and take with them what has not arrived."""
+    """Unread bytes reset the connection, which would discard a response in flight."""
     parts, order = 3 if key else 5, []
 
     async def receive() -> Message:
@@ -242,7 +242,7 @@ def test_rejection_is_sent_before_the_body_is_read(key: str, expects: bool) -> N
         guard.GuardMiddleware(reads, access, RateLimiter(RateLimit()))(scope, receive, send)
     )
     before = [] if key else ["read"] * 3
-    # who waits for our consent, and did not get it, sends nothing
+    # a client that waits for 100 Continue and did not get it sends nothing
     rest = 0 if key and expects else parts - len(before)
     assert order == [*before, "answer", *["read"] * rest, "end"]
 

@@ -1,4 +1,4 @@
-"""/health says whether requests are welcome, /livez whether the server lives."""
+"""/health says whether the server takes requests, /livez whether it runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def served() -> Iterator[ServerHarness]:
 def begin(
     served: ServerHarness, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> subprocess.Popen[bytes]:
-    """A server that loads a model at once, seen as soon as it answers."""
+    """A server that loads a model at start, returned as soon as it answers."""
     monkeypatch.setenv("TEST_MODEL", model)
     monkeypatch.setattr(ServerHarness, "healthy", lambda _: answers(served))
     return served.start()
@@ -70,7 +70,7 @@ def test_our_clients_find_a_server_that_loads(
     assert found is not None
     assert (found.pid, found.status) == (process.pid, "loading")
     assert [running.name for running in client.running_models()] == ["first"]
-    # and are served by it
+    # and use it
     assert served.chat(served.model("other"), "a b").status_code == 200
 
 
@@ -123,7 +123,7 @@ def test_health_while_stopping(served: ServerHarness) -> None:
         assert told.json() == {"status": "stopping"}
         assert int(told.headers["retry-after"]) >= 1
         assert http.get("/livez").status_code == 200
-        # the answer that runs is finished nevertheless
+        # the running answer is finished nevertheless
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert process.wait(timeout=5) == 0
 

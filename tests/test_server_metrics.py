@@ -38,7 +38,7 @@ def served() -> Iterator[ServerHarness]:
 
 
 def figures(served: ServerHarness) -> dict[str, float]:
-    """Values by name and the labels beside the model's name."""
+    """Metric values by name and the labels beside the model's name."""
     found = {}
     reply = served.http.get("/metrics")
     assert reply.headers["content-type"].startswith("text/plain; version=")
@@ -50,7 +50,7 @@ def figures(served: ServerHarness) -> dict[str, float]:
 
 
 def log(served: ServerHarness) -> list[str]:
-    """Lines of ended requests."""
+    """Log lines of ended requests."""
     lines = served.settings.log_path.read_text().splitlines()
     return [line for line in lines if " request id=" in line]
 
@@ -134,7 +134,7 @@ def test_the_id_of_an_answer_is_in_its_headers_and_the_log(
 
 
 def ended(served: ServerHarness, count: int) -> None:
-    """Wait until so many requests are written down: an answer is sent first."""
+    """Wait until this many requests are logged: the answer is sent first."""
     wait_until(lambda: len(log(served)) >= count)
 
 

@@ -1,4 +1,4 @@
-"""What clients over TCP may call a model: names, and no path on this machine."""
+"""Model names over TCP: names only, no paths of the server's machine."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_unloading_a_path_reveals_nothing(opened: TcpServer) -> None:
 def test_a_folder_beside_the_server_is_no_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`user/repo` is the hub's, whatever lies where the server was started."""
+    """`user/repo` is the hub's, whatever lies in the server's working folder."""
     (tmp_path / "user" / "repo").mkdir(parents=True)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)

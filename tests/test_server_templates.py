@@ -1,4 +1,4 @@
-"""Chat templates that clients send are foreign code: in the real engine, through HTTP."""
+"""Chat templates sent by clients are untrusted code: in the real engine, through HTTP."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def served() -> Iterator[ServerHarness]:
 
 @pytest.fixture
 def asked(served: ServerHarness) -> Iterator[Any]:
-    """Loads the built-in model with a template, and asks."""
+    """Loads the built-in model with a template and sends a chat."""
 
     def ask(template: str) -> Any:
         body = {"model": "tiny", "options": {"chat_template": template}}

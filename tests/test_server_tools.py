@@ -1,4 +1,4 @@
-"""Tools and thoughts over HTTP: the real openai client, server, engine and model."""
+"""Tools and reasoning over HTTP: the real openai client, server, engine and model."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def api(http: httpx.Client) -> openai.OpenAI:
 
 
 def test_a_conversation_with_a_tool(api: openai.OpenAI) -> None:
-    """Called, answered, and asked again, as a program does it."""
+    """A call, its result, and the next request, as a program does it."""
     messages = list(ASKED)
     first = api.chat.completions.create(
         model="tiny",

@@ -1,4 +1,4 @@
-"""What /v1/stats tells of machine, ended requests and memory bandwidth; cancelling by id."""
+"""/v1/stats: machine, ended requests and memory bandwidth; cancelling by id."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def served() -> Iterator[ServerHarness]:
 
 
 class Answer:
-    """An answer that is being written, read in a thread."""
+    """A streaming answer, read in a thread."""
 
     def __init__(self, served: ServerHarness, model: str, **fields: Any) -> None:
         self.id, self.text, self.reason, self.error = "", "", "", ""
@@ -196,7 +196,7 @@ def test_bytes_read_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
     known(monkeypatch, 2e10)
     cost = compute_read_cost(TINY, model_info(ctx=2048), ())
     assert cost is not None
-    # of its embedding a step reads single rows: it has a head of its own
+    # a step reads single rows of the embedding, which is not tied to the head
     assert 0.7 * TINY.size_bytes < cost.weights_bytes < TINY.size_bytes
     assert cost.kv_token_bytes > 0
     assert (cost.medium, cost.bytes_per_s, cost.how) == ("RAM", 2e10, "measured before")
@@ -238,7 +238,7 @@ def test_unreadable_file_has_no_read_cost(tmp_path: Path) -> None:
     assert compute_read_cost(ModelFile("b", path, 4, (path,), "file"), model_info(), ()) is None
 
 
-def test_a_model_that_cannot_be_reckoned_leaves_the_rest_of_the_figures(
+def test_model_without_a_read_cost_keeps_its_other_statistics(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(_: object) -> None:
@@ -296,7 +296,7 @@ def test_a_known_bandwidth_is_read_and_never_measured(
 
 
 class FakeNvml:
-    """NVIDIA's library over one GPU. silent: what this GPU does not tell."""
+    """NVIDIA's library with one GPU. silent: values that this GPU does not report."""
 
     NVMLError = type("NVMLError", (Exception,), {})
     NVML_TEMPERATURE_GPU = NVML_CLOCK_SM = 0

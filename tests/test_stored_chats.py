@@ -1,4 +1,4 @@
-"""Chats of the terminal in the store: what is kept, continued, and shared with the tui."""
+"""Terminal chats in the session store: stored, continued, and shared with the TUI."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NEW, LATEST = SessionChoice(), SessionChoice(is_latest=True)
 
 
 class Chat:
-    """A chat in the terminal whose lines are typed one at a time, with its screen."""
+    """A terminal chat with lines typed one at a time, and its screen."""
 
     def __init__(self, storage: ChatStorage, scripts: tuple[Script, ...]) -> None:
         self.client = ScriptedClient(*scripts)
@@ -41,13 +41,13 @@ class Chat:
         self.repl = Repl(self.session, console, self._leave, storage.recorder(self.session))
 
     def type(self, *lines: str) -> str:
-        """Type lines; everything on the screen so far."""
+        """Type lines; returns everything on the screen so far."""
         for line in lines:
             self.repl.handle_line(line)
         return self.screen.getvalue()
 
     def open_and_leave(self) -> str:
-        """Start and leave at once; what is on the screen."""
+        """Start and leave at once; returns the screen."""
         self.repl.run()
         return self.screen.getvalue()
 
@@ -60,7 +60,7 @@ OpenChat = Callable[..., Chat]
 
 @pytest.fixture
 def open_chat(tmp_path: Path) -> Iterator[OpenChat]:
-    """Opens chats on one store, each for a choice of session and scripts, and closes them."""
+    """Opens chats on one store, each with a session choice and scripts; closes them afterwards."""
     with ExitStack() as stack:
 
         def open_one(choice: SessionChoice, *scripts: Script) -> Chat:

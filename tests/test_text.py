@@ -1,4 +1,4 @@
-"""Text in and out: detokenizing, stop strings and chat templates, however the tokens are cut."""
+"""Detokenizing, stop strings and chat templates, with tokens split in any way."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HELLO = [Message("user", "hello")]
 
 
 def pieces(whole: AnyStr, cuts: Sequence[int]) -> list[AnyStr]:
-    """`whole` cut at these positions."""
+    """`whole` split at these positions."""
     ends = [0, *sorted(min(cut, len(whole)) for cut in cuts), len(whole)]
     return [whole[a:b] for a, b in itertools.pairwise(ends)]
 
@@ -63,7 +63,7 @@ def test_bytes_that_are_not_utf8_become_replacement_characters(raw: bytes, cuts:
     detokenizer = Detokenizer()
     shown = "".join(detokenizer.feed(piece) for piece in pieces(raw, cuts))
     whole = raw.decode("utf-8", "replace")
-    # an unfinished character at the end is dropped where a whole decode replaces it
+    # an unfinished character at the end is dropped, where decoding at once replaces it
     assert shown == whole or shown == whole.removesuffix("\ufffd")
 
 
@@ -78,14 +78,14 @@ def test_a_lead_byte_without_its_rest_is_replaced_and_nothing_else_is_lost() -> 
 
 
 def run(stops: Sequence[str], parts: Sequence[str]) -> tuple[str, str | None]:
-    """All that is shown, and the stop string reached."""
+    """All text shown, and the stop string reached."""
     matcher = StopStringMatcher(stops)
     shown = [matcher.feed(part) for part in parts]
     return "".join(shown) + ("" if matcher.matched else matcher.flush()), matcher.matched
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
-    """The rule: the stop string completed first ends the text; of several, the longest."""
+    """The rule: the stop string completed first ends the text; among several, the longest."""
     for end in range(1, len(text) + 1):
         complete = [stop for stop in stops if stop and text[:end].endswith(stop)]
         if complete:
@@ -95,7 +95,7 @@ def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
 
 
 STOPS = st.lists(st.text(st.sampled_from("ab"), max_size=4), min_size=1, max_size=3)
-# few letters and short stops, so that stops are met, overlap and begin falsely
+# few letters and short stops, so that stops occur, overlap and begin in vain
 LETTERS = st.lists(st.sampled_from("abc"), min_size=3, max_size=12).map("".join)
 
 

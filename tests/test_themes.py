@@ -1,4 +1,4 @@
-"""Which theme the screens have, and where the choice is kept."""
+"""The theme of the screens, and where the choice is stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`localgen top` on a real terminal, with and without a server; and what it refuses."""
+"""`localgen top` on a real terminal, with and without a server; and invalid arguments."""
 
 from __future__ import annotations
 
@@ -53,8 +53,7 @@ class Terminal:
             return
 
     def until(self, *wanted: str, timeout_s: float = 60.0) -> None:
-        """Read until the screen has had these texts, in any order; all up to the last is
-        forgotten."""
+        """Read until the screen has had these texts, in any order; discards all up to the last."""
         deadline_s = time.monotonic() + timeout_s
         while not all(one in self.text for one in wanted):
             assert time.monotonic() < deadline_s, f"no {wanted!r} in {self.text[-3000:]!r}"
@@ -66,7 +65,7 @@ class Terminal:
         os.write(self._fd, keys.encode())
 
     def ends_well(self) -> None:
-        """It ends by itself, and says nothing of a mistake."""
+        """Assert that it exits by itself and reports no error."""
         for _ in range(500):
             self.read()
             if self.process.poll() is not None:
@@ -84,8 +83,10 @@ class Terminal:
 
 
 def _environment(built: ServerHarness) -> dict[str, str]:
-    """The terminal's own size counts: what runs the tests may have set another. Should Python
-    itself crash, it says where."""
+    """Without COLUMNS and LINES of the test runner: the terminal's own size counts.
+
+    Python prints a traceback if it crashes itself.
+    """
     ours = python_environment() | built.settings.to_environment()
     ours |= {"TERM": "xterm-256color", "PYTHONFAULTHANDLER": "1"}
     return {name: value for name, value in ours.items() if name not in ("COLUMNS", "LINES")}
@@ -107,7 +108,7 @@ def built() -> Iterator[ServerHarness]:
 
 
 def is_cut_off(built: ServerHarness) -> bool:
-    """Whether the server goes while it is asked."""
+    """Whether the server exits during the request."""
     try:
         built.chat(built.model(token_s=0.02), MANY_WORDS)
     except (httpx.RemoteProtocolError, httpx.ReadError):
@@ -144,7 +145,7 @@ def test_keys_that_quit(built: ServerHarness, key: str) -> None:
 def test_server_of_another_version_is_noted(built: ServerHarness) -> None:
     built.start("9.8.7")
     with top(built) as screen:
-        # parts of a line are painted as they change
+        # only changed parts of a line are painted
         screen.until("localgen 9.8.7 (this is", "LIVE")
 
 

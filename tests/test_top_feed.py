@@ -1,4 +1,4 @@
-"""The thread that follows a server: how often, what happens when it is gone, how it ends."""
+"""The thread that follows a server: its rate, lost servers, its end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from localgen.tui.feed import MAX_RETRY_S, SampleFeed, SampleReceived, ServerLos
 
 
 class Told:
-    """What a feed has said."""
+    """Messages of a feed."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []

@@ -1,4 +1,4 @@
-"""What each key and the mouse do in `localgen top`."""
+"""Keys and mouse in `localgen top`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every screen of `localgen top` as it looks, at three sizes."""
+"""Snapshots of every screen of `localgen top`, at two sizes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def show(*keys: str, found: ServerSample | None = None) -> Callable[[Pilot[Any]]
 
 
 def vllm() -> ServerSnapshot:
-    """A server that tells little."""
+    """A server that reports few metrics."""
     other = ModelSnapshot(
         name="meta-llama/Llama-3.1-8B-Instruct",
         running=12,

@@ -1,4 +1,4 @@
-"""Cells of the table of requests: exactly as wide as their column, whatever stands in them."""
+"""Cells of the request table are exactly as wide as their column, whatever their text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asking in sessions without a screen: answers, stopping, faults, asking again."""
+"""Requests of sessions without a screen: answers, stopping, faults, regeneration."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_regeneration_keeps_the_old_answer_until_it_is_complete(make_tui: MakeTu
     opened.ask("q")
     good = wait_for_answer(tui, opened)
     opened.regenerate()
-    # what was asked did not hold the old answer
+    # the request did not contain the old answer
     wait(lambda: opened.last_stream and opened.last_stream.ended.is_set())
     assert [m.content for m in tui.clients[0].record.asked[-1].messages] == ["q"]
     half = wait_for_answer(tui, opened)
@@ -203,7 +203,7 @@ def test_loading_may_end_between_two_reads(make_tui: MakeTui, read: str) -> None
     reads = [0.25]
 
     class Loaded(AnswerStream):
-        """Its model is loaded right after the first read of the progress."""
+        """A client whose model is loaded right after the first read of the progress."""
 
         @property
         def load_progress(self) -> float | None:

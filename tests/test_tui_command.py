@@ -1,4 +1,4 @@
-"""`localgen tui` where it cannot begin: one line, and nothing is touched."""
+"""`localgen tui` where it cannot start: one line, and nothing is changed."""
 
 from __future__ import annotations
 

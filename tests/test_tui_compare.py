@@ -1,4 +1,4 @@
-"""One prompt to several models or settings, by its keys."""
+"""One prompt to several models or settings, by keys."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ LONG = "\n\n".join(f"paragraph {number}" for number in range(60))
 
 
 async def compare_two(tui: Tui, pilot: Pilot[None]) -> list[CompareColumn]:
-    """The screen with an answer in both columns."""
+    """Open the comparison with an answer in both columns."""
     await press(tui, pilot, "ctrl+b", "ctrl+s")
     await tui.until(lambda: isinstance(tui.app.screen, CompareScreen))
     await pilot.pause()

@@ -1,4 +1,4 @@
-"""Keys that are the same everywhere in the tui: help, palette, themes; and long texts."""
+"""Keys that are the same everywhere in the TUI: help, palette, themes; and long texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each key of the tui, pressed."""
+"""Each key of the TUI."""
 
 from __future__ import annotations
 

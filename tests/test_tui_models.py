@@ -1,4 +1,4 @@
-"""Choosing a model in the tui: what is here, what is fetched, what does not load."""
+"""Choosing a model in the TUI: installed models, downloads, failed loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is pasted elsewhere than in the prompt is never drawn as a terminal would obey it."""
+"""Text pasted outside the prompt is never drawn as control sequences."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IN_AN_AREA = SHOWN.replace("␇", "")  # Textual draws no bell
 
 
 async def paste(tui: Tui, pilot: Pilot[None]) -> None:
-    """As a driver hands it on."""
+    """Send a paste as a driver does."""
     tui.app.post_message(Paste(PASTED))
     await tui.until(lambda: IN_AN_AREA in tui.screen_text(), 20)
     shown = tui.screen_text()

@@ -1,4 +1,4 @@
-"""What is typed and pasted into the prompt of the tui."""
+"""Typing and pasting in the TUI's prompt."""
 
 from __future__ import annotations
 

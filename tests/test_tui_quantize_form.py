@@ -1,4 +1,4 @@
-"""Choosing what to quantize and how: keys, refusals, what is found again."""
+"""The quantize form: keys, rejected choices, restored choices."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_impossible_choices_give_a_reason(tmp_path: Path, error: Exception) -> N
 
 
 def test_recipe_without_a_format_is_rejected(tmp_path: Path) -> None:
-    """It is refused before any process begins."""
+    """It is rejected before any process starts."""
 
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
         tui.screen._form_panel.set_values(group_size=100)
@@ -148,7 +148,7 @@ def test_recipe_without_a_format_is_rejected(tmp_path: Path) -> None:
 
 
 def test_unfinished_runs_are_offered(tmp_path: Path) -> None:
-    """The form begins with it, wherever the program was started."""
+    """The form starts with the unfinished run, wherever the program was started."""
     out = tmp_path / "elsewhere" / "mine"
     (out.parent / "mine.partial").mkdir(parents=True)
     (out.parent / "mine.partial" / "plan.json").write_text("{}")
@@ -163,7 +163,7 @@ def test_unfinished_runs_are_offered(tmp_path: Path) -> None:
 
 
 def test_last_unfinished_run_is_offered_again(tmp_path: Path) -> None:
-    """The usual place is not spelled out: another method has another one."""
+    """The default output is not stored, since it depends on the method."""
     (tmp_path / "tiny-awq-4bit.partial").mkdir()
     (tmp_path / "tiny-awq-4bit.partial" / "plan.json").write_text("{}")
     first = Quantizing(tmp_path, runs=((*BEGUN, OutOfMemory("it was killed")),))

@@ -1,4 +1,4 @@
-"""The way to the quantize screen, its help, little room, and where it is refused."""
+"""Opening the quantize screen: commands, help, small terminals, and where it is rejected."""
 
 from __future__ import annotations
 

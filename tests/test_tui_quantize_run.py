@@ -1,4 +1,4 @@
-"""A quantization on the screen: its keys, its end, and what can go wrong."""
+"""A quantization run on the screen: its keys, its end, and its faults."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_a_result_that_could_not_be_measured(tmp_path: Path) -> None:
 
 
 def test_control_sequences_in_names_are_inert(tmp_path: Path) -> None:
-    """What a folder is called is neither markup nor a command to the terminal."""
+    """Folder names are neither markup nor terminal commands."""
 
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
         await tui.begin(pilot)
@@ -265,7 +265,7 @@ def test_a_step_may_begin_between_two_reads_of_the_time_left() -> None:
 
 
 def test_the_time_left_is_smoothed(tmp_path: Path) -> None:
-    """One slow layer does not make all of them slow."""
+    """One slow layer does not change the estimate for all."""
 
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
         await tui.begin(pilot)

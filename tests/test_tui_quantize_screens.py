@@ -1,4 +1,4 @@
-"""The quantize screen as it looks, at three sizes."""
+"""Snapshots of the quantize screen, at two sizes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def check(
 
 
 async def nothing(tui: Quantizing, pilot: Pilot[None]) -> None:
-    """As it opens."""
+    """The screen as it opens."""
 
 
 async def at_layer_3(tui: Quantizing, pilot: Pilot[None]) -> None:

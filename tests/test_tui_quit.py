@@ -1,4 +1,4 @@
-"""Leaving the program, a load or a dialog: nothing gets lost, nothing stays behind."""
+"""Quitting the program, a load or a dialog: nothing is lost or left behind."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_quit_asks_about_unsaved_sessions(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 async def begin_to_load(tui: Tui, pilot: Pilot[None]) -> ModelPicker:
-    """In the picker."""
+    """Start loading a model in the picker."""
     await pilot.press("ctrl+o")
     await tui.until(lambda: isinstance(tui.app.screen, ModelPicker))
     picker = tui.app.screen
@@ -74,7 +74,7 @@ def test_quit_while_the_picker_loads(tmp_path: Path) -> None:
         await tui.until(lambda: not tui.app.is_running)
         assert tui.clients[0].was_cut.is_set()
 
-    # asyncio.run() joins its threads: a load that nobody ends would hang here
+    # asyncio.run() joins its threads: a load that does not end would hang here
     play(Tui(tmp_path), scene)
 
 

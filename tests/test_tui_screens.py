@@ -1,4 +1,4 @@
-"""Every screen of `localgen tui` as it looks, at three sizes."""
+"""Snapshots of every screen of `localgen tui`, at two sizes."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_palette(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
 
 
 async def pick(tui: Tui, pilot: Pilot[None], name: str, says: str) -> None:
-    """Take a model, and wait until it is told how that goes."""
+    """Choose a model and wait until its status is shown."""
     await pilot.press("ctrl+o")
     await tui.until(lambda: tui.app.screen.query(OptionList).first().option_count == 3)
     await pilot.press(*name, "enter")

@@ -1,4 +1,4 @@
-"""The tui whose server is lost, or of another version, as it looks; and what is never cut off."""
+"""The TUI with a lost server or one of another version; texts that are never cut off."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def seen(tui: Tui, pilot: Pilot[None], version: str) -> None:
 
 
 async def lost(tui: Tui, pilot: Pilot[None]) -> None:
-    """In the middle of an answer."""
+    """Lose the server during an answer."""
     await seen(tui, pilot, "1.2.3")
     await tui.ask(pilot, "Tell me a story")
     tui.app.post_message(LOST)
@@ -62,7 +62,7 @@ def test_other_server_version(snap_tui: Callable[..., None], size: tuple[int, in
 
 
 def is_shown(tui: Tui, text: str) -> bool:
-    """Whether all of it is there, wherever the lines end."""
+    """Whether all of the text is on the screen, wherever lines wrap."""
     return "".join(text.split()) in "".join(tui.screen_text().replace("│", " ").split())
 
 

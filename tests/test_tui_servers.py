@@ -1,4 +1,4 @@
-"""The tui and its server: another one, one that is lost, what is said of it."""
+"""The TUI and its server: a remote one, a lost one, and its messages."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_server_status_is_shown(
 
 def test_a_server_elsewhere_that_was_never_seen(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
-        # the tests' delay: no second attempt comes before the key
+        # with the tests' delay no second attempt comes before the key press
         await tui.until(lambda: "no server. Retrying in 1e+03 s, F12: now" in tui.screen_text())
         seen = threading.Event()
 

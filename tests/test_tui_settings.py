@@ -1,4 +1,4 @@
-"""The side panel of settings: whose a setting is, and what is refused."""
+"""The settings panel: which session a setting belongs to, and rejected values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from localgen.tui.chat.active_session import ActiveSession
 
 
 async def two_sessions(tui: Tui, pilot: Pilot[None]) -> tuple[ActiveSession, ActiveSession]:
-    """The second is on the screen."""
+    """Two sessions, of which the second is on the screen."""
     await tui.ask(pilot, "one")
     first = tui.opened
     await tui.open_new(pilot)

@@ -1,4 +1,4 @@
-"""A store that is slow or fails: the keys wait for nothing."""
+"""A slow or failing store does not block the keys."""
 
 from __future__ import annotations
 

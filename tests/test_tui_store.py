@@ -1,4 +1,4 @@
-"""What is kept of sessions: by programs that are killed, by several at once, on a full disk."""
+"""Stored sessions with killed programs, several programs at once, and a full disk."""
 
 from __future__ import annotations
 

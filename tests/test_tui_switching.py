@@ -1,4 +1,4 @@
-"""What is typed while another session is on its way, and what is read while one is written."""
+"""Typing while another session is being opened, and reading while one is answered."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_typed_text_stays_if_no_session_opens(
 
 
 def test_two_quick_steps_move_two_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one is on its way still, and comes last: it is not to be shown."""
+    """The first session is still being opened and arrives last: it must not be shown."""
 
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         for number in range(3):

@@ -1,4 +1,4 @@
-"""What a terminal sends: a paste is a text, whatever is in it."""
+"""Terminal input: a paste is a text, whatever is in it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from localgen.tui.terminal import PasteSafeParser, TerminalDriver
 from localgen.tui.themes import ThemeChoice
 from localgen.tui.top.app import TopApp
 
-# what Textual's own parser takes for Ctrl+G, Ctrl+Q, Enter, a start and a half of an end
+# parsed by Textual as Ctrl+G, Ctrl+Q, Enter, the start of a paste and half of its end
 HOSTILE = "a\x1b[31mred\x1b[0m\x1b\x1b]0;x\x07 \x11\r\x1b[200~ \x1b[20 \x1b[201 \x9b\u20ac\nz"
 
 
@@ -24,7 +24,7 @@ def pieces(*data: str) -> list[Message]:
 
 
 def texts(messages: list[Message]) -> list[str]:
-    """Keys and pastes by what they are."""
+    """Names of keys, and pastes with their text."""
     return [
         f"paste {each.text}" if isinstance(each, Paste) else each.key
         for each in messages

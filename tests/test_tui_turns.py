@@ -1,4 +1,4 @@
-"""Turns of a session: brought back, written by two programs, drawn where one looks."""
+"""Turns of a session: restored, written by two programs, drawn where visible."""
 
 from __future__ import annotations
 

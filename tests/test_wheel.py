@@ -1,4 +1,4 @@
-"""What the wheel holds: the package once, the derived model, nothing else."""
+"""Contents of the wheel: the package once, the derived model, nothing else."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def build(source: Path, out: Path) -> None:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the tree as a clone would have it: nothing derived, links kept."""
+    """A copy of the tree as in a clone: nothing derived, links kept."""
     target = tmp_path_factory.mktemp("source") / "localgen"
     return Path(shutil.copytree(ROOT, target, symlinks=True, ignore=BUILT))
 

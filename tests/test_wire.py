@@ -1,4 +1,4 @@
-"""Messages between server and engine: what goes in comes out, however the bytes are cut."""
+"""Messages between server and engine are unchanged by encoding, however the bytes are split."""
 
 from __future__ import annotations
 
