@@ -1,4 +1,4 @@
-"""Command lines in this process: scripted clients, standard input, folders of their own."""
+"""Runs command lines in this process: scripted clients, standard input, folders of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures of more than one test file."""
+"""Fixtures used by several test files."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# no test has a GPU: kernels run in Triton's interpreter, chosen when they are defined
+# tests run without a GPU: kernels are defined for Triton's interpreter
 os.environ["TRITON_INTERPRET"] = "1"
-# torch and llama.cpp each have threads, which would wait for work by spinning on the same cores
+# threads of torch and of llama.cpp would spin on the same cores while they wait for work
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# and other workers of pytest use them too
+# other pytest workers use the same cores
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# each server, engine and command that a test starts would compile all of localgen again
+# otherwise each process that a test starts would compile all of localgen again
 os.environ["PYTHONDONTWRITEBYTECODE"] = ""
 # smollm2 is the default model where it is installed; tests are written for the built-in one
 sys.path.insert(0, str(Path(__file__).with_name("without_smollm2")))
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from textual.pilot import Pilot
     from tui_chats import MakeTui, Play, Tui
 
-# llama.cpp has as many threads by default, in models that tests load themselves
+# llama.cpp's default number of threads, for models that tests load themselves
 system.num_physical_cores = lambda: 1
 
-# no test measures time, not even of one example
+# no test measures time, nor hypothesis that of an example
 settings.register_profile("localgen", deadline=None)
 settings.load_profile("localgen")
 
@@ -47,15 +47,21 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of quick tests come last: the workers of pytest-xdist take files in this order, and end
-    at nearly the same time (their own order, by the number of tests, leaves a few slow tests)."""
+    """Put files of quick tests last.
+
+    Workers of pytest-xdist take files in this order and then end at nearly the same time. Its own
+    order, by the number of tests, leaves a few slow tests to the end.
+    """
     quick = {Path(line).name for line in Path(__file__).with_name("fast.txt").read_text().split()}
     items.sort(key=lambda item: item.path.name in quick)
 
 
 def pytest_collection_finish() -> None:
-    """Triton's interpreter patches the language in each call of a device function, although the
-    kernel that calls it has done so: nearly half of the time of the kernels' tests."""
+    """Patch Triton's interpreter only once per kernel.
+
+    It patches the language in each call of a device function again, which takes nearly half of the
+    time of the kernel tests.
+    """
     interpreter: Any = sys.modules.get("triton.runtime.interpreter")
     if interpreter is None:
         return
@@ -77,7 +83,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def open_model() -> Iterator[Callable[..., LlamaFile]]:
-    """Opens GGUF files in llama.cpp, and closes them."""
+    """Opens GGUF files in llama.cpp; closes them after the test."""
     from llama_files import LlamaFile
 
     opened: list[LlamaFile] = []
@@ -93,7 +99,7 @@ def open_model() -> Iterator[Callable[..., LlamaFile]]:
 
 @pytest.fixture
 def make_tui(tmp_path: Path) -> Iterator[MakeTui]:
-    """Makes tuis on one store, each for scripts and options, and closes them."""
+    """Makes TUIs that share one store, from scripts and options; closes them after the test."""
     from tui_chats import Tui
 
     made: list[Tui] = []
@@ -109,7 +115,7 @@ def make_tui(tmp_path: Path) -> Iterator[MakeTui]:
 
 @pytest.fixture
 def snap_tui(make_tui: MakeTui, snap_compare: Callable[..., bool]) -> Callable[..., None]:
-    """Plays a scene in a tui of these scripts and compares the picture, with cursors at rest."""
+    """Plays a scene in a TUI and compares the screenshot, without blinking cursors."""
     from textual.widgets import Input, TextArea
 
     from localgen.tui.chat.prompt import Prompt
@@ -135,7 +141,7 @@ def snap_tui(make_tui: MakeTui, snap_compare: Callable[..., bool]) -> Callable[.
 
 @pytest.fixture
 def two_originals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The quantize screen finds two models and torch, and looks at a choice without a pause."""
+    """The quantize screen finds two models and torch, and estimates without a delay."""
     from localgen.quant.originals import OriginalModel
 
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints for the CUDA engine's loader, and what tests ask of it."""
+"""Tiny random checkpoints for the CUDA engine's loader, and assertions about them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ State = dict[str, Tensor]
 
 
 def begun(name: str, folder: Path) -> Any:
-    """A transformers model in float32 as it is before training; its config.json in `folder`."""
+    """A transformers model in float32 with its initial weights; writes config.json to `folder`."""
     torch.manual_seed(sum(map(ord, name)))
     config = transformers.AutoConfig.from_pretrained(write_config(folder, name))
     auto: Any = transformers.AutoModelForCausalLM
@@ -29,7 +29,7 @@ def begun(name: str, folder: Path) -> Any:
 
 
 def make(name: str, folder: Path) -> Any:
-    """The same with all weights random."""
+    """As `begun`, with all weights random."""
     model = begun(name, folder)
     for parameter in model.parameters():
         parameter.data.normal_()
@@ -56,7 +56,7 @@ def rewrite(folder: Path, change: Callable[[State], object]) -> None:
 
 
 def shapes(value: Any) -> Any:
-    """Types, shapes and dtypes, all the way down."""
+    """Types, shapes and dtypes of all tensors, recursively."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.dtype
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Tiny configurations of every architecture the CUDA engine knows, as transformers takes them."""
+"""Tiny configurations of every architecture of the CUDA engine, for transformers."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def longrope(kind: str, dim: int) -> dict[str, Any]:
     return {"type": kind, "short_factor": short, "long_factor": [2 * x for x in short]}
 
 
-# the name of a config.json's model_type, then all that differs from SIZES
+# model_type of config.json, then all that differs from SIZES
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", THETA),
     "llama first files": ("llama", {}),
     "llama biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    # a vocabulary and key-value heads that two ranks cannot have equal parts of
+    # two ranks cannot divide its vocabulary and key-value heads evenly
     "llama uneven": ("llama", {**THETA, "num_key_value_heads": 1, "vocab_size": 99}),
     "llama tied": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "llama 3.1": ("llama", {"rope_theta": 500000.0, "rope_scaling": LLAMA_3}),
@@ -143,14 +143,14 @@ _CLASSES = {
 
 
 def config_json(name: str, **changes: Any) -> dict[str, Any]:
-    """The contents of a config.json, in the form of public files; None leaves a field out."""
+    """Contents of a config.json as published models have it; None omits a field."""
     kind, more = CONFIGS[name]
     values = {"model_type": kind, "architectures": [_CLASSES[kind]], **SIZES, **more, **changes}
     return {key: value for key, value in values.items() if value is not None or key in more}
 
 
 def write_config(folder: Path, name: str, **changes: Any) -> Path:
-    """A folder with nothing but such a config.json."""
+    """Write a folder that holds only this config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config_json(name, **changes)))
     return folder

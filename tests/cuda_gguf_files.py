@@ -1,4 +1,4 @@
-"""Hugging Face folders as GGUF files, named and laid out as llama.cpp's converters do it."""
+"""Hugging Face folders as GGUF files, with the names and layouts of llama.cpp's converters."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _EXPERT_PARTS = {"w1": "gate", "gate_proj": "gate", "w3": "up", "up_proj": "up"}
 
 
 def tiny_folder(name: str, folder: Path, **changes: Any) -> Path:
-    """A random model of one of cuda_configs, with logits of order 1."""
+    """A random model of a configuration in cuda_configs, with logits of order 1."""
     model = make(name, folder)
     for parameter in model.parameters():
         parameter.data *= 0.2
@@ -73,12 +73,16 @@ def write_gguf(
     changes: Changes | None = None,
     **options: Any,
 ) -> Path:
-    """A model folder as GGUF. kind: of matrices where it fits; changes: of the metadata."""
+    """Write a model folder as GGUF.
+
+    kind: type of the matrices whose rows it divides; others are F32. changes: metadata to replace;
+    None removes a key.
+    """
     config = json.loads((folder / "config.json").read_text())
     architecture = _ARCHITECTURES.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(target, architecture, **options)
     own = {f"{architecture}.{key}": value for key, value in _metadata(config).items()}
-    # no vocabulary is one that llama.cpp knows of too
+    # llama.cpp accepts a file without a vocabulary, too
     vocabulary = {"tokenizer.ggml.model": "none"}
     for key, value in (own | vocabulary | dict(changes or {})).items():
         if value is not None:

@@ -20,9 +20,9 @@ from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.sampling_params import BASE_SAMPLING
 
-# no longer than LongRoPE's short factors go in cuda_configs
+# within the length of LongRoPE's short factors in cuda_configs
 VOCAB, MAX_LEN = int(SIZES["vocab_size"]), 128
-# every architecture, and every turn that the decoder can take
+# every architecture and every branch of the decoder
 ARCHITECTURES = (
     "llama",
     "llama biases",
@@ -43,10 +43,10 @@ ARCHITECTURES = (
 
 
 def make(name: str, folder: Path) -> Any:
-    """A random transformers model in float32, saved to `folder` as public ones are."""
+    """A random transformers model in float32, saved to `folder` in the published layout."""
     model = begun(name, folder)
     for tensor_name, tensor in model.named_parameters():
-        # the usual start leaves norms and biases at 1 and 0, where mistakes do not show
+        # the default initialization leaves norms at 1 and biases at 0, where mistakes do not show
         scale = 0.3 if "norm" in tensor_name or "bias" in tensor_name else 0.0
         tensor.data += scale * torch.randn_like(tensor)
     model.eval()
@@ -56,14 +56,14 @@ def make(name: str, folder: Path) -> Any:
 
 
 def random_text(*, seed: int, length: int) -> list[int]:
-    """Tokens of no meaning, special ones not among them."""
+    """Random tokens without special ones."""
     generator = torch.Generator().manual_seed(seed)
     tokens: list[int] = torch.randint(3, VOCAB, (length,), generator=generator).tolist()
     return tokens
 
 
 class Model:
-    """A decoder with a cache whose pages are dealt out at random."""
+    """A decoder with a cache whose pages are assigned at random."""
 
     def __init__(self, folder: Path, *, sequences: int = 4) -> None:
         spec = read_hf_config(folder)

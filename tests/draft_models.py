@@ -1,4 +1,4 @@
-"""Models that draft for the built-in one, or had better not."""
+"""Draft models for the built-in model, suitable and unsuitable ones."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def other_token(target: Path) -> Path:
 
 
 def other_end(target: Path) -> Path:
-    """The same with its own tokens, of which another ends an answer."""
+    """The built-in model with another end-of-sequence token."""
     return rewrite(target, {"tokenizer.ggml.eos_token_id": (0, UINT32)})
 
 
 def short_context(target: Path, tokens: int) -> Path:
-    """The same, trained for so many tokens only."""
+    """The same model, trained for `tokens` tokens."""
     return rewrite(target, {"llama.context_length": (tokens, UINT32)})

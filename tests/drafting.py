@@ -1,4 +1,4 @@
-"""Speculation without a model: drafts that are right by chance, steps that take what is said."""
+"""Speculation without a model: drafts that are right at random, and steps of a given duration."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _allocate_all(
 
 
 def always_draft(monkeypatch: pytest.MonkeyPatch, *, plain_every: int = 0) -> None:
-    """Draft with the last drafter that can, whatever was measured: tests must not depend on time.
+    """Draft with the last drafter that can, regardless of measured times: tests are deterministic.
 
     plain_every: steps with drafts between two pairs without; 0: all steps have drafts.
     """
@@ -59,7 +59,7 @@ def always_draft(monkeypatch: pytest.MonkeyPatch, *, plain_every: int = 0) -> No
 
 
 def decoding(name: str = "a", *, limit: int = 10**9) -> Sequence:
-    """A sequence whose answer has begun."""
+    """A sequence that is decoding."""
     seq = Sequence(
         id=name, tokens=[3, 3], num_prompt=1, params=SamplingParams(), ctx=limit, max_len=limit
     )
@@ -68,7 +68,7 @@ def decoding(name: str = "a", *, limit: int = 10**9) -> Sequence:
 
 
 class Guesser(Drafter):
-    """A drafter whose every draft is right with probability `alpha`, if those before it were."""
+    """A drafter whose drafts are right with probability `alpha`, given that those before are."""
 
     name = "guesser"
     needs_probing = True
@@ -111,8 +111,10 @@ class Guesser(Drafter):
 
 
 class Unprefilled(Guesser):
-    """A draft model that has to prefill a long prompt. prefilled: tokens so far; ms_per_token: what
-    each takes on its clock."""
+    """A draft model that has to prefill a long prompt.
+
+    prefilled: tokens so far. ms_per_token: time of each on its clock.
+    """
 
     is_ready = False
 
@@ -135,10 +137,10 @@ class Unprefilled(Guesser):
 
 
 class Steps:
-    """Steps of sequences that only decode. step_ms: what one takes by its tokens.
+    """Steps of decoding sequences. step_ms: duration of a step by its number of tokens.
 
-    The model says RIGHT for ever. tokens, ms: of all steps so far, proposing included. A prompt
-    has been computed before.
+    The model always generates RIGHT. tokens, ms: totals of all steps, proposing included. The
+    prompt is computed already.
     """
 
     def __init__(self, speculation: Speculation, step_ms: Callable[[int], float]) -> None:

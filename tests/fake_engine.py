@@ -1,10 +1,9 @@
-"""An engine process without a model: speaks the wire, echoes the words of the prompt slowly.
+"""An engine process without a model: speaks the wire protocol, repeats the prompt word by word.
 
-Run as `python tests/fake_engine.py FD`. The "model" is a file of JSON that says how to behave:
+Run as `python tests/fake_engine.py FD`. The "model" is a JSON file that sets the behaviour:
 load_s, token_s, fail (a message) and code, options (in force), kv_bytes, size_bytes,
-crash_repacked (die of an illegal instruction unless told not to repack).
-Words that do something: `!die` ends the process without a goodbye. Vectors of texts take a token's
-time for each word.
+crash_repacked (die of an illegal instruction unless repacking is off).
+The word `!die` ends the process without a message. Embedding takes token_s per word.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ WIDTH = 4
 
 
 def vector_of(text: str | tuple[int, ...]) -> list[float]:
-    """Of length 1: two of its elements are 0.6 and 0.8."""
+    """A vector of length 1: two of its elements are 0.6 and 0.8."""
     at = len(text) % 3
     return [0.0] * at + [0.6, -0.8] + [0.0] * (WIDTH - 2 - at)
 

@@ -1,7 +1,7 @@
 """A runner without a model: the next token is a function of all tokens before it.
 
-It computes nothing, so it checks everything: that chunks continue where the cache ends, that
-growth was asked for, that limits hold and that room is given back.
+It computes nothing but checks every call: chunks continue where the cache ends, growth was
+requested, limits hold and memory is returned.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ END = 0
 
 
 def next_token(tokens: list[int]) -> int:
-    """The model: any fixed function of the whole sequence."""
+    """The model: a fixed function of the whole sequence."""
     return zlib.crc32(bytes(tokens)) % VOCAB
 
 
 def generate(prompt: list[int], limit: int, *, ends: bool = True) -> list[int]:
-    """The answer to a prompt, all alone: up to END or until `limit` tokens are there in all."""
+    """The answer to a prompt when it runs alone: up to END or `limit` tokens, prompt included."""
     tokens = list(prompt)
     while len(tokens) < limit:
         tokens.append(next_token(tokens))
@@ -48,13 +48,13 @@ def generate(prompt: list[int], limit: int, *, ends: bool = True) -> list[int]:
 
 
 def vector_of(tokens: list[int]) -> EmbeddingArray:
-    """The vector of a text: any fixed function of it, [4]."""
+    """The embedding of a text: a fixed function of it, [4]."""
     rng = np.random.default_rng(zlib.crc32(bytes(tokens)))
     return rng.normal(size=4).astype(np.float32)
 
 
 class FakeRunner:
-    """ModelRunner with a pool of `kv_tokens` in which kept prefixes are evicted whole."""
+    """ModelRunner with a pool of `kv_tokens`; cached prefixes are evicted as a whole."""
 
     def __init__(
         self, *, kv_tokens: int = 256, max_seqs: int = 4, batch: int = 16, rewinds: bool = True
@@ -171,7 +171,7 @@ class FakeRunner:
         self.donors.clear()
 
     def check(self) -> None:
-        """Assert that nothing is left of any sequence, and that the pool adds up."""
+        """Assert that no sequence is left and that the pool's counts add up."""
         assert not self.cache
         assert not self.room
         assert not self.embedding

@@ -21,7 +21,7 @@ def engine_command(fd: int) -> list[str]:
 
 
 def _access() -> AccessPolicy:
-    """What the test wants of TCP, as JSON in TEST_ACCESS."""
+    """Access options of the TCP server, as JSON in TEST_ACCESS."""
     asked = json.loads(os.environ.get("TEST_ACCESS", "{}"))
     limit = RateLimit(*asked.pop("rate_limit", ()))
     lists = {name: tuple(value) for name, value in asked.items() if isinstance(value, list)}

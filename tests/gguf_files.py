@@ -1,4 +1,4 @@
-"""GGUF files made from the built-in model: changed, damaged, of another kind."""
+"""GGUF files made from the built-in model: changed, damaged, or of another architecture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Change = tuple[Any, gguf.GGUFValueType] | None
 
 
 def rewrite(target: Path, changes: Mapping[str, Change], **writer_options: Any) -> Path:
-    """The built-in model with metadata replaced, added or, for None, left out."""
+    """The built-in model with metadata replaced, added or, for None, removed."""
     reader = gguf.GGUFReader(TINY_GGUF)
     writer = _writer(target, reader, changes, "llama", writer_options)
     for tensor in reader.tensors:
@@ -26,9 +26,9 @@ def rewrite(target: Path, changes: Mapping[str, Change], **writer_options: Any) 
 
 
 def bert(target: Path, pooling: int | None = None) -> Path:
-    """A tiny encoder, which makes embeddings and no text, with the built-in model's vocabulary.
+    """A tiny embedding model with the built-in model's vocabulary.
 
-    pooling: LLAMA_POOLING_TYPE_*; None: the file does not say.
+    pooling: LLAMA_POOLING_TYPE_*; None: not set in the file.
     """
     width, vocab, context = 32, 4096, 64
     changes: dict[str, Change] = {
@@ -62,7 +62,7 @@ def bert(target: Path, pooling: int | None = None) -> Path:
 
 
 def short_convolutions(target: Path) -> Path:
-    """A tiny LFM2: layers that attend among layers that keep a state."""
+    """A tiny LFM2: some layers have attention, the others keep a recurrent state."""
     width, kv_heads = 64, [0, 2, 0, 1]
     changes: dict[str, Change] = {
         "lfm2.context_length": (512, UINT32),
@@ -87,7 +87,7 @@ def short_convolutions(target: Path) -> Path:
 
 
 def latent_attention(target: Path) -> Path:
-    """A tiny DeepSeek: one key for all heads is cached, and no values."""
+    """A tiny DeepSeek: caches one key for all heads and no values."""
     width, rank, rope, q_rank, heads, head = 64, 32, 32, 32, 2, 32
     changes: dict[str, Change] = {
         "context_length": (512, UINT32),
@@ -138,7 +138,7 @@ def _random(
     shapes: Mapping[str, tuple[int, ...]],
     arrays: Mapping[str, list[int]] = {},
 ) -> Path:
-    """A model of random weights with the built-in model's vocabulary."""
+    """A model with random weights and the built-in model's vocabulary."""
     writer = _writer(target, gguf.GGUFReader(TINY_GGUF), changes, architecture, {})
     for key, values in arrays.items():
         writer.add_array(key, values)
@@ -194,7 +194,7 @@ def with_number(target: Path, key: str, value: float) -> Path:
 
 
 def with_nan(target: Path, *names: str) -> Path:
-    """The built-in model, all values of these tensors replaced by NaN."""
+    """The built-in model with all values of these tensors replaced by NaN."""
     tensors = [t for t in gguf.GGUFReader(TINY_GGUF).tensors if t.name in names]
     assert len(tensors) == len(names)
     # all bits set is a NaN in F16 and in F32
@@ -202,7 +202,7 @@ def with_nan(target: Path, *names: str) -> Path:
 
 
 def header_bytes() -> tuple[int, int, int]:
-    """Where in the built-in model the vocabulary, the tensor list and the tensors begin."""
+    """Offsets in the built-in model of the vocabulary, the tensor list and the tensors."""
     reader = gguf.GGUFReader(TINY_GGUF)
     vocabulary = reader.fields["tokenizer.ggml.tokens"].offset
     return vocabulary, reader.tensors[0].field.offset, reader.data_offset

@@ -1,4 +1,4 @@
-"""Folders as Hugging Face has them, made from the built-in model and changed by tests."""
+"""Model folders in Hugging Face's layout, made from the built-in model and changed by tests."""
 
 from __future__ import annotations
 

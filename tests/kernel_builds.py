@@ -1,4 +1,4 @@
-"""Kernels compiled for GPUs that are not there, in processes without Triton's interpreter."""
+"""Compiles kernels for GPUs that are not present, in processes without Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What a kernel takes in one configuration on one target; error: it does not compile.
+    """Resources of a kernel in one configuration on one target; error: why it does not compile.
 
-    shared: bytes of a block. local: bytes of a thread that did not fit in registers.
+    shared: bytes per block. local: bytes per thread that did not fit in registers.
     """
 
     module: str
@@ -38,8 +38,8 @@ class Build:
 
 
 def builds() -> list[Build]:
-    """Every shipped configuration of every kernel on every target it is for."""
-    # fork would hand down an interpreter of Triton that is loaded already
+    """Every shipped configuration of every kernel on every target it supports."""
+    # a forked process would inherit Triton's interpreter, which is loaded already
     context = get_context("spawn")
     with ProcessPoolExecutor(2, mp_context=context, initializer=_compile_for_real) as pool:
         tasks = [task for module in _modules() for task in pool.submit(_tasks, module).result()]
@@ -99,7 +99,7 @@ def _build(module: str, index: int, arch: int) -> Build:
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of local memory of a thread."""
+    """Registers and bytes of local memory per thread."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"

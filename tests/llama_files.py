@@ -11,12 +11,12 @@ import numpy as np
 
 
 class LlamaFile:
-    """A model, or its vocabulary only."""
+    """A model, or only its vocabulary."""
 
     def __init__(self, path: Path, *, vocab_only: bool = False) -> None:
         params = llama_cpp.llama_model_default_params()
         params.vocab_only = vocab_only
-        # the file is what is tested: not the repacked layouts of this processor (AMX, …)
+        # test the file, not its repacked layouts for this processor (AMX, …)
         params.use_extra_bufts = False
         self.model: Any = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
         assert self.model, f"llama.cpp cannot load {path}"
@@ -26,7 +26,7 @@ class LlamaFile:
         llama_cpp.llama_model_free(self.model)
 
     def tokenize(self, text: str, *, first: bool = False) -> list[int]:
-        """first: whether the token that begins a text is put there, if the file says so."""
+        """Tokens of a text. first: add the begin-of-sequence token if the file says so."""
         raw = text.encode()
         tokens = (ctypes.c_int32 * (len(raw) + 8))()
         count = llama_cpp.llama_tokenize(
@@ -41,7 +41,7 @@ class LlamaFile:
         return buffer.value.decode() if size >= 0 else None
 
     def text(self, tokens: list[int]) -> str:
-        """Control tokens are written out."""
+        """Text of these tokens, control tokens included."""
         piece, text = ctypes.create_string_buffer(256), b""
         for token in tokens:
             length = llama_cpp.llama_token_to_piece(self.vocab, token, piece, 256, 0, True)
@@ -52,7 +52,7 @@ class LlamaFile:
         return self.text(self.greedy_tokens(self.tokenize(prompt), max_tokens))
 
     def greedy_tokens(self, tokens: list[int], max_tokens: int, ctx: int = 512) -> list[int]:
-        """Up to a token that ends an answer, without it."""
+        """Greedy tokens up to an end token, which is not included."""
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_threads, params.n_threads_batch = ctx, 1, 1
         context: Any = llama_cpp.llama_init_from_model(self.model, params)

@@ -1,7 +1,7 @@
 """A hub on loopback that serves real files to huggingface_hub's own client, with faults on demand.
 
-It speaks what a download needs: the listing of a repository, and files by `resolve`, large ones
-through a redirect to another host as the real one does.
+It implements what a download needs: the listing of a repository, and files by `resolve`, large
+ones through a redirect to another host as the real hub does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PIECE_BYTES = 1 << 16
 
 @dataclass
 class Repo:
-    """files: content by path. gated: tokens that may read, None: everyone."""
+    """files: content by path. gated: tokens with access; None: public."""
 
     files: dict[str, bytes]
     commit: str = "c" * 40
@@ -31,9 +31,12 @@ class Repo:
 
 @dataclass
 class Faults:
-    """drop_at: share of a file after which the connection ends, for so many downloads. corrupt:
-    downloads with a wrong byte. busy: requests that get 429. hold: set by a download when half of
-    its file is sent, which then waits for release."""
+    """Faults of the next requests.
+
+    drop_at: share of a file after which the connection ends, for `drops` downloads. corrupt: number
+    of downloads with a wrong byte. busy: number of requests that get 429. hold: set by a download
+    after half of its file, which then waits for release.
+    """
 
     drop_at: float = 0.4
     drops: int = 0
@@ -58,7 +61,7 @@ class Request:
 
 
 class LoopbackHub:
-    """repos by `user/repo`."""
+    """repos: repositories by `user/repo`."""
 
     def __init__(self) -> None:
         self.repos: dict[str, Repo] = {}
@@ -96,7 +99,7 @@ class LoopbackHub:
             thread.join()
 
     def take(self, fault: str) -> bool:
-        """Whether a fault is due now; counts it."""
+        """Whether a fault applies now; counts it."""
         with self.lock:
             left = getattr(self.faults, fault)
             if left:
@@ -181,7 +184,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._content(content, headers | {"ETag": etag}, self._asked)
             return
         headers |= {"X-Linked-Etag": etag, "X-Linked-Size": str(len(content))}
-        # another host by its name: what is meant for the hub alone must not reach it
+        # another host by name: credentials for the hub must not reach it
         headers["Location"] = f"http://localhost:{self.hub.port}/cdn/{name}/{path}"
         self._send(302, b"", headers)
 

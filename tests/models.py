@@ -1,4 +1,4 @@
-"""The built-in model in an Engine, driven from the test's own thread."""
+"""Runs the built-in model in an Engine on the test's own thread."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def questions(count: int) -> list[tuple[Message, ...]]:
 
 @dataclass
 class Reply:
-    """What came back for one request."""
+    """Everything received for one request."""
 
     text: str = ""
     reasoning: str = ""
@@ -56,7 +56,7 @@ class Reply:
 
     @property
     def whole_calls(self) -> list[tuple[str, str]]:
-        """Names and arguments."""
+        """Names and arguments of the tool calls."""
         names = {piece.index: piece.name for piece in self.calls if piece.name}
         return [
             (name, "".join(piece.arguments for piece in self.calls if piece.index == index))
@@ -70,8 +70,10 @@ class Reply:
 
 
 def noisy(replies: Sequence[Reply], references: Sequence[Reply], noise: float) -> int:
-    """Number of answers that differ; asserts that each could: its two best logits lie within
-    `noise`."""
+    """Number of answers that differ.
+
+    Asserts for each that rounding can explain it: its two best logits lie within `noise`.
+    """
     count = 0
     for reply, reference in zip(replies, references, strict=True):
         if reply.tokens == reference.tokens:
@@ -86,9 +88,12 @@ def noisy(replies: Sequence[Reply], references: Sequence[Reply], noise: float) -
 
 
 def moved(replies: Sequence[Reply], references: Sequence[Reply], noise: float) -> int:
-    """Number of drawn answers that differ; asserts that each could: where they part, both were
-    drawn from the same probabilities, within `noise`. How many a machine's rounding moves over the
-    border between two tokens is known only roughly; drawing anew would move nearly all."""
+    """Number of sampled answers that differ.
+
+    Asserts for each that rounding can explain it: where they diverge, both were sampled from the
+    same probabilities, within `noise`. The number itself depends on the machine; sampling with
+    other random numbers would change nearly all.
+    """
     count = 0
     for reply, reference in zip(replies, references, strict=True):
         if reply.tokens == reference.tokens:
@@ -107,14 +112,14 @@ def moved(replies: Sequence[Reply], references: Sequence[Reply], noise: float) -
 
 
 def _parting(one: Reply, other: Reply) -> int:
-    """The first position that differs."""
+    """First position at which the tokens differ."""
     pairs = zip(one.tokens, other.tokens, strict=False)
     both = min(len(one.tokens), len(other.tokens))
     return next((at for at, (a, b) in enumerate(pairs) if a != b), both)
 
 
 class LoadedBench:
-    """A loaded model and the means to ask it."""
+    """A loaded model in an engine, with methods to send requests."""
 
     def __init__(self, model: LoadedModel, drafters: Sequence[Drafter] = ()) -> None:
         self.model = model
@@ -151,7 +156,7 @@ class LoadedBench:
         self.stats = events.stats or self.stats
 
     def submit(self, chat: Sequence[Message], params: SamplingParams, **more: object) -> str:
-        """Hand in a chat; its id."""
+        """Submit a chat; returns its request id."""
         self._count += 1
         name = f"r{self._count}"
         self.replies[name] = Reply()
@@ -160,7 +165,7 @@ class LoadedBench:
         return name
 
     def run(self, names: Iterable[str]) -> list[Reply]:
-        """Step until these have ended."""
+        """Step until these requests have ended."""
         waited = [self.replies[name] for name in names]
         deadline_s = time.monotonic() + 120
         while any(reply.end is None for reply in waited):
@@ -170,17 +175,17 @@ class LoadedBench:
         return waited
 
     def ask(self, chats: Sequence[Sequence[Message]], params: SamplingParams) -> list[Reply]:
-        """All of them at once."""
+        """Answers to all chats, submitted at once."""
         return self.run([self.submit(chat, params) for chat in chats])
 
     def ask_one_by_one(
         self, chats: Sequence[Sequence[Message]], params: SamplingParams
     ) -> list[Reply]:
-        """Each alone."""
+        """Answers to the chats, one request at a time."""
         return [self.run([self.submit(chat, params)])[0] for chat in chats]
 
     def check(self) -> None:
-        """The books of the cache are whole."""
+        """Assert that the cache's counts are consistent."""
 
     def close(self) -> None:
         self.check()

@@ -1,4 +1,4 @@
-"""fake_runner's model over a PagedCache: it knows only what lies in the pages."""
+"""fake_runner's model over a PagedCache: it reads tokens from the pages only."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ EMPTY = -1
 
 
 class Memory:
-    """Pages that hold tokens where a model's hold keys and values."""
+    """Pages that hold tokens in place of keys and values."""
 
     def __init__(self, cache: PagedCache, num_pages: int) -> None:
         self.cache = cache
         self.pages = np.full((num_pages, PAGE_TOKENS), EMPTY)
 
     def copy(self) -> int:
-        """Make the copies that are due; how many."""
+        """Make the pending copies; returns how many."""
         copies = self.cache.pop_pending_copies()
         sources, targets = [pair[0] for pair in copies], [pair[1] for pair in copies]
         assert len(set(targets)) == len(targets)
@@ -41,14 +41,14 @@ class Memory:
         return tokens
 
     def check(self, seqs: Seq[Sequence]) -> None:
-        """Assert that everybody's computed tokens are there, whoever has written since."""
+        """Assert that all sequences' computed tokens are still in their pages."""
         self.cache.check()
         for seq in seqs:
             assert self.read(seq, seq.num_computed) == seq.tokens[: seq.num_computed]
 
 
 class PagedRunner:
-    """ModelRunner that checks the pages at every call, and counts what has happened in `seen`."""
+    """ModelRunner that checks the pages at every call and counts events in `seen`."""
 
     def __init__(self, *, num_pages: int, max_seqs: int, batch: int, share: bool) -> None:
         self.limits = Limits(

@@ -1,6 +1,6 @@
-"""A server of OpenAI's protocol on loopback, with none of our extras, that can misbehave.
+"""A server of OpenAI's protocol on loopback, without localgen's extensions, with faults on demand.
 
-`python tests/plain_openai.py` runs one to be tried by hand.
+`python tests/plain_openai.py` runs one to try by hand.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ USAGE = {"prompt_tokens": 40, "completion_tokens": 6, "total_tokens": 46}
 
 @dataclass(frozen=True)
 class Response:
-    """What one request gets instead of an answer."""
+    """The response to one request in place of an answer."""
 
     status: int
     body: bytes = b""
@@ -45,7 +45,7 @@ def page(status: int = 200) -> Response:
 
 
 def chunk(delta: dict[str, Any] | None = None, finish: str | None = None, **more: Any) -> bytes:
-    """One event of a stream, as OpenAI writes it."""
+    """One event of a stream in OpenAI's format."""
     choices = [] if delta is None else [{"index": 0, "delta": delta, "finish_reason": finish}]
     made = {"id": "x", "object": "chat.completion.chunk", "model": "big", "choices": choices}
     return b"data: " + json.dumps(made | more).encode() + b"\n\n"
@@ -55,7 +55,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def answer(*pieces: str, usage: dict[str, Any] | None = None) -> list[bytes]:
-    """The events of a whole answer."""
+    """The events of a complete answer."""
     events = [chunk({"role": "assistant", "content": ""})]
     events += [chunk({"content": piece}) for piece in pieces]
     events.append(chunk({}, "stop"))
@@ -64,10 +64,10 @@ def answer(*pieces: str, usage: dict[str, Any] | None = None) -> list[bytes]:
 
 
 class PlainServer:
-    """What it lists, what it streams, and what goes wrong.
+    """Models, events and faults of the server.
 
-    models: None: it has no list. first: responses that come before any answer, one a request.
-    refuse: a response to a body it does not take. gap_s: pause before each event.
+    models: None: no model list. first: responses to the first requests, in place of answers.
+    refuse: returns the error for a body that it rejects. gap_s: pause before each event.
     """
 
     def __init__(self, *models: str | dict[str, Any]) -> None:
@@ -91,7 +91,7 @@ class PlainServer:
 
     @property
     def asked(self) -> list[dict[str, Any]]:
-        """The bodies of the chat completions asked for."""
+        """The bodies of the chat completion requests."""
         return [seen.body for seen in self.seen if seen.path.endswith("/chat/completions")]
 
     def serve(self) -> None:
@@ -179,7 +179,7 @@ class PlainServer:
 
 @contextmanager
 def plain_server(*models: str | dict[str, Any]) -> Iterator[PlainServer]:
-    """One that runs for as long as the context is open."""
+    """A server that runs while the context is open."""
     server = PlainServer(*models)
     thread = threading.Thread(target=server.serve, daemon=True)
     thread.start()

@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 # llama.cpp's smallest
 CTX = 256
-# beyond CTX other factors are taken
+# beyond CTX, other factors apply
 LONG = {"original_max_position_embeddings": CTX, "max_position_embeddings": 4 * CTX}
-# of each a tokenizer, and what differs from cuda_configs
+# tokenizer of each, and what differs from cuda_configs
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama 2", {}),
     "llama first files": ("llama 2", {}),
@@ -28,7 +28,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2 yarn": ("qwen2", {}),
     "qwen3": ("qwen2", {}),
     "qwen3 yarn mscale": ("qwen2", {}),
-    # queries scaled otherwise: their weights are
+    # another query scale, which is folded into the weights
     "gemma2": ("gemma", {}),
     "gemma3": ("gemma", {}),
     "gemma3 listed": ("gemma", {}),

@@ -1,4 +1,4 @@
-"""The papers' algorithms as they are written down, in float64, without a thought for speed."""
+"""The papers' algorithms as they are written, in float64, without optimization."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COARSE = [1.0 - step / 10 for step in range(6)]
 
 
 def digits_and_grid(w: Array, ends: Range, bits: int) -> tuple[Array, float, float]:
-    """Digits, scale and zero of one group of weights on the grid from low to high."""
+    """Codes, scale and zero of one group of weights on the grid from low to high."""
     low, high = ends
     top = 2**bits - 1
     scale = max((high - low) / top, high / (top - 1)) or 1.0
@@ -81,7 +81,7 @@ def gptq(
         error = w[:, column] - (digits[:, column] - zero) * scale
         w -= np.outer(error / inverse[column, column], inverse[column])
         inverse -= np.outer(inverse[:, column], inverse[column]) / inverse[column, column]
-        # what is left of it is rounding; it must not come back
+        # only rounding is left of it, which must not return
         inverse[column, :] = inverse[:, column] = 0.0
     return digits
 
@@ -115,7 +115,7 @@ def awq_scales(weights: list[Array], x: Array, *, bits: int, size: int, clip: bo
 def awq_row(
     row: Array, x: Array, bits: int, size: int, clip: bool, *, coarse: bool = False
 ) -> tuple[Array, Array]:
-    """Digits and values of one output's weights, group by group."""
+    """Codes and values of one output's weights, group by group."""
     digits, rounded = [], []
     for at in range(0, len(row), size):
         w = row[at : at + size]

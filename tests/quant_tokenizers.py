@@ -1,4 +1,4 @@
-"""Small tokenizers of every family that the converter knows, laid out as public files have them."""
+"""Small tokenizers of every family that the converter supports, in the published layout."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def byte_level(name: str) -> dict[str, Any]:
 
 
 def pieces(name: str) -> dict[str, Any]:
-    """A tokenizer.json of PIECES: 800 tokens, the merges all ways to make one by its score."""
+    """A tokenizer.json of PIECES: 800 tokens; merges are all ways to form one, by score."""
     normalizer, step = copy.deepcopy(PIECES[name])
     gemma = name == "gemma"
     special = ["<pad>", "<eos>", "<bos>", "<unk>"] if gemma else ["<unk>", "<s>", "</s>"]
@@ -125,7 +125,7 @@ def pieces(name: str) -> dict[str, Any]:
 
 
 def write_tokenizer(folder: Path, tokenizer: dict[str, Any], **settings: Any) -> None:
-    """tokenizer.json and tokenizer_config.json. settings: of the latter."""
+    """Write tokenizer.json and tokenizer_config.json. settings: contents of the latter."""
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
@@ -142,7 +142,7 @@ def _ways(text: str, vocab: dict[str, int]) -> list[list[str]]:
 
 @functools.cache
 def _learned() -> tuple[list[str], list[str]]:
-    """Tokens of two characters and more in the order of their merges, then single characters."""
+    """Tokens of two or more characters in the order of their merges, then single characters."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Replace(" ", SPACE)
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, "always")

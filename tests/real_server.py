@@ -1,4 +1,4 @@
-"""`localgen serve` over TCP with real engines, as clients of other makers meet it."""
+"""`localgen serve` over TCP with real engines, for foreign clients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from serving import House, settings_in, short_folder, wait_until
+from serving import ServerHarness, settings_in, short_folder, wait_until
 
 from localgen.machine.python_process import python_environment
 
@@ -23,7 +23,7 @@ class RealServer:
 
 @contextmanager
 def real_server(*arguments: str, **environment: str) -> Iterator[RealServer]:
-    """A server that has started. arguments, environment: besides those that every test needs."""
+    """Start a server. arguments, environment: in addition to those that every test needs."""
     with short_folder() as folder:
         settings = settings_in(folder)
         settings.create_dirs()
@@ -35,9 +35,9 @@ def real_server(*arguments: str, **environment: str) -> Iterator[RealServer]:
                 stderr=stderr,
             )
         try:
-            house = House(folder)
-            wait_until(house.healthy, 60)
-            house.http.close()
+            harness = ServerHarness(folder)
+            wait_until(harness.healthy, 60)
+            harness.http.close()
             found = re.search(r"listening on (http://\S+)", log.read_text())
             assert found is not None, log.read_text()
             yield RealServer(found[1], log)

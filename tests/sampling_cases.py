@@ -16,10 +16,10 @@ Expected = Callable[[Vector, Any], Vector]
 
 @dataclass(frozen=True)
 class Case:
-    """A setting, and the distribution over tokens that it should give.
+    """A setting and its expected distribution over tokens.
 
-    history and the second argument of `expected` name tokens by rank: 0 is the most probable
-    after the prompt, so that penalties act on what would come. NEWLINE is the rank of a newline.
+    history and the second argument of `expected` name tokens by rank: 0 is the most probable after
+    the prompt, so that penalties act on likely tokens. NEWLINE is the rank of a newline.
     """
 
     name: str
@@ -40,7 +40,7 @@ def plain(z: Vector, t: Any) -> Vector:
 
 
 def xtc(z: Vector, threshold: float, probability: float, temperature: float = 1.0) -> Vector:
-    """XTC acts or not, by a coin."""
+    """XTC is applied at random, with its probability."""
     acts, rests = softmax(ref.xtc(z, threshold) / temperature), softmax(z / temperature)
     return np.asarray(probability * acts + (1 - probability) * rests)
 

@@ -1,4 +1,4 @@
-"""What each sampler does to a distribution, in numpy and from the definitions alone.
+"""Each sampler's effect on a distribution, in numpy, from the definitions alone.
 
 A sampler takes float64 logits [vocab] and returns them changed; a removed token is at -inf.
 Sources: top-k Fan et al. 2018; top-p Holtzman et al. 2020; min-p Nguyen et al. 2024; typical
@@ -19,13 +19,13 @@ Vector = NDArray[np.float64]
 
 
 def softmax(logits: Vector) -> Vector:
-    """Probabilities; a token at -inf has none."""
+    """Probabilities; a token at -inf has probability 0."""
     weights = np.exp(logits - logits.max())
     return np.asarray(weights / weights.sum())
 
 
 def keep(logits: Vector, tokens: Iterable[int] | NDArray[np.int64]) -> Vector:
-    """Only these tokens stay."""
+    """Remove all other tokens."""
     kept = np.full_like(logits, -np.inf)
     index = np.fromiter(tokens, np.int64)
     kept[index] = logits[index]
@@ -33,7 +33,7 @@ def keep(logits: Vector, tokens: Iterable[int] | NDArray[np.int64]) -> Vector:
 
 
 def entropy(p: Vector) -> float:
-    """In nats."""
+    """Entropy in nats."""
     p = p[p > 0]
     return float(-(p * np.log(p)).sum())
 
@@ -47,7 +47,7 @@ def top_k(logits: Vector, k: int) -> Vector:
 
 
 def top_p(logits: Vector, mass: float) -> Vector:
-    """The fewest most probable tokens that hold at least this mass."""
+    """Keep the fewest most probable tokens with at least this total probability."""
     p = softmax(logits)
     order = best_first(p)
     count = int(np.searchsorted(np.cumsum(p[order]), mass)) + 1
@@ -60,7 +60,7 @@ def min_p(logits: Vector, share: float) -> Vector:
 
 
 def typical(logits: Vector, mass: float) -> Vector:
-    """Tokens whose surprise is nearest to the entropy, until they hold this mass."""
+    """Keep tokens whose surprise is nearest to the entropy, up to this total probability."""
     p = softmax(logits)
     alive = np.flatnonzero(p > 0)
     distance = np.abs(-np.log(p[alive]) - entropy(p))
@@ -75,7 +75,7 @@ def top_n_sigma(logits: Vector, n: float) -> Vector:
 
 
 def xtc(logits: Vector, threshold: float) -> Vector:
-    """Without all tokens at or above the threshold but the least probable of them."""
+    """Remove all tokens at or above the threshold except the least probable of them."""
     p = softmax(logits)
     top = np.flatnonzero(p >= threshold)
     if len(top) < 2:
@@ -87,7 +87,7 @@ def xtc(logits: Vector, threshold: float) -> Vector:
 def dynamic_temperature(
     logits: Vector, middle: float, spread: float, exponent: float = 1.0
 ) -> Vector:
-    """Temperature between middle ± spread, by the entropy's share of its maximum."""
+    """Temperature between middle ± spread, by the ratio of the entropy to its maximum."""
     low, high = max(0.0, middle - spread), middle + spread
     share = entropy(softmax(logits)) / np.log(np.isfinite(logits).sum())
     return np.asarray(logits / (low + (high - low) * share**exponent))
@@ -125,10 +125,10 @@ def dry(
     allowed: int,
     breakers: frozenset[int] = frozenset(),
 ) -> Vector:
-    """Penalize what would prolong a repetition of at least `allowed` tokens.
+    """Penalize tokens that would extend a repetition of at least `allowed` tokens.
 
-    For each earlier place at which the end of the history also stands, the token after it
-    would repeat it; a repetition does not reach over a breaker.
+    Where the end of the history also occurs earlier, the token after that place would continue the
+    repetition; a repetition does not cross a breaker.
     """
     end = len(history)
     longest: dict[int, int] = {}
@@ -169,7 +169,7 @@ def mirostat_2(logits: Vector, tau: float) -> Vector:
 
 
 def adaptive(logits: Vector, target: float) -> Vector:
-    """First step: tokens are preferred for a probability near the target."""
+    """First step: prefers tokens with a probability near the target."""
     alive = np.isfinite(logits)
     distance = np.abs(softmax(logits) - target) / 0.3
     return np.where(alive, 5 - 10 * distance**2 / (1 + distance), -np.inf)

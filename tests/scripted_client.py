@@ -1,4 +1,4 @@
-"""A client that answers from a script, for what stands above it."""
+"""A client that answers from a script, for tests of its users."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Asked:
 
 @dataclass
 class Record:
-    """What was asked of the client, in order."""
+    """The calls made to the client, in order."""
 
     asked: list[Asked] = field(default_factory=list)
     loaded: list[tuple[str | None, LoadOptions]] = field(default_factory=list)
@@ -98,7 +98,7 @@ Script = Sequence[str | TextDelta | Completion | BaseException]
 
 
 class ScriptedClient(Client):
-    """Plays one script a request: texts, an answer, or an error to raise. Then echoes."""
+    """Plays one script per request: texts, an answer, or an error to raise; then echoes prompts."""
 
     def __init__(self, *scripts: Script, running: bool = True) -> None:
         self.scripts = list(scripts)

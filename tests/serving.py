@@ -27,7 +27,7 @@ MANY_WORDS = " ".join(str(number) for number in range(900))
 
 
 def wait_until(true: Callable[[], object], timeout_s: float = 10.0) -> float:
-    """Wait for a condition; the seconds it took. Fails the test if it takes too long."""
+    """Wait for a condition; returns the seconds it took. Fails the test after timeout_s."""
     started_s = time.monotonic()
     while not true():
         assert time.monotonic() - started_s < timeout_s, "it did not come true in time"
@@ -41,12 +41,12 @@ def settings_in(folder: Path, **others: Any) -> ServerSettings:
 
 @contextmanager
 def short_folder() -> Iterator[Path]:
-    """A folder whose path is short enough for sockets; pytest's may not be."""
+    """A temporary folder whose path is short enough for Unix sockets."""
     with tempfile.TemporaryDirectory(prefix="lg") as folder:
         yield Path(folder)
 
 
-class House:
+class ServerHarness:
     """A folder with models, and a server over fake engines."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
@@ -87,19 +87,19 @@ class House:
         return client
 
     def model(self, name: str = "echo", **script: Any) -> str:
-        """A file that makes a fake engine behave like this; its path."""
+        """Write a model file with this script for the fake engine; returns its path."""
         path = self.folder / f"{name}.gguf"
         path.write_text(json.dumps(script))
         return str(path)
 
     def named(self, name: str, **script: Any) -> str:
-        """The same under a name of the user's, as clients over TCP need it; the name."""
+        """As `model`, with an alias, which clients over TCP need; returns the alias."""
         with (self.settings.state_dir / "models.toml").open("a") as names:
             names.write(f"{name} = {json.dumps(self.model(name, **script))}\n")
         return name
 
     def loads(self, model: str) -> int:
-        """How many engine processes have loaded it."""
+        """Number of engine processes that have loaded the model."""
         log = Path(model + ".loads")
         return len(log.read_text().splitlines()) if log.exists() else 0
 
@@ -117,7 +117,7 @@ class House:
         return self.http.post("/v1/chat/completions", json=chat_body(model, text, **fields))
 
     def events(self, model: str, text: str = WORDS, **fields: Any) -> Generator[Any, None, None]:
-        """Events of a streamed chat, decoded; `[DONE]` as it is."""
+        """Decoded events of a streamed chat; `[DONE]` unchanged."""
         body = chat_body(model, text, stream=True, **fields)
         with self.http.stream("POST", "/v1/chat/completions", json=body) as reply:
             assert reply.status_code == 200, reply.read()
@@ -144,9 +144,9 @@ def chat_body(model: str, text: str = WORDS, **fields: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def house(**settings: Any) -> Iterator[House]:
+def server_harness(**settings: Any) -> Iterator[ServerHarness]:
     with short_folder() as folder:
-        built = House(folder, **settings)
+        built = ServerHarness(folder, **settings)
         try:
             yield built
         finally:

@@ -1,6 +1,6 @@
-"""Random models of a small vocabulary in both runners, and what they generate with drafts.
+"""Random models with a small vocabulary in both runners, and their answers with drafts.
 
-Nobody reads their text: tokens come fast enough to test how they are distributed.
+Their tokens are meaningless but fast, so that distributions can be tested.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class Small(Protocol):
     def runner(self) -> ModelRunner: ...
 
     def logits(self, tokens: list[int]) -> Rows:
-        """After each of these, [tokens, VOCAB]."""
+        """Logits after each of these tokens, [tokens, VOCAB]."""
         ...
 
 
 class SmallCuda:
-    """On the CPU twin. noise: how far the head is from that of the model without."""
+    """In the CUDA runner on the CPU. noise: how far the head deviates from that with noise 0."""
 
     runner: CudaRunner
 
@@ -98,13 +98,13 @@ class SmallCuda:
 
 
 class SmallLlama:
-    """In llama.cpp. noise: as of SmallCuda."""
+    """In llama.cpp. noise: as in SmallCuda."""
 
     runner: LlamaRunner
 
     def __init__(self, folder: Path, noise: float = 0.0, *, kv_tokens: int, ctx: int = CTX) -> None:
         path = _random_gguf(folder / f"small-{noise}.gguf", noise)
-        # in a cache that all share, attention goes over everybody's tokens
+        # in a shared cache, attention covers the tokens of all sequences
         has_room_for_all = kv_tokens >= _SEQS * ctx
         options = LoadOptions(
             kv_tokens=kv_tokens, ctx=ctx, parallel=_SEQS, threads=1, cache_type_k="f32",
@@ -197,8 +197,10 @@ def generate(
     tokens: int,
     stochastic: bool,
 ) -> list[Sequence]:
-    """So many sequences of so many tokens, as Engine makes them, with DRAFTS in each step. asked:
-    settings of each."""
+    """Run `seqs` sequences of `tokens` tokens as Engine does, with DRAFTS in each step.
+
+    asked: settings of each sequence.
+    """
     scheduler = Scheduler(runner, budget=TokenBudget(4096, 1e9), max_queue=seqs)
     speculation = Speculation(drafters, max_drafts=DRAFTS)
     limit = len(PROMPT) + tokens

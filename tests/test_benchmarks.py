@@ -92,7 +92,7 @@ def test_a_quick_run_without_tools(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 class _FixedClient:
-    """Answers of a fixed speed, in tokens/s."""
+    """Answers at a fixed speed, in tokens/s."""
 
     def __init__(self, rate: float) -> None:
         self._rate = rate
@@ -102,7 +102,7 @@ class _FixedClient:
 
 
 class _FixedReader:
-    """Reads 100 new tokens in half a second."""
+    """Prefills 100 new tokens in half a second."""
 
     def ask(self, prompt: Prompt, max_tokens: int) -> Stream:
         return Stream(sent_s=1.0, arrivals=[(1.5, 1)], prompt_tokens=120, cached_tokens=20)
@@ -148,7 +148,7 @@ def test_streams_and_prompts_beside_busy_processes(tmp_path: Path) -> None:
 
 
 class _EvenClient(LocalgenBenchClient):
-    """Answers of a server as if a token came every 10 ms, whatever else the machine does."""
+    """Answers with a token every 10 ms, independent of the load of the machine."""
 
     def ask(self, prompt: Prompt, max_tokens: int) -> Stream:
         stream = super().ask(prompt, max_tokens)

@@ -1,4 +1,4 @@
-"""benchmarks.gpu runs on the CPU at toy size, and its checks fail where a kernel is wrong."""
+"""benchmarks.gpu runs on the CPU at a small size, and its checks fail if a kernel is wrong."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ from localgen.backends.types import Finished, Timings
 CPU = Device.found(gpu=False)
 
 
-@pytest.mark.slow
 def test_a_quick_run_has_every_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "result.json"
     assert gpu.main(["--quick", "--seed", "1", "--output", str(output)]) == 0, capsys.readouterr()
@@ -63,7 +62,7 @@ def _no_decoders(device: Device, seed: int) -> Iterator[CorrectnessCheck]:
 
 
 def _checked(tmp_path: Path) -> tuple[int, list[str]]:
-    """Return the exit status of a run of the checks alone, and the names of failed checks."""
+    """Run the checks alone; returns the exit status and the names of failed checks."""
     output = tmp_path / "checks.json"
     status = gpu.main(["--quick", "--seed", "1", "--only", "checks", "--output", str(output)])
     checks = json.loads(output.read_text())["checks"]

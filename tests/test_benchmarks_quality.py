@@ -19,7 +19,7 @@ def checks(**perplexities: float) -> dict[str, tuple[float, bool]]:
     return {check.name: (check.value, check.met) for check in report.checks}
 
 
-def test_what_is_recovered_is_a_share_of_what_rounding_adds() -> None:
+def test_recovered_loss_is_a_share_of_the_rounding_loss() -> None:
     found = checks(original=15.0, rtn_4=15.4, gptq_4=15.1, awq_4=15.3, fp8=15.09)
     wanted = {
         "perplexity: rtn-4": (15.4, True),
@@ -43,7 +43,7 @@ def test_windows_overlap_by_the_token_that_follows() -> None:
     assert torch.equal(found[1:, 0], found[:-1, -1])
 
 
-def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quality_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "quality.json"
     assert main(["--only", "rtn-8", "--output", str(target)]) == 0
     assert "| rtn-8 " in capsys.readouterr().out

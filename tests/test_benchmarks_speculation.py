@@ -1,4 +1,4 @@
-"""The benchmark of drafts runs, and drafts leave the text as it is."""
+"""The benchmark of drafts runs, and drafts do not change the text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_prose_is_cut_into_prompts_and_answers() -> None:
     assert first != second
 
 
-def test_it_runs(
+def test_speculation_benchmark_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

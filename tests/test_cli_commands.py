@@ -1,4 +1,4 @@
-"""The commands that list and stop, help, and what all commands share."""
+"""The commands `ps`, `list` and `stop`, help, and options that all commands share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("arguments", [["run", "tiny", "x", "--json"], ["list", "--json"]])
-def test_json_on_a_terminal_is_inert(
+def test_json_on_a_terminal_has_no_control_characters(
     scripted: Callable[..., ScriptedClient],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -131,7 +131,7 @@ def test_no_heavy_import_before_it_is_needed(arguments: list[str]) -> None:
         (["version"], "localgen "),
     ],
 )
-def test_spellings_of_other_tools(
+def test_spellings_of_other_tools_are_accepted(
     arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_command_line(arguments) == 0

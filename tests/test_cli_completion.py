@@ -1,4 +1,4 @@
-"""Completion as shells ask for it: through the environment, of the real command line."""
+"""Completion as shells request it: through the environment, with the real command line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from serving import house
+from serving import server_harness
 
 from localgen.chat.session_store import SessionRecord
 from localgen.chat.stored_sessions import open_store
@@ -25,7 +25,7 @@ HEAVY = ("httpx", "huggingface_hub", "rich", "pydantic", "torch", "fastapi", "ms
 
 
 def add_files(cache: Path, repo: str, *files: str) -> None:
-    """Files of a repository, as the library lays them out."""
+    """Write files of a repository in huggingface_hub's layout."""
     root = cache / f"models--{repo.replace('/', '--')}"
     snapshot = root / "snapshots" / ("1" * 40)
     snapshot.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ class Desk:
         return done.stdout
 
     def bash(self, *words: str) -> list[str]:
-        """What bash gets; words: as it takes the line apart, the last one unfinished."""
+        """Completions for bash; words: as bash splits the line, the last one unfinished."""
         return self.ask(
             {
                 "_LOCALGEN_COMPLETE": "complete_bash",
@@ -89,7 +89,7 @@ def desk(tmp_path: Path) -> Desk:
     return Desk(tmp_path)
 
 
-def test_commands(desk: Desk) -> None:
+def test_command_names_are_completed(desk: Desk) -> None:
     assert desk.bash("") == list(COMMANDS)
     assert desk.bash("st") == ["stop"]
     assert desk.bash("nothing", "") == []
@@ -105,17 +105,17 @@ def test_commands(desk: Desk) -> None:
         (["show", "LLAMA-8"], ["LLAMA-8b"]),
         (["rm", ""], ["work", "acme/Chat-GGUF:Q8_0"]),
         (["serve", "ti"], ["tiny"]),
-        # bash takes a name apart at its colon and puts in only what follows
+        # bash splits a name at its colon and inserts only what follows
         (["pull", "llama-8b", ":", "q"], ["q4_K_M", "q8_0"]),
         (["pull", "llama-8b", ":"], ["auto", "Q4_K_M"]),
         (["run", "acme/Chat-GGUF", ":", "q8"], ["q8_0"]),
     ],
 )
-def test_names_of_models(desk: Desk, words: list[str], among: list[str]) -> None:
+def test_model_names_are_completed(desk: Desk, words: list[str], among: list[str]) -> None:
     assert set(among) <= set(desk.bash(*words))
 
 
-def test_names_of_sessions(desk: Desk) -> None:
+def test_session_names_are_completed(desk: Desk) -> None:
     assert desk.bash("history", "") == []
     with open_store(desk.folder / "state") as store:
         for name in ("trip", "two words", "Tea$(rm)", "notes"):
@@ -125,7 +125,7 @@ def test_names_of_sessions(desk: Desk) -> None:
     assert desk.bash("history", "") == ["notes", "trip"]
 
 
-def test_only_what_can_be_removed_and_stopped(desk: Desk) -> None:
+def test_rm_and_stop_complete_only_what_they_can_act_on(desk: Desk) -> None:
     assert "tiny" not in desk.bash("rm", "")
     assert desk.bash("stop", "") == []
 
@@ -138,14 +138,16 @@ def test_only_what_can_be_removed_and_stopped(desk: Desk) -> None:
         (["chat", "tiny", "-fa", "o"], ["on", "off"]),
         (["run", "-ctk", "q8"], ["q8_0"]),
         (["run", "--cache-type-v", "i"], ["iq4_nl", "int8"]),
-        # a value that is no number yet does not disturb the others
+        # an invalid value of another option does not matter
         (["run", "-c", "many", "--device", "cuda", ":", ""], ["0"]),
         (["serve", "--log-format", ""], ["text", "json"]),
         (["completion", ""], ["bash", "zsh", "fish"]),
         (["chat", "--temp"], ["--temp"]),
     ],
 )
-def test_options_and_values(desk: Desk, words: list[str], all_of_them: list[str]) -> None:
+def test_options_and_values_are_completed(
+    desk: Desk, words: list[str], all_of_them: list[str]
+) -> None:
     assert desk.bash(*words) == all_of_them
 
 
@@ -160,12 +162,12 @@ def test_options_and_values(desk: Desk, words: list[str], all_of_them: list[str]
         (["chat", "--chat-template", "mod"], []),  # bash does it
     ],
 )
-def test_files(desk: Desk, words: list[str], all_of_them: list[str]) -> None:
+def test_files_are_completed(desk: Desk, words: list[str], all_of_them: list[str]) -> None:
     assert desk.bash(*words) == all_of_them
 
 
-def test_running_models(desk: Desk) -> None:
-    with house() as served:
+def test_running_models_are_completed(desk: Desk) -> None:
+    with server_harness() as served:
         served.start()
         served.chat(served.model("warm"), "a")
         desk.environment["LOCALGEN_RUNTIME_DIR"] = str(served.settings.runtime_dir)
@@ -173,7 +175,7 @@ def test_running_models(desk: Desk) -> None:
         assert "warm" in desk.bash("run", "wa")
 
 
-def test_a_server_that_does_not_answer_is_not_waited_for(desk: Desk) -> None:
+def test_unresponsive_server_does_not_block_completion(desk: Desk) -> None:
     (desk.folder / "run").mkdir()
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(str(desk.folder / "run" / "server.sock"))
@@ -182,7 +184,7 @@ def test_a_server_that_does_not_answer_is_not_waited_for(desk: Desk) -> None:
         assert "tiny" in desk.bash("run", "ti")
 
 
-def test_a_disk_that_hangs_does_not_hang_the_shell(desk: Desk) -> None:
+def test_hanging_disk_does_not_block_completion(desk: Desk) -> None:
     program = (
         "import time, pathlib; pathlib.Path.glob = lambda *_: time.sleep(60); "
         "from localgen.cli import shells; shells._TIMEOUT_S = 0.5; " + LOCALGEN
@@ -202,16 +204,16 @@ def test_a_disk_that_hangs_does_not_hang_the_shell(desk: Desk) -> None:
         {"_LOCALGEN_COMPLETE": "complete_zsh_more"},
     ],
 )
-def test_nonsense_is_answered_with_silence(desk: Desk, environment: dict[str, str]) -> None:
+def test_invalid_completion_requests_print_nothing(desk: Desk, environment: dict[str, str]) -> None:
     assert desk.ask({"COMP_WORDS": "", "COMP_CWORD": "0"} | environment) == ""
 
 
-def test_a_damaged_file_of_names_says_nothing_here(desk: Desk) -> None:
+def test_damaged_alias_file_is_ignored(desk: Desk) -> None:
     (desk.folder / "state" / "models.toml").write_text("= nonsense")
     assert "tiny" in desk.bash("run", "ti")
 
 
-def test_nothing_heavy_is_loaded(desk: Desk) -> None:
+def test_completion_loads_no_heavy_modules(desk: Desk) -> None:
     program = (
         "import sys\nfrom localgen.cli import main, shells\n"
         "shells.run_completion(main.app, 'complete_bash')\n"
@@ -223,14 +225,14 @@ def test_nothing_heavy_is_loaded(desk: Desk) -> None:
     assert [name for name in HEAVY if name in modules.split()] == []
 
 
-def test_fish(desk: Desk) -> None:
+def test_fish_completion_format(desk: Desk) -> None:
     assert "chat\tChat with a model in the terminal." in desk.other("fish", "ch")
     assert desk.other("fish", "run ti").splitlines()[0] == "tiny"
     assert desk.other("fish", "run models/") == "models/mine.gguf\n"
     assert desk.other("fish", "chat --chat-template mod") == "models/\n"
 
 
-def test_zsh(desk: Desk) -> None:
+def test_zsh_completion_format(desk: Desk) -> None:
     said = desk.other("zsh", "run acme")
     assert said == (
         '_arguments \'*: :(("acme/Chat-GGUF\\\\:Q4_K_M" "acme/Chat-GGUF\\\\:Q8_0"))\'\n'
@@ -240,14 +242,14 @@ def test_zsh(desk: Desk) -> None:
     assert desk.other("zsh", "run tiny x") == "_files\n"
 
 
-def test_names_that_a_shell_would_run_are_not_offered(desk: Desk) -> None:
+def test_names_with_shell_metacharacters_are_not_offered(desk: Desk) -> None:
     for odd in ("$(touch x)", "`id`", "a b", "a;b", "a'b"):
         add_files(desk.folder / "cache", "acme/Chat-GGUF", f"{odd}.gguf")
     assert len(desk.bash("run", "acme")) == 2
 
 
 def scripted(desk: Desk, shell: str, *arguments: str) -> str:
-    """What a real shell prints that runs the script of `localgen completion`."""
+    """Output of a real shell that runs the script of `localgen completion`."""
     found = shutil.which(shell)
     if found is None:
         pytest.skip(f"there is no {shell} here")
@@ -269,7 +271,7 @@ def scripted(desk: Desk, shell: str, *arguments: str) -> str:
     return done.stdout
 
 
-def test_in_bash(desk: Desk) -> None:
+def test_script_works_in_bash(desk: Desk) -> None:
     lines = (
         'eval "$(localgen completion bash)"; complete -p localgen',
         "COMP_WORDS=(localgen run llama-8b : q4); COMP_CWORD=4; _localgen_completion localgen",
@@ -280,18 +282,20 @@ def test_in_bash(desk: Desk) -> None:
     assert "q4_K_M" in said[1:]
 
 
-def test_in_fish(desk: Desk) -> None:
+def test_script_works_in_fish(desk: Desk) -> None:
     lines = 'localgen completion fish | source; complete --do-complete "localgen run acme"'
     said = scripted(desk, "fish", "--no-config", "-c", lines)
     assert said.splitlines() == ["acme/Chat-GGUF:Q4_K_M", "acme/Chat-GGUF:Q8_0"]
 
 
-def test_in_zsh(desk: Desk) -> None:
+def test_script_works_in_zsh(desk: Desk) -> None:
     lines = "compdef() { print $2 }; localgen completion zsh > script; source ./script"
     assert scripted(desk, "zsh", "-f", "-c", lines) == "localgen\n"
 
 
-def test_which_shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_completion_script_is_for_the_users_shell(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from localgen.cli.main import run_command_line
 
     monkeypatch.setenv("SHELL", "/usr/bin/fish")
@@ -302,7 +306,7 @@ def test_which_shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert "give one of bash, zsh, fish" in capsys.readouterr().err
 
 
-def test_what_a_glance_sees_is_what_the_library_finds(
+def test_cache_scan_finds_what_the_library_finds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_files(tmp_path, "acme/Chat-GGUF", "Chat-Q8_0.gguf", "mmproj-F16.gguf")
@@ -331,5 +335,5 @@ def test_cache_types_are_those_of_both_backends() -> None:
         (["run", ""], ["run", ""]),
     ],
 )
-def test_words_that_bash_took_apart(words: list[str], typed: list[str]) -> None:
+def test_words_split_by_bash_are_joined(words: list[str], typed: list[str]) -> None:
     assert shells._join_words(words) == typed

@@ -1,4 +1,4 @@
-"""What doctor finds, and what it makes of it."""
+"""`localgen doctor`: findings, and the remedy of each."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def build(**changes: object) -> LlamaBuild:
     return LlamaBuild(**(known | changes))  # type: ignore[arg-type]
 
 
-def test_nothing_to_complain_of() -> None:
+def test_healthy_machine_has_no_findings() -> None:
     assert findings.collect_findings(machine(), build()) == []
     assert findings.collect_findings(machine(nvidia=("H100",)), build(gpu=True)) == []
 
@@ -112,7 +112,7 @@ def test_cpu_quota(text: str, cpus: float | None) -> None:
         ("import sys; sys.exit(3)", "no message"),
     ],
 )
-def test_a_broken_build_is_a_sentence(
+def test_broken_build_is_reported_in_one_sentence(
     program: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(llama_build, "python_command", lambda _: [sys.executable, "-c", program])
@@ -121,7 +121,7 @@ def test_a_broken_build_is_a_sentence(
     assert reason in found.reason
 
 
-def test_busy_programs(tmp_path: Path) -> None:
+def test_busy_programs_are_found(tmp_path: Path) -> None:
     program = tmp_path / "compute"
     program.symlink_to("/bin/sh")
     with subprocess.Popen([program, "-c", "while :; do :; done"]) as busy:

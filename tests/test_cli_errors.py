@@ -1,4 +1,4 @@
-"""Errors and early ends of commands: one line, a status, and never a traceback."""
+"""Errors and interruptions of commands: one line, an exit status, never a traceback."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_errors_are_one_line_and_a_status(
         (ZeroDivisionError("odd"), 70),
     ],
 )
-def test_ends_in_mid_answer(
+def test_exit_status_when_an_answer_is_interrupted(
     scripted: Callable[..., ScriptedClient],
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -99,7 +99,7 @@ def test_ends_in_mid_answer(
     assert err.count("\n") == (status not in (130, 141))
 
 
-def test_a_defect_is_written_to_a_log(
+def test_internal_error_is_written_to_the_crash_log(
     scripted: Callable[..., ScriptedClient], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     scripted((ZeroDivisionError("odd"),))
@@ -131,7 +131,7 @@ def test_every_kind_of_error_has_a_status_of_its_own() -> None:
     assert len(set(statuses)) == len(statuses)
 
 
-def test_a_reader_that_goes_away_is_no_error() -> None:
+def test_closed_pipe_is_not_an_error() -> None:
     program = "from localgen.cli.main import main; import sys; sys.argv[1:] = ['--help']; main()"
     reader, writer = os.pipe()
     os.close(reader)
@@ -156,7 +156,7 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
         (">&- 2>&-", errors.OTHER_ERROR, ""),
     ],
 )
-def test_output_that_cannot_be_written(redirection: str, status: int, complaint: str) -> None:
+def test_unwritable_output_is_reported(redirection: str, status: int, complaint: str) -> None:
     command = f'"{sys.executable}" -m localgen --help {redirection}'
     done = subprocess.run(
         command, shell=True, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=60, check=False
@@ -166,7 +166,7 @@ def test_output_that_cannot_be_written(redirection: str, status: int, complaint:
     assert len(done.stderr.splitlines()) == bool(complaint)
 
 
-def test_a_folder_that_cannot_be_written(
+def test_unwritable_file_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(name: str, target: str) -> None:

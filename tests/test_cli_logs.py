@@ -1,4 +1,4 @@
-"""`localgen logs`: the last lines, new ones, and where they are."""
+"""`localgen logs`: the last lines, new lines, and the path of the log."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServerSettings:
     return made
 
 
-def test_the_last_lines_of_both_files(
+def test_last_lines_span_both_files(
     settings: ServerSettings, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings.log_path.with_name("server.log.1").write_text("one\ntwo\n")
@@ -41,7 +41,9 @@ def test_the_last_lines_of_both_files(
     assert capsys.readouterr().out == "two\nthree \ufffd\n"
 
 
-def test_without_a_log(settings: ServerSettings, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_log_is_reported(
+    settings: ServerSettings, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run_command_line(["logs"]) == 0
     out, err = capsys.readouterr()
     assert out == ""
@@ -84,7 +86,9 @@ def test_no_text_is_lost_when_the_log_is_rotated(tmp_path: Path) -> None:
         texts.close()
 
 
-def test_new_lines_until_ctrl_c(settings: ServerSettings, following: subprocess.Popen[str]) -> None:
+def test_follow_prints_new_lines_until_ctrl_c(
+    settings: ServerSettings, following: subprocess.Popen[str]
+) -> None:
     assert following.stdout is not None
     assert following.stderr is not None
     assert following.stdout.readline() == "last\n"

@@ -1,4 +1,4 @@
-"""Errors name an option by its flag or its variable, and misspelt variables are noticed."""
+"""Errors name an option by its flag or variable, and misspelt variables are noticed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_every_variable_of_the_program_is_known() -> None:
         ("LOCALGENTEMPP", []),
     ],
 )
-def test_misspelt_variables(variable: str, lines: list[str]) -> None:
+def test_misspelt_variables_get_a_suggestion(variable: str, lines: list[str]) -> None:
     assert messages.misspelt_variables({variable: "1", "LOCALGEN_TEMP": "1"}) == lines
 
 
@@ -63,7 +63,7 @@ def test_a_misspelt_variable_does_not_end_the_command(
         ("CTX", "1", ["--ctx", "abc"], "--ctx: 'abc' is not a whole number"),
     ],
 )
-def test_a_bad_value_is_named_by_where_it_is_from(
+def test_bad_value_is_named_by_its_flag_or_variable(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     variable: str,
@@ -91,7 +91,7 @@ def test_a_bad_value_is_named_by_where_it_is_from(
         (ModelNotFound("model 'other' not found"), ["run"], "model 'other' not found"),
     ],
 )
-def test_an_error_of_the_server(
+def test_server_errors_name_the_users_flag_or_variable(
     monkeypatch: pytest.MonkeyPatch, error: LocalgenError, arguments: list[str], message: str
 ) -> None:
     monkeypatch.setenv("LOCALGEN_MODEL", "nope")

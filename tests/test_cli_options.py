@@ -17,7 +17,7 @@ from localgen.cli import options as declared
 from localgen.cli.options import takes_model_options
 from localgen.config import BadSetting
 
-# nothing on a terminal shows log probabilities; a cap per request is the context
+# not shown on a terminal; limited per request by the context
 NOT_ON_THE_COMMAND_LINE = {"logprobs"}
 CTX_OF_A_LOAD = {"ctx"}
 
@@ -61,7 +61,7 @@ def test_no_two_options_share_a_name() -> None:
     assert len(set(names)) == len(names)
 
 
-def test_nothing_given_is_nothing_set() -> None:
+def test_no_options_set_no_fields() -> None:
     assert parse() == ModelOptions()
 
 
@@ -127,7 +127,7 @@ def test_loading_options(arguments: list[str], field: str, value: object) -> Non
         (["--keep-alive", "-1"], "keep_alive", "-1"),
     ],
 )
-def test_options_of_the_request(arguments: list[str], field: str, value: object) -> None:
+def test_request_options_set_their_fields(arguments: list[str], field: str, value: object) -> None:
     assert getattr(parse(*arguments), field) == value
 
 
@@ -181,7 +181,7 @@ def test_json_without_a_schema_is_any_object(flag: str) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe"])
-def test_a_template_that_cannot_be_read(tmp_path: Path, content: bytes | None) -> None:
+def test_unreadable_template_is_rejected(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "chat.jinja"
     if content is not None:
         path.write_bytes(content)
@@ -207,7 +207,7 @@ def test_wrong_options_are_usage_errors(arguments: list[str]) -> None:
     assert "\n" not in raised.value.format_message()
 
 
-def test_a_wrong_logit_bias_says_how() -> None:
+def test_wrong_logit_bias_shows_the_expected_form() -> None:
     with pytest.raises(InvalidRequest, match="give ID=BIAS"):
         parse("--logit-bias", "x")
 
@@ -231,6 +231,6 @@ def test_numbers_that_nothing_accepts_are_refused(arguments: list[str], complain
         parse(*arguments)
 
 
-def test_a_wrong_keep_alive_names_the_option() -> None:
+def test_wrong_keep_alive_names_the_option() -> None:
     with pytest.raises(BadSetting, match="--keep-alive=soon: give a time such as 30s"):
         parse("--keep-alive", "soon")

@@ -1,4 +1,4 @@
-"""`run`, and `chat` of piped input: prompts, answers, output."""
+"""`run`, and `chat` with piped input: prompts, answers, output."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_run_prints_the_answer(
     assert client.record.loaded[0][1].threads == 2
 
 
-def test_thoughts_of_one_answer(
+def test_reasoning_is_in_json_and_not_in_piped_output(
     scripted: Callable[..., ScriptedClient], capsys: pytest.CaptureFixture[str]
 ) -> None:
     scripted(*[(TextDelta("", 1, "Hm."), "4", answer())] * 2)
@@ -104,7 +104,7 @@ def test_run_verbose_goes_to_stderr(
         ([], "é\n\nb\n".encode(), None, "é\n\nb"),
     ],
 )
-def test_where_the_prompt_comes_from(
+def test_prompt_from_arguments_and_standard_input(
     scripted: Callable[..., ScriptedClient],
     monkeypatch: pytest.MonkeyPatch,
     arguments: list[str],
@@ -131,7 +131,9 @@ def test_chat_answers_piped_input_as_one_prompt(
     assert len(client.record.asked) == 1
 
 
-def test_model_and_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_are_split_into_model_and_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "my models"
     path.mkdir()
     assert split_model_and_prompt([str(path)]) == (str(path), None)
@@ -150,7 +152,7 @@ def test_model_and_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         split_model_and_prompt(["other", "x", "y"], prompt="z")
 
 
-def test_ways_to_give_a_prompt(
+def test_prompt_options_are_equivalent(
     scripted: Callable[..., ScriptedClient],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -171,7 +173,7 @@ def test_ways_to_give_a_prompt(
     assert asked == [*[("tiny", "two words")] * 4, ("tiny", "from a file")]
 
 
-def test_leaving_early_cancels(scripted: Callable[..., ScriptedClient]) -> None:
+def test_broken_pipe_cancels_the_request(scripted: Callable[..., ScriptedClient]) -> None:
     client = scripted(("a", "b", "c", answer()))
 
     def broken(_text: str) -> None:

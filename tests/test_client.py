@@ -1,4 +1,4 @@
-"""The client against real servers: starting them, sharing them, losing them."""
+"""The client with real servers: starting, sharing and losing them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from typing import Any
 
 import psutil
 import pytest
-from serving import MANY_WORDS, House, house, in_thread, settings_in, short_folder, wait_until
+from serving import (
+    MANY_WORDS,
+    ServerHarness,
+    in_thread,
+    server_harness,
+    settings_in,
+    short_folder,
+    wait_until,
+)
 
 from localgen.backends.errors import (
     ContextExceeded,
@@ -33,8 +41,8 @@ from localgen.config import BadSetting
 
 
 @pytest.fixture
-def served() -> Iterator[House]:
-    with house() as built:
+def served() -> Iterator[ServerHarness]:
+    with server_harness() as built:
         yield built
 
 
@@ -46,7 +54,7 @@ def text_of(events: Iterator[TextDelta | Completion]) -> str:
     return "".join(event.text for event in events if isinstance(event, TextDelta))
 
 
-def test_the_first_client_starts_a_server(served: House) -> None:
+def test_the_first_client_starts_a_server(served: ServerHarness) -> None:
     said: list[str] = []
     client = served.client(said.append)
     assert client.health() is None
@@ -66,7 +74,7 @@ def test_the_first_client_starts_a_server(served: House) -> None:
     assert client.health() is None
 
 
-def test_racing_clients_start_one_server(served: House) -> None:
+def test_racing_clients_start_one_server(served: ServerHarness) -> None:
     said: list[str] = []
     pids: list[int] = []
 
@@ -85,7 +93,7 @@ def test_racing_clients_start_one_server(served: House) -> None:
     assert said == ["starting the server"]
 
 
-def test_a_chat(served: House) -> None:
+def test_chat_streams_text_and_ends_with_a_completion(served: ServerHarness) -> None:
     client = served.client()
     client.connect()
     params = SamplingParams(temperature=0.0, stop=("x",), seed=5, logit_bias={7: 1.0})
@@ -103,7 +111,7 @@ def test_a_chat(served: House) -> None:
     assert '"top_k": null' in answer.notes[1]
 
 
-def test_a_completion(served: House) -> None:
+def test_completion_streams_text_and_ends(served: ServerHarness) -> None:
     client = served.client()
     client.connect()
     params = SamplingParams(max_tokens=2, logprobs=1)
@@ -114,14 +122,14 @@ def test_a_completion(served: House) -> None:
     assert answer.finish_reason == "length"
 
 
-def test_odd_line_breaks_in_the_text(served: House) -> None:
+def test_unusual_line_breaks_are_kept(served: ServerHarness) -> None:
     client = served.client()
     client.connect()
     text = "a\u2028b\x85c\x1cd\n\ne\r\nf"
     assert text_of(client.chat(served.model(), ask(text), SamplingParams())) == text
 
 
-def test_load(served: House) -> None:
+def test_load_reports_progress_and_model(served: ServerHarness) -> None:
     client = served.client()
     client.connect()
     shares: list[float] = []
@@ -145,7 +153,7 @@ def test_load(served: House) -> None:
     assert client.running_models() == []
 
 
-def test_errors_have_their_classes(served: House) -> None:
+def test_server_errors_are_raised_as_their_classes(served: ServerHarness) -> None:
     client = served.client()
     client.connect()
     with pytest.raises(ContextExceeded, match="1001"):
@@ -157,7 +165,7 @@ def test_errors_have_their_classes(served: House) -> None:
         client.load(served.model("bad", fail="no good", load_s=0.3), LoadOptions())
 
 
-def test_closing_cancels(served: House) -> None:
+def test_closing_a_stream_cancels_the_request(served: ServerHarness) -> None:
     client = served.client()
     client.connect()
     model = served.model(token_s=0.02)
@@ -169,7 +177,7 @@ def test_closing_cancels(served: House) -> None:
     assert text_of(client.chat(model, ask("still here"), SamplingParams())) == "still here"
 
 
-def test_a_server_killed_in_mid_answer(served: House) -> None:
+def test_server_killed_during_an_answer_is_an_error(served: ServerHarness) -> None:
     said: list[str] = []
     client = served.client(said.append)
     client.connect()
@@ -184,7 +192,7 @@ def test_a_server_killed_in_mid_answer(served: House) -> None:
     assert said == ["starting the server"] * 2
 
 
-def test_a_server_that_left_is_started_again(served: House) -> None:
+def test_exited_server_is_restarted(served: ServerHarness) -> None:
     said: list[str] = []
     client = served.client(said.append)
     client.connect()
@@ -194,8 +202,8 @@ def test_a_server_that_left_is_started_again(served: House) -> None:
 
 
 @pytest.mark.parametrize("how", ["shutting down", "closes"])
-def test_a_server_that_is_leaving_is_not_the_last(served: House, how: str) -> None:
-    """It still accepts, then refuses or closes without an answer, as when it was idle too long."""
+def test_exiting_server_is_replaced(served: ServerHarness, how: str) -> None:
+    """An exiting server still accepts connections, then rejects or closes them."""
     path = served.settings.socket_path
     body = json.dumps(
         {"error": {"code": "server_unavailable", "message": "the server leaves", "param": None}}
@@ -225,14 +233,14 @@ def test_a_server_that_is_leaving_is_not_the_last(served: House, how: str) -> No
     ("prompt", "params"),
     [("\udcff", SamplingParams()), ("a", SamplingParams(temperature=math.nan))],
 )
-def test_what_json_cannot_hold_is_refused(
-    served: House, prompt: str, params: SamplingParams
+def test_values_that_json_cannot_hold_are_rejected(
+    served: ServerHarness, prompt: str, params: SamplingParams
 ) -> None:
     with pytest.raises(InvalidRequest, match=r"not UTF-8|not finite"):
         list(served.client().chat(served.model(), ask(prompt), params))
 
 
-def test_the_keep_alive_of_a_model(served: House) -> None:
+def test_keep_alive_is_set_by_load(served: ServerHarness) -> None:
     client = served.client()
     client.connect()
     client.load(served.model(), LoadOptions(), keep_alive="-1")
@@ -241,7 +249,7 @@ def test_the_keep_alive_of_a_model(served: House) -> None:
     assert (client.running_models()[0].until_s or 0) > 3500
 
 
-def test_the_stats_stream_ends_with_the_server(served: House) -> None:
+def test_the_stats_stream_ends_with_the_server(served: ServerHarness) -> None:
     client = served.client()
     client.connect()
     stream = client.stream_stats()
@@ -252,7 +260,7 @@ def test_the_stats_stream_ends_with_the_server(served: House) -> None:
     list(stream)
 
 
-def test_an_idle_older_server_is_replaced(served: House) -> None:
+def test_an_idle_older_server_is_replaced(served: ServerHarness) -> None:
     served.start("0.0.9")
     said: list[str] = []
     client = served.client(said.append)
@@ -263,7 +271,7 @@ def test_an_idle_older_server_is_replaced(served: House) -> None:
     assert said[0].endswith("restarting it")
 
 
-def test_a_busy_older_server_stays(served: House) -> None:
+def test_a_busy_older_server_stays(served: ServerHarness) -> None:
     served.start("0.0.9")
     before = served.pid()
     events = served.events(served.model(token_s=0.02), MANY_WORDS)
@@ -275,7 +283,7 @@ def test_a_busy_older_server_stays(served: House) -> None:
     events.close()
 
 
-def test_another_protocol_is_refused_while_busy(served: House) -> None:
+def test_another_protocol_is_refused_while_busy(served: ServerHarness) -> None:
     served.start("99.0", "2")
     events = served.events(served.model(token_s=0.02), MANY_WORDS)
     next(events)
@@ -284,21 +292,23 @@ def test_another_protocol_is_refused_while_busy(served: House) -> None:
     events.close()
 
 
-def test_a_newer_server_of_the_same_protocol_is_used(served: House) -> None:
+def test_a_newer_server_of_the_same_protocol_is_used(served: ServerHarness) -> None:
     served.start("99.0")
     before = served.pid()
     served.client().connect()
     assert served.pid() == before
 
 
-def test_the_reason_a_server_does_not_start(served: House) -> None:
+def test_failed_server_start_gives_the_reason(served: ServerHarness) -> None:
     code = "import sys; sys.exit('error: the disk is full')"
     client = Client(served.settings, server_command=[sys.executable, "-c", code])
     with client, pytest.raises(ServerUnavailable, match="did not start: the disk is full"):
         client.connect()
 
 
-def test_a_full_disk_is_the_reason(served: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_start_on_a_full_disk_gives_the_reason(
+    served: ServerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client = Client(
         served.settings, server_command=[sys.executable, "-c", "import sys; sys.exit(1)"]
     )
@@ -310,14 +320,16 @@ def test_a_full_disk_is_the_reason(served: House, monkeypatch: pytest.MonkeyPatc
         client.connect()
 
 
-def test_a_path_too_long_for_a_socket() -> None:
+def test_socket_path_too_long_is_rejected() -> None:
     with short_folder() as folder:
         settings = settings_in(folder / ("x" * 100))
         with Client(settings) as client, pytest.raises(BadSetting, match="LOCALGEN_RUNTIME_DIR"):
             client.connect()
 
 
-def test_a_relative_path_is_the_clients(served: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_model_path_is_relative_to_the_client(
+    served: ServerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     served.model("here")
     monkeypatch.chdir(served.folder)
     client = served.client()
@@ -326,7 +338,7 @@ def test_a_relative_path_is_the_clients(served: House, monkeypatch: pytest.Monke
     assert text_of(client.chat("here.gguf", ask("a"), SamplingParams())) == "a"
 
 
-def test_proxies_are_not_used(served: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxies_are_not_used(served: ServerHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
     client = served.client()
@@ -334,7 +346,7 @@ def test_proxies_are_not_used(served: House, monkeypatch: pytest.MonkeyPatch) ->
     assert client.health() is not None
 
 
-def test_the_server_outlives_the_client(served: House) -> None:
+def test_the_server_outlives_the_client(served: ServerHarness) -> None:
     code = (
         "import sys; from localgen.client import Client\n"
         "from localgen.config import ServerSettings\n"

@@ -1,4 +1,4 @@
-"""Other servers' pages of figures: what they name, what they leave out, what is none."""
+"""Prometheus pages of other servers: names, missing metrics, pages that are not metrics."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def only(found: ServerSnapshot) -> ModelSnapshot:
 
 
 def vllm(ttft_s: tuple[float, ...] = (), engines: tuple[str, ...] = ("0",)) -> str:
-    """A page as vLLM's own library writes it."""
+    """A page written with vLLM's own library."""
     registry = CollectorRegistry()
     labels = ("model_name", "engine")
     running = Gauge("vllm:num_requests_running", "R", labels, registry=registry)
@@ -85,7 +85,7 @@ def vllm(ttft_s: tuple[float, ...] = (), engines: tuple[str, ...] = ("0",)) -> s
     return generate_latest(registry).decode()
 
 
-def test_llama_server() -> None:
+def test_llama_server_metrics_are_parsed() -> None:
     found = MetricsParser().parse(LLAMA, 0)
     model = only(found)
     assert (found.server_type, model.name) == ("llama-server", "llama-server")
@@ -99,7 +99,7 @@ def test_llama_server() -> None:
     assert (model.sequences, found.finished_requests, found.machine) == (None, None, None)
 
 
-def test_sglang_hears_one_rank_and_adds_up_the_rest() -> None:
+def test_sglang_ranks_are_combined() -> None:
     found = MetricsParser().parse(SGLANG, 0)
     model = only(found)
     assert (found.server_type, model.name) == ("SGLang", "qwen")
@@ -112,7 +112,7 @@ def test_sglang_hears_one_rank_and_adds_up_the_rest() -> None:
     assert model.speculation.tokens_per_step == 2.4
 
 
-def test_vllm_with_two_engines() -> None:
+def test_two_vllm_engines_are_combined() -> None:
     model = only(MetricsParser().parse(vllm(engines=("0", "1")), 0))
     assert (model.name, model.running, model.waiting) == ("llama", 8, 2)
     assert model.kv_usage == 0.25, "a share is not added up"
@@ -135,14 +135,14 @@ def test_percentiles_are_of_the_last_minute() -> None:
     assert later.last_ms == pytest.approx(9000)
 
 
-def test_a_server_that_starts_anew_begins_a_new_minute() -> None:
+def test_restarted_server_begins_a_new_minute() -> None:
     reader = MetricsParser()
     reader.parse(vllm((0.3,) * 50), 0)
     assert only(reader.parse(vllm((0.15,)), 1)).ttft.p50_ms is None
     assert only(reader.parse(vllm((0.15, 0.15)), 2)).ttft.p50_ms == pytest.approx(150)
 
 
-def test_older_names_of_vllm() -> None:
+def test_older_vllm_names_are_parsed() -> None:
     text = '# TYPE vllm:gpu_cache_usage_perc gauge\nvllm:gpu_cache_usage_perc{model_name="m"} 0.5\n'
     assert only(MetricsParser().parse(text, 0)).kv_usage == 0.5
 
@@ -160,11 +160,11 @@ def test_our_own_metrics_are_understood_too() -> None:
     "text",
     ["", "<html>no</html>", "vllm:x{a= 1\n", "process_open_fds 4\n", "\0\0\0", "a b c d e"],
 )
-def test_what_is_no_such_page(text: str) -> None:
+def test_pages_without_metrics_are_rejected(text: str) -> None:
     with pytest.raises(ServerUnavailable, match=r"^/metrics (has no|is not)"):
         MetricsParser().parse(text, 0)
 
 
-def test_values_that_are_no_numbers_are_not_known() -> None:
+def test_values_that_are_not_numbers_are_unknown() -> None:
     text = '# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{model_name="m"} NaN\n'
     assert MetricsParser().parse(text, 0).models == ()

@@ -1,4 +1,4 @@
-"""Watching servers: our own on its socket, others at a URL, and what is none."""
+"""Watching servers: the own one on its socket, others at a URL, and URLs that are not servers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from serving import MANY_WORDS, House, house, in_thread, wait_until
+from serving import MANY_WORDS, ServerHarness, in_thread, server_harness, wait_until
 from test_client_prometheus import LLAMA
 
 from localgen.backends.errors import InvalidRequest, LocalgenError, ServerUnavailable
@@ -24,7 +24,7 @@ from localgen.hub.hf_client import AccessDenied
 
 @contextmanager
 def pages(**paths: tuple[int, str, str]) -> Iterator[str]:
-    """A server with these pages: status, type, text by the path with / as _. Its URL."""
+    """Serve these pages, (status, type, text) by path with / as _; yields the URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -53,13 +53,13 @@ def pages(**paths: tuple[int, str, str]) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[House]:
-    with house() as built:
+def served() -> Iterator[ServerHarness]:
+    with server_harness() as built:
         built.start()
         yield built
 
 
-def test_our_own_server(served: House) -> None:
+def test_own_server_is_watched_on_its_socket(served: ServerHarness) -> None:
     model = served.model(token_s=0.02)
     answer = in_thread(lambda: served.chat(model, MANY_WORDS))
     wait_until(lambda: "echo" in served.loaded())
@@ -69,7 +69,7 @@ def test_our_own_server(served: House) -> None:
     assert found.server_type == "localgen"
     assert found.models[0].name == "echo"
     assert found.models[0].state == "loaded"
-    # it is asked for in a thread: not in the first one
+    # measured in a thread, so not in the first snapshot
     machine = next(each.machine for each in seen if each.machine is not None)
     assert machine.ram_bytes is not None
     assert machine.ram_free_bytes is not None
@@ -80,7 +80,7 @@ def test_our_own_server(served: House) -> None:
 
 
 def test_watching_starts_no_server_and_says_so() -> None:
-    with house() as built:
+    with server_harness() as built:
         watch = LocalServerMonitor(built.settings)
         with pytest.raises(ServerUnavailable, match="no server answers"):
             next(watch.snapshots())
@@ -89,7 +89,7 @@ def test_watching_starts_no_server_and_says_so() -> None:
         assert not built.healthy()
 
 
-def test_watching_loads_nothing(served: House) -> None:
+def test_watching_loads_nothing(served: ServerHarness) -> None:
     before = served.loaded()
     next(LocalServerMonitor(served.settings).snapshots())
     assert served.loaded() == before
@@ -99,14 +99,14 @@ def remote(url: str, **fields: Any) -> RemoteServerMonitor:
     return RemoteServerMonitor(Endpoint(url, **fields), sleep=lambda _s: None)
 
 
-def test_llama_server_by_its_figures() -> None:
+def test_llama_server_is_watched_by_its_metrics() -> None:
     with pages(metrics=(200, "text/plain; version=0.0.4", LLAMA)) as url:
         seen = remote(url).snapshots()
         assert next(seen).server_type == "llama-server"
         assert next(seen).models[0].running == 3
 
 
-def test_another_localgen_by_its_stats() -> None:
+def test_remote_localgen_is_watched_by_its_stats() -> None:
     told = {"server": {"status": "ok", "version": "9.9"}, "models": [], "new": 1}
     with pages(v1_stats=(200, "application/json", json.dumps(told))) as url:
         seen = remote(url).snapshots()
@@ -130,27 +130,27 @@ def test_another_localgen_by_its_stats() -> None:
         ),
     ],
 )
-def test_what_cannot_be_watched(
+def test_urls_that_cannot_be_watched_are_rejected(
     found: dict[str, tuple[int, str, str]], kind: type[LocalgenError], says: str
 ) -> None:
     with pages(**found) as url, pytest.raises(kind, match=says):
         next(remote(url).snapshots())
 
 
-def test_nobody_there() -> None:
+def test_unreachable_url_is_an_error() -> None:
     with pages() as url:
         pass
     with pytest.raises(EndpointUnavailable, match=r"127\.0\.0\.1"):
         next(remote(url).snapshots())
 
 
-def test_a_key_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unset_key_variable_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     with pytest.raises(BadSetting, match="NO_SUCH_KEY is not set"):
         remote("http://localhost:1/v1", key_env="NO_SUCH_KEY")
 
 
-def test_only_a_localgen_cancels() -> None:
+def test_cancel_needs_a_localgen_server_and_a_valid_id() -> None:
     told = (200, "application/json", '{"cancelled": true}')
     with pages(v1_requests_abc_cancel=told) as url:
         assert remote(url).cancel("abc") is True
@@ -158,7 +158,7 @@ def test_only_a_localgen_cancels() -> None:
             remote(url).cancel("a/../b")
 
 
-def test_what_an_older_server_does_not_tell_is_not_known() -> None:
+def test_fields_that_an_older_server_lacks_are_unknown() -> None:
     told = {
         "server": {"status": "ok", "version": "0.0.9", "memory_available": 5_000},
         "models": [{"name": "tiny", "stats": {"running": 2, "kv_tokens": 0}}],

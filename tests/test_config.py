@@ -1,4 +1,4 @@
-"""Settings and folders."""
+"""Server settings and their folders."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from localgen.config import (
 )
 
 
-def test_defaults(tmp_path: Path) -> None:
+def test_default_settings(tmp_path: Path) -> None:
     settings = ServerSettings.from_environment({"XDG_RUNTIME_DIR": str(tmp_path)})
     assert settings.runtime_dir == tmp_path / "localgen"
     assert settings.socket_path == tmp_path / "localgen" / "server.sock"
@@ -33,14 +33,14 @@ def test_defaults(tmp_path: Path) -> None:
     ("text", "seconds"),
     [("30s", 30), ("5m", 300), ("1h", 3600), ("0", 0), ("90", 90), ("1.5m", 90), ("-1", None)],
 )
-def test_keep_alive(text: str, seconds: float | None) -> None:
+def test_keep_alive_is_parsed(text: str, seconds: float | None) -> None:
     assert parse_keep_alive(text) == seconds
 
 
 @pytest.mark.parametrize(
     ("text", "size"), [("123", 123), ("8G", 8 << 30), ("1.5gb", 3 << 29), ("512MiB", 512 << 20)]
 )
-def test_size(text: str, size: int) -> None:
+def test_sizes_are_parsed(text: str, size: int) -> None:
     assert parse_size(text, "X") == size
 
 
@@ -97,7 +97,9 @@ def test_a_folder_that_others_may_write_is_refused(tmp_path: Path) -> None:
         (0o1777, 65534, True),
     ],
 )
-def test_whose_parents_are_safe(mode: int, uid: int, replaceable: bool) -> None:
+def test_folders_that_others_can_replace_are_recognized(
+    mode: int, uid: int, replaceable: bool
+) -> None:
     found = os.stat_result((stat.S_IFDIR | mode, 1, 1, 2, uid, 0, 0, 0, 0, 0))
     assert _is_replaceable(found) is replaceable
 
@@ -112,7 +114,7 @@ def test_a_folder_that_is_a_file_or_a_link_is_refused(tmp_path: Path) -> None:
         ServerSettings(tmp_path / "link", tmp_path / "s").create_dirs()
 
 
-def test_it_imports_no_more_than_it_needs() -> None:
+def test_config_imports_no_heavy_modules() -> None:
     code = "import sys, localgen.config; print(*sys.modules)"
     modules = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""Attention kernels in Triton's interpreter against their twin in float64."""
+"""Attention kernels in Triton's interpreter equal their reference in float64."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Inputs:
 
 
 def made(case: Case, seed: int) -> Inputs:
-    """Random inputs; what lies beyond the sequences is poison, and so are unused table entries."""
+    """Random inputs; cache beyond the sequences and unused table entries are poisoned."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -115,7 +115,7 @@ def poisoned(*shape: int | tuple[int, ...], **kind: object) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What kernels are given to fill holds no numbers."""
+    """Fill the kernels' output tensors with NaN."""
     monkeypatch.setattr(torch, "empty", poisoned)
     monkeypatch.setattr(
         torch, "empty_like", lambda like: torch.full(like.shape, torch.nan, dtype=like.dtype)
@@ -141,7 +141,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-def test_single_tokens_and_drafts(case: Case, seed: int) -> None:
+def test_decode_and_draft_rows_equal_the_reference(case: Case, seed: int) -> None:
     compare(case, seed)
 
 
@@ -161,7 +161,7 @@ def test_single_tokens_and_drafts(case: Case, seed: int) -> None:
     ],
     ids=str,
 )
-def test_prompts(case: Case) -> None:
+def test_prefill_rows_equal_the_reference(case: Case) -> None:
     compare(case)
 
 
@@ -174,13 +174,13 @@ def test_prompts(case: Case) -> None:
     ],
     ids=str,
 )
-def test_prompts_beside_single_tokens(case: Case) -> None:
+def test_mixed_prefill_and_decode_equal_the_reference(case: Case) -> None:
     compare(case)
 
 
 @pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("rows", [1, 12])
-def test_a_cache_in_eight_bits(kind: torch.dtype, rows: int) -> None:
+def test_eight_bit_cache_equals_the_reference(kind: torch.dtype, rows: int) -> None:
     case = Case(((rows, 60), (rows, 37)), cache=torch.int8)
     inputs = made(case, 3)
     if kind is torch.float8_e4m3fn:
@@ -196,13 +196,13 @@ def test_a_cache_in_eight_bits(kind: torch.dtype, rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 4, 20])
-def test_half_precision(rows: int) -> None:
+def test_half_precision_equals_the_reference(rows: int) -> None:
     compare(Case(((rows, 50), (rows, 90)), dtype=torch.float16, cache=torch.float16))
 
 
 @pytest.mark.parametrize("splits", [1, 2, 8, 64])
 def test_any_number_of_splits(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many more than there are blocks: most of them see nothing."""
+    """Many more splits than blocks: most of them get no tokens."""
 
     def cut(**numbers: Any) -> SplitKVPlan:
         return replace(plan_split_kv(**numbers), num_splits=splits)
@@ -211,8 +211,8 @@ def test_any_number_of_splits(splits: int, monkeypatch: pytest.MonkeyPatch) -> N
     compare(Case(((1, 300), (1, 1), (1, 65)), heads=2, kv_heads=1))
 
 
-def test_padding_of_a_captured_step() -> None:
-    """Sequences without rows and tokens; rows that belong to nobody are not touched."""
+def test_padding_rows_of_a_captured_step_are_not_written() -> None:
+    """Padding sequences without rows and tokens; padding rows are not written."""
     case = Case(((1, 40), (1, 7)))
     inputs = made(case, 1)
     ragged = inputs.ragged

@@ -1,4 +1,4 @@
-"""Kernels of a layer's chain equal their float64 twins: norm, rotary positions, gate."""
+"""Kernels of a layer's chain equal their float64 references: norm, rotary positions, gate."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PAGE_TOKENS = 16
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New tensors are full of NaN, so that what a kernel does not write shows."""
+    """Fill new tensors with NaN, so that unwritten elements show."""
 
     def poisoned(make: Any) -> Any:
         return lambda *a, **k: make(*a, **k).fill_(math.nan)
@@ -59,7 +59,9 @@ def same(ours: Tensor, exact: Tensor, limit: float | None = None) -> None:
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("offset", [False, True])
 @pytest.mark.parametrize("shape", [(3, 64), (1, 4096), (5, 897), (2, 3, 96), (1, 16384), (2, 1)])
-def test_norm(shape: tuple[int, ...], offset: bool, adds: bool, dtype: torch.dtype) -> None:
+def test_norm_equals_the_reference(
+    shape: tuple[int, ...], offset: bool, adds: bool, dtype: torch.dtype
+) -> None:
     x, weight = 3 * drawn(1, *shape, dtype=dtype), drawn(2, shape[-1], dtype=dtype)
     residual = drawn(3, *shape, dtype=dtype) if adds else None
     ours, summed = rms_norm_triton(x, weight, 1e-5, offset=offset, residual=residual)
@@ -107,7 +109,9 @@ def test_a_row_of_zeros_stays_zero() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize(("rows", "size"), [(1, 1), (3, 1024), (2, 2731), (7, 96)])
-def test_gate(rows: int, size: int, kind: Literal["silu", "gelu_tanh"], dtype: torch.dtype) -> None:
+def test_gate_equals_the_reference(
+    rows: int, size: int, kind: Literal["silu", "gelu_tanh"], dtype: torch.dtype
+) -> None:
     x = 3 * drawn(rows, rows, 2 * size, dtype=dtype)
     exact = gated_activation_reference(x.double(), kind)
     same(gated_activation_triton(x, kind), exact)
@@ -115,7 +119,7 @@ def test_gate(rows: int, size: int, kind: Literal["silu", "gelu_tanh"], dtype: t
 
 
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
-def test_gates_far_out(kind: Literal["silu", "gelu_tanh"]) -> None:
+def test_gate_of_large_inputs_equals_the_reference(kind: Literal["silu", "gelu_tanh"]) -> None:
     x = torch.tensor([[-1e4, -100.0, -30.0, 0.0, 30.0, 1e4, 1, 1, 1, 1, 1, 1]])
     same(gated_activation_triton(x, kind), gated_activation_reference(x.double(), kind))
 
@@ -124,7 +128,7 @@ def test_gates_far_out(kind: Literal["silu", "gelu_tanh"]) -> None:
 
 
 def cache_of(dtype: torch.dtype, kv_heads: int, size: int, pages: int = 6) -> LayerKV:
-    """A poisoned one."""
+    """A cache filled with NaN."""
     cache = LayerKV.zeros((pages, kv_heads, PAGE_TOKENS, size), device="cpu", dtype=dtype)
     for tensor in cache.tensors:
         tensor.copy_(torch.full(tensor.shape, 100.0))
@@ -170,7 +174,7 @@ def places(rows: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("norm", [None, False, True])
 @pytest.mark.parametrize(SHAPE, SHAPES)
-def test_rope(
+def test_rope_equals_the_reference(
     rows: int,
     heads: int,
     kv_heads: int,
@@ -192,7 +196,7 @@ def test_rope(
     same(queries, expected)
     same(ours.keys, exact.keys, LIMIT[dtype])
     same(ours.values, exact.values, LIMIT[dtype])
-    # what was not to be written was not
+    # nothing else was written
     stored = torch.zeros(6 * PAGE_TOKENS, dtype=torch.bool)
     stored[slots[slots >= 0]] = True
     untouched = ours.keys.transpose(1, 2).flatten(0, 1)[~stored]
@@ -235,7 +239,7 @@ def test_rope_into_int8(
 
 @pytest.mark.parametrize(SHAPE, SHAPES)
 def test_rope_into_float8(rows: int, heads: int, kv_heads: int, size: int, rotated: int) -> None:
-    """Of values that fit: how others are rounded is the hardware's, and the interpreter errs."""
+    """Only values that fit: rounding of others is up to the hardware; the interpreter is wrong."""
     generator = torch.Generator().manual_seed(rows)
     codes = torch.randint(0, 127, (rows, heads + 2 * kv_heads, size), generator=generator)
     codes += 128 * torch.randint(0, 2, codes.shape, generator=generator)
@@ -276,7 +280,7 @@ def test_a_head_of_zeros_in_eight_bits() -> None:
 
 
 def test_halves_round_to_even_in_int8() -> None:
-    """As torch rounds: a kernel that rounded halves up would store other values."""
+    """As torch rounds: rounding halves up would store other values."""
     values = torch.zeros(64)
     values[:6] = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5])
     qkv = torch.cat([torch.zeros(128), values])[None]

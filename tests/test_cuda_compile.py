@@ -1,4 +1,4 @@
-"""Every kernel in every shipped configuration compiles for every GPU it is for."""
+"""Every kernel in every shipped configuration compiles for every GPU it supports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def compiled() -> list[Build]:
 
 
 @pytest.mark.parametrize("arch", SHARED_BYTES)
-def test_it_compiles_without_spills_and_within_shared_memory(
+def test_kernels_compile_without_spills_and_within_shared_memory(
     compiled: list[Build], arch: int
 ) -> None:
     here = [build for build in compiled if build.arch == arch]
@@ -41,7 +41,7 @@ def test_it_compiles_without_spills_and_within_shared_memory(
         "moe.grouped_experts",
     ],
 )
-def test_every_kernel_says_what_it_ships(compiled: list[Build], module: str) -> None:
+def test_every_kernel_lists_its_variants(compiled: list[Build], module: str) -> None:
     name = f"{KERNELS}.{module}"
     assert hasattr(importlib.import_module(name), "variants")
     assert {build.arch for build in compiled if build.module == name} >= {90, 100, 120}

@@ -1,4 +1,4 @@
-"""The decoder's logits equal transformers', for every architecture, however a text is cut."""
+"""The decoder's logits equal transformers', for every architecture and any chunks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def same(ours: Tensor, theirs: Tensor) -> None:
     assert error < TOLERANCE, error
 
 
-def test_a_whole_prompt(pair: tuple[Model, list[list[int]], list[Tensor]]) -> None:
+def test_whole_prompt_in_one_step(pair: tuple[Model, list[list[int]], list[Tensor]]) -> None:
     model, texts, logits = pair
     same(model.step([(0, 0, texts[0])])[0], logits[0])
 
@@ -48,7 +48,7 @@ def test_several_prompts_at_once(pair: tuple[Model, list[list[int]], list[Tensor
 def test_ragged_steps_of_prompts_and_single_tokens(
     pair: tuple[Model, list[list[int]], list[Tensor]],
 ) -> None:
-    """Chunks of all lengths, one text decoding while another's prompt goes on."""
+    """Chunks of all lengths; one text decodes while another's prompt is prefilled."""
     model, texts, logits = pair
     done = [0, 0, 0]
     for widths in ((17, 5, 7), (16, 1, 0), (31, 1, 0), (1, 20, 0), (1, 1, 0), (24, 5, 0)):

@@ -1,4 +1,4 @@
-"""A draft model beside another on localgen's own engine, on the CPU."""
+"""A draft model beside a target model in the CUDA runner, on the CPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def refusal(path: Path, **options: object) -> str:
     return raised.value.message
 
 
-def test_the_same_answers_in_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_are_the_same_in_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     always_draft(monkeypatch)
     options = LoadOptions(device="cpu")
     plain = LoadedBench(
@@ -60,7 +60,7 @@ def test_the_same_answers_in_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> Non
     bench.close()
 
 
-def test_a_folder_drafts_with_a_pool_as_large(folder: Path) -> None:
+def test_draft_model_from_a_folder_has_a_pool_as_large(folder: Path) -> None:
     model = loaded(folder, kv_tokens=2048, parallel=4, cache_type_k="int8", cache_type_v="int8")
     assert model.draft is not None
     own, other = model.runner.limits, model.draft.runner.limits
@@ -69,7 +69,7 @@ def test_a_folder_drafts_with_a_pool_as_large(folder: Path) -> None:
     assert "small is no smaller than the target model" in " ".join(model.info.notes)
 
 
-def test_what_cannot_draft_says_why(folder: Path, tmp_path: Path) -> None:
+def test_unsuitable_draft_models_are_rejected_with_a_reason(folder: Path, tmp_path: Path) -> None:
     assert "token 1 is '<|sesame|>' there" in refusal(other_token(tmp_path / "other.gguf"))
     assert "does not exist" in refusal(tmp_path / "none")
     assert "small cannot be a draft model with --tp 2" in refusal(DRAFT_GGUF, tp=2)
@@ -78,7 +78,7 @@ def test_what_cannot_draft_says_why(folder: Path, tmp_path: Path) -> None:
     assert "config.json" in refusal(folder)
 
 
-def test_one_that_may_be_missing_leaves_a_note(tmp_path: Path) -> None:
+def test_missing_optional_draft_model_leaves_a_note(tmp_path: Path) -> None:
     model = loaded(tmp_path / "none", optional=True)
     assert model.draft is None
     assert model.info.options.draft == "ngram"

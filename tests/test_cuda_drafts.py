@@ -1,4 +1,4 @@
-"""Drafts on the CUDA runner's twin: the same answers as without wherever a seed is given."""
+"""Drafts in the CUDA runner on the CPU: greedy and seeded answers are the same as without."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {"n-gram": NgramDrafter, "draft mod
 
 
 def sampled_acceptance(drafter: ModelDrafter) -> float:
-    """Of sampled drafts, over all sequences."""
+    """Acceptance estimate of sampled drafts, over all sequences."""
     shared = drafter._shared[True]
     return shared.accepted / shared.proposed
 
 
 def whole(drafters: Seq[Drafter]) -> None:
-    """The draft model's pool is; closes them."""
+    """Assert that the draft model's pool is whole; close it."""
     for drafter in drafters:
         if isinstance(drafter, ModelDrafter):
             assert drafter._runner.usage().used == 0
@@ -82,12 +82,14 @@ def plain() -> dict[str, list[Reply]]:
     return replies
 
 
-def test_every_kind_of_setting_is_here() -> None:
+def test_settings_cover_every_kind() -> None:
     assert OURS.keys() >= {"greedy", "sampled", "top p", "min p", "penalties", "stop", "schema"}
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_the_same_answers(bench: CudaBench, plain: dict[str, list[Reply]], name: str) -> None:
+def test_answers_are_the_same_with_drafts(
+    bench: CudaBench, plain: dict[str, list[Reply]], name: str
+) -> None:
     replies = bench.ask(CHATS, OURS[name])
     if OURS[name].temperature == 0:
         assert noisy(replies, plain[name], NOISE) <= MAX_NOISY
@@ -102,7 +104,7 @@ def test_the_same_answers(bench: CudaBench, plain: dict[str, list[Reply]], name:
             assert json.loads(reply.text).keys() >= {"name", "age"}
 
 
-def test_the_same_answers_through_preemption(
+def test_answers_are_the_same_with_drafts_and_preemption(
     plain: dict[str, list[Reply]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     always_draft(monkeypatch)
@@ -118,11 +120,11 @@ def test_the_same_answers_through_preemption(
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_the_same_answers_beside_steps_launched_ahead(
+def test_answers_are_the_same_with_drafts_and_run_ahead(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # logprobs are not asked for: with them nothing is launched ahead
-    # every answer has many steps, whichever of them its prompt arrives in
+    # without logprobs: with them no step is launched ahead
+    # long answers: many steps, whenever a prompt arrives
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     undrafted = CudaBench()
     expected = [reply.text for reply in undrafted.ask(CHATS, params)]
@@ -152,13 +154,13 @@ def test_the_same_answers_beside_steps_launched_ahead(
 def test_drawn_drafts_of_a_model_that_is_the_target_are_kept(
     as_on_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """p and q are equal but for rounding. Greedy drafts would be right far less often."""
+    """p and q are equal but for rounding. Greedy drafts would be accepted far less often."""
     always_draft(monkeypatch)
     drafter = draft_model()
     bench = CudaBench(as_on_gpu=as_on_gpu, drafters=[drafter])
     replies = bench.ask(CHATS, FREE)
     told = bench.stats.speculation
-    # those behind the end of an answer cannot be taken
+    # drafts beyond the end of an answer cannot be accepted
     assert told.accepted_tokens_total > 0.9 * told.draft_tokens_total - 5 * len(CHATS)
     assert sampled_acceptance(drafter) > 0.95
     assert all(reply.finished.seed is None for reply in replies), "no seed gives that again"
@@ -179,7 +181,9 @@ def test_drawn_drafts_within_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     whole([drafter])
 
 
-def test_a_seed_and_greed_keep_drafts_points(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_are_not_sampled_for_greedy_or_seeded_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     always_draft(monkeypatch)
     drafter = draft_model()
     bench = CudaBench(drafters=[drafter])

@@ -1,4 +1,4 @@
-"""Vectors of the CUDA runner, on CPU tensors: means of transformers' last hidden states."""
+"""Embeddings of the CUDA runner, on the CPU: means of transformers' last hidden states."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import torch
 from cuda_models import make, random_text
 from models import TINY_GGUF, questions
+from test_cuda_prefix_cache import MODELS
 from test_cuda_runner import CudaBench
-from test_cuda_sharing import MODELS
 from test_engine_embedding import VectorLog, found, run
 from test_llamacpp_embedding import TEXTS as WORDS
 from test_llamacpp_embedding import loaded, ours
@@ -41,7 +41,7 @@ POOLINGS = {
 
 
 class Loaded:
-    """A random model of transformers, and ours."""
+    """A random transformers model, and the same in our decoder."""
 
     def __init__(self, name: str, folder: Path, pooler: Pooler | None = None) -> None:
         self.theirs = make(name, folder)
@@ -70,7 +70,7 @@ class Loaded:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_mean_of_transformers_states(name: str, tmp_path: Path) -> None:
+def test_vectors_are_the_mean_of_transformers_states(name: str, tmp_path: Path) -> None:
     model = Loaded(name, tmp_path)
     means = np.stack([model.states(text).mean(axis=0) for text in TEXTS])
     for most in (1000, 16, 5):
@@ -105,7 +105,7 @@ def test_pages_are_given_back_when_it_ends_early(tmp_path: Path) -> None:
     assert model.room.usage().free == PAGES * PAGE_TOKENS
 
 
-def test_too_many_for_the_pool(tmp_path: Path) -> None:
+def test_inputs_larger_than_the_pool_raise_no_room(tmp_path: Path) -> None:
     model = Loaded("llama", tmp_path)
     with pytest.raises(NoRoom):
         next(embed_sequences(model.steps, model.room, model.pooler, TEXTS * 3, lambda: 1000))
@@ -114,8 +114,8 @@ def test_too_many_for_the_pool(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("as_on_gpu", [False, True])
-def test_beside_answers_neither_changes(as_on_gpu: bool) -> None:
-    """Sequences with steps ahead of them, in a pool so small that there is a fight for it."""
+def test_vectors_and_answers_do_not_affect_each_other(as_on_gpu: bool) -> None:
+    """Sequences with run-ahead steps, in a pool too small for all requests."""
     chats = questions(6)
     greedy = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
     bench = CudaBench(as_on_gpu=as_on_gpu, ctx=160, kv_tokens=600)
@@ -148,7 +148,7 @@ def test_beside_answers_neither_changes(as_on_gpu: bool) -> None:
     bench.close()
 
 
-def test_an_input_longer_than_the_context() -> None:
+def test_input_longer_than_the_context_is_rejected() -> None:
     bench, log = CudaBench(ctx=160), VectorLog()
     bench.engine._outbox.publish_events = log
     bench.engine.submit_embedding(EmbedRequest(id="fits", inputs=((5,) * 160,)))
@@ -162,7 +162,7 @@ def test_an_input_longer_than_the_context() -> None:
     bench.close()
 
 
-def test_the_same_as_the_llama_cpp_backend() -> None:
+def test_vectors_equal_the_llama_cpp_backends() -> None:
     model, bench, log = loaded(TINY_GGUF), CudaBench(), VectorLog()
     bench.engine._outbox.publish_events = log
     bench.engine.submit_embedding(EmbedRequest(id="v", inputs=WORDS[:3]))

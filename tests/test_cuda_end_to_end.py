@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a user runs it: the cuda backend on the CPU, server and all."""
+"""A Hugging Face folder as users run it: the CUDA backend on the CPU, with a real server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def settings() -> Iterator[ServerSettings]:
 
 
 def run(settings: ServerSettings, *arguments: str) -> Any:
-    """`localgen run` to its end."""
+    """Run `localgen run` to its end."""
     return subprocess.run(
         [sys.executable, "-m", "localgen.cli.main", "run", *arguments],
         stdin=subprocess.DEVNULL,
@@ -42,7 +42,7 @@ def run(settings: ServerSettings, *arguments: str) -> Any:
 
 
 def error_of(done: Any) -> str:
-    """The one line that a failed command says."""
+    """The single error line of a failed command."""
     assert done.returncode != 0
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
@@ -150,7 +150,7 @@ def test_random_weights_need_a_config_and_a_template_alone(
     assert "the text is meaningless" in done.stderr
 
 
-def test_a_gguf_file_on_the_same_backend(settings: ServerSettings) -> None:
+def test_gguf_file_runs_on_the_cuda_backend(settings: ServerSettings) -> None:
     gguf = TINY.with_suffix(".gguf")
     done = run(settings, str(gguf), QUESTION, *ON_CPU, "--temp", "0", "--json")
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""GGUF files in the CUDA engine: the model of the folder they were made of, and llama.cpp's."""
+"""GGUF files in the CUDA engine equal the folder they were made from, and llama.cpp."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from localgen.quant.gguf.convert import convert_to_gguf
 # llama.cpp's smallest
 CTX = 256
 VOCAB = 96
-# GGUF files cannot say that queries are scaled otherwise
+# GGUF has no field for another query scale
 GEMMA = {"query_pre_attn_scalar": 32}
 LONG = {"original_max_position_embeddings": CTX, "max_position_embeddings": 4 * CTX}
 MODELS: dict[str, dict[str, Any]] = {
@@ -58,7 +58,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "qwen3 moe": {},
 }
-# fields in which the two formats say the same in other words
+# fields that the two formats express differently
 REWORDED = {"rope", "norm_eps", "architecture"}
 
 
@@ -117,10 +117,10 @@ def test_logits_are_those_of_the_folder(pair: Pair) -> None:
     assert furthest(our_logits(checkpoint.spec, ours, text, CTX), logits) < 1e-5
 
 
-# beyond the length that they were trained to, some models take other factors
+# beyond their training length, some models use other factors
 @pytest.mark.parametrize("ctx", [CTX, 2 * CTX])
 def test_logits_are_those_of_llama_cpp(pair: Pair, ctx: int) -> None:
-    # it leaves Phi-3's windows out, so a text must not be longer than one
+    # llama.cpp ignores Phi-3's window, so the text must fit in one
     text = random_text(24 if pair.name == "phi3" else 90)
     checkpoint = open_gguf_source(pair.gguf)
     ours = our_logits(checkpoint.spec, weights_of(checkpoint), text, ctx)
@@ -130,7 +130,7 @@ def test_logits_are_those_of_llama_cpp(pair: Pair, ctx: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3 moe"])
-def test_bfloat16(name: str, tmp_path: Path) -> None:
+def test_logits_in_bfloat16_are_those_of_the_folder(name: str, tmp_path: Path) -> None:
     folder = tiny_folder(name, tmp_path / "hf", **MODELS[name])
     checkpoint, spec = (
         open_gguf_source(write_gguf(folder, tmp_path / "m.gguf")),
@@ -140,7 +140,7 @@ def test_bfloat16(name: str, tmp_path: Path) -> None:
     theirs = load_weights(folder, spec, device="cpu", dtype=torch.bfloat16)
     assert shapes(ours) == shapes(theirs)
     text = random_text(40)
-    # the factors of Gemma's norms are stored in float32: what is left of them rounds as well
+    # GGUF stores Gemma's norm weights plus 1: subtracting it rounds, too
     rounded = our_logits(spec, theirs, text, CTX).float()
     assert furthest(our_logits(checkpoint.spec, ours, text, CTX).float(), rounded) < 1e-5
 
@@ -203,7 +203,7 @@ def test_quantized_tensors_are_what_gguf_makes_of_them(
 
 
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0])
-def test_a_whole_model_of_smaller_numbers(kind: Kind, tmp_path: Path) -> None:
+def test_quantized_model_is_close_to_the_original(kind: Kind, tmp_path: Path) -> None:
     folder = tiny_folder("mixtral", tmp_path / "hf")
     checkpoint = open_gguf_source(write_gguf(folder, tmp_path / "m.gguf", kind))
     spec, text = read_hf_config(folder), random_text(40)
@@ -240,7 +240,7 @@ def test_any_part_of_a_split_file_stands_for_all(tmp_path: Path) -> None:
 # ---- the built-in model
 
 
-def test_the_built_in_model_says_the_same_as_in_llama_cpp() -> None:
+def test_built_in_model_has_the_logits_of_llama_cpp() -> None:
     """Over prompts and llama.cpp's greedy answers: the same logits, and the same best tokens."""
     checkpoint = open_gguf_source(TINY_GGUF)
     tokenizer, weights = checkpoint.load_tokenizer(), weights_of(checkpoint)
@@ -260,7 +260,7 @@ def test_the_built_in_model_says_the_same_as_in_llama_cpp() -> None:
     assert sure_of > 100
 
 
-def test_what_else_a_file_says() -> None:
+def test_sampling_defaults_and_chat_template_are_read() -> None:
     checkpoint = open_gguf_source(TINY_GGUF)
     assert checkpoint.sampling_defaults() == (SamplingParams(temperature=0.0), ())
     assert checkpoint.chat_template is not None

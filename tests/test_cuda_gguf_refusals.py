@@ -1,4 +1,4 @@
-"""GGUF files that are damaged or of another kind are refused, in one line that names the file."""
+"""Damaged and unsupported GGUF files are rejected in one line that names the file."""
 
 from __future__ import annotations
 
@@ -74,13 +74,15 @@ ROPE = "llama.rope."
         ({"split.count": 2}, "is one of 2 parts, 1 found by name"),
     ],
 )
-def test_metadata(changes: dict[str, Any], message: str, folder: Path, tmp_path: Path) -> None:
+def test_bad_metadata_is_rejected(
+    changes: dict[str, Any], message: str, folder: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "bad.gguf"
     write_gguf(folder, path, changes=changes)
     assert message in reason(path)
 
 
-def test_another_architecture(folder: Path, tmp_path: Path) -> None:
+def test_unknown_architecture_is_rejected(folder: Path, tmp_path: Path) -> None:
     path = write_gguf(folder, tmp_path / "m.gguf")
     size = len("llama").to_bytes(8, "little")
     path.write_bytes(path.read_bytes().replace(size + b"llama", size + b"bloom"))
@@ -88,7 +90,7 @@ def test_another_architecture(folder: Path, tmp_path: Path) -> None:
     assert text in reason(path)
 
 
-def test_experts_of_another_kind(tmp_path: Path) -> None:
+def test_experts_in_an_unsupported_architecture_are_rejected(tmp_path: Path) -> None:
     path = write_gguf(
         tiny_folder("qwen2", tmp_path / "hf"),
         tmp_path / "m.gguf",
@@ -98,7 +100,7 @@ def test_experts_of_another_kind(tmp_path: Path) -> None:
 
 
 def damaged(folder: Path, path: Path, damage: Callable[[bytearray, Any], object]) -> str:
-    """Why the file is refused after `damage` to its bytes, given the reader of the whole one."""
+    """Why the file is rejected after `damage` to its bytes, given a reader of the whole one."""
     content = bytearray(write_gguf(folder, path).read_bytes())
     damage(content, gguf.GGUFReader(path))
     path.write_bytes(content)
@@ -106,20 +108,20 @@ def damaged(folder: Path, path: Path, damage: Callable[[bytearray, Any], object]
 
 
 def tensor_type(content: bytearray, reader: Any, kind: int) -> None:
-    """Say of the first quarter of the norms that they are of another type."""
+    """Overwrite the type of the tensor blk.0.attn_norm.weight."""
     field = next(t.field for t in reader.tensors if t.name == "blk.0.attn_norm.weight")
     at = field.offset + sum(part.nbytes for part in field.parts[:4])
     content[at : at + 4] = struct.pack("<I", kind)
 
 
-def test_a_file_that_is_cut_short(folder: Path, tmp_path: Path) -> None:
+def test_truncated_file_is_rejected(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "cut.gguf"
     text = damaged(folder, path, lambda content, _: content.__delitem__(slice(-5000, None)))
     assert "is cut short: " in text
     assert text.endswith(": download it again")
 
 
-def test_a_type_that_nobody_can_read(folder: Path, tmp_path: Path) -> None:
+def test_unsupported_tensor_type_is_rejected(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "type.gguf"
     text = damaged(folder, path, lambda content, reader: tensor_type(content, reader, 77))
     assert "blk.0.attn_norm.weight is of unknown type 77" in text
@@ -127,7 +129,7 @@ def test_a_type_that_nobody_can_read(folder: Path, tmp_path: Path) -> None:
     assert "blk.0.attn_norm.weight is of type I32, which is not supported" in text
 
 
-def test_other_files(folder: Path, tmp_path: Path) -> None:
+def test_files_that_are_not_gguf_are_rejected(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     assert "cannot be read: No such file" in reason(path)
     path.touch()
@@ -138,15 +140,15 @@ def test_other_files(folder: Path, tmp_path: Path) -> None:
     assert "it is big-endian" in reason(path)
 
 
-def test_strings_that_are_no_text(folder: Path, tmp_path: Path) -> None:
+def test_strings_that_are_not_utf8_are_rejected(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "text.gguf"
     write_gguf(folder, path, changes={"general.name": "plain name"})
     path.write_bytes(path.read_bytes().replace(b"plain name", b"plain\xffname"))
     assert "general.name is not UTF-8" in reason(path)
 
 
-def test_no_damage_is_worse_than_a_refusal(folder: Path, tmp_path: Path) -> None:
-    """Bytes of the header changed or gone: it loads, or it is refused as above."""
+def test_damaged_headers_load_or_are_rejected(folder: Path, tmp_path: Path) -> None:
+    """Header bytes changed or removed: the file loads, or is rejected as above."""
     path = tmp_path / "m.gguf"
     words = ["one", "two", "three", "four"]
     write_gguf(folder, path, changes={"tokenizer.ggml.tokens": words})
@@ -168,7 +170,7 @@ def test_no_damage_is_worse_than_a_refusal(folder: Path, tmp_path: Path) -> None
     assert [text for text in reasons if str(path) not in text or "\n" in text] == []
 
 
-def test_values_are_what_the_package_reads(folder: Path, tmp_path: Path) -> None:
+def test_values_equal_those_of_the_gguf_package(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "values.gguf"
     changes: dict[str, Any] = {
         "some.words": ["one", "", "drei ▁", "x" * 1000],

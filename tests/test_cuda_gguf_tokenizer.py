@@ -1,4 +1,4 @@
-"""Vocabularies of GGUF files: the same tokens as llama.cpp's, of both kinds."""
+"""Vocabularies of GGUF files give llama.cpp's tokens, for both kinds of tokenizer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ours(path: Path) -> HfTokenizer:
 
 
 def assert_same(path: Path, cases: list[str]) -> None:
-    """Everything that the engine asks of a tokenizer."""
+    """Assert that all tokenizer methods of the engine agree with llama.cpp."""
     mine = ours(path)
     with llama_cpp_tokenizer(path) as theirs:
         for text in cases:
@@ -46,7 +46,7 @@ def assert_same(path: Path, cases: list[str]) -> None:
     assert mine.piece(9_999) == b""
 
 
-def test_the_built_in_model() -> None:
+def test_built_in_model_is_tokenized_as_in_llama_cpp() -> None:
     assert_same(TINY_GGUF, adversarial_texts(200))
 
 
@@ -54,7 +54,7 @@ LINES = (TESTS / "data" / "questions.jsonl").read_text().splitlines()
 
 
 def words(target: Path, pre: str | None) -> Path:
-    """A vocabulary of GPT-2's kind whose merges cross words: every cut of a text shows."""
+    """A GPT-2 vocabulary whose merges cross words, so that every split of the text shows."""
     trained = Tokenizer(models.BPE())
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     trained.pre_tokenizer = bytes_only
@@ -79,7 +79,7 @@ def words(target: Path, pre: str | None) -> Path:
 
 
 def vocabulary(target: Path, name: str = "tiny", **values: Any) -> Path:
-    """A file of nothing else. values: of tokenizer.ggml; None leaves one out."""
+    """A GGUF file with a vocabulary only. values: of tokenizer.ggml; None removes one."""
     writer = gguf.GGUFWriter(target, "llama")
     writer.add_name(name)
     for key, value in values.items():
@@ -101,7 +101,7 @@ def vocabulary(target: Path, name: str = "tiny", **values: Any) -> Path:
 
 @pytest.mark.parametrize("pre", PRE_TOKENIZERS)
 def test_every_pre_tokenizer(pre: str, tmp_path: Path) -> None:
-    """As in llama.cpp, which beyond ASCII writes three otherwise than their models' authors."""
+    """As in llama.cpp, which for three differs from the models' authors beyond ASCII."""
     path = words(tmp_path / "pre.gguf", pre)
     assert_same(
         path, [text for text in adversarial_texts(300) if pre not in REWRITTEN or text.isascii()]
@@ -123,7 +123,7 @@ def test_no_pre_tokenizer_is_the_default_one(tmp_path: Path) -> None:
 
 
 def pieces(target: Path, changes: dict[str, Any] | None = None, name: str = "tiny") -> Path:
-    """A vocabulary of SentencePiece's kind."""
+    """A SentencePiece vocabulary."""
     trained = Tokenizer(models.BPE())
     trained.normalizer = normalizers.Replace(" ", "▁")
     trainer = trainers.BpeTrainer(vocab_size=500, show_progress=False)
@@ -174,11 +174,11 @@ def test_pieces_by_score(changes: dict[str, Any], tmp_path: Path) -> None:
     assert ours(path).encode("") == starts
 
 
-def test_pieces_of_phi_3(tmp_path: Path) -> None:
-    """Its special tokens take the spaces after them along, but for three."""
+def test_phi_3_special_tokens_strip_following_spaces(tmp_path: Path) -> None:
+    """All but three special tokens remove the spaces after them."""
     path = pieces(tmp_path / "spm.gguf", name="Phi-3 mini")
     known = ["x<|im_end|>  \n y", "<s>  x</s> \t z", "<tag>  x <unk> y"]
-    # of spaces beyond ASCII, its authors' tokenizer takes along what llama.cpp leaves
+    # the original tokenizer also strips spaces beyond ASCII, llama.cpp does not
     same = [text for text in adversarial_texts(50) if not re.search(r">\s*[^\x00-\x7f\S]", text)]
     assert len(same) > 60
     assert_same(path, [*known, *same])
@@ -219,7 +219,9 @@ TOKENS = "tokenizer.ggml.tokens"
         ("model", ("llama", STRING), "has no tokenizer.ggml.scores"),
     ],
 )
-def test_refusals(key: str, change: gguf_files.Change, message: str, tmp_path: Path) -> None:
+def test_bad_vocabularies_are_rejected(
+    key: str, change: gguf_files.Change, message: str, tmp_path: Path
+) -> None:
     path = tmp_path / "bad.gguf"
     if change and change[1] is GGUFValueType.ARRAY:
         changes: Any = {f"tokenizer.ggml.{key}": None}

@@ -1,4 +1,4 @@
-"""Options, sizes and shortages of the CUDA runner."""
+"""Options, sizes and memory shortages of the CUDA runner."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def loaded(folder: Path = TINY, memory: int | None = None, **options: object) ->
         ({"chat_template": "{% if %}"}, "template"),
     ],
 )
-def test_options_that_cannot_be_honoured(options: dict[str, object], message: str) -> None:
+def test_unsupported_options_are_rejected(options: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         loaded(**options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("device", ["tpu", "cuda:x", "mps", "cuda:128"])
-def test_a_device_that_is_none(device: str) -> None:
+def test_unknown_device_is_rejected(device: str) -> None:
     with pytest.raises(InvalidRequest, match="it must be cuda, cuda:N or cpu"):
         resolve_device(LoadOptions(device=device))
 
@@ -77,7 +77,7 @@ def test_without_a_gpu_the_way_out_is_named() -> None:
         ({"device": "cuda:2"}, "only 2 GPUs were found"),
     ],
 )
-def test_gpus_are_counted(
+def test_more_gpus_than_exist_are_rejected(
     options: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -116,7 +116,7 @@ def test_params_and_bytes_of_a_model_everybody_knows() -> None:
     assert sizing.kv_bytes_per_token(spec, torch.int8) == 131072 * (1 + 4 / 128) / 2
 
 
-def test_a_gpu_is_filled() -> None:
+def test_cache_fills_the_gpu_memory() -> None:
     size = sizing.choose_cuda_kv_size(llama_8b(), settings(), free_bytes=100 * GB)
     assert size.ctx == 131072
     assert 0.899 < size.kv_tokens * 131072 / (100 * GB) <= 0.9
@@ -150,7 +150,7 @@ def test_a_pool_that_the_driver_refuses_becomes_smaller(monkeypatch: pytest.Monk
             raise torch.OutOfMemoryError
         return zeros(spec, pages, **more)  # type: ignore[arg-type]
 
-    # so little is free that the pool is what fits
+    # so little memory is free that it limits the pool
     monkeypatch.setattr(sizing, "device_free_bytes", lambda *_: 30 * 10**6)
     monkeypatch.setattr(KVCache, "zeros", twice_too_large)
     info = loaded().info
@@ -209,7 +209,7 @@ def test_info_says_what_is_in_force() -> None:
     assert info.kv_bytes == info.kv_tokens * sizing.kv_bytes_per_token(SPEC, torch.float32)
 
 
-def test_memory_that_runs_out_in_a_step_costs_nobody_an_answer() -> None:
+def test_out_of_memory_in_a_step_loses_no_answer() -> None:
     bench = CudaBench()
     expected = texts(bench.ask(CHATS[:6], PLAIN))
     run, calls = bench.runner._executor.run, [0]

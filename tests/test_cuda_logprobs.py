@@ -1,4 +1,4 @@
-"""Log probabilities of a step: what was asked of them, of which row, and nothing more."""
+"""Log probabilities of a step: those requested, of the right rows, and no others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def named(token: int) -> str:
     return f"<{token}>"
 
 
-def test_rows_of_drafts_of_prompts_and_of_who_did_not_ask() -> None:
+def test_logprobs_are_of_the_requested_rows_only() -> None:
     """Logits are those of the sampled positions, chunk after chunk."""
     chunks = [
         chunk(1, wanted=None),
@@ -40,7 +40,7 @@ def test_rows_of_drafts_of_prompts_and_of_who_did_not_ask() -> None:
     tokens = torch.tensor([5, 17, 250, 3, 0, 299])
     said = step_logprobs(chunks, logits, tokens, 10)
     assert said is not None
-    # the host gets a number for the token, and two for each of the most that anyone asked for
+    # the host gets a number for the token, and two for each of the largest count requested
     assert said.values.shape == (5, 1 + 2 * 4)
     exact = log_softmax(logits.double().numpy(), axis=1)
     assert said.for_row(10, 5, named) is None
@@ -63,13 +63,13 @@ def test_more_than_the_vocabulary_is_all_of_it() -> None:
     assert sorted(entry.token_id for entry in found.top) == list(range(VOCAB))
 
 
-def test_nobody_asks() -> None:
+def test_no_logprobs_without_a_request() -> None:
     rows = torch.randn(1, VOCAB)
     assert step_logprobs([chunk(1, wanted=None)], rows, torch.tensor([7]), 0) is None
 
 
 def test_beside_a_step_that_was_launched_ahead() -> None:
-    """Rows of a newcomer come after those that were computed ahead."""
+    """Rows of a new sequence come after those computed ahead."""
     wanted = replace(PLAIN, logprobs=2)
     alone = CudaBench()
     (expected,) = alone.ask(CHATS[1:2], wanted)

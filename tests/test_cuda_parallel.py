@@ -1,4 +1,4 @@
-"""Two ranks compute what one does: transformers' logits, whatever the layout of the weights."""
+"""Two ranks give transformers' logits, whatever the layout of the weights."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from cuda_configs import write_config
 from cuda_gguf_files import tiny_folder, write_gguf
 from cuda_models import random_text
 from hf_folders import TINY
-from test_cuda_quantized import Quantize, awq, fp8, gptq, quantized
-from test_cuda_sharing import (  # noqa: F401  the same tests, with the fixture `house` below
+from test_cuda_prefix_cache import (  # noqa: F401  the same tests, with the fixture `bench` below
     MAX_LEN,
     MODELS,
     PAGES,
-    House,
-    test_a_prefix_that_another_left,
-    test_preempted_and_computed_again,
+    DecoderBench,
+    test_preempted_sequence_is_recomputed,
+    test_prefix_of_an_ended_sequence_is_reused,
 )
+from test_cuda_quantized import Quantize, awq, fp8, gptq, quantized
 from torch import Tensor
 from tp_peer import SETTINGS, PairedSteps, Peer, peer
 
@@ -53,23 +53,23 @@ def other() -> Iterator[Peer]:
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def house(
+def bench(
     request: pytest.FixtureRequest, other: Peer, tmp_path_factory: pytest.TempPathFactory
-) -> House:
-    class PairedHouse(House):
+) -> DecoderBench:
+    class ParallelDecoderBench(DecoderBench):
         def make_steps(self, folder: Path) -> StepExecutor:
             return other.steps(folder, pages=PAGES, max_len=MAX_LEN)
 
-    return PairedHouse(request.param, tmp_path_factory.mktemp(request.param))
+    return ParallelDecoderBench(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def test_a_prompt_in_chunks_and_then_single_tokens(house: House) -> None:
+def test_a_prompt_in_chunks_and_then_single_tokens(bench: DecoderBench) -> None:
     text = random_text(seed=30, length=60)
-    seq = house.admit(text[:1])
+    seq = bench.admit(text[:1])
     for end in (40, 57, 58, 59, 60):
         seq.tokens = text[:end]
-        house.compute(seq)
-    house.room.release(seq, keep=False)
+        bench.compute(seq)
+    bench.room.release(seq, keep=False)
 
 
 def step_logits(
@@ -82,7 +82,7 @@ def step_logits(
     return steps.run(build_step_inputs([chunk], lambda _: pages), latest).clone()
 
 
-def test_states_before_the_head(other: Peer, tmp_path: Path) -> None:
+def test_hidden_states_are_those_of_one_rank(other: Peer, tmp_path: Path) -> None:
     folder = tiny_folder("llama", tmp_path)
     seq = Sequence(id="0", tokens=[], num_prompt=0, params=BASE_SAMPLING, ctx=CTX, max_len=CTX)
     tokens = [token % 96 for token in random_text(seed=2, length=CTX)]
@@ -127,7 +127,7 @@ def assert_same(other: Peer, folder: Path) -> None:
     ],
     ids=["awq", "gptq", "gptq-one-group", "fp8", "fp8-one-scale"],
 )
-def test_quantized_weights(
+def test_quantized_weights_have_the_logits_of_one_rank(
     other: Peer,
     quantize: Quantize,
     quantization: dict[str, object],
@@ -140,12 +140,12 @@ def test_quantized_weights(
 
 
 @pytest.mark.parametrize("name", ["llama biases", "llama tied", "qwen2", "phi3", "qwen3 moe"])
-def test_gguf_files(other: Peer, name: str, tmp_path: Path) -> None:
+def test_gguf_files_have_the_logits_of_one_rank(other: Peer, name: str, tmp_path: Path) -> None:
     folder = tiny_folder(name, tmp_path / "hf")
     assert_same(other, write_gguf(folder, tmp_path / "model.gguf"))
 
 
-def test_quantized_gguf_files(other: Peer) -> None:
+def test_quantized_gguf_files_have_the_logits_of_one_rank(other: Peer) -> None:
     assert_same(other, TINY.with_suffix(".gguf"))
 
 
@@ -193,7 +193,7 @@ SPEC = read_hf_config(TINY)  # 4 heads, 2 of keys and values, 768 wide
         ({"vocab_size": 20}, 4, "a vocabulary of 20 cannot be divided by 4"),
     ],
 )
-def test_what_cannot_be_divided(changes: dict[str, object], tp: int, message: str) -> None:
+def test_indivisible_models_are_rejected(changes: dict[str, object], tp: int, message: str) -> None:
     spec: ModelSpec = replace(SPEC, **changes)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match=message) as failure:
         ensure_divisible(spec, tp)

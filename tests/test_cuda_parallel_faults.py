@@ -57,7 +57,7 @@ def follower(client: Client) -> psutil.Process:
 
 
 def runs(process: psutil.Process) -> bool:
-    # who is left without a parent is a zombie until init looks
+    # an orphan stays a zombie until init reaps it
     with contextlib.suppress(psutil.NoSuchProcess):
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     return False
@@ -71,7 +71,7 @@ def assert_works(client: Client) -> None:
     assert "42" in "".join(part.text for part in parts if isinstance(part, TextDelta))
 
 
-def test_a_follower_that_is_killed_in_a_step(client: Client) -> None:
+def test_follower_killed_in_a_step_ends_streams_with_an_error(client: Client) -> None:
     stream = client.chat(str(TINY), [Message("user", "Tell me a story.")], ENDLESS)
     next(stream)
     rank = follower(client)
@@ -83,7 +83,7 @@ def test_a_follower_that_is_killed_in_a_step(client: Client) -> None:
     assert_works(client)
 
 
-def test_a_follower_that_is_killed_while_nothing_is_asked(client: Client) -> None:
+def test_follower_killed_while_idle_is_noticed(client: Client) -> None:
     idle = engine(client)
     os.kill(follower(client).pid, signal.SIGKILL)
     idle.wait(timeout=5)
@@ -99,7 +99,7 @@ def test_followers_go_with_their_engine(client: Client) -> None:
 def test_unloaded_means_that_all_are_gone(client: Client) -> None:
     everybody = [engine(client), follower(client)]
     assert client.unload(str(TINY))
-    # a process closes its output, which the server waits for, a moment before it has a status
+    # a process closes its output, which the server waits for, before it has an exit status
     wait_until(lambda: not any(runs(process) for process in everybody), timeout_s=1)
 
 
@@ -113,7 +113,7 @@ def test_gpus_that_are_not_there_are_counted(settings: ServerSettings) -> None:
     assert "no NVIDIA GPU was found" in said
 
 
-def test_llama_cpp_refuses_it(settings: ServerSettings) -> None:
+def test_llama_cpp_backend_rejects_tp(settings: ServerSettings) -> None:
     gguf = str(TINY.with_suffix(".gguf"))
     said = error_of(run(settings, gguf, "hello", "--backend", "llamacpp", "--tp", "2"))
     assert "--tp is an option of the cuda backend" in said

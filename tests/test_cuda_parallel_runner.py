@@ -1,4 +1,4 @@
-"""The runner over two ranks: the same text as with one, and errors that leave no process behind."""
+"""The runner over two ranks: the same text as with one, and errors leave no process behind."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ParallelBench(LoadedBench):
 
 
 def processes() -> list[int]:
-    """Workers of this process that run."""
+    """Running worker processes of this process."""
     found = []
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.ZombieProcess, psutil.NoSuchProcess):
@@ -62,7 +62,7 @@ def assert_fails(kind: type[LocalgenError], message: str, folder: Path, **option
     assert processes() == before
 
 
-# before `bench`: a process can be in one group of ranks
+# before `bench`: a process can only be in one group of ranks
 def test_a_pool_that_does_not_fit_leaves_no_process() -> None:
     assert_fails(OutOfMemory, "are free on cpu after the weights", TINY, kv_tokens=10**10)
 
@@ -114,7 +114,7 @@ def test_info_says_how_it_is_divided(bench: ParallelBench) -> None:
 
 
 @pytest.mark.parametrize("tp", [0, -2])
-def test_a_number_of_ranks_that_is_none(tp: int) -> None:
+def test_zero_or_negative_ranks_are_rejected(tp: int) -> None:
     with pytest.raises(InvalidRequest, match=f"--tp is {tp}, it must be at least 1"):
         loaded(tp=tp)
 
@@ -132,7 +132,7 @@ def test_damaged_weights_leave_no_process(folder: Path) -> None:
     assert_fails(LoadFailed, "model.safetensors is cut short", folder)
 
 
-def test_a_rank_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_that_does_not_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_group, "_WORKER_MODULE", "localgen.nothing")
     message = r"cannot load .*: rank 1 \(process \d+\) ended with status 1"
     assert_fails(LoadFailed, message, TINY)

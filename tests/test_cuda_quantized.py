@@ -1,4 +1,4 @@
-"""Quantized checkpoints: AutoAWQ, GPTQ and FP8, written digit by digit after their definitions."""
+"""Quantized checkpoints: AutoAWQ, GPTQ and FP8, written value by value from their definitions."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def scales_of(*shape: int) -> Tensor:
 
 
 def awq(ins: int, outs: int) -> tuple[State, Tensor]:
-    """The tensors of a linear as AutoAWQ's GEMM layout has them, and its weight [out, in]."""
+    """The tensors of a linear in AutoAWQ's GEMM layout, and its weight [out, in]."""
     digits, zeros = random_digits(ins, outs), random_digits(ins // GROUP, outs)
     scales, order = scales_of(ins // GROUP, outs), (0, 2, 4, 6, 1, 3, 5, 7)
     group = torch.arange(ins) // GROUP
@@ -59,7 +59,7 @@ def awq(ins: int, outs: int) -> tuple[State, Tensor]:
 def gptq(
     ins: int, outs: int, *, offset: int = 1, g_idx: Tensor | None = None, group: int = GROUP
 ) -> tuple[State, Tensor]:
-    """As awq, in GPTQ's layout. offset: what is taken off zeros where they are stored."""
+    """As awq, in GPTQ's layout. offset: subtracted from stored zeros."""
     digits, zeros = random_digits(ins, outs), random_digits(ins // group, outs)
     scales = scales_of(ins // group, outs)
     groups = torch.arange(ins) // group if g_idx is None else g_idx
@@ -83,7 +83,7 @@ Quantize = Callable[[int, int], tuple[State, Tensor]]
 
 
 def quantized(folder: Path, quantize: Quantize, **quantization: Any) -> State:
-    """A Llama folder whose linears are those of `quantize`; gives their weights [out, in]."""
+    """A Llama folder with the linears of `quantize`; returns their weights [out, in]."""
     model = make("llama", folder)
     edit(folder / "config.json", quantization_config=quantization)
     tensors: State = {}
@@ -100,7 +100,7 @@ def quantized(folder: Path, quantize: Quantize, **quantization: Any) -> State:
 
 
 def assert_computes(linear: Linear | None, *weights: Tensor) -> None:
-    """The linear multiplies by these weights, one below the other."""
+    """Assert that the linear multiplies by these weights, concatenated by outputs."""
     assert linear is not None
     weight = torch.cat(weights)
     assert (linear.out_features, linear.in_features) == weight.shape
@@ -122,7 +122,7 @@ def assert_computes_all(weights: DecoderWeights, expected: State, kind: type) ->
             assert type(linear) is kind
 
 
-def test_awq(tmp_path: Path) -> None:
+def test_awq_weights_are_read(tmp_path: Path) -> None:
     expected = quantized(tmp_path, awq, quant_method="awq", bits=4, group_size=GROUP)
     weights = load(tmp_path)
     assert_computes_all(weights, expected, Int4Linear)
@@ -139,7 +139,7 @@ def test_awq(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("layout", "offset"), [("gptq", 1), ("gptq_v2", 0)])
-def test_gptq(layout: str, offset: int, tmp_path: Path) -> None:
+def test_gptq_weights_are_read(layout: str, offset: int, tmp_path: Path) -> None:
     expected = quantized(
         tmp_path,
         lambda ins, outs: gptq(ins, outs, offset=offset),
@@ -191,7 +191,7 @@ def test_parts_in_orders_of_their_own_stay_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("per_row", [True, False])
-def test_fp8(per_row: bool, tmp_path: Path) -> None:
+def test_fp8_weights_are_read(per_row: bool, tmp_path: Path) -> None:
     expected = quantized(
         tmp_path, lambda ins, outs: fp8(ins, outs, per_row=per_row), quant_method="fbgemm_fp8"
     )
@@ -202,8 +202,8 @@ def test_fp8(per_row: bool, tmp_path: Path) -> None:
     assert (qkv.weight.dtype, qkv.scale.shape) == (torch.float8_e4m3fn, (128,))
 
 
-def test_linears_left_plain_and_biases_out_of_nowhere(tmp_path: Path) -> None:
-    """Files leave out some linears, and GPTQ tools write biases where the model has none."""
+def test_unquantized_linears_and_extra_biases_are_read(tmp_path: Path) -> None:
+    """Files leave some linears unquantized; GPTQ tools write biases where the model has none."""
     expected = quantized(tmp_path, awq, quant_method="awq", bits=4, group_size=GROUP)
     path, at = tmp_path / "model.safetensors", "model.layers.1.self_attn."
     tensors = load_file(path)
@@ -230,7 +230,7 @@ def test_linears_left_plain_and_biases_out_of_nowhere(tmp_path: Path) -> None:
         ("scales", lambda t: t.to(torch.int8), "is of type I8"),
     ],
 )
-def test_unfit_parts_of_int4(
+def test_int4_tensors_of_wrong_shape_are_rejected(
     part: str, change: Callable[[Tensor], Tensor], message: str, tmp_path: Path
 ) -> None:
     quantized(tmp_path, awq, quant_method="awq", bits=4, group_size=GROUP)
@@ -239,13 +239,13 @@ def test_unfit_parts_of_int4(
     assert_one_line(tmp_path, f"{name} {message}")
 
 
-def test_groups_that_do_not_fit(tmp_path: Path) -> None:
+def test_group_size_that_does_not_divide_is_rejected(tmp_path: Path) -> None:
     quantized(tmp_path, awq, quant_method="awq", bits=4, group_size=40)
     assert_one_line(tmp_path, "q_proj.qweight of 64 inputs", "does not fit groups of 40")
 
 
 @pytest.mark.parametrize("value", [0, -1, 4, 99])
-def test_an_unfit_order(value: int, tmp_path: Path) -> None:
+def test_invalid_activation_order_is_rejected(value: int, tmp_path: Path) -> None:
     quantized(tmp_path, gptq, quant_method="gptq", bits=4, group_size=GROUP, desc_act=True)
     name = "model.layers.0.self_attn.q_proj.g_idx"
     wrong = torch.full((64,), value, dtype=torch.int32)
@@ -253,7 +253,7 @@ def test_an_unfit_order(value: int, tmp_path: Path) -> None:
     assert_one_line(tmp_path, f"{name} does not assign 16 inputs to each of 4 groups")
 
 
-def test_unfit_fp8_scales(tmp_path: Path) -> None:
+def test_fp8_scales_of_wrong_shape_are_rejected(tmp_path: Path) -> None:
     quantized(tmp_path, fp8, quant_method="fbgemm_fp8")
     name = "model.layers.0.mlp.up_proj.weight_scale"
     rewrite(tmp_path, lambda tensors: tensors.update({name: torch.ones(2, 1)}))
@@ -267,7 +267,7 @@ def test_unfit_fp8_scales(tmp_path: Path) -> None:
         (fp8, {"quant_method": "fbgemm_fp8"}),
     ],
 )
-def test_made_up_weights_are_quantized_alike(
+def test_random_weights_have_the_same_quantization(
     quantize: Quantize, quantization: dict[str, Any], tmp_path: Path
 ) -> None:
     quantized(tmp_path, quantize, **quantization)

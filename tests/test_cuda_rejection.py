@@ -1,4 +1,4 @@
-"""Drafts that were drawn: the verifying kernels against their twin, and what comes out of it."""
+"""Sampled drafts: kernels of verification equal their reference, and the resulting distribution."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"presence_penalty": 1.5, "repeat_last_n": 64},
     {"logit_bias": {0: 3.0, 1: -math.inf}},
 ]
-# numpy, which the interpreter computes with, warns where whole numbers wrap and where exp is 0
+# the interpreter computes in numpy, which warns of integer overflow and underflow of exp
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
@@ -41,7 +41,7 @@ def normal(seed: int, *shape: int, spread: float = 2.0) -> Tensor:
 
 
 def asked(seed: int) -> list[SamplingRow]:
-    """A row for every setting."""
+    """One row for each setting."""
     return [
         SamplingRow(replace(OFF, seed=100 * seed + i, **setting), (1, 2, 3))
         for i, setting in enumerate(SETTINGS)
@@ -49,7 +49,7 @@ def asked(seed: int) -> list[SamplingRow]:
 
 
 def with_drafts(rows: Sequence[SamplingRow], logits: Tensor) -> list[SamplingRow]:
-    """Each with a draft that was drawn from these logits, by noise of its own."""
+    """Rows with a draft sampled from these logits, with independent noise."""
     own = [replace(row, params=replace(row.params, seed=~row.params.seed)) for row in rows]  # type: ignore[operator]
     tokens, q = sample_with_probs(logits, own, range(len(rows)))
     return [
@@ -97,7 +97,9 @@ def test_kernels_verify_as_the_twin_does(
 
 
 @pytest.mark.parametrize("vocab", [1, 63, 5000])
-def test_what_is_shown_is_what_is_drawn_from(monkeypatch: pytest.MonkeyPatch, vocab: int) -> None:
+def test_returned_probabilities_are_those_sampled_from(
+    monkeypatch: pytest.MonkeyPatch, vocab: int
+) -> None:
     rows = asked(1) if vocab > 3 else [SamplingRow(replace(OFF, seed=3), ())]
     logits = normal(3, len(rows), vocab)
     at = list(range(len(rows)))[::-2]
@@ -121,9 +123,7 @@ def test_what_is_shown_is_what_is_drawn_from(monkeypatch: pytest.MonkeyPatch, vo
 
 
 @pytest.mark.parametrize("by_kernel", [False, True])
-def test_a_draft_that_may_not_be_is_replaced(
-    monkeypatch: pytest.MonkeyPatch, by_kernel: bool
-) -> None:
+def test_banned_draft_is_replaced(monkeypatch: pytest.MonkeyPatch, by_kernel: bool) -> None:
     if by_kernel:
         by_kernels(monkeypatch)
     logits = torch.zeros(2, 300)
@@ -137,7 +137,7 @@ def test_a_draft_that_may_not_be_is_replaced(
 
 
 @pytest.mark.parametrize("by_kernel", [False, True])
-def test_where_everything_is_banned(monkeypatch: pytest.MonkeyPatch, by_kernel: bool) -> None:
+def test_all_tokens_banned_gives_token_0(monkeypatch: pytest.MonkeyPatch, by_kernel: bool) -> None:
     if by_kernel:
         by_kernels(monkeypatch)
     q = torch.full((300,), 1 / 300)
@@ -149,10 +149,10 @@ def test_where_everything_is_banned(monkeypatch: pytest.MonkeyPatch, by_kernel: 
 
 @pytest.mark.parametrize("by_kernel", [False, True])
 @pytest.mark.parametrize("padded", [100, 300, 320])
-def test_a_draft_model_padded_otherwise(
+def test_draft_model_with_another_vocabulary_padding(
     monkeypatch: pytest.MonkeyPatch, by_kernel: bool, padded: int
 ) -> None:
-    """Its probabilities are of a smaller or larger vocabulary; two may be in one step."""
+    """Its probabilities cover a smaller or larger vocabulary; two may be in one step."""
     if by_kernel:
         by_kernels(monkeypatch)
     logits = normal(1, 2, 300)
@@ -176,7 +176,7 @@ def test_a_draft_model_padded_otherwise(
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 @pytest.mark.parametrize("by_kernel", [False, True])
-def test_broken_logits_give_some_token(
+def test_nan_and_infinite_logits_give_a_valid_token(
     monkeypatch: pytest.MonkeyPatch, by_kernel: bool, broken: float
 ) -> None:
     rows = with_drafts(asked(2), normal(4, len(SETTINGS), 300))
@@ -202,7 +202,7 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
 def test_tokens_follow_the_target_and_as_many_drafts_are_kept_as_can_be(
     apart: float, setting: dict[str, Any]
 ) -> None:
-    """What two distributions have in common is what is kept (Leviathan et al. 2023)."""
+    """The acceptance rate is the overlap of both distributions (Leviathan et al. 2023)."""
     vocab, count = 40, 20_000
     logits = normal(1, 1, vocab)
     others = logits + normal(2, 1, vocab, spread=apart)

@@ -1,8 +1,7 @@
-"""The CUDA runner on CPU tensors, on the built-in model: the same text as llama.cpp, and text that
-depends on the prompt and nothing else.
+"""The CUDA runner on the CPU gives llama.cpp's text, which depends on the prompt only.
 
-Both compute the same sums in another order and precision. Where the two best logits lie closer
-together than NOISE, either may win; such cases are counted.
+Both backends add in another order and precision. Where the two best logits lie closer than
+NOISE, either may win; such cases are counted.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ CHATS = questions(20)
 
 
 def look_ahead(runner: CudaRunner, does: bool) -> None:
-    """Whether steps are launched before they are asked for."""
+    """Set whether steps are launched ahead."""
     runner.limits = replace(runner.limits, runs_ahead=does)
 
 
 class CudaBench(LoadedBench):
     """The built-in model in the CUDA runner, on the CPU.
 
-    as_on_gpu: steps are padded to shapes and launched ahead, which a CPU gains nothing from.
+    as_on_gpu: steps are padded to shapes and launched ahead, as on a GPU.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ def test_text_does_not_depend_on_cache_hits(alone: list[Reply]) -> None:
     again = bench.ask_one_by_one(CHATS, GREEDY)
     assert noisy(again, alone, NOISE) <= MAX_NOISY
     for reply in again:
-        # whole pages, and a token is left to compute
+        # whole pages, and at least one token is left to compute
         prompt = reply.finished.prompt_tokens
         assert reply.finished.timings.cache_n == (prompt - 1) // 16 * 16
     bench.close()
@@ -125,7 +124,7 @@ def test_sampled_text_depends_on_the_seed_alone() -> None:
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_a_cache_in_eight_bits(kind: str, alone: list[Reply]) -> None:
-    """Not the same text, but the same answers to simple questions."""
+    """Not the same text, but correct answers to simple questions."""
     bench = CudaBench(cache_type_k=kind, cache_type_v=kind)
     replies = bench.ask(CHATS, GREEDY)
     same = sum(a.text == b.text for a, b in zip(replies, alone, strict=True))
@@ -141,7 +140,7 @@ def texts(replies: Sequence[Reply]) -> list[str]:
 
 
 def test_steps_launched_ahead_change_nothing(alone: list[Reply]) -> None:
-    """Sequences that end, join and wait while a step is ahead of them."""
+    """Sequences end, join and wait while a step is launched ahead."""
     bench = CudaBench(as_on_gpu=True, parallel=6)
     asked = [bench.submit(chat, PLAIN) for chat in CHATS]
     replies = bench.run(asked)
@@ -162,7 +161,7 @@ def test_steps_launched_ahead_and_preemption(alone: list[Reply]) -> None:
 
 
 def test_a_step_launched_ahead_is_used() -> None:
-    """Each token is computed once: one step a token, and one for nothing at the end."""
+    """One step per token, and one unused at the end."""
     bench = CudaBench(as_on_gpu=True)
     rows: list[int] = []
     run = bench.runner._executor.run

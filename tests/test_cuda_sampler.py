@@ -1,4 +1,4 @@
-"""Sampling where the logits are: distributions, streams, and its kernels against the twin."""
+"""Sampling on the device: distributions, random streams, and kernels equal to their reference."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ VOCAB = 500
 # every setting alone: all others off
 OFF = replace(BASE_SAMPLING, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=1)
 GREEDY = replace(OFF, temperature=0.0)
-# numpy, which the interpreter computes with, warns where whole numbers wrap and where exp is 0
+# the interpreter computes in numpy, which warns of integer overflow and underflow of exp
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
@@ -54,7 +54,7 @@ BEST = np.argsort(-EXACT)
 
 @pytest.fixture(params=["twin", "kernel"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways of sampling; new tensors are poisoned for the kernels."""
+    """Both implementations of sampling; the kernels get poisoned output tensors."""
     if request.param == "kernel":
         make: Any = torch.empty
 
@@ -70,7 +70,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 def choose_both(
     monkeypatch: pytest.MonkeyPatch, logits: Tensor, rows: Sequence[SamplingRow]
 ) -> tuple[list[int], list[int]]:
-    """By the twin and by the kernels."""
+    """Tokens by the reference and by the kernels."""
     twin = sample_rows(logits, rows).tolist()
     with monkeypatch.context() as patch:
         patch.setattr(sampler, "sample_tokens", sample.sample_tokens_triton)
@@ -81,12 +81,12 @@ def choose_both(
 
 
 def agreement(counts: NDArray[np.int64], p: Vector) -> float:
-    """Chi-square p-value of these counts under p; what is expected rarely is pooled."""
+    """Chi-square p-value of these counts under p; rare tokens are pooled."""
     if counts[p == 0].any():
         return 0.0
     expected = counts.sum() * p
     order = np.argsort(expected)
-    # the rarest ones go together until they are expected five times
+    # pool the rarest tokens until at least five are expected
     rare = int(np.searchsorted(np.cumsum(expected[order]), 5)) + 1
     rare = max(rare, int((expected < 5).sum()))
     observed = np.append(counts[order[rare:]], counts[order[:rare]].sum())
@@ -97,7 +97,7 @@ def agreement(counts: NDArray[np.int64], p: Vector) -> float:
 
 
 def counts_of(params: SamplingParams, history: Sequence[int] = ()) -> NDArray[np.int64]:
-    """How often each token is the first of a request, for DRAWS seeds."""
+    """How often each token is the first of a request, over DRAWS seeds."""
     counts = np.zeros(VOCAB, np.int64)
     for first in range(0, DRAWS, 4000):
         seeds = range(first, first + 4000)
@@ -121,7 +121,7 @@ def test_draws_follow_the_definition(case: Case) -> None:
         assert agreement(counts, softmax(EXACT)) < LEAST_P
 
 
-def test_every_supported_kind_of_case_is_here() -> None:
+def test_cases_cover_every_supported_sampler() -> None:
     asked = set().union(*(case.setting.keys() for case in SUPPORTED))
     assert asked >= {
         "temperature", "top_k", "top_p", "min_p", "logit_bias", "repeat_penalty",
@@ -129,7 +129,7 @@ def test_every_supported_kind_of_case_is_here() -> None:
     }  # fmt: skip
 
 
-def test_everything_at_once() -> None:
+def test_all_settings_combined_follow_the_definition() -> None:
     best: list[int] = BEST.tolist()
     history = [best[rank] for rank in (0, 1, 0, 2, 0, 4, 5)]
     params = replace(
@@ -178,7 +178,7 @@ def _noise(mixes, positions, bits, noise, tokens, block: tl.constexpr):  # type:
 
 
 def splitmix(x: int) -> int:
-    """Steele et al. 2014, in whole numbers."""
+    """Steele et al. 2014, in Python integers."""
     mask = 2**64 - 1
     x = (x + 0x9E3779B97F4A7C15) & mask
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -235,7 +235,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 def asked(seed: int, history: Sequence[int] = (1, 2, 3)) -> list[SamplingRow]:
-    """A row for every setting."""
+    """One row for each setting."""
     return [
         SamplingRow(replace(OFF, seed=seed + i, **setting), history)
         for i, setting in enumerate(SETTINGS)
@@ -271,8 +271,8 @@ def test_a_vocabulary_of_more_groups_than_are_searched(
 
 
 @pytest.mark.parametrize("step", [0.25, 2.0])
-def test_ties_stay_or_go_together(monkeypatch: pytest.MonkeyPatch, step: float) -> None:
-    """Logits of few values, so that every threshold has many equals."""
+def test_ties_are_kept_or_removed_together(monkeypatch: pytest.MonkeyPatch, step: float) -> None:
+    """Logits with few distinct values, so that every threshold has ties."""
     for seed in range(2):
         rows = asked(1000 + 100 * seed)
         logits = (drawn(seed, len(rows), 3001) / step).round() * step
@@ -337,7 +337,7 @@ def test_greedy_takes_the_lowest_of_the_best(path: str) -> None:
     assert sample_rows(logits, rows).tolist() == [17, 0, int(logits[2].argmax())]
 
 
-def test_all_equals_of_the_last_one_stay(path: str) -> None:
+def test_ties_with_the_last_kept_token_are_kept(path: str) -> None:
     logits = torch.full((1, 300), -9.0)
     logits[0, [5, 70, 130, 299]] = torch.tensor([2.0, 1.0, 1.0, 1.0])
     for setting in ({"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.3}):
@@ -350,7 +350,7 @@ def test_all_equals_of_the_last_one_stay(path: str) -> None:
 
 @pytest.mark.parametrize("k", [1, 2, 5, 70])
 def test_neighbours_among_floats_are_told_apart(path: str, k: int) -> None:
-    """Each logit is the float after the one before it."""
+    """Each logit is the next float above the one before it."""
     vocab = 6000 if k == 70 else 300
     order = torch.randperm(vocab, generator=torch.Generator().manual_seed(k))
     logits = torch.empty(1, vocab, dtype=torch.float32)
@@ -364,7 +364,7 @@ def test_neighbours_among_floats_are_told_apart(path: str, k: int) -> None:
 
 
 def test_of_equal_scores_the_lowest_token_wins(path: str) -> None:
-    """Beside such logits the noise is nothing."""
+    """The noise is negligible beside such logits."""
     logits = torch.full((3, 9001), 1e30)
     logits[1, :5000] = 0.0
     logits[2, ::2] = 0.0
@@ -380,7 +380,7 @@ def test_banned_tokens_never_come(path: str) -> None:
     assert not set(tokens) & banned.keys()
 
 
-def test_one_token_left_and_none(path: str) -> None:
+def test_one_or_no_allowed_token(path: str) -> None:
     one, none = torch.full((2, 130), -math.inf)
     one[77] = -1e30
     for logits, expected in ((one, 77), (none, 0)):
@@ -402,8 +402,8 @@ def test_the_lowest_temperatures_are_greedy(path: str, temperature: float) -> No
 
 @pytest.mark.parametrize("temperature", [1e-40, 1e-6, 1.0, 100.0])
 @pytest.mark.parametrize("size", [1e6, 3e38])
-def test_the_largest_logits(path: str, temperature: float, size: float) -> None:
-    """The signs alone decide."""
+def test_largest_logits_win_at_extreme_values(path: str, temperature: float, size: float) -> None:
+    """The sign alone decides."""
     logits = torch.full((1, 200), -size)
     logits[0, [20, 150]] = size
     for setting in SETTINGS:
@@ -412,7 +412,7 @@ def test_the_largest_logits(path: str, temperature: float, size: float) -> None:
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_broken_logits_give_some_token(path: str, broken: float) -> None:
+def test_nan_and_infinite_logits_give_a_valid_token(path: str, broken: float) -> None:
     rows = asked(2)
     some = drawn(2, len(rows), 300)
     some[:, ::3] = broken
@@ -434,7 +434,7 @@ def test_penalties_and_biases_choose_the_best_left(path: str) -> None:
     assert greedy([first] + [third] * 70, presence_penalty=100.0, repeat_last_n=-1) == second
     assert greedy([first], logit_bias={first: -math.inf}) == second
     assert greedy([first], logit_bias={499: 1e6}) == 499
-    # a bias makes up for a penalty: it is added after that
+    # a bias compensates a penalty: it is added afterwards
     assert greedy([first], frequency_penalty=50.0, logit_bias={first: 50.0}) == first
     low = LOGITS - LOGITS.max() - 1  # below 0 a penalty multiplies
     row = SamplingRow(replace(GREEDY, repeat_penalty=3.0), [first])
@@ -442,7 +442,7 @@ def test_penalties_and_biases_choose_the_best_left(path: str) -> None:
 
 
 def test_edited_logits_equal_the_reference(path: str) -> None:
-    """A token that is otherwise certain shows what its logit has become."""
+    """A token that is otherwise certain shows its edited logit."""
     history = [3, 4, 4, 5, 5, 5]
     z = ref.penalties(EXACT, history, repeat=1.7, presence=0.3, frequency=0.9)
     z = ref.bias(z, {5: 2.5, 9: -1.25})

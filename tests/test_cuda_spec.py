@@ -1,4 +1,4 @@
-"""config.json to ModelSpec: equal to what transformers makes of it, or one clear line."""
+"""config.json to ModelSpec: equal to transformers' reading of it, or a one-line error."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, 
 
 
 def as_transformers_writes(folder: Path) -> Path:
-    """The same config.json, once through transformers: newer fields, older ones gone."""
+    """The same config.json rewritten by transformers: newer fields, older ones gone."""
     target = folder / "rewritten"
     transformers.AutoConfig.from_pretrained(folder).save_pretrained(target)
     return target
@@ -75,9 +75,7 @@ def assert_same_tables(rope: Rope, max_len: int, rotary: Any, **kind: str) -> No
 
 @pytest.mark.parametrize("rewritten", [False, True], ids=["public", "rewritten"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_model_is_what_transformers_makes_of_it(
-    name: str, rewritten: bool, tmp_path: Path
-) -> None:
+def test_spec_equals_that_of_transformers(name: str, rewritten: bool, tmp_path: Path) -> None:
     folder = write_config(tmp_path, name)
     folder = as_transformers_writes(folder) if rewritten else folder
     spec, config = read_hf_config(folder), transformers.AutoConfig.from_pretrained(folder)
@@ -109,7 +107,7 @@ def test_gemma_is_unlike_the_others(tmp_path: Path) -> None:
     assert llama.embed_scale == 1.0
 
 
-def test_experts(tmp_path: Path) -> None:
+def test_experts_are_read_from_the_config(tmp_path: Path) -> None:
     mixtral = read_hf_config(write_config(tmp_path / "a", "mixtral"))
     assert mixtral.moe == MoeConfig(
         num_experts=4, top_k=2, intermediate_size=48, normalize_topk=True
@@ -131,7 +129,7 @@ def test_one_table_holds_one_set_of_factors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["su", "yarn"])
-def test_longrope_by_its_first_names(kind: str, tmp_path: Path) -> None:
+def test_longrope_under_its_earlier_names(kind: str, tmp_path: Path) -> None:
     scaling = {"rope_scaling": longrope(kind, 16)}
     first = read_hf_config(write_config(tmp_path / "first", "phi3 longrope", **scaling))
     assert first == read_hf_config(write_config(tmp_path / "later", "phi3 longrope"))
@@ -174,7 +172,7 @@ def test_longrope_by_its_first_names(kind: str, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_quantization(
+def test_quantization_config_is_read(
     quantization: dict[str, Any], quant: QuantizationConfig, tmp_path: Path
 ) -> None:
     folder = write_config(tmp_path, "llama", quantization_config=quantization)
@@ -202,7 +200,7 @@ def test_quantization(
         ),
     ],
 )
-def test_quantization_that_cannot_be_run(
+def test_unsupported_quantization_is_rejected(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     folder = write_config(tmp_path, "llama", quantization_config={**AWQ, **changes})
@@ -245,7 +243,7 @@ def assert_one_line(folder: Path, message: str) -> None:
         ("qwen3 moe", {"mlp_only_layers": [0]}, "layers without experts"),
     ],
 )
-def test_what_cannot_be_run(
+def test_unsupported_configs_are_rejected(
     name: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     needed = {
@@ -282,10 +280,10 @@ def test_no_value_of_a_field_ends_in_a_traceback(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000, "\xff"])
-def test_a_file_that_is_no_config(text: str, tmp_path: Path) -> None:
+def test_invalid_config_file_is_rejected(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     assert_one_line(tmp_path, "config.json")
 
 
-def test_no_file(tmp_path: Path) -> None:
+def test_missing_config_is_reported(tmp_path: Path) -> None:
     assert_one_line(tmp_path, "has no config.json")

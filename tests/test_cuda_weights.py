@@ -1,4 +1,4 @@
-"""Weights from plain checkpoints of every architecture, from damaged ones, and made up."""
+"""Weights from plain checkpoints of every architecture, damaged checkpoints, and random weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from localgen.backends.cuda.model.linear import DenseLinear, Linear
 from localgen.backends.cuda.model.weights import DecoderWeights, LayerWeights, random_weights
 from localgen.backends.formats.hf.config import read_hf_config
 
-# one of each architecture, and those whose tensors differ
+# one per architecture, and variants with other tensors
 MODELS = [
     "llama",
     "llama biases",
@@ -109,14 +109,14 @@ def assert_same_weights(weights: DecoderWeights, model: Any) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_tensor_lands_where_it_belongs(name: str, tmp_path: Path) -> None:
+def test_every_tensor_is_loaded_in_its_place(name: str, tmp_path: Path) -> None:
     model = make(name, tmp_path)
     model.save_pretrained(tmp_path)
     assert_same_weights(load(tmp_path), model)
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
-def test_shards(name: str, tmp_path: Path) -> None:
+def test_sharded_weights_are_read(name: str, tmp_path: Path) -> None:
     model = make(name, tmp_path)
     model.save_pretrained(tmp_path, max_shard_size="60KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
@@ -124,7 +124,7 @@ def test_shards(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3 moe"])
-def test_experts_in_either_form(name: str, tmp_path: Path) -> None:
+def test_experts_in_separate_or_merged_tensors_are_read(name: str, tmp_path: Path) -> None:
     model = make(name, tmp_path)
     model.save_pretrained(tmp_path)
     names = list(load_file(tmp_path / "model.safetensors"))
@@ -133,7 +133,7 @@ def test_experts_in_either_form(name: str, tmp_path: Path) -> None:
     assert_same_weights(load(tmp_path), model)
 
 
-def test_another_dtype(tmp_path: Path) -> None:
+def test_weights_are_converted_to_the_given_dtype(tmp_path: Path) -> None:
     model = make("qwen2", tmp_path)
     model.save_pretrained(tmp_path)
     weights = load(tmp_path, torch.bfloat16)
@@ -165,7 +165,7 @@ def llama(good: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("cut", [1, 100, 5_000, 60_000])
-def test_a_file_cut_short(cut: int, llama: Path) -> None:
+def test_truncated_file_is_rejected(cut: int, llama: Path) -> None:
     path = llama / "model.safetensors"
     raw = path.read_bytes()
     path.write_bytes(raw[:-cut])
@@ -177,13 +177,13 @@ def test_a_file_cut_short(cut: int, llama: Path) -> None:
 
 
 @pytest.mark.parametrize("raw", [b"", b"\x00" * 7, b"\xff" * 64, b"\x02" + b"\x00" * 7 + b"[]"])
-def test_no_safetensors_file(raw: bytes, llama: Path) -> None:
+def test_files_that_are_not_safetensors_are_rejected(raw: bytes, llama: Path) -> None:
     (llama / "model.safetensors").write_bytes(raw)
     assert_one_line(llama, "model.safetensors cannot be read")
 
 
 @pytest.mark.parametrize("size", [4, 9, 300])
-def test_a_header_cut_short(size: int, llama: Path) -> None:
+def test_truncated_header_is_rejected(size: int, llama: Path) -> None:
     path = llama / "model.safetensors"
     path.write_bytes(path.read_bytes()[:size])
     assert_one_line(llama, "model.safetensors cannot be read")
@@ -192,7 +192,7 @@ def test_a_header_cut_short(size: int, llama: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["model.norm.weight", "lm_head.weight", "model.layers.2.mlp.down_proj.weight"]
 )
-def test_a_missing_tensor(name: str, llama: Path) -> None:
+def test_missing_tensor_is_reported(name: str, llama: Path) -> None:
     rewrite(llama, lambda tensors: tensors.pop(name))
     assert_one_line(llama, f"has no tensor {name}")
 
@@ -213,12 +213,14 @@ def test_a_missing_tensor(name: str, llama: Path) -> None:
         ),
     ],
 )
-def test_an_unfit_tensor(name: str, tensor: Tensor, message: str, llama: Path) -> None:
+def test_tensor_of_wrong_shape_or_type_is_rejected(
+    name: str, tensor: Tensor, message: str, llama: Path
+) -> None:
     rewrite(llama, lambda tensors: tensors.update({name: tensor}))
     assert_one_line(llama, f"model.safetensors: {name}", message)
 
 
-def test_tables_and_scales_of_others_do_not_matter(llama: Path) -> None:
+def test_unused_tensors_are_ignored(llama: Path) -> None:
     more = {
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
         "model.layers.0.self_attn.k_proj.k_scale": torch.ones(1),
@@ -227,7 +229,7 @@ def test_tables_and_scales_of_others_do_not_matter(llama: Path) -> None:
     assert len(load(llama).layers) == 3
 
 
-def test_no_weights(llama: Path) -> None:
+def test_folder_without_weights_is_rejected(llama: Path) -> None:
     (llama / "model.safetensors").unlink()
     assert_one_line(llama, "has no model.safetensors")
 
@@ -242,20 +244,20 @@ def test_no_weights(llama: Path) -> None:
         ([], "holds no JSON object"),
     ],
 )
-def test_an_unfit_index(index: Any, message: str, llama: Path) -> None:
+def test_invalid_shard_index_is_rejected(index: Any, message: str, llama: Path) -> None:
     (llama / "model.safetensors.index.json").write_text(json.dumps(index))
     assert_one_line(llama, message)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_made_up_weights_have_the_real_shapes(name: str, tmp_path: Path) -> None:
+def test_random_weights_have_the_real_shapes(name: str, tmp_path: Path) -> None:
     make(name, tmp_path).save_pretrained(tmp_path)
     spec = read_hf_config(tmp_path)
     made_up = random_weights(spec, device="cpu", dtype=torch.float32, seed=1)
     assert shapes(made_up) == shapes(load(tmp_path))
 
 
-def test_made_up_weights_follow_the_seed(tmp_path: Path) -> None:
+def test_random_weights_follow_the_seed(tmp_path: Path) -> None:
     spec = read_hf_config(write_config(tmp_path, "llama"))
     one, again, other = (
         random_weights(spec, device="cpu", dtype=torch.float32, seed=seed).embed

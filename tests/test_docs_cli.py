@@ -1,4 +1,4 @@
-"""docs/cli.md says what the commands say."""
+"""docs/cli.md is up to date with the commands."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_command_has_its_section(script: ModuleType) -> None:
         assert f"\n## localgen {name}\n\n    localgen {name} " in page
 
 
-def test_what_a_command_takes_is_told(script: ModuleType) -> None:
+def test_options_variables_and_exit_statuses_are_documented(script: ModuleType) -> None:
     page = script.page()
     assert "- `-c, --ctx <int>` " in page
     assert "`LOCALGEN_CTX`" in page

@@ -72,7 +72,7 @@ def test_commands_and_options_exist(page: str, line: str) -> None:
 
 
 @pytest.mark.parametrize("line", ["localgen rum tiny", "localgen run tiny --tmep 1"])
-def test_what_does_not_exist_is_found(line: str) -> None:
+def test_unknown_commands_and_options_are_detected(line: str) -> None:
     with pytest.raises(typer.TyperException):
         parse(command_words(line))
 
@@ -103,7 +103,7 @@ def run_line(
 
 
 @pytest.mark.parametrize("line", [line for _, line in COMMANDS if can_run(line)])
-def test_what_the_built_in_model_can_answer(
+def test_commands_for_the_built_in_model_run(
     line: str, environment: dict[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "notes.txt").write_text("The sun is a star.\n")
@@ -119,7 +119,7 @@ def test_what_the_built_in_model_can_answer(
         assert set(schema["required"]) <= answer.keys()
 
 
-def test_the_examples_that_run_are_found() -> None:
+def test_runnable_examples_are_detected() -> None:
     lines = [line for _, line in COMMANDS if can_run(line)]
     assert {command_words(line)[0] for line in lines} >= {"run", "embed", "ps", "stop"}
     assert any("-j" in command_words(line) for line in lines)

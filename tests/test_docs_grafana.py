@@ -1,4 +1,4 @@
-"""docs/grafana.json can be imported, and asks for what /metrics has."""
+"""docs/grafana.json can be imported and queries metrics that /metrics has."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from serving import house
+from serving import server_harness
 
 DASHBOARD = json.loads(
     (Path(__file__).parents[1] / "docs" / "grafana.json").read_text(encoding="utf-8")
@@ -29,9 +29,9 @@ def expressions() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def exported() -> dict[str, set[str]]:
-    """The labels of each sample that a server exports."""
+    """Labels of each metric that a server exports."""
     found: dict[str, set[str]] = {}
-    with house() as served:
+    with server_harness() as served:
         served.start()
         served.chat(served.model(), "hello my world")
         served.chat("no-such-model")
@@ -41,7 +41,7 @@ def exported() -> dict[str, set[str]]:
     return found
 
 
-def test_every_figure_exists(exported: dict[str, set[str]]) -> None:
+def test_every_metric_exists(exported: dict[str, set[str]]) -> None:
     named = {name for text in expressions() for name in WORD.findall(text)}
     assert len(named) > 12
     assert named - exported.keys() == set()

@@ -38,7 +38,7 @@ def plist() -> dict[str, Any]:
 
 
 def served(words: list[str]) -> dict[str, Any]:
-    """What `localgen serve` understands of a command line. Fails where it would."""
+    """Parameters of a `localgen serve` command line. Raises if it would be rejected."""
     program, name, *arguments = words
     assert program.endswith("/localgen")
     command = load_command(name)
@@ -55,24 +55,24 @@ def shell_line(plist: dict[str, Any]) -> list[str]:
     return shlex.split(command)
 
 
-def test_a_wrong_option_would_be_seen() -> None:
+def test_wrong_options_are_detected() -> None:
     with pytest.raises(typer.TyperException):
         served(["/bin/localgen", "serve", "--prot", "1"])
 
 
-def test_the_service_s_command(service: ConfigParser) -> None:
+def test_service_command_is_valid(service: ConfigParser) -> None:
     found = served(shlex.split(service["Service"]["ExecStart"]))
     assert found["port"] == 8080
     assert found["api_key_file"] == Path("%h/.config/localgen/keys")
 
 
-def test_the_agent_s_command(plist: dict[str, Any]) -> None:
+def test_agent_command_is_valid(plist: dict[str, Any]) -> None:
     found = served(shell_line(plist))
     assert found["port"] == 8080
     assert found["api_key_file"] == Path("$HOME/.config/localgen/keys")
 
 
-def test_the_script_of_the_agent_is_a_shell_s(plist: dict[str, Any]) -> None:
+def test_agent_script_is_valid_shell(plist: dict[str, Any]) -> None:
     script = plist["ProgramArguments"][2]
     subprocess.run(["/bin/sh", "-n", "-c", script], check=True, timeout=10)
 
@@ -84,7 +84,7 @@ def test_a_stop_takes_no_longer_than_allowed(service: ConfigParser, plist: dict[
     assert service["Service"]["KillMode"] == "mixed"
 
 
-def test_what_is_not_tried_again(service: ConfigParser) -> None:
+def test_restart_is_prevented_for_configuration_errors(service: ConfigParser) -> None:
     wanted = {
         errors.USAGE_ERROR,
         errors.exit_status("bad_setting"),
@@ -93,7 +93,7 @@ def test_what_is_not_tried_again(service: ConfigParser) -> None:
     assert set(map(int, service["Service"]["RestartPreventExitStatus"].split())) == wanted
 
 
-def test_the_agent(plist: dict[str, Any]) -> None:
+def test_launch_agent_properties(plist: dict[str, Any]) -> None:
     assert plist["Label"] == PLIST.stem
     assert plist["RunAtLoad"] is True
     assert plist["KeepAlive"] == {"SuccessfulExit": False}

@@ -1,11 +1,11 @@
-"""The rate of a download, at given times."""
+"""The rate of a download at given times."""
 
 from __future__ import annotations
 
 from localgen.cli.download_progress import TransferRate
 
 
-def test_a_stall_is_told_after_two_seconds() -> None:
+def test_stall_is_shown_after_two_seconds() -> None:
     rate = TransferRate(100_000_000, 0, now_s=0.0)
     assert rate.text(1.0) == "no data yet"
     rate.update(10_000_000, 1.0)

@@ -1,4 +1,4 @@
-"""A draft model as a user asks for one: real commands, server and engines of both kinds."""
+"""A draft model with real commands, server and engines of both backends."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_question_is_answered_with_a_draft_model(
     assert "is loaded with --draft" in other.stderr
 
 
-def test_what_cannot_draft_is_one_line_and_the_server_lives_on(
+def test_unsuitable_draft_model_is_one_line_and_the_server_continues(
     settings: ServerSettings, client: Client, tmp_path: Path
 ) -> None:
     stranger = str(other_token(tmp_path / "stranger.gguf"))
@@ -96,14 +96,14 @@ def test_what_cannot_draft_is_one_line_and_the_server_lives_on(
     assert "the catalog has no draft model for tiny" in done.stderr
 
 
-def test_a_server_has_a_usual_drafter(tmp_path: Path) -> None:
+def test_server_starts_with_a_default_drafter(tmp_path: Path) -> None:
     with real_server("tiny", "--draft", str(DRAFT_GGUF)) as served:
         log = served.log.read_text()
     assert "loading tiny" in log
     assert "error" not in log.lower()
 
 
-def test_a_usual_drafter_that_does_not_suit_the_named_model_ends_the_server(
+def test_unsuitable_default_drafter_for_the_named_model_ends_the_server(
     settings: ServerSettings, tmp_path: Path
 ) -> None:
     stranger = str(other_token(tmp_path / "stranger.gguf"))

@@ -1,4 +1,4 @@
-"""Mixed requests with drafts, cancels and preemptions: both pools are whole, step after step."""
+"""Mixed requests with drafts, cancels and preemptions: both pools stay whole in every step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from localgen.backends.runner.sequence import Sequence, SequenceState
 from localgen.backends.sampling_params import BASE_SAMPLING
 
 REQUESTS = 300
-# too little for all that run; the draft model has room for fewer still
+# too small for all sequences; the draft model's pool is smaller still
 TARGET_TOKENS, DRAFT_TOKENS, CTX = 480, 320, 160
 SETTINGS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -49,7 +49,7 @@ def models(
 
 
 def asked(chance: random.Random, number: int) -> Sequence:
-    """Any request: its beginning may be another's."""
+    """A random request; its prompt may share a prefix with another."""
     tokens = [7, *([number % 5] * 16), *(chance.randrange(VOCAB) for _ in range(9))]
     tokens = tokens[: chance.randrange(1, len(tokens))] * chance.choice((1, 1, 2, 3))
     settings = chance.choice(SETTINGS)
@@ -68,7 +68,7 @@ def asked(chance: random.Random, number: int) -> Sequence:
 
 
 def check(small: Small) -> None:
-    """The books are right."""
+    """Assert that both pools are consistent."""
     runner: Any = small.runner
     runner.kv_cache.check()
     usage = runner.usage()
@@ -84,7 +84,7 @@ def test_both_pools_are_whole(models: tuple[Small, Small], monkeypatch: pytest.M
     always_draft(monkeypatch)
     target, draft = models
     runner, chance, seen = target.runner, random.Random(1), Counter[str]()
-    # one pick after the other: whichever was added last drafts, if it can
+    # always_draft: the last drafter added drafts, if it can
     speculation = Speculation([NgramDrafter(), ModelDrafter(draft.runner, "draft")], max_drafts=3)
     scheduler = Scheduler(runner, budget=TokenBudget(256, 1e9), max_queue=REQUESTS)
     waiting = [asked(chance, number) for number in range(REQUESTS)]

@@ -1,8 +1,8 @@
-"""Drafts change no distribution: what comes is what each setting says of the target's logits.
+"""Drafts do not change distributions: tokens follow the target's logits under each setting.
 
 Every token has a distribution of its own, which a reference computes in float64 from the logits of
-the whole text. Where a token falls in it is uniform, whatever came before (Rosenblatt 1952): one
-chi-square test for all of them. A wrong rule of acceptance fails it.
+the whole text. The quantile of a token in it is uniform, whatever came before (Rosenblatt 1952):
+one chi-square test for all of them. A wrong acceptance rule fails it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from localgen.backends.runner.sequence import Sequence
 from localgen.backends.sampling_params import BASE_SAMPLING
 
 DRAWS, TOKENS = 50_000, 100
-# of a rule that is wrong fewer are enough: many sequences at once leave few drafts to each
+# fewer suffice for a wrong rule: with many sequences at once, each has few drafts
 FEW = 8_000
 LEAST_P, NEVER_P = 1e-3, 1e-9
 BINS = 64
@@ -51,14 +51,14 @@ KINDS = ("cuda point", "cuda stochastic", "llama.cpp point")
 
 @dataclass(frozen=True)
 class Pair:
-    """A target and a draft model that is not far from it, and how drafts are made."""
+    """A target and a draft model close to it, and how drafts are made."""
 
     target: Small
     draft: Small
     stochastic: bool
 
     def generate(self, draws: int) -> list[Sequence]:
-        """Sequences of all settings, side by side."""
+        """Sequences of all settings in one batch."""
         drafter = ModelDrafter(self.draft.runner, "draft")
         settings = list(SETTINGS.values())
         made = generate(
@@ -94,7 +94,7 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def exact(logits: Rows, seq: Sequence) -> Rows:
-    """The probabilities of each token of the answer, [answer, VOCAB]."""
+    """Probabilities for each token of the answer, [answer, VOCAB]."""
     p: Any = seq.params
     rows = []
     for at in range(seq.num_prompt, len(seq.tokens)):
@@ -114,10 +114,10 @@ def exact(logits: Rows, seq: Sequence) -> Rows:
 
 
 def places(pair: Pair, seqs: Seq[Sequence]) -> list[Rows]:
-    """Where each token of the answers falls in its distribution: 0 to 1, uniform if it was drawn
-    from that; beyond 1 if it could not be.
+    """Quantile of each token of the answers in its distribution.
 
-    Tokens that the draft model likes more than the target come first: a wrong rule errs on them.
+    Uniform from 0 to 1 if it was sampled from that; above 1 if it has probability 0. Tokens that
+    the draft model prefers more than the target come first: a wrong rule errs on them.
     """
     chance, found = np.random.default_rng(0), []
     for seq in seqs:
@@ -131,7 +131,7 @@ def places(pair: Pair, seqs: Seq[Sequence]) -> list[Rows]:
 
 
 def agreement(found: Seq[Rows]) -> float:
-    """Chi-square p-value of places that should be uniform."""
+    """Chi-square p-value of quantiles that should be uniform."""
     values = np.concatenate(found)
     if values.max() > 1 + 1e-9:
         return 0.0
@@ -202,7 +202,7 @@ WRONG: dict[str, list[Callable[[pytest.MonkeyPatch], None]]] = {
     [(kind, wrong) for kind, rules in WRONG.items() for wrong in rules],
     indirect=["pair"],
 )
-def test_a_wrong_rule_is_noticed(
+def test_wrong_acceptance_rule_is_detected(
     pair: Pair, wrong: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong(monkeypatch)

@@ -1,4 +1,4 @@
-"""Which models speak of the same tokens."""
+"""Which models have the same vocabulary."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from localgen.backends.errors import InvalidRequest
 
 @dataclass(frozen=True)
 class Words:
-    """A vocabulary. first: what is put before every text."""
+    """A vocabulary. first: the begin-of-sequence token."""
 
     words: tuple[str, ...]
     eos: str = "end"
@@ -57,5 +57,5 @@ def test_what_differs_is_named() -> None:
     assert "its BOS token is a, that of big none" in refusal(OURS, Words(OURS.words, first=(0,)))
 
 
-def test_padding_within_is_a_difference() -> None:
+def test_padding_in_the_middle_is_a_difference() -> None:
     refusal(OURS, Words(("a", "", "end")))

@@ -1,4 +1,4 @@
-"""The program as a user runs it: real commands, server, engine and model."""
+"""The program as users run it: real commands, server, engine and model."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_another_user_cannot_connect(settings: ServerSettings, client: Client) -
         mine.connect(path)
     done = subprocess.run([sys.executable, "-c", attempt, path], check=False)
     assert done.returncode == 13
-    # nor with a way into the folder: the socket itself is closed to others
+    # nor with access to the folder: the socket itself is private
     settings.runtime_dir.chmod(0o755)
     settings.runtime_dir.parent.chmod(0o755)
     done = subprocess.run([sys.executable, "-c", attempt, path], check=False)

@@ -1,4 +1,4 @@
-"""Other servers from the command line: names for them, `--url`, and what does not go with it."""
+"""Other servers from the command line: their names, `--url`, and options that do not apply."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def failure(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
         ("http://[::1]:8000", "http://[::1]:8000/v1"),
     ],
 )
-def test_base_url(text: str, url: str) -> None:
+def test_base_urls_are_normalized(text: str, url: str) -> None:
     assert normalize_base_url(text) == url
 
 
@@ -89,13 +89,13 @@ def test_base_url(text: str, url: str) -> None:
         "http://host/v1/models",
     ],
 )
-def test_what_is_no_base_url(text: str) -> None:
+def test_invalid_base_urls_are_rejected(text: str) -> None:
     with pytest.raises(InvalidRequest, match="http://host:8000/v1"):
         normalize_base_url(text)
 
 
 @pytest.mark.parametrize("secret", ["u:SECRET@h", "SECRET@h", "h/v1?key=SECRET", "h/v1#SECRET"])
-def test_a_secret_in_a_url_is_refused_and_not_shown(secret: str) -> None:
+def test_secret_in_a_url_is_rejected_and_not_shown(secret: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
         normalize_base_url(f"https://{secret}")
     assert "SECRET" not in raised.value.message
@@ -138,7 +138,7 @@ def test_add_list_rm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert list(load_endpoints()) == ["near"]
 
 
-def test_a_key_is_nowhere_in_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_are_not_stored_in_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BIG_KEY", KEY)
     add_endpoint(Endpoint("https://h/v1", "big", "BIG_KEY", 'odd "é" \U0001f600'))
     assert load_endpoints()["big"] == Endpoint(
@@ -150,7 +150,7 @@ def test_a_key_is_nowhere_in_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [path.name for path in endpoints_path().parent.iterdir()] == ["endpoints.toml"]
 
 
-def test_a_variable_that_is_not_set_yet(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unset_key_variable_gives_a_note(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         run_command_line(["endpoint", "add", "big", "https://h/v1", "--key-env", "NO_SUCH_KEY"])
         == 0
@@ -160,7 +160,7 @@ def test_a_variable_that_is_not_set_yet(capsys: pytest.CaptureFixture[str]) -> N
     assert (status, "NO_SUCH_KEY is not set" in message) == (BAD_SETTING, True)
 
 
-def test_what_a_user_wrote_stays() -> None:
+def test_edits_keep_the_users_text() -> None:
     add_endpoint(Endpoint("http://a/v1", "a"))
     written = "# mine\n\n[b] # second\nurl = 'http://b'\n# of b\n\n[c]\nurl = 'http://c/v1'"
     endpoints_path().write_text(written)
@@ -197,7 +197,7 @@ def test_a_name_that_only_an_editor_can_remove() -> None:
         (["rm", "x"], "no endpoint x, endpoints are old"),
     ],
 )
-def test_names_that_cannot_be(
+def test_invalid_names_are_rejected(
     capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     add_endpoint(Endpoint("http://h/v1", "old"))
@@ -235,14 +235,14 @@ def test_a_damaged_file_is_one_line(
     assert "SECRET" not in told
 
 
-def test_a_file_that_others_may_write() -> None:
+def test_file_writable_by_others_is_rejected() -> None:
     add_endpoint(Endpoint("http://h/v1", "a"))
     endpoints_path().chmod(0o666)
     with pytest.raises(BadSetting, match="chmod 600"):
         load_endpoints()
 
 
-def test_a_folder_that_cannot_be_made(
+def test_folder_that_cannot_be_created_is_one_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -259,7 +259,9 @@ def test_endpoint_alone_says_what_is_missing(capsys: pytest.CaptureFixture[str])
 # --- run and chat ---
 
 
-def test_run_at_a_url(server: PlainServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_sends_the_prompt_to_the_url(
+    server: PlainServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert (
         run_command_line(["run", "--url", server.url, "big", "a b", "-sys", "brief", "--temp", "0"])
         == 0
@@ -287,7 +289,9 @@ def test_run_at_a_name_with_a_model_of_its_own(
     assert capsys.readouterr().out == "re: a b \n" * 4
 
 
-def test_figures_of_another_server(server: PlainServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_statistics_of_a_remote_answer(
+    server: PlainServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run_command_line(["run", "--url", server.url, "big", "x", "--json", "--verbose"]) == 0
     out, err = capsys.readouterr()
     record = json.loads(out)
@@ -305,7 +309,7 @@ def test_figures_of_another_server(server: PlainServer, capsys: pytest.CaptureFi
     assert "load:" not in err
 
 
-def test_figures_that_nobody_tells_are_left_out_or_marked(
+def test_unknown_statistics_are_omitted_or_marked_as_estimated(
     server: PlainServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.events = answer("a", "b", "c")
@@ -340,7 +344,7 @@ def test_a_flag_for_our_own_server_is_refused(
     assert message.startswith(f"{name} does not apply to a model on a remote server (--url)")
 
 
-def test_what_the_environment_says_of_our_own_server_is_let_be(
+def test_variables_for_the_own_server_are_ignored_for_endpoints(
     server: PlainServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"CTX": "64", "THREADS": "2", "PRIORITY": "3", "KEEP_ALIVE": "1m"}.items():
@@ -367,7 +371,7 @@ def test_what_the_environment_says_of_our_own_server_is_let_be(
         (["stop", "--url", "http://h"], errors.USAGE_ERROR, "--url"),
     ],
 )
-def test_errors_of_the_command_line(
+def test_bad_arguments_have_their_exit_status(
     server: PlainServer,
     capsys: pytest.CaptureFixture[str],
     arguments: list[str],
@@ -379,7 +383,7 @@ def test_errors_of_the_command_line(
     assert (got, message in told) == (status, True), told
 
 
-def test_a_model_that_is_not_there_is_not_pulled(
+def test_missing_remote_model_is_not_pulled(
     server: PlainServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.models = ["big"]

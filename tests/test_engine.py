@@ -1,4 +1,4 @@
-"""The loop: every request has exactly one end, whatever happens, and its text is right."""
+"""The engine loop: every request ends exactly once, with the right text."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LetterTokenizer:
 
 
 class Log:
-    """What an engine published."""
+    """Events that an engine published."""
 
     def __init__(self) -> None:
         self.text: dict[str, str] = defaultdict(str)
@@ -90,7 +90,7 @@ def run_until_ended(engine: Engine, log: Log, count: int) -> None:
 
 
 def until_prepared(engine: Engine) -> None:
-    """Wait until what was asked for is in the loop's inbox: other threads make it tokens."""
+    """Wait until submitted requests are in the loop's inbox; other threads tokenize them."""
     deadline_s = time.monotonic() + 30
     while True:
         with engine._preparing_lock:  # under which what is prepared goes into the inbox
@@ -105,7 +105,7 @@ def request(name: str, prompt: str, **params: object) -> Request:
     return Request(id=name, prompt=prompt, params=given, arrived_s=time.monotonic())
 
 
-def test_text_waits_for_no_prompt_and_a_first_token_for_nothing() -> None:
+def test_first_token_and_text_are_sent_without_waiting_for_prefill() -> None:
     log, runner = Log(), FakeRunner()
     engine = make(runner, log)
     engine.submit(request("a", "first", max_tokens=150, ignore_eos=True))
@@ -264,7 +264,7 @@ def test_queue_full_is_refused_at_once() -> None:
 
 
 class StingyRunner(FakeRunner):
-    """Finds no room in a planned step, now and then, as llama.cpp may."""
+    """Sometimes raises NoRoom in a planned step, as llama.cpp may."""
 
     def collect(self, ticket: list[Chunk]) -> list[SampledTokens]:
         if len(self.steps) % 7 == 3 and len(self.cache) > 1:
@@ -320,7 +320,7 @@ def test_stop_leaves_the_loop() -> None:
     assert not thread.is_alive()
 
 
-def test_figures_of_the_last_minute_are_looked_at_now_and_then() -> None:
+def test_recent_samples_are_resorted_at_intervals() -> None:
     window = stats.RecentSamples()
     for value in range(stats.MAX_ALWAYS_SORTED):
         window.add(10.0, float(-value))

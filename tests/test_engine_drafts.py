@@ -1,4 +1,4 @@
-"""The loop with drafts: the same answers in fewer steps, whatever is proposed."""
+"""The engine loop with drafts: the same answers in fewer steps, whatever is proposed."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ next_token = fake_runner.next_token
 
 
 def repeating(tokens: list[int]) -> int:
-    """A model that mostly says what it said seven tokens ago."""
+    """A model that mostly repeats the token of seven positions before."""
     fresh = next_token(tokens)
     return tokens[-7] if len(tokens) > 7 and fresh % 11 else fresh
 
 
 class Oracle(Drafter):
-    """Proposes what the model will say, wrong now and then."""
+    """Proposes what the model will generate, sometimes wrong."""
 
     name = "oracle"
 
@@ -61,7 +61,7 @@ class Oracle(Drafter):
 
 
 class Cramped(FakeRunner):
-    """Has no room for drafts, which it finds out too late, as llama.cpp may."""
+    """Raises NoRoom for drafts only in the step, as llama.cpp may."""
 
     def collect(self, ticket: list[Chunk]) -> list[SampledTokens]:
         if any(chunk.num_drafts for chunk in ticket):

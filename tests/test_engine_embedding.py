@@ -1,4 +1,4 @@
-"""Vectors beside answers: right, whole and in turn, and nobody's stream breaks."""
+"""Embeddings computed between decode steps: correct, complete, fair, and answers continue."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from localgen.backends.types import Embedded, EmbedRequest, Failed, StepEvents
 
 
 class VectorLog(Log):
-    """Also what was said of vectors."""
+    """Log that also keeps the events of embeddings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def expected(*inputs: str | tuple[int, ...]) -> np.ndarray[tuple[int, ...], np.d
     return np.stack([row / np.linalg.norm(row.astype(np.float64)) for row in rows])
 
 
-def test_vectors_are_the_runners_with_length_1_in_the_order_of_the_inputs() -> None:
+def test_vectors_are_normalized_and_in_input_order() -> None:
     log, runner = VectorLog(), FakeRunner()
     engine = make(runner, log)
     inputs = ("hello", (3, 4, 5), "world", "a" * 100)
@@ -88,7 +88,7 @@ def test_long_texts_are_cut_and_short_ones_computed_together() -> None:
     runner.check()
 
 
-def test_a_batch_has_a_most() -> None:
+def test_batch_has_at_most_max_inputs() -> None:
     log, runner = VectorLog(), FakeRunner(batch=128)
     engine = make(runner, log)
     engine.submit_embedding(texts("v", *["a"] * 100))
@@ -97,7 +97,7 @@ def test_a_batch_has_a_most() -> None:
     assert sum(len(part) for part in runner.slices) == 100
 
 
-def test_many_inputs_of_one_let_others_have_their_turn() -> None:
+def test_large_request_does_not_block_others() -> None:
     log, runner = VectorLog(), FakeRunner(batch=16)
     engine = make(runner, log)
     engine.submit_embedding(texts("many", *["abcdefgh"] * 200))
@@ -141,7 +141,7 @@ def _answer(prompt: str, count: int) -> list[int]:
 
 
 class SlowRunner(FakeRunner):
-    """Takes a millisecond for each token of a text."""
+    """Takes a millisecond per token of a text."""
 
     def embed(
         self, inputs: list[list[int]], max_tokens: Callable[[], int]
@@ -162,7 +162,7 @@ def test_beside_answers_a_slice_takes_half_of_the_target() -> None:
     cut = [sum(map(len, part)) for part in runner.slices]
     beside = [size for size in cut[3:] if size < 512]
     assert beside, cut
-    # 50 ms are 50 tokens here; sleeping takes a little longer than asked
+    # 50 ms are 50 tokens here; sleep() takes slightly longer
     assert all(16 <= size <= 50 for size in beside[:-1]), cut
 
 
@@ -192,7 +192,7 @@ def test_bad_inputs_fail_with_a_reason(inputs: tuple[str, ...], code: str, says:
     assert "good" in log.vectors
 
 
-def test_cancelled_between_two_slices() -> None:
+def test_cancel_between_slices_ends_the_request() -> None:
     log, runner = VectorLog(), FakeRunner(batch=16)
     engine = make(runner, log)
     engine.submit_embedding(texts("goes", "x" * 200))
@@ -243,7 +243,7 @@ def test_every_request_ends_once_under_random_cancels_from_other_threads() -> No
 
 
 class CrowdedRunner(FakeRunner):
-    """Has room for one text at a time, and none while anybody runs."""
+    """Has room for one text at a time, and none while an answer runs."""
 
     refusals = 0
 
@@ -256,7 +256,7 @@ class CrowdedRunner(FakeRunner):
         yield from super().embed(inputs, max_tokens)
 
 
-def test_without_room_fewer_are_tried_and_then_answers_are_waited_for() -> None:
+def test_without_room_batches_shrink_then_wait_for_answers() -> None:
     log, runner = VectorLog(), CrowdedRunner()
     engine = make(runner, log)
     engine.submit(request("chat", "hello", max_tokens=30, ignore_eos=True))
@@ -284,7 +284,7 @@ class FullRunner(FakeRunner):
         yield from super().embed(inputs, max_tokens)
 
 
-def test_what_never_fits_is_an_error_and_others_are_served() -> None:
+def test_input_that_never_fits_fails_alone() -> None:
     log, runner = VectorLog(), FullRunner()
     engine = make(runner, log)
     engine.submit_embedding(texts("long", "x" * 12))
@@ -347,7 +347,7 @@ class NoEmbedder(FakeRunner):
     embed = None  # type: ignore[assignment]
 
 
-def test_a_runner_that_cannot_says_so() -> None:
+def test_runner_without_embeddings_rejects_the_request() -> None:
     log = VectorLog()
     engine = make(NoEmbedder(), log)
     engine.submit_embedding(texts("v", "hello"))

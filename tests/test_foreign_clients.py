@@ -1,4 +1,4 @@
-"""Programs that others wrote, talking to the real server: OpenAI's library, llm, curl."""
+"""Third-party programs with the real server: OpenAI's library, llm, curl."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_llm_answers_through_its_configuration_of_openai_models(served: Served) 
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-def test_curl(served: Served) -> None:
+def test_curl_streams_with_a_key(served: Served) -> None:
     body = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}], "stream": True}
 
     def curl(*headers: str) -> str:

@@ -1,4 +1,4 @@
-"""Figures, bars, plots, and readings made of snapshots."""
+"""Formatted numbers, bars, plots, and samples made from snapshots."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ HEIGHTS = " ▁▂▃▄▅▆▇█"
         (format_percent(None), "—"),
     ],
 )
-def test_figures(text: str, wanted: str) -> None:
+def test_numbers_are_formatted(text: str, wanted: str) -> None:
     assert text == wanted
 
 
@@ -102,7 +102,7 @@ def test_parts_of_a_stacked_bar(parts: list[float], width: int) -> None:
     assert pieces[-1].strip(BAR_EMPTY) == ""
     for at, (part, piece, fill) in enumerate(zip(parts, pieces, BAR_FILLS, strict=False)):
         assert piece == fill * len(piece)
-        # whatever is there is seen, unless those before it have taken all the room
+        # every part shows, unless the parts before it take all the room
         assert part == 0 or piece or sum(map(len, pieces[:at])) == width
 
 
@@ -129,7 +129,7 @@ def test_a_plot_grows_at_the_right_and_keeps_its_columns() -> None:
 
 
 @pytest.mark.parametrize(("width", "text"), [(12, "left   right"), (9, "left")])
-def test_spread(width: int, text: str) -> None:
+def test_align_ends_fills_the_width(width: int, text: str) -> None:
     assert align_ends(Content("left"), Content("right"), width).plain == text
 
 
@@ -150,7 +150,7 @@ def test_rates_are_what_the_counters_grow_by_lately() -> None:
     assert rates.prefill_per_s == 0
 
 
-def test_one_look_tells_no_rate() -> None:
+def test_one_snapshot_gives_no_rate() -> None:
     assert grown(ModelCounters(generated_tokens=50)).decode_per_s is None
 
 
@@ -171,7 +171,7 @@ def test_the_batch_is_what_the_steps_of_the_last_seconds_had() -> None:
     )
 
 
-def test_what_no_model_tells_is_not_known() -> None:
+def test_values_that_no_model_reports_are_unknown() -> None:
     found = SampleBuilder().add_snapshot(0, ServerSnapshot(server_type="vLLM"))
     assert found.throughput.running is None
     assert found.latency == LatencySample()
@@ -372,7 +372,7 @@ def test_unknown_figures_are_dashes_in_every_gauge() -> None:
     assert lines(MemoryGauge(), MemorySample()) == [""]
 
 
-def test_the_memory_of_a_model_in_words_and_bars() -> None:
+def test_model_memory_is_shown_as_text_and_bars() -> None:
     found = MemorySample(models=(model_memory(top_script.model()),), machine=top_script.MACHINE)
     drawn = lines(MemoryGauge(), found, 60)
     assert drawn[0].split()[0] == "llama-8b"
@@ -384,7 +384,7 @@ def test_the_memory_of_a_model_in_words_and_bars() -> None:
     assert drawn[5].startswith("busy 97%  512/700 W  61 °C  1,980 MHz")
 
 
-def test_a_gpu_that_says_little() -> None:
+def test_unknown_gpu_metrics_are_dashes() -> None:
     machine = MachineStats(gpus=(top_script.GPU.__class__(
         index=1, name="MIG", total_bytes=10, used_bytes=5
     ),))  # fmt: skip
@@ -408,7 +408,7 @@ def test_a_loading_model_says_how_far_it_is() -> None:
     assert bar(0.43, 36) in drawn[1]
 
 
-def test_a_share_of_the_cache_is_shown_where_that_is_all() -> None:
+def test_cache_share_is_shown_without_token_counts() -> None:
     told = top_script.model(kv_tokens=None, kv_used=None, kv_cached=None, kv_free=None)
     drawn = lines(MemoryGauge(), MemorySample(models=(model_memory(told),)))
     assert drawn[1].endswith("37%")

@@ -31,7 +31,7 @@ from localgen.backends.formats.hf.config import read_hf_config
 from localgen.quant.gguf.convert import convert_to_gguf
 
 GREEDY_TOKENS, PROMPTS = 20, 3
-# the two best logits of an answer are never nearer than that, in deviations of all logits
+# minimum distance of the two best logits, in standard deviations of all logits
 SURE = 0.03
 
 
@@ -57,7 +57,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def answers(pair: Pair) -> Iterator[tuple[str, list[int], list[int]]]:
-    """Prompts, their tokens, and transformers' greedy answers where none is a close call."""
+    """Prompts, their tokens, and transformers' greedy answers where no step is a near tie."""
     words = re.sub(r"<\|\w+\|>", "", (DATA / "heldout.txt").read_text()).split()
     for start in range(0, len(words), 5):
         text = " ".join(words[start : start + 10])
@@ -114,7 +114,7 @@ def test_logits_are_those_of_transformers(pair: Pair, tmp_path: Path) -> None:
     assert float((halves - theirs).abs().max()) < 0.02
 
 
-# fields in which the two formats say the same in other words
+# fields that the two formats express differently
 REWORDED = {"rope", "norm_eps", "architecture", "attn_scale", "sliding_windows"}
 
 

@@ -1,4 +1,4 @@
-"""The converter: what it writes is what Hugging Face and llama.cpp read; bad input is explained."""
+"""The converter's output is what Hugging Face and llama.cpp read; bad input is explained."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def chat(question: str) -> str:
 
 
 @pytest.mark.parametrize("file_type", ["F16", "Q8_0"])
-def test_answers_a_sum(
+def test_converted_model_answers_a_sum(
     file_type: str, tmp_path: Path, open_model: Callable[..., LlamaFile]
 ) -> None:
     path = tmp_path / "model.gguf"
@@ -55,7 +55,7 @@ def test_answers_a_sum(
 def test_greedy_answers_are_those_of_the_trained_model(
     tiny: Path, open_model: Callable[..., LlamaFile]
 ) -> None:
-    """A wrong permutation or rotary layout leaves single words right but not most answers."""
+    """A wrong permutation or rotary layout still gets single words right, but not most answers."""
     model = open_model(tiny)
     lines = (DATA / "questions.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
@@ -99,7 +99,7 @@ def test_q8_0_is_within_half_a_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("heads", "head_dim"), [(1, 2), (4, 64), (3, 10)])
-def test_rotary_rows_come_back(heads: int, head_dim: int) -> None:
+def test_interleaved_rotary_rows_are_restored(heads: int, head_dim: int) -> None:
     weight = np.random.default_rng(7).standard_normal((heads * head_dim, 5)).astype(np.float32)
     turned = interleave_rotary(weight, heads)
     back = turned.reshape(heads, head_dim // 2, 2, 5).swapaxes(1, 2).reshape(weight.shape)
@@ -107,7 +107,7 @@ def test_rotary_rows_come_back(heads: int, head_dim: int) -> None:
     np.testing.assert_array_equal(turned[:2], weight[[0, head_dim // 2]])
 
 
-def test_metadata(tiny: Path, open_model: Callable[..., LlamaFile]) -> None:
+def test_metadata_is_converted(tiny: Path, open_model: Callable[..., LlamaFile]) -> None:
     model = open_model(tiny, vocab_only=True)
     settings = json.loads((TINY / "tokenizer_config.json").read_text())
     assert model.metadata("tokenizer.ggml.add_bos_token") == "false"
@@ -121,7 +121,9 @@ def test_metadata(tiny: Path, open_model: Callable[..., LlamaFile]) -> None:
     assert control == [0, 1, 2]
 
 
-def test_sampling_defaults_of_the_model(folder: Path, open_model: Callable[..., LlamaFile]) -> None:
+def test_sampling_defaults_are_converted(
+    folder: Path, open_model: Callable[..., LlamaFile]
+) -> None:
     (folder / "generation_config.json").write_text(
         '{"do_sample": true, "temperature": 0.5, "top_k": 20, "top_p": 0.75, "eos_token_id": 2}'
     )
@@ -163,7 +165,7 @@ def test_sharded_weights_give_the_same_file(folder: Path, tiny: Path) -> None:
     assert (folder / "model.gguf").read_bytes() == tiny.read_bytes()
 
 
-def test_llama3_rope_factors() -> None:
+def test_llama3_rope_factors_equal_the_reference() -> None:
     scaling = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, trained_len=512)
     expected = []
     for i in range(32):
@@ -210,7 +212,7 @@ def test_progress_ends_with_everything(tmp_path: Path) -> None:
 
 
 def test_the_built_in_model_is_derived_without_torch() -> None:
-    """A build has nothing but numpy and gguf."""
+    """A build has only numpy and gguf."""
     program = (
         "import sys; import localgen.quant.gguf.convert; "
         "print({'torch', 'msgspec'} & set(sys.modules))"

@@ -1,4 +1,4 @@
-"""The converter explains folders it cannot convert, and leaves nothing behind."""
+"""The converter explains folders it cannot convert, and leaves no files behind."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bad_arguments(tmp_path: Path) -> None:
+def test_bad_arguments_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"Q4_7.*F16"):
         convert_to_gguf(TINY, tmp_path / "model.gguf", "Q4_7")
     with pytest.raises(ModelNotFound, match="nowhere"):
@@ -165,7 +165,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
         convert_to_gguf(TINY, tmp_path / "missing" / "model.gguf")
 
 
-def test_numbers_that_are_none_are_found(folder: Path, tmp_path: Path) -> None:
+def test_nan_and_infinite_weights_are_rejected(folder: Path, tmp_path: Path) -> None:
     broken = np.full(256, np.nan, "<f4").tobytes()
     change_tensor(NORM, ("F32", [256], broken))(folder)
     with pytest.raises(LoadFailed, match=r"output_norm\.weight has NaN or infinite values"):
@@ -173,7 +173,7 @@ def test_numbers_that_are_none_are_found(folder: Path, tmp_path: Path) -> None:
     assert list(tmp_path.glob("*.gguf")) == []
 
 
-def test_a_disk_too_small_is_said_before_anything_is_written(
+def test_too_little_disk_space_is_rejected_before_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "out" / "model.gguf"

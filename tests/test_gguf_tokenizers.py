@@ -1,4 +1,4 @@
-"""Converted tokenizers: llama.cpp cuts text into the same tokens as Hugging Face's tokenizers."""
+"""Converted tokenizers: llama.cpp gives the tokens of Hugging Face's tokenizers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tokenizers import Tokenizer
 from localgen.backends.errors import LoadFailed
 from localgen.quant.gguf.convert import convert_to_gguf
 
-# llama.cpp takes capitals for small letters and the other way round outside of ASCII
+# llama.cpp mistakes the case of letters outside of ASCII
 BY_CASE = {"tekken", "gpt-4o"}
-# text that llama.cpp cuts in another way
+# text that llama.cpp splits in another way
 OTHERWISE = {
     "llama 2": re.compile("(?!)"),
     "mistral": re.compile("^ |<[|]endo"),  # Metaspace: a space before the first text if it has none
@@ -41,7 +41,9 @@ def texts() -> list[str]:
 
 
 @pytest.mark.parametrize("pre", BYTE_LEVEL)
-def test_byte_level(pre: str, folder: Path, open_model: Callable[..., LlamaFile]) -> None:
+def test_byte_level_tokens_equal_hugging_face(
+    pre: str, folder: Path, open_model: Callable[..., LlamaFile]
+) -> None:
     model = open_model(converted(folder, byte_level(pre), eos_token="<|im_end|>"), vocab_only=True)
     assert model.metadata("tokenizer.ggml.model") == "gpt2"
     assert model.metadata("tokenizer.ggml.pre") == pre
@@ -58,7 +60,7 @@ def test_byte_level(pre: str, folder: Path, open_model: Callable[..., LlamaFile]
 def test_what_matches_is_kept_or_the_rest_removed(
     folder: Path, open_model: Callable[..., LlamaFile]
 ) -> None:
-    """The same of two ways to write a pre-tokenizer, as Phi-4 has it; and no normalizers at all."""
+    """Two equivalent forms of a pre-tokenizer, as in Phi-4; and no normalizers at all."""
     tokenizer = byte_level("smaug-bpe")
     tokenizer["normalizer"] = {"type": "Sequence", "normalizers": []}
     tokenizer["pre_tokenizer"]["pretokenizers"][0] |= {"behavior": "Removed", "invert": True}
@@ -70,7 +72,9 @@ def test_what_matches_is_kept_or_the_rest_removed(
 
 
 @pytest.mark.parametrize("name", PIECES)
-def test_pieces(name: str, folder: Path, open_model: Callable[..., LlamaFile]) -> None:
+def test_sentencepiece_tokens_equal_hugging_face(
+    name: str, folder: Path, open_model: Callable[..., LlamaFile]
+) -> None:
     model = open_model(converted(folder, pieces(name), eos_token="</s>"), vocab_only=True)
     assert model.metadata("tokenizer.ggml.model") == "llama"
     reference = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -84,7 +88,7 @@ def test_pieces(name: str, folder: Path, open_model: Callable[..., LlamaFile]) -
 
 @pytest.mark.parametrize("name", PIECES)
 def test_chats_of_pieces(name: str, folder: Path, open_model: Callable[..., LlamaFile]) -> None:
-    """Special tokens between texts. Metaspace's first puts a space before the first text only."""
+    """Special tokens between texts. Metaspace's `first` adds a space before the first text only."""
     template = "{{ messages }}"
     path = converted(folder, pieces(name), eos_token="</s>", chat_template=template)
     model = open_model(path, vocab_only=True)
@@ -100,7 +104,7 @@ def test_chats_of_pieces(name: str, folder: Path, open_model: Callable[..., Llam
 def test_phi_3_strips_white_space_after_special_tokens(
     folder_name: str, written: str, folder: Path, open_model: Callable[..., LlamaFile]
 ) -> None:
-    """llama.cpp goes by the model's name."""
+    """llama.cpp decides by the model's name."""
     tokenizer = pieces("llama 2")
     for added in tokenizer["added_tokens"]:
         added["rstrip"] = added["content"] not in ("<unk>", "<s>", "<|endoftext|>")
@@ -115,7 +119,7 @@ def test_phi_3_strips_white_space_after_special_tokens(
 
 
 def fuse(folder: Path) -> None:
-    """The built-in model's projections as Phi-3 has them."""
+    """The built-in model with Phi-3's fused projections."""
     from hf_folders import read_safetensors, write_safetensors
 
     tensors = read_safetensors(folder / "model.safetensors")
@@ -163,7 +167,7 @@ def test_special_tokens_of_pieces(folder: Path, open_model: Callable[..., LlamaF
 
 
 def learned_merges(tokenizer: dict[str, Any]) -> None:
-    """One way to each token, as the tokenizers library learns them."""
+    """One merge per token, as the tokenizers library learns them."""
     seen: dict[str, list[str]] = {}
     for merge in tokenizer["model"]["merges"]:
         seen.setdefault("".join(merge), merge)
@@ -203,7 +207,7 @@ def unlike(tokenizer: dict[str, Any]) -> None:
         (unlike, "does not support normalization by nothing and Metaspace"),
     ],
 )
-def test_other_pieces_are_refused(
+def test_unsupported_sentencepiece_tokenizers_are_rejected(
     damage: Callable[[dict[str, Any]], None], expected: str, folder: Path
 ) -> None:
     tokenizer = pieces("llama 2")

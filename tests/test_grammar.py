@@ -1,4 +1,4 @@
-"""Answers that are held to a grammar."""
+"""Answers that are constrained by a grammar."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def hot(seed: int, **more: Any) -> SamplingParams:
 
 
 def ask(bench: Bench, *params: SamplingParams) -> list[str]:
-    """Answers that ended by themselves."""
+    """Answers that ended by an end token."""
     replies = bench.run([bench.submit(CHAT, each) for each in params])
     assert {reply.finished.reason for reply in replies} == {"stop"}
     return [reply.text for reply in replies]
 
 
-def test_a_schema_holds_at_any_temperature(bench: Bench) -> None:
+def test_schema_holds_at_temperature_1(bench: Bench) -> None:
     schema = json.dumps(PERSON)
     for text in ask(bench, *(hot(seed, json_schema=schema) for seed in range(20))):
         person = json.loads(text)
@@ -61,7 +61,7 @@ def test_a_schema_holds_at_any_temperature(bench: Bench) -> None:
 
 
 def random_schema(dice: random.Random, depth: int = 0) -> dict[str, Any]:
-    """A bounded schema."""
+    """A random schema with bounded values."""
     kinds = ["integer", "boolean", "string", "enum", "null"]
     kind = dice.choice(kinds if depth > 1 else [*kinds, "object", "array", "object"])
     match kind:
@@ -86,7 +86,7 @@ def random_schema(dice: random.Random, depth: int = 0) -> dict[str, Any]:
 
 
 def fits(value: Any, schema: dict[str, Any]) -> bool:
-    """A plain reading of the schemas above."""
+    """Whether a value fits one of the schemas above."""
     if "enum" in schema:
         return any(value == one and type(value) is type(one) for one in schema["enum"])
     match schema["type"]:
@@ -112,7 +112,7 @@ def fits(value: Any, schema: dict[str, Any]) -> bool:
     return value is None
 
 
-def test_random_schemas_and_prompts(bench: Bench) -> None:
+def test_random_schemas_hold(bench: Bench) -> None:
     dice = random.Random(5)
     schemas = [random_schema(dice) for _ in range(200)]
     chats = questions(20)
@@ -126,7 +126,7 @@ def test_random_schemas_and_prompts(bench: Bench) -> None:
         assert fits(json.loads(reply.text), schema), (reply.text, schema)
 
 
-def test_a_regular_expression(bench: Bench) -> None:
+def test_answers_match_the_regular_expression(bench: Bench) -> None:
     for text in ask(bench, *(hot(seed, regex=r"[a-f]{3}-\d{2,4}") for seed in range(10))):
         assert re.fullmatch(r"[a-f]{3}-\d{2,4}", text)
 
@@ -136,11 +136,11 @@ def test_a_regular_expression(bench: Bench) -> None:
     ['root ::= ("yes" | "no") "!"', 'start: ("yes" | "no") "!"'],
     ids=["gbnf", "lark"],
 )
-def test_a_grammar(bench: Bench, grammar: str) -> None:
+def test_answers_match_the_grammar(bench: Bench, grammar: str) -> None:
     assert set(ask(bench, *(hot(seed, grammar=grammar) for seed in range(10)))) <= {"yes!", "no!"}
 
 
-def test_greedy_takes_the_likeliest_that_is_allowed(bench: Bench) -> None:
+def test_greedy_takes_the_most_probable_allowed_token(bench: Bench) -> None:
     free = SamplingParams(temperature=0, max_tokens=20, logprobs=20)
     (plain,) = bench.run([bench.submit(CHAT, free)])
     first = plain.logprobs[0]
@@ -155,7 +155,7 @@ def test_greedy_takes_the_likeliest_that_is_allowed(bench: Bench) -> None:
     assert reply.logprobs[0].top[0].logprob == pytest.approx(first.top[0].logprob, abs=0.01)
 
 
-def test_preempted_answers_hold_too() -> None:
+def test_preempted_answers_match_their_schema() -> None:
     bench = Bench(LoadOptions(ctx=200, kv_tokens=256))
     schema = json.dumps({"type": "string", "minLength": 200, "maxLength": 260})
     texts = ask(bench, *(hot(seed, json_schema=schema) for seed in range(8)))
@@ -180,7 +180,9 @@ def test_preempted_answers_hold_too() -> None:
         ({"regex": "a" * (1 << 20) + "b"}, "1,048,576 characters"),
     ],
 )
-def test_what_is_wrong_with_a_grammar(bench: Bench, settings: dict[str, Any], message: str) -> None:
+def test_invalid_grammars_are_rejected(
+    bench: Bench, settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(InvalidRequest, match=message):
         GrammarCompiler(bench.model.tokenizer).compile(SamplingParams(**settings))
     name = bench.submit(CHAT, SamplingParams(**settings))

@@ -1,4 +1,4 @@
-"""`localgen history`, and how the command line of `localgen chat` chooses a session."""
+"""`localgen history`, and how `localgen chat` chooses a session."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def chats(monkeypatch: pytest.MonkeyPatch, store: SessionStore) -> StartedChats:
     return StartedChats(monkeypatch)
 
 
-def test_the_list(store: SessionStore, capsys: pytest.CaptureFixture[str]) -> None:
+def test_history_lists_sessions(store: SessionStore, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command_line(["history"]) == 0
     head, *rows = capsys.readouterr().out.splitlines()
     assert head.split() == ["ID", "NAME", "TURNS", "MODEL", "CHANGED"]
@@ -80,7 +80,7 @@ def test_the_list(store: SessionStore, capsys: pytest.CaptureFixture[str]) -> No
     assert (first["name"], first["model"], first["num_turns"]) == ("my trip", "other", 2)
 
 
-def test_an_empty_list(
+def test_empty_history(
     store: SessionStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for each in store.list_sessions():
@@ -112,7 +112,9 @@ def test_a_session_as_json_can_be_loaded(
     assert (chat.model, chat.params, chat.conversation) == ("other", PARAMS, CONVERSATION)
 
 
-def test_deleting(store: SessionStore, capsys: pytest.CaptureFixture[str]) -> None:
+def test_delete_removes_one_session(
+    store: SessionStore, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run_command_line(["history", "my trip", "--delete", "--yes"]) == 0
     assert capsys.readouterr().out == "my trip deleted\n"
     assert [each.name for each in store.list_sessions()] == ["empty", "far"]
@@ -128,7 +130,7 @@ def test_deleting(store: SessionStore, capsys: pytest.CaptureFixture[str]) -> No
         (["far", "--delete"], "no terminal to ask for confirmation"),
     ],
 )
-def test_refusals(
+def test_invalid_requests_are_rejected(
     store: SessionStore,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

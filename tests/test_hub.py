@@ -1,4 +1,4 @@
-"""From names to files: paths, shards, and the Hugging Face cache as it lies on disk."""
+"""From names to files: paths, shards, and the Hugging Face cache on disk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def put(cache: Path, repo: str, *files: str, revision: str = REVISION) -> Path:
-    """Files of a repository as huggingface_hub lays them out; the snapshot's folder."""
+    """Write files of a repository in huggingface_hub's layout; returns the snapshot's folder."""
     root = cache / f"models--{repo.replace('/', '--')}"
     snapshot = root / "snapshots" / revision
     for file in files:
@@ -61,7 +61,7 @@ def test_stems_and_shards() -> None:
     ]
 
 
-def test_a_file_and_its_shards(tmp_path: Path) -> None:
+def test_any_shard_resolves_to_all(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         (tmp_path / f"m-0000{number}-of-00003.gguf").write_bytes(b"x" * number)
     for number in (1, 2, 3):
@@ -75,7 +75,7 @@ def test_a_file_and_its_shards(tmp_path: Path) -> None:
         resolve_model(str(tmp_path / "m-00001-of-00003.gguf"))
 
 
-def test_paths_that_are_no_model(tmp_path: Path) -> None:
+def test_paths_that_are_not_models_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="there is no file") as missing:
         resolve_model(str(tmp_path / "nothing.gguf"))
     assert missing.value.param == "model"
@@ -86,13 +86,13 @@ def test_paths_that_are_no_model(tmp_path: Path) -> None:
         resolve_model(str(tmp_path))
 
 
-def test_a_home_that_does_not_exist() -> None:
+def test_unknown_home_folder_is_not_found() -> None:
     with pytest.raises(ModelNotFound, match="no file"):
         resolve_model("~nobody-here/model.gguf")
     assert str(name_for_server("~nobody-here/x")).endswith("/~nobody-here/x")
 
 
-def test_folders(tmp_path: Path) -> None:
+def test_folder_with_one_model_resolves(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(b"x")
     (tmp_path / "mmproj-a.gguf").write_bytes(b"x")
     assert resolve_model(str(tmp_path)).name == "a"
@@ -101,7 +101,7 @@ def test_folders(tmp_path: Path) -> None:
         resolve_model(str(tmp_path))
 
 
-def test_the_built_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_built_in_model_resolves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packaged, "BUILT_IN_PATH", tmp_path / "tiny.gguf")
     with pytest.raises(ModelNotFound, match=r"built-in model .* is missing"):
         resolve_model(None)
@@ -122,14 +122,14 @@ def test_the_built_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "CHAT-8B-q4_k_m",
     ],
 )
-def test_names_of_a_cached_model(filled: Path, name: str) -> None:
+def test_cached_model_resolves_by_any_spelling(filled: Path, name: str) -> None:
     found = resolve_model(name)
     assert found.name == "acme/Chat-8B-GGUF:Q4_K_M"
     assert found.path.name == "chat-8b-Q4_K_M.gguf"
     assert found.source == "cache"
 
 
-def test_quants(filled: Path) -> None:
+def test_quantization_tags_resolve(filled: Path) -> None:
     assert resolve_model("acme/Chat-8B-GGUF:q8_0").path.name == "chat-8b-Q8_0.gguf"
     assert len(resolve_model("acme/Big:bf16").shards) == 2
     assert resolve_model("acme/Only8").name == "acme/Only8:Q8_0"
@@ -141,7 +141,7 @@ def test_quants(filled: Path) -> None:
         resolve_model("acme/Chat-8B-GGUF:Q2_K")
 
 
-def test_an_unknown_name_gets_help(filled: Path) -> None:
+def test_unknown_name_gets_suggestions(filled: Path) -> None:
     with pytest.raises(
         ModelNotFound, match=r"Did you mean .*acme/Chat-8B-GGUF:Q4_K_M.*\? Installed"
     ) as unknown:
@@ -156,7 +156,7 @@ def test_an_unknown_name_gets_help(filled: Path) -> None:
             resolve_model(bad)
 
 
-def test_available(filled: Path) -> None:
+def test_installed_models_are_listed(filled: Path) -> None:
     found = [file for file in installed_models() if file.source == "cache"]
     assert [file.name for file in found] == [
         "acme/Big:BF16",
@@ -168,7 +168,7 @@ def test_available(filled: Path) -> None:
     assert all(isinstance(file, ModelFile) and file.size_bytes > 0 for file in found)
 
 
-def test_a_model_that_is_not_whole_is_not_listed(filled: Path) -> None:
+def test_incomplete_model_is_not_listed(filled: Path) -> None:
     (shard,) = filled.rglob("snapshots/*/BF16/*-00002-of-*")
     shard.unlink()
     assert "acme/Big:BF16" not in [file.name for file in installed_models()]
@@ -188,11 +188,11 @@ def test_the_newest_revision_wins(cache: Path) -> None:
     assert resolve_model("a/b:Q2_K").path.parent.name == "1" * 40
 
 
-def test_no_cache_is_fine(cache: Path) -> None:
+def test_missing_cache_has_no_models(cache: Path) -> None:
     assert cached_models() == []
 
 
-def test_names_for_a_server_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_sent_to_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert name_for_server(None) is None
     assert name_for_server("tiny") == "tiny"
@@ -203,21 +203,21 @@ def test_names_for_a_server_elsewhere(tmp_path: Path, monkeypatch: pytest.Monkey
     assert name_for_server("user/repo") == str(tmp_path / "user" / "repo")
 
 
-def test_a_folder_by_its_bare_name(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_resolves_by_its_bare_name(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(filled)
     for name in ("mine", "llama3.2-1b"):
         (filled / name).mkdir()
         (filled / name / "config.json").write_text("{}")
     assert resolve_model("mine").path == Path("mine")
     assert name_for_server("mine") == str(filled / "mine")
-    # a name of the catalog stays one
+    # catalog names take precedence
     assert name_for_server("llama3.2-1b") == "llama3.2-1b"
     (filled / "empty").mkdir()
     for name in ("empty", "x" * 5000, ""):
         assert name_for_server(name) == name
 
 
-def test_a_folder_of_the_cache(filled: Path) -> None:
+def test_cached_folder_resolves_when_complete(filled: Path) -> None:
     found = resolve_model("hf.co/acme/folder")
     assert (found.name, found.is_gguf, found.source) == ("acme/Folder", False, "cache")
     assert found.path.parent.name == "snapshots"

@@ -1,4 +1,4 @@
-"""Short names: the catalog's, the user's own, and what fits this machine."""
+"""Short names: the catalog's, the user's aliases, and which quantization fits this machine."""
 
 from __future__ import annotations
 
@@ -89,14 +89,14 @@ def test_drafts_are_in_the_catalog() -> None:
         ("llama3.2-1b:awq", "llama3.2-1b", "awq"),
     ],
 )
-def test_spellings(name: str, alias: str, tag: str | None) -> None:
+def test_names_are_found_in_any_spelling(name: str, alias: str, tag: str | None) -> None:
     found = catalog.find_entry(name)
     assert found is not None
     assert (found[0].alias, found[1]) == (alias, tag)
 
 
 @pytest.mark.parametrize("name", ["", "llama-9b", "gpt", "llama-8b:huge", "gemma3_31b", ":q8_0"])
-def test_what_is_no_name(name: str) -> None:
+def test_unknown_names_are_not_found(name: str) -> None:
     assert catalog.find_entry(name) is None
 
 
@@ -158,20 +158,20 @@ def test_the_file_of_names_keeps_what_the_user_wrote() -> None:
 @pytest.mark.parametrize(
     "name", ["", "a/b", "x.gguf", "-x", "a b", "a\n", "é", '"', "a" * 101, "../x"]
 )
-def test_what_cannot_be_a_name(name: str) -> None:
+def test_invalid_aliases_are_rejected(name: str) -> None:
     with pytest.raises(InvalidRequest, match="cannot be an alias"):
         aliases.add_alias(name, "tiny")
     assert aliases.load_aliases() == {}
 
 
-def test_a_name_is_given_once() -> None:
+def test_alias_in_use_is_rejected() -> None:
     aliases.add_alias("work", "tiny")
     with pytest.raises(InvalidRequest, match="work is already an alias of tiny: localgen rm work"):
         aliases.add_alias("work", "other")
 
 
 @pytest.mark.parametrize("text", ["work = ", "work = 3", "= =", 'a = "1"\na = "2"'])
-def test_a_damaged_file_of_names(text: str) -> None:
+def test_damaged_alias_file_is_reported(text: str) -> None:
     path = aliases.aliases_path()
     path.parent.mkdir()
     path.write_text(text)
@@ -194,14 +194,14 @@ WAYS = [
         (AvailableMemory(ram_bytes=100 * GB), "Q8_0"),
         (AvailableMemory(ram_bytes=7 * GB), "Q4_K_M"),
         (AvailableMemory(ram_bytes=4 * GB), "Q2_K"),
-        # as it is, on the GPU: rather fewer bits there than more on the CPU
+        # unchanged, on the GPU: fewer bits there are better than more on the CPU
         (AvailableMemory(ram_bytes=100 * GB, gpu_bytes=7 * GB, has_llamacpp_gpu=True), "Q4_K_M"),
-        # widened to 16 bits, a quarter fits
+        # dequantized to 16 bits, a quarter fits
         (AvailableMemory(ram_bytes=100 * GB, gpu_bytes=24 * GB, has_cuda_backend=True), "Q4_K_M"),
         (AvailableMemory(ram_bytes=100 * GB, gpu_bytes=7 * GB, has_cuda_backend=True), "Q8_0"),
     ],
 )
-def test_what_fits(room: AvailableMemory, quant: str) -> None:
+def test_best_fitting_quantization_is_chosen(room: AvailableMemory, quant: str) -> None:
     chosen, why = quant_choice.choose_quant(WAYS, "it", None, room)
     assert chosen.option.quant == quant
     assert why.startswith(f"{quant} needs ")
@@ -212,12 +212,12 @@ def test_only_wide_weights_are_better_than_none() -> None:
     assert chosen.option.quant == "F16"
 
 
-def test_nothing_fits() -> None:
+def test_no_fitting_quantization_raises_out_of_memory() -> None:
     with pytest.raises(OutOfMemory, match=r"the smallest, Q2_K, needs 3\.. GB with a context of"):
         quant_choice.choose_quant(WAYS, "it", None, AvailableMemory(ram_bytes=GB))
 
 
-def test_why_not_the_next_larger() -> None:
+def test_reason_against_the_next_larger_quantization() -> None:
     _, why = quant_choice.choose_quant(WAYS, "it", None, AvailableMemory(ram_bytes=7 * GB))
     assert why.endswith("; Q8_0 would need 9.4 GB")
     _, why = quant_choice.choose_quant(WAYS, "it", None, AvailableMemory(ram_bytes=100 * GB))
@@ -231,7 +231,7 @@ def test_why_not_the_next_larger() -> None:
     assert why.endswith("; Q8_0 would run on the CPU")
 
 
-def test_the_context_takes_its_part() -> None:
+def test_needed_memory_includes_the_kv_cache() -> None:
     found = catalog.find_entry("llama-8b")
     assert found is not None
     (one,) = quant_choice.fit_quants(
@@ -254,7 +254,7 @@ def test_hugging_face_format_where_something_runs_it() -> None:
         assert chosen.option.quant == quant
 
 
-def test_room_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_available_memory_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCALGEN_MEMORY_LIMIT", "8G")
     gpu = Gpu(0, "a GPU", 24 * GB, 20 * GB, (9, 0))
     cpu_only = Hardware((), (), False, lambda: False)

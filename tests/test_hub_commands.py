@@ -1,4 +1,4 @@
-"""`pull`, `list`, `show`, `rm` and `cp` as a user types them, against a hub on loopback."""
+"""`pull`, `list`, `show`, `rm` and `cp` against a hub on loopback."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from command_line import Piped, Terminal
 from loopback_hub import LoopbackHub
-from pulling import CONTENT, Q4, REPO, environment, hub, made_up
+from pull_fixtures import CONTENT, Q4, REPO, environment, hub, random_bytes
 
 from localgen.cli import errors
 from localgen.cli.main import run_command_line
@@ -45,7 +45,7 @@ def cached() -> list[str]:
     return [file.name for file in installed_models() if file.source == "cache"]
 
 
-def test_pull(hub: LoopbackHub, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pull_downloads_once(hub: LoopbackHub, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command_line(["pull", REPO]) == 0
     out, err = capsys.readouterr()
     assert out == ""
@@ -132,7 +132,7 @@ def test_ctrl_c_keeps_what_came_and_says_how_to_go_on(hub: LoopbackHub, tmp_path
     pulling.send_signal(signal.SIGINT)
     _, err = pulling.communicate(timeout=20)
     assert pulling.returncode == errors.INTERRUPTED
-    # what was on its way when it was told to stop
+    # bytes that were in transit at Ctrl+C
     part = [p.stat().st_size for p in repo_folder(REPO).glob("blobs/*.incomplete")]
     assert re.fullmatch(
         rf"stopped at 1\.\d MB of 3\.0 MB: localgen pull {REPO} resumes the download",
@@ -143,7 +143,7 @@ def test_ctrl_c_keeps_what_came_and_says_how_to_go_on(hub: LoopbackHub, tmp_path
     assert hub.downloads[-1].start == part[0] > 1_000_000
 
 
-def test_a_bar_on_a_terminal(hub: LoopbackHub, tmp_path: Path) -> None:
+def test_pull_shows_a_progress_bar_on_a_terminal(hub: LoopbackHub, tmp_path: Path) -> None:
     env = environment(hub, tmp_path / "hub", tmp_path) | {"TERM": "xterm", "COLUMNS": "100"}
     status, shown = at_terminal(["pull", REPO], env)
     assert status == 0
@@ -152,7 +152,7 @@ def test_a_bar_on_a_terminal(hub: LoopbackHub, tmp_path: Path) -> None:
 
 
 def at_terminal(arguments: list[str], env: dict[str, str], typed: bytes = b"") -> tuple[int, str]:
-    """Run a command on a pseudo-terminal; its status and all that was shown."""
+    """Run a command on a pseudo-terminal; returns its status and output."""
     leader, follower = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "localgen.cli.main", *arguments],
@@ -226,7 +226,9 @@ def test_show_what_is_not_here(hub: LoopbackHub, capsys: pytest.CaptureFixture[s
 
 
 def test_show_quants(hub: LoopbackHub, capsys: pytest.CaptureFixture[str]) -> None:
-    hub.add(REPO, {f"chat-{q}.gguf": made_up(n) for q, n in (("Q4_K_M", 50_000), ("Q8_0", 90_000))})
+    hub.add(
+        REPO, {f"chat-{q}.gguf": random_bytes(n) for q, n in (("Q4_K_M", 50_000), ("Q8_0", 90_000))}
+    )
     assert run_command_line(["pull", REPO]) == 0
     capsys.readouterr()
     assert run_command_line(["show", REPO, "--quants"]) == 0
@@ -247,13 +249,13 @@ def test_show_quants(hub: LoopbackHub, capsys: pytest.CaptureFixture[str]) -> No
 def test_rm_takes_one_model_and_leaves_the_others(
     hub: LoopbackHub, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hub.add(REPO, {Q4: CONTENT, "chat-Q8_0.gguf": made_up(50_000), "copy-Q2_K.gguf": CONTENT})
+    hub.add(REPO, {Q4: CONTENT, "chat-Q8_0.gguf": random_bytes(50_000), "copy-Q2_K.gguf": CONTENT})
     for tag in ("Q4_K_M", "Q8_0", "Q2_K"):
         assert run_command_line(["pull", f"{REPO}:{tag}"]) == 0
     hub.repos[REPO].commit = "d" * 40
     assert run_command_line(["pull", f"{REPO}:Q4_K_M"]) == 0
     capsys.readouterr()
-    # its content is another model's too
+    # another model has the same content
     assert run_command_line(["rm", f"{REPO}:Q4_K_M", "-y"]) == 0
     assert capsys.readouterr().out == f"{REPO}:Q4_K_M removed, 0 B freed\n"
     assert cached() == [f"{REPO}:Q8_0", f"{REPO}:Q2_K"]
@@ -278,7 +280,7 @@ def test_rm_asks(
         assert len(cached()) == left
 
 
-def test_rm_refuses_what_is_loaded(
+def test_rm_of_a_loaded_model_is_rejected(
     hub: LoopbackHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from localgen.client import RunningModel
@@ -331,7 +333,7 @@ def test_cp_of_a_path_is_absolute(
 
 @pytest.fixture
 def live(hub: LoopbackHub, tmp_path: Path) -> Iterator[dict[str, str]]:
-    """The environment of a user whose server ends with the test."""
+    """Environment of a user whose server ends with the test."""
     hub.add(TINY, {"tiny-F16.gguf": BUILT_IN_PATH.read_bytes()})
     with tempfile.TemporaryDirectory(prefix="lg") as folder:
         env = environment(hub, tmp_path / "hub", tmp_path) | {"LOCALGEN_RUNTIME_DIR": folder}

@@ -1,4 +1,4 @@
-"""What can go wrong in a pull: one line, a clean cache, and the next try works."""
+"""Faults during a pull: one line, a clean cache, and the next try succeeds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from loopback_hub import LoopbackHub
-from pulling import (
+from pull_fixtures import (
     CONTENT,
     Q4,
     REPO,
@@ -20,7 +20,7 @@ from pulling import (
     fetch,
     hub,
     impatient,
-    made_up,
+    random_bytes,
     unfinished,
 )
 
@@ -39,7 +39,7 @@ from localgen.hub.resolve import resolve_model
 __all__ = ["hub", "impatient"]
 
 
-def test_a_wrong_hash(hub: LoopbackHub) -> None:
+def test_wrong_hash_is_an_error_and_can_be_retried(hub: LoopbackHub) -> None:
     hub.faults.corrupt = 1
     with pytest.raises(
         DownloadFailed, match=r"chat-Q4_K_M\.gguf of acme/Chat-GGUF arrived damaged"
@@ -52,7 +52,7 @@ def test_a_wrong_hash(hub: LoopbackHub) -> None:
     assert_clean()
 
 
-def test_a_wrong_beginning_from_an_interrupted_pull(hub: LoopbackHub) -> None:
+def test_damaged_unfinished_file_is_discarded(hub: LoopbackHub) -> None:
     plan = pull.plan_pull(REPO)
     blob = blob_path(REPO, plan.files[0])
     blob.parent.mkdir(parents=True)
@@ -64,7 +64,7 @@ def test_a_wrong_beginning_from_an_interrupted_pull(hub: LoopbackHub) -> None:
 
 
 @pytest.mark.parametrize("content", [b"<html>log in</html>" * 1000, b"GGUF" + b"\0" * 5000, b"GG"])
-def test_a_file_that_is_not_gguf(hub: LoopbackHub, content: bytes) -> None:
+def test_file_that_is_not_gguf_is_removed(hub: LoopbackHub, content: bytes) -> None:
     hub.add(REPO, {Q4: content})
     with pytest.raises(DownloadFailed, match=rf"^{Q4} is not a valid GGUF file: .* was removed"):
         fetch()
@@ -73,14 +73,14 @@ def test_a_file_that_is_not_gguf(hub: LoopbackHub, content: bytes) -> None:
         resolve_model(REPO)
 
 
-def test_the_first_bytes_refuse_a_large_file(hub: LoopbackHub) -> None:
+def test_first_bytes_reject_a_large_file(hub: LoopbackHub) -> None:
     hub.add(REPO, {Q4: b"x" * 50_000_000})
     hub.faults.hold = threading.Event()  # the rest would come after it
     with pytest.raises(DownloadFailed, match="does not begin with GGUF"):
         fetch()
 
 
-def test_messages_of_the_library_do_not_show(hub: LoopbackHub, tmp_path: Path) -> None:
+def test_library_messages_are_hidden(hub: LoopbackHub, tmp_path: Path) -> None:
     # a new process: the library sets up its logger when it is imported
     hub.faults.drops = 1
     command = [sys.executable, "-m", "localgen.cli.main", "pull", REPO]
@@ -93,8 +93,8 @@ def test_messages_of_the_library_do_not_show(hub: LoopbackHub, tmp_path: Path) -
     assert "Error while downloading" not in done.stderr
 
 
-def test_a_wrong_hash_of_a_small_file(hub: LoopbackHub) -> None:
-    files = {"config.json": b'{"model_type": "llama"}', "model.safetensors": made_up(5000)}
+def test_wrong_hash_of_a_small_file_is_an_error(hub: LoopbackHub) -> None:
+    files = {"config.json": b'{"model_type": "llama"}', "model.safetensors": random_bytes(5000)}
     hub.add("acme/Folder", files)
     hub.faults.corrupt = 1
     with pytest.raises(DownloadFailed, match=r"config\.json .* arrived damaged"):
@@ -106,7 +106,7 @@ def test_a_wrong_hash_of_a_small_file(hub: LoopbackHub) -> None:
     )
 
 
-def test_no_room_is_told_before_the_first_byte(
+def test_too_little_disk_space_is_rejected_before_downloading(
     hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = namedtuple("usage", "total used free")
@@ -119,7 +119,7 @@ def test_no_room_is_told_before_the_first_byte(
     assert_clean()
 
 
-def test_what_is_here_needs_no_room(
+def test_downloaded_part_needs_no_disk_space(
     hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch, impatient: list[float]
 ) -> None:
     hub.faults.drops = 1000
@@ -139,7 +139,7 @@ from pathlib import Path
 from localgen.hub import pull
 from localgen.hub.hf_client import DiskFull
 import shutil
-# the check before the first byte is passed, as when others fill the disk meanwhile
+# pass the check before the first byte, as if another program filled the disk later
 honest = shutil.disk_usage
 shutil.disk_usage = lambda path: honest(path)._replace(free=1 << 40)
 plan = pull.plan_pull("acme/Chat-GGUF")
@@ -157,7 +157,7 @@ print("whole", resolve_model("acme/Chat-GGUF").size_bytes)
 """
 
 
-def test_a_disk_that_fills_up(hub: LoopbackHub, tmp_path: Path) -> None:
+def test_full_disk_during_a_pull_can_be_resumed(hub: LoopbackHub, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     program = tmp_path / "program.py"
@@ -206,7 +206,7 @@ def test_a_disk_that_fills_up(hub: LoopbackHub, tmp_path: Path) -> None:
         (404, "RevisionNotFound", ModelNotFound, "pull it again"),
     ],
 )
-def test_answers_that_are_no_files(
+def test_http_errors_have_their_class_and_message(
     hub: LoopbackHub, status: int, code: str, kind: type[LocalgenError], message: str
 ) -> None:
     hub.faults.denied[REPO] = (status, code)
@@ -218,7 +218,9 @@ def test_answers_that_are_no_files(
     assert_clean()
 
 
-def test_a_gated_repository(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gated_repository_needs_a_token_with_access(
+    hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub.add(REPO, {Q4: CONTENT}, gated={"right"})
     page = f"{hub.endpoint}/{REPO}"
     with pytest.raises(AccessDenied, match=f"accept its terms on {page} and set HF_TOKEN"):
@@ -236,13 +238,13 @@ def test_a_gated_repository(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_gated_repository_of_the_catalog_names_its_open_copy(hub: LoopbackHub) -> None:
     original = "meta-llama/Llama-3.2-1B-Instruct"
-    files = {"config.json": b"{}", "model.safetensors": made_up(5000)}
+    files = {"config.json": b"{}", "model.safetensors": random_bytes(5000)}
     hub.add(original, files, gated=set())
     with pytest.raises(AccessDenied, match=r"or use the ungated copy unsloth/Llama-3\.2-1B"):
         fetch(original)
 
 
-def test_a_busy_hub_is_waited_for(hub: LoopbackHub, impatient: list[float]) -> None:
+def test_busy_hub_is_retried_after_its_delay(hub: LoopbackHub, impatient: list[float]) -> None:
     hub.faults.busy, hub.faults.retry_after = 2, "7"
     said: list[str] = []
     plan = pull.plan_pull(REPO, said.append)
@@ -256,7 +258,7 @@ def test_a_busy_hub_is_waited_for(hub: LoopbackHub, impatient: list[float]) -> N
     assert_clean()
 
 
-def test_a_hub_that_stays_busy(hub: LoopbackHub, impatient: list[float]) -> None:
+def test_busy_hub_is_given_up_at_last(hub: LoopbackHub, impatient: list[float]) -> None:
     hub.faults.busy = 1000
     with pytest.raises(HubUnavailable, match="still limits the request rate"):
         fetch()
@@ -265,13 +267,15 @@ def test_a_hub_that_stays_busy(hub: LoopbackHub, impatient: list[float]) -> None
     assert_clean()
 
 
-def test_something_that_is_no_hub(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_that_is_not_a_hub_is_reported(
+    hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("loopback_hub.json.dumps", lambda _value: "<html>log in</html>")
     with pytest.raises(HubUnavailable, match="does not respond like a Hugging Face hub"):
         fetch()
 
 
-def test_no_network(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_is_reported(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     fetch()
@@ -289,7 +293,7 @@ def test_no_network(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("digest", ["../../x", "", "z" * 40, None])
-def test_a_listing_that_would_lead_elsewhere(
+def test_invalid_digest_in_a_listing_is_rejected(
     hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch, digest: object
 ) -> None:
     monkeypatch.setattr("loopback_hub._digest", lambda _content: digest or "a" * 39)
@@ -298,20 +302,20 @@ def test_a_listing_that_would_lead_elsewhere(
     assert not repo_folder(REPO).exists()
 
 
-def test_a_commit_that_would_lead_elsewhere(hub: LoopbackHub) -> None:
+def test_invalid_commit_is_rejected(hub: LoopbackHub) -> None:
     hub.repos[REPO].commit = "../../../x"
     with pytest.raises(HubUnavailable, match="is not a digest"):
         fetch()
 
 
-def test_a_file_that_would_lie_elsewhere(hub: LoopbackHub, tmp_path: Path) -> None:
+def test_path_traversal_in_a_file_name_is_rejected(hub: LoopbackHub, tmp_path: Path) -> None:
     hub.add(REPO, {"../../../../x-Q4_K_M.gguf": CONTENT})
     with pytest.raises(LocalgenError):
         fetch()
     assert list(tmp_path.rglob("x-Q4_K_M.gguf")) == []
 
 
-def test_our_variables_come_first(hub: LoopbackHub, tmp_path: Path) -> None:
+def test_localgen_variables_take_precedence(hub: LoopbackHub, tmp_path: Path) -> None:
     env = environment(hub, tmp_path / "theirs", tmp_path)
     env |= {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_TOKEN": "wrong"}
     env |= {"LOCALGEN_HF_ENDPOINT": hub.endpoint, "LOCALGEN_HF_TOKEN": "right"}

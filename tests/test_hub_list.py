@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from loopback_hub import LoopbackHub
-from pulling import REPO, hub, made_up
+from pull_fixtures import REPO, hub, random_bytes
 
 from localgen.backends.units import format_size
 from localgen.cli.main import run_command_line
@@ -34,7 +34,9 @@ def test_list_shows_other_names_and_disk_use(
     hub: LoopbackHub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     repo = "bartowski/Llama-3.2-1B-Instruct-GGUF"
-    hub.add(repo, {f"Llama-3.2-1B-Instruct-{q}.gguf": made_up(50_000) for q in ("Q4_K_M", "Q8_0")})
+    hub.add(
+        repo, {f"Llama-3.2-1B-Instruct-{q}.gguf": random_bytes(50_000) for q in ("Q4_K_M", "Q8_0")}
+    )
     for tag in ("", ":q8_0"):
         assert run_command_line(["pull", f"llama-1b{tag}"]) == 0
     assert run_command_line(["cp", "llama-1b:Q8_0", "mine"]) == 0
@@ -47,7 +49,7 @@ def test_list_shows_other_names_and_disk_use(
         [f"{repo}:Q4_K_M", "50.0 KB", "cache", "available", "llama3.2-1b"],
         [f"{repo}:Q8_0", "50.0 KB", "cache", "available", "llama3.2-1b:Q8_0, mine"],
     ]
-    # both files have the same content, which lies there once
+    # both files have the same content, which is stored once
     assert err.startswith("50.0 KB in ")
 
 
@@ -79,7 +81,9 @@ def test_rm_is_not_advised_where_it_would_remove_a_model(
 def test_list_names_unfinished_downloads(
     hub: LoopbackHub, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hub.add(REPO, {f"chat-Q4_K_M-0000{i}-of-00002.gguf": made_up(1_000_000, i) for i in (1, 2)})
+    hub.add(
+        REPO, {f"chat-Q4_K_M-0000{i}-of-00002.gguf": random_bytes(1_000_000, i) for i in (1, 2)}
+    )
     plan = pull.plan_pull(REPO)
 
     def interrupt(downloaded_bytes: int) -> None:
@@ -143,7 +147,7 @@ def test_a_file_is_listed_by_its_alias(
     hub: LoopbackHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "m.gguf"
-    path.write_bytes(made_up(5000))
+    path.write_bytes(random_bytes(5000))
     assert run_command_line(["cp", str(path), "filed"]) == 0
     capsys.readouterr()
     assert run_command_line(["list", "--json"]) == 0

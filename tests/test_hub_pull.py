@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from loopback_hub import LoopbackHub
-from pulling import (
+from pull_fixtures import (
     CONTENT,
     Q4,
     REPO,
@@ -17,7 +17,7 @@ from pulling import (
     fetch,
     hub,
     impatient,
-    made_up,
+    random_bytes,
     unfinished,
 )
 
@@ -40,7 +40,7 @@ def test_a_pull_ends_in_the_cache_as_the_library_lays_it_out(hub: LoopbackHub) -
     (repo,) = scan_cache_dir(repo_folder(REPO).parent).repos
     assert [revision.refs for revision in repo.revisions] == [frozenset({"main"})]
     asked = len(hub.downloads)
-    # to other programs it is there
+    # other programs find it
     path = hf_hub_download(REPO, Q4, local_files_only=True)
     assert Path(path).read_bytes() == CONTENT
     assert fetch().is_cached
@@ -55,7 +55,7 @@ def test_progress_counts_to_the_whole(hub: LoopbackHub) -> None:
     assert seen[-1] == len(CONTENT)
 
 
-def test_a_broken_connection_goes_on_where_it_was(hub: LoopbackHub, impatient: list[float]) -> None:
+def test_broken_connection_is_resumed(hub: LoopbackHub, impatient: list[float]) -> None:
     hub.faults.drops = 1
     said: list[str] = []
     pull.run_pull(pull.plan_pull(REPO), lambda here: None, said.append)
@@ -66,9 +66,7 @@ def test_a_broken_connection_goes_on_where_it_was(hub: LoopbackHub, impatient: l
     assert said == ["the connection was lost, resuming the download"]
 
 
-def test_an_interrupted_pull_goes_on_the_next_time(
-    hub: LoopbackHub, impatient: list[float]
-) -> None:
+def test_interrupted_pull_is_resumed_by_the_next(hub: LoopbackHub, impatient: list[float]) -> None:
     hub.faults.drops = 1000
     with pytest.raises(HubUnavailable, match=r"cannot reach 127\.0\.0\.1"):
         fetch()
@@ -86,13 +84,13 @@ def test_an_interrupted_pull_goes_on_the_next_time(
     assert_clean()
 
 
-def test_a_server_without_ranges(hub: LoopbackHub, impatient: list[float]) -> None:
+def test_server_without_ranges_restarts_the_file(hub: LoopbackHub, impatient: list[float]) -> None:
     hub.faults.drops, hub.faults.ignore_range = 1, True
     fetch()
     assert_clean()
 
 
-def test_an_unfinished_file_that_is_too_long(hub: LoopbackHub) -> None:
+def test_unfinished_file_that_is_too_long_is_discarded(hub: LoopbackHub) -> None:
     plan = pull.plan_pull(REPO)
     blob = blob_path(REPO, plan.files[0])
     blob.parent.mkdir(parents=True)
@@ -101,7 +99,7 @@ def test_an_unfinished_file_that_is_too_long(hub: LoopbackHub) -> None:
     assert_clean()
 
 
-def test_a_missing_quantization(hub: LoopbackHub) -> None:
+def test_missing_quantization_is_rejected(hub: LoopbackHub) -> None:
     hub.add(REPO, {"chat-Q5_K_M.gguf": CONTENT, "chat-Q8_0.gguf": CONTENT})
     with pytest.raises(
         ModelNotFound, match=r"no Q4_K_M\. Did you mean Q5_K_M.*Available: Q5_K_M \(3\.0 MB\), Q8_0"
@@ -115,7 +113,7 @@ def test_a_missing_quantization(hub: LoopbackHub) -> None:
 
 
 def test_auto_takes_the_best_that_fits(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {f"chat-{quant}.gguf": made_up(size) for quant, size in SIZES.items()}
+    files = {f"chat-{quant}.gguf": random_bytes(size) for quant, size in SIZES.items()}
     hub.add(REPO, files)
     monkeypatch.setattr(
         "localgen.hub.quant_choice.available_memory", lambda: AvailableMemory(ram_bytes=75_000_000)
@@ -137,7 +135,7 @@ SIZES = {"Q2_K": 1_000_000, "Q6_K": 3_000_000, "Q8_0": 8_000_000, "F16": 12_000_
 
 
 def test_shards_are_one_model(hub: LoopbackHub) -> None:
-    shards = [made_up(1_000_000, seed) for seed in range(3)]
+    shards = [random_bytes(1_000_000, seed) for seed in range(3)]
     hub.add(REPO, {f"Q4_K_M/c-Q4_K_M-0000{i + 1}-of-00003.gguf": s for i, s in enumerate(shards)})
     plan = pull.plan_pull(REPO)
     assert len(plan.files) == 3
@@ -151,7 +149,7 @@ def test_shards_are_one_model(hub: LoopbackHub) -> None:
 def test_a_sharded_model_that_is_interrupted_keeps_its_whole_shards(
     hub: LoopbackHub, impatient: list[float]
 ) -> None:
-    shards = [made_up(1_000_000, seed) for seed in range(2)]
+    shards = [random_bytes(1_000_000, seed) for seed in range(2)]
     hub.add(REPO, {f"c-Q4_K_M-0000{i + 1}-of-00002.gguf": s for i, s in enumerate(shards)})
     plan = pull.plan_pull(REPO)
 
@@ -175,7 +173,7 @@ def test_a_sharded_model_that_is_interrupted_keeps_its_whole_shards(
 
 
 def test_a_model_in_hugging_faces_format(hub: LoopbackHub) -> None:
-    weights = made_up(200_000)
+    weights = random_bytes(200_000)
     files = {
         "config.json": b'{"architectures": ["LlamaForCausalLM"]}',
         "tokenizer.json": b"{}" * 4000,
@@ -198,7 +196,7 @@ def test_a_model_in_hugging_faces_format(hub: LoopbackHub) -> None:
         fetch("acme/Folder:Q8_0")
 
 
-def test_nothing_to_run(hub: LoopbackHub) -> None:
+def test_repository_without_a_model_is_rejected(hub: LoopbackHub) -> None:
     hub.add("acme/Pickles", {"pytorch_model.bin": b"pickle" * 1000, "config.json": b"{}"})
     with pytest.raises(
         ModelNotFound, match=r"neither \.gguf files nor config\.json with safetensors"
@@ -207,14 +205,14 @@ def test_nothing_to_run(hub: LoopbackHub) -> None:
 
 
 @pytest.mark.parametrize("name", ["tiny", "./x", "../../etc/passwd", "x.gguf"])
-def test_what_cannot_be_pulled(hub: LoopbackHub, name: str) -> None:
+def test_names_that_are_not_on_the_hub_are_rejected(hub: LoopbackHub, name: str) -> None:
     with pytest.raises(InvalidRequest):
         pull.plan_pull(name)
     assert hub.requests == []
 
 
 @pytest.mark.parametrize("name", ["lama-8b", "a/../b", "a/b/c", "user/", "/x:y", "a b/c"])
-def test_what_means_nothing(hub: LoopbackHub, name: str) -> None:
+def test_invalid_names_are_rejected(hub: LoopbackHub, name: str) -> None:
     with pytest.raises(LocalgenError):
         pull.plan_pull(name)
     assert hub.requests == []
@@ -232,7 +230,7 @@ def test_two_pulls_are_one_download(hub: LoopbackHub) -> None:
     deadline = time.monotonic() + 10
     while len(seen) < 3 and time.monotonic() < deadline:
         time.sleep(0.02)
-    # it sees how far the other one is
+    # it sees the progress of the other one
     assert 0.25 * len(CONTENT) < seen[-1] <= 0.5 * len(CONTENT) + (1 << 16)
     hub.faults.release.set()
     first.join(20)
@@ -242,7 +240,7 @@ def test_two_pulls_are_one_download(hub: LoopbackHub) -> None:
     assert_clean()
 
 
-def test_other_programs_wait_for_ours(hub: LoopbackHub) -> None:
+def test_lock_of_the_library_is_held_during_a_pull(hub: LoopbackHub) -> None:
     from huggingface_hub import hf_hub_download
 
     hub.faults.hold = threading.Event()
@@ -261,7 +259,7 @@ def test_other_programs_wait_for_ours(hub: LoopbackHub) -> None:
 
 def test_a_new_revision_replaces_what_the_name_means(hub: LoopbackHub) -> None:
     fetch()
-    newer = made_up(1_000_000, seed=9)
+    newer = random_bytes(1_000_000, seed=9)
     hub.add(REPO, {Q4: newer}, commit="d" * 40)
     fetch()
     assert_clean(content=newer)

@@ -7,7 +7,7 @@ import re
 
 import pytest
 from loopback_hub import LoopbackHub
-from pulling import hub, made_up
+from pull_fixtures import hub, random_bytes
 
 from localgen.cli.main import run_command_line
 from localgen.hub import catalog, quant_choice
@@ -58,7 +58,7 @@ def test_what_fits_is_the_estimate_of_show_quants(
         assert found["runs_on"] == place
 
 
-def test_the_table(hub: LoopbackHub, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_of_results(hub: LoopbackHub, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command_line(["search", "llama3.3"]) == 0
     out, err = capsys.readouterr()
     head, row = (re.split(r" {3,}", line) for line in out.splitlines())
@@ -71,7 +71,7 @@ def test_the_table(hub: LoopbackHub, capsys: pytest.CaptureFixture[str]) -> None
 def test_installed_models_are_marked(hub: LoopbackHub, capsys: pytest.CaptureFixture[str]) -> None:
     hub.add(
         "bartowski/Llama-3.2-1B-Instruct-GGUF",
-        {"Llama-3.2-1B-Instruct-Q8_0.gguf": made_up(50_000)},
+        {"Llama-3.2-1B-Instruct-Q8_0.gguf": random_bytes(50_000)},
     )
     assert run_command_line(["pull", "llama-1b:q8_0"]) == 0
     capsys.readouterr()

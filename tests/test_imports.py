@@ -1,4 +1,4 @@
-"""Imports go down only, floor 0 needs next to nothing, and the command line starts light."""
+"""Packages import only those below them, the core needs few libraries, `localgen` starts light."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ ORDER = (
     "localgen.cli",
     "localgen.__main__",
 )
-# they stand side by side
-STRANGERS = {
+# the first does not import the second, although ORDER would allow it
+INDEPENDENT = {
     ("localgen.backends.cuda", "localgen.backends.llamacpp"),
     ("localgen.tui", "localgen.repl"),
     ("localgen.tui", "localgen.server"),
 }
-FLOOR_0 = (
+CORE_PACKAGES = (
     "localgen.backends",
     "localgen.backends.memory",
     "localgen.backends.text",
@@ -82,21 +82,21 @@ FLOOR_0 = (
     "localgen.backends.engine.speculation",
     "localgen.backends.engine",
 )
-# the process border speaks msgpack and starts whichever runner the model needs
+# these exchange messages with the engine process, in msgpack
 PROCESS_BORDER = {"localgen.backends.engine.wire", "localgen.backends.engine.process"}
-FLOOR_0_LIBRARIES = {"numpy", "jinja2"}
+CORE_LIBRARIES = {"numpy", "jinja2"}
 # loaded by the first request that asks for a grammar
 LIBRARIES_OF = {
     "localgen.backends.text.grammar": {"llguidance"},
     "localgen.backends.memory.system": {"psutil"},
 } | {module: {"msgspec"} for module in PROCESS_BORDER}
-# what a machine with a GPU need not have to run the CUDA engine without the server
+# the CUDA engine without the server does not need these
 NOT_ON_A_GPU = "msgspec llama_cpp fastapi uvicorn textual httpx pydantic typer prompt_toolkit gguf"
 HEAVY = ("torch", "textual", "llama_cpp", "fastapi", "httpx", "prompt_toolkit")
 
 
 def modules() -> dict[str, Path]:
-    """Every module of the package by its import name; the linked folders once, by that name."""
+    """Path of every module by its import name; those of linked folders once, as localgen.*."""
     found = {}
     for top in ("localgen", "localgen/backends", "localgen/quant", "localgen/tui"):
         for path in (ROOT / top).resolve().rglob("*.py"):
@@ -109,7 +109,7 @@ MODULES = modules()
 
 
 def imports(module: str) -> Iterator[str]:
-    """Full names of the modules that a module imports anywhere in its text."""
+    """Full names of all modules that a module imports, inside functions too."""
     path = MODULES[module]
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -132,9 +132,7 @@ def place(module: str) -> int:
 
 
 def may_import(importer: str, imported: str) -> bool:
-    if imported == "localgen":  # the version
-        return True
-    for here, there in STRANGERS:
+    for here, there in INDEPENDENT:
         if f"{importer}.".startswith(f"{here}.") and f"{imported}.".startswith(f"{there}."):
             return False
     return place(imported) <= place(importer)
@@ -179,7 +177,7 @@ def test_every_package_has_its_place() -> None:
     assert len(set(MODULES.values())) == len(MODULES)
 
 
-def test_no_module_imports_itself_by_a_detour() -> None:
+def test_no_import_cycles() -> None:
     assert cycles() == []
 
 
@@ -198,7 +196,7 @@ def test_no_module_imports_itself_by_a_detour() -> None:
         ("localgen.backends.engine.engine", "localgen.backends.text.template", True),
     ],
 )
-def test_the_rule(importer: str, imported: str, allowed: bool) -> None:
+def test_may_import(importer: str, imported: str, allowed: bool) -> None:
     assert may_import(importer, imported) is allowed
 
 
@@ -214,10 +212,10 @@ def test_import_names_are_those_of_the_package(module: str) -> None:
     assert [name for name in imports(module) if name.split(".")[0] in top_level] == []
 
 
-@pytest.mark.parametrize("module", sorted(m for m in MODULES if ORDER[place(m)] in FLOOR_0))
-def test_floor_0_needs_only_numpy_and_jinja(module: str) -> None:
+@pytest.mark.parametrize("module", sorted(m for m in MODULES if ORDER[place(m)] in CORE_PACKAGES))
+def test_core_packages_need_only_numpy_and_jinja(module: str) -> None:
     libraries = {name.split(".")[0] for name in imports(module)} - {"localgen"}
-    allowed = FLOOR_0_LIBRARIES | LIBRARIES_OF.get(module, set())
+    allowed = CORE_LIBRARIES | LIBRARIES_OF.get(module, set())
     assert libraries - sys.stdlib_module_names <= allowed
 
 

@@ -1,4 +1,4 @@
-"""A model file that is damaged: the error says what to do."""
+"""The error for a damaged model file gives a remedy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WHOLE = Path(TINY_GGUF).read_bytes()
     [b"GGUF\x03\0\0\0garbage", b"<html>not here</html>", WHOLE[:2_000], WHOLE[:-1_000]],
     ids=["header", "page", "metadata", "tensors"],
 )
-def test_what_to_do_with_it(tmp_path: Path, content: bytes) -> None:
+def test_damaged_file_error_says_to_download_again(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
     with pytest.raises(LoadFailed, match="the file is incomplete or not GGUF, download it again"):

@@ -1,4 +1,4 @@
-"""A draft model beside another in llama.cpp: what it may be, and what the answers then are."""
+"""Draft models on llama.cpp: which ones are accepted, and that answers stay the same."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def refusal(path: Path, **more: object) -> str:
 
 
 @pytest.mark.parametrize("options", [{}, {"parallel": 4, "ctx": 512}])
-def test_the_same_answers_in_fewer_steps(
+def test_answers_are_the_same_in_fewer_steps(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     always_draft(monkeypatch)
@@ -117,7 +117,7 @@ def test_the_pools_are_sized_together() -> None:
         (lambda path: Path(__file__), "test_llamacpp_draft_model.py"),
     ],
 )
-def test_what_cannot_draft_says_why(
+def test_unsuitable_draft_models_are_rejected_with_a_reason(
     make: Callable[[Path], Path], said: str, tmp_path: Path
 ) -> None:
     path = make(tmp_path / "no.gguf")
@@ -131,7 +131,7 @@ def test_what_cannot_draft_says_why(
     model.runner.close()
 
 
-def test_targets_that_nothing_drafts_for(tmp_path: Path) -> None:
+def test_targets_without_drafting_reject_a_draft_model(tmp_path: Path) -> None:
     encoder, recurrent = bert(tmp_path / "bert.gguf"), short_convolutions(tmp_path / "lfm.gguf")
     assert "cannot use a draft model" in refusal(DRAFT_GGUF, target=encoder)
     assert "lfm.gguf, which keeps recurrent state" in refusal(DRAFT_GGUF, target=recurrent)
@@ -139,7 +139,7 @@ def test_targets_that_nothing_drafts_for(tmp_path: Path) -> None:
     assert loaded(DRAFT_GGUF, encoder, optional=True).info.options.draft == "ngram"
 
 
-def test_odd_draft_models_come_with_a_note(tmp_path: Path) -> None:
+def test_unusual_draft_models_leave_a_note(tmp_path: Path) -> None:
     assert "small is no smaller than the target model" in " ".join(loaded(TINY_GGUF).info.notes)
     short = loaded(short_context(tmp_path / "short.gguf", 256))
     assert "small was trained for 256 tokens and does not draft beyond them" in short.info.notes

@@ -1,4 +1,4 @@
-"""Drafts on llama.cpp: the same answers, whoever proposes and however an answer is chosen."""
+"""Drafts on llama.cpp: the same answers with any drafter and any sampling setting."""
 
 from __future__ import annotations
 
@@ -96,7 +96,9 @@ def plain() -> dict[str, list[Reply]]:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_same_answers(bench: Bench, plain: dict[str, list[Reply]], name: str) -> None:
+def test_answers_are_the_same_with_drafts(
+    bench: Bench, plain: dict[str, list[Reply]], name: str
+) -> None:
     replies = bench.ask([*CHATS, *COPY], SETTINGS[name])
     if SETTINGS[name].temperature == 0:
         assert noisy(replies, plain[name], NOISE) <= MAX_NOISY
@@ -114,7 +116,9 @@ def test_the_same_answers(bench: Bench, plain: dict[str, list[Reply]], name: str
 
 
 @pytest.mark.parametrize("name", ["greedy", "sampled"])
-def test_the_same_answers_through_preemption(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_are_the_same_with_drafts_and_preemption(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     params = replace(SETTINGS[name], ignore_eos=True)
     roomy = Bench(LoadOptions(kv_tokens=16384))
     expected = roomy.ask(CHATS, params)

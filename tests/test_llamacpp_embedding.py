@@ -1,4 +1,4 @@
-"""Vectors of llama.cpp models: those that its own high-level class computes."""
+"""Embeddings of llama.cpp models equal those of llama_cpp's high-level class."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MEAN = llama_cpp.LLAMA_POOLING_TYPE_MEAN
 CLS = llama_cpp.LLAMA_POOLING_TYPE_CLS
 LAST = llama_cpp.LLAMA_POOLING_TYPE_LAST
 RANK = llama_cpp.LLAMA_POOLING_TYPE_RANK
-# products and cached values in 16 bits, added in another order
+# products and cached values have 16 bits and are added in another order
 TOLERANCE = 1e-3
 
 
@@ -82,7 +82,7 @@ def ours(model: LoadedModel, texts: tuple[str, ...], most: int = 512) -> Embeddi
 
 @pytest.mark.parametrize("pooling", [None, MEAN, CLS, LAST])
 @pytest.mark.parametrize("make", [causal, files.bert])
-def test_the_same_as_llama_cpp_python(
+def test_vectors_equal_llama_cpp_python(
     tmp_path: Path, make: Callable[[Path, int | None], Path], pooling: int | None
 ) -> None:
     path = make(tmp_path / "model.gguf", pooling)
@@ -114,17 +114,19 @@ def tiny() -> Iterator[LoadedModel]:
 
 
 @pytest.mark.parametrize("most", [1, 7, 100])
-def test_cut_into_slices_it_is_the_same(tiny: LoadedModel, most: int) -> None:
+def test_vectors_do_not_depend_on_slicing(tiny: LoadedModel, most: int) -> None:
     np.testing.assert_allclose(ours(tiny, TEXTS, most), ours(tiny, TEXTS), atol=TOLERANCE)
 
 
-def test_alone_or_together_it_is_the_same(tmp_path: Path, tiny: LoadedModel) -> None:
+def test_vectors_do_not_depend_on_batch_mates(tmp_path: Path, tiny: LoadedModel) -> None:
     for model in (tiny, loaded(files.bert(tmp_path / "bert.gguf"))):
         alone = np.concatenate([ours(model, (text,)) for text in TEXTS])
         np.testing.assert_allclose(ours(model, TEXTS), alone, atol=TOLERANCE)
 
 
-def test_longer_than_a_slice_and_than_the_first_context(tiny: LoadedModel) -> None:
+def test_inputs_longer_than_a_slice_and_the_first_context_equal_llama_cpp_python(
+    tiny: LoadedModel,
+) -> None:
     long = ("one two three four five six seven eight nine ten " * 60,)
     tokens = len(tiny.tokenizer.encode_for_embedding(long[0]))
     assert tokens > max(embeddings.SLICE_TOKENS, embeddings.MIN_CONTEXT_TOKENS)
@@ -133,7 +135,7 @@ def test_longer_than_a_slice_and_than_the_first_context(tiny: LoadedModel) -> No
     np.testing.assert_allclose(ours(tiny, TEXTS), theirs(TINY_GGUF, TEXTS, MEAN), atol=TOLERANCE)
 
 
-def test_closed_early_nothing_is_left_of_it(tiny: LoadedModel) -> None:
+def test_closing_early_leaves_no_state(tiny: LoadedModel) -> None:
     assert isinstance(tiny.runner, Embedder)
     tokens = tiny.tokenizer.encode_for_embedding(TEXTS[2])
     slices = tiny.runner.embed([tokens, tokens], lambda: 5)
@@ -203,7 +205,7 @@ def test_a_causal_model_that_ranks_says_so(tmp_path: Path) -> None:
 # -- in an engine -----------------------------------------------------------------------------
 
 
-def test_beside_answers_neither_changes() -> None:
+def test_vectors_and_answers_do_not_affect_each_other() -> None:
     bench = Bench(LoadOptions(threads=1))
     greedy = SamplingParams(temperature=0, max_tokens=60)
     chats = questions(4)

@@ -13,7 +13,7 @@ from localgen.backends.llamacpp.free_cores import FreeCores, ProcessorTime, proc
 
 
 class Machine:
-    """A clock, and the processor time that was used by then."""
+    """A clock, and the processor time used so far."""
 
     def __init__(self, cores: int, processors: int = 0) -> None:
         self.now_s = self.own_s = self.others_s = 0.0
@@ -25,7 +25,7 @@ class Machine:
         )
 
     def pass_time(self, seconds: float, busy: float, own: float = 1.0) -> None:
-        """busy, own: cores in use by others and by this process."""
+        """busy, own: cores used by other processes and by this one."""
         self.now_s += seconds
         self.own_s += seconds * own
         self.others_s += seconds * busy

@@ -1,4 +1,4 @@
-"""Files that are damaged, hostile or of another kind, and options: errors that say why."""
+"""Damaged, hostile and unsupported files, and options: errors that give the reason."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ASK = Request(id="r", prompt_tokens=(5, 6, 7), params=SamplingParams(max_tokens=
 
 @dataclass
 class Outcome:
-    """What an engine process made of a file, and how it ended."""
+    """Messages of an engine process about a file, and how it ended."""
 
     loaded: wire.LoadComplete | None = None
     refused: wire.LoadError | None = None
@@ -47,7 +47,7 @@ class Outcome:
         return self.status is not None and self.status < 0
 
     def take(self, message: wire.WireMessage) -> bool:
-        """Note a message of the engine; whether more is to come."""
+        """Store a message of the engine; returns whether more will follow."""
         match message:
             case wire.LoadComplete():
                 self.loaded = message
@@ -60,7 +60,7 @@ class Outcome:
 
 
 def engine(path: Path, options: LoadOptions | None = None, request: Request = ASK) -> Outcome:
-    """Load a file in a real engine process and, if it loads, ask it once."""
+    """Load a file in a real engine process and, if it loads, send one request."""
     options = options or LoadOptions(parallel=2, threads=1)
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-m", "localgen.backends.llamacpp", str(theirs.fileno())]
@@ -92,7 +92,7 @@ def _converse(ours: socket.socket, outcome: Outcome, request: Request) -> None:
 
 
 def refusal(path: Path, options: LoadOptions | None = None) -> str:
-    """The error of a file that must be refused: one line that names it."""
+    """The error of a file that must be rejected: one line that names it."""
     outcome = engine(path, options)
     assert outcome.refused, outcome
     assert outcome.refused.code == "load_failed"
@@ -110,7 +110,7 @@ def refusal(path: Path, options: LoadOptions | None = None) -> str:
 @pytest.mark.parametrize(
     "share", [0.001, 0.005, 0.0111, 0.2, 0.9, 0.999999], ids=lambda share: f"{share:.4%}"
 )
-def test_a_truncated_file(tmp_path: Path, share: float) -> None:
+def test_truncated_file_is_rejected(tmp_path: Path, share: float) -> None:
     path = tmp_path / "short.gguf"
     whole = TINY_GGUF.read_bytes()
     path.write_bytes(whole[: int(len(whole) * share)])
@@ -122,7 +122,7 @@ def test_a_truncated_file(tmp_path: Path, share: float) -> None:
     [b"", b"GG", b"GGUF", bytes(4096), b"This is a text, no model.\n" * 100, b"\xff" * 4096],
     ids=["empty", "two bytes", "magic only", "zeros", "text", "ones"],
 )
-def test_a_file_that_is_no_gguf(tmp_path: Path, content: bytes) -> None:
+def test_file_that_is_not_gguf_is_rejected(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "other.gguf"
     path.write_bytes(content)
     refusal(path)
@@ -146,20 +146,20 @@ def test_a_file_that_is_no_gguf(tmp_path: Path, content: bytes) -> None:
         (24, files.u64(0)),
     ],
 )
-def test_a_header_that_lies(tmp_path: Path, offset: int, new: bytes) -> None:
+def test_inconsistent_header_is_rejected(tmp_path: Path, offset: int, new: bytes) -> None:
     refusal(files.patched(tmp_path / "lies.gguf", {offset: new}))
 
 
-def test_no_file_and_a_folder(tmp_path: Path) -> None:
+def test_missing_file_and_folder_are_rejected(tmp_path: Path) -> None:
     assert refusal(tmp_path / "absent.gguf").endswith("no such file")
     assert "folder" in refusal(tmp_path)
 
 
 def flipped(target: Path, number: int) -> Path:
-    """The built-in model with some bytes of its header changed; each number gives one file."""
+    """The built-in model with some header bytes changed; each number gives one file."""
     chance = random.Random(number)
     vocabulary, tensor_list, tensors = files.header_bytes()
-    # settings, the vocabulary's hundred kilobytes, the list of tensors: as often as each other
+    # settings, the vocabulary (100 kB) and the list of tensors, equally often
     begin, end = ((24, vocabulary), (vocabulary, tensor_list), (tensor_list, tensors))[number % 3]
     changes = {
         chance.randrange(begin, end): bytes([chance.randrange(256)])
@@ -168,7 +168,7 @@ def flipped(target: Path, number: int) -> Path:
     return files.patched(target, changes)
 
 
-# numbers that a reader must not believe: some of them make llama.cpp abort
+# numbers that a reader must check: some of them make llama.cpp abort
 ODD_NUMBERS: list[tuple[str, float]] = [
     ("llama.block_count", 0),
     ("llama.block_count", 1),
@@ -197,7 +197,7 @@ ODD_NUMBERS: list[tuple[str, float]] = [
 
 
 def verdict(path: Path) -> str | None:
-    """What is wrong with how an engine takes this file; None if nothing is."""
+    """What is wrong with an engine's reaction to this file; None if nothing."""
     outcome = engine(path)
     path.unlink()
     if outcome.refused:
@@ -208,14 +208,12 @@ def verdict(path: Path) -> str | None:
     return f"{path.name}: status {outcome.status}, {outcome.stderr}"
 
 
-@pytest.mark.slow
 def test_fuzzed_headers_end_in_a_model_an_error_or_a_dead_engine(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as threads:
         paths = (flipped(tmp_path / f"flipped-{number}.gguf", number) for number in range(39))
         assert [wrong for wrong in threads.map(verdict, paths) if wrong] == []
 
 
-@pytest.mark.slow
 def test_odd_numbers_end_in_a_model_an_error_or_a_dead_engine(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as threads:
         paths = (
@@ -240,7 +238,7 @@ def test_a_model_of_nan_is_refused(tmp_path: Path, tensor: str) -> None:
 # -- other kinds of models --------------------------------------------------------------------
 
 
-def test_a_model_that_ranks_texts(tmp_path: Path) -> None:
+def test_reranker_is_rejected(tmp_path: Path) -> None:
     path = files.bert(tmp_path / "rank.gguf", C.LLAMA_POOLING_TYPE_RANK)
     assert "it is a reranking model, not an embedding model" in refusal(path)
 
@@ -257,7 +255,7 @@ def test_an_embedding_model_loads_and_refuses_to_chat(tmp_path: Path) -> None:
     assert "is an embedding model" in end.message
 
 
-def test_an_embedding_model_of_nan(tmp_path: Path) -> None:
+def test_embedding_model_of_nan_is_rejected(tmp_path: Path) -> None:
     path = files.bert(tmp_path / "nan.gguf")
     reader = gguf.GGUFReader(path)
     (norm,) = [t for t in reader.tensors if t.name == "token_embd_norm.weight"]
@@ -268,7 +266,7 @@ def test_an_embedding_model_of_nan(tmp_path: Path) -> None:
     assert "its weights produce NaN" in refusal(path)
 
 
-def test_a_model_without_vocabulary(tmp_path: Path) -> None:
+def test_model_without_vocabulary_is_rejected(tmp_path: Path) -> None:
     changes: dict[str, files.Change] = {"tokenizer.ggml.model": ("none", files.STRING)}
     assert "vocabulary" in refusal(files.rewrite(tmp_path / "mute.gguf", changes))
 
@@ -322,7 +320,7 @@ def test_shards_are_one_model(tmp_path: Path) -> None:
 
 
 def answer(path: Path, **options: Any) -> str:
-    """The greedy answer of a model loaded with these options."""
+    """Greedy answer of a model loaded with these options."""
     bench = Bench(LoadOptions(parallel=2, **options), path)
     greedy = SamplingParams(temperature=0, max_tokens=60)
     (reply,) = bench.ask([[Message("user", "What is 17 + 25?")]], greedy)
@@ -330,13 +328,13 @@ def answer(path: Path, **options: Any) -> str:
     return reply.text
 
 
-def test_without_mmap() -> None:
+def test_answers_are_the_same_without_mmap() -> None:
     assert answer(TINY_GGUF, mmap=False) == answer(TINY_GGUF, mmap=True)
 
 
 @pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"])
 @pytest.mark.parametrize("flash_attn", ["auto", "on"])
-def test_kv_types(kind: str, flash_attn: str) -> None:
+def test_every_cache_type_answers(kind: str, flash_attn: str) -> None:
     text = answer(TINY_GGUF, cache_type_k=kind, cache_type_v=kind, flash_attn=flash_attn)
     if kind in ("f32", "f16", "bf16", "q8_0"):
         assert "42" in text
@@ -385,7 +383,7 @@ def loading(**options: Any) -> LocalgenError:
         ({"gpu_layers": -2}, "gpu_layers", ["-2"]),
     ],
 )
-def test_options_that_cannot_be_honoured(
+def test_unsupported_options_are_rejected(
     options: dict[str, Any], param: str, says: list[str]
 ) -> None:
     error = loading(**options)

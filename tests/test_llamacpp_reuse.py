@@ -1,4 +1,4 @@
-"""How much of a cached prefix is reused: all of it, but where a whole block is faster."""
+"""How much of a cached prefix is reused: all, except where recomputing a block is faster."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The llama.cpp runner on the built-in model: text depends on the prompt and nothing else.
+"""The llama.cpp runner on the built-in model: text depends on the prompt only.
 
-Batches of another shape add up in another order, so logits differ by rounding. Where the
-two best lie closer together than NOISE, either may win; such cases are counted.
+Batches of another shape add up in another order, so logits differ by rounding. Where the two
+best lie closer together than NOISE, either may win; such cases are counted.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def alone() -> list[Reply]:
 
 
 def bare_greedy(prompt: Sequence[int], most: int, ends: frozenset[int]) -> list[int]:
-    """Plain llama.cpp, one sequence, one token after the other: nothing of ours."""
+    """Plain llama.cpp without localgen: one sequence, one token at a time."""
     model = C.llama_model_load_from_file(str(TINY_GGUF).encode(), C.llama_model_default_params())
     context = C.llama_init_from_model(model, C.llama_context_default_params())
     vocab_size = C.llama_vocab_n_tokens(C.llama_model_get_vocab(model))
@@ -136,7 +136,7 @@ def test_sampled_text_depends_on_the_seed_alone(bench: Bench) -> None:
 
 
 def test_drafts_change_nothing(bench: Bench, alone: list[Reply]) -> None:
-    """1 + k tokens in one chunk: right drafts are taken, wrong ones rewound."""
+    """1 + k tokens in one chunk: right drafts are accepted, wrong ones rewound."""
     rng = random.Random(3)
     scheduler = bench.engine._scheduler
     answers: dict[str, list[int]] = {}
@@ -246,7 +246,7 @@ def test_statistics_tell_how_many_threads_compute(monkeypatch: pytest.MonkeyPatc
 
 
 def test_parts_move_together_where_a_finished_one_left_a_gap() -> None:
-    """Texts of different lengths end one by one; those that go on stay one llama_decode wide."""
+    """Texts of different lengths end one by one; the others stay in one llama_decode call."""
     bench = Bench(LoadOptions(kv_unified=False, parallel=8, ctx=512))
     lengths = [5, 90, 10, 80, 15, 70, 20, 60]
     references = bench.ask_one_by_one(CHATS[:8], replace(GREEDY, max_tokens=90, ignore_eos=True))
@@ -275,7 +275,7 @@ def test_parts_move_together_where_a_finished_one_left_a_gap() -> None:
     bench.close()
 
 
-def test_devices_have_memory() -> None:
+def test_devices_report_their_memory() -> None:
     cpu = next(device for device in list_devices() if device.kind == "cpu")
     assert 0 < cpu.free_bytes <= cpu.total_bytes
     assert cpu.total_bytes == pytest.approx(psutil.virtual_memory().total, rel=0.2)

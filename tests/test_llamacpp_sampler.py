@@ -1,4 +1,4 @@
-"""Every sampler setting draws from the distribution that its definition gives (chi-square)."""
+"""Every sampler setting draws from the distribution of its definition (chi-square)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OFF = replace(BASE_SAMPLING, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, see
 
 
 class Bench:
-    """The built-in model after one fixed prompt: its logits, on both sides of the C border."""
+    """The built-in model after a fixed prompt: its logits in numpy and in llama.cpp."""
 
     def __init__(self, path: Path) -> None:
         options = resolve_llama_options(LoadOptions(parallel=1, threads=1))
@@ -68,7 +68,7 @@ class Bench:
         return SamplerChain(job, self.model.vocab, self.vocab.vocab_size, CTX)
 
     def continue_drawing(self, params: SamplingParams, n: int) -> list[int]:
-        """What a request gets that stands at this prompt for n tokens; each enters its history."""
+        """n tokens as a request at this prompt gets them; each enters its history."""
         chooser = self.sampler(params)
         return [chooser.sample(self.context.handle, self.row, self.logits) for _ in range(n)]
 
@@ -95,7 +95,7 @@ class Bench:
         return tokens
 
     def counts(self, params: SamplingParams, history: Sequence[int] = ()) -> NDArray[np.int64]:
-        """How often each token comes in DRAWS draws: two streams, drawn at once."""
+        """How often each token occurs in DRAWS draws: two streams, sampled together."""
         with ThreadPoolExecutor(2) as threads:
             halves = threads.map(
                 lambda seed: self.draws(replace(params, seed=seed), history, DRAWS // 2), (1, 2)
@@ -136,7 +136,7 @@ def agreement(counts: NDArray[np.int64], p: Vector) -> float:
 
 
 def asked(bench: Bench, case: Case) -> SamplingParams:
-    """The case's settings with token ids for ranks."""
+    """The case's settings with token ids in place of ranks."""
     setting: dict[str, Any] = dict(case.setting)
     biases = setting.get("logit_bias", {})
     setting["logit_bias"] = {int(bench.best[rank]): value for rank, value in biases.items()}

@@ -1,4 +1,4 @@
-"""Text to tokens and back through a GGUF vocabulary."""
+"""Tokenizing and detokenizing with a GGUF vocabulary."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def vocab() -> Iterator[LlamaCppTokenizer]:
 
 @pytest.fixture(scope="module")
 def with_bos(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaCppTokenizer]:
-    """The same vocabulary, of a model that wants a begin-of-sequence token."""
+    """The same vocabulary, of a model that requires a begin-of-sequence token."""
     path = tmp_path_factory.mktemp("bos") / "bos.gguf"
     changes: dict[str, files.Change] = {
         "tokenizer.ggml.add_bos_token": (True, gguf.GGUFValueType.BOOL)
@@ -91,7 +91,7 @@ def test_a_long_text_is_tokenized_whole(vocab: LlamaCppTokenizer) -> None:
 
 
 def test_pieces_of_a_hundred_thousand_bytes(tmp_path: Path) -> None:
-    """A token may be longer than any buffer that one would guess."""
+    """A token may be longer than any fixed buffer."""
     reader = gguf.GGUFReader(TINY_GGUF)
     tokens = reader.fields["tokenizer.ggml.tokens"].contents()
     tokens[4000] = "x" * 100_000

@@ -1,4 +1,4 @@
-"""How much memory there is, within control groups."""
+"""Available memory within control groups."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def group(folder: Path, limit: str, current: int, **stat: int) -> Path:
 
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A hierarchy of control groups, and us in one of them."""
+    """A hierarchy of control groups with this process in one of them."""
     root = tmp_path / "cgroup"
     own = tmp_path / "own"
     own.write_text("4:memory:/old/style\n0::/user.slice/chat.scope\n")
@@ -38,11 +38,11 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def test_every_group_around_us_counts(groups: Path) -> None:
+def test_limits_of_all_parent_groups_apply(groups: Path) -> None:
     group(groups / "user.slice", "3000000000", 2 * GB, inactive_file=GB // 2, active_file=GB // 4)
     group(groups / "user.slice/chat.scope", "max", GB)
     group(groups / "system.slice", "1000", 0)
-    # the page cache goes when memory is needed
+    # the page cache is freed when memory is needed
     assert list(system.cgroup_limits()) == [(3 * GB, 2 * GB - GB // 2 - GB // 4)]
     assert available_memory_bytes() == 3 * GB - 5 * GB // 4
     assert total_memory_bytes() == 3 * GB
@@ -51,7 +51,7 @@ def test_every_group_around_us_counts(groups: Path) -> None:
     assert total_memory_bytes() == GB
 
 
-def test_without_a_limit_it_is_the_machines(groups: Path) -> None:
+def test_without_a_limit_all_of_the_machine_is_available(groups: Path) -> None:
     group(groups / "user.slice/chat.scope", "max", GB)
     assert list(system.cgroup_limits()) == []
     assert total_memory_bytes() == psutil.virtual_memory().total

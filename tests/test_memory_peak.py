@@ -1,4 +1,4 @@
-"""The most memory that a process has had is its own."""
+"""Peak memory of a process is its own."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ MIB = 1 << 20
 ASK = "from localgen.backends.memory.system import peak_memory_bytes as peak; print(peak())"
 
 
-def test_it_grows_with_what_was_had_and_stays() -> None:
+def test_peak_grows_and_does_not_shrink() -> None:
     before = peak_memory_bytes()
     assert before > 10 * MIB
     np.ones(before + 200 * MIB, dtype=np.uint8)
     assert before + 200 * MIB < peak_memory_bytes() < 4 * before + 400 * MIB
 
 
-def test_a_child_does_not_begin_with_its_parents() -> None:
+def test_child_peak_excludes_the_parents() -> None:
     np.ones(600 * MIB, dtype=np.uint8)
     assert peak_memory_bytes() > 600 * MIB
     child = subprocess.run([sys.executable, "-c", ASK], capture_output=True, check=True)

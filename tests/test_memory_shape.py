@@ -1,4 +1,4 @@
-"""What a model's memory follows from, against what llama.cpp and our own engine allocate."""
+"""Estimated memory of models equals what llama.cpp and the CUDA engine allocate."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ from localgen.backends.model_info import MemoryUsage
 CELLS = 8192
 STEP = 64
 SEQUENCES = 3
-# llama.cpp tells its sizes to a hundredth of a MiB
+# llama.cpp reports its sizes to a hundredth of a MiB
 EXACT = (1 << 20) / 100
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "mixtral", "qwen3 moe")
 ODD = (files.short_convolutions, files.latent_attention)
 
 
 def named(model: object) -> str:
-    """The same in every process that runs tests."""
+    """A name that is the same in every process that runs tests."""
     return model if isinstance(model, str) else getattr(model, "__name__", "")
 
 
@@ -60,7 +60,7 @@ def shape_of(path: Path) -> ModelShape:
 
 
 def allocated(path: Path, kind: str) -> MemoryUsage:
-    """What llama.cpp allocates for a model and CELLS tokens of cache, loaded as we load it."""
+    """What llama.cpp allocates for a model and CELLS tokens of cache, loaded as localgen does."""
     log = llama_library()
     log.buffers = BufferSizes()
     model_params = C.llama_model_default_params()
@@ -109,7 +109,7 @@ def test_buffers_are_about_as_large_as_llama_cpp_makes_them(model: Path) -> None
     growing = CELLS * llamacpp_work_bytes_per_token(shape, max_batch_tokens=STEP)
     measured = allocated(model, "f16").work
     assert measured
-    # rather too much than too little, and no more than is kept for small things
+    # an overestimate, by no more than the reserve for small buffers
     assert 0.9 * measured < fixed - SEQUENCES * shape.state_bytes + growing
     assert fixed + growing < 1.5 * measured + (4 << 20)
 
@@ -132,7 +132,7 @@ def test_of_experts_the_active_ones_are_read(tmp_path: Path) -> None:
         expert_bytes += int(tensor.n_bytes) * ("_exps" in tensor.name)
         embedding_bytes += int(tensor.n_bytes) * (tensor.name == "token_embd.weight")
     weights = read_weight_sizes(model_file(file), shape)
-    # and of an embedding that is not the head as well, one row
+    # and one row of an embedding that is not tied to the head
     assert weights.read_bytes == weights.size_bytes - expert_bytes // 2 - embedding_bytes
     in_folder = read_weight_sizes(model_folder(folder), shape_from_hf_config(config_of(folder)))
     assert in_folder.size_bytes == weights.size_bytes
@@ -261,7 +261,7 @@ def test_the_beginning_of_a_file_is_enough(size: int) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"GGML" + bytes(60), b"\xff" * 200])
-def test_what_is_no_gguf_file(content: bytes) -> None:
+def test_file_that_is_not_gguf_is_rejected(content: bytes) -> None:
     with pytest.raises(LoadFailed, match="it is not a valid GGUF file"):
         parse_gguf_header(content, "it")
 
@@ -276,7 +276,7 @@ def test_what_is_no_gguf_file(content: bytes) -> None:
         header("llama", block_count=4, embedding_length=float("nan")),
     ],
 )
-def test_metadata_that_make_no_sense_have_no_shape(metadata: dict[str, object]) -> None:
+def test_invalid_metadata_has_no_shape(metadata: dict[str, object]) -> None:
     assert shape_from_gguf(metadata) is None
 
 

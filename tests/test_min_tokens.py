@@ -1,4 +1,4 @@
-"""min_tokens: no end token, stop token or stop string ends an answer before; afterwards they do."""
+"""min_tokens: no end token, stop token or stop string ends an answer earlier; later ones do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from localgen.backends.types import Failed, Finished
 
 CHATS = questions(8)
 GREEDY = SamplingParams(temperature=0, max_tokens=80)
-# what can differ by rounding, see test_cuda_runner
+# differences by rounding, see test_cuda_runner
 NOISE = 0.05
 
 BACKENDS: dict[str, Callable[[], LoadedBench]] = {
@@ -61,7 +61,7 @@ def test_the_text_up_to_the_end_is_the_same(bench: LoadedBench) -> None:
         assert (just.text, just.finished.completion_tokens) == (plain.text, tokens + 1)
 
 
-def test_a_stop_token_does_not_end_it_before(bench: LoadedBench) -> None:
+def test_stop_token_does_not_end_an_answer_before(bench: LoadedBench) -> None:
     said = replace(GREEDY, logprobs=1, ignore_eos=True)
     (plain,) = bench.ask(CHATS[:1], said)
     common = plain.tokens[2]
@@ -75,7 +75,7 @@ def test_with_logprobs_and_penalties_too(bench: LoadedBench) -> None:
     ends = bench.model.tokenizer.eos_token_ids
     for reply in bench.ask(CHATS[:4], params):
         assert ends.isdisjoint(reply.tokens[:30])
-        # what is said of probabilities is the model's own: the end may well have been likeliest
+        # reported probabilities are the model's own: the end token may have been the most probable
         assert all(position.top[0].logprob > -20 for position in reply.logprobs)
 
 
@@ -116,7 +116,7 @@ def test_drafts_change_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("least", [0, 4, 7, 30])
-def test_a_stop_string_ends_nothing_before(least: int) -> None:
+def test_stop_string_does_not_end_an_answer_before(least: int) -> None:
     whole = expected_text("hello", 60)
     stop = whole[7:9]
     log = Log()
@@ -131,7 +131,7 @@ def test_a_stop_string_ends_nothing_before(least: int) -> None:
     runner.check()
 
 
-def test_more_than_the_context_holds_is_refused() -> None:
+def test_min_tokens_over_the_context_is_rejected() -> None:
     log = Log()
     engine = make(FakeRunner(kv_tokens=64), log)
     engine.submit(request("r", "hello", min_tokens=60))

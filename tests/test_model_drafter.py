@@ -23,7 +23,7 @@ def proposed(drafter: ModelDrafter, wanted: list[tuple[Sequence, int]]) -> list[
 
 
 class Forgetful(FakeRunner):
-    """A draft model that is wrong for some texts. wrong: of so many tokens in all."""
+    """A draft model that is wrong at every `wrong`-th token."""
 
     def __init__(self, wrong: int = 5, **sizes: int) -> None:
         super().__init__(**sizes)  # type: ignore[arg-type]
@@ -78,7 +78,7 @@ def test_a_long_prompt_is_prefilled_in_pieces() -> None:
     assert drafts == fake_runner.generate(seq.tokens, 602, ends=False)
 
 
-def test_a_small_batch_is_enough() -> None:
+def test_prefill_and_drafts_fit_a_small_batch() -> None:
     runner = FakeRunner(kv_tokens=1024, batch=32)
     drafter, seq = ModelDrafter(runner, "draft"), decoding(limit=1024)
     seq.tokens = [1 + i % 90 for i in range(45)]
@@ -90,7 +90,7 @@ def test_a_small_batch_is_enough() -> None:
 
 
 def test_a_draft_model_is_tried_again_after_useless_text() -> None:
-    # text that it cannot guess, then text that it can: each time behind a long prompt
+    # text that it cannot predict, then text that it can, each after a long prompt
     runner = FakeRunner(kv_tokens=4096, batch=512)
     drafter = ModelDrafter(runner, "draft", clock=lambda: 0.0)
     speculation = Speculation([drafter], clock=lambda: 0.0)
@@ -108,8 +108,10 @@ def test_a_draft_model_is_tried_again_after_useless_text() -> None:
 
 
 def _step(speculation: Speculation, seq: Sequence, useful: bool) -> int:
-    """A step of the target, which says what the draft model would where that is useful. Returns the
-    number of drafts."""
+    """A step of the target, which generates what the draft model would if `useful`.
+
+    Returns the number of drafts.
+    """
     found = speculation.propose([seq], max_outputs=64, max_prefill_tokens=256)
     drafts = found[seq].tokens if seq in found else []
     chunk = Chunk(
@@ -156,7 +158,7 @@ def test_acceptance_of_greedy_drafts_is_estimated_from_greedy_drafts() -> None:
     assert 0 < drafter.prefill_acceptance() < 0.15
 
 
-def test_who_loses_its_room_while_it_is_read_is_left_alone() -> None:
+def test_sequence_evicted_during_prefill_is_not_drafted_for() -> None:
     runner = FakeRunner(kv_tokens=256, batch=100)
     drafter = ModelDrafter(runner, "draft", clock=lambda: 0.0)
     seqs = [decoding(str(i), limit=512) for i in range(2)]
@@ -260,7 +262,7 @@ def test_sequences_are_drafted_for_together() -> None:
     assert [len(step) for step in runner.steps] == [3, 3, 2, 1], "sequences in each of its steps"
 
 
-def test_what_it_costs() -> None:
+def test_draft_ms_is_measured_per_draft() -> None:
     now = [0.0]
 
     def clock() -> float:

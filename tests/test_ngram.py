@@ -1,4 +1,4 @@
-"""Drafts from the text itself: what they are, and what is said of their chances."""
+"""N-gram drafts: which tokens are proposed, and their estimated acceptance."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def drafts(tokens: list[int], count: int) -> list[int]:
 
 
 def go_on(drafter: NgramDrafter, seq: Sequence, tokens: list[int]) -> None:
-    """As the engine does: look at what may come, then at what has."""
+    """As the engine does: ask for acceptance, then observe the tokens."""
     drafter.acceptance_probs(seq, 8)
     seq.tokens += tokens
     drafter.observe(seq, tokens)
 
 
-def test_what_followed_the_last_time() -> None:
+def test_tokens_after_the_last_match_are_proposed() -> None:
     assert drafts([1, 2, 3, 4, 5, 9, 1, 2], 3) == [3, 4, 5]
 
 
@@ -42,18 +42,18 @@ def test_the_latest_of_equal_matches_wins() -> None:
     assert drafts([7, 8, 1, 5, 7, 8, 2, 4, 7, 8], 1) == [2]
 
 
-def test_a_repetition_goes_on() -> None:
+def test_repetition_is_continued() -> None:
     assert drafts([5, 1, 2, 3, 1, 2, 3], 8) == [1, 2, 3, 1, 2, 3, 1, 2]
     assert drafts([4, 4, 4], 3) == [4, 4, 4]
 
 
 @pytest.mark.parametrize("tokens", [[1], [1, 2], [1, 2, 3], [1, 2, 3, 2, 1], [1, 2, 3, 4, 2]])
-def test_nothing_to_say(tokens: list[int]) -> None:
+def test_no_match_gives_no_drafts(tokens: list[int]) -> None:
     assert drafts(tokens, 4) == []
 
 
 @given(st.lists(st.integers(0, 3), min_size=3, max_size=60), st.integers(1, 20))
-def test_what_is_found_stands_there(tokens: list[int], count: int) -> None:
+def test_drafts_follow_an_earlier_match(tokens: list[int], count: int) -> None:
     found = drafts(tokens, count)
     pairs = [tuple(tokens[i : i + 2]) for i in range(len(tokens) - 2)]
     assert bool(found) == (tuple(tokens[-2:]) in pairs)
@@ -76,7 +76,7 @@ def test_chances_grow_with_the_match() -> None:
     assert chances[0] < 0.3 < 0.8 < chances[-1]
 
 
-def test_it_learns_without_being_asked() -> None:
+def test_acceptance_is_learned_from_tokens_without_drafts() -> None:
     drafter, seq, chance = NgramDrafter(), decoding(), random.Random(3)
     seq.tokens = [1, 2]
     for _ in range(400):  # pairs recur all the time, by chance alone

@@ -52,7 +52,7 @@ def names(client: ollama.Client) -> list[str | None]:
     return [model.model for model in client.ps().models]
 
 
-def test_a_chat(client: ollama.Client) -> None:
+def test_chat_answers(client: ollama.Client) -> None:
     reply = client.chat("tiny", [QUESTION], options={"temperature": 0})
     assert reply.model == "tiny"
     assert reply.message.role == "assistant"
@@ -68,7 +68,7 @@ def test_a_chat(client: ollama.Client) -> None:
     assert reply.eval_duration < reply.total_duration < 60e9
 
 
-def test_a_streamed_chat(client: ollama.Client) -> None:
+def test_chat_streams(client: ollama.Client) -> None:
     *parts, last = client.chat("tiny", [QUESTION], options={"temperature": 0}, stream=True)
     assert len(parts) > 1
     assert "".join(part.message.content or "" for part in parts) == "17 + 25 = 42."
@@ -88,7 +88,7 @@ def test_streams_are_lines_of_json_and_the_default(server: RealServer) -> None:
     assert {"cache_n", "ttft_ms"} <= lines[-1]["timings"].keys()
 
 
-def test_a_generation(client: ollama.Client) -> None:
+def test_generate_answers(client: ollama.Client) -> None:
     greedy = {"temperature": 0}
     reply = client.generate("tiny", QUESTION["content"], options=greedy)
     assert reply.response == "17 + 25 = 42."
@@ -157,7 +157,7 @@ def test_tools(client: ollama.Client, server: RealServer) -> None:
 
     short = {"num_predict": 40}
     reply = client.chat("tiny", [QUESTION], tools=[add], options=short)
-    # it was trained for sums, not for tools: what counts is that it is told of them
+    # the model is trained for sums, not for tools: only the prompt counts
     plain = client.chat("tiny", [QUESTION], options=short)
     assert reply.prompt_eval_count is not None
     assert plain.prompt_eval_count is not None
@@ -198,7 +198,7 @@ def test_logprobs(client: ollama.Client) -> None:
     assert "".join(tokens) == reply.message.content
 
 
-def test_models_that_are_here(client: ollama.Client) -> None:
+def test_installed_models_are_listed(client: ollama.Client) -> None:
     (tiny,) = [model for model in client.list().models if model.model == "tiny"]
     assert tiny.size is not None
     assert tiny.size > 1_000_000
@@ -331,7 +331,9 @@ def generates(**fields: Any) -> Call:
         (option(num_thread=99_999), 400, "--threads is 99999"),
     ],
 )
-def test_what_is_refused_says_why(client: ollama.Client, ask: Call, status: int, says: str) -> None:
+def test_rejected_requests_give_a_reason(
+    client: ollama.Client, ask: Call, status: int, says: str
+) -> None:
     client.chat("tiny", [])
     refused = failure(lambda: ask(client))
     assert refused.status_code == status
@@ -339,7 +341,7 @@ def test_what_is_refused_says_why(client: ollama.Client, ask: Call, status: int,
     assert "\n" not in refused.error
 
 
-def test_options_that_change_nothing_are_let_pass(client: ollama.Client) -> None:
+def test_options_without_effect_are_accepted(client: ollama.Client) -> None:
     same: dict[str, Any] = {"num_keep": 5, "tfs_z": 1.0, "penalize_newline": True, "numa": False}
     same |= {"main_gpu": 0, "low_vram": False, "f16_kv": True, "num_gpu": -1, "num_thread": 0}
     same |= {"seed": -1, "num_predict": -1, "num_ctx": 1024, "mirostat": 0, "mirostat_tau": 5.0}
@@ -353,7 +355,7 @@ def test_num_ctx_caps_a_request(client: ollama.Client) -> None:
     assert names(client) == ["tiny"]
 
 
-def test_who_leaves_frees_the_model(client: ollama.Client, server: RealServer) -> None:
+def test_closing_a_stream_frees_the_model(client: ollama.Client, server: RealServer) -> None:
     parts = client.generate("tiny", "Tell me a story.", raw=True, stream=True)
     with closing(parts):  # type: ignore[type-var]
         next(parts)
@@ -394,7 +396,7 @@ def test_errors_have_the_shape_that_clients_read(
     assert isinstance(reply.json()["error"], str)
 
 
-def test_what_clients_look_for_first(server: RealServer) -> None:
+def test_probes_of_clients_are_answered(server: RealServer) -> None:
     for method in ("GET", "HEAD"):
         assert httpx.request(method, f"{server.url}/").status_code == 200
         assert httpx.request(method, f"{server.url}/api/version").status_code == 200
@@ -402,14 +404,14 @@ def test_what_clients_look_for_first(server: RealServer) -> None:
     assert set(httpx.get(f"{server.url}/api/version").json()) == {"version"}
 
 
-def test_requests_are_written_down(client: ollama.Client, server: RealServer) -> None:
+def test_requests_are_logged_and_counted(client: ollama.Client, server: RealServer) -> None:
     name = asked(server, "generate", prompt="Hello").headers["x-request-id"]
     wait_until(lambda: f"request id={name} model=tiny" in server.log.read_text())
     figures = httpx.get(f"{server.url}/metrics").text
     assert 'localgen:request_success_total{finished_reason="stop",model_name="tiny"}' in figures
 
 
-def test_the_door_is_the_same() -> None:
+def test_keys_and_rate_limits_apply_to_ollama_paths() -> None:
     with real_server("--api-key", KEY, "--rate-limit", "3") as server:
         assert failure(lambda: ollama.Client(server.url).list()).status_code == 401
         for path in ("/", "/api/version", "/api/tags", "/api/ps"):

@@ -1,4 +1,4 @@
-"""Ollama's own client asks for vectors, of the built-in model."""
+"""Ollama's own client requests embeddings of the built-in model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_fewer_dimensions(client: ollama.Client) -> None:
     assert cut == pytest.approx(whole[:8] / np.linalg.norm(whole[:8]), abs=1e-5)
 
 
-def test_as_older_clients_ask(client: ollama.Client) -> None:
+def test_older_embeddings_path_gives_the_same_vector(client: ollama.Client) -> None:
     vector = client.embeddings("tiny", TEXTS[0]).embedding
     assert np.array(vector) @ np.array(client.embed("tiny", TEXTS[0]).embeddings)[0] > 0.9999
 
@@ -61,7 +61,9 @@ def test_as_older_clients_ask(client: ollama.Client) -> None:
         ({"model": "tiny", "input": "a", "other": 1}, "unknown field other"),
     ],
 )
-def test_what_is_refused(server: RealServer, body: dict[str, object], says: str) -> None:
+def test_invalid_requests_are_rejected(
+    server: RealServer, body: dict[str, object], says: str
+) -> None:
     reply = httpx.post(f"{server.url}/api/embed", json=body, timeout=60)
     assert reply.status_code == 400
     assert says in reply.json()["error"]

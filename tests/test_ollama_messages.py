@@ -106,7 +106,7 @@ def test_a_result_that_nobody_asked_for_is_told_as_it_is() -> None:
         ("high", {"reasoning_effort": "high"}),
     ],
 )
-def test_think(think: Any, fields: dict[str, Any]) -> None:
+def test_think_values(think: Any, fields: dict[str, Any]) -> None:
     request = chat({"role": "user", "content": "a"}, think=think)
     assert {name: request.get(name) for name in fields} == fields
     alone = OllamaGenerateRequest(model="m", prompt="a", think=think).to_request_fields()
@@ -149,7 +149,7 @@ def test_a_streamed_answer_has_whole_calls() -> None:
     assert [part.done for part in said] == [False] * (len(said) - 1) + [True]
 
 
-def test_a_call_that_was_cut_off_is_text() -> None:
+def test_truncated_tool_call_is_text() -> None:
     printer = answer()
     for delta in DELTAS[2:3]:
         assert printer.choice_delta(0, delta) == []
@@ -193,7 +193,7 @@ def test_no_keep_alive() -> None:
 
 
 @pytest.mark.parametrize("given", ["soon", "5 minutes", "m", "5m30", "1e3", "--1", "9" * 40])
-def test_what_is_no_keep_alive(given: str) -> None:
+def test_invalid_keep_alive_is_rejected(given: str) -> None:
     with pytest.raises(InvalidRequest, match="keep_alive"):
         options.parse_ollama_keep_alive(given)
 

@@ -13,7 +13,7 @@ import ollama
 import pytest
 from loopback_hub import LoopbackHub
 from ollama import ResponseError
-from pulling import CONTENT, Q4, REPO, environment, hub, made_up
+from pull_fixtures import CONTENT, Q4, REPO, environment, hub, random_bytes
 from real_server import RealServer, real_server
 from serving import wait_until
 
@@ -78,7 +78,7 @@ def test_a_pull_without_a_stream_and_one_that_is_here(
         ("acme/Gated", 403, "gated"),
     ],
 )
-def test_pulls_that_fail(
+def test_failed_pulls_are_errors(
     client: ollama.Client, hub: LoopbackHub, name: str, status: int, says: str, stream: bool
 ) -> None:
     hub.add("acme/Gated", {Q4: CONTENT}, gated=set())
@@ -98,10 +98,10 @@ def test_a_damaged_download_ends_the_stream_in_an_error(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_leaves_stops_the_pull_and_the_next_one_goes_on(
+def test_closing_the_stream_stops_the_pull_and_the_next_resumes(
     client: ollama.Client, hub: LoopbackHub, tmp_path: Path, stream: bool
 ) -> None:
-    content = made_up(30_000_000, seed=2)
+    content = random_bytes(30_000_000, seed=2)
     hub.add(OTHER, {Q4: content})
     hub.faults.hold = threading.Event()
     impatient = ollama.Client(str(client._client.base_url), timeout=None if stream else 2.0)
@@ -149,7 +149,8 @@ def test_progress_is_told_by_file(hub: LoopbackHub) -> None:
     from localgen.hub import pull
 
     files = {
-        f"m-Q8_0-0000{i}-of-00003.gguf": made_up(size, i) for i, size in ((1, 90), (2, 50), (3, 70))
+        f"m-Q8_0-0000{i}-of-00003.gguf": random_bytes(size, i)
+        for i, size in ((1, 90), (2, 50), (3, 70))
     }
     hub.add("acme/Shards-GGUF", files)
     plan = pull.plan_pull("acme/Shards-GGUF:Q8_0")

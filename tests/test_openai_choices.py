@@ -1,4 +1,4 @@
-"""OpenAI's own client asks the real server for several answers at once."""
+"""OpenAI's own client requests several answers from the real server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_same_seed_gives_the_same_texts(client: openai.OpenAI) -> None:
     first = chat(client, n=4, seed=11)
     assert len(set(first)) == 4
     assert first == chat(client, n=4, seed=11)
-    # each is what it would be alone
+    # each equals the answer of a single request
     assert first == [chat(client, seed=11 + index)[0] for index in range(4)]
 
 
@@ -105,7 +105,7 @@ def test_several_prompts(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize(("n", "says"), [(0, "must be at least 1"), (17, "16")])
-def test_too_many(client: openai.OpenAI, n: int, says: str) -> None:
+def test_too_many_answers_are_rejected(client: openai.OpenAI, n: int, says: str) -> None:
     with pytest.raises(openai.BadRequestError, match=says) as refused:
         chat(client, n=n)
     assert refused.value.param == "n"

@@ -1,4 +1,4 @@
-"""Embeddings as programs get them: the openai client, a real server, engine and model."""
+"""Embeddings with the openai client, a real server, engine and model."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_built_in_model(client: openai.OpenAI, form: str | None) -> None:
     reply = client.embeddings.create(model="tiny", input=list(TEXTS), **given)  # type: ignore[arg-type]
     assert reply.model == "tiny"
     assert reply.usage.prompt_tokens == reply.usage.total_tokens > 20
-    # what it decodes by itself, as it does by default, or leaves as asked
+    # base64 decoded by the client, its default, or floats on request
     rows = [
         np.frombuffer(base64.b64decode(entry.embedding), "<f4")
         if isinstance(entry.embedding, str)
@@ -79,7 +79,7 @@ def test_an_embedding_model(client: openai.OpenAI, tmp_path: Path) -> None:
         client.embeddings.create(model=str(path), input="a", dimensions=99)
 
 
-def test_refusals(client: openai.OpenAI) -> None:
+def test_invalid_requests_are_rejected(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="input is empty") as refused:
         client.embeddings.create(model="tiny", input="")
     assert refused.value.param == "input"
@@ -91,7 +91,9 @@ def test_refusals(client: openai.OpenAI) -> None:
         client.embeddings.create(model="tiny", input=[[1, 2], [5000]])
 
 
-def test_beside_a_chat(settings: ServerSettings, client: openai.OpenAI) -> None:
+def test_vectors_beside_a_chat_do_not_change_it(
+    settings: ServerSettings, client: openai.OpenAI
+) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
     chat = [Message("user", "Tell me a story.")]
 

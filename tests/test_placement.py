@@ -1,4 +1,4 @@
-"""Which backend runs a model, and what is said of it."""
+"""Which backend runs a model, and the reason given."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def test_without_a_gpu_a_gguf_file_goes_to_llama_cpp() -> None:
 
 
 @pytest.mark.parametrize("file", [GGUF, FOLDER])
-def test_what_fits_goes_to_the_gpu(file: ModelFile) -> None:
+def test_model_that_fits_goes_to_the_gpu(file: ModelFile) -> None:
     found = choose_placement(file, LoadOptions(backend="auto"), ONE, NEED)
     assert (found.backend, found.gpu) == ("cuda", H200)
     assert found.reason == "needs 19.3 GB, H200 has 139.6 GB free"
 
 
-def test_what_does_not_fit_stays_in_main_memory() -> None:
+def test_model_that_does_not_fit_stays_in_main_memory() -> None:
     found = choose_placement(GGUF, LoadOptions(), ONE, 200 << 30)
     assert (found.backend, found.gpu) == ("llamacpp", None)
     assert found.reason == "needs 214.7 GB, H200 has 139.6 GB free"
@@ -106,7 +106,7 @@ def test_several_gpus_are_the_first_ones() -> None:
         ),
     ],
 )
-def test_what_cannot_be_says_why(
+def test_impossible_placements_are_rejected_with_a_reason(
     file: ModelFile, asked: LoadOptions, there: Hardware, message: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=message):

@@ -1,4 +1,4 @@
-"""Plans: what fits, where, and how fast; for every model of the catalog without network."""
+"""Plans: what fits, where, and how fast; for every model of the catalog, offline."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def machine(
     )
 
 
-def test_a_model_on_a_cpu() -> None:
+def test_plan_of_a_model_on_a_cpu() -> None:
     found = plan_memory(FACTS, LoadOptions(ctx=8192), machine())
     assert found.fits
     assert (found.backend, found.place) == ("llamacpp", "CPU")
@@ -82,12 +82,12 @@ def test_a_model_on_a_cpu() -> None:
     assert found.kv_bytes + found.weights_bytes + found.work_bytes == found.total_bytes
     assert found.largest_ctx == 131_072
     assert found.speed is not None
-    # four gigabytes at twenty a second; with a full context another one
+    # 4 GB at 20 GB/s; with a full context 1 GB more
     assert found.speed.most_tokens_per_s == pytest.approx(5.0)
     assert found.speed.most_tokens_per_s_full == pytest.approx(20 / (4 + 8192 * 131_072 / GB))
 
 
-def test_types_of_the_cache() -> None:
+def test_cache_types_change_the_cache_size() -> None:
     half = plan_memory(
         FACTS, LoadOptions(ctx=8192, cache_type_k="q8_0", cache_type_v="q8_0"), machine()
     )
@@ -117,7 +117,7 @@ def test_the_default_context_takes_half_of_what_is_free_up_to_a_limit(ram_gb: fl
     assert not over.fits
 
 
-def test_what_does_not_fit_says_both_numbers_and_what_would() -> None:
+def test_plan_that_does_not_fit_gives_both_numbers_and_a_remedy() -> None:
     smaller = replace(FACTS, quant="Q2_K", weights_bytes=2 * GB, read_bytes=2 * GB)
     tiny = replace(FACTS, quant="Q1", weights_bytes=GB, read_bytes=GB)
     found = plan_memory(FACTS, LoadOptions(ctx=32_768), machine(ram_gb=8), [tiny, FACTS, smaller])
@@ -199,7 +199,7 @@ def test_nothing_is_promised_where_a_draft_models_size_is_not_known() -> None:
 
 
 def test_what_would_fit_elsewhere_with_other_options_is_no_way_out() -> None:
-    # both are too large for the GPU; alone it would go there, where no such cache is
+    # both are too large for the GPU; alone it would run there, which lacks this cache type
     tight = replace(H200, free_bytes=20 * GB)
     there = machine(ram_gb=2, hardware=Hardware((tight,), (), True, lambda: False))
     asked = LoadOptions(ctx=8192, cache_type_k="q8_0", cache_type_v="q8_0")
@@ -343,7 +343,7 @@ def test_footprints_of_what_is_not_known() -> None:
     assert estimate_footprint(8 * GB, None).need_bytes() == int(8 * GB * 1.05) + GB
     known = estimate_footprint(5 * GB, SHAPE)
     assert known.need_bytes() == known.need_bytes(8192)
-    # nonsense is for the engine to refuse
+    # invalid values are rejected by the engine
     assert known.need_bytes(-5) == known.need_bytes(0)
     assert known.need_bytes(10**15) == known.need_bytes(131_072)
     odd = estimate_footprint(5 * GB, SHAPE, options=LoadOptions(cache_type_k="nonsense"))
@@ -421,7 +421,7 @@ def test_the_fastest_type_for_each_use() -> None:
 
 @pytest.fixture
 def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """No other program runs; measuring gives these figures, one after another."""
+    """No other program runs; measurements give these values, one after another."""
     figures = [1e9, 2e9, 3e9]
     cache = tmp_path / "cache" / "measurements.json"
     monkeypatch.setattr(measurements, "measurements_path", lambda: cache)
@@ -468,7 +468,7 @@ def test_a_gpu_that_cannot_be_measured(quiet: list[float], monkeypatch: pytest.M
     assert named == Bandwidth(4.8e12, "reported by the driver")
 
 
-def test_memory_is_really_read() -> None:
+def test_ram_bandwidth_is_measured() -> None:
     assert 1e7 < bandwidth.measure_ram_bandwidth(block_bytes=1 << 20, rounds=1) < 1e13
 
 

@@ -1,4 +1,4 @@
-"""`localgen plan` as a user types it: here, on the hub, without it, and beside a loaded model."""
+"""`localgen plan`: local models, models on the hub, offline, and beside a loaded model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from draft_models import DRAFT_GGUF
 from loopback_hub import LoopbackHub
 from models import TINY_GGUF
-from pulling import hub
+from pull_fixtures import hub
 from serving import settings_in, short_folder
 
 from localgen.backends.model_info import LoadOptions
@@ -31,7 +31,7 @@ OUT_OF_MEMORY = errors.EXIT_STATUS_BY_CODE["out_of_memory"]
 
 @pytest.fixture(autouse=True)
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ServerSettings]:
-    """Memory of 20 GB/s, and a server's folders in which none runs."""
+    """A memory bandwidth of 20 GB/s, and server folders without a server."""
     monkeypatch.setattr(bandwidth, "measure_ram_bandwidth", lambda: 20e9)
     monkeypatch.setattr(measurements, "measurements_path", lambda: tmp_path / "measurements.json")
     monkeypatch.setattr("psutil.getloadavg", lambda: (0.0, 0.0, 0.0))
@@ -60,7 +60,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -
 
 
 def rows(out: str) -> dict[str, list[str]]:
-    """The cells of a table by the first of each line."""
+    """The cells of a table by the first cell of each line."""
     lines = [line.split("   ") for line in out.splitlines()]
     return {line[0].strip(): [cell.strip() for cell in line[1:] if cell.strip()] for line in lines}
 
@@ -70,7 +70,7 @@ def record(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0)
     return found
 
 
-def test_the_built_in_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_of_the_built_in_model(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = told(capsys)
     assert err == ""
     assert out.startswith("tiny, local; llamacpp on the CPU: ")
@@ -95,7 +95,7 @@ def test_json_has_the_same_figures(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan["speed"]["most_tokens_per_s"] == 20e9 / plan["speed"]["bytes_per_token"]
 
 
-def test_a_model_that_is_not_here(capsys: pytest.CaptureFixture[str], offline: None) -> None:
+def test_plan_of_a_model_on_the_hub(capsys: pytest.CaptureFixture[str], offline: None) -> None:
     out, err = told(capsys, "llama-8b", "--ctx", "8192")
     assert "using the catalog's figures" in err
     assert "bartowski/Meta-Llama-3.1-8B-Instruct-GGUF:Q4_K_M, not downloaded" in out
@@ -144,7 +144,7 @@ def test_the_catalogs_draft_model(capsys: pytest.CaptureFixture[str], offline: N
     assert "draft model" not in out
 
 
-def test_what_does_not_fit(capsys: pytest.CaptureFixture[str], offline: None) -> None:
+def test_plan_that_does_not_fit(capsys: pytest.CaptureFixture[str], offline: None) -> None:
     out, err = told(capsys, "llama-8b", "--ctx", "131072", status=OUT_OF_MEMORY)
     assert rows(out)["context"][0] == "131,072"
     last = err.splitlines()[-1]

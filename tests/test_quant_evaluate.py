@@ -1,4 +1,4 @@
-"""Perplexity and divergence, streamed, against the plain computation of both."""
+"""Perplexity and KL divergence, streamed, equal the plain computation."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_losses_are_those_of_the_plain_computation(
 
 
 @pytest.mark.parametrize("name", ["gemma2", "qwen3 moe", "phi4 mini"])
-def test_other_architectures(name: str, tmp_path: Path) -> None:
+def test_perplexity_of_other_architectures(name: str, tmp_path: Path) -> None:
     make(name, tmp_path)
     ids = torch.tensor([random_text(seed=n, length=30) for n in range(3)])
     (loss,) = evaluate.compute_metrics(
@@ -96,7 +96,7 @@ def test_other_architectures(name: str, tmp_path: Path) -> None:
     assert loss.perplexity == pytest.approx(plain(ids, logits, logits)[0], rel=1e-3)
 
 
-def test_models_of_other_tokens_are_not_compared(ids: Tensor, rounded: Path) -> None:
+def test_models_with_different_tokens_have_no_kl(ids: Tensor, rounded: Path) -> None:
     original = evaluate.compute_final_states(LayerwiseCheckpoint(TINY), ids)
     other = evaluate.compute_final_states(LayerwiseCheckpoint(rounded), ids[:3])
     assert evaluate.compute_metrics([original, other])[1].kl is None
@@ -113,7 +113,7 @@ def test_a_gguf_file_by_its_own_logits(ids: Tensor) -> None:
     assert seen == [1, 2, 3, 4, 5]
 
 
-def test_a_file_that_is_no_gguf(ids: Tensor, tmp_path: Path) -> None:
+def test_file_that_is_not_gguf_is_rejected(ids: Tensor, tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     path.write_bytes(b"GGUF" + b"\0" * 100)
     with pytest.raises(LoadFailed, match=r"x\.gguf"):
@@ -129,12 +129,12 @@ def test_equal_seeds_give_equal_windows(tokenizer: HfTokenizer) -> None:
     assert one.digest == again.digest != other.digest
 
 
-def test_a_file_of_the_users(tokenizer: HfTokenizer, tmp_path: Path) -> None:
+def test_calibration_text_from_a_file(tokenizer: HfTokenizer, tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("The tide turned at six. " * 40)
     windows = calibration_windows(CalibrationConfig(path=path, samples=99, seq_len=16), tokenizer)
     assert windows.source == "notes.txt"
-    # all that there is, whole windows only
+    # all of the text, in whole windows only
     assert 10 < len(windows.ids) < 99
 
 
@@ -146,7 +146,7 @@ def test_a_file_of_the_users(tokenizer: HfTokenizer, tmp_path: Path) -> None:
         (None, ModelNotFound, "cannot read the text"),
     ],
 )
-def test_texts_that_cannot_be_used(
+def test_unusable_texts_are_rejected(
     content: bytes | None,
     kind: type[Exception],
     message: str,

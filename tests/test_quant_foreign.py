@@ -1,4 +1,4 @@
-"""What we write, read by compressed-tensors inside transformers: the same logits as ours."""
+"""Our quantized checkpoints, read by compressed-tensors inside transformers, give our logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layer forward's logits equal transformers', for every architecture, and its taps see all."""
+"""The layer forward's logits equal transformers', for every architecture; taps see all inputs."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_linears_in_bfloat16_are_near(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_taps_see_the_input_of_every_linear(name: str, tmp_path: Path) -> None:
-    """And the shapes that linear_shapes tells are those of the weights."""
+    """The shapes from linear_shapes are those of the weights."""
     make(name, tmp_path)
     spec = read_hf_config(tmp_path)
     layer = layers_of(spec, load_file(tmp_path / "model.safetensors"))[0]

@@ -1,4 +1,4 @@
-"""Quantization layer by layer: what it writes, what it refuses, and going on after an end."""
+"""Quantization layer by layer: its result, rejected input, and resuming."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Stopped(Exception):
 
 
 def stopped_at(recipe: Recipe, out: Path, layer: int) -> None:
-    """Run until a layer begins, and end there as a process does that is killed."""
+    """Run until a layer begins, then end as a killed process does."""
 
     def stop(event: QuantizeEvent) -> None:
         if isinstance(event, ProgressEvent) and (event.unit, event.done) == ("layers", layer):
@@ -70,7 +70,7 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("recipe", [RTN, AWQ, GPTQ, FP8], ids=lambda recipe: recipe.method)
-def test_what_is_written_is_a_model(recipe: Recipe, tmp_path: Path) -> None:
+def test_result_is_a_model_that_loads(recipe: Recipe, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert run(recipe, out) == list(range(LAYERS + 1))
     assert not list(tmp_path.glob("*.partial"))
@@ -96,12 +96,12 @@ def test_what_is_written_is_a_model(recipe: Recipe, tmp_path: Path) -> None:
     )
 
 
-def test_the_estimates_of_size_hold(tmp_path: Path) -> None:
+def test_output_size_estimates_hold(tmp_path: Path) -> None:
     for recipe in (RTN, FP8, GPTQ, Recipe(method="rtn", bits=3, group_size=64)):
         one = job(recipe, tmp_path / f"{recipe.method}{recipe.bits}")
         out = Path(one.run(lambda _: None, resume=False).path)
         size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
-        # what it does not count are the headers of the files
+        # the estimate excludes the headers of the files
         assert 0 <= size - one.estimate.output_bytes < 4096 * (LAYERS + 1)
 
 
@@ -116,13 +116,13 @@ def test_resumed_runs_give_the_same_files(recipe: Recipe, layer: int, tmp_path: 
     assert files(whole) == files(parts)
 
 
-def test_a_run_that_ended_while_it_wrote(tmp_path: Path) -> None:
+def test_run_killed_while_writing_is_resumed(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run(GPTQ, whole)
     stopped_at(GPTQ, parts, 3)
     work = tmp_path / "parts.partial"
     (work / ".model-00005-of-00007.safetensors.unfinished").write_bytes(b"half")
-    # states of the layer after, of a layer that did not get its name
+    # states after a layer whose file was not renamed yet
     (work / "states-00004.bin").write_bytes(b"cut")
     run(GPTQ, parts, resume=True)
     assert files(whole) == files(parts)
@@ -135,7 +135,7 @@ def refused(kind: type[LocalgenError], action: Callable[[], Any], *parts: str) -
     assert "\n" not in failure.value.message
 
 
-def test_other_recipes_do_not_go_on(tmp_path: Path) -> None:
+def test_resume_with_another_recipe_is_rejected(tmp_path: Path) -> None:
     out = tmp_path / "out"
     stopped_at(GPTQ, out, 2)
     refused(InvalidRequest, lambda: run(GPTQ, out), "unfinished run of 2 layers", "--resume")
@@ -145,7 +145,7 @@ def test_other_recipes_do_not_go_on(tmp_path: Path) -> None:
     refused(InvalidRequest, lambda: run(GPTQ, out), "already exists")
 
 
-def test_another_model_does_not_go_on(model: Path, tmp_path: Path) -> None:
+def test_resume_with_another_model_is_rejected(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     stopped_at(RTN, out, 2)
     tensors = load_file(model / "model.safetensors")
@@ -159,7 +159,7 @@ def test_another_model_does_not_go_on(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_no_numbers(value: float, model: Path, tmp_path: Path) -> None:
+def test_nan_and_infinite_weights_are_rejected(value: float, model: Path, tmp_path: Path) -> None:
     tensors = load_file(model / "model.safetensors")
     name = "model.layers.4.mlp.down_proj.weight"
     tensors[name][3, 5] = value
@@ -176,7 +176,7 @@ def test_weights_that_are_no_numbers(value: float, model: Path, tmp_path: Path) 
     assert not started.work_folder.path.exists()
 
 
-def test_a_quantized_model(tmp_path: Path) -> None:
+def test_quantized_model_is_rejected(tmp_path: Path) -> None:
     run(RTN, tmp_path / "once")
     refused(
         InvalidRequest,
@@ -186,17 +186,17 @@ def test_a_quantized_model(tmp_path: Path) -> None:
     )
 
 
-def test_an_unknown_architecture(model: Path, tmp_path: Path) -> None:
+def test_unknown_architecture_is_rejected(model: Path, tmp_path: Path) -> None:
     edit(model / "config.json", architectures=["MambaForCausalLM"])
     refused(LoadFailed, lambda: job(RTN, tmp_path / "x", folder=model), "MambaForCausalLM", "Llama")
 
 
-def test_groups_that_do_not_divide(tmp_path: Path) -> None:
+def test_group_size_that_does_not_divide_is_rejected(tmp_path: Path) -> None:
     odd = Recipe(method="rtn", group_size=512)
     refused(InvalidRequest, lambda: job(odd, tmp_path / "x"), "256 inputs", "--group-size")
 
 
-def test_text_shorter_than_a_sequence(tmp_path: Path) -> None:
+def test_text_shorter_than_a_sequence_is_rejected(tmp_path: Path) -> None:
     text = tmp_path / "short.txt"
     text.write_text("Too short.")
     short = CalibrationConfig(path=text, seq_len=512)
@@ -212,7 +212,9 @@ def test_text_shorter_than_a_sequence(tmp_path: Path) -> None:
     )
 
 
-def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_disk_space_is_rejected_before_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     started = job(RTN, tmp_path / "out")
@@ -220,7 +222,9 @@ def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not started.work_folder.path.exists()
 
 
-def test_a_disk_that_fills_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_during_a_run_can_be_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "out"
     started = job(RTN, out)
 
@@ -239,7 +243,7 @@ def test_a_disk_that_fills_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert LayerwiseCheckpoint(out).spec.quant is not None
 
 
-def test_a_float32_model_becomes_sixteen_bits(model: Path, tmp_path: Path) -> None:
+def test_float32_model_is_written_in_float16(model: Path, tmp_path: Path) -> None:
     tensors = load_file(model / "model.safetensors")
     save_file({name: one.float() for name, one in tensors.items()}, model / "model.safetensors")
     out = tmp_path / "out"
@@ -248,8 +252,8 @@ def test_a_float32_model_becomes_sixteen_bits(model: Path, tmp_path: Path) -> No
     assert json.loads((out / "config.json").read_text())["torch_dtype"] == "float16"
 
 
-def test_weights_are_checked_before_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checksum comes from reading all of it, once."""
+def test_all_weights_are_read_by_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checksum requires one pass over all weights."""
     seen: list[QuantizeEvent] = []
     preflight.check_finite_and_checksum(LayerwiseCheckpoint(TINY), seen.append)
     read = [event.done for event in seen if isinstance(event, ProgressEvent)]

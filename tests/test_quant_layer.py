@@ -1,4 +1,4 @@
-"""Whole layers of every architecture: folded without a change, and quantized by every method."""
+"""Whole layers of every architecture: folding changes nothing, and every method quantizes them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def quantized(
 
 
 def loss(case: Case, found: QuantizedLayer) -> float:
-    """Of the outputs for inputs that calibration has not seen."""
+    """Loss of the outputs for inputs not in the calibration data."""
     spec, layer = case
     fresh = inputs_of(spec, seed=1)
     wanted = output(spec, layer, fresh)
@@ -73,7 +73,7 @@ def loss(case: Case, found: QuantizedLayer) -> float:
 
 
 def assert_same(spec: ModelSpec, ours: Tensor, theirs: Tensor) -> None:
-    """A token or two on the edge between two experts may take the other one."""
+    """A token or two at a near tie between two experts may take the other one."""
     differ = ~torch.isclose(ours, theirs, rtol=1e-3, atol=1e-4).all(-1)
     assert int(differ.sum()) <= (0 if spec.moe is None else 2)
 
@@ -109,7 +109,7 @@ def test_a_folded_layer_computes_the_same(case: Case, method: QuantizeMethod) ->
     assert not torch.equal(found.tensors["input_layernorm.weight"], layer["input_layernorm.weight"])
     wanted = output(spec, layer, inputs_of(spec))
     assert_same(spec, output(spec, found.tensors, inputs_of(spec)), wanted)
-    # importance is that of the inputs as they are now
+    # importance is of the inputs after folding
     seen: dict[str, Tensor] = {}
 
     def tap(name: str, x: Tensor) -> None:
@@ -139,7 +139,7 @@ def test_eight_bits_lose_little(case: Case, method: QuantizeMethod) -> None:
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
 @pytest.mark.parametrize("name", ["llama", "qwen3 moe"])
-def test_the_same_again_is_the_same_bits(name: str, method: QuantizeMethod, tmp_path: Path) -> None:
+def test_quantization_is_deterministic(name: str, method: QuantizeMethod, tmp_path: Path) -> None:
     case = built(name, tmp_path)
     one, other = (quantized(case, method, 4) for _ in range(2))
     assert set(one.tensors) == set(other.tensors)
@@ -149,7 +149,7 @@ def test_the_same_again_is_the_same_bits(name: str, method: QuantizeMethod, tmp_
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "smoothquant"])
-def test_many_passes_give_what_one_gives(
+def test_several_passes_equal_one(
     method: QuantizeMethod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = built("mixtral", tmp_path)
@@ -183,7 +183,7 @@ def test_experts_that_no_token_reaches_are_rounded_all_the_same(
         assert weight.dequantize().norm() > 0
 
 
-def test_activations_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+def test_nan_activations_are_rejected(tmp_path: Path) -> None:
     case = built("llama", tmp_path)
     bad = torch.full((1, 4, case[0].hidden_size), torch.inf)
     with pytest.raises(LoadFailed, match=rf"model\.layers\.{INDEX}\.self_attn\.q_proj sees NaN"):

@@ -1,4 +1,4 @@
-"""Packed weights against the engine's readers, and against the layouts as they are published."""
+"""Packed weights equal the engine's readers and the published layouts."""
 
 from __future__ import annotations
 
@@ -108,7 +108,9 @@ def test_gptq_in_the_engine(ordered: bool) -> None:
     ("layout", "bits", "ordered"),
     [("awq", 4, True), *(("gptq", bits, bits != 8) for bits in (3, 4, 8))],
 )
-def test_unpacked_again(layout: PackingLayout, bits: int, ordered: bool) -> None:
+def test_packed_weights_are_unpacked_unchanged(
+    layout: PackingLayout, bits: int, ordered: bool
+) -> None:
     weight = grouped(bits, ordered=ordered)
     again = unpack_linear(pack_linear(weight, layout), layout, bits)
     assert isinstance(again, GroupedWeight)
@@ -118,7 +120,7 @@ def test_unpacked_again(layout: PackingLayout, bits: int, ordered: bool) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_rows(dtype: torch.dtype) -> None:
+def test_fp8_and_int8_rows_survive_packing(dtype: torch.dtype) -> None:
     values = (torch.rand(OUTS, INS) * 200 - 100).to(dtype)
     weight = RowWeight(values, torch.rand(OUTS, 1))
     parts = pack_linear(weight, "compressed-tensors")
@@ -144,7 +146,7 @@ def test_the_layout_of_a_recipe(recipe: Recipe, layout: PackingLayout) -> None:
 
 
 def test_no_reader_needs_to_permute() -> None:
-    """What gptq leaves has its groups in the inputs' order, whichever order it went in."""
+    """GPTQ's result has its groups in the order of inputs, whatever order it worked in."""
     made = torch.Generator().manual_seed(1)
     weight = torch.randn(OUTS, INS, generator=made)
     x = torch.randn(512, INS, generator=made) * torch.rand(INS, generator=made)

@@ -30,7 +30,7 @@ def problem(seed: int) -> tuple[Tensor, Tensor]:
 
 def moments_of(x: Tensor, block: int) -> InputStats:
     moments = InputStats(INS, block)
-    # batch by batch, as it happens
+    # in batches, as in calibration
     for part in torch.split(x, 64):
         moments.add(part)
     return moments
@@ -45,7 +45,7 @@ def mapping(*linears: str) -> ScaleMapping:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("bits", [3, 4, 8])
 @pytest.mark.parametrize("clip", [True, False])
-def test_gptq(seed: int, bits: int, clip: bool) -> None:
+def test_gptq_equals_the_reference(seed: int, bits: int, clip: bool) -> None:
     weight, x = problem(seed)
     weight, hessian = weight.double(), x.double().t() @ x.double()
     recipe = Recipe(method="gptq", bits=bits, group_size=SIZE, clip=clip)
@@ -59,7 +59,7 @@ def test_gptq(seed: int, bits: int, clip: bool) -> None:
 
 @pytest.mark.parametrize("ins", [96, 320])
 def test_gptq_across_blocks_and_in_float32(ins: int) -> None:
-    """Sums in float32 end some near ties the other way, which must cost nothing to speak of."""
+    """Float32 sums decide some near ties differently, which must not cost measurable loss."""
     generator = torch.Generator().manual_seed(ins)
     weight = torch.randn(8, ins, generator=generator)
     x = torch.randn(600, ins, generator=generator) @ torch.randn(ins, ins, generator=generator)
@@ -89,7 +89,7 @@ def test_gptq_without_act_order_goes_from_left_to_right() -> None:
 
 
 def test_gptq_rounds_dead_columns_to_nearest() -> None:
-    """Neither to 0 nor by errors of others; with no inputs at all it is rounding to nearest."""
+    """Not to 0 nor by errors of other columns; without inputs it is rounding to nearest."""
     weight, x = problem(1)
     x[:, 5:9] = 0
     recipe = Recipe(method="gptq", bits=4, group_size=SIZE)
@@ -112,7 +112,7 @@ def test_gptq_damps_more_where_the_hessian_cannot_be_factored() -> None:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("bits", [3, 4])
 @pytest.mark.parametrize("clip", [True, False])
-def test_awq(seed: int, bits: int, clip: bool) -> None:
+def test_awq_equals_the_reference(seed: int, bits: int, clip: bool) -> None:
     (one, x), (other, _) = problem(seed), problem(seed + 100)
     recipe = Recipe(method="awq", bits=bits, group_size=SIZE, clip=clip)
     moments = moments_of(x, INS)
@@ -143,7 +143,7 @@ def test_clipping_by_the_weights_alone(bits: int) -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.5, 0.8])
-def test_smoothquant(alpha: float) -> None:
+def test_smoothquant_equals_the_reference(alpha: float) -> None:
     (one, x), (other, _) = problem(3), problem(4)
     x[:, 11] = 0
     found = smoothquant_scales(moments_of(x, SIZE).max_abs, [one, other], alpha)
@@ -175,7 +175,7 @@ def test_moments_do_not_depend_on_batches() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_of_wide_inputs(dtype: torch.dtype) -> None:
-    """More inputs than are added up at a time, twice, and looked at in between."""
+    """More inputs than are added at once, in two calls, with a read in between."""
     x = torch.randn(80, 1500, generator=torch.Generator().manual_seed(3)).to(dtype)
     moments = InputStats(1500, 1500)
     for part in (x[:50], x[50:]):

@@ -1,4 +1,4 @@
-"""Rounding to nearest and FP8: what the values are, and what is refused."""
+"""Rounding to nearest and FP8: resulting values, and rejected input."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def nothing() -> Iterable[Tensor]:
 
 
 def min_max(weights: Tensor, bits: int) -> Tensor:
-    """The textbook's, over the last dimension: 2 ** bits - 1 steps from least to greatest."""
+    """Textbook min-max over the last dimension: 2 ** bits - 1 steps."""
     low, high = weights.amin(-1, keepdim=True), weights.amax(-1, keepdim=True)
     step = ((high - low) / (2**bits - 1)).half().double()
     zero = (-low / step).round()
@@ -73,8 +73,8 @@ def test_scales_are_values_of_float16() -> None:
 @pytest.mark.parametrize(
     "weight", [torch.zeros(2, 16), torch.full((2, 16), 0.7), -random(2, 16).abs()]
 )
-def test_groups_of_one_sign(weight: Tensor) -> None:
-    """All zero, all positive, all negative: zero stays exact, the rest within a step."""
+def test_groups_of_one_sign_keep_zero_exact(weight: Tensor) -> None:
+    """All zero, all positive, all negative: zero is exact, the rest within a step."""
     found = round_to_nearest(weight, 4, 16)
     assert int(found.zeros.min()) >= 1
     assert bool(found.dequantize()[weight == 0].eq(0).all())

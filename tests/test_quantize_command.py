@@ -1,4 +1,4 @@
-"""`localgen quantize` as a user types it: good input, wrong input, Ctrl+C, and going on."""
+"""`localgen quantize`: valid input, invalid input, Ctrl+C, and resuming."""
 
 from __future__ import annotations
 
@@ -33,14 +33,16 @@ QUICK = ("--samples", "4", "--seq-len", "64", "--eval-samples", "2")
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A folder to work in, an empty cache, and no server for the sake of a rate."""
+    """A working folder, an empty cache, and no server for measuring speed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LOCALGEN_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("localgen.quant.run.measure_tokens_per_s", lambda path: None)
 
 
-def test_a_folder_and_its_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_is_quantized_and_evaluated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run_command_line(["quantize", "tiny", "--gptq", *QUICK]) == 0
     out, err = capsys.readouterr()
     head, first, second = out.splitlines()
@@ -53,7 +55,7 @@ def test_a_folder_and_its_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "| tiny-gptq-4bit |" in card
 
 
-def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command_line(["quantize", "tiny", "--rtn", "--bits", "3", "--json", *QUICK[2:]]) == 0
     record = json.loads(capsys.readouterr().out)
     original_row, row = record["models"]
@@ -64,7 +66,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_estimate_of_the_peak_memory(tmp_path: Path) -> None:
-    # in a process of its own: the peak is that of all tests before
+    # in a process of its own: this one's peak includes all tests before
     command = python_command("localgen.cli.main", *GPTQ, "--json")
     done = subprocess.run(
         command, cwd=tmp_path, env=python_environment(), stdout=subprocess.PIPE, check=True
@@ -73,7 +75,9 @@ def test_the_estimate_of_the_peak_memory(tmp_path: Path) -> None:
     assert 0.5 < record["estimated_bytes"] / record["peak_bytes"] < 1.5
 
 
-def test_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gguf_file_is_made_and_evaluated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run_command_line(["quantize", "tiny", "--gguf", "q8_0", "--no-eval"]) == 0
     assert (tmp_path / "tiny-Q8_0.gguf").is_file()
     assert "tiny-Q8_0.gguf" in capsys.readouterr().out
@@ -127,7 +131,7 @@ def test_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--compare", str(TINY_GGUF)], INVALID, "name it first"),
     ],
 )
-def test_wrong_input(
+def test_wrong_input_is_one_line(
     arguments: list[str],
     status: int,
     message: str,
@@ -142,7 +146,7 @@ def test_wrong_input(
     assert not [path for path in tmp_path.iterdir() if path.name not in ("state", "cache")]
 
 
-def test_the_result_is_there_already(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_existing_output_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "taken").mkdir()
     assert run_command_line(["quantize", "tiny", "--rtn", "--out", "taken"]) == INVALID
     assert "already exists" in capsys.readouterr().err
@@ -152,7 +156,7 @@ def test_the_result_is_there_already(tmp_path: Path, capsys: pytest.CaptureFixtu
     )
 
 
-def test_without_torch() -> None:
+def test_missing_torch_names_the_package() -> None:
     program = (
         "import sys\n"
         "class Refuse:\n"
@@ -178,7 +182,7 @@ def test_without_torch() -> None:
 
 
 def begun(folder: Path, *options: str, layers: int) -> subprocess.Popen[str]:
-    """A run in a process of its own that has finished so many of 6 layers."""
+    """A quantize process that has finished `layers` of 6 layers."""
     command = python_command("localgen.cli.main", *GPTQ, *options)
     child = subprocess.Popen(
         command, cwd=folder, env=python_environment(), stderr=subprocess.PIPE, text=True
@@ -192,7 +196,7 @@ def begun(folder: Path, *options: str, layers: int) -> subprocess.Popen[str]:
     return child
 
 
-def test_ctrl_c_then_killed_then_finished(
+def test_run_interrupted_twice_is_resumed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     child = begun(tmp_path, layers=1)
@@ -215,7 +219,7 @@ def _files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_advice_goes_by_the_room() -> None:
+def test_best_method_depends_on_free_memory() -> None:
     on_gpu = best_method(
         estimate_methods(
             TINY,
@@ -254,7 +258,7 @@ def test_advice_as_a_user_reads_it(
     assert rates["--gguf Q8_0"]["one_stream"] > rates["--gguf Q8_0"]["many_streams"] / 2
 
 
-def test_no_rate_where_nothing_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_speed_without_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     class Machine:
         cuda_unavailable_reason = "no NVIDIA GPU was found"
 
@@ -270,7 +274,7 @@ def test_missing_packages_are_named() -> None:
 
 
 def test_a_calibrated_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A type that is nothing without an importance matrix."""
+    """A type that is unusable without an importance matrix."""
     asked = ["quantize", "tiny", "--gguf", "IQ2_XS", "--calib", "builtin", *QUICK, "--no-eval"]
     assert run_command_line(asked) == 0
     err = capsys.readouterr().err

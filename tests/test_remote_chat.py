@@ -1,4 +1,4 @@
-"""A chat with a model on another server: what a user sees of it, and what is not to be had."""
+"""A chat with a model on another server: what is shown, and what is not available."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def server() -> Iterator[PlainServer]:
 
 
 class Chat:
-    """A chat typed from a list, with its screen."""
+    """A chat with scripted input lines, and its screen."""
 
     def __init__(self, server: PlainServer, folder: Path) -> None:
         self.screen = io.StringIO()
@@ -36,7 +36,7 @@ class Chat:
         self.session.load("big", lambda _: None)
 
     def type(self, *lines: str) -> str:
-        """Type the lines, then leave; everything that was shown."""
+        """Type the lines, then leave; returns the whole output."""
         waiting = list(lines)
 
         def read(_prompt: str) -> str:
@@ -53,7 +53,7 @@ def chat(server: PlainServer, tmp_path: Path) -> Chat:
     return Chat(server, tmp_path)
 
 
-def test_a_chat(chat: Chat, server: PlainServer) -> None:
+def test_chat_over_openais_protocol(chat: Chat, server: PlainServer) -> None:
     screen = chat.type("hello", "and you", "/undo", "/regen")
     assert f"big · at {server.url} · context 4,096\n" in screen
     assert "note: TTFT and tokens/s are measured here, the network included\n" in screen
@@ -62,7 +62,7 @@ def test_a_chat(chat: Chat, server: PlainServer) -> None:
     assert " · 42 of 4,096" in screen
     spoken = [message["content"] for message in server.asked[1]["messages"]]
     assert spoken == ["hello", "re: hello ", "and you"]
-    # what the server has is asked once, not before each prompt
+    # the model list is requested once, not before each prompt
     assert [seen.path for seen in server.seen].count("/v1/models") == 1
 
 
@@ -73,7 +73,7 @@ def test_reasoning_shows_and_is_not_sent_back(chat: Chat, server: PlainServer) -
     assert server.asked[1]["messages"][1] == {"role": "assistant", "content": "four"}
 
 
-def test_what_only_our_own_server_has(chat: Chat) -> None:
+def test_commands_for_the_own_server_are_rejected(chat: Chat) -> None:
     screen = chat.type("/set ctx 100", "/show template", "/stats", "/show info", "/model")
     assert "ctx: this model is on a remote server" in screen
     assert "which does not report its chat template" in screen
@@ -91,7 +91,7 @@ def test_settings_are_the_users_or_unknown(chat: Chat) -> None:
     assert ["top_k", "-"] in rows
 
 
-def test_another_model_there(chat: Chat, server: PlainServer) -> None:
+def test_model_command_selects_a_remote_model(chat: Chat, server: PlainServer) -> None:
     screen = chat.type("/model small", "hello", "/model nix")
     assert server.asked[0]["model"] == "small"
     assert "note: nix is not in the server's list: big, small" in screen

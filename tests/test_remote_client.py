@@ -1,4 +1,4 @@
-"""Another server of OpenAI's protocol: what it is sent, what it sends, and how it fails."""
+"""A server of OpenAI's protocol: what it is sent, what it sends, and its errors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def server() -> Iterator[PlainServer]:
 
 
 class Asking:
-    """A client of a server, what it said, and how long it slept."""
+    """A client of a server, its messages, and the seconds it slept."""
 
     def __init__(self, server: PlainServer, key_env: str | None = None) -> None:
         self.said: list[str] = []
@@ -71,7 +71,7 @@ class Asking:
         return raised.value
 
 
-# --- what is sent ---
+# --- requests ---
 
 
 def test_a_request_holds_standard_fields_only(server: PlainServer) -> None:
@@ -155,7 +155,7 @@ def test_tool_calls_and_results_go_along(server: PlainServer) -> None:
     ]
 
 
-def test_a_schema_that_is_not_json(server: PlainServer) -> None:
+def test_schema_that_is_not_json_is_rejected(server: PlainServer) -> None:
     assert "is not valid JSON" in Asking(server).failure(json_schema="{").message
     assert server.asked == []
 
@@ -167,7 +167,7 @@ def test_a_schema_that_is_not_json(server: PlainServer) -> None:
         Response(422, b'{"detail":[{"loc":["body","stream_options"],"msg":"extra forbidden"}]}'),
     ],
 )
-def test_a_server_that_refuses_stream_options(server: PlainServer, refusal: Response) -> None:
+def test_request_is_repeated_without_stream_options(server: PlainServer, refusal: Response) -> None:
     server.refuse = lambda body: refusal if "stream_options" in body else None
     asking = Asking(server)
     _, end = asking.answer()
@@ -178,7 +178,7 @@ def test_a_server_that_refuses_stream_options(server: PlainServer, refusal: Resp
     assert len(server.asked) == 3  # it has been understood
 
 
-def test_a_server_that_wants_max_completion_tokens(server: PlainServer) -> None:
+def test_max_completion_tokens_is_sent_where_required(server: PlainServer) -> None:
     sentence = "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead."
     server.refuse = lambda body: error(400, sentence) if "max_tokens" in body else None
     asking = Asking(server)
@@ -188,7 +188,7 @@ def test_a_server_that_wants_max_completion_tokens(server: PlainServer) -> None:
     assert "max_tokens" not in server.asked[-1]
 
 
-# --- what comes back ---
+# --- responses ---
 
 
 @pytest.mark.parametrize(
@@ -216,13 +216,13 @@ def test_a_server_that_wants_max_completion_tokens(server: PlainServer) -> None:
         "no-choices",
     ],
 )
-def test_streams_of_all_sorts(server: PlainServer, events: list[bytes]) -> None:
+def test_valid_streams_of_any_layout_are_parsed(server: PlainServer, events: list[bytes]) -> None:
     server.events = events
     text, end = Asking(server).answer()
     assert (text, end.finish_reason) == ("ab", "stop")
 
 
-def test_an_answer_in_one_piece(server: PlainServer) -> None:
+def test_answer_without_a_stream_is_parsed(server: PlainServer) -> None:
     message = {"role": "assistant", "content": "whole"}
     body = {
         "model": "big",
@@ -236,7 +236,7 @@ def test_an_answer_in_one_piece(server: PlainServer) -> None:
     assert end.timings.predicted_per_second == 0  # there is nothing to measure a rate by
 
 
-def test_reasoning_is_told_apart(server: PlainServer) -> None:
+def test_reasoning_is_separate_from_text(server: PlainServer) -> None:
     server.events = [
         chunk({"reasoning_content": "hm "}),
         chunk({"reasoning": "so"}),
@@ -250,7 +250,7 @@ def test_reasoning_is_told_apart(server: PlainServer) -> None:
     ]
 
 
-def test_tool_calls_of_a_server_are_told_of(server: PlainServer) -> None:
+def test_tool_calls_of_a_server_give_a_note(server: PlainServer) -> None:
     calls = [{"index": 0, "id": "c", "function": {"name": "add", "arguments": ""}}]
     more = [{"index": 0, "function": {"arguments": "{}"}}]
     server.events = [
@@ -263,7 +263,7 @@ def test_tool_calls_of_a_server_are_told_of(server: PlainServer) -> None:
     assert end.notes == ("the model called add, but tools are not supported here",)
 
 
-def test_counts_that_a_server_gives(server: PlainServer) -> None:
+def test_token_counts_of_the_server_are_used(server: PlainServer) -> None:
     usage = {
         "prompt_tokens": 40,
         "completion_tokens": 2,
@@ -276,7 +276,7 @@ def test_counts_that_a_server_gives(server: PlainServer) -> None:
 
 
 def read(events: Sequence[tuple[float, bytes]]) -> Completion:
-    """The end of an answer whose events come at these times, in seconds after the request."""
+    """The completion of an answer whose events arrive at these seconds after the request."""
     now = [100.0]
 
     def arriving() -> Iterator[bytes]:
@@ -308,15 +308,15 @@ def test_time_is_measured_from_the_request_to_each_piece() -> None:
     assert timings.predicted_n == 3
 
 
-def test_pieces_of_several_tokens() -> None:
+def test_rate_with_several_tokens_per_event() -> None:
     usage = {"completion_tokens": 30, "prompt_tokens": 1}
     pieces = [(at_s, chunk({"content": "ab"})) for at_s in (1.0, 2.0, 3.0)]
     end = read([*pieces, (3.0, chunk({}, "stop", usage=usage)), (3.0, DONE)])
-    # what came with the first piece was not generated after it
+    # tokens of the first piece were not generated after it
     assert end.timings.predicted_per_second == pytest.approx(10.0)
 
 
-def test_what_arrives_together_has_no_rate() -> None:
+def test_tokens_that_arrive_together_have_no_rate() -> None:
     burst = b"".join(chunk({"content": "a"}) for _ in range(5))
     assert read([(0.5, burst + DONE)]).timings.predicted_per_second == 0
     # five at once, then five more a second later
@@ -332,7 +332,7 @@ def test_reasoning_that_is_not_shown_is_not_in_the_rate() -> None:
     assert end.timings.predicted_per_second == pytest.approx(1.0)
 
 
-def test_leaving_an_answer_hangs_up(server: PlainServer) -> None:
+def test_closing_a_stream_closes_the_connection(server: PlainServer) -> None:
     server.gap_s = 0.01
     server.events = [chunk({"content": "word " * 500})] * 2000
     stream = Asking(server).client.chat("big", [Message("user", "x")], SamplingParams())
@@ -362,7 +362,7 @@ def test_one_of_several_models_has_to_be_named() -> None:
         assert any("not in the server's list" in note for note in Asking(server).load("huge").notes)
 
 
-def test_no_models_and_no_list(server: PlainServer) -> None:
+def test_empty_and_missing_model_lists(server: PlainServer) -> None:
     server.models = []
     with pytest.raises(InvalidRequest, match="lists no models: name one"):
         Asking(server).load()
@@ -383,7 +383,7 @@ def test_no_models_and_no_list(server: PlainServer) -> None:
         ({"meta": None, "max_model_len": "many"}, 0),
     ],
 )
-def test_the_context_where_a_server_tells_it(card: dict[str, Any], ctx: int) -> None:
+def test_context_is_read_from_the_model_list(card: dict[str, Any], ctx: int) -> None:
     with plain_server({"id": "big"} | card) as server:
         asking = Asking(server)
         assert asking.load().ctx == ctx
@@ -421,7 +421,7 @@ def test_an_error_does_not_repeat_a_key(
 
 
 @pytest.mark.parametrize("held", ["", "  ", "two words", "naïve", "a\x1bb"])
-def test_a_variable_without_a_key(
+def test_variable_without_a_valid_key_is_rejected(
     server: PlainServer, held: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BIG_KEY", held)
@@ -429,7 +429,7 @@ def test_a_variable_without_a_key(
         Asking(server, "BIG_KEY")
 
 
-def test_a_key_in_the_open_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unencrypted_key_is_warned_about_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("K", KEY)
     said: list[str] = []
     there = Endpoint("http://far.example/v1", key_env="K")
@@ -442,7 +442,7 @@ def test_a_key_in_the_open_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) ->
     assert len(said) == 1
 
 
-# --- what goes wrong ---
+# --- errors ---
 
 
 @pytest.mark.parametrize(
@@ -490,7 +490,7 @@ def test_a_long_refusal_is_cut(server: PlainServer) -> None:
     assert len(Asking(server).failure().message) < 600
 
 
-def test_an_error_within_a_stream(server: PlainServer) -> None:
+def test_error_within_a_stream_ends_the_answer(server: PlainServer) -> None:
     server.events = [chunk({"content": "a"}), b'data: {"error": {"message": "out of memory"}}\n\n']
     failed = Asking(server).failure()
     assert type(failed) is EndpointUnavailable
@@ -498,7 +498,7 @@ def test_an_error_within_a_stream(server: PlainServer) -> None:
 
 
 @pytest.mark.parametrize("cut", [False, True])
-def test_a_stream_that_is_cut(server: PlainServer, cut: bool) -> None:
+def test_truncated_stream_is_an_error(server: PlainServer, cut: bool) -> None:
     server.cut = cut
     server.events = answer("a", "b")[:2]
     failed = Asking(server).failure()
@@ -510,12 +510,12 @@ def test_a_stream_that_is_cut(server: PlainServer, cut: bool) -> None:
     "event",
     [b"data: hello\n\n", b'data: {"choices": [{"delta": {"content": 5}}]}\n\n', b"data: \xff\n\n"],
 )
-def test_a_stream_of_something_else(server: PlainServer, event: bytes) -> None:
+def test_stream_outside_the_protocol_is_rejected(server: PlainServer, event: bytes) -> None:
     server.events = [event]
     assert "outside of OpenAI's protocol" in Asking(server).failure().message
 
 
-def test_a_web_page(server: PlainServer) -> None:
+def test_web_page_is_rejected(server: PlainServer) -> None:
     server.listing = page()
     with pytest.raises(EndpointUnavailable, match=r"answers with a web page: check the path"):
         Asking(server).load("big")
@@ -525,13 +525,13 @@ def test_a_web_page(server: PlainServer) -> None:
 
 
 @pytest.mark.parametrize("body", [b"{}", b"[1]", b'"x"', b"no", b'{"data": [{}]}'])
-def test_a_list_that_is_none(server: PlainServer, body: bytes) -> None:
+def test_invalid_model_list_is_rejected(server: PlainServer, body: bytes) -> None:
     server.listing = Response(200, body)
     with pytest.raises(EndpointUnavailable, match="is not an OpenAI-compatible server"):
         Asking(server).load()
 
 
-def test_it_waits_as_long_as_it_is_asked_to(server: PlainServer) -> None:
+def test_retry_waits_as_long_as_the_server_asks(server: PlainServer) -> None:
     busy = Response(429, b"", {"Retry-After": "3"})
     server.first = [busy, Response(503, b"", {"Retry-After": "4"})]
     asking = Asking(server)
@@ -542,7 +542,7 @@ def test_it_waits_as_long_as_it_is_asked_to(server: PlainServer) -> None:
     assert len(end.notes) == 2
 
 
-def test_it_does_not_wait_for_ever(server: PlainServer) -> None:
+def test_retries_are_limited(server: PlainServer) -> None:
     asking = Asking(server)
     server.first = [Response(429, b"", {"Retry-After": "3600"})]
     assert "it asks to wait 3,600 s" in asking.failure().message
@@ -563,7 +563,7 @@ def test_it_does_not_wait_for_ever(server: PlainServer) -> None:
         ("-1", None),
     ],
 )
-def test_retry_after(header: str, seconds: float | None) -> None:
+def test_retry_after_header_is_parsed(header: str, seconds: float | None) -> None:
     assert parse_retry_after(header, now_s=10.0) == seconds
 
 
@@ -575,7 +575,7 @@ def test_retry_after(header: str, seconds: float | None) -> None:
         ("https://127.0.0.1:{port}/v1", "no TLS connection"),
     ],
 )
-def test_a_server_that_cannot_be_reached(server: PlainServer, url: str, message: str) -> None:
+def test_unreachable_server_is_reported(server: PlainServer, url: str, message: str) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = server.url.rpartition(":")[2].removesuffix("/v1")
@@ -585,7 +585,7 @@ def test_a_server_that_cannot_be_reached(server: PlainServer, url: str, message:
     assert message in raised.value.message
 
 
-def test_a_certificate_that_nobody_vouches_for(tmp_path: Path) -> None:
+def test_untrusted_certificate_is_rejected(tmp_path: Path) -> None:
     certificate = tmp_path / "both.pem"
     made = subprocess.run(
         [
@@ -612,11 +612,13 @@ def test_a_certificate_that_nobody_vouches_for(tmp_path: Path) -> None:
         thread.join(timeout=10)
 
 
-def test_a_proxy_of_the_environment(server: PlainServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxy_variables_are_used_except_for_this_machine(
+    server: PlainServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
-    # to this machine, never through a proxy
+    # connections to this machine never use a proxy
     assert Asking(server).load("big").name == "big"
     with pytest.raises(
         EndpointUnavailable, match="through the proxy of the environment: connection"
@@ -627,12 +629,12 @@ def test_a_proxy_of_the_environment(server: PlainServer, monkeypatch: pytest.Mon
         RemoteClient(Endpoint("http://far.example/v1"))
 
 
-def test_an_error_that_is_compressed(server: PlainServer) -> None:
+def test_compressed_error_is_decoded(server: PlainServer) -> None:
     body = gzip.compress(error(500, "deep inside").body)
     server.first = [Response(500, body, {"Content-Encoding": "gzip"})]
     assert "deep inside" in Asking(server).failure().message
 
 
-def test_figures_of_the_server_itself_are_not_to_be_had(server: PlainServer) -> None:
+def test_server_statistics_are_not_available(server: PlainServer) -> None:
     with pytest.raises(InvalidRequest, match="does not report statistics"):
         Asking(server).client.stats()

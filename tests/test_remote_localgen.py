@@ -1,4 +1,4 @@
-"""Another localgen, over TCP and with a key: its own figures, every setting, its own errors."""
+"""Another localgen, over TCP and with a key: its statistics, every setting, its errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 import pytest
-from serving import House, house, wait_until
+from serving import ServerHarness, server_harness, wait_until
 
 from localgen.backends.errors import ContextExceeded, LocalgenError, ModelNotFound
 from localgen.backends.model_info import LoadOptions
@@ -21,7 +21,7 @@ from localgen.client.errors import EndpointUnavailable
 from localgen.hub.hf_client import AccessDenied
 
 KEY = "a-key-of-some-length"
-# each setting that a user can give, within its range; what holds answers comes one at a time
+# every setting, within its range; grammars are given one at a time
 EVERYTHING = SamplingParams(
     temperature=0.7,
     top_k=20,
@@ -56,8 +56,8 @@ EVERYTHING = SamplingParams(
 )
 
 
-def named(built: House, name: str, **script: Any) -> str:
-    """A fake model under a name, as clients over TCP need it."""
+def named(built: ServerHarness, name: str, **script: Any) -> str:
+    """A fake model under an alias, which clients over TCP need."""
     with (built.settings.state_dir / "models.toml").open("a") as names:
         names.write(f"{name} = {json.dumps(built.model(name, **script))}\n")
     return name
@@ -65,7 +65,7 @@ def named(built: House, name: str, **script: Any) -> str:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with house() as built, socket.socket() as probe:
+    with server_harness() as built, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
         probe.close()
@@ -91,7 +91,7 @@ def ask(
     return [part for part in texts if isinstance(part, TextDelta)], end
 
 
-def test_it_tells_its_own_figures(client: RemoteClient) -> None:
+def test_remote_localgen_sends_its_own_statistics(client: RemoteClient) -> None:
     texts, end = ask(client, "one two three")
     assert "".join(part.text for part in texts) == "one two three"
     assert [(part.num_tokens, part.estimated) for part in texts] == [
@@ -105,7 +105,7 @@ def test_it_tells_its_own_figures(client: RemoteClient) -> None:
     assert not [note for note in client.load("echo", LoadOptions()).notes if "measured" in note]
 
 
-def test_every_setting_reaches_it(client: RemoteClient) -> None:
+def test_every_setting_is_sent(client: RemoteClient) -> None:
     _, end = ask(client, "x", EVERYTHING)
     default = SamplingParams()
     held = ("json_schema", "regex", "grammar", "logprobs")
@@ -122,26 +122,26 @@ def test_every_setting_reaches_it(client: RemoteClient) -> None:
     ("field", "value"),
     [("json_schema", '{"type": "object"}'), ("regex", "a+"), ("grammar", 'root ::= "a"')],
 )
-def test_what_holds_an_answer_reaches_it(client: RemoteClient, field: str, value: str) -> None:
+def test_grammars_are_sent(client: RemoteClient, field: str, value: str) -> None:
     given: dict[str, Any] = {field: value}
     _, end = ask(client, "x", SamplingParams(**given))
     assert json.loads(end.notes[1])[field] == value
 
 
-def test_its_errors_have_their_classes(client: RemoteClient) -> None:
+def test_remote_errors_are_raised_as_their_classes(client: RemoteClient) -> None:
     with pytest.raises(ContextExceeded, match="context is 1000"):
         ask(client, "word " * 1001)
     with pytest.raises(ModelNotFound, match=r"no model nix at .*, models are .*tiny"):
         ask(client, "x", model="nix")
 
 
-def test_an_engine_that_dies_in_mid_answer(client: RemoteClient) -> None:
+def test_engine_that_dies_during_an_answer_is_an_error(client: RemoteClient) -> None:
     with pytest.raises(EndpointUnavailable, match="ended the answer"):
         ask(client, "one two !die")
     assert ask(client, "one")[1].finish_reason == "stop"
 
 
-def test_a_wrong_key(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_key_is_rejected(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THEIR_KEY", "another-key-of-that-length")
     for endpoint in (Endpoint(url), Endpoint(url, key_env="THEIR_KEY")):
         with pytest.raises(AccessDenied, match="401") as raised:
@@ -149,7 +149,7 @@ def test_a_wrong_key(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "another-key" not in raised.value.message
 
 
-def test_it_is_gone(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_server_is_an_error(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THEIR_KEY", KEY)
     gone = url.rpartition(":")[0] + ":9/v1"
     with pytest.raises(LocalgenError, match="connection refused"):

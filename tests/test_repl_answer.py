@@ -1,4 +1,4 @@
-"""Answers on a terminal: the same however they arrive, and never obeyed."""
+"""Answers on a terminal look the same however they are split, and are never interpreted."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_lines_of_a_paragraph_stay_lines() -> None:
     assert drawn(["roses\nviolets\n"]).split("\n")[:2] == ["roses", "violets"]
 
 
-def test_code_can_be_copied() -> None:
+def test_code_blocks_have_no_margin() -> None:
     lines = drawn(["```py\ndef f(x):\n    return x\n```\n"]).split("\n")
     assert lines[:4] == ["```py", "def f(x):", "    return x", "```"]
 
@@ -156,9 +156,9 @@ HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b31m\x08\x7f\x1b]8;;http://evil\x1b\\x\u202
 @pytest.mark.parametrize(
     "frame", ["{}", "`{}`", "# {}", "```\n{}\n```", "| {} |\n|---|\n", "[{}](x)"]
 )
-def test_a_hostile_answer_is_inert(frame: str) -> None:
+def test_control_sequences_in_an_answer_are_inert(frame: str) -> None:
     text = drawn(list(frame.format(HOSTILE)), force_terminal=True, color_system=None)
-    # what rich itself writes to move the cursor and clear rows of the live part
+    # sequences that rich writes to move the cursor and clear rows of the live part
     text = re.sub(r"\x1b\[(\?25[lh]|\d*[ABK]|\d*G|\d*m|1A\x1b\[2K)", "", text).replace("\r", "")
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", text)
 
@@ -252,7 +252,7 @@ def test_the_line_under_an_answer_fits_a_line(rate: float, shown: str) -> None:
     assert len(line) <= 60
 
 
-def test_what_drafts_did() -> None:
+def test_draft_statistics_lines() -> None:
     drafted = replace(
         TIMINGS,
         predicted_n=41,
@@ -285,7 +285,7 @@ def test_verbose_lines() -> None:
         assert part in text
 
 
-def test_warnings() -> None:
+def test_warnings_after_an_answer() -> None:
     assert report.completion_warnings(answer()) == []
     assert report.completion_warnings(answer(notes=("preempted once",))) == ["preempted once"]
     cut = answer(finish_reason="length")
@@ -308,5 +308,5 @@ def test_warnings() -> None:
         (144.2e6, "144 MB"),
     ],
 )
-def test_sizes(size_bytes: float, text: str) -> None:
+def test_sizes_are_formatted(size_bytes: float, text: str) -> None:
     assert units.format_size(size_bytes) == text

@@ -1,4 +1,4 @@
-"""The loop of a chat: what a user sees and what is kept when things go wrong."""
+"""The chat loop: what a user sees, and what is stored when something fails."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from localgen.repl.load_progress import LoadProgressLine
 from localgen.repl.repl import Repl
 
 Line = str | type[BaseException]
-# what is stored with an answer of the script
+# summary stored with a scripted answer
 SERVED = "tiny · 41.2 tok/s · first token 56 ms · 49 of 2,048"
 
 
 class Chat:
-    """A chat typed from a list, with its screen."""
+    """A chat with scripted input lines, and its screen."""
 
     def __init__(self, client: ScriptedClient, state_dir: Path, options: ModelOptions) -> None:
         self.client = client
@@ -45,7 +45,7 @@ class Chat:
         self.console = Console(file=self.screen, width=200)
 
     def type(self, *lines: Line) -> str:
-        """Type the lines, then leave; everything that was shown."""
+        """Type the lines, then leave; returns the whole output."""
         waiting = list(lines)
 
         def read(_prompt: str) -> str:
@@ -113,7 +113,7 @@ def test_an_error_leaves_the_conversation_as_it_was(
 
 
 @pytest.mark.parametrize("kind", [ServerUnavailable, EngineDied])
-def test_what_dies_is_restarted_and_asked_once_more(
+def test_request_is_repeated_once_after_a_crash(
     chat: Callable[..., Chat], kind: type[LocalgenError]
 ) -> None:
     load = LoadOptions(threads=3)
@@ -128,7 +128,7 @@ def test_what_dies_is_restarted_and_asked_once_more(
 
 
 @pytest.mark.parametrize("kind", [ServerUnavailable, EngineDied])
-def test_what_dies_twice_is_an_error(chat: Callable[..., Chat], kind: type[LocalgenError]) -> None:
+def test_second_crash_is_an_error(chat: Callable[..., Chat], kind: type[LocalgenError]) -> None:
     gone = kind("it went away")
     talk = chat((gone,), (gone,))
     assert "it went away" in talk.type("hi").splitlines()
@@ -137,7 +137,7 @@ def test_what_dies_twice_is_an_error(chat: Callable[..., Chat], kind: type[Local
 
 
 @pytest.mark.parametrize("error", [OutOfMemory("no room"), EngineDied("it died")])
-def test_an_error_keeps_what_there_is(chat: Callable[..., Chat], error: LocalgenError) -> None:
+def test_error_keeps_the_partial_answer(chat: Callable[..., Chat], error: LocalgenError) -> None:
     talk = chat(("half", error), ("half an", error))
     screen = talk.type("hi")
     half = "half an" if isinstance(error, EngineDied) else "half"
@@ -146,7 +146,7 @@ def test_an_error_keeps_what_there_is(chat: Callable[..., Chat], error: Localgen
     assert error.message in screen.splitlines()
 
 
-def test_the_half_is_kept_if_the_server_cannot_be_started_again(
+def test_partial_answer_is_kept_if_the_server_cannot_be_restarted(
     chat: Callable[..., Chat], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     talk = chat(("half", ServerUnavailable("it died")))
@@ -239,7 +239,7 @@ def test_notes_and_verbose_reach_the_screen(chat: Callable[..., Chat]) -> None:
     assert "first token" in screen
 
 
-def test_no_figures(chat: Callable[..., Chat]) -> None:
+def test_statistics_can_be_turned_off(chat: Callable[..., Chat]) -> None:
     assert "first token" not in chat(figures=False).type("hi")
 
 
@@ -255,7 +255,7 @@ def test_no_figures(chat: Callable[..., Chat]) -> None:
         (2, (BusyProgram("cc1plus", 0.9),), None),
     ],
 )
-def test_what_takes_cores_from_an_answer(
+def test_programs_that_took_cores_are_named(
     chat: Callable[..., Chat],
     monkeypatch: pytest.MonkeyPatch,
     threads: int,
@@ -297,7 +297,7 @@ def test_loading_leaves_what_was_said_on_a_terminal_only(is_terminal: bool) -> N
     assert ("loading tiny 43% · 0 s" in screen.getvalue()) is is_terminal
 
 
-def test_where_nothing_loads_no_loading_shows() -> None:
+def test_no_load_progress_without_a_load() -> None:
     screen = io.StringIO()
     with LoadProgressLine(Console(file=screen, force_terminal=True, width=60), "tiny"):
         pass
@@ -326,7 +326,7 @@ def test_a_template_that_asks_for_thoughts_gets_them(chat: Callable[..., Chat]) 
     assert made.client.record.asked[1].messages[1] == Message("assistant", "Rome.", "Let me see.")
 
 
-def test_thoughts_that_were_stopped_are_a_turn(chat: Callable[..., Chat]) -> None:
+def test_stopped_reasoning_is_a_turn(chat: Callable[..., Chat]) -> None:
     made = chat([TextDelta("", 1, "Let me"), KeyboardInterrupt()])
     made.type("Which city?")
     assert made.session.conversation.turns == (Turn("Which city?", "", True, "Let me", "stopped"),)

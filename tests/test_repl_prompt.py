@@ -43,11 +43,11 @@ from localgen.repl.typed_ahead import hide_typed_ahead
         ('/set system """be"""', False),
     ],
 )
-def test_three_quotes(text: str, waits: bool) -> None:
+def test_open_quotes_are_detected(text: str, waits: bool) -> None:
     assert has_open_quotes(text) is waits
 
 
-def test_unquoted() -> None:
+def test_quotes_are_stripped() -> None:
     assert strip_quotes('"""\na\n b\n"""') == "a\n b"
     assert strip_quotes(' "quoted" ') == ' "quoted" '
 
@@ -88,7 +88,7 @@ def test_completion_of_file_names(tmp_path: Path) -> None:
         ("\x1b[200~a\nb\x1b[201~\r", "a\nb"),
     ],
 )
-def test_keys(keys: str, line: str, tmp_path: Path) -> None:
+def test_keys_edit_the_line(keys: str, line: str, tmp_path: Path) -> None:
     with create_pipe_input() as typed:
         typed.send_text(keys)
         editor = create_prompt_session(
@@ -101,7 +101,7 @@ def test_keys(keys: str, line: str, tmp_path: Path) -> None:
     ("command", "problem"),
     [("no-such-editor -w", "command not found"), ("vim '", "No closing quotation")],
 )
-def test_an_editor_that_does_not_open(
+def test_failing_editor_is_reported(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -153,7 +153,7 @@ def test_a_pasted_tab_is_not_shown_as_a_control_character(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("key", "error"), [("\x03", KeyboardInterrupt), ("\x04", EOFError)])
-def test_keys_that_end(key: str, error: type[BaseException], tmp_path: Path) -> None:
+def test_keys_end_the_prompt(key: str, error: type[BaseException], tmp_path: Path) -> None:
     with create_pipe_input() as typed:
         typed.send_text(key)
         editor = create_prompt_session(
@@ -214,7 +214,7 @@ def test_history_outlives_the_chat_and_is_private(tmp_path: Path) -> None:
 
 
 def history_errors(path: Path) -> list[int | None]:
-    """Read two prompts; the error numbers that the history reported."""
+    """Read two prompts; returns the error numbers that the history reported."""
     failures: list[OSError] = []
     with create_pipe_input() as typed:
         typed.send_text("one\rtwo\r")

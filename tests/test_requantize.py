@@ -1,4 +1,4 @@
-"""GGUF files of every type: what llama.cpp makes of a checkpoint, with and without a matrix."""
+"""GGUF files of every type: llama.cpp's quantization, with and without an importance matrix."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NEEDY = [name for name, kind in GGUF_TYPES.items() if kind.needs_imatrix]
 
 
 def importance_of(spec: ModelSpec, seed: int = 0) -> dict[str, tuple[Any, int]]:
-    """Random sums of squares for every linear of the layers, but routers."""
+    """Random sums of squares for every linear of the layers except routers."""
     random = np.random.default_rng(seed)
     return {
         name.removesuffix(".weight"): (random.random(shape[1], dtype=np.float32), 7)
@@ -49,7 +49,7 @@ def importance() -> ImatrixSource:
 
 @pytest.mark.parametrize("file_type", ["Q4_K_M", "q6_k", "IQ4_XS", "Q8_0"])
 @pytest.mark.parametrize("weighed", [False, True])
-def test_it_loads_and_answers(
+def test_every_type_loads_and_answers(
     file_type: str,
     weighed: bool,
     importance: ImatrixSource,
@@ -69,7 +69,7 @@ def test_it_loads_and_answers(
 def test_very_low_bits_need_a_matrix(file_type: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=f"{file_type} needs an importance matrix"):
         make_gguf(TINY, tmp_path / "model.gguf", file_type)
-    # and llama.cpp itself would refuse it
+    # llama.cpp itself would reject it
     convert_to_gguf(TINY, tmp_path / "wide.gguf", "F16")
     with pytest.raises(LoadFailed, match=f"cannot make {file_type} of it: .*requires an imatrix"):
         requantize.requantize(
@@ -91,7 +91,7 @@ def weights(path: Path) -> dict[str, Any]:
 def test_the_matrix_decides_how_weights_are_rounded(
     importance: ImatrixSource, tmp_path: Path
 ) -> None:
-    """From our sums and from the same file as llama.cpp's tool would write it."""
+    """From our sums, and from the same file in the format of llama.cpp's tool."""
     plain, ours, filed = (tmp_path / f"{name}.gguf" for name in ("plain", "ours", "filed"))
     make_gguf(TINY, plain, "Q4_K_M")
     make_gguf(TINY, ours, "Q4_K_M", imatrix=importance)
@@ -127,7 +127,7 @@ def test_sixteen_bits_in_between_are_those_of_the_model(
     assert asked == [half]
 
 
-def test_progress(tmp_path: Path) -> None:
+def test_progress_of_conversion_and_rounding(tmp_path: Path) -> None:
     seen: list[QuantizeEvent] = []
     make_gguf(TINY, tmp_path / "model.gguf", "Q4_0", on_event=seen.append)
     events = [event for event in seen if isinstance(event, ProgressEvent)]
@@ -200,7 +200,7 @@ def test_a_mixture_is_quantized_by_its_matrix(tmp_path: Path) -> None:
     }
 
 
-# ---- what goes wrong
+# ---- errors
 
 
 def wrong(**entries: tuple[Any, int]) -> Callable[[ModelSpec], ImatrixSource]:
@@ -220,7 +220,7 @@ Q_PROJ = "model__layers__0__self_attn__q_proj"
         (wrong(model__layers__0__mlp=(np.ones(256), 1)), "mlp is not a linear"),
     ],
 )
-def test_wrong_importance(
+def test_invalid_importance_is_rejected(
     made: Callable[[ModelSpec], ImatrixSource], expected: str, tmp_path: Path
 ) -> None:
     with pytest.raises(LoadFailed) as caught:
@@ -238,7 +238,7 @@ def test_wrong_importance(
         (TINY, "Q4_0", LoadFailed, "is not an importance matrix"),
     ],
 )
-def test_refusals(
+def test_invalid_conversions_are_rejected(
     source: Path, file_type: str, error: type[LocalgenError], expected: str, tmp_path: Path
 ) -> None:
     matrix = tmp_path / "imatrix.gguf"
@@ -249,13 +249,15 @@ def test_refusals(
     assert list(tmp_path.iterdir()) == [matrix]
 
 
-def test_a_model_is_no_matrix(tmp_path: Path) -> None:
+def test_model_as_importance_matrix_is_rejected(tmp_path: Path) -> None:
     make_gguf(TINY, tmp_path / "model.gguf", "F16")
     with pytest.raises(LoadFailed, match="it has no sums of squares"):
         read_imatrix(tmp_path / "model.gguf")
 
 
-def test_a_matrix_of_another_model(folder: Path, importance: ImatrixSource, tmp_path: Path) -> None:
+def test_importance_matrix_of_another_model_is_rejected(
+    folder: Path, importance: ImatrixSource, tmp_path: Path
+) -> None:
     edit(folder / "config.json", intermediate_size=512)
     spec = read_hf_config(folder)
     write_imatrix(tmp_path / "imatrix.gguf", spec, importance_of(spec), "random")
@@ -264,7 +266,9 @@ def test_a_matrix_of_another_model(folder: Path, importance: ImatrixSource, tmp_
     assert not (tmp_path / "m.gguf").exists()
 
 
-def test_room_for_both_files_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_space_is_checked_for_both_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=13_000_000))
     with pytest.raises(LoadFailed, match=r"15\.5 MB while it is made, its disk has"):
         make_gguf(TINY, tmp_path / "model.gguf", "Q4_0")
@@ -286,7 +290,7 @@ def test_an_interruption_keeps_the_old_file_and_ends_the_process(tmp_path: Path)
     ]
 
 
-def test_what_a_killed_run_left_is_taken_away(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_run_are_removed(tmp_path: Path) -> None:
     left = tmp_path / ".model.gguf.work"
     left.mkdir()
     (left / "16bit.gguf").write_bytes(b"half")
@@ -294,8 +298,8 @@ def test_what_a_killed_run_left_is_taken_away(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
 
 
-def test_an_abort_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What llama.cpp writes as it dies is the reason."""
+def test_abort_in_llama_cpp_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason is llama.cpp's last output."""
     program = "import os, sys; print('GGML_ASSERT(n > 0) failed', file=sys.stderr); os.abort()"
     popen = subprocess.Popen
     monkeypatch.setattr(
@@ -306,7 +310,7 @@ def test_an_abort_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_process_ends_when_nobody_listens(tmp_path: Path) -> None:
+def test_process_ends_with_its_reader(tmp_path: Path) -> None:
     make_gguf(TINY, tmp_path / "wide.gguf", "F16")
     module = "localgen.quant.gguf.requantize_process"
     file_type = int(GGUF_TYPES["IQ4_XS"].file_type)
@@ -322,9 +326,9 @@ def test_the_process_ends_when_nobody_listens(tmp_path: Path) -> None:
     assert child.wait(60) == 1
 
 
-def test_names_of_types() -> None:
+def test_gguf_type_names() -> None:
     assert resolve_gguf_type("q4_k") == "Q4_K_M"
     assert resolve_gguf_type("iq4_xs") == "IQ4_XS"
     assert set(DIRECT_TYPES) < set(GGUF_TYPES)
-    # the largest first, so that a list reads well
+    # in descending order, for lists
     assert [GGUF_TYPES[name].bits_per_weight for name in DIRECT_TYPES] == [32, 16, 16, 8.5]

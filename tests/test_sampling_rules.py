@@ -1,4 +1,4 @@
-"""Sampling settings that make no sense are refused, and the error names the field."""
+"""Invalid sampling settings are rejected, and the error names the field."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from localgen.backends.types import Request
 
 VOCAB = 100
 UNBOUNDED = ("top_k", "repeat_last_n", "dry_penalty_last_n", "dry_allowed_length")
-# lowest and highest value that is accepted
+# lowest and highest accepted value
 EDGES: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
     "top_p": (0.0, 1.0),
@@ -44,7 +44,7 @@ EDGES: dict[str, tuple[float, float]] = {
 
 
 class Bytes:
-    """A tokenizer of one token a character."""
+    """A tokenizer with one token per character."""
 
     vocab_size = VOCAB
     eos_token_ids = frozenset({0})
@@ -82,7 +82,7 @@ def base(**changed: Any) -> SamplingParams:
 
 
 def prepared(**asked: Any) -> SamplingParams:
-    """The settings in force for a request that asks for these."""
+    """The settings in force for a request with these settings."""
     request = Request(id="a", prompt="hello", params=SamplingParams(**asked))
     return intake().prepare(request).params
 
@@ -95,7 +95,7 @@ def refusal(**asked: Any) -> InvalidRequest:
 
 
 def test_every_number_has_a_rule() -> None:
-    """A field added to SamplingParams must be bounded here or be known not to be a number."""
+    """A new numeric field of SamplingParams needs bounds here."""
     others = {"dry_sequence_breakers", "logit_bias", "seed", "logprobs", "max_tokens", "min_tokens"}
     others |= {"stop", "stop_token_ids", "ignore_eos", "json_schema", "regex", "grammar"}
     assert {field.name for field in fields(SamplingParams)} == {*EDGES, *UNBOUNDED} | others
@@ -179,7 +179,9 @@ def test_dry_breakers_at_the_limits() -> None:
         ("dynatemp_range", 0.5),
     ],
 )
-def test_mirostat_and_what_it_replaces(version: int, name: str, value: float) -> None:
+def test_mirostat_with_a_setting_it_replaces_is_rejected(
+    version: int, name: str, value: float
+) -> None:
     error = refusal(mirostat=version, **{name: value})
     assert error.param == name
     assert error.message == f"mirostat replaces {name}: leave one of them out"
@@ -199,7 +201,7 @@ def test_mirostat_overrides_defaults_that_nobody_asked_for() -> None:
         ({"temperature": 0.0, "adaptive_target": 0.5}, "adaptive_target"),
     ],
 )
-def test_two_ways_to_choose_the_token(asked: dict[str, Any], param: str) -> None:
+def test_conflicting_settings_are_rejected(asked: dict[str, Any], param: str) -> None:
     error = refusal(**asked)
     assert error.param == param
     assert "set one of them" in error.message
@@ -212,7 +214,7 @@ def test_the_contradiction_may_come_from_the_model_s_defaults() -> None:
         intake(defaults=defaults).prepare(request)
 
 
-def test_what_a_backend_cannot_do_is_refused_unless_it_is_off() -> None:
+def test_unsupported_setting_is_rejected_unless_off() -> None:
     limited = intake(frozenset({"mirostat"}))
     off = Request(id="a", prompt="hello", params=SamplingParams(mirostat=0))
     assert limited.prepare(off).params.mirostat == 0
@@ -237,11 +239,11 @@ def test_what_a_backend_cannot_do_is_refused_unless_it_is_off() -> None:
         ({"stop": ("x",) * (MAX_STOP_STRINGS + 1)}, "stop"),
     ],
 )
-def test_other_fields(asked: dict[str, Any], param: str) -> None:
+def test_other_invalid_fields_are_rejected(asked: dict[str, Any], param: str) -> None:
     assert refusal(**asked).param == param
 
 
-def test_a_seed_is_chosen_where_none_was_given() -> None:
+def test_missing_seed_is_drawn() -> None:
     seeds = {prepared().seed for _ in range(8)}
     assert None not in seeds
     assert len(seeds) > 1

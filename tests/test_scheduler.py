@@ -131,7 +131,7 @@ def test_requests_that_arrive_together_compute_their_common_prefix_once() -> Non
     for i in range(4):
         scheduler.submit(sequence(str(i), [*shared, 10 + i], limit=len(shared) + 2))
     drain(scheduler, runner)
-    # the shared tokens once, then for each its own token and the one that it generated;
+    # the shared tokens once, then each sequence's own token and the generated one;
     # the last few tokens of a prefix are not waited for
     unshared = 3 * (MIN_SHARED_TOKENS - 1)
     assert runner.computed <= len(shared) + 4 * 2 + unshared

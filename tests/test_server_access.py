@@ -1,4 +1,4 @@
-"""Who gets in over TCP, and how much they may ask."""
+"""Access over TCP: keys, hosts, origins and limits."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from doors import AUTH, KEY, Door, code, door
 from serving import chat_body, wait_until
+from tcp_server import AUTH, KEY, TcpServer, code, tcp_server
 
 from localgen.config import BadSetting
 from localgen.server import serving
@@ -27,27 +27,29 @@ from localgen.server.stats.request_log import RequestRecord
 
 
 @pytest.fixture(scope="module")
-def open_door() -> Iterator[Door]:
-    with door(max_body_bytes=1 << 16) as opened:
+def keyless() -> Iterator[TcpServer]:
+    with tcp_server(max_body_bytes=1 << 16) as opened:
         yield opened
 
 
 @pytest.fixture(scope="module")
-def keyed() -> Iterator[Door]:
-    with door(keys=[KEY, "another-key-here"], cors_origins=["https://chat.example"]) as opened:
+def keyed() -> Iterator[TcpServer]:
+    with tcp_server(
+        keys=[KEY, "another-key-here"], cors_origins=["https://chat.example"]
+    ) as opened:
         yield opened
 
 
-def test_loopback_without_a_key(open_door: Door) -> None:
-    assert open_door.chat().json()["choices"][0]["message"]["content"] == "hello"
+def test_loopback_without_a_key(keyless: TcpServer) -> None:
+    assert keyless.chat().json()["choices"][0]["message"]["content"] == "hello"
 
 
-def test_the_socket_needs_no_key(keyed: Door) -> None:
-    assert keyed.house.chat(keyed.model, "hello").status_code == 200
+def test_the_socket_needs_no_key(keyed: TcpServer) -> None:
+    assert keyed.harness.chat(keyed.model, "hello").status_code == 200
 
 
 @pytest.mark.parametrize("key", [KEY, "another-key-here"])
-def test_a_key_opens(keyed: Door, key: str) -> None:
+def test_valid_keys_are_accepted(keyed: TcpServer, key: str) -> None:
     assert keyed.chat(Authorization=f"Bearer {key}").status_code == 200
 
 
@@ -55,7 +57,7 @@ def test_a_key_opens(keyed: Door, key: str) -> None:
     "header",
     ["", "Bearer", f"Basic {KEY}", KEY, f"Bearer {KEY}x", f"Bearer {KEY[:-1]}"],
 )
-def test_anything_else_does_not(keyed: Door, header: str) -> None:
+def test_invalid_keys_are_rejected(keyed: TcpServer, header: str) -> None:
     reply = keyed.chat(Authorization=header) if header else keyed.chat()
     assert (reply.status_code, code(reply)) == (401, "unauthorized")
     assert reply.headers["www-authenticate"] == "Bearer"
@@ -63,47 +65,47 @@ def test_anything_else_does_not(keyed: Door, header: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["X-Forwarded-For", "Forwarded", "X-Real-IP"])
-def test_nobody_can_pose_as_a_client_of_the_socket(keyed: Door, name: str) -> None:
+def test_nobody_can_pose_as_a_client_of_the_socket(keyed: TcpServer, name: str) -> None:
     for value in ("local", "local:1", "for=local"):
         assert keyed.http.get("/v1/models", headers={name: value}).status_code == 401
 
 
 @pytest.mark.parametrize("query", [f"api_key={KEY}", f"key={KEY}", f"authorization=Bearer%20{KEY}"])
-def test_a_key_in_the_query_is_none(keyed: Door, query: str) -> None:
+def test_key_in_the_query_is_rejected(keyed: TcpServer, query: str) -> None:
     assert keyed.http.get(f"/v1/models?{query}").status_code == 401
 
 
 @pytest.mark.parametrize(
     "path", ["/v1/models", "/metrics", "/v1/stats", "/openapi.json", "/nothing"]
 )
-def test_every_path_needs_the_key(keyed: Door, path: str) -> None:
+def test_every_path_needs_the_key(keyed: TcpServer, path: str) -> None:
     assert keyed.http.get(path).status_code == 401
 
 
-def test_health_is_open(keyed: Door) -> None:
+def test_health_is_open(keyed: TcpServer) -> None:
     assert keyed.http.get("/health").json()["status"] == "ok"
 
 
 @pytest.mark.parametrize(
     "name", ["localhost", "127.0.0.1", "[::1]", "LOCALHOST:1234", "10.0.0.7:80"]
 )
-def test_names_of_this_server(open_door: Door, name: str) -> None:
-    assert open_door.chat(Host=name).status_code == 200
+def test_host_names_of_this_server_are_accepted(keyless: TcpServer, name: str) -> None:
+    assert keyless.chat(Host=name).status_code == 200
 
 
 @pytest.mark.parametrize("name", ["evil.example", "localhost.evil.example", "127.0.0.1.nip.io", ""])
-def test_names_that_anybody_can_point_here(open_door: Door, name: str) -> None:
-    reply = open_door.chat(Host=name)
+def test_foreign_host_names_are_rejected(keyless: TcpServer, name: str) -> None:
+    reply = keyless.chat(Host=name)
     assert (reply.status_code, code(reply)) == (403, "forbidden_host")
 
 
-def test_a_web_page_may_not_ask(open_door: Door) -> None:
-    reply = open_door.chat(Origin="https://evil.example")
+def test_requests_from_web_pages_are_rejected(keyless: TcpServer) -> None:
+    reply = keyless.chat(Origin="https://evil.example")
     assert (reply.status_code, code(reply)) == (403, "forbidden_origin")
     assert "access-control-allow-origin" not in reply.headers
 
 
-def test_cors_for_pages_that_may(keyed: Door) -> None:
+def test_allowed_origins_get_cors_headers(keyed: TcpServer) -> None:
     asks = {
         "Origin": "https://chat.example",
         "Access-Control-Request-Method": "POST",
@@ -117,7 +119,7 @@ def test_cors_for_pages_that_may(keyed: Door) -> None:
     assert reply.headers["access-control-allow-origin"] == "https://chat.example"
 
 
-def test_cors_for_others(keyed: Door) -> None:
+def test_other_origins_get_no_cors_headers(keyed: TcpServer) -> None:
     asks = {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"}
     before = keyed.http.options("/v1/chat/completions", headers=asks)
     assert before.status_code == 400
@@ -125,44 +127,44 @@ def test_cors_for_others(keyed: Door) -> None:
     assert keyed.chat(Origin="https://evil.example", **AUTH).status_code == 403
 
 
-def test_a_body_that_says_it_is_too_long(open_door: Door) -> None:
+def test_body_with_too_large_a_length_is_rejected(keyless: TcpServer) -> None:
     said = (
         b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
         b"Content-Type: application/json\r\nContent-Length: 1000000000\r\n\r\n{"
     )
-    answer = open_door.raw(said)
+    answer = keyless.raw(said)
     assert answer.startswith(b"HTTP/1.1 413")
     assert b"65,536 bytes" in answer
 
 
-def test_a_body_that_turns_out_too_long(open_door: Door) -> None:
+def test_chunked_body_that_is_too_large_is_rejected(keyless: TcpServer) -> None:
     def endless() -> Iterator[bytes]:
         for _ in range(20):
             yield b" " * 8192
 
-    reply = open_door.http.post(
+    reply = keyless.http.post(
         "/v1/chat/completions", content=endless(), headers={"Content-Type": "application/json"}
     )
     assert (reply.status_code, code(reply)) == (413, "too_large")
-    assert open_door.chat().status_code == 200
+    assert keyless.chat().status_code == 200
 
 
-def test_endless_headers(open_door: Door) -> None:
+def test_endless_headers_close_the_connection(keyless: TcpServer) -> None:
     flood = b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X: " + b"y" * (1 << 18)
     with suppress(ConnectionError):
-        assert open_door.raw(flood) == b""
-    assert open_door.chat().status_code == 200
+        assert keyless.raw(flood) == b""
+    assert keyless.chat().status_code == 200
 
 
-def test_many_headers(open_door: Door) -> None:
+def test_too_many_headers_close_the_connection(keyless: TcpServer) -> None:
     lines = b"".join(b"X-%d: y\r\n" % number for number in range(20_000))
     with suppress(ConnectionError):  # closed while we were still sending
-        open_door.raw(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + lines)
-    assert open_door.chat().status_code == 200
+        keyless.raw(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + lines)
+    assert keyless.chat().status_code == 200
 
 
-def test_headers_that_never_end() -> None:
-    with door() as opened:
+def test_slow_headers_time_out() -> None:
+    with tcp_server() as opened:
         started_s = time.monotonic()
         with socket.create_connection(("127.0.0.1", opened.port), timeout=30) as sock:
             sock.sendall(b"GET /health HT")
@@ -171,22 +173,22 @@ def test_headers_that_never_end() -> None:
         assert opened.chat().status_code == 200
 
 
-def test_requests_a_minute() -> None:
-    with door(keys=[KEY, "another-key-here"], rate_limit=[2, None]) as opened:
+def test_requests_per_minute_are_limited() -> None:
+    with tcp_server(keys=[KEY, "another-key-here"], rate_limit=[2, None]) as opened:
         assert [opened.chat(**AUTH).status_code for _ in range(3)] == [200, 200, 429]
         reply = opened.chat(**AUTH)
         assert code(reply) == "rate_limited"
         assert 1 <= int(reply.headers["retry-after"]) <= 60
-        # another key has an account of its own, and looking costs nothing
+        # another key has its own limit, and GET requests are not counted
         assert opened.chat(Authorization="Bearer another-key-here").status_code == 200
         assert opened.http.get("/v1/models", headers=AUTH).status_code == 200
 
 
-def test_a_refusal_is_read_even_if_the_body_comes_late(open_door: Door) -> None:
+def test_rejection_is_readable_before_the_body_is_sent(keyless: TcpServer) -> None:
     head = (
         b"POST /v1/chat/completions HTTP/1.1\r\nHost: evil.example\r\nContent-Length: 9000\r\n\r\n"
     )
-    with socket.create_connection(("127.0.0.1", open_door.port), timeout=10) as sock:
+    with socket.create_connection(("127.0.0.1", keyless.port), timeout=10) as sock:
         sock.sendall(head)
         time.sleep(0.2)
         sock.sendall(b" " * 9000)
@@ -194,21 +196,21 @@ def test_a_refusal_is_read_even_if_the_body_comes_late(open_door: Door) -> None:
         assert sock.recv(1 << 16).startswith(b"HTTP/1.1 403")
 
 
-def test_a_refusal_does_not_wait_for_a_body(open_door: Door) -> None:
+def test_rejection_does_not_wait_for_the_body(keyless: TcpServer) -> None:
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: evil.example\r\nContent-Length: 9000\r\n"
-    assert open_door.raw(head + b"\r\n").startswith(b"HTTP/1.1 403")
-    assert open_door.raw(head + b"Expect: 100-continue\r\n\r\n").startswith(b"HTTP/1.1 403")
+    assert keyless.raw(head + b"\r\n").startswith(b"HTTP/1.1 403")
+    assert keyless.raw(head + b"Expect: 100-continue\r\n\r\n").startswith(b"HTTP/1.1 403")
 
 
-def test_tokens_a_minute() -> None:
-    with door(keys=[KEY], rate_limit=[None, 10]) as opened:
+def test_tokens_per_minute_are_limited() -> None:
+    with tcp_server(keys=[KEY], rate_limit=[None, 10]) as opened:
         assert opened.chat("word " * 30, **AUTH).status_code == 200
         wait_until(lambda: opened.chat(**AUTH).status_code == 429)
 
 
-def test_a_request_that_takes_too_long() -> None:
-    with door(timeout_s=1.0) as opened:
-        slow = opened.house.named("slow", token_s=0.2)
+def test_slow_request_times_out() -> None:
+    with tcp_server(timeout_s=1.0) as opened:
+        slow = opened.harness.named("slow", token_s=0.2)
         body = chat_body(slow, "word " * 100)
         reply = opened.http.post("/v1/chat/completions", json=body)
         assert (reply.status_code, code(reply)) == (504, "timeout")
@@ -218,25 +220,25 @@ def test_a_request_that_takes_too_long() -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org"])
-def test_other_machines_only_with_a_key(host: str) -> None:
+def test_access_from_other_machines_requires_a_key(host: str) -> None:
     with pytest.raises(BadSetting, match="--api-key"):
         AccessPolicy(host=host, port=1).validate()
     AccessPolicy(host=host, port=1, keys=(KEY,)).validate()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
-def test_loopback(host: str) -> None:
+def test_loopback_addresses_need_no_key(host: str) -> None:
     assert is_loopback(host)
     AccessPolicy(host=host, port=1).validate()
 
 
 @pytest.mark.parametrize("key", ["", "short", "with\nnewline-in-it"])
-def test_keys_that_are_none(key: str) -> None:
+def test_invalid_keys_are_rejected_at_start(key: str) -> None:
     with pytest.raises(BadSetting, match="at least 8"):
         AccessPolicy(keys=(key,)).validate()
 
 
-def test_a_file_of_keys(tmp_path: Path) -> None:
+def test_key_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(f"# mine\n{KEY}\n\n  another-key-here  \n")
     path.chmod(stat.S_IRUSR)
@@ -257,24 +259,24 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
         ("0", RateLimit()),
     ],
 )
-def test_rate_limits_as_written(text: str, limit: RateLimit) -> None:
+def test_rate_limits_are_parsed(text: str, limit: RateLimit) -> None:
     assert parse_rate_limit(text) == limit
 
 
 @pytest.mark.parametrize("text", ["", "x", "1,2,3", "-1", "1.5"])
-def test_what_is_no_rate_limit(text: str) -> None:
+def test_invalid_rate_limits_are_rejected(text: str) -> None:
     with pytest.raises(BadSetting, match="--rate-limit"):
         parse_rate_limit(text)
 
 
-def test_a_bucket_fills_again() -> None:
+def test_rate_limit_refills_over_time() -> None:
     now_s = [0.0]
     rates = RateLimiter(RateLimit(requests=2, tokens=100), lambda: now_s[0])
     assert rates.admit("a") is None
     entry = RequestRecord(id="x", requested_model="m", client="c", account="a", arrived_s=0.0)
     entry.num_tokens = 160
     rates.on_request_end(entry)
-    # 60 tokens overdrawn, and one to begin with: 36.6 s at 100 a minute
+    # 60 tokens over the limit, and one to start with: 36.6 s at 100 per minute
     assert rates.admit("a") == pytest.approx(36.6)
     assert rates.admit("b") is None
     now_s[0] = 36.7

@@ -1,4 +1,4 @@
-"""What the server answers, in OpenAI's shapes, over a real socket."""
+"""Answers in OpenAI's format, over a real socket."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
-from serving import MANY_WORDS, WORDS, House, chat_body, house, wait_until
+from serving import MANY_WORDS, WORDS, ServerHarness, chat_body, server_harness, wait_until
 
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import Timings
@@ -16,19 +16,19 @@ from localgen.server.openai.schema import ChatRequest, CompletionRequest
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[House]:
-    with house() as built:
+def served() -> Iterator[ServerHarness]:
+    with server_harness() as built:
         built.start()
         yield built
 
 
 def notes(answer: dict[str, Any]) -> dict[str, Any]:
-    """What the fake engine tells of the request: its sampling parameters."""
+    """The fake engine's notes on the request: its sampling parameters."""
     params: dict[str, Any] = json.loads(answer["localgen"]["notes"][1])
     return params
 
 
-def test_a_whole_chat(served: House) -> None:
+def test_a_whole_chat(served: ServerHarness) -> None:
     answer = served.chat(served.model(), "hello my world", seed=3).json()
     assert answer["object"] == "chat.completion"
     assert answer["id"].startswith("chatcmpl-")
@@ -53,7 +53,7 @@ def test_a_whole_chat(served: House) -> None:
     assert answer["localgen"]["stop"] == "</s>"
 
 
-def test_a_streamed_chat(served: House) -> None:
+def test_a_streamed_chat(served: ServerHarness) -> None:
     *events, done = served.events(served.model(token_s=0.01), "hello my world")
     assert done == "[DONE]"
     assert {event["object"] for event in events} == {"chat.completion.chunk"}
@@ -73,14 +73,14 @@ def test_a_streamed_chat(served: House) -> None:
     assert not any("usage" in event for event in events)
 
 
-def test_usage_comes_in_a_chunk_of_its_own(served: House) -> None:
+def test_usage_comes_in_a_chunk_of_its_own(served: ServerHarness) -> None:
     options = {"include_usage": True}
     *_, last, _ = served.events(served.model(), "a b", stream_options=options)
     assert last["choices"] == []
     assert last["usage"]["completion_tokens"] == 2
 
 
-def test_a_completion_whole_and_streamed(served: House) -> None:
+def test_a_completion_whole_and_streamed(served: ServerHarness) -> None:
     body = {"model": served.model(), "prompt": "a b c", "max_tokens": 2}
     answer = served.http.post("/v1/completions", json=body).json()
     assert answer["object"] == "text_completion"
@@ -94,7 +94,7 @@ def test_a_completion_whole_and_streamed(served: House) -> None:
     assert text.endswith("data: [DONE]\n\n")
 
 
-def test_logprobs_of_a_chat(served: House) -> None:
+def test_logprobs_of_a_chat(served: ServerHarness) -> None:
     answer = served.chat(served.model(), "ä b", logprobs=True, top_logprobs=2).json()
     content = answer["choices"][0]["logprobs"]["content"]
     assert [position["token"] for position in content] == ["ä", " b"]
@@ -105,7 +105,7 @@ def test_logprobs_of_a_chat(served: House) -> None:
     assert plain["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
 
 
-def test_logprobs_of_a_completion(served: House) -> None:
+def test_logprobs_of_a_completion(served: ServerHarness) -> None:
     body = {"model": served.model(), "prompt": "ab cd", "logprobs": 1}
     answer = served.http.post("/v1/completions", json=body).json()
     assert answer["choices"][0]["logprobs"] == {
@@ -122,7 +122,7 @@ def test_every_sampling_parameter_has_a_field() -> None:
     assert names <= set(CompletionRequest.model_fields)
 
 
-def test_samplers_reach_the_engine(served: House) -> None:
+def test_samplers_reach_the_engine(served: ServerHarness) -> None:
     asked: dict[str, Any] = {
         "temperature": 0.5,
         "top_k": 7,
@@ -149,11 +149,11 @@ def test_samplers_reach_the_engine(served: House) -> None:
     assert got["top_p"] is None
 
 
-def test_temperature_zero_is_not_the_default(served: House) -> None:
+def test_temperature_zero_is_not_the_default(served: ServerHarness) -> None:
     assert notes(served.chat(served.model(), temperature=0).json())["temperature"] == 0.0
 
 
-def test_who_asks(served: House) -> None:
+def test_clients_are_told_apart(served: ServerHarness) -> None:
     model = served.model()
 
     def client_of(headers: dict[str, str], **extra: Any) -> str:
@@ -163,12 +163,12 @@ def test_who_asks(served: House) -> None:
 
     assert client_of({}, user="eve") == "client eve"
     assert client_of({"X-Localgen-Session": "s1"}) == "client s1"
-    with House(served.folder).http as another:
+    with ServerHarness(served.folder).http as another:
         reply = another.post("/v1/chat/completions", json=chat_body(model, "a"))
         assert reply.json()["localgen"]["notes"][0] != client_of({})
 
 
-def test_content_in_parts_and_the_developer(served: House) -> None:
+def test_content_in_parts_and_the_developer(served: ServerHarness) -> None:
     parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
     messages = [{"role": "developer", "content": "c"}, {"role": "user", "content": parts}]
     body = {"model": served.model(), "messages": messages}
@@ -176,7 +176,7 @@ def test_content_in_parts_and_the_developer(served: House) -> None:
     assert answer["choices"][0]["message"]["content"] == "a b"
 
 
-def test_what_says_nothing_is_accepted(served: House) -> None:
+def test_fields_without_effect_are_accepted(served: ServerHarness) -> None:
     harmless: dict[str, Any] = {
         "n": 1,
         "tools": None,
@@ -186,7 +186,7 @@ def test_what_says_nothing_is_accepted(served: House) -> None:
     assert served.chat(served.model(), "a", **harmless).status_code == 200
 
 
-def test_text_with_odd_line_breaks_survives(served: House) -> None:
+def test_text_with_odd_line_breaks_survives(served: ServerHarness) -> None:
     text = "a\u2028b\u0085c\n\nd"
     body = {"model": served.model(), "prompt": text, "stream": True}
     reply = served.http.post("/v1/completions", json=body)
@@ -194,7 +194,7 @@ def test_text_with_odd_line_breaks_survives(served: House) -> None:
     assert first["choices"][0]["text"] == text
 
 
-def test_models_and_stats(served: House) -> None:
+def test_models_and_their_statistics(served: ServerHarness) -> None:
     model = served.model("listed")
     served.chat(model, "a")
     cards = {card["id"]: card for card in served.http.get("/v1/models").json()["data"]}
@@ -208,7 +208,7 @@ def test_models_and_stats(served: House) -> None:
     assert 290 < stats["until_s"] <= 300
 
 
-def test_stats_stream(served: House) -> None:
+def test_stats_stream(served: ServerHarness) -> None:
     with served.http.stream("GET", "/v1/stats?stream=true") as reply:
         lines = [line for line, _ in zip(reply.iter_lines(), range(3), strict=False) if line]
     assert json.loads(lines[0].removeprefix("data: "))["server"]["status"] == "ok"
@@ -216,11 +216,11 @@ def test_stats_stream(served: House) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_cancels(served: House, stream: bool) -> None:
+def test_disconnect_cancels_the_request(served: ServerHarness, stream: bool) -> None:
     model = served.model(f"slow-{stream}", token_s=0.02)
     served.chat(model, "a")  # loaded
     body = chat_body(model, MANY_WORDS, stream=stream)
-    with House(served.folder).http as http:
+    with ServerHarness(served.folder).http as http:
         if stream:
             with http.stream("POST", "/v1/chat/completions", json=body) as reply:
                 next(reply.iter_raw())
@@ -233,7 +233,7 @@ def test_a_client_that_leaves_cancels(served: House, stream: bool) -> None:
     assert served.stats(model)["stats"]["requests_total"]["cancelled"] == 1
 
 
-def test_load_with_progress_and_info(served: House) -> None:
+def test_load_with_progress_and_info(served: ServerHarness) -> None:
     body = {"model": served.model("loading", load_s=0.5), "stream": True, "options": {"ctx": 512}}
     text = served.http.post("/v1/models/load", json=body).text
     events = [json.loads(line[6:]) for line in text.split("\n\n")[:-2]]
@@ -244,7 +244,7 @@ def test_load_with_progress_and_info(served: House) -> None:
     assert events[-1]["model"]["options"]["ctx"] == 512
 
 
-def test_usage_is_kept_with_many_at_once(served: House) -> None:
+def test_usage_is_kept_with_many_at_once(served: ServerHarness) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     model = served.model(token_s=0.001)

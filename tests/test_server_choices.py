@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from serving import House, house, wait_until
+from serving import ServerHarness, server_harness, wait_until
 
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import Finished, Request, Timings
@@ -18,18 +18,18 @@ from localgen.server.requests.choices import fan_out_requests, merge_finished
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[House]:
-    with house() as built:
+def served() -> Iterator[ServerHarness]:
+    with server_harness() as built:
         built.start()
         yield built
 
 
-def completion(served: House, prompt: object, **fields: Any) -> Any:
+def completion(served: ServerHarness, prompt: object, **fields: Any) -> Any:
     body = {"model": served.model(), "prompt": prompt, **fields}
     return served.http.post("/v1/completions", json=body)
 
 
-def test_a_whole_chat_with_several_answers(served: House) -> None:
+def test_a_whole_chat_with_several_answers(served: ServerHarness) -> None:
     answer = served.chat(served.model(), "a b c", n=3).json()
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
     assert {choice["message"]["content"] for choice in answer["choices"]} == {"a b c"}
@@ -42,7 +42,7 @@ def test_a_whole_chat_with_several_answers(served: House) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 16])
-def test_a_streamed_chat_with_several_answers(served: House, n: int) -> None:
+def test_a_streamed_chat_with_several_answers(served: ServerHarness, n: int) -> None:
     options = {"include_usage": True}
     *events, done = served.events(served.model(), "a b c", n=n, stream_options=options)
     assert done == "[DONE]"
@@ -62,7 +62,7 @@ def test_a_streamed_chat_with_several_answers(served: House, n: int) -> None:
         assert [c["finish_reason"] for c in choices if c["finish_reason"]] == ["stop"]
 
 
-def test_each_answer_has_a_seed_of_its_own(served: House) -> None:
+def test_each_answer_has_a_seed_of_its_own(served: ServerHarness) -> None:
     events = list(served.events(served.model(), "a", n=3, seed=7))[:-1]
     ends = {e["choices"][0]["index"]: e["localgen"]["seed"] for e in events if "timings" in e}
     assert ends == {0: 7, 1: 8, 2: 9}
@@ -78,16 +78,16 @@ def test_seeds_stay_in_range_and_no_seed_stays_none() -> None:
     assert fan_out_requests([seeded], 1) == (seeded,)
 
 
-def test_several_prompts(served: House) -> None:
+def test_several_prompts(served: ServerHarness) -> None:
     answer = completion(served, ["a b", "c"], n=2).json()
     texts = {choice["index"]: choice["text"] for choice in answer["choices"]}
     assert texts == {0: "a b", 1: "a b", 2: "c", 3: "c"}
-    # two and one words, and two more that the engine puts before each
+    # two words and one, and two tokens that the engine adds to each
     assert answer["usage"]["prompt_tokens"] == 7
     assert answer["usage"]["completion_tokens"] == 6
 
 
-def test_several_prompts_in_a_stream(served: House) -> None:
+def test_several_prompts_in_a_stream(served: ServerHarness) -> None:
     text = completion(served, ["a b", "c"], stream=True, logprobs=1).text
     events = [json.loads(line[6:]) for line in text.split("\n\n")[:-2]]
     texts: dict[int, str] = defaultdict(str)
@@ -108,7 +108,7 @@ def test_several_prompts_in_a_stream(served: House) -> None:
         ([1, "a"], "prompt: "),
     ],
 )
-def test_prompts_that_are_refused(served: House, prompt: object, says: str) -> None:
+def test_prompts_that_are_refused(served: ServerHarness, prompt: object, says: str) -> None:
     reply = completion(served, prompt, n=2)
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == "prompt"
@@ -116,8 +116,8 @@ def test_prompts_that_are_refused(served: House, prompt: object, says: str) -> N
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_one_that_fails_ends_all(stream: bool) -> None:
-    with house() as built:
+def test_failed_answer_ends_all(stream: bool) -> None:
+    with server_harness() as built:
         built.start()
         model = built.model(max_queue=2, token_s=0.02)
         reply = built.chat(model, "word " * 50, n=3, stream=stream)
@@ -128,8 +128,8 @@ def test_one_that_fails_ends_all(stream: bool) -> None:
         assert built.stats(model)["active_requests"] == 0
 
 
-def test_who_leaves_ends_all(served: House) -> None:
-    # a name of its own: one that is loaded already would not get slower
+def test_disconnect_cancels_all_answers(served: ServerHarness) -> None:
+    # a name of its own: a loaded model would not become slower
     model = served.model("slow", token_s=0.05)
     events = served.events(model, "word " * 100, n=4)
     next(events)
@@ -139,8 +139,8 @@ def test_who_leaves_ends_all(served: House) -> None:
     )
 
 
-def test_one_line_in_the_journal() -> None:
-    with house() as built:
+def test_request_is_logged_in_one_line() -> None:
+    with server_harness() as built:
         built.start()
         built.chat(built.model(), "a b", n=3)
         log = built.settings.log_path
@@ -159,7 +159,7 @@ def end(**fields: Any) -> Finished:
     return Finished(**(known | counts | fields))
 
 
-def test_what_answers_took_together() -> None:
+def test_statistics_of_answers_are_merged() -> None:
     total = merge_finished(
         [
             end(timings=Timings(cache_n=0, prompt_n=10, predicted_ms=50, ttft_ms=9), notes=("a",)),

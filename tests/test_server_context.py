@@ -1,4 +1,4 @@
-"""A larger context than the default: the model is loaded again when nobody else uses it."""
+"""A larger context than the default: the model is reloaded while no other client uses it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from serving import MANY_WORDS, House, house
+from serving import MANY_WORDS, ServerHarness, server_harness
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.model_info import LoadOptions
@@ -16,18 +16,18 @@ from localgen.backends.types import Message
 
 
 @pytest.fixture
-def served() -> Iterator[House]:
-    with house() as built:
+def served() -> Iterator[ServerHarness]:
+    with server_harness() as built:
         yield built
 
 
-def load(served: House, model: str, **options: Any) -> Any:
+def load(served: ServerHarness, model: str, **options: Any) -> Any:
     with served.client() as client:
         client.connect()
         return client.load(model, LoadOptions(**options))
 
 
-def test_a_larger_context_is_another_load(served: House) -> None:
+def test_a_larger_context_is_another_load(served: ServerHarness) -> None:
     model = served.model("big")
     assert load(served, model, threads=3).ctx == 2048
     larger = load(served, model, ctx=4096)
@@ -40,7 +40,7 @@ def test_a_larger_context_is_another_load(served: House) -> None:
         load(served, model, ctx=4097)  # more than it was trained for
 
 
-def test_it_grows_more_than_once(served: House) -> None:
+def test_context_grows_several_times(served: ServerHarness) -> None:
     model = served.model("big")
     assert [load(served, model, ctx=ctx).ctx for ctx in (1024, 2048, 512, 4096)] == [
         1024, 2048, 2048, 4096,
@@ -48,7 +48,7 @@ def test_it_grows_more_than_once(served: House) -> None:
     assert served.loads(model) == 3
 
 
-def test_what_is_not_of_the_load_stays(served: House) -> None:
+def test_keep_alive_survives_a_reload(served: ServerHarness) -> None:
     model = served.model("big")
     with served.client() as client:
         client.connect()
@@ -61,7 +61,7 @@ def test_what_is_not_of_the_load_stays(served: House) -> None:
 
 
 @pytest.mark.parametrize("chosen", [{"kv_tokens": 4096}, {"draft": True}])
-def test_a_size_that_somebody_chose_stays(served: House, chosen: dict[str, Any]) -> None:
+def test_chosen_context_is_not_changed(served: ServerHarness, chosen: dict[str, Any]) -> None:
     model = served.model("big")
     options = {"draft": served.model("small")} if "draft" in chosen else chosen
     load(served, model, **options)
@@ -70,7 +70,7 @@ def test_a_size_that_somebody_chose_stays(served: House, chosen: dict[str, Any])
     assert served.loads(model) == 1
 
 
-def test_another_option_is_refused_before(served: House) -> None:
+def test_other_changed_options_are_rejected_before_a_reload(served: ServerHarness) -> None:
     model = served.model("big")
     load(served, model)
     with pytest.raises(LocalgenError, match="big is loaded without --threads 9"):
@@ -93,7 +93,7 @@ def test_another_option_is_refused_before(served: House) -> None:
     ],
 )
 def test_an_invalid_option_is_not_another_load(
-    served: House, options: dict[str, Any], complaint: str
+    served: ServerHarness, options: dict[str, Any], complaint: str
 ) -> None:
     model = served.model("big")
     load(served, model)
@@ -101,7 +101,7 @@ def test_an_invalid_option_is_not_another_load(
         load(served, model, **options)
 
 
-def test_all_that_differs_is_named_by_its_flag(served: House) -> None:
+def test_all_that_differs_is_named_by_its_flag(served: ServerHarness) -> None:
     model = served.model("big")
     load(served, model, threads=3)
     with pytest.raises(LocalgenError) as raised:
@@ -114,7 +114,7 @@ def test_all_that_differs_is_named_by_its_flag(served: House) -> None:
 
 @pytest.mark.parametrize("options", [{"tp": 2}, {"device": "cuda"}])
 def test_an_option_that_needs_a_gpu_is_rejected_without_advice_to_stop_the_model(
-    served: House, options: dict[str, Any]
+    served: ServerHarness, options: dict[str, Any]
 ) -> None:
     model = served.model("big")
     load(served, model)
@@ -122,7 +122,7 @@ def test_an_option_that_needs_a_gpu_is_rejected_without_advice_to_stop_the_model
         load(served, model, **options)
 
 
-def test_an_answer_is_not_cut(served: House) -> None:
+def test_reload_does_not_interrupt_an_answer(served: ServerHarness) -> None:
     model = served.model("big")
     with served.client() as client:
         client.connect()
@@ -134,6 +134,6 @@ def test_an_answer_is_not_cut(served: House) -> None:
     assert served.loads(model) == 1
 
 
-def test_an_empty_name_is_not_the_default_model(served: House) -> None:
+def test_an_empty_name_is_not_the_default_model(served: ServerHarness) -> None:
     with pytest.raises(LocalgenError, match="the model name is empty"):
         load(served, "")

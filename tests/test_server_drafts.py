@@ -1,4 +1,4 @@
-"""`--draft` on its way to an engine: which model it means, what it costs, what is said of it."""
+"""`--draft` from request to engine: which model it names, its memory, what is reported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import House, house
+from serving import ServerHarness, server_harness
 
 from localgen.backends.errors import InvalidRequest, LocalgenError, ModelNotFound
 from localgen.backends.formats.model_files import ModelFile
@@ -32,7 +32,7 @@ def finding(**known: ModelFile) -> Any:
     return find
 
 
-def test_words_mean_no_model() -> None:
+def test_ngram_and_none_name_no_model() -> None:
     for word in (None, "ngram", "none"):
         assert resolve_draft_model(word, None, BIG, finding()) == DraftChoice(word)
     assert resolve_draft_model(None, "none", BIG, finding()).effective_option == "none", (
@@ -71,7 +71,7 @@ def test_auto_is_what_the_catalog_pairs() -> None:
     assert alone.note == ("using the n-gram drafter: the catalog has no draft model for tiny")
 
 
-def test_what_is_usual_is_taken_where_it_suits() -> None:
+def test_server_default_is_used_where_it_suits() -> None:
     usual = resolve_draft_model(None, "small", BIG, finding(small=SMALL))
     assert (usual.file, usual.optional) == (SMALL, True)
     assert resolve_draft_model(None, "small", SMALL, finding(small=SMALL)).file is None, (
@@ -80,7 +80,7 @@ def test_what_is_usual_is_taken_where_it_suits() -> None:
     assert "Model 'gone' not found" in resolve_draft_model(None, "gone", BIG, finding()).note
 
 
-def test_llama_cpp_takes_no_folders() -> None:
+def test_folder_as_draft_model_is_rejected_for_llama_cpp() -> None:
     llamacpp, cuda = Placement("llamacpp", ""), Placement("cuda", "")
     assert DraftChoice.from_model(FOLDER, optional=False).for_placement(cuda).file == FOLDER
     with pytest.raises(InvalidRequest, match=r"llama.cpp runs \.gguf files, /m/small is not one"):
@@ -91,18 +91,18 @@ def test_llama_cpp_takes_no_folders() -> None:
 
 
 @pytest.fixture
-def served() -> Iterator[House]:
-    with house(memory_limit=300_000_000) as built:
+def served() -> Iterator[ServerHarness]:
+    with server_harness(memory_limit=300_000_000) as built:
         yield built
 
 
-def load(served: House, model: str, **options: Any) -> Any:
+def load(served: ServerHarness, model: str, **options: Any) -> Any:
     with served.client() as client:
         client.connect()
         return client.load(model, LoadOptions(**options))
 
 
-def test_the_engine_gets_a_path_and_everybody_sees_it(served: House) -> None:
+def test_the_engine_gets_a_path_and_everybody_sees_it(served: ServerHarness) -> None:
     model, small = served.model("big"), served.model("small")
     info = load(served, model, draft=small)
     assert info.draft is not None
@@ -111,12 +111,12 @@ def test_the_engine_gets_a_path_and_everybody_sees_it(served: House) -> None:
     with served.client() as client:
         (running,) = client.running_models()
         assert running.draft == "small"
-        # as in `list`, and what its draft model adds
+        # as in `list`, plus that of its draft model
         (card,) = (card for card in client.models() if card.path == model)
         assert running.size_bytes == card.size_bytes + info.draft.size_bytes
 
 
-def test_another_draft_option_is_another_load(served: House) -> None:
+def test_another_draft_option_is_another_load(served: ServerHarness) -> None:
     model, small, other = (served.model(name) for name in ("big", "small", "other"))
     load(served, model, draft=small)
     for same in (small, "auto", None):
@@ -127,7 +127,7 @@ def test_another_draft_option_is_another_load(served: House) -> None:
     assert served.loads(model) == 1
 
 
-def test_a_missing_draft_model_is_one_line_and_nothing_is_loaded(served: House) -> None:
+def test_a_missing_draft_model_is_one_line_and_nothing_is_loaded(served: ServerHarness) -> None:
     model = served.model("big")
     with pytest.raises(ModelNotFound, match=r"--draft /nowhere.gguf: there is no file") as raised:
         load(served, model, draft="/nowhere.gguf")
@@ -136,8 +136,8 @@ def test_a_missing_draft_model_is_one_line_and_nothing_is_loaded(served: House) 
     assert load(served, model).draft is None
 
 
-def large(served: House) -> str:
-    """A draft model for which there is no room."""
+def large(served: ServerHarness) -> str:
+    """A draft model that does not fit in memory."""
     path = served.model("small")
     with Path(path).open("a") as file:
         file.write(" " * 10)
@@ -145,7 +145,7 @@ def large(served: House) -> str:
     return path
 
 
-def test_its_memory_counts(served: House) -> None:
+def test_memory_of_the_draft_model_counts(served: ServerHarness) -> None:
     model, small = served.model("big"), large(served)
     with pytest.raises(LocalgenError, match="big with small as draft model needs about") as raised:
         load(served, model, draft=small)
@@ -153,8 +153,8 @@ def test_its_memory_counts(served: House) -> None:
     assert load(served, model).draft is None
 
 
-def test_a_usual_draft_model_without_room_is_done_without(
-    served: House, monkeypatch: pytest.MonkeyPatch
+def test_default_draft_model_without_room_is_left_out(
+    served: ServerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, small = served.model("big"), large(served)
     monkeypatch.setenv("TEST_DRAFT", small)
@@ -165,7 +165,9 @@ def test_a_usual_draft_model_without_room_is_done_without(
     assert load(served, model, draft=small) == info, "it was asked for, and is not to be had"
 
 
-def test_a_usual_draft_model_is_taken(served: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_draft_model_is_loaded(
+    served: ServerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, small = served.model("big"), served.model("small")
     monkeypatch.setenv("TEST_DRAFT", small)
     assert load(served, model).draft is not None

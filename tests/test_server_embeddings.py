@@ -1,4 +1,4 @@
-"""/v1/embeddings over fake engines: what is accepted, what is refused, how it ends."""
+"""/v1/embeddings over fake engines: accepted input, rejected input, and endings."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from typing import Any
 import httpx
 import pytest
 from fake_engine import vector_of
-from serving import House, house, in_thread, wait_until
+from serving import ServerHarness, in_thread, server_harness, wait_until
 
 from localgen.machine.python_process import python_environment
 
 
 @pytest.fixture
-def served() -> Iterator[House]:
-    with house() as built:
+def served() -> Iterator[ServerHarness]:
+    with server_harness() as built:
         built.start()
         yield built
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[House]:
-    """One server for all tests that leave nothing behind."""
-    with house() as built:
+def shared() -> Iterator[ServerHarness]:
+    """One server for all tests that leave it unchanged."""
+    with server_harness() as built:
         built.start()
         yield built
 
 
-def ask(served: House, model: str, **body: Any) -> httpx.Response:
+def ask(served: ServerHarness, model: str, **body: Any) -> httpx.Response:
     return served.http.post("/v1/embeddings", json={"model": model, **body})
 
 
@@ -50,7 +50,7 @@ def ask(served: House, model: str, **body: Any) -> httpx.Response:
         (["ab", [1]], ["ab", (1,)]),
     ],
 )
-def test_every_kind_of_input(shared: House, given: Any, texts: list[Any]) -> None:
+def test_every_kind_of_input(shared: ServerHarness, given: Any, texts: list[Any]) -> None:
     reply = ask(shared, shared.model(), input=given)
     assert reply.status_code == 200, reply.text
     body = reply.json()
@@ -66,20 +66,20 @@ def test_every_kind_of_input(shared: House, given: Any, texts: list[Any]) -> Non
     assert len(reply.headers["x-request-id"]) == 24
 
 
-def test_base64_is_little_endian_float32(shared: House) -> None:
+def test_base64_is_little_endian_float32(shared: ServerHarness) -> None:
     body = ask(shared, shared.model(), input=["hello", "hi"], encoding_format="base64").json()
     for entry, text in zip(body["data"], ["hello", "hi"], strict=True):
         numbers = struct.unpack("<4f", base64.b64decode(entry["embedding"]))
         assert numbers == pytest.approx(vector_of(text))
 
 
-def test_fewer_dimensions_have_length_1_again(shared: House) -> None:
+def test_fewer_dimensions_have_length_1_again(shared: ServerHarness) -> None:
     model = shared.model()
     body = ask(shared, model, input=["abc", "abcd"], dimensions=2).json()
     first, second = (entry["embedding"] for entry in body["data"])
     assert first == pytest.approx([0.6, -0.8])
     assert second == pytest.approx([0.0, 1.0])
-    # nothing is left of this one but zeros, which have no direction
+    # only zeros are left of this one, which have no direction
     assert ask(shared, model, input="ab", dimensions=1).json()["data"][0]["embedding"] == [0.0]
     assert len(ask(shared, model, input="a", dimensions=4).json()["data"][0]["embedding"]) == 4
 
@@ -113,7 +113,9 @@ def test_fewer_dimensions_have_length_1_again(shared: House) -> None:
         ({"input": "x" * 1001}, "input", "more than 1000 tokens"),
     ],
 )
-def test_what_is_refused(shared: House, body: dict[str, Any], param: str, says: str) -> None:
+def test_invalid_requests_are_rejected(
+    shared: ServerHarness, body: dict[str, Any], param: str, says: str
+) -> None:
     content = json.dumps({"model": shared.model(), **body})
     reply = shared.http.post(
         "/v1/embeddings", content=content, headers={"Content-Type": "application/json"}
@@ -125,12 +127,12 @@ def test_what_is_refused(shared: House, body: dict[str, Any], param: str, says: 
     assert "\n" not in error["message"]
 
 
-def test_2048_texts_are_the_most(served: House) -> None:
+def test_2048_texts_are_the_most(served: ServerHarness) -> None:
     body = ask(served, served.model(), input=["x"] * 2048, encoding_format="base64").json()
     assert len(body["data"]) == 2048
 
 
-def test_a_client_that_leaves_cancels(served: House) -> None:
+def test_disconnect_cancels_the_request(served: ServerHarness) -> None:
     model = served.model(token_s=0.05)
 
     def leave() -> None:
@@ -146,7 +148,7 @@ def test_a_client_that_leaves_cancels(served: House) -> None:
     assert served.stats(model)["active_requests"] == 0
 
 
-def test_an_engine_that_dies(served: House) -> None:
+def test_engine_that_dies_is_an_error(served: ServerHarness) -> None:
     model = served.model()
     reply = ask(served, model, input=["a", "!die"])
     assert reply.status_code == 502
@@ -154,13 +156,13 @@ def test_an_engine_that_dies(served: House) -> None:
     assert ask(served, model, input="a").status_code == 200
 
 
-def test_an_unknown_model(served: House) -> None:
+def test_an_unknown_model(served: ServerHarness) -> None:
     reply = ask(served, "nobody", input="a")
     assert reply.status_code == 404
     assert reply.json()["error"]["code"] == "model_not_found"
 
 
-def test_unloaded_meanwhile(served: House) -> None:
+def test_unload_during_a_request_is_an_error(served: ServerHarness) -> None:
     model = served.model(token_s=0.05)
     served.chat(model, "hello")  # it is loaded: what waits for that is told of the load
     found: list[httpx.Response] = []
@@ -172,7 +174,7 @@ def test_unloaded_meanwhile(served: House) -> None:
     assert found[0].status_code == 502
 
 
-def test_figures_and_the_log_count_it(served: House) -> None:
+def test_figures_and_the_log_count_it(served: ServerHarness) -> None:
     model = served.model()
     ask(served, model, input=["hello", "hi"])
     ask(served, model, input="x" * 1001)
@@ -185,7 +187,7 @@ def test_figures_and_the_log_count_it(served: House) -> None:
         'request_prompt_tokens_count{model_name="echo"} 1.0',
     ):
         assert f"localgen:{line}" in text, line
-    # it has no answer: nothing of one is counted
+    # embeddings have no answer: its metrics are not counted
     assert "localgen:request_decode_time_seconds_count{" not in text
     assert "localgen:request_generation_tokens_count{" not in text
     assert "localgen:prefix_cache_queries_total{" not in text
@@ -195,7 +197,7 @@ def test_figures_and_the_log_count_it(served: House) -> None:
     assert any("outcome=embedded" in line and "new_tokens=7" in line for line in lines)
 
 
-def test_the_command(shared: House) -> None:
+def test_embed_command_prints_vectors(shared: ServerHarness) -> None:
     texts = [f"text {number}" for number in range(69)] + ["one\u2028line\f"]
     done = embed_command(shared, shared.model(), stdin="\r\n\n".join(texts) + "\n")
     assert done.stderr == ""
@@ -211,14 +213,16 @@ def test_the_command(shared: House) -> None:
         (["x", "--dimensions", "999"], "dimensions is 999, embeddings of echo have"),
     ],
 )
-def test_what_the_command_refuses(shared: House, arguments: list[str], complaint: str) -> None:
+def test_embed_command_rejects_invalid_input(
+    shared: ServerHarness, arguments: list[str], complaint: str
+) -> None:
     done = embed_command(shared, shared.model(), *arguments)
     assert (done.returncode, done.stdout) == (3, "")
     assert re.match(f"localgen: {complaint}", done.stderr)
 
 
 def embed_command(
-    served: House, *arguments: str, stdin: str = ""
+    served: ServerHarness, *arguments: str, stdin: str = ""
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "localgen.cli.main", "embed", *arguments],

@@ -1,4 +1,4 @@
-"""Every refusal: its status, its shape, and the field it names."""
+"""Every error: its status, its format, and the field it names."""
 
 from __future__ import annotations
 
@@ -7,18 +7,26 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from serving import MANY_WORDS, WORDS, House, chat_body, house, in_thread, wait_until
+from serving import (
+    MANY_WORDS,
+    WORDS,
+    ServerHarness,
+    chat_body,
+    in_thread,
+    server_harness,
+    wait_until,
+)
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[House]:
-    with house() as built:
+def served() -> Iterator[ServerHarness]:
+    with server_harness() as built:
         built.start()
         yield built
 
 
 def refusal(reply: Any, status: int, code: str) -> dict[str, Any]:
-    """The error object of a refusal with this status and code."""
+    """The error object of a rejected request with this status and code."""
     assert reply.status_code == status, reply.text
     body = reply.json()
     assert set(body) == {"error"}
@@ -81,9 +89,9 @@ def refusal(reply: Any, status: int, code: str) -> dict[str, Any]:
     ],
 )
 def test_a_field_that_is_wrong_is_named(
-    served: House, fields: dict[str, Any], param: str, says: str
+    served: ServerHarness, fields: dict[str, Any], param: str, says: str
 ) -> None:
-    # what no UTF-8 can hold travels escaped
+    # lone surrogates, which UTF-8 cannot hold, are sent escaped
     content = json.dumps(chat_body(served.model()) | fields)
     headers = {"content-type": "application/json"}
     reply = served.http.post("/v1/chat/completions", content=content, headers=headers)
@@ -102,13 +110,13 @@ def test_a_field_that_is_wrong_is_named(
         (b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}', "finite"),
     ],
 )
-def test_a_body_that_is_wrong(served: House, content: bytes, says: str) -> None:
+def test_invalid_body_is_rejected(served: ServerHarness, content: bytes, says: str) -> None:
     headers = {"content-type": "application/json"}
     reply = served.http.post("/v1/chat/completions", content=content, headers=headers)
     assert says in refusal(reply, 400, "invalid_request")["message"]
 
 
-def test_text_and_tokens_of_a_completion(served: House) -> None:
+def test_text_and_tokens_of_a_completion(served: ServerHarness) -> None:
     for prompt, param in (("\ud800", "prompt"), ([1, 10**400], "prompt")):
         content = json.dumps({"model": served.model(), "prompt": prompt})
         headers = {"content-type": "application/json"}
@@ -116,26 +124,26 @@ def test_text_and_tokens_of_a_completion(served: House) -> None:
         assert refusal(reply, 400, "invalid_request")["param"] == param
 
 
-def test_a_body_nested_deeply(served: House) -> None:
+def test_deeply_nested_body_is_rejected(served: ServerHarness) -> None:
     content = b'{"logit_bias": ' + b"[" * 900 + b"]" * 900 + b"}"
     headers = {"content-type": "application/json"}
     reply = served.http.post("/v1/chat/completions", content=content, headers=headers)
     refusal(reply, 400, "invalid_request")
 
 
-def test_a_keep_alive_that_is_no_time(served: House) -> None:
+def test_invalid_keep_alive_is_rejected(served: ServerHarness) -> None:
     body = {"model": served.model(), "keep_alive": "soon"}
     error = refusal(served.http.post("/v1/models/load", json=body), 400, "invalid_request")
     assert error["param"] == "keep_alive"
     assert "keep_alive=soon: give a time such as 30s" in error["message"]
 
 
-def test_a_body_that_is_a_form(served: House) -> None:
+def test_form_body_is_rejected(served: ServerHarness) -> None:
     reply = served.http.post("/v1/chat/completions", data={"model": "tiny"})
     assert "application/json" in refusal(reply, 400, "invalid_request")["message"]
 
 
-def test_unknown_paths_and_methods(served: House) -> None:
+def test_unknown_paths_and_methods(served: ServerHarness) -> None:
     assert "/v1/nothing" in refusal(served.http.get("/v1/nothing"), 404, "not_found")["message"]
     reply = served.http.get("/v1/chat/completions")
     refusal(reply, 405, "method_not_allowed")
@@ -143,7 +151,7 @@ def test_unknown_paths_and_methods(served: House) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_errors_before_the_first_token_are_statuses(served: House, stream: bool) -> None:
+def test_errors_before_the_first_token_are_statuses(served: ServerHarness, stream: bool) -> None:
     too_long = " ".join(["word"] * 1001)
     error = refusal(
         served.chat(served.model(), too_long, stream=stream), 400, "context_length_exceeded"
@@ -154,7 +162,7 @@ def test_errors_before_the_first_token_are_statuses(served: House, stream: bool)
     assert missing in refusal(served.chat(missing), 404, "model_not_found")["message"]
 
 
-def test_a_full_queue(served: House) -> None:
+def test_full_queue_is_rejected(served: ServerHarness) -> None:
     model = served.model("narrow", token_s=0.02, max_queue=1)
     served.chat(model, "a")
     events = served.events(model, MANY_WORDS)
@@ -166,11 +174,11 @@ def test_a_full_queue(served: House) -> None:
     events.close()
 
 
-def test_what_cannot_be_taken_is_refused_without_asking_the_engine(served: House) -> None:
+def test_what_cannot_be_taken_is_refused_without_asking_the_engine(served: ServerHarness) -> None:
     model = served.model("brimful", token_s=0.02)
     body = {"model": model, "options": {"max_queue": 1}}
     assert served.http.post("/v1/models/load", json=body).status_code == 200
-    # four run and one waits: the engine would take a sixth, this one has no such limit
+    # four run and one waits: this fake engine would accept a sixth
     streams = [served.events(model, MANY_WORDS) for _ in range(5)]
     for stream in streams:
         next(stream)
@@ -187,7 +195,7 @@ def test_what_cannot_be_taken_is_refused_without_asking_the_engine(served: House
     ("code", "status"),
     [("load_failed", 500), ("out_of_memory", 507), ("invalid_request", 400)],
 )
-def test_a_model_that_cannot_be_loaded(served: House, code: str, status: int) -> None:
+def test_failed_load_has_its_status(served: ServerHarness, code: str, status: int) -> None:
     model = served.model(f"broken-{code}", fail="broken.gguf: not a model", code=code)
     error = refusal(served.chat(model), status, code)
     assert error["message"] == "broken.gguf: not a model"
@@ -195,7 +203,7 @@ def test_a_model_that_cannot_be_loaded(served: House, code: str, status: int) ->
     assert served.chat(model).status_code == 200, "another try loads it again"
 
 
-def test_load_errors_in_a_stream(served: House) -> None:
+def test_load_errors_in_a_stream(served: ServerHarness) -> None:
     unknown = {"model": "no-such-model", "stream": True}
     refusal(served.http.post("/v1/models/load", json=unknown), 404, "model_not_found")
     slow = {"model": served.model("bad-slow", fail="bad", load_s=0.5), "stream": True}
@@ -203,7 +211,7 @@ def test_load_errors_in_a_stream(served: House) -> None:
     assert '"code":"load_failed"' in text.strip().split("\n\n")[-1]
 
 
-def test_load_options(served: House) -> None:
+def test_invalid_load_options_are_rejected(served: ServerHarness) -> None:
     def load(options: dict[str, Any]) -> Any:
         body = {"model": served.model("optional"), "options": options}
         return served.http.post("/v1/models/load", json=body)
@@ -221,15 +229,15 @@ def test_load_options(served: House) -> None:
     assert "localgen stop optional" in error["message"]
 
 
-def test_a_request_waits_for_a_load_and_may_leave(served: House) -> None:
+def test_a_request_waits_for_a_load_and_may_leave(served: ServerHarness) -> None:
     model = served.model("very-slow", load_s=1.0)
-    with House(served.folder).http as http, pytest.raises(Exception, match="timed out"):
+    with ServerHarness(served.folder).http as http, pytest.raises(Exception, match="timed out"):
         http.post("/v1/chat/completions", json=chat_body(model, WORDS), timeout=0.2)
     wait_until(lambda: served.stats(model)["state"] == "loaded")
     assert served.stats(model)["active_requests"] == 0
 
 
-def test_one_load_for_many_requests(served: House) -> None:
+def test_one_load_for_many_requests(served: ServerHarness) -> None:
     model = served.model("shared", load_s=0.3)
     answers: list[int] = []
     threads = [in_thread(lambda: answers.append(served.chat(model).status_code)) for _ in range(8)]

@@ -1,4 +1,4 @@
-"""Engine processes that die, models that come and go, servers that end."""
+"""Engine processes that die, models that are loaded and evicted, servers that end."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from typing import Any
 
 import psutil
 import pytest
-from serving import MANY_WORDS, House, house, in_thread, wait_until
+from serving import MANY_WORDS, ServerHarness, in_thread, server_harness, wait_until
 
 from localgen.placement.footprint import estimate_footprint
 
-# what a model needs at least, however small its file
+# minimum memory of a model, however small its file
 LEAST = estimate_footprint(0, None).need_bytes()
 
 
 @pytest.fixture
-def served() -> Iterator[House]:
-    with house() as built:
+def served() -> Iterator[ServerHarness]:
+    with server_harness() as built:
         yield built
 
 
-def collect(served: House, model: str, into: list[Any], text: str = MANY_WORDS) -> None:
+def collect(served: ServerHarness, model: str, into: list[Any], text: str = MANY_WORDS) -> None:
     into.extend(served.events(model, text))
 
 
-def test_a_killed_engine_ends_its_streams_and_no_others(served: House) -> None:
+def test_a_killed_engine_ends_its_streams_and_no_others(served: ServerHarness) -> None:
     served.start()
     model, other = served.model("victim", token_s=0.02), served.model("other", token_s=0.02)
     served.chat(model, "hello")  # from here on it is loaded
@@ -55,7 +55,7 @@ def test_a_killed_engine_ends_its_streams_and_no_others(served: House) -> None:
     assert list(bystander)[-1] == "[DONE]"
 
 
-def test_an_engine_that_dies_by_itself(served: House) -> None:
+def test_engine_crash_is_an_error_and_is_replaced(served: ServerHarness) -> None:
     served.start()
     model = served.model(token_s=0.01)
     assert served.chat(model, "!die").status_code == 502
@@ -67,7 +67,7 @@ def test_an_engine_that_dies_by_itself(served: House) -> None:
     assert served.chat(model, "a b").status_code == 200
 
 
-def test_an_engine_killed_while_it_loads(served: House) -> None:
+def test_engine_killed_while_loading_is_an_error(served: ServerHarness) -> None:
     served.start()
     model = served.model(load_s=5)
     replies: list[Any] = []
@@ -80,7 +80,7 @@ def test_an_engine_killed_while_it_loads(served: House) -> None:
     assert served.loaded() == []
 
 
-def test_code_that_crashes_on_this_processor_gets_a_second_try(served: House) -> None:
+def test_code_that_crashes_on_this_processor_gets_a_second_try(served: ServerHarness) -> None:
     served.start()
     model = served.model(crash_repacked=True)
     repacked = {"model": model, "options": {"repack": True}}
@@ -96,7 +96,7 @@ def test_code_that_crashes_on_this_processor_gets_a_second_try(served: House) ->
     assert "SIGILL" in reply.json()["error"]["message"]
 
 
-def test_stop_ends_streams_and_frees(served: House) -> None:
+def test_unload_ends_streams_and_the_engine(served: ServerHarness) -> None:
     served.start()
     model = served.model(token_s=0.02)
     got: list[Any] = []
@@ -111,7 +111,7 @@ def test_stop_ends_streams_and_frees(served: House) -> None:
     assert again.json()["unloaded"] is False
 
 
-def test_swap_by_lru(served: House) -> None:
+def test_least_recently_used_model_is_evicted(served: ServerHarness) -> None:
     served.settings = type(served.settings)(
         runtime_dir=served.settings.runtime_dir,
         state_dir=served.settings.state_dir,
@@ -146,7 +146,7 @@ def test_swap_by_lru(served: House) -> None:
 
 
 def test_idle_models_are_unloaded() -> None:
-    with house(keep_alive_s=0.0) as served:
+    with server_harness(keep_alive_s=0.0) as served:
         served.start()
         model = served.model()
         served.chat(model, "a")
@@ -154,7 +154,7 @@ def test_idle_models_are_unloaded() -> None:
 
 
 def test_the_server_leaves_when_idle() -> None:
-    with house(keep_alive_s=1.0) as served:
+    with server_harness(keep_alive_s=1.0) as served:
         process = served.start()
         model = served.model(token_s=0.05)
         assert len(list(served.events(model, "word " * 50))) > 50, "2.5 s of work keep it"
@@ -162,7 +162,7 @@ def test_the_server_leaves_when_idle() -> None:
         assert not served.settings.socket_path.exists()
 
 
-def test_permissions(served: House) -> None:
+def test_socket_and_folders_are_private(served: ServerHarness) -> None:
     served.start()
     assert stat.S_IMODE(served.settings.socket_path.stat().st_mode) == 0o600
     assert stat.S_IMODE(served.settings.runtime_dir.stat().st_mode) == 0o700
@@ -170,7 +170,7 @@ def test_permissions(served: House) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_another_user_cannot_connect(served: House) -> None:
+def test_another_user_cannot_connect(served: ServerHarness) -> None:
     served.start()
     code = (
         "import os,socket,sys; os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
@@ -181,7 +181,7 @@ def test_another_user_cannot_connect(served: House) -> None:
     assert subprocess.run(command, check=False).returncode == 7
 
 
-def test_a_stale_socket_is_replaced(served: House) -> None:
+def test_a_stale_socket_is_replaced(served: ServerHarness) -> None:
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(served.settings.socket_path))
     assert not served.healthy()
@@ -189,7 +189,7 @@ def test_a_stale_socket_is_replaced(served: House) -> None:
     assert served.healthy()
 
 
-def test_a_second_server_gives_way(served: House) -> None:
+def test_a_second_server_gives_way(served: ServerHarness) -> None:
     first = served.start()
     second = served.start()
     assert second.wait(timeout=5) == 1
@@ -201,7 +201,7 @@ def test_a_second_server_gives_way(served: House) -> None:
     assert served.pid() == first.pid
 
 
-def test_sigterm_lets_answers_end(served: House) -> None:
+def test_sigterm_lets_answers_end(served: ServerHarness) -> None:
     process = served.start()
     model = served.model(token_s=0.02)
     got: list[Any] = []
@@ -216,7 +216,7 @@ def test_sigterm_lets_answers_end(served: House) -> None:
     assert not served.settings.socket_path.exists()
 
 
-def test_sigterm_tells_those_that_take_too_long(served: House) -> None:
+def test_sigterm_tells_those_that_take_too_long(served: ServerHarness) -> None:
     process = served.start()
     got: list[Any] = []
     model = served.model(token_s=0.05)
@@ -228,7 +228,7 @@ def test_sigterm_tells_those_that_take_too_long(served: House) -> None:
     assert process.wait(timeout=5) == 0
 
 
-def test_a_killed_server_takes_its_engines_along(served: House) -> None:
+def test_a_killed_server_takes_its_engines_along(served: ServerHarness) -> None:
     process = served.start()
     model = served.model()
     served.chat(model, "a")
@@ -247,14 +247,14 @@ def _zombie(pid: int) -> bool:
         return True
 
 
-def test_what_engines_print_is_in_the_log(served: House) -> None:
+def test_what_engines_print_is_in_the_log(served: ServerHarness) -> None:
     served.start()
     model = served.model("chatty")
     served.chat(model, "a")
     wait_until(lambda: f"chatty: fake engine loads {model}" in served.settings.log_path.read_text())
 
 
-def test_memory_of_the_server_stays_flat(served: House) -> None:
+def test_memory_of_the_server_stays_flat(served: ServerHarness) -> None:
     process = served.start()
     model = served.model()
     for _ in range(50):

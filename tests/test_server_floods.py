@@ -1,4 +1,4 @@
-"""Requests made to hurt: each is refused or bounded, and others are answered meanwhile."""
+"""Hostile requests: each is rejected or bounded, and others are answered meanwhile."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 
 import httpx
 import pytest
-from doors import Door, code, door
 from serving import chat_body, wait_until
 from starlette.types import Message, Receive, Scope, Send
+from tcp_server import TcpServer, code, tcp_server
 
 from localgen.server.http import guard, json_limits
 from localgen.server.http.access import AccessPolicy, RateLimit
@@ -24,22 +24,22 @@ from localgen.server.http.guard import RequestRefused
 from localgen.server.http.rate_limit import RateLimiter
 
 JSON = {"Content-Type": "application/json"}
-# what the server may compute while anybody else waits for /health; the clock on the wall also
-# counts what other programs of this machine take, and the time that this process needs itself
+# processor time that the server may use while another client waits for /health; wall time
+# would include other programs of this machine and this process itself
 PATIENCE_S = 2.0
 TURN = {"role": "user", "content": "hello there"}
 
 
 @pytest.fixture(scope="module")
-def opened() -> Iterator[Door]:
-    with door() as found:
+def opened() -> Iterator[TcpServer]:
+    with tcp_server() as found:
         found.chat()
         yield found
 
 
 @contextmanager
-def others_are_answered(opened: Door) -> Iterator[None]:
-    """Asks /health all the time while the block runs; it must always come in good time."""
+def others_are_answered(opened: TcpServer) -> Iterator[None]:
+    """Request /health all the time while the block runs; each answer must come in time."""
     waits_s: list[float] = []
     done = threading.Event()
     server = opened.server()
@@ -67,12 +67,12 @@ def others_are_answered(opened: Door) -> Iterator[None]:
     assert max(waits_s) < PATIENCE_S
 
 
-def post(opened: Door, body: Any) -> httpx.Response:
+def post(opened: TcpServer, body: Any) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     return opened.http.post("/v1/chat/completions", content=content, headers=JSON)
 
 
-def test_a_hundred_thousand_messages(opened: Door) -> None:
+def test_too_many_messages_are_rejected(opened: TcpServer) -> None:
     body = {"model": opened.model, "messages": [TURN] * 100_000}
     with others_are_answered(opened):
         reply = post(opened, body)
@@ -80,7 +80,7 @@ def test_a_hundred_thousand_messages(opened: Door) -> None:
     assert "16,384 objects" in reply.json()["error"]["message"]
 
 
-def test_as_many_messages_as_may_be(opened: Door) -> None:
+def test_largest_number_of_messages_is_accepted(opened: TcpServer) -> None:
     body = {"model": opened.model, "messages": [TURN] * 16_000}
     with others_are_answered(opened):
         assert post(opened, body).status_code == 200
@@ -97,27 +97,27 @@ def test_as_many_messages_as_may_be(opened: Door) -> None:
     ],
     ids=["parts", "tokens", "biases", "stops", "unknown"],
 )
-def test_millions_of_small_things(opened: Door, field: dict[str, Any]) -> None:
+def test_millions_of_elements_are_rejected(opened: TcpServer, field: dict[str, Any]) -> None:
     body = json.dumps(chat_body(opened.model, "a") | field).encode()
     with others_are_answered(opened):
         reply = post(opened, body)
     assert (reply.status_code, code(reply)) == (413, "too_large")
 
 
-def test_the_socket_is_no_way_around(opened: Door) -> None:
+def test_limits_apply_on_the_socket(opened: TcpServer) -> None:
     body = {"model": opened.model, "messages": [TURN] * 100_000}
-    reply = opened.house.http.post("/v1/chat/completions", json=body)
+    reply = opened.harness.http.post("/v1/chat/completions", json=body)
     assert reply.status_code == 413
 
 
 @pytest.mark.parametrize("depth", [10_000, 1_000_000])
-def test_nested_deeply(opened: Door, depth: int) -> None:
+def test_deep_nesting_is_rejected(opened: TcpServer, depth: int) -> None:
     body = b'{"messages": ' + b"[" * depth + b"]" * depth + b"}"
     with others_are_answered(opened):
         assert post(opened, body).status_code in (400, 413)
 
 
-def test_a_gigabyte_that_says_so(opened: Door) -> None:
+def test_announced_gigabyte_is_rejected(opened: TcpServer) -> None:
     before = opened.server().memory_info().rss
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
     sent = 0
@@ -129,7 +129,7 @@ def test_a_gigabyte_that_says_so(opened: Door) -> None:
     assert opened.server().memory_info().rss - before < 1 << 25
 
 
-def test_a_gigabyte_that_does_not(opened: Door) -> None:
+def test_unannounced_gigabyte_is_rejected(opened: TcpServer) -> None:
     sent = 0
 
     def endless() -> Iterator[bytes]:
@@ -142,28 +142,28 @@ def test_a_gigabyte_that_does_not(opened: Door) -> None:
     reply = opened.http.post("/v1/chat/completions", content=endless(), headers=JSON)
     assert (reply.status_code, code(reply)) == (413, "too_large")
     assert sent < 1 << 27
-    # one body of the largest size, in the parts that it came in
+    # one body of the largest size, in its received parts
     assert opened.server().memory_info().rss - before < 1 << 27
 
 
-def test_idle_connections(opened: Door) -> None:
+def test_idle_connections_do_not_block_others(opened: TcpServer) -> None:
     with ExitStack() as stack:
         for _ in range(500):
             stack.enter_context(opened.connect())
         assert opened.chat().status_code == 200
-        assert opened.house.chat(opened.model, "a").status_code == 200
+        assert opened.harness.chat(opened.model, "a").status_code == 200
 
 
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="sets limits of another process")
-def test_more_connections_than_files_may_be_open() -> None:
+def test_connections_beyond_the_file_limit_do_not_end_the_server() -> None:
     few = 128
-    with door() as opened:
-        resource.prlimit(opened.house.pid(), resource.RLIMIT_NOFILE, (few, few))
+    with tcp_server() as opened:
+        resource.prlimit(opened.harness.pid(), resource.RLIMIT_NOFILE, (few, few))
         with ExitStack() as stack:
             socks = [stack.enter_context(opened.connect()) for _ in range(2 * few)]
             wait_until(lambda: sum(map(is_closed, socks)) >= len(socks) - few // 2)
-            # the socket answers, and there are files for an engine
-            assert opened.house.chat(opened.house.model("new"), "a").status_code == 200
+            # the socket answers, and file descriptors are left for an engine
+            assert opened.harness.chat(opened.harness.model("new"), "a").status_code == 200
         wait_until(lambda: opened.chat().status_code == 200)
 
 
@@ -177,9 +177,9 @@ def is_closed(sock: socket.socket) -> bool:
         return True
 
 
-def test_who_does_not_read_holds_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_that_does_not_read_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_STALL_S", "0.5")
-    with door() as opened, socket.socket() as sock:
+    with tcp_server() as opened, socket.socket() as sock:
         body = json.dumps(chat_body(opened.model, " ".join(["w" * 20_000] * 900), stream=True))
         head = (
             "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
@@ -190,13 +190,13 @@ def test_who_does_not_read_holds_no_model(monkeypatch: pytest.MonkeyPatch) -> No
         sock.sendall((head + body).encode())
 
         def active() -> int:
-            return int(opened.house.http.get("/health").json()["active_requests"])
+            return int(opened.harness.http.get("/health").json()["active_requests"])
 
         wait_until(lambda: active() == 1)
         wait_until(lambda: active() == 0)
 
 
-def test_a_body_that_comes_drop_by_drop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_body_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "BODY_TIMEOUT_S", 0.05)
 
     async def drops() -> Message:
@@ -214,8 +214,8 @@ def test_a_body_that_comes_drop_by_drop(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("expects", [False, True])
 @pytest.mark.parametrize("key", ["", "none of ours"])
-def test_a_refusal_is_said_before_the_rest_is_read(key: str, expects: bool) -> None:
-    """Bytes that nobody has read reset the connection, and take with them what has not arrived."""
+def test_rejection_is_sent_before_the_body_is_read(key: str, expects: bool) -> None:
+    """Unread bytes reset the connection, which would discard a response in flight."""
     parts, order = 3 if key else 5, []
 
     async def receive() -> Message:
@@ -242,7 +242,7 @@ def test_a_refusal_is_said_before_the_rest_is_read(key: str, expects: bool) -> N
         guard.GuardMiddleware(reads, access, RateLimiter(RateLimit()))(scope, receive, send)
     )
     before = [] if key else ["read"] * 3
-    # who waits for our consent, and did not get it, sends nothing
+    # a client that waits for 100 Continue and did not get it sends nothing
     rest = 0 if key and expects else parts - len(before)
     assert order == [*before, "answer", *["read"] * rest, "end"]
 
@@ -257,7 +257,7 @@ def test_a_refusal_is_said_before_the_rest_is_read(key: str, expects: bool) -> N
         (1, json_limits.MAX_VALUES),
     ],
 )
-def test_what_there_is_too_much_of(thing: object, most: int) -> None:
+def test_element_limit_by_kind(thing: object, most: int) -> None:
     assert json_limits.json_limit_error(json.dumps([thing] * (most - 1)).encode()) is None
     assert "the request has too many elements" in (
         json_limits.json_limit_error(json.dumps([thing] * (most + 2)).encode()) or ""
@@ -268,13 +268,13 @@ def test_what_there_is_too_much_of(thing: object, most: int) -> None:
     "text",
     ['{"a": [1, 2, {"b": "c"}]},\n' * 100_000, "\\" * 100_001, '\\"[{' * 50_000, "é[{" * 50_000],
 )
-def test_what_a_text_quotes_does_not_count(text: str) -> None:
+def test_brackets_in_strings_are_not_counted(text: str) -> None:
     for ascii_only in (False, True):
         body = json.dumps(chat_body("tiny", text), ensure_ascii=ascii_only).encode()
         assert json_limits.json_limit_error(body) is None
 
 
-def test_another_encoding_hides_nothing() -> None:
+def test_other_encodings_are_rejected() -> None:
     body = json.dumps([{"a": "b"}] * 20_000)
     for encoding in ("utf-16", "utf-16-le", "utf-32-be"):
         assert "UTF-8" in (json_limits.json_limit_error(body.encode(encoding)) or "")

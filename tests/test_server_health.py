@@ -1,4 +1,4 @@
-"""/health says whether requests are welcome, /livez whether the server lives."""
+"""/health says whether the server takes requests, /livez whether it runs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from doors import KEY, Door, door, free_port
-from serving import House, chat_body, house, in_thread, wait_until
+from serving import ServerHarness, chat_body, in_thread, server_harness, wait_until
+from tcp_server import KEY, TcpServer, free_port, tcp_server
 
 from localgen.client import Client
 from localgen.machine.python_process import python_environment
@@ -19,26 +19,28 @@ NOT_READY = 503
 
 
 @pytest.fixture
-def served() -> Iterator[House]:
-    with house() as built:
+def served() -> Iterator[ServerHarness]:
+    with server_harness() as built:
         yield built
 
 
-def begin(served: House, model: str, monkeypatch: pytest.MonkeyPatch) -> subprocess.Popen[bytes]:
-    """A server that loads a model at once, seen as soon as it answers."""
+def begin(
+    served: ServerHarness, model: str, monkeypatch: pytest.MonkeyPatch
+) -> subprocess.Popen[bytes]:
+    """A server that loads a model at start, returned as soon as it answers."""
     monkeypatch.setenv("TEST_MODEL", model)
-    monkeypatch.setattr(House, "healthy", lambda _: answers(served))
+    monkeypatch.setattr(ServerHarness, "healthy", lambda _: answers(served))
     return served.start()
 
 
-def answers(served: House) -> bool:
+def answers(served: ServerHarness) -> bool:
     try:
         return served.http.get("/livez").status_code == 200
     except httpx.TransportError:
         return False
 
 
-def test_a_server_at_work(served: House) -> None:
+def test_health_of_an_idle_server(served: ServerHarness) -> None:
     served.start()
     reply = served.http.get("/health")
     assert reply.status_code == 200
@@ -47,7 +49,7 @@ def test_a_server_at_work(served: House) -> None:
 
 
 def test_not_ready_while_its_first_model_loads(
-    served: House, monkeypatch: pytest.MonkeyPatch
+    served: ServerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin(served, served.model("first", load_s=2), monkeypatch)
     reply = served.http.get("/health")
@@ -59,7 +61,7 @@ def test_not_ready_while_its_first_model_loads(
 
 
 def test_our_clients_find_a_server_that_loads(
-    served: House, monkeypatch: pytest.MonkeyPatch
+    served: ServerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = begin(served, served.model("first", load_s=2), monkeypatch)
     client = served.client()
@@ -68,11 +70,11 @@ def test_our_clients_find_a_server_that_loads(
     assert found is not None
     assert (found.pid, found.status) == (process.pid, "loading")
     assert [running.name for running in client.running_models()] == ["first"]
-    # and are served by it
+    # and use it
     assert served.chat(served.model("other"), "a b").status_code == 200
 
 
-def test_other_models_that_load_make_nobody_wait(served: House) -> None:
+def test_other_models_that_load_make_nobody_wait(served: ServerHarness) -> None:
     served.start()
     slow = served.model("slow", load_s=1)
     thread = in_thread(lambda: served.chat(slow, "a"))
@@ -82,10 +84,10 @@ def test_other_models_that_load_make_nobody_wait(served: House) -> None:
 
 
 def test_a_first_model_that_cannot_be_loaded_ends_the_server(
-    served: House, monkeypatch: pytest.MonkeyPatch
+    served: ServerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TEST_MODEL", served.model("bad", fail="the file is damaged"))
-    monkeypatch.setattr(House, "healthy", lambda _: False)
+    monkeypatch.setattr(ServerHarness, "healthy", lambda _: False)
     process = served.start()
     assert process.wait(timeout=10) == 1
     assert process.stderr is not None
@@ -93,8 +95,8 @@ def test_a_first_model_that_cannot_be_loaded_ends_the_server(
     assert not served.settings.socket_path.exists()
 
 
-def test_told_to_end_while_its_first_model_loads(
-    served: House, monkeypatch: pytest.MonkeyPatch
+def test_stop_while_the_first_model_loads(
+    served: ServerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = begin(served, served.model("first", load_s=60), monkeypatch)
     process.terminate()
@@ -103,7 +105,7 @@ def test_told_to_end_while_its_first_model_loads(
     assert process.stderr.read() == b""
 
 
-def test_stopping(served: House) -> None:
+def test_health_while_stopping(served: ServerHarness) -> None:
     port = free_port()
     process = served.start(port=port)
     model = served.model(token_s=0.02)
@@ -121,12 +123,12 @@ def test_stopping(served: House) -> None:
         assert told.json() == {"status": "stopping"}
         assert int(told.headers["retry-after"]) >= 1
         assert http.get("/livez").status_code == 200
-        # the answer that runs is finished nevertheless
+        # the running answer is finished nevertheless
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert process.wait(timeout=5) == 0
 
 
-def test_our_clients_leave_one_that_stops_alone(served: House) -> None:
+def test_our_clients_leave_one_that_stops_alone(served: ServerHarness) -> None:
     process = served.start()
     events = served.events(served.model(token_s=0.02), "word " * 100)
     next(events)
@@ -138,25 +140,25 @@ def test_our_clients_leave_one_that_stops_alone(served: House) -> None:
 
 
 @pytest.mark.parametrize("path", ["/health", "/livez"])
-def test_without_a_key_no_more_than_a_word(path: str) -> None:
-    with door(keys=[KEY]) as opened:
+def test_health_without_a_key_has_no_details(path: str) -> None:
+    with tcp_server(keys=[KEY]) as opened:
         assert list(opened.http.get(path).json()) == ["status"]
 
 
-def test_only_the_socket_ends_the_server() -> None:
-    with door() as opened:
+def test_shutdown_is_accepted_on_the_socket_only() -> None:
+    with tcp_server() as opened:
         assert_refused(opened)
-        assert opened.house.http.post("/v1/shutdown").status_code == 200
+        assert opened.harness.http.post("/v1/shutdown").status_code == 200
 
 
-def assert_refused(opened: Door) -> None:
+def assert_refused(opened: TcpServer) -> None:
     reply = opened.http.post("/v1/shutdown")
     assert reply.status_code == 403
     assert reply.json()["error"]["code"] == "forbidden"
     assert opened.chat().status_code == 200
 
 
-def test_serve_with_a_model_that_is_not_there(served: House) -> None:
+def test_serve_with_a_model_that_is_not_there(served: ServerHarness) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "localgen.cli.main", "serve", "./nothing.gguf"],
         env=python_environment() | served.settings.to_environment() | {"HOME": os.devnull},

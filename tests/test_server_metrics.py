@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from serving import House, chat_body, house, wait_until
+from serving import ServerHarness, chat_body, server_harness, wait_until
 
 from localgen.server.stats.request_log import create_log_formatter
 
@@ -31,14 +31,14 @@ HISTOGRAMS = {
 
 
 @pytest.fixture
-def served() -> Iterator[House]:
-    with house() as built:
+def served() -> Iterator[ServerHarness]:
+    with server_harness() as built:
         built.start()
         yield built
 
 
-def figures(served: House) -> dict[str, float]:
-    """Values by name and the labels beside the model's name."""
+def figures(served: ServerHarness) -> dict[str, float]:
+    """Metric values by name and the labels beside the model's name."""
     found = {}
     reply = served.http.get("/metrics")
     assert reply.headers["content-type"].startswith("text/plain; version=")
@@ -49,13 +49,13 @@ def figures(served: House) -> dict[str, float]:
     return found
 
 
-def log(served: House) -> list[str]:
-    """Lines of ended requests."""
+def log(served: ServerHarness) -> list[str]:
+    """Log lines of ended requests."""
     lines = served.settings.log_path.read_text().splitlines()
     return [line for line in lines if " request id=" in line]
 
 
-def test_all_names_of_the_conventions(served: House) -> None:
+def test_all_names_of_the_conventions(served: ServerHarness) -> None:
     served.chat(served.model(), "hello my world")
     ended(served, 1)
     names = {name.split()[0] for name in figures(served)}
@@ -64,7 +64,7 @@ def test_all_names_of_the_conventions(served: House) -> None:
         assert names >= {f"{name}_bucket", f"{name}_count", f"{name}_sum"}
 
 
-def test_requests_are_counted(served: House) -> None:
+def test_requests_are_counted(served: ServerHarness) -> None:
     model = served.model()
     for _ in range(3):
         served.chat(model, "hello my world")
@@ -79,7 +79,7 @@ def test_requests_are_counted(served: House) -> None:
     assert found["num_requests_running model_name=echo"] == 0
 
 
-def test_loads_are_counted(served: House) -> None:
+def test_loads_are_counted(served: ServerHarness) -> None:
     served.chat(served.model("good"), "a")
     served.chat(served.model("bad", fail="it is damaged"), "a")
     found = figures(served)
@@ -89,7 +89,7 @@ def test_loads_are_counted(served: House) -> None:
     assert "model_load_time_seconds_count model_name=bad" not in found
 
 
-def test_gaps_between_tokens(served: House) -> None:
+def test_inter_token_latency_is_measured(served: ServerHarness) -> None:
     list(served.events(served.model(token_s=0.02), "one two three four"))
     ended(served, 1)
     found = figures(served)
@@ -97,7 +97,7 @@ def test_gaps_between_tokens(served: House) -> None:
     assert found["inter_token_latency_seconds_sum model_name=echo"] > 0.04
 
 
-def test_who_left_is_counted(served: House) -> None:
+def test_disconnects_are_counted(served: ServerHarness) -> None:
     model = served.model(token_s=0.05)
     events = served.events(model, "word " * 100)
     next(events)
@@ -107,7 +107,7 @@ def test_who_left_is_counted(served: House) -> None:
     assert "outcome=gone" in log(served)[-1]
 
 
-def test_names_that_clients_make_up_are_no_labels(served: House) -> None:
+def test_unknown_model_names_are_not_labels(served: ServerHarness) -> None:
     reply = served.chat("no-such-model")
     assert reply.status_code == 404
     ended(served, 1)
@@ -118,7 +118,9 @@ def test_names_that_clients_make_up_are_no_labels(served: House) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_id_of_an_answer_is_in_its_headers_and_the_log(served: House, stream: bool) -> None:
+def test_the_id_of_an_answer_is_in_its_headers_and_the_log(
+    served: ServerHarness, stream: bool
+) -> None:
     body = chat_body(served.model(), "hello", stream=stream)
     reply = served.http.post("/v1/chat/completions", json=body)
     name = reply.headers["x-request-id"]
@@ -131,8 +133,8 @@ def test_the_id_of_an_answer_is_in_its_headers_and_the_log(served: House, stream
     assert {"cached_tokens", "new_tokens", "answer_tokens"} <= fields.keys()
 
 
-def ended(served: House, count: int) -> None:
-    """Wait until so many requests are written down: an answer is sent first."""
+def ended(served: ServerHarness, count: int) -> None:
+    """Wait until this many requests are logged: the answer is sent first."""
     wait_until(lambda: len(log(served)) >= count)
 
 
@@ -147,7 +149,7 @@ def test_a_line_for_programs_is_json() -> None:
     assert (line["message"], line["id"], line["ms"], line["level"]) == ("request", "x", 1.5, "INFO")
 
 
-def test_what_clients_say_forges_nothing() -> None:
+def test_client_text_cannot_forge_log_lines() -> None:
     said = 'x outcome=stop\n2026 INFO request id="fake"'
     line = create_log_formatter().format(record(client=said, empty=""))
     assert "\n" not in line

@@ -1,4 +1,4 @@
-"""What clients over TCP may call a model: names, and no path on this machine."""
+"""Model names over TCP: names only, no paths of the server's machine."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from doors import Door, code, door
 from serving import chat_body
+from tcp_server import TcpServer, code, tcp_server
 
 from localgen.backends.errors import InvalidRequest, ModelNotFound
 from localgen.hub.resolve import reject_path, resolve_model
@@ -40,12 +40,12 @@ NO_PATHS = [
 
 
 @pytest.fixture(scope="module")
-def opened() -> Iterator[Door]:
-    with door() as found:
+def opened() -> Iterator[TcpServer]:
+    with tcp_server() as found:
         yield found
 
 
-def ask(opened: Door, path: str, model: str) -> httpx.Response:
+def ask(opened: TcpServer, path: str, model: str) -> httpx.Response:
     bodies = {
         "/v1/chat/completions": chat_body(model, "a"),
         "/v1/completions": {"model": model, "prompt": "a"},
@@ -60,40 +60,40 @@ def ask(opened: Door, path: str, model: str) -> httpx.Response:
     ["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models/load"],
 )
 @pytest.mark.parametrize("name", PATHS)
-def test_paths_are_refused(opened: Door, path: str, name: str) -> None:
+def test_paths_are_refused(opened: TcpServer, path: str, name: str) -> None:
     reply = ask(opened, path, name)
     assert (reply.status_code, code(reply)) == (400, "invalid_request")
     assert "not a path" in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("name", NO_PATHS)
-def test_what_is_no_name_either(opened: Door, name: str) -> None:
+def test_other_invalid_names_are_rejected(opened: TcpServer, name: str) -> None:
     reply = ask(opened, "/v1/chat/completions", name)
     assert reply.status_code in (400, 404)
     assert "/etc" not in reply.json()["error"]["message"].replace(name, "")
 
 
-def test_a_refusal_does_not_tell_what_is_there(opened: Door) -> None:
-    there = opened.house.model("secret")
+def test_rejection_does_not_reveal_existing_files(opened: TcpServer) -> None:
+    there = opened.harness.model("secret")
     missing = there.replace("secret", "missing")
     said = [ask(opened, "/v1/chat/completions", path).json()["error"] for path in (there, missing)]
     assert said[0] == said[1]
-    assert opened.house.loads(there) == 0
+    assert opened.harness.loads(there) == 0
 
 
-def test_a_model_that_is_loaded_by_its_path_has_a_name_too(opened: Door) -> None:
-    path = opened.house.model("lent")
-    assert opened.house.chat(path, "a").status_code == 200
+def test_a_model_that_is_loaded_by_its_path_has_a_name_too(opened: TcpServer) -> None:
+    path = opened.harness.model("lent")
+    assert opened.harness.chat(path, "a").status_code == 200
     assert ask(opened, "/v1/chat/completions", path).status_code == 400
     assert ask(opened, "/v1/chat/completions", "lent").status_code == 200
 
 
-def test_what_the_owner_has_named(opened: Door) -> None:
-    name = opened.house.named("given")
+def test_aliases_are_accepted(opened: TcpServer) -> None:
+    name = opened.harness.named("given")
     assert ask(opened, "/v1/chat/completions", name).status_code == 200
 
 
-def test_unloading_tells_nothing(opened: Door) -> None:
+def test_unloading_a_path_reveals_nothing(opened: TcpServer) -> None:
     for path in ("/etc/passwd", "/nothing"):
         reply = opened.http.post("/v1/models/unload", json={"model": path})
         assert reply.json() == {"unloaded": False}
@@ -102,7 +102,7 @@ def test_unloading_tells_nothing(opened: Door) -> None:
 def test_a_folder_beside_the_server_is_no_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`user/repo` is the hub's, whatever lies where the server was started."""
+    """`user/repo` is the hub's, whatever lies in the server's working folder."""
     (tmp_path / "user" / "repo").mkdir(parents=True)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
@@ -113,11 +113,11 @@ def test_a_folder_beside_the_server_is_no_name(
 
 
 @pytest.mark.parametrize("name", ["tiny", "llama3.1:8b", "hf.co/user/repo:Q4_K_M", "a..b", "x.y"])
-def test_names(name: str) -> None:
+def test_model_names_are_accepted(name: str) -> None:
     reject_path(name)
 
 
 @pytest.mark.parametrize("name", PATHS)
-def test_paths(name: str) -> None:
+def test_paths_are_rejected_as_names(name: str) -> None:
     with pytest.raises(InvalidRequest, match="not a path"):
         reject_path(name)

@@ -1,4 +1,4 @@
-"""Chat templates that clients send are foreign code: in the real engine, through HTTP."""
+"""Chat templates sent by clients are untrusted code: in the real engine, through HTTP."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import House, chat_body, house, wait_until
+from serving import ServerHarness, chat_body, server_harness, wait_until
 
 from localgen.backends.text.template import MAX_RENDER_S
 from localgen.machine.python_process import python_environment
@@ -32,8 +32,8 @@ ESCAPES = [
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[House]:
-    with house() as built:
+def served() -> Iterator[ServerHarness]:
+    with server_harness() as built:
         process = subprocess.Popen(
             [sys.executable, "-m", "localgen.server"],
             env=python_environment() | built.settings.to_environment(),
@@ -44,8 +44,8 @@ def served() -> Iterator[House]:
 
 
 @pytest.fixture
-def asked(served: House) -> Iterator[Any]:
-    """Loads the built-in model with a template, and asks."""
+def asked(served: ServerHarness) -> Iterator[Any]:
+    """Loads the built-in model with a template and sends a chat."""
 
     def ask(template: str) -> Any:
         body = {"model": "tiny", "options": {"chat_template": template}}
@@ -59,7 +59,7 @@ def asked(served: House) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("template", ESCAPES)
-def test_nothing_outside_is_reached(asked: Any, template: str) -> None:
+def test_templates_cannot_access_python_or_files(asked: Any, template: str) -> None:
     reply = asked(template)
     assert reply.status_code == 400
     error = reply.json()["error"]
@@ -70,7 +70,9 @@ def test_nothing_outside_is_reached(asked: Any, template: str) -> None:
     assert "subprocess" not in said
 
 
-def test_one_that_never_ends_is_stopped_and_others_go_on(served: House, asked: Any) -> None:
+def test_endless_template_is_stopped_without_blocking_others(
+    served: ServerHarness, asked: Any
+) -> None:
     replies: list[Any] = []
     thread = threading.Thread(target=lambda: replies.append(asked(ENDLESS)))
     begun_s = time.monotonic()
@@ -87,10 +89,10 @@ def test_one_that_never_ends_is_stopped_and_others_go_on(served: House, asked: A
     assert "did not finish within" in replies[0].json()["error"]["message"]
 
 
-def tiny(served: House) -> str:
+def tiny(served: ServerHarness) -> str:
     models: list[dict[str, Any]] = served.http.get("/v1/stats").json()["models"]
     return str(next(Path(found["path"]) for found in models if found["name"] == "tiny"))
 
 
-def test_the_engine_lives(served: House) -> None:
+def test_engine_survives_hostile_templates(served: ServerHarness) -> None:
     assert served.http.post("/v1/chat/completions", json=chat_body("tiny", "a")).status_code == 200

@@ -1,4 +1,4 @@
-"""Tools and thoughts over HTTP: the real openai client, server, engine and model."""
+"""Tools and reasoning over HTTP: the real openai client, server, engine and model."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def api(http: httpx.Client) -> openai.OpenAI:
 
 
 def test_a_conversation_with_a_tool(api: openai.OpenAI) -> None:
-    """Called, answered, and asked again, as a program does it."""
+    """A call, its result, and the next request, as a program does it."""
     messages = list(ASKED)
     first = api.chat.completions.create(
         model="tiny",
@@ -223,7 +223,7 @@ def called(**function: Any) -> list[dict[str, Any]]:
         ),
     ],
 )
-def test_what_is_wrong_is_named(
+def test_invalid_tool_fields_are_named(
     http: httpx.Client, fields: dict[str, Any], param: str, says: str
 ) -> None:
     reply = http.post("http://localgen/v1/chat/completions", json=body(**fields))
@@ -244,13 +244,13 @@ def test_what_is_wrong_is_named(
         turn("assistant", content="x", tool_calls=[], reasoning_content="hm"),
     ],
 )
-def test_what_asks_for_nothing_is_taken(fields: dict[str, Any]) -> None:
+def test_tool_fields_without_effect_are_accepted(fields: dict[str, Any]) -> None:
     asked = ChatRequest.model_validate(body(**fields)).to_request_fields()
     assert asked["tools"] == ()
     assert asked["parallel_tool_calls"] is True
 
 
-def test_calls_put_together() -> None:
+def test_streamed_calls_are_assembled() -> None:
     deltas = [
         Delta("r", "", 1, (), "", (ToolCallDelta(0, "", "a", "f"), ToolCallDelta(0, '{"x"'))),
         Delta("r", "text", 2),

@@ -1,4 +1,4 @@
-"""What /v1/stats tells of machine, ended requests and memory bandwidth; cancelling by id."""
+"""/v1/stats: machine, ended requests and memory bandwidth; cancelling by id."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from doors import AUTH, KEY, code, door
 from models import TINY_GGUF
 from scripted_client import model_info
-from serving import MANY_WORDS, House, chat_body, house, in_thread, wait_until
+from serving import MANY_WORDS, ServerHarness, chat_body, in_thread, server_harness, wait_until
+from tcp_server import AUTH, KEY, code, tcp_server
 
 from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.machine_stats import MachineStats, ReadCost
@@ -33,16 +33,16 @@ from localgen.server.stats.request_log import RequestRecord
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[House]:
-    with house() as built:
+def served() -> Iterator[ServerHarness]:
+    with server_harness() as built:
         built.start()
         yield built
 
 
 class Answer:
-    """An answer that is being written, read in a thread."""
+    """A streaming answer, read in a thread."""
 
-    def __init__(self, served: House, model: str, **fields: Any) -> None:
+    def __init__(self, served: ServerHarness, model: str, **fields: Any) -> None:
         self.id, self.text, self.reason, self.error = "", "", "", ""
         self._served, self._model, self._fields = served, model, fields
         self.thread = in_thread(self._read)
@@ -62,18 +62,18 @@ class Answer:
                     self.reason = choice["finish_reason"] or self.reason
 
 
-def cancel(served: House, request_id: str) -> bool:
+def cancel(served: ServerHarness, request_id: str) -> bool:
     reply = served.http.post(f"/v1/requests/{request_id}/cancel")
     assert reply.status_code == 200, reply.text
     return bool(reply.json()["cancelled"])
 
 
-def ended(served: House) -> list[dict[str, Any]]:
+def ended(served: ServerHarness) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = served.http.get("/v1/stats").json()["ended"]
     return found
 
 
-def test_a_request_is_cancelled_by_its_id(served: House) -> None:
+def test_a_request_is_cancelled_by_its_id(served: ServerHarness) -> None:
     model = served.model("slow", token_s=0.02)
     answer = Answer(served, model)
     wait_until(lambda: len(answer.text) > 3)
@@ -90,7 +90,7 @@ def test_a_request_is_cancelled_by_its_id(served: House) -> None:
     assert served.stats(model)["active_requests"] == 0
 
 
-def test_others_go_on_when_one_is_cancelled(served: House) -> None:
+def test_others_go_on_when_one_is_cancelled(served: ServerHarness) -> None:
     model = served.model("pair", token_s=0.005)
     first, second = Answer(served, model), Answer(served, model, max_tokens=40)
     assert cancel(served, first.id)
@@ -99,7 +99,7 @@ def test_others_go_on_when_one_is_cancelled(served: House) -> None:
 
 
 def test_cancelling_over_tcp_needs_a_key() -> None:
-    with door(keys=[KEY]) as opened:
+    with tcp_server(keys=[KEY]) as opened:
         path = "/v1/requests/nobody/cancel"
         assert code(opened.http.post(path)) == "unauthorized"
         assert opened.http.post(path, headers=AUTH).json() == {"cancelled": False}
@@ -107,7 +107,7 @@ def test_cancelling_over_tcp_needs_a_key() -> None:
 
 
 @pytest.mark.parametrize("path", ["//cancel", "/%2e%2e/cancel", "/a/b/cancel", "/%00/cancel"])
-def test_odd_ids_cancel_nothing(served: House, path: str) -> None:
+def test_invalid_ids_cancel_nothing(served: ServerHarness, path: str) -> None:
     reply = served.http.post(f"/v1/requests{path}")
     assert reply.status_code in (200, 404)
     assert "true" not in reply.text
@@ -156,7 +156,7 @@ def test_each_of_several_answers_is_listed_and_the_newest_come_first() -> None:
     )
 
 
-def test_only_the_last_ones_are_kept() -> None:
+def test_only_the_last_requests_are_kept() -> None:
     recent = RecentRequests()
     for number in range(MAX_RECENT_REQUESTS + 20):
         recent.on_request_end(entry(finished=[finish(str(number))], total=finish()))
@@ -192,11 +192,11 @@ def known(monkeypatch: pytest.MonkeyPatch, ram: float | None, gpu: float | None 
     monkeypatch.setattr(memory_reads, "cached_gpu_bandwidth", lambda gpu_: found(gpu))
 
 
-def test_what_a_step_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_read_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
     known(monkeypatch, 2e10)
     cost = compute_read_cost(TINY, model_info(ctx=2048), ())
     assert cost is not None
-    # of its embedding a step reads single rows: it has a head of its own
+    # a step reads single rows of the embedding, which is not tied to the head
     assert 0.7 * TINY.size_bytes < cost.weights_bytes < TINY.size_bytes
     assert cost.kv_token_bytes > 0
     assert (cost.medium, cost.bytes_per_s, cost.how) == ("RAM", 2e10, "measured before")
@@ -232,13 +232,13 @@ def test_a_limit_that_is_not_known_is_none(
     assert says in cost.how
 
 
-def test_files_that_do_not_tell(tmp_path: Path) -> None:
+def test_unreadable_file_has_no_read_cost(tmp_path: Path) -> None:
     path = tmp_path / "broken.gguf"
     path.write_bytes(b"GGUF")
     assert compute_read_cost(ModelFile("b", path, 4, (path,), "file"), model_info(), ()) is None
 
 
-def test_a_model_that_cannot_be_reckoned_leaves_the_rest_of_the_figures(
+def test_model_without_a_read_cost_keeps_its_other_statistics(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(_: object) -> None:
@@ -296,7 +296,7 @@ def test_a_known_bandwidth_is_read_and_never_measured(
 
 
 class FakeNvml:
-    """NVIDIA's library over one GPU. silent: what this GPU does not tell."""
+    """NVIDIA's library with one GPU. silent: values that this GPU does not report."""
 
     NVMLError = type("NVMLError", (Exception,), {})
     NVML_TEMPERATURE_GPU = NVML_CLOCK_SM = 0
@@ -335,7 +335,7 @@ class FakeNvml:
         return ask
 
 
-def test_what_a_gpu_is_doing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_metrics_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = FakeNvml()
     monkeypatch.setitem(sys.modules, "pynvml", cast(Any, nvml))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -346,7 +346,7 @@ def test_what_a_gpu_is_doing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert nvml.open == 0
 
 
-def test_what_a_gpu_does_not_tell_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpu_metrics_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     silent = (
         "nvmlDeviceGetUtilizationRates",
         "nvmlDeviceGetPowerUsage",

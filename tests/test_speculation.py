@@ -1,4 +1,4 @@
-"""How much is drafted: as much as pays by what was measured, and nothing where nothing does."""
+"""How much is drafted: as much as measured times justify, and nothing where it does not pay."""
 
 from __future__ import annotations
 
@@ -25,34 +25,35 @@ from localgen.backends.runner.sequence import Sequence
 
 
 def still() -> float:
-    """A clock that proposing takes no time by, so that nothing depends on the machine."""
+    """A clock on which proposing takes no time, so that tests do not depend on the machine."""
     return 0.0
 
 
 def options(*probs: Seq[float], ms: float = 0.0) -> list[DraftOption | None]:
-    """One option for each sequence, all of one drafter. ms: of a draft."""
+    """One option per sequence, all of one drafter. ms: time of a draft."""
     drafter = Guesser(0.5, ms=ms)
     return [DraftOption(drafter, each) if each else None for each in probs]
 
 
 def expected_tokens(alpha: float, k: int) -> float:
-    """Tokens of a step with k drafts of which each is right with probability alpha, if those
-    before it are (Leviathan et al. 2023)."""
+    """Expected tokens of a step with k drafts, each right with probability alpha given those before
+    (Leviathan et al. 2023).
+    """
     return float(k + 1) if alpha == 1 else (1 - alpha ** (k + 1)) / (1 - alpha)
 
 
 def flat(tokens: int) -> float:
-    """A GPU that waits for memory: many tokens cost as one."""
+    """Step time of a memory-bound GPU: many tokens cost as much as one."""
     return 4.0 + 0.02 * tokens
 
 
 def steep(tokens: int) -> float:
-    """Two cores: a few tokens cost dearly, many less each."""
+    """Step time of two cores: a few tokens cost much, many cost less each."""
     return 22.0 if tokens == 1 else 40.0 + 10.0 * tokens if tokens < 24 else 100.0 + 7.5 * tokens
 
 
 def full(tokens: int) -> float:
-    """No spare arithmetic at all."""
+    """Step time proportional to tokens: no spare compute."""
     return 10.0 * tokens
 
 
@@ -78,7 +79,7 @@ def test_the_closed_form_at_a_known_place() -> None:
 @pytest.mark.parametrize("alpha", [0.5, 0.7, 0.8, 0.9])
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
 def test_tokens_of_a_step_are_what_the_closed_form_says(alpha: float, k: int) -> None:
-    # not so unlucky at first that it gives up: this one has nothing that would be tried again
+    # enough luck at first that it does not give up: there are no probes here
     guesser, seq = Guesser(alpha, seed=1), decoding()
     steps = Steps(Speculation([guesser], max_drafts=k, clock=still), lambda tokens: 1.0)
     steps.run([seq], 100)
@@ -106,7 +107,7 @@ def test_nearly_the_best_that_any_length_could_give(
 
 @pytest.mark.parametrize("streams", [2, 4])
 def test_nearly_the_best_where_only_all_together_gain(streams: int) -> None:
-    # one that drafts alone makes the others wait for more than it gains
+    # one sequence that drafts alone delays the others by more than it gains
     best = max(
         (k + 1) * steep(streams) / steep(streams * (1 + k)) for k in range(MAX_DRAFT_TOKENS + 1)
     )
@@ -136,8 +137,10 @@ def test_off_where_there_is_no_spare_arithmetic(alpha: float) -> None:
 
 
 class Slow(Guesser):
-    """A drafter that needs time to propose, and look_ms to see whether it can. looks: how often it
-    did."""
+    """A drafter that takes time to propose, and look_ms to find out whether it can.
+
+    looks: how often it searched.
+    """
 
     def __init__(self, alpha: float, look_ms: float = 0.0, *, ms: float = 0.0) -> None:
         super().__init__(alpha, ms=ms)
@@ -176,7 +179,7 @@ def test_proposing_is_paid_for() -> None:
 
 
 @pytest.mark.parametrize("look_ms", [0.001, 0.5, 50.0])
-def test_looking_in_vain_takes_little(look_ms: float) -> None:
+def test_search_without_drafts_takes_little_time(look_ms: float) -> None:
     slow = Slow(0.0, look_ms)
     steps = Steps(Speculation([slow], clock=slow.clock), full)
     steps.run([decoding()], 200)
@@ -190,7 +193,7 @@ def test_looking_in_vain_takes_little(look_ms: float) -> None:
 
 
 def test_short_answers_do_not_keep_a_price_from_being_forgotten() -> None:
-    # each ends before anybody has to look again
+    # each ends before the next search
     slow = Slow(0.97, look_ms=3.0)
     speculation = Speculation([slow], clock=slow.clock)
     is_dear = True
@@ -204,7 +207,7 @@ def test_short_answers_do_not_keep_a_price_from_being_forgotten() -> None:
     assert speculation.stats.share > 0.5
 
 
-def test_looking_goes_on_where_it_gains() -> None:
+def test_search_continues_where_drafts_gain() -> None:
     slow = Slow(0.9, look_ms=1.0)
     speculation = Speculation([slow], clock=slow.clock)
     steps = Steps(speculation, flat)
@@ -213,7 +216,7 @@ def test_looking_goes_on_where_it_gains() -> None:
     assert speculation.stats.speedup > 3
 
 
-def test_looking_begins_anew_once_there_is_something() -> None:
+def test_search_resumes_once_drafts_are_found() -> None:
     slow = Slow(0.0, look_ms=1.0)
     steps = Steps(Speculation([slow], clock=slow.clock), flat)
     steps.run([decoding()], 500)
@@ -254,7 +257,7 @@ def test_one_sequence_gets_the_fastest_number(
     assert found.gain == pytest.approx(gains[found.drafts[0]])
 
 
-def test_it_comes_back_when_steps_get_cheap() -> None:
+def test_drafting_resumes_when_steps_get_cheap() -> None:
     slow = True
     speculation = Speculation([Guesser(0.9)], clock=still)
     steps = Steps(speculation, lambda tokens: full(tokens) if slow else flat(tokens))
@@ -268,20 +271,20 @@ def test_it_comes_back_when_steps_get_cheap() -> None:
 
 
 def test_no_sequence_is_slowed_down_for_another() -> None:
-    # 65 tokens for one would make everybody else's take sixteen times as long
+    # 65 tokens for one would make tokens of the others take sixteen times as long
     long = [0.99] * 64
     found = allocate(options(long, *([[]] * 7)), steep, max_drafts=512)
     assert found is None or steep(8 + found.drafts[0]) <= MAX_SLOWDOWN * steep(8)
-    # nor may one be made to wait by half while the other one's tokens come three times as fast
+    # nor may one be slowed down by half for another that becomes three times as fast
     assert allocate(options(long, []), steep, max_drafts=512) is None
     assert allocated(allocate(options(long), steep, max_drafts=512)).drafts[0] >= 40
-    # where a step takes no longer, all may
+    # where a step takes no longer, all may draft
     found = allocate(options(long, *([[]] * 7)), flat, max_drafts=512)
     assert allocated(found).drafts[0] >= 8
 
 
 class Short(Guesser):
-    """A drafter that can propose one token, likely the right one."""
+    """A drafter that can propose one token, which is likely right."""
 
     def acceptance_probs(self, seq: Sequence, max_drafts: int) -> list[float]:
         return super().acceptance_probs(seq, min(1, max_drafts))
@@ -299,10 +302,10 @@ def test_a_burst_of_slow_plain_steps_does_not_make_drafts_pay_for_long() -> None
     plain_ms = 45.0
     steps.run([decoding()], 8)
     plain_ms = 25.0
-    # a price is a median: a few plain steps show it, of which there is one in so many
+    # a price is a median: it takes a few plain steps, which are rare
     steps.run([decoding()], 4 * PLAIN_EVERY)
     assert any(steps.lengths[-4 * PLAIN_EVERY :]), "drafts seem to pay"
-    # and then what they seemed to gain is used up by probes
+    # then probes use up the apparent gain
     steps.run([decoding()], 700)
     assert sum(map(bool, steps.lengths[-100:])) < 10
 
@@ -323,7 +326,7 @@ def test_no_drafts_beside_prompts() -> None:
     assert (short, "prompt" in explanation) == ("prefill first", True)
 
 
-def test_why_a_small_cache_has_none() -> None:
+def test_reason_for_no_drafts_in_a_small_cache() -> None:
     speculation = Speculation([Guesser(1.0)], clock=still)
     Steps(speculation, flat).run([decoding()], 1)
     assert not speculation.propose([decoding()], max_outputs=1, max_prefill_tokens=64)
@@ -356,7 +359,7 @@ def test_no_drafts_beyond_the_end() -> None:
     assert len(drafts[seq].tokens) == 2, "the step itself gives the tenth token"
 
 
-def test_what_became_of_it() -> None:
+def test_statistics_of_drafts() -> None:
     speculation = Speculation([Guesser(0.8)], max_drafts=4, clock=still)
     steps = Steps(speculation, flat)
     steps.run([decoding()], 1_000)
@@ -421,7 +424,7 @@ def test_unknown_sizes_are_approached_by_doubling() -> None:
     assert max(drafted) == MAX_DRAFT_TOKENS
 
 
-def test_one_step_in_so_many_is_plain() -> None:
+def test_one_step_in_plain_every_has_no_drafts() -> None:
     steps = Steps(Speculation([Guesser(1.0, prior=0.99)], clock=still), flat)
     steps.run([decoding()], 40 * PLAIN_EVERY)
     assert steps.lengths[PLAIN_EVERY:].count(0) == pytest.approx(39, abs=3)

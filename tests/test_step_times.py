@@ -35,7 +35,7 @@ def test_every_type_is_measured(
         assert all(0 < each < 1e-6 for each in seconds)
 
 
-def test_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_times_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[int] = []
 
     def measure() -> dict[str, tuple[float, float, float]]:
@@ -66,7 +66,9 @@ def test_not_measured_beside_other_programs(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("command", [["false"], ["echo", "no JSON"], ["/no/such/program"]])
-def test_a_measurement_that_fails(monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
+def test_failed_measurement_is_not_stored(
+    monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
     monkeypatch.setattr(step_times, "python_command", lambda module: command)
     assert step_times.step_times(lambda line: None) is None
     assert not measurements.measurements_path().exists()
@@ -91,7 +93,7 @@ def test_a_busy_machine_measures_nothing_anew(monkeypatch: pytest.MonkeyPatch) -
     assert "other programs" in notices[-1]
 
 
-def test_without_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_measurement_without_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_times, "find_spec", lambda name: None)
     assert step_times.step_times(lambda line: sys.exit("no notice is expected")) is None
 

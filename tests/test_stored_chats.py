@@ -1,4 +1,4 @@
-"""Chats of the terminal in the store: what is kept, continued, and shared with the tui."""
+"""Terminal chats in the session store: stored, continued, and shared with the TUI."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from scripted_client import Script, ScriptedClient, answer
-from tui_chats import MakeTui, settle, wait
+from tui_chats import MakeTui, wait, wait_for_answer
 
 from localgen.backends.errors import DiskFull, EngineDied, InvalidRequest
 from localgen.chat.chat_storage import ChatStorage, SessionChoice, open_chat_storage
@@ -29,7 +29,7 @@ NEW, LATEST = SessionChoice(), SessionChoice(is_latest=True)
 
 
 class Chat:
-    """A chat in the terminal whose lines are typed one at a time, with its screen."""
+    """A terminal chat with lines typed one at a time, and its screen."""
 
     def __init__(self, storage: ChatStorage, scripts: tuple[Script, ...]) -> None:
         self.client = ScriptedClient(*scripts)
@@ -41,13 +41,13 @@ class Chat:
         self.repl = Repl(self.session, console, self._leave, storage.recorder(self.session))
 
     def type(self, *lines: str) -> str:
-        """Type lines; everything on the screen so far."""
+        """Type lines; returns everything on the screen so far."""
         for line in lines:
             self.repl.handle_line(line)
         return self.screen.getvalue()
 
     def open_and_leave(self) -> str:
-        """Start and leave at once; what is on the screen."""
+        """Start and leave at once; returns the screen."""
         self.repl.run()
         return self.screen.getvalue()
 
@@ -60,7 +60,7 @@ OpenChat = Callable[..., Chat]
 
 @pytest.fixture
 def open_chat(tmp_path: Path) -> Iterator[OpenChat]:
-    """Opens chats on one store, each for a choice of session and scripts, and closes them."""
+    """Opens chats on one store, each with a session choice and scripts; closes them afterwards."""
     with ExitStack() as stack:
 
         def open_one(choice: SessionChoice, *scripts: Script) -> Chat:
@@ -114,7 +114,7 @@ def test_the_tui_and_the_terminal_continue_each_other(
     (listed,) = tui.manager.summaries
     opened = tui.manager.get(listed.id)
     opened.ask("from the tui")
-    settle(tui, opened)
+    wait_for_answer(tui, opened)
     chat = open_chat(SessionChoice("From the Terminal"))
     screen = chat.open_and_leave()
     assert "continued: from the terminal · 2 turns\n>>> from the tui\nre: from the tui" in screen
@@ -219,7 +219,7 @@ def test_without_history_nothing_is_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_session_of_a_name(open_chat: OpenChat, store: SessionStore) -> None:
+def test_session_is_found_by_name_or_id(open_chat: OpenChat, store: SessionStore) -> None:
     one = Conversation("sys", (Turn("q", "a"),))
     first = store.create(SessionRecord(0, "Trip", conversation=one))
     store.create(SessionRecord(0, "7", conversation=one))
@@ -329,7 +329,7 @@ def test_a_title_that_was_cut_at_a_space_is_found(open_chat: OpenChat, store: Se
     assert find_session(store, "from before") is not None
 
 
-def test_nothing_to_continue(open_chat: OpenChat) -> None:
+def test_continue_without_a_session_is_rejected(open_chat: OpenChat) -> None:
     with pytest.raises(InvalidRequest, match="no stored conversation to continue"):
         open_chat(LATEST)
 
@@ -343,7 +343,9 @@ def test_nothing_to_continue(open_chat: OpenChat) -> None:
         (SessionChoice(is_latest=True), False, "need a terminal"),
     ],
 )
-def test_choices_that_are_refused(choice: SessionChoice, at_terminal: bool, reason: str) -> None:
+def test_invalid_session_choices_are_rejected(
+    choice: SessionChoice, at_terminal: bool, reason: str
+) -> None:
     with pytest.raises(InvalidRequest, match=reason):
         choice.validate(at_terminal=at_terminal)
 

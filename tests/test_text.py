@@ -1,4 +1,4 @@
-"""Text in and out: detokenizing, stop strings and chat templates, however the tokens are cut."""
+"""Detokenizing, stop strings and chat templates, with tokens split in any way."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HELLO = [Message("user", "hello")]
 
 
 def pieces(whole: AnyStr, cuts: Sequence[int]) -> list[AnyStr]:
-    """`whole` cut at these positions."""
+    """`whole` split at these positions."""
     ends = [0, *sorted(min(cut, len(whole)) for cut in cuts), len(whole)]
     return [whole[a:b] for a, b in itertools.pairwise(ends)]
 
@@ -63,7 +63,7 @@ def test_bytes_that_are_not_utf8_become_replacement_characters(raw: bytes, cuts:
     detokenizer = Detokenizer()
     shown = "".join(detokenizer.feed(piece) for piece in pieces(raw, cuts))
     whole = raw.decode("utf-8", "replace")
-    # an unfinished character at the end is dropped where a whole decode replaces it
+    # an unfinished character at the end is dropped, where decoding at once replaces it
     assert shown == whole or shown == whole.removesuffix("\ufffd")
 
 
@@ -78,14 +78,14 @@ def test_a_lead_byte_without_its_rest_is_replaced_and_nothing_else_is_lost() -> 
 
 
 def run(stops: Sequence[str], parts: Sequence[str]) -> tuple[str, str | None]:
-    """All that is shown, and the stop string reached."""
+    """All text shown, and the stop string reached."""
     matcher = StopStringMatcher(stops)
     shown = [matcher.feed(part) for part in parts]
     return "".join(shown) + ("" if matcher.matched else matcher.flush()), matcher.matched
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
-    """The rule: the stop string completed first ends the text; of several, the longest."""
+    """The rule: the stop string completed first ends the text; among several, the longest."""
     for end in range(1, len(text) + 1):
         complete = [stop for stop in stops if stop and text[:end].endswith(stop)]
         if complete:
@@ -95,7 +95,7 @@ def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
 
 
 STOPS = st.lists(st.text(st.sampled_from("ab"), max_size=4), min_size=1, max_size=3)
-# few letters and short stops, so that stops are met, overlap and begin falsely
+# few letters and short stops, so that stops occur, overlap and begin in vain
 LETTERS = st.lists(st.sampled_from("abc"), min_size=3, max_size=12).map("".join)
 
 
@@ -132,7 +132,9 @@ def test_no_more_is_held_back_than_may_become_a_stop(stops: list[str], text: str
         ([""], ["abc"], "abc", None),  # an empty stop string means nothing
     ],
 )
-def test_stop_strings(stops: list[str], parts: list[str], shown: str, matched: str | None) -> None:
+def test_stop_strings_end_the_text(
+    stops: list[str], parts: list[str], shown: str, matched: str | None
+) -> None:
     assert run(stops, parts) == (shown, matched)
 
 
@@ -163,7 +165,7 @@ def refusal(source: str, messages: Sequence[Message] = HELLO) -> InvalidRequest:
     return caught.value
 
 
-def test_a_usual_template() -> None:
+def test_chatml_template_is_rendered() -> None:
     turns = [Message("system", "Be brief."), Message("user", "Hi {{ 1 + 1 }}")]
     assert render(CHATML, turns) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n"
@@ -184,7 +186,7 @@ def test_absent_tools_and_documents_are_none() -> None:
     assert render("{{ tools is none }} {{ documents is none }}") == "True True"
 
 
-def test_loop_controls() -> None:
+def test_break_and_continue_are_supported() -> None:
     source = (
         "{% for i in range(9) %}{% if i == 1 %}{% continue %}{% endif %}"
         "{% if i == 4 %}{% break %}{% endif %}{{ i }}{% endfor %}"
@@ -252,7 +254,7 @@ def test_a_failing_template_says_why(source: str, why: str) -> None:
         "{{ (''|attr('__class__')).mro() }}",
     ],
 )
-def test_the_sandbox_lets_nothing_out(source: str) -> None:
+def test_sandbox_blocks_unsafe_access(source: str) -> None:
     assert "the chat template fails on these messages" in refusal(source).message
 
 
@@ -264,19 +266,19 @@ def test_the_caller_s_messages_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("name", ["include 'x'", "import 'x' as y", "extends 'x'"])
-def test_other_files_are_out_of_reach(name: str) -> None:
+def test_templates_cannot_include_files(name: str) -> None:
     assert "fails on these messages" in refusal("{% " + name + " %}").message
 
 
 @pytest.mark.parametrize(
     "source", ["{% if %}", "{{ 1 +", "{% for m in messages %}", "{% nonsense %}", "{{ x | nope }}"]
 )
-def test_a_template_that_does_not_compile(source: str) -> None:
+def test_invalid_template_is_rejected(source: str) -> None:
     with pytest.raises(InvalidRequest, match=r"does not compile: .*--chat-template FILE"):
         ChatTemplate(source)
 
 
-def test_a_template_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_template_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_module, "MAX_RENDER_S", 0.2)
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(InvalidRequest, match="did not finish within"):

@@ -1,4 +1,4 @@
-"""Which theme the screens have, and where the choice is kept."""
+"""The theme of the screens, and where the choice is stored."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_f2_takes_the_next_theme_and_it_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"theme": "pink"}', b"[]", b"\xff\xfe"])
-def test_a_damaged_choice_is_none(tmp_path: Path, content: bytes) -> None:
+def test_damaged_theme_file_falls_back_to_dark(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "tui.json"
     path.write_bytes(content)
     assert ThemeChoice(path, {}).load() == DARK

@@ -1,4 +1,4 @@
-"""Calls of the built-in model, held to their schemas at temperature 1, in every format."""
+"""Tool calls of the built-in model match their schemas at temperature 1, in every format."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TIME = Tool("time")
 
 
 def loading(template: str) -> LoadOptions:
-    # more threads only spin for a model this small
+    # a model this small does not benefit from more threads
     return LoadOptions(chat_template=template, threads=1, threads_batch=1)
 
 
@@ -94,7 +94,7 @@ def test_required_calls_are_valid_under_random_schemas(
             value = json.loads(arguments)
             assert name == "first" or (seed % 2 and name == "time" and value == {})
             assert name == "time" or fits(value, schema), (arguments, schema)
-    # at this temperature the model would rather think for ever
+    # at this temperature the model would reason endlessly
     assert ended > (0 if family == "thinking" else len(schemas) / 2)
 
 
@@ -105,7 +105,7 @@ def test_auto_may_call_and_need_not(bench_of: Callable[[str], Bench], family: st
     assert plain.finished.reason in ("stop", "length")
     assert plain.text
     assert not plain.calls
-    # a push towards the opening marker: what follows it has to be a call
+    # a bias towards the opening marker, which a call must follow
     opening = {"llama": '{"name"', "mistral": "[TOOL_CALLS]", "phi": "<|tool_call|>"}
     tokens = bench.model.tokenizer.encode(opening.get(family, "<tool_call>"))
     bias = dict.fromkeys(tokens, 12.0)
@@ -190,7 +190,7 @@ def test_stop_strings_are_for_content(bench_of: Callable[[str], Bench]) -> None:
     assert reply.finished.stop not in params.stop
 
 
-def test_a_call_that_is_cut_short(bench_of: Callable[[str], Bench]) -> None:
+def test_truncated_call(bench_of: Callable[[str], Bench]) -> None:
     bench = bench_of("hermes")
     whole = ask(bench, hot(2), tools=(WEATHER,), tool_choice="weather", parallel_tool_calls=False)
     tokens = whole.finished.completion_tokens
@@ -240,7 +240,7 @@ def test_results_go_back_to_the_model(bench_of: Callable[[str], Bench]) -> None:
         ({"reasoning_effort": "low"}, {}, "reasoning_effort", "leave reasoning_effort out"),
     ],
 )
-def test_what_is_wrong_is_named(
+def test_invalid_tool_settings_are_named(
     bench_of: Callable[[str], Bench],
     request_fields: dict[str, Any],
     params: dict[str, Any],

@@ -1,4 +1,4 @@
-"""What an answer may say where there are tools or thoughts: texts that a grammar takes or not."""
+"""Grammars of answers with tools or reasoning: which texts they accept."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCHEMA = {
 }
 TOOLS = (Tool("weather", "", json.dumps(SCHEMA)), Tool("time"))
 THINK = detect_thinking_tags("<think>")
-# a control token of the built-in model, which stands in for those of the families
+# a control token of the built-in model in place of those of the families
 CONTROL = 1
 CUT, WHOLE, LAST = "cut", "whole", "last"  # may go on; may end; has to end
 
@@ -43,7 +43,7 @@ def reaches(
     parts: list[str | int],
     params: SamplingParams,
 ) -> str | None:
-    """How far an answer has come with these texts and tokens; None: it may not say that."""
+    """State of an answer after these texts and tokens; None: the grammar rejects them."""
     tokenizer = grammars._tokenizer
     matcher = grammars.compile(params, frame)
     assert matcher is not None

@@ -1,4 +1,4 @@
-"""Calls and thoughts read from text, however it is cut."""
+"""Tool calls and reasoning are parsed from text, however it is split."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Said = tuple[str, str, list[tuple[str, str]]]
 
 
 def read(reader: ResponseParser, parts: Iterable[str]) -> Said:
-    """Reasoning, content and calls; asserts what holds of every stream."""
+    """Reasoning, content and calls; asserts what holds for every stream."""
     fed = [*(reader.feed(part) for part in parts), reader.finish()]
     calls: list[list[str]] = []
     for piece in (piece for said in fed for piece in said.tool_calls):
@@ -65,7 +65,7 @@ def reader_of(
 
 
 def cuts(text: str) -> Iterable[list[str]]:
-    """Whole, in single characters, in every two parts, and in random ones."""
+    """The text whole, in single characters, in every two parts, and split at random."""
     yield [text]
     yield list(text)
     yield from ([text[:at], text[at:]] for at in range(1, len(text)))
@@ -152,7 +152,7 @@ def test_tagged_parameters_become_json(text: str, arguments: dict[str, object]) 
         assert json.loads(read_arguments) == arguments, parts
 
 
-def test_tagged_parameters_that_break_off() -> None:
+def test_truncated_tagged_parameters() -> None:
     text = xml(("city", "Rome"))
     whole = f"a {text} {xml(name='time')} {xml(name='nobody')}"
     for parts in cuts(whole):
@@ -188,7 +188,7 @@ def test_arguments_stream_as_they_come() -> None:
     assert reader.feed('ty": "Pa').tool_calls[0].arguments == 'ty": "Pa'
 
 
-# -- thoughts -----------------------------------------------------------------------------------
+# -- reasoning ----------------------------------------------------------------------------------
 
 THINK = "</think>"
 THOUGHTS = [
@@ -227,7 +227,7 @@ def test_thoughts_before_calls() -> None:
         ("<|channel>thought <channel|>", "<|channel>thought\na<channel|>b"),
     ],
 )
-def test_other_tags(source: str, text: str) -> None:
+def test_other_thinking_tags_are_read(source: str, text: str) -> None:
     assert read(reader_of(None, source), [text]) == ("a", "b", [])
     assert detect_thinking_tags("{{ messages }}") is None
 

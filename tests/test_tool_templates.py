@@ -1,4 +1,4 @@
-"""How tools, calls and thoughts are put to a model's template."""
+"""Rendering of tools, calls and reasoning in a model's template."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_control_tokens_count_as_text(tokenizer: HfTokenizer) -> None:
     special = {"[TOOL_CALLS]": 7}
 
     class Marked:
-        """The tokenizer, with a control token of Mistral's."""
+        """The tokenizer with a control token of Mistral's."""
 
         vocab_size, eos_token_ids = tokenizer.vocab_size, tokenizer.eos_token_ids
         bos, eos = tokenizer.bos, tokenizer.eos

@@ -1,4 +1,4 @@
-"""`localgen top` on a real terminal, with and without a server; and what it refuses."""
+"""`localgen top` on a real terminal, with and without a server; and invalid arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from serving import MANY_WORDS, House, house, in_thread
+from serving import MANY_WORDS, ServerHarness, in_thread, server_harness
 
 from localgen.machine.python_process import python_environment
 
@@ -28,7 +28,9 @@ _ESCAPES = re.compile(r"\x1b(?:\[[0-9;?<>=]*[a-zA-Z$]|[()=>].?)")
 class Terminal:
     """A program on a pseudo-terminal."""
 
-    def __init__(self, built: House, *arguments: str, size: tuple[int, int] = (40, 120)) -> None:
+    def __init__(
+        self, built: ServerHarness, *arguments: str, size: tuple[int, int] = (40, 120)
+    ) -> None:
         self._fd, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
         self.process = subprocess.Popen(
@@ -51,8 +53,7 @@ class Terminal:
             return
 
     def until(self, *wanted: str, timeout_s: float = 60.0) -> None:
-        """Read until the screen has had these texts, in any order; all up to the last is
-        forgotten."""
+        """Read until the screen has had these texts, in any order; discards all up to the last."""
         deadline_s = time.monotonic() + timeout_s
         while not all(one in self.text for one in wanted):
             assert time.monotonic() < deadline_s, f"no {wanted!r} in {self.text[-3000:]!r}"
@@ -64,7 +65,7 @@ class Terminal:
         os.write(self._fd, keys.encode())
 
     def ends_well(self) -> None:
-        """It ends by itself, and says nothing of a mistake."""
+        """Assert that it exits by itself and reports no error."""
         for _ in range(500):
             self.read()
             if self.process.poll() is not None:
@@ -81,16 +82,18 @@ class Terminal:
         os.close(self._fd)
 
 
-def _environment(built: House) -> dict[str, str]:
-    """The terminal's own size counts: what runs the tests may have set another. Should Python
-    itself crash, it says where."""
+def _environment(built: ServerHarness) -> dict[str, str]:
+    """Without COLUMNS and LINES of the test runner: the terminal's own size counts.
+
+    Python prints a traceback if it crashes itself.
+    """
     ours = python_environment() | built.settings.to_environment()
     ours |= {"TERM": "xterm-256color", "PYTHONFAULTHANDLER": "1"}
     return {name: value for name, value in ours.items() if name not in ("COLUMNS", "LINES")}
 
 
 @contextmanager
-def top(built: House, *arguments: str) -> Iterator[Terminal]:
+def top(built: ServerHarness, *arguments: str) -> Iterator[Terminal]:
     terminal = Terminal(built, *arguments)
     try:
         yield terminal
@@ -99,13 +102,13 @@ def top(built: House, *arguments: str) -> Iterator[Terminal]:
 
 
 @pytest.fixture
-def built() -> Iterator[House]:
-    with house() as made:
+def built() -> Iterator[ServerHarness]:
+    with server_harness() as made:
         yield made
 
 
-def is_cut_off(built: House) -> bool:
-    """Whether the server goes while it is asked."""
+def is_cut_off(built: ServerHarness) -> bool:
+    """Whether the server exits during the request."""
     try:
         built.chat(built.model(token_s=0.02), MANY_WORDS)
     except (httpx.RemoteProtocolError, httpx.ReadError):
@@ -113,7 +116,7 @@ def is_cut_off(built: House) -> bool:
     return False
 
 
-def test_it_waits_for_a_server_and_shows_what_that_does(built: House) -> None:
+def test_it_waits_for_a_server_and_shows_what_that_does(built: ServerHarness) -> None:
     cuts: list[bool] = []
     with top(built) as screen:
         screen.until("WAITING")
@@ -132,21 +135,21 @@ def test_it_waits_for_a_server_and_shows_what_that_does(built: House) -> None:
 
 
 @pytest.mark.parametrize("key", ["q", "\x03", "\x11"])
-def test_leaving(built: House, key: str) -> None:
+def test_keys_that_quit(built: ServerHarness, key: str) -> None:
     with top(built) as screen:
         screen.until("WAITING")
         screen.press(key)
         screen.ends_well()
 
 
-def test_a_server_of_another_version(built: House) -> None:
+def test_server_of_another_version_is_noted(built: ServerHarness) -> None:
     built.start("9.8.7")
     with top(built) as screen:
-        # parts of a line are painted as they change
+        # only changed parts of a line are painted
         screen.until("localgen 9.8.7 (this is", "LIVE")
 
 
-def test_no_colours(built: House) -> None:
+def test_no_color_is_respected(built: ServerHarness) -> None:
     os.environ["NO_COLOR"] = "1"
     try:
         with top(built) as screen:
@@ -155,7 +158,7 @@ def test_no_colours(built: House) -> None:
         del os.environ["NO_COLOR"]
 
 
-def command(built: House, *arguments: str) -> subprocess.CompletedProcess[str]:
+def command(built: ServerHarness, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "localgen.cli.main", "top", *arguments],
         env=python_environment() | built.settings.to_environment(),
@@ -179,8 +182,8 @@ def command(built: House, *arguments: str) -> subprocess.CompletedProcess[str]:
         (("tiny",), "unexpected extra argument"),
     ],
 )
-def test_what_it_refuses(
-    built: House, arguments: tuple[str, ...], says: str, tmp_path: Path
+def test_invalid_arguments_are_rejected(
+    built: ServerHarness, arguments: tuple[str, ...], says: str, tmp_path: Path
 ) -> None:
     done = command(built, *arguments)
     assert done.returncode != 0

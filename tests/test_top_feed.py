@@ -1,4 +1,4 @@
-"""The thread that follows a server: how often, what happens when it is gone, how it ends."""
+"""The thread that follows a server: its rate, lost servers, its end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from localgen.tui.feed import MAX_RETRY_S, SampleFeed, SampleReceived, ServerLos
 
 
 class Told:
-    """What a feed has said."""
+    """Messages of a feed."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
@@ -41,7 +41,7 @@ def following(make: Callable[[], ServerMonitor], told: Told, **settings: float) 
     return feed
 
 
-def test_many_snapshots_are_at_most_four_readings_a_second() -> None:
+def test_snapshots_are_limited_to_four_readings_per_second() -> None:
     told, clock = Told(), iter(float(n) / 100 for n in range(10_000))
     watch = ScriptedServerMonitor([snapshot()] * 500)
     feed = SampleFeed(lambda: watch, told, clock=lambda: next(clock))
@@ -52,7 +52,7 @@ def test_many_snapshots_are_at_most_four_readings_a_second() -> None:
     assert 15 <= len(told.seen) <= 26
 
 
-def test_what_was_lost_is_found_again_and_each_try_is_told() -> None:
+def test_reconnects_after_a_loss_and_reports_each_try() -> None:
     told = Told()
     watch = ScriptedServerMonitor(
         [snapshot(), ServerUnavailable("gone")], [None], [ServerUnavailable("none")], [snapshot()]
@@ -79,7 +79,7 @@ def test_waits_get_longer_up_to_a_limit() -> None:
     assert [each.retry_s for each in told.lost] == [1.0, 2.0, 4.0, MAX_RETRY_S, 5.0, 5.0]
 
 
-def test_who_asks_for_a_try_as_soon_as_it_is_lost_gets_one(
+def test_requested_retry_happens_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(feed_module, "MAX_RETRY_S", 1000.0)
@@ -111,7 +111,7 @@ def test_a_server_that_cannot_be_looked_at_is_tried_again() -> None:
     assert told.lost[0].reason == "no way there"
 
 
-def test_our_own_mistakes_do_not_end_it() -> None:
+def test_internal_errors_do_not_end_the_feed() -> None:
     told = Told()
 
     class Broken(ScriptedServerMonitor):
@@ -128,7 +128,7 @@ def test_our_own_mistakes_do_not_end_it() -> None:
 
 
 @pytest.mark.parametrize("error", [None, ServerUnavailable("gone")])
-def test_nothing_is_said_after_the_end(error: LocalgenError | None) -> None:
+def test_no_messages_after_the_end(error: LocalgenError | None) -> None:
     told, released = Told(), threading.Event()
 
     class Slow(ScriptedServerMonitor):

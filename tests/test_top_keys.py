@@ -1,4 +1,4 @@
-"""What each key and the mouse do in `localgen top`."""
+"""Keys and mouse in `localgen top`."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def test_space_holds_what_is_shown() -> None:
 
 
 @pytest.mark.parametrize("key", ["q", "ctrl+q", "ctrl+c"])
-def test_leaving(key: str) -> None:
+def test_keys_that_quit(key: str) -> None:
     watch = ScriptedServerMonitor([snapshot()])
 
     async def script(pilot: Pilot[None], app: TopApp) -> None:

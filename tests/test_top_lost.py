@@ -1,4 +1,4 @@
-"""A server that `localgen top` does not find, or no longer."""
+"""`localgen top` when a server is not found, or lost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from localgen.tui.top.app import TopApp
 from localgen.tui.top.banner import Banner
 from localgen.tui.widgets.notice import Notice
 
-# nothing is tried again by itself while a test runs
+# no automatic retry during a test
 LONG_S = 1000.0
 
 
@@ -37,7 +37,7 @@ def said(app: TopApp) -> str:
     return str(app.screen.query_one(Notice).content)
 
 
-def test_lost_and_back() -> None:
+def test_reconnects_after_a_loss() -> None:
     watch = ScriptedServerMonitor(
         [snapshot(), ServerUnavailable("the server went away")],
         [ServerUnavailable("no server answers")],

@@ -1,4 +1,4 @@
-"""Every screen of `localgen top` as it looks, at three sizes."""
+"""Snapshots of every screen of `localgen top`, at two sizes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def show(*keys: str, found: ServerSample | None = None) -> Callable[[Pilot[Any]]
 
 
 def vllm() -> ServerSnapshot:
-    """A server that tells little."""
+    """A server that reports few metrics."""
     other = ModelSnapshot(
         name="meta-llama/Llama-3.1-8B-Instruct",
         running=12,
@@ -71,12 +71,12 @@ def test_timeline(snap_compare: Compare, size: tuple[int, int]) -> None:
 
 
 @SIZES
-def test_confirm(snap_compare: Compare, size: tuple[int, int]) -> None:
+def test_confirm_cancel(snap_compare: Compare, size: tuple[int, int]) -> None:
     assert snap_compare(top_app(), terminal_size=size, run_before=show("c"))
 
 
 @SIZES
-def test_keys(snap_compare: Compare, size: tuple[int, int]) -> None:
+def test_help(snap_compare: Compare, size: tuple[int, int]) -> None:
     assert snap_compare(top_app(), terminal_size=size, run_before=show("question_mark"))
 
 
@@ -98,7 +98,7 @@ def test_paused(snap_compare: Compare, size: tuple[int, int]) -> None:
 
 
 @SIZES
-def test_another_version(snap_compare: Compare, size: tuple[int, int]) -> None:
+def test_other_server_version(snap_compare: Compare, size: tuple[int, int]) -> None:
     newer = snapshot(top_script.model(counters=top_script.counters(60.5)), version="9.8.7")
     assert snap_compare(top_app(), terminal_size=size, run_before=show(found=reading(last=newer)))
 
@@ -113,7 +113,7 @@ def test_many_gpus_and_models(snap_compare: Compare, size: tuple[int, int]) -> N
 
 
 @SIZES
-def test_another_server(snap_compare: Compare, size: tuple[int, int]) -> None:
+def test_vllm_server(snap_compare: Compare, size: tuple[int, int]) -> None:
     assert snap_compare(top_app(), terminal_size=size, run_before=show(found=reading(last=vllm())))
 
 
@@ -136,7 +136,7 @@ def test_lost_server(snap_compare: Compare, size: tuple[int, int]) -> None:
     assert snap_compare(top_app(), terminal_size=size, run_before=run)
 
 
-def test_least_size(snap_compare: Compare) -> None:
+def test_smallest_size(snap_compare: Compare) -> None:
     assert snap_compare(top_app(), terminal_size=(60, 20), run_before=show())
 
 

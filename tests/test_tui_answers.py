@@ -1,4 +1,4 @@
-"""Asking in sessions without a screen: answers, stopping, faults, asking again."""
+"""Requests of sessions without a screen: answers, stopping, faults, regeneration."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from scripted_client import answer
-from tui_chats import MakeTui, settle, wait
+from tui_chats import MakeTui, wait, wait_for_answer
 
 from localgen.backends.errors import EngineDied, InvalidRequest, LoadFailed, ServerUnavailable
 from localgen.backends.sampling_params import SamplingParams
@@ -17,11 +17,11 @@ from localgen.client import TextDelta
 from localgen.tui.chat.active_session import CTX_SETTING
 
 
-def test_an_answer_becomes_a_turn_and_is_kept(make_tui: MakeTui, tmp_path: Path) -> None:
+def test_answer_becomes_a_stored_turn(make_tui: MakeTui, tmp_path: Path) -> None:
     tui = make_tui((TextDelta("", 1, "hm"), "4", "2", answer()))
     opened = tui.manager.open_empty()
     opened.ask("6 * 7?")
-    turn = settle(tui, opened)
+    turn = wait_for_answer(tui, opened)
     assert (turn.prompt, turn.answer, turn.reasoning, turn.stopped) == ("6 * 7?", "42", "hm", False)
     assert turn.summary.startswith("tiny · 41.2 tok/s · first token 56 ms")
     assert opened.name == "6 * 7?"
@@ -29,7 +29,7 @@ def test_an_answer_becomes_a_turn_and_is_kept(make_tui: MakeTui, tmp_path: Path)
     assert other.manager.get(opened.id).chat.conversation == opened.chat.conversation
 
 
-def test_sessions_answer_at_once(make_tui: MakeTui) -> None:
+def test_sessions_answer_concurrently(make_tui: MakeTui) -> None:
     gates = [threading.Event(), threading.Event()]
     tui = make_tui(("a", gates[0], answer()), ("b", gates[1], answer()))
     first = tui.manager.open_empty()
@@ -41,13 +41,13 @@ def test_sessions_answer_at_once(make_tui: MakeTui) -> None:
     wait(lambda: second.answer_stream and second.answer_stream.num_tokens)
     assert len(tui.manager.answering_sessions) == 2
     gates[1].set()
-    assert settle(tui, second).answer == "b"
+    assert wait_for_answer(tui, second).answer == "b"
     assert first.is_answering
     gates[0].set()
-    assert settle(tui, first).answer == "a"
+    assert wait_for_answer(tui, first).answer == "a"
 
 
-def test_stopping_keeps_what_there_is_and_the_session_goes_on(make_tui: MakeTui) -> None:
+def test_stop_keeps_the_partial_answer(make_tui: MakeTui) -> None:
     tui = make_tui(("half", threading.Event()))
     opened = tui.manager.open_empty()
     opened.ask("q")
@@ -55,46 +55,46 @@ def test_stopping_keeps_what_there_is_and_the_session_goes_on(make_tui: MakeTui)
     with pytest.raises(InvalidRequest, match=r"Ctrl\+C stops it"):
         opened.ask("another")
     assert opened.stop()
-    turn = settle(tui, opened)
+    turn = wait_for_answer(tui, opened)
     assert turn == Turn("q", "half", True, "", "stopped")
     assert not opened.stop()
     opened.ask("next")
-    assert settle(tui, opened).answer == "re: next"
+    assert wait_for_answer(tui, opened).answer == "re: next"
 
 
-def test_a_server_that_goes_away_leaves_the_half(make_tui: MakeTui) -> None:
+def test_lost_server_keeps_the_partial_answer(make_tui: MakeTui) -> None:
     tui = make_tui(("ha", "lf", ServerUnavailable("the server went away")), ("whole", answer()))
     opened = tui.manager.open_empty()
     opened.ask("q")
-    turn = settle(tui, opened)
+    turn = wait_for_answer(tui, opened)
     assert turn == Turn("q", "half", True, "", "interrupted: the server went away")
     opened.regenerate()
-    assert settle(tui, opened).answer == "whole"
+    assert wait_for_answer(tui, opened).answer == "whole"
     assert len(opened.chat.conversation.turns) == 1
 
 
 @pytest.mark.parametrize("gone", [ServerUnavailable("left"), EngineDied("died")])
-def test_what_had_left_is_started_again(make_tui: MakeTui, gone: Exception) -> None:
+def test_lost_server_is_restarted(make_tui: MakeTui, gone: Exception) -> None:
     tui = make_tui((gone,), ("whole", answer()))
     opened = tui.manager.open_empty()
     opened.ask("q")
-    assert settle(tui, opened).answer == "whole"
+    assert wait_for_answer(tui, opened).answer == "whole"
 
 
-def test_what_fails_again_is_told(make_tui: MakeTui) -> None:
+def test_second_failure_is_reported(make_tui: MakeTui) -> None:
     tui = make_tui((ServerUnavailable("left"),), (ServerUnavailable("left again"),))
     opened = tui.manager.open_empty()
     opened.ask("q")
-    turn = settle(tui, opened)
+    turn = wait_for_answer(tui, opened)
     assert turn.is_unanswered
     assert turn.summary == "interrupted: left again"
     opened.ask("next")
-    settle(tui, opened)
+    wait_for_answer(tui, opened)
     # a prompt that was never answered is not sent again
     assert [m.content for m in tui.clients[0].record.asked[-1].messages] == ["next"]
 
 
-def test_a_model_that_does_not_load(make_tui: MakeTui, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_load_is_reported(make_tui: MakeTui, monkeypatch: pytest.MonkeyPatch) -> None:
     tui = make_tui()
     opened = tui.manager.open_empty()
 
@@ -103,61 +103,61 @@ def test_a_model_that_does_not_load(make_tui: MakeTui, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(opened.chat.client, "load", fail)
     opened.ask("q")
-    assert settle(tui, opened).summary == "interrupted: x.gguf is no model"
+    assert wait_for_answer(tui, opened).summary == "interrupted: x.gguf is no model"
 
 
-def test_a_defect_is_a_sentence(make_tui: MakeTui) -> None:
+def test_internal_error_is_one_sentence(make_tui: MakeTui) -> None:
     tui = make_tui((ZeroDivisionError("oh"),))
     opened = tui.manager.open_empty()
     opened.ask("q")
-    assert "internal error (ZeroDivisionError: oh)" in settle(tui, opened).summary
+    assert "internal error (ZeroDivisionError: oh)" in wait_for_answer(tui, opened).summary
 
 
-def test_asking_again_in_vain_keeps_the_answer_there_was(make_tui: MakeTui) -> None:
+def test_failed_regeneration_keeps_the_old_answer(make_tui: MakeTui) -> None:
     gone = ServerUnavailable("gone")
     tui = make_tui(("good", answer()), (gone,), (gone,))
     opened = tui.manager.open_empty()
     opened.ask("q")
-    before = settle(tui, opened)
+    before = wait_for_answer(tui, opened)
     opened.regenerate()
-    assert settle(tui, opened) == before
+    assert wait_for_answer(tui, opened) == before
     assert tui.store.read(opened.id).conversation.turns == (before,)
     assert opened.last_stream is not None
     assert opened.last_stream.error == "gone"
 
 
-def test_asking_again_keeps_the_answer_until_there_is_a_whole_one(make_tui: MakeTui) -> None:
+def test_regeneration_keeps_the_old_answer_until_it_is_complete(make_tui: MakeTui) -> None:
     tui = make_tui(("good", answer()), ("ha", ServerUnavailable("gone")), ("whole", answer()))
     opened = tui.manager.open_empty()
     opened.ask("q")
-    good = settle(tui, opened)
+    good = wait_for_answer(tui, opened)
     opened.regenerate()
-    # what was asked did not hold the old answer
+    # the request did not contain the old answer
     wait(lambda: opened.last_stream and opened.last_stream.ended.is_set())
     assert [m.content for m in tui.clients[0].record.asked[-1].messages] == ["q"]
-    half = settle(tui, opened)
+    half = wait_for_answer(tui, opened)
     assert half.answer == "ha"
     assert tui.store.read(opened.id).conversation.turns == (good, half)
     opened.regenerate()
-    settle(tui, opened)
+    wait_for_answer(tui, opened)
     kept = tui.store.read(opened.id).conversation
     assert kept == opened.chat.conversation
     assert [turn.answer for turn in kept.turns] == ["good", "whole"]
 
 
-def test_asking_again_puts_a_whole_answer_in_the_place_of_the_old(make_tui: MakeTui) -> None:
+def test_complete_regeneration_replaces_the_answer(make_tui: MakeTui) -> None:
     tui = make_tui(("old", answer()), ("new", answer()))
     opened = tui.manager.open_empty()
     opened.ask("q")
-    settle(tui, opened)
+    wait_for_answer(tui, opened)
     opened.regenerate()
-    assert settle(tui, opened).answer == "new"
+    assert wait_for_answer(tui, opened).answer == "new"
     kept = tui.store.read(opened.id).conversation
     assert [turn.answer for turn in kept.turns] == ["new"]
     assert kept == opened.chat.conversation
 
 
-def test_what_is_set_while_a_model_loads_stays_set(make_tui: MakeTui) -> None:
+def test_settings_made_during_a_load_are_kept(make_tui: MakeTui) -> None:
     tui = make_tui()
     gate = tui.gate_loads()
     opened = tui.manager.open_empty()
@@ -166,13 +166,13 @@ def test_what_is_set_while_a_model_loads_stays_set(make_tui: MakeTui) -> None:
     opened.apply_setting("temperature", "0.5")
     opened.apply_setting(CTX_SETTING, "512")
     gate.set()
-    settle(tui, opened)
+    wait_for_answer(tui, opened)
     assert opened.chat.options == ModelOptions(params=SamplingParams(temperature=0.5), ctx=512)
     kept = tui.store.read(opened.id)
     assert (kept.params, kept.ctx) == (SamplingParams(temperature=0.5), 512)
 
 
-def test_asking_again_needs_a_question(make_tui: MakeTui) -> None:
+def test_regeneration_needs_a_prompt(make_tui: MakeTui) -> None:
     with pytest.raises(InvalidRequest, match="there is no answer to regenerate"):
         make_tui().manager.open_empty().regenerate()
 
@@ -203,7 +203,7 @@ def test_loading_may_end_between_two_reads(make_tui: MakeTui, read: str) -> None
     reads = [0.25]
 
     class Loaded(AnswerStream):
-        """Its model is loaded right after the first read of the progress."""
+        """A client whose model is loaded right after the first read of the progress."""
 
         @property
         def load_progress(self) -> float | None:

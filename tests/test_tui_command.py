@@ -1,4 +1,4 @@
-"""`localgen tui` where it cannot begin: one line, and nothing is touched."""
+"""`localgen tui` where it cannot start: one line, and nothing is changed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     gc.enable()  # the command switches it off until the first paint
 
 
-def test_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command_line(["tui"]) == 3
     assert capsys.readouterr().err.startswith("localgen: tui needs a terminal")
 
@@ -48,7 +48,7 @@ def test_a_path_is_stored_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert stored == [str(tmp_path / "model.gguf"), "tiny"]
 
 
-def test_a_damaged_store(
+def test_damaged_store_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pretend_terminal(monkeypatch)

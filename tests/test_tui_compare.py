@@ -1,4 +1,4 @@
-"""One prompt to several models or settings, by its keys."""
+"""One prompt to several models or settings, by keys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from scripted_client import answer
 from textual import actions
 from textual.pilot import Pilot
 from textual.widgets import TextArea
-from tui_chats import Tui, play, press, told
+from tui_chats import Tui, notice_text, play, press
 
 from localgen.client import TextDelta
 from localgen.tui.chat.compare import CompareColumn, CompareDialog, CompareScreen
@@ -35,7 +35,7 @@ def test_comparing_by_keys(tmp_path: Path) -> None:
         )
         for gate in gates:
             gate.set()
-        await tui.settled(pilot)
+        await tui.wait_until_idle(pilot)
         await tui.app.tick()
         assert tui.screen_text().count("TTFT 56 ms · 41.2 tok/s") == 2
         await pilot.press(*"more", "enter")
@@ -43,7 +43,7 @@ def test_comparing_by_keys(tmp_path: Path) -> None:
             lambda: all(c.active.is_answering for c in tui.app.screen.query(CompareColumn))
         )
         await pilot.press("ctrl+c")
-        await tui.settled(pilot)
+        await tui.wait_until_idle(pilot)
         columns = list(tui.app.screen.query(CompareColumn))
         assert [len(c.active.chat.conversation.turns) for c in columns] == [2, 2]
         assert all(c.active.chat.conversation.turns[-1].stopped for c in columns)
@@ -60,14 +60,14 @@ LONG = "\n\n".join(f"paragraph {number}" for number in range(60))
 
 
 async def compare_two(tui: Tui, pilot: Pilot[None]) -> list[CompareColumn]:
-    """The screen with an answer in both columns."""
+    """Open the comparison with an answer in both columns."""
     await press(tui, pilot, "ctrl+b", "ctrl+s")
     await tui.until(lambda: isinstance(tui.app.screen, CompareScreen))
     await pilot.pause()
     await pilot.press(*"q", "enter")
     columns = list(tui.app.screen.query(CompareColumn))
     await tui.until(lambda: all(each.active.last_stream for each in columns))
-    await tui.settled(pilot)
+    await tui.wait_until_idle(pilot)
     return columns
 
 
@@ -113,7 +113,7 @@ def test_ctrl_r_asks_all_again(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         columns = await compare_two(tui, pilot)
         await press(tui, pilot, "ctrl+r")
-        await tui.settled(pilot)
+        await tui.wait_until_idle(pilot)
         assert tui.asked == ["q"] * 4
         answers = [c.active.chat.conversation.turns[-1].answer for c in columns]
         assert sorted(answers) == ["c", "d"]
@@ -142,7 +142,7 @@ def test_the_help_lists_only_keys_that_do_something_here(tmp_path: Path) -> None
     play(Tui(tmp_path), scene)
 
 
-def test_what_is_about_the_main_screen_is_not_done_behind_the_comparison(tmp_path: Path) -> None:
+def test_main_screen_keys_do_nothing_on_the_comparison(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await compare_two(tui, pilot)
         main, sessions = tui.opened.id, len(tui.manager.summaries)
@@ -154,6 +154,6 @@ def test_what_is_about_the_main_screen_is_not_done_behind_the_comparison(tmp_pat
         tui.app.show_message("to the user")
         await tui.until(lambda: len(tui.app._notifications))
         assert [each.message for each in tui.app._notifications] == ["to the user"]
-        assert told(tui) == ""  # behind it nobody would see it
+        assert notice_text(tui) == ""  # behind it nobody would see it
 
     play(Tui(tmp_path), scene)

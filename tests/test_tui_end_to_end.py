@@ -1,4 +1,4 @@
-"""The real programs in real terminals: two sessions that answer at once, and `top` beside them."""
+"""Real programs in real terminals: two sessions that answer at once, with `top` beside them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ from localgen.config import ServerSettings
 
 ROOT = Path(__file__).parents[1]
 ANSWERING = re.compile(r"▸ [\d.]+ tok/s")  # in the list of sessions
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux, which is not installed"),
-]
+pytestmark = pytest.mark.skipif(
+    shutil.which("tmux") is None, reason="needs tmux, which is not installed"
+)
 
 
 class Terminals:
-    """Panes of a tmux of our own."""
+    """Panes of a private tmux server."""
 
     def __init__(self, folder: Path) -> None:
         self._socket = str(folder / "tmux")
@@ -44,7 +43,7 @@ class Terminals:
         }
 
     def run(self, name: str, *arguments: str, size: str = "120x40") -> None:
-        """A localgen in a terminal of this size."""
+        """Run localgen in a terminal of this size."""
         columns, _, rows = size.partition("x")
         command = [sys.executable, "-m", "localgen.cli.main", *arguments]
         where = ["new-session", "-d", "-s", name, "-x", columns, "-y", rows]
@@ -58,7 +57,7 @@ class Terminals:
         return self._tmux("capture-pane", "-p", "-t", name)
 
     def until(self, name: str, shown: Callable[[str], object], timeout_s: float = 120.0) -> str:
-        """Wait until a screen is so; the screen."""
+        """Wait until a screen matches; returns the screen."""
         deadline = time.monotonic() + timeout_s
         while not shown(screen := self.screen(name)):
             assert self.is_open(name), screen
@@ -94,7 +93,7 @@ def terminals() -> Iterator[Terminals]:
 
 @contextmanager
 def slow_engines(client: Client) -> Iterator[None]:
-    """Engines run a hundredth of the time: no answer ends before it is looked at."""
+    """Engines get a hundredth of the processor time, so that no answer ends unseen."""
     done = Event()
 
     def signal_all(number: signal.Signals, pids: list[int]) -> None:
@@ -122,7 +121,7 @@ def slow_engines(client: Client) -> Iterator[None]:
 
 
 def test_two_sessions_at_once_while_top_watches(terminals: Terminals) -> None:
-    # an answer that drafts foresee might end before it is seen
+    # with drafts an answer might end before it is seen
     terminals.run("chats", "tui", "--ignore-eos", "--max-tokens", "1500", "--draft", "none")
     terminals.run("top", "top")
     terminals.until("chats", lambda screen: "Ask something" in screen)
@@ -149,7 +148,7 @@ def test_two_sessions_at_once_while_top_watches(terminals: Terminals) -> None:
     assert "Tell me a story" in found
 
 
-def test_a_server_that_is_killed_in_mid_answer(terminals: Terminals) -> None:
+def test_server_killed_during_an_answer_is_replaced(terminals: Terminals) -> None:
     terminals.run("chats", "tui", "--ignore-eos", "--max-tokens", "1500")
     terminals.until("chats", lambda screen: "Ask something" in screen)
     with slow_engines(terminals.client):
@@ -169,5 +168,5 @@ def test_a_server_that_is_killed_in_mid_answer(terminals: Terminals) -> None:
         again = terminals.until("chats", ANSWERING.search)
         assert "and you?" in again
     terminals.until("chats", lambda screen: "LIVE" in screen.split("\n")[0])
-    # what there was goes once the new answer is whole
+    # the old answer is removed once the new one is complete
     terminals.until("chats", lambda screen: "interrupted" not in screen)

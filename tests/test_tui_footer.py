@@ -1,4 +1,4 @@
-"""The keys at the bottom: whole ones, as many as there is room for."""
+"""The footer shows whole keys only, as many as fit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _App(App[None]):
         self._compact = compact
 
     def action_act(self, number: int) -> None:
-        """The footer shows one key of each action."""
+        """The footer shows one key per action."""
 
     def compose(self) -> ComposeResult:
         yield KeyFooter(compact=self._compact)

@@ -1,4 +1,4 @@
-"""Keys that are the same everywhere in the tui: help, palette, themes; and long texts."""
+"""Keys that are the same everywhere in the TUI: help, palette, themes; and long texts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from textual.command import CommandPalette
 from textual.pilot import Pilot
 from textual.widgets import Input
-from tui_chats import Tui, play, press, told
+from tui_chats import Tui, notice_text, play, press
 
 from localgen.chat import parameters
 from localgen.tui.base_app import KeyHelp, TerminalTooSmall
@@ -148,12 +148,12 @@ def test_a_long_text_can_be_read_to_its_end(tmp_path: Path, size: tuple[int, int
         await pilot.pause()
         assert tui.main.is_active
         assert tui.prompt.has_focus
-        assert told(tui) == ""
+        assert notice_text(tui) == ""
 
     play(Tui(tmp_path), scene, size)
 
 
-def test_what_is_told_leaves_room_for_what_was_said(tmp_path: Path) -> None:
+def test_notices_leave_room_for_the_conversation(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         tui.app.show_message("a line\n" * 5 + "the last")
         await pilot.pause()

@@ -1,4 +1,4 @@
-"""Each key of the tui, pressed."""
+"""Each key of the TUI."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from scripted_client import answer
 from textual.pilot import Pilot
 from textual.widgets import Collapsible, Input, Static, TextArea
-from tui_chats import Tui, play, press, told, turns
+from tui_chats import Tui, notice_text, play, press, turns
 
 from localgen.backends.errors import ServerUnavailable
 from localgen.backends.sampling_params import SamplingParams
@@ -37,7 +37,7 @@ def test_ctrl_c_stops_then_leaves(tmp_path: Path) -> None:
         assert turns(tui) == [Turn("q", "half", True, "", "stopped")]
         assert "stopped" in tui.screen_text()
         await pilot.press("ctrl+c")
-        assert "Ctrl+Q quits" in told(tui)
+        assert "Ctrl+Q quits" in notice_text(tui)
         assert tui.app.is_running
         await pilot.press("ctrl+c")
         await tui.until(lambda: not tui.app.is_running)
@@ -49,7 +49,7 @@ def test_ctrl_c_copies_what_is_selected(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await pilot.press(*"copy", "shift+home", "ctrl+c")
         assert tui.app.clipboard == "copy"
-        assert "Ctrl+Q" not in told(tui)
+        assert "Ctrl+Q" not in notice_text(tui)
 
     play(Tui(tmp_path), scene)
 
@@ -87,7 +87,7 @@ def test_ctrl_r_asks_again(tmp_path: Path) -> None:
     play(Tui(tmp_path, ("half", gone), ("whole", answer())), scene)
 
 
-def test_sessions_by_keys(tmp_path: Path) -> None:
+def test_keys_open_and_switch_sessions(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await tui.ask(pilot, "one")
         first = tui.opened.id
@@ -179,29 +179,29 @@ def test_search_goes_to_the_turn(tmp_path: Path) -> None:
     play(tui, scene)
 
 
-def test_settings_by_keys(tmp_path: Path) -> None:
+def test_keys_change_settings(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await press(tui, pilot, "ctrl+t")
         panel = tui.main.query_one(SettingsPanel)
         assert panel.display
         await pilot.press(*"0.5", "enter")
-        await tui.settled(pilot)
+        await tui.wait_until_idle(pilot)
         assert tui.opened.chat.options.params == SamplingParams(temperature=0.5)
         await pilot.press("down", *"many", "enter")
-        await tui.settled(pilot)
+        await tui.wait_until_idle(pilot)
         fault = panel.query_one("#error", Static)
         assert "top_k 'many': give a whole number" in str(fault.content)
         await pilot.press("ctrl+u", *"3", "up")
-        await tui.settled(pilot)
+        await tui.wait_until_idle(pilot)
         assert tui.opened.chat.options.params.top_k == 3
         assert str(fault.content) == ""
         panel.query_one("#system", TextArea).focus()
         await pilot.press(*"be brief", "tab")
-        await tui.settled(pilot)
+        await tui.wait_until_idle(pilot)
         assert tui.opened.chat.conversation.system == "be brief"
         panel.query_one("#set-ctx Input").focus()
         await pilot.press(*"12x", "escape")
-        await tui.settled(pilot)
+        await tui.wait_until_idle(pilot)
         assert not panel.display
         assert tui.prompt.has_focus
         assert tui.store.read(tui.opened.id).params.top_k == 3
@@ -209,7 +209,7 @@ def test_settings_by_keys(tmp_path: Path) -> None:
     play(Tui(tmp_path), scene)
 
 
-def test_folding_by_keys(tmp_path: Path) -> None:
+def test_keys_fold_blocks(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         gauges, sessions = tui.main.query_one(GaugePanel), tui.main.query_one(SessionList)
         assert gauges.display
@@ -224,7 +224,7 @@ def test_folding_by_keys(tmp_path: Path) -> None:
     play(Tui(tmp_path), scene)
 
 
-def test_thoughts_by_key(tmp_path: Path) -> None:
+def test_key_unfolds_reasoning(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await tui.ask(pilot, "q")
         thinking = tui.main.query_one(Collapsible)
@@ -242,7 +242,7 @@ def test_thoughts_by_key(tmp_path: Path) -> None:
     )
 
 
-def test_scrolling_by_keys(tmp_path: Path) -> None:
+def test_keys_scroll(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         for number in range(15):
             await tui.ask(pilot, f"prompt {number}\n\n\n\n\nend")
@@ -268,10 +268,10 @@ async def save(tui: Tui, pilot: Pilot[None], path: Path) -> None:
     await press(tui, pilot, "ctrl+s")
     tui.app.screen.query_one(Input).value = str(path)
     await press(tui, pilot, "enter")
-    await tui.until(lambda: f"written to {path}" in told(tui))
+    await tui.until(lambda: f"written to {path}" in notice_text(tui))
 
 
-def test_saving_as_a_file(tmp_path: Path) -> None:
+def test_save_writes_a_file(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await tui.ask(pilot, "q")
         await save(tui, pilot, tmp_path / "x.md")
@@ -281,9 +281,9 @@ def test_saving_as_a_file(tmp_path: Path) -> None:
             in (tmp_path / "x.md").read_text()
         )
         await tui.ask(pilot, f"/export {tmp_path / 'x.md'}")
-        await tui.until(lambda: "already exists" in told(tui))
+        await tui.until(lambda: "already exists" in notice_text(tui))
         await tui.ask(pilot, f"/export {tmp_path}/none/x.md")
-        await tui.until(lambda: "cannot write" in told(tui))
+        await tui.until(lambda: "cannot write" in notice_text(tui))
         await tui.ask(pilot, "/clear")
         await tui.until(lambda: turns(tui) == [])
         await tui.ask(pilot, f"/load {tmp_path / 'x.json'}")
@@ -292,7 +292,7 @@ def test_saving_as_a_file(tmp_path: Path) -> None:
     play(Tui(tmp_path), scene)
 
 
-def test_copying_the_answer(tmp_path: Path) -> None:
+def test_key_copies_the_answer(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await pilot.press("ctrl+y")
         assert tui.app.clipboard == ""
@@ -315,11 +315,11 @@ def test_copying_the_answer(tmp_path: Path) -> None:
         ("/load", "saved chats: none yet"),
     ],
 )
-def test_commands(tmp_path: Path, line: str, expected: str) -> None:
+def test_commands_show_a_message(tmp_path: Path, line: str, expected: str) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await tui.type(pilot, line)
         await pilot.press("enter")
-        await tui.until(lambda: expected in told(tui))
+        await tui.until(lambda: expected in notice_text(tui))
 
     play(Tui(tmp_path), scene)
 
@@ -336,7 +336,7 @@ def test_commands(tmp_path: Path, line: str, expected: str) -> None:
         ("/model", ModelPicker),
     ],
 )
-def test_commands_that_ask(tmp_path: Path, line: str, screen: type) -> None:
+def test_commands_open_a_dialog(tmp_path: Path, line: str, screen: type) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await tui.type(pilot, line)
         await pilot.press("enter")

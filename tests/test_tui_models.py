@@ -1,4 +1,4 @@
-"""Choosing a model in the tui: what is here, what is fetched, what does not load."""
+"""Choosing a model in the TUI: installed models, downloads, failed loads."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_a_prompt_to_a_model_that_does_not_load_stays_with_the_reason(
         assert "q" in [turn.prompt for turn in turns(tui)]
         monkeypatch.setattr(PacedClient, "load", load)
         await press(tui, pilot, "ctrl+r")
-        await tui.settled(pilot)
+        await tui.wait_until_idle(pilot)
         assert [turn.answer for turn in turns(tui)] == ["re: q"]
 
     play(Tui(tmp_path), scene)

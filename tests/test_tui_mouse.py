@@ -1,4 +1,4 @@
-"""The tui by the mouse alone: a click on what stands on the screen."""
+"""The TUI by mouse alone, with clicks on visible texts."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ def no_catalog(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def click(tui: Tui, pilot: Pilot[None], text: str) -> None:
-    """Press and release where this text stands first on the screen, from the top, as a terminal
-    reports it. A pilot's own click names the screen as the widget, and would close a dialog."""
+    """Press and release at the first place of this text on the screen, as a terminal reports it.
+
+    A pilot's own click targets the screen as the widget, and would close a dialog.
+    """
     await pilot.pause()
     rows = tui.screen_text().split("\n")
     y = next(y for y, row in enumerate(rows) if text in row)

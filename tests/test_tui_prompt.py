@@ -1,4 +1,4 @@
-"""What is typed and pasted into the prompt of the tui."""
+"""Typing and pasting in the TUI's prompt."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from scripted_client import answer
 from textual.events import Paste
 from textual.pilot import Pilot
-from tui_chats import Tui, play, press, told
+from tui_chats import Tui, notice_text, play, press
 
 from localgen.backends.errors import InvalidRequest
 from localgen.tui.chat import app as chat_app
@@ -127,7 +127,7 @@ def test_a_small_paste_stands_as_it_is(tmp_path: Path) -> None:
     play(Tui(tmp_path), scene)
 
 
-def test_the_editor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_editor_edits_the_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "editor"
     script.write_text('#!/bin/sh\nprintf "%s and more\\n" "$(cat "$1")" > "$1"\n')
     script.chmod(0o700)
@@ -140,7 +140,7 @@ def test_the_editor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
         assert edit_in_editor("begun") == "begun and more"
         await pilot.press("ctrl+g")  # a test has no terminal to lend
-        assert "cannot run an editor" in told(tui)
+        assert "cannot run an editor" in notice_text(tui)
         assert tui.prompt.text == "begun"
 
     play(Tui(tmp_path), scene)
@@ -158,7 +158,7 @@ def test_the_editor_gives_the_prompt_back(tmp_path: Path, monkeypatch: pytest.Mo
 
         monkeypatch.setattr(chat_app, "edit_in_editor", none)
         await pilot.press("ctrl+g")
-        assert "cannot start nano" in told(tui)
+        assert "cannot start nano" in notice_text(tui)
         assert tui.prompt.text == "begun and more"
 
     play(Tui(tmp_path), scene)

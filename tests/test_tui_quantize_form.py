@@ -1,4 +1,4 @@
-"""Choosing what to quantize and how: keys, refusals, what is found again."""
+"""The quantize form: keys, rejected choices, restored choices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 from textual.pilot import Pilot
 from textual.widgets import Button, Input
-from tui_quantize import BEGUN, LOOK, NEVER, UNFINISHED, Quantizing, play, reckoned, told
+from tui_quantize import (
+    BEGUN,
+    LOOK,
+    NEVER,
+    UNFINISHED,
+    Quantizing,
+    notice_text,
+    play,
+    wait_until_estimated,
+)
 
 from localgen.backends.errors import LoadFailed, ModelNotFound, OutOfMemory
 from localgen.quant.request.form import QuantizeForm
@@ -24,7 +33,7 @@ def test_the_keys_of_the_form(tmp_path: Path) -> None:
         await pilot.press("down")
         assert tui.app.focused is tui.screen.query_one("#control-method")
         await pilot.press("right")
-        await reckoned(tui, pilot, 2)
+        await wait_until_estimated(tui, pilot, 2)
         assert tui.screen._form_panel.form.method == "gptq"
         await pilot.press("left", "left", "left", "left")
         assert tui.screen._form_panel.form.method == "rtn"
@@ -36,7 +45,7 @@ def test_the_keys_of_the_form(tmp_path: Path) -> None:
         await pilot.press("down", "right")
         assert not tui.screen._form_panel.form.is_measured
         await pilot.press("down", *"mine", "enter")
-        await reckoned(tui, pilot, 6)
+        await wait_until_estimated(tui, pilot, 6)
         asked = tui.asked_looks[-1]
         assert asked.recipe is not None
         assert (asked.recipe.method, asked.recipe.bits, asked.recipe.group_size) == ("rtn", 3, None)
@@ -51,14 +60,14 @@ def test_the_model_from_a_list_and_typed(tmp_path: Path) -> None:
         await tui.until(lambda: isinstance(tui.app.screen, NamePicker))
         await pilot.pause()
         await pilot.press("down", "enter")
-        await reckoned(tui, pilot, 2)
+        await wait_until_estimated(tui, pilot, 2)
         assert tui.asked_looks[-1].model == "./other"
         assert tui.screen.query_one("#control-out", Input).placeholder == "other-awq-4bit"
         await pilot.press("ctrl+o")
         await tui.until(lambda: isinstance(tui.app.screen, NamePicker))
         await pilot.pause()
         await pilot.press(*"/m/qwen", "enter")
-        await reckoned(tui, pilot, 3)
+        await wait_until_estimated(tui, pilot, 3)
         assert tui.asked_looks[-1].model == "/m/qwen"
         await pilot.press("ctrl+o")
         await tui.until(lambda: isinstance(tui.app.screen, NamePicker))
@@ -78,7 +87,7 @@ def test_gguf_has_a_type_and_calibrates_where_it_must(tmp_path: Path) -> None:
         await tui.until(lambda: isinstance(tui.app.screen, NamePicker))
         await pilot.pause()
         await pilot.press(*"iq2_m", "enter")
-        await reckoned(tui, pilot, 3)
+        await wait_until_estimated(tui, pilot, 3)
         asked = tui.asked_looks[-1]
         assert (asked.gguf, asked.mode) == ("IQ2_M", "observe")
         assert asked.recipe is not None
@@ -93,16 +102,16 @@ def test_gguf_has_a_type_and_calibrates_where_it_must(tmp_path: Path) -> None:
     play(Quantizing(tmp_path), scene)
 
 
-def test_a_new_choice_ends_the_look_at_the_old_one(tmp_path: Path) -> None:
+def test_new_choice_cancels_the_old_estimate(tmp_path: Path) -> None:
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
         tui.screen._form_panel.set_values(bits=3)
         await tui.until(lambda: len(tui.works) == 2)
         assert "estimating" in tui.screen_text()
         await pilot.press("ctrl+r")
         await pilot.pause()
-        assert "still estimating" in told(tui)
+        assert "still estimating" in notice_text(tui)
         tui.screen._form_panel.set_values(bits=8)
-        await reckoned(tui, pilot, 3)
+        await wait_until_estimated(tui, pilot, 3)
         assert tui.works[1].is_ended.is_set()
         assert "9.41 of 23.0 MB" in tui.screen_text()
 
@@ -112,23 +121,23 @@ def test_a_new_choice_ends_the_look_at_the_old_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "error", [ModelNotFound("model 'x' not found"), LoadFailed("damaged"), ValueError("odd")]
 )
-def test_what_cannot_be_done_is_said(tmp_path: Path, error: Exception) -> None:
+def test_impossible_choices_give_a_reason(tmp_path: Path, error: Exception) -> None:
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
         assert str(error) in tui.screen_text()
         assert tui.screen.query_one("#run", Button).disabled
         await pilot.press("ctrl+r")
         await pilot.pause()
-        assert str(error) in told(tui)
+        assert str(error) in notice_text(tui)
         tui.screen._form_panel.set_values(bits=3)
-        await reckoned(tui, pilot, 2)
+        await wait_until_estimated(tui, pilot, 2)
         assert not tui.screen.query_one("#run", Button).disabled
-        assert told(tui) == ""
+        assert notice_text(tui) == ""
 
     play(Quantizing(tmp_path, ((error,), LOOK)), scene)
 
 
-def test_a_recipe_that_no_format_holds(tmp_path: Path) -> None:
-    """It is refused before any process begins."""
+def test_recipe_without_a_format_is_rejected(tmp_path: Path) -> None:
+    """It is rejected before any process starts."""
 
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
         tui.screen._form_panel.set_values(group_size=100)
@@ -138,8 +147,8 @@ def test_a_recipe_that_no_format_holds(tmp_path: Path) -> None:
     play(Quantizing(tmp_path), scene)
 
 
-def test_what_lies_unfinished_is_offered(tmp_path: Path) -> None:
-    """The form begins with it, wherever the program was started."""
+def test_unfinished_runs_are_offered(tmp_path: Path) -> None:
+    """The form starts with the unfinished run, wherever the program was started."""
     out = tmp_path / "elsewhere" / "mine"
     (out.parent / "mine.partial").mkdir(parents=True)
     (out.parent / "mine.partial" / "plan.json").write_text("{}")
@@ -153,15 +162,15 @@ def test_what_lies_unfinished_is_offered(tmp_path: Path) -> None:
     play(Quantizing(tmp_path, (UNFINISHED,)), scene)
 
 
-def test_what_was_begun_here_is_found_again(tmp_path: Path) -> None:
-    """The usual place is not spelled out: another method has another one."""
+def test_last_unfinished_run_is_offered_again(tmp_path: Path) -> None:
+    """The default output is not stored, since it depends on the method."""
     (tmp_path / "tiny-awq-4bit.partial").mkdir()
     (tmp_path / "tiny-awq-4bit.partial" / "plan.json").write_text("{}")
     first = Quantizing(tmp_path, runs=((*BEGUN, OutOfMemory("it was killed")),))
 
     async def fails(tui: Quantizing, pilot: Pilot[None]) -> None:
         tui.screen._form_panel.set_values(is_measured=False)
-        await reckoned(tui, pilot, 2)
+        await wait_until_estimated(tui, pilot, 2)
         await tui.begin(pilot)
         await tui.ended(pilot)
 
@@ -174,7 +183,7 @@ def test_what_was_begun_here_is_found_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"method": "odd"}', '{"bits": "x"}'])
-def test_a_damaged_memory_is_no_harm(tmp_path: Path, text: str) -> None:
+def test_damaged_stored_form_is_ignored(tmp_path: Path, text: str) -> None:
     (tmp_path / "quantize.json").write_text(text)
 
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:

@@ -1,4 +1,4 @@
-"""The way to the quantize screen, its help, little room, and where it is refused."""
+"""Opening the quantize screen: commands, help, small terminals, and where it is rejected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from localgen.tui.quantize.screen import QuantizeScreen
 pytestmark = pytest.mark.usefixtures("two_originals")
 
 
-def test_by_command_and_help(tmp_path: Path) -> None:
+def test_quantize_opens_by_command_and_shows_help(tmp_path: Path) -> None:
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
         await pilot.press("f1")
         await tui.until(lambda: isinstance(tui.app.screen, KeyHelp))
@@ -65,11 +65,11 @@ def refused(tui: Quantizing, message: str) -> None:
     asyncio.run(run())
 
 
-def test_not_for_another_machine(tmp_path: Path) -> None:
+def test_remote_server_is_rejected(tmp_path: Path) -> None:
     refused(Quantizing(tmp_path, is_elsewhere=True), "on a remote server")
 
 
-def test_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_torch_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> None:
         raise LoadFailed("quantize needs torch: pip install 'localgen[quant]'")
 

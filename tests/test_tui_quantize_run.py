@@ -1,4 +1,4 @@
-"""A quantization on the screen: its keys, its end, and what can go wrong."""
+"""A quantization run on the screen: its keys, its end, and its faults."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tui_quantize import (
     RUNNING,
     UNFINISHED,
     Quantizing,
+    notice_text,
     play,
-    reckoned,
-    told,
     wait_for_layers,
+    wait_until_estimated,
 )
 
 from localgen.backends.errors import OutOfMemory
@@ -40,13 +40,13 @@ def picker_message(tui: Quantizing) -> str:
     return str(tui.app.screen.query_one("#message", Static).content)
 
 
-def test_by_mouse(tmp_path: Path) -> None:
+def test_mouse_starts_and_stops_a_run(tmp_path: Path) -> None:
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
         # ● rtn  ○ awq  ○ gptq
         await pilot.click("#control-method", offset=(15, 0))
         await pilot.pause()
         assert tui.screen._form_panel.form.method == "gptq"
-        await reckoned(tui, pilot, 2)
+        await wait_until_estimated(tui, pilot, 2)
         await pilot.click("#run")
         await tui.until(lambda: tui.runner.is_running)
         await wait_for_layers(tui, 2)
@@ -60,7 +60,7 @@ def test_by_mouse(tmp_path: Path) -> None:
     play(Quantizing(tmp_path, runs=(RUNNING,)), scene)
 
 
-def test_a_run_to_its_verdict(tmp_path: Path) -> None:
+def test_run_ends_with_an_evaluation(tmp_path: Path) -> None:
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
         await tui.begin(pilot)
         await wait_for_layers(tui, 2)
@@ -80,14 +80,14 @@ def test_a_run_to_its_verdict(tmp_path: Path) -> None:
         await pilot.pause()
         assert len(tui.asked_runs) == 1
         tui.screen._form_panel.set_values(bits=3)
-        await reckoned(tui, pilot, 2)
+        await wait_until_estimated(tui, pilot, 2)
         assert "3.201" not in tui.screen_text()
 
     more = threading.Event()
     play(Quantizing(tmp_path, runs=((*BEGUN, more, *DONE),)), scene)
 
 
-def test_stopping_asks_and_going_on(tmp_path: Path) -> None:
+def test_stop_asks_and_run_resumes(tmp_path: Path) -> None:
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
         await tui.begin(pilot)
         await wait_for_layers(tui, 2)
@@ -102,7 +102,7 @@ def test_stopping_asks_and_going_on(tmp_path: Path) -> None:
         await tui.until(lambda: isinstance(tui.app.screen, ConfirmDialog))
         await pilot.press("y")
         await tui.ended(pilot)
-        await reckoned(tui, pilot, 2)
+        await wait_until_estimated(tui, pilot, 2)
         await tui.beat(pilot)
         shown = tui.screen_text()
         assert "2 of 6 layers are done" in shown
@@ -112,15 +112,15 @@ def test_stopping_asks_and_going_on(tmp_path: Path) -> None:
         assert [asked.resume for asked in tui.asked_runs] == [False, True]
         await pilot.press("ctrl+c")
         await pilot.pause()
-        assert "nothing is being quantized" in told(tui)
+        assert "nothing is being quantized" in notice_text(tui)
 
     play(Quantizing(tmp_path, (LOOK, UNFINISHED), (RUNNING, (*BEGUN, *DONE))), scene)
 
 
-def test_what_cannot_be_gone_on_with_says_so(tmp_path: Path) -> None:
+def test_stop_warns_where_a_run_cannot_be_resumed(tmp_path: Path) -> None:
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
         tui.screen._form_panel.set_values(method="GGUF")
-        await reckoned(tui, pilot, 2)
+        await wait_until_estimated(tui, pilot, 2)
         await tui.begin(pilot)
         await pilot.press("ctrl+c")
         await tui.until(lambda: isinstance(tui.app.screen, ConfirmDialog))
@@ -136,7 +136,7 @@ def test_what_cannot_be_gone_on_with_says_so(tmp_path: Path) -> None:
     )
 
 
-def test_it_goes_on_behind_the_chats(tmp_path: Path) -> None:
+def test_run_continues_behind_the_chats(tmp_path: Path) -> None:
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
         await tui.begin(pilot)
         await wait_for_layers(tui, 2)
@@ -183,7 +183,7 @@ def test_a_chat_with_the_result(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("answer", ["n", "y"])
-def test_leaving_asks(tmp_path: Path, answer: str) -> None:
+def test_quit_asks_during_a_run(tmp_path: Path, answer: str) -> None:
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
         await tui.begin(pilot)
         await wait_for_layers(tui, 2)
@@ -206,10 +206,10 @@ def test_leaving_asks(tmp_path: Path, answer: str) -> None:
 def test_a_run_that_fails_can_be_run_again(tmp_path: Path, error: Exception) -> None:
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
         tui.screen._form_panel.set_values(bits=3, out="mine")
-        await reckoned(tui, pilot, 2)
+        await wait_until_estimated(tui, pilot, 2)
         await tui.begin(pilot)
         await tui.ended(pilot)
-        await reckoned(tui, pilot, 3)
+        await wait_until_estimated(tui, pilot, 3)
         assert str(error) in tui.screen_text()
         assert tui.screen._form_panel.form == QuantizeForm(bits=3, out="mine")
         await tui.begin(pilot)
@@ -231,8 +231,8 @@ def test_a_result_that_could_not_be_measured(tmp_path: Path) -> None:
     play(Quantizing(tmp_path, runs=(script,)), scene)
 
 
-def test_names_are_inert(tmp_path: Path) -> None:
-    """What a folder is called is neither markup nor a command to the terminal."""
+def test_control_sequences_in_names_are_inert(tmp_path: Path) -> None:
+    """Folder names are neither markup nor terminal commands."""
 
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
         await tui.begin(pilot)
@@ -265,7 +265,7 @@ def test_a_step_may_begin_between_two_reads_of_the_time_left() -> None:
 
 
 def test_the_time_left_is_smoothed(tmp_path: Path) -> None:
-    """One slow layer does not make all of them slow."""
+    """One slow layer does not change the estimate for all."""
 
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
         await tui.begin(pilot)

@@ -1,4 +1,4 @@
-"""The quantize screen as it looks, at three sizes."""
+"""Snapshots of the quantize screen, at two sizes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def check(
 
 
 async def nothing(tui: Quantizing, pilot: Pilot[None]) -> None:
-    """As it opens."""
+    """The screen as it opens."""
 
 
 async def at_layer_3(tui: Quantizing, pilot: Pilot[None]) -> None:
@@ -70,7 +70,7 @@ async def at_layer_3(tui: Quantizing, pilot: Pilot[None]) -> None:
 async def to_its_end(tui: Quantizing, pilot: Pilot[None]) -> None:
     await tui.begin(pilot)
     await tui.ended(pilot)
-    await tui.until(lambda: tui.is_reckoned or not tui.screen._estimate_panel.display)
+    await tui.until(lambda: tui.is_estimated or not tui.screen._estimate_panel.display)
     await tui.beat(pilot)
 
 
@@ -85,7 +85,7 @@ def test_running(check: Callable[..., None], size: tuple[int, int]) -> None:
 
 
 @SIZES
-def test_verdict(check: Callable[..., None], size: tuple[int, int]) -> None:
+def test_evaluation(check: Callable[..., None], size: tuple[int, int]) -> None:
     check(to_its_end, size, (LOOK,), ((*BEGUN, *DONE),))
 
 
@@ -99,7 +99,7 @@ def test_failed(check: Callable[..., None], size: tuple[int, int]) -> None:
 
 
 @SIZES
-def test_refused(check: Callable[..., None], size: tuple[int, int]) -> None:
+def test_quantized_model_rejected(check: Callable[..., None], size: tuple[int, int]) -> None:
     refused = InvalidRequest("tiny-awq is quantized already (awq): give the original model")
     check(nothing, size, ((refused,),))
 
@@ -109,7 +109,7 @@ def test_gguf(check: Callable[..., None], size: tuple[int, int]) -> None:
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
         tui.screen._form_panel.set_values(method="GGUF", gguf="IQ2_M")
         await pilot.pause()
-        await tui.until(lambda: tui.is_reckoned)
+        await tui.until(lambda: tui.is_estimated)
         await pilot.press("down", "down")
 
     check(scene, size)
@@ -126,7 +126,7 @@ def test_models(check: Callable[..., None], size: tuple[int, int]) -> None:
 
 
 @SIZES
-def test_chats_meanwhile(check: Callable[..., None], size: tuple[int, int]) -> None:
+def test_chats_during_a_run(check: Callable[..., None], size: tuple[int, int]) -> None:
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
         await at_layer_3(tui, pilot)
         await pilot.press("escape")
@@ -145,5 +145,5 @@ def test_themes(check: Callable[..., None], theme: str) -> None:
     check(scene, (120, 40))
 
 
-def test_the_smallest(check: Callable[..., None]) -> None:
+def test_smallest_size(check: Callable[..., None]) -> None:
     check(nothing, (60, 20))

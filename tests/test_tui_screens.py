@@ -1,4 +1,4 @@
-"""Every screen of `localgen tui` as it looks, at three sizes."""
+"""Snapshots of every screen of `localgen tui`, at two sizes."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_writing_in_two_sessions(snap_tui: Callable[..., None], size: tuple[int,
 
 
 @SIZES
-def test_broken_off(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
+def test_interrupted_answer(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await tui.ask(pilot, "Tell me a story")
 
@@ -110,7 +110,7 @@ def test_settings(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await talk(tui, pilot)
         await pilot.press("ctrl+t", *"0.5", "down", "x", "enter")
-        await tui.settled(pilot)
+        await tui.wait_until_idle(pilot)
 
     snap_tui(scene, size, *SCRIPTS)
 
@@ -157,7 +157,7 @@ def test_comparison(snap_tui: Callable[..., None], size: tuple[int, int]) -> Non
         await tui.until(
             lambda: all(each.active.last_stream for each in tui.app.screen.query(CompareColumn))
         )
-        await tui.settled(pilot)
+        await tui.wait_until_idle(pilot)
 
     snap_tui(scene, size, (ANSWER, answer()), (ANSWER, answer()))
 
@@ -173,7 +173,7 @@ def test_rename(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
 
 
 @SIZES
-def test_keys(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
+def test_help(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await pilot.press("?")
         await pilot.pause()
@@ -192,7 +192,7 @@ def test_a_long_text(snap_tui: Callable[..., None], size: tuple[int, int]) -> No
 
 
 @SIZES
-def test_confirm(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
+def test_confirm_delete(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await talk(tui, pilot)
         await pilot.press("f8")
@@ -212,7 +212,7 @@ def test_palette(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
 
 
 async def pick(tui: Tui, pilot: Pilot[None], name: str, says: str) -> None:
-    """Take a model, and wait until it is told how that goes."""
+    """Choose a model and wait until its status is shown."""
     await pilot.press("ctrl+o")
     await tui.until(lambda: tui.app.screen.query(OptionList).first().option_count == 3)
     await pilot.press(*name, "enter")
@@ -268,7 +268,7 @@ def test_a_model_that_does_not_load(
 
 
 @SIZES
-def test_a_thought(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
+def test_reasoning(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await tui.ask(pilot, "Which sorts are stable?")
         await pilot.press("f5")
@@ -289,7 +289,7 @@ def test_gauges(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
     snap_tui(scene, size, ("Blue.", answer()))
 
 
-def test_the_largest(snap_tui: Callable[..., None]) -> None:
+def test_largest_size(snap_tui: Callable[..., None]) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await talk(tui, pilot)
         tui.app.post_message(SampleReceived(top_script.reading()))
@@ -305,7 +305,7 @@ def test_too_small(snap_tui: Callable[..., None]) -> None:
     snap_tui(scene, (59, 20))
 
 
-def test_the_smallest(snap_tui: Callable[..., None]) -> None:
+def test_smallest_size(snap_tui: Callable[..., None]) -> None:
     snap_tui(talk, (60, 20), *SCRIPTS)
 
 

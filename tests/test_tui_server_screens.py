@@ -1,4 +1,4 @@
-"""The tui whose server is lost, or of another version, as it looks; and what is never cut off."""
+"""The TUI with a lost server or one of another version; texts that are never cut off."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def seen(tui: Tui, pilot: Pilot[None], version: str) -> None:
 
 
 async def lost(tui: Tui, pilot: Pilot[None]) -> None:
-    """In the middle of an answer."""
+    """Lose the server during an answer."""
     await seen(tui, pilot, "1.2.3")
     await tui.ask(pilot, "Tell me a story")
     tui.app.post_message(LOST)
@@ -52,22 +52,22 @@ async def another(tui: Tui, pilot: Pilot[None]) -> None:
 
 
 @SIZES
-def test_lost(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
+def test_lost_server(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
     snap_tui(lost, size, SCRIPT)
 
 
 @SIZES
-def test_another_version(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
+def test_other_server_version(snap_tui: Callable[..., None], size: tuple[int, int]) -> None:
     snap_tui(another, size, SCRIPT)
 
 
 def is_shown(tui: Tui, text: str) -> bool:
-    """Whether all of it is there, wherever the lines end."""
+    """Whether all of the text is on the screen, wherever lines wrap."""
     return "".join(text.split()) in "".join(tui.screen_text().replace("│", " ").split())
 
 
 @ENDS
-def test_nothing_of_need_is_cut_off(tmp_path: Path, size: tuple[int, int]) -> None:
+def test_important_text_is_never_cut_off(tmp_path: Path, size: tuple[int, int]) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await tui.ask(pilot, "Name a colour")
         await lost(tui, pilot)
@@ -101,7 +101,7 @@ def test_nothing_of_need_is_cut_off(tmp_path: Path, size: tuple[int, int]) -> No
 
 
 @ENDS
-def test_what_is_told_does_not_cover_the_prompt(tmp_path: Path, size: tuple[int, int]) -> None:
+def test_notices_do_not_cover_the_prompt(tmp_path: Path, size: tuple[int, int]) -> None:
     tui = Tui(tmp_path)
 
     async def run() -> None:

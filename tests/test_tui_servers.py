@@ -1,4 +1,4 @@
-"""The tui and its server: another one, one that is lost, what is said of it."""
+"""The TUI and its server: a remote one, a lost one, and its messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from localgen.tui.gauges.panel import GaugePanel
 from localgen.tui.widgets.notice import Notice
 
 
-def test_another_server_settles_its_context(tmp_path: Path) -> None:
+def test_remote_server_decides_its_context(tmp_path: Path) -> None:
     async def local(tui: Tui, pilot: Pilot[None]) -> None:
         await tui.ask(pilot, "here")
         tui.opened.apply_setting("ctx", "512")
@@ -74,7 +74,7 @@ def test_a_model_of_another_server_may_be_called_tiny(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_how_it_stands_with_the_server(
+def test_server_status_is_shown(
     tmp_path: Path, lost: ServerLost, url: str, status: str, said: str
 ) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
@@ -99,7 +99,7 @@ def test_how_it_stands_with_the_server(
 
 def test_a_server_elsewhere_that_was_never_seen(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
-        # the tests' delay: no second attempt comes before the key
+        # with the tests' delay no second attempt comes before the key press
         await tui.until(lambda: "no server. Retrying in 1e+03 s, F12: now" in tui.screen_text())
         seen = threading.Event()
 
@@ -115,7 +115,7 @@ def test_a_server_elsewhere_that_was_never_seen(tmp_path: Path) -> None:
     play(Tui(tmp_path, url="http://far/v1"), scene)
 
 
-def test_what_a_client_says_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_messages_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
 
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
@@ -132,6 +132,6 @@ def test_what_a_client_says_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (toast,) = tui.app._notifications
         assert toast.message == said
         gate.set()
-        await tui.settled(pilot)
+        await tui.wait_until_idle(pilot)
 
     play(Tui(tmp_path, (gate, "a", answer())), scene, (200, 60))

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 from scripted_client import answer
-from tui_chats import MakeTui, settle
+from tui_chats import MakeTui, wait_for_answer
 
 from localgen.backends.errors import (
     InvalidRequest,
@@ -19,7 +19,7 @@ from localgen.tui.chat.active_session import CTX_SETTING
 from localgen.tui.chat.compare import parse_variants
 
 
-def test_another_model_has_no_use_for_the_context_of_the_last(make_tui: MakeTui) -> None:
+def test_model_change_resets_the_context(make_tui: MakeTui) -> None:
     opened = make_tui().manager.open_empty()
     opened.load_model("other", lambda _: None)
     opened.apply_setting(CTX_SETTING, "512")
@@ -27,21 +27,21 @@ def test_another_model_has_no_use_for_the_context_of_the_last(make_tui: MakeTui)
     assert opened.chat.options.ctx is None
 
 
-def test_fork_goes_on_alone(make_tui: MakeTui) -> None:
+def test_fork_is_independent(make_tui: MakeTui) -> None:
     tui = make_tui()
     opened = tui.manager.open_empty()
     opened.ask("q")
-    settle(tui, opened)
+    wait_for_answer(tui, opened)
     fork = tui.manager.fork(opened)
     assert fork.name == "q (2)"
     assert tui.manager.fork(opened).name == "q (3)"
     assert fork.chat.conversation == opened.chat.conversation
     fork.ask("more")
-    settle(tui, fork)
+    wait_for_answer(tui, fork)
     assert len(opened.chat.conversation.turns) == 1
 
 
-def test_delete_and_restore(make_tui: MakeTui) -> None:
+def test_deleted_session_can_be_restored(make_tui: MakeTui) -> None:
     gate = threading.Event()
     tui = make_tui((gate, answer()))
     opened = tui.manager.open_empty()
@@ -49,7 +49,7 @@ def test_delete_and_restore(make_tui: MakeTui) -> None:
     with pytest.raises(InvalidRequest, match="stop it first"):
         tui.manager.delete(opened.id)
     gate.set()
-    settle(tui, opened)
+    wait_for_answer(tui, opened)
     tui.manager.delete(opened.id)
     assert tui.manager.summaries == []
     assert opened.id not in tui.manager.active_by_id
@@ -62,7 +62,7 @@ def test_an_empty_session_is_used_again(make_tui: MakeTui) -> None:
     opened = tui.manager.open_empty()
     assert tui.manager.open_empty() is opened
     opened.ask("q")
-    settle(tui, opened)
+    wait_for_answer(tui, opened)
     assert tui.manager.open_empty() is not opened
 
 
@@ -83,7 +83,7 @@ def test_settings_of_a_session_come_back_with_it(make_tui: MakeTui) -> None:
     assert again.chat.conversation.system == "be brief"
 
 
-def test_a_model_of_its_own(make_tui: MakeTui) -> None:
+def test_session_keeps_its_own_model(make_tui: MakeTui) -> None:
     tui = make_tui()
     opened = tui.manager.open_empty()
     opened.load_model("other", lambda _: None)
@@ -98,7 +98,7 @@ def test_commands_change_what_is_kept(make_tui: MakeTui) -> None:
     opened = tui.manager.open_empty()
     for prompt in "ab":
         opened.ask(prompt)
-        settle(tui, opened)
+        wait_for_answer(tui, opened)
     assert opened.run_command("/undo") == commands.CommandOutput("1 turn left")
     assert [t.prompt for t in tui.store.read(opened.id).conversation.turns] == ["a"]
     with pytest.raises(InvalidRequest):
@@ -114,10 +114,10 @@ def test_search_finds_names_prompts_and_answers(make_tui: MakeTui) -> None:
     tui = make_tui(("Ein Öl und *Salz*", answer()), ("nothing", answer()))
     one = tui.manager.open_empty()
     one.ask("Was ist ÖLIG?")
-    settle(tui, one)
+    wait_for_answer(tui, one)
     two = tui.manager.open_empty()
     two.ask("x")
-    settle(tui, two)
+    wait_for_answer(tui, two)
     tui.manager.rename(two.id, "über Öl")
     found = tui.manager.search("öl")
     assert {(hit.session_id, hit.turn_index) for hit in found} == {
@@ -128,7 +128,7 @@ def test_search_finds_names_prompts_and_answers(make_tui: MakeTui) -> None:
     assert tui.manager.search("absent") == []
 
 
-def test_renaming(make_tui: MakeTui) -> None:
+def test_rename_cleans_the_name(make_tui: MakeTui) -> None:
     tui = make_tui()
     opened = tui.manager.open_empty()
     tui.manager.rename(opened.id, " a\n\x1b[31mname ")
@@ -137,11 +137,11 @@ def test_renaming(make_tui: MakeTui) -> None:
         tui.manager.rename(opened.id, " \n")
 
 
-def test_comparing_makes_sessions_that_go_on(make_tui: MakeTui) -> None:
+def test_compared_answers_become_sessions(make_tui: MakeTui) -> None:
     tui = make_tui()
     opened = tui.manager.open_empty()
     opened.ask("q")
-    settle(tui, opened)
+    wait_for_answer(tui, opened)
     compared = parse_variants("tiny\n\nother temperature=0 top-k=1", opened.chat.options.params)
     made = tui.manager.compare(opened, compared)
     assert [each.chat.requested_model for each in made] == ["tiny", "other"]
@@ -150,7 +150,7 @@ def test_comparing_makes_sessions_that_go_on(make_tui: MakeTui) -> None:
     for each in made:
         each.ask("both")
     for each in made:
-        assert settle(tui, each).answer == "re: both"
+        assert wait_for_answer(tui, each).answer == "re: both"
         assert len(each.chat.conversation.turns) == 2
 
 
@@ -165,6 +165,6 @@ def test_comparing_makes_sessions_that_go_on(make_tui: MakeTui) -> None:
         ("tiny\ntiny nonsense=1", "line 2: no parameter"),
     ],
 )
-def test_what_cannot_be_compared(text: str, told: str) -> None:
+def test_invalid_comparisons_are_rejected(text: str, told: str) -> None:
     with pytest.raises(InvalidRequest, match=told):
         parse_variants(text, SamplingParams())

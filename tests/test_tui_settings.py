@@ -1,4 +1,4 @@
-"""The side panel of settings: whose a setting is, and what is refused."""
+"""The settings panel: which session a setting belongs to, and rejected values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from localgen.tui.chat.active_session import ActiveSession
 
 
 async def two_sessions(tui: Tui, pilot: Pilot[None]) -> tuple[ActiveSession, ActiveSession]:
-    """The second is on the screen."""
+    """Two sessions, of which the second is on the screen."""
     await tui.ask(pilot, "one")
     first = tui.opened
     await tui.open_new(pilot)
@@ -111,7 +111,7 @@ def test_a_system_prompt_may_be_set_while_an_answer_is_written(tmp_path: Path) -
         await pilot.press(*"be brief", "tab")
         await tui.until(lambda: tui.opened.chat.conversation.system == "be brief")
         gate.set()
-        await tui.settled(pilot)
+        await tui.wait_until_idle(pilot)
         kept = tui.store.read(tui.opened.id).conversation
         assert (kept.system, len(kept.turns)) == ("be brief", 1)
         assert tui.main.query_one("#system", TextArea).text == "be brief"

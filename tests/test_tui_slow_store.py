@@ -1,4 +1,4 @@
-"""A store that is slow or fails: the keys wait for nothing."""
+"""A slow or failing store does not block the keys."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_keys_before_there_is_a_session(tmp_path: Path, monkeypatch: pytest.Monk
                 gate.set()
                 await tui.until(lambda: tui.main.current_session is not None)
                 await tui.until(lambda: tui.asked == ["typed"])
-                await tui.settled(pilot)
+                await tui.wait_until_idle(pilot)
                 assert tui.prompt.text == ""
         finally:
             gate.set()
@@ -103,7 +103,7 @@ def test_keys_do_not_wait_for_the_store(
             assert tui.prompt.text == "typed"
         finally:
             gate.set()
-        await tui.settled(pilot)
+        await tui.wait_until_idle(pilot)
 
     play(Tui(tmp_path), scene)
 

@@ -1,4 +1,4 @@
-"""What is kept of sessions: by programs that are killed, by several at once, on a full disk."""
+"""Stored sessions with killed programs, several programs at once, and a full disk."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from scripted_client import answer
-from tui_chats import MakeTui, settle, wait
+from tui_chats import MakeTui, wait, wait_for_answer
 
 from localgen.backends.errors import DiskFull
 from localgen.chat.conversation import Turn
@@ -25,7 +25,7 @@ def test_an_answer_outlives_a_program_that_is_killed_while_it_asks_again(make_tu
     tui, other = make_tui(("good", answer()), ("half", threading.Event())), make_tui()
     opened = tui.manager.open_empty()
     opened.ask("q")
-    settle(tui, opened)
+    wait_for_answer(tui, opened)
     opened.regenerate()
     wait(lambda: opened.answer_stream and opened.answer_stream.num_tokens)
     tui.manager.sync_store()
@@ -49,13 +49,13 @@ def test_a_session_that_another_program_writes_in_is_left_alone(make_tui: MakeTu
             change()
     assert not seen.save_error
     gate.set()
-    settle(one, mine)
+    wait_for_answer(one, mine)
     other.manager.sync_store()
     assert seen.id == mine.id
     assert seen.chat.conversation == mine.chat.conversation
 
 
-def test_what_grows_is_written_as_it_grows(make_tui: MakeTui) -> None:
+def test_growing_answer_is_stored_periodically(make_tui: MakeTui) -> None:
     gate = threading.Event()
     tui = make_tui(("half", gate, " whole", answer()))
     opened = tui.manager.open_empty()
@@ -69,12 +69,12 @@ def test_what_grows_is_written_as_it_grows(make_tui: MakeTui) -> None:
     with pytest.raises(SessionBusy):
         seen.ask("me too")
     gate.set()
-    settle(tui, opened)
+    wait_for_answer(tui, opened)
     assert other.manager.sync_store()
     assert seen.chat.conversation == opened.chat.conversation
 
 
-def test_what_grows_is_written_while_the_program_waits_for_an_editor(make_tui: MakeTui) -> None:
+def test_growing_answer_is_stored_while_an_editor_is_open(make_tui: MakeTui) -> None:
     gate = threading.Event()
     one, other = make_tui(("half", gate, " whole", answer())), make_tui()
     opened = one.manager.open_empty()
@@ -114,22 +114,22 @@ def test_two_programs_in_one_session(make_tui: MakeTui) -> None:
     mine = one.manager.open_empty()
     theirs = other.manager.get(mine.id)
     theirs.ask("theirs")
-    settle(other, theirs)
+    wait_for_answer(other, theirs)
     with pytest.raises(SessionChanged):
         mine.ask("mine")
     one.manager.sync_store()
     mine.ask("mine")
-    settle(one, mine)
+    wait_for_answer(one, mine)
     other.manager.sync_store()
     assert [turn.prompt for turn in theirs.chat.conversation.turns] == ["theirs", "mine"]
 
 
-def test_what_two_programs_change_at_once_is_kept_twice(make_tui: MakeTui) -> None:
+def test_conflicting_changes_are_kept_as_two_sessions(make_tui: MakeTui) -> None:
     one, other = make_tui(), make_tui()
     mine = one.manager.open_empty()
     theirs = other.manager.get(mine.id)
     theirs.ask("theirs")
-    settle(other, theirs)
+    wait_for_answer(other, theirs)
     mine.run_command("/set system be brief")
     assert mine.save_error == ""
     assert mine.id != theirs.id
@@ -143,7 +143,7 @@ def test_what_two_programs_change_at_once_is_kept_twice(make_tui: MakeTui) -> No
     assert "continues as New session (2)" in said
 
 
-def test_a_full_disk_stops_nothing_and_is_made_up_for(
+def test_full_disk_is_retried_until_it_has_room(
     make_tui: MakeTui, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tui = make_tui()
@@ -157,7 +157,7 @@ def test_a_full_disk_stops_nothing_and_is_made_up_for(
         for name in ("begin_turn", "update", "finish_turn", "update_turn"):
             patched.setattr(SessionStore, name, refuse)
         opened.ask("q")
-        turn = settle(tui, opened)
+        turn = wait_for_answer(tui, opened)
         assert turn.answer == "re: q"
         assert opened.save_error == "the disk is full"
     tui.manager.sync_store()
@@ -166,7 +166,7 @@ def test_a_full_disk_stops_nothing_and_is_made_up_for(
 
 
 @pytest.mark.parametrize("name", ["update_turn", "finish_turn"])
-def test_a_disk_that_fills_up_in_mid_answer(
+def test_disk_that_fills_up_during_an_answer(
     make_tui: MakeTui, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     gate = threading.Event()
@@ -181,7 +181,7 @@ def test_a_disk_that_fills_up_in_mid_answer(
         patched.setattr(SessionStore, name, refuse)
         tui.manager.sync_store()
         gate.set()
-        turn = settle(tui, opened)
+        turn = wait_for_answer(tui, opened)
     tui.manager.sync_store()
     assert tui.store.read(opened.id).conversation.turns == (turn,)
     assert tui.store.list_sessions()[0].is_generating is False
@@ -196,7 +196,7 @@ def test_a_name_given_by_another_program_stays(make_tui: MakeTui) -> None:
     other.manager.rename(mine.id, "theirs")
     one.manager.sync_store()
     gate.set()
-    settle(one, mine)
+    wait_for_answer(one, mine)
     assert one.store.read(mine.id).name == "theirs"
     assert mine.name == "theirs"
 
@@ -213,7 +213,7 @@ def test_a_draft_outlives_the_program(make_tui: MakeTui, tmp_path: Path) -> None
     tui.store = again.store  # close() of the fixture closes one of them
 
 
-def test_leaving_stops_and_keeps(make_tui: MakeTui) -> None:
+def test_quit_stops_and_keeps_partial_answers(make_tui: MakeTui) -> None:
     tui = make_tui(("half", threading.Event()))
     opened = tui.manager.open_empty()
     opened.ask("q")
@@ -223,5 +223,5 @@ def test_leaving_stops_and_keeps(make_tui: MakeTui) -> None:
     assert all(client.closed for client in tui.clients)
 
 
-def test_kept_is_a_value() -> None:
+def test_session_record_is_a_value() -> None:
     assert replace(SessionRecord(1), name="x") == SessionRecord(1, "x")

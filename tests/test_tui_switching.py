@@ -1,4 +1,4 @@
-"""What is typed while another session is on its way, and what is read while one is written."""
+"""Typing while another session is being opened, and reading while one is answered."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from textual.pilot import Pilot
-from tui_chats import Tui, play, told
+from tui_chats import Tui, notice_text, play
 
 from localgen.backends.errors import ServerUnavailable
 from localgen.chat.conversation import Conversation, Turn
@@ -18,7 +18,7 @@ from localgen.tui.chat.session_manager import SearchHit
 from localgen.tui.chat.transcript import Transcript
 
 
-def test_what_is_typed_meanwhile_is_for_the_next_session(
+def test_typed_text_goes_to_the_next_session(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
@@ -39,7 +39,7 @@ def test_what_is_typed_meanwhile_is_for_the_next_session(
         assert tui.asked == ["first"]
         gate.set()
         await tui.until(lambda: len(tui.asked) == 2)
-        await tui.settled(pilot)
+        await tui.wait_until_idle(pilot)
         assert tui.opened is not before
         assert [turn.prompt for turn in tui.opened.chat.conversation.turns] == ["second"]
         assert [turn.prompt for turn in before.chat.conversation.turns] == ["first"]
@@ -51,7 +51,7 @@ def test_what_is_typed_meanwhile_is_for_the_next_session(
     play(Tui(tmp_path), scene)
 
 
-def test_what_is_typed_stays_where_no_session_comes(
+def test_typed_text_stays_if_no_session_opens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
@@ -67,18 +67,16 @@ def test_what_is_typed_stays_where_no_session_comes(
         await pilot.pause()
         await pilot.press(*"more")
         gate.set()
-        await tui.until(lambda: "it is locked" in told(tui))
-        await tui.settled(pilot)
+        await tui.until(lambda: "it is locked" in notice_text(tui))
+        await tui.wait_until_idle(pilot)
         assert tui.prompt.text == "half more"
         assert tui.opened.unsent_prompt == "half more"
 
     play(Tui(tmp_path), scene)
 
 
-def test_two_steps_at_once_go_two_sessions_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first one is on its way still, and comes last: it is not to be shown."""
+def test_two_quick_steps_move_two_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first session is still being opened and arrives last: it must not be shown."""
 
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         for number in range(3):
@@ -103,7 +101,7 @@ def test_two_steps_at_once_go_two_sessions_on(
         await tui.until(lambda: tui.opened.id == wanted)
         gate.set()
         await tui.until(lambda: len(got) == 2)
-        await tui.settled(pilot)
+        await tui.wait_until_idle(pilot)
         assert got == [wanted, passed]
         assert tui.opened.id == wanted
 
@@ -111,7 +109,7 @@ def test_two_steps_at_once_go_two_sessions_on(
 
 
 @pytest.mark.parametrize("way", ["hit", "ctrl+home"])
-def test_what_is_read_stays_while_an_answer_is_written(tmp_path: Path, way: str) -> None:
+def test_scroll_position_is_kept_while_an_answer_is_written(tmp_path: Path, way: str) -> None:
     gates = [threading.Event(), threading.Event(), threading.Event()]
 
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
@@ -150,7 +148,7 @@ def test_what_is_read_stays_while_an_answer_is_written(tmp_path: Path, way: str)
         await pilot.pause()
         assert "some more" in tui.screen_text()
         gates[1].set()
-        await tui.settled(pilot)
+        await tui.wait_until_idle(pilot)
         assert "the end" in tui.screen_text()
 
     play(Tui(tmp_path, ("begun ", gates[0], "some more ", gates[1], "the end")), scene)

@@ -1,4 +1,4 @@
-"""What a terminal sends: a paste is a text, whatever is in it."""
+"""Terminal input: a paste is a text, whatever is in it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from localgen.tui.terminal import PasteSafeParser, TerminalDriver
 from localgen.tui.themes import ThemeChoice
 from localgen.tui.top.app import TopApp
 
-# what Textual's own parser takes for Ctrl+G, Ctrl+Q, Enter, a start and a half of an end
+# parsed by Textual as Ctrl+G, Ctrl+Q, Enter, the start of a paste and half of its end
 HOSTILE = "a\x1b[31mred\x1b[0m\x1b\x1b]0;x\x07 \x11\r\x1b[200~ \x1b[20 \x1b[201 \x9b\u20ac\nz"
 
 
@@ -24,7 +24,7 @@ def pieces(*data: str) -> list[Message]:
 
 
 def texts(messages: list[Message]) -> list[str]:
-    """Keys and pastes by what they are."""
+    """Names of keys, and pastes with their text."""
     return [
         f"paste {each.text}" if isinstance(each, Paste) else each.key
         for each in messages
@@ -54,7 +54,7 @@ def test_a_paste_of_100_kb_in_reads_of_4_kb() -> None:
     ]
 
 
-def test_keys_are_what_they_were() -> None:
+def test_keys_are_parsed_as_before() -> None:
     assert texts(pieces("a\x11\x1b[A\x1b[1;5B\r")) == ["a", "ctrl+q", "up", "ctrl+down", "enter"]
 
 
@@ -66,7 +66,7 @@ def pipe() -> Iterator[tuple[int, int]]:
         os.close(end)
 
 
-def test_bytes_that_are_no_text_end_nothing(pipe: tuple[int, int]) -> None:
+def test_invalid_utf8_does_not_end_input(pipe: tuple[int, int]) -> None:
     heard: list[Message] = []
     is_over = threading.Event()
 
@@ -89,6 +89,6 @@ def test_bytes_that_are_no_text_end_nothing(pipe: tuple[int, int]) -> None:
     assert texts(heard)[1:] == ["paste caf\u00e9 \ufffd", "q"]
 
 
-def test_programs_read_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_programs_use_the_terminal_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("textual.constants.DRIVER", None)
     assert TopApp(lambda: None, "", "", ThemeChoice(None)).driver_class is TerminalDriver  # type: ignore

@@ -1,4 +1,4 @@
-"""What a model or a user writes is shown, and never obeyed or taken for markup."""
+"""Text of a model or user is shown, never interpreted as commands or markup."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZE = (120, 60)
 HOSTILE = (
     "\x1b]0;owned\x07 \x1b[2J \x9b31m [red]not red[/] [@click=app.quit]x[/] \u202eevil\u202c ok"
 )
-# what is left of bytes that are no UTF-8: a reader's replacements, and its escapes
+# bytes that are not UTF-8, as decoders replace or escape them
 BROKEN = b"caf\xe9 \xff\xfe \xed\xa0\x80".decode(errors="replace") + "\ud800 \udcff end"
 CONTROLS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 MARKDOWN = """# Title [b]
@@ -59,7 +59,7 @@ def test_escapes_and_markup_are_shown(tmp_path: Path) -> None:
         assert "\x1b" not in shown
         assert "\u202e" not in shown
         assert "\x9b" not in shown
-        # in the prompt, the answer and what was thought
+        # in the prompt, the answer and the reasoning
         assert shown.count("[red]not red[/]") >= 2
         assert shown.count("␛]0;owned␇") >= 2
         await pilot.press("f5")
@@ -150,7 +150,7 @@ def test_markdown_is_drawn_and_hides_nothing(tmp_path: Path) -> None:
 
 
 def blocks(widget: ModelMarkdown) -> list[str]:
-    """What the widget shows, block by block, whatever it is made of."""
+    """The text of the widget, block by block."""
     return [
         f"{type(block).__name__}: {getattr(block, '_content', '')}"
         for block in widget.query("MarkdownBlock")
@@ -178,7 +178,7 @@ def test_a_stream_ends_as_the_whole_would(tmp_path: Path, seed: int) -> None:
             gate.set()
             await asyncio.sleep(0.03)
             await tui.app.tick()
-        await tui.settled(pilot)
+        await tui.wait_until_idle(pilot)
         view = tui.main.query(TurnView).first()
         streamed = blocks(view._answer_markdown)
         assert view.turn.answer == text

@@ -1,4 +1,4 @@
-"""Turns of a session: brought back, written by two programs, drawn where one looks."""
+"""Turns of a session: restored, written by two programs, drawn where visible."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from localgen.tui.chat.turn_view import TurnView
 
 
 @pytest.mark.parametrize("line", ["/clear", "/undo 2", "/undo"])
-def test_f9_brings_back_turns(tmp_path: Path, line: str) -> None:
+def test_f9_restores_removed_turns(tmp_path: Path, line: str) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         for text in "ab":
             await tui.ask(pilot, text)
@@ -59,7 +59,7 @@ def test_a_conflict_leaves_the_user_where_he_is(tmp_path: Path) -> None:
         mine.apply_setting("temperature", "0.5")  # it was not seen yet
         assert mine.id != session
         await tui.until(lambda: mine.id in [listed.id for listed in tui.manager.summaries])
-        await tui.settled(pilot)
+        await tui.wait_until_idle(pilot)
         assert tui.opened is mine
         assert tui.manager.active_by_id[mine.id] is mine
         assert any("continues as one (2)" in each.message for each in tui.app._notifications)

@@ -1,4 +1,4 @@
-"""What stands on the quantize screen names no option that the screen has not."""
+"""Messages on the quantize screen mention no command-line options."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from localgen import quant
 from localgen.tui.quantize.run import replace_cli_options
 
-# these read options or draw tables: the screen's child says nothing of theirs
+# these parse options or draw tables: the screen's process shows none of their messages
 SILENT = {"advice", "compare", "form", "originals", "process", "report", "request", "run"}
 SPEAKING = [
     path
@@ -24,7 +24,7 @@ _OF_A_COMMAND = re.compile(r"localgen (?:quantize|tui)[^,;:()]*|its --seq-len")
 
 
 def messages(path: Path) -> list[str]:
-    """Every text of a file that is said with an option in it."""
+    """Every message of a file that mentions an option."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, ast.Call):
@@ -52,7 +52,7 @@ def test_every_message_speaks_of_the_screen() -> None:
         for text in said
         if options_in(replace_cli_options(text))
     }
-    # a part of a longer text, which is in the list too
+    # a part of a longer text that is also in the list
     whole = {text for text in left if not any(text != each and text in each for each in said)}
     assert not whole
 

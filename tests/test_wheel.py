@@ -1,4 +1,4 @@
-"""What the wheel holds: the package once, the derived model, nothing else."""
+"""Contents of the wheel: the package once, the derived model, nothing else."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def build(source: Path, out: Path) -> None:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the tree as a clone would have it: nothing derived, links kept."""
+    """A copy of the tree as in a clone: nothing derived, links kept."""
     target = tmp_path_factory.mktemp("source") / "localgen"
     return Path(shutil.copytree(ROOT, target, symlinks=True, ignore=BUILT))
 
@@ -44,7 +44,7 @@ def wheel(source: Path) -> Iterator[zipfile.ZipFile]:
         yield archive
 
 
-def test_holds_every_module_once_under_the_package(wheel: zipfile.ZipFile) -> None:
+def test_wheel_holds_every_module_once_under_the_package(wheel: zipfile.ZipFile) -> None:
     names = wheel.namelist()
     assert len(names) == len(set(names))
     expected = {
@@ -81,7 +81,7 @@ def test_holds_the_derived_model_and_not_its_source(wheel: zipfile.ZipFile, tmp_
     assert sum(int(tensor.n_elements) for tensor in reader.tensors) == 5_770_496
 
 
-def test_metadata(wheel: zipfile.ZipFile) -> None:
+def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
     folder = next(name.split("/")[0] for name in wheel.namelist() if ".dist-info/" in name)
     metadata = Parser().parsestr(wheel.read(f"{folder}/METADATA").decode())
     assert metadata["Name"] == "localgen"

@@ -1,4 +1,4 @@
-"""Messages between server and engine: what goes in comes out, however the bytes are cut."""
+"""Messages between server and engine are unchanged by encoding, however the bytes are split."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_the_largest_frame_is_awaited() -> None:
         wire.encode_message(wire.Cancel("a"))[4:] + b"\x00",  # more than one value
     ],
 )
-def test_what_is_not_our_protocol_is_a_value_error(body: bytes) -> None:
+def test_invalid_frames_raise_value_error(body: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         list(wire.MessageDecoder().feed(frame(body)))
 

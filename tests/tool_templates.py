@@ -1,4 +1,4 @@
-"""Small chat templates with what is essential of each family, for tests."""
+"""Small chat templates with the essential parts of each model family's own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PLAIN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "<|im_start|>assistant\n"
 )
-# a template that insists on turns and refuses what it does not know
+# a template that requires alternating roles and rejects unknown ones
 STRICT = (
     "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
@@ -69,7 +69,7 @@ PHI = (
     "<|tool|>{{ message['tools'] }}<|/tool|><|end|>{% else %}"
     "<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endif %}{% endfor %}<|assistant|>"
 )
-# arguments that have to be text
+# arguments must be text
 TEXT_ARGUMENTS = _TOOLS + _TURNS.replace(
     "CALLS", "{{ '<tool_call>' + call.function.arguments + '</tool_call>' }}"
 )

@@ -1,4 +1,4 @@
-"""A server that is made up, for what stands above it: snapshots, samples, a scripted monitor."""
+"""Scripted servers for tests of `localgen top` and the gauges: snapshots, samples, a monitor."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PHASES = RequestPhases(
 def request(
     number: int, state: str = "decode", generated: int = 90, **fields: Any
 ) -> SequenceStats:
-    """A live request."""
+    """A running request."""
     is_begun = generated > 0
     known: dict[str, Any] = {
         "request_id": f"{number:024x}",
@@ -67,7 +67,7 @@ def request(
 
 
 def ended(number: int, outcome: str = "stop", **fields: Any) -> EndedRequest:
-    """A request that has ended."""
+    """An ended request."""
     known: dict[str, Any] = {
         "request_id": f"e{number:023x}",
         "model": "llama-8b",
@@ -136,7 +136,7 @@ def model(name: str = "llama-8b", **fields: Any) -> ModelSnapshot:
 
 
 def snapshot(*models: ModelSnapshot, **fields: Any) -> ServerSnapshot:
-    """A server with these models, or with one."""
+    """A server with these models; by default one."""
     known: dict[str, Any] = {
         "server_type": "localgen",
         "version": "0.1.0",
@@ -150,7 +150,7 @@ def snapshot(*models: ModelSnapshot, **fields: Any) -> ServerSnapshot:
 
 
 def counters(second: float) -> ModelCounters:
-    """Counters after so many seconds: speed goes up and down."""
+    """Counters after this many seconds of a changing speed."""
     generated = 60.0 * second + 200.0 * (1 - math.cos(second / 5))
     steps = 20.0 * second
     return ModelCounters(
@@ -168,7 +168,7 @@ def counters(second: float) -> ModelCounters:
 
 
 def reading(seconds: float = 60.0, last: ServerSnapshot | None = None) -> ServerSample:
-    """What a minute of a busy server ends in; `last`: its last snapshot."""
+    """The sample after a minute of a busy server; `last`: its last snapshot."""
     record, found = SampleBuilder(), ServerSample()
     for half in range(int(seconds * 2) + 1):
         latency = LatencyStats(last_ms=300 + 90 * math.sin(half / 7), p50_ms=300.0, p99_ms=1230.0)
@@ -178,8 +178,9 @@ def reading(seconds: float = 60.0, last: ServerSnapshot | None = None) -> Server
 
 
 class ScriptedServerMonitor:
-    """Each call of snapshots() plays one of the scripts: snapshots, then an error, the server's
-    leaving (None), or silence."""
+    """Each call of snapshots() plays a script: snapshots, then an error, the end of the
+    server (None), or no more messages.
+    """
 
     def __init__(self, *scripts: Sequence[ServerSnapshot | LocalgenError | None]) -> None:
         self.scripts = list(scripts)
@@ -207,7 +208,7 @@ class ScriptedServerMonitor:
 
 
 def top_app(watch: ScriptedServerMonitor | None = None, **settings: Any) -> TopApp:
-    """The program over a scripted server; silent where none is given."""
+    """TopApp over a scripted server; without one, no message ever arrives."""
     scripted = watch or ScriptedServerMonitor()
     return TopApp(
         lambda: scripted,
@@ -223,7 +224,7 @@ def run(
     size: tuple[int, int] = (120, 40),
     **settings: float,
 ) -> None:
-    """Play keys on a running program whose server is as scripted; by default it is busy."""
+    """Run a scene in TopApp over a scripted server; by default a busy one."""
 
     async def play() -> None:
         app = top_app(watch or ScriptedServerMonitor([snapshot()]), **settings)
@@ -251,7 +252,7 @@ def table(app: TopApp) -> RequestTable:
 
 
 def column(app: TopApp, key: str) -> list[str]:
-    """The texts of a column from top to bottom."""
+    """The texts of a table column from top to bottom."""
     found = table(app)
     return [found.get_cell(row.key, key).text for row in found.ordered_rows]
 

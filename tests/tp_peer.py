@@ -1,6 +1,6 @@
-"""Rank 1 of 2 for tests: a process that computes one model after another, as a worker does.
+"""Rank 1 of 2 for tests: a worker process that computes one model after another.
 
-Started once for a test module: each start of a process that imports torch takes seconds.
+Started once per test module: starting a process that imports torch takes seconds.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ CPU = torch.device("cpu")
 
 
 def shard_of(folder: Path, rank: int) -> RankModel:
-    """Half of a model, in float32."""
+    """One rank's half of a model, in float32."""
     source = open_model_source(folder)
     return RankModel(source, SETTINGS, torch.float32, ModelShard(source.spec, rank, 2))
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """The other process."""
+    """The process of rank 1."""
 
     orders: Any
 
     def steps(self, folder: Path, *, pages: int, max_len: int) -> PairedSteps:
-        """A model in both processes."""
+        """Load a model in both processes."""
         self.orders.send(("load", folder, pages, max_len))
         rank_model = shard_of(folder, 0)
         assert rank_model.allocate_cache(pages, max_len)
@@ -55,14 +55,14 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class PairedSteps:
-    """Steps of both, as TensorParallelExecutor has them."""
+    """Steps in both processes, as TensorParallelExecutor runs them."""
 
     rank_model: RankModel
     orders: Any
     device = CPU
 
     def run(self, inputs: StepInputs, token_source: PreviousStepTokens | None = None) -> Tensor:
-        """Where the tokens are only on this side, the other gets wrong ones to begin with."""
+        """Run a step. Where tokens exist on rank 0 only, rank 1 gets wrong ones to begin with."""
         theirs = (
             inputs if token_source is None else replace(inputs, tokens=np.zeros_like(inputs.tokens))
         )
@@ -86,7 +86,7 @@ class PairedSteps:
 
 @contextmanager
 def peer() -> Iterator[Peer]:
-    """Start rank 1 and meet it."""
+    """Start rank 1 and connect to it."""
     ours, theirs = Pipe()
     with theirs:
         process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""A tui over clients that answer from a script, for its tests."""
+"""A TUI over clients that answer from a script."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MakeTui = Callable[..., "Tui"]
 
 
 class PacedClient(ScriptedClient):
-    """A scripted client whose script may hold an Event: it waits there until it is set, or cut."""
+    """A scripted client. An Event in its script waits until it is set or the client is aborted."""
 
     def __init__(
         self, scripts: Sequence[Sequence[object]] = (), say: Callable[[str], None] = print
@@ -55,7 +55,7 @@ class PacedClient(ScriptedClient):
         on_progress: OnProgress = print,
         keep_alive: str | None = None,
     ) -> ModelInfo:
-        """Waits at half for the gate, if there is one."""
+        """Loading stops at 50 % until `load_gate` is set, if there is one."""
         info = super().load(model, options, on_progress, keep_alive)
         self._wait(self.load_gate)
         return info
@@ -90,7 +90,7 @@ class PacedClient(ScriptedClient):
 
 
 class NoServerMonitor:
-    """A server that is never there."""
+    """A server that is never found."""
 
     def snapshots(self) -> Iterator[ServerSnapshot]:
         raise ServerUnavailable("no server")
@@ -100,7 +100,7 @@ class NoServerMonitor:
 
 
 class Tui:
-    """A program on a store. scripts: what each answer is, whichever session asks."""
+    """A TUI with a store. scripts: the answers in order, whichever session asks."""
 
     def __init__(
         self,
@@ -144,12 +144,12 @@ class Tui:
 
     @property
     def prompt_text(self) -> str:
-        """What is typed on the main screen."""
+        """The text of the prompt on the main screen."""
         return self.main.query_one(Prompt).text
 
     @property
     def asked(self) -> list[str]:
-        """Models asked, in the order of the clients."""
+        """The prompts sent, in the order of the clients."""
         return [asked.messages[-1].content for each in self.clients for asked in each.record.asked]
 
     def close(self) -> None:
@@ -165,27 +165,27 @@ class Tui:
             yield pilot
 
     def gate_loads(self) -> threading.Event:
-        """From now on models are loaded no further than half until this is set."""
+        """Hold all loads at 50 % until the returned event is set."""
         self.load_gate = threading.Event()
         for client in self.clients:
             client.load_gate = self.load_gate
         return self.load_gate
 
     async def until(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
-        """Wait until it is so."""
+        """Wait for a condition; fails the test after timeout_s."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, "it did not come to that"
             await asyncio.sleep(0.01)
 
     async def ask(self, pilot: Pilot[None], text: str) -> None:
-        """Type a prompt, send it, wait for the whole answer."""
+        """Type a prompt, send it and wait for the complete answer."""
         await self.type(pilot, text)
         await pilot.press("enter")
-        await self.settled(pilot)
+        await self.wait_until_idle(pilot)
 
     async def open_new(self, pilot: Pilot[None]) -> None:
-        """A session that is still empty."""
+        """Open a new, empty session."""
         before = self.opened
         await pilot.press("ctrl+n")
         await self.until(lambda: self.opened is not before)
@@ -195,8 +195,8 @@ class Tui:
         self.prompt.insert(text)
         await pilot.pause()
 
-    async def settled(self, pilot: Pilot[None]) -> None:
-        """Until nothing is being done."""
+    async def wait_until_idle(self, pilot: Pilot[None]) -> None:
+        """Wait until no worker runs and no session answers."""
         await pilot.pause()
         await self.until(lambda: not self.app.workers._workers or self._only_waits())
         await self.until(lambda: not self.manager.answering_sessions)
@@ -204,14 +204,14 @@ class Tui:
         await pilot.pause()
 
     def screen_text(self) -> str:
-        """What stands on the screen, a line each."""
+        """The lines of the screen."""
         return "\n".join(
             "".join(segment.text for segment in strip)
             for strip in self.app.screen._compositor.render_strips()
         )
 
     def _only_waits(self) -> bool:
-        # a worker that waits for a dialog is not done before somebody answers
+        # a worker that waits for a dialog does not end before the dialog is answered
         return len(self.app.screen_stack) > 1
 
     def _client(self, say: Callable[[str], None]) -> PacedClient:
@@ -237,7 +237,7 @@ def play(tui: Tui, scene: Play, size: tuple[int, int] = (120, 40)) -> None:
     asyncio.run(run())
 
 
-def told(tui: Tui) -> str:
+def notice_text(tui: Tui) -> str:
     return str(tui.main.query_one("#message", Static).content)
 
 
@@ -247,19 +247,19 @@ def turns(tui: Tui) -> list[Turn]:
 
 async def press(tui: Tui, pilot: Pilot[None], *keys: str) -> None:
     await pilot.press(*keys)
-    await tui.settled(pilot)
+    await tui.wait_until_idle(pilot)
 
 
 def wait(condition: Callable[[], object]) -> None:
-    """Where there is no screen."""
+    """Wait for a condition in a test without a screen."""
     deadline = time.monotonic() + 10
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
 
 
-def settle(tui: Tui, opened: ActiveSession) -> Turn:
-    """The turn of the answer that grows in a session."""
+def wait_for_answer(tui: Tui, opened: ActiveSession) -> Turn:
+    """Wait until the session's current answer has ended; returns its turn."""
     assert opened.last_stream is not None
     assert opened.last_stream.ended.wait(10)
     tui.manager.finalize_answers()

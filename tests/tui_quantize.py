@@ -1,4 +1,4 @@
-"""A tui whose quantizations play from a script, for its tests."""
+"""A TUI whose quantizations play from a script."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from localgen.tui.quantize.runner import QuantizeRunner
 from localgen.tui.quantize.screen import QuantizeScreen
 
 Play = Callable[["Quantizing", Pilot[None]], Awaitable[None]]
-# an event is told, a number of seconds passes, a threading.Event is waited for
+# an event is emitted, seconds pass on the clock, a threading.Event is waited for
 Step = QuantizeEvent | float | BaseException | threading.Event
 NEEDS = EstimateEvent(
     model="tiny",
@@ -81,7 +81,7 @@ DONE: tuple[Step, ...] = (
 
 
 class ScriptedWorker:
-    """Plays a script; when it is stopped, the rest is left out, and layers get a `StoppedEvent`."""
+    """Plays a script. stop() omits the rest; during layers it ends with a `StoppedEvent`."""
 
     def __init__(self, script: Sequence[Step], clock: Clock) -> None:
         self.is_stopped, self.is_ended = threading.Event(), threading.Event()
@@ -118,7 +118,7 @@ class ScriptedWorker:
 
 
 class Clock:
-    """Goes on by the script alone."""
+    """A clock that only the script moves."""
 
     now_s = 1000.0
 
@@ -127,7 +127,7 @@ class Clock:
 
 
 class Quantizing(Tui):
-    """looks, runs: scripts, one after the other; of looks the last one for ever."""
+    """looks, runs: scripts of previews and runs, one per process; the last preview is repeated."""
 
     def __init__(
         self,
@@ -159,12 +159,12 @@ class Quantizing(Tui):
         return screen
 
     @property
-    def is_reckoned(self) -> bool:
+    def is_estimated(self) -> bool:
         return self.screen._estimate_panel.estimate.is_complete
 
     @asynccontextmanager
     async def shown(self, size: tuple[int, int] = (120, 40)) -> AsyncIterator[Pilot[None]]:
-        """With the screen open, and reckoned."""
+        """Run with the quantize screen open and its estimate complete."""
         async with self.running(size) as pilot:
             await self.open(pilot)
             yield pilot
@@ -173,16 +173,16 @@ class Quantizing(Tui):
         await pilot.press("f10")
         await self.until(lambda: isinstance(self.app.screen, QuantizeScreen))
         await pilot.pause()
-        await self.until(lambda: self.is_reckoned or not self.screen._estimate_panel.display)
+        await self.until(lambda: self.is_estimated or not self.screen._estimate_panel.display)
         await pilot.pause()
 
     async def beat(self, pilot: Pilot[None]) -> None:
-        """What the program does many times a second."""
+        """One refresh, as the program does many times a second."""
         await self.app.tick()
         await pilot.pause()
 
     async def begin(self, pilot: Pilot[None]) -> None:
-        """Press the key that runs it, until it does."""
+        """Press the key that starts a run and wait until it has started."""
         before = self.runner.current_run
         await pilot.press("ctrl+r")
         await self.until(lambda: self.runner.current_run is not before)
@@ -211,7 +211,7 @@ class Quantizing(Tui):
 
 
 async def wait_for_layers(tui: Quantizing, done: int) -> None:
-    """Until a run has come so far."""
+    """Wait until the run has done this many layers."""
 
     def is_there() -> bool:
         run = tui.runner.current_run
@@ -232,11 +232,11 @@ def play(tui: Quantizing, scene: Play, size: tuple[int, int] = (120, 40)) -> Non
     asyncio.run(run())
 
 
-def told(tui: Quantizing) -> str:
+def notice_text(tui: Quantizing) -> str:
     return str(tui.screen.query_one("#message", Static).content)
 
 
-async def reckoned(tui: Quantizing, pilot: Pilot[None], looks: int) -> None:
-    """Until so many looks were taken, and the last one has come to its end."""
-    await tui.until(lambda: len(tui.asked_looks) >= looks and tui.is_reckoned)
+async def wait_until_estimated(tui: Quantizing, pilot: Pilot[None], looks: int) -> None:
+    """Wait until `looks` previews have started and the last one is complete."""
+    await tui.until(lambda: len(tui.asked_looks) >= looks and tui.is_estimated)
     await pilot.pause()

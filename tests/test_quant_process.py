@@ -1,4 +1,4 @@
-"""Quantizing in a process of its own: looked at, followed, stopped, gone on with, orphaned."""
+"""Quantizing in a process of its own: preview, progress, stop, resume, end with its parent."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def followed(asked: QuantizeRequest, *, looks: bool = False) -> list[QuantizeEve
 
 
 def the(kind: type[Kind], told: list[QuantizeEvent]) -> Kind:
-    """The one event of a kind."""
+    """The only event of a type."""
     (found,) = [event for event in told if isinstance(event, kind)]
     return found
 
 
 def begun() -> QuantizeProcess:
-    """A run that has finished a layer and has some to go."""
+    """A run that has finished at least one layer and is not done."""
     work = QuantizeProcess(GPTQ)
     for event in work.events():
         if isinstance(event, ProgressEvent) and event.step == "quantizing" and event.done >= 1:
@@ -85,14 +85,14 @@ def begun() -> QuantizeProcess:
 
 
 def is_alive(pid: int) -> bool:
-    """Also where nobody collects orphans."""
+    """Whether a process runs; also where orphans are not reaped."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 
 
-def test_a_run_to_its_verdict(tmp_path: Path) -> None:
+def test_run_ends_with_an_evaluation(tmp_path: Path) -> None:
     told = followed(RTN)
     needs, made = the(EstimateEvent, told), the(FinishedEvent, told)
     assert needs.memory_bytes is not None
@@ -112,7 +112,7 @@ def test_a_run_to_its_verdict(tmp_path: Path) -> None:
     ]
 
 
-def test_a_look_writes_nothing(tmp_path: Path) -> None:
+def test_preview_writes_nothing(tmp_path: Path) -> None:
     told = followed(GPTQ, looks=True)
     assert the(EstimateEvent, told).description == "gptq, 4 bits in groups of 128"
     assert "--gptq" in [way.option for way in the(RecommendationEvent, told).estimates]
@@ -124,7 +124,7 @@ def test_a_look_writes_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_look_at_a_calibrated_gguf_file() -> None:
+def test_preview_of_a_calibrated_gguf_file() -> None:
     asked = replace(GPTQ, recipe=Recipe(method="awq", group_size=32), gguf="Q4_K_M", mode="fold")
     file, calibration = [
         event for event in followed(asked, looks=True) if isinstance(event, EstimateEvent)
@@ -135,7 +135,7 @@ def test_a_look_at_a_calibrated_gguf_file() -> None:
     assert calibration.output_bytes is None
 
 
-def test_stopped_and_gone_on_with(tmp_path: Path) -> None:
+def test_stopped_run_is_resumed(tmp_path: Path) -> None:
     work = begun()
     work.stop()
     stopped = the(StoppedEvent, list(work.events()))
@@ -152,7 +152,7 @@ def test_stopped_and_gone_on_with(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("tiny*")] == ["tiny-gptq-4bit"]
 
 
-def test_killed_as_where_memory_is_full(tmp_path: Path) -> None:
+def test_killed_process_is_reported_as_out_of_memory(tmp_path: Path) -> None:
     work = begun()
     assert work.memory_bytes() is not None
     os.kill(work.pid, signal.SIGKILL)
@@ -163,9 +163,9 @@ def test_killed_as_where_memory_is_full(tmp_path: Path) -> None:
     assert the(UnfinishedEvent, followed(GPTQ, looks=True)).done >= 1
 
 
-def test_it_does_not_outlive_its_parent(tmp_path: Path) -> None:
+def test_process_ends_with_its_parent(tmp_path: Path) -> None:
     program = (
-        "import sys, test_quantizing_child as tests\n"
+        "import sys, test_quant_process as tests\n"
         "work = tests.begun()\n"
         "print(work.pid, flush=True)\n"
         "sys.stdin.read()\n"
@@ -192,7 +192,7 @@ def test_it_does_not_outlive_its_parent(tmp_path: Path) -> None:
     assert the(UnfinishedEvent, followed(GPTQ, looks=True)).done >= 1
 
 
-def test_errors_keep_their_kind() -> None:
+def test_errors_keep_their_class() -> None:
     with pytest.raises(ModelNotFound, match="Model 'no-such' not found"):
         followed(replace(RTN, model="no-such"), looks=True)
 
@@ -204,20 +204,22 @@ def test_errors_keep_their_kind() -> None:
         ("import os; os.abort()", "ended by signal 6: no error message"),
     ],
 )
-def test_a_process_that_dies(monkeypatch: pytest.MonkeyPatch, program: str, said: str) -> None:
+def test_process_that_dies_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, program: str, said: str
+) -> None:
     command = [sys.executable, "-c", program]
     monkeypatch.setattr(process, "python_command", lambda *_: command)
     with pytest.raises(LoadFailed, match=said):
         followed(RTN)
 
 
-def test_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_process_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "python_command", lambda *_: ["/no/such/program"])
     with pytest.raises(LoadFailed, match="cannot start a process: No such file"):
         followed(RTN)
 
 
-def test_on_the_screen(tmp_path: Path) -> None:
+def test_screen_runs_the_real_process(tmp_path: Path) -> None:
     """The real process behind the real screen."""
     tui = Quantizing(tmp_path)
     tui.runner = tui.app.quantize_runner = QuantizeRunner(tmp_path)
@@ -229,7 +231,7 @@ def test_on_the_screen(tmp_path: Path) -> None:
                 await tui.until(lambda: len(tui.app.screen_stack) == 2)
                 tui.screen._form_panel.set_values(method="rtn", is_measured=False)
                 await pilot.pause()
-                await tui.until(lambda: tui.is_reckoned)
+                await tui.until(lambda: tui.is_estimated)
                 assert tui.screen._estimate_panel.estimate.error == ""
                 await pilot.pause()
                 assert "best for this machine" in tui.screen_text()

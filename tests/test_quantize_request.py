@@ -1,4 +1,4 @@
-"""What is asked for and told of a quantization: on its way to another process, and as a form."""
+"""Requests and events of a quantization: encoding for another process, and the form."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ EVENTS: tuple[QuantizeEvent | FailedEvent, ...] = (
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
-def test_events_travel_in_a_line(event: QuantizeEvent | FailedEvent) -> None:
+def test_events_survive_encoding(event: QuantizeEvent | FailedEvent) -> None:
     line = encode_event(event)
     assert "\n" not in line
     assert decode_event(line) == event
@@ -70,7 +70,7 @@ def test_events_travel_in_a_line(event: QuantizeEvent | FailedEvent) -> None:
         QuantizeForm(method="GGUF", gguf="IQ2_M", is_measured=False),
     ],
 )
-def test_what_is_asked_travels_in_a_line(choice: QuantizeForm) -> None:
+def test_requests_survive_encoding(choice: QuantizeForm) -> None:
     asked = choice.to_request(resume=True)
     line = encode_request(asked)
     assert b"\n" not in line
@@ -78,7 +78,7 @@ def test_what_is_asked_travels_in_a_line(choice: QuantizeForm) -> None:
     assert asked.resume
 
 
-def test_what_is_asked_is_checked_on_arrival() -> None:
+def test_invalid_request_is_rejected_when_decoded() -> None:
     line = encode_request(QuantizeForm().to_request()).replace(b'"bits":4', b'"bits":5')
     with pytest.raises(InvalidRequest, match="not 5"):
         decode_request(line)
@@ -111,13 +111,13 @@ FOLDED = Recipe(method="awq", bits=4, group_size=32)
         ),
     ],
 )
-def test_a_choice_and_what_it_asks_for(
+def test_form_is_converted_to_a_request(
     choice: QuantizeForm, expected: tuple[Recipe | None, str | None, str]
 ) -> None:
     assert asked(choice) == expected
 
 
-def test_what_applies() -> None:
+def test_fields_available_per_method() -> None:
     fields = ("gguf", "gguf_calibration", "bits", "group_size", "text")
     closed = {
         method: [
@@ -157,16 +157,16 @@ def test_choices_have_the_names_of_advice() -> None:
         ("/m/qwen/", "qwen-awq-4bit"),
     ],
 )
-def test_what_results_are_called(model: str, name: str) -> None:
+def test_default_output_names(model: str, name: str) -> None:
     assert default_output(model, Recipe(method="awq"), None) == Path(name)
 
 
-def test_gguf_files_are_called_by_their_type() -> None:
+def test_gguf_output_is_named_for_its_type() -> None:
     assert QuantizeForm(method="GGUF", gguf="Q6_K").output_path == Path("tiny-Q6_K.gguf")
     assert QuantizeForm(out=" ~/x ").output_path == Path("~/x").expanduser()
 
 
-def test_what_two_parts_take() -> None:
+def test_combined_estimates() -> None:
     file = EstimateEvent("tiny", "Q4_K_M", "out.gguf", 10, 4, 0, None, 1000, 30, 2000)
     calibration = EstimateEvent("tiny", "weighed", "out.gguf", 10, None, 5, 100, 1000, 20, 2000)
     together = combine_estimates(combine_estimates(None, file), calibration)
@@ -174,7 +174,7 @@ def test_what_two_parts_take() -> None:
     assert (together.memory_bytes, together.disk_bytes, together.states_bytes) == (100, 30, 5)
 
 
-def test_columns_of_nothing_are_left_out() -> None:
+def test_empty_columns_are_omitted() -> None:
     rows = (EvalRow("a", "/a", 2_000_000, 16.0, 2.0), EvalRow("b", "/b", 1_000_000, 8.0, 2.1, 0.1))
     assert eval_table(rows) == [
         ("MODEL", "SIZE", "BITS/WEIGHT", "PERPLEXITY", "KL"),
@@ -186,7 +186,7 @@ def test_columns_of_nothing_are_left_out() -> None:
 
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
-    """The built-in model's copy here as `tiny`, in a cache, and under a name of the user's."""
+    """The built-in model as `tiny` in the working folder, in a cache, and under an alias."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LOCALGEN_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setenv("LOCALGEN_HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -199,7 +199,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path) -> Pat
     return folder
 
 
-def test_the_models_that_are_here(models: Path) -> None:
+def test_originals_are_found(models: Path) -> None:
     size = (TINY / "model.safetensors").stat().st_size
     found = [(one.name, one.size_bytes, one.source) for one in scan_originals()]
     assert found == [
@@ -210,7 +210,7 @@ def test_the_models_that_are_here(models: Path) -> None:
     ]
 
 
-def test_what_is_rounded_already_is_no_original(
+def test_quantized_and_damaged_models_are_not_originals(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(originals, "BUILT_IN_PATH", models / "nowhere.gguf")

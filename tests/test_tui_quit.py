@@ -1,4 +1,4 @@
-"""Leaving the program, a load or a dialog: nothing gets lost, nothing stays behind."""
+"""Quitting the program, a load or a dialog: nothing is lost or left behind."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from localgen.tui.chat.model_picker import ModelPicker
 from localgen.tui.widgets.dialog import ConfirmDialog
 
 
-def test_leaving_asks_about_what_is_not_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quit_asks_about_unsaved_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise DiskFull("the disk is full")
 
@@ -53,7 +51,7 @@ def test_leaving_asks_about_what_is_not_saved(
 
 
 async def begin_to_load(tui: Tui, pilot: Pilot[None]) -> ModelPicker:
-    """In the picker."""
+    """Start loading a model in the picker."""
     await pilot.press("ctrl+o")
     await tui.until(lambda: isinstance(tui.app.screen, ModelPicker))
     picker = tui.app.screen
@@ -64,7 +62,7 @@ async def begin_to_load(tui: Tui, pilot: Pilot[None]) -> ModelPicker:
     return picker
 
 
-def test_leaving_while_the_picker_loads(tmp_path: Path) -> None:
+def test_quit_while_the_picker_loads(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         tui.gate_loads()
         await begin_to_load(tui, pilot)
@@ -76,11 +74,11 @@ def test_leaving_while_the_picker_loads(tmp_path: Path) -> None:
         await tui.until(lambda: not tui.app.is_running)
         assert tui.clients[0].was_cut.is_set()
 
-    # asyncio.run() joins its threads: a load that nobody ends would hang here
+    # asyncio.run() joins its threads: a load that does not end would hang here
     play(Tui(tmp_path), scene)
 
 
-def test_escape_ends_a_load_in_the_picker(tmp_path: Path) -> None:
+def test_escape_cancels_a_load_in_the_picker(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         tui.gate_loads()
         await begin_to_load(tui, pilot)
@@ -96,7 +94,7 @@ def test_escape_ends_a_load_in_the_picker(tmp_path: Path) -> None:
     play(Tui(tmp_path), scene)
 
 
-def test_ctrl_c_ends_a_command_that_loads(tmp_path: Path) -> None:
+def test_ctrl_c_cancels_a_load_by_command(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         tui.gate_loads()
         await tui.type(pilot, "/show info")
@@ -112,7 +110,7 @@ def test_ctrl_c_ends_a_command_that_loads(tmp_path: Path) -> None:
     play(Tui(tmp_path), scene)
 
 
-def test_a_load_that_ends_behind_something_closes_its_picker(tmp_path: Path) -> None:
+def test_load_that_ends_behind_the_too_small_notice_closes_its_picker(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         gate = tui.gate_loads()
         picker = await begin_to_load(tui, pilot)
@@ -130,7 +128,7 @@ def test_a_load_that_ends_behind_something_closes_its_picker(tmp_path: Path) -> 
     play(Tui(tmp_path), scene)
 
 
-def test_what_stands_before_too_small_does_not_keep_it(tmp_path: Path) -> None:
+def test_too_small_notice_behind_a_dialog_closes(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await pilot.resize_terminal(50, 15)
         await tui.until(lambda: isinstance(tui.app.screen, TerminalTooSmall))

@@ -1,4 +1,4 @@
-"""What is pasted elsewhere than in the prompt is never drawn as a terminal would obey it."""
+"""Text pasted outside the prompt is never drawn as control sequences."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ IN_AN_AREA = SHOWN.replace("␇", "")  # Textual draws no bell
 
 
 async def paste(tui: Tui, pilot: Pilot[None]) -> None:
-    """As a driver hands it on."""
+    """Send a paste as a driver does."""
     tui.app.post_message(Paste(PASTED))
     await tui.until(lambda: IN_AN_AREA in tui.screen_text(), 20)
     shown = tui.screen_text()
     assert not {"\x1b", "\x07", "\x9b"} & set(shown)
 
 
-def test_in_the_system_prompt(tmp_path: Path) -> None:
+def test_paste_into_the_system_prompt_is_inert(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await press(tui, pilot, "ctrl+t")
         field = tui.main.query_one(SettingsPanel).query_one(TextArea)
@@ -46,7 +46,7 @@ def test_in_the_system_prompt(tmp_path: Path) -> None:
     play(Tui(tmp_path), scene)
 
 
-def test_in_a_comparison(tmp_path: Path) -> None:
+def test_paste_into_a_comparison_is_inert(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await pilot.press("ctrl+b")
         await tui.until(lambda: isinstance(tui.app.screen, CompareDialog))
@@ -57,7 +57,7 @@ def test_in_a_comparison(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["ctrl+t", "ctrl+f", "ctrl+s", "ctrl+o"])
-def test_in_a_line(tmp_path: Path, key: str) -> None:
+def test_paste_into_an_input_is_inert(tmp_path: Path, key: str) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await pilot.press(key)
         await tui.until(lambda: isinstance(tui.app.focused, Input))
@@ -71,7 +71,7 @@ def test_in_a_line(tmp_path: Path, key: str) -> None:
     play(Tui(tmp_path), scene, (200, 60))
 
 
-def test_what_is_copied_is_what_is_shown(tmp_path: Path) -> None:
+def test_copied_text_is_the_shown_text(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await tui.ask(pilot, "q")
         await pilot.press("ctrl+y", "ctrl+f")

@@ -1,4 +1,4 @@
-"""A real server on TCP over fake engines, as clients from elsewhere meet it."""
+"""A real server over TCP with fake engines, as remote clients use it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import httpx
 import psutil
-from serving import House, chat_body, house
+from serving import ServerHarness, chat_body, server_harness
 
 KEY = "a-key-of-some-length"
 AUTH = {"Authorization": f"Bearer {KEY}"}
@@ -20,11 +20,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class Door:
-    """A server on TCP with a fake model that has a name."""
+class TcpServer:
+    """A server over TCP with a named fake model."""
 
-    def __init__(self, built: House, port: int) -> None:
-        self.house, self.port = built, port
+    def __init__(self, built: ServerHarness, port: int) -> None:
+        self.harness, self.port = built, port
         self.model = built.named("echo")
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20, trust_env=False)
 
@@ -37,7 +37,7 @@ class Door:
         return socket.create_connection(("127.0.0.1", self.port), timeout=wait_s)
 
     def raw(self, said: bytes, *, wait_s: float = 5.0) -> bytes:
-        """What the server answers until it closes the connection."""
+        """The bytes that the server sends until it closes the connection."""
         with self.connect(wait_s) as sock:
             sock.sendall(said)
             answer = b""
@@ -46,15 +46,15 @@ class Door:
             return answer
 
     def server(self) -> psutil.Process:
-        return psutil.Process(self.house.pid())
+        return psutil.Process(self.harness.pid())
 
 
 @contextmanager
-def door(**access: object) -> Iterator[Door]:
-    with house() as built:
+def tcp_server(**access: object) -> Iterator[TcpServer]:
+    with server_harness() as built:
         port = free_port()
         built.start(port=port, **access)
-        opened = Door(built, port)
+        opened = TcpServer(built, port)
         try:
             yield opened
         finally:
@@ -62,7 +62,7 @@ def door(**access: object) -> Iterator[Door]:
 
 
 def code(reply: httpx.Response) -> str:
-    """The code of a refusal."""
+    """The error code of a rejected request."""
     error: dict[str, str] = reply.json()["error"]
     assert error["message"]
     return error["code"]

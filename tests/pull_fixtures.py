@@ -1,4 +1,4 @@
-"""What tests that pull from a hub on loopback share."""
+"""A hub on loopback and helpers for tests of pulls."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ REPO = "acme/Chat-GGUF"
 Q4 = "chat-Q4_K_M.gguf"
 
 
-# magic, version 3, no tensors and no keys: what a pull checks before it takes the rest
+# magic, version 3, no tensors, no keys: a pull checks these before it downloads the rest
 GGUF_START = struct.pack("<4sIQQ", b"GGUF", 3, 0, 0)
 
 
-def made_up(size_bytes: int, seed: int = 0) -> bytes:
+def random_bytes(size_bytes: int, seed: int = 0) -> bytes:
     return GGUF_START + random.Random(seed).randbytes(size_bytes - len(GGUF_START))
 
 
-CONTENT = made_up(3_000_000)
+CONTENT = random_bytes(3_000_000)
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Waits that would have been."""
+    """Replaces waits by short ones; returns the seconds requested."""
     waits: list[float] = []
     sleep = time.sleep
 
@@ -80,7 +80,7 @@ def unfinished() -> list[Path]:
 
 
 def assert_clean(name: str = REPO, content: bytes = CONTENT) -> None:
-    """The model can be used, and nothing else lies about."""
+    """Assert that the model resolves and no unfinished file is left."""
     file = resolve_model(name)
     assert b"".join(path.read_bytes() for path in file.shards) == content
     assert unfinished() == []

@@ -1,4 +1,4 @@
-"""Cells of the table of requests: exactly as wide as their column, whatever stands in them."""
+"""Cells of the request table are exactly as wide as their column, whatever their text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEXTS = ("", "llama-8b", "12,345", "日本語のモデル", "e\u0301tude", "[bol
 @pytest.mark.parametrize("width", [0, 1, 2, 5, 8, 30])
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("is_right", [False, True])
-def test_it_fills_its_column(text: str, width: int, is_right: bool) -> None:
+def test_cell_fills_its_column(text: str, width: int, is_right: bool) -> None:
     fitted = TextCell(text, is_right_aligned=is_right).fit_to_width(width)
     assert cell_len(fitted) == width
     if cell_len(text) <= width:
@@ -29,7 +29,7 @@ def test_it_fills_its_column(text: str, width: int, is_right: bool) -> None:
 
 @pytest.mark.parametrize("is_right", [False, True])
 @pytest.mark.parametrize("text", TEXTS)
-def test_it_looks_as_a_text_of_the_library(text: str, is_right: bool) -> None:
+def test_cell_renders_like_rich_text(text: str, is_right: bool) -> None:
     def drawn(cell: TextCell | Text) -> str:
         console = Console(file=StringIO(), width=12, force_terminal=True, color_system="truecolor")
         return "".join(
@@ -43,7 +43,7 @@ def test_it_looks_as_a_text_of_the_library(text: str, is_right: bool) -> None:
     assert drawn(TextCell(text, "dim", is_right)) == drawn(text_of_rich)
 
 
-def test_its_style_and_its_width() -> None:
+def test_cell_style_and_measurement() -> None:
     console = Console(file=StringIO(), width=12)
     ((segment,),) = console.render_lines(TextCell("ab", "dim"), console.options.update(width=4))
     assert segment.text == "ab  "

@@ -1,4 +1,4 @@
-"""Kernels of products with weights, plain, int4 and FP8, equal their float64 twins."""
+"""GEMM kernels for plain, int4 and FP8 weights equal their float64 references."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIMIT = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 1e-3, torch.b
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New tensors are full of NaN, so that what a kernel does not write shows."""
+    """Fill new tensors with NaN, so that unwritten elements show."""
     make = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: make(*a, **k).fill_(math.nan))
 
@@ -46,7 +46,9 @@ SHAPES = [(1, 2064, 37), (1, 48, 5), (1, 512, 16), (2, 1040, 33), (5, 512, 16), 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize(("rows", "ins", "outs"), SHAPES)
-def test_a_product(rows: int, ins: int, outs: int, adds: bool, dtype: torch.dtype) -> None:
+def test_dense_product_equals_the_reference(
+    rows: int, ins: int, outs: int, adds: bool, dtype: torch.dtype
+) -> None:
     x, weight = drawn(1, rows, ins, dtype=dtype), drawn(2, outs, ins, dtype=dtype)
     bias = drawn(3, outs, dtype=dtype) * 20 if adds else None
     residual = drawn(4, rows, outs, dtype=dtype) * 20 if adds else None
@@ -57,7 +59,7 @@ def test_a_product(rows: int, ins: int, outs: int, adds: bool, dtype: torch.dtyp
 
 @pytest.mark.parametrize("rows", [1, 3, 11, 35])
 def test_the_tiles_of_many_outputs(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On fewer outputs, for the sake of time."""
+    """With fewer outputs than real models have, to save time."""
     thin, one = dense.choose_skinny_gemm_tile(rows, 28672, 2), dense.choose_gemv_tile(592, 28672)
     assert (thin, one) != (
         dense.choose_skinny_gemm_tile(rows, 70, 2),
@@ -73,7 +75,7 @@ def test_the_tiles_of_many_outputs(rows: int, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize(("rows", "ins", "size"), [(1, 1040, 23), (1, 48, 3), (4, 528, 19)])
-def test_a_gated_product(
+def test_gated_product_equals_the_reference(
     rows: int, ins: int, size: int, kind: Literal["silu", "gelu_tanh"]
 ) -> None:
     for seed in range(3):
@@ -83,7 +85,7 @@ def test_a_gated_product(
 
 
 @pytest.mark.parametrize("rows", [1, 6])
-def test_bfloat16(rows: int) -> None:
+def test_bfloat16_product_equals_the_reference(rows: int) -> None:
     x, weight = (
         drawn(seed, *shape).bfloat16() for seed, shape in ((1, (rows, 272)), (2, (21, 272)))
     )
@@ -98,7 +100,7 @@ def test_every_number_of_rows() -> None:
 
 
 def test_a_row_of_nan_harms_no_other() -> None:
-    """Nothing of the next row comes in where inputs are not a multiple of a step."""
+    """The next row does not leak in where the inputs are no multiple of a block."""
     x, weight = drawn(1, 3, 144), drawn(2, 20, 144)
     x[1] = math.nan
     ours = dense.matmul_triton(x, weight)
@@ -110,7 +112,7 @@ def test_a_row_of_nan_harms_no_other() -> None:
     same(int4.int4_matmul_triton(x, packed, scales, zeros)[::2], x[::2].double() @ weight.T, 3e-5)
 
 
-def test_the_tensors_that_are_for_cublas() -> None:
+def test_tensors_left_to_cublas() -> None:
     weight = drawn(2, 8, 32, dtype=torch.float16)
     assert dense.supports_triton_gemm(drawn(1, 3, 32, dtype=torch.float16), weight)
     assert not dense.supports_triton_gemm(drawn(1, 3, 32), weight)
@@ -155,7 +157,7 @@ def test_digits_come_back_out_of_their_tiles(ins: int) -> None:
         assert torch.equal(packed[:, 0], digits[:, 0] | digits[:, 1] << 4)
 
 
-def test_where_a_digit_lies() -> None:
+def test_int4_digit_positions() -> None:
     """Input 32 s + 2 i + h of the second tile is digit s of half h of its word i."""
     for s, i, h in ((0, 0, 0), (0, 0, 1), (3, 15, 1), (2, 7, 0)):
         digits = torch.zeros((1, 256), dtype=torch.uint8)
@@ -179,7 +181,9 @@ def test_where_a_digit_lies() -> None:
         (41, 384, 35, 96),
     ],
 )
-def test_an_int4_product(rows: int, ins: int, outs: int, group: int, dtype: torch.dtype) -> None:
+def test_int4_product_equals_the_reference(
+    rows: int, ins: int, outs: int, group: int, dtype: torch.dtype
+) -> None:
     packed, scales, zeros, weight = int4_parts(rows, ins, outs, group)
     x, bias = drawn(5, rows, ins, dtype=dtype), drawn(6, outs, dtype=dtype)
     ours = int4.int4_matmul_triton(x, packed, scales, zeros, bias)
@@ -202,13 +206,13 @@ def test_the_int4_tiles_of_many_outputs(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(("ins", "outs", "group"), [(128, 9, 32), (1280, 17, 128), (384, 8, 384)])
-def test_widening_int4(ins: int, outs: int, group: int) -> None:
+def test_int4_dequantization_equals_the_reference(ins: int, outs: int, group: int) -> None:
     packed, scales, zeros, weight = int4_parts(3, ins, outs, group)
     same(int4.dequantize_int4_triton(packed, scales, zeros, torch.float32), weight, 1e-7)
     same(int4.dequantize_int4(packed, scales, zeros, torch.float64), weight, 1e-15)
 
 
-def test_an_order_of_inputs() -> None:
+def test_int4_product_with_reordered_inputs_equals_the_reference() -> None:
     packed, scales, zeros, weight = int4_parts(4, 256, 12, 64)
     order = torch.randperm(256, generator=torch.Generator().manual_seed(5))
     x = drawn(6, 3, 256).double()
@@ -224,7 +228,9 @@ def test_an_order_of_inputs() -> None:
     ("rows", "ins", "outs"),
     [(1, 512, 20), (1, 1040, 16), (7, 96, 33), (16, 256, 40), (50, 272, 40)],
 )
-def test_an_fp8_product(rows: int, ins: int, outs: int, dtype: torch.dtype) -> None:
+def test_fp8_product_equals_the_reference(
+    rows: int, ins: int, outs: int, dtype: torch.dtype
+) -> None:
     weight = (drawn(1, outs, ins) * 20).to(torch.float8_e4m3fn)
     weight[0, :4] = torch.tensor([448.0, -448.0, 2.0**-9, -(2.0**-9)]).to(weight.dtype)
     scale, bias = drawn(2, outs).abs() / 10, drawn(3, outs, dtype=dtype)
@@ -250,6 +256,6 @@ def exact_of(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def wide(*tensors: Tensor | None) -> Any:
-    """Floats of 16 and 32 bits as float64; scales of float32, which twins widen, as they are."""
+    """Floats of 16 and 32 bits as float64; float32 scales, which references convert, unchanged."""
     floats = (torch.float32, torch.float16, torch.bfloat16)
     return [t.double() if t is not None and t.dtype in floats else t for t in tensors]

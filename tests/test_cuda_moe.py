@@ -1,4 +1,4 @@
-"""Kernels of a mixture of experts equal their float64 twin; slots are dealt in order."""
+"""Mixture-of-experts kernels equal their float64 reference; slots are assigned in order."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LIMIT = {torch.float32: 5e-6, torch.float16: 3e-3, torch.bfloat16: 3e-2}
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New tensors are full of NaN, or of numbers no index can be."""
+    """Fill new tensors with NaN, or with integers that are no valid index."""
 
     def poisoned(make: Any) -> Any:
         def fill(*a: Any, **k: Any) -> Tensor:
@@ -49,7 +49,7 @@ def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def chosen(seed: int, rows: int, experts: int, top_k: int) -> ExpertRouting:
-    """Different experts for each row, with a favourite, and shares that do not add up to 1."""
+    """Different experts for each row, one more frequent, with weights that do not add up to 1."""
     logits = drawn(seed, rows, experts)
     logits[:, experts // 2] += 2
     shares, ids = logits.softmax(-1).topk(top_k)
@@ -78,7 +78,7 @@ def exact(x: Tensor, gate_up: Tensor, down: Tensor, picked: ExpertRouting, kind:
     ("rows", "experts", "top_k", "inner", "hidden"),
     [(1, 5, 2, 48, 80), (1, 8, 8, 16, 32), (2, 9, 3, 16, 96), (1, 4, 1, 80, 48)],
 )
-def test_few_rows(
+def test_small_batches_equal_the_reference(
     rows: int, experts: int, top_k: int, inner: int, hidden: int, dtype: torch.dtype
 ) -> None:
     gate_up, down = weights(experts, inner, hidden, dtype)
@@ -88,7 +88,7 @@ def test_few_rows(
     same(ours, exact(x, gate_up, down, picked, "silu"))
 
 
-def test_few_rows_of_experts_that_take_several_steps() -> None:
+def test_small_batches_with_wide_experts_equal_the_reference() -> None:
     gate_up, down = weights(6, 80, 16, torch.float32)
     x, picked = drawn(3, 1, 16), chosen(4, 1, 6, 5)
     same(
@@ -108,7 +108,7 @@ def test_few_rows_of_experts_that_take_several_steps() -> None:
         (130, 2, 2, 16, 144),
     ],
 )
-def test_many_rows(
+def test_large_batches_equal_the_reference(
     rows: int, experts: int, top_k: int, inner: int, hidden: int, dtype: torch.dtype
 ) -> None:
     gate_up, down = weights(experts, inner, hidden, dtype)
@@ -119,7 +119,7 @@ def test_many_rows(
     )
 
 
-def test_the_cases_of_many_rows_have_every_tile() -> None:
+def test_large_batch_cases_cover_every_tile() -> None:
     means = {
         choose_grouped_gemm_tile(rows * top_k, experts)
         for rows, experts, top_k in ((9, 5, 2), (40, 3, 2), (130, 2, 2))
@@ -153,7 +153,7 @@ def test_the_public_function_on_the_cpu() -> None:
 
 
 @pytest.mark.parametrize(("slots", "experts"), [(1, 3), (40, 7), (2500, 5)])
-def test_slots_are_dealt_in_order(slots: int, experts: int) -> None:
+def test_slots_are_assigned_in_order(slots: int, experts: int) -> None:
     ids = torch.randint(0, experts, (slots,), generator=torch.Generator().manual_seed(slots))
     dealt = sort_slots_by_expert_triton(ids, experts)
     assert torch.equal(dealt.sorted_slots.long(), ids.argsort(stable=True))
@@ -162,8 +162,8 @@ def test_slots_are_dealt_in_order(slots: int, experts: int) -> None:
     assert dealt.expert_offsets.tolist() == [0, *ends.tolist()]
 
 
-def test_tiles_suffice_for_any_deal() -> None:
-    """The host's number of tiles is never less than what experts need."""
+def test_tiles_suffice_for_any_assignment() -> None:
+    """The host's number of tiles is never less than the experts need."""
     for slots, experts in ((1, 8), (16, 1), (100, 7), (129, 128), (5000, 8)):
         size = choose_grouped_gemm_tile(slots, experts).slots
         most = slots // size + min(experts, slots)

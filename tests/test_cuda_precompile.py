@@ -1,4 +1,4 @@
-"""What is compiled ahead is what steps launch; compiling for real, for a GPU that is not there."""
+"""Precompiled kernels are those that steps launch; and real compilation for a GPU not present."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.sampling_params import BASE_SAMPLING, SamplingParams
 
-# an interpreter's device, as kernels.device has it
+# the interpreter's device, as in kernels.device
 ARCH, UNITS, DTYPE = 80, 4, torch.float16
 ROWS = (8, 16, 64, 128)
 OPTIONS = CudaOptions(parallel=4, max_batch_tokens=128, cache_type_k="int8", cache_type_v="int8")
@@ -45,7 +45,7 @@ Key = tuple[Any, ...]
 
 
 def key(launch: KernelLaunch) -> Key:
-    """What decides whether Triton compiles anew."""
+    """The values that determine whether Triton compiles again."""
     free = launch.kernel.kwargs.get("do_not_specialize") or ()
     kinds = []
     for name, arg in zip(launch.kernel.arg_names, launch.args, strict=False):
@@ -60,7 +60,7 @@ def key(launch: KernelLaunch) -> Key:
 
 
 class Recorder:
-    """Kernels are written down instead of run, on real tensors; what they make is anything."""
+    """Records kernel launches instead of running them; results are arbitrary."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.launches: list[KernelLaunch] = []
@@ -127,7 +127,7 @@ def answer(runner: CudaRunner, prompt: int, params: SamplingParams) -> None:
         ("gemma2", 2),
     ],
 )
-def test_first_answers_launch_what_was_planned(
+def test_first_answers_launch_the_planned_kernels(
     name: str, tp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shard = ModelShard(spec_of(name, tmp_path), 0, tp)
@@ -152,9 +152,9 @@ def test_first_answers_launch_what_was_planned(
     answer(runner, 33, GREEDY)
     launched, expected = ({key(each) for each in of} for of in (recorder.launches, planned))
     assert launched <= expected
-    # steps of ranks are not padded, and come to longer lengths one by one
+    # steps of several ranks are not padded, and reach longer lengths one by one
     assert launched == expected or tp > 1
-    # or another compilation would come with each number of rows
+    # otherwise each number of rows would compile again
     assert not recorder.unaligned
 
 
@@ -215,7 +215,7 @@ AS_IT_IS = "change = lambda found: None"
 
 
 def start(folder: Path, change: str, rest: str = COMPARE) -> list[str]:
-    """What a process says that compiles for a GPU that is not there."""
+    """Output of a process that compiles for a GPU that is not present."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "cache")}
     environment.pop("TRITON_INTERPRET")
     done = subprocess.run(

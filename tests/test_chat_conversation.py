@@ -1,4 +1,4 @@
-"""Conversations are values: what undo, fork, save and load do to them."""
+"""Conversations are values: undo, fork, save and load."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_saved_chat_comes_back_as_it_was(seed: int, tmp_path: Path) -> None:
         ("notes.json", "notes.json"),
     ],
 )
-def test_where_a_chat_lies(name: str, place: str, tmp_path: Path) -> None:
+def test_saved_chat_paths(name: str, place: str, tmp_path: Path) -> None:
     assert str(saved_chats.chat_path(name, tmp_path)) == place.format(state=tmp_path)
 
 
@@ -103,14 +103,14 @@ def test_saving_creates_no_folder_that_the_user_named(tmp_path: Path) -> None:
     "text",
     ["", "[]", "{", '{"format": "localgen-chat-2"}', "\x00\xff"],
 )
-def test_what_is_not_a_chat_is_named(text: str, tmp_path: Path) -> None:
+def test_files_that_are_not_chats_are_rejected_by_name(text: str, tmp_path: Path) -> None:
     path = tmp_path / "broken.json"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(InvalidRequest, match=r"broken\.json is not a saved chat"):
         saved_chats.load_chat(path)
 
 
-def test_a_chat_out_of_turn_is_refused(tmp_path: Path) -> None:
+def test_chat_with_roles_out_of_order_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "odd.json"
     said = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
     record = {
@@ -130,7 +130,7 @@ def test_a_missing_chat_says_where_it_looked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_messages_and_conversation_agree(seed: int) -> None:
+def test_conversation_survives_conversion_to_messages(seed: int) -> None:
     conversation = some_conversation(random.Random(seed))
     first = 1 if conversation.system else 0
     stopped = frozenset(

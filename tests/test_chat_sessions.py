@@ -1,4 +1,4 @@
-"""The store of sessions: what is kept, who may change it, and what damage does."""
+"""The session store: what is stored, who may change it, and how damage is handled."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class Program:
-    """One of those that share the file."""
+    """One of the programs that share the file."""
 
     def __init__(self, folder: Path) -> None:
         self.writer = WriterLock(folder / "writers")
@@ -46,7 +46,7 @@ class Program:
         self.writer.close()
 
     def die(self) -> None:
-        """As if killed: nothing is written any more, the lock is lost."""
+        """As if killed: nothing more is written, the lock is lost."""
         self.sessions.close()
         self.writer._lock_file.close()
 
@@ -73,7 +73,7 @@ def some_turn(rng: random.Random) -> Turn:
 
 
 def some_kept(rng: random.Random, kept: SessionRecord) -> SessionRecord:
-    """The same session with other contents."""
+    """The same session with random other contents."""
     turns = list(kept.conversation.turns)[: rng.randint(0, 5)]
     turns += [some_turn(rng) for _ in range(rng.randint(0, 3))]
     system = rng.choice((None, "be brief", "über"))
@@ -92,7 +92,7 @@ def some_kept(rng: random.Random, kept: SessionRecord) -> SessionRecord:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_what_is_kept_is_what_is_read(one: Program, tmp_path: Path, seed: int) -> None:
+def test_stored_sessions_are_read_back_equal(one: Program, tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     kept = one.sessions.create(some_kept(rng, NEW))
     beside = one.sessions.create(some_kept(rng, NEW))
@@ -128,7 +128,7 @@ def test_two_programs_do_not_overwrite_each_other(one: Program, other: Program) 
     assert one.sessions.read(mine.id) == theirs
 
 
-def test_an_answer_that_grows_elsewhere_is_seen_and_left_alone(
+def test_answer_in_progress_in_another_program_is_visible_and_not_overwritten(
     one: Program, other: Program
 ) -> None:
     mine = one.sessions.begin_turn(one.sessions.create(NEW), "q")
@@ -147,7 +147,7 @@ def test_an_answer_that_grows_elsewhere_is_seen_and_left_alone(
     assert other.sessions.read(mine.id).conversation == done.conversation
 
 
-def test_a_killed_program_leaves_what_there_was(one: Program, other: Program) -> None:
+def test_killed_program_keeps_the_stored_part_of_its_answer(one: Program, other: Program) -> None:
     mine = one.sessions.begin_turn(one.sessions.create(NEW), "q")
     one.sessions.update_turn(mine, Turn("q", "half", stopped=True, reasoning="hm"))
     one.sessions.save_unsent_prompt(mine.id, "typed")
@@ -162,7 +162,7 @@ def test_a_killed_program_leaves_what_there_was(one: Program, other: Program) ->
     assert other.sessions.update(replace(seen, name="goes on")).revision == seen.revision + 1
 
 
-def test_a_real_process_that_is_killed(tmp_path: Path) -> None:
+def test_killed_process_keeps_all_committed_tokens(tmp_path: Path) -> None:
     program = (
         "import sys, pathlib, time\n"
         "from localgen.chat.session_store import *\n"
@@ -184,7 +184,7 @@ def test_a_real_process_that_is_killed(tmp_path: Path) -> None:
     process.wait()
     after = Program(tmp_path)
     (turn,) = after.sessions.read(after.sessions.list_sessions()[0].id).conversation.turns
-    # what was told as written is there; one more may have been
+    # all reported tokens are there, and perhaps one more
     assert len(turn.answer) - told[-1] in (0, 1)
     assert turn.summary == INTERRUPTED_SUMMARY
     after.leave()
@@ -200,7 +200,7 @@ def test_drafts_of_two_programs_stand_side_by_side(one: Program, other: Program)
     assert one.sessions.load_unsent_prompt(kept.id) == ""
 
 
-def test_deleted_and_restored(one: Program, other: Program) -> None:
+def test_deleted_session_can_be_restored(one: Program, other: Program) -> None:
     kept = one.sessions.create(replace(NEW, conversation=Conversation(None, (Turn("q", "a"),))))
     one.sessions.delete(kept.id)
     assert one.sessions.list_sessions() == []
@@ -212,7 +212,7 @@ def test_deleted_and_restored(one: Program, other: Program) -> None:
     assert other.sessions.read(kept.id) == kept
 
 
-def test_deleted_sessions_go_after_a_month(one: Program, tmp_path: Path) -> None:
+def test_deleted_sessions_are_purged_after_a_month(one: Program, tmp_path: Path) -> None:
     kept = one.sessions.create(NEW)
     one.sessions.delete(kept.id)
     month_s = 30 * 86_400.0
@@ -224,7 +224,7 @@ def test_deleted_sessions_go_after_a_month(one: Program, tmp_path: Path) -> None
         one.sessions.restore(kept.id)
 
 
-def test_prompts_in_the_order_they_were_asked(one: Program) -> None:
+def test_prompt_history_is_in_order_of_time(one: Program) -> None:
     first = one.sessions.create(NEW)
     second = one.sessions.create(NEW)
     for prompt in "abca":
@@ -233,7 +233,7 @@ def test_prompts_in_the_order_they_were_asked(one: Program) -> None:
     assert one.sessions.recent_prompts(3) == ["c", "a", "z"]
 
 
-def test_many_threads(one: Program, other: Program) -> None:
+def test_concurrent_threads_lose_no_turn(one: Program, other: Program) -> None:
     kept = one.sessions.create(NEW)
     faults: list[Exception] = []
 
@@ -294,7 +294,7 @@ def damaged(path: Path, kind: str) -> None:
         ("cut", "is damaged .*was not changed"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_left_as_it_is(tmp_path: Path, kind: str, told: str) -> None:
+def test_unusable_file_is_rejected_and_unchanged(tmp_path: Path, kind: str, told: str) -> None:
     program = Program(tmp_path)
     program.sessions.create(some_kept(random.Random(1), NEW))
     program.leave()
@@ -308,7 +308,7 @@ def test_a_file_that_cannot_be_used_is_left_as_it_is(tmp_path: Path, kind: str, 
 
 
 @pytest.mark.parametrize("kind", ["folder", "file instead of a folder"])
-def test_a_place_that_cannot_be_used(tmp_path: Path, kind: str) -> None:
+def test_unusable_path_is_rejected(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "state" / "chats.db"
     if kind == "folder":
         path.mkdir(parents=True)
@@ -324,7 +324,7 @@ def test_a_full_disk_loses_nothing(one: Program, tmp_path: Path) -> None:
     kept = one.sessions.begin_turn(one.sessions.create(NEW), "q")
     one.sessions.update_turn(kept, Turn("q", "half"))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # a file that may not grow fails as a full disk does, without the signal
+    # a file size limit without its signal fails as a full disk does
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     largest = max(path.stat().st_size for path in tmp_path.glob("chats.db*"))
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest + 4096, limits[1]))
@@ -360,7 +360,7 @@ def test_a_writer_is_alive_as_long_as_its_lock(tmp_path: Path) -> None:
     one.close()
 
 
-def test_a_writer_without_a_folder(tmp_path: Path) -> None:
+def test_writer_lock_in_unwritable_folder_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidRequest, match="cannot write to"):
         WriterLock(tmp_path / "file")

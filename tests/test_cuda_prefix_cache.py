@@ -1,4 +1,4 @@
-"""The decoder's logits equal transformers' when pages are shared: prefix hit, preemption."""
+"""The decoder's logits equal transformers' with shared pages: prefix hit, preemption."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from localgen.backends.sampling_params import BASE_SAMPLING
 
 TOLERANCE = 2e-4
 PAGES, MAX_LEN = 20, 512
-# LongRoPE has two tables: transformers' change with the length, ours do not within a load
+# LongRoPE has two tables: transformers switches by length, we choose one at load
 MODELS = [name for name in ARCHITECTURES if name != "phi4 mini"]
 
 
-class House:
-    """A random model, ours and theirs, and a pool that is hardly large enough."""
+class DecoderBench:
+    """A random model, ours and transformers', and a pool that is hardly large enough."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.theirs = make(name, folder)
@@ -54,7 +54,9 @@ class House:
         return seq
 
     def compute(self, *seqs: Sequence) -> None:
-        """All that these owe, in one step; their logits are those of transformers."""
+        """Compute all uncomputed tokens of these sequences in one step; compare with
+        transformers.
+        """
         chunks = []
         for seq in seqs:
             assert self.room.grow(seq, seq.num_uncomputed)
@@ -84,35 +86,35 @@ class House:
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> House:
-    return House(request.param, tmp_path_factory.mktemp(request.param))
+def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DecoderBench:
+    return DecoderBench(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def test_a_prefix_that_another_left(house: House) -> None:
+def test_prefix_of_an_ended_sequence_is_reused(bench: DecoderBench) -> None:
     text = random_text(seed=1, length=70)
-    first = house.admit(text)
-    house.compute(first)
-    house.room.release(first, keep=True)
-    second = house.admit([*text[:50], *random_text(seed=2, length=30)])
+    first = bench.admit(text)
+    bench.compute(first)
+    bench.room.release(first, keep=True)
+    second = bench.admit([*text[:50], *random_text(seed=2, length=30)])
     assert second.num_computed == 50 // PAGE_TOKENS * PAGE_TOKENS
-    house.compute(second)
-    house.room.release(second, keep=False)
+    bench.compute(second)
+    bench.room.release(second, keep=False)
 
 
-def test_preempted_and_computed_again(house: House) -> None:
-    seq = house.admit(random_text(seed=5, length=60))
-    other = house.admit(random_text(seed=6, length=40))
-    house.compute(seq, other)
-    house.room.release(seq, keep=True)
-    # takes nearly all pages, and with them what was kept
-    large = house.admit(random_text(seed=7, length=PAGE_TOKENS * (PAGES - 5)))
-    house.compute(large)
-    house.room.release(large, keep=False)
-    again = house.admit([*seq.tokens, *random_text(seed=8, length=3)])
+def test_preempted_sequence_is_recomputed(bench: DecoderBench) -> None:
+    seq = bench.admit(random_text(seed=5, length=60))
+    other = bench.admit(random_text(seed=6, length=40))
+    bench.compute(seq, other)
+    bench.room.release(seq, keep=True)
+    # takes nearly all pages, those of the cached prefix included
+    large = bench.admit(random_text(seed=7, length=PAGE_TOKENS * (PAGES - 5)))
+    bench.compute(large)
+    bench.room.release(large, keep=False)
+    again = bench.admit([*seq.tokens, *random_text(seed=8, length=3)])
     assert again.num_computed < 48, "some of it was taken"
-    house.compute(again)
+    bench.compute(again)
     other.tokens += random_text(seed=9, length=4)
-    house.compute(other)
+    bench.compute(other)
     for running in (again, other):
-        house.room.release(running, keep=False)
-    house.room.check()
+        bench.room.release(running, keep=False)
+    bench.room.check()

@@ -1,4 +1,4 @@
-"""Another thread ends what a client waits for."""
+"""Another thread aborts a client's call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from plain_openai import PlainServer, Response, plain_server
-from serving import MANY_WORDS, House, house, wait_until
+from serving import MANY_WORDS, ServerHarness, server_harness, wait_until
 
 from localgen.backends.errors import LocalgenError, ServerUnavailable
 from localgen.backends.model_info import LoadOptions
@@ -25,8 +25,8 @@ ASKED = [Message("user", MANY_WORDS)]
 
 
 @pytest.fixture
-def served() -> Iterator[House]:
-    with house() as built:
+def served() -> Iterator[ServerHarness]:
+    with server_harness() as built:
         yield built
 
 
@@ -37,7 +37,7 @@ def server() -> Iterator[PlainServer]:
 
 
 def cut_during(client: ModelClient, call: Callable[[], object], when: Callable[[], object]) -> None:
-    """Cut the client while the call waits. The call has to end with an error."""
+    """Abort the client once `when` holds during the call, which must end with an error."""
     failures: list[Exception] = []
 
     def run() -> None:
@@ -56,7 +56,7 @@ def cut_during(client: ModelClient, call: Callable[[], object], when: Callable[[
     assert isinstance(error, LocalgenError), error
 
 
-def test_cut_in_mid_answer(served: House) -> None:
+def test_abort_during_an_answer(served: ServerHarness) -> None:
     client = served.client()
     client.connect()
     model = served.model(token_s=0.05)
@@ -65,13 +65,13 @@ def test_cut_in_mid_answer(served: House) -> None:
     cut_during(client, lambda: list(events), lambda: True)
     watching = served.client()
     wait_until(lambda: watching.running_models()[0].active_requests == 0, timeout_s=2)
-    # a client that was cut asks nothing any more
+    # an aborted client sends nothing more
     with pytest.raises(ServerUnavailable):
         list(client.chat(model, ASKED, SamplingParams()))
     assert watching.running_models()[0].active_requests == 0
 
 
-def test_cut_while_a_model_loads(served: House) -> None:
+def test_abort_while_a_model_loads(served: ServerHarness) -> None:
     client = served.client()
     client.connect()
     model = served.model(load_s=30.0)
@@ -83,7 +83,7 @@ def test_cut_while_a_model_loads(served: House) -> None:
     )
 
 
-def test_cut_while_a_server_starts_leaves_it_alone(served: House) -> None:
+def test_abort_while_a_server_starts_leaves_the_server_running(served: ServerHarness) -> None:
     pid = served.folder / "pid"
     code = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     client = Client(served.settings, server_command=[sys.executable, "-c", code])
@@ -93,7 +93,7 @@ def test_cut_while_a_server_starts_leaves_it_alone(served: House) -> None:
     os.kill(started, signal.SIGKILL)
 
 
-def test_a_server_whose_client_was_cut_serves_the_next(served: House) -> None:
+def test_server_serves_the_next_client_after_an_abort(served: ServerHarness) -> None:
     said: list[str] = []
     cut, following = served.client(said.append), served.client(said.append)
     cut_during(cut, cut.connect, lambda: said)
@@ -101,13 +101,13 @@ def test_a_server_whose_client_was_cut_serves_the_next(served: House) -> None:
     assert following.health() is not None
 
 
-def test_cut_while_another_client_starts_the_server(served: House) -> None:
+def test_abort_while_another_client_starts_the_server(served: ServerHarness) -> None:
     with start_lock(served.settings, lambda: False):
         client, before = served.client(), time.monotonic()
         cut_during(client, client.connect, lambda: time.monotonic() - before > 0.1)
 
 
-def test_cut_another_server_before_its_first_word(server: PlainServer) -> None:
+def test_abort_remote_request_before_its_first_token(server: PlainServer) -> None:
     client = RemoteClient(Endpoint(server.url))
     client.load("big", LoadOptions())
     server.gap_s = 30.0
@@ -115,7 +115,7 @@ def test_cut_another_server_before_its_first_word(server: PlainServer) -> None:
     cut_during(client, lambda: list(events), lambda: bool(server.asked))
 
 
-def test_cut_while_another_server_asks_to_wait(server: PlainServer) -> None:
+def test_abort_while_a_remote_server_asks_to_wait(server: PlainServer) -> None:
     server.first = [Response(429, b"{}", headers={"Retry-After": "30"})]
     said: list[str] = []
     client = RemoteClient(Endpoint(server.url), said.append)

@@ -1,4 +1,4 @@
-"""Pages are whole under the real scheduler, whatever arrives; little of them is wasted."""
+"""The paged cache loses no page under the real scheduler, and wastes little."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def turn(scheduler: Scheduler, runner: PagedRunner) -> bool:
 
 
 def requests(rng: random.Random) -> list[Sequence]:
-    """Up to twelve, most of which begin like some other."""
+    """Up to twelve random requests, most of which share a prefix with another."""
     stems = [[rng.randrange(9) for _ in range(40)] for _ in range(2)]
     made = []
     for number in range(rng.randint(1, 12)):
@@ -66,7 +66,7 @@ def guesses(seq: Sequence, rng: random.Random) -> list[int]:
 
 
 def serve(runner: PagedRunner, rng: random.Random) -> Scheduler:
-    """Random requests, drafts and cancels until all have ended; the pool is whole then."""
+    """Run random requests, drafts and cancels until all have ended; checks the pool."""
     scheduler = scheduler_of(runner)
     waiting = requests(rng)
     everyone, cancelled = list(waiting), set()
@@ -111,7 +111,7 @@ def test_random_schedules_leave_the_pool_whole(
 
 
 def test_these_schedules_preempt_evict_share_and_reject() -> None:
-    """Or the test above would say little."""
+    """The schedules of the test above cover these events."""
     seen: Counter[str] = Counter()
     for seed in range(15):
         runner = PagedRunner(num_pages=8, max_seqs=5, batch=40, share=True)
@@ -121,7 +121,7 @@ def test_these_schedules_preempt_evict_share_and_reject() -> None:
 
 
 class Play:
-    """A PagedCache called in any order, as no scheduler would: rewinds to anywhere."""
+    """A PagedCache called in any order, unlike a scheduler's: rewinds to any position."""
 
     def __init__(self, rng: random.Random, num_pages: int, share: bool) -> None:
         self.rng = rng
@@ -132,7 +132,7 @@ class Play:
         self.seen: Counter[str] = Counter()
 
     def some(self, most: int) -> list[int]:
-        """Tokens of which the first page or two are often the same."""
+        """Random tokens; the first page or two are often the same."""
         head = [self.rng.randrange(2)] * self.rng.choice([0, PAGE_TOKENS, 40])
         return [*head, *(self.rng.randrange(2) for _ in range(self.rng.randint(1, most)))]
 
@@ -189,9 +189,7 @@ class Play:
 
 @settings(max_examples=600)
 @given(seed=st.integers(0, 10**6), num_pages=st.integers(4, 40), share=st.booleans())
-def test_whatever_is_called_no_page_is_lost_or_overwritten(
-    seed: int, num_pages: int, share: bool
-) -> None:
+def test_random_calls_lose_and_overwrite_no_page(seed: int, num_pages: int, share: bool) -> None:
     play = Play(random.Random(seed), num_pages, share)
     for _ in range(150):
         play.anything()
@@ -201,7 +199,7 @@ def test_whatever_is_called_no_page_is_lost_or_overwritten(
     assert play.cache.usage().used == 0
 
 
-def test_such_calls_copy_pages_and_run_out_of_them() -> None:
+def test_random_calls_cover_copies_and_exhaustion() -> None:
     seen: Counter[str] = Counter()
     for seed in range(10):
         play = Play(random.Random(seed), 20, share=True)
@@ -265,7 +263,7 @@ def test_the_least_recently_used_prefix_goes_first_and_what_is_in_use_stays() ->
 
 
 def wasted(runner: PagedRunner, running: Seq[Sequence]) -> float:
-    """The share of the held room without a token. No sequence has a whole page of it."""
+    """Share of the allocated room without a token. No sequence has a whole unused page."""
     unused = 0
     for seq in running:
         room = len(runner.cache.page_table(seq)) * PAGE_TOKENS
@@ -276,8 +274,8 @@ def wasted(runner: PagedRunner, running: Seq[Sequence]) -> float:
 
 @pytest.mark.parametrize("share", [True, False])
 def test_waste_is_under_four_percent_after_every_step(share: bool) -> None:
-    """At most 15 tokens a sequence are unused, 7.5 on average. With n tokens a sequence beyond
-    those that it shares, that is under 4 % for certain from n = 361 on, on average from n = 181.
+    """A sequence has at most 15 unused tokens, 7.5 on average. With n tokens per sequence beyond
+    the shared ones, the waste is certainly under 4 % from n = 361, on average from n = 181.
     """
     rng = random.Random(0)
     runner = PagedRunner(num_pages=400, max_seqs=16, batch=512, share=share)

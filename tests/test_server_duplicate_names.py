@@ -1,4 +1,4 @@
-"""Models of one name: which file answers."""
+"""Models with the same name: which file answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import House, house, wait_until
+from serving import ServerHarness, server_harness, wait_until
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
@@ -17,16 +17,16 @@ from localgen.client import Client
 
 
 @pytest.fixture
-def served() -> Iterator[House]:
-    with house() as built:
+def served() -> Iterator[ServerHarness]:
+    with server_harness() as built:
         yield built
 
 
-def ask(served: House, model: str) -> Any:
+def ask(served: ServerHarness, model: str) -> Any:
     return served.chat(model, "a b").json()
 
 
-def twins(served: House) -> list[str]:
+def twins(served: ServerHarness) -> list[str]:
     """Two files with the same name in two folders."""
     first = Path(served.model("twin"))
     paths = []
@@ -38,7 +38,7 @@ def twins(served: House) -> list[str]:
     return paths
 
 
-def test_each_path_is_its_own_model(served: House) -> None:
+def test_each_path_is_its_own_model(served: ServerHarness) -> None:
     served.start()
     one, two = twins(served)
     for path in (one, two, one):
@@ -49,7 +49,7 @@ def test_each_path_is_its_own_model(served: House) -> None:
         client.unload("twin")
 
 
-def test_a_short_name_means_what_was_loaded_by_its_path(served: House) -> None:
+def test_a_short_name_means_what_was_loaded_by_its_path(served: ServerHarness) -> None:
     served.start()
     path = served.model("lonely")
     ask(served, path)
@@ -61,7 +61,7 @@ def test_a_short_name_means_what_was_loaded_by_its_path(served: House) -> None:
 
 
 def test_a_chat_with_a_path_survives_the_unloading_of_its_model(
-    served: House, tmp_path: Path
+    served: ServerHarness, tmp_path: Path
 ) -> None:
     served.start()
     path = served.model("mine")
@@ -73,7 +73,7 @@ def test_a_chat_with_a_path_survives_the_unloading_of_its_model(
         assert served.loads(path) == 2
 
 
-def test_keep_alive_is_for_one_model(served: House) -> None:
+def test_keep_alive_is_for_one_model(served: ServerHarness) -> None:
     served.start()
     brief, lasting = served.model("brief"), served.model("lasting")
     with served.client() as client:
@@ -88,7 +88,7 @@ def load(client: Client, path: str, keep_alive: str) -> None:
     client.load(path, LoadOptions(), lambda _share: None, keep_alive=keep_alive)
 
 
-def test_aliases_of_installed_models_are_listed_as_models(served: House) -> None:
+def test_aliases_of_installed_models_are_listed_as_models(served: ServerHarness) -> None:
     served.start()
     served.named("pet")
     with (served.settings.state_dir / "models.toml").open("a") as names:

@@ -31,7 +31,7 @@ def session(tmp_path: Path) -> ChatSession:
 
 
 def obey(session: ChatSession, line: str) -> str:
-    """What a command says."""
+    """The output of a command."""
     outcome = commands.run_command(session, line, lambda _: None)
     assert isinstance(outcome, commands.CommandOutput)
     return outcome.text
@@ -52,7 +52,7 @@ def obey(session: ChatSession, line: str) -> str:
         ("", False),
     ],
 )
-def test_what_is_a_command(line: str, expected: bool) -> None:
+def test_command_lines_are_recognized(line: str, expected: bool) -> None:
     assert commands.is_command(line) is expected
 
 
@@ -170,7 +170,7 @@ def test_show_info(session: ChatSession) -> None:
     assert obey(session, "/show") == text
 
 
-def test_show_parameters_says_whose_they_are(session: ChatSession) -> None:
+def test_show_parameters_names_the_source_of_each_value(session: ChatSession) -> None:
     obey(session, "/set parameter top_k 7")
     rows = {
         line.split()[0]: line.split()[1:] for line in obey(session, "/show parameters").split("\n")
@@ -212,7 +212,7 @@ def test_clear_keeps_the_system_prompt(session: ChatSession) -> None:
     assert session.conversation == Conversation("be brief")
 
 
-def test_model_moves_on_without_the_template_of_the_old_one(session: ChatSession) -> None:
+def test_model_command_keeps_turns_and_drops_the_old_template(session: ChatSession) -> None:
     assert obey(session, "/model").splitlines() == ["tiny", "other"]
     assert "other" in obey(session, "/model other")
     assert session.model.name == "other"
@@ -233,7 +233,7 @@ def test_regen_needs_a_prompt(session: ChatSession) -> None:
         obey(session, "/regen")
 
 
-def test_forks_do_not_know_each_other(session: ChatSession) -> None:
+def test_forks_are_independent(session: ChatSession) -> None:
     obey(session, "/fork side")
     obey(session, "/undo")
     assert len(session.conversation.turns) == 1
@@ -250,7 +250,7 @@ def test_undo(session: ChatSession) -> None:
     assert session.conversation == Conversation("be brief")
 
 
-def test_counts_are_forgotten_when_the_conversation_changes(session: ChatSession) -> None:
+def test_token_counts_are_reset_when_the_conversation_changes(session: ChatSession) -> None:
     session.add_turn(Turn("three", "3"), answer())
     assert session.estimate_used_tokens() == 49
     obey(session, "/undo")
@@ -258,7 +258,7 @@ def test_counts_are_forgotten_when_the_conversation_changes(session: ChatSession
     assert session.estimate_used_tokens() < 49
 
 
-def test_stats_in_short(session: ChatSession, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_stats(session: ChatSession, monkeypatch: pytest.MonkeyPatch) -> None:
     stats = {
         "running": 1,
         "threads": 2,
@@ -334,7 +334,7 @@ def test_a_session_kept_its_larger_context(session: ChatSession) -> None:
 
 
 def _loaded_ctx(session: ChatSession) -> int | None:
-    """The context that the next prompt loads the model with."""
+    """The context with which the next prompt loads the model."""
     before = session.model_info
     session.ensure_loaded(lambda _: None)
     session.model_info = before
@@ -346,7 +346,7 @@ def _loaded_ctx(session: ChatSession) -> int | None:
 
 
 class Vanishing(ChatSession):
-    """Another thread resets the model and the last completion right after each is read."""
+    """A session whose model and last completion another thread resets right after each read."""
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
@@ -356,7 +356,7 @@ class Vanishing(ChatSession):
 
 
 @pytest.mark.parametrize("is_remote", [False, True])
-def test_what_another_thread_resets_is_read_once(tmp_path: Path, is_remote: bool) -> None:
+def test_values_reset_by_another_thread_are_read_once(tmp_path: Path, is_remote: bool) -> None:
     client = ScriptedClient()
     client.url = "http://127.0.0.1:9" if is_remote else ""
     session = Vanishing(client, tmp_path, ModelOptions())

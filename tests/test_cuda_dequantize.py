@@ -1,4 +1,4 @@
-"""Checkpoints whose weights are widened as they are read, against their dequantized twins."""
+"""Checkpoints that are dequantized on load equal the same models in float."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ RECIPES = {
 
 
 def rounded(weight: torch.Tensor, recipe: Recipe) -> QuantizedWeight:
-    """Digits that stand for some other weight: what counts is that all readers agree on it."""
+    """Random codes: any will do, as long as all readers agree on the weight."""
     outs, ins = weight.shape
     if not recipe.has_groups:
         dtype = torch.float8_e4m3fn if recipe.method == "fp8" else torch.int8
@@ -60,12 +60,12 @@ def rounded(weight: torch.Tensor, recipe: Recipe) -> QuantizedWeight:
 
 
 def both(name: str, recipe: Recipe, folder: Path) -> tuple[Path, Path]:
-    """A random model quantized, and the same with the weights that its digits stand for."""
+    """A random model quantized, and the same model with the dequantized weights."""
     packed, plain = folder / "packed", folder / "plain"
     for path in (packed, plain):
         path.mkdir(parents=True)
         model = make(name, path)
-    # as public files have them: an expert at a time
+    # one tensor per expert, as in published files
     quantized, dense = {}, {}
     for key, tensor in split(model.state_dict()).items():
         linear = key.removesuffix(".weight")
@@ -102,7 +102,7 @@ def split(state: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Widths that 3 bits can be packed in."""
+    """Sizes that 3-bit packing divides."""
     import cuda_configs
 
     monkeypatch.setitem(cuda_configs.SIZES, "intermediate_size", 96)
@@ -117,7 +117,9 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> None:
         *(("qwen3 moe", recipe) for recipe in RECIPES),
     ],
 )
-def test_computes_what_the_digits_stand_for(model: str, recipe: str, tmp_path: Path) -> None:
+def test_logits_equal_those_of_the_dequantized_model(
+    model: str, recipe: str, tmp_path: Path
+) -> None:
     packed, plain = both(model, RECIPES[recipe], tmp_path)
     text = random_text(seed=1, length=40)
     got, wanted = (Model(path).step([(0, 0, text)])[0] for path in (packed, plain))
@@ -127,31 +129,31 @@ def test_computes_what_the_digits_stand_for(model: str, recipe: str, tmp_path: P
     assert HfModelSource(plain).notes == ()
 
 
-def test_four_bits_of_a_plain_model_are_not_widened(tmp_path: Path) -> None:
+def test_four_bit_weights_are_not_dequantized(tmp_path: Path) -> None:
     packed, _ = both("llama", RECIPES["gptq 4"], tmp_path)
     assert HfModelSource(packed).notes == ()
 
 
-def test_are_not_divided_among_ranks(tmp_path: Path) -> None:
+def test_three_bit_weights_cannot_be_divided_among_ranks(tmp_path: Path) -> None:
     packed, _ = both("llama", RECIPES["gptq 3"], tmp_path)
     with pytest.raises(InvalidRequest, match="weights of 3 bits cannot be divided by 2: use 1"):
         ensure_divisible(read_hf_config(packed), 2)
 
 
-def test_a_group_that_is_not_there(tmp_path: Path) -> None:
+def test_group_index_out_of_range_is_rejected(tmp_path: Path) -> None:
     packed, _ = both("llama", RECIPES["gptq 8"], tmp_path)
     name = "model.layers.0.self_attn.q_proj.g_idx"
     rewrite(packed, lambda tensors: tensors.update({name: tensors[name] + 9}))
     assert_one_line(packed, f"{name} has group indices beyond 4")
 
 
-def test_int8_that_nobody_announced(tmp_path: Path) -> None:
+def test_int8_without_quantization_config_is_rejected(tmp_path: Path) -> None:
     packed, _ = both("llama", RECIPES["int8"], tmp_path)
     edit(packed / "config.json", quantization_config=None)
     assert_one_line(packed, "is int8, but config.json has no quantization_config")
 
 
-def test_widened_weights_are_of_the_dtype_asked_for(tmp_path: Path) -> None:
+def test_dequantized_weights_have_the_given_dtype(tmp_path: Path) -> None:
     packed, _ = both("llama", RECIPES["int8"], tmp_path)
     weights = load(packed, torch.bfloat16)
     assert weights.layers[0].attention_out.weight.dtype == torch.bfloat16  # type: ignore[attr-defined]
