@@ -53,7 +53,7 @@ def run(settings: ServerSettings, *arguments: str) -> Any:
     )
 
 
-@pytest.mark.parametrize("model", ["tiny", str(TINY)])
+@pytest.mark.parametrize("model", ["tiny", str(TINY)], ids=["llamacpp", "cuda"])
 def test_a_question_is_answered_with_a_draft_model(
     settings: ServerSettings, client: Client, model: str
 ) -> None:

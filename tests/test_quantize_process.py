@@ -165,7 +165,7 @@ def test_killed_process_is_reported_as_out_of_memory(tmp_path: Path) -> None:
 
 def test_process_ends_with_its_parent(tmp_path: Path) -> None:
     program = (
-        "import sys, test_quant_process as tests\n"
+        "import sys, test_quantize_process as tests\n"
         "work = tests.begun()\n"
         "print(work.pid, flush=True)\n"
         "sys.stdin.read()\n"
