@@ -140,7 +140,7 @@ def test_what_two_programs_change_at_once_is_kept_twice(make_tui: MakeTui) -> No
     assert seen is not mine
     assert seen.chat.conversation == theirs.chat.conversation
     (said,) = mine.messages
-    assert "continues as New session (2)" in said
+    assert "continues as 'New session (2)'" in said
 
 
 def test_a_full_disk_stops_nothing_and_is_made_up_for(

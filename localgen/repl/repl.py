@@ -139,7 +139,7 @@ class Repl:
         if self.recorder is None:
             return
         if self.recorder.is_stored:
-            self._print_dim(f"{one_line(self.recorder.record.name)} stays stored")
+            self._print_dim(f"{one_line(self.recorder.record.name)!r} stays stored")
         self.recorder.start_new()
 
     def _regenerate(self, prompt: str) -> None:
@@ -254,9 +254,9 @@ class Repl:
         turns = record.conversation.turns
         name = one_line(record.name)
         if not turns:
-            self._print_dim(f"new session {name}")
+            self._print_dim(f"new session {name!r}")
             return
-        self._print_dim(f"continued: {name} · {format_count(len(turns), 'turn')}")
+        self._print_dim(f"continued: {name!r} · {format_count(len(turns), 'turn')}")
         self._print_dim(f">>> {_excerpt(turns[-1].prompt)}")
         self._print_dim(_excerpt(turns[-1].answer) + (" (stopped)" if turns[-1].stopped else ""))
 
@@ -264,7 +264,7 @@ class Repl:
         """Print the name of the stored session, and the command that continues it."""
         if self.recorder is None or not self.recorder.is_stored:
             return
-        name = one_line(self.recorder.record.name)
+        name = repr(one_line(self.recorder.record.name))
         with contextlib.suppress(LocalgenError):  # the store may have become unreadable
             name += f": localgen chat {self.recorder.options_to_reopen()}"
         self._print_dim(f"stored as {name}")
