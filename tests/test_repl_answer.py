@@ -188,6 +188,16 @@ def test_the_live_part_never_outgrows_the_terminal() -> None:
     assert "context ~1/100" in text
 
 
+def test_without_figures_the_live_part_is_the_answer_alone() -> None:
+    shown = console(force_terminal=True)
+    live = LiveAnswer(shown, used_tokens=0, max_context=100, shows_figures=False)
+    assert live._render_unfinished() == []
+    live.feed("some text", 2)
+    live._print_finished()
+    rows = ["".join(segment.text for segment in row) for row in live._render_unfinished()]
+    assert rows == ["some text"]
+
+
 @pytest.mark.parametrize(("columns", "rows"), [(60, 2), (50, 2), (49, 3), (20, 4), (10, 6)])
 def test_rows_that_a_narrower_terminal_wraps_are_removed_whole(columns: int, rows: int) -> None:
     shown = console(force_terminal=True)
