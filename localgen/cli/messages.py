@@ -90,11 +90,12 @@ def _shared_options() -> list[CliOption]:
 
 
 def _given_name(names: Sequence[str], variable: str | None, arguments: Sequence[str]) -> str:
-    """The variable if the option was set by it, else the option's long name."""
-    is_typed = any(argument.partition("=")[0] in names for argument in arguments)
-    if variable is not None and variable in os.environ and not is_typed:
+    """The variable if the option was set by it, else the long name that was typed, or its own."""
+    typed = [name for argument in arguments if (name := argument.partition("=")[0]) in names]
+    if variable is not None and variable in os.environ and not typed:
         return variable
-    return max(names, key=len)
+    long = [name for name in typed if name.startswith("--")]
+    return long[-1] if long else max(names, key=len)
 
 
 def _reason(problem: Any) -> str:
