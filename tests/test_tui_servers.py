@@ -131,6 +131,7 @@ def test_what_a_client_says_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyP
         await tui.until(lambda: f"{said} · waiting" in tui.screen_text())
         (toast,) = tui.app._notifications
         assert toast.message == said
+        assert toast.timeout <= 3, "it would cover the answer"
         gate.set()
         await tui.settled(pilot)
 

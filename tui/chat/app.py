@@ -38,6 +38,7 @@ from localgen.tui.widgets.dialog import ConfirmDialog
 
 TICK_S, SYNC_PERIOD_S = 1 / 15, 1.0
 _DOUBLE_PRESS_S = 2.0
+_SHORT_TOAST_S, _TOAST_S = 3, 10
 _MAX_HISTORY = 500
 _MAIN_SCREEN_ACTIONS = (
     *("new", "model", "settings", "search", "compare", "export", "editor"),
@@ -144,8 +145,15 @@ class ChatApp(BaseApp):
         if self._is_quitting or not self.screen_stack:
             return
         for opened, line in self.session_manager.drain_messages():
-            name = "" if opened is self.main_screen.current_session else f"{opened.name}: "
-            self.notify(one_line(f"{name}{line}"), timeout=10, markup=False)
+            is_current = opened is self.main_screen.current_session
+            name = "" if is_current else f"{opened.name}: "
+            # the status line shows it as well, and a toast covers the answer
+            is_in_status = is_current and line == opened.client_message
+            self.notify(
+                one_line(f"{name}{line}"),
+                timeout=_SHORT_TOAST_S if is_in_status else _TOAST_S,
+                markup=False,
+            )
         if any(not each.is_answering for each in self.session_manager.answering_sessions):
             self._finalize_answers()
         if isinstance(self.screen, CompareScreen):
