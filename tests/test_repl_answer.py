@@ -280,6 +280,9 @@ def test_what_drafts_did() -> None:
     )
     none = replace(TIMINGS, draft_reason="switched off")
     assert "drafts:     none: switched off" in report.verbose_stats_lines(answer(timings=none), 0.0)
+    none = replace(TIMINGS, draft_reason="no match: the text does not repeat itself")
+    lines = report.verbose_stats_lines(answer(timings=none), 0.0)
+    assert "drafts:     none: the text does not repeat itself" in lines
     assert "draft" not in report.completion_line(answer(timings=none))
 
 

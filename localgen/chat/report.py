@@ -198,7 +198,8 @@ def _context_usage(completion: Completion) -> list[str]:
 
 def _speculation_details(timings: Timings) -> str:
     if not timings.draft_n:
-        return f"none: {timings.draft_reason}" if timings.draft_reason else "none"
+        kind, _, reason = timings.draft_reason.partition(": ")
+        return f"none: {reason or kind}" if kind else "none"
     by = f" by {', '.join(timings.draft_by)}" if timings.draft_by else ""
     return (
         f"{format_count(timings.draft_n, 'token')}{by}, {_acceptance_rate(timings)} accepted, "
