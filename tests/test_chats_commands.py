@@ -304,9 +304,11 @@ def test_stats_in_short(session: ChatSession, monkeypatch: pytest.MonkeyPatch) -
         ["cache", "reuse  25 % of the prompt tokens since the model was loaded"],
         ["drafts", "10 tokens, 60 % accepted"],
         ["memory", "130 MB"],
-        ["threads", "2 of 2"],
+        ["threads", "2 of at most 2"],
         ["requests", "1 running, 0 waiting"],
     ]
+    stats["threads"] = 1
+    assert "threads      1 of at most 2, other programs use the rest" in obey(session, "/stats")
     monkeypatch.setattr(session.client, "stats", lambda: reply | {"models": []})
     assert obey(session, "/stats") == "tiny is not loaded: the next prompt loads it"
     with pytest.raises(InvalidRequest, match="/stats all: give raw, or nothing"):
