@@ -19,6 +19,13 @@ def format_size(size_bytes: float) -> str:
     return f"{size_bytes:.{digits}f} {_BYTE_UNITS[unit]}"
 
 
+def format_params(count: int) -> str:
+    """Format a number of parameters as names of models do: `5.8M`, `135M`, `1.0B`."""
+    if count >= 999.5e6:
+        return f"{count / 1e9:.1f}B"
+    return f"{count / 1e6:.{0 if count >= 99.95e6 else 1}f}M"
+
+
 def format_duration(ms: float) -> str:
     """Format a duration in ms below one second, else in seconds."""
     return f"{ms:.0f} ms" if ms < 999.5 else f"{ms / 1000:.2f} s"

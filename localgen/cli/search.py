@@ -47,24 +47,19 @@ def command(words: WordsArgument = None, json: JsonFlag = False) -> None:
 
 
 def _table_row(model: FoundModel) -> tuple[str, ...]:
+    from localgen.backends.units import format_params
     from localgen.cli import tables
 
     is_known = model.size_bytes is not None and model.need_bytes is not None
     return (
         model.name,
-        _format_params(model.params),
+        "unknown" if model.params is None else format_params(model.params),
         tables.format_size(model.size_bytes or 0) if is_known else "unknown",
         tables.format_size(model.need_bytes or 0) if is_known else "unknown",
         model.runs_on or ("does not fit" if is_known else "unknown"),
         ", ".join(model.installed),
         ", ".join(model.also),
     )
-
-
-def _format_params(count: int | None) -> str:
-    if count is None:
-        return "unknown"
-    return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.0f}M"
 
 
 def _no_match_text(words: list[str]) -> str:
