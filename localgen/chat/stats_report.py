@@ -45,10 +45,8 @@ def _rows(session: ChatSession, model: ModelSnapshot) -> Iterator[tuple[str, str
     yield "drafts", f"{drafts}, {accepted} accepted" if counters.draft_tokens else "none yet"
     yield "memory", format_size(model.memory_bytes) if model.memory_bytes else ""
     rest = ", other programs use the rest" if model.lacks_cores else ""
-    yield (
-        "threads",
-        f"{model.threads} of at most {model.threads_max}{rest}" if model.threads else "",
-    )
+    threads = f"{model.threads} of at most {model.threads_max}{rest}"
+    yield "threads", threads if model.threads else ""
     yield "requests", f"{model.running or 0} running, {model.waiting or 0} waiting"
 
 
