@@ -27,12 +27,18 @@ ROOT = Path(__file__).parents[1]
     ("arguments", "piped", "status", "complaint"),
     [
         (["run"], b"", 3, "no prompt"),
-        (["run", "tiny"], b" \n", 3, "no prompt"),
+        (["run", "tiny"], b" \n", 3, "no prompt: give it as an argument or on standard input\n"),
+        (
+            ["run", "--url", "http://gpu:1/v1", "--api-key-env", "KEY", "hi"],
+            b"",
+            3,
+            "; `localgen run --url http://gpu:1/v1 --api-key-env KEY -p hi` asks the default",
+        ),
         (
             ["run", "hello"],
             b"",
             3,
-            "no prompt: give it as an argument or on standard input; `local",
+            "no prompt, and 'hello' is no model; `localgen run -p hello` asks the default model\n",
         ),
         (["run"], b"\xff\xfe", 3, "not UTF-8"),
         (["run", "hello"], b"\xff\xfe", 3, "standard input is not UTF-8 text at byte 0\n"),

@@ -171,6 +171,22 @@ def test_ways_to_give_a_prompt(
     assert asked == [*[("tiny", "two words")] * 4, ("tiny", "from a file")]
 
 
+def test_a_model_is_looked_up_before_the_prompt_is_asked_for(
+    scripted: Callable[..., ScriptedClient],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    client = scripted()
+    monkeypatch.setattr(sys, "stdin", Terminal(b"a prompt"))
+    assert run_command_line(["run", "hello"]) == 6
+    err = capsys.readouterr().err
+    assert err.startswith("localgen: Model 'hello' not found")
+    assert err.endswith("; `localgen run -p hello` asks the default model\n")
+    assert run_command_line(["run", "tiny"]) == 0
+    assert capsys.readouterr().err == "enter the prompt, then press Ctrl+D:\n"
+    assert [asked.messages[-1].content for asked in client.record.asked] == ["a prompt"]
+
+
 def test_leaving_early_cancels(scripted: Callable[..., ScriptedClient]) -> None:
     client = scripted(("a", "b", "c", answer()))
 
