@@ -48,6 +48,20 @@ ROOT = Path(__file__).parents[1]
         (["run", "tiny", "-f", "/no/file"], b"", 3, "--file /no/file: No such file"),
         (["run", "tiny", "x", "--temp", "warm"], b"", 2, "--temp"),
         (["run", "tiny", "x", "--nope"], b"", 2, "localgen run --help"),
+        (
+            ["embed", "What", "is it"],
+            b"",
+            6,
+            "; `localgen embed -m smollm2 What 'is it'` asks the default model\n",
+        ),
+        (
+            ["embed", "hello"],
+            b"",
+            3,
+            "no text, and 'hello' is no model; `localgen embed -m smollm2 hello` asks the default",
+        ),
+        (["embed", "tiny"], b"", 3, "no text for the model tiny: give one as an argument"),
+        (["embed"], b"", 3, "no text: give one as an argument or on standard input"),
         (["rnu"], b"", 2, "Did you mean 'run'"),
         (["verison"], b"", 2, "No such command 'verison'. Did you mean 'version'?"),
         (["create"], b"", 2, "No such command 'create'. (see"),
@@ -78,6 +92,7 @@ def test_errors_are_one_line_and_a_status(
     complaint: str,
 ) -> None:
     scripted()
+    monkeypatch.setattr("localgen.hub.packaged.default_model", lambda: "smollm2")
     pipe_in(monkeypatch, piped)
     assert run_command_line(arguments) == status
     out, err = capsys.readouterr()

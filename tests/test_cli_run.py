@@ -150,6 +150,33 @@ def test_model_and_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         split_model_and_prompt(["other", "x", "y"], prompt="z")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "piped", "model", "texts"),
+    [
+        (["tiny", "a", "b c"], b"", "tiny", ("a", "b c")),
+        (["tiny"], b"one\ntwo\n", "tiny", ("one", "two")),
+        (["-m", "tiny", "a"], b"", "tiny", ("a",)),
+        (["-m", "tiny", "a", "b c"], b"", "tiny", ("a", "b c")),
+        (["-m", "tiny"], b"one", "tiny", ("one",)),
+        (["two words"], b"", "other", ("two words",)),
+        ([], b"one", "other", ("one",)),
+    ],
+)
+def test_model_and_texts_of_embed(
+    scripted: Callable[..., ScriptedClient],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    piped: bytes,
+    model: str,
+    texts: tuple[str, ...],
+) -> None:
+    monkeypatch.setenv("LOCALGEN_MODEL", "other")
+    client = scripted()
+    pipe_in(monkeypatch, piped)
+    assert run_command_line(["embed", *arguments]) == 0
+    assert client.record.embedded == [(model, texts)]
+
+
 def test_ways_to_give_a_prompt(
     scripted: Callable[..., ScriptedClient],
     monkeypatch: pytest.MonkeyPatch,

@@ -117,6 +117,14 @@ def stdin_is_terminal() -> bool:
     return sys.stdin is not None and sys.stdin.isatty()
 
 
+def is_model_name(name: str) -> bool:
+    """True for a path, and for a model that is installed or can be pulled."""
+    from localgen.client.pullable_models import can_pull
+    from localgen.hub.resolve import is_installed, is_path
+
+    return is_path(name) or can_pull(name) or is_installed(name)
+
+
 def _is_sentence(text: str) -> bool:
     return len(text.split()) > 1 and not _is_file(text)
 

@@ -18,6 +18,7 @@ from localgen.cli.arguments import (
     PromptArgument,
     PromptFileOption,
     PromptOption,
+    is_model_name,
     read_prompt,
     require_one_prompt,
     split_model_and_prompt,
@@ -63,7 +64,7 @@ def command(
     model, prompt = split_model_and_prompt(arguments, default, model=named_model, prompt=prompt)
 
     def advice() -> str:
-        if not may_be_prompt or (endpoint is None and _is_model_name(arguments[0])):
+        if not may_be_prompt or (endpoint is None and is_model_name(arguments[0])):
             return ""
         return _default_model_advice(arguments, _server_options(context, url, api_key_env))
 
@@ -140,10 +141,3 @@ def _server_options(context: typer.Context, url: str | None, api_key_env: str | 
 def _default_model_advice(words: Sequence[str], server_options: Sequence[str]) -> str:
     command = shlex.join(["localgen", "run", *server_options, "-p", " ".join(words)])
     return f"`{command}` asks the default model"
-
-
-def _is_model_name(name: str) -> bool:
-    from localgen.client.pullable_models import can_pull
-    from localgen.hub.resolve import is_installed, is_path
-
-    return is_path(name) or can_pull(name) or is_installed(name)
