@@ -57,6 +57,9 @@ def test_a_refused_command_is_replaced_by_typing(tmp_path: Path) -> None:
         await press(tui, pilot, "enter")
         assert "no command /foo" in tui.screen_text()
         assert tui.prompt.selected_text == tui.prompt.text == "/foo"
+        await pilot.press("ctrl+c")
+        assert (tui.app.clipboard, tui.prompt.selected_text) == ("/foo", "")
+        await press(tui, pilot, "enter")
         await pilot.press(*"/undo")
         assert tui.prompt.text == "/undo"
         assert tui.asked == []

@@ -342,6 +342,8 @@ class ChatApp(BaseApp):
         if selected:
             self.copy_to_clipboard(selected)
             self.notify("Copied.", timeout=2)
+            if isinstance(self.focused, Prompt):  # or a refused command could only be copied again
+                self.focused.move_cursor(self.focused.cursor_location)
         elif (
             self.main_screen.current_session is not None and self.main_screen.current_session.stop()
         ):
