@@ -19,6 +19,13 @@ def format_size(size_bytes: float) -> str:
     return f"{size_bytes:.{digits}f} {BYTE_UNITS[unit]}"
 
 
+def format_params(count: int) -> str:
+    """Format a number of parameters as names of models do: `5.8M`, `135M`, `1.0B`."""
+    if count >= 999.5e6:
+        return f"{count / 1e9:.1f}B"
+    return f"{count / 1e6:.{0 if count >= 99.95e6 else 1}f}M"
+
+
 def format_duration(ms: float) -> str:
     """Format a duration in ms below one second, else in seconds."""
     return f"{ms:.0f} ms" if ms < 999.5 else f"{ms / 1000:.2f} s"
@@ -27,11 +34,6 @@ def format_duration(ms: float) -> str:
 def format_rate(per_s: float) -> str:
     """Tokens/s with one decimal below 100, as an integer from there on."""
     return f"{per_s:.1f}" if per_s < 99.95 else f"{per_s:,.0f}"
-
-
-def format_params(count: int) -> str:
-    """Format a number of parameters as `8.0B` or `494.0M`."""
-    return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
 
 
 def format_count(number: int, noun: str) -> str:

@@ -103,6 +103,7 @@ class ServerSettings:
     def create_dirs(self) -> None:
         """Create both folders. Raises BadSetting if unsafe, not writable, or the path too long."""
         _require_short_path(self.socket_path)
+        _require_xdg_dir(self.runtime_dir)
         make_private_dir(self.runtime_dir, "LOCALGEN_RUNTIME_DIR")
         self.create_state_dir()
 
@@ -162,6 +163,17 @@ def _default_runtime_dir(environ: Mapping[str, str]) -> Path:
         # folder
         warnings.simplefilter("ignore")
         return platformdirs.user_runtime_path("localgen", appauthor=False)
+
+
+def _require_xdg_dir(runtime_dir: Path, environ: Mapping[str, str] = os.environ) -> None:
+    # the system creates that folder at login; root could create it anywhere
+    base = Path(environ.get("XDG_RUNTIME_DIR", ""))
+    is_used = not environ.get("LOCALGEN_RUNTIME_DIR") and runtime_dir.parent == base
+    if is_used and not base.exists():
+        raise BadSetting(
+            f"XDG_RUNTIME_DIR={base} does not exist: unset it, or set LOCALGEN_RUNTIME_DIR to a "
+            "folder you own"
+        )
 
 
 def _default_state_dir() -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,6 +90,7 @@ class Record:
     keep_alives: list[str | None] = field(default_factory=list)
     connects: int = 0
     closed_early: int = 0
+    embedded: list[tuple[str | None, tuple[str, ...]]] = field(default_factory=list)
     unloaded: list[str] = field(default_factory=list)
     shutdowns: int = 0
 
@@ -146,6 +147,12 @@ class ScriptedClient(Client):
         except GeneratorExit:
             self.record.closed_early += 1
             raise
+
+    def embed(
+        self, model: str | None, texts: Sequence[str], dimensions: int | None = None
+    ) -> Iterator[list[float]]:
+        self.record.embedded.append((model, tuple(texts)))
+        return iter([[1.0]] * len(texts))
 
     def models(self) -> list[ModelCard]:
         return [ModelCard(name, f"/models/{name}.gguf", 12, "idle", "cache") for name in self.names]

@@ -13,6 +13,7 @@ from scripted_client import ScriptedClient, answer
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.memory.kv_sizing import DEFAULT_CTX
 from localgen.backends.model_info import LoadOptions
+from localgen.backends.sampling_params import ANY_JSON_OBJECT
 from localgen.chat import commands
 from localgen.chat.conversation import Conversation, Turn
 from localgen.chat.parameters import ModelOptions
@@ -90,6 +91,8 @@ def test_set_system(session: ChatSession) -> None:
         ("stop_token_ids 3 4", "stop_token_ids", (3, 4)),
         ("logit_bias 3=-1.5 4=2", "logit_bias", {3: -1.5, 4: 2.0}),
         ("ignore_eos on", "ignore_eos", True),
+        ("regex a+ b", "regex", "a+ b"),
+        ('json_schema {"type": "object"}', "json_schema", '{"type": "object"}'),
         ("num_predict 8", "max_tokens", 8),
     ],
 )
@@ -106,6 +109,15 @@ def test_set_parameter(session: ChatSession, text: str, field: str, value: objec
         ("/set parameter temperature warm", "give a number"),
         ("/set parameter top_k 1.5", "give a whole number"),
         ("/set parameter temperatur 1", "did you mean temperature"),
+        ("/set parameter tempp 0", r"did you mean temp\?"),
+        ("/set parameter num-predic 3", "did you mean num_predict"),
+        ("/set parameter json_schema yaml", "json_schema yaml is not JSON"),
+        (
+            "/set format yaml",
+            r"^/set format yaml is not JSON .*: give json, a JSON schema or @FILE",
+        ),
+        ("/set format @/no/file", "^/set format file /no/file: No such file"),
+        ("/set format", "^/set format: give json, text, a JSON schema or @FILE"),
         ("/set parameter temperature", "name and a value"),
         ("/set parameter ignore_eos maybe", "on or off"),
         ("/set parameter logit_bias x", "ID=BIAS"),
@@ -153,6 +165,20 @@ def test_set_ctx_and_verbose(session: ChatSession) -> None:
     assert session.options.figures
     assert obey(session, "/set figures off") == "figures off"
     assert not session.options.figures
+
+
+def test_set_format_is_that_of_run(session: ChatSession, tmp_path: Path) -> None:
+    assert obey(session, "/set format json") == "format json"
+    assert session.options.params.json_schema == ANY_JSON_OBJECT
+    obey(session, '/set format {"type": "object"}')
+    assert session.options.params.json_schema == '{"type": "object"}'
+    path = tmp_path / "my schema"
+    path.write_text('{"enum": [1]}\n')
+    obey(session, f"/set format @{path}")
+    assert session.options.params.json_schema == '{"enum": [1]}'
+    obey(session, "/set format text")
+    assert session.options.params.json_schema is None
+    assert "/set format json|text|SCHEMA|@FILE" in obey(session, "/help")
 
 
 def test_show_info(session: ChatSession) -> None:
@@ -278,9 +304,11 @@ def test_short_stats(session: ChatSession, monkeypatch: pytest.MonkeyPatch) -> N
         ["cache", "reuse  25 % of the prompt tokens since the model was loaded"],
         ["drafts", "10 tokens, 60 % accepted"],
         ["memory", "130 MB"],
-        ["threads", "2 of 2"],
+        ["threads", "2 of at most 2"],
         ["requests", "1 running, 0 waiting"],
     ]
+    stats["threads"] = 1
+    assert "threads      1 of at most 2, other programs use the rest" in obey(session, "/stats")
     monkeypatch.setattr(session.client, "stats", lambda: reply | {"models": []})
     assert obey(session, "/stats") == "tiny is not loaded: the next prompt loads it"
     with pytest.raises(InvalidRequest, match="/stats all: give raw, or nothing"):

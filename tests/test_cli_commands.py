@@ -14,7 +14,7 @@ from command_line import own_folders, scripted
 from scripted_client import ScriptedClient, answer
 
 import localgen.client
-from localgen.cli import commands, errors
+from localgen.cli import commands, errors, tables
 from localgen.cli.main import run_command_line
 
 __all__ = ["own_folders", "scripted"]
@@ -50,6 +50,22 @@ def test_ps(scripted: Callable[..., ScriptedClient], capsys: pytest.CaptureFixtu
     assert run_command_line(["ps", "--json"]) == 0
     (model,) = json.loads(capsys.readouterr().out)
     assert (model["name"], model["memory_bytes"]) == ("tiny", 130_000_000)
+
+
+@pytest.mark.parametrize(
+    ("until_s", "active", "text"),
+    [
+        (0.0, 0, "now"),
+        (1.0, 0, "now"),
+        (2.0, 0, "2 seconds from now"),
+        (89.0, 0, "89 seconds from now"),
+        (120.0, 0, "2 minutes from now"),
+        (None, 0, "forever"),
+        (0.0, 1, "busy (1)"),
+    ],
+)
+def test_when_a_model_is_unloaded(until_s: float | None, active: int, text: str) -> None:
+    assert tables.format_expiry(until_s, active) == text
 
 
 @pytest.mark.parametrize("name", ["list", "ls"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -191,3 +193,37 @@ def test_doctor_with_an_unsafe_folder(capsys: pytest.CaptureFixture[str], tmp_pa
     (tmp_path / "run").chmod(0o777)
     assert run_command_line(["doctor"]) == 1
     assert "ERROR: other users may write to" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("own_folders")
+@pytest.mark.parametrize(
+    ("number", "complaint"),
+    [(errno.ENOSPC, "the disk is full"), (errno.EROFS, "Read-only file system")],
+)
+def test_doctor_where_nothing_can_be_written(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    number: int,
+    complaint: str,
+) -> None:
+    def refuse(_file: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    assert run_command_line(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert f"ERROR: cannot write to the folder {tmp_path / 'state'}: {complaint}\n" in out
+    assert "no problems found" not in out
+    assert list((tmp_path / "state").iterdir()) == []
+
+
+@pytest.mark.usefixtures("own_folders")
+def test_doctor_without_the_xdg_folder(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("LOCALGEN_RUNTIME_DIR")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "none"))
+    assert run_command_line(["doctor"]) == 1
+    assert f"ERROR: XDG_RUNTIME_DIR={tmp_path / 'none'} does not" in capsys.readouterr().out
+    assert not (tmp_path / "none").exists()

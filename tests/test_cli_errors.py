@@ -27,12 +27,18 @@ ROOT = Path(__file__).parents[1]
     ("arguments", "piped", "status", "complaint"),
     [
         (["run"], b"", 3, "no prompt"),
-        (["run", "tiny"], b" \n", 3, "no prompt"),
+        (["run", "tiny"], b" \n", 3, "no prompt: give it as an argument or on standard input\n"),
+        (
+            ["run", "--url", "http://gpu:1/v1", "--api-key-env", "KEY", "hi"],
+            b"",
+            3,
+            "; `localgen run --url http://gpu:1/v1 --api-key-env KEY -p hi` asks the default",
+        ),
         (
             ["run", "hello"],
             b"",
             3,
-            "no prompt: give it as an argument or on standard input; `local",
+            "no prompt, and 'hello' is no model; `localgen run -p hello` asks the default model\n",
         ),
         (["run"], b"\xff\xfe", 3, "not UTF-8"),
         (["run", "hello"], b"\xff\xfe", 3, "standard input is not UTF-8 text at byte 0\n"),
@@ -42,12 +48,35 @@ ROOT = Path(__file__).parents[1]
         (["run", "tiny", "-f", "/no/file"], b"", 3, "--file /no/file: No such file"),
         (["run", "tiny", "x", "--temp", "warm"], b"", 2, "--temp"),
         (["run", "tiny", "x", "--nope"], b"", 2, "localgen run --help"),
+        (
+            ["embed", "What", "is it"],
+            b"",
+            6,
+            "; `localgen embed -m smollm2 What 'is it'` asks the default model\n",
+        ),
+        (
+            ["embed", "hello"],
+            b"",
+            3,
+            "no text, and 'hello' is no model; `localgen embed -m smollm2 hello` asks the default",
+        ),
+        (["embed", "tiny"], b"", 3, "no text for the model tiny: give one as an argument"),
+        (["embed"], b"", 3, "no text: give one as an argument or on standard input"),
         (["rnu"], b"", 2, "Did you mean 'run'"),
+        (["verison"], b"", 2, "No such command 'verison'. Did you mean 'version'?"),
+        (["create"], b"", 2, "No such command 'create'. (see"),
+        (["run", "--image", "x"], b"", 2, "No such option: --image (see"),
+        (["run", "--tmep", "1"], b"", 2, "(Possible options: --temp, --tp)"),
         (["chat", "two words"], b"", 3, "localgen run"),
         (["stop", "other"], b"", 6, "other is not loaded; loaded models: tiny"),
-        (["serve", "--keep-alive", "soon"], b"", 12, "--keep-alive"),
-        (["run", "tiny", "x", "--keep-alive", "soon"], b"", 12, "--keep-alive=soon"),
+        (["serve", "--keep-alive", "soon"], b"", 2, "--keep-alive=soon"),
+        (["run", "tiny", "x", "--keep-alive", "soon"], b"", 2, "--keep-alive=soon"),
         (["run", "tiny", "x", "--temp", "nan"], b"", 3, "--temp nan"),
+        (["run", "-p", "hi", "--format", "yaml"], b"", 3, "--format yaml is not JSON (line 1, "),
+        (["run", "-p", "x", "--format", "y"], b"", 3, "give json, a JSON schema or @FILE"),
+        (["run", "-p", "x", "--json-schema=y"], b"", 3, "--json-schema y is not JSON"),
+        (["run", "-p", "x", "-j", "y"], b"", 3, "--json-schema y is not JSON"),
+        (["run", "-p", "x", "--format", "@/no/file"], b"", 3, "--format file /no/file: No such"),
         (["run", "tiny", "caf\udce9"], b"", 3, "is not UTF-8 text"),
         (["run", "tiny", "x", "--stop", "\udcff"], b"", 3, "is not UTF-8 text"),
         (["stop", "\udcff"], b"", 3, "is not UTF-8 text"),
@@ -63,6 +92,7 @@ def test_errors_are_one_line_and_a_status(
     complaint: str,
 ) -> None:
     scripted()
+    monkeypatch.setattr("localgen.hub.packaged.default_model", lambda: "smollm2")
     pipe_in(monkeypatch, piped)
     assert run_command_line(arguments) == status
     out, err = capsys.readouterr()

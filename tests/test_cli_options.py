@@ -133,7 +133,7 @@ def test_request_options_set_their_fields(arguments: list[str], field: str, valu
 
 def test_each_option_reaches_its_field_and_no_other() -> None:
     examples: dict[Any, tuple[str, ...]] = {
-        int: ("3",), float: ("0.5",), str: ("f16",), list[str]: ("7=1",), list[int]: ("7",),
+        int: ("3",), float: ("0.5",), str: ("16",), list[str]: ("7=1",), list[int]: ("7",),
         bool: (), declared.OnOffAuto: ("on",), declared.Backend: ("cuda",),
     }  # fmt: skip
     for flag in (*declared.SAMPLING_OPTIONS, *declared.LOAD_OPTIONS):
@@ -167,10 +167,10 @@ def test_a_template_is_read_from_its_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("flag", ["--system", "-j", "--regex", "--grammar"])
 def test_an_at_sign_names_a_file(tmp_path: Path, flag: str) -> None:
     path = tmp_path / "text"
-    path.write_text("é one\ntwo\n", encoding="utf-8")
+    path.write_text('["é one",\n"two"]\n', encoding="utf-8")
     found = parse(flag, f"@{path}")
     texts = (found.system, found.params.json_schema, found.params.regex, found.params.grammar)
-    assert [text for text in texts if text is not None] == ["é one\ntwo"]
+    assert [text for text in texts if text is not None] == ['["é one",\n"two"]']
     with pytest.raises(InvalidRequest, match=r"--[a-z-]+ .*none: No such file"):
         parse(flag, f"@{tmp_path}/none")
 

@@ -152,6 +152,33 @@ def test_arguments_are_split_into_model_and_prompt(
         split_model_and_prompt(["other", "x", "y"], prompt="z")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "piped", "model", "texts"),
+    [
+        (["tiny", "a", "b c"], b"", "tiny", ("a", "b c")),
+        (["tiny"], b"one\ntwo\n", "tiny", ("one", "two")),
+        (["-m", "tiny", "a"], b"", "tiny", ("a",)),
+        (["-m", "tiny", "a", "b c"], b"", "tiny", ("a", "b c")),
+        (["-m", "tiny"], b"one", "tiny", ("one",)),
+        (["two words"], b"", "other", ("two words",)),
+        ([], b"one", "other", ("one",)),
+    ],
+)
+def test_model_and_texts_of_embed(
+    scripted: Callable[..., ScriptedClient],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    piped: bytes,
+    model: str,
+    texts: tuple[str, ...],
+) -> None:
+    monkeypatch.setenv("LOCALGEN_MODEL", "other")
+    client = scripted()
+    pipe_in(monkeypatch, piped)
+    assert run_command_line(["embed", *arguments]) == 0
+    assert client.record.embedded == [(model, texts)]
+
+
 def test_prompt_options_are_equivalent(
     scripted: Callable[..., ScriptedClient],
     monkeypatch: pytest.MonkeyPatch,
@@ -171,6 +198,22 @@ def test_prompt_options_are_equivalent(
         assert run_command_line(arguments) == 0
     asked = [(request.model, request.messages[-1].content) for request in client.record.asked]
     assert asked == [*[("tiny", "two words")] * 4, ("tiny", "from a file")]
+
+
+def test_a_model_is_looked_up_before_the_prompt_is_asked_for(
+    scripted: Callable[..., ScriptedClient],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    client = scripted()
+    monkeypatch.setattr(sys, "stdin", Terminal(b"a prompt"))
+    assert run_command_line(["run", "hello"]) == 6
+    err = capsys.readouterr().err
+    assert err.startswith("localgen: Model 'hello' not found")
+    assert err.endswith("; `localgen run -p hello` asks the default model\n")
+    assert run_command_line(["run", "tiny"]) == 0
+    assert capsys.readouterr().err == "enter the prompt, then press Ctrl+D:\n"
+    assert [asked.messages[-1].content for asked in client.record.asked] == ["a prompt"]
 
 
 def test_broken_pipe_cancels_the_request(scripted: Callable[..., ScriptedClient]) -> None:

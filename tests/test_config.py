@@ -114,6 +114,33 @@ def test_a_folder_that_is_a_file_or_a_link_is_refused(tmp_path: Path) -> None:
         ServerSettings(tmp_path / "link", tmp_path / "s").create_dirs()
 
 
+def test_a_missing_xdg_folder_is_refused_rather_than_created(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = tmp_path / "nonexist"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
+    monkeypatch.delenv("LOCALGEN_RUNTIME_DIR", raising=False)
+    monkeypatch.setenv("LOCALGEN_STATE_DIR", str(tmp_path / "s"))
+    settings = ServerSettings.from_environment()
+    assert settings.runtime_dir == base / "localgen"
+    with pytest.raises(BadSetting, match=f"XDG_RUNTIME_DIR={base} does not exist: unset it, or"):
+        settings.create_dirs()
+    assert not base.exists()
+    base.mkdir(mode=0o700)
+    settings.create_dirs()
+    assert settings.runtime_dir.is_dir()
+
+
+def test_a_named_folder_is_created_with_its_parents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = tmp_path / "nonexist"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
+    monkeypatch.setenv("LOCALGEN_RUNTIME_DIR", str(base / "localgen"))
+    ServerSettings(base / "localgen", tmp_path / "s").create_dirs()
+    assert (base / "localgen").is_dir()
+
+
 def test_config_imports_no_heavy_modules() -> None:
     code = "import sys, localgen.config; print(*sys.modules)"
     modules = subprocess.run(

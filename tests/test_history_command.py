@@ -171,7 +171,7 @@ def test_a_session_of_another_server_has_a_model_of_this_one(chats: StartedChats
     ((model, options, storage),) = chats
     assert (model, options.system) == (None, "Be brief.")
     assert storage.record.conversation == CONVERSATION
-    assert storage.warning == "far was with http://far/v1: --url http://far/v1 continues it there"
+    assert storage.warning == "'far' was with http://far/v1: --url http://far/v1 continues it there"
 
 
 def test_a_given_grammar_replaces_a_stored_one(chats: StartedChats, store: SessionStore) -> None:

@@ -322,6 +322,17 @@ def test_cp_and_rm_of_a_name(hub: LoopbackHub, capsys: pytest.CaptureFixture[str
     assert load_aliases() == {"other": REPO}
 
 
+def test_rm_of_a_name_tells_what_is_kept(
+    hub: LoopbackHub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command_line(["cp", "tiny", "mine"]) == 0
+    assert run_command_line(["cp", "llama-8b", "big"]) == 0
+    capsys.readouterr()
+    assert run_command_line(["rm", "mine"]) == run_command_line(["rm", "big"]) == 0
+    out = capsys.readouterr().out
+    assert out == "mine is no longer an alias; tiny is kept\nbig is no longer an alias\n"
+
+
 def test_cp_of_a_path_is_absolute(
     hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,6 +66,9 @@ def test_table_of_results(hub: LoopbackHub, capsys: pytest.CaptureFixture[str]) 
     assert row[:3] == ["llama3.3-70b", "70.5B", "42.5 GB"]
     assert row[4] == "does not fit"
     assert err.startswith("8.0 GB of memory are free; `localgen pull NAME`")
+    assert run_command_line(["search", "gemma3-1b"]) == 0
+    row = re.split(r" {3,}", capsys.readouterr().out.splitlines()[1])
+    assert row[:2] == ["gemma3-1b", "1.0B"]
 
 
 def test_installed_models_are_marked(hub: LoopbackHub, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ from models import TINY_GGUF, Bench
 from localgen.backends.engine import wire
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.llamacpp.loader import load_llamacpp_model
+from localgen.backends.llamacpp.native import correct_size
 from localgen.backends.model_info import LoadOptions, ModelLoadRequest
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import Failed, Finished, Message, Request, StepEvents
@@ -469,3 +470,23 @@ def test_an_error_reaches_the_server_with_its_code() -> None:
     outcome = engine(TINY_GGUF, LoadOptions(parallel=300))
     assert outcome.refused
     assert outcome.refused.code == "invalid_request"
+
+
+@pytest.mark.parametrize(
+    ("description", "num_params", "shown"),
+    [
+        ("llama 256M Q4_1", 134_515_008, "llama 135M Q4_1"),
+        ("llama ?B F16", 5_770_496, "llama 5.8M F16"),
+        ("llama ?B", 2_000_000_000, "llama 2.0B"),
+        ("qwen2 7B Q4_K - Medium", 7_615_616_512, "qwen2 7B Q4_K - Medium"),
+        ("gemma 2B F16", 2_506_172_416, "gemma 2B F16"),
+        ("gemma3 1B Q8_0", 999_885_952, "gemma3 1B Q8_0"),
+        ("llama 8x7B Q4_0", 46_702_792_704, "llama 8x7B Q4_0"),
+        ("qwen3moe 30B.A3B Q4_0", 30_532_122_624, "qwen3moe 30B.A3B Q4_0"),
+        ("llama 1.7B Q4_0", 900_000_000, "llama 900M Q4_0"),
+    ],
+)
+def test_a_description_has_the_size_of_the_model(
+    description: str, num_params: int, shown: str
+) -> None:
+    assert correct_size(description, num_params) == shown

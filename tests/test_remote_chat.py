@@ -132,9 +132,16 @@ def test_the_line_of_figures_leaves_out_what_is_not_known() -> None:
 
 
 def test_the_live_line_marks_guesses() -> None:
-    assert report.live_stats_line(2.0, 1.0, 11, 50, None, "~") == (
-        "TTFT 1.00 s · ~11 tokens at ~10.0/s · context ~50"
-    )
+    figures = report.LiveFigures(2.0, 1.0, 11, 50, None, "~")
+    line = "TTFT 1.00 s · ~11 tokens at ~10.0/s · context ~50"
+    assert report.live_stats_line(figures) == line
+    assert report.stopped_line(figures) == "~10.0 tok/s · first token 1.00 s · ~50"
+
+
+def test_a_stopped_answer_has_the_line_of_a_finished_one() -> None:
+    figures = report.LiveFigures(2.111, 0.111, 126, 1770, 8192)
+    line = "62.5 tok/s · first token 111 ms · ~1,770 of 8,192"
+    assert report.stopped_line(figures) == line
 
 
 def test_a_limit_is_told_beside_other_notes() -> None:

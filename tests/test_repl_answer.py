@@ -188,6 +188,16 @@ def test_the_live_part_never_outgrows_the_terminal() -> None:
     assert "context ~1/100" in text
 
 
+def test_without_figures_the_live_part_is_the_answer_alone() -> None:
+    shown = console(force_terminal=True)
+    live = LiveAnswer(shown, used_tokens=0, max_context=100, shows_figures=False)
+    assert live._render_unfinished() == []
+    live.feed("some text", 2)
+    live._print_finished()
+    rows = ["".join(segment.text for segment in row) for row in live._render_unfinished()]
+    assert rows == ["some text"]
+
+
 @pytest.mark.parametrize(("columns", "rows"), [(60, 2), (50, 2), (49, 3), (20, 4), (10, 6)])
 def test_rows_that_a_narrower_terminal_wraps_are_removed_whole(columns: int, rows: int) -> None:
     shown = console(force_terminal=True)
@@ -270,6 +280,9 @@ def test_draft_statistics_lines() -> None:
     )
     none = replace(TIMINGS, draft_reason="switched off")
     assert "drafts:     none: switched off" in report.verbose_stats_lines(answer(timings=none), 0.0)
+    none = replace(TIMINGS, draft_reason="no match: the text does not repeat itself")
+    lines = report.verbose_stats_lines(answer(timings=none), 0.0)
+    assert "drafts:     none: the text does not repeat itself" in lines
     assert "draft" not in report.completion_line(answer(timings=none))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -241,6 +242,20 @@ def test_notes_and_verbose_reach_the_screen(chat: Callable[..., Chat]) -> None:
 
 def test_statistics_can_be_turned_off(chat: Callable[..., Chat]) -> None:
     assert "first token" not in chat(figures=False).type("hi")
+
+
+def test_no_figures_of_a_stopped_answer(chat: Callable[..., Chat]) -> None:
+    screen = chat(("half an", KeyboardInterrupt()), figures=False).type("hi")
+    assert "stopped" in screen
+    assert not any(word in screen for word in ("TTFT", "first token", "~", "2,048\n"))
+
+
+def test_a_stopped_answer_ends_with_the_line_of_a_finished_one(chat: Callable[..., Chat]) -> None:
+    lines = chat(("half an", KeyboardInterrupt())).type("hi").splitlines()
+    assert re.fullmatch(r"first token .+ · ~1 of 2,048", lines[lines.index("stopped") + 1])
+    assert lines[lines.index("stopped") + 2] == ""
+    verbose = chat(("half an", KeyboardInterrupt()), verbose=True).type("hi")
+    assert re.search(r"\nTTFT .+ · 1 token · context ~1/2,048\n", verbose)
 
 
 @pytest.mark.parametrize(

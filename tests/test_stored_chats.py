@@ -117,7 +117,7 @@ def test_the_tui_and_the_terminal_continue_each_other(
     wait_for_answer(tui, opened)
     chat = open_chat(SessionChoice("From the Terminal"))
     screen = chat.open_and_leave()
-    assert "continued: from the terminal · 2 turns\n>>> from the tui\nre: from the tui" in screen
+    assert "continued: 'from the terminal' · 2 turns\n>>> from the tui\nre: from the tui" in screen
     chat.type("again")
     assert [message.content for message in chat.client.record.asked[0].messages][::2] == [
         "from the terminal", "from the tui", "again",
@@ -129,7 +129,7 @@ def test_the_tui_and_the_terminal_continue_each_other(
 def test_clear_and_load_begin_another_session(open_chat: OpenChat, store: SessionStore) -> None:
     chat = open_chat(NEW)
     screen = chat.type("one", "two", "/save x", "/clear")
-    assert "one stays stored" in screen
+    assert "'one' stays stored" in screen
     chat.type("three", "/load x", "four")
     prompts = [[turn.prompt for turn in store.turns(number)] for number in (1, 2, 3)]
     assert prompts == [["one", "two"], ["three"], ["one", "two", "four"]]
@@ -158,7 +158,8 @@ def test_two_that_continue_one_session_lose_nothing(
     first, second = open_chat(LATEST), open_chat(LATEST)
     first.type("mine")
     screen = second.type("yours", "more")
-    assert screen.count("another localgen has changed one: your version continues as one (2)") == 1
+    notice = "another localgen has changed 'one': your version continues as 'one (2)'"
+    assert screen.count(notice) == 1
     assert stored(store) == {"one": ["one", "mine"], "one (2)": ["one", "yours", "more"]}
 
 
@@ -168,7 +169,7 @@ def test_a_session_that_was_deleted_meanwhile_is_stored_again(
     chat = open_chat(NEW)
     chat.type("one")
     store.delete(1)
-    assert "another localgen has deleted one: it is stored again" in chat.type("two")
+    assert "another localgen has deleted 'one': it is stored again" in chat.type("two")
     assert stored(store) == {"one": ["one", "two"]}
 
 
@@ -243,11 +244,11 @@ def test_a_named_session_begins_with_its_first_turn(
     open_chat: OpenChat, store: SessionStore
 ) -> None:
     chat = open_chat(SessionChoice("trip"))
-    assert "new session trip" in chat.open_and_leave()
+    assert "new session 'trip'" in chat.open_and_leave()
     assert stored(store) == {}
     chat.type("one")
     assert stored(store) == {"trip": ["one"]}
-    assert "stored as trip: localgen chat --continue" in chat.open_and_leave()
+    assert "stored as 'trip': localgen chat --continue" in chat.open_and_leave()
 
 
 def test_the_farewell_names_the_session_unless_it_is_the_latest(open_chat: OpenChat) -> None:
@@ -317,7 +318,7 @@ def test_leaving_stores_what_is_not_stored_yet(
         patch.setattr(SessionRecorder, "save", interrupt)
         chat.type("one")
     assert stored(store) == {}
-    assert "stored as one: localgen chat --continue" in chat.open_and_leave()
+    assert "stored as 'one': localgen chat --continue" in chat.open_and_leave()
     assert stored(store) == {"one": ["one"]}
 
 

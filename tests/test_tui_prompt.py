@@ -51,6 +51,45 @@ def test_an_empty_prompt_is_not_sent(tmp_path: Path) -> None:
     play(Tui(tmp_path), scene)
 
 
+def test_a_refused_command_is_replaced_by_typing(tmp_path: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await pilot.press(*"/foo")
+        await press(tui, pilot, "enter")
+        assert "no command /foo" in tui.screen_text()
+        assert tui.prompt.selected_text == tui.prompt.text == "/foo"
+        await pilot.press("ctrl+c")
+        assert (tui.app.clipboard, tui.prompt.selected_text) == ("/foo", "")
+        await press(tui, pilot, "enter")
+        await pilot.press(*"/undo")
+        assert tui.prompt.text == "/undo"
+        assert tui.asked == []
+
+    play(Tui(tmp_path), scene)
+
+
+@pytest.mark.parametrize("line", ["/foo/stats", "/foo/new", "/foo/set figures off", "/foo/?"])
+def test_a_command_behind_a_refused_one_is_no_prompt(tmp_path: Path, line: str) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        tui.prompt.set_text(line)
+        await press(tui, pilot, "enter")
+        assert tui.asked == []
+        assert f"no command {line.split()[0]}" in tui.screen_text()
+
+    play(Tui(tmp_path), scene)
+
+
+@pytest.mark.parametrize(
+    "text", ["/usr/bin/x", "/usr/bin/x fails:\nwhy?", "/foo/bar", "/tmp/load is full", "/x/load\nb"]
+)
+def test_a_path_begins_a_prompt(tmp_path: Path, text: str) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        tui.prompt.set_text(text)
+        await press(tui, pilot, "enter")
+        assert tui.asked == [text]
+
+    play(Tui(tmp_path), scene)
+
+
 def test_history_by_up_and_down(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         for text in ("one", "two\nlines"):

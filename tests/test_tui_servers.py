@@ -131,6 +131,7 @@ def test_client_messages_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         await tui.until(lambda: f"{said} · waiting" in tui.screen_text())
         (toast,) = tui.app._notifications
         assert toast.message == said
+        assert toast.timeout <= 3, "it would cover the answer"
         gate.set()
         await tui.wait_until_idle(pilot)
 

@@ -140,7 +140,7 @@ def test_conflicting_changes_are_kept_as_two_sessions(make_tui: MakeTui) -> None
     assert seen is not mine
     assert seen.chat.conversation == theirs.chat.conversation
     (said,) = mine.messages
-    assert "continues as New session (2)" in said
+    assert "continues as 'New session (2)'" in said
 
 
 def test_full_disk_is_retried_until_it_has_room(

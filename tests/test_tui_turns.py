@@ -62,7 +62,7 @@ def test_a_conflict_leaves_the_user_where_he_is(tmp_path: Path) -> None:
         await tui.wait_until_idle(pilot)
         assert tui.opened is mine
         assert tui.manager.active_by_id[mine.id] is mine
-        assert any("continues as one (2)" in each.message for each in tui.app._notifications)
+        assert any("continues as 'one (2)'" in each.message for each in tui.app._notifications)
         await press(tui, pilot, "ctrl+l", "down", "enter")
         await tui.until(lambda: tui.opened.id == session)
         assert [t.prompt for t in tui.opened.chat.conversation.turns] == ["one", "theirs"]

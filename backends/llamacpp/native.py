@@ -6,6 +6,7 @@ Arguments that would make the C side abort the process are checked here first.
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -40,6 +41,10 @@ _POOLINGS = (
     C.LLAMA_POOLING_TYPE_LAST,
     C.LLAMA_POOLING_TYPE_RANK,
 )
+# the second word of a description; 8x7B and 30B.A3B are no numbers
+_NAMED_SIZE = re.compile(r"(?<= )(?:(\d+(?:\.\d+)?)([KMB])|\?B)(?= |$)")
+_SIZE_UNITS = {"K": 1e3, "M": 1e6, "B": 1e9}
+_ROUNDED = 0.25  # gemma's 2B has 2.5 billion
 _NOT_A_DECODER = "it is not a text-generating decoder model"
 
 
@@ -103,8 +108,7 @@ class LlamaModel:
         """llama.cpp's description: architecture, size and quantization."""
         buffer = ctypes.create_string_buffer(256)
         C.llama_model_desc(self.handle, buffer, len(buffer))
-        # llama.cpp prints ?B for sizes that no known model has
-        return buffer.value.decode("utf-8", "replace").replace("?B", format_params(self.num_params))
+        return correct_size(buffer.value.decode("utf-8", "replace"), self.num_params)
 
     @property
     def size_bytes(self) -> int:
@@ -165,6 +169,22 @@ class LlamaModel:
         if self.handle:
             C.llama_model_free(self.handle)
             self.handle = None
+
+
+def correct_size(description: str, num_params: int) -> str:
+    """llama.cpp's description with the size of the model.
+
+    llama.cpp derives the size from the number of layers: any llama of 30 layers is 256M, also one
+    of 135M, and one of a number that it does not know is ?B. Names that are only rounded, such as
+    7B for 7.6 billion, stay.
+    """
+    named = _NAMED_SIZE.search(description)
+    if named is None:
+        return description
+    claimed = float(named[1]) * _SIZE_UNITS[named[2]] if named[1] else 0.0
+    is_right = abs(claimed - num_params) <= _ROUNDED * num_params
+    size = named[0] if is_right else format_params(num_params)
+    return description[: named.start()] + size + description[named.end() :]
 
 
 def _progress_callback(on_progress: Callable[[float], None]) -> Any:

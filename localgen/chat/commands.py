@@ -91,6 +91,8 @@ def _set(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
         return _set_parameter(session, rest)
     if what == "ctx":
         return _set_ctx(session, rest)
+    if what == "format":
+        return _set_format(session, rest)
     if what in ("figures", "verbose") and rest in ("", "on", "off"):
         is_on = rest != "off"
         session.set_options(**{what: is_on})
@@ -110,6 +112,14 @@ def _set_parameter(session: ChatSession, rest: str) -> CommandResult:
     field = parameters.resolve_parameter_name(name)
     rows = effective_parameter_rows(session)
     return CommandOutput(next(f"{row} = {value}" for row, value, _ in rows if row == field))
+
+
+def _set_format(session: ChatSession, text: str) -> CommandResult:
+    if not text:
+        raise InvalidRequest("/set format: give json, text, a JSON schema or @FILE")
+    schema = "default" if text == "text" else parameters.parse_format(text, "/set format")
+    session.set_parameter("json_schema", schema)
+    return CommandOutput(f"format {text}")
 
 
 def effective_parameter_rows(session: ChatSession) -> list[tuple[str, str, str]]:
@@ -342,10 +352,11 @@ def _strip_quotes(text: str) -> str:
 _COMMANDS = (
     SlashCommand(
         "/set",
-        "system TEXT | parameter NAME VALUE | ctx TOKENS | figures on|off | verbose on|off",
+        "system TEXT | parameter NAME VALUE | ctx TOKENS | format json|text|SCHEMA|@FILE | "
+        "figures on|off | verbose on|off",
         "changes a setting of this chat",
         _set,
-        ("system", "parameter", "ctx", "figures", "verbose"),
+        ("system", "parameter", "ctx", "format", "figures", "verbose"),
     ),
     SlashCommand(
         "/show",

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
+import os
 import shlex
 import types
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from localgen.backends import sampling_params
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
-from localgen.backends.sampling_params import BASE_SAMPLING, SAMPLERS, SamplingParams
+from localgen.backends.sampling_params import (
+    ANY_JSON_OBJECT,
+    BASE_SAMPLING,
+    SAMPLERS,
+    SamplingParams,
+)
 
 # a chat cannot show logprobs
 PARAMETER_NAMES = tuple(field.name for field in fields(SamplingParams) if field.name != "logprobs")
@@ -70,7 +78,7 @@ def resolve_parameter_name(name: str) -> str:
     found = _parameter_field(name)
     if found in PARAMETER_NAMES:
         return found
-    close = difflib.get_close_matches(found, PARAMETER_NAMES, n=1)
+    close = difflib.get_close_matches(found, (*PARAMETER_NAMES, *PARAMETER_ALIASES), n=1)
     hint = f", did you mean {close[0]}?" if close else f": known are {', '.join(PARAMETER_NAMES)}"
     raise InvalidRequest(f"no parameter {name!r}{hint}", param="parameter")
 
@@ -117,8 +125,48 @@ def parse_logit_bias(pairs: Iterable[str]) -> dict[int, float]:
     return biases
 
 
+def parse_format(text: str, name: str) -> str:
+    """The JSON schema of an answer's format: `json` for any object, a schema, or @FILE.
+
+    name: of the setting, for errors. Raises InvalidRequest if it is not JSON.
+    """
+    if text == "json":
+        return ANY_JSON_OBJECT
+    schema = text
+    if text.startswith("@"):
+        path = Path(os.path.expanduser(text[1:]))
+        schema = read_text_file(path, name, "json_schema").removesuffix("\n")
+    try:
+        json.loads(schema)
+    except (ValueError, RecursionError) as error:
+        place = ""
+        if isinstance(error, json.JSONDecodeError):
+            place = f" (line {error.lineno}, column {error.colno})"
+        raise InvalidRequest(
+            f"{name} {text[:60]} is not JSON{place}: give json, a JSON schema or @FILE",
+            param="json_schema",
+        ) from error
+    return schema
+
+
+def read_text_file(path: Path, name: str, field: str) -> str:
+    """The text of a file. Raises InvalidRequest, whose message begins with `name`.
+
+    field: the parameter or option that the text is for.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise InvalidRequest(f"{name} file {path}: {reason}", param=field) from error
+
+
 def _parse_value(field: str, text: str) -> Any:
     kind = _field_types()[field]
+    if field == "json_schema":
+        return parse_format(text, field)
+    if kind is str:
+        return text
     if field == "logit_bias":
         return parse_logit_bias(text.replace(",", " ").split())
     if kind is bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from localgen.backends.model_info import ModelInfo
@@ -17,6 +18,30 @@ if TYPE_CHECKING:
 
 # gains of drafts below this are not shown under an answer
 _MIN_SHOWN_GAIN = 1.1
+
+
+@dataclass(frozen=True, slots=True)
+class LiveFigures:
+    """Figures of an answer without a completion, as measured by the client.
+
+    ttft_s: None before the first token. context_tokens: estimate of the context in use.
+    max_context: None if unknown. approx_mark: prefix of an estimated token count.
+    """
+
+    elapsed_s: float
+    ttft_s: float | None
+    num_tokens: int
+    context_tokens: int
+    max_context: int | None
+    approx_mark: str = ""
+
+    @property
+    def rate(self) -> str:
+        """Tokens per second after the first token; empty if unknown."""
+        generating_s = self.elapsed_s - (self.ttft_s or 0.0)
+        if self.ttft_s is None or self.num_tokens < 2 or not generating_s:
+            return ""
+        return self.approx_mark + format_rate((self.num_tokens - 1) / generating_s)
 
 
 def model_line(info: ModelInfo) -> str:
@@ -77,29 +102,26 @@ def busy_cores(model: ModelSnapshot, programs: Sequence[BusyProgram]) -> str:
     return f"{cores - free} of {format_count(cores, 'core')} busy with {name}"
 
 
-def live_stats_line(
-    elapsed_s: float,
-    ttft_s: float | None,
-    num_tokens: int,
-    context_tokens: int,
-    max_context: int | None,
-    approx_mark: str = "",
-) -> str:
-    """Statistics of an answer that is being generated, in one line.
+def live_stats_line(figures: LiveFigures) -> str:
+    """Statistics of an answer that is being generated, in one line."""
+    limit = f"/{figures.max_context:,}" if figures.max_context is not None else ""
+    context = f"context ~{figures.context_tokens:,}{limit}"
+    if figures.ttft_s is None:
+        return f"waiting {figures.elapsed_s:.1f} s · {context} · Ctrl+C stops"
+    rate = f" at {figures.rate}/s" if figures.rate else ""
+    tokens = f"{figures.approx_mark}{format_count(figures.num_tokens, 'token')}{rate}"
+    return f"TTFT {format_duration(figures.ttft_s * 1000)} · {tokens} · {context}"
 
-    context_tokens: estimate of the context in use. max_context: None if unknown. approx_mark:
-    prefix of an estimated token count.
-    """
-    context = f"context ~{context_tokens:,}" + (
-        f"/{max_context:,}" if max_context is not None else ""
+
+def stopped_line(figures: LiveFigures) -> str:
+    """completion_line() of an answer that was stopped."""
+    limit = f" of {figures.max_context:,}" if figures.max_context is not None else ""
+    parts = (
+        f"{figures.rate} tok/s" if figures.rate else "",
+        f"first token {format_duration(figures.ttft_s * 1000)}" if figures.ttft_s else "",
+        f"~{figures.context_tokens:,}{limit}",
     )
-    if ttft_s is None:
-        return f"waiting {elapsed_s:.1f} s · {context} · Ctrl+C stops"
-    generating_s = elapsed_s - ttft_s
-    speed = format_rate((num_tokens - 1) / generating_s) if num_tokens > 1 and generating_s else ""
-    rate = f" at {approx_mark}{speed}/s" if speed else ""
-    tokens = f"{approx_mark}{format_count(num_tokens, 'token')}{rate}"
-    return f"TTFT {format_duration(ttft_s * 1000)} · {tokens} · {context}"
+    return " · ".join(part for part in parts if part)
 
 
 def verbose_stats_lines(completion: Completion, load_ms: float) -> list[str]:
@@ -176,7 +198,8 @@ def _context_usage(completion: Completion) -> list[str]:
 
 def _speculation_details(timings: Timings) -> str:
     if not timings.draft_n:
-        return f"none: {timings.draft_reason}" if timings.draft_reason else "none"
+        kind, _, reason = timings.draft_reason.partition(": ")
+        return f"none: {reason or kind}" if kind else "none"
     by = f" by {', '.join(timings.draft_by)}" if timings.draft_by else ""
     return (
         f"{format_count(timings.draft_n, 'token')}{by}, {_acceptance_rate(timings)} accepted, "

@@ -108,11 +108,12 @@ class SessionRecorder:
         except (SessionChanged, SessionBusy):
             copy = create_copy(self._store, record)
             return copy, (
-                f"another localgen has changed {record.name}: your version continues as {copy.name}"
+                f"another localgen has changed {record.name!r}: "
+                f"your version continues as {copy.name!r}"
             )
         except SessionGone:
             again = self._store.create(record)
-            return again, f"another localgen has deleted {record.name}: it is stored again"
+            return again, f"another localgen has deleted {record.name!r}: it is stored again"
 
     def _state(self) -> SessionRecord:
         """The current state of the chat, without the identity of a session."""

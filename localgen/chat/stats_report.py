@@ -44,7 +44,9 @@ def _rows(session: ChatSession, model: ModelSnapshot) -> Iterator[tuple[str, str
     drafts = format_count(int(counters.draft_tokens or 0), "token")
     yield "drafts", f"{drafts}, {accepted} accepted" if counters.draft_tokens else "none yet"
     yield "memory", format_size(model.memory_bytes) if model.memory_bytes else ""
-    yield "threads", f"{model.threads} of {model.threads_max}" if model.threads else ""
+    rest = ", other programs use the rest" if model.lacks_cores else ""
+    threads = f"{model.threads} of at most {model.threads_max}{rest}"
+    yield "threads", threads if model.threads else ""
     yield "requests", f"{model.running or 0} running, {model.waiting or 0} waiting"
 
 

@@ -89,7 +89,7 @@ def read_prompt(prompt: str | None) -> str:
 
     Raises NoPrompt if both are empty, InvalidRequest if the input is not UTF-8.
     """
-    if prompt is not None and _is_terminal():
+    if prompt is not None and stdin_is_terminal():
         return prompt
     parts = [part for part in (prompt, read_stdin("the prompt")) if part and part.strip()]
     if not parts:
@@ -104,13 +104,25 @@ def read_stdin(wanted: str) -> str:
     """
     if sys.stdin is None:
         return ""
-    if _is_terminal():
+    if stdin_is_terminal():
         print(f"enter {wanted}, then press Ctrl+D:", file=sys.stderr)
     try:
         return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
     except UnicodeDecodeError as error:
         place = f"byte {error.start:,}"
         raise InvalidRequest(f"standard input is not UTF-8 text at {place}") from error
+
+
+def stdin_is_terminal() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
+def is_model_name(name: str) -> bool:
+    """True for a path, and for a model that is installed or can be pulled."""
+    from localgen.client.pullable_models import can_pull
+    from localgen.hub.resolve import is_installed, is_path
+
+    return is_path(name) or can_pull(name) or is_installed(name)
 
 
 def _is_sentence(text: str) -> bool:
@@ -122,7 +134,3 @@ def _is_file(text: str) -> bool:
         return text.lower().endswith(".gguf") or Path(os.path.expanduser(text)).exists()
     except OSError:
         return False  # too long for a path
-
-
-def _is_terminal() -> bool:
-    return sys.stdin is not None and sys.stdin.isatty()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from typing import Any
 
@@ -32,6 +33,10 @@ COMMANDS = {
     "doctor": "Check hardware, backends and server, and report problems.",
 }
 ALIASES = {"ls": "list"}
+# words that are options: `localgen version`
+SPELLINGS = ("help", "version")
+# similarity from 0 to 1 of a suggestion: above that of create and chat
+CLOSE = 0.65
 
 
 class LazyGroup(TyperGroup):
@@ -45,7 +50,15 @@ class LazyGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         known = [ALIASES.get(args[0], args[0]), *args[1:]]
-        name, _, rest = super().resolve_command(ctx, known)
+        try:
+            name, _, rest = super().resolve_command(ctx, known)
+        except typer.TyperException as error:
+            names = (*COMMANDS, *ALIASES, *SPELLINGS)
+            close = difflib.get_close_matches(args[0], names, n=3, cutoff=CLOSE)
+            if close:
+                meant = ", ".join(map(repr, close))
+                error.message = f"{error.message.rstrip('.')}. Did you mean {meant}?"
+            raise
         assert name is not None
         return name, load_command(name), rest
 

@@ -12,7 +12,8 @@ import typer
 from localgen import __version__
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.cli import errors, messages
-from localgen.cli.commands import LazyGroup
+from localgen.cli.commands import SPELLINGS, LazyGroup
+from localgen.config import BadSetting
 
 _EPILOG = (
     "Each option of chat and run can also be set by an environment variable: --max-tokens by "
@@ -20,7 +21,7 @@ _EPILOG = (
 )
 
 # what other tools have taught people to type
-_SPELLINGS = {"help": "--help", "version": "--version"}
+_SPELLINGS = {name: f"--{name}" for name in SPELLINGS}
 # what the system refuses is not an internal error: a full disk, a file without permission
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 _FILE_ERRORS = _DISK_FULL | {errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
@@ -29,6 +30,7 @@ app = typer.Typer(
     cls=LazyGroup,
     rich_markup_mode=None,
     add_completion=False,
+    suggest_commands=False,  # LazyGroup suggests them
     epilog=_EPILOG,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -76,9 +78,11 @@ def run_command_line(arguments: list[str]) -> int:
         sys.stdout.flush()
         return status
     except LocalgenError as error:
-        return _print_error(
-            messages.error_message(error, arguments), errors.exit_status(error.code)
-        )
+        message = messages.error_message(error, arguments)
+        # the value of an option, not of its variable
+        is_usage = isinstance(error, BadSetting) and error.param and message.startswith("--")
+        status = errors.USAGE_ERROR if is_usage else errors.exit_status(error.code)
+        return _print_error(message, status)
     except typer.TyperException as error:
         return _print_error(messages.usage_message(error, arguments), error.exit_code)
     except KeyboardInterrupt:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from localgen.backends.errors import LocalgenError
+from localgen.cli.commands import CLOSE
 
 if TYPE_CHECKING:
     from localgen.cli.options import CliOption
@@ -58,6 +59,8 @@ def known_variables() -> set[str]:
 def usage_message(error: typer.TyperException, arguments: Sequence[str]) -> str:
     """The message of an invalid command line, and the command whose help explains it."""
     context, param = getattr(error, "ctx", None), getattr(error, "param", None)
+    if getattr(error, "possibilities", None):
+        _keep_close(error)
     message = error.format_message()
     # the reason as pydantic puts it
     problems = getattr(error.__cause__, "errors", None)
@@ -65,6 +68,14 @@ def usage_message(error: typer.TyperException, arguments: Sequence[str]) -> str:
         name = _given_name(param.opts, param.envvar, arguments)
         message = f"{name}: {_reason(problems()[0])}"
     return f"{message} (see {context.command_path if context else 'localgen'} --help)"
+
+
+def _keep_close(error: Any) -> None:
+    """Leave only close matches to an unknown option; Typer compares the dashes too."""
+    word = error.option_name.lstrip("-")
+    names = {name.lstrip("-"): name for name in error.possibilities}
+    close = difflib.get_close_matches(word, names, n=3, cutoff=CLOSE)
+    error.possibilities = [names[name] for name in close]
 
 
 def error_message(error: LocalgenError, arguments: Sequence[str]) -> str:
@@ -90,11 +101,12 @@ def _shared_options() -> list[CliOption]:
 
 
 def _given_name(names: Sequence[str], variable: str | None, arguments: Sequence[str]) -> str:
-    """The variable if the option was set by it, else the option's long name."""
-    is_typed = any(argument.partition("=")[0] in names for argument in arguments)
-    if variable is not None and variable in os.environ and not is_typed:
+    """The variable if the option was set by it, else the long name that was typed, or its own."""
+    typed = [name for argument in arguments if (name := argument.partition("=")[0]) in names]
+    if variable is not None and variable in os.environ and not typed:
         return variable
-    return max(names, key=len)
+    long = [name for name in typed if name.startswith("--")]
+    return long[-1] if long else max(names, key=len)
 
 
 def _reason(problem: Any) -> str:

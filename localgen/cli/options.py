@@ -13,7 +13,7 @@ import typer
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
-from localgen.backends.sampling_params import ANY_JSON_OBJECT, SAMPLERS, SamplingParams
+from localgen.backends.sampling_params import SAMPLERS, SamplingParams
 from localgen.chat import parameters
 from localgen.chat.parameters import ModelOptions
 from localgen.cli import completion_values
@@ -301,8 +301,10 @@ def build_model_options(values: dict[str, Any]) -> ModelOptions:
     sampling = _values_of(SAMPLING_OPTIONS, values)
     if "logit_bias" in sampling:
         sampling["logit_bias"] = parameters.parse_logit_bias(sampling["logit_bias"])
-    if sampling.get("json_schema") == "json":
-        sampling["json_schema"] = ANY_JSON_OBJECT
+    if "json_schema" in sampling:
+        sampling["json_schema"] = parameters.parse_format(
+            sampling["json_schema"], _flag_of("json_schema")
+        )
     loading = _values_of(LOAD_OPTIONS, values)
     if "chat_template" in loading:
         loading["chat_template"] = _read_option_file(loading["chat_template"], "chat_template")
@@ -315,11 +317,14 @@ def build_model_options(values: dict[str, Any]) -> ModelOptions:
 
 
 def _read_at_files(values: dict[str, Any]) -> dict[str, str]:
-    """The contents of the files of options given as @FILE, without the last newline."""
+    """The contents of the files of options given as @FILE, without the last newline.
+
+    parse_format() reads that of a JSON schema.
+    """
     return {
         field: _read_option_file(Path(text[1:]), field).removesuffix("\n")
         for field in completion_values.FILE_OPTIONS
-        if (text := values.get(field) or "").startswith("@")
+        if field != "json_schema" and (text := values.get(field) or "").startswith("@")
     }
 
 
@@ -344,9 +349,8 @@ def _validate_number(flag: CliOption, value: object) -> None:
 
 
 def _read_option_file(path: Path, field: str) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        name = field.replace("_", "-")
-        raise InvalidRequest(f"--{name} file {path}: {reason}", param=field) from error
+    return parameters.read_text_file(path, _flag_of(field), field)
+
+
+def _flag_of(field: str) -> str:
+    return "--" + field.replace("_", "-")

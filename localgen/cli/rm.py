@@ -32,7 +32,8 @@ def command(
     target = aliases.load_aliases().get(model)
     if target is not None:
         aliases.remove_alias(model)
-        typer.echo(f"{model} is no longer an alias; {target} is kept")
+        kept = f"; {target} is kept" if _is_installed(target) else ""
+        typer.echo(f"{model} is no longer an alias{kept}")
         return
     found = plan_removal(model)
     _require_not_loaded(found.name)
@@ -40,6 +41,15 @@ def command(
         confirm(f"Remove {found.name} ({format_size(found.freed_bytes)})?")
     found.execute()
     typer.echo(f"{found.name} removed, {format_size(found.freed_bytes)} freed")
+
+
+def _is_installed(name: str) -> bool:
+    from localgen.hub.resolve import is_installed
+
+    try:
+        return is_installed(name)
+    except LocalgenError:
+        return False  # the file of aliases may hold anything
 
 
 def _require_not_loaded(name: str) -> None:

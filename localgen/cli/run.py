@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 
 import typer
@@ -18,9 +18,11 @@ from localgen.cli.arguments import (
     PromptArgument,
     PromptFileOption,
     PromptOption,
+    is_model_name,
     read_prompt,
     require_one_prompt,
     split_model_and_prompt,
+    stdin_is_terminal,
 )
 from localgen.cli.options import takes_model_options
 from localgen.cli.pull import run_or_offer_pull
@@ -29,6 +31,7 @@ from localgen.cli.remote_options import (
     UrlOption,
     create_client,
     endpoint_from_options,
+    is_from_command_line,
     options_for_endpoint,
 )
 
@@ -59,12 +62,13 @@ def command(
     may_be_prompt = arguments and named_model is None and prompt is None
     default = endpoint.model if endpoint else None
     model, prompt = split_model_and_prompt(arguments, default, model=named_model, prompt=prompt)
-    try:
-        prompt = read_prompt(prompt)
-    except NoPrompt as error:
-        if not may_be_prompt or _is_model_name(arguments[0]):
-            raise
-        raise NoPrompt(f"{error.message}; {_default_model_advice(arguments)}") from error
+
+    def advice() -> str:
+        if not may_be_prompt or (endpoint is None and is_model_name(arguments[0])):
+            return ""
+        return _default_model_advice(arguments, _server_options(context, url, api_key_env))
+
+    prompt = _read_prompt(prompt, model, advice, is_local=endpoint is None)
     from localgen.cli.one_shot import answer_prompt, stderr_console
     from localgen.hub.packaged import default_model
     from localgen.repl.load_progress import LoadProgressLine
@@ -78,20 +82,62 @@ def command(
         if endpoint is not None:
             answer()
             return
-        try:
-            run_or_offer_pull(model, answer, draft=options.load.draft)
-        except ModelNotFound as error:
-            if not may_be_prompt or error.param == "draft" or _is_model_name(arguments[0]):
-                raise
-            raise ModelNotFound(f"{error.message}; {_default_model_advice(arguments)}") from error
+        _run_local(model, answer, advice, draft=options.load.draft)
 
 
-def _default_model_advice(words: Sequence[str]) -> str:
-    return f"`localgen run -p {shlex.join([' '.join(words)])}` asks the default model"
+def _read_prompt(
+    prompt: str | None, model: str | None, advice: Callable[[], str], *, is_local: bool
+) -> str:
+    """Return the prompt of the arguments and standard input.
+
+    advice: what to type if the first word was meant as a prompt; empty if it is a model.
+    Raises NoPrompt, or ModelNotFound before a user at a terminal is asked for a prompt.
+    """
+    from localgen.hub.resolve import resolve_model
+
+    def check() -> None:
+        resolve_model(model)
+
+    if is_local and model is not None and prompt is None and stdin_is_terminal():
+        _run_local(model, check, advice)
+    try:
+        return read_prompt(prompt)
+    except NoPrompt as error:
+        command = advice()
+        if not command:
+            raise
+        reason = f"no prompt, and {model!r} is no model" if is_local else error.message
+        raise NoPrompt(f"{reason}; {command}") from error
 
 
-def _is_model_name(name: str) -> bool:
-    from localgen.client.pullable_models import can_pull
-    from localgen.hub.resolve import is_path
+def _run_local(
+    model: str | None,
+    action: Callable[[], None],
+    advice: Callable[[], str],
+    *,
+    draft: str | None = None,
+) -> None:
+    """run_or_offer_pull(), with the advice in the error for a word that is no model."""
+    try:
+        run_or_offer_pull(model, action, draft=draft)
+    except ModelNotFound as error:
+        command = "" if error.param == "draft" else advice()
+        if not command:
+            raise
+        raise ModelNotFound(f"{error.message}; {command}") from error
 
-    return is_path(name) or can_pull(name)
+
+def _server_options(context: typer.Context, url: str | None, api_key_env: str | None) -> list[str]:
+    """The options of the server on the command line."""
+    given = {"--url": ("url", url), "--api-key-env": ("api_key_env", api_key_env)}
+    return [
+        part
+        for option, (field, value) in given.items()
+        if value is not None and is_from_command_line(context, field)
+        for part in (option, value)
+    ]
+
+
+def _default_model_advice(words: Sequence[str], server_options: Sequence[str]) -> str:
+    command = shlex.join(["localgen", "run", *server_options, "-p", " ".join(words)])
+    return f"`{command}` asks the default model"

@@ -57,8 +57,10 @@ def format_expiry(until_s: float | None, active_requests: int) -> str:
         return f"busy ({active_requests})"
     if until_s is None:
         return "forever"
-    minutes = round(until_s / 60)
-    return f"{minutes} minutes from now" if minutes > 1 else f"{until_s:.0f} seconds from now"
+    minutes, seconds = round(until_s / 60), round(until_s)
+    if seconds < 2:
+        return "now"
+    return f"{minutes} minutes from now" if minutes > 1 else f"{seconds} seconds from now"
 
 
 def rate_cells(rates: DecodeRates | None) -> tuple[str, ...]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import platform
+import tempfile
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localgen import __version__
@@ -79,11 +83,26 @@ def _version(package: str) -> str:
 
 
 def _folder_findings(settings: ServerSettings) -> list[Finding]:
+    again = "then run localgen doctor again"
     try:
         settings.create_dirs()
+        _write_a_file(settings.state_dir)
     except LocalgenError as error:
-        return [Finding(error.message, "then run localgen doctor again", error=True)]
+        return [Finding(error.message, again, error=True)]
+    except OSError as error:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "free space there, or set LOCALGEN_STATE_DIR" if is_full else "allow it"
+        reason = "the disk is full" if is_full else error.strerror
+        message = f"cannot write to the folder {settings.state_dir}: {reason}"
+        return [Finding(message, f"{remedy}, {again}", error=True)]
     return []
+
+
+def _write_a_file(folder: Path) -> None:
+    with tempfile.NamedTemporaryFile(dir=folder, prefix="doctor-") as file:
+        file.write(bytes(4096))
+        file.flush()
+        os.fsync(file.fileno())  # a file system may report only then that it is full
 
 
 def _list_models() -> tuple[tuple[str, ...], list[Finding]]:

@@ -25,11 +25,20 @@ class LiveAnswer:
     """Streams one answer to a console; a context manager.
 
     A thread renders at a fixed rate, independent of the token rate. Reasoning is printed dimmed,
-    line by line. On exit the whole text is printed and the live part is removed.
+    line by line. On exit the whole text is printed and the live part is removed. shows_figures: the
+    live part ends with the statistics so far.
     """
 
-    def __init__(self, console: Console, *, used_tokens: int, max_context: int | None) -> None:
+    def __init__(
+        self,
+        console: Console,
+        *,
+        used_tokens: int,
+        max_context: int | None,
+        shows_figures: bool = True,
+    ) -> None:
         self._console = console
+        self._shows_figures = shows_figures
         self._used_tokens = used_tokens
         self._max_context = max_context
         self._live = LiveRows(console)
@@ -58,13 +67,15 @@ class LiveAnswer:
         self._estimated = estimated
         self._unprinted.append((reasoning, text))
 
-    def stats_line(self) -> str:
-        """One line with TTFT, tokens, rate and context usage, as measured by the client."""
-        waited_s = time.monotonic() - self._started_s
-        used = self._used_tokens + self._tokens
-        about = "~" if self._estimated else ""
-        return report.live_stats_line(
-            waited_s, self._ttft_s, self._tokens, used, self._max_context, about
+    def figures(self) -> report.LiveFigures:
+        """TTFT, tokens, rate and context usage so far."""
+        return report.LiveFigures(
+            time.monotonic() - self._started_s,
+            self._ttft_s,
+            self._tokens,
+            self._used_tokens + self._tokens,
+            self._max_context,
+            "~" if self._estimated else "",
         )
 
     def __enter__(self) -> LiveAnswer:
@@ -139,5 +150,7 @@ class LiveAnswer:
         fitting = rows[-max(1, self._console.size.height - _RESERVED_ROWS) :]
         has_gap = rows and self._printed_any and not self._reasoning
         gap: list[Row] = [[]] if has_gap else []
-        stats = Text(self.stats_line(), style="dim", no_wrap=True)
+        if not self._shows_figures:
+            return [*gap, *fitting]
+        stats = Text(report.live_stats_line(self.figures()), style="dim", no_wrap=True)
         return [*gap, *fitting, *self._console.render_lines(stats, pad=False)]

@@ -44,14 +44,14 @@ _EXCERPT_CHARS = 200
 class ReplAnswer:
     """The answer to one prompt.
 
-    completion: None if it was stopped. stats_line: statistics measured by the client. error: what
-    stopped it; None: Ctrl+C.
+    completion: None if it was stopped. figures: as measured by the client. error: what stopped it;
+    None: Ctrl+C.
     """
 
     text: str
     reasoning: str
     completion: Completion | None
-    stats_line: str
+    figures: report.LiveFigures
     error: LocalgenError | None = None
 
 
@@ -139,7 +139,7 @@ class Repl:
         if self.recorder is None:
             return
         if self.recorder.is_stored:
-            self._print_dim(f"{one_line(self.recorder.record.name)} stays stored")
+            self._print_dim(f"{one_line(self.recorder.record.name)!r} stays stored")
         self.recorder.start_new()
 
     def _regenerate(self, prompt: str) -> None:
@@ -185,7 +185,12 @@ class Repl:
         thoughts: list[str] = []
         stream = self.session.stream(prompt, regenerate=regenerate)
         used = self.session.estimate_used_tokens() + len(prompt) // 4
-        shown = LiveAnswer(self.console, used_tokens=used, max_context=self.session.ctx)
+        shown = LiveAnswer(
+            self.console,
+            used_tokens=used,
+            max_context=self.session.ctx,
+            shows_figures=self.session.options.figures,
+        )
         try:
             with shown, closing(stream):
                 for event in stream:
@@ -196,14 +201,14 @@ class Repl:
                             shown.feed(text, tokens, reasoning, estimated=event.estimated)
                         case Completion():
                             return ReplAnswer(
-                                "".join(pieces), "".join(thoughts), event, shown.stats_line()
+                                "".join(pieces), "".join(thoughts), event, shown.figures()
                             )
             error: LocalgenError | None = ServerUnavailable("the answer was interrupted")
         except KeyboardInterrupt:
             error = None
         except LocalgenError as failure:
             error = failure
-        return ReplAnswer("".join(pieces), "".join(thoughts), None, shown.stats_line(), error)
+        return ReplAnswer("".join(pieces), "".join(thoughts), None, shown.figures(), error)
 
     def _ensure_loaded(self) -> None:
         with LoadProgressLine(self.console, self.session.model.name) as loading:
@@ -214,7 +219,11 @@ class Repl:
             if answer.error is not None:
                 self._print(one_line(answer.error.message), "red")
             self._print("stopped", "yellow")
-            self._print_dim(answer.stats_line + "\n")
+            if self.session.options.figures:
+                self._print_dim(report.stopped_line(answer.figures))
+            if self.session.options.verbose:
+                self._print_dim(report.live_stats_line(answer.figures))
+            self.console.print()
             return
         for warning in report.completion_warnings(answer.completion):
             self._print(one_line(warning), "yellow")
@@ -254,9 +263,9 @@ class Repl:
         turns = record.conversation.turns
         name = one_line(record.name)
         if not turns:
-            self._print_dim(f"new session {name}")
+            self._print_dim(f"new session {name!r}")
             return
-        self._print_dim(f"continued: {name} · {format_count(len(turns), 'turn')}")
+        self._print_dim(f"continued: {name!r} · {format_count(len(turns), 'turn')}")
         self._print_dim(f">>> {_excerpt(turns[-1].prompt)}")
         self._print_dim(_excerpt(turns[-1].answer) + (" (stopped)" if turns[-1].stopped else ""))
 
@@ -264,7 +273,7 @@ class Repl:
         """Print the name of the stored session, and the command that continues it."""
         if self.recorder is None or not self.recorder.is_stored:
             return
-        name = one_line(self.recorder.record.name)
+        name = repr(one_line(self.recorder.record.name))
         with contextlib.suppress(LocalgenError):  # the store may have become unreadable
             name += f": localgen chat {self.recorder.options_to_reopen()}"
         self._print_dim(f"stored as {name}")

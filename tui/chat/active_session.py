@@ -303,8 +303,8 @@ class ActiveSession:
         theirs, name = self.id, self.name
         self.record = create_copy(self._context.store, replace(record, name=name))
         self.messages.append(
-            f"another localgen has changed {one_line(name)}: "
-            f"your version continues as {one_line(self.name)}"
+            f"another localgen has changed {one_line(name)!r}: "
+            f"your version continues as {one_line(self.name)!r}"
         )
         self._saved_unsent_prompt = ""
         with contextlib.suppress(LocalgenError):  # on failure both sessions have the text

@@ -94,7 +94,8 @@ class AnswerStream:
         used = self._session.estimate_used_tokens() + len(self.prompt) // 4 + self.num_tokens
         about = "~" if self.is_estimated else ""
         limit = self._session.ctx
-        return report.live_stats_line(waited_s, self.ttft_s, self.num_tokens, used, limit, about)
+        figures = report.LiveFigures(waited_s, self.ttft_s, self.num_tokens, used, limit, about)
+        return report.live_stats_line(figures)
 
     def tokens_per_s(self) -> float:
         """Decode speed so far; 0 if unknown."""

@@ -17,7 +17,7 @@ from textual.widgets import TextArea
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.terminal_text import escape_control_chars, one_line
-from localgen.chat import commands, saved_chats
+from localgen.chat import saved_chats
 from localgen.tui.base_app import BaseApp
 from localgen.tui.chat import quit_confirmation, slash_commands
 from localgen.tui.chat.compare import CompareScreen
@@ -38,6 +38,7 @@ from localgen.tui.widgets.dialog import ConfirmDialog
 
 TICK_S, SYNC_PERIOD_S = 1 / 15, 1.0
 _DOUBLE_PRESS_S = 2.0
+_SHORT_TOAST_S, _TOAST_S = 3, 10
 _MAX_HISTORY = 500
 _MAIN_SCREEN_ACTIONS = (
     *("new", "model", "settings", "search", "compare", "export", "editor"),
@@ -144,8 +145,15 @@ class ChatApp(BaseApp):
         if self._is_quitting or not self.screen_stack:
             return
         for opened, line in self.session_manager.drain_messages():
-            name = "" if opened is self.main_screen.current_session else f"{opened.name}: "
-            self.notify(one_line(f"{name}{line}"), timeout=10, markup=False)
+            is_current = opened is self.main_screen.current_session
+            name = "" if is_current else f"{opened.name}: "
+            # the status line shows it as well, and a toast covers the answer
+            is_in_status = is_current and line == opened.client_message
+            self.notify(
+                one_line(f"{name}{line}"),
+                timeout=_SHORT_TOAST_S if is_in_status else _TOAST_S,
+                markup=False,
+            )
         if any(not each.is_answering for each in self.session_manager.answering_sessions):
             self._finalize_answers()
         if isinstance(self.screen, CompareScreen):
@@ -200,7 +208,7 @@ class ChatApp(BaseApp):
         if self.main_screen.defer_submit():
             return
         self.main_screen.show_message("")
-        if commands.is_command(event.text):
+        if slash_commands.is_command(event.text):
             self._dispatch_command(event.text)
         else:
             self._ask(event.text)
@@ -219,6 +227,7 @@ class ChatApp(BaseApp):
             own = slash_commands.parse_screen_command(line)
         except InvalidRequest as error:
             self.show_message(error.message, is_error=True)
+            self.main_screen.query_one(Prompt).select_refused(line)
             return
         self.main_screen.query_one(Prompt).mark_submitted(line)
         if own is None:
@@ -333,6 +342,8 @@ class ChatApp(BaseApp):
         if selected:
             self.copy_to_clipboard(selected)
             self.notify("Copied.", timeout=2)
+            if isinstance(self.focused, Prompt):  # or a refused command could only be copied again
+                self.focused.move_cursor(self.focused.cursor_location)
         elif (
             self.main_screen.current_session is not None and self.main_screen.current_session.stop()
         ):

@@ -98,6 +98,11 @@ class Prompt(TextField):
         self._history_index = len(self._history)
         self.set_text("")
 
+    def select_refused(self, text: str) -> None:
+        """Select the submitted text, so that typing replaces it."""
+        if self.full_text == text:
+            self.select_all()
+
     def action_newline(self) -> None:
         self.insert("\n")
 
