@@ -67,17 +67,6 @@ def test_a_refused_command_is_replaced_by_typing(tmp_path: Path) -> None:
     play(Tui(tmp_path), scene)
 
 
-@pytest.mark.parametrize("line", ["/foo/stats", "/foo/new", "/foo/set figures off", "/foo/?"])
-def test_a_command_behind_a_refused_one_is_no_prompt(tmp_path: Path, line: str) -> None:
-    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
-        tui.prompt.set_text(line)
-        await press(tui, pilot, "enter")
-        assert tui.asked == []
-        assert f"no command {line.split()[0]}" in tui.screen_text()
-
-    play(Tui(tmp_path), scene)
-
-
 @pytest.mark.parametrize(
     "text", ["/usr/bin/x", "/usr/bin/x fails:\nwhy?", "/foo/bar", "/tmp/load is full", "/x/load\nb"]
 )

@@ -17,7 +17,7 @@ from textual.widgets import TextArea
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.terminal_text import escape_control_chars, one_line
-from localgen.chat import saved_chats
+from localgen.chat import commands, saved_chats
 from localgen.tui.base_app import BaseApp
 from localgen.tui.chat import quit_confirmation, slash_commands
 from localgen.tui.chat.compare import CompareScreen
@@ -208,7 +208,7 @@ class ChatApp(BaseApp):
         if self.main_screen.defer_submit():
             return
         self.main_screen.show_message("")
-        if slash_commands.is_command(event.text):
+        if commands.is_command(event.text):
             self._dispatch_command(event.text)
         else:
             self._ask(event.text)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.chat import commands, parameters
@@ -45,19 +44,6 @@ def command_table() -> list[tuple[str, str, str]]:
     return [(name, *row) for name, row in sorted(rows.items())]
 
 
-def is_command(text: str) -> bool:
-    """True for a command, and for one typed behind a word that is none: `/foo/stats`.
-
-    A path such as `/usr/bin` and text of several lines are prompts.
-    """
-    if commands.is_command(text):
-        return True
-    wrong, slash, last = text.partition(" ")[0].rpartition("/")
-    name = commands.COMMAND_ALIASES.get(slash + last, slash + last)
-    is_known = name in SCREEN_COMMANDS or name in commands.SLASH_COMMANDS
-    return commands.is_command(wrong) and is_known and "\n" not in text and not _exists(wrong)
-
-
 def parse_screen_command(line: str) -> tuple[str, str] | None:
     """Return name and argument of a screen command, or None for a command of the session.
 
@@ -95,13 +81,6 @@ def command_suggestions(text: str, sources: CompletionSources) -> list[tuple[str
     """(completion, meaning) of each possible completion."""
     meanings = {name: f"{usage}  {meaning}".strip() for name, usage, meaning in command_table()}
     return [(each, meanings.get(each, "")) for each in command_completions(text, sources)]
-
-
-def _exists(path: str) -> bool:
-    try:
-        return Path(path).exists()
-    except (OSError, ValueError):
-        return False  # too long for a path, or with a zero byte
 
 
 def _argument_choices(word: str, head: str, sources: CompletionSources) -> Iterable[str]:
