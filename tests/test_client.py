@@ -146,8 +146,8 @@ def test_load_reports_progress_and_model(served: ServerHarness) -> None:
     assert running.until_s is not None
     resident_bytes = psutil.Process(running.pid).memory_info().rss
     assert running.memory_bytes == pytest.approx(resident_bytes, rel=0.2)
-    with pytest.raises(ModelBusy, match="without --tp 2: "):
-        client.load(model, LoadOptions(tp=2), shares.append)
+    with pytest.raises(ModelBusy, match="without --threads 9: "):
+        client.load(model, LoadOptions(threads=9), shares.append)
     assert "echo" in [card.name for card in client.models()]
     assert client.unload("echo") is True
     assert client.running_models() == []

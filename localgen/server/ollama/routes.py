@@ -16,7 +16,7 @@ from starlette.responses import PlainTextResponse, Response
 
 import localgen
 from localgen.backends.errors import InvalidRequest, ModelBusy
-from localgen.hub import aliases
+from localgen.hub import aliases, catalog
 from localgen.hub.reference import resolve_reference
 from localgen.hub.remove import plan_removal
 from localgen.hub.resolve import (
@@ -240,6 +240,8 @@ def _add_alias(source: str, destination: str) -> None:
     Raises ModelNotFound or InvalidRequest.
     """
     name = destination.removesuffix(LATEST_TAG)
+    if catalog.find_entry(name) is not None:  # only its user may give such a name another meaning
+        raise InvalidRequest(f"{name} is a name of the catalog: choose another name")
     model = expand_alias(source)
     if not is_installed(model) and resolve_reference(model) is None:
         resolve_model(model)  # raises the reason
