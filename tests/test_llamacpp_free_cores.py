@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,8 +41,17 @@ def test_a_busy_process_takes_a_core_and_gives_it_back() -> None:
     assert machine.free.count() == 3
     machine.pass_time(0.3, 0.2)
     assert machine.free.count() == 3  # 1.15 cores of the last 0.4 s
-    machine.pass_time(0.3, 0.4)
+    machine.pass_time(0.3, 0.3)
     assert machine.free.count() == 4
+
+
+@pytest.mark.parametrize(
+    ("others", "free"), [(0.0, 4), (0.3, 4), (0.4, 3), (1.3, 3), (1.4, 2), (9.0, 1)]
+)
+def test_a_core_is_taken_by_more_than_a_third_of_its_time(others: float, free: int) -> None:
+    machine = Machine(4)
+    machine.pass_time(0.3, others)
+    assert machine.free.count() == free
 
 
 def test_what_others_did_between_answers_does_not_count() -> None:

@@ -5,6 +5,7 @@ A thread that shares its core with another process is late at every barrier, and
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -14,6 +15,8 @@ import psutil
 
 # the use of the cores is averaged over at least this time
 _WINDOW_S = 0.25
+# a core counts as taken once others use more of it than this (docs/cpu.md has the measurement)
+_TOLERATED_SHARE = 1 / 3
 
 
 class ProcessorTime(NamedTuple):
@@ -71,7 +74,8 @@ class FreeCores:
             used = self._read()
             # few or no steps ran in this window: no information
             if used.own_s - self._used.own_s >= window_s / 2:
-                taken = round((used.others_s - self._used.others_s) / window_s)
+                others = (used.others_s - self._used.others_s) / window_s
+                taken = max(0, math.ceil(others - _TOLERATED_SHARE))
                 self._free = max(1, min(self._cores, self._processors - taken))
             self._since_s, self._used = now_s, used
         return self._free
