@@ -172,6 +172,8 @@ class LlamaEmbedder:
             threads = self._free_cores.count()
             C.llama_set_n_threads(self._handle, threads, threads)
         status = self._executor.submit(C.llama_decode, self._handle, self._batch.native).result()
+        if self._free_cores is not None:
+            self._free_cores.end_step()
         if status:
             raise StepFailed(f"llama_decode failed ({status}): {llama_library().reason()}")
 

@@ -9,25 +9,17 @@ import math
 import os
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 import psutil
 
-# the use of the cores is averaged over at least this time
+# the use of the cores is averaged over at least this time; as long without a step is a pause
 _WINDOW_S = 0.25
 # a core counts as taken once others use more of it than this (docs/cpu.md has the measurement)
 _TOLERATED_SHARE = 1 / 3
 
 
-class ProcessorTime(NamedTuple):
-    """Processor time in seconds, of this process and of all others on its cores."""
-
-    own_s: float
-    others_s: float
-
-
-def processor_time() -> ProcessorTime:
-    """Processor time used so far."""
+def time_of_others() -> float:
+    """Processor time in seconds that other processes have used on the cores of this one."""
     allowed, times = _allowed_processors(), psutil.cpu_times(percpu=True)
     busy = ("user", "nice", "system", "irq", "softirq")
     total_s = sum(
@@ -36,8 +28,7 @@ def processor_time() -> ProcessorTime:
         if number in allowed
         for name in busy
     )
-    own_s = time.process_time()
-    return ProcessorTime(own_s, total_s - own_s)
+    return total_s - time.process_time()
 
 
 def _allowed_processors() -> set[int]:
@@ -48,7 +39,9 @@ def _allowed_processors() -> set[int]:
 
 
 class FreeCores:
-    """Counts free cores. cores: physical cores of this process, which are free at first.
+    """Counts free cores while steps run. cores: physical cores of this process, which are free at
+    first, and again after a pause: a program that kept them busy during the last answer may have
+    ended, and a prompt computed in one step would take twice as long.
 
     processors: logical processors of this process, default all.
     """
@@ -59,23 +52,27 @@ class FreeCores:
         *,
         processors: int | None = None,
         clock: Callable[[], float] = time.monotonic,
-        read: Callable[[], ProcessorTime] = processor_time,
+        read: Callable[[], float] = time_of_others,
     ) -> None:
         self._cores = self._free = cores
         self._processors = processors or len(_allowed_processors())
         self._clock, self._read = clock, read
-        self._since_s, self._used = clock(), read()
+        self._since_s = self._ended_s = clock()
+        self._others_s = read()
 
     def count(self) -> int:
         """Cores that others left free in the last steps; at least 1. Called before each step."""
         now_s = self._clock()
+        is_pause = now_s - self._ended_s >= _WINDOW_S
         window_s = now_s - self._since_s
-        if window_s >= _WINDOW_S:
-            used = self._read()
-            # few or no steps ran in this window: no information
-            if used.own_s - self._used.own_s >= window_s / 2:
-                others = (used.others_s - self._used.others_s) / window_s
-                taken = max(0, math.ceil(others - _TOLERATED_SHARE))
-                self._free = max(1, min(self._cores, self._processors - taken))
-            self._since_s, self._used = now_s, used
+        if is_pause or window_s >= _WINDOW_S:
+            others_s = self._read()
+            share = 0.0 if is_pause else (others_s - self._others_s) / window_s
+            taken = max(0, math.ceil(share - _TOLERATED_SHARE))
+            self._free = max(1, min(self._cores, self._processors - taken))
+            self._since_s, self._others_s = now_s, others_s
         return self._free
+
+    def end_step(self) -> None:
+        """Called after each step."""
+        self._ended_s = self._clock()

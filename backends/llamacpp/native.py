@@ -265,11 +265,18 @@ class LlamaContext:
 
     def decode(self, batch: Any) -> Future[int]:
         """Start llama_decode. Returns a future of its status; no other call may come before it."""
-        threads = self._free_cores.count() if self._free_cores is not None else self._threads
+        if self._free_cores is None:
+            return self.executor.submit(C.llama_decode, self.handle, batch)
+        threads = self._free_cores.count()
         if threads != self._threads:
             self._threads = threads
             C.llama_set_n_threads(self.handle, threads, threads)
-        return self.executor.submit(C.llama_decode, self.handle, batch)
+        return self.executor.submit(self._decode, self._free_cores, batch)
+
+    def _decode(self, free_cores: FreeCores, batch: Any) -> int:
+        status: int = C.llama_decode(self.handle, batch)
+        free_cores.end_step()
+        return status
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Share the first `length` cells of sequence `source` with sequence `target`."""
