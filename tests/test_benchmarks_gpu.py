@@ -23,6 +23,7 @@ from benchmarks.gpu_parts import case, decoder_checks, peer, peers, shapes
 from benchmarks.gpu_parts.bench import GpuBench
 from benchmarks.gpu_parts.clock import Budget
 from benchmarks.gpu_parts.device import Device
+from benchmarks.gpu_parts.first_token import _capture_s
 from benchmarks.gpu_parts.kernel_checks import kernels
 from benchmarks.gpu_parts.report import CorrectnessCheck
 from localgen.backends.cuda.kernels import activation, norm
@@ -207,3 +208,18 @@ def test_the_shapes_are_those_of_llama() -> None:
     assert shapes.PLAIN_8B.spec.num_params == pytest.approx(8.03e9, rel=1e-3)
     assert shapes.PLAIN_1B.spec.num_params == pytest.approx(1.236e9, rel=1e-3)
     assert shapes.INT4_70B.spec.num_params == pytest.approx(70.55e9, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "expected_s"),
+    [
+        ([(1.0, 1)], 0.0),
+        ([(1.0, 1), (1.1, 16)], 0.0),
+        ([(0.0, 1), (1.0, 5), (1.2, 9)], 0.8),  # 4 tokens in 1 s, then 4 in 0.2 s
+        ([(0.0, 1), (0.2, 5), (0.4, 9)], 0.0),
+    ],
+)
+def test_capture_time_is_counted_by_tokens(
+    arrivals: list[tuple[float, int]], expected_s: float
+) -> None:
+    assert _capture_s(Answer(0.0, arrivals)) == pytest.approx(expected_s)

@@ -67,11 +67,16 @@ def main() -> None:
 
 
 def _capture_s(answer: Answer) -> float:
-    """Time that the first half of the tokens took longer than the second: compiling, capturing."""
-    times = [at_s for at_s, _ in answer.arrivals]
-    half = len(times) // 2
-    usual_s = (times[-1] - times[half]) / (len(times) - 1 - half)
-    return max(0.0, times[half] - times[0] - usual_s * half)
+    """Time that the first half of the answer took longer than the second, by their tokens:
+    compiling, capturing. An event may have several tokens; 0 if all came in one or two."""
+    half = len(answer.arrivals) // 2
+    (first_s, first), (half_s, middle), (last_s, last) = (
+        answer.arrivals[at] for at in (0, half, -1)
+    )
+    if last == middle:
+        return 0.0
+    usual_s = (last_s - half_s) / (last - middle)
+    return max(0.0, half_s - first_s - usual_s * (middle - first))
 
 
 if __name__ == "__main__":
