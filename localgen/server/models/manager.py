@@ -135,12 +135,17 @@ class ModelManager:
                     requested = await self._resolve_draft(resident.file, options.draft, allow_paths)
                     options = replace(options, draft=requested.option)
                 if resident.can_reload_for(options):
-                    await self._require_options(resident, replace(options, ctx=None))
+                    resident.require_options(replace(options, ctx=None))
                     await self._reload(resident, options.ctx)
                     self._release(resident)
                     continue
-                await self._require_options(resident, options)
+                resident.require_options(options)
                 return resident, info
+            except ModelBusy:
+                self._release(resident)
+                # an option that this machine cannot have is not one for another load
+                await self._memory_budget.require_possible(resident.file, options)
+                raise
             except OutOfMemory:
                 # the estimate was too low: evict an idle model and retry
                 self._release(resident)
@@ -149,15 +154,6 @@ class ModelManager:
             except BaseException:
                 self._release(resident)
                 raise
-
-    async def _require_options(self, resident: ResidentModel, options: LoadOptions) -> None:
-        """Raise ModelBusy if the model is loaded with other options, or InvalidRequest if another
-        load could not have them on this machine either."""
-        try:
-            resident.require_options(options)
-        except ModelBusy:
-            await self._memory_budget.require_possible(resident.file, options)
-            raise
 
     async def _reload(self, resident: ResidentModel, ctx: int | None) -> None:
         """Load a model again with another context, for its only user.
