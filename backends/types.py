@@ -52,6 +52,7 @@ class Request:
     client: identifies the client; waiting clients are scheduled fairly.
     priority: higher runs first.
     ctx: limit on prompt + completion in tokens; None: the model's context length.
+    cache_salt: only requests with the same salt share cached prefixes.
     arrived_s: when the server received the request; TTFT and queue time are measured from here.
     tools: only with messages. tool_choice: auto, none, required or a function name.
     parallel_tool_calls: allow several tool calls in one answer.
@@ -72,6 +73,7 @@ class Request:
     client: str = ""
     priority: int = 0
     ctx: int | None = None
+    cache_salt: str = ""
     arrived_s: float = 0.0
 
 

@@ -224,6 +224,19 @@ def test_a_prefix_is_shared_by_whole_pages_and_one_token_is_left() -> None:
     assert cache.usage().used == (3 + 2 + 1 + 1 + 3) * PAGE_TOKENS
 
 
+def test_only_sequences_with_the_same_salt_share_pages() -> None:
+    cache = PagedCache(40, prefix_cache=True)
+    for salt in ("", "one", "two"):
+        first, second = sequence("a", range(48)), sequence("b", range(60))
+        first.cache_salt = second.cache_salt = salt
+        assert cache.admit(first, spare=0) == 0, "computed under other salts only"
+        first.num_computed = 48
+        assert cache.admit(second, spare=0) == 48
+        cache.release(first, keep=True)
+        cache.release(second, keep=True)
+        cache.check()
+
+
 def test_the_same_text_computed_twice_is_stored_once() -> None:
     cache = PagedCache(20, prefix_cache=True)
     one, two = sequence("a", range(40)), sequence("b", range(40))

@@ -90,6 +90,20 @@ def test_openai_streams_with_usage(served: Served) -> None:
     assert chunks[-1].usage.completion_tokens > 1
 
 
+def test_a_cache_salt_keeps_a_prompt_to_itself(served: Served) -> None:
+    def cached_tokens(salt: str) -> int:
+        answer = served.openai().completions.create(
+            model="tiny", prompt="word " * 200, max_tokens=1, extra_body={"cache_salt": salt}
+        )
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        return answer.usage.prompt_tokens_details.cached_tokens or 0
+
+    assert cached_tokens("mine") == 0
+    assert cached_tokens("mine") > 100
+    assert cached_tokens("yours") == 0
+
+
 def test_openai_logprobs_and_a_seed(served: Served) -> None:
     def ask() -> str:
         answer = served.openai().completions.create(

@@ -70,3 +70,21 @@ def test_a_long_chat_goes_on_in_a_block_with_the_same_text(unified: bool) -> Non
     assert bench.runner.usage().cached < first.finished.prompt_tokens + 150, "nothing kept twice"
     fresh.close()
     bench.close()
+
+
+@pytest.mark.parametrize("unified", [True, False])
+def test_only_requests_with_the_same_salt_share_a_prefix(unified: bool) -> None:
+    chat = [Message("user", "What is a KV cache? " * 20)]
+    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    bench = Bench(LoadOptions(kv_unified=unified, parallel=4, ctx=512))
+
+    def cached_tokens(salt: str) -> int:
+        (reply,) = bench.run([bench.submit(chat, greedy, cache_salt=salt)])
+        return reply.finished.timings.cache_n
+
+    assert [cached_tokens(salt) for salt in ("", "one", "two")] == [0, 0, 0]
+    bench.check()
+    assert all(cached_tokens(salt) > 50 for salt in ("", "one", "two"))
+    running = [bench.submit(chat, greedy, cache_salt=salt) for salt in ("three", "four")]
+    assert [reply.finished.timings.cache_n for reply in bench.run(running)] == [0, 0]
+    bench.close()

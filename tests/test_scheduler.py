@@ -138,6 +138,17 @@ def test_requests_that_arrive_together_compute_their_common_prefix_once() -> Non
     assert scheduler.counters.prefix_hits >= 3 * len(shared) - unshared
 
 
+def test_no_prefix_is_waited_for_that_has_another_salt() -> None:
+    runner = FakeRunner(kv_tokens=4096, max_seqs=8, batch=64)
+    scheduler = make(runner)
+    for salt in ("one", "two", "two"):
+        seq = sequence(f"{salt}{len(scheduler.queue)}", [1, 2, 3, 4] * 50, limit=202)
+        seq.cache_salt = salt
+        scheduler.submit(seq)
+    scheduler.plan()
+    assert [seq.cache_salt for seq in scheduler.running] == ["one", "two"]
+
+
 def test_without_rewind_nothing_is_shared() -> None:
     runner = FakeRunner(kv_tokens=4096, max_seqs=8, batch=64, rewinds=False)
     scheduler = make(runner)

@@ -78,6 +78,7 @@ class InputProcessor:
             stop_ids=ends | frozenset(params.stop_token_ids),
             client=request.client,
             priority=request.priority,
+            cache_salt=request.cache_salt,
             can_sample_drafts=self.limits.can_sample_drafts
             and not has_seed
             and params.temperature != 0,

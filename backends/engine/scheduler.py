@@ -263,7 +263,7 @@ class Scheduler:
         return any(
             common_prefix_len(other.tokens, usable) - other.num_computed >= MIN_SHARED_TOKENS
             for other in self._running.values()
-            if other.num_uncomputed > MIN_SHARED_TOKENS
+            if other.num_uncomputed > MIN_SHARED_TOKENS and other.cache_salt == seq.cache_salt
         )
 
     def _preempt(self, seq: Sequence) -> None:

@@ -100,7 +100,7 @@ class SharedCache:
             self._trim(source, length)  # free the cells after the shared prefix
         self._reclaim(needed + spare, protect=source)
         slot = self._claim_slot(source, known, length)
-        slot.owner, slot.cached_tokens = seq, []
+        slot.start(seq)
         self._running[seq] = slot
         self._allocate(slot, needed)
         return length
@@ -160,7 +160,7 @@ class SharedCache:
     def _evict_prefixes_of(self, slot: SharedSlot) -> None:
         """Evict cached prefixes that are a prefix of this one: they serve no other prompt."""
         for cached in list(self._cached_prefixes):
-            if cached.cached_tokens == slot.cached_tokens[: len(cached.cached_tokens)]:
+            if cached.has_prefix_of(slot):
                 self._evict(cached)
 
     # -- cached prefixes --------------------------------------------------------------------

@@ -61,18 +61,34 @@ class PrefixReusePolicy:
 class CacheSlot:
     """A sequence id of llama.cpp: running (it has an owner), cached for its prefix, or free.
 
-    cached_tokens: tokens of a cached prefix. last_used: a counter value, set on release.
+    cached_tokens: tokens of a cached prefix. cache_salt: of the sequence that computed them.
+    last_used: a counter value, set on release.
     """
 
     def __init__(self, index: int) -> None:
         self.seq_id = index
         self.owner: Sequence | None = None
         self.cached_tokens: list[int] = []
+        self.cache_salt = ""
         self.last_used = 0
 
     @property
     def tokens(self) -> list[int]:
         return self.owner.tokens[: self.owner.num_computed] if self.owner else self.cached_tokens
+
+    def start(self, seq: Sequence) -> None:
+        """Make the sequence its owner."""
+        self.owner, self.cached_tokens, self.cache_salt = seq, [], seq.cache_salt
+
+    def has_prefix_of(self, other: CacheSlot) -> bool:
+        """True if it caches a prefix of what the other slot caches: then it serves no request that
+        the other does not serve."""
+        return (
+            self is not other
+            and self.cache_salt == other.cache_salt
+            and 0 < len(self.cached_tokens) <= len(other.cached_tokens)
+            and self.cached_tokens == other.cached_tokens[: len(self.cached_tokens)]
+        )
 
 
 class SlotCache(Protocol):
@@ -102,7 +118,7 @@ class SlotCache(Protocol):
 
 
 def longest_prefix(seq: Sequence, slots: Iterable[AnySlot]) -> tuple[AnySlot | None, int]:
-    """Return the slot with the longest common prefix with `seq`, and that length.
+    """Return the slot of the same salt with the longest common prefix with `seq`, and that length.
 
     The last token of `seq` is never counted, so that at least one is left to compute.
     """
@@ -110,6 +126,8 @@ def longest_prefix(seq: Sequence, slots: Iterable[AnySlot]) -> tuple[AnySlot | N
     best: AnySlot | None = None
     longest = 0
     for slot in slots:
+        if slot.cache_salt != seq.cache_salt:
+            continue
         length = common_prefix_len(slot.tokens, usable)
         if length > longest:
             best, longest = slot, length

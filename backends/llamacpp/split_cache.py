@@ -48,7 +48,7 @@ class SplitCache:
         if source and source is not slot:
             self._context.restore(slot.seq_id, self._context.save(source.seq_id))
         self._truncate(slot, length)
-        slot.owner, slot.cached_tokens = seq, []
+        slot.start(seq)
         self._running[seq] = slot
         return length
 
@@ -76,12 +76,7 @@ class SplitCache:
         self._truncate(slot, len(slot.cached_tokens))
         slot.last_used = next(self._clock) if slot.cached_tokens else 0
         for other in self._slots:
-            if (
-                other is not slot
-                and other.cached_tokens
-                and other.cached_tokens == slot.cached_tokens[: len(other.cached_tokens)]
-            ):
-                # a prefix of this one serves no other prompt
+            if other.has_prefix_of(slot):
                 other.cached_tokens, other.last_used = [], 0
                 self._truncate(other, 0)
 

@@ -31,6 +31,7 @@ class Sequence:
     ctx: the context limit of the request.
     max_len: maximum number of tokens, at most ctx.
     stop_ids: token ids that end the answer.
+    cache_salt: only sequences with the same salt share cached prefixes.
     num_computed: number of tokens whose KV is computed.
     num_cached: prompt tokens found in the prefix cache.
     drafts: draft tokens to verify in the next step, then cleared.
@@ -54,6 +55,7 @@ class Sequence:
     stop_ids: frozenset[int] = frozenset()
     client: str = ""
     priority: int = 0
+    cache_salt: str = ""
     arrived_s: float = 0.0
     template_ms: float = 0.0
     state: SequenceState = SequenceState.QUEUED

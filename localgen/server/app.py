@@ -112,6 +112,7 @@ def _add_generation_routes(
             **body.to_request_fields(),
             priority=body.priority,
             ctx=body.ctx,
+            cache_salt=body.cache_salt or "",
         )
         return respond(body, [request], caller, ChatCompletionSerializer.from_metadata)
 
@@ -119,7 +120,10 @@ def _add_generation_routes(
     async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
         caller = Caller.from_request(http, body.user)
         request = caller.new_request(
-            body.to_sampling_params(), priority=body.priority, ctx=body.ctx
+            body.to_sampling_params(),
+            priority=body.priority,
+            ctx=body.ctx,
+            cache_salt=body.cache_salt or "",
         )
         requests = [
             replace(request, prompt=prompt)

@@ -52,7 +52,7 @@ class PagedCache:
     def admit(self, seq: Sequence, *, spare: int) -> int:
         for other in self._page_tables:
             self._publish(other)
-        known = self._tree.match(seq.tokens[:-1]) if self._prefix_cache else []
+        known = self._tree.match(seq.tokens[:-1], seq.cache_salt) if self._prefix_cache else []
         needed = pages_for(len(seq.tokens)) - len(known)
         self._pool.acquire(known)  # before eviction, which could free them
         if not self._has_free_pages(needed + pages_for(spare)):
@@ -128,7 +128,7 @@ class PagedCache:
             return
         table = self._page_tables[seq]
         own = table[start:full]
-        known = self._tree.insert(seq.tokens, table[:full], start)
+        known = self._tree.insert(seq.tokens, table[:full], start, seq.cache_salt)
         self._pool.acquire(known)
         self._pool.release(own)
         table[start:full] = array("i", known)
@@ -150,4 +150,5 @@ class PagedCache:
             assert len(set(table)) == len(table)
             assert len(table) >= pages_for(seq.num_computed)
             known = self._num_published[seq]
-            assert self._tree.match(seq.tokens[: known * PAGE_TOKENS]) == table[:known].tolist()
+            published = seq.tokens[: known * PAGE_TOKENS]
+            assert self._tree.match(published, seq.cache_salt) == table[:known].tolist()

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS, PagePool
 
-PageKey = tuple[int, ...]
+# the tokens of a page; before those of a first page, the salt of its sequences
+PageKey = tuple[int | str, ...]
 
 
 class _Node:
@@ -35,13 +36,13 @@ class RadixTree:
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def match(self, tokens: Sequence[int]) -> list[int]:
-        """Return the pages of the longest cached prefix, full pages only.
+    def match(self, tokens: Sequence[int], salt: str = "") -> list[int]:
+        """Return the pages of the longest cached prefix with this salt, full pages only.
 
         The caller has to acquire them before use.
         """
         node, pages = self._root, []
-        for key in _page_keys(tokens, 0, len(tokens) // PAGE_TOKENS):
+        for key in _page_keys(tokens, salt, 0, len(tokens) // PAGE_TOKENS):
             child = node.children.get(key)
             if child is None:
                 break
@@ -49,7 +50,9 @@ class RadixTree:
             pages.append(node.page)
         return pages
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[int], num_known: int = 0) -> list[int]:
+    def insert(
+        self, tokens: Sequence[int], pages: Sequence[int], num_known: int = 0, salt: str = ""
+    ) -> list[int]:
         """Insert full pages; returns the pages that hold their tokens from now on.
 
         Where the tree already has a page for the same tokens, that page is returned instead. The
@@ -58,7 +61,7 @@ class RadixTree:
         """
         node, found = self._nodes[pages[num_known - 1]] if num_known else self._root, []
         for key, page in zip(
-            _page_keys(tokens, num_known, len(pages)), pages[num_known:], strict=True
+            _page_keys(tokens, salt, num_known, len(pages)), pages[num_known:], strict=True
         ):
             child = node.children.get(key)
             if child is None:
@@ -105,7 +108,8 @@ class RadixTree:
         return set(self._nodes)
 
 
-def _page_keys(tokens: Sequence[int], first: int, last: int) -> Iterator[PageKey]:
-    """Yield the tokens of each full page from page `first` to `last`, exclusive."""
+def _page_keys(tokens: Sequence[int], salt: str, first: int, last: int) -> Iterator[PageKey]:
+    """Yield the key of each full page from page `first` to `last`, exclusive."""
     for start in range(first * PAGE_TOKENS, last * PAGE_TOKENS, PAGE_TOKENS):
-        yield tuple(tokens[start : start + PAGE_TOKENS])
+        key = tuple(tokens[start : start + PAGE_TOKENS])
+        yield key if start else (salt, *key)

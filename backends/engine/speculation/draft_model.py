@@ -170,6 +170,7 @@ class ModelDrafter(Drafter):
             ctx=limits.max_len,
             max_len=limits.max_len,
             stop_ids=seq.stop_ids,
+            cache_salt=seq.cache_salt,
         )
         try:
             own.num_computed = self._runner.admit(own, spare=0)

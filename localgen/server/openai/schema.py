@@ -110,6 +110,7 @@ class _GenerationRequest(_SamplerFields):
     user: str | None = None
     priority: Int64 = 0
     ctx: Count | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
     max_tokens: Count | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**63)] = 0
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list)] | None = (
