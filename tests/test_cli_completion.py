@@ -313,6 +313,8 @@ def test_cache_scan_finds_what_the_library_finds(
     add_files(tmp_path, "b/many", "Big-Q6_K-00001-of-00002.gguf", "Big-Q6_K-00002-of-00002.gguf")
     add_files(tmp_path, "c/Folder", "config.json", "model.safetensors")
     monkeypatch.setattr("localgen.hub.cache.cache_folder", lambda: tmp_path)
+    # first: the library is imported with the cache of the user, and keeps it after this test
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     assert cached_names() == [file.name for file in installed_models()][1:]
     assert len(cached_names()) == 3

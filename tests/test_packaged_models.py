@@ -63,6 +63,8 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="lg") as folder:  # for sockets: a short path
         monkeypatch.setenv("LOCALGEN_RUNTIME_DIR", folder)
         monkeypatch.setenv("LOCALGEN_STATE_DIR", str(tmp_path / "state"))
+        # first: the library is imported with the cache of the user, and keeps it after this test
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(sys, "stdin", Piped(b""))
         yield target

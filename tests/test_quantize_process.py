@@ -58,6 +58,8 @@ GPTQ = replace(RTN, recipe=Recipe(method="gptq"), eval_set=None)
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LOCALGEN_STATE_DIR", str(tmp_path / "state"))
+    # first: the library is imported with the cache of the user, and keeps it after this test
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
 
 

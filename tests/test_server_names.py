@@ -104,6 +104,8 @@ def test_a_folder_beside_the_server_is_no_name(
 ) -> None:
     """`user/repo` is the hub's, whatever lies in the server's working folder."""
     (tmp_path / "user" / "repo").mkdir(parents=True)
+    # first: the library is imported with the cache of the user, and keeps it after this test
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelNotFound, match="the folder user/repo has neither"):
