@@ -45,6 +45,7 @@ from localgen.backends.types import (
 )
 
 MAX_PROMPT = 1000
+IDLE_BEAT_S = 0.25
 WIDTH = 4
 
 
@@ -202,8 +203,11 @@ class FakeEngine:
         if not self.load():
             return
         while True:
-            if not self.running and not self.texts:
-                self.accept(self.inbox.get())
+            while not self.running and not self.texts:
+                try:
+                    self.accept(self.inbox.get(timeout=IDLE_BEAT_S))
+                except queue.Empty:
+                    self.send(StepEvents())
             while not self.inbox.empty():
                 self.accept(self.inbox.get())
             self.step()
