@@ -134,12 +134,13 @@ class LocalErrors(ServerErrors):
 
     def refusal(self, response: ErrorResponse) -> LocalgenError:
         try:
-            return _reported_error(response.body)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return self.stream_error(response.body)
+        except ServerUnavailable:
             return ServerUnavailable(f"the server answered with status {response.status}")
 
     def stream_error(self, event: bytes) -> LocalgenError:
-        return _reported_error(event)
+        error = self.decode(event, ErrorReply).error
+        return error_from_code(error.code, error.message, error.param)
 
     def decode(self, body: bytes, kind: type[_Reply]) -> _Reply:
         """Decode a reply. Raises ServerUnavailable if it is not of this kind."""
@@ -150,11 +151,6 @@ class LocalErrors(ServerErrors):
                 f"what answers on {self._settings.socket_path} is not a server of this version of "
                 f"localgen ({error}): end it, or set LOCALGEN_RUNTIME_DIR to another folder"
             ) from error
-
-
-def _reported_error(body: bytes) -> LocalgenError:
-    error = msgspec.json.decode(body, type=ErrorReply).error
-    return error_from_code(error.code, error.message, error.param)
 
 
 def is_backlog_full(error: httpx.HTTPError) -> bool:

@@ -79,10 +79,11 @@ class EngineWatch:
             and cpu_s - before_s >= _COMPUTING_CORES * elapsed_s
         )
         silence.hung_s += counted_s * (_COMPUTING_WEIGHT if computes else 1.0)
-        engine.announce_silence()
         limit_s = self._hang_timeout_s
         if limit_s is not None and silence.hung_s >= limit_s:
             self._kill(resident, limit_s)
+        else:
+            engine.announce_silence()
 
     def _kill(self, resident: ResidentModel, limit_s: float) -> None:
         silent_s = resident.engine.silence.silent_s
