@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from command_line import own_folders, pipe_in
@@ -148,14 +149,19 @@ def test_a_stopped_server_whose_queue_is_full_is_not_absent(served: ServerHarnes
 @pytest.mark.usefixtures("quick_health")
 def test_a_client_waits_for_a_server_that_another_client_starts(served: ServerHarness) -> None:
     pid = served.start().pid
-    connected: list[None] = []
+    connected: list[int] = []
+
+    def connect() -> None:
+        served.client().connect()
+        connected.append(served.pid())
+
     with stopped(pid), start_lock(served.settings, lambda: False):
-        asking = in_thread(lambda: connected.append(served.client().connect()))
+        asking = in_thread(connect)
         time.sleep(1.5)  # longer than it waits for the health
         assert asking.is_alive()
         os.kill(pid, signal.SIGCONT)
     asking.join(timeout=20)
-    assert connected == [None]
+    assert connected == [pid]
 
 
 def test_the_process_id_of_a_server_that_ended_is_not_given(served: ServerHarness) -> None:
@@ -204,7 +210,19 @@ def test_a_folder_that_does_not_exist_has_no_server(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-HEALTH = {"status": "ok", "version": __version__, "protocol": PROTOCOL, "pid": 1}
+MORE: tuple[dict[str, Any], ...] = (
+    {},
+    {"data": [{}], "models": [{}], "server": {}},
+    {"data": 1, "models": 1, "server": 1},
+    {"models": [{"name": "tiny", "path": 3, "info": {}}], "server": {}},
+)
+HEALTH = {
+    "status": "ok",
+    "version": __version__,
+    "protocol": PROTOCOL,
+    "pid": 1,
+    "active_requests": 0,
+}
 ODD_BODIES = (
     b"",
     b"{",
@@ -216,15 +234,7 @@ ODD_BODIES = (
     b'{"error": 1}',
     b'{"error": {"code": 1}}',
     # right for /health, odd for everything else
-    *(
-        json.dumps(HEALTH | {"active_requests": 0} | more).encode()
-        for more in (
-            {},
-            {"data": [{}], "models": [{}], "server": {}},
-            {"data": 1, "models": 1, "server": 1},
-            {"models": [{"name": "tiny", "path": 3, "info": {}}], "server": {}},
-        )
-    ),
+    *(json.dumps(HEALTH | more).encode() for more in MORE),
 )
 
 

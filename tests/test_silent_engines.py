@@ -21,6 +21,7 @@ from localgen.backends.errors import EngineDied
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import Message
 from localgen.client import Completion, TextDelta
+from localgen.client.stream import _read_comment, iter_sse_data
 from localgen.server.models.engine_client import EngineSilent, RequestStream, Silence
 from localgen.server.models.engine_process import EngineProcess
 from localgen.server.models.engine_watch import SILENT_AFTER_S, EngineWatch
@@ -174,14 +175,22 @@ def test_a_killed_engine_takes_its_children_along() -> None:
     started.sock.close()
 
 
+def test_comments_of_other_servers_say_nothing_about_an_engine() -> None:
+    heard: list[float] = []
+    chunks = [b": ping\n\n: engine silent for 12 s\n\n: engine silent for ", b"a s\ndata: x\n\n"]
+    found = iter_sse_data(chunks, partial(_read_comment, heard.append))
+    assert list(found) == [b"x"]
+    assert heard == [12.0]
+
+
 # -- with processes ---------------------------------------------------------------------------
 
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerHarness]:
-    """A server that takes an engine for silent after 2 s, and kills it after 4 s."""
+    """A server that takes an engine for silent after 2 s, and kills it after 6 s."""
     monkeypatch.setenv("TEST_SILENT_S", "2")
-    with server_harness(hang_timeout_s=4.0) as built:
+    with server_harness(hang_timeout_s=6.0) as built:
         built.http.timeout = LONG_S
         yield built
 
@@ -221,15 +230,15 @@ def test_a_stopped_engine_is_told_and_replaced(served: ServerHarness) -> None:
     os.kill(pid, signal.SIGSTOP)
     wait_until(lambda: health(served)["status"] == "degraded", LONG_S)
     assert health(served)["silent_models"] == ["victim"]
-    assert client.running_models()[0].silent_s >= 2.0
+    assert (client.running_models()[0].silent_s or 0) >= 2.0
     streaming.join(timeout=LONG_S)
     embedding.join(timeout=LONG_S)
-    assert ": engine silent for 2 s" in lines
-    assert "sent nothing for 4 s and was killed (hang timeout 4 s)" in lines[-1]
+    assert any(line.startswith(": engine silent for ") for line in lines)
+    assert "s and was killed (hang timeout 6 s)" in lines[-1]
     assert "engine_died" in lines[-1]
     assert embedded[0].status_code == 502
     assert "hang timeout" in embedded[0].json()["error"]["message"]
-    assert not psutil.pid_exists(pid)
+    wait_until(lambda: not psutil.pid_exists(pid), LONG_S)
     assert served.chat(model, "a b").json()["choices"][0]["message"]["content"] == "a b"
     assert served.loads(model) == 2
     assert health(served)["status"] == "ok"
@@ -243,7 +252,7 @@ def test_a_request_to_an_engine_that_was_stopped_while_idle(served: ServerHarnes
     wait_until(lambda: health(served)["status"] == "degraded", LONG_S)
     said: list[str] = []
     client = served.client(said.append)
-    with pytest.raises(EngineDied, match="hang timeout 4 s"):
+    with pytest.raises(EngineDied, match="hang timeout 6 s"):
         list(client.chat(model, [Message("user", "a b")], SamplingParams()))
     assert any(line.startswith("no answer of the engine for ") for line in said)
     assert served.chat(model, "a b").status_code == 200
@@ -255,7 +264,7 @@ def test_an_engine_that_goes_on_is_no_longer_silent(monkeypatch: pytest.MonkeyPa
         served.start()
         model = served.model(token_s=0.02)
         lines: list[str] = []
-        streaming = in_thread(lambda: raw_lines(served, model, lines))
+        streaming = in_thread(lambda: raw_lines(served, model, lines, "word " * 150))
         wait_until(lambda: is_answering(served, model), LONG_S)
         pid = served.stats(model)["pid"]
         os.kill(pid, signal.SIGSTOP)
@@ -309,7 +318,7 @@ def test_a_stopped_llamacpp_engine_is_replaced(
     answer = client.chat("tiny", [Message("user", "Tell a story.")], params)
     assert isinstance(next(answer), TextDelta)
     os.kill(client.running_models()[0].pid, signal.SIGSTOP)
-    with pytest.raises(EngineDied, match="hang timeout 4 s"):
+    with pytest.raises(EngineDied, match="hang timeout 6 s"):
         list(answer)
     assert said[0].startswith("no answer of the engine for ")
     params = SamplingParams(max_tokens=3)
