@@ -3,7 +3,8 @@
 Run as `python tests/fake_engine.py FD`. The "model" is a JSON file that sets the behaviour:
 load_s, token_s, fail (a message) and code, options (in force), kv_bytes, size_bytes,
 crash_repacked (die of an illegal instruction unless repacking is off).
-The word `!die` ends the process without a message. Embedding takes token_s per word.
+The word `!die` ends the process without a message, `!spin` is a step that computes for spin_s.
+Embedding takes token_s per word.
 """
 
 from __future__ import annotations
@@ -99,6 +100,12 @@ def draft_of(draft: DraftModelRequest | None) -> DraftInfo | None:
         kv_bytes=0,
         work_bytes=0,
     )
+
+
+def spin(seconds: float) -> None:
+    end_s = time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        pass
 
 
 class FakeEngine:
@@ -220,6 +227,8 @@ class FakeEngine:
             if done < min(most, len(words)):
                 if words[done] == "!die":
                     os._exit(9)
+                if words[done] == "!spin":
+                    spin(self.script["spin_s"])
                 deltas.append(self.delta(request, words[done], done))
                 self.running[request_id] = (request, words, done + 1)
             else:

@@ -258,6 +258,15 @@ def test_a_request_to_an_engine_that_was_stopped_while_idle(served: ServerHarnes
     assert served.chat(model, "a b").status_code == 200
 
 
+def test_a_long_step_is_told_and_ends_well(served: ServerHarness) -> None:
+    served.start()
+    model = served.model(spin_s=8.0)
+    lines: list[str] = []
+    raw_lines(served, model, lines, "a !spin b")
+    assert any(line.startswith(": engine silent for ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+
+
 def test_an_engine_that_goes_on_is_no_longer_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_SILENT_S", "2")
     with server_harness(hang_timeout_s=None) as served:
