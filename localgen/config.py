@@ -18,6 +18,7 @@ from localgen.backends.errors import LocalgenError
 # name of the model that is part of the package
 BUILT_IN_MODEL = "tiny"
 DEFAULT_KEEP_ALIVE_S = 300.0
+DEFAULT_HANG_TIMEOUT_S = 60.0
 # size of sun_path: 104 bytes on macOS and 108 on Linux, including the terminating zero
 SOCKET_PATH_BYTES = (104 if sys.platform == "darwin" else 108) - 1
 
@@ -42,6 +43,8 @@ class ServerSettings:
     max_queue: waiting requests per model before new ones are rejected; None: the engine's default.
     parallel: requests per model computed at once; None: the engine's default.
     draft: default of LoadOptions.draft, used where it suits the model.
+    hang_timeout_s: an engine that sends nothing for so long while it has requests is killed; None:
+    never.
     """
 
     runtime_dir: Path
@@ -51,6 +54,7 @@ class ServerSettings:
     max_queue: int | None = None
     parallel: int | None = None
     draft: str | None = None
+    hang_timeout_s: float | None = DEFAULT_HANG_TIMEOUT_S
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> ServerSettings:
@@ -58,6 +62,7 @@ class ServerSettings:
         keep_alive = environ.get("LOCALGEN_KEEP_ALIVE", "").strip()
         limit = environ.get("LOCALGEN_MEMORY_LIMIT", "").strip()
         max_queue = environ.get("LOCALGEN_MAX_QUEUE", "").strip()
+        hang_timeout = environ.get("LOCALGEN_HANG_TIMEOUT", "").strip()
         return cls(
             runtime_dir=_dir_from_env(environ, "LOCALGEN_RUNTIME_DIR")
             or _default_runtime_dir(environ),
@@ -65,6 +70,9 @@ class ServerSettings:
             keep_alive_s=parse_keep_alive(keep_alive) if keep_alive else DEFAULT_KEEP_ALIVE_S,
             memory_limit=parse_size(limit, "LOCALGEN_MEMORY_LIMIT") if limit else None,
             max_queue=_parse_count(max_queue, "LOCALGEN_MAX_QUEUE") if max_queue else None,
+            hang_timeout_s=(
+                parse_hang_timeout(hang_timeout) if hang_timeout else DEFAULT_HANG_TIMEOUT_S
+            ),
         )
 
     def to_environment(self) -> dict[str, str]:
@@ -73,6 +81,7 @@ class ServerSettings:
             "LOCALGEN_RUNTIME_DIR": str(self.runtime_dir),
             "LOCALGEN_STATE_DIR": str(self.state_dir),
             "LOCALGEN_KEEP_ALIVE": "-1" if self.keep_alive_s is None else f"{self.keep_alive_s}",
+            "LOCALGEN_HANG_TIMEOUT": f"{self.hang_timeout_s or 0}",
         }
         if self.memory_limit is not None:
             variables["LOCALGEN_MEMORY_LIMIT"] = str(self.memory_limit)
@@ -99,6 +108,10 @@ class ServerSettings:
     def log_path(self) -> Path:
         """Log of a server started by a client, and of its engines."""
         return self.state_dir / "server.log"
+
+    def require_safe_runtime_dir(self) -> None:
+        """Raise BadSetting if the folder of the socket exists and another user could replace it."""
+        require_private_dir(self.runtime_dir, "LOCALGEN_RUNTIME_DIR")
 
     def create_dirs(self) -> None:
         """Create both folders. Raises BadSetting if unsafe, not writable, or the path too long."""
@@ -128,6 +141,13 @@ def parse_keep_alive(text: str, variable: str = "LOCALGEN_KEEP_ALIVE") -> float 
         )
     amount = float(match[1]) * _DURATION_UNITS_S[match[2]]
     return amount if amount >= 0 else None
+
+
+def parse_hang_timeout(text: str, variable: str = "LOCALGEN_HANG_TIMEOUT") -> float | None:
+    """Parse a number of seconds. Returns None, no limit, for 0."""
+    if re.fullmatch(r"\d{1,9}(\.\d+)?", text) is None:
+        raise BadSetting(f"{variable}={text}: give a number of seconds, or 0 for no limit")
+    return float(text) or None
 
 
 def parse_size(text: str, variable: str) -> int:
@@ -196,6 +216,18 @@ def make_private_dir(folder: Path, variable: str) -> None:
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        require_private_dir(folder, variable)
+        folder.chmod(0o700)
+    except OSError as error:
+        raise _unusable_dir(folder, variable, error) from error
+
+
+def require_private_dir(folder: Path, variable: str) -> None:
+    """Check that no other user can replace what is in a folder, if it exists.
+
+    variable: the setting that names it. Raises BadSetting.
+    """
+    try:
         found = folder.lstat()
         if found.st_uid != os.getuid():
             raise BadSetting(
@@ -206,10 +238,15 @@ def make_private_dir(folder: Path, variable: str) -> None:
         if found.st_mode & 0o022:
             raise BadSetting(f"other users may write to {folder}: chmod 700 it, or set {variable}")
         _require_safe_parents(folder, variable)
-        folder.chmod(0o700)
+    except FileNotFoundError:
+        return
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise BadSetting(f"cannot use the folder {folder} ({reason}): set {variable}") from error
+        raise _unusable_dir(folder, variable, error) from error
+
+
+def _unusable_dir(folder: Path, variable: str, error: OSError) -> BadSetting:
+    reason = error.strerror or str(error)
+    return BadSetting(f"cannot use the folder {folder} ({reason}): set {variable}")
 
 
 def _require_safe_parents(folder: Path, variable: str) -> None:

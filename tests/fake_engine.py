@@ -3,7 +3,8 @@
 Run as `python tests/fake_engine.py FD`. The "model" is a JSON file that sets the behaviour:
 load_s, token_s, fail (a message) and code, options (in force), kv_bytes, size_bytes,
 crash_repacked (die of an illegal instruction unless repacking is off).
-The word `!die` ends the process without a message. Embedding takes token_s per word.
+The word `!die` ends the process without a message, `!spin` is a step that computes for spin_s.
+Embedding takes token_s per word.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from localgen.backends.types import (
 )
 
 MAX_PROMPT = 1000
+IDLE_BEAT_S = 0.25
 WIDTH = 4
 
 
@@ -98,6 +100,12 @@ def draft_of(draft: DraftModelRequest | None) -> DraftInfo | None:
         kv_bytes=0,
         work_bytes=0,
     )
+
+
+def spin(seconds: float) -> None:
+    end_s = time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        pass
 
 
 class FakeEngine:
@@ -202,8 +210,11 @@ class FakeEngine:
         if not self.load():
             return
         while True:
-            if not self.running and not self.texts:
-                self.accept(self.inbox.get())
+            while not self.running and not self.texts:
+                try:
+                    self.accept(self.inbox.get(timeout=IDLE_BEAT_S))
+                except queue.Empty:
+                    self.send(StepEvents())
             while not self.inbox.empty():
                 self.accept(self.inbox.get())
             self.step()
@@ -216,6 +227,8 @@ class FakeEngine:
             if done < min(most, len(words)):
                 if words[done] == "!die":
                     os._exit(9)
+                if words[done] == "!spin":
+                    spin(self.script["spin_s"])
                 deltas.append(self.delta(request, words[done], done))
                 self.running[request_id] = (request, words, done + 1)
             else:

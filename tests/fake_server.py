@@ -1,4 +1,7 @@
-"""The real server over fake engines: `python tests/fake_server.py [VERSION [PROTOCOL]]`."""
+"""The real server over fake engines: `python tests/fake_server.py [VERSION [PROTOCOL]]`.
+
+TEST_SILENT_S: when an engine counts as silent. TEST_REAL_ENGINE: with engines of llama.cpp.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ from localgen.config import ServerSettings
 from localgen.server import serving
 from localgen.server.http.access import AccessPolicy, RateLimit
 from localgen.server.lifecycle import log_to_file, run_server
+from localgen.server.models import engine_watch
+from localgen.server.models.engine_process import llamacpp_engine_command
 
 
 def engine_command(fd: int) -> list[str]:
@@ -35,6 +40,10 @@ def main() -> int:
         from localgen.server.stats import server_state
 
         setattr(server_state, "PROTOCOL", int(sys.argv[2]))  # noqa: B010 - imported there, not its own
+    engine_watch.SILENT_AFTER_S = float(
+        os.environ.get("TEST_SILENT_S", engine_watch.SILENT_AFTER_S)
+    )
+    engine_watch.WATCH_PERIOD_S = min(1.0, engine_watch.SILENT_AFTER_S / 10)
     serving.STALL_TIMEOUT_S = float(os.environ.get("TEST_STALL_S", serving.STALL_TIMEOUT_S))
     try:
         settings = replace(ServerSettings.from_environment(), draft=os.environ.get("TEST_DRAFT"))
@@ -44,7 +53,9 @@ def main() -> int:
             settings,
             _access(),
             idle_exit=True,
-            engine_command=engine_command,
+            engine_command=(
+                llamacpp_engine_command if "TEST_REAL_ENGINE" in os.environ else engine_command
+            ),
             model=os.environ.get("TEST_MODEL"),
         )
     except LocalgenError as error:

@@ -182,7 +182,7 @@ class ScriptedClient(Client):
         return self.is_running
 
     def health(self) -> Health | None:
-        return Health("ok", "0.1.0", 1, 123, 0) if self.is_running else None
+        return Health("ok", "0.1.0", 123, 0, protocol=1) if self.is_running else None
 
     def close(self) -> None:
         pass

@@ -15,6 +15,7 @@ from localgen.config import (
     BadSetting,
     ServerSettings,
     _is_replaceable,
+    parse_hang_timeout,
     parse_keep_alive,
     parse_size,
 )
@@ -27,6 +28,14 @@ def test_default_settings(tmp_path: Path) -> None:
     assert settings.keep_alive_s == 300
     assert settings.memory_limit is None
     assert settings.state_dir.name == "localgen"
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("60", 60.0), ("0.5", 0.5), ("0", None)])
+def test_hang_timeout_is_parsed(text: str, seconds: float | None) -> None:
+    assert parse_hang_timeout(text) == seconds
+    settings = ServerSettings.from_environment({"LOCALGEN_HANG_TIMEOUT": text})
+    assert settings.hang_timeout_s == seconds
+    assert ServerSettings.from_environment(settings.to_environment()) == settings
 
 
 @pytest.mark.parametrize(
@@ -52,6 +61,8 @@ def test_sizes_are_parsed(text: str, size: int) -> None:
         ("LOCALGEN_MEMORY_LIMIT", "-1"),
         ("LOCALGEN_MEMORY_LIMIT", "9" * 400),
         ("LOCALGEN_MAX_QUEUE", "0"),
+        ("LOCALGEN_HANG_TIMEOUT", "-1"),
+        ("LOCALGEN_HANG_TIMEOUT", "nan"),
         ("LOCALGEN_RUNTIME_DIR", "here"),
         ("LOCALGEN_STATE_DIR", "./there"),
     ],

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 from rich.segment import Segment
 from scripted_client import TIMINGS, answer
+from serving import wait_until
 
 from localgen.backends import units
 from localgen.backends.terminal_text import escape_control_chars, one_line
@@ -18,6 +19,7 @@ from localgen.backends.types import Timings
 from localgen.chat import report
 from localgen.repl.live_answer import LiveAnswer
 from localgen.repl.live_rows import LiveRows
+from localgen.repl.load_progress import LoadProgressLine
 from localgen.repl.markdown import render_block, split_blocks
 
 RICH_TEXT = """# A title
@@ -323,3 +325,29 @@ def test_warnings_after_an_answer() -> None:
 )
 def test_sizes_are_formatted(size_bytes: float, text: str) -> None:
     assert units.format_size(size_bytes) == text
+
+
+def test_a_notice_is_shown_until_more_text_comes() -> None:
+    shown = console(force_terminal=True)
+    assert isinstance(shown.file, io.StringIO)
+    screen = shown.file
+    with LiveAnswer(shown, used_tokens=10, max_context=2048) as live:
+        live.show_notice("no answer of the engine for 12 s")
+        wait_until(lambda: "no answer of the engine for 12 s" in screen.getvalue())
+        live.feed("more", 1)
+        wait_until(lambda: "more" in screen.getvalue())
+        last = screen.getvalue().rindex("no answer of the engine")
+        assert "more" in screen.getvalue()[last:]
+
+
+def test_notices_of_the_client_go_where_they_are_wanted() -> None:
+    shown = console(force_terminal=True)
+    got: list[str] = []
+    line = LoadProgressLine(shown, "tiny")
+    with line.notices_to(got.append):
+        line.notify("no answer of the engine for 12 s")
+    line.notify("starting the server")
+    assert got == ["no answer of the engine for 12 s"]
+    assert isinstance(shown.file, io.StringIO)
+    assert "starting the server" in shown.file.getvalue()
+    assert "no answer" not in shown.file.getvalue()

@@ -10,6 +10,7 @@ from top_script import (
     ENDED,
     LIVE,
     ScriptedServerMonitor,
+    model,
     notifications,
     run,
     snapshot,
@@ -20,6 +21,8 @@ from top_script import (
 
 from localgen.backends.errors import ServerUnavailable
 from localgen.tui import feed
+from localgen.tui.feed import SampleReceived
+from localgen.tui.gauges.samples import ServerSample
 from localgen.tui.top.app import TopApp
 from localgen.tui.top.banner import Banner
 from localgen.tui.widgets.notice import Notice
@@ -96,3 +99,20 @@ def test_no_server_is_waited_for_and_t_looks_at_once() -> None:
             assert notifications(app) == [], "it was not lost before"
 
     asyncio.run(play())
+
+
+def test_a_silent_engine_is_named() -> None:
+    silent = snapshot(model(silent_s=12.3), status="degraded")
+    watch = ScriptedServerMonitor([silent, ServerUnavailable("gone")], [snapshot()])
+
+    async def script(pilot: Pilot[None], app: TopApp) -> None:
+        await until(pilot, lambda: app.screen.query_one(Banner).status == "LOST")
+        assert "degraded" in app.screen.query_one(Banner).facts
+        await pilot.press("t")
+        await until(pilot, lambda: app.screen.query_one(Banner).status == "LIVE")
+        assert not app.screen.query_one(Notice).display
+        app.on_sample_received(SampleReceived(ServerSample(snapshot=silent)))
+        await until(pilot, lambda: "no answer of the engine of llama-8b for 12 s" in said(app))
+        assert app.screen.query_one(Notice).display
+
+    run(script, watch, first_retry_s=LONG_S)

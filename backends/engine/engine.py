@@ -39,8 +39,8 @@ from localgen.backends.types import (
 )
 
 STATS_INTERVAL_S = 0.25
-# idle engines publish too, because statistics of the last minute change with time
-IDLE_STATS_INTERVAL_S = 15.0
+# idle engines publish too: the server takes one that sends nothing for twice as long for silent
+IDLE_STATS_INTERVAL_S = 5.0
 _CANNOT_REWIND = (
     "impossible: computed tokens cannot be removed from the KV cache "
     "(model architecture, or --no-prefix-cache)"

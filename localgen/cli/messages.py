@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 _PREFIX = "LOCALGEN_"
 # the variables that are not options of chat and run
 _OTHER_VARIABLES = (
-    *("API_KEY", "API_KEY_ENV", "CONFIG_DIR", "HISTORY", "HOST", "KEEP_ALIVE", "MAX_QUEUE"),
-    *("MEMORY_LIMIT", "MODEL", "PORT", "RUNTIME_DIR", "STATE_DIR", "URL"),
+    *("API_KEY", "API_KEY_ENV", "CONFIG_DIR", "HANG_TIMEOUT", "HISTORY", "HOST", "KEEP_ALIVE"),
+    *("MAX_QUEUE", "MEMORY_LIMIT", "MODEL", "PORT", "RUNTIME_DIR", "STATE_DIR", "URL"),
 )
 # similarity from 0 to 1; other programs and scripts may have variables of their own
 _MISSPELT = 0.8

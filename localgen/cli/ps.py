@@ -12,6 +12,7 @@ def command(json: JsonFlag = False) -> None:
     """List loaded models: size, memory in use, processor, context and time until unloading."""
     from localgen.cli import tables
     from localgen.client import Client
+    from localgen.client.responses import silence_notice
 
     with closing(Client()) as client:
         running = client.running_models()
@@ -32,3 +33,6 @@ def command(json: JsonFlag = False) -> None:
     ]
     header = ("NAME", "ID", "SIZE", "MEMORY", "PROCESSOR", "CONTEXT", "UNTIL")
     tables.print_table(header, rows)
+    for model in running:
+        if model.silent_s is not None:
+            tables.print_notice(silence_notice(model.name, model.silent_s))

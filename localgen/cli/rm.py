@@ -56,10 +56,7 @@ def _require_not_loaded(name: str) -> None:
     from localgen.client import Client
 
     with closing(Client()) as client:
-        try:
-            loaded = [running.name for running in client.running_models()]
-        except LocalgenError:
-            return  # no server, so nothing is loaded
+        loaded = [running.name for running in client.running_models()]
     if name in loaded:
         raise ModelBusy(f"{name} is loaded: localgen stop {name} unloads it")
 

@@ -138,6 +138,16 @@ def command(
             rich_help_panel=_LIMITS_PANEL,
         ),
     ] = None,
+    hang_timeout: Annotated[
+        float | None,
+        typer.Option(
+            help="Kill an engine that sends nothing for this time while it has requests, and load "
+            "the model again at the next one; 0: never (default: 60).",
+            metavar="SECONDS",
+            min=0,
+            rich_help_panel=_LIMITS_PANEL,
+        ),
+    ] = None,
 ) -> None:
     """Run the server in the foreground until Ctrl+C; the log goes to standard error.
 
@@ -152,6 +162,8 @@ def command(
     settings = ServerSettings.from_environment()
     if keep_alive is not None:
         settings = replace(settings, keep_alive_s=parse_keep_alive(keep_alive, "--keep-alive"))
+    if hang_timeout is not None:
+        settings = replace(settings, hang_timeout_s=hang_timeout or None)
     settings = replace(
         settings,
         parallel=parallel,

@@ -6,11 +6,10 @@ import contextlib
 import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import httpx
-import msgspec
 
 import localgen
 from localgen import PROTOCOL
@@ -18,8 +17,25 @@ from localgen.backends.errors import LocalgenError, ServerUnavailable
 from localgen.backends.model_info import LoadOptions, ModelInfo
 from localgen.backends.sampling_params import SamplingParams
 from localgen.client.connection import LocalConnection, ServerResponse
-from localgen.client.errors import CONNECT_TIMEOUT_S, ErrorResponse
-from localgen.client.launch import SERVER_COMMAND, start_lock, start_server, wait_for_shutdown
+from localgen.client.errors import ErrorResponse, ServerNotAnswering
+from localgen.client.launch import (
+    SERVER_COMMAND,
+    ServerKilled,
+    is_being_started,
+    read_server_pid,
+    start_lock,
+    start_server,
+    wait_for_shutdown,
+)
+from localgen.client.local_replies import (
+    Cancelled,
+    Embeddings,
+    LoadEvent,
+    ModelList,
+    RunningModels,
+    Stats,
+    Unloaded,
+)
 from localgen.client.model_client import ModelClient
 from localgen.client.request_body import GenerationRequest, OpenAICompat, encode_json
 from localgen.client.responses import Completion, Health, ModelCard, RunningModel, TextDelta
@@ -34,16 +50,22 @@ from localgen.hub.resolve import (
 
 # not below /v1
 _HEALTH_URL = "http://localgen/health"
-_HEALTH_TIMEOUT_S = CONNECT_TIMEOUT_S
+_HEALTH_TIMEOUT_S = 5.0
 # texts per request: the first embeddings arrive before the last ones are computed
 _EMBED_TEXTS = 64
+_Reply = TypeVar("_Reply")
 
 
 class Client(ModelClient):
     """The client of the local server over its Unix socket, with operations on the server itself.
 
     notify: called with a line when the user should know something. server_command: starts a server.
+
+    Methods raise BadSetting if another user could replace the socket, and ServerNotAnswering if a
+    server runs but does not answer, except for the time that an answer takes.
     """
+
+    _connection: LocalConnection
 
     def __init__(
         self,
@@ -66,20 +88,31 @@ class Client(ModelClient):
     def connect(self) -> None:
         """Start a server if none runs; restart an idle one of an older version."""
         self._settings.create_dirs()
-        health = self.health()
+        try:
+            health = self.health()
+        except ServerNotAnswering:
+            if not is_being_started(self._settings):
+                raise
+            with start_lock(self._settings, self._is_aborted):
+                health = self.health()
         if health is None:
             self._start_server()
         elif health.protocol != PROTOCOL or health.version != localgen.__version__:
             self._handle_version_mismatch(health)
 
     def health(self) -> Health | None:
-        """The server's health, ready or loading; None if none runs or it is shutting down."""
+        """The server's health, ready or loading; None if none runs or it is shutting down.
+
+        Raises ServerNotAnswering after 5 s.
+        """
         try:
             with self._connection.get(_HEALTH_URL, _HEALTH_TIMEOUT_S) as reply:
                 if isinstance(reply, ServerResponse):
                     status, body = 200, reply.http.read()
                 else:
                     status, body = reply.status, reply.body
+        except ServerNotAnswering:
+            raise
         except ServerUnavailable:
             return None
         health = self._parse_health(status, body)
@@ -101,10 +134,10 @@ class Client(ModelClient):
         if keep_alive is not None:
             body["keep_alive"] = keep_alive
         with self._open_stream("models/load", encode_json(body)) as response:
-            for event in self._events(response):
-                if "model" in event:
-                    return msgspec.convert(event["model"], ModelInfo, str_keys=True)
-                on_progress(event["progress"])
+            for event in self._events(response, LoadEvent):
+                if event.model is not None:
+                    return event.model
+                on_progress(event.progress)
         raise ServerUnavailable(
             f"the server ended while loading the model: see {self._settings.log_path}"
         )
@@ -134,8 +167,8 @@ class Client(ModelClient):
     ) -> list[list[float]]:
         body = {"model": name_for_server(model), "input": list(texts), "dimensions": dimensions}
         with self._open_stream("embeddings", encode_json(body)) as response:
-            reply = _decode_object(response.http.read())
-        return [row["embedding"] for row in reply["data"]]
+            reply = self._connection.errors.decode(response.http.read(), Embeddings)
+        return [row.embedding for row in reply.data]
 
     def models(self) -> list[ModelCard]:
         """Installed and loaded models, and aliases of them. Does not start a server."""
@@ -145,41 +178,46 @@ class Client(ModelClient):
                 ModelCard(name, str(file.path), file.size_bytes, "available", file.source)
                 for name, file in (*installed, *installed_aliases())
             ]
-        cards = self._get("models")["data"]
-        return [msgspec.convert(card | {"name": card["id"]}, ModelCard) for card in cards]
+        return self._get("models", ModelList).cards()
 
     def running_models(self) -> list[RunningModel]:
         """The loaded models; none without a server."""
         if self.health() is None:
             return []
-        return [msgspec.convert(model, RunningModel) for model in self.stats()["models"]]
+        return self._get("stats", RunningModels).models
 
     def stats(self) -> dict[str, Any]:
         """Server and models at this moment. Raises ServerUnavailable if no server runs."""
-        return self._get("stats")
+        body = self._get_body("stats")
+        self._connection.errors.decode(body, Stats)
+        return self._connection.errors.decode(body, dict[str, Any])
 
     def stream_stats(self) -> Iterator[dict[str, Any]]:
         """Yield stats() several times a second until closed, or until the server shuts down."""
         with self._connection.get("stats?stream=true", _HEALTH_TIMEOUT_S) as reply:
-            yield from self._events(self._accepted(reply))
+            yield from self._events(self._accepted(reply), dict[str, Any])
 
     def cancel(self, request_id: str) -> bool:
         """Cancel a request of any client; False if it has ended. Does not start a server."""
-        return bool(self._post(f"requests/{quote(request_id, safe='')}/cancel", {})["cancelled"])
+        path = f"requests/{quote(request_id, safe='')}/cancel"
+        return self._post(path, {}, Cancelled).cancelled
 
     def unload(self, model: str) -> bool:
         """Unload a model, even one in use; False if it was not loaded."""
         if self.health() is None:
             return False
-        return bool(self._post("models/unload", {"model": name_for_server(model)})["unloaded"])
+        return self._post("models/unload", {"model": name_for_server(model)}, Unloaded).unloaded
 
     def shutdown(self) -> bool:
         """Shut the server down and wait for its end; False if none runs."""
         if self.health() is None:
             return False
-        self._post("shutdown", {})
+        self._post("shutdown", {}, dict[str, Any])
         if not wait_for_shutdown(self._settings, self._is_aborted):
-            raise ServerUnavailable(f"the server did not exit: see {self._settings.log_path}")
+            pid = read_server_pid(self._settings)
+            raise ServerUnavailable(
+                f"the server did not exit: see {self._settings.log_path}, or `kill -9 {pid}`"
+            )
         return True
 
     def _is_aborted(self) -> bool:
@@ -187,13 +225,23 @@ class Client(ModelClient):
 
     def _start_server(self) -> None:
         def answers() -> bool:
-            return self.health() is not None
+            try:
+                return self.health() is not None
+            except ServerNotAnswering:  # it listens before it has imported what it needs
+                return False
+
+        def start() -> None:
+            start_server(self._settings, self._server_command, answers, self._is_aborted)
 
         with start_lock(self._settings, self._is_aborted):
-            if answers():
+            if self.health() is not None:
                 return  # another client was faster
             self._notify("starting the server")
-            start_server(self._settings, self._server_command, answers, self._is_aborted)
+            try:
+                start()
+            except ServerKilled as error:
+                self._notify(f"{error.message}; starting it again")
+                start()
 
     def _handle_version_mismatch(self, health: Health) -> None:
         ours = f"localgen {localgen.__version__}"
@@ -242,23 +290,26 @@ class Client(ModelClient):
         with self._connection.post(path, body) as reply:
             yield self._accepted(reply)
 
-    def _events(self, response: ServerResponse) -> Iterator[dict[str, Any]]:
+    def _events(self, response: ServerResponse, kind: type[_Reply]) -> Iterator[_Reply]:
         """The decoded events of a stream. Raises the error that one of them reports."""
+        errors = self._connection.errors
         for event in iter_sse_data(response.http.iter_bytes()):
             if event == DONE:
                 return
-            decoded = _decode_object(event)
-            if "error" in decoded:
-                raise self._connection.errors.stream_error(event)
-            yield decoded
+            if "error" in errors.decode(event, dict[str, Any]):
+                raise errors.stream_error(event)
+            yield errors.decode(event, kind)
 
-    def _get(self, path: str) -> dict[str, Any]:
+    def _get(self, path: str, kind: type[_Reply]) -> _Reply:
+        return self._connection.errors.decode(self._get_body(path), kind)
+
+    def _get_body(self, path: str) -> bytes:
         with self._connection.get(path, None) as reply:
-            return _decode_object(self._accepted(reply).http.read())
+            return self._accepted(reply).http.read()
 
-    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    def _post(self, path: str, body: dict[str, Any], kind: type[_Reply]) -> _Reply:
         with self._open_once(path, encode_json(body)) as response:
-            return _decode_object(response.http.read())
+            return self._connection.errors.decode(response.http.read(), kind)
 
     def _accepted(self, reply: ServerResponse | ErrorResponse) -> ServerResponse:
         if isinstance(reply, ErrorResponse):
@@ -267,18 +318,9 @@ class Client(ModelClient):
 
     def _parse_health(self, status: int, body: bytes) -> Health:
         """Parse the reply of /health: 200, or 503 from a server that is not ready."""
-        try:
-            reply = _decode_object(body)
-            if status in (200, 503) and "status" in reply:
-                # protocol: the first versions did not report it
-                return msgspec.convert({"protocol": 0} | reply, Health)
-        except msgspec.MsgspecError:
-            pass
-        raise self._connection.errors.refusal(ErrorResponse(status, body))
-
-
-def _decode_object(body: bytes) -> dict[str, Any]:
-    return msgspec.json.decode(body, type=dict[str, Any])
+        if status not in (200, 503):
+            raise self._connection.errors.refusal(ErrorResponse(status, body))
+        return self._connection.errors.decode(body, Health)
 
 
 def _load_options_body(options: LoadOptions) -> dict[str, Any]:

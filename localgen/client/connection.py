@@ -22,6 +22,7 @@ from localgen.client.errors import (
     ErrorResponse,
     LocalErrors,
     ServerErrors,
+    is_backlog_full,
 )
 from localgen.client.sockets import AbortableSockets
 from localgen.config import BadSetting, ServerSettings
@@ -30,6 +31,9 @@ from localgen.config import BadSetting, ServerSettings
 MAX_RETRY_AFTER_S = 60.0
 MAX_RETRIES = 3
 _MAX_ERROR_BYTES = 1 << 16
+# how long to knock at a local server whose queue of connections is full
+_BACKLOG_TIMEOUT_S = 5.0
+_BACKLOG_POLL_S = 0.05
 # an answer takes as long as it takes
 _TIMEOUT = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
 
@@ -109,7 +113,7 @@ class Connection(ABC):
         try:
             while True:
                 sent_s = time.monotonic()
-                response = self._http.send(request, stream=True)
+                response = self._send_once(request)
                 with contextlib.closing(response):
                     if response.status_code == 200:
                         yield ServerResponse(response, sent_s, tuple(waits))
@@ -123,23 +127,42 @@ class Connection(ABC):
         except httpx.HTTPError as error:
             raise self.errors.connection_error(error) from error
 
+    def _send_once(self, request: httpx.Request) -> httpx.Response:
+        return self._http.send(request, stream=True)
+
     def _wait_before_retry(self, refusal: ErrorResponse, num_retries: int) -> str | None:
         """Wait if the request should be sent again. Returns a note on the wait, or None."""
         return None
 
 
 class LocalConnection(Connection):
-    """Connections to the local server's Unix socket."""
+    """Connections to the local server's Unix socket.
+
+    Requests raise BadSetting if another user could replace the socket.
+    """
+
+    errors: LocalErrors
 
     def __init__(self, settings: ServerSettings) -> None:
-        self._socket_path = str(settings.socket_path)
+        self._settings = settings
         self._session_id = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
         super().__init__(LocalErrors(settings))
+
+    def _send_once(self, request: httpx.Request) -> httpx.Response:
+        self._settings.require_safe_runtime_dir()
+        deadline = time.monotonic() + _BACKLOG_TIMEOUT_S
+        while True:
+            try:
+                return super()._send_once(request)
+            except httpx.ConnectError as error:
+                if not is_backlog_full(error) or time.monotonic() > deadline or self.is_aborted:
+                    raise
+            self._sockets.sleep(_BACKLOG_POLL_S)
 
     def _create_http_client(self) -> httpx.Client:
         return httpx.Client(
             base_url="http://localgen/v1",
-            transport=httpx.HTTPTransport(uds=self._socket_path),
+            transport=httpx.HTTPTransport(uds=str(self._settings.socket_path)),
             timeout=_TIMEOUT,
             headers={"X-Localgen-Session": self._session_id},
             event_hooks={"request": [self._sockets.track_request]},

@@ -7,7 +7,7 @@ import ssl
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from urllib.request import getproxies
 
 import httpx
@@ -22,6 +22,8 @@ from localgen.backends.errors import (
     error_from_code,
 )
 from localgen.client.endpoints import Endpoint
+from localgen.client.launch import read_server_pid
+from localgen.client.local_replies import ErrorReply
 from localgen.config import ServerSettings
 from localgen.hub.hf_client import AccessDenied
 
@@ -29,6 +31,15 @@ CONNECT_TIMEOUT_S = 10.0
 LIST_TIMEOUT_S = 30.0
 _MAX_MESSAGE_CHARS = 400
 _MAX_LISTED_NAMES = 20
+_Reply = TypeVar("_Reply")
+
+
+class NoServer(ServerUnavailable):
+    """No local server runs."""
+
+
+class ServerNotAnswering(ServerUnavailable):
+    """The local server runs, but does not answer: it is stopped, or hangs."""
 
 
 class EndpointUnavailable(LocalgenError):
@@ -101,21 +112,51 @@ class LocalErrors(ServerErrors):
         self._settings = settings
 
     def connection_error(self, error: httpx.HTTPError) -> LocalgenError:
+        if isinstance(error, httpx.TimeoutException) or is_backlog_full(error):
+            return self._not_answering()
         if isinstance(error, httpx.ConnectError):
-            return ServerUnavailable(f"no server answers on {self._settings.socket_path}")
+            return NoServer(f"no server answers on {self._settings.socket_path}")
         return ServerUnavailable(
             f"the server stopped while answering: see {self._settings.log_path}"
+        )
+
+    def _not_answering(self) -> LocalgenError:
+        pid = read_server_pid(self._settings)
+        if pid is None:
+            return ServerNotAnswering(
+                f"what listens on {self._settings.socket_path} does not answer: end it, or set "
+                "LOCALGEN_RUNTIME_DIR to another folder"
+            )
+        return ServerNotAnswering(
+            f"the server (process {pid}) does not answer: `kill -CONT {pid}` if it was stopped, "
+            f"or `kill -9 {pid}`"
         )
 
     def refusal(self, response: ErrorResponse) -> LocalgenError:
         try:
             return self.stream_error(response.body)
-        except (msgspec.DecodeError, KeyError, TypeError):
+        except ServerUnavailable:
             return ServerUnavailable(f"the server answered with status {response.status}")
 
     def stream_error(self, event: bytes) -> LocalgenError:
-        error = msgspec.json.decode(event)["error"]
-        return error_from_code(error["code"], error["message"], error["param"])
+        error = self.decode(event, ErrorReply).error
+        return error_from_code(error.code, error.message, error.param)
+
+    def decode(self, body: bytes, kind: type[_Reply]) -> _Reply:
+        """Decode a reply. Raises ServerUnavailable if it is not of this kind."""
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ServerUnavailable(
+                f"what answers on {self._settings.socket_path} is not a server of this version of "
+                f"localgen ({error}): end it, or set LOCALGEN_RUNTIME_DIR to another folder"
+            ) from error
+
+
+def is_backlog_full(error: httpx.HTTPError) -> bool:
+    """True if a socket has more connections waiting than its server wanted to keep."""
+    is_connecting = isinstance(error, httpx.ConnectError)
+    return is_connecting and any(isinstance(e, BlockingIOError) for e in _exception_chain(error))
 
 
 class EndpointErrors(ServerErrors):

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,13 +24,17 @@ _LOG_LINE_BYTES = 4096
 Predicate = Callable[[], bool]
 
 
+class ServerKilled(ServerUnavailable):
+    """A signal ended the server while it started."""
+
+
 def start_server(
     settings: ServerSettings, command: Sequence[str], is_ready: Predicate, is_aborted: Predicate
 ) -> None:
     """Start a server that outlives the client, and wait until it answers.
 
-    Raises ServerUnavailable with the reason if it does not start, or if the client is aborted; then
-    the server keeps running.
+    Raises ServerUnavailable with the reason if it does not start (ServerKilled: a signal ended it),
+    or if the client is aborted; then the server keeps running.
     """
     environment = python_environment() | settings.to_environment()
     # the client's default, not that of other clients
@@ -51,6 +56,11 @@ def start_server(
         has_ended = process.poll() is not None
         if is_ready():  # it may have exited because another server was faster
             return True
+        if process.returncode is not None and process.returncode < 0:
+            name = signal.Signals(-process.returncode).name
+            raise ServerKilled(
+                f"the server was killed by {name} while it started: see {settings.log_path}"
+            )
         if has_ended:
             raise ServerUnavailable(
                 f"the server did not start: {_failure_reason(settings, log_bytes)}"
@@ -72,6 +82,22 @@ def start_lock(settings: ServerSettings, is_aborted: Predicate) -> Iterator[None
         if not _wait_until(lambda: _try_lock(lock.fileno()), _START_TIMEOUT_S, is_aborted):
             raise ServerUnavailable("another client has been starting the server for too long")
         yield
+
+
+def is_being_started(settings: ServerSettings) -> bool:
+    """True if a client holds the lock for starting a server."""
+    with open(settings.start_lock_path, "a") as lock:
+        return not _try_lock(lock.fileno())
+
+
+def read_server_pid(settings: ServerSettings) -> int | None:
+    """Process id of the server that holds its lock; None if none does."""
+    try:
+        with open(settings.server_lock_path, "r+") as lock:
+            owner = lock.read(32).strip()
+            return int(owner) if owner.isdecimal() and not _try_lock(lock.fileno()) else None
+    except OSError:
+        return None
 
 
 def wait_for_shutdown(settings: ServerSettings, is_aborted: Predicate) -> bool:

@@ -84,8 +84,11 @@ class ModelClient(ABC):
         self, request: GenerationRequest
     ) -> Generator[TextDelta | Completion, None, None]:
         with self._open(request) as response:
-            for part in read_completion(response, self._connection.errors):
+            for part in read_completion(response, self._connection.errors, self._on_silence):
                 yield self._annotated(part, request) if isinstance(part, Completion) else part
+
+    def _on_silence(self, silent_s: float) -> None:
+        self._notify(f"no answer of the engine for {silent_s:.0f} s; Ctrl+C stops")
 
     @abstractmethod
     def _open(self, request: GenerationRequest) -> AbstractContextManager[ServerResponse]:

@@ -69,7 +69,8 @@ class RunningModel:
     """A loaded model. draft: its draft model, if any. pid: of its engine process.
 
     size_bytes: of the weights. memory_bytes: RAM and GPU memory that the engine process takes now.
-    until_s: seconds until it is unloaded if it stays idle; None: never.
+    until_s: seconds until it is unloaded if it stays idle; None: never. silent_s: how long its
+    engine has sent nothing, although it should; None: it answers.
     """
 
     name: str
@@ -82,14 +83,26 @@ class RunningModel:
     draft: str = ""
     pid: int = 0
     memory_bytes: int = 0
+    silent_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """A server's health. protocol: version of the API between client and server."""
+    """A server's health. protocol: version of the API between client and server.
+
+    The first versions did not report it.
+    """
 
     status: str
     version: str
-    protocol: int
     pid: int
     active_requests: int
+    protocol: int = 0
+
+
+def silence_notice(model: str, silent_s: float) -> str:
+    """What the user should know about a model whose engine sends nothing."""
+    return (
+        f"no answer of the engine of {model} for {silent_s:.0f} s: a long step, or it hangs; "
+        f"localgen stop {model} ends it"
+    )

@@ -48,7 +48,8 @@ class ModelSnapshot:
     path: of its file; empty if the server does not report it. kv_usage: share of the KV cache that
     running requests use. kv_tokens, kv_used, kv_cached, kv_free: tokens. memory_bytes: RAM and GPU
     memory of the engine process. until_s: seconds until it is unloaded if it stays idle; None also
-    means never. threads: that compute now; threads_max: when no other process needs a core.
+    means never. silent_s: how long its engine has sent nothing, although it should; None: it
+    answers. threads: that compute now; threads_max: when no other process needs a core.
     """
 
     name: str
@@ -65,6 +66,7 @@ class ModelSnapshot:
     gpu_bytes: int | None = None
     memory_bytes: int | None = None
     until_s: float | None = None
+    silent_s: float | None = None
     running: int | None = None
     waiting: int | None = None
     threads: int | None = None
@@ -130,6 +132,7 @@ class _ModelStats:
     memory_bytes: int | None = None
     size_bytes: int | None = None
     until_s: float | None = None
+    silent_s: float | None = None
     processor: str = ""
     ctx: int = 0
     info: _ModelInfoStats | None = None
@@ -195,6 +198,7 @@ def _model_snapshot(reported: _ModelStats) -> ModelSnapshot:
         gpu_bytes=reported.gpu_bytes,
         memory_bytes=reported.memory_bytes or None,
         until_s=reported.until_s,
+        silent_s=reported.silent_s,
         read_cost=reported.read,
     )
     return model if reported.stats is None else _with_stats(model, reported.stats)

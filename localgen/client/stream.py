@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,10 +16,13 @@ from localgen.client.errors import ServerErrors
 from localgen.client.responses import Completion, TextDelta
 
 DONE = b"[DONE]"
+_SILENCE = re.compile(rb": engine silent for (\d{1,9}) s$")
 
 
-def iter_sse_data(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the data of each event; comments and other fields are ignored.
+def iter_sse_data(
+    chunks: Iterable[bytes], on_comment: Callable[[bytes], None] = lambda line: None
+) -> Iterator[bytes]:
+    """Yield the data of each event; other fields are ignored. on_comment: called with each comment.
 
     Only LF and CRLF end a line: text may contain other line breaks. An event without its blank
     line was cut off and is dropped, except for a final DONE.
@@ -26,6 +31,8 @@ def iter_sse_data(chunks: Iterable[bytes]) -> Iterator[bytes]:
     for line in _iter_lines(chunks):
         if line.startswith(b"data:"):
             parts.append(line[5:].removeprefix(b" "))
+        elif line.startswith(b":"):
+            on_comment(line)
         if parts and (not line or parts == [DONE]):
             yield b"\n".join(parts)
             parts = []
@@ -42,10 +49,11 @@ def _iter_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def read_completion(
-    response: ServerResponse, errors: ServerErrors
+    response: ServerResponse, errors: ServerErrors, on_silence: Callable[[float], None]
 ) -> Iterator[TextDelta | Completion]:
     """Yield the text of a response as it arrives, then one Completion.
 
+    on_silence: called when a localgen server reports how many seconds its engine has sent nothing.
     Raises an error if the server reports one, or if the response ends early or is malformed.
     """
     chunks = TimedChunks(response.http.iter_bytes())
@@ -54,9 +62,14 @@ def read_completion(
         case "application/json":  # the server does not stream
             return parser.parse(iter((b"".join(chunks), DONE)))
         case "text/event-stream" | "":
-            return parser.parse(iter_sse_data(chunks))
+            return parser.parse(iter_sse_data(chunks, partial(_read_comment, on_silence)))
         case media_type:
             raise errors.not_openai(media_type)
+
+
+def _read_comment(on_silence: Callable[[float], None], line: bytes) -> None:
+    if found := _SILENCE.match(line):
+        on_silence(float(found[1]))
 
 
 class _Function(msgspec.Struct):
@@ -225,11 +238,7 @@ class CompletionStreamParser:
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=cached,
             completion_tokens=self._completion_tokens,
-            timings=(
-                msgspec.convert(self._timings, Timings)
-                if is_localgen
-                else self._client_timings(cached)
-            ),
+            timings=(self._server_timings() if is_localgen else self._client_timings(cached)),
             ctx=served.ctx,
             seed=served.seed,
             stop=served.stop,
@@ -237,6 +246,12 @@ class CompletionStreamParser:
             estimated=usage.completion_tokens is None,
             client_measured=not is_localgen,
         )
+
+    def _server_timings(self) -> Timings:
+        try:
+            return msgspec.convert(self._timings, Timings)
+        except msgspec.MsgspecError as error:
+            raise self._errors.malformed_event(b"timings", error) from error
 
     @property
     def _completion_tokens(self) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from localgen import __version__
 from localgen.backends.errors import LocalgenError
-from localgen.config import ServerSettings
+from localgen.config import BadSetting, ServerSettings
 from localgen.doctor.findings import Finding, collect_findings
 from localgen.machine import system_info
 from localgen.machine.busy_processes import BusyProgram, busy_programs
@@ -58,6 +58,7 @@ def run_checkup(settings: ServerSettings, client: Client) -> Checkup:
     machine, llama = system_info.read_system_info(), probe_llamacpp()
     no_cuda = detect_hardware().cuda_unavailable_reason
     models, wrong = _list_models()
+    server, unreachable = _server_state(client)
     return Checkup(
         version=__version__,
         python=f"{platform.python_implementation()} {platform.python_version()}",
@@ -69,9 +70,14 @@ def run_checkup(settings: ServerSettings, client: Client) -> Checkup:
         socket=str(settings.socket_path),
         log=str(settings.log_path),
         state=str(settings.state_dir),
-        server=_server_state(client),
+        server=server,
         models=models,
-        findings=(*_folder_findings(settings), *wrong, *collect_findings(machine, llama, no_cuda)),
+        findings=(
+            *_folder_findings(settings),
+            *unreachable,
+            *wrong,
+            *collect_findings(machine, llama, no_cuda),
+        ),
     )
 
 
@@ -115,11 +121,14 @@ def _list_models() -> tuple[tuple[str, ...], list[Finding]]:
     return found, [] if found else [Finding("no model found", "use a path to a .gguf file")]
 
 
-def _server_state(client: Client) -> str:
+def _server_state(client: Client) -> tuple[str, list[Finding]]:
     try:
         health = client.health()
+    except BadSetting:  # _folder_findings reports it
+        return "not asked: its folder is not safe", []
     except LocalgenError as error:
-        return error.message
+        return "no valid answer", [Finding(error.message, "then run localgen doctor again")]
     if health is None:
-        return "not running; the first chat or run starts it"
-    return f"version {health.version}, process {health.pid}, {health.active_requests} requests"
+        return "not running; the first chat or run starts it", []
+    state = f"version {health.version}, process {health.pid}, {health.active_requests} requests"
+    return state, []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from localgen.backends.errors import ServerUnavailable
 from localgen.backends.model_info import LoadOptions, MemoryUsage
 
 
@@ -56,7 +57,20 @@ def _sum(*parts: int | None) -> int | None:
 
 
 def find_loaded(stats: dict[str, Any], path: str | None) -> LoadedUsage | None:
-    """Find the model with this path in the server's stats. Returns None if it is not loaded."""
+    """Find the model with this path in the server's stats. Returns None if it is not loaded.
+
+    Raises ServerUnavailable if a server of another version reports other values.
+    """
+    try:
+        return _find_loaded(stats, path)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ServerUnavailable(
+            f"cannot read the server's statistics ({type(error).__name__}: {error}): restart it "
+            "with localgen stop"
+        ) from error
+
+
+def _find_loaded(stats: dict[str, Any], path: str | None) -> LoadedUsage | None:
     for model in stats["models"]:
         info = model.get("info")
         if path is None or model["path"] != path or info is None:

@@ -10,7 +10,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.text import Text
 
-from localgen.backends.terminal_text import escape_control_chars
+from localgen.backends.terminal_text import escape_control_chars, one_line
 from localgen.chat import report
 from localgen.repl.live_rows import LiveRows, Row
 from localgen.repl.markdown import render_block, split_blocks
@@ -49,6 +49,7 @@ class LiveAnswer:
         self._reasoning = ""
         self._unfinished_text = ""
         self._printed_any = False
+        self._notice = ""
         self._tokens = 0
         self._estimated = False
         self._started_s = time.monotonic()
@@ -65,7 +66,12 @@ class LiveAnswer:
             self._ttft_s = time.monotonic() - self._started_s
         self._tokens = num_tokens
         self._estimated = estimated
+        self._notice = ""
         self._unprinted.append((reasoning, text))
+
+    def show_notice(self, message: str) -> None:
+        """Show a message in the live part until more text comes."""
+        self._notice = message
 
     def figures(self) -> report.LiveFigures:
         """TTFT, tokens, rate and context usage so far."""
@@ -147,10 +153,12 @@ class LiveAnswer:
         rows = self._render_thought(self._reasoning) if self._reasoning else []
         rows += render_block(self._console, self._unfinished_text)
         # rows beyond the screen height would be pushed into the scrollback at every repaint
-        fitting = rows[-max(1, self._console.size.height - _RESERVED_ROWS) :]
+        reserved = _RESERVED_ROWS + bool(self._notice)
+        fitting = rows[-max(1, self._console.size.height - reserved) :]
         has_gap = rows and self._printed_any and not self._reasoning
         gap: list[Row] = [[]] if has_gap else []
-        if not self._shows_figures:
-            return [*gap, *fitting]
-        stats = Text(report.live_stats_line(self.figures()), style="dim", no_wrap=True)
-        return [*gap, *fitting, *self._console.render_lines(stats, pad=False)]
+        stats = report.live_stats_line(self.figures()) if self._shows_figures else ""
+        below = [(one_line(self._notice), "yellow"), (stats, "dim")]
+        lines = [Text(text, style=style, no_wrap=True) for text, style in below if text]
+        status = [row for line in lines for row in self._console.render_lines(line, pad=False)]
+        return [*gap, *fitting, *status]

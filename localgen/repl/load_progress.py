@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 from rich.console import Console
@@ -26,12 +28,24 @@ class LoadProgressLine:
         self._status = Status(_dim(f"loading {name}"), console=console)
         self._is_terminal = console.is_terminal
         self._started_s: float | None = None  # of the first update()
+        self._show: Callable[[str], None] | None = None
         self.has_loaded = False
 
     def notify(self, message: str) -> None:
         """Print a lasting notice, for example that the server was started."""
-        if self._is_terminal:
+        if self._show is not None:
+            self._show(message)
+        elif self._is_terminal:
             self.console.print(_dim(message))
+
+    @contextlib.contextmanager
+    def notices_to(self, show: Callable[[str], None]) -> Iterator[None]:
+        """Within the block, pass notices to `show` instead of printing them."""
+        self._show = show
+        try:
+            yield
+        finally:
+            self._show = None
 
     def update(self, fraction: float) -> None:
         """Show the fraction of the weights that is loaded, 0 to 1, and the seconds so far.

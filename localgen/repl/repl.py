@@ -59,7 +59,8 @@ class Repl:
     """The chat loop of a session on a console.
 
     read_line: reads the next line with the given prompt; raises EOFError to leave and
-    KeyboardInterrupt at Ctrl+C. recorder: stores the conversation; None: it is not stored.
+    KeyboardInterrupt at Ctrl+C. recorder: stores the conversation; None: it is not stored. notices:
+    where the client's notices go, which are shown below an answer while it streams.
     """
 
     def __init__(
@@ -68,11 +69,13 @@ class Repl:
         console: Console,
         read_line: Callable[[str], str],
         recorder: SessionRecorder | None = None,
+        notices: LoadProgressLine | None = None,
     ) -> None:
         self.session = session
         self.console = console
         self.read_line = read_line
         self.recorder = recorder
+        self.notices = notices or LoadProgressLine(console, "")
 
     def run(self) -> None:
         """Read and handle lines until the user leaves."""
@@ -192,7 +195,7 @@ class Repl:
             shows_figures=self.session.options.figures,
         )
         try:
-            with shown, closing(stream):
+            with shown, self.notices.notices_to(shown.show_notice), closing(stream):
                 for event in stream:
                     match event:
                         case TextDelta(text, tokens, reasoning):
@@ -320,7 +323,7 @@ def start_chat(
             console.print(Text(one_line(storage.warning), style="yellow"))
         recorder = storage.recorder(session)
         read_line = _create_line_reader(session, console, keeps_prompts=storage.keeps_history)
-        Repl(session, console, read_line, recorder).run()
+        Repl(session, console, read_line, recorder, progress_line).run()
 
 
 def _create_line_reader(

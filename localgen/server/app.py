@@ -241,7 +241,7 @@ def _add_server_routes(
     async def health(http: HttpRequest) -> Response:
         # open without a key: remote clients get the status only
         health_report = state.health() if is_local_request(http.scope) else {"status": state.status}
-        if state.status == "ok":
+        if state.is_ready:
             return _json_response(health_report)
         headers = {"Retry-After": "1"}
         return Response(encode_json(health_report), 503, headers, "application/json")

@@ -20,6 +20,7 @@ from localgen.server import serving
 from localgen.server.app import create_app
 from localgen.server.http.access import AccessPolicy
 from localgen.server.models.engine_process import EngineCommand, EngineProcess
+from localgen.server.models.engine_watch import EngineWatch
 from localgen.server.models.manager import ModelManager
 from localgen.server.models.preload import Preload
 from localgen.server.requests.caller import LOCAL_CLIENT
@@ -77,19 +78,28 @@ def serve(
         signal.signal(number, lambda *_: None)
     manager = ModelManager(settings, engine_command=engine_command, spare=spare)
     server = _UvicornServer(settings, access, manager, model)
-    asyncio.run(_serve(server, manager, sockets, idle_exit))
+    engine_watch = EngineWatch(lambda: manager.residents, settings.hang_timeout_s)
+    asyncio.run(_serve(server, manager, sockets, engine_watch, idle_exit))
     server.preload.raise_if_failed()
 
 
 async def _serve(
-    server: _UvicornServer, manager: ModelManager, sockets: list[socket.socket], idle_exit: bool
+    server: _UvicornServer,
+    manager: ModelManager,
+    sockets: list[socket.socket],
+    engine_watch: EngineWatch,
+    idle_exit: bool,
 ) -> None:
-    watch = asyncio.create_task(server.watch_idle(idle_exit))
+    watches = [
+        asyncio.create_task(server.watch_idle(idle_exit)),
+        asyncio.create_task(engine_watch.run()),
+    ]
     server.preload.start()
     try:
         await server.serve(sockets=sockets)
     finally:
-        watch.cancel()
+        for watch in watches:
+            watch.cancel()
         await manager.close()
 
 

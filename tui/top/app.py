@@ -10,6 +10,8 @@ from textual.reactive import var
 
 from localgen.backends.errors import LocalgenError
 from localgen.backends.terminal_text import one_line
+from localgen.client.responses import silence_notice
+from localgen.client.snapshot import ServerSnapshot
 from localgen.tui.base_app import BaseApp
 from localgen.tui.feed import FIRST_RETRY_S, SampleFeed, SampleReceived, ServerLost, ServerMonitor
 from localgen.tui.gauges.samples import ServerSample
@@ -86,7 +88,15 @@ class TopApp(BaseApp):
             self.notify("The server is back.", timeout=4)
         if not self._is_paused:
             self.sample = message.sample
-        self._dashboard.show_status("PAUSED" if self._is_paused else "LIVE")
+        self._show_live(message.sample.snapshot)
+
+    def _show_live(self, snapshot: ServerSnapshot) -> None:
+        notices = [
+            silence_notice(model.name, model.silent_s)
+            for model in snapshot.models
+            if model.silent_s is not None
+        ]
+        self._dashboard.show_status("PAUSED" if self._is_paused else "LIVE", "; ".join(notices))
 
     def on_server_lost(self, message: ServerLost) -> None:
         """Show the error and when the feed retries."""
@@ -101,7 +111,7 @@ class TopApp(BaseApp):
         """Pause or resume updates of the screen."""
         self._is_paused = not self._is_paused
         if not self._is_lost:
-            self._dashboard.show_status("PAUSED" if self._is_paused else "LIVE")
+            self._show_live(self.sample.snapshot)
 
     def action_retry(self) -> None:
         self._feed.retry()

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from localgen.backends.engine import wire
 from localgen.backends.errors import (
@@ -29,7 +30,15 @@ from localgen.backends.types import (
 )
 from localgen.server.models.engine_process import EngineLogPipe, EngineProcess, describe_exit_status
 
-RequestEvent = Delta | Finished | Failed
+
+@dataclass(frozen=True, slots=True)
+class EngineSilent:
+    """The engine has sent nothing for so long; no end of a request."""
+
+    silent_s: float
+
+
+RequestEvent = Delta | Finished | Failed | EngineSilent
 
 # after the socket closes, streams wait this long for the exit status of the process
 _EXIT_STATUS_TIMEOUT_S = 0.3
@@ -43,16 +52,30 @@ class LoadCrashed(LoadFailed):
     """The engine process crashed in native code while loading the model."""
 
 
+@dataclass(slots=True)
+class Silence:
+    """How long a loaded engine has sent nothing, as EngineWatch counts it.
+
+    hung_s: the part of it with unfinished requests, the time in which it computes counted less.
+    cpu_s: its CPU time when it was last checked; None: it was not silent then.
+    """
+
+    silent_s: float = 0.0
+    hung_s: float = 0.0
+    cpu_s: float | None = None
+
+
 class RequestStream:
     """Ordered events of one or more requests. The last event of each is Finished or Failed."""
 
-    __slots__ = ("_engine", "_events", "_has_events", "_request_ids")
+    __slots__ = ("_announced_s", "_engine", "_events", "_has_events", "_request_ids")
 
     def __init__(self, engine: EngineClient, request_ids: Sequence[str]) -> None:
         self._engine = engine
         self._request_ids = request_ids
         self._events: list[RequestEvent] = []
         self._has_events = asyncio.Event()
+        self._announced_s = 0.0
 
     def put(self, event: RequestEvent) -> None:
         self._events.append(event)
@@ -64,6 +87,12 @@ class RequestStream:
         self._has_events.clear()
         events, self._events = self._events, []
         return events
+
+    def announce_silence(self, silent_s: float) -> None:
+        """Put an EngineSilent each time that the silence has doubled."""
+        if silent_s >= 2 * self._announced_s:
+            self._announced_s = silent_s
+            self.put(EngineSilent(silent_s))
 
     def abort(self) -> None:
         """Cancel the unfinished requests; no event follows."""
@@ -85,6 +114,7 @@ class EngineClient(asyncio.Protocol):
     def __init__(self, process: EngineProcess, name: str, on_death: Callable[[], None]) -> None:
         self.stats: EngineStats | None = None
         self.progress = 0.0
+        self.silence = Silence()
         self._process = process
         self._name, self._path = name, name
         self._on_death = on_death
@@ -101,6 +131,11 @@ class EngineClient(asyncio.Protocol):
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def has_requests(self) -> bool:
+        """True if any generation or embedding request is unfinished."""
+        return bool(self._streams or self._pending_embeddings)
 
     async def load(self, request: ModelLoadRequest) -> ModelInfo:
         """Load the model, updating `progress`. Raises the error that the engine reports."""
@@ -185,6 +220,23 @@ class EngineClient(asyncio.Protocol):
             self._send(wire.Cancel(request_id))
             self._fail_embedding(Failed(request_id, code, message))
 
+    def announce_silence(self) -> None:
+        """Tell the streams how long the engine has sent nothing."""
+        for stream in dict.fromkeys(self._streams.values()):
+            stream.announce_silence(self.silence.silent_s)
+
+    async def kill(self, reason: str) -> None:
+        """Kill the process of a loaded model; its requests fail with this reason."""
+        if self._end_reason is not None:
+            return
+        self._end_reason = reason
+        _log.error("%s", reason)
+        self._process.kill()
+        self._on_death()
+        # whoever is told may send the request again, and then its memory must be free
+        await self._process.wait(_EXIT_TIMEOUT_S)
+        await self.stop(reason)
+
     async def stop(self, reason: str) -> None:
         """Stop the process and wait for its exit, so that its memory is free."""
         if self._end_reason is None:
@@ -200,13 +252,14 @@ class EngineClient(asyncio.Protocol):
             await self._output.wait_closed(_EXIT_TIMEOUT_S)
 
     def data_received(self, received: bytes) -> None:
+        self.silence = Silence()
         try:
             for message in self._decoder.feed(received):
                 self._handle_message(message)
         except Exception as error:  # an engine that sends invalid messages is unusable
             _log.exception("%s: bad message from the engine", self._name)
             self._mark_dead(f"the engine of {self._name} sent an invalid message: {error}")
-            self._process.process.kill()
+            self._process.kill()
 
     def connection_lost(self, error: Exception | None) -> None:
         unexpected = self._end_reason is None

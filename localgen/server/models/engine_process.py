@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import subprocess
@@ -83,11 +84,16 @@ class EngineProcess:
         status = await self.wait(timeout_s)
         if status is not None:
             return status
-        self.process.kill()
+        self.kill()
         # releasing the memory of a killed process may take a while
         while (status := await self.wait(1.0)) is None:
             _log.warning("engine process %d was killed but has not exited yet", self.pid)
         return status
+
+    def kill(self) -> None:
+        """Kill the process and those that it started, which may be stopped or hang as well."""
+        if self.is_running():
+            os.killpg(self.pid, signal.SIGKILL)
 
 
 class EngineStarter:

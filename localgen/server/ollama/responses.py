@@ -39,6 +39,9 @@ class NdjsonFraming:
     def encode_event(self, value: object) -> bytes:
         return encode_json(value) + b"\n"
 
+    def encode_comment(self, text: str) -> bytes:
+        return b""
+
     def encode_error(self, code: str, message: str, param: str | None = None) -> bytes:
         return self.encode_event(ollama_error_body(message))
 

@@ -31,6 +31,9 @@ class SseFraming:
     def encode_event(self, value: object) -> bytes:
         return b"data: " + encode_json(value) + b"\n\n"
 
+    def encode_comment(self, text: str) -> bytes:
+        return f": {text}\n\n".encode()
+
     def encode_error(self, code: str, message: str, param: str | None = None) -> bytes:
         return self.encode_event(openai_error_body(code, message, param))
 

@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 from localgen.backends.errors import LocalgenError, TimedOut, error_from_code
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import Delta, Failed, Finished, Request
-from localgen.server.models.engine_client import RequestEvent, RequestStream
+from localgen.server.models.engine_client import EngineSilent, RequestEvent, RequestStream
 from localgen.server.models.manager import ModelManager
 from localgen.server.models.resident import KeepAlive
 from localgen.server.requests.choices import FinishedChoice, merge_finished
@@ -173,7 +173,10 @@ class GenerationResponse(Response):
         return [event for index in self._index.values() for event in serializer.choice_start(index)]
 
     def _encode_event(self, event: RequestEvent, serializer: ResponseSerializer) -> bytes:
-        framing, index = serializer.framing, self._index[event.request_id]
+        framing = serializer.framing
+        if isinstance(event, EngineSilent):
+            return framing.encode_comment(f"engine silent for {event.silent_s:.0f} s")
+        index = self._index[event.request_id]
         match event:
             case Delta():
                 return b"".join(map(framing.encode_event, serializer.choice_delta(index, event)))

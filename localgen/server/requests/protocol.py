@@ -46,6 +46,9 @@ class Framing(Protocol):
     def encode_event(self, value: object) -> bytes:
         """Encode one event."""
 
+    def encode_comment(self, text: str) -> bytes:
+        """Encode a line that clients ignore unless they know it; empty if there are none."""
+
     def encode_error(self, code: str, message: str, param: str | None = None) -> bytes:
         """Encode the last event of a stream that ends with an error."""
 

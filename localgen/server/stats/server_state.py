@@ -18,6 +18,7 @@ from localgen.backends.model_info import ModelInfo
 from localgen.config import ServerSettings
 from localgen.hub.resolve import installed_aliases, installed_models, resolve_model
 from localgen.machine.gpus import process_gpu_bytes
+from localgen.server.models.engine_watch import is_silent
 from localgen.server.models.manager import ModelManager
 from localgen.server.models.resident import ResidentModel, model_id
 from localgen.server.stats.machine_watch import MachineWatch
@@ -49,10 +50,20 @@ class ServerState:
 
     @property
     def status(self) -> str:
-        """`ok`, `loading` while the startup model loads, or `stopping`."""
+        """`ok`, `degraded` (an engine is silent), `loading` (the startup model), `stopping`."""
         if self._manager.is_closing:
             return "stopping"
-        return "loading" if self._is_preloading() else "ok"
+        if self._is_preloading():
+            return "loading"
+        return "degraded" if self._silent_models() else "ok"
+
+    @property
+    def is_ready(self) -> bool:
+        """True if it accepts requests. One to a silent engine waits until that is replaced."""
+        return self.status in ("ok", "degraded")
+
+    def _silent_models(self) -> list[str]:
+        return [model.file.name for model in self._manager.residents if is_silent(model)]
 
     def health(self) -> dict[str, Any]:
         return {
@@ -61,6 +72,7 @@ class ServerState:
             "protocol": PROTOCOL,
             "pid": os.getpid(),
             "active_requests": self._manager.active_requests,
+            "silent_models": self._silent_models(),
         }
 
     def list_models(self) -> list[dict[str, Any]]:
@@ -116,6 +128,7 @@ class ServerState:
             "path": str(resident.file.path),
             "state": resident.state,
             "progress": 1.0 if info else resident.engine.progress,
+            "silent_s": resident.engine.silence.silent_s if is_silent(resident) else None,
             "pid": pid,
             "rss_bytes": rss_bytes,
             "gpu_bytes": gpu_bytes,
