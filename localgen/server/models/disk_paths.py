@@ -8,8 +8,8 @@ from dataclasses import replace
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import ModelInfo
 
-# The folders of an absolute path in a text. Names of folders may have spaces, quotes and brackets, so
-# a component ends only before `: ` and before the next path: it takes too much rather than too little.
+# The folders of an absolute path in a text. Names of folders may have spaces, quotes and brackets,
+# so a component ends only before `: ` and the next path: rather too much is taken than too little.
 _START = r"""[\s(\["'`=,:]"""
 _COMPONENT = rf"(?:(?!:\s|{_START}~?/)[^/\n])+"
 _FOLDERS = re.compile(rf"(?:^|(?<={_START}))~?/(?![/\s])(?:{_COMPONENT}/)*")
