@@ -33,6 +33,7 @@ from localgen.hub.repository import (
 )
 from localgen.hub.resolve import find_target, not_in_catalog
 from localgen.hub.unfinished import recorded_pull
+from localgen.locked_file import LockedFile
 
 
 def plan_pull(
@@ -74,10 +75,12 @@ def run_pull(
             count = partial(_report_total, on_bytes, total - file_bytes)
             download_file(plan.repo, plan.commit, file, count)
             total += file.size_bytes - file_bytes
-        main = repo_folder(plan.repo) / "refs" / "main"
+        folder = repo_folder(plan.repo)
+        main = folder / "refs" / "main"
         main.parent.mkdir(parents=True, exist_ok=True)
-        # last: a reference to a missing snapshot would make the repository invalid
-        main.write_text(plan.commit, encoding="ascii")
+        # last: a reference to a missing snapshot would make the repository invalid, and so would
+        # any other file in refs. The cache may be shared with other users.
+        LockedFile(main, mode=0o666, scratch=folder).store(plan.commit)
 
 
 def _report_total(on_bytes: Callable[[int], None], other_bytes: int, file_bytes: int) -> None:
