@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
-import os
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from localgen.backends.errors import InvalidRequest
 from localgen.config import BadSetting, make_private_dir
+from localgen.locked_file import LockedFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +34,7 @@ class TomlStore:
 
     def read_text(self) -> str:
         """The content, empty if there is no file."""
-        try:
-            return self.path.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return ""
+        return self._file.read_text()
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -47,16 +43,12 @@ class TomlStore:
         Raises BadSetting if the folder is unsafe or not writable.
         """
         make_private_dir(self.path.parent, self.dir_variable)
-        lock_path = self.path.with_name(f".{self.path.name}.lock")
-        try:
-            lock = _open_locked(lock_path)
-        except OSError as error:
-            raise self._not_writable(error) from error
-        with lock:
+        with contextlib.ExitStack() as stack:
             try:
-                yield
-            finally:
-                lock_path.unlink(missing_ok=True)
+                stack.enter_context(self._file.locked())
+            except OSError as error:
+                raise self._not_writable(error) from error
+            yield
 
     def append(self, entry: str, *, separator: str = "") -> None:
         """Add an entry, and a separator if it is not the first. To be called while locked."""
@@ -80,18 +72,14 @@ class TomlStore:
         return is_right
 
     def _write(self, text: str) -> None:
-        # atomically: another process may be reading the file
-        fresh = self.path.with_name(f".{self.path.name}.new")
         try:
-            fresh.touch(mode=0o600)
-            with fresh.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            fresh.replace(self.path)
+            self._file.write(text)
         except OSError as error:
-            fresh.unlink(missing_ok=True)
             raise self._not_writable(error) from error
+
+    @property
+    def _file(self) -> LockedFile:
+        return LockedFile(self.path)
 
     def _not_writable(self, error: OSError) -> BadSetting:
         return BadSetting(f"cannot write {self.path}: {error.strerror}")
@@ -105,15 +93,3 @@ def toml_string(text: str) -> str:
         raise InvalidRequest(f"{text!r} is not valid Unicode and cannot be stored") from error
     # a JSON string is a TOML string, except for escaped surrogate pairs and DEL
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _open_locked(path: Path) -> IO[str]:
-    """Create and lock a file that its owner removes before it unlocks it; waits for the owner."""
-    while True:
-        lock = open(path, "a")  # noqa: SIM115
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        # the previous owner may have removed this file meanwhile
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(lock.fileno()), path.stat()):
-                return lock
-        lock.close()

@@ -133,8 +133,8 @@ class QuantizeJob:
         with self.reporting_interruption(on_event):
             checksum = check_finite_and_checksum(self.prepared.source, on_event)
             try:
-                self.work_folder.open(self._resume_manifest(checksum), resume=resume)
-                return self._run(on_event)
+                with self.work_folder.opened(self._resume_manifest(checksum), resume=resume):
+                    return self._run(on_event)
             except OSError as error:
                 # numpy sets no errno for a full disk
                 raise DiskFull(

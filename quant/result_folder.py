@@ -12,6 +12,7 @@ from localgen.backends.cuda.model.dequantize import dequantization_notes
 from localgen.backends.formats.hf.config import read_hf_config
 from localgen.backends.formats.hf.folder import read_json
 from localgen.backends.formats.hf.tensor_names import layer_names
+from localgen.locked_file import LockedFile
 from localgen.placement.backend_choice import detect_hardware
 from localgen.quant.files.packing import packing_layout, quantization_config
 from localgen.quant.preflight import PreparedQuantization
@@ -44,9 +45,9 @@ def write_sidecar_files(folder: Path, model: str, prepared: PreparedQuantization
 
 def append_results(folder: Path, table_lines: Sequence[str]) -> None:
     """Append an evaluation table to the model card."""
-    card = folder / _CARD
-    text = card.read_text(encoding="utf-8")
-    card.write_text("\n".join([text, "## Measured", "", *table_lines, ""]), encoding="utf-8")
+    card = LockedFile(folder / _CARD, mode=0o666)
+    with card.locked():
+        card.write("\n".join([card.read_text(), "## Measured", "", *table_lines, ""]))
 
 
 def describe_recipe(recipe: Recipe) -> str:

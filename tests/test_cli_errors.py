@@ -139,6 +139,20 @@ def test_internal_error_is_written_to_the_crash_log(
     assert "ZeroDivisionError: odd" in log.read_text()
 
 
+def test_only_the_user_can_read_the_crash_log(tmp_path: Path) -> None:
+    """Also one that an older version has created; it keeps what it has."""
+    (tmp_path / "state").mkdir(mode=0o700)
+    log = tmp_path / "state" / "crash.log"
+    log.write_text("before\n")
+    log.chmod(0o644)
+    assert errors.log_crash(ValueError("\udce9")) == log
+    assert log.stat().st_mode & 0o777 == 0o600
+    assert log.read_text().startswith("before\n")
+    log.unlink()
+    errors.log_crash(ValueError("odd"))
+    assert log.stat().st_mode & 0o777 == 0o600
+
+
 def test_every_kind_of_error_has_a_status_of_its_own() -> None:
     for module in (
         "localgen.config",

@@ -267,6 +267,38 @@ def test_rm_takes_one_model_and_leaves_the_others(
     assert run_command_line(["rm", REPO, "-y"]) == errors.EXIT_STATUS_BY_CODE["model_not_found"]
 
 
+@pytest.mark.parametrize("linked", ["snapshot", "blob", "repository"])
+@pytest.mark.parametrize("has_other", [False, True])
+def test_rm_frees_nothing_outside_of_the_cache(
+    hub: LoopbackHub,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    linked: str,
+    has_other: bool,
+) -> None:
+    """A model of the cache may be a link to a file elsewhere, which stays."""
+    hub.add(REPO, {Q4: CONTENT, "chat-Q8_0.gguf": random_bytes(50_000)})
+    for tag in ("Q4_K_M", "Q8_0")[: 1 + has_other]:
+        assert run_command_line(["pull", f"{REPO}:{tag}"]) == 0
+    folder = repo_folder(REPO)
+    (entry,) = folder.glob(f"snapshots/*/{Q4}")
+    elsewhere = tmp_path / "elsewhere"
+    moved = {"snapshot": entry.resolve(), "blob": entry.resolve(), "repository": folder}[linked]
+    moved.rename(elsewhere)
+    link = entry if linked == "snapshot" else moved
+    link.unlink(missing_ok=True)
+    link.symlink_to(elsewhere)
+    capsys.readouterr()
+    assert run_command_line(["rm", f"{REPO}:Q4_K_M", "-y"]) == 0
+    assert elsewhere.exists()
+    shown = capsys.readouterr().out
+    if linked == "repository" and has_other:  # the folder of the repository is in use
+        assert shown == f"{REPO}:Q4_K_M removed, 3.0 MB freed\n"
+    else:
+        assert "removed, 0 B freed; 3.0 MB outside of the cache are kept" in shown
+    assert cached() == [f"{REPO}:Q8_0"] * has_other
+
+
 def test_rm_asks(
     hub: LoopbackHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

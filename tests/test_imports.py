@@ -36,6 +36,7 @@ ORDER = (
     "localgen.backends.cuda.steps",
     "localgen.backends.cuda.parallel",
     "localgen.backends.cuda",
+    "localgen.locked_file",
     "localgen.config",
     "localgen.toml_store",
     "localgen.machine",
@@ -172,7 +173,12 @@ def cycles() -> list[list[str]]:
 def test_every_package_has_its_place() -> None:
     packages = {m for m in MODULES if MODULES[m].name == "__init__.py"}
     assert packages - set(ORDER) == set()
-    modules_of_their_own = {"localgen.config", "localgen.toml_store", "localgen.__main__"}
+    modules_of_their_own = {
+        "localgen.locked_file",
+        "localgen.config",
+        "localgen.toml_store",
+        "localgen.__main__",
+    }
     assert set(ORDER) - packages == modules_of_their_own
     assert len(set(MODULES.values())) == len(MODULES)
 

@@ -222,6 +222,26 @@ def test_too_little_disk_space_is_rejected_before_work(
     assert not started.work_folder.path.exists()
 
 
+def test_a_run_is_not_resumed_while_it_goes_on(tmp_path: Path) -> None:
+    out, events = tmp_path / "out", 0
+
+    def resume_in_between(event: object) -> None:
+        nonlocal events
+        if isinstance(event, ProgressEvent) and event.step == "quantizing":
+            events += 1
+            refused(
+                InvalidRequest,
+                lambda: job(RTN, out).run(lambda _: None, resume=True),
+                "another localgen is writing to",
+                "--out",
+            )
+
+    job(RTN, out).run(resume_in_between, resume=False)
+    assert events
+    run(RTN, tmp_path / "alone")
+    assert files(out) == files(tmp_path / "alone")
+
+
 def test_full_disk_during_a_run_can_be_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

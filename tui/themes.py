@@ -10,6 +10,8 @@ from pathlib import Path
 
 from textual.theme import Theme
 
+from localgen.locked_file import LockedFile
+
 DARK, LIGHT, HIGH_CONTRAST, MONOCHROME = "dark", "light", "high-contrast", "monochrome"
 
 THEMES = (
@@ -100,8 +102,6 @@ class ThemeChoice:
         """Store the theme. Write errors are ignored."""
         if self._path is None or self._no_color:
             return
-        partial = self._path.with_suffix(f".{os.getpid()}.partial")
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            partial.write_text(json.dumps({"theme": name}), encoding="utf-8")
-            partial.replace(self._path)
+            LockedFile(self._path).store(json.dumps({"theme": name}))

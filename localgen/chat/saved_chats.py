@@ -13,6 +13,7 @@ from localgen.backends.errors import InvalidRequest
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import Message
 from localgen.chat.conversation import Conversation, conversation_from_messages
+from localgen.locked_file import LockedFile
 
 FILE_FORMAT: Literal["localgen-chat-1"] = "localgen-chat-1"
 
@@ -81,13 +82,9 @@ def save_chat(path: Path, chat: SavedChat) -> None:
             f"cannot save to {path}: the folder {path.parent} does not exist; create it first, or "
             "give a plain name to save with localgen's own files"
         )
-    part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        part.write_bytes(encode_chat(chat))
-        part.chmod(0o600)
-        part.replace(path)
+        LockedFile(path).store(encode_chat(chat))
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise InvalidRequest(f"cannot write {path}: {error.strerror}") from error
 
 

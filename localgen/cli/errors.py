@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import time
@@ -52,9 +53,17 @@ def log_crash(error: Exception) -> Path:
     path = _log_dir() / "crash.log"
     stamp = time.strftime("%Y-%m-%d %H:%M:%S")
     trace = "".join(traceback.format_exception(error))
-    with path.open("a", encoding="utf-8", errors="replace") as log:
-        log.write(f"{stamp} localgen {__version__} {' '.join(sys.argv[1:])}\n{trace}\n")
+    text = f"{stamp} localgen {__version__} {' '.join(sys.argv[1:])}\n{trace}\n"
+    # arguments may hold prompts; one write, because other commands may fail at the same time
+    with open(path, "ab", buffering=0, opener=_open_private) as log:
+        log.write(text.encode(errors="replace"))
     return path
+
+
+def _open_private(path: str, flags: int) -> int:
+    fd = os.open(path, flags, 0o600)
+    os.fchmod(fd, 0o600)  # an older version may have created it
+    return fd
 
 
 def _log_dir() -> Path:

@@ -40,7 +40,9 @@ def command(
     if not yes:
         confirm(f"Remove {found.name} ({format_size(found.freed_bytes)})?")
     found.execute()
-    typer.echo(f"{found.name} removed, {format_size(found.freed_bytes)} freed")
+    kept = f"; {format_size(found.linked_bytes)} outside of the cache are kept"
+    freed = f"{found.name} removed, {format_size(found.freed_bytes)} freed"
+    typer.echo(f"{freed}{kept if found.linked_bytes else ''}")
 
 
 def _is_installed(name: str) -> bool:

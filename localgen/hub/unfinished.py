@@ -16,6 +16,7 @@ import msgspec
 from localgen.config import ServerSettings
 from localgen.hub.download import PullPlan, blob_path
 from localgen.hub.hf_client import REPO_PREFIX, cache_folder, repo_name
+from localgen.locked_file import LockedFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ def recorded_pull(plan: PullPlan) -> Iterator[None]:
     path = _plan_path(plan.name)
     with contextlib.suppress(OSError):  # the download matters more than its place in a list
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.write_bytes(msgspec.json.encode(plan))
+        LockedFile(path).store(msgspec.json.encode(plan))
     try:
         yield
     finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import platformdirs
 import psutil
 
 from localgen.backends.memory.system import num_physical_cores
+from localgen.locked_file import LockedFile
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ def cached_or_measured(
         return Measurement(measure(), "measured now, while the machine is busy")
     value = measure()
     if value:
-        _write(_read() | {_key(name): value})
+        _store(_key(name), value)
     return Measurement(value, "measured now")
 
 
@@ -83,13 +83,9 @@ def _read() -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _write(measurements: dict[str, Any]) -> None:
-    path = measurements_path()
-    partial_path = path.with_suffix(f".{os.getpid()}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial_path.write_text(json.dumps(measurements, indent=1), encoding="utf-8")
-        partial_path.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):  # not cached: measured again next time
-            partial_path.unlink(missing_ok=True)
+def _store(key: str, value: object) -> None:
+    file = LockedFile(measurements_path())
+    with contextlib.suppress(OSError):  # not cached: measured again next time
+        file.path.parent.mkdir(parents=True, exist_ok=True)
+        with file.locked():
+            file.write(json.dumps(_read() | {key: value}, indent=1))

@@ -24,6 +24,7 @@ from localgen.server.http.access import AccessPolicy
 from localgen.server.http.errors import error_response
 from localgen.server.http.guard import GuardMiddleware, RequestRefused
 from localgen.server.http.rate_limit import RateLimiter
+from localgen.server.models.disk_paths import error_message, without_paths
 from localgen.server.models.manager import ModelManager
 from localgen.server.models.resident import KeepAlive
 from localgen.server.ollama.routes import OllamaApi
@@ -174,18 +175,15 @@ def _add_embedding_routes(
 
 def _add_model_routes(app: FastAPI, manager: ModelManager, state: ServerState) -> None:
     @app.get("/v1/models", response_model=None)
-    async def models() -> Response:
-        return _json_response(
-            {"object": "list", "data": await asyncio.to_thread(state.list_models)}
-        )
+    async def models(http: HttpRequest) -> Response:
+        cards = await asyncio.to_thread(state.list_models, with_paths=is_local_request(http.scope))
+        return _json_response({"object": "list", "data": cards})
 
     # names contain slashes: user/repo
     @app.get("/v1/models/{name:path}", response_model=None)
     async def model(name: str, http: HttpRequest) -> Response:
         paths = is_local_request(http.scope)
-        return _json_response(
-            await asyncio.to_thread(partial(state.model_card, name, allow_paths=paths))
-        )
+        return _json_response(await asyncio.to_thread(state.model_card, name, allow_paths=paths))
 
     @app.post("/v1/models/load", response_model=None)
     async def load(body: LoadRequest, http: HttpRequest) -> Response:
@@ -195,8 +193,9 @@ def _add_model_routes(app: FastAPI, manager: ModelManager, state: ServerState) -
         return _json_response([event async for event in events][-1])
 
     @app.post("/v1/models/unload", response_model=None)
-    async def unload(body: UnloadRequest) -> Response:
-        return _json_response({"unloaded": await manager.unload(body.model)})
+    async def unload(body: UnloadRequest, http: HttpRequest) -> Response:
+        paths = is_local_request(http.scope)
+        return _json_response({"unloaded": await manager.unload(body.model, allow_paths=paths)})
 
 
 def _add_request_routes(app: FastAPI, manager: ModelManager) -> None:
@@ -208,7 +207,10 @@ def _add_request_routes(app: FastAPI, manager: ModelManager) -> None:
 async def _load_events(
     manager: ModelManager, body: LoadRequest, *, allow_paths: bool
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """Yield `{"progress": 0.43}` while the model loads, then `{"model": ModelInfo}`."""
+    """Yield `{"progress": 0.43}` while the model loads, then `{"model": ModelInfo}`.
+
+    allow_paths: take and give paths, for local clients.
+    """
     progress = 0.0
 
     def note(share: float) -> None:
@@ -226,7 +228,8 @@ async def _load_events(
     try:
         while not (await asyncio.wait({loading}, timeout=_PROGRESS_PERIOD_S))[0]:
             yield {"progress": progress}
-        yield {"model": loading.result()}
+        info = loading.result()
+        yield {"model": info if allow_paths else without_paths(info)}
     finally:
         loading.cancel()
 
@@ -251,12 +254,11 @@ def _add_server_routes(
         return _json_response({"status": "alive"})
 
     @app.get("/v1/stats", response_model=None)
-    async def stats(stream: bool = False) -> Response:
-        return (
-            EventStreamResponse(snapshots(), responses.SSE)
-            if stream
-            else _json_response(state.stats())
-        )
+    async def stats(http: HttpRequest, stream: bool = False) -> Response:
+        with_paths = is_local_request(http.scope)
+        if stream:
+            return EventStreamResponse(snapshots(with_paths), responses.SSE)
+        return _json_response(state.stats(with_paths=with_paths))
 
     @app.post("/v1/shutdown", response_model=None)
     async def shutdown(http: HttpRequest) -> Response:
@@ -266,9 +268,9 @@ def _add_server_routes(
         request_shutdown()
         return _json_response({"status": "shutting down"})
 
-    async def snapshots() -> AsyncGenerator[dict[str, Any], None]:
+    async def snapshots(with_paths: bool) -> AsyncGenerator[dict[str, Any], None]:
         while not is_shutting_down():
-            yield state.stats()
+            yield state.stats(with_paths=with_paths)
             await asyncio.sleep(STATS_PERIOD_S)
 
 
@@ -276,7 +278,10 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(LocalgenError)
     async def handle_localgen_error(http: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, LocalgenError)
-        return _error_response(http, error.code, error.message, error.param)
+        code, param = error.code, error.param
+        is_local = is_local_request(http.scope)
+        message = error_message(code, error.message, param, is_local=is_local)
+        return _error_response(http, code, message, param)
 
     @app.exception_handler(RequestValidationError)
     async def handle_validation_error(http: HttpRequest, error: Exception) -> Response:

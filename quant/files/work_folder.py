@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +33,34 @@ class WorkFolder:
         self.path = output.parent / f"{output.name}.partial"
         self._num_files = num_files
 
-    def open(self, manifest: dict[str, Any], *, resume: bool) -> None:
-        """Create the folder, or resume a run with the same manifest.
+    @contextlib.contextmanager
+    def opened(self, manifest: dict[str, Any], *, resume: bool) -> Iterator[None]:
+        """Create the folder, or resume a run with the same manifest; other runs wait outside.
 
         manifest: all that determines the result, a JSON object. Raises InvalidRequest if the
-        output exists, or an unfinished run that may not or cannot be resumed.
+        output exists, or an unfinished run that may not or cannot be resumed, or is running.
         """
         self.check_startable(resume=resume)
-        if (self.path / _MANIFEST).is_file():
-            self.check_same_manifest(manifest)
-            return
         self.path.mkdir(exist_ok=True)
-        with atomic_write(self.path / _MANIFEST) as path:
-            path.write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+        folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            self._lock(folder)
+            if (self.path / _MANIFEST).is_file():
+                self.check_same_manifest(manifest)
+            else:
+                with atomic_write(self.path / _MANIFEST) as path:
+                    path.write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+            yield
+        finally:
+            os.close(folder)
+
+    def _lock(self, folder: int) -> None:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InvalidRequest(
+                f"another localgen is writing to {self.path}: wait for it, or give another --out"
+            ) from None
 
     def check_startable(self, *, resume: bool) -> None:
         """Raise InvalidRequest as in `open`, without comparing manifests."""

@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from localgen.config import BUILT_IN_MODEL
+from localgen.locked_file import LockedFile
 from localgen.quant.request.gguf_types import DIRECT_TYPES, GGUF_TYPES
 from localgen.quant.request.recipe import METHODS, CalibrationConfig, supported_bits
 from localgen.quant.request.request import EvalSet, QuantizeRequest, default_output
@@ -142,7 +143,7 @@ def save_form(form: QuantizeForm, path: Path) -> None:
     """Write the form; a failure is ignored, because a full disk must not stop a run."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.write_bytes(msgspec.json.encode(form))
+        LockedFile(path).store(msgspec.json.encode(form))
 
 
 def load_form(path: Path) -> QuantizeForm | None:

@@ -23,7 +23,7 @@ from localgen.backends.memory.load_limits import validate_load_options
 from localgen.backends.model_info import DRAFT_KEYWORDS, LoadOptions, ModelInfo, ModelLoadRequest
 from localgen.config import ServerSettings
 from localgen.hub.packaged import default_model, packaged_sampling
-from localgen.hub.resolve import reject_path, resolve_model
+from localgen.hub.resolve import resolve_model
 from localgen.placement.backend_choice import Hardware, Placement, detect_hardware
 from localgen.server.models.draft_choice import DraftChoice, resolve_draft_model
 from localgen.server.models.engine_client import EngineClient, LoadCrashed
@@ -107,8 +107,6 @@ class ModelManager:
         Raises InvalidRequest for an invalid option, ModelNotFound, ModelBusy if it is loaded with
         other options, OutOfMemory, LoadFailed.
         """
-        if name is not None and not allow_paths:
-            reject_path(name)
         validate_load_options(options)
         resident, info = await self._acquire(name, options, on_progress, allow_paths)
         if keep_alive is not None:
@@ -170,15 +168,19 @@ class ModelManager:
         resident.num_users -= 1
         resident.last_used_s = self._last_used_s = time.monotonic()
 
-    async def unload(self, name: str, *, when_idle: bool = False) -> bool:
+    async def unload(
+        self, name: str, *, when_idle: bool = False, allow_paths: bool = False
+    ) -> bool:
         """Unload a model immediately, even in use; with when_idle, once it has no requests.
 
-        Returns False if it is not loaded; raises InvalidRequest if the name is ambiguous.
+        allow_paths: as in acquire(). Returns False if it is not loaded; raises InvalidRequest if
+        the name is ambiguous.
         """
-        found = self._find_by_resolved_name(name) or self._find_by_short_name(name)
+        found = self._find_by_resolved_name(name, allow_paths)
+        found = found or self._find_by_short_name(name, allow_paths)
         if found is None:
             try:
-                path = (await self._resolve_file(name, allow_paths=True)).path
+                path = (await self._resolve_file(name, allow_paths)).path
             except LocalgenError:
                 return False
             found = next((r for r in self._residents if r.file.path == path), None)
@@ -193,7 +195,7 @@ class ModelManager:
     def forget_name(self, name: str) -> None:
         """Drop the cached resolution of a name, which now means another model or none."""
         for resident in self._residents:
-            resident.resolved_names.discard(name)
+            resident.resolved_names -= {(name, True), (name, False)}
 
     async def unload_expired(self) -> None:
         """Unload models that were idle for their keep-alive time. Call this periodically."""
@@ -231,7 +233,7 @@ class ModelManager:
         """Return the resident for a name; start loading it if needed."""
         if self._closing:
             raise ServerUnavailable("the server is shutting down: try again")
-        resident = self._find_by_resolved_name(name)
+        resident = self._find_by_resolved_name(name, allow_paths)
         if resident is None:
             try:
                 resident = await self._start_load_once(
@@ -239,21 +241,23 @@ class ModelManager:
                 )
             except ModelNotFound:
                 # models that were loaded by path are listed by their short name
-                resident = self._find_by_short_name(name)
+                resident = self._find_by_short_name(name, allow_paths)
                 if resident is None:
                     raise
-        resident.resolved_names.add(name)
+        resident.resolved_names.add((name, allow_paths))
         return resident
 
-    def _find_by_resolved_name(self, name: str) -> ResidentModel | None:
-        return next((r for r in self._residents if name in r.resolved_names or name == r.id), None)
+    def _find_by_resolved_name(self, name: str, allow_paths: bool) -> ResidentModel | None:
+        key = (name, allow_paths)
+        return next((r for r in self._residents if key in r.resolved_names or name == r.id), None)
 
-    def _find_by_short_name(self, name: str) -> ResidentModel | None:
+    def _find_by_short_name(self, name: str, allow_paths: bool) -> ResidentModel | None:
         """Return the resident with this short name. Raises InvalidRequest if there are several."""
         found = [r for r in self._residents if r.file.name == name]
         if len(found) > 1:
-            paths = ", ".join(str(r.file.path) for r in found)
-            raise InvalidRequest(f"{len(found)} models are named {name}, use a path: {paths}")
+            paths = "use a path: " + ", ".join(str(r.file.path) for r in found)
+            remedy = paths if allow_paths else "`localgen cp PATH NAME` gives each another name"
+            raise InvalidRequest(f"{len(found)} models are named {name}, {remedy}")
         return found[0] if found else None
 
     async def _resolve_file(self, name: str, allow_paths: bool) -> ModelFile:

@@ -33,8 +33,9 @@ class ResidentModel:
 
     requested_options: options of the request that loaded it, the draft option resolved.
     estimated_bytes: RAM estimate until it is loaded; 0 on a GPU. resolved_names: names that resolve
-    to this file. keep_alive_s: idle time until it is unloaded; None: no limit. num_users: requests
-    that hold it. last_used_s: when the last request released it (monotonic seconds).
+    to this file, each with allow_paths, because `a/b` is a path only for local clients.
+    keep_alive_s: idle time until it is unloaded; None: no limit. num_users: requests that hold it.
+    last_used_s: when the last request released it (monotonic seconds).
     """
 
     file: ModelFile
@@ -43,7 +44,7 @@ class ResidentModel:
     requested_options: LoadOptions
     estimated_bytes: int
     load_future: asyncio.Future[ModelInfo]
-    resolved_names: set[str] = field(default_factory=set)
+    resolved_names: set[tuple[str, bool]] = field(default_factory=set)
     keep_alive_s: float | None
     num_users: int = 0
     last_used_s: float = field(default_factory=time.monotonic)

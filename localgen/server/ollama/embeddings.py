@@ -9,7 +9,6 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from localgen.backends.errors import InvalidRequest
 from localgen.server.ollama.options import OllamaOptions, parse_ollama_keep_alive
-from localgen.server.ollama.schema import ModelName
 from localgen.server.openai.schema import validate_embedding_input
 from localgen.server.requests.body import RequestBody, reject_unsupported_fields
 from localgen.server.requests.caller import Caller
@@ -22,7 +21,7 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {"truncate": (False, True)}
 class _OllamaEmbeddingBase(RequestBody):
     """Common fields. Only load options are allowed in `options`."""
 
-    model: Annotated[ModelName, Field(min_length=1)]
+    model: Annotated[str, Field(min_length=1)]
     options: OllamaOptions | None = None
     keep_alive: float | str | None = None
 

@@ -42,7 +42,7 @@ def show_response(name: str) -> dict[str, Any]:
     facts = _model_metadata(file)
     entry = catalog_entry_of(file)
     return {
-        "modelfile": f"FROM {file.path}\n",
+        "modelfile": f"FROM {file.name}\n",
         "parameters": "\n".join(f"{key:<30} {value}" for key, value in facts.sampling.items()),
         "template": facts.chat_template or "",
         "license": facts.license or (entry.license if entry else None) or "",

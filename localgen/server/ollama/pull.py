@@ -14,7 +14,7 @@ from localgen.hub import pull
 from localgen.hub.download import PullPlan
 from localgen.hub.packaged import SMOLLM2
 from localgen.hub.repository import RemoteFile
-from localgen.hub.resolve import expand_alias, is_installed
+from localgen.hub.resolve import find_target, is_installed
 
 _PERIOD_S = 0.1
 _SHA256_DIGITS = 64
@@ -59,11 +59,12 @@ async def stream_pull(name: str) -> AsyncGenerator[PullEvent, None]:
     Raises hub errors, before the first event if planning fails. Closing the generator stops the
     download at the next chunk; the partial download is kept for resuming.
     """
-    if expand_alias(name) == SMOLLM2 and is_installed(SMOLLM2):
+    target = find_target(name, allow_paths=False)
+    if target.text == SMOLLM2 and is_installed(SMOLLM2):
         yield {"status": "success"}
         return
     transfer = _PullProgress()
-    plan = await _run_in_thread(lambda: pull.plan_pull(name, transfer.notify))
+    plan = await _run_in_thread(lambda: pull.plan_pull(name, transfer.notify, allow_paths=False))
     yield {"status": "pulling manifest"}
     if plan.quant_reason:
         yield {"status": plan.quant_reason}

@@ -16,15 +16,15 @@ from starlette.responses import PlainTextResponse, Response
 
 import localgen
 from localgen.backends.errors import InvalidRequest, ModelBusy
-from localgen.hub import aliases, catalog
+from localgen.hub import aliases
 from localgen.hub.reference import resolve_reference
 from localgen.hub.remove import plan_removal
 from localgen.hub.resolve import (
     LATEST_TAG,
-    expand_alias,
-    find_alias,
-    is_installed,
+    find_target,
+    require_unused_name,
     resolve_model,
+    without_latest,
 )
 from localgen.server.models.manager import ModelManager
 from localgen.server.models.resident import KeepAlive
@@ -134,6 +134,7 @@ class OllamaApi:
     ) -> Response:
         """Load a model, or unload it if keep_alive is 0."""
         if body.parsed_keep_alive == KeepAlive(0.0):
+            await asyncio.to_thread(find_target, body.model, allow_paths=False)
             await self.manager.unload(body.model, when_idle=True)
             return _json_response(load_response(body.model, build_content, "unload"))
         acquired = self.manager.acquire(
@@ -198,23 +199,30 @@ class OllamaApi:
 
         @router.post("/api/copy", response_model=None)
         async def copy(body: CopyRequest) -> Response:
-            await asyncio.to_thread(_add_alias, body.source, body.destination)
-            self._forget_name(body.destination)
+            await self._copy_model(body.source, body.destination)
             return Response()
 
     def _forget_name(self, name: str) -> None:
         """Drop the cached resolution of a name, with and without `:latest`."""
-        plain = name.removesuffix(LATEST_TAG)
+        plain = without_latest(name)
         for spelling in (plain, plain + LATEST_TAG):
             self.manager.forget_name(spelling)
 
+    async def _copy_model(self, source: str, destination: str) -> None:
+        """Add an alias. Raises InvalidRequest if the name already means a model."""
+        name = without_latest(destination)
+        if any(resident.file.name == name for resident in self.manager.residents):
+            raise InvalidRequest(f"{name} is the name of another model: choose another name")
+        await asyncio.to_thread(_add_alias, source, name)
+        self._forget_name(name)
+
     async def _delete_model(self, name: str) -> None:
-        own = await asyncio.to_thread(find_alias, name)
-        if own is not None:
-            await asyncio.to_thread(aliases.remove_alias, own)
-            self._forget_name(own)
+        target = await asyncio.to_thread(find_target, name, allow_paths=False)
+        if target.alias is not None:
+            await asyncio.to_thread(aliases.remove_alias, target.alias)
+            self._forget_name(target.alias)
             return
-        found = await asyncio.to_thread(plan_removal, name)
+        found = await asyncio.to_thread(plan_removal, name, allow_paths=False)
         for resident in self.manager.residents:
             if resident.file.name == found.name:
                 if not resident.is_idle:
@@ -234,18 +242,16 @@ class OllamaApi:
             return _json_response({"version": localgen.__version__})
 
 
-def _add_alias(source: str, destination: str) -> None:
+def _add_alias(source: str, name: str) -> None:
     """Add an alias. The model may be a catalog or hub name that is not installed.
 
-    Raises ModelNotFound or InvalidRequest.
+    Raises ModelNotFound, or InvalidRequest if the name already means a model.
     """
-    name = destination.removesuffix(LATEST_TAG)
-    if catalog.find_entry(name) is not None:  # only its user may give such a name another meaning
-        raise InvalidRequest(f"{name} is a name of the catalog: choose another name")
-    model = expand_alias(source)
-    if not is_installed(model) and resolve_reference(model) is None:
-        resolve_model(model)  # raises the reason
-    aliases.add_alias(name, model)
+    target = find_target(source, allow_paths=False)
+    if target.is_path or resolve_reference(target.text) is None:
+        resolve_model(source, allow_paths=False)  # raises the reason if it is not installed
+    require_unused_name(name)
+    aliases.add_alias(name, target.text)
 
 
 def _json_response(value: object) -> Response:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.sampling_params import ANY_JSON_OBJECT, SamplingParams
 from localgen.backends.types import Message
-from localgen.hub.resolve import reject_path
 from localgen.server.models.resident import KeepAlive
 from localgen.server.ollama.messages import OllamaChatMessage, OllamaTool, from_ollama_messages
 from localgen.server.ollama.options import OllamaOptions, parse_ollama_keep_alive
@@ -33,18 +32,10 @@ _UNSUPPORTED_IN_GENERATE = _UNSUPPORTED | {
 ThinkLevel = bool | Literal["low", "medium", "high"]
 
 
-def _require_model_name(name: str) -> str:
-    reject_path(name)
-    return name
-
-
-ModelName = Annotated[str, AfterValidator(_require_model_name)]
-
-
 class _OllamaGenerationRequest(RequestBody):
     """Fields of chat and generate requests."""
 
-    model: Annotated[ModelName, Field(min_length=1)]
+    model: Annotated[str, Field(min_length=1)]
     stream: bool | None = True
     format: Literal["", "json"] | dict[str, Any] | None = None
     options: OllamaOptions | None = None
@@ -142,8 +133,8 @@ class OllamaGenerateRequest(_OllamaGenerationRequest):
 class _ModelNameRequest(RequestBody):
     """A request that names a model. Older clients call the field `name`."""
 
-    model: ModelName = ""
-    name: ModelName = ""
+    model: str = ""
+    name: str = ""
 
     @property
     def requested_name(self) -> str:
@@ -186,5 +177,5 @@ class PullRequest(_ModelNameRequest):
 class CopyRequest(RequestBody):
     """POST /api/copy."""
 
-    source: Annotated[ModelName, Field(min_length=1)]
+    source: str = Field(min_length=1)
     destination: str = Field(min_length=1)

@@ -13,6 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 from localgen.backends.errors import LocalgenError, TimedOut, error_from_code
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import Delta, Failed, Finished, Request
+from localgen.server.models.disk_paths import error_message
 from localgen.server.models.engine_client import EngineSilent, RequestEvent, RequestStream
 from localgen.server.models.manager import ModelManager
 from localgen.server.models.resident import KeepAlive
@@ -183,6 +184,8 @@ class GenerationResponse(Response):
             case Finished():
                 return b"".join(map(framing.encode_event, serializer.choice_end(index, event)))
             case Failed(_, code, message, param):
+                is_local = self._job.allow_paths
+                message = error_message(code, message, param, is_local=is_local)
                 return framing.encode_error(code, message, param)
 
     async def _send_full(

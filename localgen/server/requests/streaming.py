@@ -11,6 +11,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from localgen.backends.errors import LocalgenError
+from localgen.server.models.disk_paths import error_message
+from localgen.server.requests.caller import is_local_request
 from localgen.server.requests.protocol import Framing, encode_json
 
 _log = logging.getLogger("localgen.server")
@@ -80,7 +82,10 @@ class EventStreamResponse(Response):
                     await self._send_event(send, event)
                 end = framing.terminator
             except LocalgenError as error:
-                end = framing.encode_error(error.code, error.message, error.param)
+                code, param = error.code, error.param
+                is_local = is_local_request(scope)
+                message = error_message(code, error.message, param, is_local=is_local)
+                end = framing.encode_error(code, message, param)
             except Exception:
                 _log.exception("event stream failed")
                 end = framing.encode_error("internal_error", "internal error: see the server log")

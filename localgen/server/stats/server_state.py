@@ -18,6 +18,7 @@ from localgen.backends.model_info import ModelInfo
 from localgen.config import ServerSettings
 from localgen.hub.resolve import installed_aliases, installed_models, resolve_model
 from localgen.machine.gpus import process_gpu_bytes
+from localgen.server.models.disk_paths import without_paths
 from localgen.server.models.engine_watch import is_silent
 from localgen.server.models.manager import ModelManager
 from localgen.server.models.resident import ResidentModel, model_id
@@ -75,35 +76,36 @@ class ServerState:
             "silent_models": self._silent_models(),
         }
 
-    def list_models(self) -> list[dict[str, Any]]:
+    def list_models(self, *, with_paths: bool) -> list[dict[str, Any]]:
         """Installed models, models loaded by path, and aliases of both. Reads the disk."""
         files = {file.path: file for file in installed_models()}
         files |= {resident.file.path: resident.file for resident in self._manager.residents}
         named = [*((file.name, file) for file in files.values()), *installed_aliases()]
-        return [self._build_card(file, name) for name, file in named]
+        return [self._build_card(file, name, with_paths) for name, file in named]
 
     def model_card(self, name: str, *, allow_paths: bool) -> dict[str, Any]:
         """Card of one model, with the requested name as id. Reads the disk.
 
-        Raises ModelNotFound.
+        allow_paths: take and give paths, for local clients. Raises ModelNotFound, InvalidRequest.
         """
-        return self._build_card(resolve_model(name, allow_paths=allow_paths), name)
+        file = resolve_model(name, allow_paths=allow_paths)
+        return self._build_card(file, name, allow_paths)
 
-    def _build_card(self, file: ModelFile, name: str) -> dict[str, Any]:
+    def _build_card(self, file: ModelFile, name: str, with_paths: bool) -> dict[str, Any]:
         loaded = {resident.file.path: resident for resident in self._manager.residents}
         return {
             "id": name,
             "object": "model",
             "created": int(file.path.stat().st_mtime) if file.path.exists() else 0,
             "owned_by": "localgen",
-            "path": str(file.path),
+            "path": str(file.path) if with_paths else "",
             "size_bytes": file.size_bytes,
             "state": loaded[file.path].state if file.path in loaded else "available",
             "source": file.source,
             "hash": model_id(file),
         }
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self, *, with_paths: bool) -> dict[str, Any]:
         return {
             "server": self.health()
             | {
@@ -114,18 +116,20 @@ class ServerState:
                 "memory_available": available_memory_bytes(),
             },
             "machine": self._machine.latest,
-            "models": [self._model_stats(resident) for resident in self._manager.residents],
+            "models": [self._model_stats(each, with_paths) for each in self._manager.residents],
             "ended": self.recent_requests.requests(),
         }
 
-    def _model_stats(self, resident: ResidentModel) -> dict[str, Any]:
+    def _model_stats(self, resident: ResidentModel, with_paths: bool) -> dict[str, Any]:
         info, pid = resident.info, resident.engine.pid
+        if info is not None and not with_paths:
+            info = without_paths(info)
         rss_bytes = _rss_bytes(pid)
         gpu_bytes = process_gpu_bytes(pid) if _is_on_gpu(resident) else None
         summary = {
             "name": resident.file.name,
             "id": resident.id,
-            "path": str(resident.file.path),
+            "path": str(resident.file.path) if with_paths else "",
             "state": resident.state,
             "progress": 1.0 if info else resident.engine.progress,
             "silent_s": resident.engine.silence.silent_s if is_silent(resident) else None,
