@@ -35,6 +35,7 @@ def main() -> int:
         from localgen.server.stats import server_state
 
         setattr(server_state, "PROTOCOL", int(sys.argv[2]))  # noqa: B010 - imported there, not its own
+    serving.HEADER_TIMEOUT_S = float(os.environ.get("TEST_HEADER_S", serving.HEADER_TIMEOUT_S))
     serving.STALL_TIMEOUT_S = float(os.environ.get("TEST_STALL_S", serving.STALL_TIMEOUT_S))
     try:
         settings = replace(ServerSettings.from_environment(), draft=os.environ.get("TEST_DRAFT"))
