@@ -22,6 +22,7 @@ from localgen.backends.errors import (
     error_from_code,
 )
 from localgen.client.endpoints import Endpoint
+from localgen.client.json_decoding import decode_json
 from localgen.config import ServerSettings
 from localgen.hub.hf_client import AccessDenied
 
@@ -185,8 +186,8 @@ class EndpointErrors(ServerErrors):
     def _message(self, body: bytes) -> str:
         """The message of an error body in any of the usual forms; may be empty."""
         try:
-            sentence = _message_text(msgspec.json.decode(body))
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+            sentence = _message_text(decode_json(body))
+        except (msgspec.DecodeError, RecursionError):
             sentence = body.decode(errors="replace")
         return self._redact_key(" ".join(sentence.split()))[:_MAX_MESSAGE_CHARS]
 
@@ -259,9 +260,9 @@ def format_model_names(models: Sequence[str]) -> str:
 
 def _invalid_request_error(response: ErrorResponse, message: str) -> LocalgenError:
     try:
-        error = msgspec.json.decode(response.body)["error"]
+        error = decode_json(response.body)["error"]
         code, param = error.get("code"), error.get("param")
-    except (msgspec.MsgspecError, KeyError, TypeError, AttributeError):
+    except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
         return InvalidRequest(message)
     known = error_from_code(str(code), message, param if isinstance(param, str) else None)
     return known if type(known) is not LocalgenError else InvalidRequest(message, param=known.param)

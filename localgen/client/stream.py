@@ -9,8 +9,14 @@ from typing import Any
 import msgspec
 
 from localgen.backends.types import Timings
-from localgen.client.connection import ServerResponse
+from localgen.client.connection import (
+    MAX_MESSAGE_BYTES,
+    MessageTooLong,
+    ServerResponse,
+    join_chunks,
+)
 from localgen.client.errors import ServerErrors
+from localgen.client.json_decoding import decode_json
 from localgen.client.responses import Completion, TextDelta
 
 DONE = b"[DONE]"
@@ -20,25 +26,34 @@ def iter_sse_data(chunks: Iterable[bytes]) -> Iterator[bytes]:
     """Yield the data of each event; comments and other fields are ignored.
 
     Only LF and CRLF end a line: text may contain other line breaks. An event without its blank
-    line was cut off and is dropped, except for a final DONE.
+    line was cut off and is dropped, except for a final DONE. Raises MessageTooLong.
     """
     parts: list[bytes] = []
+    num_bytes = 0
     for line in _iter_lines(chunks):
         if line.startswith(b"data:"):
             parts.append(line[5:].removeprefix(b" "))
+            num_bytes += len(line)
+            if num_bytes > MAX_MESSAGE_BYTES:
+                raise MessageTooLong("an event")
         if parts and (not line or parts == [DONE]):
             yield b"\n".join(parts)
-            parts = []
+            parts, num_bytes = [], 0
 
 
 def _iter_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    rest = b""
+    line = bytearray()
     for chunk in chunks:
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            yield line.removesuffix(b"\r")
-    if rest:
-        yield rest
+        *ends, begin = chunk.split(b"\n")
+        for end in ends:
+            line += end
+            yield bytes(line).removesuffix(b"\r")
+            line.clear()
+        line += begin
+        if len(line) > MAX_MESSAGE_BYTES:
+            raise MessageTooLong("a line")
+    if line:
+        yield bytes(line)
 
 
 def read_completion(
@@ -52,7 +67,7 @@ def read_completion(
     parser = CompletionStreamParser(chunks, response.sent_s, errors, response.wait_notes)
     match response.media_type:
         case "application/json":  # the server does not stream
-            return parser.parse(iter((b"".join(chunks), DONE)))
+            return parser.parse(iter((join_chunks(chunks), DONE)))
         case "text/event-stream" | "":
             return parser.parse(iter_sse_data(chunks))
         case media_type:
@@ -180,8 +195,8 @@ class CompletionStreamParser:
 
     def _decode(self, event: bytes) -> _Chunk:
         try:
-            chunk = msgspec.json.decode(event, type=_Chunk)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            chunk: _Chunk = decode_json(event, _Chunk)
+        except msgspec.DecodeError as error:
             raise self._errors.malformed_event(event, error) from error
         if chunk.error is not None:
             raise self._errors.stream_error(event)
