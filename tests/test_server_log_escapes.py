@@ -7,13 +7,15 @@ import json
 import logging
 import pkgutil
 import re
+import subprocess
 import sys
 from typing import Any
 
 import pytest
-from serving import server_harness
+from serving import server_harness, settings_in, short_folder
 
 import localgen.server
+from localgen.machine.python_process import python_environment
 from localgen.server.stats.request_log import LogFormat, create_log_formatter
 
 FORGED = "2026-01-01 00:00:00,000 INFO forged"
@@ -109,3 +111,48 @@ def test_server_log_of_hostile_names_and_output() -> None:
     forged = [line for line in lines if FORGED in line]
     assert forged
     assert not [line for line in forged if line.startswith(FORGED)]
+
+
+UNCAUGHT = f"""
+import sys, threading, warnings
+from localgen.server import lifecycle
+HOSTILE = {HOSTILE!r}
+def fail(*_: object, **__: object) -> None:
+    warnings.warn(HOSTILE)
+    thread = threading.Thread(target=lambda: [][HOSTILE])
+    thread.start()
+    thread.join()
+    raise {{error}}
+lifecycle.run_server = fail
+sys.exit(lifecycle.main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "last"),
+    [
+        ("ValueError(HOSTILE)", "  ValueError: a\\x1b[31mb"),
+        ("OSError(28, 'No space left', '/run/a\\nb\\x1b')", "error: /run/a b␛: No space left"),
+    ],
+)
+def test_uncaught_errors_of_the_server_are_logged_like_others(error: str, last: str) -> None:
+    with short_folder() as folder:
+        settings = settings_in(folder)
+        settings.create_dirs()
+        with settings.log_path.open("ab") as log:  # as a client starts the server
+            done = subprocess.run(
+                [sys.executable, "-c", UNCAUGHT.replace("{error}", error)],
+                env=python_environment() | settings.to_environment(),
+                stdout=log,
+                stderr=log,
+                timeout=60,
+                check=False,
+            )
+        lines = settings.log_path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    assert done.returncode == 1
+    assert all(line.isprintable() for line in lines), lines
+    marked = (line for line in lines if not line.startswith(("  ", "error: ")))
+    assert not [line for line in marked if not RECORD.match(line)]
+    assert any(line.startswith(last) for line in lines)
+    assert any("WARNING" in line and "a\\x1b[31mb" in line for line in lines)
+    assert any(line.startswith("  TypeError: list indices") for line in lines)
