@@ -19,6 +19,7 @@ from localgen.server.http.access import (
     AccessPolicy,
     RateLimit,
     is_loopback,
+    open_tcp_socket,
     parse_rate_limit,
     read_api_keys,
 )
@@ -278,6 +279,13 @@ def test_access_from_other_machines_requires_a_key(host: str) -> None:
 def test_loopback_addresses_need_no_key(host: str) -> None:
     assert is_loopback(host)
     AccessPolicy(host=host, port=1).validate()
+
+
+def test_connections_do_not_wait_for_acknowledgements() -> None:
+    with open_tcp_socket(AccessPolicy(port=0)) as listener:
+        address = listener.getsockname()[:2]
+        with socket.create_connection(address), listener.accept()[0] as accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 @pytest.mark.parametrize("key", ["", "short", "with\nnewline-in-it"])
