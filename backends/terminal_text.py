@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 _C0_PICTURES = {code: 0x2400 + code for code in range(0x20) if code not in (0x09, 0x0A, 0x0D)}
 _REPLACEMENTS = {
     code: 0xFFFD
@@ -25,6 +27,33 @@ def escape_control_chars(text: str) -> str:
     return text.translate(_TABLE)
 
 
+# characters without a shape, which make two names look alike; but joiners belong to emoji and to
+# some scripts, none of them ASCII
+_INVISIBLE = re.compile(
+    r"[\u00ad\u034f\u061c\u115f\u1160\u180e\u200b\u200e\u200f\u2028\u2029\u2060-\u2065\u206a-\u206f"
+    r"\u3164\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e0fff]"
+    r"|(?<![^\x00-\x7f])[\u200c\u200d]|[\u200c\u200d](?![^\x00-\x7f])"
+)
+
+
 def one_line(text: str) -> str:
-    """Escape control characters and collapse all whitespace to single spaces."""
-    return " ".join(escape_control_chars(text).split())
+    """Escape control and invisible characters; collapse all whitespace to single spaces.
+
+    For names and messages. Prose such as an answer may have invisible characters.
+    """
+    return " ".join(_INVISIBLE.sub("\ufffd", escape_control_chars(text)).split())
+
+
+def escape_unprintable(text: str) -> str:
+    """Replace every character that is not printable, except tab, by its escape in Python.
+
+    For logs: newline too, so that the text stays one line.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        char
+        if char.isprintable() or char == "\t"
+        else char.encode("unicode_escape", "surrogatepass").decode()
+        for char in text
+    )

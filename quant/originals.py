@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from localgen.backends.errors import LoadFailed, LocalgenError, ModelNotFound
+from localgen.backends.formats.hf.folder import read_json
 from localgen.backends.formats.model_files import ModelFile, model_folder
 from localgen.config import BUILT_IN_MODEL
 from localgen.hub.aliases import load_aliases
@@ -129,7 +129,7 @@ def _alias_folders() -> list[tuple[str, str]]:
 
 def _is_unquantized(folder: Path) -> bool:
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        config = read_json(folder / "config.json")
+    except LocalgenError:
         return False
-    return isinstance(config, dict) and "quantization_config" not in config
+    return "quantization_config" not in config

@@ -1,8 +1,8 @@
 """An engine process without a model: speaks the wire protocol, repeats the prompt word by word.
 
 Run as `python tests/fake_engine.py FD`. The "model" is a JSON file that sets the behaviour:
-load_s, token_s, fail (a message) and code, options (in force), kv_bytes, size_bytes,
-crash_repacked (die of an illegal instruction unless repacking is off).
+load_s, token_s, say (lines of output), fail (a message) and code, options (in force), kv_bytes,
+size_bytes, crash_repacked (die of an illegal instruction unless repacking is off).
 The word `!die` ends the process without a message, `!spin` is a step that computes for spin_s.
 Embedding takes token_s per word.
 """
@@ -139,6 +139,9 @@ class FakeEngine:
             self.send(wire.LoadProgress(step / 10))
         if self.script.get("crash_repacked") and load.options.repack is not False:
             os.kill(os.getpid(), signal.SIGILL)
+        for line in self.script.get("say", ()):
+            sys.stdout.buffer.write(line.encode(errors="replace") + b"\n")
+        sys.stdout.flush()
         if "fail" in self.script:
             self.send(wire.LoadError(self.script.get("code", "load_failed"), self.script["fail"]))
             return False

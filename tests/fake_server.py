@@ -44,6 +44,7 @@ def main() -> int:
         os.environ.get("TEST_SILENT_S", engine_watch.SILENT_AFTER_S)
     )
     engine_watch.WATCH_PERIOD_S = min(1.0, engine_watch.SILENT_AFTER_S / 10)
+    serving.HEADER_TIMEOUT_S = float(os.environ.get("TEST_HEADER_S", serving.HEADER_TIMEOUT_S))
     serving.STALL_TIMEOUT_S = float(os.environ.get("TEST_STALL_S", serving.STALL_TIMEOUT_S))
     try:
         settings = replace(ServerSettings.from_environment(), draft=os.environ.get("TEST_DRAFT"))

@@ -155,7 +155,10 @@ class PlainServer:
                 for name, value in response.headers.items():
                     self.send_header(name, value)
                 self.end_headers()
-                self.wfile.write(response.body)
+                try:
+                    self.wfile.write(response.body)
+                except OSError:
+                    plain.hung_up.set()
 
             def _stream(self, events: Sequence[bytes]) -> None:
                 self.send_response(200)

@@ -197,6 +197,7 @@ def test_closed_pipe_is_not_an_error() -> None:
     [
         (">/dev/full", errors.exit_status("disk_full"), "standard output: No space left"),
         (">&-", errors.OTHER_ERROR, "standard output is closed"),
+        ("1</dev/null", errors.OTHER_ERROR, "standard output: Bad file descriptor"),
         (">&- 2>&-", errors.OTHER_ERROR, ""),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,6 +66,15 @@ def split_on_spaces(folder: Path) -> None:
     edit_tokenizer(folder / "tokenizer.json", [step, BYTES], False)
 
 
+def change_token(content: Any) -> Callable[[Path], None]:
+    def rename(folder: Path) -> None:
+        added = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+        first, *others = added
+        edit(folder / "tokenizer.json", added_tokens=[{**first, "content": content}, *others])
+
+    return rename
+
+
 NORM = "model.norm.weight"
 INDEX = "model.safetensors.index.json"
 TOO_LARGE = np.full(4096 * 256, 1e6, "<f4").tobytes()
@@ -107,6 +117,8 @@ BAD_FOLDERS: list[tuple[Callable[[Path], None], type[LocalgenError], list[str]]]
         ["generation_config.json", "temperature"],
     ),
     (change("tokenizer.json", normalizer={"type": "Lowercase"}), LoadFailed, ["Lowercase"]),
+    (change_token(1), LoadFailed, ["tokenizer.json", "not a valid tokenizer"]),
+    (change_token("\ud800"), LoadFailed, ["tokenizer.json", "not a valid tokenizer"]),
     (split_on_spaces, LoadFailed, ["tokenizer.json", "pre-tokenizer", " +"]),
 ]
 

@@ -638,3 +638,49 @@ def test_compressed_error_is_decoded(server: PlainServer) -> None:
 def test_server_statistics_are_not_available(server: PlainServer) -> None:
     with pytest.raises(InvalidRequest, match="does not report statistics"):
         Asking(server).client.stats()
+
+
+# --- bounds ---
+
+MIB = 1 << 20
+
+
+def test_a_line_without_end_is_an_error(server: PlainServer) -> None:
+    server.events = [b"data: ", *[b"x" * MIB] * 64]
+    message = Asking(server).failure().message
+    assert message.endswith(" sent a line of more than 16 MiB")
+    assert server.hung_up.wait(10)
+
+
+def test_an_event_without_end_is_an_error(server: PlainServer) -> None:
+    server.events = [b"data: " + b"x" * MIB + b"\n"] * 64
+    assert Asking(server).failure().message.endswith(" sent an event of more than 16 MiB")
+    assert server.hung_up.wait(10)
+
+
+def test_a_body_without_end_is_an_error(server: PlainServer) -> None:
+    server.kind, server.events = "application/json", [b" " * MIB] * 64
+    assert Asking(server).failure().message.endswith(" sent a response of more than 16 MiB")
+    assert server.hung_up.wait(10)
+    server.listing = Response(200, b" " * 17 * MIB)
+    with pytest.raises(EndpointUnavailable, match="sent a response of more than 16 MiB"):
+        Asking(server).load()
+
+
+def test_long_lines_are_read_whole() -> None:
+    text = b"x" * (8 * MIB)
+    chunks = [b"data: ", *(text[at : at + 1000] for at in range(0, len(text), 1000)), b"\r\n\r\n"]
+    assert list(iter_sse_data(chunks)) == [text]
+    # many events may be longer together
+    assert len(list(iter_sse_data([b"data: " + text + b"\n\n"] * 3))) == 3
+
+
+@pytest.mark.parametrize("event", [b'{"error": %s}', b"%s", b'{"choices": %s}'])
+def test_deeply_nested_json_is_an_error(server: PlainServer, event: bytes) -> None:
+    deep = event % (b"[" * 100_000 + b"]" * 100_000)
+    server.events = [b"data: " + deep + b"\n\n"]
+    Asking(server).failure()
+    server.listing = Response(200, deep)
+    Asking(server).failure()
+    server.listing = Response(500, deep[:60_000])
+    Asking(server).failure()

@@ -19,6 +19,7 @@ from localgen.server.http.access import (
     AccessPolicy,
     RateLimit,
     is_loopback,
+    open_tcp_socket,
     parse_rate_limit,
     read_api_keys,
 )
@@ -97,6 +98,31 @@ def test_host_names_of_this_server_are_accepted(keyless: TcpServer, name: str) -
 def test_foreign_host_names_are_rejected(keyless: TcpServer, name: str) -> None:
     reply = keyless.chat(Host=name)
     assert (reply.status_code, code(reply)) == (403, "forbidden_host")
+
+
+@pytest.mark.parametrize(
+    ("version", "hosts", "status"),
+    [
+        ("1.1", (), b"400"),
+        ("1.0", (), b"403"),
+        ("1.1", ("localhost", "localhost"), b"400"),
+        ("1.1", ("localhost", "evil.example"), b"400"),
+        ("1.1", ("evil.example", "localhost"), b"400"),
+        ("1.0", ("evil.example", "localhost"), b"400"),
+    ],
+)
+def test_a_request_has_one_host(
+    keyless: TcpServer, version: str, hosts: tuple[str, ...], status: bytes
+) -> None:
+    lines = "".join(f"Host: {host}\r\n" for host in hosts)
+    said = f"GET /v1/models HTTP/{version}\r\n{lines}\r\n".encode()
+    assert keyless.raw(said).startswith(b"HTTP/1.1 " + status)
+    with socket.socket(socket.AF_UNIX) as local:
+        local.connect(str(keyless.harness.settings.socket_path))
+        local.sendall(said)
+        # over the socket any host will do
+        expected = b"200" if status == b"403" else status
+        assert local.recv(1 << 16).startswith(b"HTTP/1.1 " + expected)
 
 
 def test_requests_from_web_pages_are_rejected(keyless: TcpServer) -> None:
@@ -184,6 +210,29 @@ def test_requests_per_minute_are_limited() -> None:
         assert opened.http.get("/v1/models", headers=AUTH).status_code == 200
 
 
+# what --rate-limit does not count: cheap reads, and what ends work
+UNCOUNTED = {
+    *(("get", f"/{name}") for name in ("", "health", "livez", "metrics")),
+    *(("get", f"/v1/{name}") for name in ("models", "models/{name}", "stats")),
+    *(("get", f"/api/{name}") for name in ("tags", "ps", "version")),
+    ("post", "/v1/requests/{request_id}/cancel"),
+}
+
+
+def test_the_rate_limit_counts_every_other_route() -> None:
+    with tcp_server(rate_limit=[1, None]) as opened:
+        assert opened.chat().status_code == 200
+        paths = opened.harness.http.get("/openapi.json").json()["paths"]
+        routes = {(method, path) for path, methods in paths.items() for method in methods}
+        assert len(routes) > len(UNCOUNTED) > len(UNCOUNTED - routes) == 0
+        limited = set()
+        for method, path in routes:
+            target = path.format(name="x", request_id="x") if "{" in path else path
+            if opened.http.request(method, target).status_code == 429:
+                limited.add((method, path))
+        assert routes - limited == UNCOUNTED
+
+
 def test_rejection_is_readable_before_the_body_is_sent(keyless: TcpServer) -> None:
     head = (
         b"POST /v1/chat/completions HTTP/1.1\r\nHost: evil.example\r\nContent-Length: 9000\r\n\r\n"
@@ -230,6 +279,13 @@ def test_access_from_other_machines_requires_a_key(host: str) -> None:
 def test_loopback_addresses_need_no_key(host: str) -> None:
     assert is_loopback(host)
     AccessPolicy(host=host, port=1).validate()
+
+
+def test_connections_do_not_wait_for_acknowledgements() -> None:
+    with open_tcp_socket(AccessPolicy(port=0)) as listener:
+        address = listener.getsockname()[:2]
+        with socket.create_connection(address), listener.accept()[0] as accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 @pytest.mark.parametrize("key", ["", "short", "with\nnewline-in-it"])

@@ -236,7 +236,13 @@ def test_rejection_is_sent_before_the_body_is_read(key: str, expects: bool) -> N
 
     headers = [(b"host", b"localhost"), (b"authorization", f"Bearer {key}".encode())]
     headers += [(b"expect", b"100-continue")] * expects
-    scope = {"type": "http", "path": "/v1/models", "headers": headers, "client": ("::1", 1)}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/models",
+        "headers": headers,
+        "client": ("::1", 1),
+    }
     access = AccessPolicy(keys=("another key that it has",) if key else (), max_body_bytes=1000)
     asyncio.run(
         guard.GuardMiddleware(reads, access, RateLimiter(RateLimit()))(scope, receive, send)

@@ -19,6 +19,7 @@ def command(
     name: Annotated[str, typer.Argument(help="The alias.")],
 ) -> None:
     """Create an alias for a model. No files are copied or moved."""
+    from localgen.cli import tables
     from localgen.hub import aliases
     from localgen.hub.reference import resolve_reference
     from localgen.hub.resolve import is_installed, name_for_server
@@ -29,4 +30,4 @@ def command(
 
         resolve_model(target)  # raises the error that says why
     aliases.add_alias(name, name_for_server(target) or target)
-    typer.echo(f"{name} is {target}")
+    tables.print_line(f"{name} is {target}")

@@ -33,6 +33,7 @@ def add(
     name: EndpointName, url: UrlArgument, key_env: KeyEnvFlag = None, model: ModelFlag = None
 ) -> None:
     """Add a named server. The API key is not stored, only the name of its environment variable."""
+    from localgen.cli import tables
     from localgen.client import endpoints
     from localgen.client.endpoints import Endpoint, normalize_base_url, validate_env_var_name
 
@@ -41,9 +42,9 @@ def add(
     key = validate_env_var_name(key_env) if key_env is not None else None
     new = Endpoint(normalize_base_url(url), name, key, model)
     endpoints.add_endpoint(new)
-    typer.echo(f"{name} is {new.url}: localgen chat --url {name}")
+    tables.print_line(f"{name} is {new.url}: localgen chat --url {name}")
     if key is not None and not os.environ.get(key):
-        typer.echo(f"{key} is not set: export it before you use the endpoint", err=True)
+        tables.print_notice(f"{key} is not set: export it before you use the endpoint")
 
 
 @group.command("list")
@@ -63,10 +64,11 @@ def list_(json: JsonFlag = False) -> None:
 @group.command("rm")
 def rm(name: EndpointName) -> None:
     """Remove a named server from the list."""
+    from localgen.cli import tables
     from localgen.client import endpoints
 
     endpoints.remove_endpoint(name)
-    typer.echo(f"{name} removed")
+    tables.print_line(f"{name} removed")
 
 
 def _key_cell(key_env: str | None) -> str:

@@ -6,8 +6,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import typer
-
 from localgen.backends.units import format_size
 from localgen.cli.arguments import JsonFlag
 
@@ -133,6 +131,7 @@ def _download_text(download: UnfinishedDownload, cards: Sequence[ModelCard]) -> 
 
 
 def _print_disk_use() -> None:
+    from localgen.cli import tables
     from localgen.hub.cache import scan_hf_cache
 
     found = scan_hf_cache()
@@ -140,4 +139,4 @@ def _print_disk_use() -> None:
         return
     unfinished = found.incomplete_size_on_disk
     more = f", plus {format_size(unfinished)} in unfinished downloads" if unfinished else ""
-    typer.echo(f"{format_size(found.size_on_disk)} in {found.cache_dir}{more}", err=True)
+    tables.print_notice(f"{format_size(found.size_on_disk)} in {found.cache_dir}{more}")

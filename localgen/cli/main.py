@@ -11,6 +11,7 @@ import typer
 
 from localgen import __version__
 from localgen.backends.errors import InvalidRequest, LocalgenError
+from localgen.backends.terminal_text import one_line
 from localgen.cli import errors, messages
 from localgen.cli.commands import SPELLINGS, LazyGroup
 from localgen.config import BadSetting
@@ -25,6 +26,8 @@ _SPELLINGS = {name: f"--{name}" for name in SPELLINGS}
 # what the system refuses is not an internal error: a full disk, a file without permission
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 _FILE_ERRORS = _DISK_FULL | {errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
+# of a descriptor without a name: standard output
+_STREAM_ERRORS = _DISK_FULL | {errno.EBADF, errno.EIO}
 
 app = typer.Typer(
     cls=LazyGroup,
@@ -73,7 +76,7 @@ def run_command_line(arguments: list[str]) -> int:
     try:
         _require_utf8(arguments)
         for line in messages.misspelt_variables():
-            print(line, file=sys.stderr)
+            print(one_line(line), file=sys.stderr)
         status = _invoke(_expand_spelling(arguments) or ["--help"])
         sys.stdout.flush()
         return status
@@ -124,8 +127,6 @@ def _invoke(arguments: list[str]) -> int:
 
 
 def _print_error(message: str, status: int) -> int:
-    from localgen.backends.terminal_text import one_line
-
     print(f"localgen: {one_line(message)}", file=sys.stderr)
     return status
 
@@ -147,7 +148,7 @@ def _handle_os_error(error: OSError) -> int:
     is_full = error.errno in _DISK_FULL
     if error.filename and error.errno in _FILE_ERRORS:
         place = str(error.filename)
-    elif is_full or error.errno == errno.EIO:
+    elif error.errno in _STREAM_ERRORS:
         place = "standard output"
         _discard_output()
     else:

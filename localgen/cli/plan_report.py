@@ -181,7 +181,8 @@ def _comparison_lines(plans: tuple[MemoryPlan, ...]) -> list[str]:
         for plan in plans
     ]
     speed = next((plan.speed for plan in plans if plan.speed), None)
-    lines = [f"{plans[0].name.partition(':')[0]}, {_SOURCE_LABELS[plans[0].source]}", ""]
+    head_line = f"{plans[0].name.partition(':')[0]}, {_SOURCE_LABELS[plans[0].source]}"
+    lines = [one_line(head_line), ""]
     lines += tables.align_columns([head, *rows])
     if speed is not None:
         rate = f"{speed.bandwidth_bytes_per_s / 1e9:,.1f} GB/s"

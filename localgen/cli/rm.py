@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from localgen.backends.errors import InvalidRequest, LocalgenError, ModelBusy
+from localgen.backends.terminal_text import one_line
 from localgen.cli.completion_values import complete_removable_model
 
 YesFlag = Annotated[bool, typer.Option("-y", "--yes", help="Do not ask for confirmation.")]
@@ -26,6 +27,7 @@ def command(
 ) -> None:
     """Remove a model from the cache, or an alias. Files that other models use are kept."""
     from localgen.backends.units import format_size
+    from localgen.cli import tables
     from localgen.hub import aliases
     from localgen.hub.remove import plan_removal
 
@@ -33,7 +35,7 @@ def command(
     if target is not None:
         aliases.remove_alias(model)
         kept = f"; {target} is kept" if _is_installed(target) else ""
-        typer.echo(f"{model} is no longer an alias{kept}")
+        tables.print_line(f"{model} is no longer an alias{kept}")
         return
     found = plan_removal(model)
     _require_not_loaded(found.name)
@@ -42,7 +44,7 @@ def command(
     found.execute()
     kept = f"; {format_size(found.linked_bytes)} outside of the cache are kept"
     freed = f"{found.name} removed, {format_size(found.freed_bytes)} freed"
-    typer.echo(f"{freed}{kept if found.linked_bytes else ''}")
+    tables.print_line(f"{freed}{kept if found.linked_bytes else ''}")
 
 
 def _is_installed(name: str) -> bool:
@@ -66,5 +68,5 @@ def _require_not_loaded(name: str) -> None:
 def confirm(question: str) -> None:
     if sys.stdin is None or not sys.stdin.isatty():
         raise InvalidRequest("no terminal to ask for confirmation: use --yes to remove it")
-    if not typer.confirm(question, err=True):
+    if not typer.confirm(one_line(question), err=True):
         raise typer.Exit(1)

@@ -21,15 +21,16 @@ def command(
     ] = None,
 ) -> None:
     """Unload a model. Without MODEL, stop the server and unload all models."""
+    from localgen.cli import tables
     from localgen.client import Client
 
     with closing(Client()) as client:
         if model is None:
-            typer.echo("server stopped" if client.shutdown() else "no server is running")
+            tables.print_line("server stopped" if client.shutdown() else "no server is running")
         elif client.health() is None:
             raise ServerUnavailable(f"{model} is not loaded: no server is running")
         elif client.unload(model):
-            typer.echo(f"{model} unloaded")
+            tables.print_line(f"{model} unloaded")
         else:
             loaded = ", ".join(running.name for running in client.running_models()) or "none"
             raise ModelNotFound(f"{model} is not loaded; loaded models: {loaded}")

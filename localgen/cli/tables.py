@@ -31,6 +31,11 @@ def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
+def print_line(line: str) -> None:
+    """Print a line on standard output, with control characters escaped."""
+    typer.echo(one_line(line))
+
+
 def print_notice(line: str) -> None:
     """Print a notice on standard error."""
     print(one_line(line), file=sys.stderr, flush=True)

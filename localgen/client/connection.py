@@ -8,7 +8,7 @@ import os
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import httpx
@@ -34,8 +34,17 @@ _MAX_ERROR_BYTES = 1 << 16
 # how long to knock at a local server whose queue of connections is full
 _BACKLOG_TIMEOUT_S = 5.0
 _BACKLOG_POLL_S = 0.05
+# of a server at a URL: a body that is read as a whole, or an event of a stream
+MAX_MESSAGE_BYTES = 16 << 20
 # an answer takes as long as it takes
 _TIMEOUT = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
+
+
+class MessageTooLong(Exception):
+    """A body or an event is larger than MAX_MESSAGE_BYTES. The text names which."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what} of more than {MAX_MESSAGE_BYTES >> 20} MiB")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +65,27 @@ class ServerResponse:
         kind: str = self.http.headers.get("content-type", "")
         return kind.partition(";")[0].strip().lower()
 
+    def read(self) -> bytes:
+        """Read the whole body. Raises MessageTooLong, which Connection turns into its error."""
+        return join_chunks(self.http.iter_bytes())
+
+
+def join_chunks(chunks: Iterable[bytes]) -> bytes:
+    """Concatenate the chunks of a body. Raises MessageTooLong."""
+    body = bytearray()
+    for chunk in chunks:
+        body += chunk
+        if len(body) > MAX_MESSAGE_BYTES:
+            raise MessageTooLong("a response")
+    return bytes(body)
+
 
 class Connection(ABC):
     """Sends requests to one server; abort() ends them from another thread.
 
     get() and post() yield an ErrorResponse for every status but 200. They raise
-    errors.connection_error() if there is no response, or if reading it inside the block fails.
+    errors.connection_error() if there is no response, or if reading it inside the block fails; and
+    errors.unavailable() if the response is too long.
     """
 
     def __init__(self, errors: ServerErrors) -> None:
@@ -126,6 +150,8 @@ class Connection(ABC):
                 waits.append(wait)
         except httpx.HTTPError as error:
             raise self.errors.connection_error(error) from error
+        except MessageTooLong as error:
+            raise self.errors.unavailable(f"{self.errors.name} sent {error}") from error
 
     def _send_once(self, request: httpx.Request) -> httpx.Response:
         return self._http.send(request, stream=True)

@@ -22,6 +22,7 @@ from localgen.backends.errors import (
     error_from_code,
 )
 from localgen.client.endpoints import Endpoint
+from localgen.client.json_decoding import decode_json
 from localgen.client.launch import read_server_pid
 from localgen.client.local_replies import ErrorReply
 from localgen.config import ServerSettings
@@ -145,8 +146,9 @@ class LocalErrors(ServerErrors):
     def decode(self, body: bytes, kind: type[_Reply]) -> _Reply:
         """Decode a reply. Raises ServerUnavailable if it is not of this kind."""
         try:
-            return msgspec.json.decode(body, type=kind)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            found: _Reply = decode_json(body, kind)
+            return found
+        except msgspec.MsgspecError as error:
             raise ServerUnavailable(
                 f"what answers on {self._settings.socket_path} is not a server of this version of "
                 f"localgen ({error}): end it, or set LOCALGEN_RUNTIME_DIR to another folder"
@@ -226,8 +228,8 @@ class EndpointErrors(ServerErrors):
     def _message(self, body: bytes) -> str:
         """The message of an error body in any of the usual forms; may be empty."""
         try:
-            sentence = _message_text(msgspec.json.decode(body))
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+            sentence = _message_text(decode_json(body))
+        except (msgspec.DecodeError, RecursionError):
             sentence = body.decode(errors="replace")
         return self._redact_key(" ".join(sentence.split()))[:_MAX_MESSAGE_CHARS]
 
@@ -300,9 +302,9 @@ def format_model_names(models: Sequence[str]) -> str:
 
 def _invalid_request_error(response: ErrorResponse, message: str) -> LocalgenError:
     try:
-        error = msgspec.json.decode(response.body)["error"]
+        error = decode_json(response.body)["error"]
         code, param = error.get("code"), error.get("param")
-    except (msgspec.MsgspecError, KeyError, TypeError, AttributeError):
+    except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
         return InvalidRequest(message)
     known = error_from_code(str(code), message, param if isinstance(param, str) else None)
     return known if type(known) is not LocalgenError else InvalidRequest(message, param=known.param)

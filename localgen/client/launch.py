@@ -139,4 +139,5 @@ def _failure_reason(settings: ServerSettings, offset: int) -> str:
     for folder in (settings.runtime_dir, settings.state_dir):
         if shutil.disk_usage(folder).free < _LOG_LINE_BYTES:
             return f"no space left on the device of {folder}"
-    return last.removeprefix("error: ") or f"it exited without a message, see {settings.log_path}"
+    reason = last.strip().removeprefix("error: ")
+    return reason or f"it exited without a message, see {settings.log_path}"

@@ -15,6 +15,7 @@ from localgen.backends.sampling_params import SamplingParams
 from localgen.client.connection import EndpointConnection, ServerResponse
 from localgen.client.endpoints import Endpoint
 from localgen.client.errors import ErrorResponse, format_model_names
+from localgen.client.json_decoding import decode_json
 from localgen.client.model_client import ModelClient
 from localgen.client.request_body import GenerationRequest, OpenAICompat, nonstandard_fields
 from localgen.client.responses import Completion, ModelCard
@@ -161,12 +162,12 @@ class RemoteClient(ModelClient):
                 if reply.status in _NO_MODEL_LIST_STATUSES and not required:
                     return None
                 raise self._connection.errors.refusal(reply)
-            body = reply.http.read()
+            body = reply.read()
         try:
-            found = msgspec.json.decode(body)
+            found = decode_json(body)
             listed = found["data"] if isinstance(found, dict) else found
             return [card for card in listed if isinstance(card["id"], str)]
-        except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError) as error:
+        except (msgspec.DecodeError, KeyError, TypeError) as error:
             raise self._connection.errors.not_openai(reply.media_type) from error
 
 

@@ -13,6 +13,7 @@ from localgen.backends.errors import InvalidRequest
 from localgen.client.client import Client
 from localgen.client.connection import EndpointConnection, ServerResponse
 from localgen.client.endpoints import Endpoint
+from localgen.client.json_decoding import decode_json
 from localgen.client.prometheus import MetricsParser
 from localgen.client.snapshot import ServerSnapshot, parse_localgen_stats
 from localgen.config import ServerSettings
@@ -75,7 +76,7 @@ class RemoteServerMonitor:
         """Cancel a request of a localgen server. Raises InvalidRequest for other servers."""
         with self._connection.post(f"requests/{quote(request_id, safe='')}/cancel", b"{}") as reply:
             if isinstance(reply, ServerResponse):
-                result = _try_decode_object(reply.http.read())
+                result = _try_decode_object(reply.read())
                 return bool(result and result.get("cancelled"))
         if reply.status in _UNSUPPORTED_STATUSES:
             raise InvalidRequest(
@@ -91,7 +92,7 @@ class RemoteServerMonitor:
         """The /v1/stats of a localgen server; None for other servers."""
         with self._connection.get("stats") as reply:
             if isinstance(reply, ServerResponse):
-                stats = _try_decode_object(reply.http.read())
+                stats = _try_decode_object(reply.read())
                 is_localgen = stats is not None and {"server", "models"} <= stats.keys()
                 return stats if is_localgen else None
         if reply.status in (401, 403) or reply.status >= 500:
@@ -110,7 +111,7 @@ class RemoteServerMonitor:
             if isinstance(reply, ServerResponse):
                 if reply.media_type == "text/html":
                     raise self._connection.errors.not_openai(reply.media_type)
-                return reply.http.read().decode(errors="replace")
+                return reply.read().decode(errors="replace")
         if reply.status in _UNSUPPORTED_STATUSES:
             raise InvalidRequest(f"{self._endpoint.display_name} has no /metrics: {_METRICS_HELP}")
         raise self._connection.errors.refusal(reply)
@@ -118,7 +119,7 @@ class RemoteServerMonitor:
 
 def _try_decode_object(body: bytes) -> dict[str, Any] | None:
     try:
-        decoded = msgspec.json.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+        decoded = decode_json(body)
+    except msgspec.DecodeError:
         return None
     return decoded if isinstance(decoded, dict) else None

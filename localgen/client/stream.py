@@ -11,8 +11,14 @@ from typing import Any
 import msgspec
 
 from localgen.backends.types import Timings
-from localgen.client.connection import ServerResponse
+from localgen.client.connection import (
+    MAX_MESSAGE_BYTES,
+    MessageTooLong,
+    ServerResponse,
+    join_chunks,
+)
 from localgen.client.errors import ServerErrors
+from localgen.client.json_decoding import decode_json
 from localgen.client.responses import Completion, TextDelta
 
 DONE = b"[DONE]"
@@ -25,27 +31,36 @@ def iter_sse_data(
     """Yield the data of each event; other fields are ignored. on_comment: called with each comment.
 
     Only LF and CRLF end a line: text may contain other line breaks. An event without its blank
-    line was cut off and is dropped, except for a final DONE.
+    line was cut off and is dropped, except for a final DONE. Raises MessageTooLong.
     """
     parts: list[bytes] = []
+    num_bytes = 0
     for line in _iter_lines(chunks):
         if line.startswith(b"data:"):
             parts.append(line[5:].removeprefix(b" "))
+            num_bytes += len(line)
+            if num_bytes > MAX_MESSAGE_BYTES:
+                raise MessageTooLong("an event")
         elif line.startswith(b":"):
             on_comment(line)
         if parts and (not line or parts == [DONE]):
             yield b"\n".join(parts)
-            parts = []
+            parts, num_bytes = [], 0
 
 
 def _iter_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    rest = b""
+    line = bytearray()
     for chunk in chunks:
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            yield line.removesuffix(b"\r")
-    if rest:
-        yield rest
+        *ends, begin = chunk.split(b"\n")
+        for end in ends:
+            line += end
+            yield bytes(line).removesuffix(b"\r")
+            line.clear()
+        line += begin
+        if len(line) > MAX_MESSAGE_BYTES:
+            raise MessageTooLong("a line")
+    if line:
+        yield bytes(line)
 
 
 def read_completion(
@@ -60,7 +75,7 @@ def read_completion(
     parser = CompletionStreamParser(chunks, response.sent_s, errors, response.wait_notes)
     match response.media_type:
         case "application/json":  # the server does not stream
-            return parser.parse(iter((b"".join(chunks), DONE)))
+            return parser.parse(iter((join_chunks(chunks), DONE)))
         case "text/event-stream" | "":
             return parser.parse(iter_sse_data(chunks, partial(_read_comment, on_silence)))
         case media_type:
@@ -193,8 +208,8 @@ class CompletionStreamParser:
 
     def _decode(self, event: bytes) -> _Chunk:
         try:
-            chunk = msgspec.json.decode(event, type=_Chunk)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            chunk: _Chunk = decode_json(event, _Chunk)
+        except msgspec.DecodeError as error:
             raise self._errors.malformed_event(event, error) from error
         if chunk.error is not None:
             raise self._errors.stream_error(event)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from localgen.backends.formats.gguf.reader import GgufReader
 from localgen.backends.formats.hf.folder import read_chat_template, read_optional_json
@@ -46,26 +46,22 @@ def catalog_entry_of(file: ModelFile) -> CatalogEntry | None:
 
 def _from_gguf(file: ModelFile) -> ModelMetadata:
     reader = GgufReader(file.path)
-
-    def value(key: str) -> Any:
-        return reader.value(key) if key in reader else None
-
-    architecture = value("general.architecture")
+    architecture = _text(reader, "general.architecture")
     others = [GgufReader(path) for path in file.shards[1:]]
     tensors = [tensor for part in (reader, *others) for tensor in part.tensors]
     embedding = next((t for t in tensors if t.name == "token_embd.weight"), None)
     return ModelMetadata(
         architecture=architecture,
-        title=value("general.name"),
+        title=_text(reader, "general.name"),
         params=sum(tensor.num_elements for tensor in tensors),
-        quantization=_file_type(value("general.file_type"))
+        quantization=_file_type(_number(reader, "general.file_type"))
         or _quant_from_filename(stem_of(file.path)),
-        context=value(f"{architecture}.context_length"),
-        layers=value(f"{architecture}.block_count"),
-        hidden=value(f"{architecture}.embedding_length"),
+        context=_number(reader, f"{architecture}.context_length"),
+        layers=_number(reader, f"{architecture}.block_count"),
+        hidden=_number(reader, f"{architecture}.embedding_length"),
         vocab=embedding.shape[0] if embedding is not None else None,
-        license=value("general.license"),
-        chat_template=value("tokenizer.chat_template"),
+        license=_text(reader, "general.license"),
+        chat_template=_text(reader, "tokenizer.chat_template"),
         sampling={
             key.removeprefix(_SAMPLING_PREFIX): reader.value(key)
             for key in reader
@@ -94,19 +90,41 @@ def _quant_from_filename(stem: str) -> str | None:
 def _from_folder(folder: Path) -> ModelMetadata:
     config = read_optional_json(folder / "config.json")
     # multimodal models have the text model's figures in text_config
-    text = config.get("text_config") or config
-    architectures = config.get("architectures") or [config.get("model_type")]
+    text = _object(config, "text_config") or config
+    architectures = config.get("architectures")
+    first = architectures[0] if isinstance(architectures, list) and architectures else None
     generation = read_optional_json(folder / "generation_config.json")
-    quantization = config.get("quantization_config") or {}
     return ModelMetadata(
-        architecture=architectures[0],
-        quantization=quantization.get("quant_method")
-        or config.get("dtype")
-        or config.get("torch_dtype"),
-        context=text.get("max_position_embeddings"),
-        layers=text.get("num_hidden_layers"),
-        hidden=text.get("hidden_size"),
-        vocab=text.get("vocab_size"),
+        architecture=first if isinstance(first, str) else _text(config, "model_type"),
+        quantization=_text(_object(config, "quantization_config"), "quant_method")
+        or _text(config, "dtype")
+        or _text(config, "torch_dtype"),
+        context=_number(text, "max_position_embeddings"),
+        layers=_number(text, "num_hidden_layers"),
+        hidden=_number(text, "hidden_size"),
+        vocab=_number(text, "vocab_size"),
         chat_template=read_chat_template(folder),
         sampling={key: generation[key] for key in _SAMPLING if generation.get(key) is not None},
     )
+
+
+class _Fields(Protocol):
+    """A JSON object, or the metadata of a GGUF file."""
+
+    def get(self, key: str, /) -> Any: ...
+
+
+def _text(fields: _Fields, key: str) -> str | None:
+    """A string, or None if it is missing or something else; so are _number and _object."""
+    found = fields.get(key)
+    return found if isinstance(found, str) else None
+
+
+def _number(fields: _Fields, key: str) -> int | None:
+    found = fields.get(key)
+    return found if isinstance(found, int) and not isinstance(found, bool) else None
+
+
+def _object(fields: _Fields, key: str) -> dict[str, Any]:
+    found = fields.get(key)
+    return found if isinstance(found, dict) else {}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError, ModelNotFound
+from localgen.backends.formats.architecture.fields import ConfigFields
 from localgen.backends.formats.architecture.model_shape import ModelShape
 from localgen.backends.formats.gguf.reader import parse_gguf_header
 from localgen.backends.formats.gguf.shape import shape_from_gguf
@@ -186,10 +186,9 @@ def _read_remote_shape(listing: RepoListing, file: RemoteFile) -> ModelShape | N
     try:
         first = read_file_head(listing.repo, listing.commit, file.path)
         if file.path.endswith(".json"):
-            config = json.loads(first)
-            return shape_from_hf_config(config) if isinstance(config, dict) else None
+            return shape_from_hf_config(ConfigFields.parse(first, Path(file.path)).values)
         return shape_from_gguf(parse_gguf_header(first, file.path))
-    except (HubUnavailable, LoadFailed, ValueError):
+    except (HubUnavailable, LoadFailed):
         return None
 
 

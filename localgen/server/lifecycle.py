@@ -13,11 +13,14 @@ import logging.handlers
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from types import TracebackType
 from typing import IO
 
 from localgen.backends.errors import LocalgenError, ServerUnavailable
+from localgen.backends.terminal_text import one_line
 from localgen.config import ServerSettings
 from localgen.server.http.access import AccessPolicy, open_tcp_socket
 from localgen.server.models.engine_process import (
@@ -43,7 +46,12 @@ def main() -> int:
         log_to_file(settings)
         run_server(settings, idle_exit=True)
     except LocalgenError as error:
-        print(f"error: {error.message}", file=sys.stderr)
+        print(f"error: {one_line(error.message)}", file=sys.stderr)
+        return EXIT_FAILED
+    except OSError as error:
+        if not error.filename:
+            raise
+        print(f"error: {one_line(f'{error.filename}: {error.strerror}')}", file=sys.stderr)
         return EXIT_FAILED
     return 0
 
@@ -98,6 +106,19 @@ def log_to_file(settings: ServerSettings) -> None:
     )
     handler.setFormatter(create_log_formatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
+    # standard error is the same file: what would go there unformatted is logged
+    logging.captureWarnings(True)
+    sys.excepthook = _log_uncaught
+    threading.excepthook = lambda failed: _log_uncaught(
+        failed.exc_type, failed.exc_value, failed.exc_traceback
+    )
+
+
+def _log_uncaught(
+    kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
+) -> None:
+    if not issubclass(kind, SystemExit):
+        _log.critical("uncaught error", exc_info=(kind, error or kind(), trace))
 
 
 @contextlib.contextmanager

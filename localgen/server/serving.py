@@ -11,7 +11,7 @@ import socket
 import time
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from localgen.backends.errors import ServerUnavailable
 from localgen.backends.model_info import LoadOptions
@@ -40,6 +40,8 @@ HEADER_TIMEOUT_S = 10.0
 # a client that stops reading for this long is disconnected: it would hold its model
 STALL_TIMEOUT_S = 60.0
 MAX_HEADER_BYTES = 64 << 10
+# given to the parser at once
+_PARSED_BYTES = 4 << 10
 # without free file descriptors, asyncio tries to accept this many connections, and logs each
 _BACKLOG = 128
 _log = logging.getLogger("localgen.server")
@@ -170,9 +172,12 @@ class _UvicornServer(uvicorn.Server):
 
 
 class _HttpConnection(HttpToolsProtocol):
-    """A connection with limits on header size, header time and stalled reads.
+    """A connection with limits on header size, header time, pipelining and stalled reads.
 
-    Connections on the Unix socket get a numbered client name, for fair queueing.
+    What a client sends behind a running answer stays unparsed until that answer ends: at most
+    MAX_HEADER_BYTES and what one read returns, then reading pauses. So the limits on headers hold
+    for every request, when its turn comes. Connections on the Unix socket get a numbered client
+    name, for fair queueing.
     """
 
     _connection_ids = itertools.count(1)
@@ -180,30 +185,82 @@ class _HttpConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._header_bytes = 0
-        self._header_timer = self._start_header_timer()
+        self._pipelined = bytearray()
+        self._cycles: list[RequestResponseCycle] = []
+        self._header_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
+        self._start_header_timer()
         if not self.client:
             self.client = (LOCAL_CLIENT, next(self._connection_ids))
         elif len(self.connections) > serving.max_open_files() // 2:
             # the other half is for local clients, engine pipes and files
             transport.abort()
 
-    def _start_header_timer(self) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(HEADER_TIMEOUT_S, self.transport.abort)
+    def _start_header_timer(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._header_timer = loop.call_later(HEADER_TIMEOUT_S, self.transport.abort)
+
+    @property
+    def _is_idle(self) -> bool:
+        """True before the first request, and after each response."""
+        return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def _is_answering(self) -> bool:
+        """True while the next bytes belong to a later request than the one that runs."""
+        # self.cycle is the newest request; the queue has those that wait behind a running one
+        return bool(self.pipeline) or not (self._is_idle or self.cycle.more_body)
 
     def data_received(self, data: bytes) -> None:
-        if self.cycle is None or self.cycle.response_complete:
-            if self.cycle is not None and not self._header_bytes:
-                self._header_timer = self._start_header_timer()  # next request begins
-            self._header_bytes += len(data)
-        super().data_received(data)
+        # in pieces, so that a read of many small requests starts only a few of them
+        for begin in range(0, len(data), _PARSED_BYTES):
+            if self.transport.is_closing():
+                return
+            if self._is_answering:
+                self._hold(data[begin:])
+                return
+            self._parse(data[begin : begin + _PARSED_BYTES])
+
+    def _parse(self, piece: bytes) -> None:
+        if self._is_idle and self._header_timer is None:
+            self._start_header_timer()  # next request begins
+        # headers, trailers and chunk sizes: all that is not a body
+        self._header_bytes += len(piece)
+        super().data_received(piece)
         if self._header_bytes > MAX_HEADER_BYTES:
             self.transport.abort()
 
+    def _hold(self, data: bytes) -> None:
+        self._pipelined += data
+        if len(self._pipelined) > MAX_HEADER_BYTES:
+            # not self.flow: the running request resumes it
+            self.transport.pause_reading()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._pipelined and not self.transport.is_closing():
+            held, self._pipelined = bytes(self._pipelined), bytearray()
+            self.transport.resume_reading()
+            self.data_received(held)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        is_trailer = self.cycle is not None and self.cycle.scope is self.scope
+        if not is_trailer:  # the headers of this request are checked already
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         self._header_bytes = 0
-        self._header_timer.cancel()
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
         super().on_headers_complete()
+        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
+        self._cycles.append(self.cycle)
+
+    def on_body(self, body: bytes) -> None:
+        if not self._is_idle:
+            self._header_bytes = 0
+        super().on_body(body)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -218,7 +275,10 @@ class _HttpConnection(HttpToolsProtocol):
             self._stall_timer.cancel()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._header_timer.cancel()
-        if self._stall_timer is not None:
-            self._stall_timer.cancel()
+        for timer in (self._header_timer, self._stall_timer):
+            if timer is not None:
+                timer.cancel()
+        for cycle in self._cycles:  # uvicorn tells the newest only, which may not have begun
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)

@@ -69,6 +69,7 @@ def read_gguf_vocabulary(
         tokens, types = _token_list(path, tokenizer, ids, vocab_size)
         scores = sentencepiece_scores(path, tokenizer, vocab_size) if pieces else None
         merges = () if pieces else tuple(_merge_text(pair) for pair in tokenizer["model"]["merges"])
+        "".join((*tokens, *merges)).encode()  # TypeError or ValueError if one is no text
         add_bos = _add_bos(tokenizer, settings)
         strips = any(added.get("rstrip") for added in tokenizer.get("added_tokens", []))
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:

@@ -28,10 +28,21 @@ class ConfigFields:
     def from_file(cls, path: Path) -> ConfigFields:
         """Read a JSON file. Raises LoadFailed if it is missing or not a JSON object."""
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            content = path.read_bytes()
         except FileNotFoundError:
             raise LoadFailed(f"{path.parent} has no {path.name}") from None
-        except (OSError, ValueError, RecursionError) as error:
+        except OSError as error:
+            raise LoadFailed(f"{path} cannot be read: {error}") from None
+        return cls.parse(content, path)
+
+    @classmethod
+    def parse(cls, content: bytes, path: Path) -> ConfigFields:
+        """Parse the JSON of a file or of a part of it. Raises LoadFailed if it is no object."""
+        try:
+            values = json.loads(content.decode("utf-8"))
+        except RecursionError:
+            raise LoadFailed(f"{path} cannot be read: its JSON is nested too deeply") from None
+        except ValueError as error:
             raise LoadFailed(f"{path} cannot be read: {error}") from None
         if not isinstance(values, dict):
             raise LoadFailed(f"{path} holds no JSON object")
@@ -91,6 +102,13 @@ class ConfigFields:
             raise self.invalid_value(key, "a list of strings")
         return tuple(value)
 
+    def sizes(self, key: str) -> tuple[int, ...]:
+        """A list of integers of at least 0."""
+        value = self._value(key, None)
+        if not isinstance(value, list) or not all(_is_size(item) for item in value):
+            raise self.invalid_value(key, "a list of sizes")
+        return tuple(value)
+
     def positive_floats(self, key: str, length: int) -> tuple[float, ...]:
         value = self._value(key, None)
         if not isinstance(value, list) or not all(_is_number(x) and x > 0 for x in value):
@@ -108,6 +126,10 @@ class ConfigFields:
         if default is None:
             raise LoadFailed(f"{self.path} has no {self.prefix}{key}")
         return default
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 def _is_number(value: Any) -> bool:

@@ -24,6 +24,10 @@ _UINT32, _STRING, _ARRAY = 4, 8, 9
 _DEFAULT_ALIGNMENT = 32
 # longer arrays are of the vocabulary: the header has their length only
 _MAX_HEADER_ARRAY = 2048
+# far more than any model has; each costs time and memory before it is known to be useless
+_MAX_KEYS = _MAX_TENSORS = 65_536
+# GGML_MAX_DIMS
+_MAX_DIMS = 4
 # the longest array by far; converters write the shape of the model before it
 TOKENS_KEY = "tokenizer.ggml.tokens"
 
@@ -118,8 +122,12 @@ class GgufReader:
         """
         try:
             return self._values[key].decode()
-        except UnicodeDecodeError as error:
-            raise LoadFailed(f"{self._path}: {key} is not UTF-8: {error}") from None
+        except UnicodeDecodeError:
+            raise LoadFailed(f"{self._path}: {key} is not UTF-8") from None
+
+    def get(self, key: str, /) -> Any:
+        """As value(); None if there is no such key."""
+        return self.value(key) if key in self._values else None
 
     def _alignment(self) -> int:
         key = "general.alignment"
@@ -144,6 +152,8 @@ class GgufReader:
         if dims[0] % block:
             raise ValueError(f"{name} has rows of {dims[0]} values, {ggml_type.name} packs {block}")
         shape = (*dims[:0:-1], dims[0] // block * block_bytes)
+        if math.prod(max(1, size) for size in shape) >= 1 << 63:
+            raise ValueError(f"{name} has dimensions beyond 64 bits: {list(dims[::-1])}")
         start = self.data_offset + offset
         end = start + math.prod(shape)
         if end > len(raw):
@@ -211,6 +221,10 @@ class _Parser:
         if version not in (2, 3):
             raise ValueError(f"GGUF version {version} is not supported")
         num_tensors, num_keys = self._read("2Q")
+        if num_keys > _MAX_KEYS:
+            raise ValueError(f"it has {num_keys:,} metadata keys, at most {_MAX_KEYS:,} are read")
+        if num_tensors > _MAX_TENSORS:
+            raise ValueError(f"it has {num_tensors:,} tensors, at most {_MAX_TENSORS:,} are read")
         return num_tensors, num_keys
 
     def tensor_table(self) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
@@ -218,10 +232,10 @@ class _Parser:
         for _ in range(self._num_tensors):
             name = self._name()
             (num_dims,) = self._read("I")
+            if not 0 < num_dims <= _MAX_DIMS:
+                raise ValueError(f"{name} has {num_dims:,} dimensions, not 1 to {_MAX_DIMS}")
             dims = self._read(f"{num_dims}Q")
             kind, offset = self._read("IQ")
-            if not dims:
-                raise ValueError(f"{name} has no dimensions")
             yield name, dims, kind, offset
 
     def _value(self) -> _Value:
@@ -241,7 +255,10 @@ class _Parser:
     def _name(self) -> str:
         start = self.position + 8
         self._skip_strings(1)
-        name = str(self._raw[start : self.position], "utf-8")
+        try:
+            name = str(self._raw[start : self.position], "utf-8")
+        except UnicodeDecodeError:
+            raise ValueError(f"the name at byte {start:,} is not UTF-8") from None
         if not name.isprintable():  # messages show names
             raise ValueError(f"invalid name {name!r}")
         return name

@@ -240,7 +240,7 @@ def _context_length(config: Mapping[str, Any]) -> int:
     length = _count(config, "max_position_embeddings")
     scaling = _object(config, "rope_scaling") or _object(config, "rope_parameters")
     kind, factor = scaling.get("rope_type", scaling.get("type")), scaling.get("factor", 1)
-    if kind != "yarn" or not isinstance(factor, int | float) or not factor < 1e9:
+    if kind != "yarn" or not isinstance(factor, int | float) or not 0 < factor < 1e9:
         return length
     trained = _count(scaling, "original_max_position_embeddings") or length
     return yarn_max_len(length, factor, trained)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localgen.backends.errors import LoadFailed, ModelNotFound
+from localgen.backends.formats.architecture.fields import ConfigFields
 from localgen.backends.formats.hf.folder import shard_names
 
 _SINGLE = "model.safetensors"
@@ -56,14 +55,15 @@ def read_safetensors_header(path: Path) -> dict[str, StoredTensor]:
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(size, _MAX_HEADER_BYTES)))
-        return {
-            name: _stored_tensor(path, 8 + size, header[name])
-            for name in sorted(header)
-            if name != "__metadata__"
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise LoadFailed(f"{path} is not a valid safetensors file: {error}") from None
+            content = file.read(min(size, _MAX_HEADER_BYTES))
+    except OSError as error:
+        raise LoadFailed(f"{path} cannot be read: {error.strerror or error}") from None
+    try:
+        header = ConfigFields.parse(content, path)
+    except LoadFailed as error:
+        raise LoadFailed(f"{error.message}, so it is not a valid safetensors file") from None
+    names = sorted(header.values.keys() - {"__metadata__"})
+    return {name: _stored_tensor(header, name, 8 + size) for name in names}
 
 
 def check_complete(path: Path, tensors: Mapping[str, StoredTensor]) -> None:
@@ -153,9 +153,14 @@ class NumpyCheckpoint:
         return stored.reshape(tensor.shape)[rows].astype(np.float32, copy=False)
 
 
-def _stored_tensor(path: Path, start: int, entry: dict[str, Any]) -> StoredTensor:
-    first, end = entry["data_offsets"]
-    shape = tuple(entry["shape"])
-    if not all(isinstance(number, int) for number in (first, end, *shape)):
-        raise ValueError("an offset or a shape is no integer")
-    return StoredTensor(path, start + first, end - first, entry["dtype"], shape)
+def _stored_tensor(header: ConfigFields, name: str, start: int) -> StoredTensor:
+    entry = header.section(name)
+    if entry is None:
+        raise header.load_error(f"{name} is null")
+    offsets, shape = entry.sizes("data_offsets"), entry.sizes("shape")
+    if len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise entry.invalid_value("data_offsets", "the begin and the end of the tensor")
+    if math.prod(shape) >= 2**63:
+        raise entry.invalid_value("shape", "the shape of a tensor that fits into memory")
+    first, end = offsets
+    return StoredTensor(header.path, start + first, end - first, entry.string("dtype"), shape)

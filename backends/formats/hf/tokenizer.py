@@ -9,7 +9,7 @@ from typing import Any
 import tokenizers
 
 from localgen.backends.errors import InvalidRequest, LoadFailed
-from localgen.backends.formats.hf.folder import read_optional_json
+from localgen.backends.formats.hf.folder import read_json, read_optional_json
 
 _SPACE = "▁"
 
@@ -73,7 +73,7 @@ class HfTokenizer:
             eos=eos,
             end_ids=_end_ids(folder, tokenizer, eos),
             add_bos=bool(add_bos_setting) or (bool(bos) and starts == [tokenizer.token_to_id(bos)]),
-            byte_level='"ByteLevel"' in json.dumps(json.loads(path.read_text())["decoder"]),
+            byte_level='"ByteLevel"' in json.dumps(read_json(path).get("decoder")),
         )
 
     def encode(self, text: str) -> list[int]:
@@ -114,8 +114,9 @@ def _end_ids(folder: Path, tokenizer: tokenizers.Tokenizer, eos: str) -> frozens
     found = {tokenizer.token_to_id(eos)} if eos else set()
     for name in ("config.json", "generation_config.json"):
         ends = read_optional_json(folder / name).get("eos_token_id")
-        found |= set(ends if isinstance(ends, list) else [ends])
-    return frozenset(token for token in found if isinstance(token, int))
+        listed = ends if isinstance(ends, list) else [ends]
+        found.update(token for token in listed if isinstance(token, int))
+    return frozenset(token for token in found if token is not None)
 
 
 def _unicode_to_bytes() -> dict[str, int]:
@@ -134,4 +135,7 @@ def _special_token(settings: dict[str, Any], name: str) -> str:
     """A special token, given as text or as an object."""
     value = settings.get(name)
     value = value.get("content") if isinstance(value, dict) else value
-    return value if isinstance(value, str) else ""
+    if not isinstance(value, str):
+        return ""
+    # JSON may hold half of a surrogate pair, which no vocabulary has
+    return value.encode(errors="ignore").decode()

@@ -124,6 +124,9 @@ def open_tcp_socket(access: AccessPolicy) -> socket.socket:
     try:
         family = socket.getaddrinfo(access.host, access.port, type=socket.SOCK_STREAM)[0][0]
         sock = socket.create_server((access.host, access.port), family=family)
+        # inherited by connections, for which asyncio does not set it, as their protocol is 0;
+        # without it, the body of a response waits for the acknowledgement of its headers
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise BadSetting(f"cannot listen on {access.host}:{access.port}: {reason}") from error

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import hashlib
 import math
+import re
+from collections.abc import Callable
 
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -26,10 +28,10 @@ _LINGER_BYTES = 1 << 20
 _LINGER_S = 1.0
 # served without a key: they reveal only that a server is running
 _PUBLIC_PATHS = frozenset({"/health", "/livez"})
-_RATE_LIMITED_PATHS = (
-    *("/v1/chat/completions", "/v1/completions", "/v1/embeddings"),
-    *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings"),
-)
+# not counted by --rate-limit: what reads the state of the server and computes nothing, and what
+# relieves it
+_UNCOUNTED_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+_CANCEL_PATH = re.compile(r"/v1/requests/[^/]+/cancel")
 
 
 class RequestRefused(HTTPException):
@@ -72,13 +74,19 @@ class GuardMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["account"] = ""
-        if scope["type"] != "http" or is_local_request(scope):
-            await self._app(scope, _LimitedBody(receive).receive, send)
-            return
-        await self._tcp_app(scope, receive, send)
+        if is_local_request(scope):
+            await self._handle(scope, _LimitedBody(receive), send, _require_host)
+        else:
+            await self._tcp_app(scope, receive, send)
 
     async def _handle_tcp(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = _LimitedBody(receive, self._access.max_body_bytes)
+        await self._handle(scope, body, send, self._check_access)
+
+    async def _handle(
+        self, scope: Scope, body: _LimitedBody, send: Send, check: Callable[[Scope], None]
+    ) -> None:
+        """Call the application unless check raises RequestRefused."""
         closes = False
 
         async def send_lingering(message: Message) -> None:
@@ -92,14 +100,15 @@ class GuardMiddleware:
             await send(message)
 
         try:
-            self._check_access(scope)
+            check(scope)
             body.check_length(scope)
         except RequestRefused as refused:
-            await refused.to_response(scope["path"])(scope, receive, send_lingering)
+            await refused.to_response(scope["path"])(scope, body.receive, send_lingering)
             return
         await self._app(scope, body.receive, send_lingering)
 
     def _check_access(self, scope: Scope) -> None:
+        _require_host(scope)
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
         host, origin = headers.get(b"host", ""), headers.get(b"origin")
         if not self._access.allows_host(host):
@@ -111,7 +120,7 @@ class GuardMiddleware:
         if scope["path"] in _PUBLIC_PATHS:
             return
         scope["account"] = self._authenticate(scope, headers.get(b"authorization", ""))
-        if scope["path"] in _RATE_LIMITED_PATHS:
+        if is_rate_limited(scope["method"], scope["path"]):
             wait_s = self._rate_limiter.admit(scope["account"])
             if wait_s is not None:
                 seconds = math.ceil(wait_s)
@@ -135,6 +144,19 @@ class GuardMiddleware:
             KEY_ACCOUNT_PREFIX
             + hashlib.sha256(key.strip().encode(errors="replace")).hexdigest()[:12]
         )
+
+
+def is_rate_limited(method: str, path: str) -> bool:
+    """Return True if --rate-limit counts this request, whether or not there is such a route."""
+    return method not in _UNCOUNTED_METHODS and _CANCEL_PATH.fullmatch(path) is None
+
+
+def _require_host(scope: Scope) -> None:
+    """Raise RequestRefused unless a request has one Host header; HTTP/1.0 needs none."""
+    num_hosts = sum(name.lower() == b"host" for name, _ in scope["headers"])
+    if num_hosts > 1 or (num_hosts == 0 and scope["http_version"] != "1.0"):
+        message = f"the request has {num_hosts or 'no'} Host headers: send one"
+        raise RequestRefused(400, "invalid_request", message)
 
 
 class _LimitedBody:

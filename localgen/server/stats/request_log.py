@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal, Protocol
 
+from localgen.backends.terminal_text import escape_unprintable
 from localgen.backends.types import Delta, Failed, Finished
 from localgen.server.models.engine_client import RequestEvent
 
@@ -121,7 +122,11 @@ def _ms(seconds: float) -> float:
 
 
 def create_log_formatter(log_format: LogFormat = "text") -> logging.Formatter:
-    """A formatter with one line per record; `extra={"fields": {…}}` follows the message."""
+    """A formatter with one line per record; `extra={"fields": {…}}` follows the message.
+
+    Whatever the record holds, no control character is in the result but the newlines of a
+    traceback, whose lines are indented: none of them can pose as a record.
+    """
     return (
         _JsonFormatter()
         if log_format == "json"
@@ -135,11 +140,21 @@ def _extra_fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class _TextFormatter(logging.Formatter):
-    def formatMessage(self, record: logging.LogRecord) -> str:
+    def format(self, record: logging.LogRecord) -> str:
+        record.message = record.getMessage()
+        record.asctime = self.formatTime(record)
         pairs = (
             f" {name}={_quote_if_needed(value)}" for name, value in _extra_fields(record).items()
         )
-        return super().formatMessage(record) + "".join(pairs)
+        trace = self.formatException(record.exc_info) if record.exc_info else ""
+        stack = self.formatStack(record.stack_info) if record.stack_info else ""
+        more = [line for text in (trace, stack) if text for line in text.split("\n")]
+        return "\n".join(
+            [
+                escape_unprintable(self.formatMessage(record) + "".join(pairs)),
+                *(f"  {escape_unprintable(line)}" for line in more),
+            ]
+        )
 
 
 def _quote_if_needed(value: object) -> str:

@@ -1,0 +1,184 @@
+"""No control character of a name, file or server reaches the terminal: commands on a pty."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import gguf
+import pytest
+from gguf_files import STRING, rewrite
+from hf_folders import TINY, edit
+from plain_openai import PlainServer, answer, error, plain_server
+from serving import ServerHarness, server_harness
+
+from localgen.backends.terminal_text import escape_unprintable, one_line
+
+ROOT = Path(__file__).parents[1]
+# what a terminal would obey, and what would disguise a name
+HOSTILE = "e\x1b[5;41mv\x1b]0;title\x07\x9b2J\x08\x7f\r\u202ei\u2066l\u200b\ufeff\u200dx"
+IN_FILE_NAMES = HOSTILE + "\nforged"
+# cursor, colours, and modes that the program itself sets
+OWN = re.compile(r"\x1b\[(\?\d+[hl]|\d*[A-HJKG]|[0-9;]*m)")
+STYLED = {"doctor", "run"}
+
+
+@dataclass
+class Scene:
+    """A server, models, a cache and a remote server with hostile names."""
+
+    served: ServerHarness
+    remote: PlainServer
+    folder: Path
+    model: str
+    env: dict[str, str]
+
+    def at_terminal(self, *arguments: str) -> str:
+        leader, follower = pty.openpty()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "localgen.cli.main", *arguments],
+            env=self.env,
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=follower,
+            stderr=follower,
+        )
+        os.close(follower)
+        shown = b""
+        while block := _read(leader):
+            shown += block
+        os.close(leader)
+        assert process.wait(60) != 70, shown
+        return shown.decode()
+
+
+def _read(leader: int) -> bytes:
+    try:
+        return os.read(leader, 1 << 16)
+    except OSError:  # the other end is closed
+        return b""
+
+
+@pytest.fixture(scope="module")
+def scene() -> Iterator[Scene]:
+    with server_harness() as served, plain_server(HOSTILE) as remote:
+        folder, text = served.folder, (HOSTILE, STRING)
+        changes = {f"general.{key}": text for key in ("name", "license", "sampling.a")}
+        rewrite(folder / "spoiled.gguf", changes | {"tokenizer.chat_template": text})
+        _write_header(folder / "odd.gguf", HOSTILE)
+        edit(_copy(folder / "hf") / "config.json", dtype=HOSTILE, architectures=[HOSTILE])
+        cache = folder / "hub" / f"models--owner--{IN_FILE_NAMES}" / "snapshots" / ("a" * 40)
+        cache.mkdir(parents=True)
+        (cache / "model-Q4_K_M.gguf").write_bytes((folder / "spoiled.gguf").read_bytes())
+        with (served.settings.state_dir / "models.toml").open("w") as names:
+            names.write(f'"{_toml(HOSTILE)}" = "{_toml("owner/" + HOSTILE)}"\n')
+        with (served.settings.state_dir / "endpoints.toml").open("w") as names:
+            names.write(f'"{_toml(HOSTILE)}" = {{ url = "http://x/v1", model = "y" }}\n')
+        remote.events = answer(HOSTILE)
+        env = os.environ | served.settings.to_environment()
+        env |= {"TERM": "xterm", "HF_HUB_CACHE": str(folder / "hub"), "HF_HUB_OFFLINE": "1"}
+        env |= {"LOCALGEN_CONFIG_DIR": str(served.settings.state_dir), "PYTHONPATH": str(ROOT)}
+        served.start()
+        model = served.model(IN_FILE_NAMES, fail="")
+        Path(model).write_text("{}")
+        assert served.chat(model, "hello").status_code == 200
+        yield Scene(served, remote, folder, model, env)
+
+
+def _copy(folder: Path) -> Path:
+    folder.mkdir()
+    for path in TINY.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+def _toml(text: str) -> str:
+    return "".join(f"\\u{ord(char):04x}" for char in text)
+
+
+def _write_header(path: Path, text: str) -> None:
+    """A GGUF file whose key has control characters."""
+    key, raw = text.encode(), b"llama"
+    content = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", len(key)) + key
+    path.write_bytes(content + struct.pack("<IQ", gguf.GGUFValueType.STRING, len(raw)) + raw)
+
+
+COMMANDS = [
+    ("list",),
+    ("list", "--json"),
+    ("ps",),
+    ("ps", "--json"),
+    ("search", HOSTILE),
+    ("show", "spoiled.gguf"),
+    ("show", "spoiled.gguf", "--json"),
+    ("show", "spoiled.gguf", "--template"),
+    ("show", "odd.gguf"),
+    ("show", "./hf"),
+    ("show", HOSTILE),
+    ("show", f"owner/{IN_FILE_NAMES}"),
+    ("plan", "spoiled.gguf"),
+    ("plan", f"owner/{IN_FILE_NAMES}"),
+    ("plan", HOSTILE),
+    ("doctor",),
+    ("endpoint", "list"),
+    ("endpoint", "rm", f"x{HOSTILE}"),
+    ("cp", "tiny", HOSTILE),
+    ("cp", HOSTILE, "other"),
+    ("rm", f"nothing{HOSTILE}"),
+    ("rm", "-y", f"owner/{IN_FILE_NAMES}"),
+    ("stop", f"nothing{HOSTILE}"),
+    ("run", f"./{IN_FILE_NAMES}.gguf", "hello"),
+    ("run", HOSTILE, "hello"),
+    ("run", "tiny", "hello", "--backend", HOSTILE),
+    ("pull", f"owner/{HOSTILE}"),
+    ("history", "search", HOSTILE),
+    (HOSTILE,),
+]
+
+
+def inert(shown: str, *, styled: bool, prose: bool = False) -> str:
+    """The text of a terminal's output; fails if it holds a control character that is not ours.
+
+    prose: an answer or a template, which may have joiners and marks.
+    """
+    assert "\x1b[5;41m" not in shown
+    text = (OWN.sub("", shown) if styled else shown).replace("\r", "")
+    text = re.sub("[\u200b\ufeff\u200d]", "", text) if prose else text
+    bad = [char for char in text if not char.isprintable() and char != "\n"]
+    assert not bad, (bad, text)
+    assert not re.search("^forged", text, re.MULTILINE), text
+    return text
+
+
+@pytest.mark.parametrize("arguments", COMMANDS, ids=lambda words: escape_unprintable(words[0]))
+def test_commands(scene: Scene, arguments: tuple[str, ...]) -> None:
+    shown = scene.at_terminal(*arguments)
+    inert(shown, styled=arguments[0] in STYLED, prose="--template" in arguments)
+
+
+def test_names_are_shown(scene: Scene) -> None:
+    """The walk would pass if nothing was printed."""
+    assert "␛[5;41mv" in scene.at_terminal("ps")
+    assert "␛[5;41mv" in scene.at_terminal("show", "spoiled.gguf")
+
+
+@pytest.mark.parametrize("status", [200, 400, 401, 404, 429, 500])
+def test_answers_and_errors_of_a_server(scene: Scene, status: int) -> None:
+    scene.remote.first = [] if status == 200 else [error(status, IN_FILE_NAMES, code=HOSTILE)] * 9
+    shown = scene.at_terminal("run", "--url", scene.remote.url, HOSTILE, "hello")
+    assert "␛[5;41mv" in inert(shown, styled=True, prose=status == 200)
+
+
+def test_invisible_characters_of_names() -> None:
+    for char in "\u00ad\u061c\u200b\u200c\u200d\u200e\u200f\u2060\ufeff\U000e0041\u2028":
+        assert one_line(f"ti{char}ny").isprintable(), hex(ord(char))
+    # joiners of emoji and of scripts that need them
+    for text in ("👩\u200d👩\u200d👧", "می\u200cخواهم", "क्\u200dष"):
+        assert one_line(text) == text
