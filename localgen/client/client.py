@@ -100,10 +100,13 @@ class Client(ModelClient):
         }
         if keep_alive is not None:
             body["keep_alive"] = keep_alive
+        waiting = ""
         with self._open_stream("models/load", encode_json(body)) as response:
             for event in self._events(response):
                 if "model" in event:
                     return msgspec.convert(event["model"], ModelInfo, str_keys=True)
+                if not waiting and (waiting := event.get("waiting", "")):
+                    self._notify(f"waiting: {waiting}")
                 on_progress(event["progress"])
         raise ServerUnavailable(
             f"the server ended while loading the model: see {self._settings.log_path}"
