@@ -123,12 +123,13 @@ class MemoryBudget:
 
         Raises MustWait if it would fit without the models in use, OutOfMemory if not even then.
         """
-        had = self._free_bytes() + sum(map(_used_bytes, self._evictable(file)))
-        if required_bytes > had:
+        free = self._free_bytes()
+        if required_bytes > free + sum(map(_used_bytes, self._evictable(file))):
             both = f"{file.name} with {draft.name} as draft model" if draft else file.name
-            available = format_size(max(0, had))
+            idle = [resident for resident in self._using(None) if resident.is_idle]
+            available = format_size(max(0, free + sum(map(_used_bytes, idle))))
             numbers = f"{both} needs about {format_size(required_bytes)}, {available} is available"
-            if required_bytes > self._free_bytes() + sum(map(_used_bytes, self._using(None))):
+            if required_bytes > free + sum(map(_used_bytes, self._using(None))):
                 raise self._out_of_memory(numbers, draft)
             raise MustWait(self._in_use_message(numbers, file, placement), placement)
         while required_bytes > self._free_bytes() and await self.evict_lru(file):
