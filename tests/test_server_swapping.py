@@ -13,6 +13,7 @@ import httpx
 import pytest
 from serving import MANY_WORDS, ServerHarness, chat_body, in_thread, server_harness, wait_until
 
+from localgen.backends.model_info import LoadOptions
 from localgen.placement.footprint import estimate_footprint
 
 # minimum memory of a model, however small its file
@@ -98,11 +99,13 @@ def test_a_long_stream_ends_before_the_swap_and_new_requests_wait_behind_it(
 def test_a_client_that_leaves_ends_its_wait(served: ServerHarness) -> None:
     served.start()
     a, b = served.model("a", token_s=0.02, **KV), served.model("b", **KV)
+    name = served.named("by-name", **KV)
     stream = hold(served, a)
     bodies: dict[str, dict[str, Any]] = {
         "/v1/chat/completions": chat_body(b, "x"),
         "/v1/embeddings": {"model": b, "input": "x"},
         "/v1/models/load": {"model": b},
+        "/api/generate": {"model": name},
     }
     for path, body in bodies.items():
         transport = httpx.HTTPTransport(uds=str(served.settings.socket_path))
@@ -112,7 +115,23 @@ def test_a_client_that_leaves_ends_its_wait(served: ServerHarness) -> None:
         wait_until(lambda: waiting(served) == {})
     stream.close()
     assert served.chat(a, "x").status_code == 200
-    assert served.loads(b) == 0
+    assert served.loads(b) == served.loads(str(served.folder / "by-name.gguf")) == 0
+
+
+def test_a_local_client_says_what_it_waits_for(served: ServerHarness) -> None:
+    served.start()
+    a, b = served.model("a", token_s=0.02, **KV), served.model("b", **KV)
+    stream = hold(served, a)
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        stream.close()
+
+    assert served.client(say).load(b, LoadOptions()).name == "b"
+    (line,) = said
+    assert line.startswith("waiting: b needs about")
+    assert line.endswith("; in use: a")
 
 
 def test_a_full_queue_is_refused_with_retry_after() -> None:
