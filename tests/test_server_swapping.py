@@ -158,7 +158,7 @@ def test_a_request_waits_no_longer_than_its_time_limit(served: ServerHarness) ->
     wait_until(lambda: served.loaded() == ["a"])
     reply = served.chat(b, "x")
     assert (reply.status_code, reply.json()["error"]["code"]) == (503, "memory_in_use")
-    assert "in use: a: try again later" in reply.json()["error"]["message"]
+    assert "in use: a; try again later" in reply.json()["error"]["message"]
     assert int(reply.headers["Retry-After"]) >= 1
     assert waiting(served) == {}
     served.http.post("/v1/models/unload", json=body)

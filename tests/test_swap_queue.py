@@ -259,7 +259,7 @@ def test_a_full_queue_and_the_deadline_are_errors() -> None:
         machine.now_s = ends_s
         for task in waiting:
             machine.queue.notify()
-            with pytest.raises(MemoryInUse, match="no room for b: try again later"):
+            with pytest.raises(MemoryInUse, match="no room for b; try again later"):
                 await asyncio.wait_for(task, 5)
         assert machine.queue.count_waiting() == {}
         machine.end(held)

@@ -47,8 +47,10 @@ class MustWait(MemoryInUse):
 
 @dataclass(frozen=True, slots=True)
 class MemoryWait:
-    """How a request waits. deadline_s: monotonic seconds. on_wait: called with the reason, then
-    with an empty text when the wait is over.
+    """How a request waits.
+
+    deadline_s: monotonic seconds. on_wait: called with the reason when a wait begins, and with an
+    empty text when it ends.
     """
 
     deadline_s: float
@@ -166,7 +168,7 @@ class SwapQueue:
         left_s = deadline_s - self._clock()
         if left_s <= 0:
             advice = "try again later, or unload a model with `localgen stop`"
-            raise MemoryInUse(f"{line.reason.message}: {advice}")
+            raise MemoryInUse(f"{line.reason.message}; {advice}")
         if line.waiters[0] is waiter:
             left_s = min(left_s, self._next_attempt_s())
         with contextlib.suppress(TimeoutError):
