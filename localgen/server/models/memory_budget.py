@@ -166,7 +166,8 @@ class MemoryBudget:
         if not await self.evict_lru(file, placement.gpu):
             if not beside:
                 raise error
-            raise MustWait(self._in_use_message(error.message, file, placement), placement)
+            problem = f"{file.name} ran out of memory while loading"
+            raise MustWait(self._in_use_message(problem, file, placement), placement)
 
     def _in_use_message(self, problem: str, file: ModelFile, placement: Placement) -> str:
         evictable = self._evictable(file, placement.gpu)
