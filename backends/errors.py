@@ -43,9 +43,15 @@ class ModelNotFound(LocalgenError):
 
 
 class ModelBusy(LocalgenError):
-    """The model is already loaded with other options, or is in use and cannot be unloaded."""
+    """The model is already loaded with other options, or is in use and cannot be deleted."""
 
     code = "model_busy"
+
+
+class MemoryInUse(LocalgenError):
+    """Models in use hold the memory that the model needs; the client should retry later."""
+
+    code = "memory_in_use"
 
 
 class LoadFailed(LocalgenError):

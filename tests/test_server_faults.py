@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -130,11 +131,16 @@ def test_least_recently_used_model_is_evicted(served: ServerHarness) -> None:
     assert served.loaded() == ["a", "b"], "a is in use"
     others = served.events(b, MANY_WORDS)
     next(others)
-    busy = served.chat(c, "x")
-    assert busy.status_code == 409
-    assert "needs about 67.1 MB, 10.0 MB is available" in busy.json()["error"]["message"]
-    assert served.loaded() == ["a", "b"]
-    events.close()
+    body = {"model": c, "stream": True}
+    with served.http.stream("POST", "/v1/models/load", json=body) as reply:
+        lines = reply.iter_lines()
+        waiting = json.loads(next(lines).removeprefix("data: "))["waiting"]
+        assert waiting == "c needs about 67.1 MB, 10.0 MB is available; in use: a, b"
+        assert served.loaded() == ["a", "b"]
+        assert served.http.get("/v1/stats").json()["server"]["waiting_for_memory"] == {"c": 1}
+        events.close()
+        assert any('"model"' in line for line in lines)
+    assert served.loaded() == ["b", "c"]
     others.close()
     huge = served.folder / "huge.gguf"
     with open(huge, "wb") as file:
@@ -142,7 +148,7 @@ def test_least_recently_used_model_is_evicted(served: ServerHarness) -> None:
     refused = served.chat(str(huge), "x")
     assert refused.status_code == 507
     assert "huge needs about 1.3 GB, 144 MB is available" in refused.json()["error"]["message"]
-    assert served.loaded() == ["a", "b"], "nothing was unloaded for what cannot fit"
+    assert served.loaded() == ["b", "c"], "nothing was unloaded for what cannot fit"
 
 
 def test_idle_models_are_unloaded() -> None:

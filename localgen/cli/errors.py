@@ -36,6 +36,7 @@ EXIT_STATUS_BY_CODE = {
     "download_failed": 17,
     "endpoint_unavailable": 18,
     "store_failed": 19,
+    "memory_in_use": 20,
 }
 _DESCRIPTIONS = {
     0: "success",

@@ -133,10 +133,13 @@ class Client(ModelClient):
         }
         if keep_alive is not None:
             body["keep_alive"] = keep_alive
+        waiting = ""
         with self._open_stream("models/load", encode_json(body)) as response:
             for event in self._events(response, LoadEvent):
                 if event.model is not None:
                     return event.model
+                if not waiting and (waiting := event.waiting):
+                    self._notify(f"waiting: {waiting}")
                 on_progress(event.progress)
         raise ServerUnavailable(
             f"the server ended while loading the model: see {self._settings.log_path}"

@@ -44,9 +44,13 @@ class Stats(msgspec.Struct):
 
 
 class LoadEvent(msgspec.Struct):
-    """An event of POST /v1/models/load: the progress, at last the model."""
+    """An event of POST /v1/models/load: the progress, at last the model.
+
+    waiting: why the model waits for memory; empty: it does not.
+    """
 
     progress: float = 0.0
+    waiting: str = ""
     model: ModelInfo | None = None
 
 

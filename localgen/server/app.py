@@ -43,7 +43,7 @@ from localgen.server.requests.choices import fan_out_requests
 from localgen.server.requests.embeddings import EmbeddingJob, EmbeddingResponse
 from localgen.server.requests.generation import GenerationJob, GenerationResponse
 from localgen.server.requests.protocol import ResponseSerializer, encode_json, http_status_for_code
-from localgen.server.requests.streaming import EventStreamResponse
+from localgen.server.requests.streaming import EventStreamResponse, LastEventResponse
 from localgen.server.stats.metrics import CONTENT_TYPE, Metrics
 from localgen.server.stats.request_log import RequestLog
 from localgen.server.stats.server_state import ServerState
@@ -66,7 +66,7 @@ def create_app(
     """
     rates = RateLimiter(access.rate_limit)
     app = FastAPI(title="localgen", version=localgen.__version__, docs_url=None, redoc_url=None)
-    metrics = Metrics(lambda: _engine_stats(manager))
+    metrics = Metrics(lambda: _engine_stats(manager), manager.count_waiting)
     manager.on_load = metrics.on_load
     _add_error_handlers(app)
     _add_metrics_route(app, metrics)
@@ -190,7 +190,7 @@ def _add_model_routes(app: FastAPI, manager: ModelManager, state: ServerState) -
         events = _load_events(manager, body, allow_paths=is_local_request(http.scope))
         if body.stream:
             return EventStreamResponse(events, responses.SSE)
-        return _json_response([event async for event in events][-1])
+        return LastEventResponse(events)
 
     @app.post("/v1/models/unload", response_model=None)
     async def unload(body: UnloadRequest, http: HttpRequest) -> Response:
@@ -209,25 +209,27 @@ async def _load_events(
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Yield `{"progress": 0.43}` while the model loads, then `{"model": ModelInfo}`.
 
-    allow_paths: take and give paths, for local clients.
+    While it waits for memory, `waiting` is the reason. allow_paths: take and give paths, for local
+    clients.
     """
-    progress = 0.0
-
-    def note(share: float) -> None:
-        nonlocal progress
-        progress = share
+    event: dict[str, Any] = {"progress": 0.0, "waiting": ""}
 
     async def load() -> ModelInfo:
-        keep_alive = None if body.keep_alive is None else KeepAlive(body.keep_alive_s())
-        options = body.to_load_options()
-        acquired = manager.acquire(body.model, options, note, keep_alive, allow_paths=allow_paths)
+        acquired = manager.acquire(
+            body.model,
+            body.to_load_options(),
+            lambda share: event.update(progress=share),
+            None if body.keep_alive is None else KeepAlive(body.keep_alive_s()),
+            allow_paths=allow_paths,
+            on_wait=lambda reason: event.update(waiting=reason),
+        )
         async with acquired as (_, info):
             return info
 
     loading = asyncio.create_task(load())
     try:
         while not (await asyncio.wait({loading}, timeout=_PROGRESS_PERIOD_S))[0]:
-            yield {"progress": progress}
+            yield event.copy()
         info = loading.result()
         yield {"model": info if allow_paths else without_paths(info)}
     finally:

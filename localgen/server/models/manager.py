@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 
 from localgen.backends.errors import (
-    InvalidRequest,
     LocalgenError,
     ModelBusy,
     ModelNotFound,
@@ -22,11 +21,11 @@ from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.memory.load_limits import validate_load_options
 from localgen.backends.model_info import DRAFT_KEYWORDS, LoadOptions, ModelInfo, ModelLoadRequest
 from localgen.config import ServerSettings
-from localgen.hub.packaged import default_model, packaged_sampling
+from localgen.hub.packaged import default_model
 from localgen.hub.resolve import resolve_model
 from localgen.placement.backend_choice import Hardware, Placement, detect_hardware
 from localgen.server.models.draft_choice import DraftChoice, resolve_draft_model
-from localgen.server.models.engine_client import EngineClient, LoadCrashed
+from localgen.server.models.engine_client import EngineClient
 from localgen.server.models.engine_process import (
     EngineCommand,
     EngineProcess,
@@ -34,7 +33,14 @@ from localgen.server.models.engine_process import (
     llamacpp_engine_command,
 )
 from localgen.server.models.memory_budget import MemoryBudget
-from localgen.server.models.resident import KeepAlive, ResidentModel
+from localgen.server.models.model_load import build_load_request, load_model
+from localgen.server.models.resident import (
+    KeepAlive,
+    ResidentModel,
+    find_by_resolved_name,
+    find_by_short_name,
+)
+from localgen.server.models.swap_queue import DEFAULT_WAIT_S, MemoryWait, MustWait, SwapQueue
 
 _log = logging.getLogger("localgen.server")
 
@@ -59,8 +65,13 @@ class ModelManager:
         self._starter = EngineStarter(engine_command, spare)
         self._resolve = resolve_file
         self._residents: list[ResidentModel] = []
+        self._swap_queue = SwapQueue(lambda: self._residents, settings.max_queue)
         self._memory_budget = MemoryBudget(
-            settings, lambda: self._residents, self._unload_resident, probe_hardware
+            settings,
+            lambda: self._residents,
+            self._swap_queue.may_evict,
+            self._unload_resident,
+            probe_hardware,
         )
         self._admission = asyncio.Lock()
         self._last_used_s = time.monotonic()
@@ -82,11 +93,16 @@ class ModelManager:
         """The number of requests that hold a model."""
         return sum(resident.num_users for resident in self._residents)
 
+    def count_waiting(self) -> dict[str, int]:
+        """Requests that wait for memory, by model name."""
+        return self._swap_queue.count_waiting()
+
     @property
     def idle_s(self) -> float:
-        """Seconds since the last use of any model; 0 during requests and loads."""
+        """Seconds since the last use of any model; 0 during requests, loads and waits."""
         loading = any(resident.info is None for resident in self._residents)
-        return 0.0 if self.active_requests or loading else time.monotonic() - self._last_used_s
+        used = loading or self.active_requests or self.count_waiting()
+        return 0.0 if used else time.monotonic() - self._last_used_s
 
     @contextlib.asynccontextmanager
     async def acquire(
@@ -97,18 +113,25 @@ class ModelManager:
         keep_alive: KeepAlive | None = None,
         *,
         allow_paths: bool = False,
+        deadline_s: float | None = None,
+        on_wait: Callable[[str], None] = lambda reason: None,
     ) -> AsyncIterator[tuple[ResidentModel, ModelInfo]]:
         """Hold a model for the duration of the block, loading it if needed.
 
         name: None for the default model. keep_alive: new idle time of the model; None keeps the
         current one, initially that of the settings. allow_paths: accept a path as name; must be
-        False for remote clients.
+        False for remote clients. deadline_s: until when to wait for memory of models in use
+        (monotonic seconds); None: for DEFAULT_WAIT_S. on_wait: see MemoryWait.
 
         Raises InvalidRequest for an invalid option, ModelNotFound, ModelBusy if it is loaded with
-        other options, OutOfMemory, LoadFailed.
+        other options, MemoryInUse and QueueFull if it cannot be loaded in time, OutOfMemory,
+        LoadFailed.
         """
         validate_load_options(options)
-        resident, info = await self._acquire(name, options, on_progress, allow_paths)
+        if deadline_s is None:
+            deadline_s = time.monotonic() + DEFAULT_WAIT_S
+        wait = MemoryWait(deadline_s, on_wait)
+        resident, info = await self._acquire(name, options, on_progress, allow_paths, wait)
         if keep_alive is not None:
             resident.keep_alive_s = keep_alive.seconds
         try:
@@ -122,19 +145,22 @@ class ModelManager:
         options: LoadOptions,
         on_progress: Callable[[float], None] | None,
         allow_paths: bool,
+        wait: MemoryWait,
     ) -> tuple[ResidentModel, ModelInfo]:
         while True:
             wanted, may_be_path = (default_model(), True) if name is None else (name, allow_paths)
-            resident = await self._find_or_load(wanted, options, may_be_path)
+            resident = await self._find_or_load(wanted, options, may_be_path, wait)
+            if resident is None or resident not in self._residents:
+                continue
             resident.num_users += 1
             try:
-                info = await self._wait_until_loaded(resident, on_progress)
+                info = await resident.wait_until_loaded(on_progress)
                 if options.draft not in (None, *DRAFT_KEYWORDS):
                     requested = await self._resolve_draft(resident.file, options.draft, allow_paths)
                     options = replace(options, draft=requested.option)
                 if resident.can_reload_for(options):
                     resident.require_options(replace(options, ctx=None))
-                    await self._reload(resident, options.ctx)
+                    await self._reload(resident, options.ctx, wait)
                     self._release(resident)
                     continue
                 resident.require_options(options)
@@ -144,29 +170,35 @@ class ModelManager:
                 # an option that this machine cannot have is not one for another load
                 await self._memory_budget.require_possible(resident.file, options)
                 raise
-            except OutOfMemory:
-                # the estimate was too low: evict an idle model and retry
+            except OutOfMemory as error:
                 self._release(resident)
-                if not await self._memory_budget.evict_lru(resident.file, resident.placement.gpu):
-                    raise
+                make_room = partial(
+                    self._memory_budget.make_room, resident.file, resident.placement, error
+                )
+                await self._swap_queue.run(resident.file, make_room, wait)
             except BaseException:
                 self._release(resident)
                 raise
 
-    async def _reload(self, resident: ResidentModel, ctx: int | None) -> None:
+    async def _reload(self, resident: ResidentModel, ctx: int | None, wait: MemoryWait) -> None:
         """Load a model again with another context, for its only user.
 
-        If there is no memory for it, the model stays unloaded. Raises OutOfMemory.
+        If there is no memory for it, the model stays unloaded. Raises OutOfMemory, MemoryInUse.
         """
-        await self._unload_resident(resident, "reloading it with a larger context")
+        async with self._admission:
+            await self._unload_resident(resident, "reloading it with a larger context")
         options = replace(resident.requested_options, ctx=ctx)
-        reloaded = await self._start_load_once(resident.file, options, allow_paths=True)
-        reloaded.keep_alive_s = resident.keep_alive_s
-        reloaded.resolved_names |= resident.resolved_names
+        start_load = partial(self._start_load_once, resident.file, options, allow_paths=True)
+        reloaded = await self._swap_queue.run(resident.file, start_load, wait)
+        if reloaded is not None:
+            reloaded.keep_alive_s = resident.keep_alive_s
+            reloaded.resolved_names |= resident.resolved_names
 
     def _release(self, resident: ResidentModel) -> None:
         resident.num_users -= 1
         resident.last_used_s = self._last_used_s = time.monotonic()
+        if not resident.num_users:
+            self._swap_queue.notify()
 
     async def unload(
         self, name: str, *, when_idle: bool = False, allow_paths: bool = False
@@ -176,8 +208,8 @@ class ModelManager:
         allow_paths: as in acquire(). Returns False if it is not loaded; raises InvalidRequest if
         the name is ambiguous.
         """
-        found = self._find_by_resolved_name(name, allow_paths)
-        found = found or self._find_by_short_name(name, allow_paths)
+        found = find_by_resolved_name(self._residents, name, allow_paths)
+        found = found or find_by_short_name(self._residents, name, allow_paths)
         if found is None:
             try:
                 path = (await self._resolve_file(name, allow_paths)).path
@@ -189,7 +221,9 @@ class ModelManager:
         if when_idle and not found.is_idle:
             found.keep_alive_s = 0.0
         else:
-            await self._unload_resident(found, f"{found.file.name} was stopped by `localgen stop`")
+            reason = f"{found.file.name} was stopped by `localgen stop`"
+            async with self._admission:  # its memory is free before another load is placed
+                await self._unload_resident(found, reason)
         return True
 
     def forget_name(self, name: str) -> None:
@@ -201,12 +235,16 @@ class ModelManager:
         """Unload models that were idle for their keep-alive time. Call this periodically."""
         await self._starter.stop_expired_spare()
         for resident in self.residents:
-            if resident.is_idle and resident.expires_in_s() == 0:
-                await self._unload_resident(resident, f"{resident.file.name} was idle")
+            if not resident.has_expired():
+                continue
+            async with self._admission:
+                if resident.has_expired():
+                    await self._unload_resident(resident, f"{resident.file.name} was idle")
 
     def refuse_new_requests(self) -> None:
-        """Reject requests and loads from now on: the server is shutting down."""
+        """Reject requests and loads from now on, waiting ones too: the server is shutting down."""
         self._closing = True
+        self._swap_queue.close()
 
     def cancel(self, request_id: str) -> bool:
         """Cancel a running or waiting generation request. Returns False if there is none."""
@@ -228,37 +266,28 @@ class ModelManager:
         await asyncio.gather(*ending)
 
     async def _find_or_load(
-        self, name: str, options: LoadOptions, allow_paths: bool
-    ) -> ResidentModel:
-        """Return the resident for a name; start loading it if needed."""
+        self, name: str, options: LoadOptions, allow_paths: bool, wait: MemoryWait
+    ) -> ResidentModel | None:
+        """Return the resident for a name; start loading it if needed. None: call it again."""
         if self._closing:
             raise ServerUnavailable("the server is shutting down: try again")
-        resident = self._find_by_resolved_name(name, allow_paths)
-        if resident is None:
-            try:
-                resident = await self._start_load_once(
-                    await self._resolve_file(name, allow_paths), options, allow_paths
-                )
-            except ModelNotFound:
-                # models that were loaded by path are listed by their short name
-                resident = self._find_by_short_name(name, allow_paths)
-                if resident is None:
-                    raise
-        resident.resolved_names.add((name, allow_paths))
+        resident = find_by_resolved_name(self._residents, name, allow_paths)
+        if resident is not None and self._swap_queue.gives_way_to(resident) is None:
+            resident.resolved_names.add((name, allow_paths))
+            return resident
+        try:
+            file = resident.file if resident else await self._resolve_file(name, allow_paths)
+        except ModelNotFound:
+            # models that were loaded by path are listed by their short name
+            resident = find_by_short_name(self._residents, name, allow_paths)
+            if resident is None:
+                raise
+            file = resident.file
+        start_load = partial(self._start_load_once, file, options, allow_paths)
+        resident = await self._swap_queue.run(file, start_load, wait)
+        if resident is not None:
+            resident.resolved_names.add((name, allow_paths))
         return resident
-
-    def _find_by_resolved_name(self, name: str, allow_paths: bool) -> ResidentModel | None:
-        key = (name, allow_paths)
-        return next((r for r in self._residents if key in r.resolved_names or name == r.id), None)
-
-    def _find_by_short_name(self, name: str, allow_paths: bool) -> ResidentModel | None:
-        """Return the resident with this short name. Raises InvalidRequest if there are several."""
-        found = [r for r in self._residents if r.file.name == name]
-        if len(found) > 1:
-            paths = "use a path: " + ", ".join(str(r.file.path) for r in found)
-            remedy = paths if allow_paths else "`localgen cp PATH NAME` gives each another name"
-            raise InvalidRequest(f"{len(found)} models are named {name}, {remedy}")
-        return found[0] if found else None
 
     async def _resolve_file(self, name: str, allow_paths: bool) -> ModelFile:
         # in a thread: scanning a large cache on a slow disk takes time
@@ -280,11 +309,12 @@ class ModelManager:
         async with self._admission:
             for resident in self._residents:
                 if resident.file.path == file.path:
+                    self._swap_queue.require_turn(resident)
                     return resident
             drafting = await self._resolve_draft(file, options.draft, allow_paths)
             try:
                 placement, need = await self._memory_budget.place_model(file, options, drafting)
-            except (OutOfMemory, ModelBusy) as error:
+            except (OutOfMemory, MustWait) as error:
                 if drafting.file is None or not drafting.optional:
                     raise
                 drafting = drafting.without_model(error.message)
@@ -303,26 +333,13 @@ class ModelManager:
         required_bytes: int,
         draft_choice: DraftChoice,
     ) -> ResidentModel:
-        requested = replace(options, draft=draft_choice.option)
-        options = replace(options, draft=draft_choice.effective_option)
-        if len(placement.gpus) == 1:  # with several GPUs, each rank selects its own
-            options = replace(options, device=f"cuda:{placement.gpus[0].index}")
-        for name in ("max_queue", "parallel"):
-            if getattr(options, name) is None:
-                options = replace(options, **{name: getattr(self._settings, name)})
-        request = ModelLoadRequest(
-            file.name,
-            str(file.path),
-            options,
-            self._memory_budget.remaining_limit_bytes(),
-            draft_choice.draft_model,
-            packaged_sampling(file),
-        )
+        left = self._memory_budget.remaining_limit_bytes()
+        request = build_load_request(file, placement, options, draft_choice, self._settings, left)
         resident = ResidentModel(
             file=file,
             placement=placement,
             engine=self._start_engine(file, placement),
-            requested_options=requested,
+            requested_options=replace(options, draft=draft_choice.option),
             estimated_bytes=required_bytes,
             keep_alive_s=self._settings.keep_alive_s,
             load_future=asyncio.get_running_loop().create_future(),
@@ -334,9 +351,8 @@ class ModelManager:
         return resident
 
     def _start_engine(self, file: ModelFile, placement: Placement) -> EngineClient:
-        engine = EngineClient(
-            self._starter.start(placement.backend), file.name, lambda: self._on_engine_death(engine)
-        )
+        process = self._starter.start(placement.backend)
+        engine = EngineClient(process, file.name, lambda: self._on_engine_death(engine))
         return engine
 
     def _on_engine_death(self, engine: EngineClient) -> None:
@@ -349,33 +365,17 @@ class ModelManager:
         self, request: ModelLoadRequest, resident: ResidentModel, note: str
     ) -> ModelInfo:
         """Load the model in the resident's engine. note: appended to the notes of ModelInfo."""
-        info = await self._load_with_fallback(request, resident)
-        reason = resident.placement.reason
-        return replace(info, notes=(*info.notes, *([note] if note else [])), backend_reason=reason)
-
-    async def _load_with_fallback(
-        self, request: ModelLoadRequest, resident: ResidentModel
-    ) -> ModelInfo:
-        """Load the model; if llama.cpp crashes, retry once without repacked weights."""
-        placement = resident.placement
-        try:
-            return await resident.engine.load(request)
-        except LoadCrashed as crash:
-            tried = request.options.repack is not None or placement.backend != "llamacpp"
-            if tried or resident not in self._residents:
-                raise
-            _log.warning("%s: retrying without repacking", crash)
-            options = replace(request.options, repack=False)
-            resident.engine = self._start_engine(resident.file, placement)
-            info = await resident.engine.load(replace(request, options=options))
-            note = (
-                "this build of llama.cpp crashes with weights repacked for this CPU: loaded "
-                "without repacking, which is slower; rebuild it with `make clean` and `make chat`"
-            )
-            return replace(info, notes=(*info.notes, note))
+        info = await load_model(
+            request,
+            resident,
+            lambda: self._start_engine(resident.file, resident.placement),
+            lambda: resident in self._residents,
+        )
+        return replace(info, notes=(*info.notes, note)) if note else info
 
     def _on_load_done(self, resident: ResidentModel, task: asyncio.Future[ModelInfo]) -> None:
-        self._last_used_s = resident.last_used_s = time.monotonic()
+        self._last_used_s = resident.last_used_s = resident.loaded_s = time.monotonic()
+        self._swap_queue.notify()
         if task.cancelled() or (error := task.exception()) is not None:
             self._remove_resident(resident)
             reason = "cancelled" if task.cancelled() else error
@@ -386,16 +386,6 @@ class ModelManager:
         self.on_load(resident.file.name, "loaded", task.result().load_ms / 1e3)
         _log.info("%s is loaded (%.0f ms)", resident.file.name, task.result().load_ms)
 
-    async def _wait_until_loaded(
-        self, resident: ResidentModel, on_progress: Callable[[float], None] | None
-    ) -> ModelInfo:
-        """Wait for a load. Cancelling the waiter does not cancel the load."""
-        while not resident.load_future.done():
-            if on_progress is not None:
-                on_progress(resident.engine.progress)
-            await asyncio.wait({resident.load_future}, timeout=0.1)
-        return resident.load_future.result()
-
     async def _unload_resident(self, resident: ResidentModel, reason: str) -> None:
         self._remove_resident(resident)
         _log.info("unloading: %s", reason)
@@ -404,3 +394,4 @@ class ModelManager:
     def _remove_resident(self, resident: ResidentModel) -> None:
         if resident in self._residents:
             self._residents.remove(resident)
+            self._swap_queue.notify()

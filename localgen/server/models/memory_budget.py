@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import takewhile
 
-from localgen.backends.errors import LocalgenError, ModelBusy, OutOfMemory
+from localgen.backends.errors import InvalidRequest, OutOfMemory
 from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.units import format_size
@@ -16,24 +17,28 @@ from localgen.placement import free_memory
 from localgen.placement.backend_choice import Hardware, Placement, choose_placement
 from localgen.server.models.draft_choice import DraftChoice
 from localgen.server.models.resident import ResidentModel
+from localgen.server.models.swap_queue import MustWait
 
 
 class MemoryBudget:
     """Tracks the memory of resident models in RAM and on GPUs.
 
-    residents: returns the loaded and loading models. unload: unloads a model; its second argument
-    is the reason that its clients get. probe_hardware: reads the current state of the hardware.
+    residents: returns the loaded and loading models. may_evict: returns True if a model may be
+    evicted for a file now. unload: unloads a model; its second argument is the reason that its
+    clients get. probe_hardware: reads the current state of the hardware.
     """
 
     def __init__(
         self,
         settings: ServerSettings,
         residents: Callable[[], Sequence[ResidentModel]],
+        may_evict: Callable[[ModelFile, ResidentModel], bool],
         unload: Callable[[ResidentModel, str], Awaitable[None]],
         probe_hardware: Callable[[], Hardware],
     ) -> None:
         self._settings = settings
         self._residents = residents
+        self._may_evict = may_evict
         self._unload = unload
         self._probe_hardware = probe_hardware
 
@@ -43,7 +48,7 @@ class MemoryBudget:
         """Choose a placement for a model and its draft model, evicting idle models to make room.
 
         Returns the placement and the estimated RAM in bytes (0 on a GPU). Raises InvalidRequest,
-        OutOfMemory, or ModelBusy if it would fit without the models in use.
+        OutOfMemory, or MustWait if it would fit without the models in use.
         """
         placement = await self._place_on_device(file, options, draft_choice.file)
         if placement.on_gpu:
@@ -53,7 +58,7 @@ class MemoryBudget:
         need = await asyncio.to_thread(
             free_memory.estimate_ram_bytes, file, options, placement.backend, draft=draft
         )
-        await self._evict_until_fits(file, need, draft)
+        await self._evict_until_fits(file, placement, need, draft)
         return placement, need
 
     async def require_possible(self, file: ModelFile, options: LoadOptions) -> None:
@@ -63,28 +68,43 @@ class MemoryBudget:
     async def _place_on_device(
         self, file: ModelFile, options: LoadOptions, draft: ModelFile | None
     ) -> Placement:
-        """Choose the device and evict idle models from its GPUs. Raises InvalidRequest."""
+        """Choose the device and evict idle models from its GPUs.
+
+        Raises InvalidRequest, or MustWait if only models in use are in the way.
+        """
         there = await asyncio.to_thread(self._probe_hardware)
         need = await asyncio.to_thread(
             free_memory.estimate_gpu_bytes, file, options, there, draft=draft
         )
-        placement = choose_placement(
-            file, options, there.with_freed_memory(self._idle_gpu_bytes()), need
-        )
+        try:
+            idle_bytes = self._gpu_bytes(lambda resident: resident.is_idle)
+            placement = choose_placement(file, options, there.with_freed_memory(idle_bytes), need)
+        except InvalidRequest:
+            # raises it again if it does not depend on the models in use
+            all_bytes = self._gpu_bytes(lambda resident: True)
+            possible = choose_placement(file, options, there.with_freed_memory(all_bytes), need)
+            raise self._must_wait_for_gpu(file, possible, need) from None
         for gpu in placement.gpus:
             while need > await self._free_gpu_bytes(gpu) and await self.evict_lru(file, gpu):
                 pass
+            is_held = any(resident.is_idle for resident in self._using(gpu))
+            if is_held and need > await self._free_gpu_bytes(gpu):
+                raise self._must_wait_for_gpu(file, placement, need)
         return placement
+
+    def _must_wait_for_gpu(self, file: ModelFile, placement: Placement, need: int) -> MustWait:
+        numbers = f"{file.name} needs about {format_size(need)} of GPU memory"
+        return MustWait(self._in_use_message(numbers, file, placement), placement)
 
     async def _free_gpu_bytes(self, gpu: Gpu) -> int:
         there = await asyncio.to_thread(self._probe_hardware)
         return next(found.free_bytes for found in there.gpus if found.index == gpu.index)
 
-    def _idle_gpu_bytes(self) -> dict[int, int]:
-        """Bytes held by idle models, by GPU index."""
+    def _gpu_bytes(self, counts: Callable[[ResidentModel], bool]) -> dict[int, int]:
+        """Bytes held by the models for which `counts` is True, by GPU index."""
         held: Counter[int] = Counter()
-        for resident in self._residents():
-            for gpu in resident.placement.gpus if resident.is_idle else ():
+        for resident in filter(counts, self._residents()):
+            for gpu in resident.placement.gpus:
                 held[gpu.index] += _used_bytes(resident) // len(resident.placement.gpus)
         return held
 
@@ -93,45 +113,68 @@ class MemoryBudget:
         return None if self._settings.memory_limit is None else max(0, self._free_bytes())
 
     async def _evict_until_fits(
-        self, file: ModelFile, required_bytes: int, draft: ModelFile | None = None
+        self,
+        file: ModelFile,
+        placement: Placement,
+        required_bytes: int,
+        draft: ModelFile | None = None,
     ) -> None:
         """Evict idle models from RAM, least recently used first, until the new one fits.
 
-        Raises ModelBusy if it would fit without the models in use, OutOfMemory if not even then.
+        Raises MustWait if it would fit without the models in use, OutOfMemory if not even then.
         """
         free = self._free_bytes()
-        idle = self._idle_residents()
-        if required_bytes > free + sum(_used_bytes(resident) for resident in idle):
-            had = free + sum(_used_bytes(resident) for resident in idle)
-            raise self._does_not_fit_error(file, required_bytes, had, draft)
+        if required_bytes > free + sum(map(_used_bytes, self._evictable(file))):
+            both = f"{file.name} with {draft.name} as draft model" if draft else file.name
+            idle = [resident for resident in self._using(None) if resident.is_idle]
+            available = format_size(max(0, free + sum(map(_used_bytes, idle))))
+            numbers = f"{both} needs about {format_size(required_bytes)}, {available} is available"
+            if required_bytes > free + sum(map(_used_bytes, self._using(None))):
+                raise self._out_of_memory(numbers, draft)
+            raise MustWait(self._in_use_message(numbers, file, placement), placement)
         while required_bytes > self._free_bytes() and await self.evict_lru(file):
             pass
 
-    def _idle_residents(self, gpu: Gpu | None = None) -> list[ResidentModel]:
-        """Idle models on a GPU (None: in RAM), least recently used first."""
-        idle = [r for r in self._residents() if r.is_idle and r.placement.uses(gpu)]
-        return sorted(idle, key=lambda resident: resident.last_used_s)
+    def _using(self, gpu: Gpu | None) -> list[ResidentModel]:
+        """Models on a GPU (None: in RAM)."""
+        return [resident for resident in self._residents() if resident.placement.uses(gpu)]
+
+    def _evictable(self, file: ModelFile, gpu: Gpu | None = None) -> list[ResidentModel]:
+        """Models that may be evicted from a GPU (None: from RAM), least recently used first."""
+        idle = [resident for resident in self._using(gpu) if resident.is_idle]
+        idle.sort(key=lambda resident: resident.last_used_s)
+        # if the first is still held, wait for it: the others were used more recently
+        return list(takewhile(lambda resident: self._may_evict(file, resident), idle))
 
     async def evict_lru(self, file: ModelFile, gpu: Gpu | None = None) -> bool:
         """Evict the least recently used idle model. Returns False if there is none."""
-        idle = self._idle_residents(gpu)
+        idle = self._evictable(file, gpu)
         if idle:
             reason = f"{idle[0].file.name} was idle and {file.name} needs its memory"
             await self._unload(idle[0], reason)
         return bool(idle)
 
-    def _does_not_fit_error(
-        self, file: ModelFile, required_bytes: int, free_bytes: int, draft: ModelFile | None
-    ) -> LocalgenError:
-        busy = [r for r in self._residents() if not r.is_idle and not r.placement.on_gpu]
-        both = f"{file.name} with {draft.name} as draft model" if draft else file.name
-        free = format_size(max(0, free_bytes))
-        numbers = f"{both} needs about {format_size(required_bytes)}, {free} is available"
-        if required_bytes <= free_bytes + sum(_used_bytes(resident) for resident in busy):
-            names = ", ".join(resident.file.name for resident in busy)
-            return ModelBusy(
-                f"{numbers}; in use: {names}; wait, or `localgen stop {busy[0].file.name}`"
-            )
+    async def make_room(self, file: ModelFile, placement: Placement, error: OutOfMemory) -> None:
+        """Evict an idle model after a load that ran out of memory: the estimate was too low.
+
+        Does nothing if the model is loaded again. Raises MustWait if all others are in use, and
+        the error if there are none.
+        """
+        beside = self._using(placement.gpu)
+        if any(resident.file.path == file.path for resident in beside):
+            return
+        if not await self.evict_lru(file, placement.gpu):
+            if not beside:
+                raise error
+            problem = f"{file.name} ran out of memory while loading"
+            raise MustWait(self._in_use_message(problem, file, placement), placement)
+
+    def _in_use_message(self, problem: str, file: ModelFile, placement: Placement) -> str:
+        evictable = self._evictable(file, placement.gpu)
+        others = [r for r in self._using(placement.gpu) if r not in evictable]
+        return f"{problem}; in use: {', '.join(resident.file.name for resident in others)}"
+
+    def _out_of_memory(self, numbers: str, draft: ModelFile | None) -> OutOfMemory:
         limited = self._settings.memory_limit is not None
         way_out = "raise LOCALGEN_MEMORY_LIMIT" if limited else "free memory"
         way_out = f"leave --draft out, or {way_out}" if draft else way_out

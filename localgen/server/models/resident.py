@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from localgen.backends.errors import ModelBusy
+from localgen.backends.errors import InvalidRequest, ModelBusy
 from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.memory.kv_sizing import require_trained_ctx
 from localgen.backends.memory.load_limits import validate_cache_types
@@ -35,7 +36,8 @@ class ResidentModel:
     estimated_bytes: RAM estimate until it is loaded; 0 on a GPU. resolved_names: names that resolve
     to this file, each with allow_paths, because `a/b` is a path only for local clients.
     keep_alive_s: idle time until it is unloaded; None: no limit. num_users: requests that hold it.
-    last_used_s: when the last request released it (monotonic seconds).
+    created_s, loaded_s, last_used_s: when its load began and ended, and when the last request
+    released it (monotonic seconds).
     """
 
     file: ModelFile
@@ -47,6 +49,8 @@ class ResidentModel:
     resolved_names: set[tuple[str, bool]] = field(default_factory=set)
     keep_alive_s: float | None
     num_users: int = 0
+    created_s: float = field(default_factory=time.monotonic)
+    loaded_s: float = field(default_factory=time.monotonic)
     last_used_s: float = field(default_factory=time.monotonic)
 
     @property
@@ -79,6 +83,18 @@ class ResidentModel:
             return None
         since = time.monotonic() if self.num_users or self.info is None else self.last_used_s
         return max(0.0, since + max(self.keep_alive_s, MIN_IDLE_S) - time.monotonic())
+
+    def has_expired(self) -> bool:
+        """Return True if it was idle for its keep-alive time."""
+        return self.is_idle and self.expires_in_s() == 0
+
+    async def wait_until_loaded(self, on_progress: Callable[[float], None] | None) -> ModelInfo:
+        """Wait for the load. Cancelling the waiter does not cancel it. Raises its error."""
+        while not self.load_future.done():
+            if on_progress is not None:
+                on_progress(self.engine.progress)
+            await asyncio.wait({self.load_future}, timeout=0.1)
+        return self.load_future.result()
 
     def can_reload_for(self, requested: LoadOptions) -> bool:
         """Return True if a larger context is requested by the model's only user.
@@ -146,6 +162,26 @@ def _is_compatible(option: str, requested: Any, actual: Any, first_requested: An
         case "dummy":
             return not requested
     return False
+
+
+def find_by_resolved_name(
+    residents: Iterable[ResidentModel], name: str, allow_paths: bool
+) -> ResidentModel | None:
+    """Return the resident that a name was resolved to before, or with this id."""
+    key = (name, allow_paths)
+    return next((r for r in residents if key in r.resolved_names or name == r.id), None)
+
+
+def find_by_short_name(
+    residents: Iterable[ResidentModel], name: str, allow_paths: bool
+) -> ResidentModel | None:
+    """Return the resident with this short name. Raises InvalidRequest if there are several."""
+    found = [r for r in residents if r.file.name == name]
+    if len(found) > 1:
+        paths = "use a path: " + ", ".join(str(r.file.path) for r in found)
+        remedy = paths if allow_paths else "`localgen cp PATH NAME` gives each another name"
+        raise InvalidRequest(f"{len(found)} models are named {name}, {remedy}")
+    return found[0] if found else None
 
 
 def model_id(file: ModelFile) -> str:

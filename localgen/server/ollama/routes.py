@@ -56,7 +56,11 @@ from localgen.server.requests.caller import Caller
 from localgen.server.requests.embeddings import EmbeddingResponse
 from localgen.server.requests.generation import GenerationJob, GenerationResponse
 from localgen.server.requests.protocol import encode_json
-from localgen.server.requests.streaming import EventStreamResponse, LastEventResponse
+from localgen.server.requests.streaming import (
+    EventStreamResponse,
+    LastEventResponse,
+    cancel_on_disconnect,
+)
 from localgen.server.stats.request_log import RequestLog
 
 # clients look for Ollama's own text, "Ollama is running"
@@ -97,13 +101,13 @@ class OllamaApi:
         @router.post("/api/chat", response_model=None)
         async def chat(body: OllamaChatRequest, http: HttpRequest) -> Response:
             if not body.messages:
-                return await self._load_only(body, chat_content)
+                return await self._load_only(body, chat_content, http)
             return self._generate(body, chat_content, http)
 
         @router.post("/api/generate", response_model=None)
         async def generate(body: OllamaGenerateRequest, http: HttpRequest) -> Response:
             if not body.prompt:
-                return await self._load_only(body, generate_content)
+                return await self._load_only(body, generate_content, http)
             return self._generate(body, generate_content, http)
 
     def _generate(
@@ -130,7 +134,10 @@ class OllamaApi:
         return GenerationResponse(self.manager, self.journal, job)
 
     async def _load_only(
-        self, body: OllamaChatRequest | OllamaGenerateRequest, build_content: ContentBuilder
+        self,
+        body: OllamaChatRequest | OllamaGenerateRequest,
+        build_content: ContentBuilder,
+        http: HttpRequest,
     ) -> Response:
         """Load a model, or unload it if keep_alive is 0."""
         if body.parsed_keep_alive == KeepAlive(0.0):
@@ -140,7 +147,7 @@ class OllamaApi:
         acquired = self.manager.acquire(
             body.model, body.to_load_options(), keep_alive=body.parsed_keep_alive
         )
-        async with acquired as (_, info):
+        async with cancel_on_disconnect(http.receive), acquired as (_, info):
             if body.ctx is not None and body.ctx > info.ctx:
                 raise InvalidRequest(
                     f"num_ctx is {body.ctx:,}, {body.model} is loaded with {info.ctx:,} tokens: "

@@ -44,6 +44,11 @@ class EmbeddingJob:
     keep_alive: KeepAlive | None = None
     allow_paths: bool = False
 
+    @property
+    def deadline_s(self) -> float | None:
+        """When the request times out (monotonic seconds); None: never."""
+        return None if self.timeout_s is None else self.request.arrived_s + self.timeout_s
+
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingVectors:
@@ -91,7 +96,11 @@ async def compute_embeddings(
     )
     try:
         acquired = manager.acquire(
-            job.model, job.options, keep_alive=job.keep_alive, allow_paths=job.allow_paths
+            job.model,
+            job.options,
+            keep_alive=job.keep_alive,
+            allow_paths=job.allow_paths,
+            deadline_s=job.deadline_s,
         )
         async with acquired as (resident, info):
             entry.model = resident.file.name
@@ -119,12 +128,12 @@ def _resolve_dimensions(job: EmbeddingJob, info: ModelInfo) -> int:
 
 
 async def _embed_with_timeout(engine: EngineClient, job: EmbeddingJob) -> Embedded:
-    limit_s, waited_s = job.timeout_s, time.monotonic() - job.request.arrived_s
+    left_s = None if job.deadline_s is None else job.deadline_s - time.monotonic()
     try:
-        async with asyncio.timeout(None if limit_s is None else limit_s - waited_s):
+        async with asyncio.timeout(left_s):
             return await engine.embed(job.request)
     except TimeoutError:
-        raise TimedOut(f"the request timed out, the limit is {limit_s:g} s") from None
+        raise TimedOut(f"the request timed out, the limit is {job.timeout_s:g} s") from None
 
 
 def _to_finished(output: Embedded, ctx: int) -> Finished:

@@ -48,6 +48,11 @@ class GenerationJob:
     make_serializer: Callable[[ResponseMetadata], ResponseSerializer]
     allow_paths: bool = False
 
+    @property
+    def deadline_s(self) -> float | None:
+        """When the request times out (monotonic seconds); None: never."""
+        return None if self.timeout_s is None else self.requests[0].arrived_s + self.timeout_s
+
 
 class GenerationResponse(Response):
     """Runs a generation job and sends the answer. Errors before the first event are raised.
@@ -74,7 +79,11 @@ class GenerationResponse(Response):
         job, asked_s = self._job, time.monotonic()
         try:
             acquired = self._manager.acquire(
-                job.model, job.options, keep_alive=job.keep_alive, allow_paths=job.allow_paths
+                job.model,
+                job.options,
+                keep_alive=job.keep_alive,
+                allow_paths=job.allow_paths,
+                deadline_s=job.deadline_s,
             )
             async with cancel_on_disconnect(receive), acquired as (resident, _):
                 name = self._record.model = resident.file.name
@@ -100,11 +109,11 @@ class GenerationResponse(Response):
 
     def _start_timeout(self, stream: RequestStream) -> asyncio.TimerHandle | None:
         """Schedule a TimedOut failure at the deadline of the request."""
-        limit_s = self._job.timeout_s
-        if limit_s is None:
+        deadline_s = self._job.deadline_s
+        if deadline_s is None:
             return None
-        message = f"the request timed out, the limit is {limit_s:g} s"
-        left_s = limit_s - (time.monotonic() - self._record.arrived_s)
+        message = f"the request timed out, the limit is {self._job.timeout_s:g} s"
+        left_s = deadline_s - time.monotonic()
         return asyncio.get_running_loop().call_later(left_s, stream.fail, TimedOut.code, message)
 
     def _with_request_id(self, send: Send) -> Send:

@@ -25,6 +25,7 @@ _HTTP_STATUS_BY_CODE = {
     "method_not_allowed": 405,
     "model_busy": 409,
     "queue_full": 429,
+    "memory_in_use": 503,
     "load_failed": 500,
     "engine_died": 502,
     "server_unavailable": 503,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -37,11 +37,18 @@ EngineStatsSource = Callable[[], Iterable[tuple[str, EngineStats]]]
 
 
 class Metrics:
-    """Metrics since server start. engine_stats: current statistics of the loaded engines."""
+    """Metrics since server start.
 
-    def __init__(self, engine_stats: EngineStatsSource) -> None:
+    engine_stats: current statistics of the loaded engines. count_waiting: requests that wait for
+    memory, by model name.
+    """
+
+    def __init__(
+        self, engine_stats: EngineStatsSource, count_waiting: Callable[[], Mapping[str, int]]
+    ) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(engine_stats))
+        self._registry.register(_WaitingCollector(count_waiting))
         self._ttft = self._histogram(
             "time_to_first_token_seconds", "Time to first token in seconds.", _TTFT_BUCKETS_S
         )
@@ -181,6 +188,23 @@ class _EngineCollector(Collector):
             steps.add_metric([model], _cumulative_buckets(stats), stats.step_tokens_total)
         yield from (preempted, steps)
         yield from _speculation_counters(found)
+
+
+class _WaitingCollector(Collector):
+    """Requests that no engine has yet, read on each scrape."""
+
+    def __init__(self, count_waiting: Callable[[], Mapping[str, int]]) -> None:
+        self._count_waiting = count_waiting
+
+    def collect(self) -> Iterator[Metric]:
+        gauge = GaugeMetricFamily(
+            "localgen:num_requests_waiting_for_memory",
+            "Requests that wait until memory of other models is free.",
+            labels=[_LABEL],
+        )
+        for model, count in self._count_waiting().items():
+            gauge.add_metric([model], count)
+        yield gauge
 
 
 def _speculation_counters(engines: Iterable[tuple[str, EngineStats]]) -> Iterator[Metric]:

@@ -114,6 +114,7 @@ class ServerState:
                 "keep_alive_s": self._settings.keep_alive_s,
                 "memory_limit": self._settings.memory_limit,
                 "memory_available": available_memory_bytes(),
+                "waiting_for_memory": self._manager.count_waiting(),
             },
             "machine": self._machine.latest,
             "models": [self._model_stats(each, with_paths) for each in self._manager.residents],
