@@ -212,7 +212,8 @@ async def _load_events(
     While it waits for memory, `waiting` is the reason. allow_paths: take and give paths, for local
     clients.
     """
-    event: dict[str, Any] = {"progress": 0.0, "waiting": ""}
+    # empty until the model is found: an error before that has a status of its own
+    event: dict[str, Any] = {}
 
     async def load() -> ModelInfo:
         acquired = manager.acquire(
@@ -229,7 +230,8 @@ async def _load_events(
     loading = asyncio.create_task(load())
     try:
         while not (await asyncio.wait({loading}, timeout=_PROGRESS_PERIOD_S))[0]:
-            yield event.copy()
+            if event:
+                yield {"progress": 0.0, "waiting": ""} | event
         info = loading.result()
         yield {"model": info if allow_paths else without_paths(info)}
     finally:
