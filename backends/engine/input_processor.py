@@ -14,7 +14,7 @@ from localgen.backends.runner.sequence import Sequence
 from localgen.backends.sampling_params import BASE_SAMPLING, SamplingParams
 from localgen.backends.text.grammar import GrammarCompiler
 from localgen.backends.text.prompt_renderer import PromptRenderer, RenderedPrompt
-from localgen.backends.text.template import ChatTemplate
+from localgen.backends.text.template import PromptTemplate
 from localgen.backends.text.tokenizer import Tokenizer
 from localgen.backends.types import EmbedRequest, Request
 
@@ -34,7 +34,7 @@ class InputProcessor:
 
     limits: Limits
     tokenizer: Tokenizer
-    template: ChatTemplate | None
+    template: PromptTemplate | None
     defaults: SamplingParams
     grammar_compiler: GrammarCompiler | None = None
     ctx_train: int = 0
