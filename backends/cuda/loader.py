@@ -44,7 +44,7 @@ def load_cuda_model(request: ModelLoadRequest, on_progress: Callable[[float], No
     compiling = None
     if device.type == "cuda":
         compiling = KernelPrecompiler(ModelShard(spec, 0, options.tp), options, dtype, device)
-    tokenizer = load_tokenizer(source, options)
+    tokenizer = load_tokenizer(source, options, sandbox)
     templates = TemplateLoader(
         sandbox,
         requested=options.chat_template,
@@ -55,7 +55,7 @@ def load_cuda_model(request: ModelLoadRequest, on_progress: Callable[[float], No
     template = templates.wait()  # before the weights, which may take minutes
     draft_loader = OptionalDraftLoader(request.draft)
     draft_model = draft_loader.run(
-        lambda: CudaDraftModel(draft_loader.request, options, device, source, tokenizer)
+        lambda: CudaDraftModel(draft_loader.request, options, device, source, tokenizer, sandbox)
     )
     executor, size, weight_bytes = _load_executor(
         source, options, dtype, request, draft_model, on_progress
