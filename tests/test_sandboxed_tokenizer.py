@@ -30,10 +30,9 @@ def folder_with(tmp_path: Path, place: str, pattern: str) -> Path:
     shutil.copytree(TINY, folder)
     path = folder / "tokenizer.json"
     settings = json.loads(path.read_text())
-    settings[place] = {
-        "pre_tokenizer": {"type": "Split", "behavior": "Isolated", "invert": False},
-        "normalizer": {"type": "Replace", "content": "x"},
-    }[place] | {"pattern": {"Regex": pattern}}
+    settings[place] = {"type": "Replace", "content": "x", "pattern": {"Regex": pattern}}
+    if place == "pre_tokenizer":
+        settings[place] |= {"type": "Split", "behavior": "Isolated", "invert": False}
     path.write_text(json.dumps(settings))
     return folder
 
