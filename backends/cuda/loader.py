@@ -46,11 +46,7 @@ def load_cuda_model(request: ModelLoadRequest, on_progress: Callable[[float], No
         compiling = KernelPrecompiler(ModelShard(spec, 0, options.tp), options, dtype, device)
     tokenizer = load_tokenizer(source, options, sandbox)
     templates = TemplateLoader(
-        sandbox,
-        requested=options.chat_template,
-        own=source.chat_template,
-        tokenizer=tokenizer,
-        path=source.path,
+        sandbox, options.chat_template, source.chat_template, tokenizer, source.path
     )
     template = templates.wait()  # before the weights, which may take minutes
     draft_loader = OptionalDraftLoader(request.draft)

@@ -50,9 +50,7 @@ def load_llamacpp_model(
     _validate_split_cache(model, options)
     mlock_failed = options.mlock and llama_library().has_warning_about("mlock")
     vocab = LlamaCppTokenizer(model)
-    templates = TemplateLoader(
-        sandbox, requested=options.chat_template, own=model.template, tokenizer=vocab, path=path
-    )
+    templates = TemplateLoader(sandbox, options.chat_template, model.template, vocab, path)
     shape = sizing.llama_model_shape(model)
     draft_loader = OptionalDraftLoader(request.draft)
     draft_model = draft_loader.run(
@@ -108,13 +106,9 @@ def load_llamacpp_model(
         ),
         draft=draft.info if draft else None,
     )
+    template = templates.wait()
     return LoadedModel(
-        info=info,
-        runner=runner,
-        tokenizer=vocab,
-        template=templates.wait(),
-        draft=draft,
-        sandbox=sandbox,
+        info=info, runner=runner, tokenizer=vocab, template=template, draft=draft, sandbox=sandbox
     )
 
 

@@ -268,7 +268,6 @@ class TemplateLoader:
     def __init__(
         self,
         sandbox: Sandbox,
-        *,
         requested: str | None,
         own: str | None,
         tokenizer: Tokenizer,
