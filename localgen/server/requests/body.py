@@ -39,7 +39,7 @@ def _strictly_equal(value: object, known: object) -> bool:
 
 def _find_lone_surrogate(body: Any) -> str | None:
     """Return the path of a string with a lone surrogate, such as JSON's \\ud800, or None."""
-    with contextlib.suppress(UnicodeEncodeError, RecursionError):
+    with contextlib.suppress(UnicodeEncodeError, RecursionError, TypeError):
         json.dumps(body, ensure_ascii=False).encode()  # far faster than the search below
         return None
     waiting = [("", body)]  # no recursion: a body may be nested deeper than Python's stack allows
