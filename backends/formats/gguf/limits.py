@@ -29,7 +29,7 @@ def check_gguf_numbers(header: Mapping[str, Any], path: Path) -> None:
         "block_count": (1, _MAX_LAYERS),
         "context_length": (1, 2**31 - 1),
         "expert_count": (0, _MAX_EXPERTS),
-        "expert_used_count": (0, experts),
+        "expert_used_count": (1 if experts else 0, experts),
         "nextn_predict_layers": (0, before_last),
         "attention.shared_kv_layers": (0, before_last),
     }
