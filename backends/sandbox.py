@@ -33,6 +33,8 @@ from localgen.backends.sandbox_worker import (
 # the process ends itself at the limit; later it is killed, as it may be stopped
 _GRACE_S = 10.0
 _START_S = 60.0
+# of a call whose process is killed from outside
+_MAX_TRIES = 3
 _COMMAND = (
     "import sys; sys.path[:] = sys.argv[2:]; "
     "from localgen.backends.sandbox_worker import main; main(int(sys.argv[1]))"
@@ -87,22 +89,22 @@ class Sandbox:
         return self._run(run)
 
     def _run(self, work: Callable[[_SandboxProcess], Any]) -> Any:
-        """Run `work` with an idle process; once more if the process was killed from outside."""
-        for is_last in (False, True):
-            with self._process() as process, _cancellable(process):
-                try:
-                    return work(process)
-                except _ProcessLost as error:
-                    if is_last:
-                        raise LimitExceeded("failed: its process was killed") from error
-        raise AssertionError
+        """Run `work` with an idle process; again if the process was killed from outside."""
+        for _ in range(_MAX_TRIES):
+            with (
+                self._process() as process,
+                contextlib.suppress(_ProcessLost),
+                _cancellable(process),
+            ):
+                return work(process)
+        raise LimitExceeded(
+            f"failed: its process was killed {_MAX_TRIES} times, perhaps for lack of memory"
+        )
 
     @contextlib.contextmanager
     def _process(self) -> Iterator[_SandboxProcess]:
-        with self._lock:
-            process = self._idle.pop() if self._idle else None
         try:
-            process = process or _SandboxProcess(self._imports)
+            process = self._take_idle() or _SandboxProcess(self._imports)
         except OSError as error:
             raise LimitExceeded(f"cannot run: no process for it: {error}") from error
         try:
@@ -113,6 +115,17 @@ class Sandbox:
             else:
                 with self._lock:
                     self._idle.append(process)
+
+    def _take_idle(self) -> _SandboxProcess | None:
+        """Take an idle process that has not been killed meanwhile, or return None."""
+        while True:
+            with self._lock:
+                if not self._idle:
+                    return None
+                process = self._idle.pop()
+            if process.is_running():
+                return process
+            process.close()
 
     def _start_idle(self) -> None:
         """Start a process for the next call."""
@@ -261,6 +274,9 @@ class _SandboxProcess:
         return LimitExceeded(
             f"crashed, or needed more than {request.limits.memory_bytes >> 20} MiB of memory"
         )
+
+    def is_running(self) -> bool:
+        return self._process.poll() is None
 
     def kill(self) -> None:
         """Kill the process, from any thread."""

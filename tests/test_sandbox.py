@@ -198,16 +198,16 @@ def test_killed_in_a_call_repeats_it(probe: Sandboxed, tmp_path: Path) -> None:
         assert reply.result(ENOUGH_S) == "repeated"
 
 
-def test_killed_twice_is_an_error(probe: Sandboxed, tmp_path: Path) -> None:
+def test_killed_again_and_again_is_an_error(probe: Sandboxed, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     with ThreadPoolExecutor(1) as pool:
         reply = pool.submit(probe.call, LONG, "mark_and_wait", str(mark))
-        for _ in range(2):
+        for _ in range(3):
             until(mark.exists)
             pid = int(mark.read_text())
             mark.unlink()
             os.kill(pid, signal.SIGKILL)
-        with pytest.raises(LimitExceeded, match="killed"):
+        with pytest.raises(LimitExceeded, match="killed 3 times"):
             reply.result(ENOUGH_S)
     assert probe.call(LONG, "echo", "a") == "a"
 
