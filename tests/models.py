@@ -132,7 +132,7 @@ class LoadedBench:
                 tokenizer=model.tokenizer,
                 template=model.template,
                 defaults=model.info.sampling,
-                grammar_compiler=GrammarCompiler(model.tokenizer),
+                grammar_compiler=GrammarCompiler(model.tokenizer, model.sandbox),
             ),
             itl_target_ms=1e9,
             max_queue=1000,

@@ -92,10 +92,7 @@ def run_until_ended(engine: Engine, log: Log, count: int) -> None:
 def until_prepared(engine: Engine) -> None:
     """Wait until submitted requests are in the loop's inbox; other threads tokenize them."""
     deadline_s = time.monotonic() + 30
-    while True:
-        with engine._preparing_lock:  # under which what is prepared goes into the inbox
-            if not engine._preparing_ids:
-                return
+    while not (engine._request_preparer.is_idle and engine._embedding_preparer.is_idle):
         assert time.monotonic() < deadline_s, "requests are not prepared"
         time.sleep(0.001)
 
@@ -371,3 +368,19 @@ def test_contexts_are_counted_with_each_step() -> None:
     run_until_ended(engine, log, 1)
     # the prompt's step sees 8 tokens, those of the second and third token 9 and 10
     assert log.stats.context_tokens_total == 8 + 9 + 10
+
+
+def test_too_many_messages_are_refused_before_any_work() -> None:
+    log, runner = Log(), FakeRunner()
+    engine = make(runner, log)
+    most = runner.limits.max_len
+    for name, count in (("fits", most), ("not", most + 1)):
+        messages = tuple(Message("user", "") for _ in range(count))
+        engine.submit(Request(id=name, messages=messages, arrived_s=time.monotonic()))
+    run_until_ended(engine, log, 2)
+    (fits,), (refused,) = log.ends["fits"], log.ends["not"]
+    assert isinstance(refused, Failed)
+    assert refused.code == "context_length_exceeded"
+    assert f"{most + 1:,} messages" in refused.message
+    assert isinstance(fits, Failed)
+    assert fits.message == "the prompt is empty"

@@ -14,7 +14,9 @@ from models import Bench, questions
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.sandbox import Sandbox
 from localgen.backends.text.grammar import GrammarCompiler
+from localgen.backends.text.grammar_check import invalid_grammar
 from localgen.backends.types import Failed, Message
 
 PERSON = {
@@ -204,3 +206,62 @@ def test_masks_ahead_of_drafts(bench: Bench) -> None:
     assert masks[1][letters["b"]]
     assert masks[2].all(), "behind a draft that is not allowed anything goes"
     assert matcher.allowed_mask()[letters["a"]], "and the answer itself has not moved"
+
+
+def properties(count: int) -> str:
+    names = {f"p{number}": {"type": "string"} for number in range(count)}
+    return json.dumps({"type": "object", "properties": names})
+
+
+OVERLAPPING = [{"type": "string", "pattern": f"^.{{0,{most}}}a.*$"} for most in range(1, 40)]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"grammar": "root ::= " + " | ".join(f'"w{number}"' for number in range(60_000))},
+        {"json_schema": properties(16_000)},
+        {"json_schema": json.dumps({"allOf": OVERLAPPING})},
+    ],
+    ids=["alternatives", "properties", "overlapping patterns"],
+)
+def test_grammars_that_take_long_to_compile_are_rejected(
+    bench: Bench, settings: dict[str, Any]
+) -> None:
+    kind = next(iter(settings))
+    name = bench.submit(CHAT, SamplingParams(**settings))
+    (reply,) = bench.run([name])
+    assert isinstance(reply.end, Failed)
+    assert reply.end.code == "invalid_request"
+    assert reply.end.message.startswith(f"{kind}: ")
+    assert "\n" not in reply.end.message
+    (text,) = ask(bench, hot(1, regex="[a-c]{9}"))
+    assert re.fullmatch("[a-c]{9}", text)
+
+
+def test_a_valid_grammar_is_checked_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    sandbox = Sandbox()
+    compiler = GrammarCompiler(bench.model.tokenizer, sandbox)
+    calls = []
+    call = Sandbox.call
+
+    def count(self: Sandbox, recipe: Any, request: Any) -> Any:
+        calls.append(request.method)
+        return call(self, recipe, request)
+
+    monkeypatch.setattr(Sandbox, "call", count)
+    for _ in range(3):
+        assert compiler.compile(SamplingParams(json_schema=properties(10)))
+    assert calls.count("validate") == 1
+    for _ in range(2):
+        with pytest.raises(InvalidRequest):
+            compiler.compile(SamplingParams(json_schema='{"type": "wish"}'))
+    assert calls.count("validate") == 3
+
+
+def test_a_panic_of_the_library_is_an_error_of_the_request() -> None:
+    error = invalid_grammar("json_schema", "panic: assertion failed:\n at x.rs")
+    assert error.message == (
+        "json_schema: it is too large or not supported: simplify it "
+        "(panic: assertion failed: at x.rs)"
+    )

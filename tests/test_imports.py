@@ -89,6 +89,7 @@ CORE_LIBRARIES = {"numpy", "jinja2"}
 # loaded by the first request that asks for a grammar
 LIBRARIES_OF = {
     "localgen.backends.text.grammar": {"llguidance"},
+    "localgen.backends.text.grammar_check": {"llguidance"},
     "localgen.backends.memory.system": {"psutil"},
 } | {module: {"msgspec"} for module in PROCESS_BORDER}
 # the CUDA engine without the server does not need these

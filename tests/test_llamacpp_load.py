@@ -224,11 +224,22 @@ def test_odd_numbers_end_in_a_model_an_error_or_a_dead_engine(tmp_path: Path) ->
         assert [wrong for wrong in threads.map(verdict, paths) if wrong] == []
 
 
-def test_an_engine_that_llama_cpp_aborts_ends_at_once(tmp_path: Path) -> None:
-    outcome = engine(files.with_number(tmp_path / "deep.gguf", "llama.block_count", 1000))
-    assert outcome.status == -signal.SIGABRT
-    assert "GGML_ASSERT" in outcome.stderr
-    assert "Thread debugging" not in outcome.stderr  # no debugger was called
+def test_an_engine_that_llama_cpp_aborts_ends_at_once() -> None:
+    program = (
+        "import localgen.backends.llamacpp.__main__, llama_cpp.llama_cpp as C\n"
+        "C._lib.ggml_abort(b'a.c', 1, b'GGML_ASSERT(%s) failed', b'0')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG_S
+    )
+    assert done.returncode == -signal.SIGABRT
+    assert "GGML_ASSERT" in done.stderr
+    assert "Thread debugging" not in done.stderr  # no debugger was called
+
+
+def test_numbers_that_llama_cpp_aborts_on_are_refused(tmp_path: Path) -> None:
+    message = refusal(files.with_number(tmp_path / "deep.gguf", "llama.block_count", 1000))
+    assert "llama.block_count is '1000', it must be 1 to 512" in message
 
 
 @pytest.mark.parametrize("tensor", ["output_norm.weight", "token_embd.weight"])

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from serving import ServerHarness, chat_body, server_harness, wait_until
 
-from localgen.backends.text.template import MAX_RENDER_S
+from localgen.backends.text.template import TEMPLATE_LIMITS
 from localgen.machine.python_process import python_environment
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}x"
@@ -28,6 +29,13 @@ ESCAPES = [
     "{{ messages.append(1) }}",
     "{{ 'x'.format.__self__.__class__.__base__.__subclasses__() }}",
     "{{ range(10**9) | list }}",
+]
+HEAVY = [
+    "{% set n=messages|length %}{{ (9*n)**((9*n)**(9*n)) }}",
+    "{{ '%999999999s'|format('x') }}",
+    "{{ 'a'*3000000000 }}",
+    "{% set ns=namespace(s='a'*16) %}"
+    "{% for i in range(40) %}{% set ns.s=ns.s~ns.s %}{% endfor %}{{ ns.s }}",
 ]
 
 
@@ -70,6 +78,22 @@ def test_templates_cannot_access_python_or_files(asked: Any, template: str) -> N
     assert "subprocess" not in said
 
 
+@pytest.mark.parametrize("template", HEAVY, ids=range(len(HEAVY)))
+def test_heavy_templates_take_neither_the_engine_nor_its_memory(
+    served: ServerHarness, asked: Any, template: str
+) -> None:
+    reply = asked(template)
+    assert reply.status_code == 400
+    assert "chat template" in reply.json()["error"]["message"]
+    assert memory_of_engines(served) < 1 << 30
+
+
+def memory_of_engines(served: ServerHarness) -> int:
+    """Resident bytes of the server and all processes below it."""
+    server = psutil.Process(served.processes[0].pid)
+    return sum(process.memory_info().rss for process in [server, *server.children(recursive=True)])
+
+
 def test_endless_template_is_stopped_without_blocking_others(
     served: ServerHarness, asked: Any
 ) -> None:
@@ -84,7 +108,7 @@ def test_endless_template_is_stopped_without_blocking_others(
         # a completion needs no template
         assert served.http.post("/v1/completions", json=body).status_code == 200
         time.sleep(0.1)
-    assert time.monotonic() - begun_s < MAX_RENDER_S + 30
+    assert time.monotonic() - begun_s < TEMPLATE_LIMITS.seconds + 30
     assert replies[0].status_code == 400
     assert "did not finish within" in replies[0].json()["error"]["message"]
 

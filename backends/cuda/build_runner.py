@@ -15,18 +15,21 @@ from localgen.backends.errors import LoadFailed
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.hf.tokenizer import HfTokenizer
 from localgen.backends.memory.kv_sizing import KVSize
+from localgen.backends.sandbox import Sandbox
 from localgen.backends.units import format_params
 
 AnyTokenizer = HfTokenizer | DummyTokenizer
 
 
-def load_tokenizer(source: ModelSource, options: CudaOptions) -> AnyTokenizer:
-    """Load the tokenizer of a model.
+def load_tokenizer(
+    source: ModelSource, options: CudaOptions, sandbox: Sandbox | None = None
+) -> AnyTokenizer:
+    """Load the tokenizer of a model. sandbox: as in ModelSource.load_tokenizer.
 
     Raises LoadFailed if there is none, unless the weights are random (--dummy).
     """
     try:
-        return source.load_tokenizer()
+        return source.load_tokenizer(sandbox)
     except LoadFailed:
         if options.dummy:  # needs only a config.json
             return DummyTokenizer(source.spec.vocab_size)

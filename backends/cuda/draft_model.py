@@ -28,6 +28,7 @@ from localgen.backends.model_info import DraftInfo, DraftModelRequest, MemoryUsa
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.sampling_params import BASE_SAMPLING, SamplingParams
+from localgen.backends.sandbox import Sandbox
 
 
 class CudaDraftModel:
@@ -44,6 +45,7 @@ class CudaDraftModel:
         device: torch.device,
         target_source: ModelSource,
         target_tokenizer: AnyTokenizer,
+        sandbox: Sandbox | None = None,
     ) -> None:
         require_prefix_cache(request, options.prefix_cache)
         if options.tp > 1:
@@ -55,7 +57,7 @@ class CudaDraftModel:
         self._request, self._source = request, open_model_source(Path(request.path))
         self._dtype = self._source.compute_dtype(device)
         self._options = _draft_options(options, self._dtype)
-        self._tokenizer = load_tokenizer(self._source, options)
+        self._tokenizer = load_tokenizer(self._source, options, sandbox)
         require_same_vocabulary(
             target_tokenizer,
             self._tokenizer,

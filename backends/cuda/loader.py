@@ -25,7 +25,8 @@ from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.architecture.sharding import ModelShard
 from localgen.backends.memory.kv_sizing import KVSize
 from localgen.backends.model_info import MemoryUsage, ModelInfo, ModelLoadRequest
-from localgen.backends.text.template import ChatTemplate, load_template
+from localgen.backends.sandbox import Sandbox
+from localgen.backends.text.template import ChatTemplate, PromptTemplate, TemplateLoader
 
 
 def load_cuda_model(request: ModelLoadRequest, on_progress: Callable[[float], None]) -> LoadedModel:
@@ -34,6 +35,7 @@ def load_cuda_model(request: ModelLoadRequest, on_progress: Callable[[float], No
     Raises LocalgenError naming the file or option at fault.
     """
     started_s = time.monotonic()
+    sandbox = Sandbox(ChatTemplate)  # it starts while the files are read
     validate_draft_options(request)
     device = resolve_device(request.options)
     source = open_model_source(Path(request.path))
@@ -42,13 +44,14 @@ def load_cuda_model(request: ModelLoadRequest, on_progress: Callable[[float], No
     compiling = None
     if device.type == "cuda":
         compiling = KernelPrecompiler(ModelShard(spec, 0, options.tp), options, dtype, device)
-    tokenizer = load_tokenizer(source, options)
-    template, template_source = load_template(
-        options.chat_template, source.chat_template, tokenizer, source.path
+    tokenizer = load_tokenizer(source, options, sandbox)
+    templates = TemplateLoader(
+        sandbox, options.chat_template, source.chat_template, tokenizer, source.path
     )
+    template = templates.wait()  # before the weights, which may take minutes
     draft_loader = OptionalDraftLoader(request.draft)
     draft_model = draft_loader.run(
-        lambda: CudaDraftModel(draft_loader.request, options, device, source, tokenizer)
+        lambda: CudaDraftModel(draft_loader.request, options, device, source, tokenizer, sandbox)
     )
     executor, size, weight_bytes = _load_executor(
         source, options, dtype, request, draft_model, on_progress
@@ -83,7 +86,7 @@ def load_cuda_model(request: ModelLoadRequest, on_progress: Callable[[float], No
         load_ms=(time.monotonic() - started_s) * 1e3,
         can_rewind=options.prefix_cache,
         embedding_width=spec.hidden_size,
-        chat_template=template_source,
+        chat_template=templates.source,
         sampling=defaults,
         options=draft_loader.resolved_options(
             options.to_load_options(size.ctx, size.kv_tokens), draft
@@ -100,11 +103,16 @@ def load_cuda_model(request: ModelLoadRequest, on_progress: Callable[[float], No
         draft=draft.info if draft else None,
     )
     return LoadedModel(
-        info=info, runner=runner, tokenizer=tokenizer, template=template, draft=draft
+        info=info,
+        runner=runner,
+        tokenizer=tokenizer,
+        template=template,
+        draft=draft,
+        sandbox=sandbox,
     )
 
 
-def _load_warnings(options: CudaOptions, template: ChatTemplate | None) -> tuple[str, ...]:
+def _load_warnings(options: CudaOptions, template: PromptTemplate | None) -> tuple[str, ...]:
     """Notes on limitations of the loaded model."""
     found = {
         "the weights are random (--dummy): the text is meaningless": options.dummy,

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import queue
-import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from localgen.backends.engine.embeddings import EmbeddingScheduler, EmbeddingTask
 from localgen.backends.engine.input_processor import InputProcessor
 from localgen.backends.engine.outbox import Outbox
 from localgen.backends.engine.output_processor import OutputProcessor
+from localgen.backends.engine.preparation import AnyRequest, Prepared, Preparer
 from localgen.backends.engine.scheduler import Scheduler, SequenceOutput
 from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.engine.speculation.speculation import Speculation
@@ -41,6 +40,8 @@ from localgen.backends.types import (
 STATS_INTERVAL_S = 0.25
 # idle engines publish too: the server takes one that sends nothing for twice as long for silent
 IDLE_STATS_INTERVAL_S = 5.0
+# one for a client whose requests take long to prepare, one for the others
+_PREPARATION_THREADS = 2
 _CANNOT_REWIND = (
     "impossible: computed tokens cannot be removed from the KV cache "
     "(model architecture, or --no-prefix-cache)"
@@ -101,57 +102,39 @@ class Engine:
         self._is_decoding = False  # the last step computed no prompt
         # matched a stop string while a step was in flight
         self._stopped_in_flight: list[Sequence] = []
-        # separate threads: tokenizing a long prompt must not delay the loop or a cancellation, and
-        # thousands of embedding inputs must not delay prompts
-        self._request_executor = ThreadPoolExecutor(1, thread_name_prefix="input-processor")
-        self._embedding_executor = ThreadPoolExecutor(1, thread_name_prefix="embedding-input")
-        self._preparing_ids: set[str] = set()
-        self._preparing_lock = threading.Lock()
+        # separate threads: tokenizing a long prompt must not delay the loop or a cancellation, one
+        # client's requests not those of others, and thousands of embedding inputs not prompts
+        self._request_preparer = Preparer(
+            self._prepare, self._inbox.put, threads=_PREPARATION_THREADS, name="input-processor"
+        )
+        self._embedding_preparer = Preparer(
+            self._prepare, self._inbox.put, threads=1, name="embedding-input"
+        )
 
     # -- thread-safe methods ----------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
         """Submit a request; it ends with exactly one Finished or Failed event."""
-        with self._preparing_lock:
-            self._preparing_ids.add(request.id)
-        self._request_executor.submit(self._prepare, request)
+        self._request_preparer.submit(request)
 
     def submit_embedding(self, request: EmbedRequest) -> None:
         """Submit an embedding request; it ends with exactly one Embedded or Failed event."""
-        with self._preparing_lock:
-            self._preparing_ids.add(request.id)
-        self._embedding_executor.submit(self._prepare, request)
+        self._embedding_preparer.submit(request)
 
     def cancel(self, request_id: str) -> None:
         """Cancel a request, effective within one step. Unknown ids are ignored."""
-        with self._preparing_lock:
-            if request_id in self._preparing_ids:
-                self._preparing_ids.discard(request_id)
-            else:
-                self._inbox.put(_Cancel(request_id))
+        preparers = (self._request_preparer, self._embedding_preparer)
+        if not any(preparer.cancel(request_id) for preparer in preparers):
+            self._inbox.put(_Cancel(request_id))
 
     def stop(self) -> None:
         """Make `run` return after the step in flight."""
         self._inbox.put(_Stop())
 
-    def _prepare(self, request: Request | EmbedRequest) -> None:
-        mail: _InboxItem
-        try:
-            if isinstance(request, Request):
-                mail = self._input_processor.prepare(request)
-            else:
-                mail = self._input_processor.prepare_embedding(request)
-        except LocalgenError as error:
-            mail = Failed(request.id, error.code, error.message, error.param)
-        except Exception as error:  # a request must end even if our code has a bug
-            mail = Failed(request.id, "internal_error", f"{type(error).__name__}: {error}")
-        with self._preparing_lock:
-            if request.id not in self._preparing_ids and isinstance(mail, Sequence):
-                mail = finished_event(mail, "cancelled", stop=None, completion_tokens=0)
-            if request.id not in self._preparing_ids and isinstance(mail, EmbeddingTask):
-                mail = Failed(request.id, "cancelled", "the request was cancelled")
-            self._preparing_ids.discard(request.id)
-            self._inbox.put(mail)
+    def _prepare(self, request: AnyRequest) -> Prepared:
+        if isinstance(request, Request):
+            return self._input_processor.prepare(request)
+        return self._input_processor.prepare_embedding(request)
 
     # -- the loop ---------------------------------------------------------------------------
 
@@ -168,8 +151,8 @@ class Engine:
             self._fail_all(str(error))
             raise
         finally:
-            self._request_executor.shutdown(wait=False, cancel_futures=True)
-            self._embedding_executor.shutdown(wait=False, cancel_futures=True)
+            self._request_preparer.close()
+            self._embedding_preparer.close()
             self._speculation.close()
 
     def step(self, *, wait: bool) -> bool:

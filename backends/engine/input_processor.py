@@ -14,7 +14,7 @@ from localgen.backends.runner.sequence import Sequence
 from localgen.backends.sampling_params import BASE_SAMPLING, SamplingParams
 from localgen.backends.text.grammar import GrammarCompiler
 from localgen.backends.text.prompt_renderer import PromptRenderer, RenderedPrompt
-from localgen.backends.text.template import ChatTemplate
+from localgen.backends.text.template import PromptTemplate
 from localgen.backends.text.tokenizer import Tokenizer
 from localgen.backends.types import EmbedRequest, Request
 
@@ -34,7 +34,7 @@ class InputProcessor:
 
     limits: Limits
     tokenizer: Tokenizer
-    template: ChatTemplate | None
+    template: PromptTemplate | None
     defaults: SamplingParams
     grammar_compiler: GrammarCompiler | None = None
     ctx_train: int = 0
@@ -56,6 +56,7 @@ class InputProcessor:
         params = self._resolve_params(request.params)
         sampling_params.validate_sampling_params(params)
         ctx = self._resolve_ctx(request.ctx)
+        self._require_few_messages(request, ctx)
         opening = self._render(request)
         tokens = self._tokenize(request, opening, ctx)
         has_seed = request.params.seed is not None or self.defaults.seed is not None
@@ -218,6 +219,16 @@ class InputProcessor:
                 param="messages",
             )
         return self._prompt_renderer.render(request)
+
+    def _require_few_messages(self, request: Request, ctx: int) -> None:
+        """Raise ContextExceeded, before any work, if the messages are certainly too many."""
+        count = len(request.messages or ())
+        if count > ctx:
+            raise ContextExceeded(
+                f"there are {count:,} messages of at least one token each, the context is {ctx:,} "
+                f"tokens: send fewer messages{self._fit_hint(ctx)}",
+                param="messages",
+            )
 
     def _require_prompt_fits(self, prompt_tokens: int, ctx: int) -> None:
         if prompt_tokens >= ctx:

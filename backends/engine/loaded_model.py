@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from localgen.backends.model_info import DraftInfo, ModelInfo, ModelLoadRequest
 from localgen.backends.runner.interface import ModelRunner
-from localgen.backends.text.template import ChatTemplate
+from localgen.backends.sandbox import Sandbox
+from localgen.backends.text.template import PromptTemplate
 from localgen.backends.text.tokenizer import Tokenizer
 
 
@@ -25,13 +26,14 @@ class LoadedDraftModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model as returned by a backend's loader."""
+    """A model as returned by a backend's loader. sandbox: runs what files and clients bring."""
 
     info: ModelInfo
     runner: ModelRunner
     tokenizer: Tokenizer
-    template: ChatTemplate | None
+    template: PromptTemplate | None
     draft: LoadedDraftModel | None = None
+    sandbox: Sandbox | None = None
 
 
 # loads a model, calling its second argument with the progress (0 to 1); raises LocalgenError

@@ -65,7 +65,7 @@ class _EngineServer:
                 tokenizer=model.tokenizer,
                 template=model.template,
                 defaults=model.info.sampling,
-                grammar_compiler=GrammarCompiler(model.tokenizer),
+                grammar_compiler=GrammarCompiler(model.tokenizer, model.sandbox),
                 ctx_train=model.info.ctx_train,
             ),
             itl_target_ms=options.itl_target_ms,

@@ -30,7 +30,8 @@ from localgen.backends.memory.kv_sizing import KVSize
 from localgen.backends.memory.system import RESERVED_BYTES, available_memory_bytes
 from localgen.backends.model_info import DRAFT_NGRAM, LoadOptions, ModelInfo, ModelLoadRequest
 from localgen.backends.sampling_params import SAMPLERS, SamplingParams, model_sampling_defaults
-from localgen.backends.text.template import load_template
+from localgen.backends.sandbox import Sandbox
+from localgen.backends.text.template import ChatTemplate, TemplateLoader
 
 
 def load_llamacpp_model(
@@ -42,13 +43,14 @@ def load_llamacpp_model(
     """
     started_s = time.monotonic()
     path = Path(request.path)
+    sandbox = Sandbox(ChatTemplate)  # it starts while the weights are loaded
     validate_draft_options(request)
     options = resolve_llama_options(request.options)
     model = LlamaModel(_require_file(path), options, on_progress)
     _validate_split_cache(model, options)
     mlock_failed = options.mlock and llama_library().has_warning_about("mlock")
     vocab = LlamaCppTokenizer(model)
-    template, source = load_template(options.chat_template, model.template, vocab, path)
+    templates = TemplateLoader(sandbox, options.chat_template, model.template, vocab, path)
     shape = sizing.llama_model_shape(model)
     draft_loader = OptionalDraftLoader(request.draft)
     draft_model = draft_loader.run(
@@ -88,7 +90,7 @@ def load_llamacpp_model(
         memory=model.buffers.usage(),
         load_ms=(time.monotonic() - started_s) * 1e3,
         can_rewind=can_rewind,
-        chat_template=source,
+        chat_template=templates.source,
         sampling=sampling_defaults,
         options=draft_loader.resolved_options(
             options.to_load_options(size.ctx, context.kv_tokens), draft
@@ -97,12 +99,17 @@ def load_llamacpp_model(
         notes=(
             *size.notes,
             *sampling_notes,
-            *_load_warnings(options, request.options, size.ctx, mlock_failed, can_rewind, source),
+            *_load_warnings(
+                options, request.options, size.ctx, mlock_failed, can_rewind, templates.source
+            ),
             *draft_loader.notes(draft, ctx=size.ctx, size_bytes=model.size_bytes),
         ),
         draft=draft.info if draft else None,
     )
-    return LoadedModel(info=info, runner=runner, tokenizer=vocab, template=template, draft=draft)
+    template = templates.wait()
+    return LoadedModel(
+        info=info, runner=runner, tokenizer=vocab, template=template, draft=draft, sandbox=sandbox
+    )
 
 
 def _create_context(model: LlamaModel, options: LlamaOptions, size: KVSize) -> LlamaContext:

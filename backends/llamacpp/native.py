@@ -17,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localgen.backends.errors import InvalidRequest, LoadFailed
+from localgen.backends.formats.gguf.limits import check_gguf_numbers
+from localgen.backends.formats.gguf.reader import read_gguf_header
 from localgen.backends.llamacpp.free_cores import FreeCores
 from localgen.backends.llamacpp.library import (
     CACHE_TYPES,
@@ -62,6 +64,7 @@ class LlamaModel:
     def __init__(
         self, path: Path, options: LlamaOptions, on_progress: Callable[[float], None]
     ) -> None:
+        _check_numbers(path)
         log = llama_library()
         log.clear()
         self.buffers = log.buffers = BufferSizes()
@@ -185,6 +188,15 @@ def correct_size(description: str, num_params: int) -> str:
     is_right = abs(claimed - num_params) <= _ROUNDED * num_params
     size = named[0] if is_right else format_params(num_params)
     return description[: named.start()] + size + description[named.end() :]
+
+
+def _check_numbers(path: Path) -> None:
+    """Raise LoadFailed for metadata that llama.cpp aborts on."""
+    try:
+        header = read_gguf_header(path, whole=True)
+    except LoadFailed:
+        return  # llama.cpp reports what is not GGUF
+    check_gguf_numbers(header, path)
 
 
 def _progress_callback(on_progress: Callable[[float], None]) -> Any:

@@ -12,14 +12,15 @@ from numpy.typing import NDArray
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.sampling_params import SamplingParams
-from localgen.backends.text.lark_grammar import CONTENT_RULE, WHITESPACE, ResponseGrammar
+from localgen.backends.sandbox import Sandbox
+from localgen.backends.text.grammar_check import GrammarChecker, invalid_grammar
+from localgen.backends.text.lark_grammar import CONTENT_RULE, ResponseGrammar
 from localgen.backends.text.tokenizer import Tokenizer
 from localgen.backends.text.tool_format import arguments_schema
 from localgen.backends.types import Tool
 
 # fields of SamplingParams; at most one may be set
 GRAMMAR_FIELDS = ("json_schema", "regex", "grammar")
-MAX_GRAMMAR_CHARS = 1 << 20
 _NO_TOKENS: frozenset[int] = frozenset()
 
 
@@ -78,10 +79,14 @@ class GrammarMatcher:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one vocabulary. Thread-safe."""
+    """Compiles grammars for one vocabulary. Thread-safe.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    sandbox: where a grammar is compiled first, within limits of time and memory; None: nowhere.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, sandbox: Sandbox | None = None) -> None:
         self._tokenizer = tokenizer
+        self._checker = GrammarChecker(sandbox)
         self._cached_tokenizer: Any = None
         self._lock = threading.Lock()
 
@@ -104,7 +109,7 @@ class GrammarCompiler:
         if params.ignore_eos:
             raise InvalidRequest(f"ignore_eos cannot be used with {given[0]}", param="ignore_eos")
         kind = given[0]
-        grammar = None if kind == "tools" else _to_llguidance(kind, getattr(params, kind))
+        grammar = None if kind == "tools" else self._checker.convert(kind, getattr(params, kind))
         lark = (
             response_grammar.to_lark(constrain_content=grammar is not None)
             if response_grammar is not None
@@ -126,7 +131,8 @@ class GrammarCompiler:
         """Raise InvalidRequest if the tool's JSON schema is invalid."""
         try:
             self._compile(
-                "json_schema", _to_llguidance("json_schema", json.dumps(arguments_schema(tool)))
+                "json_schema",
+                self._checker.convert("json_schema", json.dumps(arguments_schema(tool))),
             )
         except InvalidRequest as error:
             reason = error.message.removeprefix("json_schema: ")
@@ -137,13 +143,13 @@ class GrammarCompiler:
     def _compile(self, kind: str, grammar: str) -> GrammarMatcher:
         import llguidance
 
+        self._checker.validate(kind, grammar)
         try:
             matcher = llguidance.LLMatcher(self._llguidance_tokenizer(), grammar, log_level=0)
         except ValueError as error:
-            raise InvalidRequest(f"{kind}: {_one_line(str(error))}", param=kind) from error
+            raise invalid_grammar(kind, str(error)) from error
         if matcher.is_error():
-            reason = _one_line(matcher.get_error())
-            raise InvalidRequest(f"{kind}: {reason}", param=kind)
+            raise invalid_grammar(kind, matcher.get_error())
         found = GrammarMatcher(matcher, self._tokenizer.vocab_size)
         if matcher.is_accepting() and not self._can_begin(found):
             raise InvalidRequest(f"{kind}: it allows an empty answer only", param=kind)
@@ -190,22 +196,6 @@ class _LlguidanceTokenizer:
         return self._tokenizer.encode(text)[self._start :]
 
 
-def _to_llguidance(kind: str, text: str) -> str:
-    """Convert a grammar to llguidance's format. Raises InvalidRequest."""
-    import llguidance
-
-    if len(text) > MAX_GRAMMAR_CHARS:
-        raise InvalidRequest(f"{kind} has more than {MAX_GRAMMAR_CHARS:,} characters", param=kind)
-    try:
-        if kind == "json_schema":
-            return llguidance.LLMatcher.grammar_from_json_schema(
-                text, defaults={"whitespace_pattern": WHITESPACE}
-            )
-        return llguidance.grammar_from("regex" if kind == "regex" else "gbnf", text)
-    except ValueError as error:
-        raise InvalidRequest(f"{kind}: {_one_line(str(error))}", param=kind) from error
-
-
 def _combine_grammars(lark: str, content_grammar: str | None) -> str:
     """Combine the grammar of the response with the grammar of its content."""
     grammars = [{"lark_grammar": lark}]
@@ -215,7 +205,3 @@ def _combine_grammars(lark: str, content_grammar: str | None) -> str:
             inner = json.loads(content_grammar)["grammars"][0]
         grammars.append(inner | {"name": CONTENT_RULE.removeprefix("@")})
     return json.dumps({"grammars": grammars})
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())[:500]

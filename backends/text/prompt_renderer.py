@@ -12,7 +12,7 @@ from localgen.backends.text import tool_prompt
 from localgen.backends.text.lark_grammar import ResponseGrammar
 from localgen.backends.text.reasoning import ReasoningParser, ThinkingTags, detect_thinking_tags
 from localgen.backends.text.response_parser import ResponseParser
-from localgen.backends.text.template import ChatTemplate
+from localgen.backends.text.template import PromptTemplate
 from localgen.backends.text.tokenizer import Tokenizer
 from localgen.backends.text.tool_families import DEFAULT_FORMAT, detect_call_format
 from localgen.backends.text.tool_parser import ToolCallParser
@@ -46,7 +46,7 @@ class RenderedPrompt:
 class PromptRenderer:
     """Renders requests for one chat template and tokenizer. Thread-safe."""
 
-    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
+    def __init__(self, template: PromptTemplate, tokenizer: Tokenizer) -> None:
         self._template = template
         self._thinking_tags = detect_thinking_tags(template.source)
         self._tools_variable = next(

@@ -2,29 +2,51 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import datetime
 import hashlib
 import json
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
-import jinja2
 from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from localgen.backends.errors import InvalidRequest, LoadFailed
+from localgen.backends.sandbox import LimitExceeded, Sandbox
+from localgen.backends.sandbox_worker import CallLimits
 from localgen.backends.text.tokenizer import Tokenizer
 from localgen.backends.types import Message, ToolCall
 
 _SHORT_ID = 9
-# templates are untrusted code, and rendering blocks other requests
-MAX_RENDER_S = 5.0
+# of compiling a template, and of rendering it once
+TEMPLATE_LIMITS = CallLimits(seconds=2.0)
+
+
+class PromptTemplate(Protocol):
+    """A chat template that renders prompts. Thread-safe. source: its Jinja source."""
+
+    source: str
+
+    def uses_variable(self, variable: str) -> bool:
+        """Return True if the template reads this variable."""
+        ...
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any] | None = None,
+        system_fields: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Render the prompt for these messages. Raises InvalidRequest if the template fails.
+
+        variables: additional template variables. system_fields: additional fields of the system
+        message.
+        """
+        ...
 
 
 class _CallArguments(dict[str, Any]):
@@ -86,48 +108,6 @@ def _with_json_arguments(call: dict[str, Any]) -> dict[str, Any]:
     return call | {"function": function | {"arguments": str(function["arguments"])}}
 
 
-class DeadlineExceeded(Exception):
-    """Raised in a `deadline` block that runs too long."""
-
-
-@contextlib.contextmanager
-def deadline(seconds: float) -> Iterator[None]:
-    """Raise DeadlineExceeded in the block if it runs longer than `seconds`.
-
-    It is raised between two bytecodes: this ends an endless loop in Python, but a call into C only
-    after it returns.
-    """
-    watch = _DeadlineTimer(threading.get_ident())
-    timer = threading.Timer(seconds, watch.expire)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        watch.cancel()
-
-
-class _DeadlineTimer:
-    def __init__(self, thread_id: int) -> None:
-        self._thread_id = ctypes.c_ulong(thread_id)
-        self._lock = threading.Lock()
-        self._is_cancelled = False
-
-    def expire(self) -> None:
-        with self._lock:
-            if not self._is_cancelled:
-                self._raise_in_thread(ctypes.py_object(DeadlineExceeded))
-
-    def cancel(self) -> None:
-        with self._lock:
-            self._is_cancelled = True
-            self._raise_in_thread(None)  # clear a pending exception
-
-    def _raise_in_thread(self, kind: ctypes.py_object[type[DeadlineExceeded]] | None) -> None:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(self._thread_id, kind)
-
-
 class _GenerationTag(Extension):
     """Renders the body of `{% generation %}…{% endgeneration %}`, a marker for training."""
 
@@ -139,7 +119,7 @@ class _GenerationTag(Extension):
 
 
 class ChatTemplate:
-    """A compiled chat template.
+    """A PromptTemplate of this process, without limits of time and memory.
 
     source: Jinja source, as in GGUF `tokenizer.chat_template`. bos, eos: the values of bos_token
     and eos_token. Raises InvalidRequest if the source does not compile.
@@ -155,7 +135,9 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
             self._used_variables = meta.find_undeclared_variables(environment.parse(source))
-        except jinja2.TemplateError as error:
+        except MemoryError:
+            raise
+        except Exception as error:  # besides TemplateError, nesting that Python does not compile
             raise InvalidRequest(
                 f"the chat template does not compile: {error}: "
                 "use another with --chat-template FILE"
@@ -169,8 +151,11 @@ class ChatTemplate:
             "documents": None,
         }
 
+    def used_variables(self) -> list[str]:
+        """All variables that the template reads."""
+        return sorted(self._used_variables)
+
     def uses_variable(self, variable: str) -> bool:
-        """Return True if the template reads this variable."""
         return variable in self._used_variables
 
     def render(
@@ -179,11 +164,6 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         system_fields: Mapping[str, Any] | None = None,
     ) -> str:
-        """Render the prompt for these messages. Raises InvalidRequest if the template fails.
-
-        variables: additional template variables. system_fields: additional fields of the system
-        message.
-        """
         turns = template_messages(messages, use_short_ids="length 9" in self.source)
         if system_fields:
             turns[0] |= system_fields
@@ -197,14 +177,9 @@ class ChatTemplate:
 
     def _render(self, turns: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
         try:
-            with deadline(MAX_RENDER_S):
-                return self._template.render({**self._variables, **variables, "messages": turns})
-        except DeadlineExceeded as error:
-            raise InvalidRequest(
-                f"the chat template did not finish within {MAX_RENDER_S:g} s: "
-                "use another with --chat-template FILE",
-                param="messages",
-            ) from error
+            return self._template.render({**self._variables, **variables, "messages": turns})
+        except MemoryError:
+            raise
         except _TemplateRefusal as error:
             raise InvalidRequest(
                 f"the chat template rejects these messages: {error}", param="messages"
@@ -245,20 +220,76 @@ def _tojson(
     )
 
 
-def load_template(
-    requested: str | None, own: str | None, tokenizer: Tokenizer, path: Path
-) -> tuple[ChatTemplate | None, str | None]:
-    """Return the chat template and its source: the requested one, else the model's own, if any.
+class SandboxedTemplate:
+    """A PromptTemplate that runs in a sandbox. Arguments and errors as in ChatTemplate."""
 
-    Raises InvalidRequest if the requested template is invalid, LoadFailed if that of the model at
-    `path` is.
+    def __init__(self, sandbox: Sandbox, source: str, *, bos: str = "", eos: str = "") -> None:
+        self.source = source
+        try:
+            self._template = sandbox.create(TEMPLATE_LIMITS, _new_template, source, bos, eos)
+            self._used_variables = frozenset(self._template.call(TEMPLATE_LIMITS, "used_variables"))
+        except LimitExceeded as error:
+            raise _limit_exceeded(error) from error
+
+    def uses_variable(self, variable: str) -> bool:
+        return variable in self._used_variables
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any] | None = None,
+        system_fields: Mapping[str, Any] | None = None,
+    ) -> str:
+        try:
+            return str(
+                self._template.call(TEMPLATE_LIMITS, "render", messages, variables, system_fields)
+            )
+        except LimitExceeded as error:
+            raise _limit_exceeded(error) from error
+
+
+def _new_template(source: str, bos: str, eos: str) -> ChatTemplate:
+    return ChatTemplate(source, bos=bos, eos=eos)
+
+
+def _limit_exceeded(error: LimitExceeded) -> InvalidRequest:
+    return InvalidRequest(
+        f"the chat template {error}: use another with --chat-template FILE", param="messages"
+    )
+
+
+class TemplateLoader:
+    """Compiles a model's chat template while the rest of the model is loaded.
+
+    source: that of the requested template, else the model's own; None if there is neither.
+    path: the model, to name in errors.
     """
-    source = requested or own
-    if source is None:
-        return None, None
-    try:
-        return ChatTemplate(source, bos=tokenizer.bos, eos=tokenizer.eos), source
-    except InvalidRequest as error:
-        if requested:
-            raise
-        raise LoadFailed(f"cannot load {path}: {error}") from error
+
+    def __init__(
+        self,
+        sandbox: Sandbox,
+        requested: str | None,
+        own: str | None,
+        tokenizer: Tokenizer,
+        path: Path,
+    ) -> None:
+        self.source = requested or own
+        self._is_requested = bool(requested)
+        self._path = path
+        self._loading: Future[SandboxedTemplate] | None = None
+        if self.source is not None:
+            executor = ThreadPoolExecutor(1, thread_name_prefix="template")
+            self._loading = executor.submit(
+                SandboxedTemplate, sandbox, self.source, bos=tokenizer.bos, eos=tokenizer.eos
+            )
+            executor.shutdown(wait=False)
+
+    def wait(self) -> PromptTemplate | None:
+        """Return the template. Raises InvalidRequest if the requested one is invalid, LoadFailed if
+        the model's own is."""
+        try:
+            return self._loading.result() if self._loading is not None else None
+        except InvalidRequest as error:
+            if self._is_requested:
+                raise
+            raise LoadFailed(f"cannot load {self._path}: {error}") from error

@@ -21,6 +21,7 @@ from localgen.backends.formats.hf.config import read_hf_config
 from localgen.backends.formats.hf.folder import read_chat_template, read_sampling_defaults
 from localgen.backends.formats.hf.tokenizer import HfTokenizer
 from localgen.backends.sampling_params import SAMPLERS, SamplingParams, model_sampling_defaults
+from localgen.backends.sandbox import Sandbox
 
 
 class ModelSource(Protocol):
@@ -48,8 +49,12 @@ class ModelSource(Protocol):
         """Load all weights, or those of a shard. Raises LoadFailed or OutOfMemory."""
         ...
 
-    def load_tokenizer(self) -> HfTokenizer:
-        """Load the tokenizer. Raises LoadFailed if there is none or it does not match the model."""
+    def load_tokenizer(self, sandbox: Sandbox | None = None) -> HfTokenizer:
+        """Load the tokenizer. Raises LoadFailed if there is none or it does not match the model.
+
+        sandbox: where text is encoded if the model brings regular expressions of its own; None: in
+        this process.
+        """
         ...
 
     def sampling_defaults(self) -> tuple[SamplingParams, tuple[str, ...]]:
@@ -91,8 +96,8 @@ class HfModelSource:
     ) -> DecoderWeights:
         return load_weights(self.path, self.spec, device=device, dtype=dtype, shard=shard)
 
-    def load_tokenizer(self) -> HfTokenizer:
-        return HfTokenizer.from_folder(self.path, self.spec.vocab_size)
+    def load_tokenizer(self, sandbox: Sandbox | None = None) -> HfTokenizer:
+        return HfTokenizer.from_folder(self.path, self.spec.vocab_size, sandbox)
 
     def sampling_defaults(self) -> tuple[SamplingParams, tuple[str, ...]]:
         return read_sampling_defaults(self.path)
@@ -123,7 +128,7 @@ class GgufModelSource:
             {sampler.name: values.get(sampler.gguf_key) for sampler in SAMPLERS if sampler.hf_key}
         )
 
-    def load_tokenizer(self) -> HfTokenizer:
+    def load_tokenizer(self, sandbox: Sandbox | None = None) -> HfTokenizer:
         return read_gguf_tokenizer(self._file, self.spec.vocab_size)
 
     def weight_loader(

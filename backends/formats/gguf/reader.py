@@ -34,22 +34,26 @@ TOKENS_KEY = "tokenizer.ggml.tokens"
 _read_length = struct.Struct("<Q").unpack_from
 
 
-def read_gguf_header(path: Path) -> dict[str, Any]:
+def read_gguf_header(path: Path, *, whole: bool = False) -> dict[str, Any]:
     """Return the metadata by key, up to the vocabulary if the model's shape comes before it.
 
-    Arrays as long as a vocabulary are given as their length. Raises LoadFailed if the file cannot
-    be read or is not GGUF.
+    whole: read what follows the vocabulary, too. Arrays as long as a vocabulary are given as their
+    length. Raises LoadFailed if the file cannot be read or is not GGUF.
     """
-    return parse_gguf_header(_map_file(path).data, str(path))
+    return parse_gguf_header(_map_file(path).data, str(path), whole=whole)
 
 
-def parse_gguf_header(content: bytes | memoryview, name: str) -> dict[str, Any]:
+def parse_gguf_header(
+    content: bytes | memoryview, name: str, *, whole: bool = False
+) -> dict[str, Any]:
     """Like read_gguf_header, for a truncated prefix of a file."""
     found: dict[str, Any] = {}
     reason = "it has no general.architecture"
     try:
         for key, value in _Parser(content).metadata():
             found[key] = value.summary()
+            if whole:
+                continue
             if key == TOKENS_KEY and f"{found.get('general.architecture')}.block_count" in found:
                 break
     except ValueError as error:

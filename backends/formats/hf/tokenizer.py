@@ -4,14 +4,73 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import tokenizers
 
 from localgen.backends.errors import InvalidRequest, LoadFailed
 from localgen.backends.formats.hf.folder import read_json, read_optional_json
+from localgen.backends.sandbox import LimitExceeded, Sandbox
+from localgen.backends.sandbox_worker import CallLimits
 
 _SPACE = "▁"
+# generous multiples of what the library needs per byte of a file and per character of a text
+_LOAD_BYTES_PER_BYTE = 60
+_LOAD_BYTES_PER_S = 1_000_000
+_ENCODE_BYTES_PER_CHAR = 4096
+_ENCODE_CHARS_PER_S = 100_000
+
+
+class TextEncoder(Protocol):
+    """Converts text to token ids. add_special: as in `tokenizers.Tokenizer.encode`."""
+
+    def encode(self, text: str, add_special: bool) -> list[int]: ...
+
+
+class LibraryEncoder:
+    """A TextEncoder in this process, without limits of time and memory."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @classmethod
+    def from_file(cls, path: Path) -> LibraryEncoder:
+        return cls(_read_file(path))
+
+    def encode(self, text: str, add_special: bool) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special).ids
+        return ids
+
+
+class SandboxedEncoder:
+    """A TextEncoder in a sandbox, as a tokenizer.json has regular expressions of its own.
+
+    Raises LoadFailed if the file is damaged or exceeds the limits.
+    """
+
+    def __init__(self, sandbox: Sandbox, path: Path) -> None:
+        size = path.stat().st_size
+        limits = CallLimits(
+            seconds=10 + size / _LOAD_BYTES_PER_S,
+            memory_bytes=(512 << 20) + size * _LOAD_BYTES_PER_BYTE,
+        )
+        try:
+            self._encoder = sandbox.create(limits, LibraryEncoder.from_file, path)
+        except LimitExceeded as error:
+            raise LoadFailed(f"cannot load {path}: loading it {error}") from error
+
+    def encode(self, text: str, add_special: bool) -> list[int]:
+        limits = CallLimits(
+            seconds=2 + len(text) / _ENCODE_CHARS_PER_S,
+            memory_bytes=(512 << 20) + len(text) * _ENCODE_BYTES_PER_CHAR,
+        )
+        try:
+            ids: list[int] = self._encoder.call(limits, "encode", text, add_special)
+        except LimitExceeded as error:
+            raise InvalidRequest(
+                f"tokenizing the prompt {error}: shorten it, or check the model's tokenizer.json"
+            ) from error
+        return ids
 
 
 class HfTokenizer:
@@ -20,6 +79,7 @@ class HfTokenizer:
     source: file to name in errors. vocab_size: rows of the embedding, which may exceed the number
     of tokens; LoadFailed is raised if it is smaller. bos, eos: as in Tokenizer. byte_level: tokens
     are spelled in GPT-2's byte alphabet. hidden_ids: tokens without text, besides special ones.
+    encoder: encodes in place of the tokenizer, with the same result.
     """
 
     def __init__(
@@ -34,6 +94,7 @@ class HfTokenizer:
         add_bos: bool,
         byte_level: bool,
         hidden_ids: frozenset[int] = frozenset(),
+        encoder: TextEncoder | None = None,
     ) -> None:
         if tokenizer.get_vocab_size() > vocab_size:
             raise LoadFailed(
@@ -41,6 +102,7 @@ class HfTokenizer:
                 f"the model {vocab_size:,}"
             )
         self._tokenizer = tokenizer
+        self._encoder = encoder or LibraryEncoder(tokenizer)
         self.vocab_size = vocab_size
         self.bos, self.eos = bos, eos
         self.eos_token_ids = end_ids
@@ -52,15 +114,19 @@ class HfTokenizer:
         self._added = {token: what.content for token, what in added.items()}
 
     @classmethod
-    def from_folder(cls, folder: Path, vocab_size: int) -> HfTokenizer:
-        """Load a folder's tokenizer. Raises LoadFailed if a file is missing or damaged."""
+    def from_folder(
+        cls, folder: Path, vocab_size: int, sandbox: Sandbox | None = None
+    ) -> HfTokenizer:
+        """Load a folder's tokenizer. Raises LoadFailed if a file is missing or damaged.
+
+        sandbox: where text is encoded; None: in this process, without limits.
+        """
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise LoadFailed(f"cannot load {folder}: it has no tokenizer.json")
-        try:
-            tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing more specific
-            raise LoadFailed(f"cannot load {path}: {error}") from None
+        # in the sandbox first: loading, too, may take time and memory without limits
+        encoder = None if sandbox is None else SandboxedEncoder(sandbox, path)
+        tokenizer = _read_file(path)
         settings = read_optional_json(folder / "tokenizer_config.json")
         bos, eos = _special_token(settings, "bos_token"), _special_token(settings, "eos_token")
         starts = tokenizer.encode("", add_special_tokens=True).ids[:1]
@@ -74,6 +140,7 @@ class HfTokenizer:
             end_ids=_end_ids(folder, tokenizer, eos),
             add_bos=bool(add_bos_setting) or (bool(bos) and starts == [tokenizer.token_to_id(bos)]),
             byte_level='"ByteLevel"' in json.dumps(read_json(path).get("decoder")),
+            encoder=encoder,
         )
 
     def encode(self, text: str) -> list[int]:
@@ -88,7 +155,7 @@ class HfTokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest(f"the prompt is not valid Unicode: {error}") from error
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special).ids
+        ids = self._encoder.encode(text, add_special)
         if self._add_bos and ids[:1] != [self._bos_id]:
             assert self._bos_id is not None
             ids.insert(0, self._bos_id)
@@ -108,6 +175,13 @@ class HfTokenizer:
         if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
             return bytes([int(text[3:5], 16)])
         return text.replace(_SPACE, " ").encode()
+
+
+def _read_file(path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more specific
+        raise LoadFailed(f"cannot load {path}: {error}") from None
 
 
 def _end_ids(folder: Path, tokenizer: tokenizers.Tokenizer, eos: str) -> frozenset[int]:

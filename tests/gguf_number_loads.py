@@ -1,0 +1,32 @@
+"""Load the built-in model with one number changed, for each value on stdin: a program of a test.
+
+A file of its own, because native code that aborts ends the process.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from pathlib import Path
+
+from gguf_files import rewrite
+
+from localgen.backends.errors import LocalgenError
+from localgen.backends.llamacpp.loader import load_llamacpp_model
+from localgen.backends.model_info import LoadOptions, ModelLoadRequest
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        key, value, kind = json.loads(line)
+        path = rewrite(Path(sys.argv[1]), {key: (value, kind)})
+        try:
+            model = load_llamacpp_model(
+                ModelLoadRequest("m", str(path), LoadOptions()), lambda share: None
+            )
+            outcome: object = model.info.ctx
+            model.runner.close()
+        except LocalgenError as error:
+            outcome = error.message
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        print(json.dumps([outcome, peak]), flush=True)

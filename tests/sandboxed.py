@@ -1,0 +1,49 @@
+"""Objects for tests of the sandbox, which its processes import by name."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from localgen.backends.errors import InvalidRequest
+
+
+class Probe:
+    """Does what hostile code might do, and tells who does it."""
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def echo(self, text: str) -> str:
+        return text
+
+    def mark_and_wait(self, mark: str) -> str:
+        """Write the process id to a file and wait for ever; only return if the file is there."""
+        path = Path(mark)
+        if path.exists():
+            return "repeated"
+        partial = path.with_suffix(".partial")
+        partial.write_text(str(os.getpid()))
+        partial.rename(path)
+        while True:
+            time.sleep(60)
+
+    def power(self, exponent: int) -> int:
+        """Compute for very long in one native call, which keeps the interpreter's lock."""
+        return int(pow(7, exponent) > 1)
+
+    def allocate(self, size: int) -> int:
+        return len(bytes(size))
+
+    def write(self, size: int) -> str:
+        return "a" * size
+
+    def abort(self) -> None:
+        os.abort()
+
+    def refuse(self) -> None:
+        raise InvalidRequest("not this", param="that")
+
+    def fail(self) -> None:
+        raise KeyError("a defect")
