@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,9 @@ from localgen.backends.types import Tool
 GRAMMAR_FIELDS = ("json_schema", "regex", "grammar")
 MAX_GRAMMAR_CHARS = 1 << 20
 _NO_TOKENS: frozenset[int] = frozenset()
+_NEGATIVE_NUMBER = re.compile(r"(?<=[:,\[\s])-\d+(?:\.\d+)?(?:[eE]\+?\d+)?(?=[\s,\]}]|$)")
+# llguidance overflows its stack, and with it the process, for a range of integers that ends here
+_MIN_NUMBER = -(2.0**63)
 
 
 class GrammarMatcher:
@@ -110,6 +114,8 @@ class GrammarCompiler:
             if response_grammar is not None
             else None
         )
+        if lark is not None:
+            _require_supported_numbers("tools" if has_tools else kind, lark)
         if lark is None:
             assert grammar is not None
             return self._compile(kind, grammar)
@@ -196,6 +202,8 @@ def _to_llguidance(kind: str, text: str) -> str:
 
     if len(text) > MAX_GRAMMAR_CHARS:
         raise InvalidRequest(f"{kind} has more than {MAX_GRAMMAR_CHARS:,} characters", param=kind)
+    if kind != "regex":
+        _require_supported_numbers(kind, text)
     try:
         if kind == "json_schema":
             return llguidance.LLMatcher.grammar_from_json_schema(
@@ -204,6 +212,15 @@ def _to_llguidance(kind: str, text: str) -> str:
         return llguidance.grammar_from("regex" if kind == "regex" else "gbnf", text)
     except ValueError as error:
         raise InvalidRequest(f"{kind}: {_one_line(str(error))}", param=kind) from error
+
+
+def _require_supported_numbers(kind: str, text: str) -> None:
+    """Raise InvalidRequest if a grammar, or a JSON schema in it, has a number out of range."""
+    for match in _NEGATIVE_NUMBER.finditer(text):
+        if float(match[0]) <= _MIN_NUMBER:
+            raise InvalidRequest(
+                f"{kind}: {match[0][:40]} is too low: numbers must be above -2^63", param=kind
+            )
 
 
 def _combine_grammars(lark: str, content_grammar: str | None) -> str:

@@ -220,8 +220,8 @@ class _Parser:
             (num_dims,) = self._read("I")
             dims = self._read(f"{num_dims}Q")
             kind, offset = self._read("IQ")
-            if not dims:
-                raise ValueError(f"{name} has no dimensions")
+            if not dims or 0 in dims:
+                raise ValueError(f"{name} has no elements")
             yield name, dims, kind, offset
 
     def _value(self) -> _Value:

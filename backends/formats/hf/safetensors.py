@@ -57,6 +57,8 @@ def read_safetensors_header(path: Path) -> dict[str, StoredTensor]:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(size, _MAX_HEADER_BYTES)))
+        if not isinstance(header, dict):
+            raise ValueError("its header is no object")
         return {
             name: _stored_tensor(path, 8 + size, header[name])
             for name in sorted(header)
@@ -158,4 +160,6 @@ def _stored_tensor(path: Path, start: int, entry: dict[str, Any]) -> StoredTenso
     shape = tuple(entry["shape"])
     if not all(isinstance(number, int) for number in (first, end, *shape)):
         raise ValueError("an offset or a shape is no integer")
+    if not isinstance(entry["dtype"], str):
+        raise ValueError("a dtype is no string")
     return StoredTensor(path, start + first, end - first, entry["dtype"], shape)
