@@ -70,6 +70,7 @@ class ClientSlot:
 
     process: subprocess.Popen[bytes]
     log: Path
+    requests: int
     killed: bool = False
 
 
@@ -109,9 +110,9 @@ class Soak:
 
     def _phase(self, into: Requests, requests: int, kills: int) -> None:
         """Requests until so many have ended; kills are spread over them."""
-        started, killed, next_sample_s, shown_s = 0, 0, 0.0, time.monotonic()
+        killed, next_sample_s, shown_s = 0, 0.0, time.monotonic()
         while True:
-            started += self._replace_ended(into, requests - started)
+            self._replace_ended(into, requests)
             if not any(self.slots):
                 return
             ended = into.ended + self._lines()
@@ -127,9 +128,8 @@ class Soak:
                 print(f"  {ended} of {requests} requests, {killed} kills", file=sys.stderr)
             time.sleep(0.05)
 
-    def _replace_ended(self, into: Requests, left: int) -> int:
-        """Read the logs of clients that have ended, and start others. Returns their requests."""
-        started = 0
+    def _replace_ended(self, into: Requests, requests: int) -> None:
+        """Read the logs of clients that have ended, and start others for the requests left."""
         for place, slot in enumerate(self.slots):
             if slot is not None and slot.process.poll() is None:
                 continue
@@ -140,10 +140,10 @@ class Soak:
                     self.problems.append(errors[-1000:])
                 if slot.log.exists():
                     into.read(slot.log, slot.killed)
-            count = min(_REQUESTS_PER_CLIENT, left - started)
+            self.slots[place] = None
+            running = sum(slot.requests for slot in self.slots if slot)
+            count = min(_REQUESTS_PER_CLIENT, requests - into.ended - running)
             self.slots[place] = self._start(count) if count > 0 else None
-            started += max(0, count)
-        return started
 
     def _start(self, requests: int) -> ClientSlot:
         self.serial += 1
@@ -156,7 +156,7 @@ class Soak:
                 stdout=errors,
                 stderr=errors,
             )
-        return ClientSlot(process, log)
+        return ClientSlot(process, log, requests)
 
     def _lines(self) -> int:
         """Requests that have ended in running clients."""

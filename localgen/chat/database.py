@@ -97,7 +97,7 @@ class WriterLock:
             # the name comes from the database and is untrusted: use its last component only
             with open(self._lock_path(Path(name).name)) as lock:
                 fcntl.flock(lock.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError, TypeError):  # or no name at all: a damaged database
             return False
         except OSError:
             return True
