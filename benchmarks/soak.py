@@ -59,7 +59,7 @@ _EXPECTED = {
     "cancel": {"cancelled"},
     "too_long": {"context_length_exceeded"},
     "invalid": {"invalid_request"},
-    "embed": {"answer", "invalid_request"},
+    "embed": {"answer"},
     "alias": {"stored"},
 }
 

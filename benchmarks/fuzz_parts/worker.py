@@ -83,7 +83,8 @@ class Worker:
             if _cpu_s(process.pid) - used_s > MAX_CPU_S or time.monotonic() > deadline_s:
                 where = self._stack(process)
                 self._stop()
-                return Outcome("hang", where, f"over {MAX_CPU_S:g} s of processor time\n{where}")
+                detail = f"over {MAX_CPU_S:g} s of processor time\n{where}"
+                return Outcome("hang", where.partition("\n")[0], detail)
         line = process.stdout.readline()
         if not line:
             code = process.wait()

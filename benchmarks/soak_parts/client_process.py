@@ -98,7 +98,6 @@ class SoakClient:
         return "defect: an invalid regular expression was answered"
 
     def _embed(self) -> str:
-        # the built-in model computes no embeddings
         list(self._client.embed(MODEL, ["a text"]))
         return "answer"
 
