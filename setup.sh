@@ -2,7 +2,8 @@
 # Creates an environment and installs localgen into it: ./setup.sh [dev|test]. The Makefile calls this.
 # dev: with all that its developers use; test: with what its tests use, but for torch.
 # What it installs has the hashes of requirements/*.txt, but for torch.
-#   LLAMA_WHEEL  path or URL of a llama-cpp-python wheel, instead of compiling it. PATH#sha256=HASH is verified
+#   LLAMA_WHEEL  path or URL of a llama-cpp-python wheel, instead of compiling it; with #sha256=HASH
+#                behind it, the wheel is verified
 #   PYTHON       the Python of the environment, instead of the newest that suits
 #   VENV         the environment's folder, instead of .venv
 # Safe to run again after an interruption: finished steps are kept.
@@ -254,8 +255,8 @@ install_localgen() {
     case $extra in dev) set -- "$@" -r requirements/dev.txt ;; esac
     pip install --no-deps --require-hashes "$@"
     case $extra in dev) pip install -r requirements/torch.txt ;; esac
-    pip install --no-deps --no-build-isolation --editable .
-    pip check
+    # from no index: whatever localgen declares must be there by now
+    pip install --no-index --no-build-isolation --editable ".${extra:+[$extra]}"
 }
 
 case $extra in '' | dev | test) ;; *) fail "unknown argument $extra: it is dev, test or nothing" ;; esac

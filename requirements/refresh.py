@@ -50,12 +50,7 @@ def main() -> None:
         assert not rest, rest
     for file, (package, purpose) in SINGLE.items():
         single(options, file, purpose, (package,))
-    single(
-        options,
-        "build",
-        "What compiles llama-cpp-python.",
-        BUILD,
-    )
+    single(options, "build", "What compiles llama-cpp-python.", BUILD)
 
 
 def inputs(layer: str, folder: Path) -> list[str]:
