@@ -117,8 +117,10 @@ class WriterLock:
         Only files older than a day: a starting process may not have locked its file yet.
         """
         for path in self._folder.glob("*.lock"):
-            if time.time() - path.stat().st_mtime > _DAY_S:
-                self.is_alive(path.stem)
+            # its owner may remove it meanwhile
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > _DAY_S:
+                    self.is_alive(path.stem)
 
     def _lock_path(self, name: str) -> Path:
         return self._folder / f"{name}.lock"

@@ -158,7 +158,8 @@ class NumpyCheckpoint:
 def _stored_tensor(path: Path, start: int, entry: dict[str, Any]) -> StoredTensor:
     first, end = entry["data_offsets"]
     shape = tuple(entry["shape"])
-    if not all(isinstance(number, int) for number in (first, end, *shape)):
+    # JSON's true is no int, though Python's is
+    if not all(type(number) is int for number in (first, end, *shape)):
         raise ValueError("an offset or a shape is no integer")
     if not isinstance(entry["dtype"], str):
         raise ValueError("a dtype is no string")
