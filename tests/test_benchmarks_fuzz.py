@@ -14,6 +14,7 @@ pytest.importorskip("torch")  # for tensors of model files
 from benchmarks import fuzz
 from benchmarks.fuzz_parts import worker
 from benchmarks.fuzz_parts.http_target import HttpTarget
+from benchmarks.fuzz_parts.mutations import Mutator
 from benchmarks.fuzz_parts.targets import TARGETS
 from benchmarks.fuzz_parts.worker import Outcome, Worker
 from localgen.backends.errors import InvalidRequest
@@ -40,6 +41,15 @@ def test_input_is_repeatable(name: str) -> None:
     made = [MAKERS[name](random.Random(number)) for number in range(20)]
     assert made == [MAKERS[name](random.Random(number)) for number in range(20)]
     assert len(set(made)) > 10
+
+
+def test_any_json_can_be_changed() -> None:
+    for number in range(500):
+        mutator = Mutator(random.Random(number))
+        value = {"a": [10**400, float("inf"), -0.5, {}, "", None, True], "b": {"c": [[]]}}
+        for _ in range(3):
+            value = mutator.json(value) or {"a": 1}
+        mutator.json_text(value if isinstance(value, dict | list) else [value])
 
 
 def test_only_our_errors_are_refusals(monkeypatch: pytest.MonkeyPatch) -> None:

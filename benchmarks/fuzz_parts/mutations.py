@@ -92,7 +92,8 @@ class Mutator:
         if isinstance(before, str):
             choices += [lambda: self.text(before)] * 4
         if isinstance(before, int | float) and not isinstance(before, bool):
-            choices += [lambda: before * self.random.choice((2, -1, 0.1, 1000))]
+            # not times 0.1: an integer may be too large for a float
+            choices += [lambda: before * self.random.choice((2, -1, 1000)), lambda: before // 10]
             choices += [lambda: self.random.choice(NUMBERS)] * 4
         return self.random.choice(choices)()
 
