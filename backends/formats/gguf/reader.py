@@ -141,6 +141,8 @@ class GgufReader:
         except ValueError:
             raise LoadFailed(f"{self._path}: {name} is of unknown type {kind}") from None
         block, block_bytes = gguf.GGML_QUANT_SIZES[ggml_type]
+        if 0 in dims:
+            raise ValueError(f"{name} has no elements")
         if dims[0] % block:
             raise ValueError(f"{name} has rows of {dims[0]} values, {ggml_type.name} packs {block}")
         shape = (*dims[:0:-1], dims[0] // block * block_bytes)
@@ -220,8 +222,8 @@ class _Parser:
             (num_dims,) = self._read("I")
             dims = self._read(f"{num_dims}Q")
             kind, offset = self._read("IQ")
-            if not dims or 0 in dims:
-                raise ValueError(f"{name} has no elements")
+            if not dims:
+                raise ValueError(f"{name} has no dimensions")
             yield name, dims, kind, offset
 
     def _value(self) -> _Value:
