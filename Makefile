@@ -1,7 +1,7 @@
 # make chat needs only Python 3.11 to 3.13 and a C/C++ compiler. See make help.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help chat test test-fast lint types docs wheel clean force
+.PHONY: help chat test test-fast lint types docs requirements wheel clean force
 
 VENV := .venv
 EXTRA := dev
@@ -11,7 +11,7 @@ VENV := .venv-$(notdir $(PYTHON))
 EXTRA := test
 TESTS := @tests/without_torch.txt
 endif
-SETUP := pyproject.toml constraints.txt setup.py setup.sh
+SETUP := pyproject.toml $(wildcard requirements/*.txt) setup.py setup.sh
 MODEL := localgen/models/tiny.gguf
 # files in the order of tests/conftest.py
 XDIST := -n 3 --dist loadfile --no-loadscope-reorder
@@ -24,10 +24,12 @@ help:
 	@echo 'make lint    check style and formatting with ruff'
 	@echo 'make types   check types with mypy'
 	@echo 'make docs    regenerate docs/cli.md from the commands'
-	@echo 'make wheel   build the wheel into dist/'
+	@echo 'make wheel   build the wheel and its SBOM into dist/'
+	@echo 'make requirements   lock the versions and hashes that are installed; ARGS=--upgrade takes newer ones'
 	@echo 'make clean   remove the environment and everything built'
 	@echo
-	@echo 'LLAMA_WHEEL=path-or-url   use this llama-cpp-python wheel instead of compiling it'
+	@echo 'LLAMA_WHEEL=path-or-url   use this llama-cpp-python wheel instead of compiling it; with'
+	@echo '                          #sha256=hash behind it, the wheel is verified'
 
 chat: $(VENV)/.installed $(MODEL)
 	@exec $(VENV)/bin/localgen chat
@@ -47,10 +49,14 @@ types: $(VENV)/.installed-dev
 docs: $(VENV)/.installed-dev
 	@$(VENV)/bin/python docs/cli.py
 
+requirements:
+	@$(VENV)/bin/python requirements/refresh.py $(ARGS)
+
 wheel: $(VENV)/.installed-dev
 	@rm -rf build dist
 	@$(VENV)/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
-	@ls dist/*.whl
+	@$(VENV)/bin/python requirements/sbom.py dist/*.whl
+	@ls dist/*
 
 clean:
 	rm -rf .venv .venv-* build dist localgen.egg-info $(MODEL) .mypy_cache .pytest_cache .ruff_cache .hypothesis

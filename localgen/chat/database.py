@@ -68,7 +68,7 @@ def session_names(path: Path) -> list[str]:
             sqlite3.connect(f"{path.as_uri()}?mode=ro", timeout=_COMPLETION_TIMEOUT_S, uri=True)
         ) as connection:
             return [name for (name,) in connection.execute(query) if name]
-    except sqlite3.Error:
+    except (sqlite3.Error, UnicodeDecodeError):  # Python decodes the text of SQLite's errors
         return []
 
 
@@ -97,7 +97,7 @@ class WriterLock:
             # the name comes from the database and is untrusted: use its last component only
             with open(self._lock_path(Path(name).name)) as lock:
                 fcntl.flock(lock.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError, TypeError):  # or no name at all: a damaged database
             return False
         except OSError:
             return True
@@ -117,8 +117,10 @@ class WriterLock:
         Only files older than a day: a starting process may not have locked its file yet.
         """
         for path in self._folder.glob("*.lock"):
-            if time.time() - path.stat().st_mtime > _DAY_S:
-                self.is_alive(path.stem)
+            # its owner may remove it meanwhile
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > _DAY_S:
+                    self.is_alive(path.stem)
 
     def _lock_path(self, name: str) -> Path:
         return self._folder / f"{name}.lock"
@@ -230,14 +232,18 @@ class Database:
             raise StoreFailed(f"cannot use {self._path}: {error.strerror}") from error
         except sqlite3.OperationalError as error:
             raise self._operational_error(error) from error
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             raise self._damaged_error(str(error)) from error
 
     def _operational_error(self, error: sqlite3.OperationalError) -> LocalgenError:
         full = ("SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_FSYNC", "SQLITE_IOERR_SHMSIZE")
-        if error.sqlite_errorname in full:
+        # Python gives errors of its own no name, as for text that is not UTF-8
+        name = getattr(error, "sqlite_errorname", "")
+        if not name:
+            return self._damaged_error(str(error))
+        if name in full:
             return DiskFull(f"the disk of {self._path} is full: free some space")
-        if error.sqlite_errorname.startswith("SQLITE_BUSY"):
+        if name.startswith("SQLITE_BUSY"):
             return StoreFailed(f"another program keeps {self._path} locked: close it")
         return StoreFailed(f"cannot use {self._path}: {error}")
 

@@ -78,7 +78,7 @@ def _key(name: str) -> str:
 def _read() -> dict[str, Any]:
     try:
         found = json.loads(measurements_path().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

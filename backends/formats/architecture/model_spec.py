@@ -9,6 +9,8 @@ from localgen.backends.formats.architecture.fields import ConfigFields
 from localgen.backends.formats.architecture.rope import Rope
 
 MAX_LAYERS = 10_000
+# of all layers together: each has tensors of its own, whose names are listed
+_MAX_EXPERTS = 200_000
 
 Activation = Literal["silu", "gelu_tanh"]
 QuantMethod = Literal["awq", "gptq", "fp8", "int8"]
@@ -111,4 +113,13 @@ def check_head_counts(config: ConfigFields, spec: ModelSpec) -> None:
         raise config.load_error(
             f"{spec.num_heads} attention heads cannot share {spec.num_kv_heads} key-value heads "
             "evenly"
+        )
+
+
+def check_num_experts(config: ConfigFields, spec: ModelSpec) -> None:
+    """Raise LoadFailed if there are more experts than any model has."""
+    if spec.moe is not None and spec.num_layers * spec.moe.num_experts > _MAX_EXPERTS:
+        raise config.load_error(
+            f"{spec.moe.num_experts:,} experts in each of {spec.num_layers:,} layers are too many, "
+            f"at most {_MAX_EXPERTS:,} together"
         )

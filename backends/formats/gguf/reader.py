@@ -153,6 +153,8 @@ class GgufReader:
         except ValueError:
             raise LoadFailed(f"{self._path}: {name} is of unknown type {kind}") from None
         block, block_bytes = gguf.GGML_QUANT_SIZES[ggml_type]
+        if 0 in dims:
+            raise ValueError(f"{name} has no elements")
         if dims[0] % block:
             raise ValueError(f"{name} has rows of {dims[0]} values, {ggml_type.name} packs {block}")
         shape = (*dims[:0:-1], dims[0] // block * block_bytes)

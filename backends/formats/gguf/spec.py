@@ -9,6 +9,7 @@ from localgen.backends.formats.architecture.model_spec import (
     ModelSpec,
     MoeConfig,
     check_head_counts,
+    check_num_experts,
 )
 from localgen.backends.formats.gguf.file import GgufFile
 from localgen.backends.formats.gguf.rope import read_gguf_rope, read_local_rope
@@ -87,6 +88,7 @@ def _check_spec(config: ConfigFields, spec: ModelSpec) -> None:
     if config.positive_int("attention.value_length", spec.head_dim) != spec.head_dim:
         raise config.invalid_value("attention.value_length", f"{spec.head_dim}, the length of keys")
     check_head_counts(config, spec)
+    check_num_experts(config, spec)
     if spec.moe is not None and spec.moe.top_k > spec.moe.num_experts:
         raise config.invalid_value(
             "expert_used_count", f"up to {spec.moe.num_experts}, the number of experts"

