@@ -45,6 +45,17 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in heading_anchors(linked), f"{target}#{anchor}"
 
 
+def test_tests_named_for_vulnerabilities_exist() -> None:
+    page = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
+    table = page.split("## Known vulnerabilities")[1]
+    named = re.findall(r"`(test_\w+\.py)`: ((?:`test_\w+`(?:, )?)+)", table)
+    assert len(named) > 20
+    for file, tests in named:
+        source = (ROOT / "tests" / file).read_text(encoding="utf-8")
+        for test in re.findall(r"`(test_\w+)`", tests):
+            assert f"def {test}(" in source, f"{file}: {test}"
+
+
 def test_every_page_is_linked_in_the_readme() -> None:
     linked = {target for target, _ in LINK.findall(PAGES[0].read_text(encoding="utf-8"))}
     pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 import shutil
 import struct
@@ -22,6 +23,7 @@ from localgen.backends.formats.hf.config import read_hf_config
 from localgen.backends.formats.hf.folder import read_chat_template, read_sampling_defaults
 from localgen.backends.formats.hf.safetensors import NumpyCheckpoint, read_safetensors_header
 from localgen.backends.formats.model_facts import local_model_facts
+from localgen.backends.model_info import LoadOptions, ModelLoadRequest
 from localgen.cli.main import run_command_line
 from localgen.cli.show import _format_value, _local_facts
 from localgen.hub.resolve import resolve_model
@@ -218,3 +220,35 @@ def test_dimensions_are_checked(tmp_path: Path, dims: tuple[int, ...], message: 
     path = gguf(tmp_path / "m.gguf", 1, 1, table + bytes(200))
     with pytest.raises(LoadFailed, match=message):
         GgufReader(path)
+
+
+class _Evil:
+    """Its pickle creates a file when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[Path]]:
+        return (Path.touch, (self._path,))
+
+
+def test_code_in_a_model_folder_is_not_run(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from localgen.backends.cuda.loader import load_cuda_model
+
+    ran = tmp_path / "ran"
+    (folder / "evil.py").write_text(f"open({str(ran)!r}, 'w')\nclass Evil: pass\n")
+    for name in ("config.json", "tokenizer_config.json"):
+        content = json.loads((folder / name).read_text())
+        classes = ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer")
+        content["auto_map"] = dict.fromkeys(classes, "evil.Evil")
+        (folder / name).write_text(json.dumps(content))
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(_Evil(ran)))
+    show(str(folder))
+    request = ModelLoadRequest("tiny", str(folder), LoadOptions(device="cpu", ctx=64))
+    load_cuda_model(request, lambda share: None).runner.close()
+    assert not ran.exists()
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(LoadFailed, match="safetensors"):
+        load_cuda_model(request, lambda share: None)
+    assert not ran.exists()
