@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from serving import MANY_WORDS, ServerHarness, chat_body, in_thread, server_harness, wait_until
+from fake_server import engine_command
+from serving import (
+    MANY_WORDS,
+    ServerHarness,
+    chat_body,
+    in_thread,
+    server_harness,
+    settings_in,
+    wait_until,
+)
 
+from localgen.backends.errors import OutOfMemory
 from localgen.backends.model_info import LoadOptions
 from localgen.placement.footprint import estimate_footprint
+from localgen.server.models.manager import ModelManager
 
 # minimum memory of a model, however small its file
 LEAST = estimate_footprint(0, None).need_bytes()
@@ -214,3 +227,30 @@ def test_a_load_that_runs_out_of_memory_waits_for_the_models_in_use() -> None:
         assert served.loads(b) == 2, "again without a"
         assert replies[0].status_code == 507
         assert served.loaded() == []
+
+
+def test_a_model_that_failed_to_load_is_gone_before_anybody_sees_the_error(tmp_path: Path) -> None:
+    """A request that found it still there tried again, with the same error, without an end."""
+    path = tmp_path / "broken.gguf"
+    path.write_text(json.dumps({"code": "out_of_memory", "fail": "it does not fit"}))
+
+    async def watch() -> None:
+        manager = ModelManager(settings_in(tmp_path), engine_command=engine_command)
+
+        async def ask() -> None:
+            async with manager.acquire(str(path), allow_paths=True):
+                raise AssertionError
+
+        asking = asyncio.create_task(ask())
+        while not manager.residents:
+            await asyncio.sleep(0)
+        (resident,) = manager.residents
+        # each pass of the event loop, so that nothing runs between the end of the load and this
+        while not resident.load_future.done():
+            await asyncio.sleep(0)
+        assert manager.residents == ()
+        with pytest.raises(OutOfMemory):
+            await asking
+        await manager.close()
+
+    asyncio.run(asyncio.wait_for(watch(), 60))

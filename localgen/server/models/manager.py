@@ -44,7 +44,6 @@ from localgen.server.models.swap_queue import DEFAULT_WAIT_S, MemoryWait, MustWa
 
 _log = logging.getLogger("localgen.server")
 
-
 # (model name, `loaded` or an error code, load time in seconds)
 OnLoad = Callable[[str, str, float], None]
 
@@ -365,12 +364,16 @@ class ModelManager:
         self, request: ModelLoadRequest, resident: ResidentModel, note: str
     ) -> ModelInfo:
         """Load the model in the resident's engine. note: appended to the notes of ModelInfo."""
-        info = await load_model(
-            request,
-            resident,
-            lambda: self._start_engine(resident.file, resident.placement),
-            lambda: resident in self._residents,
-        )
+        try:
+            info = await load_model(
+                request,
+                resident,
+                lambda: self._start_engine(resident.file, resident.placement),
+                lambda: resident in self._residents,
+            )
+        except BaseException:
+            self._remove_resident(resident)  # before a request that waited for it tries again
+            raise
         return replace(info, notes=(*info.notes, note)) if note else info
 
     def _on_load_done(self, resident: ResidentModel, task: asyncio.Future[ModelInfo]) -> None:
