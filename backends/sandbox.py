@@ -33,6 +33,7 @@ from localgen.backends.sandbox_worker import (
 # the process ends itself at the limit; later it is killed, as it may be stopped
 _GRACE_S = 10.0
 _START_S = 60.0
+_EXIT_S = 1.0
 # of a call whose process is killed from outside
 _MAX_TRIES = 3
 _COMMAND = (
@@ -246,10 +247,14 @@ class _SandboxProcess:
             reply = None
         if reply is None:
             raise self._death(request)
-        found = json.loads(reply)
-        if "error" not in found:
-            return found["result"]
-        code, message, param = found["error"]
+        try:
+            found = json.loads(reply)
+            if "error" not in found:
+                return found["result"]
+            code, message, param = found["error"]
+        except (ValueError, RecursionError, KeyError, TypeError):
+            self.close()
+            raise LimitExceeded("crashed: its answer is damaged") from None
         if code == "memory":
             self.close()
             raise _too_large(request)
@@ -289,6 +294,9 @@ class _SandboxProcess:
     def _end(self) -> int:
         self.is_dead = True
         self._sock.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(_EXIT_S)
+        self.kill()  # it was stopped, or sent what is no answer
         return self._process.wait()
 
 

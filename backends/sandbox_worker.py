@@ -18,6 +18,7 @@ from typing import Any
 from localgen.backends.errors import LocalgenError
 
 MAX_REPLY_BYTES = 64 << 20
+MAX_FRAME_BYTES = 1 << 30
 _HEADER_BYTES = 4
 _READ_BYTES = 1 << 18
 
@@ -62,7 +63,12 @@ def send_frame(sock: socket.socket, content: bytes) -> None:
 def receive_frame(sock: socket.socket) -> bytes | None:
     """Receive a frame. Returns None if the other side has closed the socket. Raises OSError."""
     header = _receive(sock, _HEADER_BYTES)
-    return None if header is None else _receive(sock, int.from_bytes(header, "little"))
+    if header is None:
+        return None
+    size = int.from_bytes(header, "little")
+    if size > MAX_FRAME_BYTES:
+        raise OSError(f"a frame of {size:,} bytes")
+    return _receive(sock, size)
 
 
 def _receive(sock: socket.socket, size: int) -> bytes | None:

@@ -51,9 +51,7 @@ def escape_unprintable(text: str) -> str:
     """
     if text.isprintable():
         return text
+    # not by a codec: its module may have to be imported, which fails without file descriptors
     return "".join(
-        char
-        if char.isprintable() or char == "\t"
-        else char.encode("unicode_escape", "surrogatepass").decode()
-        for char in text
+        char if char.isprintable() or char == "\t" else ascii(char)[1:-1] for char in text
     )

@@ -217,7 +217,8 @@ def make_private_dir(folder: Path, variable: str) -> None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         require_private_dir(folder, variable)
-        folder.chmod(0o700)
+        if stat.S_IMODE(folder.stat().st_mode) != 0o700:  # a read-only one may be as it should be
+            folder.chmod(0o700)
     except OSError as error:
         raise _unusable_dir(folder, variable, error) from error
 

@@ -35,7 +35,7 @@ class LockedFile:
     def locked(self) -> Iterator[None]:
         """Keep other processes from changing the file meanwhile. Raises OSError."""
         lock_path = self._beside("lock")
-        with _open_locked(lock_path):
+        with _open_locked(lock_path, self.mode):
             try:
                 yield
             finally:
@@ -66,10 +66,10 @@ class LockedFile:
         return (self.scratch or self.path.parent) / f".{self.path.name}.{suffix}"
 
 
-def _open_locked(path: Path) -> IO[str]:
+def _open_locked(path: Path, mode: int) -> IO[bytes]:
     """Create and lock a file that its owner removes before it unlocks it; waits for the owner."""
     while True:
-        lock = open(path, "a")  # noqa: SIM115
+        lock = open(os.open(path, os.O_RDWR | os.O_CREAT, mode), "rb+", buffering=0)  # noqa: SIM115
         fcntl.flock(lock, fcntl.LOCK_EX)
         # the previous owner may have removed this file meanwhile
         with contextlib.suppress(FileNotFoundError):

@@ -16,6 +16,16 @@ from localgen.backends.errors import LocalgenError
 from localgen.backends.llamacpp.loader import load_llamacpp_model
 from localgen.backends.model_info import LoadOptions, ModelLoadRequest
 
+
+def _peak_bytes() -> int:
+    """Peak memory of this process. On Linux, getrusage counts that of the parent too."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    lines = status.read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) << 10
+
+
 if __name__ == "__main__":
     for line in sys.stdin:
         key, value, kind = json.loads(line)
@@ -28,5 +38,4 @@ if __name__ == "__main__":
             model.runner.close()
         except LocalgenError as error:
             outcome = error.message
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-        print(json.dumps([outcome, peak]), flush=True)
+        print(json.dumps([outcome, _peak_bytes()]), flush=True)

@@ -210,8 +210,8 @@ def test_number_of_keys_and_tensors_is_bounded(
     [
         ((), "x has 0 dimensions, not 1 to 4"),
         ((1,) * 65, "x has 65 dimensions, not 1 to 4"),
-        ((2**63, 0), "x has dimensions beyond 64 bits"),
-        ((0, 2**63), "x has dimensions beyond 64 bits"),
+        ((2**63, 0), "x has no elements"),
+        ((0, 2**63), "x has no elements"),
         ((2**40, 2**40), "x has dimensions beyond 64 bits"),
     ],
 )

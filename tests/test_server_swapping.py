@@ -24,7 +24,7 @@ from serving import (
     wait_until,
 )
 
-from localgen.backends.errors import OutOfMemory
+from localgen.backends.errors import ModelBusy, OutOfMemory
 from localgen.backends.model_info import LoadOptions
 from localgen.placement.footprint import estimate_footprint
 from localgen.server.models.manager import ModelManager
@@ -251,6 +251,35 @@ def test_a_model_that_failed_to_load_is_gone_before_anybody_sees_the_error(tmp_p
         assert manager.residents == ()
         with pytest.raises(OutOfMemory):
             await asking
+        await manager.close()
+
+    asyncio.run(asyncio.wait_for(watch(), 60))
+
+
+def test_a_reload_that_had_to_wait_spares_a_model_that_is_in_use_by_then(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_text("{}")
+
+    async def watch() -> None:
+        manager = ModelManager(settings_in(tmp_path), engine_command=engine_command)
+
+        async def ask(options: LoadOptions) -> None:
+            async with manager.acquire(str(path), options, allow_paths=True):
+                pass
+
+        await ask(LoadOptions(ctx=512))
+        async with manager._admission:  # as while another model is placed
+            larger = asyncio.create_task(ask(LoadOptions(ctx=1024)))
+            while manager.active_requests == 0:
+                await asyncio.sleep(0.01)
+            user = manager.acquire(str(path), allow_paths=True)
+            resident, _ = await user.__aenter__()
+        with pytest.raises(ModelBusy, match="512"):
+            await larger
+        assert manager.residents == (resident,)
+        await user.__aexit__(None, None, None)
+        await ask(LoadOptions(ctx=1024))
+        assert manager.residents != (resident,), "without another user it is loaded again"
         await manager.close()
 
     asyncio.run(asyncio.wait_for(watch(), 60))

@@ -10,7 +10,7 @@ from localgen.backends.model_info import ModelInfo
 
 # The folders of an absolute path in a text. Names of folders may have spaces, quotes and brackets,
 # so a component ends only before `: ` and the next path: rather too much is taken than too little.
-_START = r"""[\s(\["'`=,:]"""
+_START = r"""[\s(\[{<"'`=,:]"""
 _COMPONENT = rf"(?:(?!:\s|{_START}~?/)[^/\n])+"
 _FOLDERS = re.compile(rf"(?:^|(?<={_START}))~?/(?![/\s])(?:{_COMPONENT}/)*")
 # errors about other fields quote what the client sent

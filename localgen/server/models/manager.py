@@ -153,13 +153,16 @@ class ModelManager:
                 continue
             resident.num_users += 1
             try:
-                info = await resident.wait_until_loaded(on_progress)
+                info = await self._wait_until_loaded(resident, on_progress, wait)
+                if info is None:
+                    self._release(resident)
+                    continue
                 if options.draft not in (None, *DRAFT_KEYWORDS):
                     requested = await self._resolve_draft(resident.file, options.draft, allow_paths)
                     options = replace(options, draft=requested.option)
                 if resident.can_reload_for(options):
                     resident.require_options(replace(options, ctx=None))
-                    await self._reload(resident, options.ctx, wait)
+                    await self._reload(resident, options, wait)
                     self._release(resident)
                     continue
                 resident.require_options(options)
@@ -169,24 +172,44 @@ class ModelManager:
                 # an option that this machine cannot have is not one for another load
                 await self._memory_budget.require_possible(resident.file, options)
                 raise
-            except OutOfMemory as error:
-                self._release(resident)
-                make_room = partial(
-                    self._memory_budget.make_room, resident.file, resident.placement, error
-                )
-                await self._swap_queue.run(resident.file, make_room, wait)
             except BaseException:
                 self._release(resident)
                 raise
 
-    async def _reload(self, resident: ResidentModel, ctx: int | None, wait: MemoryWait) -> None:
-        """Load a model again with another context, for its only user.
+    async def _wait_until_loaded(
+        self,
+        resident: ResidentModel,
+        on_progress: Callable[[float], None] | None,
+        wait: MemoryWait,
+    ) -> ModelInfo | None:
+        """Wait for a load. None: it ran out of memory, and there is room for another attempt."""
+        try:
+            return await resident.wait_until_loaded(on_progress)
+        except OutOfMemory as error:
+            make_room = partial(self._make_room, resident, error)
+            await self._swap_queue.run(resident.file, make_room, wait)
+            return None
 
-        If there is no memory for it, the model stays unloaded. Raises OutOfMemory, MemoryInUse.
+    async def _make_room(self, failed: ResidentModel, error: OutOfMemory) -> None:
+        """Make room after a load, once for all requests that waited for it."""
+        async with self._admission:
+            if not failed.has_made_room:
+                await self._memory_budget.make_room(failed.file, failed.placement, error)
+                failed.has_made_room = True
+
+    async def _reload(
+        self, resident: ResidentModel, options: LoadOptions, wait: MemoryWait
+    ) -> None:
+        """Load a model again with the requested context, for its only user.
+
+        If there is no memory for it, the model stays unloaded. Does nothing if it has got another
+        user meanwhile. Raises OutOfMemory, MemoryInUse.
         """
         async with self._admission:
+            if resident not in self._residents or not resident.can_reload_for(options):
+                return
             await self._unload_resident(resident, "reloading it with a larger context")
-        options = replace(resident.requested_options, ctx=ctx)
+        options = replace(resident.requested_options, ctx=options.ctx)
         start_load = partial(self._start_load_once, resident.file, options, allow_paths=True)
         reloaded = await self._swap_queue.run(resident.file, start_load, wait)
         if reloaded is not None:
@@ -374,10 +397,11 @@ class ModelManager:
         except BaseException:
             self._remove_resident(resident)  # before a request that waited for it tries again
             raise
+        resident.loaded_s = resident.last_used_s = time.monotonic()
         return replace(info, notes=(*info.notes, note)) if note else info
 
     def _on_load_done(self, resident: ResidentModel, task: asyncio.Future[ModelInfo]) -> None:
-        self._last_used_s = resident.last_used_s = resident.loaded_s = time.monotonic()
+        self._last_used_s = time.monotonic()
         self._swap_queue.notify()
         if task.cancelled() or (error := task.exception()) is not None:
             self._remove_resident(resident)

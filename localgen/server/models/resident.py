@@ -37,7 +37,8 @@ class ResidentModel:
     to this file, each with allow_paths, because `a/b` is a path only for local clients.
     keep_alive_s: idle time until it is unloaded; None: no limit. num_users: requests that hold it.
     created_s, loaded_s, last_used_s: when its load began and ended, and when the last request
-    released it (monotonic seconds).
+    released it (monotonic seconds). has_made_room: its load ran out of memory, and room was made
+    for another attempt.
     """
 
     file: ModelFile
@@ -49,6 +50,7 @@ class ResidentModel:
     resolved_names: set[tuple[str, bool]] = field(default_factory=set)
     keep_alive_s: float | None
     num_users: int = 0
+    has_made_room: bool = False
     created_s: float = field(default_factory=time.monotonic)
     loaded_s: float = field(default_factory=time.monotonic)
     last_used_s: float = field(default_factory=time.monotonic)
