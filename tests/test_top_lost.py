@@ -20,6 +20,7 @@ from top_script import (
 )
 
 from localgen.backends.errors import ServerUnavailable
+from localgen.client.errors import ServerNotAnswering
 from localgen.tui import feed
 from localgen.tui.feed import SampleReceived
 from localgen.tui.gauges.samples import ServerSample
@@ -116,3 +117,15 @@ def test_a_silent_engine_is_named() -> None:
         assert app.screen.query_one(Notice).display
 
     run(script, watch, first_retry_s=LONG_S)
+
+
+def test_no_advice_to_start_a_server_that_runs_but_does_not_answer() -> None:
+    watch = ScriptedServerMonitor([ServerNotAnswering("the server (process 12) does not answer")])
+
+    async def play() -> None:
+        app = top_app(watch)
+        async with app.run_test(size=(120, 40)) as pilot:
+            await until(pilot, lambda: "process 12" in said(app))
+            assert "starts one" not in said(app)
+
+    asyncio.run(play())

@@ -10,6 +10,7 @@ from typing import Protocol
 from textual.message import Message
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
+from localgen.client.errors import ServerNotAnswering
 from localgen.client.snapshot import ServerSnapshot
 from localgen.tui.gauges.sample_builder import SampleBuilder
 from localgen.tui.gauges.samples import ServerSample
@@ -44,6 +45,7 @@ class ServerLost(Message):
 
     retry_s: seconds until the next attempt; tries: failed attempts so far, from 1. has_shut_down:
     the server ended the stream itself. has_no_stats: it responds but reports no statistics.
+    is_hung: it runs but does not respond.
     """
 
     def __init__(
@@ -54,10 +56,12 @@ class ServerLost(Message):
         *,
         has_shut_down: bool = False,
         has_no_stats: bool = False,
+        is_hung: bool = False,
     ) -> None:
         super().__init__()
         self.reason, self.retry_s, self.tries = reason, retry_s, tries
         self.has_shut_down, self.has_no_stats = has_shut_down, has_no_stats
+        self.is_hung = is_hung
 
 
 class SampleFeed:
@@ -122,11 +126,17 @@ class SampleFeed:
             tries += 1
             limit_s = max(MAX_RETRY_S, self._first_retry_s)
             retry_s = min(limit_s, self._first_retry_s * 2 ** min(tries - 1, 10))
-            is_silent = isinstance(fault, InvalidRequest)
             # clear before posting: a handler may call retry() before this thread starts to wait
             self._retry_now.clear()
             self._post_unless_stopped(
-                ServerLost(why, retry_s, tries, has_shut_down=fault is None, has_no_stats=is_silent)
+                ServerLost(
+                    why,
+                    retry_s,
+                    tries,
+                    has_shut_down=fault is None,
+                    has_no_stats=isinstance(fault, InvalidRequest),
+                    is_hung=isinstance(fault, ServerNotAnswering),
+                )
             )
             self._wait(retry_s)
 

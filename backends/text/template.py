@@ -229,7 +229,7 @@ class SandboxedTemplate:
             self._template = sandbox.create(TEMPLATE_LIMITS, _new_template, source, bos, eos)
             self._used_variables = frozenset(self._template.call(TEMPLATE_LIMITS, "used_variables"))
         except LimitExceeded as error:
-            raise _limit_exceeded(error) from error
+            raise _limit_exceeded(error, "use another with --chat-template FILE") from error
 
     def uses_variable(self, variable: str) -> bool:
         return variable in self._used_variables
@@ -245,17 +245,17 @@ class SandboxedTemplate:
                 self._template.call(TEMPLATE_LIMITS, "render", messages, variables, system_fields)
             )
         except LimitExceeded as error:
-            raise _limit_exceeded(error) from error
+            # the model stays loaded with it
+            remedy = "`localgen stop` the model, then load it with another --chat-template FILE"
+            raise _limit_exceeded(error, remedy) from error
 
 
 def _new_template(source: str, bos: str, eos: str) -> ChatTemplate:
     return ChatTemplate(source, bos=bos, eos=eos)
 
 
-def _limit_exceeded(error: LimitExceeded) -> InvalidRequest:
-    return InvalidRequest(
-        f"the chat template {error}: use another with --chat-template FILE", param="messages"
-    )
+def _limit_exceeded(error: LimitExceeded, remedy: str) -> InvalidRequest:
+    return InvalidRequest(f"the chat template {error}: {remedy}", param="messages")
 
 
 class TemplateLoader:

@@ -102,10 +102,9 @@ class TopApp(BaseApp):
         """Show the error and when the feed retries."""
         self._is_lost = True
         again = f"Retrying in {message.retry_s:.3g} s, t: now."
+        start_hint = "" if message.is_hung else f"{self._start_hint} "
         status = "LOST" if self._has_connected else "WAITING"
-        self._dashboard.show_status(
-            status, f"{one_line(message.reason)}. {self._start_hint} {again}"
-        )
+        self._dashboard.show_status(status, f"{one_line(message.reason)}. {start_hint}{again}")
 
     def action_pause(self) -> None:
         """Pause or resume updates of the screen."""

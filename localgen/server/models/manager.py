@@ -243,7 +243,7 @@ class ModelManager:
         if when_idle and not found.is_idle:
             found.keep_alive_s = 0.0
         else:
-            reason = f"{found.file.name} was stopped by `localgen stop`"
+            reason = f"{found.file.name} was unloaded by a client, as by `localgen stop`"
             async with self._admission:  # its memory is free before another load is placed
                 await self._unload_resident(found, reason)
         return True
