@@ -270,7 +270,7 @@ class _SandboxProcess:
         return receive_frame(self._sock)
 
     def _death(self, request: _Request) -> Exception:
-        """What to raise after the process has closed its socket."""
+        """Return the error of a request whose process has closed its socket."""
         status = self._end()
         if status == -signal.SIGALRM:
             return _too_slow(request)

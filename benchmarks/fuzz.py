@@ -37,7 +37,7 @@ Run = Callable[[bytes], Outcome]
 
 @dataclass
 class State:
-    """What was done. targets: number of the next input and counts of outcomes, by target.
+    """Progress of a run. targets: number of the next input and counts of outcomes, by target.
 
     findings: by the name of their file in the corpus.
     """

@@ -109,7 +109,7 @@ class Soak:
         return calm_s
 
     def _phase(self, into: Requests, requests: int, kills: int) -> None:
-        """Requests until so many have ended; kills are spread over them."""
+        """Send requests until `requests` have ended, with the kills spread over them."""
         killed, next_sample_s, shown_s = 0, 0.0, time.monotonic()
         while True:
             self._replace_ended(into, requests)

@@ -159,7 +159,7 @@ class _Server:
                     return bytes(received)
 
     def trouble(self) -> str:
-        """What is wrong with the server, or nothing."""
+        """Return what is wrong with the server; empty: nothing."""
         try:
             self._good()
             growth = self._bytes() - self._rss

@@ -30,7 +30,7 @@ class Check:
 
 @dataclass
 class Requests:
-    """What the clients logged.
+    """Requests as the clients logged them.
 
     outcomes: by kind of request. killed: requests in flight in a client that was killed.
     """

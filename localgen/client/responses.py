@@ -101,7 +101,7 @@ class Health:
 
 
 def silence_notice(model: str, silent_s: float) -> str:
-    """What the user should know about a model whose engine sends nothing."""
+    """Return the notice about a model whose engine sends nothing."""
     return (
         f"no answer of the engine of {model} for {silent_s:.0f} s: a long step, or it hangs; "
         f"localgen stop {model} ends it"

@@ -34,7 +34,7 @@ LATEST_TAG = ":latest"
 
 @dataclass(frozen=True, slots=True)
 class ModelTarget:
-    """What a model name stands for, found without looking for the model.
+    """The target of a model name, found without looking for the model.
 
     text: a packaged model, a name of the catalog, a repository, a file stem or a path, without
     `:latest`. is_path: `text` is a path. alias: the user's alias that the name is, if it is one.
