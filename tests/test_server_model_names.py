@@ -385,6 +385,8 @@ def test_local_clients_see_paths(opened: TcpServer, private: Path) -> None:
         "{} has no tokenizer.json, see https://hf.co/user/repo",
         "No such file or directory: '{}'",
         "llama.cpp runs .gguf files, {} is not one",
+        "<{}> cannot be read",
+        "{{{}}} cannot be read",
     ],
 )
 @pytest.mark.parametrize(
