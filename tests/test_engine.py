@@ -135,6 +135,7 @@ def test_answers_are_what_the_model_says() -> None:
     engine = make(runner, log)
     for i in range(10):
         engine.submit(request(f"{i}", f"prompt {i}", max_tokens=30))
+    until_prepared(engine)
     run_until_ended(engine, log, 10)
     for i in range(10):
         prompt = f"prompt {i}"
