@@ -62,8 +62,9 @@ def test_bytes_that_are_not_utf8_become_replacement_characters(raw: bytes, cuts:
     detokenizer = Detokenizer()
     shown = "".join(detokenizer.feed(piece) for piece in pieces(raw, cuts))
     whole = raw.decode("utf-8", "replace")
-    # an unfinished character at the end is dropped, where decoding at once replaces it
-    assert shown == whole or shown == whole.removesuffix("\ufffd")
+    # an unfinished character at the end, of up to three bytes, is dropped, where decoding at once
+    # replaces it, at times by a character for each byte
+    assert shown in [whole, *(whole.removesuffix("\ufffd" * count) for count in (1, 2, 3))]
 
 
 def test_a_lead_byte_without_its_rest_is_replaced_and_nothing_else_is_lost() -> None:
