@@ -6,7 +6,6 @@ A file of its own, because native code that aborts ends the process.
 from __future__ import annotations
 
 import json
-import resource
 import sys
 from pathlib import Path
 
@@ -14,17 +13,8 @@ from gguf_files import rewrite
 
 from localgen.backends.errors import LocalgenError
 from localgen.backends.llamacpp.loader import load_llamacpp_model
+from localgen.backends.memory.system import peak_memory_bytes
 from localgen.backends.model_info import LoadOptions, ModelLoadRequest
-
-
-def _peak_bytes() -> int:
-    """Peak memory of this process. On Linux, getrusage counts that of the parent too."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    lines = status.read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) << 10
-
 
 if __name__ == "__main__":
     for line in sys.stdin:
@@ -38,4 +28,4 @@ if __name__ == "__main__":
             model.runner.close()
         except LocalgenError as error:
             outcome = error.message
-        print(json.dumps([outcome, _peak_bytes()]), flush=True)
+        print(json.dumps([outcome, peak_memory_bytes()]), flush=True)

@@ -6,12 +6,12 @@ A program of a test: absurd numbers could take all memory of the process.
 from __future__ import annotations
 
 import json
-import resource
 import sys
 from pathlib import Path
 
 from localgen.backends.cuda.loader import load_cuda_model
 from localgen.backends.errors import LocalgenError
+from localgen.backends.memory.system import peak_memory_bytes
 from localgen.backends.model_info import LoadOptions, ModelLoadRequest
 
 if __name__ == "__main__":
@@ -29,5 +29,4 @@ if __name__ == "__main__":
             model.runner.close()
         except LocalgenError as error:
             outcome = error.message
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-        print(json.dumps([outcome, peak]), flush=True)
+        print(json.dumps([outcome, peak_memory_bytes()]), flush=True)

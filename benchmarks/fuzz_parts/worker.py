@@ -23,6 +23,7 @@ import psutil
 
 from benchmarks.fuzz_parts.targets import TARGETS
 from localgen.backends.errors import LocalgenError
+from localgen.backends.memory.system import peak_memory_bytes
 from localgen.machine.python_process import python_command, python_environment
 
 MAX_CPU_S = 10.0
@@ -136,7 +137,7 @@ def _cpu_s(pid: int) -> float:
 
 def judge(target: str, content: bytes) -> Outcome:
     """Use one input in this process."""
-    before = _peak_bytes()
+    before = peak_memory_bytes()
     try:
         with TemporaryDirectory(prefix="localgen-fuzz-") as folder:
             TARGETS[target].use(content, Path(folder))
@@ -147,7 +148,7 @@ def judge(target: str, content: bytes) -> Outcome:
         return Outcome("memory", _where(error), traceback.format_exc()[-3000:])
     except BaseException as error:  # a panic in Rust is no Exception
         return Outcome("exception", _where(error), traceback.format_exc()[-3000:])
-    growth = _peak_bytes() - before
+    growth = peak_memory_bytes() - before
     if growth > MAX_GROWTH_BYTES:
         return Outcome("memory", f"{target}: grew", f"{growth:,} bytes more at the peak")
     return outcome
@@ -163,10 +164,6 @@ def _where(error: BaseException) -> str:
     ]
     last = (ours or list(frames))[-1]
     return f"{type(error).__name__} in {Path(last.filename).name}:{last.name}"
-
-
-def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _limit_memory() -> None:
