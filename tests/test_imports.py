@@ -22,6 +22,7 @@ ORDER = (
     "localgen.backends.formats",
     "localgen.backends.text",
     "localgen.backends.runner",
+    "localgen.backends.engine.step_costs",
     "localgen.backends.engine.speculation",
     "localgen.backends.engine",
     "localgen.backends.llamacpp",
