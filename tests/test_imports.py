@@ -176,6 +176,7 @@ def test_every_package_has_its_place() -> None:
     packages = {m for m in MODULES if MODULES[m].name == "__init__.py"}
     assert packages - set(ORDER) == set()
     modules_of_their_own = {
+        "localgen.backends.engine.step_costs",
         "localgen.locked_file",
         "localgen.config",
         "localgen.toml_store",

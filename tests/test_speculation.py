@@ -441,11 +441,11 @@ def test_a_draft_model_prefills_where_drafts_would_pay() -> None:
     assert drafter.prefilled == 3 * 64, "there is nothing left to prefill"
 
 
-@pytest.mark.parametrize(("step_ms", "prior"), [(flat, 0.01), (full, 0.9)])
+@pytest.mark.parametrize(("step_ms", "alpha"), [(flat, 0.0), (full, 1.0)])
 def test_a_prefill_that_would_not_pay_takes_little(
-    step_ms: Callable[[int], float], prior: float
+    step_ms: Callable[[int], float], alpha: float
 ) -> None:
-    drafter = Unprefilled(1.0, prior=prior, ms_per_token=0.01)
+    drafter = Unprefilled(alpha, ms_per_token=0.01)
     speculation = speculation_of(drafter, clock=drafter.clock)
     steps = Steps(speculation, step_ms)
     drafter.is_ready = True  # what larger steps take is found out first

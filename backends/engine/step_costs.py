@@ -36,7 +36,9 @@ class StepCosts:
         # the lower median: the first step of a size may allocate buffers that later ones reuse
         self._ms[tokens] = sorted(samples)[(len(samples) - 1) // 2]
         if self._steps % _FORGET_STEPS == 0:
-            for size in [s for s in self._sizes if self._last_step[s] <= self._steps - _FORGET_STEPS]:
+            for size in [
+                s for s in self._sizes if self._last_step[s] <= self._steps - _FORGET_STEPS
+            ]:
                 del self._samples[size], self._last_step[size], self._ms[size]
         if len(self._sizes) != len(self._ms):
             self._sizes = sorted(self._ms)

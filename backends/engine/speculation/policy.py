@@ -7,6 +7,7 @@ allocations, the one with most tokens per millisecond is chosen that slows no se
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from heapq import heapify, heappop, heappush
@@ -107,9 +108,9 @@ def _fills_tiles(tokens: int) -> bool:
 class Speculation:
     """Decides before each step how much each drafter drafts, and measures each step.
 
-    costs: of decode steps, recorded before `observe`. max_drafts: limit per sequence. disabled_reason: shown if there are no drafters. synchronize: as
-    in AsyncRunner; None: steps are never launched ahead. waited_ms: time that propose has waited
-    for a step that was launched ahead.
+    costs: of decode steps, recorded before `observe`. max_drafts: limit per sequence.
+    disabled_reason: shown if there are no drafters. synchronize: as in AsyncRunner; None: steps are
+    never launched ahead. waited_ms: time that propose has waited for a step launched ahead.
     """
 
     def __init__(
