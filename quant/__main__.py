@@ -40,17 +40,17 @@ def main(command: str, fd: int) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except LocalgenError as error:
-        send(FailedEvent(error.message, error.code))
-        return 1
+        failed = FailedEvent(error.message, error.code)
     except MemoryError:
         message = "out of memory: close other programs, or choose a method that needs less"
-        send(FailedEvent(message, "out_of_memory"))
-        return 1
+        failed = FailedEvent(message, "out_of_memory")
     except Exception as error:
         message = f"internal error ({type(error).__name__}: {error})"
-        send(FailedEvent(message, "internal_error"))
-        return 1
-    return 0
+        failed = FailedEvent(message, "internal_error")
+    else:
+        return 0
+    send(failed)
+    return 1
 
 
 def _command(name: str) -> Callable[[QuantizeRequest, OnEvent], None]:
