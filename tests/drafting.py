@@ -13,7 +13,7 @@ import pytest
 from localgen.backends.engine.speculation import policy
 from localgen.backends.engine.speculation.drafter import Drafter, DraftProposal
 from localgen.backends.engine.speculation.policy import Allocation, DraftOption, Speculation
-from localgen.backends.engine.speculation.stats import AcceptanceEstimator, AcceptanceRate
+from localgen.backends.engine.speculation.stats import AcceptanceRate, SequenceAcceptance
 from localgen.backends.engine.step_costs import StepCosts
 from localgen.backends.runner.interface import MAX_DRAFT_TOKENS, Chunk
 from localgen.backends.runner.sequence import Sequence
@@ -89,14 +89,14 @@ class Guesser(Drafter):
     def __init__(self, alpha: float, *, ms: float = 0.0, prior: float = 0.5, seed: int = 0) -> None:
         self.alpha, self.ms = alpha, ms
         self._chance = random.Random(seed)
-        self._shared = [AcceptanceRate(prior, 12.0)]
-        self._known: dict[Sequence, AcceptanceEstimator] = {}
+        self._shared = AcceptanceRate(prior, 12.0)
+        self._known: dict[Sequence, SequenceAcceptance] = {}
         self.proposed: dict[Sequence, list[int]] = {}
         self.closed = False
 
     def acceptance_probs(self, seq: Sequence, max_drafts: int) -> list[float]:
-        known = self._known.setdefault(seq, AcceptanceEstimator(self._shared))
-        return [known.probability(0)] * max_drafts
+        known = self._known.setdefault(seq, SequenceAcceptance(self._shared))
+        return [known.probability] * max_drafts
 
     def draft_ms(self) -> float:
         return self.ms
@@ -114,7 +114,7 @@ class Guesser(Drafter):
     def observe(self, seq: Sequence, new_tokens: Seq[int]) -> None:
         drafts = self.proposed.pop(seq, [])
         for draft, token in zip(drafts, new_tokens, strict=False):
-            self._known[seq].add(0, draft == token)
+            self._known[seq].add(draft == token)
             if draft != token:
                 break
 

@@ -84,9 +84,9 @@ def test_prefill_and_drafts_fit_a_small_batch() -> None:
     drafter, seq = ModelDrafter(runner, "draft"), decoding(limit=1024)
     seq.tokens = [1 + i % 90 for i in range(45)]
     assert drafter.acceptance_probs(seq, 4)
-    assert proposed(drafter, [(seq, 2)]) == [[]]
     (drafts,) = proposed(drafter, [(seq, 2)])
     assert drafts == fake_runner.generate(seq.tokens, 47, ends=False)
+    assert max(sum(map(len, step)) for step in runner.steps) <= 32
 
 
 def test_a_draft_model_is_tried_again_after_useless_text() -> None:
@@ -142,9 +142,8 @@ def test_the_shortest_prompt_is_prefilled_first() -> None:
         assert drafter.acceptance_probs(seq, 4)
     for _ in range(2):
         assert proposed(drafter, [(long, 4), (short, 4)], 100) == [[], []]
-    for_long, for_short = proposed(drafter, [(long, 4), (short, 4)], 100)
-    assert not for_long
-    assert len(for_short) == 4
+    (drafts,) = proposed(drafter, [(short, 4)], 0)
+    assert len(drafts) == 4
 
 
 def test_acceptance_of_greedy_drafts_is_estimated_from_greedy_drafts() -> None:

@@ -18,7 +18,7 @@ from localgen.backends.engine.speculation.policy import (
     DraftOption,
     allocate,
 )
-from localgen.backends.engine.speculation.stats import AcceptanceEstimator, AcceptanceRate
+from localgen.backends.engine.speculation.stats import AcceptanceRate, SequenceAcceptance
 from localgen.backends.engine.step_costs import StepCosts
 from localgen.backends.runner.interface import MAX_DRAFT_TOKENS
 from localgen.backends.runner.sequence import Sequence
@@ -375,15 +375,15 @@ def test_statistics_of_drafts() -> None:
 
 
 def test_other_sequences_count_until_one_knows_better() -> None:
-    shared, chance = [AcceptanceRate(0.5)], random.Random(1)
+    shared, chance = AcceptanceRate(0.5), random.Random(1)
     for _ in range(200):
-        AcceptanceEstimator(shared).add(0, chance.random() < 0.9)
-    fresh = AcceptanceEstimator(shared)
-    assert fresh.probability(0) == pytest.approx(0.9, abs=0.07)
+        SequenceAcceptance(shared).add(chance.random() < 0.9)
+    fresh = SequenceAcceptance(shared)
+    assert fresh.probability == pytest.approx(0.9, abs=0.07)
     for _ in range(60):
-        fresh.add(0, is_accepted=False)
-    assert fresh.probability(0) < 0.25
-    assert AcceptanceEstimator(shared).probability(0) > 0.5
+        fresh.add(is_accepted=False)
+    assert fresh.probability < 0.25
+    assert SequenceAcceptance(shared).probability > 0.5
 
 
 def test_prices_are_interpolated_between_sizes() -> None:
@@ -413,6 +413,16 @@ def test_old_prices_are_forgotten() -> None:
         costs.observe(1, 10.0)
     assert 8 not in costs
     assert costs.ms(8) == 10.0
+
+
+def test_a_size_forgotten_while_another_is_new() -> None:
+    costs = StepCosts()
+    costs.observe(2, 7.0)
+    for _ in range(998):
+        costs.observe(1, 10.0)
+    costs.observe(3, 20.0)
+    assert 2 not in costs
+    assert costs.ms(2) == 15.0
 
 
 def test_unknown_sizes_are_approached_by_doubling() -> None:

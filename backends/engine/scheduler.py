@@ -140,7 +140,7 @@ class Scheduler:
                     left -= len(chunk)
         planned = sum(map(len, chunks))
         budget = min(
-            self._budget.prompt_tokens(len(chunks)),
+            self._budget.prompt_tokens(planned),
             self._limits.max_batch_tokens - planned,
         )
         return chunks + self._prompt_chunks(budget, self._limits.max_outputs - planned)
@@ -283,12 +283,10 @@ class Scheduler:
         """Apply the results of a step, end finished sequences, and return the new tokens."""
         now_s = self._clock()
         outputs = []
-        decode_tokens = sum(len(chunk) for chunk in chunks if chunk.seq.is_decoding)
-        prompt_tokens = 0
+        decode_tokens = sum(len(chunk) for chunk in chunks if chunk.is_decoding)
+        prompt_tokens = sum(map(len, chunks)) - decode_tokens
         for chunk, sampled in zip(chunks, result, strict=True):
             seq = chunk.seq
-            if not seq.is_decoding:
-                prompt_tokens += len(chunk)
             self._advance(chunk, len(sampled.tokens))
             if sampled.tokens:
                 if seq.first_token_s is None:

@@ -30,17 +30,16 @@ class StepCosts:
     def observe(self, tokens: int, ms: float) -> None:
         """Record a finished step."""
         self._steps += 1
+        is_new = tokens not in self._ms
         self._last_step[tokens] = self._steps
         samples = self._samples.setdefault(tokens, deque(maxlen=_SAMPLES))
         samples.append(ms)
         # the lower median: the first step of a size may allocate buffers that later ones reuse
         self._ms[tokens] = sorted(samples)[(len(samples) - 1) // 2]
-        if self._steps % _FORGET_STEPS == 0:
-            for size in [
-                s for s in self._sizes if self._last_step[s] <= self._steps - _FORGET_STEPS
-            ]:
+        if is_new or self._steps % _FORGET_STEPS == 0:
+            oldest = self._steps - _FORGET_STEPS
+            for size in [size for size, step in self._last_step.items() if step <= oldest]:
                 del self._samples[size], self._last_step[size], self._ms[size]
-        if len(self._sizes) != len(self._ms):
             self._sizes = sorted(self._ms)
 
     def ms(self, tokens: int) -> float:

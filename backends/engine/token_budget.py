@@ -24,12 +24,12 @@ class TokenBudget:
         self.decode_costs = StepCosts()
         self._prompt_cost = _PromptTokenCost()
 
-    def prompt_tokens(self, num_decoding: int) -> int:
-        """Return the maximum number of prompt tokens in a step with num_decoding sequences."""
-        if not num_decoding:
+    def prompt_tokens(self, decode_tokens: int) -> int:
+        """Return the maximum number of prompt tokens beside this many of decoding sequences."""
+        if not decode_tokens:
             return self._max
-        most = self._max - num_decoding
-        base_ms, token_ms = self.decode_costs.ms(num_decoding), self._prompt_cost.token_ms
+        most = self._max - decode_tokens
+        base_ms, token_ms = self.decode_costs.ms(decode_tokens), self._prompt_cost.token_ms
         if not token_ms:
             return max(1, most)
         target_ms = max(self._target_ms, MIN_ALLOWED_SLOWDOWN * base_ms)

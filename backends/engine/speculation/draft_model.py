@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from localgen.backends.engine.speculation.drafter import Drafter, DraftProposal
-from localgen.backends.engine.speculation.stats import AcceptanceEstimator, AcceptanceRate
+from localgen.backends.engine.speculation.stats import AcceptanceRate, SequenceAcceptance
 from localgen.backends.runner.interface import Chunk, ModelRunner, NoRoom, SampledTokens, StepFailed
 from localgen.backends.runner.sequence import Sequence, SequenceState, common_prefix_len
 from localgen.backends.sampling_params import BASE_SAMPLING, SamplingParams
@@ -29,12 +29,14 @@ _log = logging.getLogger(__name__)
 class _DraftSequence:
     """The draft model's copy of a sequence; seq.state is RUNNING while its cache holds it.
 
-    is_sampled: drafts are sampled, not greedy. tokens, probs: drafts since the target's last step.
+    is_sampled: drafts are sampled, not greedy. num_known: leading tokens that are the target's.
+    tokens, probs: drafts since the target's last step.
     """
 
     seq: Sequence
-    acceptance: AcceptanceEstimator
+    acceptance: SequenceAcceptance
     is_sampled: bool
+    num_known: int
     tokens: list[int] = field(default_factory=list)
     probs: list[Any] = field(default_factory=list)
 
@@ -74,7 +76,7 @@ class ModelDrafter(Drafter):
         if copy is None:
             return []
         room = self._runner.limits.max_len - len(seq.tokens)
-        return [copy.acceptance.probability(copy.is_sampled)] * max(0, min(max_drafts, room))
+        return [copy.acceptance.probability] * max(0, min(max_drafts, room))
 
     def draft_ms(self) -> float:
         return median(self._round_ms) if self._round_ms else 0.0
@@ -93,8 +95,9 @@ class ModelDrafter(Drafter):
             shortest = min(unprefilled, key=lambda copy: copy.seq.num_uncomputed)
             count = min(max_prefill_tokens, batch_tokens, shortest.seq.num_uncomputed - 1)
             self._compute({shortest: count}, sample=False)
-        for copy in unprefilled:
-            del remaining[copy]
+        # the policy wanted drafts for all: some alone would delay the others
+        if any(copy.seq.num_uncomputed > limit for copy in unprefilled):
+            remaining = {}
         while (batch := self._batch(remaining)) and not self.failure:
             for copy, sampled in self._compute(batch, sample=True):
                 remaining[copy] -= 1
@@ -115,7 +118,7 @@ class ModelDrafter(Drafter):
         if copy is None:
             return
         for draft, token in zip(copy.tokens, new_tokens, strict=False):
-            copy.acceptance.add(copy.is_sampled, draft == token)
+            copy.acceptance.add(draft == token)
             if draft != token:
                 break
         copy.clear()
@@ -137,15 +140,16 @@ class ModelDrafter(Drafter):
         copy = self._copies.get(seq) or self._admit(seq)
         if copy is None or not _is_active(copy):
             return None
-        own, tokens = copy.seq, seq.tokens
-        if own.tokens != tokens:  # remove rejected drafts from the KV cache
-            # one token is left to compute: its logits start the drafts
-            kept = min(common_prefix_len(own.tokens, tokens), own.num_computed, len(tokens) - 1)
-            own.tokens[:] = tokens
-            if kept < own.num_computed:
-                own.num_computed = kept
-                self._runner.rewind(own, kept)
-        if self._has_padding(tokens[own.num_computed :]):
+        own, known = copy.seq, copy.num_known
+        new = seq.tokens[known:]
+        # one token is left to compute: its logits start the drafts
+        kept = min(known + common_prefix_len(own.tokens[known:], new), len(seq.tokens) - 1)
+        own.tokens[known:] = new
+        copy.num_known = len(seq.tokens)
+        if kept < own.num_computed:  # remove rejected drafts from the KV cache
+            own.num_computed = kept
+            self._runner.rewind(own, kept)
+        if self._has_padding(new):
             self._evict(copy, keep=False)
             return None
         return copy
@@ -161,7 +165,10 @@ class ModelDrafter(Drafter):
             id=f"draft of {seq.id}",
             tokens=list(seq.tokens),
             num_prompt=len(seq.tokens),
-            params=_draft_sampling_params(seq.params) if is_sampled else _GREEDY,
+            # an independent seed: acceptance must not depend on the noise that sampled the draft
+            params=replace(seq.params, seed=~(seq.params.seed or 0), min_tokens=0, logprobs=None)
+            if is_sampled
+            else _GREEDY,
             ctx=limits.max_len,
             max_len=limits.max_len,
             stop_ids=seq.stop_ids,
@@ -172,8 +179,8 @@ class ModelDrafter(Drafter):
         except NoRoom:
             return None
         own.state = SequenceState.RUNNING
-        acceptance = AcceptanceEstimator(self._shared, weight=_SHARED_WEIGHT)
-        copy = self._copies[seq] = _DraftSequence(own, acceptance, is_sampled)
+        acceptance = SequenceAcceptance(self._shared[is_sampled], _SHARED_WEIGHT)
+        copy = self._copies[seq] = _DraftSequence(own, acceptance, is_sampled, len(own.tokens))
         return copy
 
     def _has_padding(self, tokens: Seq[int]) -> bool:
@@ -233,9 +240,3 @@ class ModelDrafter(Drafter):
 
 def _is_active(copy: _DraftSequence) -> bool:
     return copy.seq.state is SequenceState.RUNNING
-
-
-def _draft_sampling_params(params: SamplingParams) -> SamplingParams:
-    """The request's settings with an independent seed: acceptance must not depend on the noise that
-    sampled the draft."""
-    return replace(params, seed=~(params.seed or 0), min_tokens=0, logprobs=None)

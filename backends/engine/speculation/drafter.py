@@ -38,7 +38,8 @@ class Drafter(ABC):
     ) -> list[DraftProposal]:
         """Propose up to the requested number of drafts for each sequence.
 
-        A drafter that first has to prefill a prompt does that instead, at most max_prefill_tokens.
+        A drafter that first has to prefill one of them does that, up to max_prefill_tokens; until
+        all are prefilled, it proposes nothing.
         """
 
     @abstractmethod

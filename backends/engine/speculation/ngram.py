@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from weakref import WeakKeyDictionary
 
 from localgen.backends.engine.speculation.drafter import Drafter, DraftProposal
-from localgen.backends.engine.speculation.stats import AcceptanceEstimator, AcceptanceRate
+from localgen.backends.engine.speculation.stats import AcceptanceRate, SequenceAcceptance
 from localgen.backends.runner.sequence import Sequence
 
 # shortest match, and the length from which on matches count as equally long
@@ -50,16 +50,19 @@ class NgramDrafter(Drafter):
 
     def _index_of(self, seq: Sequence) -> _NgramIndex:
         if seq not in self._indexes:
-            self._indexes[seq] = _NgramIndex(seq.tokens, AcceptanceEstimator(self._shared))
+            rates = [SequenceAcceptance(shared) for shared in self._shared]
+            self._indexes[seq] = _NgramIndex(seq.tokens, rates)
         return self._indexes[seq]
 
 
 class _NgramIndex:
-    """The tokens of a sequence, its own growing list, and the positions of each pair of them."""
+    """The tokens of a sequence, its own growing list, and the positions of each pair of them.
 
-    def __init__(self, tokens: list[int], acceptance: AcceptanceEstimator) -> None:
-        self._tokens = tokens
-        self._acceptance = acceptance
+    rates: acceptance by bucket.
+    """
+
+    def __init__(self, tokens: list[int], rates: list[SequenceAcceptance]) -> None:
+        self._tokens, self._rates = tokens, rates
         self._positions: dict[tuple[int, int], list[int]] = {}
         self._indexed = 1  # pairs that end before this position are in _positions
 
@@ -70,7 +73,7 @@ class _NgramIndex:
             return []
         lengths = range(length, length + max_drafts)
         buckets = [_BUCKET_OF_LENGTH[min(each, _MAX_MATCH)] for each in lengths]
-        known = {bucket: self._acceptance.probability(bucket) for bucket in set(buckets)}
+        known = {bucket: self._rates[bucket].probability for bucket in set(buckets)}
         return [known[bucket] for bucket in buckets]
 
     def continuation(self, count: int) -> list[int]:
@@ -90,7 +93,7 @@ class _NgramIndex:
         for at in range(len(tokens) - num_new, len(tokens)):
             length, follows = self._longest_match(at)
             if length:
-                self._acceptance.add(_BUCKET_OF_LENGTH[length], tokens[follows] == tokens[at])
+                self._rates[_BUCKET_OF_LENGTH[length]].add(tokens[follows] == tokens[at])
 
     def _longest_match(self, end: int) -> tuple[int, int]:
         """Length of the longest match of the text before `end`, and the position after it."""

@@ -7,7 +7,6 @@ allocations, the one with most tokens per millisecond is chosen that slows no se
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from heapq import heapify, heappop, heappush
@@ -18,11 +17,7 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from localgen.backends.engine.speculation.drafter import Drafter, DraftProposal
-from localgen.backends.engine.speculation.stats import (
-    RequestDraftStats,
-    StepTotals,
-    speculation_stats,
-)
+from localgen.backends.engine.speculation.stats import RequestDraftStats, StepTotals
 from localgen.backends.engine.step_costs import StepCosts
 from localgen.backends.runner.interface import MAX_DRAFT_TOKENS, Chunk
 from localgen.backends.runner.sequence import Sequence
@@ -127,8 +122,7 @@ class Speculation:
         self._synchronize, self._clock = synchronize, clock
         self.costs = costs
         self._recent, self._total = StepTotals(_RECENT_DECAY), StepTotals()
-        self._totals: WeakKeyDictionary[Sequence, StepTotals] = WeakKeyDictionary()
-        self._drafted: WeakKeyDictionary[Sequence, Counter[str]] = WeakKeyDictionary()
+        self._by_sequence: WeakKeyDictionary[Sequence, StepTotals] = WeakKeyDictionary()
         self._seqs: list[Sequence] = []
         self._reason = "" if drafters else disabled_reason
         self._budget_ms = self._lookup_ms = 0.0
@@ -157,7 +151,7 @@ class Speculation:
             self._reason = "prefill first: a prompt is being computed"
         elif self._drafters and seqs and self._should_propose(len(seqs)):
             started_s = self._clock()
-            drafts = self._propose(seqs, max_outputs, max_prefill_tokens)
+            drafts = self._propose(started_s, seqs, max_outputs, max_prefill_tokens)
             self._propose_ms = self._ms_since(started_s) - self.waited_ms
             if drafts:  # the step launched ahead is discarded
                 self.waited_ms = 0.0
@@ -174,9 +168,8 @@ class Speculation:
         return self._lookup_ms <= paid_ms or self._steps_since_lookup >= PLAIN_EVERY
 
     def _propose(
-        self, seqs: list[Sequence], max_outputs: int, max_prefill_tokens: int
+        self, started_s: float, seqs: list[Sequence], max_outputs: int, max_prefill_tokens: int
     ) -> dict[Sequence, DraftProposal]:
-        started_s = self._clock()
         self._has_proposed, self._steps_since_lookup = True, 0
         # unmeasured step sizes are approached by doubling
         limit = min(max_outputs, 2 * max(self.costs.largest, len(seqs))) - len(seqs)
@@ -199,8 +192,10 @@ class Speculation:
             proposals = drafter.propose(requests, max_prefill_tokens) if requests else []
             for (seq, _), proposal in zip(requests, proposals, strict=True):
                 if proposal.tokens:
-                    self._drafted.setdefault(seq, Counter())[drafter.name] += len(proposal.tokens)
+                    self._totals_of(seq).tokens_by_drafter[drafter.name] += len(proposal.tokens)
                     drafts[seq] = proposal
+        if not drafts:
+            self._reason = "prefill first: the draft model computes a prompt"
         return drafts
 
     def _option(self, seq: Sequence, limit: int) -> DraftOption | None:
@@ -226,11 +221,9 @@ class Speculation:
             return found.drafts
         self._reason = _TOO_SLOW if any(options) else self._no_match_reason()
         # a probe: a few drafts for one sequence, if the budget covers their expected loss
-        one: list[DraftOption | None] = [None] * len(options)
-        for i, option in enumerate(options):
-            if option and option.drafter.needs_probing:
-                one[i] = option._replace(probs=option.probs[:_FEW_DRAFTS])
-                break
+        probed = next((each for each in options if each and each.drafter.needs_probing), None)
+        few = probed and probed._replace(probs=probed.probs[:_FEW_DRAFTS])
+        one = [few if each is probed else None for each in options]
         probe = allocate(one, self.costs.ms, max_drafts=limit, max_slowdown=inf)
         return probe.drafts if probe and probe.loss_ms <= self._budget_ms else None
 
@@ -260,8 +253,8 @@ class Speculation:
         for chunk in decoding:
             new = _num_new_tokens(chunk)
             tokens += new
-            own = self._totals.get(chunk.seq) or self._totals.setdefault(chunk.seq, StepTotals())
-            own.add(1, new, chunk.num_drafts, step_ms, new * plain_step_ms)
+            own_ms = new * plain_step_ms
+            self._totals_of(chunk.seq).add(1, new, chunk.num_drafts, step_ms, own_ms)
         plain_ms = tokens / count * plain_step_ms
         for totals in (self._recent, self._total):
             totals.add(count, tokens, drafts, step_ms, plain_ms)
@@ -278,26 +271,40 @@ class Speculation:
                 drafter.release(seq)
         self._seqs, self._lookup_ms = seqs, 0.0
 
+    def _totals_of(self, seq: Sequence) -> StepTotals:
+        return self._by_sequence.get(seq) or self._by_sequence.setdefault(seq, StepTotals())
+
     def _ms_since(self, started_s: float) -> float:
         return (self._clock() - started_s) * 1e3
 
     def _no_match_reason(self) -> str:
         models = [drafter for drafter in self._drafters if drafter.needs_probing]
-        reasons = [f", and {each.name} {each.failure or 'has no room for it'}" for each in models]
+        reasons = [f", and {each.name} {each.failure or 'cannot draft for it'}" for each in models]
         return "no match: the text does not repeat itself" + "".join(reasons)
 
     def request_stats(self, seq: Sequence) -> RequestDraftStats:
         """Speculation statistics of a sequence so far."""
-        own, drafted = self._totals.get(seq, StepTotals()), self._drafted.get(seq, Counter())
+        own = self._by_sequence.get(seq, StepTotals())
         reason = "" if 2 * own.drafting_steps >= max(1, own.steps) else self._reason
-        names = tuple(name for name, _ in drafted.most_common())
+        names = tuple(name for name, _ in own.tokens_by_drafter.most_common())
         return RequestDraftStats(int(own.steps), own.plain_ms / (own.ms or inf), reason, names)
 
     @property
     def stats(self) -> SpeculationStats:
         """For /v1/stats."""
-        names = tuple(drafter.name for drafter in self._drafters if not drafter.failure)
-        return speculation_stats(self._recent, self._total, names, self._reason)
+        recent, total = self._recent, self._total
+        share = recent.drafting_steps / (recent.steps or inf)
+        return SpeculationStats(
+            drafters=tuple(drafter.name for drafter in self._drafters if not drafter.failure),
+            share=share,
+            reason="" if share >= 0.5 else self._reason,
+            acceptance=(recent.tokens - recent.sequences) / (recent.drafts or inf),
+            tokens_per_step=recent.tokens / (recent.sequences or inf),
+            speedup=recent.plain_ms / (recent.ms or inf),
+            drafting_steps_total=int(total.drafting_steps),
+            draft_tokens_total=int(total.drafts),
+            accepted_tokens_total=int(total.tokens - total.sequences),
+        )
 
     def close(self) -> None:
         """Free what drafters hold. No call may follow."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-
-from localgen.backends.types import SpeculationStats
+from collections import Counter
+from dataclasses import dataclass, field
 
 # decay of old observations per new one; faster for one sequence, because its text changes
 _SEQUENCE_DECAY, _SHARED_DECAY = 0.98, 0.995
@@ -17,35 +15,32 @@ class AcceptanceRate:
     def __init__(self, prior: float = 0.0, weight: float = 2.0) -> None:
         self.accepted, self.proposed = weight * prior, weight
 
-    def add(self, is_accepted: bool, decay: float) -> None:
+    def add(self, is_accepted: bool, decay: float = _SHARED_DECAY) -> None:
         """Record one draft."""
         self.accepted = decay * self.accepted + is_accepted
         self.proposed = decay * self.proposed + 1.0
 
 
-class AcceptanceEstimator:
-    """Acceptance rate of one sequence by bucket.
+class SequenceAcceptance:
+    """Acceptance rate of one sequence.
 
-    shared: rates of all sequences, used as a prior that weighs as much as `weight` drafts.
+    shared: the rate of all sequences, a prior that weighs as much as `weight` drafts.
     """
 
-    def __init__(self, shared: Seq[AcceptanceRate], *, weight: float = 6.0) -> None:
+    def __init__(self, shared: AcceptanceRate, weight: float = 6.0) -> None:
         self._shared, self._weight = shared, weight
-        self._own: dict[int, AcceptanceRate] = {}
+        self._own = AcceptanceRate(weight=0.0)
 
-    def add(self, bucket: int, is_accepted: bool) -> None:
+    def add(self, is_accepted: bool) -> None:
         """Record one draft, verified or hypothetical."""
-        own = self._own.setdefault(bucket, AcceptanceRate(weight=0.0))
-        own.add(is_accepted, _SEQUENCE_DECAY)
-        self._shared[bucket].add(is_accepted, _SHARED_DECAY)
+        self._own.add(is_accepted, _SEQUENCE_DECAY)
+        self._shared.add(is_accepted)
 
-    def probability(self, bucket: int) -> float:
-        """Return the acceptance probability of the next draft in this bucket."""
-        shared, own = self._shared[bucket], self._own.get(bucket)
-        prior = shared.accepted / shared.proposed
-        if own is None:
-            return prior
-        return (own.accepted + self._weight * prior) / (own.proposed + self._weight)
+    @property
+    def probability(self) -> float:
+        """The acceptance probability of the next draft."""
+        prior = self._shared.accepted / self._shared.proposed
+        return (self._own.accepted + self._weight * prior) / (self._own.proposed + self._weight)
 
 
 @dataclass(slots=True)
@@ -63,6 +58,7 @@ class StepTotals:
     tokens: float = 0.0
     ms: float = 0.0
     plain_ms: float = 0.0
+    tokens_by_drafter: Counter[str] = field(default_factory=Counter)
 
     def add(self, sequences: int, tokens: int, drafts: int, ms: float, plain_ms: float) -> None:
         """Record a step."""
@@ -83,21 +79,3 @@ class RequestDraftStats:
     speedup: float = 0.0
     reason: str = ""
     drafters: tuple[str, ...] = ()
-
-
-def speculation_stats(
-    recent: StepTotals, total: StepTotals, drafters: tuple[str, ...], reason: str
-) -> SpeculationStats:
-    """For /v1/stats. total: since the engine started. reason: why the latest step had no drafts."""
-    share = recent.drafting_steps / max(1.0, recent.steps)
-    return SpeculationStats(
-        drafters=drafters,
-        share=share,
-        reason="" if share >= 0.5 else reason,
-        acceptance=(recent.tokens - recent.sequences) / recent.drafts if recent.drafts else 0.0,
-        tokens_per_step=recent.tokens / recent.sequences if recent.sequences else 0.0,
-        speedup=recent.plain_ms / recent.ms if recent.ms else 0.0,
-        drafting_steps_total=int(total.drafting_steps),
-        draft_tokens_total=int(total.drafts),
-        accepted_tokens_total=int(total.tokens - total.sequences),
-    )
