@@ -2,8 +2,8 @@
 
 A frame is a 4-byte little-endian length followed by msgpack of [tag, body]. The server sends one
 ModelLoadRequest, then Submit, SubmitEmbedding and Cancel. The engine sends LoadProgress messages,
-then LoadComplete or LoadError, then StepEvents, at most one per step. The engine process exits when
-either side closes the socket.
+at least one per second, then LoadComplete or LoadError, then StepEvents, at most one per step. The
+engine process exits when either side closes the socket.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """Loading progress, 0 to 1."""
+    """Loading progress, 0 to 1. It is repeated each second: the engine is alive."""
 
     progress: float
 

@@ -108,7 +108,7 @@ class ModelManager:
         self,
         name: str | None,
         options: LoadOptions = LoadOptions(),
-        on_progress: Callable[[float], None] | None = None,
+        on_progress: Callable[[ResidentModel], None] | None = None,
         keep_alive: KeepAlive | None = None,
         *,
         allow_paths: bool = False,
@@ -142,7 +142,7 @@ class ModelManager:
         self,
         name: str | None,
         options: LoadOptions,
-        on_progress: Callable[[float], None] | None,
+        on_progress: Callable[[ResidentModel], None] | None,
         allow_paths: bool,
         wait: MemoryWait,
     ) -> tuple[ResidentModel, ModelInfo]:
@@ -179,7 +179,7 @@ class ModelManager:
     async def _wait_until_loaded(
         self,
         resident: ResidentModel,
-        on_progress: Callable[[float], None] | None,
+        on_progress: Callable[[ResidentModel], None] | None,
         wait: MemoryWait,
     ) -> ModelInfo | None:
         """Wait for a load. None: it ran out of memory, and there is room for another attempt."""

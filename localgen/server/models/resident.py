@@ -90,11 +90,16 @@ class ResidentModel:
         """Return True if it was idle for its keep-alive time."""
         return self.is_idle and self.expires_in_s() == 0
 
-    async def wait_until_loaded(self, on_progress: Callable[[float], None] | None) -> ModelInfo:
-        """Wait for the load. Cancelling the waiter does not cancel it. Raises its error."""
+    async def wait_until_loaded(
+        self, on_progress: Callable[[ResidentModel], None] | None
+    ) -> ModelInfo:
+        """Wait for the load. Cancelling the waiter does not cancel it. Raises its error.
+
+        on_progress: called several times a second.
+        """
         while not self.load_future.done():
             if on_progress is not None:
-                on_progress(self.engine.progress)
+                on_progress(self)
             await asyncio.wait({self.load_future}, timeout=0.1)
         return self.load_future.result()
 
