@@ -248,6 +248,10 @@ class EngineClient(asyncio.Protocol):
         await self._process.wait(_EXIT_TIMEOUT_S)
         await self.stop(reason)
 
+    async def wait_until_exited(self) -> None:
+        """Wait until the process has exited and its memory is free; kill it if that is late."""
+        await self._process.wait_or_kill(_EXIT_TIMEOUT_S)
+
     async def stop(self, reason: str) -> None:
         """Stop the process and wait for its exit, so that its memory is free."""
         if self._end_reason is None:
