@@ -70,6 +70,17 @@ def test_a_pull_without_a_stream_and_one_that_is_here(
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", ["tiny", "tiny:latest", "mine"])
+def test_a_pull_of_what_is_not_on_the_hub_but_here(
+    client: ollama.Client, hub: LoopbackHub, name: str, stream: bool
+) -> None:
+    client.copy("tiny", "mine")
+    answer = client.pull(name, stream=True) if stream else [client.pull(name)]
+    assert [line.status for line in answer] == ["success"]
+    assert not hub.downloads
+
+
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("name", "status", "says"),
     [
