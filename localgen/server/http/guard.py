@@ -215,7 +215,11 @@ class _LimitedBody:
             )
 
     def _require_json_limits(self) -> None:
-        problem = json_limits.json_limit_error(b"".join(self._parts))
+        body = b"".join(self._parts)
         self._parts.clear()
+        problem = json_limits.json_limit_error(body)
         if problem is not None:
             raise RequestRefused(413, "too_large", problem)
+        problem = json_limits.json_depth_error(body)
+        if problem is not None:
+            raise RequestRefused(400, "invalid_request", problem)
