@@ -12,23 +12,18 @@ import json
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from localgen.backends.errors import error_from_code
-from localgen.backends.sandbox_worker import (
-    CallLimits,
-    CallMethod,
-    CreateObject,
-    receive_frame,
-    send_frame,
-)
+from localgen.backends.messages import start_process
+from localgen.backends.sandbox_worker import MAX_REPLY_BYTES, CallLimits, CallMethod, CreateObject
 
 # the process ends itself at the limit; later it is killed, as it may be stopped
 _GRACE_S = 10.0
@@ -37,8 +32,8 @@ _EXIT_S = 1.0
 # of a call whose process is killed from outside
 _MAX_TRIES = 3
 _COMMAND = (
-    "import sys; sys.path[:] = sys.argv[2:]; "
-    "from localgen.backends.sandbox_worker import main; main(int(sys.argv[1]))"
+    "import sys; sys.path[:] = sys.argv[1:-1]; "
+    "from localgen.backends.sandbox_worker import main; main(int(sys.argv[-1]))"
 )
 _Request = CreateObject | CallMethod
 
@@ -213,19 +208,16 @@ class _SandboxProcess:
         self.is_dead = False
         self._is_ready = False
         self._created: set[int] = set()
-        self._sock, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _COMMAND, str(theirs.fileno()), *sys.path],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # native code reports there what a file makes it do
-                start_new_session=True,
-                env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},
-            )
-        self._sock.settimeout(_START_S)
-        send_frame(self._sock, imports)
+        self._process, self._socket = start_process(
+            [sys.executable, "-P", "-c", _COMMAND, *sys.path],
+            max_bytes=MAX_REPLY_BYTES,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,  # native code reports there what a file makes it do
+            start_new_session=True,
+            env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},
+        )
+        self._socket.send(imports, time.monotonic() + _START_S)
 
     def prepare(self, recipe: CreateObject) -> None:
         """Create an object, unless the process has it."""
@@ -238,36 +230,35 @@ class _SandboxProcess:
 
         Raises LimitExceeded, _ProcessLost, and LocalgenError as the request does.
         """
+        content = pickle.dumps(request)
         try:
-            reply = self._exchange(request)
+            reply = json.loads(self._exchange(content, request.limits.seconds))
         except TimeoutError:
             self.close()
             raise _too_slow(request) from None
-        except OSError:
+        except (EOFError, OSError):
+            raise self._death(request) from None
+        except (ValueError, RecursionError):
             reply = None
-        if reply is None:
-            raise self._death(request)
-        try:
-            found = json.loads(reply)
-            if "error" not in found:
-                return found["result"]
-            code, message, param = found["error"]
-        except (ValueError, RecursionError, KeyError, TypeError):
-            self.close()
-            raise LimitExceeded("crashed: its answer is damaged") from None
-        if code == "memory":
-            self.close()
-            raise _too_large(request)
-        raise error_from_code(code, message, param)
+        match reply:
+            case {"error": ["memory", _, _]}:
+                self.close()
+                raise _too_large(request)
+            case {"error": [str(code), str(message), str() | None as param]}:
+                raise error_from_code(code, message, param)
+            case {"result": result}:
+                return result
+        self.close()
+        raise LimitExceeded("crashed: its answer is damaged")
 
-    def _exchange(self, request: _Request) -> bytes | None:
+    def _exchange(self, content: bytes, seconds: float) -> bytes:
+        """Send a request and return the reply. Raises EOFError, TimeoutError and OSError."""
         if not self._is_ready:
-            if receive_frame(self._sock) is None:
-                return None
+            self._socket.receive(time.monotonic() + _START_S)
             self._is_ready = True
-        self._sock.settimeout(request.limits.seconds + _GRACE_S)
-        send_frame(self._sock, pickle.dumps(request))
-        return receive_frame(self._sock)
+        deadline_s = time.monotonic() + seconds + _GRACE_S
+        self._socket.send(content, deadline_s)
+        return self._socket.receive(deadline_s)
 
     def _death(self, request: _Request) -> Exception:
         """Return the error of a request whose process has closed its socket."""
@@ -293,7 +284,7 @@ class _SandboxProcess:
 
     def _end(self) -> int:
         self.is_dead = True
-        self._sock.close()
+        self._socket.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(_EXIT_S)
         self.kill()  # it was stopped, or sent what is no answer

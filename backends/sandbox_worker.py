@@ -1,7 +1,7 @@
 """The sandbox process: holds objects and calls their methods within limits of time and memory.
 
-A frame is a 4-byte little-endian length followed by its content. Requests are pickles, because the
-parent is trusted; replies are JSON, because this process runs code of model files.
+Requests are pickles, because the parent is trusted; replies are JSON, because this process runs
+code of model files. Their strings may have lone surrogates, which msgpack cannot hold.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from localgen.backends.errors import LocalgenError
+from localgen.backends.messages import FrameSocket
 
 MAX_REPLY_BYTES = 64 << 20
-MAX_FRAME_BYTES = 1 << 30
-_HEADER_BYTES = 4
-_READ_BYTES = 1 << 18
+_MAX_REQUEST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,32 +54,6 @@ class CallMethod:
     limits: CallLimits
 
 
-def send_frame(sock: socket.socket, content: bytes) -> None:
-    """Send a frame. Raises OSError."""
-    sock.sendall(len(content).to_bytes(_HEADER_BYTES, "little") + content)
-
-
-def receive_frame(sock: socket.socket) -> bytes | None:
-    """Receive a frame. Returns None if the other side has closed the socket. Raises OSError."""
-    header = _receive(sock, _HEADER_BYTES)
-    if header is None:
-        return None
-    size = int.from_bytes(header, "little")
-    if size > MAX_FRAME_BYTES:
-        raise OSError(f"a frame of {size:,} bytes")
-    return _receive(sock, size)
-
-
-def _receive(sock: socket.socket, size: int) -> bytes | None:
-    received = bytearray()
-    while len(received) < size:
-        part = sock.recv(min(_READ_BYTES, size - len(received)))
-        if not part:
-            return None
-        received += part
-    return bytes(received)
-
-
 def main(fd: int) -> None:
     """Serve requests from the socket `fd` until the parent closes it.
 
@@ -89,16 +62,13 @@ def main(fd: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends the process, even in native code
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
-    sock = socket.socket(fileno=fd)
+    parent = FrameSocket(socket.socket(fileno=fd), _MAX_REQUEST_BYTES)
     worker = _Worker()
-    with contextlib.suppress(ConnectionError):
-        imports = receive_frame(sock)
-        if imports is None:
-            return
-        pickle.loads(imports)
-        send_frame(sock, b"")
-        while (request := receive_frame(sock)) is not None:
-            send_frame(sock, worker.handle(pickle.loads(request)))
+    with contextlib.suppress(EOFError, ConnectionError):
+        pickle.loads(parent.receive())
+        parent.send(b"")
+        while True:
+            parent.send(worker.handle(pickle.loads(parent.receive())))
 
 
 class _Worker:

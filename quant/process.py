@@ -10,14 +10,10 @@ from collections.abc import Iterator
 from typing import IO, Protocol
 
 from localgen.backends.errors import LoadFailed, LocalgenError, OutOfMemory, error_from_code
+from localgen.backends.messages import start_process
 from localgen.machine.python_process import python_command, python_environment
-from localgen.quant.request.events import (
-    EXIT_INTERRUPTED,
-    FailedEvent,
-    QuantizeEvent,
-    decode_event,
-)
-from localgen.quant.request.request import QuantizeRequest, encode_request
+from localgen.quant.request.events import EXIT_INTERRUPTED, FailedEvent, QuantizeEvent
+from localgen.quant.request.request import EVENT_CODEC, REQUEST_CODEC, QuantizeRequest
 
 
 class QuantizeWorker(Protocol):
@@ -41,23 +37,20 @@ class QuantizeProcess:
 
     def __init__(self, request: QuantizeRequest, *, dry_run: bool = False) -> None:
         """dry_run: only estimate. Raises LoadFailed if the process cannot be started."""
-        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as this
+        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as this
         try:
-            self._process = subprocess.Popen(
+            self._process, self._messages = start_process(
                 python_command("localgen.quant", "dry-run" if dry_run else "run"),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._errors,
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=self._output,
                 env=python_environment(),
                 start_new_session=True,
             )
         except OSError as error:
             raise LoadFailed(f"cannot start a process: {error.strerror or error}") from None
-        assert self._process.stdin is not None
-        # stays open: the child exits when it is closed
-        with contextlib.suppress(OSError):
-            self._process.stdin.write(encode_request(request) + b"\n")
-            self._process.stdin.flush()
+        with contextlib.suppress(OSError):  # its exit status tells why
+            self._messages.send(REQUEST_CODEC.encode(request))
 
     @property
     def pid(self) -> int:
@@ -66,14 +59,14 @@ class QuantizeProcess:
     def events(self) -> Iterator[QuantizeEvent]:
         """As QuantizeWorker. Raises OutOfMemory if the process was killed, LoadFailed if it
         crashed."""
-        assert self._process.stdout is not None
         failed: FailedEvent | None = None
-        for line in self._process.stdout:
-            event = decode_event(line)
+        for content in self._messages:
+            event = EVENT_CODEC.decode(content)
             if isinstance(event, FailedEvent):
                 failed = event
             else:
                 yield event
+        self._messages.close()
         status = self._process.wait()
         if failed is not None:
             raise error_from_code(failed.code, failed.message)
@@ -86,9 +79,6 @@ class QuantizeProcess:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
 
     def memory_bytes(self) -> int | None:
         import psutil
@@ -104,8 +94,8 @@ class QuantizeProcess:
                 "the quantization process was killed, probably because the memory is full; "
                 "finished layers are kept"
             )
-        self._errors.seek(0)
-        lines = self._errors.read().decode("utf-8", "replace").split("\n")
+        self._output.seek(0)
+        lines = self._output.read().decode("utf-8", "replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "no error message")
         how = f"by signal {-status}" if status < 0 else f"with status {status}"
         return LoadFailed(f"the quantization process ended {how}: {last}")

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import pytest
 
-from localgen.backends.engine.speculation import speculation
+from localgen.backends.engine.speculation import policy
 from localgen.backends.engine.speculation.drafter import Drafter, DraftProposal
-from localgen.backends.engine.speculation.policy import Allocation, DraftOption, StepCosts
-from localgen.backends.engine.speculation.speculation import Speculation
+from localgen.backends.engine.speculation.policy import Allocation, DraftOption, Speculation
 from localgen.backends.engine.speculation.stats import AcceptanceEstimator, AcceptanceRate
-from localgen.backends.runner.interface import Chunk
+from localgen.backends.engine.step_costs import StepCosts
+from localgen.backends.runner.interface import MAX_DRAFT_TOKENS, Chunk
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.sampling_params import SamplingParams
 
@@ -39,7 +40,7 @@ def _allocate_all(
     for option in options:
         counts.append(min(DRAFTS, max_drafts, len(option.probs)) if option else 0)
         max_drafts -= counts[-1]
-    return Allocation(counts, 1.0, 1.0, gain=2.0, loss_ms=0.0) if any(counts) else None
+    return Allocation(counts, gain=2.0, loss_ms=0.0) if any(counts) else None
 
 
 def always_draft(monkeypatch: pytest.MonkeyPatch, *, plain_every: int = 0) -> None:
@@ -48,13 +49,25 @@ def always_draft(monkeypatch: pytest.MonkeyPatch, *, plain_every: int = 0) -> No
     plain_every: steps with drafts between two pairs without; 0: all steps have drafts.
     """
     asked = itertools.count()
-    monkeypatch.setattr(speculation, "allocate", _allocate_all)
+    monkeypatch.setattr(policy, "allocate", _allocate_all)
     monkeypatch.setattr(Speculation, "_option", _last_option)
     monkeypatch.setattr(StepCosts, "largest", property(lambda _: 1 << 20))
     monkeypatch.setattr(
         Speculation,
         "_should_propose",
         lambda *_: plain_every == 0 or next(asked) % (plain_every + 2) < plain_every,
+    )
+
+
+def speculation_of(
+    *drafters: Drafter,
+    max_drafts: int = MAX_DRAFT_TOKENS,
+    clock: Callable[[], float] = time.monotonic,
+    synchronize: Callable[[], None] | None = None,
+) -> Speculation:
+    """Speculation that has not seen a step yet."""
+    return Speculation(
+        drafters, StepCosts(), max_drafts=max_drafts, clock=clock, synchronize=synchronize
     )
 
 
@@ -88,7 +101,9 @@ class Guesser(Drafter):
     def draft_ms(self) -> float:
         return self.ms
 
-    def propose(self, requests: Seq[tuple[Sequence, int]]) -> list[DraftProposal]:
+    def propose(
+        self, requests: Seq[tuple[Sequence, int]], max_prefill_tokens: int
+    ) -> list[DraftProposal]:
         found = []
         for seq, count in requests:
             drafts = [RIGHT if self._chance.random() < self.alpha else WRONG for _ in range(count)]
@@ -120,17 +135,16 @@ class Unprefilled(Guesser):
 
     def __init__(self, alpha: float, *, prior: float = 0.5, ms_per_token: float = 0.0) -> None:
         super().__init__(alpha, prior=prior)
-        self.prior, self.ms_per_token, self.prefilled, self.now_s = prior, ms_per_token, 0, 0.0
+        self.ms_per_token, self.prefilled, self.now_s = ms_per_token, 0, 0.0
 
-    def acceptance_probs(self, seq: Sequence, max_drafts: int) -> list[float]:
-        return super().acceptance_probs(seq, max_drafts) if self.is_ready else []
-
-    def prefill_acceptance(self) -> float:
-        return 0.0 if self.is_ready else self.prior
-
-    def prefill(self, max_tokens: int) -> None:
-        self.prefilled += max_tokens
-        self.now_s += max_tokens * self.ms_per_token / 1e3
+    def propose(
+        self, requests: Seq[tuple[Sequence, int]], max_prefill_tokens: int
+    ) -> list[DraftProposal]:
+        if self.is_ready:
+            return super().propose(requests, max_prefill_tokens)
+        self.prefilled += max_prefill_tokens
+        self.now_s += max_prefill_tokens * self.ms_per_token / 1e3
+        return [DraftProposal([]) for _ in requests]
 
     def clock(self) -> float:
         return self.now_s
@@ -173,4 +187,6 @@ class Steps:
             self.ms += ms + draft_ms * max((len(one.tokens) for one in drafts.values()), default=0)
             self.steps += 1
             self.lengths.append(sum(len(one.tokens) for one in drafts.values()))
-            self.speculation.observe(chunks, ms + self.speculation.waited_ms)
+            ms += self.speculation.waited_ms
+            self.speculation.costs.observe(sum(map(len, chunks)), ms)
+            self.speculation.observe(chunks, ms)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from localgen.backends.engine import wire
+from localgen.backends.messages import FrameSocket
 from localgen.backends.model_info import (
     DraftInfo,
     DraftModelRequest,
@@ -110,7 +111,7 @@ def spin(seconds: float) -> None:
 
 
 class FakeEngine:
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: FrameSocket) -> None:
         self.sock = sock
         self.script: dict[str, Any] = {}
         self.inbox: queue.Queue[wire.WireMessage | None] = queue.Queue()
@@ -119,11 +120,11 @@ class FakeEngine:
         self.cancelled = 0
 
     def send(self, message: wire.WireMessage) -> None:
-        self.sock.sendall(wire.encode_message(message))
+        self.sock.send(wire.CODEC.encode(message))
 
     def read(self) -> None:
         try:
-            for message in wire.receive_messages(self.sock):
+            for message in map(wire.CODEC.decode, self.sock):
                 self.inbox.put(message)
         finally:  # also when the server was killed with our messages unread
             os._exit(0)
@@ -280,4 +281,4 @@ class FakeEngine:
 
 
 if __name__ == "__main__":
-    FakeEngine(socket.socket(fileno=int(sys.argv[1]))).run()
+    FakeEngine(FrameSocket(socket.socket(fileno=int(sys.argv[1])))).run()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
+import sys
 import time
 from pathlib import Path
 
@@ -41,6 +44,14 @@ class Probe:
 
     def abort(self) -> None:
         os.abort()
+
+    def send_raw(self, parts: list[bytes], pause_s: float = 0.0) -> None:
+        """Write to the parent past the worker, each part after a pause; without the alarm."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        with socket.socket(fileno=int(sys.argv[-1])) as parent:
+            for part in parts:
+                time.sleep(pause_s)
+                parent.sendall(part)
 
     def refuse(self) -> None:
         raise InvalidRequest("not this", param="that")

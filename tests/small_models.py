@@ -27,7 +27,7 @@ from localgen.backends.cuda.runner import CudaRunner, cuda_limits
 from localgen.backends.cuda.steps.cuda_graphs import DeviceExecutor
 from localgen.backends.engine.scheduler import Scheduler
 from localgen.backends.engine.speculation.drafter import Drafter
-from localgen.backends.engine.speculation.speculation import Speculation
+from localgen.backends.engine.speculation.policy import Speculation
 from localgen.backends.engine.token_budget import TokenBudget
 from localgen.backends.formats.hf.config import read_hf_config
 from localgen.backends.llamacpp.loader import load_llamacpp_model
@@ -201,8 +201,9 @@ def generate(
 
     asked: settings of each sequence.
     """
-    scheduler = Scheduler(runner, budget=TokenBudget(4096, 1e9), max_queue=seqs)
-    speculation = Speculation(drafters, max_drafts=DRAFTS)
+    budget = TokenBudget(4096, 1e9)
+    scheduler = Scheduler(runner, budget=budget, max_queue=seqs)
+    speculation = Speculation(drafters, budget.decode_costs, max_drafts=DRAFTS)
     limit = len(PROMPT) + tokens
     made = [
         Sequence(

@@ -16,7 +16,7 @@ from small_models import VOCAB, Small, SmallCuda, SmallLlama
 from localgen.backends.engine.scheduler import Scheduler
 from localgen.backends.engine.speculation.draft_model import ModelDrafter
 from localgen.backends.engine.speculation.ngram import NgramDrafter
-from localgen.backends.engine.speculation.speculation import Speculation
+from localgen.backends.engine.speculation.policy import Speculation
 from localgen.backends.engine.token_budget import TokenBudget
 from localgen.backends.runner.interface import ModelRunner
 from localgen.backends.runner.sequence import Sequence, SequenceState
@@ -85,8 +85,10 @@ def test_both_pools_are_whole(models: tuple[Small, Small], monkeypatch: pytest.M
     target, draft = models
     runner, chance, seen = target.runner, random.Random(1), Counter[str]()
     # always_draft: the last drafter added drafts, if it can
-    speculation = Speculation([NgramDrafter(), ModelDrafter(draft.runner, "draft")], max_drafts=3)
-    scheduler = Scheduler(runner, budget=TokenBudget(256, 1e9), max_queue=REQUESTS)
+    drafters = [NgramDrafter(), ModelDrafter(draft.runner, "draft")]
+    budget = TokenBudget(256, 1e9)
+    speculation = Speculation(drafters, budget.decode_costs, max_drafts=3)
+    scheduler = Scheduler(runner, budget=budget, max_queue=REQUESTS)
     waiting = [asked(chance, number) for number in range(REQUESTS)]
     every = list(waiting)
     outputs = min(runner.limits.max_outputs, runner.limits.max_batch_tokens)

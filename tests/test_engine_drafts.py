@@ -40,7 +40,9 @@ class Oracle(Drafter):
         self.known.add(seq.id)
         return [0.9] * max_drafts
 
-    def propose(self, requests: Seq[tuple[Sequence, int]]) -> list[DraftProposal]:
+    def propose(
+        self, requests: Seq[tuple[Sequence, int]], max_prefill_tokens: int
+    ) -> list[DraftProposal]:
         return [DraftProposal(self._ahead(seq, count)) for seq, count in requests]
 
     def _ahead(self, seq: Sequence, count: int) -> list[int]:

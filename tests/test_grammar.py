@@ -142,6 +142,23 @@ def test_answers_match_the_grammar(bench: Bench, grammar: str) -> None:
     assert set(ask(bench, *(hot(seed, grammar=grammar) for seed in range(10)))) <= {"yes!", "no!"}
 
 
+@pytest.mark.parametrize(
+    ("grammar", "pattern"),
+    [
+        ('root ::= "<" ([ab]+)? ">"', "<[ab]*>"),
+        ('root ::= "<" ([ab]{2,3} "-"?)+ ">"', "<([ab]{2,3}-?)+>"),
+        ('root ::= "<" ([ab]?){2,4} ">"', "<[ab]{0,4}>"),
+    ],
+)
+def test_answers_match_repeated_repetitions_of_gbnf(
+    bench: Bench, grammar: str, pattern: str
+) -> None:
+    settings = (hot(seed, grammar=grammar, max_tokens=200) for seed in range(5))
+    for reply in bench.run([bench.submit(CHAT, each) for each in settings]):
+        finished = reply.finished.reason == "stop"
+        assert re.fullmatch(pattern if finished else "<[ab-]*", reply.text), reply.text
+
+
 def test_greedy_takes_the_most_probable_allowed_token(bench: Bench) -> None:
     free = SamplingParams(temperature=0, max_tokens=20, logprobs=20)
     (plain,) = bench.run([bench.submit(CHAT, free)])

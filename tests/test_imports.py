@@ -22,6 +22,7 @@ ORDER = (
     "localgen.backends.formats",
     "localgen.backends.text",
     "localgen.backends.runner",
+    "localgen.backends.engine.step_costs",
     "localgen.backends.engine.speculation",
     "localgen.backends.engine",
     "localgen.backends.llamacpp",
@@ -83,7 +84,7 @@ CORE_PACKAGES = (
     "localgen.backends.engine.speculation",
     "localgen.backends.engine",
 )
-# these exchange messages with the engine process, in msgpack
+# these exchange messages with the server, in msgpack
 PROCESS_BORDER = {"localgen.backends.engine.wire", "localgen.backends.engine.process"}
 CORE_LIBRARIES = {"numpy", "jinja2"}
 # loaded by the first request that asks for a grammar
@@ -91,7 +92,8 @@ LIBRARIES_OF = {
     "localgen.backends.text.grammar": {"llguidance"},
     "localgen.backends.text.grammar_check": {"llguidance"},
     "localgen.backends.memory.system": {"psutil"},
-} | {module: {"msgspec"} for module in PROCESS_BORDER}
+    "localgen.backends.messages": {"msgspec"},
+}
 # the CUDA engine without the server does not need these
 NOT_ON_A_GPU = "msgspec llama_cpp fastapi uvicorn textual httpx pydantic typer prompt_toolkit gguf"
 HEAVY = ("torch", "textual", "llama_cpp", "fastapi", "httpx", "prompt_toolkit")
@@ -175,6 +177,7 @@ def test_every_package_has_its_place() -> None:
     packages = {m for m in MODULES if MODULES[m].name == "__init__.py"}
     assert packages - set(ORDER) == set()
     modules_of_their_own = {
+        "localgen.backends.engine.step_costs",
         "localgen.locked_file",
         "localgen.config",
         "localgen.toml_store",

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from localgen.backends.engine import wire
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.llamacpp.loader import load_llamacpp_model
 from localgen.backends.llamacpp.native import correct_size
+from localgen.backends.messages import FrameSocket
 from localgen.backends.model_info import LoadOptions, ModelLoadRequest
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import Failed, Finished, Message, Request, StepEvents
@@ -71,11 +73,10 @@ def engine(path: Path, options: LoadOptions | None = None, request: Request = AS
     theirs.close()
     outcome = Outcome()
     with ours:
-        ours.settimeout(HANG_S)
         try:
-            with contextlib.suppress(ConnectionError):  # it may die with our message unread
-                ours.sendall(wire.encode_message(ModelLoadRequest("m", str(path), options)))
-                _converse(ours, outcome, request)
+            with contextlib.suppress(EOFError, BrokenPipeError):
+                load = ModelLoadRequest("m", str(path), options)
+                _converse(FrameSocket(ours), load, outcome, request)
         except TimeoutError:
             process.kill()
             pytest.fail(f"the engine hangs on {path.name}")
@@ -84,12 +85,13 @@ def engine(path: Path, options: LoadOptions | None = None, request: Request = AS
     return outcome
 
 
-def _converse(ours: socket.socket, outcome: Outcome, request: Request) -> None:
-    for message in wire.receive_messages(ours):
-        if not outcome.take(message):
-            return
+def _converse(
+    sock: FrameSocket, load: ModelLoadRequest, outcome: Outcome, request: Request
+) -> None:
+    sock.send(wire.CODEC.encode(load))
+    while outcome.take(message := wire.CODEC.decode(sock.receive(time.monotonic() + HANG_S))):
         if isinstance(message, wire.LoadComplete):
-            ours.sendall(wire.encode_message(wire.Submit(request)))
+            sock.send(wire.CODEC.encode(wire.Submit(request)))
 
 
 def refusal(path: Path, options: LoadOptions | None = None) -> str:

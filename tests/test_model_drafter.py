@@ -6,20 +6,22 @@ import random
 
 import fake_runner
 import pytest
-from drafting import always_draft, decoding
+from drafting import always_draft, decoding, speculation_of
 from fake_runner import FakeRunner
 from test_engine import Log, expected_text, make, request, run_until_ended
 
 from localgen.backends.engine.speculation.draft_model import ModelDrafter
 from localgen.backends.engine.speculation.ngram import NgramDrafter
-from localgen.backends.engine.speculation.speculation import Speculation
+from localgen.backends.engine.speculation.policy import Speculation
 from localgen.backends.runner.interface import Chunk, SampledTokens, StepFailed
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import Finished
 
 
-def proposed(drafter: ModelDrafter, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
-    return [proposal.tokens for proposal in drafter.propose(wanted)]
+def proposed(
+    drafter: ModelDrafter, wanted: list[tuple[Sequence, int]], max_prefill: int = 256
+) -> list[list[int]]:
+    return [proposal.tokens for proposal in drafter.propose(wanted, max_prefill)]
 
 
 class Forgetful(FakeRunner):
@@ -66,15 +68,14 @@ def test_a_long_prompt_is_prefilled_in_pieces() -> None:
     drafter, seq = ModelDrafter(runner, "draft"), decoding(limit=1024)
     seq.tokens = [1 + i % 90 for i in range(600)]
     pieces: list[int] = []
-    while not drafter.acceptance_probs(seq, 4):
-        assert drafter.prefill_acceptance() > 0
+    drafts: list[int] = []
+    while not drafts:
+        assert drafter.acceptance_probs(seq, 4)
         before = runner.computed
-        drafter.prefill(160 if pieces else 40)
+        (drafts,) = proposed(drafter, [(seq, 2)], 160 if pieces else 40)
         pieces.append(runner.computed - before)
     assert pieces[0] == 40
-    assert set(pieces[1:]) == {100}, "no more than the draft model's batch"
-    assert drafter.prefill_acceptance() == 0.0
-    (drafts,) = proposed(drafter, [(seq, 2)])
+    assert set(pieces[1:-1]) == {100}, "no more than the draft model's batch"
     assert drafts == fake_runner.generate(seq.tokens, 602, ends=False)
 
 
@@ -82,9 +83,8 @@ def test_prefill_and_drafts_fit_a_small_batch() -> None:
     runner = FakeRunner(kv_tokens=1024, batch=32)
     drafter, seq = ModelDrafter(runner, "draft"), decoding(limit=1024)
     seq.tokens = [1 + i % 90 for i in range(45)]
-    assert not drafter.acceptance_probs(seq, 4)
-    drafter.prefill(256)
     assert drafter.acceptance_probs(seq, 4)
+    assert proposed(drafter, [(seq, 2)]) == [[]]
     (drafts,) = proposed(drafter, [(seq, 2)])
     assert drafts == fake_runner.generate(seq.tokens, 47, ends=False)
 
@@ -93,7 +93,7 @@ def test_a_draft_model_is_tried_again_after_useless_text() -> None:
     # text that it cannot predict, then text that it can, each after a long prompt
     runner = FakeRunner(kv_tokens=4096, batch=512)
     drafter = ModelDrafter(runner, "draft", clock=lambda: 0.0)
-    speculation = Speculation([drafter], clock=lambda: 0.0)
+    speculation = speculation_of(drafter, clock=lambda: 0.0)
     for useful in (False, True):
         drafted = 0
         for number in range(6):
@@ -127,7 +127,9 @@ def _step(speculation: Speculation, seq: Sequence, useful: bool) -> int:
         seq.tokens.append(token)
         if token != draft:
             break
-    speculation.observe([chunk], 4.0 + 0.02 * len(chunk))
+    step_ms = 4.0 + 0.02 * len(chunk)
+    speculation.costs.observe(len(chunk), step_ms)
+    speculation.observe([chunk], step_ms)
     return len(drafts)
 
 
@@ -137,11 +139,12 @@ def test_the_shortest_prompt_is_prefilled_first() -> None:
     long, short = decoding("long", limit=1024), decoding("short", limit=1024)
     for seq, count in ((long, 900), (short, 200)):
         seq.tokens = [1 + i % 90 for i in range(count)]
-        assert not drafter.acceptance_probs(seq, 4)
+        assert drafter.acceptance_probs(seq, 4)
     for _ in range(2):
-        drafter.prefill(100)
-    assert drafter.acceptance_probs(short, 4)
-    assert not drafter.acceptance_probs(long, 4)
+        assert proposed(drafter, [(long, 4), (short, 4)], 100) == [[], []]
+    for_long, for_short = proposed(drafter, [(long, 4), (short, 4)], 100)
+    assert not for_long
+    assert len(for_short) == 4
 
 
 def test_acceptance_of_greedy_drafts_is_estimated_from_greedy_drafts() -> None:
@@ -152,10 +155,8 @@ def test_acceptance_of_greedy_drafts_is_estimated_from_greedy_drafts() -> None:
         ((draft,),) = proposed(drafter, [(seq, 1)])
         seq.tokens.append(7 if draft != 7 else 8)
         drafter.observe(seq, seq.tokens[-1:])
-    assert drafter.prefill_acceptance() == 0.0, "no sequence has to be prefilled"
     late.tokens = [1 + i % 90 for i in range(300)]
-    drafter.acceptance_probs(late, 4)
-    assert 0 < drafter.prefill_acceptance() < 0.15
+    assert 0 < drafter.acceptance_probs(late, 4)[0] < 0.15
 
 
 def test_sequence_evicted_during_prefill_is_not_drafted_for() -> None:
@@ -170,8 +171,7 @@ def test_sequence_evicted_during_prefill_is_not_drafted_for() -> None:
             seq.tokens += [5] * 20
             drafter.acceptance_probs(seq, 4)
         for _ in range(5):
-            if drafter.prefill_acceptance():
-                drafter.prefill(16)
+            proposed(drafter, [(seq, 1) for seq in seqs if drafter.acceptance_probs(seq, 1)], 16)
     assert len(runner.cache) < 2, "both grew beyond the pool"
     for seq in seqs:
         drafter.release(seq)
@@ -274,5 +274,5 @@ def test_draft_ms_is_measured_per_draft() -> None:
     seqs = [decoding(str(i), limit=512) for i in range(2)]
     for seq in seqs:
         drafter.acceptance_probs(seq, 4)
-    drafter.propose([(seq, 4) for seq in seqs])
+    drafter.propose([(seq, 4) for seq in seqs], 0)
     assert drafter.draft_ms() == pytest.approx(2.0)

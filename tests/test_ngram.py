@@ -17,9 +17,9 @@ def drafts(tokens: list[int], count: int) -> list[int]:
     drafter, seq = NgramDrafter(), decoding()
     seq.tokens = list(tokens)
     assert bool(drafter.acceptance_probs(seq, count)) == bool(
-        drafter.propose([(seq, count)])[0].tokens
+        drafter.propose([(seq, count)], 0)[0].tokens
     )
-    return drafter.propose([(seq, count)])[0].tokens
+    return drafter.propose([(seq, count)], 0)[0].tokens
 
 
 def go_on(drafter: NgramDrafter, seq: Sequence, tokens: list[int]) -> None:

@@ -18,6 +18,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
 
+from slow_processes import slowed
 from tui_quantize import Quantizing
 
 from localgen.backends.errors import InvalidRequest, LoadFailed, ModelNotFound, OutOfMemory
@@ -80,10 +81,12 @@ def the(kind: type[Kind], told: list[QuantizeEvent]) -> Kind:
 def begun() -> QuantizeProcess:
     """A run that has finished at least one layer and is not done."""
     work = QuantizeProcess(GPTQ)
-    for event in work.events():
-        if isinstance(event, ProgressEvent) and event.step == "quantizing" and event.done >= 1:
-            return work
-    raise AssertionError("it ended too soon")
+    events = (event for event in work.events() if isinstance(event, ProgressEvent))
+    assert any(event.step == "quantizing" for event in events)
+    # at full speed, all layers may be done before this process reads of the first
+    with slowed(lambda: [work.pid], run_s=0.05, stop_s=0.2):
+        assert any(event.done >= 1 for event in events), "it ended too soon"
+        return work
 
 
 def is_alive(pid: int) -> bool:

@@ -25,8 +25,6 @@ from localgen.quant.request.events import (
     StoppedEvent,
     UnfinishedEvent,
     combine_estimates,
-    decode_event,
-    encode_event,
 )
 from localgen.quant.request.form import (
     QuantizeForm,
@@ -35,7 +33,7 @@ from localgen.quant.request.form import (
     unavailable_reason,
 )
 from localgen.quant.request.recipe import Recipe
-from localgen.quant.request.request import decode_request, default_output, encode_request
+from localgen.quant.request.request import EVENT_CODEC, REQUEST_CODEC, default_output
 
 NEEDS = EstimateEvent("tiny", "awq", "out", 10, 4, 2, 100, 1000, 8, 2000)
 EVENTS: tuple[QuantizeEvent | FailedEvent, ...] = (
@@ -57,9 +55,7 @@ EVENTS: tuple[QuantizeEvent | FailedEvent, ...] = (
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
 def test_events_survive_encoding(event: QuantizeEvent | FailedEvent) -> None:
-    line = encode_event(event)
-    assert "\n" not in line
-    assert decode_event(line) == event
+    assert EVENT_CODEC.decode(EVENT_CODEC.encode(event)) == event
 
 
 @pytest.mark.parametrize(
@@ -72,16 +68,15 @@ def test_events_survive_encoding(event: QuantizeEvent | FailedEvent) -> None:
 )
 def test_requests_survive_encoding(choice: QuantizeForm) -> None:
     asked = choice.to_request(resume=True)
-    line = encode_request(asked)
-    assert b"\n" not in line
-    assert decode_request(line) == asked
+    assert REQUEST_CODEC.decode(REQUEST_CODEC.encode(asked)) == asked
     assert asked.resume
 
 
 def test_invalid_request_is_rejected_when_decoded() -> None:
-    line = encode_request(QuantizeForm().to_request()).replace(b'"bits":4', b'"bits":5')
+    content = REQUEST_CODEC.encode(QuantizeForm().to_request())
+    assert content.count(b"bits\x04") == 1
     with pytest.raises(InvalidRequest, match="not 5"):
-        decode_request(line)
+        REQUEST_CODEC.decode(content.replace(b"bits\x04", b"bits\x05"))
 
 
 def asked(choice: QuantizeForm) -> tuple[Recipe | None, str | None, str]:

@@ -21,6 +21,7 @@ from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.hf.config import read_hf_config
 from localgen.backends.formats.hf.safetensors import NumpyCheckpoint
 from localgen.backends.formats.hf.tensor_names import expected_shapes
+from localgen.backends.messages import start_process
 from localgen.quant.gguf import requantize
 from localgen.quant.gguf.convert import convert_to_gguf
 from localgen.quant.gguf.imatrix import ImatrixSource, read_imatrix, write_imatrix
@@ -314,15 +315,11 @@ def test_process_ends_with_its_reader(tmp_path: Path) -> None:
     make_gguf(TINY, tmp_path / "wide.gguf", "F16")
     module = "localgen.quant.gguf.requantize_process"
     file_type = int(GGUF_TYPES["IQ4_XS"].file_type)
-    arguments = (tmp_path / "wide.gguf", tmp_path / "model.gguf", file_type, 1)
-    child = subprocess.Popen(
-        [sys.executable, "-m", module, *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
-    assert child.stdout is not None
-    child.stdout.readline()
-    child.stdout.close()
+    arguments = (tmp_path / "wide.gguf", tmp_path / "model.gguf", file_type, 1, "")
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    child, messages = start_process(command, stderr=subprocess.DEVNULL)
+    messages.receive()
+    messages.close()
     assert child.wait(60) == 1
 
 

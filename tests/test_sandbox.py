@@ -19,6 +19,7 @@ from sandboxed import Probe
 
 from localgen.backends import sandbox as sandbox_module
 from localgen.backends.errors import InvalidRequest, LocalgenError
+from localgen.backends.messages import encode_frame
 from localgen.backends.sandbox import (
     CallCancelled,
     Cancellation,
@@ -168,6 +169,16 @@ def test_a_stopped_process_is_replaced(probe: Sandboxed, monkeypatch: pytest.Mon
     os.kill(probe.call(LONG, "pid"), signal.SIGSTOP)
     with pytest.raises(LimitExceeded, match="did not finish"):
         probe.call(SHORT, "echo", "a")
+    assert probe.call(LONG, "echo", "a") == "a"
+
+
+def test_a_reply_byte_by_byte_has_one_deadline(
+    probe: Sandboxed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox_module, "_GRACE_S", 0.2)
+    reply = encode_frame(b" " * 200)  # takes 20 s; every byte comes within the limit
+    with pytest.raises(LimitExceeded, match="did not finish"):
+        probe.call(SHORT, "send_raw", [bytes([byte]) for byte in reply], 0.1)
     assert probe.call(LONG, "echo", "a") == "a"
 
 

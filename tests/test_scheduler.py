@@ -265,41 +265,41 @@ def test_budget_keeps_mixed_steps_near_their_target() -> None:
     budget = TokenBudget(512, itl_target_ms=100)
     assert budget.prompt_tokens(num_decoding=0) == 512
     assert budget.prompt_tokens(num_decoding=4) == 508, "nothing is known yet"
-    budget.observe(step_ms=1000, prompt_tokens=500, num_decoding=0)  # 2 ms a token
+    budget.observe(step_ms=1000, prompt_tokens=500, decode_tokens=0)  # 2 ms a token
     assert budget.prompt_tokens(num_decoding=4) == 50, "what decoding alone takes is not known yet"
-    budget.observe(step_ms=20, prompt_tokens=0, num_decoding=4)
+    budget.observe(step_ms=20, prompt_tokens=0, decode_tokens=4)
     assert budget.prompt_tokens(num_decoding=4) == 40
     assert budget.prompt_tokens(num_decoding=0) == 512
-    budget.observe(step_ms=60, prompt_tokens=1, num_decoding=0)  # mostly overhead
+    budget.observe(step_ms=60, prompt_tokens=1, decode_tokens=0)  # mostly overhead
     assert 35 <= budget.prompt_tokens(num_decoding=4) < 40
 
 
 def test_budget_learns_that_tokens_became_dearer_and_cheaper() -> None:
     budget = TokenBudget(512, itl_target_ms=100)
-    budget.observe(step_ms=20, prompt_tokens=0, num_decoding=4)
+    budget.observe(step_ms=20, prompt_tokens=0, decode_tokens=4)
     for _ in range(40):
-        budget.observe(step_ms=180, prompt_tokens=40, num_decoding=4)
+        budget.observe(step_ms=180, prompt_tokens=40, decode_tokens=4)
     assert budget.prompt_tokens(num_decoding=4) == 20
     for _ in range(40):
-        budget.observe(step_ms=60, prompt_tokens=40, num_decoding=4)
+        budget.observe(step_ms=60, prompt_tokens=40, decode_tokens=4)
     assert 75 <= budget.prompt_tokens(num_decoding=4) <= 81
 
 
 def test_the_cost_of_a_large_batch_says_nothing_of_a_small_one() -> None:
     budget = TokenBudget(512, itl_target_ms=100)
-    budget.observe(step_ms=1000, prompt_tokens=500, num_decoding=0)  # 2 ms a token
-    budget.observe(step_ms=90, prompt_tokens=0, num_decoding=16)
-    budget.observe(step_ms=20, prompt_tokens=0, num_decoding=1)
-    assert budget.prompt_tokens(num_decoding=2) == 40
-    assert budget.prompt_tokens(num_decoding=14) == 90
+    budget.observe(step_ms=1000, prompt_tokens=500, decode_tokens=0)  # 2 ms a token
+    budget.observe(step_ms=90, prompt_tokens=0, decode_tokens=16)
+    budget.observe(step_ms=20, prompt_tokens=0, decode_tokens=1)
+    assert budget.prompt_tokens(num_decoding=2) == 37
+    assert budget.prompt_tokens(num_decoding=14) == 80
 
 
 def test_prompts_go_on_where_decoding_alone_passes_the_target() -> None:
     budget = TokenBudget(512, itl_target_ms=100)
-    budget.observe(step_ms=700, prompt_tokens=100, num_decoding=0)
-    budget.observe(step_ms=400, prompt_tokens=0, num_decoding=16)
+    budget.observe(step_ms=700, prompt_tokens=100, decode_tokens=0)
+    budget.observe(step_ms=400, prompt_tokens=0, decode_tokens=16)
     assert budget.prompt_tokens(num_decoding=16) == 800 // 7
-    budget.observe(step_ms=1e6, prompt_tokens=1, num_decoding=0)
+    budget.observe(step_ms=1e6, prompt_tokens=1, decode_tokens=0)
     assert budget.prompt_tokens(num_decoding=16) == MIN_PROMPT_TOKENS
 
 

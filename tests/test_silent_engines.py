@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from localgen.backends.engine import wire
 from localgen.backends.engine.engine import IDLE_STATS_INTERVAL_S
 from localgen.backends.engine.process import HEARTBEAT_S
 from localgen.backends.errors import EngineDied, LoadFailed
+from localgen.backends.messages import FrameSocket
 from localgen.backends.model_info import LoadOptions, ModelLoadRequest
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import Message
@@ -204,10 +206,10 @@ def test_a_loading_engine_sends_heartbeats_while_native_code_runs() -> None:
         "process.main(int(sys.argv[1]), lambda request, on_progress: time.sleep(600))"
     )
     started = EngineProcess.start(lambda fd: [sys.executable, "-c", code, str(fd)])
-    started.sock.settimeout(LONG_S)
-    started.sock.sendall(wire.encode_message(ModelLoadRequest("m", "m.gguf", LoadOptions())))
-    messages = wire.receive_messages(started.sock)
-    assert [next(messages) for _ in range(3)] == [wire.LoadProgress(0.0)] * 3
+    sock, deadline_s = FrameSocket(started.sock), time.monotonic() + LONG_S
+    sock.send(wire.CODEC.encode(ModelLoadRequest("m", "m.gguf", LoadOptions())))
+    messages = [wire.CODEC.decode(sock.receive(deadline_s)) for _ in range(3)]
+    assert messages == [wire.LoadProgress(0.0)] * 3
     started.kill()
     started.process.communicate()
     started.sock.close()

@@ -8,18 +8,18 @@ from collections.abc import Sequence as Seq
 from math import inf
 
 import pytest
-from drafting import Guesser, Steps, Unprefilled, decoding
+from drafting import Guesser, Steps, Unprefilled, decoding, speculation_of
 
 from localgen.backends.engine.speculation.drafter import DraftProposal
 from localgen.backends.engine.speculation.policy import (
     MAX_SLOWDOWN,
+    PLAIN_EVERY,
     Allocation,
     DraftOption,
-    StepCosts,
     allocate,
 )
-from localgen.backends.engine.speculation.speculation import PLAIN_EVERY, Speculation
 from localgen.backends.engine.speculation.stats import AcceptanceEstimator, AcceptanceRate
+from localgen.backends.engine.step_costs import StepCosts
 from localgen.backends.runner.interface import MAX_DRAFT_TOKENS
 from localgen.backends.runner.sequence import Sequence
 
@@ -67,13 +67,12 @@ def allocated(found: Allocation | None) -> Allocation:
 def test_an_allocation_expects_the_closed_form(alpha: float, k: int) -> None:
     found = allocated(allocate(options([alpha] * k), lambda tokens: 1.0, max_drafts=64))
     assert found.drafts == [k]
-    assert found.tokens == pytest.approx(expected_tokens(alpha, k))
     assert found.gain == pytest.approx(expected_tokens(alpha, k))
 
 
 def test_the_closed_form_at_a_known_place() -> None:
     found = allocated(allocate(options([0.8] * 4), lambda tokens: 1.0, max_drafts=4))
-    assert found.tokens == pytest.approx(3.36, abs=0.005)
+    assert found.gain == pytest.approx(3.36, abs=0.005)
 
 
 @pytest.mark.parametrize("alpha", [0.5, 0.7, 0.8, 0.9])
@@ -81,7 +80,7 @@ def test_the_closed_form_at_a_known_place() -> None:
 def test_tokens_of_a_step_are_what_the_closed_form_says(alpha: float, k: int) -> None:
     # enough luck at first that it does not give up: there are no probes here
     guesser, seq = Guesser(alpha, seed=1), decoding()
-    steps = Steps(Speculation([guesser], max_drafts=k, clock=still), lambda tokens: 1.0)
+    steps = Steps(speculation_of(guesser, max_drafts=k, clock=still), lambda tokens: 1.0)
     steps.run([seq], 100)
     steps.lengths.clear()
     steps.tokens = 0
@@ -100,7 +99,7 @@ def test_nearly_the_best_that_any_length_could_give(
     best = max(
         expected_tokens(alpha, k) / step_ms(1 + k) * step_ms(1) for k in range(MAX_DRAFT_TOKENS + 1)
     )
-    steps = Steps(Speculation([Guesser(alpha)], clock=still), step_ms)
+    steps = Steps(speculation_of(Guesser(alpha), clock=still), step_ms)
     steps.run([decoding()], 2_000)
     assert steps.tokens * step_ms(1) / steps.ms >= 0.9 * best
 
@@ -111,7 +110,7 @@ def test_nearly_the_best_where_only_all_together_gain(streams: int) -> None:
     best = max(
         (k + 1) * steep(streams) / steep(streams * (1 + k)) for k in range(MAX_DRAFT_TOKENS + 1)
     )
-    steps = Steps(Speculation([Guesser(1.0)], clock=still), steep)
+    steps = Steps(speculation_of(Guesser(1.0), clock=still), steep)
     steps.run([decoding(str(i)) for i in range(streams)], 500)
     assert best > 1.5
     assert steps.tokens / streams * steep(streams) / steps.ms >= 0.9 * best
@@ -120,14 +119,14 @@ def test_nearly_the_best_where_only_all_together_gain(streams: int) -> None:
 @pytest.mark.parametrize("step_ms", [flat, steep, full])
 @pytest.mark.parametrize("alpha", [0.0, 0.05])
 def test_never_slower_where_drafts_are_wrong(step_ms: Callable[[int], float], alpha: float) -> None:
-    steps = Steps(Speculation([Guesser(alpha)], clock=still), step_ms)
+    steps = Steps(speculation_of(Guesser(alpha), clock=still), step_ms)
     steps.run([decoding()], 500)
     assert steps.tokens * step_ms(1) / steps.ms >= 0.98
 
 
 @pytest.mark.parametrize("alpha", [0.5, 0.7, 0.9])
 def test_off_where_there_is_no_spare_arithmetic(alpha: float) -> None:
-    speculation = Speculation([Guesser(alpha)], clock=still)
+    speculation = speculation_of(Guesser(alpha), clock=still)
     steps = Steps(speculation, full)
     seqs = [decoding(str(i)) for i in range(16)]
     steps.run(seqs, 400)
@@ -151,9 +150,11 @@ class Slow(Guesser):
         self.looks += 1
         return super().acceptance_probs(seq, max_drafts)
 
-    def propose(self, requests: Seq[tuple[Sequence, int]]) -> list[DraftProposal]:
+    def propose(
+        self, requests: Seq[tuple[Sequence, int]], max_prefill_tokens: int
+    ) -> list[DraftProposal]:
         self.now_s += self.ms * max((count for _, count in requests), default=0) / 1e3
-        return super().propose(requests)
+        return super().propose(requests, max_prefill_tokens)
 
     def clock(self) -> float:
         return self.now_s
@@ -162,7 +163,7 @@ class Slow(Guesser):
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 0.9])
 def test_never_slower_where_a_draft_takes_as_long_as_a_step(alpha: float) -> None:
     guesser = Slow(alpha, ms=flat(1))
-    steps = Steps(Speculation([guesser], clock=guesser.clock), flat)
+    steps = Steps(speculation_of(guesser, clock=guesser.clock), flat)
     steps.run([decoding()], 2_000, draft_ms=guesser.ms)
     assert steps.tokens * flat(1) / steps.ms >= 0.98
 
@@ -170,7 +171,7 @@ def test_never_slower_where_a_draft_takes_as_long_as_a_step(alpha: float) -> Non
 def test_proposing_is_paid_for() -> None:
     cheap, dear = Slow(0.7, ms=0.3), Slow(0.7, ms=4.0)
     for guesser in (cheap, dear):
-        steps = Steps(Speculation([guesser], clock=guesser.clock), flat)
+        steps = Steps(speculation_of(guesser, clock=guesser.clock), flat)
         steps.run([decoding()], 1_000, draft_ms=guesser.ms)
         best = max(
             expected_tokens(0.7, k) * flat(1) / (flat(1 + k) + guesser.ms * k) for k in range(65)
@@ -181,7 +182,7 @@ def test_proposing_is_paid_for() -> None:
 @pytest.mark.parametrize("look_ms", [0.001, 0.5, 50.0])
 def test_search_without_drafts_takes_little_time(look_ms: float) -> None:
     slow = Slow(0.0, look_ms)
-    steps = Steps(Speculation([slow], clock=slow.clock), full)
+    steps = Steps(speculation_of(slow, clock=slow.clock), full)
     steps.run([decoding()], 200)
     slow.now_s, slow.looks, steps.ms = 0.0, 0, 0.0
     steps.run([decoding()], 3_200)
@@ -195,7 +196,7 @@ def test_search_without_drafts_takes_little_time(look_ms: float) -> None:
 def test_short_answers_do_not_keep_a_price_from_being_forgotten() -> None:
     # each ends before the next search
     slow = Slow(0.97, look_ms=3.0)
-    speculation = Speculation([slow], clock=slow.clock)
+    speculation = speculation_of(slow, clock=slow.clock)
     is_dear = True
     steps = Steps(speculation, lambda tokens: 100.0 if is_dear and tokens > 1 else flat(tokens))
     for number in range(10):
@@ -209,7 +210,7 @@ def test_short_answers_do_not_keep_a_price_from_being_forgotten() -> None:
 
 def test_search_continues_where_drafts_gain() -> None:
     slow = Slow(0.9, look_ms=1.0)
-    speculation = Speculation([slow], clock=slow.clock)
+    speculation = speculation_of(slow, clock=slow.clock)
     steps = Steps(speculation, flat)
     steps.run([decoding()], 500)
     assert slow.looks > 450
@@ -218,7 +219,7 @@ def test_search_continues_where_drafts_gain() -> None:
 
 def test_search_resumes_once_drafts_are_found() -> None:
     slow = Slow(0.0, look_ms=1.0)
-    steps = Steps(Speculation([slow], clock=slow.clock), flat)
+    steps = Steps(speculation_of(slow, clock=slow.clock), flat)
     steps.run([decoding()], 500)
     slow.alpha = 1.0
     steps.lengths.clear()
@@ -259,7 +260,7 @@ def test_one_sequence_gets_the_fastest_number(
 
 def test_drafting_resumes_when_steps_get_cheap() -> None:
     slow = True
-    speculation = Speculation([Guesser(0.9)], clock=still)
+    speculation = speculation_of(Guesser(0.9), clock=still)
     steps = Steps(speculation, lambda tokens: full(tokens) if slow else flat(tokens))
     seq = decoding()
     steps.run([seq], 300)
@@ -296,7 +297,7 @@ def test_a_burst_of_slow_plain_steps_does_not_make_drafts_pay_for_long() -> None
     def step_ms(tokens: int) -> float:
         return plain_ms if tokens == 1 else 25.0 + 25.0 * (tokens - 1)
 
-    steps = Steps(Speculation([Guesser(0.9, ms=5.0, prior=0.9)], clock=still), step_ms)
+    steps = Steps(speculation_of(Guesser(0.9, ms=5.0, prior=0.9), clock=still), step_ms)
     steps.run([decoding()], 100)
     assert sum(map(bool, steps.lengths[-50:])) < 5
     plain_ms = 45.0
@@ -311,14 +312,14 @@ def test_a_burst_of_slow_plain_steps_does_not_make_drafts_pay_for_long() -> None
 
 
 def test_nothing_is_tried_that_was_not_offered() -> None:
-    speculation = Speculation([Short(1.0, prior=0.6)], clock=still)
+    speculation = speculation_of(Short(1.0, prior=0.6), clock=still)
     steps = Steps(speculation, full)
     steps.run([decoding()], 100)
     assert set(steps.lengths) == {0, 1}
 
 
 def test_no_drafts_beside_prompts() -> None:
-    speculation, seq = Speculation([Guesser(1.0, prior=1.0)], clock=still), decoding()
+    speculation, seq = speculation_of(Guesser(1.0, prior=1.0), clock=still), decoding()
     Steps(speculation, flat).run([seq], 8)
     assert speculation.propose([seq], max_outputs=64, max_prefill_tokens=64)
     assert not speculation.propose([seq], max_outputs=64, max_prefill_tokens=64, with_prompts=True)
@@ -327,14 +328,14 @@ def test_no_drafts_beside_prompts() -> None:
 
 
 def test_reason_for_no_drafts_in_a_small_cache() -> None:
-    speculation = Speculation([Guesser(1.0)], clock=still)
+    speculation = speculation_of(Guesser(1.0), clock=still)
     Steps(speculation, flat).run([decoding()], 1)
     assert not speculation.propose([decoding()], max_outputs=1, max_prefill_tokens=64)
     assert "only 1 token" in speculation.stats.reason
 
 
 def test_a_size_that_plain_steps_never_had_is_measured_first() -> None:
-    speculation = Speculation([Guesser(1.0, prior=1.0)], clock=still)
+    speculation = speculation_of(Guesser(1.0, prior=1.0), clock=still)
     many = [decoding(str(i)) for i in range(8)]
     steps = Steps(speculation, flat)
     steps.run(many, 20)
@@ -352,7 +353,7 @@ def test_no_more_drafts_than_a_step_may_sample() -> None:
 def test_no_drafts_beyond_the_end() -> None:
     seq = decoding(limit=10)
     guesser = Guesser(1.0, prior=1.0)
-    speculation = Speculation([guesser], clock=still)
+    speculation = speculation_of(guesser, clock=still)
     Steps(speculation, lambda tokens: 1.0).run([decoding()], 8)
     seq.tokens = [3] * 7
     drafts = speculation.propose([seq], max_outputs=64, max_prefill_tokens=64)
@@ -360,7 +361,7 @@ def test_no_drafts_beyond_the_end() -> None:
 
 
 def test_statistics_of_drafts() -> None:
-    speculation = Speculation([Guesser(0.8)], max_drafts=4, clock=still)
+    speculation = speculation_of(Guesser(0.8), max_drafts=4, clock=still)
     steps = Steps(speculation, flat)
     steps.run([decoding()], 1_000)
     stats = speculation.stats
@@ -370,7 +371,7 @@ def test_statistics_of_drafts() -> None:
     assert stats.tokens_per_step == pytest.approx(3.36, abs=0.4)
     assert stats.speedup == pytest.approx(3.36 * flat(1) / flat(5), abs=0.5)
     assert not stats.reason
-    assert Speculation([], clock=still).stats.reason == "no drafter"
+    assert speculation_of(clock=still).stats.reason == "no drafter"
 
 
 def test_other_sequences_count_until_one_knows_better() -> None:
@@ -415,7 +416,7 @@ def test_old_prices_are_forgotten() -> None:
 
 
 def test_unknown_sizes_are_approached_by_doubling() -> None:
-    steps = Steps(Speculation([Guesser(1.0, prior=0.99)], clock=still), flat)
+    steps = Steps(speculation_of(Guesser(1.0, prior=0.99), clock=still), flat)
     steps.run([decoding()], 20)
     drafted = [length for length in steps.lengths if length]
     assert drafted[0] == 1
@@ -425,14 +426,14 @@ def test_unknown_sizes_are_approached_by_doubling() -> None:
 
 
 def test_one_step_in_plain_every_has_no_drafts() -> None:
-    steps = Steps(Speculation([Guesser(1.0, prior=0.99)], clock=still), flat)
+    steps = Steps(speculation_of(Guesser(1.0, prior=0.99), clock=still), flat)
     steps.run([decoding()], 40 * PLAIN_EVERY)
     assert steps.lengths[PLAIN_EVERY:].count(0) == pytest.approx(39, abs=3)
 
 
 def test_a_draft_model_prefills_where_drafts_would_pay() -> None:
     drafter = Unprefilled(1.0, prior=0.9, ms_per_token=1.0)
-    steps = Steps(Speculation([drafter], clock=drafter.clock), flat)
+    steps = Steps(speculation_of(drafter, clock=drafter.clock), flat)
     steps.run([decoding()], 4)
     assert drafter.prefilled == 3 * 64, "in each step whose price is known"
     drafter.is_ready = True
@@ -440,12 +441,12 @@ def test_a_draft_model_prefills_where_drafts_would_pay() -> None:
     assert drafter.prefilled == 3 * 64, "there is nothing left to prefill"
 
 
-@pytest.mark.parametrize(("step_ms", "prior"), [(flat, 0.01), (full, 0.9)])
+@pytest.mark.parametrize(("step_ms", "alpha"), [(flat, 0.0), (full, 1.0)])
 def test_a_prefill_that_would_not_pay_takes_little(
-    step_ms: Callable[[int], float], prior: float
+    step_ms: Callable[[int], float], alpha: float
 ) -> None:
-    drafter = Unprefilled(1.0, prior=prior, ms_per_token=0.01)
-    speculation = Speculation([drafter], clock=drafter.clock)
+    drafter = Unprefilled(alpha, ms_per_token=0.01)
+    speculation = speculation_of(drafter, clock=drafter.clock)
     steps = Steps(speculation, step_ms)
     drafter.is_ready = True  # what larger steps take is found out first
     steps.run([decoding()], 200)
@@ -461,7 +462,7 @@ def test_a_step_that_was_waited_for_before_is_no_price() -> None:
         now_s[0] += flat(1) / 1e3
 
     drafter = Unprefilled(1.0, prior=0.9)
-    speculation = Speculation([drafter], clock=lambda: now_s[0], synchronize=synchronize)
+    speculation = speculation_of(drafter, clock=lambda: now_s[0], synchronize=synchronize)
     steps = Steps(speculation, flat)
     steps.run([decoding()], 1)
     # launched ahead, such a step is done when the prefill is

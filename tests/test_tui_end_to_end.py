@@ -11,12 +11,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from threading import Event, Thread
 
 import pytest
 from serving import short_folder
+from slow_processes import slowed
 
 from localgen.backends.errors import LocalgenError
 from localgen.client import Client
@@ -91,33 +91,10 @@ def terminals() -> Iterator[Terminals]:
         made.client.shutdown()
 
 
-@contextmanager
-def slow_engines(client: Client) -> Iterator[None]:
-    """Engines get a hundredth of the processor time, so that no answer ends unseen."""
-    done = Event()
-
-    def signal_all(number: signal.Signals, pids: list[int]) -> None:
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-
-    def alternate() -> None:
-        while not done.wait(0.003):
-            pids = []
-            with suppress(LocalgenError):
-                pids = [model.pid for model in client.running_models()]
-            if pids:
-                signal_all(signal.SIGSTOP, pids)
-                done.wait(0.297)
-                signal_all(signal.SIGCONT, pids)
-
-    thread = Thread(target=alternate)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
+def engine_pids(client: Client) -> list[int]:
+    with suppress(LocalgenError):
+        return [model.pid for model in client.running_models()]
+    return []
 
 
 def test_two_sessions_at_once_while_top_watches(terminals: Terminals) -> None:
@@ -125,7 +102,7 @@ def test_two_sessions_at_once_while_top_watches(terminals: Terminals) -> None:
     terminals.run("chats", "tui", "--ignore-eos", "--max-tokens", "1500", "--draft", "none")
     terminals.run("top", "top")
     terminals.until("chats", lambda screen: "Ask something" in screen)
-    with slow_engines(terminals.client):
+    with slowed(lambda: engine_pids(terminals.client)):
         terminals.press("chats", "Tell me a story", "Enter")
         terminals.until("chats", ANSWERING.search)
         terminals.press("chats", "C-n")
@@ -151,7 +128,7 @@ def test_two_sessions_at_once_while_top_watches(terminals: Terminals) -> None:
 def test_server_killed_during_an_answer_is_replaced(terminals: Terminals) -> None:
     terminals.run("chats", "tui", "--ignore-eos", "--max-tokens", "1500")
     terminals.until("chats", lambda screen: "Ask something" in screen)
-    with slow_engines(terminals.client):
+    with slowed(lambda: engine_pids(terminals.client)):
         terminals.press("chats", "Tell me a story", "Enter")
         terminals.until("chats", ANSWERING.search)
         health = terminals.client.health()
@@ -163,7 +140,7 @@ def test_server_killed_during_an_answer_is_replaced(terminals: Terminals) -> Non
     terminals.until("chats", lambda screen: "LOST" in screen.split("\n")[0])
     terminals.press("chats", "and you?")
     terminals.until("chats", lambda screen: "and you?" in screen)  # it can be typed in
-    with slow_engines(terminals.client):
+    with slowed(lambda: engine_pids(terminals.client)):
         terminals.press("chats", "C-r")
         again = terminals.until("chats", ANSWERING.search)
         assert "and you?" in again

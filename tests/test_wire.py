@@ -6,6 +6,7 @@ import dataclasses
 import math
 import socket
 import threading
+import time
 import types
 import typing
 from typing import Any
@@ -16,6 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localgen.backends.engine import wire
+from localgen.backends.messages import (
+    MAX_FRAME_BYTES,
+    FrameDecoder,
+    FrameSocket,
+    encode_frame,
+)
 from localgen.backends.types import Delta, Failed, Finished, Request, StepEvents, Timings
 
 KINDS: tuple[type, ...] = typing.get_args(wire.WireMessage)
@@ -50,18 +57,14 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
 MESSAGES: st.SearchStrategy[wire.WireMessage] = st.one_of([values(kind) for kind in KINDS])
 
 
-def frame(body: bytes) -> bytes:
-    return len(body).to_bytes(4, "little") + body
-
-
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_every_message_comes_back_as_it_was(kind: type) -> None:
     @settings(max_examples=50)
     @given(values(kind))
     def round_trip(message: wire.WireMessage) -> None:
-        back = list(wire.MessageDecoder().feed(wire.encode_message(message)))
-        assert back == [message]
-        assert type(back[0]) is kind
+        back = wire.CODEC.decode(wire.CODEC.encode(message))
+        assert back == message
+        assert type(back) is kind
 
     round_trip()
 
@@ -71,20 +74,21 @@ def test_every_message_comes_back_as_it_was(kind: type) -> None:
 def test_any_split_of_the_stream_gives_the_same_messages(
     messages: list[wire.WireMessage], data: st.DataObject
 ) -> None:
-    stream = b"".join(map(wire.encode_message, messages))
+    stream = b"".join(encode_frame(wire.CODEC.encode(message)) for message in messages)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
-    decoder = wire.MessageDecoder()
+    decoder = FrameDecoder()
     back: list[wire.WireMessage] = []
     for begin, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
-        back += decoder.feed(stream[begin:end])
+        back += map(wire.CODEC.decode, decoder.feed(stream[begin:end]))
     assert back == messages
 
 
 def test_byte_by_byte_a_message_appears_with_its_last_byte() -> None:
     events = StepEvents((Delta("a", "🙂", 1),), (), (Failed("b", "queue_full", "later"),))
-    decoder = wire.MessageDecoder()
-    steps = [list(decoder.feed(bytes([byte]))) for byte in wire.encode_message(events)]
-    assert steps[-1] == [events]
+    decoder = FrameDecoder()
+    content = wire.CODEC.encode(events)
+    steps = [list(decoder.feed(bytes([byte]))) for byte in encode_frame(content)]
+    assert steps[-1] == [content]
     assert not any(steps[:-1])
 
 
@@ -93,25 +97,25 @@ def test_floats_that_are_not_finite_travel() -> None:
     finished = Finished(
         request_id="a", reason="stop", timings=timings, prompt_tokens=1, completion_tokens=1, ctx=8
     )
-    (back,) = wire.MessageDecoder().feed(wire.encode_message(StepEvents(finished=(finished,))))
+    back = wire.CODEC.decode(wire.CODEC.encode(StepEvents(finished=(finished,))))
     assert isinstance(back, StepEvents)
     assert back.finished[0].timings.ttft_ms == math.inf
     assert math.isnan(back.finished[0].timings.queue_ms)
 
 
 def test_an_oversized_frame_is_refused_before_its_body_arrives() -> None:
-    header = (wire.MAX_FRAME_BYTES + 1).to_bytes(4, "little")
-    with pytest.raises(ValueError, match=str(wire.MAX_FRAME_BYTES)):
-        list(wire.MessageDecoder().feed(header))
+    header = (MAX_FRAME_BYTES + 1).to_bytes(4, "little")
+    with pytest.raises(ValueError, match=str(MAX_FRAME_BYTES)):
+        list(FrameDecoder().feed(header))
 
 
 def test_the_largest_frame_is_awaited() -> None:
-    header = wire.MAX_FRAME_BYTES.to_bytes(4, "little")
-    assert list(wire.MessageDecoder().feed(header + b"rest to come")) == []
+    header = MAX_FRAME_BYTES.to_bytes(4, "little")
+    assert list(FrameDecoder().feed(header + b"rest to come")) == []
 
 
 @pytest.mark.parametrize(
-    "body",
+    "content",
     [
         b"",
         b"\xc1",  # never used in msgpack
@@ -122,47 +126,67 @@ def test_the_largest_frame_is_awaited() -> None:
         msgspec.msgpack.encode([2, {"request_id": 5}]),  # Cancel with a number
         msgspec.msgpack.encode([2, {}]),
         msgspec.msgpack.encode([1, {"request": {"id": "a", "params": {"top_k": "many"}}}]),
-        wire.encode_message(wire.Cancel("a"))[4:] + b"\x00",  # more than one value
+        wire.CODEC.encode(wire.Cancel("a")) + b"\x00",  # more than one value
     ],
 )
-def test_invalid_frames_raise_value_error(body: bytes) -> None:
+def test_invalid_contents_raise_value_error(content: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
-        list(wire.MessageDecoder().feed(frame(body)))
+        wire.CODEC.decode(content)
 
 
 @settings(max_examples=300)
 @given(st.binary(max_size=80))
-def test_no_garbage_raises_anything_but_value_error(body: bytes) -> None:
-    decoder = wire.MessageDecoder()
+def test_no_garbage_raises_anything_but_value_error(content: bytes) -> None:
     try:
-        messages = list(decoder.feed(frame(body)))
+        message = wire.CODEC.decode(content)
     except ValueError:
         return
-    assert all(isinstance(message, KINDS) for message in messages)
+    assert isinstance(message, KINDS)
 
 
 def test_receive_ends_with_the_stream_and_crosses_buffers() -> None:
     big = wire.Submit(Request(id="big", prompt="é" * 600_000))  # several reads long
     sent: list[wire.WireMessage] = [wire.Cancel("a"), big, wire.Cancel("b")]
-    ours, theirs = socket.socketpair()
+    ours, theirs = map(FrameSocket, socket.socketpair())
 
     def send() -> None:
         for message in sent:
-            theirs.sendall(wire.encode_message(message))
+            theirs.send(wire.CODEC.encode(message))
         theirs.close()
 
     thread = threading.Thread(target=send)
     thread.start()
-    with ours:
-        assert list(wire.receive_messages(ours)) == sent
+    assert list(map(wire.CODEC.decode, ours)) == sent
     thread.join()
+    ours.close()
 
 
 def test_a_stream_cut_within_a_frame_gives_nothing_for_it() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
-        theirs.sendall(
-            wire.encode_message(wire.Cancel("a")) + wire.encode_message(wire.Cancel("b"))[:-1]
-        )
+        theirs.sendall(encode_frame(b"whole") + encode_frame(b"cut")[:-1])
     with ours:
-        assert list(wire.receive_messages(ours)) == [wire.Cancel("a")]
+        assert list(FrameSocket(ours)) == [b"whole"]
+
+
+def test_a_peer_that_dies_with_a_message_unread_is_the_end_of_the_stream() -> None:
+    ours, theirs = map(FrameSocket, socket.socketpair())
+    theirs.send(b"last")
+    ours.send(b"unread")
+    theirs.close()
+    assert list(ours) == [b"last"]
+    with pytest.raises(EOFError):
+        ours.receive()
+    ours.close()
+
+
+def test_a_deadline_holds_for_sending_and_receiving() -> None:
+    ours, theirs = map(FrameSocket, socket.socketpair())
+    with pytest.raises(TimeoutError):
+        ours.receive(time.monotonic() + 0.05)
+    with pytest.raises(TimeoutError):
+        ours.send(bytes(1 << 25), time.monotonic() + 0.05)  # more than the socket buffers
+    with pytest.raises(TimeoutError):
+        theirs.receive(time.monotonic() - 1.0)
+    ours.close()
+    theirs.close()

@@ -15,7 +15,7 @@ from localgen.backends.engine.output_processor import OutputProcessor
 from localgen.backends.engine.preparation import AnyRequest, Prepared, Preparer
 from localgen.backends.engine.scheduler import Scheduler, SequenceOutput
 from localgen.backends.engine.speculation.drafter import Drafter
-from localgen.backends.engine.speculation.speculation import Speculation
+from localgen.backends.engine.speculation.policy import Speculation
 from localgen.backends.engine.stats import StatsRecorder, finished_event
 from localgen.backends.engine.token_budget import TokenBudget
 from localgen.backends.errors import LocalgenError
@@ -86,6 +86,7 @@ class Engine:
         ahead = runner if isinstance(runner, AsyncRunner) and runner.limits.runs_ahead else None
         self._speculation = Speculation(
             drafters if runner.limits.can_rewind else (),
+            self._budget.decode_costs,
             max_drafts=max_drafts,
             disabled_reason="switched off" if runner.limits.can_rewind else _CANNOT_REWIND,
             synchronize=ahead.synchronize if ahead else None,

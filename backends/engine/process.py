@@ -15,6 +15,7 @@ from localgen.backends.engine.engine import Engine
 from localgen.backends.engine.input_processor import InputProcessor
 from localgen.backends.engine.loaded_model import LoadedModel, ModelLoader
 from localgen.backends.errors import LocalgenError
+from localgen.backends.messages import FrameSocket
 from localgen.backends.model_info import ModelLoadRequest
 from localgen.backends.runner.interface import MAX_DRAFT_TOKENS, StepFailed
 from localgen.backends.text.grammar import GrammarCompiler
@@ -36,9 +37,9 @@ def main(fd: int, load: ModelLoader) -> int:
 
 class _EngineServer:
     def __init__(self, sock: socket.socket, load: ModelLoader) -> None:
-        self._sock = sock
+        self._socket = FrameSocket(sock)
         self._load = load
-        self._messages = wire.receive_messages(sock)
+        self._messages = map(wire.CODEC.decode, self._socket)
         self._engine: Engine | None = None
         self._sending = threading.Lock()
         self._progress = 0.0
@@ -102,7 +103,7 @@ class _EngineServer:
     def _send(self, message: wire.WireMessage) -> None:
         try:
             with self._sending:
-                self._sock.sendall(wire.encode_message(message))
+                self._socket.send(wire.CODEC.encode(message))
         except OSError:
             os._exit(0)  # the server is gone
 

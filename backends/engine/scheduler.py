@@ -283,7 +283,7 @@ class Scheduler:
         """Apply the results of a step, end finished sequences, and return the new tokens."""
         now_s = self._clock()
         outputs = []
-        decoding = sum(chunk.seq.is_decoding for chunk in chunks)
+        decode_tokens = sum(len(chunk) for chunk in chunks if chunk.seq.is_decoding)
         prompt_tokens = 0
         for chunk, sampled in zip(chunks, result, strict=True):
             seq = chunk.seq
@@ -301,8 +301,7 @@ class Scheduler:
             self.queue.charge(seq, len(chunk), len(sampled.tokens))
             if outputs and outputs[-1].seq is seq and outputs[-1].reason:
                 self.end(seq)
-        if not any(chunk.num_drafts for chunk in chunks):  # drafts would distort decode times
-            self._budget.observe(step_ms, prompt_tokens, decoding)
+        self._budget.observe(step_ms, prompt_tokens, decode_tokens)
         self.counters.prompt_tokens += prompt_tokens
         return outputs
 

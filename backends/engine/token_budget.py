@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from localgen.backends.engine.step_costs import StepCosts
+
 MIN_PROMPT_TOKENS = 16
 # a mixed step may take this many times its decode-only duration, even beyond the target:
 # otherwise prefill would starve where decoding alone already exceeds the target
@@ -12,13 +14,14 @@ _EWMA_WEIGHT = 0.3
 class TokenBudget:
     """Keeps mixed steps near the inter-token latency target, using measured step times.
 
-    Cost model: base_ms(d) for d decoding sequences, plus token_ms for each prompt token.
+    Cost model: that of a decode step, plus token_ms for each prompt token. decode_costs: measured
+    steps without prompts.
     """
 
     def __init__(self, max_tokens: int, itl_target_ms: float) -> None:
         self._max = max_tokens
         self._target_ms = itl_target_ms
-        self._decode_ms_by_size: dict[int, _MovingAverage] = {}
+        self.decode_costs = StepCosts()
         self._prompt_cost = _PromptTokenCost()
 
     def prompt_tokens(self, num_decoding: int) -> int:
@@ -26,28 +29,20 @@ class TokenBudget:
         if not num_decoding:
             return self._max
         most = self._max - num_decoding
-        base_ms, token_ms = self._decode_ms(num_decoding) or 0.0, self._prompt_cost.token_ms
+        base_ms, token_ms = self.decode_costs.ms(num_decoding), self._prompt_cost.token_ms
         if not token_ms:
             return max(1, most)
         target_ms = max(self._target_ms, MIN_ALLOWED_SLOWDOWN * base_ms)
         return max(1, min(most, max(MIN_PROMPT_TOKENS, int((target_ms - base_ms) / token_ms))))
 
-    def observe(self, step_ms: float, prompt_tokens: int, num_decoding: int) -> None:
-        """Update the cost model with a finished step."""
+    def observe(self, step_ms: float, prompt_tokens: int, decode_tokens: int) -> None:
+        """Record a finished step. decode_tokens: of decoding sequences, with their drafts."""
         if not prompt_tokens:
-            self._decode_ms_by_size.setdefault(num_decoding, _MovingAverage()).add(step_ms)
-            return
-        base_ms = self._decode_ms(num_decoding) if num_decoding else 0.0
-        if base_ms is not None:
+            self.decode_costs.observe(decode_tokens, step_ms)
+        elif not decode_tokens or self.decode_costs.largest:
+            base_ms = self.decode_costs.ms(decode_tokens) if decode_tokens else 0.0
             # a remainder that is small against the base is mostly noise: assume at least a tenth
             self._prompt_cost.add(max(step_ms - base_ms, step_ms / 10), prompt_tokens)
-
-    def _decode_ms(self, num_decoding: int) -> float | None:
-        """Decode-only step time at the nearest measured number of sequences; None if unknown."""
-        if not self._decode_ms_by_size:
-            return None
-        nearest = min(self._decode_ms_by_size, key=lambda seen: abs(seen - num_decoding))
-        return self._decode_ms_by_size[nearest].value
 
 
 class _PromptTokenCost:
@@ -63,14 +58,3 @@ class _PromptTokenCost:
     def add(self, ms: float, tokens: int) -> None:
         self._ms = (1 - _EWMA_WEIGHT) * self._ms + ms
         self._tokens = (1 - _EWMA_WEIGHT) * self._tokens + tokens
-
-
-class _MovingAverage:
-    """Exponentially weighted moving average."""
-
-    def __init__(self) -> None:
-        self.value: float | None = None
-
-    def add(self, sample: float) -> None:
-        old = sample if self.value is None else self.value
-        self.value = old + _EWMA_WEIGHT * (sample - old)

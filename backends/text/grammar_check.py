@@ -28,8 +28,11 @@ class LlguidanceChecker:
 
     def __init__(self) -> None:
         import llguidance
+        from llguidance import gbnf_to_lark
 
         self._llguidance: ModuleType = llguidance
+        # llguidance 1.9 drops the brackets of a repeated repetition: ([a-z]+)? becomes [a-z]+?
+        setattr(gbnf_to_lark.RepetitionNode, "is_atomic", lambda node: False)  # noqa: B010
 
     def convert(self, kind: str, text: str) -> str:
         """Convert a grammar to llguidance's format. Raises InvalidRequest."""

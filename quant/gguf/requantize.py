@@ -16,11 +16,13 @@ from localgen.backends.errors import InvalidRequest, LoadFailed, ModelNotFound
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.hf.config import read_hf_config
 from localgen.backends.formats.hf.safetensors import NumpyCheckpoint
+from localgen.backends.messages import FrameSocket, start_process
 from localgen.backends.units import format_size
 from localgen.quant.gguf.convert import convert_to_gguf
 from localgen.quant.gguf.imatrix import ImatrixSource, write_imatrix
-from localgen.quant.request.events import FailedEvent, OnEvent, decode_event
+from localgen.quant.request.events import FailedEvent, OnEvent
 from localgen.quant.request.gguf_types import DIRECT_TYPES, GGUF_TYPES, resolve_gguf_type
+from localgen.quant.request.request import EVENT_CODEC
 
 # llama.cpp gives embedding, head and some layers more bits than the others
 _EXTRA_BITS = 1.0
@@ -91,31 +93,31 @@ def requantize(
     Raises LoadFailed with llama.cpp's reason.
     """
     ftype = int(GGUF_TYPES[file_type].file_type)
-    arguments = (source, target, ftype, _threads(), *(() if imatrix is None else (imatrix,)))
     module = "localgen.quant.gguf.requantize_process"
+    arguments = (source, target, ftype, _threads(), imatrix or "")
     command = [sys.executable, "-P", "-m", module, *map(str, arguments)]
-    with tempfile.TemporaryFile() as errors:
-        child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True
+    with tempfile.TemporaryFile() as output:
+        child, messages = start_process(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output
         )
         try:
-            assert child.stdout is not None
-            reason = _forward_events(child.stdout, on_event)
+            reason = _forward_events(messages, on_event)
             status = child.wait()
         finally:
             child.kill()
             child.wait()
+            messages.close()
         if status:
             raise LoadFailed(
-                f"llama.cpp cannot make {file_type} of it: {reason or _last_line(errors)}"
+                f"llama.cpp cannot make {file_type} of it: {reason or _last_line(output)}"
             )
 
 
-def _forward_events(output: IO[str], on_event: OnEvent) -> str:
+def _forward_events(messages: FrameSocket, on_event: OnEvent) -> str:
     """Forward events until the process ends; return its reason if it failed."""
     reason = ""
-    for line in output:
-        event = decode_event(line)
+    for content in messages:
+        event = EVENT_CODEC.decode(content)
         if isinstance(event, FailedEvent):
             reason = event.message
         else:
@@ -123,9 +125,9 @@ def _forward_events(output: IO[str], on_event: OnEvent) -> str:
     return reason
 
 
-def _last_line(errors: IO[bytes]) -> str:
-    errors.seek(0)
-    lines = errors.read().decode("utf-8", "replace").split("\n")
+def _last_line(output: IO[bytes]) -> str:
+    output.seek(0)
+    lines = output.read().decode("utf-8", "replace").split("\n")
     shown = (line.strip() for line in reversed(lines) if line.strip())
     return next(shown, "it ended without an error message")
 

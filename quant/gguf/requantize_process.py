@@ -1,6 +1,6 @@
 """The child process in which llama.cpp quantizes one file.
 
-It writes events as lines of JSON: a ProgressEvent per tensor, and a FailedEvent if it fails.
+It sends events to its parent: a ProgressEvent per tensor, and a FailedEvent if it fails.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from typing import Any
 import llama_cpp.llama_cpp as C
 
 from localgen.backends.errors import LoadFailed, LocalgenError
+from localgen.backends.messages import FrameSocket
 from localgen.quant.gguf.imatrix import read_imatrix
-from localgen.quant.request.events import FailedEvent, ProgressEvent, encode_event
+from localgen.quant.request.events import FailedEvent, ProgressEvent
+from localgen.quant.request.request import EVENT_CODEC
 
 _LOG_ERROR, _LOG_CONT = 4, 5
 _TENSOR = re.compile(r"\[\s*(\d+)/\s*(\d+)\]")
@@ -25,13 +28,14 @@ _FAILED = re.compile(r"failed to quantize: (.*)")
 _BUFFER_BYTES = 1 << 29
 
 
-def main(source: str, target: str, file_type: str, threads: str, imatrix: str = "") -> int:
-    """Return the exit status. file_type: llama.cpp's number of it."""
-    log = _LlamaCppLog()
+def main(source: str, target: str, file_type: str, threads: str, imatrix: str, fd: str) -> int:
+    """Return the exit status. file_type: llama.cpp's number of it. imatrix: may be empty."""
+    parent = FrameSocket(socket.socket(fileno=int(fd)))
+    log = _LlamaCppLog(parent)
     try:
         means = read_imatrix(Path(imatrix)) if imatrix else {}
     except LocalgenError as error:
-        _write(FailedEvent(error.message, error.code))
+        _send(parent, FailedEvent(error.message, error.code))
         return 1
     params = C.llama_model_quantize_default_params()
     params.nthread = int(threads)
@@ -46,14 +50,14 @@ def main(source: str, target: str, file_type: str, threads: str, imatrix: str = 
         params.imatrix = entries
     status = C.llama_model_quantize(source.encode(), target.encode(), params)
     if status:
-        _write(FailedEvent(log.reason, LoadFailed.code))
+        _send(parent, FailedEvent(log.reason, LoadFailed.code))
     return int(status != 0)
 
 
-def _write(event: ProgressEvent | FailedEvent) -> None:
+def _send(parent: FrameSocket, event: ProgressEvent | FailedEvent) -> None:
     """Exits if the parent is gone."""
     try:
-        print(encode_event(event), flush=True)
+        parent.send(EVENT_CODEC.encode(event))
     except OSError:
         os._exit(1)
 
@@ -61,7 +65,8 @@ def _write(event: ProgressEvent | FailedEvent) -> None:
 class _LlamaCppLog:
     """Receives llama.cpp's log: forwards progress and keeps the last error."""
 
-    def __init__(self) -> None:
+    def __init__(self, parent: FrameSocket) -> None:
+        self._parent = parent
         self.reason = "it gave no reason"
         self._level = 0
         self._callback = C.llama_log_callback(self._on_log_line)  # kept: C holds a bare pointer
@@ -71,7 +76,8 @@ class _LlamaCppLog:
         self._level = self._level if level == _LOG_CONT else level
         line = text.decode("utf-8", "replace").strip()
         if match := _TENSOR.match(line):
-            _write(ProgressEvent("rounding", int(match[1]), int(match[2]), "tensors"))
+            event = ProgressEvent("rounding", int(match[1]), int(match[2]), "tensors")
+            _send(self._parent, event)
         elif line and self._level == _LOG_ERROR:
             failed = _FAILED.search(line)
             self.reason = failed[1] if failed else line

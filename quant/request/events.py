@@ -1,11 +1,10 @@
-"""Events of a quantization run, as values and as lines of JSON."""
+"""Events of a quantization run."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from localgen.machine.decode_rates import DecodeRates
 
@@ -166,20 +165,3 @@ QuantizeEvent = (
     | StoppedEvent
 )
 OnEvent = Callable[[QuantizeEvent], None]
-
-_EVENT_TYPES: dict[str, type[QuantizeEvent | FailedEvent]] = {
-    kind.__name__: kind for kind in get_args(QuantizeEvent | FailedEvent)
-}
-
-
-def encode_event(event: QuantizeEvent | FailedEvent) -> str:
-    """One line of JSON, without the line break."""
-    return json.dumps({"event": type(event).__name__, **asdict(event)})
-
-
-def decode_event(line: str | bytes) -> QuantizeEvent | FailedEvent:
-    """The event of a line that `encode_event` wrote."""
-    import msgspec  # not at the top: the build converts the built-in model without it
-
-    record = json.loads(line)
-    return msgspec.convert(record, _EVENT_TYPES[record["event"]])

@@ -1,4 +1,7 @@
-"""The quantization request: built from options, and sent to another process as JSON."""
+"""The quantization request, built from options, and the messages of a quantization process.
+
+Its parent sends one QuantizeRequest; it sends events, a FailedEvent last if it fails.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import msgspec
+from typing import get_args
 
 from localgen.backends.errors import InvalidRequest
+from localgen.backends.messages import MessageCodec
 from localgen.hub.resolve import is_path
+from localgen.quant.request.events import FailedEvent, QuantizeEvent
 from localgen.quant.request.recipe import (
     CalibrationConfig,
     LayerMode,
@@ -100,14 +104,11 @@ def _check_options(
         raise InvalidRequest(f"--{methods[0]} and --gguf exclude each other; --awq goes with it")
 
 
-def encode_request(request: QuantizeRequest) -> bytes:
-    """The request as one line of JSON, without the line break."""
-    return msgspec.json.encode(request, enc_hook=str)
-
-
-def decode_request(line: bytes) -> QuantizeRequest:
-    """Raises InvalidRequest for a recipe that no format can hold."""
-    return msgspec.json.decode(line, type=QuantizeRequest, dec_hook=lambda kind, value: kind(value))
+EVENT_CODEC: MessageCodec[QuantizeEvent | FailedEvent] = MessageCodec(
+    get_args(QuantizeEvent | FailedEvent)
+)
+# decoding raises InvalidRequest for a recipe that no format can hold
+REQUEST_CODEC = MessageCodec((QuantizeRequest,))
 
 
 def default_output(model: str, recipe: Recipe | None, gguf: str | None) -> Path:

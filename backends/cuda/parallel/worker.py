@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import signal
+import socket
 import sys
 import threading
-from multiprocessing.connection import Connection
 
 import torch
 
@@ -34,6 +35,7 @@ from localgen.backends.cuda.parallel.rank_model import (
 )
 from localgen.backends.errors import LocalgenError
 from localgen.backends.formats.architecture.sharding import ModelShard
+from localgen.backends.messages import FrameSocket
 
 
 def main(fd: int) -> int:
@@ -41,11 +43,11 @@ def main(fd: int) -> int:
     # rank 0 handles Ctrl+C
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    orders: Connection[object, object] = Connection(fd)
+    rank_0 = FrameSocket(socket.socket(fileno=fd))
     try:
-        begin = orders.recv()
+        begin = pickle.loads(rank_0.receive())
         assert isinstance(begin, LoadWeights)
-        serve(orders, begin)
+        serve(rank_0, begin)
     except EOFError:
         return 1
     except LocalgenError as error:
@@ -55,20 +57,20 @@ def main(fd: int) -> int:
     else:
         return 0
     with contextlib.suppress(OSError):
-        orders.send(trouble)
+        rank_0.send(pickle.dumps(trouble))
     return 1
 
 
-def serve(connection: Connection[object, object], request: LoadWeights) -> None:
+def serve(rank_0: FrameSocket, request: LoadWeights) -> None:
     """Load one model and run its steps until ShutdownWorker. Raises EOFError if rank 0 is gone."""
     source = open_model_source(request.path)
     shard = ModelShard(source.spec, request.rank, request.options.tp)
     rank_model = RankModel(source, request.options, request.dtype, shard)
     if rank_model.device.type == "cpu":  # all ranks share the cores
         torch.set_num_threads(max(1, torch.get_num_threads() // shard.tp_size))
-    connection.send(WeightsLoaded(rank_model.weight_bytes))
+    rank_0.send(pickle.dumps(WeightsLoaded(rank_model.weight_bytes)))
     while True:
-        order = connection.recv()
+        order = pickle.loads(rank_0.receive())
         match order:
             case RunStep(inputs, shared):
                 rank_model.run(inputs, BroadcastTokens(rank_model.group) if shared else None)
@@ -82,9 +84,9 @@ def serve(connection: Connection[object, object], request: LoadWeights) -> None:
                     process_group.connect_store(request.store_port, shard.tp_size),
                     rank_model.device,
                 )
-                connection.send(GroupJoined(rank_model.free_bytes()))
+                rank_0.send(pickle.dumps(GroupJoined(rank_model.free_bytes())))
             case AllocateCache(pages, max_len):
-                connection.send(CacheAllocated(rank_model.allocate_cache(pages, max_len)))
+                rank_0.send(pickle.dumps(CacheAllocated(rank_model.allocate_cache(pages, max_len))))
             case ShutdownWorker():
                 process_group.destroy_process_group()
                 return

@@ -11,19 +11,20 @@ import logging
 import os
 import pickle
 import queue
+import selectors
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import TypeVar
 
 import localgen
 from localgen.backends.cuda.parallel.rank_model import WorkerError
 from localgen.backends.errors import EngineDied, LocalgenError, error_from_code
+from localgen.backends.messages import FrameSocket, start_process
 
 _WORKER_MODULE = "localgen.backends.cuda.parallel.worker"
 _Reply = TypeVar("_Reply")
@@ -42,19 +43,18 @@ log = logging.getLogger(__name__)
 class _WorkerProcess:
     rank: int
     process: subprocess.Popen[bytes]
-    connection: Connection[object, object]
+    messages: FrameSocket
 
     @classmethod
     def start(cls, rank: int) -> _WorkerProcess:
-        ours, theirs = Pipe()
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", _WORKER_MODULE, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+        return cls(
+            rank,
+            *start_process(
+                [sys.executable, "-P", "-m", _WORKER_MODULE],
                 stdin=subprocess.PIPE,  # closes when this process ends, even on a crash
                 env=_worker_environment(),
-            )
-        return cls(rank, process, ours)
+            ),
+        )
 
     @property
     def name(self) -> str:
@@ -104,7 +104,7 @@ class WorkerGroup:
         """Send `message_for_rank(rank)` to each worker. Raises LocalgenError if one is lost."""
         try:
             for worker in self._workers:
-                worker.connection.send(message_for_rank(worker.rank))
+                worker.messages.send(pickle.dumps(message_for_rank(worker.rank)))
         except OSError as error:
             raise self.failure_cause(error) from None
 
@@ -113,7 +113,7 @@ class WorkerGroup:
         packed = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         try:
             for worker in self._workers:
-                worker.connection.send_bytes(packed)
+                worker.messages.send(packed)
         except OSError as error:
             raise self.failure_cause(error) from None
 
@@ -149,24 +149,28 @@ class WorkerGroup:
             worker.close(patience_s)
         self._listener.join()
         for worker in self._workers:
-            worker.connection.close()
+            worker.messages.close()
 
     def _listen(self) -> None:
-        by_orders = {worker.connection: worker for worker in self._workers}
-        while by_orders:
-            for orders in wait(list(by_orders)):
-                assert isinstance(orders, Connection)
-                try:
-                    heard = orders.recv()
-                except (EOFError, OSError):
-                    heard = None
-                    worker = by_orders.pop(orders)
-                    if not self._closing:
-                        self._record_failure(EngineDied(worker.exit_message()))
-                if isinstance(heard, WorkerError):
-                    self._record_failure(error_from_code(heard.code, heard.message))
-                elif heard is not None:
-                    self._replies.put(heard)
+        with selectors.DefaultSelector() as selector:
+            for worker in self._workers:
+                selector.register(worker.messages, selectors.EVENT_READ, worker)
+            while selector.get_map():
+                for ready, _ in selector.select():
+                    try:
+                        self._read_replies(ready.data)
+                    except (EOFError, OSError):
+                        selector.unregister(ready.fileobj)
+                        if not self._closing:
+                            self._record_failure(EngineDied(ready.data.exit_message()))
+
+    def _read_replies(self, worker: _WorkerProcess) -> None:
+        for content in worker.messages.read():
+            reply = pickle.loads(content)
+            if isinstance(reply, WorkerError):
+                self._record_failure(error_from_code(reply.code, reply.message))
+            else:
+                self._replies.put(reply)
 
     def _record_failure(self, error: LocalgenError) -> None:
         if self._failure is not None:

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _DraftSequence:
-    """The draft model's copy of a sequence.
+    """The draft model's copy of a sequence; seq.state is RUNNING while its cache holds it.
 
     is_sampled: drafts are sampled, not greedy. tokens, probs: drafts since the target's last step.
     """
@@ -37,18 +37,6 @@ class _DraftSequence:
     is_sampled: bool
     tokens: list[int] = field(default_factory=list)
     probs: list[Any] = field(default_factory=list)
-
-    @property
-    def is_active(self) -> bool:
-        """True while the draft model's cache holds it."""
-        return self.seq.state is SequenceState.RUNNING
-
-    def append(self, sampled: SampledTokens) -> None:
-        """Continue with a draft token."""
-        self.tokens += sampled.tokens
-        self.seq.tokens += sampled.tokens
-        if self.is_sampled:
-            self.probs.append(sampled.probs)
 
     def clear(self) -> None:
         """Drop the drafts."""
@@ -80,11 +68,10 @@ class ModelDrafter(Drafter):
         # of greedy and of sampled drafts
         self._shared = [AcceptanceRate(_PRIOR, _PRIOR_WEIGHT) for _ in range(2)]
         self._round_ms: deque[float] = deque(maxlen=5)
-        self._max_uncomputed = min(_MAX_UNCOMPUTED, runner.limits.max_batch_tokens)
 
     def acceptance_probs(self, seq: Sequence, max_drafts: int) -> list[float]:
         copy = self._synced_copy(seq)
-        if copy is None or copy.seq.num_uncomputed > self._max_uncomputed:
+        if copy is None:
             return []
         room = self._runner.limits.max_len - len(seq.tokens)
         return [copy.acceptance.probability(copy.is_sampled)] * max(0, min(max_drafts, room))
@@ -92,34 +79,36 @@ class ModelDrafter(Drafter):
     def draft_ms(self) -> float:
         return median(self._round_ms) if self._round_ms else 0.0
 
-    def _unprefilled(self) -> list[_DraftSequence]:
-        copies = self._copies.values() if not self.failure else ()
-        return [c for c in copies if c.is_active and c.seq.num_uncomputed > self._max_uncomputed]
-
-    def prefill_acceptance(self) -> float:
-        probs = [copy.acceptance.probability(copy.is_sampled) for copy in self._unprefilled()]
-        return max(probs, default=0.0)
-
-    def prefill(self, max_tokens: int) -> None:
-        copy = min(self._unprefilled(), key=lambda copy: copy.seq.num_uncomputed)
-        limit = min(max_tokens, self._runner.limits.max_batch_tokens)
-        self._compute({copy: min(limit, copy.seq.num_uncomputed - 1)}, sample=False)
-
-    def propose(self, requests: Seq[tuple[Sequence, int]]) -> list[DraftProposal]:
-        copies = [self._copies[seq] for seq, _ in requests]
-        remaining = {copy: count for copy, (_, count) in zip(copies, requests, strict=True)}
+    def propose(
+        self, requests: Seq[tuple[Sequence, int]], max_prefill_tokens: int
+    ) -> list[DraftProposal]:
+        remaining = {self._copies[seq]: count for seq, count in requests}
+        copies = list(remaining)
         for copy in copies:
             copy.clear()
+        batch_tokens = self._runner.limits.max_batch_tokens
+        limit = min(_MAX_UNCOMPUTED, batch_tokens)
+        unprefilled = [copy for copy in copies if copy.seq.num_uncomputed > limit]
+        if unprefilled:
+            shortest = min(unprefilled, key=lambda copy: copy.seq.num_uncomputed)
+            count = min(max_prefill_tokens, batch_tokens, shortest.seq.num_uncomputed - 1)
+            self._compute({shortest: count}, sample=False)
+        for copy in unprefilled:
+            del remaining[copy]
         while (batch := self._batch(remaining)) and not self.failure:
             for copy, sampled in self._compute(batch, sample=True):
+                remaining[copy] -= 1
                 if self._has_padding(sampled.tokens):
                     remaining[copy] = 0
                     continue
-                copy.append(sampled)
-                is_end = copy.tokens[-1] in copy.seq.stop_ids
-                remaining[copy] = 0 if is_end else remaining[copy] - 1
-            remaining = {copy: n for copy, n in remaining.items() if n and copy.is_active}
-        return [DraftProposal(list(copy.tokens), tuple(copy.probs)) for copy in copies]
+                copy.tokens += sampled.tokens
+                copy.seq.tokens += sampled.tokens
+                if copy.is_sampled:
+                    copy.probs.append(sampled.probs)
+                if copy.tokens[-1] in copy.seq.stop_ids:
+                    remaining[copy] = 0
+            remaining = {copy: n for copy, n in remaining.items() if n and _is_active(copy)}
+        return [DraftProposal(copy.tokens, tuple(copy.probs)) for copy in copies]
 
     def observe(self, seq: Sequence, new_tokens: Seq[int]) -> None:
         copy = self._copies.get(seq)
@@ -133,7 +122,7 @@ class ModelDrafter(Drafter):
 
     def release(self, seq: Sequence) -> None:
         copy = self._copies.pop(seq, None)
-        if copy is not None and copy.is_active and not self.failure:
+        if copy is not None and _is_active(copy) and not self.failure:
             self._evict(copy, keep=True)
 
     def close(self) -> None:
@@ -143,24 +132,30 @@ class ModelDrafter(Drafter):
 
     def _synced_copy(self, seq: Sequence) -> _DraftSequence | None:
         """Return the copy, with the sequence's current tokens; None if there is no room for it."""
-        copy, limits = self._copies.get(seq), self._runner.limits
-        if self.failure or len(seq.tokens) >= limits.max_len:
+        if self.failure or len(seq.tokens) >= self._runner.limits.max_len:
             return None
-        if copy is None:
-            active = sum(each.is_active for each in self._copies.values())
-            if active >= limits.max_seqs or self._has_padding(seq.tokens):
-                return None
-            copy = self._admit(seq)
-        if copy is None or not copy.is_active:
+        copy = self._copies.get(seq) or self._admit(seq)
+        if copy is None or not _is_active(copy):
             return None
-        self._sync(copy.seq, seq.tokens)
-        if self._has_padding(seq.tokens[copy.seq.num_computed :]):
+        own, tokens = copy.seq, seq.tokens
+        if own.tokens != tokens:  # remove rejected drafts from the KV cache
+            # one token is left to compute: its logits start the drafts
+            kept = min(common_prefix_len(own.tokens, tokens), own.num_computed, len(tokens) - 1)
+            own.tokens[:] = tokens
+            if kept < own.num_computed:
+                own.num_computed = kept
+                self._runner.rewind(own, kept)
+        if self._has_padding(tokens[own.num_computed :]):
             self._evict(copy, keep=False)
             return None
         return copy
 
     def _admit(self, seq: Sequence) -> _DraftSequence | None:
         limits = self._runner.limits
+        if sum(map(_is_active, self._copies.values())) >= limits.max_seqs:
+            return None
+        if self._has_padding(seq.tokens):
+            return None
         is_sampled = seq.can_sample_drafts and limits.can_sample_drafts
         own = Sequence(
             id=f"draft of {seq.id}",
@@ -180,16 +175,6 @@ class ModelDrafter(Drafter):
         acceptance = AcceptanceEstimator(self._shared, weight=_SHARED_WEIGHT)
         copy = self._copies[seq] = _DraftSequence(own, acceptance, is_sampled)
         return copy
-
-    def _sync(self, own: Sequence, tokens: list[int]) -> None:
-        """Copy the target's tokens and remove rejected drafts from the KV cache."""
-        if own.tokens != tokens:
-            # one token is left to compute: its logits start the drafts
-            kept = min(common_prefix_len(own.tokens, tokens), own.num_computed, len(tokens) - 1)
-            own.tokens[:] = tokens
-            if kept < own.num_computed:
-                own.num_computed = kept
-                self._runner.rewind(own, kept)
 
     def _has_padding(self, tokens: Seq[int]) -> bool:
         return self._vocab_size is not None and max(tokens, default=0) >= self._vocab_size
@@ -238,12 +223,16 @@ class ModelDrafter(Drafter):
             self._round_ms.append((self._clock() - started_s) * 1e3)
         for copy, count in batch.items():
             copy.seq.num_computed += count
-        return [(copy, sampled) for copy, sampled in zip(batch, result, strict=True) if sample]
+        return list(zip(batch, result, strict=True)) if sample else []
 
     def _evict(self, copy: _DraftSequence, *, keep: bool) -> None:
         self._runner.release(copy.seq, keep=keep)
         copy.seq.state = SequenceState.ENDED
         copy.clear()
+
+
+def _is_active(copy: _DraftSequence) -> bool:
+    return copy.seq.state is SequenceState.RUNNING
 
 
 def _draft_sampling_params(params: SamplingParams) -> SamplingParams:

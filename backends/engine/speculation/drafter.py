@@ -33,8 +33,13 @@ class Drafter(ABC):
         accepted; empty: no drafts."""
 
     @abstractmethod
-    def propose(self, requests: Seq[tuple[Sequence, int]]) -> list[DraftProposal]:
-        """Propose up to the requested number of drafts for each sequence."""
+    def propose(
+        self, requests: Seq[tuple[Sequence, int]], max_prefill_tokens: int
+    ) -> list[DraftProposal]:
+        """Propose up to the requested number of drafts for each sequence.
+
+        A drafter that first has to prefill a prompt does that instead, at most max_prefill_tokens.
+        """
 
     @abstractmethod
     def observe(self, seq: Sequence, new_tokens: Seq[int]) -> None:
@@ -43,14 +48,6 @@ class Drafter(ABC):
     def draft_ms(self) -> float:
         """Milliseconds of one drafting round, one draft for each sequence; 0: unknown or none."""
         return 0.0
-
-    def prefill_acceptance(self) -> float:
-        """Expected acceptance after a pending prefill; 0: no prefill is pending."""
-        return 0.0
-
-    def prefill(self, max_tokens: int) -> None:
-        """Prefill up to max_tokens of one pending prompt."""
-        return
 
     def release(self, seq: Sequence) -> None:
         """Forget a sequence that has ended or was preempted."""

@@ -39,7 +39,9 @@ class NgramDrafter(Drafter):
     def acceptance_probs(self, seq: Sequence, max_drafts: int) -> list[float]:
         return self._index_of(seq).acceptance_probs(max_drafts)
 
-    def propose(self, requests: Seq[tuple[Sequence, int]]) -> list[DraftProposal]:
+    def propose(
+        self, requests: Seq[tuple[Sequence, int]], max_prefill_tokens: int
+    ) -> list[DraftProposal]:
         return [DraftProposal(self._index_of(seq).continuation(count)) for seq, count in requests]
 
     def observe(self, seq: Sequence, new_tokens: Seq[int]) -> None:

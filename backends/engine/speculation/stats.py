@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from localgen.backends.types import SpeculationStats
 
 # decay of old observations per new one; faster for one sequence, because its text changes
-_SEQUENCE_DECAY, _SHARED_DECAY, _RECENT_DECAY = 0.98, 0.995, 0.98
+_SEQUENCE_DECAY, _SHARED_DECAY = 0.98, 0.995
 
 
 class AcceptanceRate:
@@ -50,21 +49,30 @@ class AcceptanceEstimator:
 
 
 @dataclass(slots=True)
-class SequenceDraftStats:
-    """Gains of one sequence. ms: time of its steps. plain_ms: of plain steps for as many tokens."""
+class StepTotals:
+    """Sums over decode steps. decay: weight of earlier steps with each new one.
 
-    steps: int = 0
-    drafting_steps: int = 0
+    sequences, tokens: summed over the steps. ms: time. plain_ms: of plain steps for as many tokens.
+    """
+
+    decay: float = 1.0
+    steps: float = 0.0
+    drafting_steps: float = 0.0
+    drafts: float = 0.0
+    sequences: float = 0.0
+    tokens: float = 0.0
     ms: float = 0.0
     plain_ms: float = 0.0
-    tokens_by_drafter: Counter[str] = field(default_factory=Counter)
 
-    def add(self, drafts: int, ms: float, plain_ms: float) -> None:
+    def add(self, sequences: int, tokens: int, drafts: int, ms: float, plain_ms: float) -> None:
         """Record a step."""
-        self.steps += 1
-        self.drafting_steps += drafts > 0
-        self.ms += ms
-        self.plain_ms += plain_ms
+        self.steps = self.decay * self.steps + 1
+        self.drafting_steps = self.decay * self.drafting_steps + (drafts > 0)
+        self.drafts = self.decay * self.drafts + drafts
+        self.sequences = self.decay * self.sequences + sequences
+        self.tokens = self.decay * self.tokens + tokens
+        self.ms = self.decay * self.ms + ms
+        self.plain_ms = self.decay * self.plain_ms + plain_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,35 +85,19 @@ class RequestDraftStats:
     drafters: tuple[str, ...] = ()
 
 
-class SpeculationRecorder:
-    """Decaying sums over recent steps, and totals since the engine started."""
-
-    def __init__(self) -> None:
-        self._recent = [0.0] * 8
-        self._drafting_steps = self._drafts = self._accepted = 0
-
-    def record(self, sequences: int, tokens: int, drafts: int, ms: float, plain_ms: float) -> None:
-        """Record a finished step. plain_ms: time of plain steps for as many tokens."""
-        accepted = tokens - sequences
-        new = (1.0, drafts > 0, drafts, accepted, sequences, tokens, ms, plain_ms)
-        pairs = zip(self._recent, new, strict=True)
-        self._recent = [_RECENT_DECAY * old + value for old, value in pairs]
-        self._drafting_steps += drafts > 0
-        self._drafts += drafts
-        self._accepted += accepted
-
-    def stats(self, drafters: tuple[str, ...], reason: str) -> SpeculationStats:
-        """For /v1/stats. reason: why the latest step had no drafts."""
-        steps, drafting, drafts, accepted, sequences, tokens, ms, plain_ms = self._recent
-        share = drafting / steps if steps else 0.0
-        return SpeculationStats(
-            drafters=drafters,
-            share=share,
-            reason="" if share >= 0.5 else reason,
-            acceptance=accepted / drafts if drafts else 0.0,
-            tokens_per_step=tokens / sequences if sequences else 0.0,
-            speedup=plain_ms / ms if ms else 0.0,
-            drafting_steps_total=self._drafting_steps,
-            draft_tokens_total=self._drafts,
-            accepted_tokens_total=self._accepted,
-        )
+def speculation_stats(
+    recent: StepTotals, total: StepTotals, drafters: tuple[str, ...], reason: str
+) -> SpeculationStats:
+    """For /v1/stats. total: since the engine started. reason: why the latest step had no drafts."""
+    share = recent.drafting_steps / max(1.0, recent.steps)
+    return SpeculationStats(
+        drafters=drafters,
+        share=share,
+        reason="" if share >= 0.5 else reason,
+        acceptance=(recent.tokens - recent.sequences) / recent.drafts if recent.drafts else 0.0,
+        tokens_per_step=recent.tokens / recent.sequences if recent.sequences else 0.0,
+        speedup=recent.plain_ms / recent.ms if recent.ms else 0.0,
+        drafting_steps_total=int(total.drafting_steps),
+        draft_tokens_total=int(total.drafts),
+        accepted_tokens_total=int(total.tokens - total.sequences),
+    )

@@ -18,6 +18,7 @@ from localgen.backends.errors import (
     QueueFull,
     error_from_code,
 )
+from localgen.backends.messages import MAX_FRAME_BYTES, FrameDecoder, encode_frame
 from localgen.backends.model_info import ModelInfo, ModelLoadRequest
 from localgen.backends.types import (
     Delta,
@@ -129,7 +130,7 @@ class EngineClient(asyncio.Protocol):
         self._process = process
         self._name, self._path = name, name
         self._on_death = on_death
-        self._decoder = wire.MessageDecoder()
+        self._frames = FrameDecoder()
         self._output = EngineLogPipe(name)
         self._streams: dict[str, RequestStream] = {}
         self._pending_embeddings: dict[str, asyncio.Future[Embedded]] = {}
@@ -199,10 +200,10 @@ class EngineClient(asyncio.Protocol):
         """Encode a request. Raises EngineDied if the engine ended, InvalidRequest if too large."""
         if self._end_reason is not None:
             raise EngineDied(self._end_reason)
-        frame = wire.encode_message(message)
-        if len(frame) > wire.MAX_FRAME_BYTES:
+        frame = encode_frame(wire.CODEC.encode(message))
+        if len(frame) > MAX_FRAME_BYTES:
             raise InvalidRequest(
-                f"the request is {len(frame) >> 20} MiB, the limit is {wire.MAX_FRAME_BYTES >> 20} "
+                f"the request is {len(frame) >> 20} MiB, the limit is {MAX_FRAME_BYTES >> 20} "
                 "MiB: shorten it"
             )
         return frame
@@ -269,8 +270,8 @@ class EngineClient(asyncio.Protocol):
     def data_received(self, received: bytes) -> None:
         self.silence = Silence()
         try:
-            for message in self._decoder.feed(received):
-                self._handle_message(message)
+            for content in self._frames.feed(received):
+                self._handle_message(wire.CODEC.decode(content))
         except Exception as error:  # an engine that sends invalid messages is unusable
             _log.exception("%s: bad message from the engine", self._name)
             self._mark_dead(f"the engine of {self._name} sent an invalid message: {error}")
@@ -357,7 +358,7 @@ class EngineClient(asyncio.Protocol):
             self._load_future.set_exception(error)
 
     def _send(self, message: wire.WireMessage) -> None:
-        self._write(wire.encode_message(message))
+        self._write(encode_frame(wire.CODEC.encode(message)))
 
     def _write(self, frame: bytes) -> None:
         if self._transport is not None and not self._transport.is_closing():
