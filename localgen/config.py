@@ -43,8 +43,8 @@ class ServerSettings:
     max_queue: waiting requests per model before new ones are rejected; None: the engine's default.
     parallel: requests per model computed at once; None: the engine's default.
     draft: default of LoadOptions.draft, used where it suits the model.
-    hang_timeout_s: an engine that sends nothing for so long while it has requests is killed; None:
-    never.
+    hang_timeout_s: an engine that sends nothing for so long while it has requests or loads a model
+    is killed; None: never.
     """
 
     runtime_dir: Path

@@ -41,6 +41,7 @@ from localgen.backends.types import (
     Finished,
     PositionLogprobs,
     Request,
+    SequenceStats,
     StepEvents,
     Timings,
     TokenLogprob,
@@ -239,8 +240,22 @@ class FakeEngine:
                 del self.running[request_id]
                 finished.append(self.finished(request, words, done))
         requests = {"cancelled": self.cancelled}
-        stats = EngineStats(running=len(self.running), requests_total=requests)
+        sequences = tuple(self.sequence(*each) for each in self.running.values())
+        stats = EngineStats(running=len(self.running), requests_total=requests, sequences=sequences)
         self.send(StepEvents(tuple(deltas), tuple(finished), (), stats, self.embed_step()))
+
+    def sequence(self, request: Request, words: list[str], done: int) -> SequenceStats:
+        return SequenceStats(
+            request_id=request.id,
+            client=request.client,
+            state="decode",
+            prompt_tokens=len(words),
+            cached_tokens=0,
+            computed_tokens=len(words) + done,
+            generated_tokens=done,
+            ctx=request.ctx or 2048,
+            age_s=time.monotonic() - request.arrived_s,
+        )
 
     def delta(self, request: Request, word: str, done: int) -> Delta:
         text = word if done == 0 else f" {word}"

@@ -44,7 +44,7 @@ def test_ps(scripted: Callable[..., ScriptedClient], capsys: pytest.CaptureFixtu
     scripted()
     assert run_command_line(["ps"]) == 0
     head, row = capsys.readouterr().out.splitlines()
-    assert head.split() == ["NAME", "ID", "SIZE", "MEMORY", "PROCESSOR", "CONTEXT", "UNTIL"]
+    assert head.split() == ["NAME", "ID", "SIZE", "MEMORY", "PROCESSOR", "CONTEXT", "UNTIL", "ALSO"]
     cells = ["tiny", "a1b2", "12.0 MB", "130 MB", "100% CPU", "2,048", "5 minutes from now"]
     assert re.split(r" {3,}", row) == cells
     assert run_command_line(["ps", "--json"]) == 0

@@ -41,6 +41,7 @@ class _Resident:
     info: ModelInfo | None = None
     placement = Placement("cuda", "test", (GPU,))
     last_used_s = 0.0
+    is_ending = False
 
     def __init__(self, file: ModelFile, users: int) -> None:
         self.file, self.is_idle = file, not users

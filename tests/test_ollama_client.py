@@ -294,7 +294,6 @@ def generates(**fields: Any) -> Call:
         (lambda c: c.chat("no-such-model", [QUESTION]), 404, "no-such-model"),
         (lambda c: c.show("no-such-model"), 404, "no-such-model"),
         (lambda c: c.pull("lama-8b"), 404, "llama-8b"),
-        (lambda c: c.pull("tiny"), 400, "nothing to pull"),
         (lambda c: c.pull("tiny", insecure=True), 400, "insecure"),
         (lambda c: c.delete("tiny"), 400, "is built into localgen"),
         (lambda c: c.copy("no-such-model", "x"), 404, "no-such-model"),

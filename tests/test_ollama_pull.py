@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -15,10 +16,13 @@ from loopback_hub import LoopbackHub
 from ollama import ResponseError
 from pull_fixtures import CONTENT, Q4, REPO, environment, hub, random_bytes
 from real_server import RealServer, real_server
-from serving import wait_until
+from serving import settings_in, wait_until
 
 from localgen.hub.hf_client import forward_warnings
-from localgen.server.ollama.pull import _progress_events
+from localgen.server.models.manager import ModelManager
+from localgen.server.ollama import routes
+from localgen.server.ollama.pull import PullEvent, _progress_events
+from localgen.server.stats.request_log import RequestLog
 
 __all__ = ["hub"]
 NAME = f"{REPO}:Q4_K_M"
@@ -67,6 +71,17 @@ def test_a_pull_without_a_stream_and_one_that_is_here(
     *_, moved, last = client.pull(REPO, stream=True)
     assert (moved.completed, last.status) == (len(CONTENT), "success")
     assert len(hub.downloads) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", ["tiny", "tiny:latest", "mine"])
+def test_a_pull_of_what_is_not_on_the_hub_but_here(
+    client: ollama.Client, hub: LoopbackHub, name: str, stream: bool
+) -> None:
+    client.copy("tiny", "mine")
+    answer = client.pull(name, stream=True) if stream else [client.pull(name)]
+    assert [line.status for line in answer] == ["success"]
+    assert not hub.downloads
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -191,3 +206,21 @@ def test_threads_hear_what_their_own_calls_say() -> None:
     assert [len(lines) for lines in heard.values()] == [1, 1]
     assert heard["a"][0].endswith("retrying a")
     assert (logger.handlers, logger.propagate) == before
+
+
+def test_a_pull_keeps_the_server_from_exiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = ModelManager(settings_in(tmp_path))
+
+    async def pull(name: str) -> AsyncGenerator[PullEvent, None]:
+        yield {"status": f"{name}: idle for {manager.idle_s} s"}
+
+    monkeypatch.setattr(routes, "stream_pull", pull)
+    api = routes.OllamaApi(manager, RequestLog(()), None)
+
+    async def collect() -> list[PullEvent]:
+        return [event async for event in api._stream_pull("big")]
+
+    assert asyncio.run(collect()) == [{"status": "big: idle for 0.0 s"}]
+    assert manager.idle_s > 0

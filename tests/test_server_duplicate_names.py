@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
 from localgen.chat.parameters import ModelOptions
 from localgen.chat.session import ChatSession
+from localgen.cli.main import run_command_line
 from localgen.client import Client
 
 
@@ -98,3 +100,22 @@ def test_aliases_of_installed_models_are_listed_as_models(served: ServerHarness)
     assert cards["pet"]["path"] == served.model("echo").replace("echo", "pet")
     assert {"pet", "tiny"} <= tags == set(cards)
     assert "future" not in tags
+
+
+def test_ps_shows_the_aliases_of_a_file(
+    served: ServerHarness, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in served.settings.to_environment().items():
+        monkeypatch.setenv(name, value)
+    path = served.model("mine")
+    names = f'work = "{path}"\npet = "{path}"\nother = "{served.model("other")}"\n'
+    (served.settings.state_dir / "models.toml").write_text(names)
+    served.start()
+    ask(served, "work")
+    assert run_command_line(["ps"]) == 0
+    _, row = capsys.readouterr().out.splitlines()
+    assert row.startswith("mine ")
+    assert row.endswith("   work, pet")
+    assert run_command_line(["ps", "--json"]) == 0
+    (model,) = json.loads(capsys.readouterr().out)
+    assert model["aliases"] == ["work", "pet"]

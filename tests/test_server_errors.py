@@ -17,6 +17,10 @@ from serving import (
     wait_until,
 )
 
+from localgen.server.http import json_limits
+
+JSON_HEADERS = {"content-type": "application/json"}
+
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[ServerHarness]:
@@ -124,11 +128,40 @@ def test_text_and_tokens_of_a_completion(served: ServerHarness) -> None:
         assert refusal(reply, 400, "invalid_request")["param"] == param
 
 
-def test_deeply_nested_body_is_rejected(served: ServerHarness) -> None:
-    content = b'{"logit_bias": ' + b"[" * 900 + b"]" * 900 + b"}"
-    headers = {"content-type": "application/json"}
-    reply = served.http.post("/v1/chat/completions", content=content, headers=headers)
-    refusal(reply, 400, "invalid_request")
+def bodies_with(value: str, model: str) -> list[tuple[str, str]]:
+    """Routes and bodies with a JSON value where the API takes any JSON, and where it does not."""
+    turn = {"role": "user", "content": "a"}
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "VALUE"}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": "VALUE"}}
+    schema = {"type": "json_schema", "json_schema": {"name": "s", "schema": "VALUE"}}
+    chats: list[dict[str, Any]] = [
+        {"messages": [{"role": "user", "content": "VALUE"}]},
+        {"messages": [turn, {"role": "assistant", "tool_calls": [call]}]},
+        {"messages": [turn], "tools": [tool]},
+        {"messages": [turn], "response_format": schema},
+        {"messages": [turn], "logit_bias": "VALUE"},
+    ]
+    bodies = [json.dumps({"model": model} | chat).replace('"VALUE"', value) for chat in chats]
+    return [(route, body) for body in bodies for route in ("/v1/chat/completions", "/api/chat")]
+
+
+@pytest.mark.parametrize("depth", [150, 300, 900, 5_000])
+def test_deeply_nested_bodies_are_rejected(served: ServerHarness, depth: int) -> None:
+    value = '{"properties": ' * depth + '"leaf"' + "}" * depth
+    limit = json_limits.MAX_DEPTH
+    for route, body in bodies_with(value, served.model()):
+        reply = served.http.post(route, content=body, headers=JSON_HEADERS)
+        if depth < limit:
+            assert reply.status_code < 500, (body[:200], reply.text)
+            continue
+        assert reply.status_code == 400, (body[:200], reply.text)
+        assert "nested too deeply" in reply.text
+        assert f"at most {limit}" in reply.text
+
+
+def test_brackets_in_strings_are_not_nesting(served: ServerHarness) -> None:
+    text = '[{"' * 1_000 + "\\"
+    assert served.chat(served.model(), text).status_code == 200
 
 
 def test_invalid_keep_alive_is_rejected(served: ServerHarness) -> None:

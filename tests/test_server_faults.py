@@ -156,7 +156,7 @@ def test_idle_models_are_unloaded() -> None:
         served.start()
         model = served.model()
         served.chat(model, "a")
-        wait_until(lambda: not served.healthy() or served.loaded() == [], timeout_s=3)
+        wait_until(lambda: not served.healthy() or served.loaded() == [])
 
 
 def test_the_server_leaves_when_idle() -> None:

@@ -4,25 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 from serving import MANY_WORDS, ServerHarness, in_thread, server_harness, wait_until
 
+from localgen.backends.engine import wire
 from localgen.backends.engine.engine import IDLE_STATS_INTERVAL_S
-from localgen.backends.errors import EngineDied
+from localgen.backends.engine.process import HEARTBEAT_S
+from localgen.backends.errors import EngineDied, LoadFailed
+from localgen.backends.messages import FrameSocket
+from localgen.backends.model_info import LoadOptions, ModelLoadRequest
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import Message
 from localgen.client import Completion, TextDelta
 from localgen.client.stream import _read_comment, iter_sse_data
-from localgen.server.models.engine_client import EngineSilent, RequestStream, Silence
+from localgen.server.models.engine_client import (
+    EngineSilent,
+    ProcessUsage,
+    RequestStream,
+    Silence,
+)
 from localgen.server.models.engine_process import EngineProcess
 from localgen.server.models.engine_watch import SILENT_AFTER_S, EngineWatch
 
@@ -36,7 +49,9 @@ class FakeEngine:
 
     processor: str = "100% CPU"
     has_requests: bool = True
+    is_loading: bool = False
     cpu_s: float = 0.0
+    read_bytes: int = 0
     pid: int = 1
     name: str = "fake"
     silence: Silence = field(default_factory=Silence)
@@ -47,7 +62,11 @@ class FakeEngine:
     def engine(self) -> FakeEngine:
         return self
 
-    info = file = engine
+    file = engine
+
+    @property
+    def info(self) -> FakeEngine | None:
+        return None if self.is_loading else self
 
     def announce_silence(self) -> None:
         self.announced.append(self.silence.silent_s)
@@ -66,7 +85,11 @@ def watch_for(
 ) -> float:
     """Watch an engine until it is killed; return the seconds that took, or `seconds`."""
     resident: Any = engine
-    watch = EngineWatch(lambda: [resident], hang_timeout_s, cpu_seconds=lambda _: engine.cpu_s)
+
+    def read_usage(_pid: int) -> ProcessUsage:
+        return ProcessUsage(engine.cpu_s, (engine.read_bytes,))
+
+    watch = EngineWatch(lambda: [resident], hang_timeout_s, read_usage=read_usage)
 
     async def run() -> float:
         watch.check(0.0)
@@ -142,6 +165,56 @@ def test_a_long_step_on_the_processor_has_ten_times_as_long() -> None:
     assert watch_for(on_gpu, 2000, each_s=partial(compute, on_gpu)) == 60.0
 
 
+def test_an_engine_that_is_stopped_while_it_loads_is_killed() -> None:
+    engine = FakeEngine(is_loading=True, has_requests=False)
+    assert watch_for(engine, 200) == 60.0
+    assert engine.announced[0] == SILENT_AFTER_S
+    assert "sent nothing for 60 s while loading" in engine.killed[0]
+
+
+@pytest.mark.parametrize("used", ["cpu_s", "read_bytes"])
+def test_a_load_without_heartbeats_that_computes_or_reads_is_only_told(used: str) -> None:
+    engine = FakeEngine(is_loading=True, has_requests=False)
+
+    def work(second: int) -> None:
+        if second % 50 == 0:
+            setattr(engine, used, getattr(engine, used) + 1)
+
+    assert watch_for(engine, 3000, each_s=work) == 3000
+    assert not engine.killed
+    assert engine.announced[0] == SILENT_AFTER_S
+    assert watch_for(engine, 200) == 60.0, "once it does no more"
+
+
+def test_a_heartbeat_ends_the_silence_of_a_load() -> None:
+    engine = FakeEngine(is_loading=True, has_requests=False)
+
+    def beat(second: int) -> None:
+        engine.silence = Silence()
+
+    watch_for(engine, 500, each_s=beat)
+    assert not engine.announced
+    assert not engine.killed
+    assert 2 * HEARTBEAT_S <= SILENT_AFTER_S
+
+
+def test_a_loading_engine_sends_heartbeats_while_native_code_runs() -> None:
+    code = (
+        "import sys, time\n"
+        "from localgen.backends.engine import process\n"
+        "process.HEARTBEAT_S = 0.01\n"
+        "process.main(int(sys.argv[1]), lambda request, on_progress: time.sleep(600))"
+    )
+    started = EngineProcess.start(lambda fd: [sys.executable, "-c", code, str(fd)])
+    sock, deadline_s = FrameSocket(started.sock), time.monotonic() + LONG_S
+    sock.send(wire.CODEC.encode(ModelLoadRequest("m", "m.gguf", LoadOptions())))
+    messages = [wire.CODEC.decode(sock.receive(deadline_s)) for _ in range(3)]
+    assert messages == [wire.LoadProgress(0.0)] * 3
+    started.kill()
+    started.process.communicate()
+    started.sock.close()
+
+
 def test_a_stopped_server_does_not_take_its_engines_for_hung() -> None:
     engine = FakeEngine()
     watch_for(engine, 4, step_s=1000.0)
@@ -202,6 +275,22 @@ def raw_lines(served: ServerHarness, model: str, into: list[str], text: str = MA
         into.extend(line for line in reply.iter_lines() if line)
 
 
+def ask_in_vain(served: ServerHarness, model: str) -> None:
+    """A chat that the test does not wait for."""
+    with suppress(httpx.HTTPError):
+        served.chat(model, MANY_WORDS)
+
+
+def ps(served: ServerHarness) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "localgen.cli.main", "ps"],
+        env=os.environ | served.settings.to_environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+
 def is_answering(served: ServerHarness, model: str) -> bool:
     """True once the model is loaded and runs a request."""
     return bool(served.loaded()) and bool((served.stats(model)["stats"] or {}).get("running"))
@@ -256,6 +345,66 @@ def test_a_request_to_an_engine_that_was_stopped_while_idle(served: ServerHarnes
         list(client.chat(model, [Message("user", "a b")], SamplingParams()))
     assert any(line.startswith("no answer of the engine for ") for line in said)
     assert served.chat(model, "a b").status_code == 200
+
+
+def test_an_engine_that_is_stopped_while_it_loads_is_told_and_replaced(
+    served: ServerHarness,
+) -> None:
+    served.start()
+    model = served.model("victim", load_s=10)
+    said: list[str] = []
+    client = served.client(said.append)
+    errors: list[LoadFailed] = []
+
+    def load() -> None:
+        with pytest.raises(LoadFailed, match="while loading") as failed:
+            client.load(model, LoadOptions())
+        errors.append(failed.value)
+
+    loading = in_thread(load)
+    lines: list[str] = []
+    streaming = in_thread(lambda: raw_lines(served, model, lines))
+    wait_until(lambda: served.loaded() and served.stats(model)["active_requests"] == 2, LONG_S)
+    pid = served.stats(model)["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: health(served)["status"] == "degraded", LONG_S)
+    assert health(served)["silent_models"] == ["victim"]
+    assert (client.running_models()[0].silent_s or 0) >= 2.0
+    loading.join(timeout=LONG_S)
+    assert "hang timeout 6 s" in errors[0].message
+    assert any(line.startswith("no answer of the engine for ") for line in said)
+    streaming.join(timeout=LONG_S)
+    assert lines[0].startswith(": engine silent for ")
+    assert "load_failed" in lines[-1]
+    assert not psutil.pid_exists(pid)
+    model = served.model("victim")
+    assert served.chat(model, "a b").status_code == 200
+    assert health(served)["status"] == "ok"
+
+
+def test_ps_says_that_a_model_loads(served: ServerHarness) -> None:
+    served.start()
+    model = served.model("victim", load_s=30)
+    in_thread(partial(ask_in_vain, served, model))
+    wait_until(served.loaded, LONG_S)
+    _, row = ps(served).stdout.splitlines()
+    assert row.startswith("victim")
+    assert re.search(r" -\s+-\s+loading \(\d+%\)$", row)
+
+
+def test_requests_age_while_their_engine_hangs(served: ServerHarness) -> None:
+    served.start()
+    model = served.model("victim", token_s=0.02)
+    in_thread(partial(ask_in_vain, served, model))
+    wait_until(lambda: is_answering(served, model), LONG_S)
+    os.kill(served.stats(model)["pid"], signal.SIGSTOP)
+
+    def age_s() -> float:
+        (request,) = served.stats(model)["stats"]["sequences"]
+        return float(request["age_s"])
+
+    before_s = age_s()
+    wait_until(lambda: age_s() > before_s + 1.0, LONG_S)
 
 
 def test_a_long_step_is_told_and_ends_well(served: ServerHarness) -> None:
@@ -341,13 +490,7 @@ def test_ps_says_which_engine_does_not_answer(served: ServerHarness) -> None:
     served.chat(model, "a")
     os.kill(served.stats(model)["pid"], signal.SIGSTOP)
     wait_until(lambda: served.stats(model)["silent_s"], LONG_S)
-    shown = subprocess.run(
-        [sys.executable, "-m", "localgen.cli.main", "ps"],
-        env=os.environ | served.settings.to_environment(),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    shown = ps(served)
     assert "victim" in shown.stdout
     assert shown.stderr.startswith("no answer of the engine of victim for ")
     assert "localgen stop victim ends it" in shown.stderr

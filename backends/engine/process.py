@@ -20,6 +20,8 @@ from localgen.backends.model_info import ModelLoadRequest
 from localgen.backends.runner.interface import MAX_DRAFT_TOKENS, StepFailed
 from localgen.backends.text.grammar import GrammarCompiler
 
+# of a loading engine, whatever its progress: without it, the server takes the engine for stopped
+HEARTBEAT_S = 1.0
 log = logging.getLogger(__name__)
 
 
@@ -39,6 +41,9 @@ class _EngineServer:
         self._load = load
         self._messages = map(wire.CODEC.decode, self._socket)
         self._engine: Engine | None = None
+        self._sending = threading.Lock()
+        self._progress = 0.0
+        self._loading_ended = threading.Event()
 
     def run(self) -> int:
         first = next(self._messages, None)
@@ -46,9 +51,11 @@ class _EngineServer:
             return 1
         # a thread reads from here on, so that the process exits as soon as the server closes
         threading.Thread(target=self._read_requests, args=(self._messages,), daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, daemon=True).start()
         try:
-            model = self._load(first, lambda share: self._send(wire.LoadProgress(share)))
+            model = self._load(first, self._report_progress)
         except LocalgenError as error:
+            self._loading_ended.set()
             self._send(wire.LoadError(error.code, error.message))
             return 1
         if first.sampling is not None:
@@ -75,6 +82,7 @@ class _EngineServer:
             drafters=create_drafters(model),
             max_drafts=options.draft_max or MAX_DRAFT_TOKENS,
         )
+        self._loading_ended.set()
         self._send(wire.LoadComplete(model.info))
         try:
             self._engine.run()
@@ -83,9 +91,19 @@ class _EngineServer:
             return 1
         return 0
 
+    def _report_progress(self, share: float) -> None:
+        self._progress = share
+        self._send(wire.LoadProgress(share))
+
+    def _send_heartbeats(self) -> None:
+        """Repeat the progress until the model is loaded, also while native code runs."""
+        while not self._loading_ended.wait(HEARTBEAT_S):
+            self._send(wire.LoadProgress(self._progress))
+
     def _send(self, message: wire.WireMessage) -> None:
         try:
-            self._socket.send(wire.CODEC.encode(message))
+            with self._sending:
+                self._socket.send(wire.CODEC.encode(message))
         except OSError:
             os._exit(0)  # the server is gone
 

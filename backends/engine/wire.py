@@ -1,8 +1,8 @@
 """Wire protocol between the server and an engine process: backends/messages.py over a socket pair.
 
 The server sends one ModelLoadRequest, then Submit, SubmitEmbedding and Cancel. The engine sends
-LoadProgress messages, then LoadComplete or LoadError, then StepEvents, at most one per step. The
-engine process exits when either side closes the socket.
+LoadProgress messages, at least one per second, then LoadComplete or LoadError, then StepEvents, at
+most one per step. The engine process exits when either side closes the socket.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """Loading progress, 0 to 1."""
+    """Loading progress, 0 to 1. It is repeated each second: the engine is alive."""
 
     progress: float
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from contextlib import closing
+from typing import TYPE_CHECKING
 
 from localgen.backends.units import format_size
 from localgen.cli.arguments import JsonFlag
+
+if TYPE_CHECKING:
+    from localgen.client.responses import RunningModel
 
 
 def command(json: JsonFlag = False) -> None:
@@ -15,7 +19,7 @@ def command(json: JsonFlag = False) -> None:
     from localgen.client.responses import silence_notice
 
     with closing(Client()) as client:
-        running = client.running_models()
+        running = _with_aliases(client.running_models())
     if json:
         tables.print_json(running)
         return
@@ -25,14 +29,36 @@ def command(json: JsonFlag = False) -> None:
             model.id,
             format_size(model.size_bytes),
             format_size(model.memory_bytes) if model.memory_bytes else "-",
-            model.processor,
-            f"{model.ctx:,}",
-            tables.format_expiry(model.until_s, model.active_requests),
+            model.processor or "-",
+            f"{model.ctx:,}" if model.ctx else "-",
+            _state(model),
+            ", ".join(model.aliases),
         )
         for model in running
     ]
-    header = ("NAME", "ID", "SIZE", "MEMORY", "PROCESSOR", "CONTEXT", "UNTIL")
+    header = ("NAME", "ID", "SIZE", "MEMORY", "PROCESSOR", "CONTEXT", "UNTIL", "ALSO")
     tables.print_table(header, rows)
     for model in running:
         if model.silent_s is not None:
             tables.print_notice(silence_notice(model.name, model.silent_s))
+
+
+def _with_aliases(running: list[RunningModel]) -> list[RunningModel]:
+    """Add the user's names of the models."""
+    from dataclasses import replace
+
+    from localgen.hub.resolve import installed_aliases
+
+    named = installed_aliases() if running else []
+    return [
+        replace(model, aliases=tuple(name for name, file in named if str(file.path) == model.path))
+        for model in running
+    ]
+
+
+def _state(model: RunningModel) -> str:
+    from localgen.cli import tables
+
+    if model.state == "loading":
+        return f"loading ({model.progress:.0%})"
+    return tables.format_expiry(model.until_s, model.active_requests)

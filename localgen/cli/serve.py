@@ -141,8 +141,8 @@ def command(
     hang_timeout: Annotated[
         float | None,
         typer.Option(
-            help="Kill an engine that sends nothing for this time while it has requests, and load "
-            "the model again at the next one; 0: never (default: 60).",
+            help="Kill an engine that sends nothing for this time while it has requests or loads "
+            "a model, and load the model again at the next request; 0: never (default: 60).",
             metavar="SECONDS",
             min=0,
             rich_help_panel=_LIMITS_PANEL,

@@ -133,13 +133,16 @@ class Client(ModelClient):
         }
         if keep_alive is not None:
             body["keep_alive"] = keep_alive
-        waiting = ""
+        waiting, told_s = "", 0.0
         with self._open_stream("models/load", encode_json(body)) as response:
             for event in self._events(response, LoadEvent):
                 if event.model is not None:
                     return event.model
                 if not waiting and (waiting := event.waiting):
                     self._notify(f"waiting: {waiting}")
+                if event.silent_s is not None and event.silent_s >= 2 * told_s:
+                    told_s = event.silent_s
+                    self._on_silence(told_s)
                 on_progress(event.progress)
         raise ServerUnavailable(
             f"the server ended while loading the model: see {self._settings.log_path}"

@@ -46,11 +46,13 @@ class Stats(msgspec.Struct):
 class LoadEvent(msgspec.Struct):
     """An event of POST /v1/models/load: the progress, at last the model.
 
-    waiting: why the model waits for memory; empty: it does not.
+    waiting: why the model waits for memory; empty: it does not. silent_s: how long the engine that
+    loads it has sent nothing; None: it is not silent.
     """
 
     progress: float = 0.0
     waiting: str = ""
+    silent_s: float | None = None
     model: ModelInfo | None = None
 
 

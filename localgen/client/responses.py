@@ -66,11 +66,12 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True)
 class RunningModel:
-    """A loaded model. draft: its draft model, if any. pid: of its engine process.
+    """A loaded or loading model. draft: its draft model, if any. pid: of its engine process.
 
     size_bytes: of the weights. memory_bytes: RAM and GPU memory that the engine process takes now.
     until_s: seconds until it is unloaded if it stays idle; None: never. silent_s: how long its
-    engine has sent nothing, although it should; None: it answers.
+    engine has sent nothing, although it should; None: it answers. state: loaded, or loading with
+    `progress` (0 to 1); processor and ctx are empty then. aliases: filled in by `localgen ps`.
     """
 
     name: str
@@ -84,6 +85,10 @@ class RunningModel:
     pid: int = 0
     memory_bytes: int = 0
     silent_s: float | None = None
+    state: str = "loaded"
+    progress: float = 1.0
+    path: str = ""
+    aliases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

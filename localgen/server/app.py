@@ -25,8 +25,9 @@ from localgen.server.http.errors import error_response
 from localgen.server.http.guard import GuardMiddleware, RequestRefused
 from localgen.server.http.rate_limit import RateLimiter
 from localgen.server.models.disk_paths import error_message, without_paths
+from localgen.server.models.engine_watch import silence_s
 from localgen.server.models.manager import ModelManager
-from localgen.server.models.resident import KeepAlive
+from localgen.server.models.resident import KeepAlive, ResidentModel
 from localgen.server.ollama.routes import OllamaApi
 from localgen.server.openai import responses
 from localgen.server.openai.responses import ChatCompletionSerializer, CompletionSerializer
@@ -209,17 +210,20 @@ async def _load_events(
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Yield `{"progress": 0.43}` while the model loads, then `{"model": ModelInfo}`.
 
-    While it waits for memory, `waiting` is the reason. allow_paths: take and give paths, for local
-    clients.
+    While it waits for memory, `waiting` is the reason. `silent_s` is null unless the engine that
+    loads it is silent. allow_paths: take and give paths, for local clients.
     """
     # empty until the model is found: an error before that has a status of its own
     event: dict[str, Any] = {}
+
+    def show(resident: ResidentModel) -> None:
+        event.update(progress=resident.engine.progress, silent_s=silence_s(resident))
 
     async def load() -> ModelInfo:
         acquired = manager.acquire(
             body.model,
             body.to_load_options(),
-            lambda share: event.update(progress=share),
+            show,
             None if body.keep_alive is None else KeepAlive(body.keep_alive_s()),
             allow_paths=allow_paths,
             on_wait=lambda reason: event.update(waiting=reason),
@@ -231,7 +235,7 @@ async def _load_events(
     try:
         while not (await asyncio.wait({loading}, timeout=_PROGRESS_PERIOD_S))[0]:
             if event:
-                yield {"progress": 0.0, "waiting": ""} | event
+                yield {"progress": 0.0, "waiting": "", "silent_s": None} | event
         info = loading.result()
         yield {"model": info if allow_paths else without_paths(info)}
     finally:

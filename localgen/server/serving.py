@@ -19,6 +19,7 @@ from localgen.config import ServerSettings
 from localgen.server import serving
 from localgen.server.app import create_app
 from localgen.server.http.access import AccessPolicy
+from localgen.server.http.errors import error_response
 from localgen.server.models.engine_process import EngineCommand, EngineProcess
 from localgen.server.models.engine_watch import EngineWatch
 from localgen.server.models.manager import ModelManager
@@ -40,6 +41,8 @@ HEADER_TIMEOUT_S = 10.0
 # a client that stops reading for this long is disconnected: it would hold its model
 STALL_TIMEOUT_S = 60.0
 MAX_HEADER_BYTES = 64 << 10
+# a client that is refused may still send for this long, and then read the answer
+_LINGER_S = 1.0
 # given to the parser at once
 _PARSED_BYTES = 4 << 10
 # without free file descriptors, asyncio tries to accept this many connections, and logs each
@@ -185,6 +188,7 @@ class _HttpConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._header_bytes = 0
+        self._is_refused = False  # what follows is read: closing before resets the connection
         self._pipelined = bytearray()
         self._cycles: list[RequestResponseCycle] = []
         self._header_timer: asyncio.TimerHandle | None = None
@@ -214,7 +218,7 @@ class _HttpConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         # in pieces, so that a read of many small requests starts only a few of them
         for begin in range(0, len(data), _PARSED_BYTES):
-            if self.transport.is_closing():
+            if self.transport.is_closing() or self._is_refused:
                 return
             if self._is_answering:
                 self._hold(data[begin:])
@@ -227,8 +231,24 @@ class _HttpConnection(HttpToolsProtocol):
         # headers, trailers and chunk sizes: all that is not a body
         self._header_bytes += len(piece)
         super().data_received(piece)
-        if self._header_bytes > MAX_HEADER_BYTES:
+        if self._header_bytes <= MAX_HEADER_BYTES or self.transport.is_closing():
+            return
+        if self._is_idle:
+            self._refuse_headers()
+        else:  # an answer has begun
             self.transport.abort()
+
+    def _refuse_headers(self) -> None:
+        """Answer 431; close once the client has had time to read it."""
+        message = f"the headers exceed {MAX_HEADER_BYTES:,} bytes: shorten them"
+        body = error_response("", "headers_too_large", message, status=431).body
+        head = (
+            "HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        )
+        self._is_refused = True
+        self.transport.write(head.encode() + bytes(body))
+        asyncio.get_running_loop().call_later(_LINGER_S, self.transport.close)
 
     def _hold(self, data: bytes) -> None:
         self._pipelined += data

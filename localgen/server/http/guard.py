@@ -110,9 +110,11 @@ class GuardMiddleware:
     def _check_access(self, scope: Scope) -> None:
         _require_host(scope)
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        host, origin = headers.get(b"host", ""), headers.get(b"origin")
-        if not self._access.allows_host(host):
-            message = f"host {host[:80]!r} is not allowed: add it with --allow-host"
+        host, origin = headers.get(b"host"), headers.get(b"origin")
+        # load balancers may use HTTP/1.0; a browser always sends the host
+        is_probe = host is None and scope["path"] in _PUBLIC_PATHS
+        if not is_probe and not self._access.allows_host(host or ""):
+            message = f"host {(host or '')[:80]!r} is not allowed: add it with --allow-host"
             raise RequestRefused(403, "forbidden_host", message)
         if origin is not None and not self._access.allows_origin(origin):
             message = f"origin {origin[:80]!r} is not allowed: add it with --cors-origin"
@@ -215,7 +217,11 @@ class _LimitedBody:
             )
 
     def _require_json_limits(self) -> None:
-        problem = json_limits.json_limit_error(b"".join(self._parts))
+        body = b"".join(self._parts)
         self._parts.clear()
+        problem = json_limits.json_limit_error(body)
         if problem is not None:
             raise RequestRefused(413, "too_large", problem)
+        problem = json_limits.json_depth_error(body)
+        if problem is not None:
+            raise RequestRefused(400, "invalid_request", problem)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -53,17 +54,26 @@ class LoadCrashed(LoadFailed):
     """The engine process crashed in native code while loading the model."""
 
 
+@dataclass(frozen=True, slots=True)
+class ProcessUsage:
+    """What a process has used since its start. io: counters of its reads and writes, if known."""
+
+    cpu_s: float
+    io: tuple[int, ...] = ()
+
+
 @dataclass(slots=True)
 class Silence:
-    """How long a loaded engine has sent nothing, as EngineWatch counts it.
+    """How long an engine has sent nothing, as EngineWatch counts it.
 
-    hung_s: the part of it with unfinished requests, the time in which it computes counted less.
-    cpu_s: its CPU time when it was last checked; None: it was not silent then.
+    hung_s: the part of it that counts towards the hang timeout: while loading, the time since it
+    last used the processor or the disk; then the time with unfinished requests, of which the time
+    in which it computes counts less. usage: when it was last read; None: not during this silence.
     """
 
     silent_s: float = 0.0
     hung_s: float = 0.0
-    cpu_s: float | None = None
+    usage: ProcessUsage | None = None
 
 
 class RequestStream:
@@ -114,6 +124,7 @@ class EngineClient(asyncio.Protocol):
 
     def __init__(self, process: EngineProcess, name: str, on_death: Callable[[], None]) -> None:
         self.stats: EngineStats | None = None
+        self.stats_received_s = 0.0  # monotonic
         self.progress = 0.0
         self.silence = Silence()
         self._process = process
@@ -227,7 +238,7 @@ class EngineClient(asyncio.Protocol):
             stream.announce_silence(self.silence.silent_s)
 
     async def kill(self, reason: str) -> None:
-        """Kill the process of a loaded model; its requests fail with this reason."""
+        """Kill the process; the load or the requests fail with this reason."""
         if self._end_reason is not None:
             return
         self._end_reason = reason
@@ -237,6 +248,10 @@ class EngineClient(asyncio.Protocol):
         # whoever is told may send the request again, and then its memory must be free
         await self._process.wait(_EXIT_TIMEOUT_S)
         await self.stop(reason)
+
+    async def wait_until_exited(self) -> None:
+        """Wait until the process has exited and its memory is free; kill it if that is late."""
+        await self._process.wait_or_kill(_EXIT_TIMEOUT_S)
 
     async def stop(self, reason: str) -> None:
         """Stop the process and wait for its exit, so that its memory is free."""
@@ -315,7 +330,7 @@ class EngineClient(asyncio.Protocol):
 
     def _dispatch_events(self, events: StepEvents) -> None:
         if events.stats is not None:
-            self.stats = events.stats
+            self.stats, self.stats_received_s = events.stats, time.monotonic()
         dying = next((f.message for f in events.failed if f.code == EngineDied.code), None)
         if dying is not None and self._end_reason is None:
             # it exits in a moment: a retry must start a new engine

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -26,6 +27,8 @@ _OPENMP_SPINS = "10000"
 SPARE_TIMEOUT_S = 30.0
 _MAX_LAST_LINES = 20
 _POLL_S = 0.01
+_SLOW_POLL_S = 0.25
+_KILL_TIMEOUT_S = 1.0
 _log = logging.getLogger("localgen.engine")
 
 
@@ -70,25 +73,27 @@ class EngineProcess:
     def is_running(self) -> bool:
         return self.process.poll() is None
 
-    async def wait(self, timeout_s: float) -> int | None:
+    async def wait(self, timeout_s: float, poll_s: float = _POLL_S) -> int | None:
         """Wait for the exit status. Returns None if the process still runs after the timeout."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while (status := self.process.poll()) is None:
             if asyncio.get_running_loop().time() >= deadline:
                 return None
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(poll_s)
         return status
 
-    async def wait_or_kill(self, timeout_s: float) -> int:
-        """Wait for the process to exit, kill it after the timeout, and return its exit status."""
-        status = await self.wait(timeout_s)
-        if status is not None:
-            return status
+    async def wait_or_kill(self, timeout_s: float) -> None:
+        """Wait for the process to exit; kill it after the timeout.
+
+        A killed process exits late if the system waits for a disk or a driver that hangs.
+        """
+        if await self.wait(timeout_s) is not None:
+            return
         self.kill()
-        # releasing the memory of a killed process may take a while
-        while (status := await self.wait(1.0)) is None:
+        if await self.wait(_KILL_TIMEOUT_S) is None:
             _log.warning("engine process %d was killed but has not exited yet", self.pid)
-        return status
+            await self.wait(math.inf, _SLOW_POLL_S)
+            _log.info("engine process %d has exited", self.pid)
 
     def kill(self) -> None:
         """Kill the process and those that it started, which may be stopped or hang as well."""
@@ -127,7 +132,9 @@ class EngineStarter:
         spare, self._spare = self._spare, None
         if spare is not None:
             spare.sock.close()
-            await spare.wait_or_kill(1.0)
+            if await spare.wait(_KILL_TIMEOUT_S) is None:
+                spare.kill()
+                await spare.wait(_KILL_TIMEOUT_S)
             if spare.process.stdout is not None:
                 spare.process.stdout.close()
 

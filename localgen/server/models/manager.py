@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -19,13 +18,13 @@ from localgen.backends.errors import (
 )
 from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.memory.load_limits import validate_load_options
-from localgen.backends.model_info import DRAFT_KEYWORDS, LoadOptions, ModelInfo, ModelLoadRequest
+from localgen.backends.model_info import DRAFT_KEYWORDS, LoadOptions, ModelInfo
 from localgen.config import ServerSettings
 from localgen.hub.packaged import default_model
 from localgen.hub.resolve import resolve_model
-from localgen.placement.backend_choice import Hardware, Placement, detect_hardware
+from localgen.placement.backend_choice import Hardware, detect_hardware
 from localgen.server.models.draft_choice import DraftChoice, resolve_draft_model
-from localgen.server.models.engine_client import EngineClient
+from localgen.server.models.engine_pool import EnginePool, OnLoad
 from localgen.server.models.engine_process import (
     EngineCommand,
     EngineProcess,
@@ -33,7 +32,6 @@ from localgen.server.models.engine_process import (
     llamacpp_engine_command,
 )
 from localgen.server.models.memory_budget import MemoryBudget
-from localgen.server.models.model_load import build_load_request, load_model
 from localgen.server.models.resident import (
     KeepAlive,
     ResidentModel,
@@ -41,11 +39,6 @@ from localgen.server.models.resident import (
     find_by_short_name,
 )
 from localgen.server.models.swap_queue import DEFAULT_WAIT_S, MemoryWait, MustWait, SwapQueue
-
-_log = logging.getLogger("localgen.server")
-
-# (model name, `loaded` or an error code, load time in seconds)
-OnLoad = Callable[[str, str, float], None]
 
 
 class ModelManager:
@@ -61,18 +54,23 @@ class ModelManager:
         probe_hardware: Callable[[], Hardware] = detect_hardware,
     ) -> None:
         self._settings = settings
-        self._starter = EngineStarter(engine_command, spare)
         self._resolve = resolve_file
-        self._residents: list[ResidentModel] = []
-        self._swap_queue = SwapQueue(lambda: self._residents, settings.max_queue)
+        self._swap_queue = SwapQueue(lambda: self.residents, settings.max_queue)
+        self._pool = EnginePool(
+            settings,
+            EngineStarter(engine_command, spare),
+            self._swap_queue.notify,
+            self._on_load_done,
+        )
         self._memory_budget = MemoryBudget(
             settings,
-            lambda: self._residents,
+            lambda: self._pool.memory_users,
             self._swap_queue.may_evict,
-            self._unload_resident,
+            self._pool.unload,
             probe_hardware,
         )
         self._admission = asyncio.Lock()
+        self._num_open = 0
         self._last_used_s = time.monotonic()
         self._closing = False
         self.on_load: OnLoad = lambda name, outcome, load_s: None
@@ -80,7 +78,7 @@ class ModelManager:
     @property
     def residents(self) -> tuple[ResidentModel, ...]:
         """Loaded and loading models, in load order."""
-        return tuple(self._residents)
+        return self._pool.residents
 
     @property
     def is_closing(self) -> bool:
@@ -90,25 +88,34 @@ class ModelManager:
     @property
     def active_requests(self) -> int:
         """The number of requests that hold a model."""
-        return sum(resident.num_users for resident in self._residents)
+        return sum(resident.num_users for resident in self.residents)
 
     def count_waiting(self) -> dict[str, int]:
         """Requests that wait for memory, by model name."""
         return self._swap_queue.count_waiting()
 
+    @contextlib.contextmanager
+    def activity(self) -> Iterator[None]:
+        """The server is not idle during the block."""
+        self._num_open += 1
+        try:
+            yield
+        finally:
+            self._num_open -= 1
+            self._last_used_s = time.monotonic()
+
     @property
     def idle_s(self) -> float:
-        """Seconds since the last use of any model; 0 during requests, loads and waits."""
-        loading = any(resident.info is None for resident in self._residents)
-        used = loading or self.active_requests or self.count_waiting()
-        return 0.0 if used else time.monotonic() - self._last_used_s
+        """Seconds since the last use of any model; 0 during loads, requests and their waits."""
+        loading = any(resident.info is None for resident in self.residents)
+        return 0.0 if loading or self._num_open else time.monotonic() - self._last_used_s
 
     @contextlib.asynccontextmanager
     async def acquire(
         self,
         name: str | None,
         options: LoadOptions = LoadOptions(),
-        on_progress: Callable[[float], None] | None = None,
+        on_progress: Callable[[ResidentModel], None] | None = None,
         keep_alive: KeepAlive | None = None,
         *,
         allow_paths: bool = False,
@@ -130,26 +137,27 @@ class ModelManager:
         if deadline_s is None:
             deadline_s = time.monotonic() + DEFAULT_WAIT_S
         wait = MemoryWait(deadline_s, on_wait)
-        resident, info = await self._acquire(name, options, on_progress, allow_paths, wait)
-        if keep_alive is not None:
-            resident.keep_alive_s = keep_alive.seconds
-        try:
-            yield resident, info
-        finally:
-            self._release(resident)
+        with self.activity():
+            resident, info = await self._acquire(name, options, on_progress, allow_paths, wait)
+            if keep_alive is not None:
+                resident.keep_alive_s = keep_alive.seconds
+            try:
+                yield resident, info
+            finally:
+                self._release(resident)
 
     async def _acquire(
         self,
         name: str | None,
         options: LoadOptions,
-        on_progress: Callable[[float], None] | None,
+        on_progress: Callable[[ResidentModel], None] | None,
         allow_paths: bool,
         wait: MemoryWait,
     ) -> tuple[ResidentModel, ModelInfo]:
         while True:
             wanted, may_be_path = (default_model(), True) if name is None else (name, allow_paths)
             resident = await self._find_or_load(wanted, options, may_be_path, wait)
-            if resident is None or resident not in self._residents:
+            if resident is None or resident not in self.residents:
                 continue
             resident.num_users += 1
             try:
@@ -179,7 +187,7 @@ class ModelManager:
     async def _wait_until_loaded(
         self,
         resident: ResidentModel,
-        on_progress: Callable[[float], None] | None,
+        on_progress: Callable[[ResidentModel], None] | None,
         wait: MemoryWait,
     ) -> ModelInfo | None:
         """Wait for a load. None: it ran out of memory, and there is room for another attempt."""
@@ -194,6 +202,7 @@ class ModelManager:
         """Make room after a load, once for all requests that waited for it."""
         async with self._admission:
             if not failed.has_made_room:
+                await self._pool.wait_for_exits()
                 await self._memory_budget.make_room(failed.file, failed.placement, error)
                 failed.has_made_room = True
 
@@ -206,9 +215,9 @@ class ModelManager:
         user meanwhile. Raises OutOfMemory, MemoryInUse.
         """
         async with self._admission:
-            if resident not in self._residents or not resident.can_reload_for(options):
+            if resident not in self.residents or not resident.can_reload_for(options):
                 return
-            await self._unload_resident(resident, "reloading it with a larger context")
+            await self._pool.unload(resident, "reloading it with a larger context")
         options = replace(resident.requested_options, ctx=options.ctx)
         start_load = partial(self._start_load_once, resident.file, options, allow_paths=True)
         reloaded = await self._swap_queue.run(resident.file, start_load, wait)
@@ -218,7 +227,7 @@ class ModelManager:
 
     def _release(self, resident: ResidentModel) -> None:
         resident.num_users -= 1
-        resident.last_used_s = self._last_used_s = time.monotonic()
+        resident.last_used_s = time.monotonic()
         if not resident.num_users:
             self._swap_queue.notify()
 
@@ -230,14 +239,14 @@ class ModelManager:
         allow_paths: as in acquire(). Returns False if it is not loaded; raises InvalidRequest if
         the name is ambiguous.
         """
-        found = find_by_resolved_name(self._residents, name, allow_paths)
-        found = found or find_by_short_name(self._residents, name, allow_paths)
+        found = find_by_resolved_name(self.residents, name, allow_paths)
+        found = found or find_by_short_name(self.residents, name, allow_paths)
         if found is None:
             try:
                 path = (await self._resolve_file(name, allow_paths)).path
             except LocalgenError:
                 return False
-            found = next((r for r in self._residents if r.file.path == path), None)
+            found = next((r for r in self.residents if r.file.path == path), None)
         if found is None:
             return False
         if when_idle and not found.is_idle:
@@ -245,23 +254,23 @@ class ModelManager:
         else:
             reason = f"{found.file.name} was unloaded by a client, as by `localgen stop`"
             async with self._admission:  # its memory is free before another load is placed
-                await self._unload_resident(found, reason)
+                await self._pool.unload(found, reason)
         return True
 
     def forget_name(self, name: str) -> None:
         """Drop the cached resolution of a name, which now means another model or none."""
-        for resident in self._residents:
+        for resident in self.residents:
             resident.resolved_names -= {(name, True), (name, False)}
 
     async def unload_expired(self) -> None:
         """Unload models that were idle for their keep-alive time. Call this periodically."""
-        await self._starter.stop_expired_spare()
+        await self._pool.stop_expired_spare()
         for resident in self.residents:
             if not resident.has_expired():
                 continue
             async with self._admission:
                 if resident.has_expired():
-                    await self._unload_resident(resident, f"{resident.file.name} was idle")
+                    await self._pool.unload(resident, f"{resident.file.name} was idle")
 
     def refuse_new_requests(self) -> None:
         """Reject requests and loads from now on, waiting ones too: the server is shutting down."""
@@ -270,22 +279,17 @@ class ModelManager:
 
     def cancel(self, request_id: str) -> bool:
         """Cancel a running or waiting generation request. Returns False if there is none."""
-        return any(resident.engine.cancel_request(request_id) for resident in self._residents)
+        return any(resident.engine.cancel_request(request_id) for resident in self.residents)
 
     def fail_all(self, code: str, message: str) -> None:
         """Fail every request with this error."""
-        for resident in self._residents:
+        for resident in self.residents:
             resident.engine.fail_all(code, message)
 
     async def close(self) -> None:
         """Stop all engine processes."""
         self.refuse_new_requests()
-        await self._starter.stop_spare()
-        ending = [
-            self._unload_resident(resident, "the server is shutting down")
-            for resident in self.residents
-        ]
-        await asyncio.gather(*ending)
+        await self._pool.close()
 
     async def _find_or_load(
         self, name: str, options: LoadOptions, allow_paths: bool, wait: MemoryWait
@@ -293,7 +297,7 @@ class ModelManager:
         """Return the resident for a name; start loading it if needed. None: call it again."""
         if self._closing:
             raise ServerUnavailable("the server is shutting down: try again")
-        resident = find_by_resolved_name(self._residents, name, allow_paths)
+        resident = find_by_resolved_name(self.residents, name, allow_paths)
         if resident is not None and self._swap_queue.gives_way_to(resident) is None:
             resident.resolved_names.add((name, allow_paths))
             return resident
@@ -301,7 +305,7 @@ class ModelManager:
             file = resident.file if resident else await self._resolve_file(name, allow_paths)
         except ModelNotFound:
             # models that were loaded by path are listed by their short name
-            resident = find_by_short_name(self._residents, name, allow_paths)
+            resident = find_by_short_name(self.residents, name, allow_paths)
             if resident is None:
                 raise
             file = resident.file
@@ -329,10 +333,11 @@ class ModelManager:
     ) -> ResidentModel:
         """Return the resident of a file. Concurrent requests share one load."""
         async with self._admission:
-            for resident in self._residents:
+            for resident in self.residents:
                 if resident.file.path == file.path:
                     self._swap_queue.require_turn(resident)
                     return resident
+            await self._pool.wait_for_exits()
             drafting = await self._resolve_draft(file, options.draft, allow_paths)
             try:
                 placement, need = await self._memory_budget.place_model(file, options, drafting)
@@ -343,82 +348,10 @@ class ModelManager:
                 placement, need = await self._memory_budget.place_model(file, options, drafting)
             if self._closing:
                 raise ServerUnavailable("the server is shutting down: try again")
-            return self._start_load(
-                file, placement, options, need, drafting.for_placement(placement)
-            )
+            draft_choice = drafting.for_placement(placement)
+            left = self._memory_budget.remaining_limit_bytes()
+            return self._pool.start_load(file, placement, options, need, draft_choice, left)
 
-    def _start_load(
-        self,
-        file: ModelFile,
-        placement: Placement,
-        options: LoadOptions,
-        required_bytes: int,
-        draft_choice: DraftChoice,
-    ) -> ResidentModel:
-        left = self._memory_budget.remaining_limit_bytes()
-        request = build_load_request(file, placement, options, draft_choice, self._settings, left)
-        resident = ResidentModel(
-            file=file,
-            placement=placement,
-            engine=self._start_engine(file, placement),
-            requested_options=replace(options, draft=draft_choice.option),
-            estimated_bytes=required_bytes,
-            keep_alive_s=self._settings.keep_alive_s,
-            load_future=asyncio.get_running_loop().create_future(),
-        )
-        resident.load_future = asyncio.create_task(self._load(request, resident, draft_choice.note))
-        resident.load_future.add_done_callback(lambda task: self._on_load_done(resident, task))
-        self._residents.append(resident)
-        _log.info("loading %s from %s (process %d)", file.name, file.path, resident.engine.pid)
-        return resident
-
-    def _start_engine(self, file: ModelFile, placement: Placement) -> EngineClient:
-        process = self._starter.start(placement.backend)
-        engine = EngineClient(process, file.name, lambda: self._on_engine_death(engine))
-        return engine
-
-    def _on_engine_death(self, engine: EngineClient) -> None:
-        """Remove the model of a dead engine, unless its load may be retried."""
-        for resident in self.residents:
-            if resident.engine is engine and resident.load_future.done():
-                self._remove_resident(resident)
-
-    async def _load(
-        self, request: ModelLoadRequest, resident: ResidentModel, note: str
-    ) -> ModelInfo:
-        """Load the model in the resident's engine. note: appended to the notes of ModelInfo."""
-        try:
-            info = await load_model(
-                request,
-                resident,
-                lambda: self._start_engine(resident.file, resident.placement),
-                lambda: resident in self._residents,
-            )
-        except BaseException:
-            self._remove_resident(resident)  # before a request that waited for it tries again
-            raise
-        resident.loaded_s = resident.last_used_s = time.monotonic()
-        return replace(info, notes=(*info.notes, note)) if note else info
-
-    def _on_load_done(self, resident: ResidentModel, task: asyncio.Future[ModelInfo]) -> None:
+    def _on_load_done(self, name: str, outcome: str, load_s: float) -> None:
         self._last_used_s = time.monotonic()
-        self._swap_queue.notify()
-        if task.cancelled() or (error := task.exception()) is not None:
-            self._remove_resident(resident)
-            reason = "cancelled" if task.cancelled() else error
-            _log.error("%s failed to load: %s", resident.file.name, reason)
-            code = "cancelled" if task.cancelled() else getattr(error, "code", LocalgenError.code)
-            self.on_load(resident.file.name, code, 0.0)
-            return
-        self.on_load(resident.file.name, "loaded", task.result().load_ms / 1e3)
-        _log.info("%s is loaded (%.0f ms)", resident.file.name, task.result().load_ms)
-
-    async def _unload_resident(self, resident: ResidentModel, reason: str) -> None:
-        self._remove_resident(resident)
-        _log.info("unloading: %s", reason)
-        await resident.engine.stop(reason)
-
-    def _remove_resident(self, resident: ResidentModel) -> None:
-        if resident in self._residents:
-            self._residents.remove(resident)
-            self._swap_queue.notify()
+        self.on_load(name, outcome, load_s)

@@ -23,9 +23,10 @@ from localgen.server.models.swap_queue import MustWait
 class MemoryBudget:
     """Tracks the memory of resident models in RAM and on GPUs.
 
-    residents: returns the loaded and loading models. may_evict: returns True if a model may be
-    evicted for a file now. unload: unloads a model; its second argument is the reason that its
-    clients get. probe_hardware: reads the current state of the hardware.
+    residents: returns the models that take memory: loaded, loading and ending ones. may_evict:
+    returns True if a model may be evicted for a file now. unload: unloads a model; its second
+    argument is the reason that its clients get. probe_hardware: reads the current state of the
+    hardware.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class MemoryBudget:
         for gpu in placement.gpus:
             while need > await self._free_gpu_bytes(gpu) and await self.evict_lru(file, gpu):
                 pass
-            is_held = any(resident.is_idle for resident in self._using(gpu))
+            is_held = any(r.is_idle or r.is_ending for r in self._using(gpu))
             if is_held and need > await self._free_gpu_bytes(gpu):
                 raise self._must_wait_for_gpu(file, placement, need)
         return placement
@@ -134,6 +135,9 @@ class MemoryBudget:
             raise MustWait(self._in_use_message(numbers, file, placement), placement)
         while required_bytes > self._free_bytes() and await self.evict_lru(file):
             pass
+        if required_bytes > self._free_bytes() and any(r.is_ending for r in self._using(None)):
+            problem = f"{file.name} needs about {format_size(required_bytes)}"
+            raise MustWait(self._in_use_message(problem, file, placement), placement)
 
     def _using(self, gpu: Gpu | None) -> list[ResidentModel]:
         """Models on a GPU (None: in RAM)."""
@@ -160,7 +164,7 @@ class MemoryBudget:
         Does nothing if the model is loaded again. Raises MustWait if all others are in use, and
         the error if there are none.
         """
-        beside = self._using(placement.gpu)
+        beside = [r for r in self._using(placement.gpu) if not r.is_ending]
         if any(resident.file.path == file.path for resident in beside):
             return
         if not await self.evict_lru(file, placement.gpu):
@@ -172,7 +176,7 @@ class MemoryBudget:
     def _in_use_message(self, problem: str, file: ModelFile, placement: Placement) -> str:
         evictable = self._evictable(file, placement.gpu)
         others = [r for r in self._using(placement.gpu) if r not in evictable]
-        return f"{problem}; in use: {', '.join(resident.file.name for resident in others)}"
+        return f"{problem}; in use: {', '.join(map(_user_name, others))}"
 
     def _out_of_memory(self, numbers: str, draft: ModelFile | None) -> OutOfMemory:
         limited = self._settings.memory_limit is not None
@@ -192,3 +196,8 @@ def _used_bytes(resident: ResidentModel) -> int:
     if resident.info is None:
         return resident.estimated_bytes
     return free_memory.loaded_model_bytes(resident.info)
+
+
+def _user_name(resident: ResidentModel) -> str:
+    name = resident.file.name
+    return f"{name} (process {resident.engine.pid} ends)" if resident.is_ending else name

@@ -38,7 +38,7 @@ class ResidentModel:
     keep_alive_s: idle time until it is unloaded; None: no limit. num_users: requests that hold it.
     created_s, loaded_s, last_used_s: when its load began and ended, and when the last request
     released it (monotonic seconds). has_made_room: its load ran out of memory, and room was made
-    for another attempt.
+    for another attempt. is_ending: it was removed, but its engine has not exited yet.
     """
 
     file: ModelFile
@@ -51,6 +51,7 @@ class ResidentModel:
     keep_alive_s: float | None
     num_users: int = 0
     has_made_room: bool = False
+    is_ending: bool = False
     created_s: float = field(default_factory=time.monotonic)
     loaded_s: float = field(default_factory=time.monotonic)
     last_used_s: float = field(default_factory=time.monotonic)
@@ -77,7 +78,7 @@ class ResidentModel:
     @property
     def is_idle(self) -> bool:
         """True if it is loaded and no request holds it."""
-        return self.info is not None and self.num_users == 0
+        return self.info is not None and self.num_users == 0 and not self.is_ending
 
     def expires_in_s(self) -> float | None:
         """Seconds until it is unloaded if no request uses it; None: never."""
@@ -90,11 +91,16 @@ class ResidentModel:
         """Return True if it was idle for its keep-alive time."""
         return self.is_idle and self.expires_in_s() == 0
 
-    async def wait_until_loaded(self, on_progress: Callable[[float], None] | None) -> ModelInfo:
-        """Wait for the load. Cancelling the waiter does not cancel it. Raises its error."""
+    async def wait_until_loaded(
+        self, on_progress: Callable[[ResidentModel], None] | None
+    ) -> ModelInfo:
+        """Wait for the load. Cancelling the waiter does not cancel it. Raises its error.
+
+        on_progress: called several times a second.
+        """
         while not self.load_future.done():
             if on_progress is not None:
-                on_progress(self.engine.progress)
+                on_progress(self)
             await asyncio.wait({self.load_future}, timeout=0.1)
         return self.load_future.result()
 

@@ -10,11 +10,13 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from localgen.backends.errors import ModelNotFound
 from localgen.hub import pull
 from localgen.hub.download import PullPlan
-from localgen.hub.packaged import SMOLLM2
+from localgen.hub.packaged import PACKAGED_MODELS
+from localgen.hub.reference import resolve_reference
 from localgen.hub.repository import RemoteFile
-from localgen.hub.resolve import find_target, is_installed
+from localgen.hub.resolve import find_target, resolve_model
 
 _PERIOD_S = 0.1
 _SHA256_DIGITS = 64
@@ -59,8 +61,7 @@ async def stream_pull(name: str) -> AsyncGenerator[PullEvent, None]:
     Raises hub errors, before the first event if planning fails. Closing the generator stops the
     download at the next chunk; the partial download is kept for resuming.
     """
-    target = find_target(name, allow_paths=False)
-    if target.text == SMOLLM2 and is_installed(SMOLLM2):
+    if await asyncio.to_thread(_is_complete, name):
         yield {"status": "success"}
         return
     transfer = _PullProgress()
@@ -89,6 +90,19 @@ async def stream_pull(name: str) -> AsyncGenerator[PullEvent, None]:
     for line in _progress_events(plan, reported_bytes, plan.size_bytes):
         yield line
     yield {"status": "success"}
+
+
+def _is_complete(name: str) -> bool:
+    """Return True for an installed model that is not on the hub: built in, or the user's file."""
+    target = find_target(name, allow_paths=False)
+    is_own = target.is_path or target.text in PACKAGED_MODELS
+    if not is_own and resolve_reference(target.text) is not None:
+        return False
+    try:
+        resolve_model(name, allow_paths=False)
+    except ModelNotFound:
+        return False
+    return True
 
 
 def _run_in_thread(function: Callable[[], _Result]) -> asyncio.Future[_Result]:

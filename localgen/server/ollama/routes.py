@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,7 +36,7 @@ from localgen.server.ollama.embeddings import (
     ollama_embed_body,
     ollama_embeddings_body,
 )
-from localgen.server.ollama.pull import stream_pull
+from localgen.server.ollama.pull import PullEvent, stream_pull
 from localgen.server.ollama.responses import (
     NDJSON,
     ContentBuilder,
@@ -192,7 +193,7 @@ class OllamaApi:
     def _add_file_routes(self, router: APIRouter) -> None:
         @router.post("/api/pull", response_model=None)
         async def pull(body: PullRequest) -> Response:
-            lines = stream_pull(body.requested_name)
+            lines = self._stream_pull(body.requested_name)
             return (
                 LastEventResponse(lines)
                 if body.stream is False
@@ -208,6 +209,12 @@ class OllamaApi:
         async def copy(body: CopyRequest) -> Response:
             await self._copy_model(body.source, body.destination)
             return Response()
+
+    async def _stream_pull(self, name: str) -> AsyncGenerator[PullEvent, None]:
+        with self.manager.activity():  # a server without requests exits
+            async with contextlib.aclosing(stream_pull(name)) as events:
+                async for event in events:
+                    yield event
 
     def _forget_name(self, name: str) -> None:
         """Drop the cached resolution of a name, with and without `:latest`."""

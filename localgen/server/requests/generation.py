@@ -18,11 +18,13 @@ from localgen.server.models.engine_client import EngineSilent, RequestEvent, Req
 from localgen.server.models.manager import ModelManager
 from localgen.server.models.resident import KeepAlive
 from localgen.server.requests.choices import FinishedChoice, merge_finished
-from localgen.server.requests.protocol import ResponseMetadata, ResponseSerializer
+from localgen.server.requests.protocol import Framing, ResponseMetadata, ResponseSerializer
 from localgen.server.requests.streaming import (
+    SilentLoadComments,
     cancel_on_disconnect,
     send_json_response,
     send_stream_headers,
+    silence_comment,
 )
 from localgen.server.stats.request_log import RequestLog, RequestRecord
 
@@ -67,6 +69,7 @@ class GenerationResponse(Response):
         self._job = job
         self._index = {request.id: index for index, request in enumerate(job.requests)}
         self._finished: dict[str, Finished] = {}
+        self._has_begun = False  # the stream, with comments during the load
         self._record = RequestRecord(
             id=job.id,
             requested_model=job.model or "",
@@ -77,35 +80,44 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         job, asked_s = self._job, time.monotonic()
+        send = self._with_request_id(send)
+        waiting = SilentLoadComments(send, job.make_serializer(self._metadata()).framing)
         try:
             acquired = self._manager.acquire(
                 job.model,
                 job.options,
-                keep_alive=job.keep_alive,
+                waiting.update if job.stream else None,
+                job.keep_alive,
                 allow_paths=job.allow_paths,
                 deadline_s=job.deadline_s,
             )
             async with cancel_on_disconnect(receive), acquired as (resident, _):
-                name = self._record.model = resident.file.name
+                self._record.model = resident.file.name
                 load_ms = (time.monotonic() - asked_s) * 1e3
                 stream = resident.engine.submit(*job.requests)
                 late = self._start_timeout(stream)
                 try:
-                    start = ResponseMetadata(
-                        id=job.id, model=name, arrived_s=self._record.arrived_s, load_ms=load_ms
-                    )
-                    await self._respond(
-                        stream, job.make_serializer(start), self._with_request_id(send)
-                    )
+                    self._has_begun = await waiting.has_begun_stream()
+                    serializer = job.make_serializer(self._metadata(load_ms))
+                    await self._respond(stream, serializer, send)
                 finally:
                     stream.abort()
                     if late is not None:
                         late.cancel()
         except LocalgenError as error:
             self._record.outcome = error.code
-            raise
+            if not await waiting.has_begun_stream():
+                raise
+            body = self._encode_error(waiting.framing, error.code, error.message, error.param)
+            await send({"type": "http.response.body", "body": body})
         finally:
             self._journal.close(self._record)
+
+    def _metadata(self, load_ms: float = 0.0) -> ResponseMetadata:
+        record = self._record
+        return ResponseMetadata(
+            id=record.id, model=record.model, arrived_s=record.arrived_s, load_ms=load_ms
+        )
 
     def _start_timeout(self, stream: RequestStream) -> asyncio.TimerHandle | None:
         """Schedule a TimedOut failure at the deadline of the request."""
@@ -162,7 +174,8 @@ class GenerationResponse(Response):
         send: Send,
     ) -> None:
         framing = serializer.framing
-        await send_stream_headers(send, framing)
+        if not self._has_begun:
+            await send_stream_headers(send, framing)
         body = b"".join(map(framing.encode_event, self._choice_starts(serializer)))
         while True:
             # all events that arrived during the previous write are sent in one
@@ -185,7 +198,7 @@ class GenerationResponse(Response):
     def _encode_event(self, event: RequestEvent, serializer: ResponseSerializer) -> bytes:
         framing = serializer.framing
         if isinstance(event, EngineSilent):
-            return framing.encode_comment(f"engine silent for {event.silent_s:.0f} s")
+            return framing.encode_comment(silence_comment(event.silent_s))
         index = self._index[event.request_id]
         match event:
             case Delta():
@@ -193,9 +206,11 @@ class GenerationResponse(Response):
             case Finished():
                 return b"".join(map(framing.encode_event, serializer.choice_end(index, event)))
             case Failed(_, code, message, param):
-                is_local = self._job.allow_paths
-                message = error_message(code, message, param, is_local=is_local)
-                return framing.encode_error(code, message, param)
+                return self._encode_error(framing, code, message, param)
+
+    def _encode_error(self, framing: Framing, code: str, message: str, param: str | None) -> bytes:
+        message = error_message(code, message, param, is_local=self._job.allow_paths)
+        return framing.encode_error(code, message, param)
 
     async def _send_full(
         self,

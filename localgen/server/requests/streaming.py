@@ -12,6 +12,8 @@ from starlette.types import Receive, Scope, Send
 
 from localgen.backends.errors import LocalgenError
 from localgen.server.models.disk_paths import error_message
+from localgen.server.models.engine_watch import silence_s
+from localgen.server.models.resident import ResidentModel
 from localgen.server.requests.caller import is_local_request
 from localgen.server.requests.protocol import Framing, encode_json
 
@@ -35,6 +37,11 @@ async def send_json_response(send: Send, value: object, status: int = 200) -> No
     ]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+def silence_comment(silent_s: float) -> str:
+    """The comment of a stream whose engine has sent nothing for so long."""
+    return f"engine silent for {silent_s:.0f} s"
 
 
 @contextlib.asynccontextmanager
@@ -61,6 +68,42 @@ async def cancel_on_disconnect(receive: Receive) -> AsyncIterator[None]:
             raise
     finally:
         watcher.cancel()
+
+
+class SilentLoadComments:
+    """Begins a stream with comments while the engine that loads its model is silent.
+
+    Does nothing if the framing has no comments.
+    """
+
+    def __init__(self, send: Send, framing: Framing) -> None:
+        self._send, self.framing = send, framing
+        self._has_begun = False
+        self._told_s = 0.0
+        self._telling: asyncio.Task[None] | None = None
+
+    def update(self, resident: ResidentModel) -> None:
+        """Tell the client each time that the silence has doubled. Call this during the load."""
+        silent_s = silence_s(resident)
+        is_telling = self._telling is not None and not self._telling.done()
+        if silent_s is None or silent_s < 2 * self._told_s or is_telling:
+            return
+        self._told_s = silent_s
+        comment = self.framing.encode_comment(silence_comment(silent_s))
+        if comment:
+            self._telling = asyncio.create_task(self._tell(comment))
+
+    async def _tell(self, comment: bytes) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            await send_stream_headers(self._send, self.framing)
+        await self._send({"type": "http.response.body", "body": comment, "more_body": True})
+
+    async def has_begun_stream(self) -> bool:
+        """Return True if the stream has begun. Call this after the load."""
+        if self._telling is not None:
+            await self._telling
+        return self._has_begun
 
 
 class EventStreamResponse(Response):

@@ -15,11 +15,13 @@ from localgen import PROTOCOL
 from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.memory.system import available_memory_bytes
 from localgen.backends.model_info import ModelInfo
+from localgen.backends.types import EngineStats
 from localgen.config import ServerSettings
 from localgen.hub.resolve import installed_aliases, installed_models, resolve_model
 from localgen.machine.gpus import process_gpu_bytes
 from localgen.server.models.disk_paths import without_paths
-from localgen.server.models.engine_watch import is_silent
+from localgen.server.models.engine_client import EngineClient
+from localgen.server.models.engine_watch import is_silent, silence_s
 from localgen.server.models.manager import ModelManager
 from localgen.server.models.resident import ResidentModel, model_id
 from localgen.server.stats.machine_watch import MachineWatch
@@ -133,7 +135,7 @@ class ServerState:
             "path": str(resident.file.path) if with_paths else "",
             "state": resident.state,
             "progress": 1.0 if info else resident.engine.progress,
-            "silent_s": resident.engine.silence.silent_s if is_silent(resident) else None,
+            "silent_s": silence_s(resident),
             "pid": pid,
             "rss_bytes": rss_bytes,
             "gpu_bytes": gpu_bytes,
@@ -148,7 +150,17 @@ class ServerState:
         if info is not None:
             # without the chat template: it is long, and snapshots are frequent
             summary["info"] = asdict(replace(info, chat_template=None))
-        return summary | {"read": self._read_costs.lookup(resident), "stats": resident.engine.stats}
+        stats = _current_stats(resident.engine)
+        return summary | {"read": self._read_costs.lookup(resident), "stats": stats}
+
+
+def _current_stats(engine: EngineClient) -> EngineStats | None:
+    """The last statistics of an engine, with requests that have aged since it sent them."""
+    if engine.stats is None:
+        return None
+    since_s = time.monotonic() - engine.stats_received_s
+    aged = (replace(each, age_s=each.age_s + since_s) for each in engine.stats.sequences)
+    return replace(engine.stats, sequences=tuple(aged))
 
 
 def _draft_bytes(info: ModelInfo | None) -> int:
