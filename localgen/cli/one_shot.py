@@ -32,23 +32,25 @@ def answer_prompt(
 ) -> None:
     """Load the model and print the answer on stdout, as text or one JSON record.
 
-    Notes and statistics go to stderr.
+    Notes, statistics and, once the server runs, the client's notices go to stderr.
     """
+    screen = _AnswerPrinter(progress_line.console)
     with progress_line:
         client.connect()
-        info = client.load(model, options.load, progress_line.update, options.keep_alive)
+        with progress_line.notices_to(screen.write_notice):
+            info = client.load(model, options.load, progress_line.update, options.keep_alive)
     if progress_line.has_loaded or options.verbose:
         _print_notices(*info.notes)
     messages = Conversation(options.system).messages_with_prompt(prompt)
     stream = client.chat(
         model, messages, options.params, ctx=options.ctx, priority=options.priority
     )
-    screen = _AnswerPrinter()
-    whole = (
-        write_plain_answer(stream, _discard, _discard)
-        if json_output
-        else write_plain_answer(stream, screen.write_text, screen.write_reasoning)
-    )
+    with progress_line.notices_to(screen.write_notice):
+        whole = (
+            write_plain_answer(stream, _discard, _discard)
+            if json_output
+            else write_plain_answer(stream, screen.write_text, screen.write_reasoning)
+        )
     if json_output:
         print(json_text(_json_record(prompt, whole)))
     elif not whole.text.endswith("\n"):
@@ -63,11 +65,17 @@ def stderr_console() -> Console:
 
 
 class _AnswerPrinter:
-    """Writes the answer to stdout, and its reasoning to stderr if that is a terminal."""
+    """Writes the answer to stdout, and notices to stderr; reasoning, if that is a terminal.
 
-    def __init__(self) -> None:
-        self._console = stderr_console()
+    console: of stderr.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
         self._in_reasoning = False
+
+    def write_notice(self, line: str) -> None:
+        self._console.print(Text(one_line(line), style="dim"), soft_wrap=True)
 
     def write_reasoning(self, text: str) -> None:
         if self._console.is_terminal:

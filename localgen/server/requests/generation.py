@@ -185,7 +185,7 @@ class GenerationResponse(Response):
     def _encode_event(self, event: RequestEvent, serializer: ResponseSerializer) -> bytes:
         framing = serializer.framing
         if isinstance(event, EngineSilent):
-            return framing.encode_comment(f"engine silent for {event.silent_s:.0f} s")
+            return serializer.silence_notice(event.silent_s)
         index = self._index[event.request_id]
         match event:
             case Delta():
