@@ -16,7 +16,7 @@ from localgen import PROTOCOL
 from localgen.backends.errors import LocalgenError, ServerUnavailable
 from localgen.backends.model_info import LoadOptions, ModelInfo
 from localgen.backends.sampling_params import SamplingParams
-from localgen.client.connection import LocalConnection, ServerResponse
+from localgen.client.connection import HEALTH_TIMEOUT_S, LocalConnection, ServerResponse
 from localgen.client.errors import ErrorResponse, ServerNotAnswering
 from localgen.client.launch import (
     SERVER_COMMAND,
@@ -48,9 +48,6 @@ from localgen.hub.resolve import (
     name_for_server,
 )
 
-# not below /v1
-_HEALTH_URL = "http://localgen/health"
-_HEALTH_TIMEOUT_S = 5.0
 # texts per request: the first embeddings arrive before the last ones are computed
 _EMBED_TEXTS = 64
 _Reply = TypeVar("_Reply")
@@ -77,7 +74,7 @@ class Client(ModelClient):
         self._settings = settings or ServerSettings.from_environment()
         self._server_command = server_command
         compat = OpenAICompat(owned_by="localgen", is_local=True)
-        super().__init__(LocalConnection(self._settings), compat, notify)
+        super().__init__(LocalConnection(self._settings, notify), compat, notify)
 
     def __enter__(self) -> Client:
         return self
@@ -105,18 +102,7 @@ class Client(ModelClient):
 
         Raises ServerNotAnswering after 5 s.
         """
-        try:
-            with self._connection.get(_HEALTH_URL, _HEALTH_TIMEOUT_S) as reply:
-                if isinstance(reply, ServerResponse):
-                    status, body = 200, reply.http.read()
-                else:
-                    status, body = reply.status, reply.body
-        except ServerNotAnswering:
-            raise
-        except ServerUnavailable:
-            return None
-        health = self._parse_health(status, body)
-        return None if health.status == "stopping" else health
+        return self._connection.health()
 
     def load(
         self,
@@ -170,7 +156,7 @@ class Client(ModelClient):
     ) -> list[list[float]]:
         body = {"model": name_for_server(model), "input": list(texts), "dimensions": dimensions}
         with self._open_stream("embeddings", encode_json(body)) as response:
-            reply = self._connection.errors.decode(response.http.read(), Embeddings)
+            reply = self._connection.errors.decode(b"".join(response.iter_bytes()), Embeddings)
         return [row.embedding for row in reply.data]
 
     def models(self) -> list[ModelCard]:
@@ -197,7 +183,7 @@ class Client(ModelClient):
 
     def stream_stats(self) -> Iterator[dict[str, Any]]:
         """Yield stats() several times a second until closed, or until the server shuts down."""
-        with self._connection.get("stats?stream=true", _HEALTH_TIMEOUT_S) as reply:
+        with self._connection.get("stats?stream=true", HEALTH_TIMEOUT_S) as reply:
             yield from self._events(self._accepted(reply), dict[str, Any])
 
     def cancel(self, request_id: str) -> bool:
@@ -296,7 +282,7 @@ class Client(ModelClient):
     def _events(self, response: ServerResponse, kind: type[_Reply]) -> Iterator[_Reply]:
         """The decoded events of a stream. Raises the error that one of them reports."""
         errors = self._connection.errors
-        for event in iter_sse_data(response.http.iter_bytes()):
+        for event in iter_sse_data(response.iter_bytes()):
             if event == DONE:
                 return
             if "error" in errors.decode(event, dict[str, Any]):
@@ -308,22 +294,16 @@ class Client(ModelClient):
 
     def _get_body(self, path: str) -> bytes:
         with self._connection.get(path, None) as reply:
-            return self._accepted(reply).http.read()
+            return self._accepted(reply).read()
 
     def _post(self, path: str, body: dict[str, Any], kind: type[_Reply]) -> _Reply:
         with self._open_once(path, encode_json(body)) as response:
-            return self._connection.errors.decode(response.http.read(), kind)
+            return self._connection.errors.decode(response.read(), kind)
 
     def _accepted(self, reply: ServerResponse | ErrorResponse) -> ServerResponse:
         if isinstance(reply, ErrorResponse):
             raise self._connection.errors.refusal(reply)
         return reply
-
-    def _parse_health(self, status: int, body: bytes) -> Health:
-        """Parse the reply of /health: 200, or 503 from a server that is not ready."""
-        if status not in (200, 503):
-            raise self._connection.errors.refusal(ErrorResponse(status, body))
-        return self._connection.errors.decode(body, Health)
 
 
 def _load_options_body(options: LoadOptions) -> dict[str, Any]:

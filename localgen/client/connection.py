@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import httpx
 
 import localgen
+from localgen.backends.errors import LocalgenError, ServerUnavailable
 from localgen.client.endpoints import Endpoint
 from localgen.client.errors import (
     CONNECT_TIMEOUT_S,
@@ -22,8 +23,11 @@ from localgen.client.errors import (
     ErrorResponse,
     LocalErrors,
     ServerErrors,
+    ServerNotAnswering,
     is_backlog_full,
 )
+from localgen.client.responses import Health
+from localgen.client.server_watch import ServerWatch
 from localgen.client.sockets import AbortableSockets
 from localgen.config import BadSetting, ServerSettings
 
@@ -36,6 +40,10 @@ _BACKLOG_TIMEOUT_S = 5.0
 _BACKLOG_POLL_S = 0.05
 # of a server at a URL: a body that is read as a whole, or an event of a stream
 MAX_MESSAGE_BYTES = 16 << 20
+# not below /v1
+_HEALTH_URL = "http://localgen/health"
+# the local server answers at once, unless it computes an answer
+HEALTH_TIMEOUT_S = 5.0
 # an answer takes as long as it takes
 _TIMEOUT = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
 
@@ -52,12 +60,13 @@ class ServerResponse:
     """A response with status 200 whose body is not read yet.
 
     sent_s: when the request was sent, on the monotonic clock. wait_notes: a line for each
-    Retry-After that was waited for.
+    Retry-After that was waited for. on_chunk: called for each chunk of the body.
     """
 
     http: httpx.Response
     sent_s: float
     wait_notes: tuple[str, ...]
+    on_chunk: Callable[[], None]
 
     @property
     def media_type(self) -> str:
@@ -65,9 +74,15 @@ class ServerResponse:
         kind: str = self.http.headers.get("content-type", "")
         return kind.partition(";")[0].strip().lower()
 
+    def iter_bytes(self) -> Iterator[bytes]:
+        """Yield the chunks of the body as the network delivers them."""
+        for chunk in self.http.iter_bytes():
+            self.on_chunk()
+            yield chunk
+
     def read(self) -> bytes:
         """Read the whole body. Raises MessageTooLong, which Connection turns into its error."""
-        return join_chunks(self.http.iter_bytes())
+        return join_chunks(self.iter_bytes())
 
 
 def join_chunks(chunks: Iterable[bytes]) -> bytes:
@@ -78,6 +93,10 @@ def join_chunks(chunks: Iterable[bytes]) -> bytes:
         if len(body) > MAX_MESSAGE_BYTES:
             raise MessageTooLong("a response")
     return bytes(body)
+
+
+def _ignore() -> None:
+    pass
 
 
 class Connection(ABC):
@@ -128,11 +147,17 @@ class Connection(ABC):
         # a compressed stream might be delivered in large blocks
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         request = self._http.build_request("POST", path, content=body, headers=headers)
-        with self._send(request) as reply:
+        with self._watch() as on_chunk, self._send(request, on_chunk) as reply:
             yield reply
 
+    def _watch(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
+        """Watch a request that may take any time. Yields the function to call for each chunk."""
+        return contextlib.nullcontext(_ignore)
+
     @contextlib.contextmanager
-    def _send(self, request: httpx.Request) -> Iterator[ServerResponse | ErrorResponse]:
+    def _send(
+        self, request: httpx.Request, on_chunk: Callable[[], None] = _ignore
+    ) -> Iterator[ServerResponse | ErrorResponse]:
         waits: list[str] = []
         try:
             while True:
@@ -140,7 +165,7 @@ class Connection(ABC):
                 response = self._send_once(request)
                 with contextlib.closing(response):
                     if response.status_code == 200:
-                        yield ServerResponse(response, sent_s, tuple(waits))
+                        yield ServerResponse(response, sent_s, tuple(waits), on_chunk)
                         return
                     refusal = _error_response(response)
                 wait = None if self.is_aborted else self._wait_before_retry(refusal, len(waits))
@@ -164,13 +189,15 @@ class Connection(ABC):
 class LocalConnection(Connection):
     """Connections to the local server's Unix socket.
 
-    Requests raise BadSetting if another user could replace the socket.
+    notify: called, from another thread, if the server stops answering during a request. Requests
+    raise BadSetting if another user could replace the socket.
     """
 
     errors: LocalErrors
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(self, settings: ServerSettings, notify: Callable[[str], None]) -> None:
         self._settings = settings
+        self._notify = notify
         self._session_id = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
         super().__init__(LocalErrors(settings))
 
@@ -184,6 +211,40 @@ class LocalConnection(Connection):
                 if not is_backlog_full(error) or time.monotonic() > deadline or self.is_aborted:
                     raise
             self._sockets.sleep(_BACKLOG_POLL_S)
+
+    def _watch(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
+        return ServerWatch(self._find_problem, self._notify)
+
+    def health(self) -> Health | None:
+        """The server's health, ready or loading; None if none runs or it is shutting down.
+
+        Raises ServerNotAnswering after 5 s.
+        """
+        try:
+            with self.get(_HEALTH_URL, HEALTH_TIMEOUT_S) as reply:
+                if isinstance(reply, ServerResponse):
+                    status, body = 200, reply.read()
+                else:
+                    status, body = reply.status, reply.body
+        except ServerNotAnswering:
+            raise
+        except ServerUnavailable:
+            return None
+        if status not in (200, 503):  # 503: it is not ready
+            raise self.errors.refusal(ErrorResponse(status, body))
+        health = self.errors.decode(body, Health)
+        return None if health.status == "stopping" else health
+
+    def _find_problem(self) -> str | None:
+        """Why the server does not answer; None if it does, or if requests end with an error."""
+        with contextlib.closing(LocalConnection(self._settings, self._notify)) as asking:
+            try:
+                asking.health()
+            except ServerNotAnswering as error:
+                return error.message
+            except LocalgenError:
+                pass
+            return None
 
     def _create_http_client(self) -> httpx.Client:
         return httpx.Client(
