@@ -36,7 +36,14 @@ from localgen.backends.types import Message
 from localgen.cli import errors
 from localgen.cli.commands import COMMANDS
 from localgen.cli.main import run_command_line
-from localgen.client import Client, Completion, TextDelta, client, connection, server_watch
+from localgen.client import (
+    Completion,
+    LocalClient,
+    TextDelta,
+    connection,
+    local_client,
+    server_watch,
+)
 from localgen.client.launch import read_server_pid, start_lock
 from localgen.client.server_monitor import LocalServerMonitor
 from localgen.config import BadSetting, ServerSettings
@@ -70,7 +77,7 @@ def served() -> Iterator[ServerHarness]:
 
 @pytest.fixture
 def quick_health(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (client, connection):
+    for module in (local_client, connection):
         monkeypatch.setattr(module, "HEALTH_TIMEOUT_S", 0.5)
     monkeypatch.setattr(connection, "_BACKLOG_TIMEOUT_S", 0.5)
 
@@ -308,7 +315,7 @@ def test_top_does_not_ask_a_server_in_an_unsafe_folder() -> None:
 
 
 def test_a_folder_that_does_not_exist_has_no_server(tmp_path: Path) -> None:
-    with Client(ServerSettings(tmp_path / "none", tmp_path / "state")) as asking:
+    with LocalClient(ServerSettings(tmp_path / "none", tmp_path / "state")) as asking:
         assert asking.health() is None
     assert not (tmp_path / "none").exists()
 
@@ -390,7 +397,7 @@ def test_a_server_that_is_killed_while_it_starts_is_started_again(
     monkeypatch.setenv("PYTHONPATH", python_environment()["PYTHONPATH"])
     said: list[str] = []
     command = dying_server(served.folder, 1)
-    with Client(served.settings, said.append, server_command=command) as asking:
+    with LocalClient(served.settings, said.append, server_command=command) as asking:
         asking.connect()
         assert asking.health() is not None
     log = served.settings.log_path
@@ -404,7 +411,7 @@ def test_a_server_that_is_killed_while_it_starts_is_started_again(
 def test_a_server_that_is_killed_twice_while_it_starts_is_an_error(served: ServerHarness) -> None:
     command = dying_server(served.folder, 9)
     with (
-        Client(served.settings, server_command=command) as asking,
+        LocalClient(served.settings, server_command=command) as asking,
         pytest.raises(ServerUnavailable, match="killed by SIGKILL while it started: see "),
     ):
         asking.connect()

@@ -96,12 +96,12 @@ def _read_lines() -> list[str]:
 def _embed(model: str | None, texts: list[str], dimensions: int | None) -> None:
     from localgen.backends.model_info import LoadOptions
     from localgen.cli.one_shot import stderr_console
-    from localgen.client import Client
+    from localgen.client import LocalClient
     from localgen.hub.packaged import default_model
     from localgen.repl.load_progress import LoadProgressLine
 
     loading = LoadProgressLine(stderr_console(), model or default_model())
-    with closing(Client(notify=loading.notify)) as client:
+    with closing(LocalClient(notify=loading.notify)) as client:
         with loading:
             client.connect()
             client.load(model, LoadOptions(), loading.update)

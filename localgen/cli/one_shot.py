@@ -18,11 +18,11 @@ from localgen.repl.load_progress import LoadProgressLine
 from localgen.repl.plain_answer import CollectedAnswer, write_plain_answer
 
 if TYPE_CHECKING:
-    from localgen.client import Completion, ModelClient
+    from localgen.client import Client, Completion
 
 
 def answer_prompt(
-    client: ModelClient,
+    client: Client,
     progress_line: LoadProgressLine,
     model: str | None,
     prompt: str,

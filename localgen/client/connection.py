@@ -102,13 +102,19 @@ def _ignore() -> None:
 class Connection(ABC):
     """Sends requests to one server; abort() ends them from another thread.
 
+    notify: called with a line when the user should know something. url: the base URL; empty for the
+    local server.
+
     get() and post() yield an ErrorResponse for every status but 200. They raise
     errors.connection_error() if there is no response, or if reading it inside the block fails; and
     errors.unavailable() if the response is too long.
     """
 
-    def __init__(self, errors: ServerErrors) -> None:
+    def __init__(self, errors: ServerErrors, notify: Callable[[str], None], url: str = "") -> None:
         self.errors = errors
+        self.notify = notify
+        self.url = url
+        self._warning = ""
         self._sockets = AbortableSockets()
         self._http = self._create_http_client()
 
@@ -119,6 +125,12 @@ class Connection(ABC):
     @property
     def is_aborted(self) -> bool:
         return self._sockets.is_aborted
+
+    def warn_once(self) -> None:
+        """Say what is unsafe about the connection, if anything."""
+        if self._warning:
+            self.notify(self._warning)
+            self._warning = ""
 
     def abort(self) -> None:
         """End all requests, now and in future, with an error."""
@@ -189,17 +201,16 @@ class Connection(ABC):
 class LocalConnection(Connection):
     """Connections to the local server's Unix socket.
 
-    notify: called, from another thread, if the server stops answering during a request. Requests
-    raise BadSetting if another user could replace the socket.
+    notify: also called, from another thread, if the server stops answering during a request.
+    Requests raise BadSetting if another user could replace the socket.
     """
 
     errors: LocalErrors
 
     def __init__(self, settings: ServerSettings, notify: Callable[[str], None]) -> None:
         self._settings = settings
-        self._notify = notify
         self._session_id = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        super().__init__(LocalErrors(settings))
+        super().__init__(LocalErrors(settings), notify)
 
     def _send_once(self, request: httpx.Request) -> httpx.Response:
         self._settings.require_safe_runtime_dir()
@@ -213,7 +224,7 @@ class LocalConnection(Connection):
             self._sockets.sleep(_BACKLOG_POLL_S)
 
     def _watch(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
-        return ServerWatch(self._find_problem, self._notify)
+        return ServerWatch(self._find_problem, self.notify)
 
     def health(self) -> Health | None:
         """The server's health, ready or loading; None if none runs or it is shutting down.
@@ -237,7 +248,7 @@ class LocalConnection(Connection):
 
     def _find_problem(self) -> str | None:
         """Why the server does not answer; None if it does, or if requests end with an error."""
-        with contextlib.closing(LocalConnection(self._settings, self._notify)) as asking:
+        with contextlib.closing(LocalConnection(self._settings, self.notify)) as asking:
             try:
                 asking.health()
             except ServerNotAnswering as error:
@@ -260,8 +271,8 @@ class LocalConnection(Connection):
 class EndpointConnection(Connection):
     """TCP connections to an endpoint. Retries a busy server after its Retry-After.
 
-    notify: called with a line before each wait. sleep: waits that many seconds; default: until
-    abort() at most. Raises BadSetting if the API key or a proxy setting is invalid.
+    notify: also called before each wait. sleep: waits that many seconds; default: until abort() at
+    most. Raises BadSetting if the API key or a proxy setting is invalid.
     """
 
     errors: EndpointErrors
@@ -269,13 +280,15 @@ class EndpointConnection(Connection):
     def __init__(
         self,
         endpoint: Endpoint,
-        notify: Callable[[str], None],
+        notify: Callable[[str], None] = lambda line: None,
         sleep: Callable[[float], None] | None = None,
     ) -> None:
         self._endpoint = endpoint
-        self._notify = notify
-        super().__init__(EndpointErrors(endpoint))
+        super().__init__(EndpointErrors(endpoint), notify, endpoint.url)
         self._sleep = sleep or self._sockets.sleep
+        is_safe = endpoint.key_env is None or endpoint.is_loopback or endpoint.is_encrypted
+        if not is_safe:
+            self._warning = f"the API key is sent to {endpoint.host} unencrypted: use https://"
 
     def _create_http_client(self) -> httpx.Client:
         endpoint, key = self._endpoint, self._endpoint.api_key()
@@ -305,7 +318,7 @@ class EndpointConnection(Connection):
         if wait_s is None or wait_s > MAX_RETRY_AFTER_S:
             return None
         reason = f"{self.errors.name} asks to wait {wait_s:,.0f} s ({refusal.status})"
-        self._notify(f"{reason}; Ctrl+C stops")
+        self.notify(f"{reason}; Ctrl+C stops")
         self._sleep(wait_s)
         return f"{reason}, so the request was sent again"
 
