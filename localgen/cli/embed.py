@@ -104,6 +104,8 @@ def _embed(model: str | None, texts: list[str], dimensions: int | None) -> None:
     with closing(LocalClient(notify=loading.notify)) as client:
         with loading:
             client.connect()
-            client.load(model, LoadOptions(), loading.update)
-        for text, vector in zip(texts, client.embed(model, texts, dimensions), strict=True):
-            typer.echo(tables.json_text({"text": text, "embedding": vector}))
+            with loading.notices_to(loading.print_notice):
+                client.load(model, LoadOptions(), loading.update)
+        with loading.notices_to(loading.print_notice):
+            for text, vector in zip(texts, client.embed(model, texts, dimensions), strict=True):
+                typer.echo(tables.json_text({"text": text, "embedding": vector}))

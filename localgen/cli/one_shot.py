@@ -34,10 +34,9 @@ def answer_prompt(
 
     Notes, statistics and, once the server runs, the client's notices go to stderr.
     """
-    screen = _AnswerPrinter(progress_line.console)
     with progress_line:
         client.connect()
-        with progress_line.notices_to(screen.write_notice):
+        with progress_line.notices_to(progress_line.print_notice):
             info = client.load(model, options.load, progress_line.update, options.keep_alive)
     if progress_line.has_loaded or options.verbose:
         _print_notices(*info.notes)
@@ -45,7 +44,8 @@ def answer_prompt(
     stream = client.chat(
         model, messages, options.params, ctx=options.ctx, priority=options.priority
     )
-    with progress_line.notices_to(screen.write_notice):
+    screen = _AnswerPrinter()
+    with progress_line.notices_to(progress_line.print_notice):
         whole = (
             write_plain_answer(stream, _discard, _discard)
             if json_output
@@ -65,17 +65,11 @@ def stderr_console() -> Console:
 
 
 class _AnswerPrinter:
-    """Writes the answer to stdout, and notices to stderr; reasoning, if that is a terminal.
+    """Writes the answer to stdout, and its reasoning to stderr if that is a terminal."""
 
-    console: of stderr.
-    """
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self) -> None:
+        self._console = stderr_console()
         self._in_reasoning = False
-
-    def write_notice(self, line: str) -> None:
-        self._console.print(Text(one_line(line), style="dim"), soft_wrap=True)
 
     def write_reasoning(self, text: str) -> None:
         if self._console.is_terminal:
