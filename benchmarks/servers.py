@@ -14,7 +14,7 @@ import httpx
 
 from benchmarks.llamacpp_tools import ToolFailed, Tools
 from localgen.backends.model_info import LoadOptions, ModelInfo
-from localgen.client import Client
+from localgen.client import LocalClient
 from localgen.config import ServerSettings
 from localgen.hub.packaged import default_model
 
@@ -36,7 +36,7 @@ def private_settings() -> Iterator[ServerSettings]:
         try:
             yield settings
         finally:
-            with Client(settings) as client:
+            with LocalClient(settings) as client:
                 client.shutdown()
 
 
@@ -52,18 +52,18 @@ class Localgen:
 
     def load(self) -> ModelInfo:
         """Load the model with the options of this run, unless it is already loaded."""
-        with Client(self.settings) as client:
+        with LocalClient(self.settings) as client:
             client.connect()
             return client.load(self.model, self._options)
 
     def unload(self) -> None:
         """Unload the model."""
-        with Client(self.settings) as client:
+        with LocalClient(self.settings) as client:
             client.unload(self.model or default_model())
 
-    def client(self) -> Client:
+    def client(self) -> LocalClient:
         """Return a new client; `close` closes it."""
-        return self._clients.enter_context(Client(self.settings))
+        return self._clients.enter_context(LocalClient(self.settings))
 
     def close(self) -> None:
         """Close the clients."""

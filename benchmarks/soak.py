@@ -40,7 +40,7 @@ from benchmarks.soak_parts.report import (
     shared_memory,
 )
 from localgen.backends.errors import LocalgenError
-from localgen.client import Client
+from localgen.client import LocalClient
 from localgen.config import ServerSettings
 from localgen.machine.python_process import python_command, python_environment
 
@@ -198,7 +198,7 @@ class Soak:
     def settle(self) -> list[Check]:
         """Shut the server down. Nothing may be left of it, nor of those before it."""
         checks = []
-        with Client(self.settings) as client:
+        with LocalClient(self.settings) as client:
             try:
                 stats = client.stats()
                 busy = {one["name"]: one["active_requests"] for one in stats["models"]}

@@ -16,7 +16,7 @@ import httpx
 
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import Message
-from localgen.client import Client, Completion, TextDelta
+from localgen.client import Completion, LocalClient, TextDelta
 from localgen.client.request_body import message_fields
 
 # llama-server occasionally closes a new connection before it reads the request
@@ -74,7 +74,9 @@ class BenchClient(Protocol):
 class LocalgenBenchClient:
     """localgen's own client, as used by `chat` and `run`. json_schema: constrains answers."""
 
-    def __init__(self, client: Client, model: str | None, json_schema: str | None = None) -> None:
+    def __init__(
+        self, client: LocalClient, model: str | None, json_schema: str | None = None
+    ) -> None:
         self._client, self._model, self._schema = client, model, json_schema
 
     def ask(self, prompt: Prompt, max_tokens: int) -> Stream:

@@ -10,7 +10,7 @@ from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.formats.hf.tokenizer import HfTokenizer
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.sampling_params import SamplingParams
-from localgen.client import Client, Completion
+from localgen.client import Completion, LocalClient
 from localgen.placement.backend_choice import detect_hardware
 from localgen.quant import evaluate
 from localgen.quant.calibrate.text_windows import held_out_windows
@@ -32,7 +32,7 @@ def measure_tokens_per_s(path: Path) -> float | None:
     name = str(path.absolute())
     params = SamplingParams(temperature=0.0, max_tokens=_TOKENS, min_tokens=_TOKENS, seed=0)
     try:
-        with Client() as client:
+        with LocalClient() as client:
             client.load(name, LoadOptions(ctx=_CTX), keep_alive="1m")
             rates = [_decode_rate(client, name, params) for _ in range(2)]
             client.unload(name)
@@ -42,7 +42,7 @@ def measure_tokens_per_s(path: Path) -> float | None:
     return rates[-1]
 
 
-def _decode_rate(client: Client, name: str, params: SamplingParams) -> float | None:
+def _decode_rate(client: LocalClient, name: str, params: SamplingParams) -> float | None:
     answers = [
         piece for piece in client.complete(name, _PROMPT, params) if isinstance(piece, Completion)
     ]

@@ -36,7 +36,7 @@ def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ScriptedClient]:
     def make(*scripts: Script, running: bool = True) -> ScriptedClient:
         client = ScriptedClient(*scripts, running=running)
-        monkeypatch.setattr(localgen.client, "Client", lambda *_args, **_named: client)
+        monkeypatch.setattr(localgen.client, "LocalClient", lambda *_args, **_named: client)
         return client
 
     return make

@@ -10,7 +10,7 @@ from localgen.backends.errors import ModelNotFound, ServerUnavailable
 from localgen.backends.model_info import LoadOptions, ModelInfo
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import Message, Timings
-from localgen.client import Client, Completion, Health, ModelCard, RunningModel, TextDelta
+from localgen.client import Completion, Health, LocalClient, ModelCard, RunningModel, TextDelta
 
 TIMINGS = Timings(
     cache_n=12,
@@ -98,7 +98,7 @@ class Record:
 Script = Sequence[str | TextDelta | Completion | BaseException]
 
 
-class ScriptedClient(Client):
+class ScriptedClient(LocalClient):
     """Plays one script per request: texts, an answer, or an error to raise; then echoes prompts."""
 
     def __init__(self, *scripts: Script, running: bool = True) -> None:

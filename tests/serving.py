@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from localgen.client import Client
+from localgen.client import LocalClient
 from localgen.config import ServerSettings
 from localgen.machine.python_process import python_environment
 
@@ -60,7 +60,7 @@ class ServerHarness:
             trust_env=False,
         )
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.clients: list[Client] = []
+        self.clients: list[LocalClient] = []
 
     def start(self, *arguments: str, **access: Any) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
@@ -80,9 +80,9 @@ class ServerHarness:
         except httpx.TransportError:
             return False
 
-    def client(self, say: Callable[[str], None] = print, *arguments: str) -> Client:
+    def client(self, say: Callable[[str], None] = print, *arguments: str) -> LocalClient:
         command = [sys.executable, str(SERVER), *arguments]
-        client = Client(self.settings, say, server_command=command)
+        client = LocalClient(self.settings, say, server_command=command)
         self.clients.append(client)
         return client
 

@@ -36,7 +36,7 @@ from localgen.backends.errors import (
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import Message
-from localgen.client import Client, Completion, TextDelta
+from localgen.client import Completion, LocalClient, TextDelta
 from localgen.config import BadSetting
 
 
@@ -301,7 +301,7 @@ def test_a_newer_server_of_the_same_protocol_is_used(served: ServerHarness) -> N
 
 def test_failed_server_start_gives_the_reason(served: ServerHarness) -> None:
     code = "import sys; sys.exit('error: the disk is full')"
-    client = Client(served.settings, server_command=[sys.executable, "-c", code])
+    client = LocalClient(served.settings, server_command=[sys.executable, "-c", code])
     with client, pytest.raises(ServerUnavailable, match="did not start: the disk is full"):
         client.connect()
 
@@ -309,7 +309,7 @@ def test_failed_server_start_gives_the_reason(served: ServerHarness) -> None:
 def test_server_start_on_a_full_disk_gives_the_reason(
     served: ServerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = Client(
+    client = LocalClient(
         served.settings, server_command=[sys.executable, "-c", "import sys; sys.exit(1)"]
     )
     folder, usage = served.settings.state_dir, shutil.disk_usage
@@ -323,7 +323,10 @@ def test_server_start_on_a_full_disk_gives_the_reason(
 def test_socket_path_too_long_is_rejected() -> None:
     with short_folder() as folder:
         settings = settings_in(folder / ("x" * 100))
-        with Client(settings) as client, pytest.raises(BadSetting, match="LOCALGEN_RUNTIME_DIR"):
+        with (
+            LocalClient(settings) as client,
+            pytest.raises(BadSetting, match="LOCALGEN_RUNTIME_DIR"),
+        ):
             client.connect()
 
 
@@ -348,9 +351,9 @@ def test_proxies_are_not_used(served: ServerHarness, monkeypatch: pytest.MonkeyP
 
 def test_the_server_outlives_the_client(served: ServerHarness) -> None:
     code = (
-        "import sys; from localgen.client import Client\n"
+        "import sys; from localgen.client import LocalClient\n"
         "from localgen.config import ServerSettings\n"
-        "Client(ServerSettings.from_environment(), server_command=sys.argv[1:]).connect()"
+        "LocalClient(ServerSettings.from_environment(), server_command=sys.argv[1:]).connect()"
     )
     fake = served.client()._server_command
     environment: dict[str, Any] = {**os.environ, **served.settings.to_environment()}

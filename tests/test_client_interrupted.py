@@ -17,7 +17,8 @@ from localgen.backends.errors import LocalgenError, ServerUnavailable
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import Message
-from localgen.client import Client, ModelClient, RemoteClient
+from localgen.client import Client, LocalClient
+from localgen.client.connection import EndpointConnection
 from localgen.client.endpoints import Endpoint
 from localgen.client.launch import start_lock
 
@@ -36,7 +37,7 @@ def server() -> Iterator[PlainServer]:
         yield running
 
 
-def cut_during(client: ModelClient, call: Callable[[], object], when: Callable[[], object]) -> None:
+def cut_during(client: Client, call: Callable[[], object], when: Callable[[], object]) -> None:
     """Abort the client once `when` holds during the call, which must end with an error."""
     failures: list[Exception] = []
 
@@ -86,7 +87,7 @@ def test_abort_while_a_model_loads(served: ServerHarness) -> None:
 def test_abort_while_a_server_starts_leaves_the_server_running(served: ServerHarness) -> None:
     pid = served.folder / "pid"
     code = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
-    client = Client(served.settings, server_command=[sys.executable, "-c", code])
+    client = LocalClient(served.settings, server_command=[sys.executable, "-c", code])
     cut_during(client, client.connect, lambda: pid.exists() and pid.read_text())
     started = int(pid.read_text())
     os.kill(started, 0)  # raises if it is gone
@@ -108,7 +109,7 @@ def test_abort_while_another_client_starts_the_server(served: ServerHarness) -> 
 
 
 def test_abort_remote_request_before_its_first_token(server: PlainServer) -> None:
-    client = RemoteClient(Endpoint(server.url))
+    client = Client(EndpointConnection(Endpoint(server.url)))
     client.load("big", LoadOptions())
     server.gap_s = 30.0
     events = client.chat("big", ASKED, SamplingParams())
@@ -118,7 +119,7 @@ def test_abort_remote_request_before_its_first_token(server: PlainServer) -> Non
 def test_abort_while_a_remote_server_asks_to_wait(server: PlainServer) -> None:
     server.first = [Response(429, b"{}", headers={"Retry-After": "30"})]
     said: list[str] = []
-    client = RemoteClient(Endpoint(server.url), said.append)
+    client = Client(EndpointConnection(Endpoint(server.url), said.append))
     events = client.chat("big", ASKED, SamplingParams())
     started_s = time.monotonic()
     cut_during(client, lambda: list(events), lambda: bool(said))

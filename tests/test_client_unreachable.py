@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -17,14 +18,32 @@ from typing import Any
 
 import pytest
 from command_line import own_folders, pipe_in
-from serving import SERVER, ServerHarness, in_thread, server_harness, short_folder, wait_until
+from serving import (
+    MANY_WORDS,
+    SERVER,
+    ServerHarness,
+    in_thread,
+    server_harness,
+    short_folder,
+    wait_until,
+)
 
 from localgen import PROTOCOL, __version__
 from localgen.backends.errors import LocalgenError, ServerUnavailable
+from localgen.backends.model_info import LoadOptions
+from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import Message
 from localgen.cli import errors
 from localgen.cli.commands import COMMANDS
 from localgen.cli.main import run_command_line
-from localgen.client import Client, client, connection
+from localgen.client import (
+    Completion,
+    LocalClient,
+    TextDelta,
+    connection,
+    local_client,
+    server_watch,
+)
 from localgen.client.launch import read_server_pid, start_lock
 from localgen.client.server_monitor import LocalServerMonitor
 from localgen.config import BadSetting, ServerSettings
@@ -58,7 +77,8 @@ def served() -> Iterator[ServerHarness]:
 
 @pytest.fixture
 def quick_health(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "_HEALTH_TIMEOUT_S", 0.5)
+    for module in (local_client, connection):
+        monkeypatch.setattr(module, "HEALTH_TIMEOUT_S", 0.5)
     monkeypatch.setattr(connection, "_BACKLOG_TIMEOUT_S", 0.5)
 
 
@@ -130,6 +150,99 @@ def test_a_stopped_server_is_named_by_every_command(
         with pytest.raises(ServerUnavailable, match="does not answer"):
             next(LocalServerMonitor(served.settings).snapshots())
     assert run_command_line(["stop"]) == 0
+
+
+@pytest.fixture
+def quick_watch(monkeypatch: pytest.MonkeyPatch, quick_health: None) -> None:
+    """A request asks after a second without a byte whether its server answers."""
+    monkeypatch.setattr(server_watch, "SILENT_AFTER_S", 1.0)
+
+
+@pytest.mark.usefixtures("quick_watch")
+def test_a_server_stopped_in_an_answer_is_named_until_it_goes_on(served: ServerHarness) -> None:
+    pid = served.start().pid
+    said: list[str] = []
+    client = served.client(said.append)
+    model, prompt = served.model(token_s=0.02), [Message("user", MANY_WORDS)]
+    answer = client.chat(model, prompt, SamplingParams(max_tokens=100))
+    assert isinstance(next(answer), TextDelta)
+    rest: list[TextDelta | Completion] = []
+    with stopped(pid):
+        reading = in_thread(lambda: rest.extend(answer))
+        wait_until(lambda: len(said) == 2, 20)
+    reading.join(timeout=60)
+    problem = f"the server (process {pid}) does not answer: `kill -CONT {pid}` if it was stopped"
+    assert all(line.startswith(problem) and line.endswith("; Ctrl+C stops") for line in said)
+    assert isinstance(rest[-1], Completion)
+    assert rest[-1].completion_tokens == 100
+
+
+@pytest.mark.usefixtures("quick_watch")
+def test_a_server_stopped_while_it_loads_a_model_is_named(served: ServerHarness) -> None:
+    pid = served.start().pid
+    said: list[str] = []
+    client, model = served.client(said.append), served.model(load_s=1.0)
+    loaded: list[str] = []
+    progress: list[float] = []
+
+    def load() -> None:
+        loaded.append(client.load(model, LoadOptions(), progress.append).name)
+
+    loading = in_thread(load)
+    wait_until(lambda: progress)
+    with stopped(pid):
+        wait_until(lambda: said, 20)
+    loading.join(timeout=60)
+    assert said[0].startswith(f"the server (process {pid}) does not answer")
+    assert loaded == ["echo"]
+
+
+@pytest.mark.usefixtures("quick_watch")
+def test_a_slow_answer_of_a_server_that_answers_is_not_its_silence(served: ServerHarness) -> None:
+    served.start()
+    said: list[str] = []
+    client = served.client(said.append)
+    prompt = [Message("user", "a b")]
+    *_, end = client.chat(served.model(token_s=2.5), prompt, SamplingParams())
+    assert isinstance(end, Completion)
+    assert said == []
+
+
+@pytest.mark.parametrize("command", [["run"], ["embed", "-m"]])
+def test_ctrl_c_stops_a_command_whose_server_is_stopped(
+    command: list[str], served: ServerHarness
+) -> None:
+    pid = served.start().pid
+    code = (
+        "from localgen.client import server_watch; server_watch.SILENT_AFTER_S = 1.0\n"
+        "from localgen.cli.main import main; main()"
+    )
+    running = subprocess.Popen(
+        [sys.executable, "-c", code, *command, served.model(token_s=0.05), "w " * 400],
+        env=os.environ | served.settings.to_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    told: list[str] = []
+    stdout, stderr = running.stdout, running.stderr
+    assert stdout is not None
+    assert stderr is not None
+    reading = in_thread(lambda: told.extend(stderr))
+    try:
+        wait_until(lambda: served.http.get("/health").json()["active_requests"], 60)
+        with stopped(pid):
+            wait_until(lambda: told, 60)
+            running.send_signal(signal.SIGINT)
+            assert running.wait(timeout=60) == 130
+    finally:
+        running.kill()
+        running.wait()
+        reading.join(timeout=60)
+        stdout.close()
+        stderr.close()
+    assert told[0].startswith(f"the server (process {pid}) does not answer")
 
 
 @pytest.mark.usefixtures("quick_health")
@@ -205,7 +318,7 @@ def test_top_does_not_ask_a_server_in_an_unsafe_folder() -> None:
 
 
 def test_a_folder_that_does_not_exist_has_no_server(tmp_path: Path) -> None:
-    with Client(ServerSettings(tmp_path / "none", tmp_path / "state")) as asking:
+    with LocalClient(ServerSettings(tmp_path / "none", tmp_path / "state")) as asking:
         assert asking.health() is None
     assert not (tmp_path / "none").exists()
 
@@ -287,7 +400,7 @@ def test_a_server_that_is_killed_while_it_starts_is_started_again(
     monkeypatch.setenv("PYTHONPATH", python_environment()["PYTHONPATH"])
     said: list[str] = []
     command = dying_server(served.folder, 1)
-    with Client(served.settings, said.append, server_command=command) as asking:
+    with LocalClient(served.settings, said.append, server_command=command) as asking:
         asking.connect()
         assert asking.health() is not None
     log = served.settings.log_path
@@ -301,7 +414,7 @@ def test_a_server_that_is_killed_while_it_starts_is_started_again(
 def test_a_server_that_is_killed_twice_while_it_starts_is_an_error(served: ServerHarness) -> None:
     command = dying_server(served.folder, 9)
     with (
-        Client(served.settings, server_command=command) as asking,
+        LocalClient(served.settings, server_command=command) as asking,
         pytest.raises(ServerUnavailable, match="killed by SIGKILL while it started: see "),
     ):
         asking.connect()

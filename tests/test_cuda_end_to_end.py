@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hf_folders import TINY, edit
 
-from localgen.client import Client
+from localgen.client import LocalClient
 from localgen.config import ServerSettings
 
 ON_CPU = ("--backend", "cuda", "--device", "cpu")
@@ -26,7 +26,7 @@ def settings() -> Iterator[ServerSettings]:
     with tempfile.TemporaryDirectory(prefix="lg") as folder:
         made = ServerSettings(runtime_dir=Path(folder) / "run", state_dir=Path(folder) / "state")
         yield made
-        Client(made).shutdown()
+        LocalClient(made).shutdown()
 
 
 def run(settings: ServerSettings, *arguments: str) -> Any:

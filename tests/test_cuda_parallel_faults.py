@@ -23,7 +23,7 @@ from localgen.backends.cuda.parallel.worker_group import _WORKER_MODULE
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import Message
-from localgen.client import Client, TextDelta
+from localgen.client import LocalClient, TextDelta
 from localgen.config import ServerSettings
 
 OPTIONS = LoadOptions(backend="cuda", device="cpu", tp=2)
@@ -35,23 +35,23 @@ def settings() -> Iterator[ServerSettings]:
     with tempfile.TemporaryDirectory(prefix="lg") as folder:
         made = ServerSettings(runtime_dir=Path(folder) / "run", state_dir=Path(folder) / "state")
         yield made
-        Client(made).shutdown()
+        LocalClient(made).shutdown()
 
 
 @pytest.fixture
-def client(settings: ServerSettings) -> Iterator[Client]:
-    with Client(settings) as made:
+def client(settings: ServerSettings) -> Iterator[LocalClient]:
+    with LocalClient(settings) as made:
         made.connect()
         made.load(str(TINY), OPTIONS)
         yield made
 
 
-def engine(client: Client) -> psutil.Process:
+def engine(client: LocalClient) -> psutil.Process:
     (model,) = client.stats()["models"]
     return psutil.Process(model["pid"])
 
 
-def follower(client: Client) -> psutil.Process:
+def follower(client: LocalClient) -> psutil.Process:
     (found,) = (p for p in engine(client).children() if _WORKER_MODULE in p.cmdline())
     return found
 
@@ -63,7 +63,7 @@ def runs(process: psutil.Process) -> bool:
     return False
 
 
-def assert_works(client: Client) -> None:
+def assert_works(client: LocalClient) -> None:
     client.load(str(TINY), OPTIONS)
     *parts, _ = client.chat(
         str(TINY), [Message("user", "What is 17 + 25?")], SamplingParams(temperature=0)
@@ -71,7 +71,7 @@ def assert_works(client: Client) -> None:
     assert "42" in "".join(part.text for part in parts if isinstance(part, TextDelta))
 
 
-def test_follower_killed_in_a_step_ends_streams_with_an_error(client: Client) -> None:
+def test_follower_killed_in_a_step_ends_streams_with_an_error(client: LocalClient) -> None:
     stream = client.chat(str(TINY), [Message("user", "Tell me a story.")], ENDLESS)
     next(stream)
     rank = follower(client)
@@ -83,20 +83,20 @@ def test_follower_killed_in_a_step_ends_streams_with_an_error(client: Client) ->
     assert_works(client)
 
 
-def test_follower_killed_while_idle_is_noticed(client: Client) -> None:
+def test_follower_killed_while_idle_is_noticed(client: LocalClient) -> None:
     idle = engine(client)
     os.kill(follower(client).pid, signal.SIGKILL)
     idle.wait(timeout=5)
     assert_works(client)
 
 
-def test_followers_go_with_their_engine(client: Client) -> None:
+def test_followers_go_with_their_engine(client: LocalClient) -> None:
     rank = follower(client)
     os.kill(engine(client).pid, signal.SIGKILL)
     rank.wait(timeout=5)
 
 
-def test_unloaded_means_that_all_are_gone(client: Client) -> None:
+def test_unloaded_means_that_all_are_gone(client: LocalClient) -> None:
     everybody = [engine(client), follower(client)]
     assert client.unload(str(TINY))
     # a process closes its output, which the server waits for, before it has an exit status

@@ -16,7 +16,7 @@ from draft_models import DRAFT_GGUF, other_token
 from hf_folders import TINY
 from real_server import real_server
 
-from localgen.client import Client
+from localgen.client import LocalClient
 from localgen.config import ServerSettings
 
 QUESTION = "What is 17 + 25?"
@@ -29,12 +29,12 @@ def settings() -> Iterator[ServerSettings]:
     with tempfile.TemporaryDirectory(prefix="lg") as folder:
         made = ServerSettings(runtime_dir=Path(folder) / "run", state_dir=Path(folder) / "state")
         yield made
-        Client(made).shutdown()
+        LocalClient(made).shutdown()
 
 
 @pytest.fixture
-def client(settings: ServerSettings) -> Iterator[Client]:
-    with Client(settings) as made:
+def client(settings: ServerSettings) -> Iterator[LocalClient]:
+    with LocalClient(settings) as made:
         made.connect()
         yield made
         for model in made.running_models():
@@ -55,7 +55,7 @@ def run(settings: ServerSettings, *arguments: str) -> Any:
 
 @pytest.mark.parametrize("model", ["tiny", str(TINY)], ids=["llamacpp", "cuda"])
 def test_a_question_is_answered_with_a_draft_model(
-    settings: ServerSettings, client: Client, model: str
+    settings: ServerSettings, client: LocalClient, model: str
 ) -> None:
     where = () if model == "tiny" else ON_CPU
     asked = (model, QUESTION, "--draft", f"./{DRAFT_GGUF.name}", *where, *GREEDY)
@@ -75,7 +75,7 @@ def test_a_question_is_answered_with_a_draft_model(
 
 
 def test_unsuitable_draft_model_is_one_line_and_the_server_continues(
-    settings: ServerSettings, client: Client, tmp_path: Path
+    settings: ServerSettings, client: LocalClient, tmp_path: Path
 ) -> None:
     stranger = str(other_token(tmp_path / "stranger.gguf"))
     corrupt = tmp_path / "corrupt.gguf"

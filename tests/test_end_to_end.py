@@ -22,7 +22,7 @@ from models import questions
 
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import Message
-from localgen.client import Client, Completion, TextDelta
+from localgen.client import Completion, LocalClient, TextDelta
 from localgen.config import ServerSettings
 
 GREEDY = SamplingParams(temperature=0, max_tokens=120)
@@ -33,12 +33,12 @@ def settings() -> Iterator[ServerSettings]:
     with tempfile.TemporaryDirectory(prefix="lg") as folder:
         made = ServerSettings(runtime_dir=Path(folder) / "run", state_dir=Path(folder) / "state")
         yield made
-        Client(made).shutdown()
+        LocalClient(made).shutdown()
 
 
 @pytest.fixture
-def client(settings: ServerSettings) -> Iterator[Client]:
-    with Client(settings) as made:
+def client(settings: ServerSettings) -> Iterator[LocalClient]:
+    with LocalClient(settings) as made:
         made.connect()
         yield made
 
@@ -55,13 +55,13 @@ def localgen(settings: ServerSettings, *arguments: str, stdin: str = "") -> Any:
     )
 
 
-def ask(client: Client, chat: tuple[Message, ...]) -> tuple[str, Completion]:
+def ask(client: LocalClient, chat: tuple[Message, ...]) -> tuple[str, Completion]:
     *parts, answer = client.chat("tiny", chat, GREEDY)
     assert isinstance(answer, Completion)
     return "".join(part.text for part in parts if isinstance(part, TextDelta)), answer
 
 
-def engine(client: Client) -> dict[str, Any]:
+def engine(client: LocalClient) -> dict[str, Any]:
     (model,) = client.stats()["models"]
     found: dict[str, Any] = model
     return found
@@ -91,14 +91,14 @@ def test_a_prompt_over_the_context_is_refused_with_both_numbers(settings: Server
     assert "tokens, the context is 2,048" in line
 
 
-def test_several_terminals_are_batched_and_say_what_they_say_alone(client: Client) -> None:
+def test_several_terminals_are_batched_and_say_what_they_say_alone(client: LocalClient) -> None:
     chats = questions(12)
     alone = [ask(client, chat)[0] for chat in chats]
     before = engine(client)["stats"]["step_sequences"]
     together: dict[int, str] = {}
 
     def terminal(number: int) -> None:
-        with Client(client._settings) as mine:
+        with LocalClient(client._settings) as mine:
             for at in range(number, len(chats), 3):
                 together[at] = ask(mine, chats[at])[0]
 
@@ -117,7 +117,7 @@ def test_several_terminals_are_batched_and_say_what_they_say_alone(client: Clien
     assert len(different) <= 1, "rounding may tip one answer, see test_llamacpp_runner"
 
 
-def test_a_client_that_leaves_frees_its_request(client: Client) -> None:
+def test_a_client_that_leaves_frees_its_request(client: LocalClient) -> None:
     stream = client.chat(
         "tiny", [Message("user", "Tell me a story.")], SamplingParams(ignore_eos=True)
     )
@@ -133,7 +133,7 @@ def test_a_client_that_leaves_frees_its_request(client: Client) -> None:
         time.sleep(0.02)
 
 
-def test_a_killed_engine_is_replaced(client: Client) -> None:
+def test_a_killed_engine_is_replaced(client: LocalClient) -> None:
     stream = client.chat(
         "tiny", [Message("user", "Tell me a story.")], SamplingParams(ignore_eos=True)
     )
@@ -146,7 +146,7 @@ def test_a_killed_engine_is_replaced(client: Client) -> None:
 
 
 def test_a_killed_server_is_replaced_and_takes_its_engine_along(
-    settings: ServerSettings, client: Client
+    settings: ServerSettings, client: LocalClient
 ) -> None:
     ask(client, (Message("user", "hello"),))
     health = client.health()
@@ -159,7 +159,7 @@ def test_a_killed_server_is_replaced_and_takes_its_engine_along(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_another_user_cannot_connect(settings: ServerSettings, client: Client) -> None:
+def test_another_user_cannot_connect(settings: ServerSettings, client: LocalClient) -> None:
     attempt = (
         "import os, socket, sys; os.setgid(65534); os.setuid(65534)\n"
         "s = socket.socket(socket.AF_UNIX)\n"
@@ -198,7 +198,7 @@ def test_wrong_input_is_one_line(settings: ServerSettings, tmp_path: Path) -> No
         assert "Traceback" not in done.stderr
 
 
-def test_stop_ends_the_server(settings: ServerSettings, client: Client) -> None:
+def test_stop_ends_the_server(settings: ServerSettings, client: LocalClient) -> None:
     ask(client, (Message("user", "hello"),))
     assert "tiny" in localgen(settings, "ps").stdout
     assert localgen(settings, "stop", "tiny").returncode == 0
@@ -241,7 +241,7 @@ def test_a_schema_that_is_wrong_says_why(settings: ServerSettings) -> None:
     ],
 )
 def test_an_object_over_http(
-    client: Client, settings: ServerSettings, asked: dict[str, Any]
+    client: LocalClient, settings: ServerSettings, asked: dict[str, Any]
 ) -> None:
     http = httpx.Client(transport=httpx.HTTPTransport(uds=str(settings.socket_path)), timeout=60)
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "seed": 1}

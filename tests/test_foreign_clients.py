@@ -18,7 +18,7 @@ import openai
 import pytest
 from serving import wait_until
 
-from localgen.client import Client
+from localgen.client import LocalClient
 from localgen.config import ServerSettings
 from localgen.machine.python_process import python_environment
 
@@ -56,7 +56,7 @@ def served() -> Iterator[Served]:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        with Client(settings) as client:
+        with LocalClient(settings) as client:
             wait_until(lambda: client.health() is not None, 60)
         yield Served(f"http://127.0.0.1:{port}", folder)
         server.terminate()

@@ -54,7 +54,9 @@ class StartedChats(list[tuple[str | None, ModelOptions, ChatStorage]]):
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self._monkeypatch = monkeypatch
-        monkeypatch.setattr(localgen.client, "Client", lambda *_args, **_named: ScriptedClient())
+        monkeypatch.setattr(
+            localgen.client, "LocalClient", lambda *_args, **_named: ScriptedClient()
+        )
         monkeypatch.setattr("localgen.repl.repl.start_chat", lambda *chat: self.append(chat[2:]))
 
     def run(self, *arguments: str) -> int:

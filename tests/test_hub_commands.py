@@ -318,7 +318,7 @@ def test_rm_of_a_loaded_model_is_rejected(
     from localgen.client import RunningModel
 
     loaded = RunningModel(f"{REPO}:Q4_K_M", "a1", 1, "100% CPU", 2048, 299.0, 0)
-    monkeypatch.setattr("localgen.client.Client.running_models", lambda _client: [loaded])
+    monkeypatch.setattr("localgen.client.LocalClient.running_models", lambda _client: [loaded])
     assert run_command_line(["pull", REPO]) == 0
     assert run_command_line(["rm", REPO, "-y"]) == errors.EXIT_STATUS_BY_CODE["model_busy"]
     assert f"localgen stop {REPO}:Q4_K_M" in capsys.readouterr().err

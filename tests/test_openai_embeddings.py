@@ -18,7 +18,7 @@ from test_llamacpp_embedding import CLS, MEAN, TEXTS, TOLERANCE, theirs
 
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import Message
-from localgen.client import Client
+from localgen.client import LocalClient
 from localgen.config import ServerSettings
 
 
@@ -26,7 +26,7 @@ from localgen.config import ServerSettings
 def settings() -> Iterator[ServerSettings]:
     with tempfile.TemporaryDirectory(prefix="lg") as folder:
         made = ServerSettings(runtime_dir=Path(folder) / "run", state_dir=Path(folder) / "state")
-        with Client(made) as client:
+        with LocalClient(made) as client:
             client.connect()
             yield made
             client.shutdown()
@@ -98,7 +98,7 @@ def test_vectors_beside_a_chat_do_not_change_it(
     chat = [Message("user", "Tell me a story.")]
 
     def story() -> str:
-        with Client(settings) as mine:
+        with LocalClient(settings) as mine:
             return "".join(getattr(part, "text", "") for part in mine.chat("tiny", chat, greedy))
 
     alone = story()

@@ -21,7 +21,7 @@ from serving import settings_in, short_folder
 from localgen.backends.model_info import LoadOptions
 from localgen.cli import errors
 from localgen.cli.main import run_command_line
-from localgen.client import Client
+from localgen.client import LocalClient
 from localgen.config import ServerSettings
 from localgen.machine import bandwidth, measurements, step_times
 
@@ -259,7 +259,7 @@ def test_beside_the_loaded_model(
     capsys: pytest.CaptureFixture[str], measured: ServerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("LOCALGEN_MEMORY_LIMIT")
-    with Client(measured) as client:
+    with LocalClient(measured) as client:
         client.connect()
         try:
             info = client.load("tiny", LoadOptions(parallel=4, ctx=1024, kv_unified=True))
@@ -290,7 +290,7 @@ def test_a_draft_model_beside_the_loaded_one(
     tmp_path: Path,
 ) -> None:
     monkeypatch.delenv("LOCALGEN_MEMORY_LIMIT")
-    with Client(measured) as client:
+    with LocalClient(measured) as client:
         client.connect()
         try:
             draft = tmp_path / "tiny-draft.gguf"

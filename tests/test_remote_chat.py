@@ -16,7 +16,8 @@ from localgen.chat import report
 from localgen.chat.conversation import Turn
 from localgen.chat.parameters import ModelOptions
 from localgen.chat.session import ChatSession
-from localgen.client import RemoteClient
+from localgen.client import Client
+from localgen.client.connection import EndpointConnection
 from localgen.client.endpoints import Endpoint
 from localgen.repl.repl import Repl
 
@@ -32,7 +33,8 @@ class Chat:
 
     def __init__(self, server: PlainServer, folder: Path) -> None:
         self.screen = io.StringIO()
-        self.session = ChatSession(RemoteClient(Endpoint(server.url)), folder, ModelOptions())
+        client = Client(EndpointConnection(Endpoint(server.url)))
+        self.session = ChatSession(client, folder, ModelOptions())
         self.session.load("big", lambda _: None)
 
     def type(self, *lines: str) -> str:

@@ -25,10 +25,11 @@ from localgen.backends.errors import (
 from localgen.backends.model_info import LoadOptions, ModelInfo
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import Message, ToolCall
-from localgen.client import Completion, RemoteClient, TextDelta
-from localgen.client.connection import parse_retry_after
+from localgen.client import Client, Completion, TextDelta
+from localgen.client.connection import EndpointConnection, parse_retry_after
 from localgen.client.endpoints import Endpoint
 from localgen.client.errors import EndpointErrors, EndpointUnavailable
+from localgen.client.request_body import OpenAICompat
 from localgen.client.stream import CompletionStreamParser, TimedChunks, iter_sse_data
 from localgen.config import BadSetting
 from localgen.hub.hf_client import AccessDenied
@@ -50,7 +51,7 @@ class Asking:
         self.said: list[str] = []
         self.slept: list[float] = []
         endpoint = Endpoint(server.url, key_env=key_env)
-        self.client = RemoteClient(endpoint, self.said.append, sleep=self.slept.append)
+        self.client = Client(EndpointConnection(endpoint, self.said.append, self.slept.append))
 
     def load(self, model: str | None = None) -> ModelInfo:
         return self.client.load(model, OPTIONS)
@@ -176,6 +177,12 @@ def test_request_is_repeated_without_stream_options(server: PlainServer, refusal
     assert len(server.asked) == 2
     asking.answer()
     assert len(server.asked) == 3  # it has been understood
+
+
+def test_the_local_server_is_never_asked_in_another_form() -> None:
+    for message in ("unknown field stream_options", "use max_completion_tokens"):
+        assert OpenAICompat().adapt_to_error(message) is not None
+        assert OpenAICompat(is_local=True).adapt_to_error(message) is None
 
 
 def test_max_completion_tokens_is_sent_where_required(server: PlainServer) -> None:
@@ -433,12 +440,12 @@ def test_unencrypted_key_is_warned_about_once(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("K", KEY)
     said: list[str] = []
     there = Endpoint("http://far.example/v1", key_env="K")
-    client = RemoteClient(there, said.append)
+    client = Client(EndpointConnection(there, said.append))
     client.connect()
     client.connect()
     assert said == ["the API key is sent to far.example unencrypted: use https://"]
     for near in ("http://localhost:1/v1", "http://[::1]:1/v1", "https://far.example/v1"):
-        RemoteClient(Endpoint(near, key_env="K"), said.append).connect()
+        Client(EndpointConnection(Endpoint(near, key_env="K"), said.append)).connect()
     assert len(said) == 1
 
 
@@ -581,7 +588,7 @@ def test_unreachable_server_is_reported(server: PlainServer, url: str, message: 
         port = server.url.rpartition(":")[2].removesuffix("/v1")
         there = url.format(closed=unused.getsockname()[1], port=port)
         with pytest.raises(EndpointUnavailable) as raised:
-            RemoteClient(Endpoint(there)).load("big", OPTIONS)
+            Client(EndpointConnection(Endpoint(there))).load("big", OPTIONS)
     assert message in raised.value.message
 
 
@@ -608,7 +615,7 @@ def test_untrusted_certificate_is_rejected(tmp_path: Path) -> None:
         thread.start()
         there = Endpoint(f"https://127.0.0.1:{listening.getsockname()[1]}/v1")
         with pytest.raises(EndpointUnavailable, match=r"not trusted .*SSL_CERT_FILE"):
-            RemoteClient(there).load("big", OPTIONS)
+            Client(EndpointConnection(there)).load("big", OPTIONS)
         thread.join(timeout=10)
 
 
@@ -623,10 +630,10 @@ def test_proxy_variables_are_used_except_for_this_machine(
     with pytest.raises(
         EndpointUnavailable, match="through the proxy of the environment: connection"
     ):
-        RemoteClient(Endpoint("http://far.example/v1")).load("big", OPTIONS)
+        Client(EndpointConnection(Endpoint("http://far.example/v1"))).load("big", OPTIONS)
     monkeypatch.setenv("HTTP_PROXY", "nonsense://x")
     with pytest.raises(BadSetting, match="HTTPS_PROXY"):
-        RemoteClient(Endpoint("http://far.example/v1"))
+        Client(EndpointConnection(Endpoint("http://far.example/v1")))
 
 
 def test_compressed_error_is_decoded(server: PlainServer) -> None:

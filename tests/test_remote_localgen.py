@@ -15,7 +15,8 @@ from localgen.backends.errors import ContextExceeded, LocalgenError, ModelNotFou
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import Message
-from localgen.client import Completion, RemoteClient, TextDelta
+from localgen.client import Client, Completion, TextDelta
+from localgen.client.connection import EndpointConnection
 from localgen.client.endpoints import Endpoint
 from localgen.client.errors import EndpointUnavailable
 from localgen.hub.hf_client import AccessDenied
@@ -76,22 +77,22 @@ def url() -> Iterator[str]:
 
 
 @pytest.fixture
-def client(url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteClient]:
+def client(url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
     monkeypatch.setenv("THEIR_KEY", KEY)
-    made = RemoteClient(Endpoint(url, key_env="THEIR_KEY"))
+    made = Client(EndpointConnection(Endpoint(url, key_env="THEIR_KEY")))
     yield made
     made.close()
 
 
 def ask(
-    client: RemoteClient, text: str, params: SamplingParams = SamplingParams(), model: str = "echo"
+    client: Client, text: str, params: SamplingParams = SamplingParams(), model: str = "echo"
 ) -> tuple[list[TextDelta], Completion]:
     *texts, end = client.chat(model, [Message("user", text)], params)
     assert isinstance(end, Completion)
     return [part for part in texts if isinstance(part, TextDelta)], end
 
 
-def test_remote_localgen_sends_its_own_statistics(client: RemoteClient) -> None:
+def test_remote_localgen_sends_its_own_statistics(client: Client) -> None:
     texts, end = ask(client, "one two three")
     assert "".join(part.text for part in texts) == "one two three"
     assert [(part.num_tokens, part.estimated) for part in texts] == [
@@ -105,7 +106,14 @@ def test_remote_localgen_sends_its_own_statistics(client: RemoteClient) -> None:
     assert not [note for note in client.load("echo", LoadOptions()).notes if "measured" in note]
 
 
-def test_every_setting_is_sent(client: RemoteClient) -> None:
+def test_texts_are_continued(client: Client) -> None:
+    *texts, end = client.complete("echo", "a b c", SamplingParams(max_tokens=2))
+    assert "".join(part.text for part in texts if isinstance(part, TextDelta)) == "a b"
+    assert isinstance(end, Completion)
+    assert end.finish_reason == "length"
+
+
+def test_every_setting_is_sent(client: Client) -> None:
     _, end = ask(client, "x", EVERYTHING)
     default = SamplingParams()
     held = ("json_schema", "regex", "grammar", "logprobs")
@@ -122,20 +130,20 @@ def test_every_setting_is_sent(client: RemoteClient) -> None:
     ("field", "value"),
     [("json_schema", '{"type": "object"}'), ("regex", "a+"), ("grammar", 'root ::= "a"')],
 )
-def test_grammars_are_sent(client: RemoteClient, field: str, value: str) -> None:
+def test_grammars_are_sent(client: Client, field: str, value: str) -> None:
     given: dict[str, Any] = {field: value}
     _, end = ask(client, "x", SamplingParams(**given))
     assert json.loads(end.notes[1])[field] == value
 
 
-def test_remote_errors_are_raised_as_their_classes(client: RemoteClient) -> None:
+def test_remote_errors_are_raised_as_their_classes(client: Client) -> None:
     with pytest.raises(ContextExceeded, match="context is 1000"):
         ask(client, "word " * 1001)
     with pytest.raises(ModelNotFound, match=r"no model nix at .*, models are .*tiny"):
         ask(client, "x", model="nix")
 
 
-def test_engine_that_dies_during_an_answer_is_an_error(client: RemoteClient) -> None:
+def test_engine_that_dies_during_an_answer_is_an_error(client: Client) -> None:
     with pytest.raises(EndpointUnavailable, match="ended the answer"):
         ask(client, "one two !die")
     assert ask(client, "one")[1].finish_reason == "stop"
@@ -145,7 +153,7 @@ def test_wrong_key_is_rejected(url: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("THEIR_KEY", "another-key-of-that-length")
     for endpoint in (Endpoint(url), Endpoint(url, key_env="THEIR_KEY")):
         with pytest.raises(AccessDenied, match="401") as raised:
-            RemoteClient(endpoint).load("echo", LoadOptions())
+            Client(EndpointConnection(endpoint)).load("echo", LoadOptions())
         assert "another-key" not in raised.value.message
 
 
@@ -153,4 +161,4 @@ def test_unreachable_server_is_an_error(url: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("THEIR_KEY", KEY)
     gone = url.rpartition(":")[0] + ":9/v1"
     with pytest.raises(LocalgenError, match="connection refused"):
-        RemoteClient(Endpoint(gone, key_env="THEIR_KEY")).load("echo", LoadOptions())
+        Client(EndpointConnection(Endpoint(gone, key_env="THEIR_KEY"))).load("echo", LoadOptions())

@@ -15,7 +15,7 @@ from localgen.backends.model_info import LoadOptions
 from localgen.chat.parameters import ModelOptions
 from localgen.chat.session import ChatSession
 from localgen.cli.main import run_command_line
-from localgen.client import Client
+from localgen.client import LocalClient
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_keep_alive_is_for_one_model(served: ServerHarness) -> None:
         assert model.until_s is None
 
 
-def load(client: Client, path: str, keep_alive: str) -> None:
+def load(client: LocalClient, path: str, keep_alive: str) -> None:
     client.load(path, LoadOptions(), lambda _share: None, keep_alive=keep_alive)
 
 

@@ -12,7 +12,7 @@ import pytest
 from serving import ServerHarness, chat_body, in_thread, server_harness, wait_until
 from tcp_server import KEY, TcpServer, free_port, tcp_server
 
-from localgen.client import Client
+from localgen.client import LocalClient
 from localgen.machine.python_process import python_environment
 
 NOT_READY = 503
@@ -132,7 +132,7 @@ def test_our_clients_leave_one_that_stops_alone(served: ServerHarness) -> None:
     process = served.start()
     events = served.events(served.model(token_s=0.02), "word " * 100)
     next(events)
-    with Client(served.settings) as client:
+    with LocalClient(served.settings) as client:
         client.connect()  # the connection stays open when the socket is gone
         process.terminate()
         wait_until(lambda: client.health() is None)

@@ -16,7 +16,7 @@ from tool_templates import OPEN_THINKING
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import Delta, Message, ToolCall, ToolCallDelta
-from localgen.client import Client, Completion, TextDelta
+from localgen.client import Completion, LocalClient, TextDelta
 from localgen.config import ServerSettings
 from localgen.server.openai.schema import ChatRequest
 from localgen.server.openai.tools import merge_tool_call_deltas
@@ -39,9 +39,9 @@ ASKED: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[Client]:
+def client() -> Iterator[LocalClient]:
     with tempfile.TemporaryDirectory(prefix="lg") as folder:
-        made = Client(
+        made = LocalClient(
             ServerSettings(runtime_dir=Path(folder) / "run", state_dir=Path(folder) / "state")
         )
         made.connect()
@@ -52,7 +52,7 @@ def client() -> Iterator[Client]:
 
 
 @pytest.fixture(scope="module")
-def http(client: Client) -> Iterator[httpx.Client]:
+def http(client: LocalClient) -> Iterator[httpx.Client]:
     socket = str(client._settings.socket_path)
     with httpx.Client(transport=httpx.HTTPTransport(uds=socket), timeout=120) as made:
         yield made
@@ -262,7 +262,7 @@ def test_streamed_calls_are_assembled() -> None:
     ]
 
 
-def test_thoughts_are_a_field_of_their_own(client: Client, api: openai.OpenAI) -> None:
+def test_thoughts_are_a_field_of_their_own(client: LocalClient, api: openai.OpenAI) -> None:
     client.unload("tiny")
     client.load("tiny", LoadOptions(threads=1, threads_batch=1, chat_template=OPEN_THINKING))
     asked: dict[str, Any] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import httpx
+import ollama
 import psutil
 import pytest
 from serving import MANY_WORDS, ServerHarness, in_thread, server_harness, wait_until
@@ -291,6 +293,18 @@ def ps(served: ServerHarness) -> subprocess.CompletedProcess[str]:
     )
 
 
+def run_on_pipes(served: ServerHarness, model: str) -> subprocess.Popen[str]:
+    """`localgen run` with a long answer."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "localgen.cli.main", "run", model, MANY_WORDS],
+        env=os.environ | served.settings.to_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 def is_answering(served: ServerHarness, model: str) -> bool:
     """True once the model is loaded and runs a request."""
     return bool(served.loaded()) and bool((served.stats(model)["stats"] or {}).get("running"))
@@ -447,22 +461,60 @@ def test_a_whole_answer_fails_with_the_reason(served: ServerHarness) -> None:
     assert "hang timeout" in replies[0].json()["error"]["message"]
 
 
-def test_ollama_clients_get_only_the_error(served: ServerHarness) -> None:
+def test_ollama_clients_are_told_in_chunks_without_text(served: ServerHarness) -> None:
     served.start()
     name, model = served.named("victim", token_s=0.02), str(served.folder / "victim.gguf")
-    lines: list[str] = []
+    lines: list[dict[str, Any]] = []
 
     def stream() -> None:
         body = {"model": name, "messages": [{"role": "user", "content": MANY_WORDS}]}
         with served.http.stream("POST", "/api/chat", json=body) as reply:
-            lines.extend(reply.iter_lines())
+            lines.extend(map(json.loads, reply.iter_lines()))
 
     streaming = in_thread(stream)
     wait_until(lambda: is_answering(served, model), LONG_S)
     os.kill(served.stats(model)["pid"], signal.SIGSTOP)
     streaming.join(timeout=LONG_S)
-    assert all(line.startswith("{") for line in lines)
-    assert "hang timeout" in lines[-1]
+    *chunks, error = lines
+    notices = [chunk for chunk in chunks if "localgen" in chunk]
+    assert notices[0]["localgen"]["silent_s"] >= 2.0
+    assert (notices[0]["message"]["content"], notices[0]["done"]) == ("", False)
+    assert notices[0].keys() - {"localgen"} == chunks[0].keys()
+    assert "hang timeout" in error["error"]
+
+
+@pytest.mark.parametrize("route", ["chat", "generate"])
+def test_ollamas_own_client_goes_on_after_a_silence(
+    route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEST_SILENT_S", "2")
+    text = " ".join(["word"] * 150)
+    with server_harness(hang_timeout_s=None) as served:
+        served.start()
+        name, model = served.named("victim", token_s=0.02), str(served.folder / "victim.gguf")
+        socket_path = str(served.settings.socket_path)
+        with httpx.HTTPTransport(uds=socket_path) as transport:
+            client = ollama.Client("http://test", transport=transport, timeout=LONG_S)
+            texts: list[str] = []
+
+            def stream() -> None:
+                if route == "chat":
+                    messages = [{"role": "user", "content": text}]
+                    parts = client.chat(name, messages, stream=True)
+                    texts.extend(part.message.content or "" for part in parts)
+                else:
+                    pieces = client.generate(name, text, stream=True)
+                    texts.extend(piece.response or "" for piece in pieces)
+
+            streaming = in_thread(stream)
+            wait_until(lambda: is_answering(served, model), LONG_S)
+            pid = served.stats(model)["pid"]
+            os.kill(pid, signal.SIGSTOP)
+            wait_until(lambda: (served.stats(model)["silent_s"] or 0) > 2.5, LONG_S)
+            os.kill(pid, signal.SIGCONT)
+            streaming.join(timeout=LONG_S)
+        assert "".join(texts) == text
+        assert "" in texts[:-1], "the notice"
 
 
 def test_a_stopped_llamacpp_engine_is_replaced(
@@ -482,6 +534,20 @@ def test_a_stopped_llamacpp_engine_is_replaced(
     params = SamplingParams(max_tokens=3)
     *_, end = client.chat("tiny", [Message("user", "Hi")], params)
     assert isinstance(end, Completion)
+
+
+def test_run_says_on_a_pipe_that_an_engine_is_silent(served: ServerHarness) -> None:
+    served.start()
+    model = served.model("victim", token_s=0.02)
+    running = run_on_pipes(served, model)
+    assert running.stdout is not None
+    assert running.stdout.read(3) == "0 1"
+    os.kill(served.stats(model)["pid"], signal.SIGSTOP)
+    _, err = running.communicate(timeout=LONG_S)
+    first, *_, last = err.splitlines()
+    assert re.fullmatch(r"no answer of the engine for \d+ s; Ctrl\+C stops", first)
+    assert last.startswith("localgen: ")
+    assert "hang timeout 6 s" in last
 
 
 def test_ps_says_which_engine_does_not_answer(served: ServerHarness) -> None:

@@ -19,7 +19,7 @@ from serving import short_folder
 from slow_processes import slowed
 
 from localgen.backends.errors import LocalgenError
-from localgen.client import Client
+from localgen.client import LocalClient
 from localgen.config import ServerSettings
 
 ROOT = Path(__file__).parents[1]
@@ -34,7 +34,9 @@ class Terminals:
 
     def __init__(self, folder: Path) -> None:
         self._socket = str(folder / "tmux")
-        self.client = Client(ServerSettings(runtime_dir=folder / "run", state_dir=folder / "state"))
+        self.client = LocalClient(
+            ServerSettings(runtime_dir=folder / "run", state_dir=folder / "state")
+        )
         self._environment = os.environ | {
             "LOCALGEN_STATE_DIR": str(folder / "state"),
             "LOCALGEN_RUNTIME_DIR": str(folder / "run"),
@@ -91,7 +93,7 @@ def terminals() -> Iterator[Terminals]:
         made.client.shutdown()
 
 
-def engine_pids(client: Client) -> list[int]:
+def engine_pids(client: LocalClient) -> list[int]:
     with suppress(LocalgenError):
         return [model.pid for model in client.running_models()]
     return []

@@ -23,7 +23,7 @@ from localgen.backends.types import Message
 from localgen.chat.conversation import Turn
 from localgen.chat.session_store import SessionRecord, SessionStore
 from localgen.chat.stored_sessions import open_store
-from localgen.client import Client, Completion
+from localgen.client import Completion, LocalClient
 from localgen.config import ServerSettings
 from localgen.hub.aliases import add_alias, remove_alias
 
@@ -45,7 +45,7 @@ class Log:
 class SoakClient:
     """name: unique among all client processes."""
 
-    def __init__(self, name: str, log: Log, client: Client, store: SessionStore) -> None:
+    def __init__(self, name: str, log: Log, client: LocalClient, store: SessionStore) -> None:
         self._name, self._log, self._client, self._store = name, log, client, store
         self._random = random.Random(name)
         self._record = store.create(SessionRecord(id=0, name=name, model=MODEL))
@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("requests", type=int)
     options = parser.parse_args()
     settings = ServerSettings.from_environment()
-    with open_store(settings.state_dir) as store, Client(settings) as client:
+    with open_store(settings.state_dir) as store, LocalClient(settings) as client:
         soak = SoakClient(options.name, Log(options.log), client, store)
         for number in range(options.requests):
             # as a command does: it starts a server where none runs

@@ -18,7 +18,7 @@ from localgen.client.snapshot import ModelSnapshot, parse_localgen_stats
 from localgen.hub.packaged import default_model
 
 if TYPE_CHECKING:
-    from localgen.client import Completion, ModelClient, TextDelta
+    from localgen.client import Client, Completion, TextDelta
 
 DEFAULT_BRANCH = "main"
 
@@ -31,7 +31,7 @@ class ChatSession:
     model_info, last_completion: another thread may reset them at any moment, so read them once.
     """
 
-    def __init__(self, client: ModelClient, state_dir: Path, options: ModelOptions) -> None:
+    def __init__(self, client: Client, state_dir: Path, options: ModelOptions) -> None:
         self.client = client
         self.state_dir = state_dir
         self._options = options

@@ -96,14 +96,16 @@ def _read_lines() -> list[str]:
 def _embed(model: str | None, texts: list[str], dimensions: int | None) -> None:
     from localgen.backends.model_info import LoadOptions
     from localgen.cli.one_shot import stderr_console
-    from localgen.client import Client
+    from localgen.client import LocalClient
     from localgen.hub.packaged import default_model
     from localgen.repl.load_progress import LoadProgressLine
 
     loading = LoadProgressLine(stderr_console(), model or default_model())
-    with closing(Client(notify=loading.notify)) as client:
+    with closing(LocalClient(notify=loading.notify)) as client:
         with loading:
             client.connect()
-            client.load(model, LoadOptions(), loading.update)
-        for text, vector in zip(texts, client.embed(model, texts, dimensions), strict=True):
-            typer.echo(tables.json_text({"text": text, "embedding": vector}))
+            with loading.notices_to(loading.print_notice):
+                client.load(model, LoadOptions(), loading.update)
+        with loading.notices_to(loading.print_notice):
+            for text, vector in zip(texts, client.embed(model, texts, dimensions), strict=True):
+                typer.echo(tables.json_text({"text": text, "embedding": vector}))

@@ -41,10 +41,10 @@ def command(json: JsonFlag = False) -> None:
     An alias of a model that is not installed is a row of its own, with that model under ALSO.
     """
     from localgen.cli import tables
-    from localgen.client import Client
+    from localgen.client import LocalClient
     from localgen.hub.unfinished import unfinished_downloads
 
-    with closing(Client()) as client:
+    with closing(LocalClient()) as client:
         cards = client.models()
     rows = [*_installed_rows(cards), *_missing_aliases({card.name for card in cards})]
     unfinished = unfinished_downloads()

@@ -18,11 +18,11 @@ from localgen.repl.load_progress import LoadProgressLine
 from localgen.repl.plain_answer import CollectedAnswer, write_plain_answer
 
 if TYPE_CHECKING:
-    from localgen.client import Completion, ModelClient
+    from localgen.client import Client, Completion
 
 
 def answer_prompt(
-    client: ModelClient,
+    client: Client,
     progress_line: LoadProgressLine,
     model: str | None,
     prompt: str,
@@ -32,11 +32,12 @@ def answer_prompt(
 ) -> None:
     """Load the model and print the answer on stdout, as text or one JSON record.
 
-    Notes and statistics go to stderr.
+    Notes, statistics and, once the server runs, the client's notices go to stderr.
     """
     with progress_line:
         client.connect()
-        info = client.load(model, options.load, progress_line.update, options.keep_alive)
+        with progress_line.notices_to(progress_line.print_notice):
+            info = client.load(model, options.load, progress_line.update, options.keep_alive)
     if progress_line.has_loaded or options.verbose:
         _print_notices(*info.notes)
     messages = Conversation(options.system).messages_with_prompt(prompt)
@@ -44,11 +45,12 @@ def answer_prompt(
         model, messages, options.params, ctx=options.ctx, priority=options.priority
     )
     screen = _AnswerPrinter()
-    whole = (
-        write_plain_answer(stream, _discard, _discard)
-        if json_output
-        else write_plain_answer(stream, screen.write_text, screen.write_reasoning)
-    )
+    with progress_line.notices_to(progress_line.print_notice):
+        whole = (
+            write_plain_answer(stream, _discard, _discard)
+            if json_output
+            else write_plain_answer(stream, screen.write_text, screen.write_reasoning)
+        )
     if json_output:
         print(json_text(_json_record(prompt, whole)))
     elif not whole.text.endswith("\n"):

@@ -82,7 +82,7 @@ def command(
     from localgen.backends.errors import OutOfMemory
     from localgen.backends.model_info import LoadOptions
     from localgen.cli import plan_report
-    from localgen.client import Client
+    from localgen.client import LocalClient
     from localgen.planning.planner import plan_model
 
     options = LoadOptions(
@@ -93,7 +93,7 @@ def command(
         device=device,
         draft=draft,
     )
-    with closing(Client()) as client:
+    with closing(LocalClient()) as client:
         stats = client.stats() if client.health() else {"models": []}
     found = plan_model(model, tuple(quant or ()), options, stats, tables.print_notice, measure)
     typer.echo(plan_report.plans_json(found) if json else plan_report.plans_text(found))

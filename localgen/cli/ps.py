@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 def command(json: JsonFlag = False) -> None:
     """List loaded models: size, memory in use, processor, context and time until unloading."""
     from localgen.cli import tables
-    from localgen.client import Client
+    from localgen.client import LocalClient
     from localgen.client.responses import silence_notice
 
-    with closing(Client()) as client:
+    with closing(LocalClient()) as client:
         running = _with_aliases(client.running_models())
     if json:
         tables.print_json(running)

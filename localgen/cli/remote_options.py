@@ -14,7 +14,7 @@ from localgen.chat.parameters import ModelOptions
 from localgen.cli.options import LOAD_OPTIONS, REQUEST_OPTIONS
 
 if TYPE_CHECKING:
-    from localgen.client import ModelClient
+    from localgen.client import Client
     from localgen.client.endpoints import Endpoint
     from localgen.client.server_monitor import LocalServerMonitor, RemoteServerMonitor
     from localgen.config import ServerSettings
@@ -81,11 +81,14 @@ def options_for_endpoint(options: ModelOptions, endpoint: Endpoint | None) -> Mo
     return replace(options, load=LoadOptions(), ctx=None, priority=0, keep_alive=None)
 
 
-def create_client(endpoint: Endpoint | None, notify: Callable[[str], None]) -> ModelClient:
+def create_client(endpoint: Endpoint | None, notify: Callable[[str], None]) -> Client:
     """Create a client of the endpoint, or of the local server if it is None."""
-    from localgen.client import Client, RemoteClient
+    from localgen.client import Client, LocalClient
+    from localgen.client.connection import EndpointConnection
 
-    return Client(notify=notify) if endpoint is None else RemoteClient(endpoint, notify)
+    if endpoint is None:
+        return LocalClient(notify=notify)
+    return Client(EndpointConnection(endpoint, notify))
 
 
 def create_monitor(

@@ -57,9 +57,9 @@ def _is_installed(name: str) -> bool:
 
 
 def _require_not_loaded(name: str) -> None:
-    from localgen.client import Client
+    from localgen.client import LocalClient
 
-    with closing(Client()) as client:
+    with closing(LocalClient()) as client:
         loaded = [running.name for running in client.running_models()]
     if name in loaded:
         raise ModelBusy(f"{name} is loaded: localgen stop {name} unloads it")

@@ -22,9 +22,9 @@ def command(
 ) -> None:
     """Unload a model. Without MODEL, stop the server and unload all models."""
     from localgen.cli import tables
-    from localgen.client import Client
+    from localgen.client import LocalClient
 
-    with closing(Client()) as client:
+    with closing(LocalClient()) as client:
         if model is None:
             tables.print_line("server stopped" if client.shutdown() else "no server is running")
         elif client.health() is None:

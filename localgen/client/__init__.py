@@ -1,4 +1,4 @@
-"""Clients of the local server and of remote servers.
+"""The client of a server of OpenAI's protocol, local or at a URL.
 
 Imported lazily: a screen that needs only values paints sooner without httpx.
 """
@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from localgen.client.client import Client
-    from localgen.client.model_client import ModelClient
-    from localgen.client.remote_client import RemoteClient
+    from localgen.client.local_client import LocalClient
     from localgen.client.responses import (
         Completion,
         Health,
@@ -24,13 +23,12 @@ __all__ = [
     "Client",
     "Completion",
     "Health",
+    "LocalClient",
     "ModelCard",
-    "ModelClient",
-    "RemoteClient",
     "RunningModel",
     "TextDelta",
 ]
-_MODULES = {"Client": "client", "ModelClient": "model_client", "RemoteClient": "remote_client"}
+_MODULES = {"Client": "client", "LocalClient": "local_client"}
 
 
 def __getattr__(name: str) -> Any:

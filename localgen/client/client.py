@@ -1,122 +1,64 @@
-"""The client of the local server, which it starts if necessary."""
+"""The client of a server that speaks OpenAI's protocol, over TCP or a Unix socket."""
 
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import asdict, replace
-from typing import Any, TypeVar
-from urllib.parse import quote
+from dataclasses import replace
+from typing import Any, Self
 
-import httpx
+import msgspec
 
-import localgen
-from localgen import PROTOCOL
-from localgen.backends.errors import LocalgenError, ServerUnavailable
+from localgen.backends.errors import InvalidRequest, ModelNotFound
 from localgen.backends.model_info import LoadOptions, ModelInfo
 from localgen.backends.sampling_params import SamplingParams
-from localgen.client.connection import LocalConnection, ServerResponse
-from localgen.client.errors import ErrorResponse, ServerNotAnswering
-from localgen.client.launch import (
-    SERVER_COMMAND,
-    ServerKilled,
-    is_being_started,
-    read_server_pid,
-    start_lock,
-    start_server,
-    wait_for_shutdown,
-)
-from localgen.client.local_replies import (
-    Cancelled,
-    Embeddings,
-    LoadEvent,
-    ModelList,
-    RunningModels,
-    Stats,
-    Unloaded,
-)
-from localgen.client.model_client import ModelClient
-from localgen.client.request_body import GenerationRequest, OpenAICompat, encode_json
-from localgen.client.responses import Completion, Health, ModelCard, RunningModel, TextDelta
-from localgen.client.stream import DONE, iter_sse_data
-from localgen.config import ServerSettings
-from localgen.hub.resolve import (
-    draft_for_server,
-    installed_aliases,
-    installed_models,
-    name_for_server,
-)
+from localgen.backends.types import Message
+from localgen.client.connection import Connection, ServerResponse
+from localgen.client.errors import ErrorResponse, SentRequest, format_model_names
+from localgen.client.json_decoding import decode_json
+from localgen.client.request_body import GenerationRequest, OpenAICompat, nonstandard_fields
+from localgen.client.responses import Completion, ModelCard, TextDelta
+from localgen.client.stream import read_completion
 
-# not below /v1
-_HEALTH_URL = "http://localgen/health"
-_HEALTH_TIMEOUT_S = 5.0
-# texts per request: the first embeddings arrive before the last ones are computed
-_EMBED_TEXTS = 64
-_Reply = TypeVar("_Reply")
+_CLIENT_TIMING_NOTE = "TTFT and tokens/s are measured here, the network included"
+# a server may have no model list, or the key no access to it
+_NO_MODEL_LIST_STATUSES = (403, 404, 405, 501)
 
 
-class Client(ModelClient):
-    """The client of the local server over its Unix socket, with operations on the server itself.
+class Client:
+    """The client of the server at the other end of a connection, which may be any.
 
-    notify: called with a line when the user should know something. server_command: starts a server.
-
-    Methods raise BadSetting if another user could replace the socket, and ServerNotAnswering if a
-    server runs but does not answer, except for the time that an answer takes.
+    Methods raise LocalgenError. url: the base URL; empty for the local server, which has more
+    operations: see LocalClient.
     """
 
-    _connection: LocalConnection
+    url = ""
 
-    def __init__(
-        self,
-        settings: ServerSettings | None = None,
-        notify: Callable[[str], None] = lambda line: None,
-        *,
-        server_command: Sequence[str] = SERVER_COMMAND,
-    ) -> None:
-        self._settings = settings or ServerSettings.from_environment()
-        self._server_command = server_command
-        compat = OpenAICompat(owned_by="localgen", is_local=True)
-        super().__init__(LocalConnection(self._settings), compat, notify)
+    def __init__(self, connection: Connection) -> None:
+        self.url = connection.url
+        self._connection = connection
+        self._compat = OpenAICompat()
+        self._model_infos: dict[str | None, ModelInfo] = {}
+        self._listed_models: list[str] = []
+        self._warned_fields: set[str] = set()
 
-    def __enter__(self) -> Client:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def close(self) -> None:
+        """Close the connections, which cancels running requests."""
+        self._connection.close()
+
+    def abort(self) -> None:
+        """From another thread: end all requests, now and in future, with a LocalgenError."""
+        self._connection.abort()
+
     def connect(self) -> None:
-        """Start a server if none runs; restart an idle one of an older version."""
-        self._settings.create_dirs()
-        try:
-            health = self.health()
-        except ServerNotAnswering:
-            if not is_being_started(self._settings):
-                raise
-            with start_lock(self._settings, self._is_aborted):
-                health = self.health()
-        if health is None:
-            self._start_server()
-        elif health.protocol != PROTOCOL or health.version != localgen.__version__:
-            self._handle_version_mismatch(health)
-
-    def health(self) -> Health | None:
-        """The server's health, ready or loading; None if none runs or it is shutting down.
-
-        Raises ServerNotAnswering after 5 s.
-        """
-        try:
-            with self._connection.get(_HEALTH_URL, _HEALTH_TIMEOUT_S) as reply:
-                if isinstance(reply, ServerResponse):
-                    status, body = 200, reply.http.read()
-                else:
-                    status, body = reply.status, reply.body
-        except ServerNotAnswering:
-            raise
-        except ServerUnavailable:
-            return None
-        health = self._parse_health(status, body)
-        return None if health.status == "stopping" else health
+        """Prepare for requests, which open their own connections."""
+        self._connection.warn_once()
 
     def load(
         self,
@@ -125,28 +67,32 @@ class Client(ModelClient):
         on_progress: Callable[[float], None] = lambda share: None,
         keep_alive: str | None = None,
     ) -> ModelInfo:
-        """Load a model unless it is loaded; see ModelClient.load."""
-        body = {
-            "model": name_for_server(model),
-            "options": _load_options_body(options),
-            "stream": True,
-        }
-        if keep_alive is not None:
-            body["keep_alive"] = keep_alive
-        waiting, told_s = "", 0.0
-        with self._open_stream("models/load", encode_json(body)) as response:
-            for event in self._events(response, LoadEvent):
-                if event.model is not None:
-                    return event.model
-                if not waiting and (waiting := event.waiting):
-                    self._notify(f"waiting: {waiting}")
-                if event.silent_s is not None and event.silent_s >= 2 * told_s:
-                    told_s = event.silent_s
-                    self._on_silence(told_s)
-                on_progress(event.progress)
-        raise ServerUnavailable(
-            f"the server ended while loading the model: see {self._settings.log_path}"
-        )
+        """Look a model up in the server's list, once for each name. Only LocalClient loads it.
+
+        model: None for the default, or the only one of a server at a URL. on_progress: called with
+        values from 0 to 1. keep_alive: how long an idle model stays loaded, e.g. `30s`; None: the
+        server's default.
+        """
+        assert options == LoadOptions(), "remote servers take no load options"
+        assert keep_alive is None, "remote servers have their own keep-alive time"
+        if model not in self._model_infos:
+            self._model_infos[model] = self._fetch_info(model)
+        return self._model_infos[model]
+
+    def chat(
+        self,
+        model: str | None,
+        messages: Sequence[Message],
+        params: SamplingParams,
+        *,
+        ctx: int | None = None,
+        priority: int = 0,
+    ) -> Generator[TextDelta | Completion, None, None]:
+        """Stream an answer to a chat, then yield one Completion.
+
+        Closing the generator cancels the request.
+        """
+        return self._generate(GenerationRequest(model, messages, params, ctx, priority))
 
     def complete(
         self, model: str | None, prompt: str, params: SamplingParams
@@ -154,185 +100,165 @@ class Client(ModelClient):
         """Stream the continuation of a text, as chat() streams an answer."""
         return self._generate(GenerationRequest(model, prompt, params))
 
-    def embed(
-        self, model: str | None, texts: Sequence[str], dimensions: int | None = None
-    ) -> Iterator[list[float]]:
-        """Yield the embeddings of texts, of length 1. dimensions: elements of each; None: all."""
-        for start in range(0, len(texts), _EMBED_TEXTS):
-            batch = texts[start : start + _EMBED_TEXTS]
-            try:
-                vectors = self._embed_batch(model, batch, dimensions)
-            except LocalgenError as error:
-                # the server counts the texts of a request
-                place = f"texts {start + 1} to {start + len(batch)}: " if start else ""
-                raise type(error)(f"{place}{error.message}", param=error.param) from error
-            yield from vectors
-
-    def _embed_batch(
-        self, model: str | None, texts: Sequence[str], dimensions: int | None
-    ) -> list[list[float]]:
-        body = {"model": name_for_server(model), "input": list(texts), "dimensions": dimensions}
-        with self._open_stream("embeddings", encode_json(body)) as response:
-            reply = self._connection.errors.decode(response.http.read(), Embeddings)
-        return [row.embedding for row in reply.data]
-
     def models(self) -> list[ModelCard]:
-        """Installed and loaded models, and aliases of them. Does not start a server."""
-        if self.health() is None:
-            installed = [(file.name, file) for file in installed_models()]
-            return [
-                ModelCard(name, str(file.path), file.size_bytes, "available", file.source)
-                for name, file in (*installed, *installed_aliases())
-            ]
-        return self._get("models", ModelList).cards()
-
-    def running_models(self) -> list[RunningModel]:
-        """The loaded models; none without a server."""
-        if self.health() is None:
-            return []
-        return self._get("stats", RunningModels).models
+        """The models that can be requested. Raises ModelNotFound if the server has no list."""
+        cards = self._fetch_cards()
+        if cards is None:
+            raise ModelNotFound(f"{self._name} does not list its models")
+        return [ModelCard(card["id"], self.url, 0, "", "url") for card in cards]
 
     def stats(self) -> dict[str, Any]:
-        """Server and models at this moment. Raises ServerUnavailable if no server runs."""
-        body = self._get_body("stats")
-        self._connection.errors.decode(body, Stats)
-        return self._connection.errors.decode(body, dict[str, Any])
+        """Raises InvalidRequest: the protocol has no statistics."""
+        raise InvalidRequest(f"{self._name} does not report statistics")
 
-    def stream_stats(self) -> Iterator[dict[str, Any]]:
-        """Yield stats() several times a second until closed, or until the server shuts down."""
-        with self._connection.get("stats?stream=true", _HEALTH_TIMEOUT_S) as reply:
-            yield from self._events(self._accepted(reply), dict[str, Any])
+    @property
+    def _name(self) -> str:
+        """The server in messages."""
+        return self._connection.errors.name
 
-    def cancel(self, request_id: str) -> bool:
-        """Cancel a request of any client; False if it has ended. Does not start a server."""
-        path = f"requests/{quote(request_id, safe='')}/cancel"
-        return self._post(path, {}, Cancelled).cancelled
-
-    def unload(self, model: str) -> bool:
-        """Unload a model, even one in use; False if it was not loaded."""
-        if self.health() is None:
-            return False
-        return self._post("models/unload", {"model": name_for_server(model)}, Unloaded).unloaded
-
-    def shutdown(self) -> bool:
-        """Shut the server down and wait for its end; False if none runs."""
-        if self.health() is None:
-            return False
-        self._post("shutdown", {}, dict[str, Any])
-        if not wait_for_shutdown(self._settings, self._is_aborted):
-            pid = read_server_pid(self._settings)
-            raise ServerUnavailable(
-                f"the server did not exit: see {self._settings.log_path}, or `kill -9 {pid}`"
-            )
-        return True
-
-    def _is_aborted(self) -> bool:
-        return self._connection.is_aborted
-
-    def _start_server(self) -> None:
-        def answers() -> bool:
-            try:
-                return self.health() is not None
-            except ServerNotAnswering:  # it listens before it has imported what it needs
-                return False
-
-        def start() -> None:
-            start_server(self._settings, self._server_command, answers, self._is_aborted)
-
-        with start_lock(self._settings, self._is_aborted):
-            if self.health() is not None:
-                return  # another client was faster
-            self._notify("starting the server")
-            try:
-                start()
-            except ServerKilled as error:
-                self._notify(f"{error.message}; starting it again")
-                start()
-
-    def _handle_version_mismatch(self, health: Health) -> None:
-        ours = f"localgen {localgen.__version__}"
-        theirs = f"the running server is {health.version}"
-        newer = _version_key(localgen.__version__) > _version_key(health.version)
-        same_protocol = health.protocol == PROTOCOL
-        if health.active_requests == 0 and (newer or not same_protocol):
-            self._notify(f"{theirs}, this is {ours}: restarting it")
-            self.shutdown()
-            self._start_server()
-        elif same_protocol:
-            busy = (
-                f", busy with {health.active_requests} requests" if health.active_requests else ""
-            )
-            self._notify(f"{theirs}{busy}, this is {ours}")
-        else:
-            raise ServerUnavailable(
-                f"{theirs} and busy, {ours} does not speak its protocol: wait, "
-                f"or end process {health.pid}"
-            )
-
-    def _open(
+    def _generate(
         self, request: GenerationRequest
-    ) -> contextlib.AbstractContextManager[ServerResponse]:
-        name = name_for_server(request.model)
-        return self._open_stream(request.path, request.body(name, self._compat))
+    ) -> Generator[TextDelta | Completion, None, None]:
+        with self._open(request) as response:
+            for part in read_completion(response, self._connection.errors, self._on_silence):
+                yield self._annotated(part, request) if isinstance(part, Completion) else part
+
+    def _on_silence(self, silent_s: float) -> None:
+        self._connection.notify(f"no answer of the engine for {silent_s:.0f} s; Ctrl+C stops")
 
     @contextlib.contextmanager
-    def _open_stream(self, path: str, body: bytes) -> Iterator[ServerResponse]:
-        """Send a request; start a new server if the old one was about to exit."""
-        with contextlib.ExitStack() as stack:
-            try:
-                response = stack.enter_context(self._open_once(path, body))
-            except ServerUnavailable as error:
-                if self._is_aborted() or isinstance(error.__cause__, httpx.TimeoutException):
-                    raise
-                # the server was idle and shut down: it has not answered, so the request is safe
-                # to repeat, on new connections
-                self._connection.reopen()
-                self.connect()
-                response = stack.enter_context(self._open_once(path, body))
-            yield response
+    def _open(self, request: GenerationRequest) -> Iterator[ServerResponse]:
+        """Send a request; after an error about its form, again in another form."""
+        name = self._name_on_server(request.model)
+        while True:
+            with self._post(request.path, request.body(name, self._compat)) as reply:
+                if isinstance(reply, ServerResponse):
+                    yield reply
+                    return
+            self._compat = self._adapted_compat(reply, name, request.params)
 
-    @contextlib.contextmanager
-    def _open_once(self, path: str, body: bytes) -> Iterator[ServerResponse]:
-        with self._connection.post(path, body) as reply:
-            yield self._accepted(reply)
+    def _name_on_server(self, model: str | None) -> str | None:
+        return self.load(model, LoadOptions()).name
 
-    def _events(self, response: ServerResponse, kind: type[_Reply]) -> Iterator[_Reply]:
-        """The decoded events of a stream. Raises the error that one of them reports."""
-        errors = self._connection.errors
-        for event in iter_sse_data(response.http.iter_bytes()):
-            if event == DONE:
-                return
-            if "error" in errors.decode(event, dict[str, Any]):
-                raise errors.stream_error(event)
-            yield errors.decode(event, kind)
-
-    def _get(self, path: str, kind: type[_Reply]) -> _Reply:
-        return self._connection.errors.decode(self._get_body(path), kind)
-
-    def _get_body(self, path: str) -> bytes:
-        with self._connection.get(path, None) as reply:
-            return self._accepted(reply).http.read()
-
-    def _post(self, path: str, body: dict[str, Any], kind: type[_Reply]) -> _Reply:
-        with self._open_once(path, encode_json(body)) as response:
-            return self._connection.errors.decode(response.http.read(), kind)
+    def _post(
+        self, path: str, body: bytes
+    ) -> contextlib.AbstractContextManager[ServerResponse | ErrorResponse]:
+        return self._connection.post(path, body)
 
     def _accepted(self, reply: ServerResponse | ErrorResponse) -> ServerResponse:
         if isinstance(reply, ErrorResponse):
             raise self._connection.errors.refusal(reply)
         return reply
 
-    def _parse_health(self, status: int, body: bytes) -> Health:
-        """Parse the reply of /health: 200, or 503 from a server that is not ready."""
-        if status not in (200, 503):
-            raise self._connection.errors.refusal(ErrorResponse(status, body))
-        return self._connection.errors.decode(body, Health)
+    def _adapted_compat(
+        self, refusal: ErrorResponse, name: str | None, params: SamplingParams
+    ) -> OpenAICompat:
+        """The dialect to retry with. Raises the error if it is not about the request's form."""
+        about_form = refusal.status in (400, 422)
+        adapted = self._compat.adapt_to_error(refusal.text) if about_form else None
+        if adapted is None:
+            sent = SentRequest(name, self._listed_models, nonstandard_fields(params, self._compat))
+            raise self._connection.errors.refusal(refusal, sent)
+        return adapted
+
+    def _annotated(self, completion: Completion, request: GenerationRequest) -> Completion:
+        """Add what the client has looked up and the server did not report."""
+        info = self._model_infos.get(request.model)
+        if info is None:
+            return completion
+        return replace(
+            completion,
+            model=completion.model or info.name,
+            ctx=completion.ctx or info.ctx or None,
+            notes=(*completion.notes, *self._nonstandard_notes(request.params)),
+        )
+
+    def _nonstandard_notes(self, params: SamplingParams) -> Iterator[str]:
+        """A note on parameters that the server may have ignored; once for each."""
+        if self._compat.owned_by == "localgen":
+            return  # it rejects unknown parameters
+        new = [
+            field
+            for field in nonstandard_fields(params, self._compat)
+            if field not in self._warned_fields
+        ]
+        if new:
+            self._warned_fields.update(new)
+            yield f"not in OpenAI's protocol, so the server may ignore it: {', '.join(new)}"
+
+    def _fetch_info(self, model: str | None) -> ModelInfo:
+        cards = {card["id"]: card for card in self._fetch_cards(required=model is None) or ()}
+        self._listed_models = list(cards)
+        name = self._sole_model() if model is None else model
+        card = cards.get(name, {})
+        # a server may accept names that it does not list
+        owners = {str(each.get("owned_by", "")) for each in ([card] if card else cards.values())}
+        owned_by = owners.pop() if len(owners) == 1 else ""
+        self._compat = replace(self._compat, owned_by=owned_by)
+        notes = [] if owned_by == "localgen" else [_CLIENT_TIMING_NOTE]
+        if cards and not card:
+            listed = format_model_names(self._listed_models)
+            notes.append(f"{name} is not in the server's list: {listed}")
+        return _model_info(name, self._name, self.url, _context_length(card), tuple(notes))
+
+    def _sole_model(self) -> str:
+        if len(self._listed_models) == 1:
+            return self._listed_models[0]
+        if not self._listed_models:
+            raise InvalidRequest(f"{self._name} lists no models: name one")
+        raise InvalidRequest(
+            f"{self._name} has {len(self._listed_models):,} models, name one: "
+            f"{format_model_names(self._listed_models)}"
+        )
+
+    def _fetch_cards(self, *, required: bool = False) -> list[dict[str, Any]] | None:
+        """The server's model list; None if it has none, which is an error if required."""
+        with self._connection.get("models") as reply:
+            is_missing = (
+                isinstance(reply, ErrorResponse) and reply.status in _NO_MODEL_LIST_STATUSES
+            )
+            if is_missing and not required:
+                return None
+            response = self._accepted(reply)
+            body = response.read()
+        try:
+            found = decode_json(body)
+            listed = found["data"] if isinstance(found, dict) else found
+            return [card for card in listed if isinstance(card["id"], str)]
+        except (msgspec.DecodeError, KeyError, TypeError) as error:
+            raise self._connection.errors.not_openai(response.media_type) from error
 
 
-def _load_options_body(options: LoadOptions) -> dict[str, Any]:
-    options = replace(options, draft=draft_for_server(options.draft))
-    return {name: value for name, value in asdict(options).items() if value is not None}
+def _context_length(card: dict[str, Any]) -> int:
+    """The context length as vLLM and SGLang, OpenRouter, or llama-server report it; 0: unknown."""
+    meta = card.get("meta")
+    inner = meta.get("n_ctx") if isinstance(meta, dict) else None
+    reported = (card.get("max_model_len"), card.get("context_length"), inner)
+    return next((ctx for ctx in reported if isinstance(ctx, int) and ctx > 0), 0)
 
 
-def _version_key(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version))
+def _model_info(name: str, server: str, url: str, ctx: int, notes: tuple[str, ...]) -> ModelInfo:
+    return ModelInfo(
+        name=name,
+        path="",
+        architecture="",
+        description=f"at {server}",
+        params=0,
+        size_bytes=0,
+        vocab=0,
+        ctx_train=0,
+        ctx=ctx,
+        kv_tokens=0,
+        max_seqs=0,
+        kv_bytes=0,
+        layers=0,
+        backend="",
+        processor="",
+        load_ms=0.0,
+        can_rewind=False,
+        chat_template=None,
+        sampling=SamplingParams(),
+        options=LoadOptions(),
+        notes=notes,
+        url=url,
+    )

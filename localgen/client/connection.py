@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import httpx
 
 import localgen
+from localgen.backends.errors import LocalgenError, ServerUnavailable
 from localgen.client.endpoints import Endpoint
 from localgen.client.errors import (
     CONNECT_TIMEOUT_S,
@@ -22,8 +23,11 @@ from localgen.client.errors import (
     ErrorResponse,
     LocalErrors,
     ServerErrors,
+    ServerNotAnswering,
     is_backlog_full,
 )
+from localgen.client.responses import Health
+from localgen.client.server_watch import ServerWatch
 from localgen.client.sockets import AbortableSockets
 from localgen.config import BadSetting, ServerSettings
 
@@ -36,6 +40,10 @@ _BACKLOG_TIMEOUT_S = 5.0
 _BACKLOG_POLL_S = 0.05
 # of a server at a URL: a body that is read as a whole, or an event of a stream
 MAX_MESSAGE_BYTES = 16 << 20
+# not below /v1
+_HEALTH_URL = "http://localgen/health"
+# the local server answers at once, unless it computes an answer
+HEALTH_TIMEOUT_S = 5.0
 # an answer takes as long as it takes
 _TIMEOUT = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
 
@@ -52,12 +60,13 @@ class ServerResponse:
     """A response with status 200 whose body is not read yet.
 
     sent_s: when the request was sent, on the monotonic clock. wait_notes: a line for each
-    Retry-After that was waited for.
+    Retry-After that was waited for. on_chunk: called for each chunk of the body.
     """
 
     http: httpx.Response
     sent_s: float
     wait_notes: tuple[str, ...]
+    on_chunk: Callable[[], None]
 
     @property
     def media_type(self) -> str:
@@ -65,9 +74,15 @@ class ServerResponse:
         kind: str = self.http.headers.get("content-type", "")
         return kind.partition(";")[0].strip().lower()
 
+    def iter_bytes(self) -> Iterator[bytes]:
+        """Yield the chunks of the body as the network delivers them."""
+        for chunk in self.http.iter_bytes():
+            self.on_chunk()
+            yield chunk
+
     def read(self) -> bytes:
         """Read the whole body. Raises MessageTooLong, which Connection turns into its error."""
-        return join_chunks(self.http.iter_bytes())
+        return join_chunks(self.iter_bytes())
 
 
 def join_chunks(chunks: Iterable[bytes]) -> bytes:
@@ -80,16 +95,26 @@ def join_chunks(chunks: Iterable[bytes]) -> bytes:
     return bytes(body)
 
 
+def _ignore() -> None:
+    pass
+
+
 class Connection(ABC):
     """Sends requests to one server; abort() ends them from another thread.
+
+    notify: called with a line when the user should know something. url: the base URL; empty for the
+    local server.
 
     get() and post() yield an ErrorResponse for every status but 200. They raise
     errors.connection_error() if there is no response, or if reading it inside the block fails; and
     errors.unavailable() if the response is too long.
     """
 
-    def __init__(self, errors: ServerErrors) -> None:
+    def __init__(self, errors: ServerErrors, notify: Callable[[str], None], url: str = "") -> None:
         self.errors = errors
+        self.notify = notify
+        self.url = url
+        self._warning = ""
         self._sockets = AbortableSockets()
         self._http = self._create_http_client()
 
@@ -100,6 +125,12 @@ class Connection(ABC):
     @property
     def is_aborted(self) -> bool:
         return self._sockets.is_aborted
+
+    def warn_once(self) -> None:
+        """Say what is unsafe about the connection, if anything."""
+        if self._warning:
+            self.notify(self._warning)
+            self._warning = ""
 
     def abort(self) -> None:
         """End all requests, now and in future, with an error."""
@@ -128,11 +159,17 @@ class Connection(ABC):
         # a compressed stream might be delivered in large blocks
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         request = self._http.build_request("POST", path, content=body, headers=headers)
-        with self._send(request) as reply:
+        with self._watch() as on_chunk, self._send(request, on_chunk) as reply:
             yield reply
 
+    def _watch(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
+        """Watch a request that may take any time. Yields the function to call for each chunk."""
+        return contextlib.nullcontext(_ignore)
+
     @contextlib.contextmanager
-    def _send(self, request: httpx.Request) -> Iterator[ServerResponse | ErrorResponse]:
+    def _send(
+        self, request: httpx.Request, on_chunk: Callable[[], None] = _ignore
+    ) -> Iterator[ServerResponse | ErrorResponse]:
         waits: list[str] = []
         try:
             while True:
@@ -140,7 +177,7 @@ class Connection(ABC):
                 response = self._send_once(request)
                 with contextlib.closing(response):
                     if response.status_code == 200:
-                        yield ServerResponse(response, sent_s, tuple(waits))
+                        yield ServerResponse(response, sent_s, tuple(waits), on_chunk)
                         return
                     refusal = _error_response(response)
                 wait = None if self.is_aborted else self._wait_before_retry(refusal, len(waits))
@@ -164,15 +201,16 @@ class Connection(ABC):
 class LocalConnection(Connection):
     """Connections to the local server's Unix socket.
 
+    notify: also called, from another thread, if the server stops answering during a request.
     Requests raise BadSetting if another user could replace the socket.
     """
 
     errors: LocalErrors
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(self, settings: ServerSettings, notify: Callable[[str], None]) -> None:
         self._settings = settings
         self._session_id = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        super().__init__(LocalErrors(settings))
+        super().__init__(LocalErrors(settings), notify)
 
     def _send_once(self, request: httpx.Request) -> httpx.Response:
         self._settings.require_safe_runtime_dir()
@@ -184,6 +222,40 @@ class LocalConnection(Connection):
                 if not is_backlog_full(error) or time.monotonic() > deadline or self.is_aborted:
                     raise
             self._sockets.sleep(_BACKLOG_POLL_S)
+
+    def _watch(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
+        return ServerWatch(self._find_problem, self.notify)
+
+    def health(self) -> Health | None:
+        """The server's health, ready or loading; None if none runs or it is shutting down.
+
+        Raises ServerNotAnswering after 5 s.
+        """
+        try:
+            with self.get(_HEALTH_URL, HEALTH_TIMEOUT_S) as reply:
+                if isinstance(reply, ServerResponse):
+                    status, body = 200, reply.read()
+                else:
+                    status, body = reply.status, reply.body
+        except ServerNotAnswering:
+            raise
+        except ServerUnavailable:
+            return None
+        if status not in (200, 503):  # 503: it is not ready
+            raise self.errors.refusal(ErrorResponse(status, body))
+        health = self.errors.decode(body, Health)
+        return None if health.status == "stopping" else health
+
+    def _find_problem(self) -> str | None:
+        """Why the server does not answer; None if it does, or if requests end with an error."""
+        with contextlib.closing(LocalConnection(self._settings, self.notify)) as asking:
+            try:
+                asking.health()
+            except ServerNotAnswering as error:
+                return error.message
+            except LocalgenError:
+                pass
+            return None
 
     def _create_http_client(self) -> httpx.Client:
         return httpx.Client(
@@ -199,8 +271,8 @@ class LocalConnection(Connection):
 class EndpointConnection(Connection):
     """TCP connections to an endpoint. Retries a busy server after its Retry-After.
 
-    notify: called with a line before each wait. sleep: waits that many seconds; default: until
-    abort() at most. Raises BadSetting if the API key or a proxy setting is invalid.
+    notify: also called before each wait. sleep: waits that many seconds; default: until abort() at
+    most. Raises BadSetting if the API key or a proxy setting is invalid.
     """
 
     errors: EndpointErrors
@@ -208,13 +280,15 @@ class EndpointConnection(Connection):
     def __init__(
         self,
         endpoint: Endpoint,
-        notify: Callable[[str], None],
+        notify: Callable[[str], None] = lambda line: None,
         sleep: Callable[[float], None] | None = None,
     ) -> None:
         self._endpoint = endpoint
-        self._notify = notify
-        super().__init__(EndpointErrors(endpoint))
+        super().__init__(EndpointErrors(endpoint), notify, endpoint.url)
         self._sleep = sleep or self._sockets.sleep
+        is_safe = endpoint.key_env is None or endpoint.is_loopback or endpoint.is_encrypted
+        if not is_safe:
+            self._warning = f"the API key is sent to {endpoint.host} unencrypted: use https://"
 
     def _create_http_client(self) -> httpx.Client:
         endpoint, key = self._endpoint, self._endpoint.api_key()
@@ -244,7 +318,7 @@ class EndpointConnection(Connection):
         if wait_s is None or wait_s > MAX_RETRY_AFTER_S:
             return None
         reason = f"{self.errors.name} asks to wait {wait_s:,.0f} s ({refusal.status})"
-        self._notify(f"{reason}; Ctrl+C stops")
+        self.notify(f"{reason}; Ctrl+C stops")
         self._sleep(wait_s)
         return f"{reason}, so the request was sent again"
 

@@ -64,6 +64,19 @@ class ErrorResponse:
         return self.body.decode(errors="replace")
 
 
+@dataclass(frozen=True, slots=True)
+class SentRequest:
+    """What a client knows about a request that was refused.
+
+    model: its model. listed_models: the server's models, if known. nonstandard: its fields that
+    OpenAI's protocol does not have.
+    """
+
+    model: str | None = None
+    listed_models: Sequence[str] = ()
+    nonstandard: Sequence[str] = ()
+
+
 class ServerErrors(ABC):
     """Translates the failures of one server. name: the server in messages."""
 
@@ -75,7 +88,7 @@ class ServerErrors(ABC):
         """The error of a connection that could not be opened, or broke."""
 
     @abstractmethod
-    def refusal(self, response: ErrorResponse) -> LocalgenError:
+    def refusal(self, response: ErrorResponse, sent: SentRequest = SentRequest()) -> LocalgenError:
         """The error of a response whose status is not 200."""
 
     @abstractmethod
@@ -133,7 +146,7 @@ class LocalErrors(ServerErrors):
             f"or `kill -9 {pid}`"
         )
 
-    def refusal(self, response: ErrorResponse) -> LocalgenError:
+    def refusal(self, response: ErrorResponse, sent: SentRequest = SentRequest()) -> LocalgenError:
         try:
             return self.stream_error(response.body)
         except ServerUnavailable:
@@ -187,18 +200,7 @@ class EndpointErrors(ServerErrors):
                 problem = f"the connection to {where} was lost{detail}"
         return EndpointUnavailable(problem)
 
-    def refusal(
-        self,
-        response: ErrorResponse,
-        model: str | None = None,
-        listed_models: Sequence[str] | None = None,
-        nonstandard: Sequence[str] = (),
-    ) -> LocalgenError:
-        """The error of a response whose status is not 200.
-
-        model: the requested model. listed_models: the server's models, if known. nonstandard: the
-        request's fields that OpenAI's protocol does not have.
-        """
+    def refusal(self, response: ErrorResponse, sent: SentRequest = SentRequest()) -> LocalgenError:
         message = self._message(response.body)
         detail = f": {message}" if message and not response.is_html else ""
         where, status = self.name, response.status
@@ -206,13 +208,13 @@ class EndpointErrors(ServerErrors):
             case 401 | 403:
                 return AccessDenied(self._access_denied_message(status) + detail)
             case 404 | 405:
-                return self._not_found_error(response, detail, model, listed_models)
+                return self._not_found_error(response, detail, sent)
             case 429:
                 wait_s = response.retry_after_s
                 wait = "" if wait_s is None else f", it asks to wait {wait_s:,.0f} s"
                 return QueueFull(f"{where} accepts no more requests for now (429){wait}{detail}")
             case 400 | 413 | 422:
-                fields = ", ".join(nonstandard)
+                fields = ", ".join(sent.nonstandard)
                 hint = f" (not in OpenAI's protocol: {fields})" if fields else ""
                 return _invalid_request_error(
                     response, f"{where} rejects the request ({status}){detail}{hint}"
@@ -251,13 +253,9 @@ class EndpointErrors(ServerErrors):
         return f"{self.name} rejects the API key in {key_env} ({status})"
 
     def _not_found_error(
-        self,
-        response: ErrorResponse,
-        detail: str,
-        model: str | None,
-        listed_models: Sequence[str] | None,
+        self, response: ErrorResponse, detail: str, sent: SentRequest
     ) -> LocalgenError:
-        where = self.name
+        where, model, listed_models = self.name, sent.model, sent.listed_models
         if model is not None and listed_models and model not in listed_models:
             return ModelNotFound(
                 f"no model {model} at {where}, models are {format_model_names(listed_models)}"

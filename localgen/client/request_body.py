@@ -42,6 +42,8 @@ class OpenAICompat:
 
     def adapt_to_error(self, message: str) -> OpenAICompat | None:
         """Return the dialect to retry with after this error, or None if it has another cause."""
+        if self.is_local:
+            return None
         if self.include_usage and ("stream_options" in message or "include_usage" in message):
             return replace(self, include_usage=False)
         if self.max_tokens_field == "max_tokens" and "max_completion_tokens" in message:

@@ -10,10 +10,10 @@ from urllib.parse import quote
 import msgspec
 
 from localgen.backends.errors import InvalidRequest
-from localgen.client.client import Client
 from localgen.client.connection import EndpointConnection, ServerResponse
 from localgen.client.endpoints import Endpoint
 from localgen.client.json_decoding import decode_json
+from localgen.client.local_client import LocalClient
 from localgen.client.prometheus import MetricsParser
 from localgen.client.snapshot import ServerSnapshot, parse_localgen_stats
 from localgen.config import ServerSettings
@@ -28,7 +28,7 @@ class LocalServerMonitor:
     """Monitors the local server. Does not start it and loads nothing."""
 
     def __init__(self, settings: ServerSettings | None = None) -> None:
-        self._client = Client(settings)
+        self._client = LocalClient(settings)
 
     def snapshots(self) -> Iterator[ServerSnapshot]:
         """Yield snapshots as the server sends them.
@@ -56,7 +56,7 @@ class RemoteServerMonitor:
     def __init__(self, endpoint: Endpoint, *, sleep: Callable[[float], None] = time.sleep) -> None:
         self._endpoint = endpoint
         self._sleep = sleep
-        self._connection = EndpointConnection(endpoint, lambda line: None, sleep)
+        self._connection = EndpointConnection(endpoint, sleep=sleep)
 
     def snapshots(self) -> Iterator[ServerSnapshot]:
         """Yield snapshots at regular intervals.

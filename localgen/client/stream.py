@@ -71,7 +71,7 @@ def read_completion(
     on_silence: called when a localgen server reports how many seconds its engine has sent nothing.
     Raises an error if the server reports one, or if the response ends early or is malformed.
     """
-    chunks = TimedChunks(response.http.iter_bytes())
+    chunks = TimedChunks(response.iter_bytes())
     parser = CompletionStreamParser(chunks, response.sent_s, errors, response.wait_notes)
     match response.media_type:
         case "application/json":  # the server does not stream

@@ -22,7 +22,7 @@ from localgen.machine.system_info import SystemInfo
 from localgen.placement.backend_choice import detect_hardware
 
 if TYPE_CHECKING:
-    from localgen.client import Client
+    from localgen.client import LocalClient
 
 PACKAGES = (
     *("llama-cpp-python", "fastapi", "uvicorn", "httpx", "msgspec", "gguf", "numpy"),
@@ -53,7 +53,7 @@ class Checkup:
     findings: tuple[Finding, ...]
 
 
-def run_checkup(settings: ServerSettings, client: Client) -> Checkup:
+def run_checkup(settings: ServerSettings, client: LocalClient) -> Checkup:
     """Collect the report. Starts no server and loads no model."""
     machine, llama = system_info.read_system_info(), probe_llamacpp()
     no_cuda = detect_hardware().cuda_unavailable_reason
@@ -121,7 +121,7 @@ def _list_models() -> tuple[tuple[str, ...], list[Finding]]:
     return found, [] if found else [Finding("no model found", "use a path to a .gguf file")]
 
 
-def _server_state(client: Client) -> tuple[str, list[Finding]]:
+def _server_state(client: LocalClient) -> tuple[str, list[Finding]]:
     try:
         health = client.health()
     except BadSetting:  # _folder_findings reports it

@@ -38,6 +38,10 @@ class LoadProgressLine:
         elif self._is_terminal:
             self.console.print(_dim(message))
 
+    def print_notice(self, message: str) -> None:
+        """Print a lasting notice, on a pipe too."""
+        self.console.print(Text(one_line(message), style="dim"), soft_wrap=True)
+
     @contextlib.contextmanager
     def notices_to(self, show: Callable[[str], None]) -> Iterator[None]:
         """Within the block, pass notices to `show` instead of printing them."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from localgen.chat.chat_storage import ChatStorage
     from localgen.chat.session_recorder import SessionRecorder
     from localgen.chat.session_store import SessionRecord
-    from localgen.client import ModelClient
+    from localgen.client import Client
     from localgen.client.snapshot import ModelSnapshot
 
 # the last exchange of a continued chat is a reminder
@@ -298,7 +298,7 @@ def _excerpt(text: str) -> str:
 
 
 def start_chat(
-    client: ModelClient,
+    client: Client,
     progress_line: LoadProgressLine,
     model: str | None,
     options: ModelOptions,

@@ -18,7 +18,7 @@ from localgen.chat.parameters import ModelOptions
 from localgen.chat.session import ChatSession, OnProgress
 from localgen.chat.session_recorder import create_copy, title_from_prompt
 from localgen.chat.session_store import SessionBusy, SessionChanged, SessionRecord, SessionStore
-from localgen.client import ModelClient
+from localgen.client import Client
 from localgen.tui.chat.answer_stream import AnswerStream
 
 UNNAMED_SESSION = "New session"
@@ -38,7 +38,7 @@ class AppContext:
     """
 
     store: SessionStore
-    make_client: Callable[[Callable[[str], None]], ModelClient]
+    make_client: Callable[[Callable[[str], None]], Client]
     options: ModelOptions
     state_dir: Path
     server_url: str = ""
@@ -321,7 +321,7 @@ class ActiveSession:
         if model != self.chat.requested_model:
             self.chat.model_info, self.chat.requested_model = None, model
 
-    def _new_client(self) -> ModelClient:
+    def _new_client(self) -> Client:
         return self._context.make_client(self._on_client_message)
 
     def _on_client_message(self, line: str) -> None:

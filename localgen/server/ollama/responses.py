@@ -39,9 +39,6 @@ class NdjsonFraming:
     def encode_event(self, value: object) -> bytes:
         return encode_json(value) + b"\n"
 
-    def encode_comment(self, text: str) -> bytes:
-        return b""
-
     def encode_error(self, code: str, message: str, param: str | None = None) -> bytes:
         return self.encode_event(ollama_error_body(message))
 
@@ -116,6 +113,11 @@ class OllamaSerializer:
     def stream_end(self, total: Finished) -> list[object]:
         """The last chunk, with the finish reason and durations."""
         return [self._chunk("", "", ()) | self._final_fields(total)]
+
+    def silence_notice(self, silent_s: float) -> bytes:
+        """A chunk without text: NDJSON has no comments."""
+        silence = {"localgen": {"silent_s": round(silent_s, 1)}}
+        return self.framing.encode_event(self._chunk("", "", ()) | silence)
 
     def full_response(self, choices: Sequence[FinishedChoice], total: Finished) -> dict[str, Any]:
         (choice,) = choices

@@ -31,14 +31,16 @@ class SseFraming:
     def encode_event(self, value: object) -> bytes:
         return b"data: " + encode_json(value) + b"\n\n"
 
-    def encode_comment(self, text: str) -> bytes:
-        return f": {text}\n\n".encode()
-
     def encode_error(self, code: str, message: str, param: str | None = None) -> bytes:
         return self.encode_event(openai_error_body(code, message, param))
 
 
 SSE = SseFraming()
+
+
+def silence_comment(silent_s: float) -> bytes:
+    """Encode a comment of a stream, which clients ignore unless they know it."""
+    return f": engine silent for {silent_s:.0f} s\n\n".encode()
 
 
 def openai_error_body(
@@ -97,6 +99,9 @@ class ChatCompletionSerializer:
         """The usage chunk, if requested by `stream_options.include_usage`."""
         head = self._head("chat.completion.chunk")
         return [{**head, "choices": [], "usage": usage_fields(total)}] if self.include_usage else []
+
+    def silence_notice(self, silent_s: float) -> bytes:
+        return silence_comment(silent_s)
 
     def full_response(self, choices: Sequence[FinishedChoice], total: Finished) -> dict[str, Any]:
         return {
@@ -161,6 +166,9 @@ class CompletionSerializer:
     def stream_end(self, total: Finished) -> list[object]:
         """The usage chunk, if requested by `stream_options.include_usage`."""
         return [{**self._body([]), "usage": usage_fields(total)}] if self.include_usage else []
+
+    def silence_notice(self, silent_s: float) -> bytes:
+        return silence_comment(silent_s)
 
     def full_response(self, choices: Sequence[FinishedChoice], total: Finished) -> dict[str, Any]:
         printed = [

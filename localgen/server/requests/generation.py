@@ -20,11 +20,10 @@ from localgen.server.models.resident import KeepAlive
 from localgen.server.requests.choices import FinishedChoice, merge_finished
 from localgen.server.requests.protocol import Framing, ResponseMetadata, ResponseSerializer
 from localgen.server.requests.streaming import (
-    SilentLoadComments,
+    SilentLoadNotices,
     cancel_on_disconnect,
     send_json_response,
     send_stream_headers,
-    silence_comment,
 )
 from localgen.server.stats.request_log import RequestLog, RequestRecord
 
@@ -69,7 +68,7 @@ class GenerationResponse(Response):
         self._job = job
         self._index = {request.id: index for index, request in enumerate(job.requests)}
         self._finished: dict[str, Finished] = {}
-        self._has_begun = False  # the stream, with comments during the load
+        self._has_begun = False  # the stream, with notices during the load
         self._record = RequestRecord(
             id=job.id,
             requested_model=job.model or "",
@@ -81,7 +80,8 @@ class GenerationResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         job, asked_s = self._job, time.monotonic()
         send = self._with_request_id(send)
-        waiting = SilentLoadComments(send, job.make_serializer(self._metadata()).framing)
+        unnamed = job.make_serializer(self._metadata())
+        waiting = SilentLoadNotices(send, unnamed)
         try:
             acquired = self._manager.acquire(
                 job.model,
@@ -108,7 +108,7 @@ class GenerationResponse(Response):
             self._record.outcome = error.code
             if not await waiting.has_begun_stream():
                 raise
-            body = self._encode_error(waiting.framing, error.code, error.message, error.param)
+            body = self._encode_error(unnamed.framing, error.code, error.message, error.param)
             await send({"type": "http.response.body", "body": body})
         finally:
             self._journal.close(self._record)
@@ -198,7 +198,7 @@ class GenerationResponse(Response):
     def _encode_event(self, event: RequestEvent, serializer: ResponseSerializer) -> bytes:
         framing = serializer.framing
         if isinstance(event, EngineSilent):
-            return framing.encode_comment(silence_comment(event.silent_s))
+            return serializer.silence_notice(event.silent_s)
         index = self._index[event.request_id]
         match event:
             case Delta():

@@ -47,9 +47,6 @@ class Framing(Protocol):
     def encode_event(self, value: object) -> bytes:
         """Encode one event."""
 
-    def encode_comment(self, text: str) -> bytes:
-        """Encode a line that clients ignore unless they know it; empty if there are none."""
-
     def encode_error(self, code: str, message: str, param: str | None = None) -> bytes:
         """Encode the last event of a stream that ends with an error."""
 
@@ -74,6 +71,9 @@ class ResponseSerializer(Protocol):
 
     def stream_end(self, total: Finished) -> Sequence[object]:
         """Events after all choices. total: merged result."""
+
+    def silence_notice(self, silent_s: float) -> bytes:
+        """Encode a notice that the engine has sent nothing for so long. Clients may ignore it."""
 
     def full_response(self, choices: Sequence[FinishedChoice], total: Finished) -> object:
         """The whole response as one object, without streaming."""

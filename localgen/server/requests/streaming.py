@@ -15,7 +15,7 @@ from localgen.server.models.disk_paths import error_message
 from localgen.server.models.engine_watch import silence_s
 from localgen.server.models.resident import ResidentModel
 from localgen.server.requests.caller import is_local_request
-from localgen.server.requests.protocol import Framing, encode_json
+from localgen.server.requests.protocol import Framing, ResponseSerializer, encode_json
 
 _log = logging.getLogger("localgen.server")
 
@@ -37,11 +37,6 @@ async def send_json_response(send: Send, value: object, status: int = 200) -> No
     ]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
-
-
-def silence_comment(silent_s: float) -> str:
-    """The comment of a stream whose engine has sent nothing for so long."""
-    return f"engine silent for {silent_s:.0f} s"
 
 
 @contextlib.asynccontextmanager
@@ -70,14 +65,11 @@ async def cancel_on_disconnect(receive: Receive) -> AsyncIterator[None]:
         watcher.cancel()
 
 
-class SilentLoadComments:
-    """Begins a stream with comments while the engine that loads its model is silent.
+class SilentLoadNotices:
+    """Begins a stream with notices while the engine that loads its model is silent."""
 
-    Does nothing if the framing has no comments.
-    """
-
-    def __init__(self, send: Send, framing: Framing) -> None:
-        self._send, self.framing = send, framing
+    def __init__(self, send: Send, serializer: ResponseSerializer) -> None:
+        self._send, self._serializer = send, serializer
         self._has_begun = False
         self._told_s = 0.0
         self._telling: asyncio.Task[None] | None = None
@@ -89,15 +81,13 @@ class SilentLoadComments:
         if silent_s is None or silent_s < 2 * self._told_s or is_telling:
             return
         self._told_s = silent_s
-        comment = self.framing.encode_comment(silence_comment(silent_s))
-        if comment:
-            self._telling = asyncio.create_task(self._tell(comment))
+        self._telling = asyncio.create_task(self._tell(self._serializer.silence_notice(silent_s)))
 
-    async def _tell(self, comment: bytes) -> None:
+    async def _tell(self, notice: bytes) -> None:
         if not self._has_begun:
             self._has_begun = True
-            await send_stream_headers(self._send, self.framing)
-        await self._send({"type": "http.response.body", "body": comment, "more_body": True})
+            await send_stream_headers(self._send, self._serializer.framing)
+        await self._send({"type": "http.response.body", "body": notice, "more_body": True})
 
     async def has_begun_stream(self) -> bool:
         """Return True if the stream has begun. Call this after the load."""
