@@ -78,7 +78,7 @@ def inputs(layer: str, folder: Path) -> list[str]:
 
 
 def cuda(output: Path, locked: dict[str, str]) -> None:
-    """cuda.txt: what torch.txt needs, where it differs from the layers. output: has their versions."""
+    """cuda.txt: what torch.txt needs beyond the layers, whose versions `output` has."""
     source = output.with_name("torch.in")
     source.write_text(f"torch=={TORCH}")
     # without what pyproject.toml tells uv about torch
