@@ -176,11 +176,7 @@ class Client(ModelClient):
     def models(self) -> list[ModelCard]:
         """Installed and loaded models, and aliases of them. Does not start a server."""
         if self.health() is None:
-            installed = [(file.name, file) for file in installed_models()]
-            return [
-                ModelCard(name, str(file.path), file.size_bytes, "available", file.source)
-                for name, file in (*installed, *installed_aliases())
-            ]
+            return installed_cards()
         return self._get("models", ModelList).cards()
 
     def running_models(self) -> list[RunningModel]:
@@ -324,6 +320,15 @@ class Client(ModelClient):
         if status not in (200, 503):
             raise self._connection.errors.refusal(ErrorResponse(status, body))
         return self._connection.errors.decode(body, Health)
+
+
+def installed_cards(state: str = "available") -> list[ModelCard]:
+    """Installed models and aliases of them, as the disk has them. state: of each."""
+    installed = [(file.name, file) for file in installed_models()]
+    return [
+        ModelCard(name, str(file.path), file.size_bytes, state, file.source)
+        for name, file in (*installed, *installed_aliases())
+    ]
 
 
 def _load_options_body(options: LoadOptions) -> dict[str, Any]:
