@@ -41,7 +41,8 @@ def command(json: JsonFlag = False) -> None:
     An alias of a model that is not installed is a row of its own, with that model under ALSO.
     If the server does not answer, the states are unknown and the exit status is 11.
     """
-    from localgen.client.client import Client, installed_cards
+    from localgen.client import Client
+    from localgen.client.client import installed_cards
     from localgen.client.errors import ServerNotAnswering
 
     with closing(Client()) as client:
