@@ -1,7 +1,7 @@
 #!/bin/sh
 # Creates an environment and installs localgen into it: ./setup.sh [dev|test]. The Makefile calls this.
 # dev: with all that its developers use; test: with what its tests use, but for torch.
-# What it installs has the hashes of requirements/*.txt, but for torch.
+# What it installs has the hashes of requirements/*.txt.
 #   LLAMA_WHEEL  path or URL of a llama-cpp-python wheel, instead of compiling it; with #sha256=HASH
 #                behind it, the wheel is verified
 #   PYTHON       the Python of the environment, instead of the newest that suits
@@ -248,13 +248,21 @@ install_smollm2() {
     say "default. Later: $venv/bin/localgen pull smollm2"
 }
 
+# A CPU build, if pip finds one: that for CUDA needs libraries of several GB.
+install_torch() {
+    "$venv/bin/python" -m pip --disable-pip-version-check install --no-deps --require-hashes \
+        -r requirements/torch-cpu.txt >"$log" 2>&1 && return
+    say "No verified CPU build of torch for this machine: installing that of the package index"
+    pip install --no-deps --require-hashes -r requirements/torch.txt -r requirements/cuda.txt
+}
+
 install_localgen() {
     say "Installing localgen and its libraries"
     set -- -r requirements/run.txt
     case $extra in test | dev) set -- "$@" -r requirements/test.txt ;; esac
     case $extra in dev) set -- "$@" -r requirements/dev.txt ;; esac
     pip install --no-deps --require-hashes "$@"
-    case $extra in dev) pip install -r requirements/torch.txt ;; esac
+    case $extra in dev) install_torch ;; esac
     # from no index: whatever localgen declares must be there by now
     pip install --no-index --no-build-isolation --editable ".${extra:+[$extra]}"
 }

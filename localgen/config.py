@@ -106,8 +106,9 @@ class ServerSettings:
 
     @property
     def log_path(self) -> Path:
-        """Log of a server started by a client, and of its engines."""
-        return self.state_dir / "server.log"
+        """Log of a server started by a client; in the runtime folder if the other is read-only."""
+        is_read_only = self.state_dir.exists() and not os.access(self.state_dir, os.W_OK)
+        return (self.runtime_dir if is_read_only else self.state_dir) / "server.log"
 
     def require_safe_runtime_dir(self) -> None:
         """Raise BadSetting if the folder of the socket exists and another user could replace it."""

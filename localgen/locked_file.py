@@ -26,10 +26,14 @@ class LockedFile:
 
     def read_text(self) -> str:
         """The content, empty if there is no file. Raises OSError, ValueError if it is no UTF-8."""
+        return self.read_bytes().decode()
+
+    def read_bytes(self) -> bytes:
+        """The content, empty if there is no file. Raises OSError."""
         try:
-            return self.path.read_text(encoding="utf-8")
+            return self.path.read_bytes()
         except FileNotFoundError:
-            return ""
+            return b""
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

@@ -158,10 +158,11 @@ def test_options_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.params.max_tokens, found.load.gpu_layers, found.load.mmap) == (7, 5, False)
 
 
-def test_a_template_is_read_from_its_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sign", ["", "@"])
+def test_a_template_is_read_from_its_file(tmp_path: Path, sign: str) -> None:
     path = tmp_path / "chat.jinja"
     path.write_text("{{ messages }} é", encoding="utf-8")
-    assert parse("--chat-template", str(path)).load.chat_template == "{{ messages }} é"
+    assert parse("--chat-template", f"{sign}{path}").load.chat_template == "{{ messages }} é"
 
 
 @pytest.mark.parametrize("flag", ["--system", "-j", "--regex", "--grammar"])
@@ -180,13 +181,14 @@ def test_json_without_a_schema_is_any_object(flag: str) -> None:
     assert parse(flag, "json").params.json_schema == ANY_JSON_OBJECT
 
 
+@pytest.mark.parametrize("sign", ["", "@"])
 @pytest.mark.parametrize("content", [None, b"\xff\xfe"])
-def test_unreadable_template_is_rejected(tmp_path: Path, content: bytes | None) -> None:
+def test_unreadable_template_is_rejected(tmp_path: Path, content: bytes | None, sign: str) -> None:
     path = tmp_path / "chat.jinja"
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(InvalidRequest, match=r"--chat-template .*chat\.jinja: "):
-        parse("--chat-template", str(path))
+        parse("--chat-template", f"{sign}{path}")
 
 
 @pytest.mark.parametrize(

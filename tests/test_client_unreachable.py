@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -147,6 +148,8 @@ def test_a_stopped_server_is_named_by_every_command(
                 assert said in shown.out
             else:
                 assert (status, said in shown.err) == (UNAVAILABLE, True), (name, shown)
+            if name == "list":  # what is on the disk is known
+                assert re.search("^tiny .* unknown$", shown.out, re.MULTILINE), shown
         with pytest.raises(ServerUnavailable, match="does not answer"):
             next(LocalServerMonitor(served.settings).snapshots())
     assert run_command_line(["stop"]) == 0

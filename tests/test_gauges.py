@@ -429,7 +429,7 @@ def test_what_another_server_writes_is_inert_in_every_gauge() -> None:
         *lines(MemoryGauge(), found.memory),
         found.latency.model,
     ]
-    assert sum("␛[2J" in line for line in drawn) == 4
+    assert sum(r"\x1b[2J" in line for line in drawn) == 4
     assert not set("\x1b\x9b\u202e") & set("".join(drawn))
 
 

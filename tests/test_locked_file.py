@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,17 +30,21 @@ from pathlib import Path
 from localgen.hub import aliases
 from localgen.client import endpoints
 from localgen.machine import measurements
+from localgen.repl.prompt import PromptHistory
 
 folder, kind, number = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 measurements.measurements_path = lambda: folder / "cache" / "measurements.json"
 measurements.is_machine_busy = lambda: False
 measurements._key = lambda name: name
+history = PromptHistory(folder / "prompts" / "chat_history", sys.exit, can_write=True)
 add = {
     "models.toml": lambda name: aliases.add_alias(name, "tiny"),
     "endpoints.toml": lambda name: endpoints.add_endpoint(endpoints.Endpoint("http://h/v1", name)),
     "measurements.json": lambda name: measurements.cached_or_measured(
         name, int, lambda: 1, remeasure=False
     ),
+    # longer than what is written at once
+    "chat_history": lambda name: history.store_string("\\n".join([name] * 2000)),
 }[kind]
 for count in range(int(sys.argv[4])):
     name = f"p{number}-{count}"
@@ -53,17 +58,25 @@ class Store:
     """A file, relative to the test's folder, and how to read its names."""
 
     path: str
-    is_toml: bool = True
+    read: Callable[[str], Iterable[str]] = tomllib.loads
 
     def names(self, folder: Path) -> set[str]:
-        text = (folder / self.path).read_text()
-        return set(tomllib.loads(text) if self.is_toml else json.loads(text))
+        return set(self.read((folder / self.path).read_text()))
+
+
+def prompts(text: str) -> Iterator[str]:
+    """The first lines of prompts that repeat it."""
+    for entry in text.split("\n# ")[1:]:
+        lines = entry.splitlines()[1:]
+        assert lines == lines[:1] * 2000
+        yield lines[0].removeprefix("+")
 
 
 STORES = {
     "models.toml": Store("state/models.toml"),
     "endpoints.toml": Store("config/endpoints.toml"),
-    "measurements.json": Store("cache/measurements.json", is_toml=False),
+    "measurements.json": Store("cache/measurements.json", json.loads),
+    "chat_history": Store("prompts/chat_history", prompts),
 }
 
 
@@ -91,6 +104,7 @@ def test_what_was_stored_is_kept_although_writers_are_killed(
     tmp_path: Path, kind: str, seed: int
 ) -> None:
     """Every name that a writer reported is there, the file is whole, and nothing is left over."""
+    (tmp_path / "prompts").mkdir()
     luck, store = random.Random(seed), STORES[kind]
     writers = [start_writer(tmp_path, kind, number) for number in range(NUM_PROCESSES)]
     stored = {writer.stdout.readline().strip() for writer in writers if writer.stdout}

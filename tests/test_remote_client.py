@@ -467,7 +467,7 @@ def test_unencrypted_key_is_warned_about_once(monkeypatch: pytest.MonkeyPatch) -
         (error(400, "too long", code="context_length_exceeded"), ContextExceeded, "too long"),
         (error(429, "no quota"), QueueFull, "accepts no more requests for now (429): no quota"),
         (Response(500, b""), EndpointUnavailable, "{url} failed with status 500"),
-        (Response(502, b"Bad\n gateway"), EndpointUnavailable, "status 502: Bad gateway"),
+        (Response(502, b" Bad\n gateway\n"), EndpointUnavailable, r"status 502: Bad\n gateway"),
         (page(503), EndpointUnavailable, "{url} failed with status 503"),
         (Response(400, b'{"object":"error","message":"old"}'), InvalidRequest, "(400): old"),
         (Response(400, b'{"error":"plain"}'), InvalidRequest, "(400): plain"),

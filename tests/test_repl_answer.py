@@ -14,7 +14,7 @@ from scripted_client import TIMINGS, answer
 from serving import wait_until
 
 from localgen.backends import units
-from localgen.backends.terminal_text import escape_control_chars, one_line
+from localgen.backends.terminal_text import collapse, escape_control_chars, one_line
 from localgen.backends.types import Timings
 from localgen.chat import report
 from localgen.repl.live_answer import LiveAnswer
@@ -175,7 +175,8 @@ def test_inert_keeps_what_is_text() -> None:
     text = "tab\tnewline\n 🙂 👩‍👩‍👧 é 中文"
     assert escape_control_chars(text) == text
     assert escape_control_chars("a\ud800b").encode()
-    assert one_line("a\n b\x1b") == "a b␛"
+    assert one_line("a\n b\x1b\t") == r"a\n b\x1b\t"
+    assert collapse(" a\n b\x1b\t") == r"a b\x1b"
 
 
 def test_the_live_part_never_outgrows_the_terminal() -> None:

@@ -13,7 +13,6 @@ import pytest
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.data_structures import Size
 from prompt_toolkit.document import Document
-from prompt_toolkit.history import FileHistory
 from prompt_toolkit.input import create_input, create_pipe_input
 from prompt_toolkit.output import DummyOutput
 from prompt_toolkit.output.vt100 import Vt100_Output
@@ -23,6 +22,7 @@ from scripted_client import ScriptedClient
 from localgen.chat.parameters import ModelOptions
 from localgen.chat.session import ChatSession
 from localgen.client import ModelCard
+from localgen.locked_file import LockedFile
 from localgen.repl.prompt import ChatCompleter, create_prompt_session, has_open_quotes, strip_quotes
 from localgen.repl.repl import _create_line_reader
 from localgen.repl.typed_ahead import hide_typed_ahead
@@ -232,10 +232,10 @@ def history_errors(path: Path) -> list[int | None]:
 def test_a_full_disk_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "history"
 
-    def store(history: FileHistory, line: str) -> None:
+    def write(file: LockedFile, content: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(FileHistory, "store_string", store)
+    monkeypatch.setattr(LockedFile, "write", write)
     assert history_errors(path) == [errno.ENOSPC]
 
 

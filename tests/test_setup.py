@@ -20,7 +20,9 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
-LOCKED = ("run", "test", "dev", "llama", "smollm2", "build")
+LOCKED = ("run", "test", "dev", "torch", "torch-cpu", "cuda", "llama", "smollm2", "build")
+# installed apart, or instead of what the others install
+APART = {"torch-cpu", "cuda", "build"}
 WHEEL = "llama_cpp_python-0.0.1-py3-none-any.whl"
 
 
@@ -121,14 +123,27 @@ def test_everything_that_pyproject_declares_is_locked() -> None:
     versions: dict[str, Version] = {}
     for file in LOCKED:
         new = locked(file)
-        # the tools of llama-cpp-python's build are installed apart
-        assert file == "build" or not new.keys() & versions.keys()
-        versions |= new
+        assert file in APART or not new.keys() & versions.keys()
+        versions = new | versions
+    assert locked("torch-cpu") == {"torch": Version(f"{versions['torch']}+cpu")}
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = pyproject["project"]["optional-dependencies"]
     declared = pyproject["project"]["dependencies"] + pyproject["build-system"]["requires"]
     for line in declared + [line for lines in extras.values() for line in lines]:
         requirement = Requirement(line)
         name = canonicalize_name(requirement.name)
-        if name not in {"torch", "localgen"}:
+        if name != "localgen":
             assert requirement.specifier.contains(versions[name]), line
+
+
+def test_everything_that_setup_installs_is_verified() -> None:
+    text = (ROOT / "setup.sh").read_text().replace("\\\n", " ")
+    pip = re.compile(
+        r"^ *(?:pip|\S*python\S* -m pip) .*\b(?:install|download|wheel) .*", re.MULTILINE
+    )
+    calls = pip.findall(text)
+    # what the user gives, and what was made from it
+    chosen = ('-r "$venv/llama.txt"', '"$fresh"/llama_cpp_python-*.whl', "--no-index")
+    unverified = [call for call in calls if "--require-hashes" not in call]
+    assert len(calls) > len(unverified) == len(chosen)
+    assert all(any(part in call for part in chosen) for call in unverified), unverified

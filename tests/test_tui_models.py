@@ -141,7 +141,7 @@ def test_a_model_that_does_not_load_is_told_in_the_picker(
         await tui.until(lambda: tui.app.screen.query_one(OptionList).option_count == 2)
         await pilot.press(*"other", "enter")
         await tui.until(lambda: "other.gguf is damaged" in tui.screen_text())
-        assert "␛[31m[red]tensor 3[/]" in tui.screen_text()
+        assert r"\x1b[31m[red]tensor 3[/]" in tui.screen_text()
         assert "\x1b" not in tui.screen_text()
         await press(tui, pilot, "escape")
         assert tui.main.is_active

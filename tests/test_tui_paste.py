@@ -15,8 +15,8 @@ from localgen.tui.chat.compare import CompareDialog
 from localgen.tui.chat.settings import SettingsPanel
 
 PASTED = "\x1b]0;owned\x07\x1b[2J\x9b31m red"
-SHOWN = "␛]0;owned␇␛[2J\ufffd31m red"
-IN_AN_AREA = SHOWN.replace("␇", "")  # Textual draws no bell
+SHOWN = r"\x1b]0;owned\x07\x1b[2J\x9b31m red"
+IN_AN_AREA = "␛]0;owned␛[2J\ufffd31m red"  # a symbol for each; Textual draws no bell
 
 
 async def paste(tui: Tui, pilot: Pilot[None]) -> None:

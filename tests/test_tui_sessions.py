@@ -132,7 +132,7 @@ def test_rename_cleans_the_name(make_tui: MakeTui) -> None:
     tui = make_tui()
     opened = tui.manager.open_empty()
     tui.manager.rename(opened.id, " a\n\x1b[31mname ")
-    assert opened.name == "a ␛[31mname"
+    assert opened.name == r"a \x1b[31mname"
     with pytest.raises(InvalidRequest):
         tui.manager.rename(opened.id, " \n")
 

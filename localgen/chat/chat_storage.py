@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
-from localgen.backends.terminal_text import one_line
+from localgen.backends.terminal_text import collapse
 from localgen.chat.session import ChatSession
 from localgen.chat.session_recorder import SessionRecorder
 from localgen.chat.session_store import SessionBusy, SessionRecord, SessionStore
@@ -37,7 +37,7 @@ class SessionChoice:
         """Raise InvalidRequest if the choice contradicts itself, or needs a terminal."""
         if self.name is not None and self.is_latest:
             raise InvalidRequest("--session and --continue exclude each other")
-        if self.name is not None and not one_line(self.name):
+        if self.name is not None and not collapse(self.name):
             raise InvalidRequest("--session: give a name")
         if self.is_stored and not self.keeps_history:
             raise InvalidRequest(
@@ -92,7 +92,7 @@ def _read_chosen(store: SessionStore, choice: SessionChoice) -> SessionRecord:
     if choice.is_latest:
         record = latest_session(store)
     elif choice.name is not None:
-        record = _find_or_begin(store, one_line(choice.name))
+        record = _find_or_begin(store, collapse(choice.name))
     else:
         record = _NEW_SESSION
     if record.unfinished_turn is not None:

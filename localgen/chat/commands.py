@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from localgen.backends import units
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import DraftInfo, ModelInfo
 from localgen.backends.sampling_params import BASE_SAMPLING, SamplingParams
+from localgen.backends.terminal_text import one_line
 from localgen.chat import parameters, report, saved_chats, stats_report
 from localgen.chat.session import ChatSession, OnProgress
 
@@ -167,7 +168,7 @@ def _show(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
     if what == "parameters":
         rows = effective_parameter_rows(session)
         lines = (f"{name:<22} {value:<16} {origin}".rstrip() for name, value, origin in rows)
-        return CommandOutput("\n".join(lines))
+        return CommandOutput(_text(lines))
     if what == "template":
         if session.model.url:
             return CommandOutput(
@@ -201,7 +202,7 @@ def _model_info_text(session: ChatSession) -> str:
         ),
         *(("note", note) for note in info.notes),
     ]
-    return "\n".join(f"{name:<9} {value}" for name, value in rows)
+    return _text(f"{name:<9} {value}" for name, value in rows)
 
 
 def _remote_info_text(session: ChatSession) -> str:
@@ -216,7 +217,7 @@ def _remote_info_text(session: ChatSession) -> str:
         ),
         *(("note", note) for note in info.notes),
     ]
-    return "\n".join(f"{name:<9} {value}" for name, value in rows)
+    return _text(f"{name:<9} {value}" for name, value in rows)
 
 
 def _draft_text(draft: DraftInfo) -> str:
@@ -239,22 +240,21 @@ def _save(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
     chat = saved_chats.SavedChat(session.name, session.options.params, session.conversation)
     saved_chats.create_chats_dir(session.state_dir)
     saved_chats.save_chat(path, chat)
-    return CommandOutput(
-        f"saved {units.format_count(len(session.conversation.turns), 'turn')} to {path}"
-    )
+    count = units.format_count(len(session.conversation.turns), "turn")
+    return CommandOutput(one_line(f"saved {count} to {path}"))
 
 
 def _load(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
     if not argument:
         names = ", ".join(saved_chats.saved_chat_names(session.state_dir)) or "none yet"
-        return CommandOutput(f"saved chats: {names}")
+        return CommandOutput(one_line(f"saved chats: {names}"))
     chat = saved_chats.load_chat(saved_chats.chat_path(_strip_quotes(argument), session.state_dir))
     session.set_conversation(chat.conversation)
     session.set_options(params=chat.params)
     lines = [f"loaded {units.format_count(len(chat.conversation.turns), 'turn')}"]
     if chat.model != session.name:
         lines.append(f"saved with {chat.model}, current model {session.name}: /model switches")
-    return CommandOutput("\n".join(lines), is_new_conversation=True)
+    return CommandOutput(_text(lines), is_new_conversation=True)
 
 
 def _clear(session: ChatSession, _argument: str, _: OnProgress) -> CommandResult:
@@ -267,11 +267,11 @@ def _clear(session: ChatSession, _argument: str, _: OnProgress) -> CommandResult
 
 def _model(session: ChatSession, argument: str, on_progress: OnProgress) -> CommandResult:
     if not argument:
-        return CommandOutput("\n".join(card.name for card in session.client.models()))
+        return CommandOutput(_text(card.name for card in session.client.models()))
     found = session.load(_strip_quotes(argument), on_progress)
     # a remote server may lack the model and report it only at the first request
     notes = (f"note: {note}" for note in found.notes if found.url)
-    return CommandOutput("\n".join((report.model_line(found), *notes)))
+    return CommandOutput(_text((report.model_line(found), *notes)))
 
 
 def _regen(session: ChatSession, _argument: str, _: OnProgress) -> CommandResult:
@@ -283,13 +283,13 @@ def _regen(session: ChatSession, _argument: str, _: OnProgress) -> CommandResult
 def _fork(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
     left = session.branch
     name = session.fork(argument or None)
-    return CommandOutput(f"now in branch {name}; /switch {left} returns")
+    return CommandOutput(one_line(f"now in branch {name}; /switch {left} returns"))
 
 
 def _switch(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
     if argument:
         session.switch_branch(argument)
-    return CommandOutput("\n".join(_branch_line(session, name) for name in session.branches))
+    return CommandOutput(_text(_branch_line(session, name) for name in session.branches))
 
 
 def _branch_line(session: ChatSession, name: str) -> str:
@@ -306,7 +306,7 @@ def _undo(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
 
 def _stats(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
     if argument == "raw":
-        return CommandOutput("\n".join(stats_report.all_values(session.client.stats())))
+        return CommandOutput(_text(stats_report.all_values(session.client.stats())))
     if argument:
         raise InvalidRequest(f"/stats {argument}: give raw, or nothing for a summary")
     return CommandOutput(stats_report.summary(session))
@@ -321,7 +321,12 @@ def _help(_session: ChatSession, _argument: str, _: OnProgress) -> CommandResult
         ("Ctrl+D", "leaves the chat"),
     ]
     lines = (f"{left.strip():<{_USAGE_WIDTH}} {right}".rstrip() for left, right in rows)
-    return CommandOutput("\n".join(lines))
+    return CommandOutput(_text(lines))
+
+
+def _text(lines: Iterable[str]) -> str:
+    """The lines of an output. Escapes newlines in them: a name may have some."""
+    return "\n".join(map(one_line, lines))
 
 
 def _help_rows(command: SlashCommand) -> list[tuple[str, str]]:

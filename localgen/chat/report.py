@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from localgen.backends.model_info import ModelInfo
+from localgen.backends.terminal_text import one_line
 from localgen.backends.types import Timings
 from localgen.backends.units import format_count, format_duration, format_rate, format_size
 from localgen.chat.parameters import ModelOptions
@@ -162,7 +163,7 @@ def answer_summary(completion: Completion, options: ModelOptions, info: ModelInf
     lines = [" · ".join((completion.model, *figures)), *completion_warnings(completion)]
     if options.verbose and info is not None:
         lines += verbose_stats_lines(completion, info.load_ms)
-    return "\n".join(lines)
+    return "\n".join(map(one_line, lines))
 
 
 def _remote_stats_lines(completion: Completion) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from localgen.backends.errors import LocalgenError
-from localgen.backends.terminal_text import one_line
+from localgen.backends.terminal_text import collapse, one_line
 from localgen.chat.session import ChatSession
 from localgen.chat.session_store import (
     SessionBusy,
@@ -22,7 +22,7 @@ _TITLE_CHARS = 48
 
 def title_from_prompt(prompt: str) -> str:
     """The name of a session that the user has not named: the start of its first prompt."""
-    return one_line(prompt)[:_TITLE_CHARS].rstrip()
+    return collapse(prompt)[:_TITLE_CHARS].rstrip()
 
 
 def create_copy(store: SessionStore, record: SessionRecord) -> SessionRecord:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from localgen.backends.terminal_text import one_line
 from localgen.backends.units import format_count, format_size
 from localgen.chat import report
 from localgen.chat.session import ChatSession
@@ -15,7 +16,8 @@ def summary(session: ChatSession) -> str:
     model = session.model_snapshot()
     if model is None:
         return f"{session.name} is not loaded: the next prompt loads it"
-    return "\n".join(f"{name:<12} {text}" for name, text in _rows(session, model) if text)
+    rows = (f"{name:<12} {text}" for name, text in _rows(session, model) if text)
+    return "\n".join(map(one_line, rows))
 
 
 def all_values(node: object, prefix: str = "") -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.terminal_text import one_line
+from localgen.backends.terminal_text import collapse
 from localgen.chat.database import STORE_NAME, WriterLock
 from localgen.chat.session_store import SessionRecord, SessionStore, SessionSummary
 
@@ -31,8 +31,8 @@ def list_with_turns(store: SessionStore) -> list[SessionSummary]:
 def find_session(store: SessionStore, name: str) -> SessionSummary | None:
     """Return the latest session of a name, ignoring case and spacing, or that of an id."""
     listed = store.list_sessions()
-    wanted = one_line(name).casefold()
-    named = (each for each in listed if one_line(each.name).casefold() == wanted)
+    wanted = collapse(name).casefold()
+    named = (each for each in listed if collapse(each.name).casefold() == wanted)
     numbered = (each for each in listed if str(each.id) == wanted)
     return next(named, None) or next(numbered, None)
 
@@ -50,7 +50,7 @@ def options_to_reopen(store: SessionStore, record: SessionRecord) -> str:
     listed = list_with_turns(store)
     if listed and listed[0].id == record.id:
         return "--continue"
-    name = one_line(record.name)
+    name = collapse(record.name)
     found = find_session(store, name)
     is_unique = found is not None and found.id == record.id
     return f"--session {shlex.quote(name if is_unique else str(record.id))}"

@@ -39,16 +39,27 @@ def command(json: JsonFlag = False) -> None:
     """List local models with their aliases, unfinished downloads and the use of the disk.
 
     An alias of a model that is not installed is a row of its own, with that model under ALSO.
+    If the server does not answer, the states are unknown and the exit status is 11.
     """
-    from localgen.cli import tables
     from localgen.client import LocalClient
-    from localgen.hub.unfinished import unfinished_downloads
+    from localgen.client.local_client import installed_cards
+    from localgen.client.errors import ServerNotAnswering
 
     with closing(LocalClient()) as client:
-        cards = client.models()
+        try:
+            _print_models(client.models(), as_json=json)
+        except ServerNotAnswering:
+            _print_models(installed_cards("unknown"), as_json=json)
+            raise
+
+
+def _print_models(cards: Sequence[ModelCard], *, as_json: bool) -> None:
+    from localgen.cli import tables
+    from localgen.hub.unfinished import unfinished_downloads
+
     rows = [*_installed_rows(cards), *_missing_aliases({card.name for card in cards})]
     unfinished = unfinished_downloads()
-    if json:
+    if as_json:
         tables.print_json([*rows, *map(_download_row, unfinished)])
         return
     cells = [

@@ -28,6 +28,8 @@ _NOT_PARSED = {
     "int_parsing": "a whole number",
     "bool_parsing": "true or false",
 }
+# how Typer writes these; Python, and all else here, has names for them
+_TYPER_ESCAPES = {r"\x09": r"\t", r"\x0a": r"\n", r"\x0d": r"\r"}
 
 
 def misspelt_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -62,6 +64,8 @@ def usage_message(error: typer.TyperException, arguments: Sequence[str]) -> str:
     if getattr(error, "possibilities", None):
         _keep_close(error)
     message = error.format_message()
+    for typed, written in _TYPER_ESCAPES.items():
+        message = message.replace(typed, written)
     # the reason as pydantic puts it
     problems = getattr(error.__cause__, "errors", None)
     if param is not None and problems is not None:

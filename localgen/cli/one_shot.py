@@ -93,7 +93,7 @@ def _discard(_text: str) -> None:
 
 def _print_notices(*lines: str) -> None:
     for line in lines:
-        print(one_line(line) if "\n" in line else escape_control_chars(line), file=sys.stderr)
+        print(one_line(line), file=sys.stderr)
 
 
 def _json_record(prompt: str, collected: CollectedAnswer) -> dict[str, Any]:

@@ -260,7 +260,7 @@ LOAD_OPTIONS = (
         "chat_template",
         Path,
         "--chat-template",
-        "Jinja chat template file (default: the model's template).",
+        "Jinja chat template, FILE or @FILE (default: the model's template).",
     ),
 )
 
@@ -307,7 +307,8 @@ def build_model_options(values: dict[str, Any]) -> ModelOptions:
         )
     loading = _values_of(LOAD_OPTIONS, values)
     if "chat_template" in loading:
-        loading["chat_template"] = _read_option_file(loading["chat_template"], "chat_template")
+        path = Path(str(loading["chat_template"]).removeprefix("@"))
+        loading["chat_template"] = _read_option_file(path, "chat_template")
     asking = _values_of(REQUEST_OPTIONS, values)
     if "keep_alive" in asking:
         parse_keep_alive(asking["keep_alive"], "--keep-alive")

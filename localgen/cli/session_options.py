@@ -78,7 +78,7 @@ def other_server_notice(record: SessionRecord, url: str) -> str:
     """Notice that a stored session belongs to another server than `url`; empty if it does not."""
     if not record.id or record.server_url == url:
         return ""
-    name, theirs = repr(one_line(record.name)), one_line(record.server_url)
+    name, theirs = repr(record.name), one_line(record.server_url)
     if not theirs:
         return f"{name} was with the local server: without --url it continues there"
     return f"{name} was with {theirs}: --url {theirs} continues it there"

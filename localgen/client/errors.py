@@ -21,6 +21,7 @@ from localgen.backends.errors import (
     ServerUnavailable,
     error_from_code,
 )
+from localgen.backends.terminal_text import one_line
 from localgen.client.endpoints import Endpoint
 from localgen.client.json_decoding import decode_json
 from localgen.client.launch import read_server_pid
@@ -233,7 +234,7 @@ class EndpointErrors(ServerErrors):
             sentence = _message_text(decode_json(body))
         except (msgspec.DecodeError, RecursionError):
             sentence = body.decode(errors="replace")
-        return self._redact_key(" ".join(sentence.split()))[:_MAX_MESSAGE_CHARS]
+        return self._redact_key(one_line(sentence.strip()))[:_MAX_MESSAGE_CHARS]
 
     def _redact_key(self, message: str) -> str:
         # a server may repeat the key that it received

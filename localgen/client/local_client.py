@@ -152,11 +152,7 @@ class LocalClient(Client):
     def models(self) -> list[ModelCard]:
         """Installed and loaded models, and aliases of them. Does not start a server."""
         if self.health() is None:
-            installed = [(file.name, file) for file in installed_models()]
-            return [
-                ModelCard(name, str(file.path), file.size_bytes, "available", file.source)
-                for name, file in (*installed, *installed_aliases())
-            ]
+            return installed_cards()
         return self._get("models", ModelList).cards()
 
     def running_models(self) -> list[RunningModel]:
@@ -292,6 +288,15 @@ class LocalClient(Client):
 
     def _decode(self, body: bytes, kind: type[_Reply]) -> _Reply:
         return self._connection.errors.decode(body, kind)
+
+
+def installed_cards(state: str = "available") -> list[ModelCard]:
+    """Installed models and aliases of them, as the disk has them. state: of each."""
+    installed = [(file.name, file) for file in installed_models()]
+    return [
+        ModelCard(name, str(file.path), file.size_bytes, state, file.source)
+        for name, file in (*installed, *installed_aliases())
+    ]
 
 
 def _load_options_body(options: LoadOptions) -> dict[str, Any]:

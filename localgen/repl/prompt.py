@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import shlex
 import shutil
@@ -21,6 +22,7 @@ from prompt_toolkit.output import Output
 
 from localgen.chat import parameters
 from localgen.chat.commands import SLASH_COMMANDS
+from localgen.locked_file import LockedFile
 
 TRIPLE_QUOTES = '"""'
 _PREFIXES = ("", "/set system ")
@@ -97,7 +99,7 @@ def create_prompt_session(
     EOFError at Ctrl+D, and KeyboardInterrupt at Ctrl+C on an empty line.
     """
     return PromptSession(
-        history=_PromptHistory(history_path, on_failure, can_write=can_write),
+        history=PromptHistory(history_path, on_failure, can_write=can_write),
         completer=completer,
         complete_while_typing=Condition(lambda: get_app().current_buffer.text.startswith("/")),
         multiline=Condition(lambda: has_open_quotes(get_app().current_buffer.text)),
@@ -110,14 +112,17 @@ def create_prompt_session(
     )
 
 
-class _PromptHistory(FileHistory):
-    """A history on disk; in memory only after the first failure, which is reported."""
+class PromptHistory(FileHistory):
+    """A history on disk, which several chats write.
+
+    In memory only after the first failure, which is reported.
+    """
 
     def __init__(
         self, path: Path, on_failure: Callable[[OSError], None], *, can_write: bool
     ) -> None:
         super().__init__(str(path))
-        self._path = path
+        self._file = LockedFile(path)  # prompts are private
         self._on_failure = on_failure
         self._can_write = can_write
 
@@ -131,10 +136,11 @@ class _PromptHistory(FileHistory):
     def store_string(self, string: str) -> None:
         if not self._can_write:
             return
+        lines = "".join(f"+{line}\n" for line in string.split("\n"))
+        entry = f"\n# {datetime.datetime.now()}\n{lines}".encode(errors="replace")
         try:
-            # prompts are private; the editor would create the file readable for others
-            self._path.touch(mode=0o600)
-            super().store_string(string)
+            with self._file.locked():
+                self._file.write(self._file.read_bytes() + entry)
         except OSError as error:
             self._fail(error)
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from localgen.backends.errors import EngineDied, LocalgenError, ServerUnavailable
-from localgen.backends.terminal_text import escape_control_chars, one_line
+from localgen.backends.terminal_text import collapse, escape_control_chars, one_line
 from localgen.backends.units import format_count
 from localgen.chat import commands, report
 from localgen.chat.conversation import Turn
@@ -120,7 +120,7 @@ class Repl:
             outcome = commands.run_command(self.session, line, loading.update)
         match outcome:
             case commands.CommandOutput(text, is_new):
-                self._print_dim(text)
+                self._print(escape_control_chars(text), "dim")
                 if is_new:
                     self._start_new()
             case commands.Regenerate(prompt):
@@ -142,7 +142,7 @@ class Repl:
         if self.recorder is None:
             return
         if self.recorder.is_stored:
-            self._print_dim(f"{one_line(self.recorder.record.name)!r} stays stored")
+            self._print_dim(f"{self.recorder.record.name!r} stays stored")
         self.recorder.start_new()
 
     def _regenerate(self, prompt: str) -> None:
@@ -159,8 +159,7 @@ class Repl:
         self._ensure_loaded()
         reply = self._stream(prompt, regenerate=regenerate)
         if isinstance(reply.error, ServerUnavailable | EngineDied):
-            reason = one_line(reply.error.message)
-            self._print_dim(f"{reason}; restarting it and sending the prompt again")
+            self._print_dim(f"{reply.error.message}; restarting it and sending the prompt again")
             try:
                 self._ensure_loaded()
                 reply = self._stream(prompt, regenerate=regenerate)
@@ -235,7 +234,9 @@ class Repl:
             self._print_dim(" · ".join(part for part in parts if part))
         if self.session.options.verbose:
             load_ms = self.session.model.load_ms
-            self._print_dim("\n".join(report.verbose_stats_lines(answer.completion, load_ms)))
+            lines = report.verbose_stats_lines(answer.completion, load_ms)
+            for line in lines:
+                self._print_dim(line)
         self.console.print()
 
     def _busy_cores(self) -> str:
@@ -264,7 +265,7 @@ class Repl:
     def _introduce(self, record: SessionRecord) -> None:
         """Print what is continued, with the last exchange, or the name of a new session."""
         turns = record.conversation.turns
-        name = one_line(record.name)
+        name = record.name
         if not turns:
             self._print_dim(f"new session {name!r}")
             return
@@ -276,24 +277,24 @@ class Repl:
         """Print the name of the stored session, and the command that continues it."""
         if self.recorder is None or not self.recorder.is_stored:
             return
-        name = repr(one_line(self.recorder.record.name))
+        name = repr(self.recorder.record.name)
         with contextlib.suppress(LocalgenError):  # the store may have become unreadable
             name += f": localgen chat {self.recorder.options_to_reopen()}"
         self._print_dim(f"stored as {name}")
 
     def _prompt(self) -> str:
         branch = self.session.branch
-        return ">>> " if branch == DEFAULT_BRANCH else f"{escape_control_chars(branch)} >>> "
+        return ">>> " if branch == DEFAULT_BRANCH else f"{one_line(branch)} >>> "
 
-    def _print_dim(self, text: str) -> None:
-        self._print(escape_control_chars(text), "dim")
+    def _print_dim(self, line: str) -> None:
+        self._print(one_line(line), "dim")
 
     def _print(self, text: str, style: str) -> None:
         self.console.print(Text(text, style=style), soft_wrap=False)
 
 
 def _excerpt(text: str) -> str:
-    line = one_line(text)
+    line = collapse(text)
     return line if len(line) <= _EXCERPT_CHARS else line[: _EXCERPT_CHARS - 1].rstrip() + "…"
 
 
@@ -345,7 +346,7 @@ def _create_line_reader(
 
     def warn(error: OSError) -> None:
         reason = f"cannot use {history} ({error.strerror}): prompts of this chat are not kept"
-        console.print(Text(reason, style="yellow"), soft_wrap=False)
+        console.print(Text(one_line(reason), style="yellow"), soft_wrap=False)
 
     editor = create_prompt_session(history, completions, on_failure=warn, can_write=keeps_prompts)
 

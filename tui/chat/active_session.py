@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
-from localgen.backends.terminal_text import one_line
 from localgen.chat import commands
 from localgen.chat.conversation import Turn
 from localgen.chat.parameters import ModelOptions
@@ -303,8 +302,7 @@ class ActiveSession:
         theirs, name = self.id, self.name
         self.record = create_copy(self._context.store, replace(record, name=name))
         self.messages.append(
-            f"another localgen has changed {one_line(name)!r}: "
-            f"your version continues as {one_line(self.name)!r}"
+            f"another localgen has changed {name!r}: your version continues as {self.name!r}"
         )
         self._saved_unsent_prompt = ""
         with contextlib.suppress(LocalgenError):  # on failure both sessions have the text

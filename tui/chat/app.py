@@ -195,9 +195,9 @@ class ChatApp(BaseApp):
     def show_message(self, message: str, *, is_error: bool = False, title: str = "") -> None:
         """Show a message on the current screen. title: of the dialog for a long one."""
         if self.main_screen.is_shown:
-            self.main_screen.show_message(
-                escape_control_chars(message), is_error=is_error, title=title
-            )
+            # the output of a command has several lines
+            shown = one_line(message) if is_error else escape_control_chars(message)
+            self.main_screen.show_message(shown, is_error=is_error, title=title)
         else:
             severe: Literal["error", "information"] = "error" if is_error else "information"
             self.notify(one_line(message), severity=severe, timeout=6, markup=False)
@@ -262,7 +262,7 @@ class ChatApp(BaseApp):
             try:
                 await asyncio.to_thread(opened.apply_setting, edit.setting, edit.text)
             except LocalgenError as error:
-                panel.mark_rejected(edit, escape_control_chars(error.message))
+                panel.mark_rejected(edit, one_line(error.message))
             else:
                 panel.mark_applied(edit)
             self.main_screen.show_settings()

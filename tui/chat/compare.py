@@ -19,7 +19,7 @@ from textual.widgets import Button, Static, TextArea
 from localgen.backends import units
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.sampling_params import SamplingParams
-from localgen.backends.terminal_text import escape_control_chars, one_line
+from localgen.backends.terminal_text import one_line
 from localgen.chat import parameters
 from localgen.chat.session_store import SessionRecord
 from localgen.tui.chat.active_session import ActiveSession
@@ -289,4 +289,4 @@ class CompareScreen(Screen[None]):
             try:
                 await asyncio.to_thread(work, opened)
             except LocalgenError as error:
-                self._show_message(escape_control_chars(error.message), is_error=True)
+                self._show_message(one_line(error.message), is_error=True)

@@ -157,7 +157,8 @@ class SessionActions:
             given: str | None = await self._main_screen.app.push_screen_wait(question)
             path = given or ""
         if path and await self.run_in_thread(lambda: _export_transcript(opened, path)):
-            self._show_message(f"written to {Path(os.path.expanduser(path)).absolute()}")
+            place = Path(os.path.expanduser(path)).absolute()
+            self._show_message(one_line(f"written to {place}"))
 
     async def search(self, text: str = "") -> None:
         hit: SearchHit | None = await self._main_screen.app.push_screen_wait(
@@ -176,7 +177,7 @@ class SessionActions:
         name = await self._main_screen.app.push_screen_wait(picker)
         info = opened.chat.model_info
         if name is not None and info is not None:
-            self._show_message("\n".join((f"now using {name}", *info.notes)))
+            self._show_message("\n".join(map(one_line, (f"now using {name}", *info.notes))))
         self._main_screen.show_settings()
         await self._refresh_model_names(opened)
 

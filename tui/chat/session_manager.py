@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
-from localgen.backends.terminal_text import one_line
+from localgen.backends.terminal_text import collapse
 from localgen.chat.conversation import Conversation, Turn
 from localgen.chat.session_store import SessionGone, SessionRecord, SessionSummary
 from localgen.tui.chat.active_session import ActiveSession, AppContext
@@ -113,7 +113,7 @@ class SessionManager:
 
     def rename(self, session_id: int, name: str) -> None:
         """Rename a session. Raises InvalidRequest if the name is empty."""
-        name = one_line(name)
+        name = collapse(name)
         if not name:
             raise InvalidRequest("a session needs a name")
         found = self.active_by_id.get(session_id)
@@ -258,5 +258,5 @@ def _excerpt(turn: Turn, query: str) -> str | None:
         if at >= 0:
             # casefold() may change the length: the position is approximate
             start = max(0, at - _EXCERPT_CHARS)
-            return one_line(text[start : at + len(query) + 2 * _EXCERPT_CHARS])
+            return collapse(text[start : at + len(query) + 2 * _EXCERPT_CHARS])
     return None

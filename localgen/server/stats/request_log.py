@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal, Protocol
 
-from localgen.backends.terminal_text import escape_unprintable
+from localgen.backends.terminal_text import one_line
 from localgen.backends.types import Delta, Failed, Finished
 from localgen.server.models.engine_client import RequestEvent
 
@@ -151,8 +151,8 @@ class _TextFormatter(logging.Formatter):
         more = [line for text in (trace, stack) if text for line in text.split("\n")]
         return "\n".join(
             [
-                escape_unprintable(self.formatMessage(record) + "".join(pairs)),
-                *(f"  {escape_unprintable(line)}" for line in more),
+                one_line(self.formatMessage(record) + "".join(pairs)),
+                *(f"  {one_line(line)}" for line in more),
             ]
         )
 
@@ -160,8 +160,11 @@ class _TextFormatter(logging.Formatter):
 def _quote_if_needed(value: object) -> str:
     """Quote values that are not a single word, so that clients cannot forge lines or fields."""
     text = str(value)
-    plain = text.isprintable() and not set(text) & set(' "=')
-    return text if plain and text else json.dumps(text)
+    plain = text.isprintable() and text == one_line(text) and not set(text) & set(' "=')
+    if plain and text:
+        return text
+    quoted = text.replace("\\", r"\\").replace('"', r"\"")
+    return f'"{one_line(quoted)}"'
 
 
 class _JsonFormatter(logging.Formatter):
