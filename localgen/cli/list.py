@@ -42,8 +42,8 @@ def command(json: JsonFlag = False) -> None:
     If the server does not answer, the states are unknown and the exit status is 11.
     """
     from localgen.client import LocalClient
-    from localgen.client.local_client import installed_cards
     from localgen.client.errors import ServerNotAnswering
+    from localgen.client.local_client import installed_cards
 
     with closing(LocalClient()) as client:
         try:
