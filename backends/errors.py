@@ -7,14 +7,15 @@ class LocalgenError(Exception):
     """Base class of all errors shown to the user.
 
     code: stable identifier, used as the `code` of API errors and to look up the CLI exit code.
+    message: lone surrogates, of names that are not UTF-8, are escaped: any message can be encoded.
     param: the invalid request field, if any.
     """
 
     code = "internal_error"
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = message.encode("utf-8", "backslashreplace").decode()
+        super().__init__(self.message)
         self.param = param
 
 

@@ -123,6 +123,15 @@ class FrameSocket:
         self._sock.settimeout(remaining_s)
 
 
+def inherited_socket(fd: int, max_bytes: int = MAX_FRAME_BYTES) -> FrameSocket:
+    """Return the child's end of the socket, which its own children do not inherit.
+
+    max_bytes: as in FrameSocket.
+    """
+    os.set_inheritable(fd, False)
+    return FrameSocket(socket.socket(fileno=fd), max_bytes)
+
+
 def start_process(
     command: list[str], *, max_bytes: int = MAX_FRAME_BYTES, **options: Any
 ) -> tuple[subprocess.Popen[bytes], FrameSocket]:

@@ -11,12 +11,11 @@ import json
 import pickle
 import resource
 import signal
-import socket
 from dataclasses import dataclass
 from typing import Any
 
 from localgen.backends.errors import LocalgenError
-from localgen.backends.messages import FrameSocket
+from localgen.backends.messages import inherited_socket
 
 MAX_REPLY_BYTES = 64 << 20
 _MAX_REQUEST_BYTES = 1 << 30
@@ -62,7 +61,7 @@ def main(fd: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends the process, even in native code
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
-    parent = FrameSocket(socket.socket(fileno=fd), _MAX_REQUEST_BYTES)
+    parent = inherited_socket(fd, _MAX_REQUEST_BYTES)
     worker = _Worker()
     with contextlib.suppress(EOFError, ConnectionError):
         pickle.loads(parent.receive())

@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
 
-from localgen.backends.errors import LocalgenError
-from localgen.backends.messages import FrameSocket
+from localgen.backends.errors import LocalgenError, OutOfMemory
+from localgen.backends.messages import FrameSocket, inherited_socket
 from localgen.quant.request.events import EXIT_INTERRUPTED, FailedEvent, OnEvent, QuantizeEvent
 from localgen.quant.request.request import EVENT_CODEC, REQUEST_CODEC, QuantizeRequest
 
@@ -27,7 +26,7 @@ _SIGINT_S = 20.0
 def main(command: str, fd: int) -> int:
     """Return the exit status. command: `run` or `dry-run`. fd: of the socket."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    parent = FrameSocket(socket.socket(fileno=fd))
+    parent = inherited_socket(fd)
 
     def send(event: QuantizeEvent | FailedEvent) -> None:
         with contextlib.suppress(OSError):  # _exit_with_parent then ends the work
@@ -40,16 +39,16 @@ def main(command: str, fd: int) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except LocalgenError as error:
-        failed = FailedEvent(error.message, error.code)
+        failure = error
     except MemoryError:
-        message = "out of memory: close other programs, or choose a method that needs less"
-        failed = FailedEvent(message, "out_of_memory")
+        failure = OutOfMemory(
+            "out of memory: close other programs, or choose a method that needs less"
+        )
     except Exception as error:
-        message = f"internal error ({type(error).__name__}: {error})"
-        failed = FailedEvent(message, "internal_error")
+        failure = LocalgenError(f"internal error ({type(error).__name__}: {error})")
     else:
         return 0
-    send(failed)
+    send(FailedEvent(failure.message, failure.code))
     return 1
 
 

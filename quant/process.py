@@ -42,7 +42,7 @@ class QuantizeProcess:
             self._process, self._messages = start_process(
                 python_command("localgen.quant", "dry-run" if dry_run else "run"),
                 stdin=subprocess.DEVNULL,
-                stdout=self._output,
+                stdout=subprocess.DEVNULL,
                 stderr=self._output,
                 env=python_environment(),
                 start_new_session=True,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,10 +20,17 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
 
+from hf_folders import TINY
 from slow_processes import slowed
 from tui_quantize import Quantizing
 
-from localgen.backends.errors import InvalidRequest, LoadFailed, ModelNotFound, OutOfMemory
+from localgen.backends.errors import (
+    InvalidRequest,
+    LoadFailed,
+    LocalgenError,
+    ModelNotFound,
+    OutOfMemory,
+)
 from localgen.machine.python_process import python_environment
 from localgen.quant import process
 from localgen.quant.process import QuantizeProcess
@@ -200,6 +209,15 @@ def test_process_ends_with_its_parent(tmp_path: Path) -> None:
 def test_errors_keep_their_class() -> None:
     with pytest.raises(ModelNotFound, match="Model 'no-such' not found"):
         followed(replace(RTN, model="no-such"), looks=True)
+
+
+def test_errors_with_a_lone_surrogate_arrive(tmp_path: Path) -> None:
+    folder = shutil.copytree(TINY, tmp_path / "odd")
+    config = json.loads((folder / "config.json").read_text()) | {"architectures": ["\ud800"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(LocalgenError, match=r"\\ud800") as raised:
+        followed(replace(RTN, model=str(folder)), looks=True)
+    assert raised.value.code != "internal_error"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +14,7 @@ from localgen.backends.engine.engine import Engine
 from localgen.backends.engine.input_processor import InputProcessor
 from localgen.backends.engine.loaded_model import LoadedModel, ModelLoader
 from localgen.backends.errors import LocalgenError
-from localgen.backends.messages import FrameSocket
+from localgen.backends.messages import FrameSocket, inherited_socket
 from localgen.backends.model_info import ModelLoadRequest
 from localgen.backends.runner.interface import MAX_DRAFT_TOKENS, StepFailed
 from localgen.backends.text.grammar import GrammarCompiler
@@ -31,14 +30,12 @@ def main(fd: int, load: ModelLoader) -> int:
     load: loads the model and reports the progress (0 to 1); may raise LocalgenError.
     """
     logging.basicConfig(format="%(asctime)s engine %(process)d %(levelname)s %(message)s")
-    sock = socket.socket(fileno=fd)
-    return _EngineServer(sock, load).run()
+    return _EngineServer(inherited_socket(fd), load).run()
 
 
 class _EngineServer:
-    def __init__(self, sock: socket.socket, load: ModelLoader) -> None:
-        self._socket = FrameSocket(sock)
-        self._load = load
+    def __init__(self, server: FrameSocket, load: ModelLoader) -> None:
+        self._socket, self._load = server, load
         self._messages = map(wire.CODEC.decode, self._socket)
         self._engine: Engine | None = None
         self._sending = threading.Lock()

@@ -98,7 +98,7 @@ def requantize(
     command = [sys.executable, "-P", "-m", module, *map(str, arguments)]
     with tempfile.TemporaryFile() as output:
         child, messages = start_process(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=output
         )
         try:
             reason = _forward_events(messages, on_event)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import llama_cpp.llama_cpp as C
 
 from localgen.backends.errors import LoadFailed, LocalgenError
-from localgen.backends.messages import FrameSocket
+from localgen.backends.messages import FrameSocket, inherited_socket
 from localgen.quant.gguf.imatrix import read_imatrix
 from localgen.quant.request.events import FailedEvent, ProgressEvent
 from localgen.quant.request.request import EVENT_CODEC
@@ -30,7 +29,7 @@ _BUFFER_BYTES = 1 << 29
 
 def main(source: str, target: str, file_type: str, threads: str, imatrix: str, fd: str) -> int:
     """Return the exit status. file_type: llama.cpp's number of it. imatrix: may be empty."""
-    parent = FrameSocket(socket.socket(fileno=int(fd)))
+    parent = inherited_socket(int(fd))
     log = _LlamaCppLog(parent)
     try:
         means = read_imatrix(Path(imatrix)) if imatrix else {}

@@ -10,7 +10,6 @@ import contextlib
 import os
 import pickle
 import signal
-import socket
 import sys
 import threading
 
@@ -35,7 +34,7 @@ from localgen.backends.cuda.parallel.rank_model import (
 )
 from localgen.backends.errors import LocalgenError
 from localgen.backends.formats.architecture.sharding import ModelShard
-from localgen.backends.messages import FrameSocket
+from localgen.backends.messages import FrameSocket, inherited_socket
 
 
 def main(fd: int) -> int:
@@ -43,7 +42,7 @@ def main(fd: int) -> int:
     # rank 0 handles Ctrl+C
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    rank_0 = FrameSocket(socket.socket(fileno=fd))
+    rank_0 = inherited_socket(fd)
     try:
         begin = pickle.loads(rank_0.receive())
         assert isinstance(begin, LoadWeights)

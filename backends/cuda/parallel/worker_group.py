@@ -102,18 +102,17 @@ class WorkerGroup:
 
     def send_each(self, message_for_rank: Callable[[int], object]) -> None:
         """Send `message_for_rank(rank)` to each worker. Raises LocalgenError if one is lost."""
-        try:
-            for worker in self._workers:
-                worker.messages.send(pickle.dumps(message_for_rank(worker.rank)))
-        except OSError as error:
-            raise self.failure_cause(error) from None
+        self._send(lambda rank: pickle.dumps(message_for_rank(rank)))
 
     def broadcast(self, message: object) -> None:
         """Send the same message to all workers. Raises LocalgenError if one is lost."""
         packed = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        self._send(lambda rank: packed)
+
+    def _send(self, content_for_rank: Callable[[int], bytes]) -> None:
         try:
             for worker in self._workers:
-                worker.messages.send(packed)
+                worker.messages.send(content_for_rank(worker.rank))
         except OSError as error:
             raise self.failure_cause(error) from None
 
@@ -159,10 +158,12 @@ class WorkerGroup:
                 for ready, _ in selector.select():
                     try:
                         self._read_replies(ready.data)
-                    except (EOFError, OSError):
+                    except Exception as error:
                         selector.unregister(ready.fileobj)
+                        is_gone = isinstance(error, EOFError | OSError)
                         if not self._closing:
-                            self._record_failure(EngineDied(ready.data.exit_message()))
+                            cause = ready.data.exit_message() if is_gone else str(error)
+                            self._record_failure(EngineDied(cause))
 
     def _read_replies(self, worker: _WorkerProcess) -> None:
         for content in worker.messages.read():
