@@ -25,7 +25,7 @@ class TokenBudget:
         self._prompt_cost = _PromptTokenCost()
 
     def prompt_tokens(self, decode_tokens: int) -> int:
-        """Return the maximum number of prompt tokens beside this many of decoding sequences."""
+        """Return the most prompt tokens of a step that also has `decode_tokens` tokens."""
         if not decode_tokens:
             return self._max
         most = self._max - decode_tokens
