@@ -11,7 +11,7 @@ from typing import IO, Protocol
 
 from localgen.backends.errors import LoadFailed, LocalgenError, OutOfMemory, error_from_code
 from localgen.backends.messages import start_process
-from localgen.machine.python_process import python_command, python_environment
+from localgen.machine.python_process import last_line, python_command, python_environment
 from localgen.quant.request.events import EXIT_INTERRUPTED, FailedEvent, QuantizeEvent
 from localgen.quant.request.request import EVENT_CODEC, REQUEST_CODEC, QuantizeRequest
 
@@ -94,8 +94,6 @@ class QuantizeProcess:
                 "the quantization process was killed, probably because the memory is full; "
                 "finished layers are kept"
             )
-        self._output.seek(0)
-        lines = self._output.read().decode("utf-8", "replace").split("\n")
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "no error message")
+        last = last_line(self._output, "no error message")
         how = f"by signal {-status}" if status < 0 else f"with status {status}"
         return LoadFailed(f"the quantization process ended {how}: {last}")

@@ -1,4 +1,4 @@
-"""Run one of our modules in a separate interpreter."""
+"""Run one of our modules in a separate interpreter, and read what it printed last."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import sys
 import sysconfig
 from pathlib import Path
+from typing import IO
 
 import localgen
 
@@ -24,3 +25,10 @@ def python_environment() -> dict[str, str]:
         known = environment.get("PYTHONPATH", "")
         environment["PYTHONPATH"] = os.pathsep.join([root, known]) if known else root
     return environment
+
+
+def last_line(output: IO[bytes], default: str) -> str:
+    """The last line that is not blank in a file of a process's output."""
+    output.seek(0)
+    lines = output.read().decode("utf-8", "replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), default)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 from localgen.backends.errors import InvalidRequest, LoadFailed, ModelNotFound
 from localgen.backends.formats.architecture.model_spec import ModelSpec
@@ -18,6 +16,7 @@ from localgen.backends.formats.hf.config import read_hf_config
 from localgen.backends.formats.hf.safetensors import NumpyCheckpoint
 from localgen.backends.messages import FrameSocket, start_process
 from localgen.backends.units import format_size
+from localgen.machine.python_process import last_line, python_command
 from localgen.quant.gguf.convert import convert_to_gguf
 from localgen.quant.gguf.imatrix import ImatrixSource, write_imatrix
 from localgen.quant.request.events import FailedEvent, OnEvent
@@ -93,9 +92,8 @@ def requantize(
     Raises LoadFailed with llama.cpp's reason.
     """
     ftype = int(GGUF_TYPES[file_type].file_type)
-    module = "localgen.quant.gguf.requantize_process"
-    arguments = (source, target, ftype, _threads(), imatrix or "")
-    command = [sys.executable, "-P", "-m", module, *map(str, arguments)]
+    arguments = map(str, (source, target, ftype, _threads(), imatrix or ""))
+    command = python_command("localgen.quant.gguf.requantize_process", *arguments)
     with tempfile.TemporaryFile() as output:
         child, messages = start_process(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=output
@@ -108,9 +106,8 @@ def requantize(
             child.wait()
             messages.close()
         if status:
-            raise LoadFailed(
-                f"llama.cpp cannot make {file_type} of it: {reason or _last_line(output)}"
-            )
+            reason = reason or last_line(output, "it ended without an error message")
+            raise LoadFailed(f"llama.cpp cannot make {file_type} of it: {reason}")
 
 
 def _forward_events(messages: FrameSocket, on_event: OnEvent) -> str:
@@ -123,13 +120,6 @@ def _forward_events(messages: FrameSocket, on_event: OnEvent) -> str:
         else:
             on_event(event)
     return reason
-
-
-def _last_line(output: IO[bytes]) -> str:
-    output.seek(0)
-    lines = output.read().decode("utf-8", "replace").split("\n")
-    shown = (line.strip() for line in reversed(lines) if line.strip())
-    return next(shown, "it ended without an error message")
 
 
 def _threads() -> int:
