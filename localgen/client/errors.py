@@ -67,7 +67,7 @@ class ErrorResponse:
 
 @dataclass(frozen=True, slots=True)
 class SentRequest:
-    """What a client knows about a request that was refused.
+    """The part of a refused request that helps to explain the refusal.
 
     model: its model. listed_models: the server's models, if known. nonstandard: its fields that
     OpenAI's protocol does not have.

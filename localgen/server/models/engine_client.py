@@ -56,7 +56,7 @@ class LoadCrashed(LoadFailed):
 
 @dataclass(frozen=True, slots=True)
 class ProcessUsage:
-    """What a process has used since its start. io: counters of its reads and writes, if known."""
+    """CPU time and I/O counters of a process since its start. io: empty if unknown."""
 
     cpu_s: float
     io: tuple[int, ...] = ()

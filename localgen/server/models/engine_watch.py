@@ -122,7 +122,7 @@ def silence_s(resident: ResidentModel) -> float | None:
 
 
 def process_usage(pid: int) -> ProcessUsage | None:
-    """What a process has used so far; None if it has ended."""
+    """Return the CPU time and I/O counters of a process; None if it has ended."""
     try:
         process = psutil.Process(pid)
         used = process.cpu_times()
