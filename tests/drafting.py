@@ -5,15 +5,19 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 
 import pytest
 
 from localgen.backends.engine.speculation import policy
-from localgen.backends.engine.speculation.drafter import Drafter, DraftProposal
+from localgen.backends.engine.speculation.drafter import (
+    DecayedRatio,
+    Drafter,
+    DraftProposal,
+    SequenceAcceptance,
+)
 from localgen.backends.engine.speculation.policy import Allocation, DraftOption, Speculation
-from localgen.backends.engine.speculation.stats import AcceptanceRate, SequenceAcceptance
 from localgen.backends.engine.step_costs import StepCosts
 from localgen.backends.runner.interface import MAX_DRAFT_TOKENS, Chunk
 from localgen.backends.runner.sequence import Sequence
@@ -35,12 +39,12 @@ def _allocate_all(
     *,
     max_drafts: int,
     **_: float,
-) -> Allocation | None:
+) -> Allocation:
     counts = []
     for option in options:
         counts.append(min(DRAFTS, max_drafts, len(option.probs)) if option else 0)
         max_drafts -= counts[-1]
-    return Allocation(counts, gain=2.0, loss_ms=0.0) if any(counts) else None
+    return Allocation(counts, speedup=2.0 if any(counts) else 0.0)
 
 
 def always_draft(monkeypatch: pytest.MonkeyPatch, *, plain_every: int = 0) -> None:
@@ -54,7 +58,7 @@ def always_draft(monkeypatch: pytest.MonkeyPatch, *, plain_every: int = 0) -> No
     monkeypatch.setattr(StepCosts, "largest", property(lambda _: 1 << 20))
     monkeypatch.setattr(
         Speculation,
-        "_should_propose",
+        "_is_lookup_due",
         lambda *_: plain_every == 0 or next(asked) % (plain_every + 2) < plain_every,
     )
 
@@ -63,7 +67,7 @@ def speculation_of(
     *drafters: Drafter,
     max_drafts: int = MAX_DRAFT_TOKENS,
     clock: Callable[[], float] = time.monotonic,
-    synchronize: Callable[[], None] | None = None,
+    synchronize: Callable[[], float] = float,
 ) -> Speculation:
     """Speculation that has not seen a step yet."""
     return Speculation(
@@ -89,7 +93,7 @@ class Guesser(Drafter):
     def __init__(self, alpha: float, *, ms: float = 0.0, prior: float = 0.5, seed: int = 0) -> None:
         self.alpha, self.ms = alpha, ms
         self._chance = random.Random(seed)
-        self._shared = AcceptanceRate(prior, 12.0)
+        self._shared = DecayedRatio(prior, 12.0)
         self._known: dict[Sequence, SequenceAcceptance] = {}
         self.proposed: dict[Sequence, list[int]] = {}
         self.closed = False
@@ -102,13 +106,13 @@ class Guesser(Drafter):
         return self.ms
 
     def propose(
-        self, requests: Seq[tuple[Sequence, int]], max_prefill_tokens: int
-    ) -> list[DraftProposal]:
-        found = []
-        for seq, count in requests:
+        self, requests: Mapping[Sequence, int], max_prefill_tokens: int
+    ) -> dict[Sequence, DraftProposal]:
+        found = {}
+        for seq, count in requests.items():
             drafts = [RIGHT if self._chance.random() < self.alpha else WRONG for _ in range(count)]
             self.proposed[seq] = drafts
-            found.append(DraftProposal(drafts))
+            found[seq] = DraftProposal(drafts)
         return found
 
     def observe(self, seq: Sequence, new_tokens: Seq[int]) -> None:
@@ -138,13 +142,13 @@ class Unprefilled(Guesser):
         self.ms_per_token, self.prefilled, self.now_s = ms_per_token, 0, 0.0
 
     def propose(
-        self, requests: Seq[tuple[Sequence, int]], max_prefill_tokens: int
-    ) -> list[DraftProposal]:
+        self, requests: Mapping[Sequence, int], max_prefill_tokens: int
+    ) -> dict[Sequence, DraftProposal]:
         if self.is_ready:
             return super().propose(requests, max_prefill_tokens)
         self.prefilled += max_prefill_tokens
         self.now_s += max_prefill_tokens * self.ms_per_token / 1e3
-        return [DraftProposal([]) for _ in requests]
+        return {}
 
     def clock(self) -> float:
         return self.now_s

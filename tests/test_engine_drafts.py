@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 import fake_runner
@@ -41,9 +42,9 @@ class Oracle(Drafter):
         return [0.9] * max_drafts
 
     def propose(
-        self, requests: Seq[tuple[Sequence, int]], max_prefill_tokens: int
-    ) -> list[DraftProposal]:
-        return [DraftProposal(self._ahead(seq, count)) for seq, count in requests]
+        self, requests: Mapping[Sequence, int], max_prefill_tokens: int
+    ) -> dict[Sequence, DraftProposal]:
+        return {seq: DraftProposal(self._ahead(seq, count)) for seq, count in requests.items()}
 
     def _ahead(self, seq: Sequence, count: int) -> list[int]:
         tokens = list(seq.tokens)

@@ -21,7 +21,8 @@ from localgen.backends.types import Finished
 def proposed(
     drafter: ModelDrafter, wanted: list[tuple[Sequence, int]], max_prefill: int = 256
 ) -> list[list[int]]:
-    return [proposal.tokens for proposal in drafter.propose(wanted, max_prefill)]
+    found = drafter.propose(dict(wanted), max_prefill)
+    return [found[seq].tokens if seq in found else [] for seq, _ in wanted]
 
 
 class Forgetful(FakeRunner):
@@ -273,5 +274,5 @@ def test_draft_ms_is_measured_per_draft() -> None:
     seqs = [decoding(str(i), limit=512) for i in range(2)]
     for seq in seqs:
         drafter.acceptance_probs(seq, 4)
-    drafter.propose([(seq, 4) for seq in seqs], 0)
+    drafter.propose(dict.fromkeys(seqs, 4), 0)
     assert drafter.draft_ms() == pytest.approx(2.0)

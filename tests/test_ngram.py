@@ -16,10 +16,10 @@ from localgen.backends.runner.sequence import Sequence
 def drafts(tokens: list[int], count: int) -> list[int]:
     drafter, seq = NgramDrafter(), decoding()
     seq.tokens = list(tokens)
-    assert bool(drafter.acceptance_probs(seq, count)) == bool(
-        drafter.propose([(seq, count)], 0)[0].tokens
-    )
-    return drafter.propose([(seq, count)], 0)[0].tokens
+    can_draft = bool(drafter.acceptance_probs(seq, count))
+    found = drafter.propose({seq: count}, 0)
+    assert can_draft == (seq in found)
+    return found[seq].tokens if can_draft else []
 
 
 def go_on(drafter: NgramDrafter, seq: Sequence, tokens: list[int]) -> None:

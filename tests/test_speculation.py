@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from math import inf
 
 import pytest
 from drafting import Guesser, Steps, Unprefilled, decoding, speculation_of
 
-from localgen.backends.engine.speculation.drafter import DraftProposal
+from localgen.backends.engine.speculation.drafter import (
+    DecayedRatio,
+    DraftProposal,
+    SequenceAcceptance,
+)
 from localgen.backends.engine.speculation.policy import (
     MAX_SLOWDOWN,
     PLAIN_EVERY,
-    Allocation,
     DraftOption,
     allocate,
 )
-from localgen.backends.engine.speculation.stats import AcceptanceRate, SequenceAcceptance
 from localgen.backends.engine.step_costs import StepCosts
 from localgen.backends.runner.interface import MAX_DRAFT_TOKENS
 from localgen.backends.runner.sequence import Sequence
@@ -57,22 +58,17 @@ def full(tokens: int) -> float:
     return 10.0 * tokens
 
 
-def allocated(found: Allocation | None) -> Allocation:
-    assert found is not None
-    return found
-
-
 @pytest.mark.parametrize("alpha", [0.5, 0.7, 0.8, 0.9])
 @pytest.mark.parametrize("k", range(1, 9))
 def test_an_allocation_expects_the_closed_form(alpha: float, k: int) -> None:
-    found = allocated(allocate(options([alpha] * k), lambda tokens: 1.0, max_drafts=64))
-    assert found.drafts == [k]
-    assert found.gain == pytest.approx(expected_tokens(alpha, k))
+    drafts, speedup, _ = allocate(options([alpha] * k), lambda tokens: 1.0, max_drafts=64)
+    assert drafts == [k]
+    assert speedup == pytest.approx(expected_tokens(alpha, k))
 
 
 def test_the_closed_form_at_a_known_place() -> None:
-    found = allocated(allocate(options([0.8] * 4), lambda tokens: 1.0, max_drafts=4))
-    assert found.gain == pytest.approx(3.36, abs=0.005)
+    speedup = allocate(options([0.8] * 4), lambda tokens: 1.0, max_drafts=4).speedup
+    assert speedup == pytest.approx(3.36, abs=0.005)
 
 
 @pytest.mark.parametrize("alpha", [0.5, 0.7, 0.8, 0.9])
@@ -151,9 +147,9 @@ class Slow(Guesser):
         return super().acceptance_probs(seq, max_drafts)
 
     def propose(
-        self, requests: Seq[tuple[Sequence, int]], max_prefill_tokens: int
-    ) -> list[DraftProposal]:
-        self.now_s += self.ms * max((count for _, count in requests), default=0) / 1e3
+        self, requests: Mapping[Sequence, int], max_prefill_tokens: int
+    ) -> dict[Sequence, DraftProposal]:
+        self.now_s += self.ms * max(requests.values(), default=0) / 1e3
         return super().propose(requests, max_prefill_tokens)
 
     def clock(self) -> float:
@@ -228,15 +224,14 @@ def test_search_resumes_once_drafts_are_found() -> None:
 
 
 def test_one_of_many_gets_drafts_where_the_others_have_none() -> None:
-    found = allocate(
+    drafts, *_ = allocate(
         options([0.9] * 8, *([[]] * 15)), lambda tokens: 8.0 + 0.01 * tokens, max_drafts=100
     )
-    assert allocated(found).drafts == [8] + [0] * 15
+    assert drafts == [8] + [0] * 15
 
 
 def test_drafts_go_to_the_sequence_that_gains_most() -> None:
-    found = allocate(options([0.3] * 8, [0.9] * 8), lambda tokens: 1.0, max_drafts=6)
-    few, many = allocated(found).drafts
+    (few, many), *_ = allocate(options([0.3] * 8, [0.9] * 8), lambda tokens: 1.0, max_drafts=6)
     assert few + many == 6
     assert many > few
 
@@ -247,15 +242,17 @@ def test_drafts_go_to_the_sequence_that_gains_most() -> None:
 def test_one_sequence_gets_the_fastest_number(
     step_ms: Callable[[int], float], alpha: float, draft_ms: float
 ) -> None:
-    found = allocated(
-        allocate(options([alpha] * 8, ms=draft_ms), step_ms, max_drafts=8, max_slowdown=inf)
-    )
+    (drafts,), speedup, _ = allocate(options([alpha] * 8, ms=draft_ms), step_ms, max_drafts=8)
     gains = {
         k: expected_tokens(alpha, k) * step_ms(1) / (step_ms(1 + k) + k * draft_ms)
         for k in range(1, 9)
     }
-    assert found.gain == pytest.approx(max(gains.values()))
-    assert found.gain == pytest.approx(gains[found.drafts[0]])
+    best = max(gains.values())
+    if best * MAX_SLOWDOWN < 1:
+        assert speedup == 0.0, "too slow"
+    else:
+        assert speedup == pytest.approx(best)
+        assert speedup == pytest.approx(gains[drafts])
 
 
 def test_drafting_resumes_when_steps_get_cheap() -> None:
@@ -274,14 +271,14 @@ def test_drafting_resumes_when_steps_get_cheap() -> None:
 def test_no_sequence_is_slowed_down_for_another() -> None:
     # 65 tokens for one would make tokens of the others take sixteen times as long
     long = [0.99] * 64
-    found = allocate(options(long, *([[]] * 7)), steep, max_drafts=512)
-    assert found is None or steep(8 + found.drafts[0]) <= MAX_SLOWDOWN * steep(8)
+    drafts, speedup, _ = allocate(options(long, *([[]] * 7)), steep, max_drafts=512)
+    assert not speedup or steep(8 + drafts[0]) <= MAX_SLOWDOWN * steep(8)
     # nor may one be slowed down by half for another that becomes three times as fast
-    assert allocate(options(long, []), steep, max_drafts=512) is None
-    assert allocated(allocate(options(long), steep, max_drafts=512)).drafts[0] >= 40
+    assert allocate(options(long, []), steep, max_drafts=512).speedup == 0.0
+    assert allocate(options(long), steep, max_drafts=512).drafts[0] >= 40
     # where a step takes no longer, all may draft
-    found = allocate(options(long, *([[]] * 7)), flat, max_drafts=512)
-    assert allocated(found).drafts[0] >= 8
+    drafts, *_ = allocate(options(long, *([[]] * 7)), flat, max_drafts=512)
+    assert drafts[0] >= 8
 
 
 class Short(Guesser):
@@ -323,7 +320,7 @@ def test_no_drafts_beside_prompts() -> None:
     Steps(speculation, flat).run([seq], 8)
     assert speculation.propose([seq], max_outputs=64, max_prefill_tokens=64)
     assert not speculation.propose([seq], max_outputs=64, max_prefill_tokens=64, with_prompts=True)
-    short, explanation = speculation.request_stats(decoding("new")).reason.split(": ")
+    short, explanation = speculation.reason.split(": ")
     assert (short, "prompt" in explanation) == ("prefill first", True)
 
 
@@ -346,8 +343,8 @@ def test_a_size_that_plain_steps_never_had_is_measured_first() -> None:
 
 
 def test_no_more_drafts_than_a_step_may_sample() -> None:
-    found = allocate(options(*([[0.99] * 64] * 8)), lambda tokens: 1.0, max_drafts=100)
-    assert sum(allocated(found).drafts) == 100
+    drafts, *_ = allocate(options(*([[0.99] * 64] * 8)), lambda tokens: 1.0, max_drafts=100)
+    assert sum(drafts) == 100
 
 
 def test_no_drafts_beyond_the_end() -> None:
@@ -366,7 +363,6 @@ def test_statistics_of_drafts() -> None:
     steps.run([decoding()], 1_000)
     stats = speculation.stats
     assert stats.drafters == ("guesser",)
-    assert stats.accepted_tokens_total / stats.draft_tokens_total == pytest.approx(0.59, abs=0.05)
     assert stats.acceptance == pytest.approx(0.59, abs=0.15), "of the last fifty steps or so"
     assert stats.tokens_per_step == pytest.approx(3.36, abs=0.4)
     assert stats.speedup == pytest.approx(3.36 * flat(1) / flat(5), abs=0.5)
@@ -375,7 +371,7 @@ def test_statistics_of_drafts() -> None:
 
 
 def test_other_sequences_count_until_one_knows_better() -> None:
-    shared, chance = AcceptanceRate(0.5), random.Random(1)
+    shared, chance = DecayedRatio(0.5), random.Random(1)
     for _ in range(200):
         SequenceAcceptance(shared).add(chance.random() < 0.9)
     fresh = SequenceAcceptance(shared)
@@ -468,8 +464,9 @@ def test_a_prefill_that_would_not_pay_takes_little(
 def test_a_step_that_was_waited_for_before_is_no_price() -> None:
     now_s = [0.0]
 
-    def synchronize() -> None:
+    def synchronize() -> float:
         now_s[0] += flat(1) / 1e3
+        return flat(1)
 
     drafter = Unprefilled(1.0, prior=0.9)
     speculation = speculation_of(drafter, clock=lambda: now_s[0], synchronize=synchronize)

@@ -83,13 +83,12 @@ class Engine:
         self._outbox = Outbox(publish)
         self._budget = TokenBudget(runner.limits.max_batch_tokens, itl_target_ms)
         self._scheduler = Scheduler(runner, budget=self._budget, max_queue=max_queue)
-        ahead = runner if isinstance(runner, AsyncRunner) and runner.limits.runs_ahead else None
         self._speculation = Speculation(
             drafters if runner.limits.can_rewind else (),
             self._budget.decode_costs,
             max_drafts=max_drafts,
             disabled_reason="switched off" if runner.limits.can_rewind else _CANNOT_REWIND,
-            synchronize=ahead.synchronize if ahead else None,
+            synchronize=self._synchronize,
         )
         self._embedding_scheduler = EmbeddingScheduler(
             runner, itl_target_ms=itl_target_ms, max_queue=max_queue
@@ -202,6 +201,14 @@ class Engine:
         )
         for seq, proposal in drafts.items():
             self._scheduler.set_drafts(seq, proposal)
+
+    def _synchronize(self) -> float:
+        """Wait for a step launched ahead; return the milliseconds."""
+        if not (isinstance(self._runner, AsyncRunner) and self._runner.limits.runs_ahead):
+            return 0.0
+        started_s = time.monotonic()
+        self._runner.synchronize()
+        return (time.monotonic() - started_s) * 1e3
 
     def _step_embeddings(self, *, num_decoding: int) -> bool:
         """Compute a slice of the queued embedding requests; return False if there are none."""
@@ -328,9 +335,14 @@ class Engine:
     # -- events -----------------------------------------------------------------------------
 
     def _finish(self, seq: Sequence, reason: str, stop: str | None, num_tokens: int) -> None:
-        drafts = self._speculation.request_stats(seq)
         self._outbox.add(
-            finished_event(seq, reason, stop=stop, completion_tokens=num_tokens, draft_stats=drafts)
+            finished_event(
+                seq,
+                reason,
+                stop=stop,
+                completion_tokens=num_tokens,
+                no_drafts_reason=self._speculation.reason,
+            )
         )
         self._stats.record_end(seq.id, reason)
 

@@ -45,6 +45,9 @@ class SchedulerCounters:
     prefix_hits: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    drafting_steps: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class Scheduler:
@@ -193,14 +196,9 @@ class Scheduler:
         for seq in (oldest, *others):
             samples = shares[seq.id] == seq.num_uncomputed
             if shares[seq.id] and (outputs_left or not samples):
-                chunks.append(self._prompt_chunk(seq, shares[seq.id], samples))
+                chunks.append(Chunk.of_uncomputed(seq, shares[seq.id], is_sampled=samples))
                 outputs_left -= samples
         return chunks
-
-    def _prompt_chunk(self, seq: Sequence, length: int, samples: bool) -> Chunk:
-        end = seq.num_computed + length
-        tokens = seq.tokens[seq.num_computed : end]
-        return Chunk(seq=seq, start=seq.num_computed, tokens=tokens, is_sampled=samples)
 
     def _admit(self) -> None:
         """Admit queued sequences in order while they fit.
@@ -292,15 +290,21 @@ class Scheduler:
                 if seq.first_token_s is None:
                     seq.first_step_ms = step_ms
                 outputs.append(self._append_tokens(seq, sampled.tokens, sampled.logprobs, now_s))
+            seq.num_decode_steps += chunk.is_decoding
             if chunk.num_drafts:
+                accepted = len(outputs[-1].tokens) - 1
+                seq.num_drafting_steps += 1
                 seq.num_drafted += chunk.num_drafts
-                seq.num_accepted += len(outputs[-1].tokens) - 1
+                seq.num_accepted += accepted
+                self.counters.drafted_tokens += chunk.num_drafts
+                self.counters.accepted_tokens += accepted
                 seq.used_sampled_drafts |= bool(chunk.draft_probs)
             self.queue.charge(seq, len(chunk), len(sampled.tokens))
             if outputs and outputs[-1].seq is seq and outputs[-1].reason:
                 self.end(seq)
         self._budget.observe(step_ms, prompt_tokens, decode_tokens)
         self.counters.prompt_tokens += prompt_tokens
+        self.counters.drafting_steps += any(chunk.num_drafts for chunk in chunks)
         return outputs
 
     def preempt_one(self) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter, deque
+from dataclasses import replace
 
 from localgen.backends.engine.scheduler import Scheduler, SequenceOutput
-from localgen.backends.engine.speculation.stats import RequestDraftStats
 from localgen.backends.runner.interface import Chunk, ModelRunner, ThreadedRunner, ThreadUsage
 from localgen.backends.runner.sequence import Sequence, SequenceState
 from localgen.backends.types import (
@@ -26,7 +26,6 @@ MAX_ALWAYS_SORTED = 256
 SORT_INTERVAL_S = 1.0
 # histogram of step sizes: upper bounds in tokens, plus one bucket above the last
 STEP_TOKENS_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-_NO_DRAFTS = RequestDraftStats()
 
 
 class RecentSamples:
@@ -181,7 +180,12 @@ class StatsRecorder:
             prefix_cache_hits_total=counters.prefix_hits,
             num_preemptions_total=counters.preemptions,
             requests_total=dict(self._requests),
-            speculation=speculation,
+            speculation=replace(
+                speculation,
+                drafting_steps_total=counters.drafting_steps,
+                draft_tokens_total=counters.drafted_tokens,
+                accepted_tokens_total=counters.accepted_tokens,
+            ),
             sequences=tuple(_sequence_stats(seq, now_s) for seq in [*running, *scheduler.queue]),
         )
 
@@ -229,14 +233,15 @@ def request_phases(seq: Sequence, now_s: float) -> RequestPhases:
     )
 
 
-def request_timings(seq: Sequence, draft_stats: RequestDraftStats = _NO_DRAFTS) -> Timings:
-    """Return the timings of a finished sequence."""
+def request_timings(seq: Sequence, no_drafts_reason: str = "") -> Timings:
+    """Return the timings of a finished sequence. no_drafts_reason: why steps had none lately."""
     admitted_s = seq.admitted_s if seq.admitted_s is not None else seq.arrived_s
     first_s = seq.first_token_s if seq.first_token_s is not None else admitted_s
     last_s = seq.last_token_s if seq.last_token_s is not None else first_s
     prompt_n = seq.num_prompt - seq.num_cached if seq.first_token_s is not None else 0
     prompt_s, predicted_s = first_s - admitted_s, last_s - first_s
     gaps = seq.num_generated - 1
+    has_drafts = 2 * seq.num_drafting_steps >= max(1, seq.num_decode_steps)
     return Timings(
         cache_n=seq.num_cached,
         prompt_n=prompt_n,
@@ -252,10 +257,10 @@ def request_timings(seq: Sequence, draft_stats: RequestDraftStats = _NO_DRAFTS) 
         first_step_ms=seq.first_step_ms,
         draft_n=seq.num_drafted,
         draft_n_accepted=seq.num_accepted,
-        draft_steps=draft_stats.steps,
-        draft_speedup=draft_stats.speedup,
-        draft_reason=draft_stats.reason,
-        draft_by=draft_stats.drafters,
+        draft_steps=seq.num_decode_steps,
+        draft_speedup=seq.plain_decode_ms / (seq.decode_ms or math.inf),
+        draft_reason="" if has_drafts else no_drafts_reason,
+        draft_by=tuple(name for name, _ in seq.drafted_by.most_common()),
     )
 
 
@@ -265,7 +270,7 @@ def finished_event(
     *,
     stop: str | None,
     completion_tokens: int,
-    draft_stats: RequestDraftStats = _NO_DRAFTS,
+    no_drafts_reason: str = "",
 ) -> Finished:
     """Return the Finished event of a sequence, with notes for the user."""
     notes = [*seq.notes]
@@ -276,7 +281,7 @@ def finished_event(
     return Finished(
         request_id=seq.id,
         reason=reason,
-        timings=request_timings(seq, draft_stats),
+        timings=request_timings(seq, no_drafts_reason),
         prompt_tokens=seq.num_prompt,
         completion_tokens=completion_tokens,
         ctx=seq.ctx,

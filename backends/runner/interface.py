@@ -70,6 +70,17 @@ class Chunk:
     draft_probs: Seq[Any] = ()
     return_probs: bool = False
 
+    @classmethod
+    def of_uncomputed(
+        cls, seq: Sequence, count: int, *, is_sampled: bool, return_probs: bool = False
+    ) -> Chunk:
+        """The next `count` uncomputed tokens of a sequence."""
+        start = seq.num_computed
+        tokens = seq.tokens[start : start + count]
+        return cls(
+            seq=seq, start=start, tokens=tokens, is_sampled=is_sampled, return_probs=return_probs
+        )
+
     def __len__(self) -> int:
         return len(self.tokens)
 

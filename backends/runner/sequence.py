@@ -1,8 +1,10 @@
-"""The state of one request in the engine. Only the scheduler modifies a Sequence."""
+"""The state of one request in the engine. Only the scheduler modifies a Sequence, and speculation
+the statistics of its drafts."""
 
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +41,9 @@ class Sequence:
     can_sample_drafts: draft tokens may be sampled; the text then depends on more than the seed.
     used_sampled_drafts: draft tokens were sampled.
     num_drafted, num_accepted: draft tokens verified and accepted.
+    num_decode_steps, num_drafting_steps: steps after the first token, and those with drafts.
+    decode_ms, plain_decode_ms: time of measured decode steps, and of plain ones for as many tokens.
+    drafted_by: draft tokens by drafter.
     matcher: the grammar that constrains the answer; advanced by the runner.
     response_parser: separates reasoning and tool calls from content; None: all text is content.
     notes: messages for the user.
@@ -68,6 +73,11 @@ class Sequence:
     used_sampled_drafts: bool = False
     num_drafted: int = 0
     num_accepted: int = 0
+    num_decode_steps: int = 0
+    num_drafting_steps: int = 0
+    decode_ms: float = 0.0
+    plain_decode_ms: float = 0.0
+    drafted_by: Counter[str] = field(default_factory=Counter)
     matcher: GrammarMatcher | None = None
     response_parser: ResponseParser | None = None
     notes: tuple[str, ...] = ()

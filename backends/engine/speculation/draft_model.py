@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any
 
-from localgen.backends.engine.speculation.drafter import Drafter, DraftProposal
-from localgen.backends.engine.speculation.stats import AcceptanceRate, SequenceAcceptance
+from localgen.backends.engine.speculation.drafter import (
+    DecayedRatio,
+    Drafter,
+    DraftProposal,
+    SequenceAcceptance,
+)
 from localgen.backends.runner.interface import Chunk, ModelRunner, NoRoom, SampledTokens, StepFailed
 from localgen.backends.runner.sequence import Sequence, SequenceState, common_prefix_len
 from localgen.backends.sampling_params import BASE_SAMPLING, SamplingParams
@@ -30,19 +33,18 @@ class _DraftSequence:
     """The draft model's copy of a sequence; seq.state is RUNNING while its cache holds it.
 
     is_sampled: drafts are sampled, not greedy. num_known: leading tokens that are the target's.
-    tokens, probs: drafts since the target's last step.
+    drafts: since the target's last step.
     """
 
     seq: Sequence
     acceptance: SequenceAcceptance
     is_sampled: bool
-    num_known: int
-    tokens: list[int] = field(default_factory=list)
-    probs: list[Any] = field(default_factory=list)
+    num_known: int = 0
+    drafts: DraftProposal = field(default_factory=DraftProposal)
 
-    def clear(self) -> None:
-        """Drop the drafts."""
-        self.tokens, self.probs = [], []
+    @property
+    def is_active(self) -> bool:
+        return self.seq.state is SequenceState.RUNNING
 
 
 class ModelDrafter(Drafter):
@@ -68,80 +70,69 @@ class ModelDrafter(Drafter):
         self._vocab_size = shared_vocab_size
         self._copies: dict[Sequence, _DraftSequence] = {}
         # of greedy and of sampled drafts
-        self._shared = [AcceptanceRate(_PRIOR, _PRIOR_WEIGHT) for _ in range(2)]
+        self._shared = [DecayedRatio(_PRIOR, _PRIOR_WEIGHT) for _ in range(2)]
         self._round_ms: deque[float] = deque(maxlen=5)
 
     def acceptance_probs(self, seq: Sequence, max_drafts: int) -> list[float]:
-        copy = self._synced_copy(seq)
-        if copy is None:
-            return []
         room = self._runner.limits.max_len - len(seq.tokens)
-        return [copy.acceptance.probability] * max(0, min(max_drafts, room))
+        copy = None if self.failure or room < 1 else self._synced_copy(seq)
+        return [copy.acceptance.probability] * min(max_drafts, room) if copy else []
 
     def draft_ms(self) -> float:
         return median(self._round_ms) if self._round_ms else 0.0
 
     def propose(
-        self, requests: Seq[tuple[Sequence, int]], max_prefill_tokens: int
-    ) -> list[DraftProposal]:
-        remaining = {self._copies[seq]: count for seq, count in requests}
-        copies = list(remaining)
-        for copy in copies:
-            copy.clear()
-        batch_tokens = self._runner.limits.max_batch_tokens
-        limit = min(_MAX_UNCOMPUTED, batch_tokens)
-        unprefilled = [copy for copy in copies if copy.seq.num_uncomputed > limit]
-        if unprefilled:
-            shortest = min(unprefilled, key=lambda copy: copy.seq.num_uncomputed)
-            count = min(max_prefill_tokens, batch_tokens, shortest.seq.num_uncomputed - 1)
-            self._compute({shortest: count}, sample=False)
+        self, requests: Mapping[Sequence, int], max_prefill_tokens: int
+    ) -> dict[Sequence, DraftProposal]:
+        copies = {seq: self._copies[seq] for seq in requests}
+        for copy in copies.values():
+            copy.drafts = DraftProposal()
+        remaining = {copies[seq]: count for seq, count in requests.items()}
         # the policy wanted drafts for all: some alone would delay the others
-        if any(copy.seq.num_uncomputed > limit for copy in unprefilled):
-            remaining = {}
-        while (batch := self._batch(remaining)) and not self.failure:
-            for copy, sampled in self._compute(batch, sample=True):
-                remaining[copy] -= 1
-                if self._has_padding(sampled.tokens):
-                    remaining[copy] = 0
-                    continue
-                copy.tokens += sampled.tokens
-                copy.seq.tokens += sampled.tokens
-                if copy.is_sampled:
-                    copy.probs.append(sampled.probs)
-                if copy.tokens[-1] in copy.seq.stop_ids:
-                    remaining[copy] = 0
-            remaining = {copy: n for copy, n in remaining.items() if n and _is_active(copy)}
-        return [DraftProposal(copy.tokens, tuple(copy.probs)) for copy in copies]
+        if self._prefill(remaining, max_prefill_tokens):
+            while (batch := self._batch(remaining)) and not self.failure:
+                for copy, sampled in self._compute(batch, is_sampled=True):
+                    remaining[copy] -= 1
+                    if self._has_padding(sampled.tokens):
+                        remaining[copy] = 0
+                        continue
+                    copy.drafts.tokens.extend(sampled.tokens)
+                    copy.seq.tokens.extend(sampled.tokens)
+                    if copy.is_sampled:
+                        copy.drafts.draft_probs.append(sampled.probs)
+                    if sampled.tokens[-1] in copy.seq.stop_ids:
+                        remaining[copy] = 0
+                remaining = {copy: n for copy, n in remaining.items() if n and copy.is_active}
+        return {seq: copy.drafts for seq, copy in copies.items() if copy.drafts.tokens}
 
     def observe(self, seq: Sequence, new_tokens: Seq[int]) -> None:
         copy = self._copies.get(seq)
         if copy is None:
             return
-        for draft, token in zip(copy.tokens, new_tokens, strict=False):
+        for draft, token in zip(copy.drafts.tokens, new_tokens, strict=False):
             copy.acceptance.add(draft == token)
             if draft != token:
                 break
-        copy.clear()
+        copy.drafts = DraftProposal()
 
     def release(self, seq: Sequence) -> None:
         copy = self._copies.pop(seq, None)
-        if copy is not None and _is_active(copy) and not self.failure:
+        if copy and copy.is_active and not self.failure:
             self._evict(copy, keep=True)
 
     def close(self) -> None:
-        for seq in list(self._copies):
-            self.release(seq)
         self._runner.close()
 
     def _synced_copy(self, seq: Sequence) -> _DraftSequence | None:
         """Return the copy, with the sequence's current tokens; None if there is no room for it."""
-        if self.failure or len(seq.tokens) >= self._runner.limits.max_len:
-            return None
         copy = self._copies.get(seq) or self._admit(seq)
-        if copy is None or not _is_active(copy):
+        if copy is None or not copy.is_active:
             return None
         own, known = copy.seq, copy.num_known
         new = seq.tokens[known:]
+        if self._has_padding(new):
+            self._evict(copy, keep=False)
+            return None
         # one token is left to compute: its logits start the drafts
         kept = min(known + common_prefix_len(own.tokens[known:], new), len(seq.tokens) - 1)
         own.tokens[known:] = new
@@ -149,16 +140,11 @@ class ModelDrafter(Drafter):
         if kept < own.num_computed:  # remove rejected drafts from the KV cache
             own.num_computed = kept
             self._runner.rewind(own, kept)
-        if self._has_padding(new):
-            self._evict(copy, keep=False)
-            return None
         return copy
 
     def _admit(self, seq: Sequence) -> _DraftSequence | None:
         limits = self._runner.limits
-        if sum(map(_is_active, self._copies.values())) >= limits.max_seqs:
-            return None
-        if self._has_padding(seq.tokens):
+        if sum(copy.is_active for copy in self._copies.values()) >= limits.max_seqs:
             return None
         is_sampled = seq.can_sample_drafts and limits.can_sample_drafts
         own = Sequence(
@@ -180,11 +166,22 @@ class ModelDrafter(Drafter):
             return None
         own.state = SequenceState.RUNNING
         acceptance = SequenceAcceptance(self._shared[is_sampled], _SHARED_WEIGHT)
-        copy = self._copies[seq] = _DraftSequence(own, acceptance, is_sampled, len(own.tokens))
+        copy = self._copies[seq] = _DraftSequence(own, acceptance, is_sampled)
         return copy
 
     def _has_padding(self, tokens: Seq[int]) -> bool:
         return self._vocab_size is not None and max(tokens, default=0) >= self._vocab_size
+
+    def _prefill(self, copies: Iterable[_DraftSequence], max_tokens: int) -> bool:
+        """Compute a piece of the shortest unread prompt; return whether all prompts are read."""
+        batch_tokens = self._runner.limits.max_batch_tokens
+        limit = min(_MAX_UNCOMPUTED, batch_tokens)
+        unread = [copy for copy in copies if copy.seq.num_uncomputed > limit]
+        if unread:
+            shortest = min(unread, key=lambda copy: copy.seq.num_uncomputed)
+            count = min(max_tokens, batch_tokens, shortest.seq.num_uncomputed - 1)
+            self._compute({shortest: count}, is_sampled=False)
+        return all(copy.seq.num_uncomputed <= limit for copy in unread)
 
     def _batch(self, copies: Iterable[_DraftSequence]) -> dict[_DraftSequence, int]:
         """Number of uncomputed tokens, of as many copies as fit one step."""
@@ -197,7 +194,7 @@ class ModelDrafter(Drafter):
         return batch
 
     def _compute(
-        self, batch: dict[_DraftSequence, int], *, sample: bool
+        self, batch: dict[_DraftSequence, int], *, is_sampled: bool
     ) -> list[tuple[_DraftSequence, SampledTokens]]:
         """Run a step of the draft model; return the sampled tokens. batch: tokens to compute."""
         for copy in [c for c, count in batch.items() if not self._runner.grow(c.seq, count)]:
@@ -206,14 +203,10 @@ class ModelDrafter(Drafter):
         if not batch:
             return []
         chunks = [
-            Chunk(
-                seq=copy.seq,
-                start=(start := copy.seq.num_computed),
-                tokens=copy.seq.tokens[start : start + count],
-                is_sampled=sample,
-                return_probs=sample and copy.is_sampled,
+            Chunk.of_uncomputed(
+                copy.seq, n, is_sampled=is_sampled, return_probs=is_sampled and copy.is_sampled
             )
-            for copy, count in batch.items()
+            for copy, n in batch.items()
         ]
         started_s = self._clock()
         try:
@@ -226,17 +219,13 @@ class ModelDrafter(Drafter):
             _log.error("%s is disabled: %s", self.name, error)
             self.failure = f"failed: {error}"
             return []
-        if sample and sum(batch.values()) <= 2 * len(batch):
+        if is_sampled and sum(batch.values()) <= 2 * len(batch):
             self._round_ms.append((self._clock() - started_s) * 1e3)
         for copy, count in batch.items():
             copy.seq.num_computed += count
-        return list(zip(batch, result, strict=True)) if sample else []
+        return list(zip(batch, result, strict=True)) if is_sampled else []
 
     def _evict(self, copy: _DraftSequence, *, keep: bool) -> None:
         self._runner.release(copy.seq, keep=keep)
         copy.seq.state = SequenceState.ENDED
-        copy.clear()
-
-
-def _is_active(copy: _DraftSequence) -> bool:
-    return copy.seq.state is SequenceState.RUNNING
+        copy.drafts = DraftProposal()

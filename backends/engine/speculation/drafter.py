@@ -3,19 +3,68 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from localgen.backends.runner.sequence import Sequence
+
+# decay of old observations per new one; faster for one sequence, because its text changes
+_SEQUENCE_DECAY, _SHARED_DECAY = 0.98, 0.995
+
+
+class DecayedRatio:
+    """A ratio of two sums, of which earlier terms weigh less with each new one.
+
+    prior: initial value, as if `weight` terms of it had been added.
+    """
+
+    def __init__(
+        self, prior: float = 0.0, weight: float = 0.0, *, decay: float = _SHARED_DECAY
+    ) -> None:
+        self.numerator, self.weight, self._decay = weight * prior, weight, decay
+
+    def add(self, numerator: float, denominator: float = 1.0) -> None:
+        """Add a term to each sum."""
+        self.numerator = self._decay * self.numerator + numerator
+        self.weight = self._decay * self.weight + denominator
+
+    @property
+    def value(self) -> float:
+        """The ratio; 0 without terms."""
+        return self.numerator / (self.weight or inf)
+
+
+class SequenceAcceptance:
+    """Acceptance rate of one sequence's drafts.
+
+    shared: the rate of all sequences, a prior that weighs as much as `weight` drafts.
+    """
+
+    def __init__(self, shared: DecayedRatio, weight: float = 6.0) -> None:
+        self._shared, self._weight = shared, weight
+        self._own = DecayedRatio(decay=_SEQUENCE_DECAY)
+
+    def add(self, is_accepted: bool) -> None:
+        """Record one draft, verified or hypothetical."""
+        self._own.add(is_accepted)
+        self._shared.add(is_accepted)
+
+    @property
+    def probability(self) -> float:
+        """The acceptance probability of the next draft."""
+        own, prior = self._own, self._shared.value
+        return (own.numerator + self._weight * prior) / (own.weight + self._weight)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftProposal:
     """Draft tokens of one sequence. draft_probs: the distribution of each, as in Chunk."""
 
-    tokens: list[int]
-    draft_probs: Seq[Any] = ()
+    tokens: list[int] = field(default_factory=list)
+    draft_probs: list[Any] = field(default_factory=list)
 
 
 class Drafter(ABC):
@@ -34,9 +83,9 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(
-        self, requests: Seq[tuple[Sequence, int]], max_prefill_tokens: int
-    ) -> list[DraftProposal]:
-        """Propose up to the requested number of drafts for each sequence.
+        self, requests: Mapping[Sequence, int], max_prefill_tokens: int
+    ) -> dict[Sequence, DraftProposal]:
+        """Propose up to the requested number of drafts for each sequence; leave out those without.
 
         A drafter that first has to prefill one of them does that, up to max_prefill_tokens; until
         all are prefilled, it proposes nothing.

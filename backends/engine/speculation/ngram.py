@@ -2,63 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from weakref import WeakKeyDictionary
 
-from localgen.backends.engine.speculation.drafter import Drafter, DraftProposal
-from localgen.backends.engine.speculation.stats import AcceptanceRate, SequenceAcceptance
+from localgen.backends.engine.speculation.drafter import (
+    DecayedRatio,
+    Drafter,
+    DraftProposal,
+    SequenceAcceptance,
+)
 from localgen.backends.runner.sequence import Sequence
 
 # shortest match, and the length from which on matches count as equally long
 MIN_MATCH, _MAX_MATCH = 2, 32
 # the latest positions of each pair of tokens that are compared
 _POSITIONS_PER_PAIR = 8
-# acceptance is estimated by length of match, up to each of these; at first as assumed here: short
-# matches are mostly chance, long ones are copies
-_BUCKETS = {2: 0.1, 3: 0.15, 4: 0.25, 6: 0.4, 8: 0.55, 12: 0.7, 16: 0.8, 24: 0.85, _MAX_MATCH: 0.9}
-_BUCKET_OF_LENGTH = [
-    next(bucket for bucket, bound in enumerate(_BUCKETS) if length <= bound)
-    for length in range(_MAX_MATCH + 1)
-]
+# initial acceptance after matches of 2, 4, 8, 16 and 32 tokens and more: short matches are mostly
+# chance, long ones are copies
+_PRIORS, _PRIOR_WEIGHT = (0.1, 0.3, 0.6, 0.8, 0.9), 2.0
 
 
 class NgramDrafter(Drafter):
     """Looks the end of a sequence up in its own prompt and answer; the longest match wins, the
     latest of equals (prompt lookup decoding, Saxena 2023).
 
-    Acceptance is learned without drafting: each new token is compared with what would have been
-    proposed.
+    Acceptance is learned by length of match without drafting: each new token is compared with what
+    would have been proposed.
     """
 
     name = "n-gram"
 
     def __init__(self) -> None:
-        self._shared = [AcceptanceRate(prior) for prior in _BUCKETS.values()]
+        self._shared = [DecayedRatio(prior, _PRIOR_WEIGHT) for prior in _PRIORS]
         self._indexes: WeakKeyDictionary[Sequence, _NgramIndex] = WeakKeyDictionary()
 
     def acceptance_probs(self, seq: Sequence, max_drafts: int) -> list[float]:
-        return self._index_of(seq).acceptance_probs(max_drafts)
+        if seq not in self._indexes:
+            rates = [SequenceAcceptance(shared) for shared in self._shared]
+            self._indexes[seq] = _NgramIndex(seq.tokens, rates)
+        return self._indexes[seq].acceptance_probs(max_drafts)
 
     def propose(
-        self, requests: Seq[tuple[Sequence, int]], max_prefill_tokens: int
-    ) -> list[DraftProposal]:
-        return [DraftProposal(self._index_of(seq).continuation(count)) for seq, count in requests]
+        self, requests: Mapping[Sequence, int], max_prefill_tokens: int
+    ) -> dict[Sequence, DraftProposal]:
+        found = {seq: self._indexes[seq].continuation(count) for seq, count in requests.items()}
+        return {seq: DraftProposal(tokens) for seq, tokens in found.items() if tokens}
 
     def observe(self, seq: Sequence, new_tokens: Seq[int]) -> None:
         if seq in self._indexes:
             self._indexes[seq].observe(len(new_tokens))
 
-    def _index_of(self, seq: Sequence) -> _NgramIndex:
-        if seq not in self._indexes:
-            rates = [SequenceAcceptance(shared) for shared in self._shared]
-            self._indexes[seq] = _NgramIndex(seq.tokens, rates)
-        return self._indexes[seq]
-
 
 class _NgramIndex:
     """The tokens of a sequence, its own growing list, and the positions of each pair of them.
 
-    rates: acceptance by bucket.
+    rates: acceptance by length of match.
     """
 
     def __init__(self, tokens: list[int], rates: list[SequenceAcceptance]) -> None:
@@ -71,21 +70,14 @@ class _NgramIndex:
         length, _ = self._longest_match(len(self._tokens))
         if not length:
             return []
-        lengths = range(length, length + max_drafts)
-        buckets = [_BUCKET_OF_LENGTH[min(each, _MAX_MATCH)] for each in lengths]
-        known = {bucket: self._rates[bucket].probability for bucket in set(buckets)}
-        return [known[bucket] for bucket in buckets]
+        probs = [rate.probability for rate in self._rates]
+        return [probs[_rate_index(length + ahead)] for ahead in range(max_drafts)]
 
     def continuation(self, count: int) -> list[int]:
         """Tokens after the longest match; a repetition continues beyond the end."""
-        tokens, end = self._tokens, len(self._tokens)
-        length, follows = self._longest_match(end)
-        if not length:
-            return []
-        found = tokens[follows : follows + count]
-        while len(found) < count:
-            found.append(found[len(found) + follows - end])
-        return found
+        length, follows = self._longest_match(len(self._tokens))
+        period = len(self._tokens) - follows
+        return [self._tokens[follows + ahead % period] for ahead in range(count if length else 0)]
 
     def observe(self, num_new: int) -> None:
         """Record whether each of the last num_new tokens would have been drafted."""
@@ -93,7 +85,7 @@ class _NgramIndex:
         for at in range(len(tokens) - num_new, len(tokens)):
             length, follows = self._longest_match(at)
             if length:
-                self._rates[_BUCKET_OF_LENGTH[length]].add(tokens[follows] == tokens[at])
+                self._rates[_rate_index(length)].add(tokens[follows] == tokens[at])
 
     def _longest_match(self, end: int) -> tuple[int, int]:
         """Length of the longest match of the text before `end`, and the position after it."""
@@ -108,16 +100,18 @@ class _NgramIndex:
                 length += 1
             if length > best:
                 best, follows = length, position + 1
-                if best == _MAX_MATCH:
-                    break
         return best, follows
 
     def _index_until(self, end: int) -> None:
         """Index all pairs that end before `end`: each has a token that follows."""
         for at in range(self._indexed, end):
-            pair = self._tokens[at - 1], self._tokens[at]
-            known = self._positions.setdefault(pair, [])
+            known = self._positions.setdefault((self._tokens[at - 1], self._tokens[at]), [])
             known.append(at)
             if len(known) > _POSITIONS_PER_PAIR:
                 del known[0]
         self._indexed = max(self._indexed, end)
+
+
+def _rate_index(length: int) -> int:
+    """Index in _PRIORS: lengths are grouped by powers of two."""
+    return min(length, _MAX_MATCH).bit_length() - MIN_MATCH.bit_length()

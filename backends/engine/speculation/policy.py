@@ -9,15 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from heapq import heapify, heappop, heappush
-from itertools import accumulate
 from math import inf
-from operator import mul
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
-from localgen.backends.engine.speculation.drafter import Drafter, DraftProposal
-from localgen.backends.engine.speculation.stats import RequestDraftStats, StepTotals
+import numpy as np
+
+from localgen.backends.engine.speculation.drafter import DecayedRatio, Drafter, DraftProposal
 from localgen.backends.engine.step_costs import StepCosts
 from localgen.backends.runner.interface import MAX_DRAFT_TOKENS, Chunk
 from localgen.backends.runner.sequence import Sequence
@@ -30,11 +27,10 @@ PLAIN_EVERY = 32
 # share of the time for probes that may not pay off, and as much again for lookups that find
 # nothing; gains are added to the budget of probes, up to the time of this many plain steps
 BUDGET_SHARE, BUDGET_STEPS = 0.005, 32
-# number of drafts in a probe, and in estimates that compare drafters
+# number of drafts in a probe
 _FEW_DRAFTS = 4
 # decay of earlier steps in the statistics of recent ones
 _RECENT_DECAY = 0.98
-_TOO_SLOW = "too slow: drafts would cost more than they save"
 
 
 class DraftOption(NamedTuple):
@@ -45,12 +41,11 @@ class DraftOption(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """drafts: number for each sequence. gain: expected speed-up over plain decoding. loss_ms: extra
-    time compared with plain steps for the same number of tokens."""
+    """drafts: number for each sequence. speedup: expected, over plain decoding. ms: of the step."""
 
     drafts: list[int]
-    gain: float
-    loss_ms: float
+    speedup: float = 0.0
+    ms: float = 0.0
 
 
 def allocate(
@@ -59,40 +54,41 @@ def allocate(
     *,
     max_drafts: int,
     max_slowdown: float = MAX_SLOWDOWN,
-) -> Allocation | None:
-    """Return the fastest allocation with at least one draft, or None if there is none.
+) -> Allocation:
+    """Return the fastest allocation with at least one draft; speedup 0: there is none.
 
-    options: one per sequence. step_ms: cost by number of tokens. max_drafts: limit of the step. The
-    allocation may be slower than plain decoding.
+    options: one per sequence. step_ms: cost by number of tokens. max_drafts: limit of the step.
     """
-    count = len(options)
-    plain_ms = step_ms(count)
-    drafts, reached, expected = [0] * count, [1.0] * count, [1.0] * count
-    heap = [(-option.probs[0], i) for i, option in enumerate(options) if option and option.probs]
-    heapify(heap)
-    best: Allocation | None = None
-    # drafting rounds; each round serves all sequences of its drafter
-    rounds: dict[Drafter, int] = {}
-    total = 0
-    while heap and total < max_drafts:
-        i = heappop(heap)[1]
-        option = options[i]
-        assert option is not None
-        reached[i] *= option.probs[drafts[i]]
-        expected[i] += reached[i]
-        drafts[i] += 1
-        total += 1
-        rounds[option.drafter] = max(rounds.get(option.drafter, 0), drafts[i])
-        if drafts[i] < len(option.probs):
-            heappush(heap, (-reached[i] * option.probs[drafts[i]] / expected[i], i))
-        if heap and total < max_drafts and not _fills_tiles(count + total):
-            continue
-        ms = step_ms(count + total) + sum(n * drafter.draft_ms() for drafter, n in rounds.items())
-        equal_ms = sum(expected) / count * plain_ms
-        gain = equal_ms / ms if ms else inf
-        if (best is None or gain > best.gain) and min(expected) * max_slowdown * plain_ms >= ms:
-            best = Allocation(list(drafts), gain, ms - equal_ms)
-    return best
+    count, most = len(options), max((len(each.probs) for each in options if each), default=0)
+    # [sequences, drafts]: probability that a draft and those before it are accepted; 0: no draft
+    reached = np.zeros((count, most))
+    for row, option in enumerate(options):
+        if option:
+            reached[row, : len(option.probs)] = np.cumprod(option.probs)
+    gains = reached / (1.0 + np.cumsum(reached, axis=1) - reached)
+    # of each assignment in turn: the sequence, and the number of drafts that it had before
+    order = np.argsort(-gains, axis=None, kind="stable")[: min(max_drafts, np.count_nonzero(gains))]
+    if not order.size:
+        return Allocation([0] * count)
+    rows, before = np.divmod(order, most)
+    # [assignments, sequences]: expected tokens
+    expected = np.zeros((order.size, count))
+    expected[np.arange(order.size), rows] = reached.flat[order]
+    expected = 1.0 + np.cumsum(expected, axis=0)
+    sizes = range(count + 1, count + order.size + 1)
+    filled = np.array([size for size in sizes if size == sizes[-1] or _fills_tiles(size)])
+    at = filled - count - 1
+    ms = np.array([step_ms(size) for size in filled.tolist()])
+    for drafter in {option.drafter for option in options if option}:
+        is_own = np.array([bool(option and option.drafter is drafter) for option in options])
+        # each round drafts for all sequences of the drafter
+        rounds = np.maximum.accumulate(np.where(is_own[rows], before + 1, 0))
+        ms += rounds[at] * drafter.draft_ms()
+    speedup = step_ms(count) * expected[at] / ms[:, None]
+    total = np.where(speedup.min(axis=1) * max_slowdown >= 1.0, speedup.mean(axis=1), 0.0)
+    best = int(np.argmax(total))
+    drafts = np.bincount(rows[: at[best] + 1], minlength=count)
+    return Allocation(drafts.tolist(), float(total[best]), float(ms[best]))
 
 
 def _fills_tiles(tokens: int) -> bool:
@@ -104,8 +100,8 @@ class Speculation:
     """Decides before each step how much each drafter drafts, and measures each step.
 
     costs: of decode steps, recorded before `observe`. max_drafts: limit per sequence.
-    disabled_reason: shown if there are no drafters. synchronize: as in AsyncRunner; None: steps are
-    never launched ahead. waited_ms: time that propose has waited for a step launched ahead.
+    disabled_reason: shown if there are no drafters. synchronize: waits for a step launched ahead
+    and returns the milliseconds. waited_ms: that time, if the step is used.
     """
 
     def __init__(
@@ -115,18 +111,19 @@ class Speculation:
         *,
         max_drafts: int = MAX_DRAFT_TOKENS,
         disabled_reason: str = "no drafter",
-        synchronize: Callable[[], None] | None = None,
+        synchronize: Callable[[], float] = float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._drafters, self._max_drafts = drafters, max_drafts
+        self._drafters, self._max_drafts, self.costs = drafters, max_drafts, costs
         self._synchronize, self._clock = synchronize, clock
-        self.costs = costs
-        self._recent, self._total = StepTotals(_RECENT_DECAY), StepTotals()
-        self._by_sequence: WeakKeyDictionary[Sequence, StepTotals] = WeakKeyDictionary()
+        self._share, self._acceptance, self._tokens_per_step, self._speedup = (
+            DecayedRatio(decay=_RECENT_DECAY) for _ in range(4)
+        )
         self._seqs: list[Sequence] = []
-        self._reason = "" if drafters else disabled_reason
-        self._budget_ms = self._lookup_ms = 0.0
-        self._steps_since_plain = self._steps_since_lookup = 0
+        self.reason = "" if drafters else disabled_reason
+        self._steps_since_plain = 0
+        # for probes; and time of lookups without drafts that steps have yet to pay for
+        self._budget_ms = self._unpaid_ms = 0.0
         # of the step to come
         self._has_proposed, self._propose_ms, self.waited_ms = False, 0.0, 0.0
 
@@ -148,84 +145,91 @@ class Speculation:
         if seqs != self._seqs:
             self._release_others(seqs)
         if self._drafters and with_prompts:
-            self._reason = "prefill first: a prompt is being computed"
-        elif self._drafters and seqs and self._should_propose(len(seqs)):
-            started_s = self._clock()
-            drafts = self._propose(started_s, seqs, max_outputs, max_prefill_tokens)
-            self._propose_ms = self._ms_since(started_s) - self.waited_ms
-            if drafts:  # the step launched ahead is discarded
-                self.waited_ms = 0.0
-            return drafts
-        return {}
-
-    def _should_propose(self, count: int) -> bool:
-        """False if a plain step is due or has no measured cost yet, or if the last lookup found
-        nothing and its time is not yet within the budget."""
-        if count not in self.costs or self._steps_since_plain >= PLAIN_EVERY:
-            return False
-        self._steps_since_lookup += 1
-        paid_ms = self._steps_since_lookup * BUDGET_SHARE * self.costs.ms(count)
-        return self._lookup_ms <= paid_ms or self._steps_since_lookup >= PLAIN_EVERY
-
-    def _propose(
-        self, started_s: float, seqs: list[Sequence], max_outputs: int, max_prefill_tokens: int
-    ) -> dict[Sequence, DraftProposal]:
-        self._has_proposed, self._steps_since_lookup = True, 0
+            self.reason = "prefill first: a prompt is being computed"
+        if not self._drafters or with_prompts or not seqs or not self._is_lookup_due(len(seqs)):
+            return {}
+        started_s, self._has_proposed = self._clock(), True
         # unmeasured step sizes are approached by doubling
         limit = min(max_outputs, 2 * max(self.costs.largest, len(seqs))) - len(seqs)
         options = [self._option(seq, min(limit, self._max_drafts)) for seq in seqs]
-        counts = self._allocate(options, limit)
-        self._lookup_ms = 0.0 if counts else self._ms_since(started_s)
-        if counts is None:
-            return {}
-        waiting_s = self._clock()
-        if self._synchronize is not None:  # the time of a step launched ahead is not drafting
-            self._synchronize()
-        self.waited_ms = self._ms_since(waiting_s)
+        counts = self._num_drafts(options, limit)
+        drafts: dict[Sequence, DraftProposal] = {}
+        if counts:
+            # the time of a step launched ahead is not drafting; with drafts it is discarded
+            waited_ms = self._synchronize()
+            drafts = self._draft(seqs, options, counts, max_prefill_tokens)
+            self.waited_ms = 0.0 if drafts else waited_ms
+            self._propose_ms = self._ms_since(started_s) - waited_ms
+        else:
+            self._propose_ms = self._ms_since(started_s)
+            most_ms = PLAIN_EVERY * BUDGET_SHARE * self.costs.ms(len(seqs))
+            self._unpaid_ms = min(self._propose_ms, most_ms)
+        return drafts
+
+    def _is_lookup_due(self, count: int) -> bool:
+        """False if a plain step is due or has no measured cost yet, and while the last lookup that
+        found nothing has taken more than its share of the time."""
+        if count not in self.costs or self._steps_since_plain >= PLAIN_EVERY:
+            return False
+        self._unpaid_ms = max(0.0, self._unpaid_ms - BUDGET_SHARE * self.costs.ms(count))
+        return self._unpaid_ms == 0.0
+
+    def _draft(
+        self,
+        seqs: Seq[Sequence],
+        options: Seq[DraftOption | None],
+        counts: Seq[int],
+        max_prefill_tokens: int,
+    ) -> dict[Sequence, DraftProposal]:
         drafts = {}
         for drafter in self._drafters:
-            requests = [
-                (seq, count)
+            requests = {
+                seq: count
                 for seq, option, count in zip(seqs, options, counts, strict=True)
                 if count and option and option.drafter is drafter
-            ]
-            proposals = drafter.propose(requests, max_prefill_tokens) if requests else []
-            for (seq, _), proposal in zip(requests, proposals, strict=True):
-                if proposal.tokens:
-                    self._totals_of(seq).tokens_by_drafter[drafter.name] += len(proposal.tokens)
-                    drafts[seq] = proposal
+            }
+            for seq, proposal in drafter.propose(requests, max_prefill_tokens).items():
+                seq.drafted_by[drafter.name] += len(proposal.tokens)
+                drafts[seq] = proposal
         if not drafts:
-            self._reason = "prefill first: the draft model computes a prompt"
+            self.reason = "prefill first: the draft model computes a prompt"
         return drafts
 
     def _option(self, seq: Sequence, limit: int) -> DraftOption | None:
-        """Choose the drafter whose first few drafts give most tokens per millisecond."""
+        """Choose the drafter whose first draft gives most tokens per millisecond."""
         limit = min(limit, seq.max_len - len(seq.tokens) - 1)
         found = [DraftOption(d, d.acceptance_probs(seq, limit)) for d in self._drafters]
         plain_ms = self.costs.ms(1)
+        return max(
+            (option for option in found if option.probs),
+            key=lambda option: (1.0 + option.probs[0]) / (plain_ms + option.drafter.draft_ms()),
+            default=None,
+        )
 
-        def rate(option: DraftOption) -> float:
-            tokens = accumulate(option.probs[:_FEW_DRAFTS], mul, initial=1.0)
-            return sum(tokens) / (plain_ms + _FEW_DRAFTS * option.drafter.draft_ms())
-
-        return max((option for option in found if option.probs), key=rate, default=None)
-
-    def _allocate(self, options: Seq[DraftOption | None], limit: int) -> list[int] | None:
-        """Return the number of drafts of each sequence, or None and set _reason."""
+    def _num_drafts(self, options: Seq[DraftOption | None], limit: int) -> list[int] | None:
+        """Return the number of drafts of each sequence, or None and set reason."""
         if limit < 1:
             outputs = limit + len(options)
-            self._reason = f"no room: a step can sample only {outputs} tokens, one per sequence"
+            self.reason = f"no room: a step can sample only {outputs} tokens, one per sequence"
             return None
         found = allocate(options, self.costs.ms, max_drafts=limit)
-        if found and found.gain >= MIN_GAIN:
+        if found.speedup >= MIN_GAIN:
             return found.drafts
-        self._reason = _TOO_SLOW if any(options) else self._no_match_reason()
+        self.reason = self._why_none(options)
         # a probe: a few drafts for one sequence, if the budget covers their expected loss
         probed = next((each for each in options if each and each.drafter.needs_probing), None)
         few = probed and probed._replace(probs=probed.probs[:_FEW_DRAFTS])
         one = [few if each is probed else None for each in options]
         probe = allocate(one, self.costs.ms, max_drafts=limit, max_slowdown=inf)
-        return probe.drafts if probe and probe.loss_ms <= self._budget_ms else None
+        loss_ms = (1.0 - probe.speedup) * probe.ms
+        return probe.drafts if probe.speedup and loss_ms <= self._budget_ms else None
+
+    def _why_none(self, options: Seq[DraftOption | None]) -> str:
+        if any(options):
+            return "too slow: drafts would cost more than they save"
+        models = [drafter for drafter in self._drafters if drafter.needs_probing]
+        reasons = [f", and {each.name} {each.failure or 'cannot draft for it'}" for each in models]
+        return "no match: the text does not repeat itself" + "".join(reasons)
 
     def observe(self, chunks: Seq[Chunk], step_ms: float) -> None:
         """Record a finished step whose tokens are in their sequences.
@@ -235,32 +239,31 @@ class Speculation:
         decoding = [chunk for chunk in chunks if chunk.is_decoding]
         if not self._drafters or not decoding:
             return
-        count, drafts = len(decoding), sum(chunk.num_drafts for chunk in decoding)
-        is_decode_step = count == len(chunks)
-        if is_decode_step or drafts:
-            plain_step_ms = self.costs.ms(count) if is_decode_step and drafts else step_ms
-            self._record(decoding, drafts, step_ms + self._propose_ms, plain_step_ms)
+        if len(decoding) == len(chunks):  # no prompt was computed
+            self._record(decoding, step_ms)
         for chunk in decoding if self._has_proposed else ():
-            new_tokens = chunk.seq.tokens[-_num_new_tokens(chunk) :]
             for drafter in self._drafters:
-                drafter.observe(chunk.seq, new_tokens)
+                drafter.observe(chunk.seq, _new_tokens(chunk))
 
-    def _record(
-        self, decoding: Seq[Chunk], drafts: int, step_ms: float, plain_step_ms: float
-    ) -> None:
-        """Account for a step. step_ms: with its drafting."""
-        count, tokens = len(decoding), 0
+    def _record(self, decoding: Seq[Chunk], step_ms: float) -> None:
+        """Account for a decode step and its drafting."""
+        count, drafts = len(decoding), sum(chunk.num_drafts for chunk in decoding)
+        plain_step_ms = self.costs.ms(count) if drafts else step_ms
+        step_ms += self._propose_ms
+        tokens = 0
         for chunk in decoding:
-            new = _num_new_tokens(chunk)
+            new = len(_new_tokens(chunk))
             tokens += new
-            own_ms = new * plain_step_ms
-            self._totals_of(chunk.seq).add(1, new, chunk.num_drafts, step_ms, own_ms)
+            chunk.seq.decode_ms += step_ms
+            chunk.seq.plain_decode_ms += new * plain_step_ms
         plain_ms = tokens / count * plain_step_ms
-        for totals in (self._recent, self._total):
-            totals.add(count, tokens, drafts, step_ms, plain_ms)
+        self._share.add(drafts > 0)
+        self._acceptance.add(tokens - count, drafts)
+        self._tokens_per_step.add(tokens, count)
+        self._speedup.add(plain_ms, step_ms)
         self._steps_since_plain = self._steps_since_plain + 1 if drafts else 0
-        # what lookups cost that find nothing is limited by _should_propose
-        gain_ms = plain_ms - step_ms if self._lookup_ms == 0.0 else 0.0
+        # lookups that find nothing have a limit of their own
+        gain_ms = 0.0 if self._unpaid_ms else plain_ms - step_ms
         limit_ms = BUDGET_STEPS * plain_step_ms
         budget_ms = self._budget_ms + BUDGET_SHARE * step_ms + gain_ms
         self._budget_ms = max(-limit_ms, min(budget_ms, limit_ms))
@@ -269,41 +272,22 @@ class Speculation:
         for seq in set(self._seqs).difference(seqs):
             for drafter in self._drafters:
                 drafter.release(seq)
-        self._seqs, self._lookup_ms = seqs, 0.0
-
-    def _totals_of(self, seq: Sequence) -> StepTotals:
-        return self._by_sequence.get(seq) or self._by_sequence.setdefault(seq, StepTotals())
+        self._seqs, self._unpaid_ms = seqs, 0.0
 
     def _ms_since(self, started_s: float) -> float:
         return (self._clock() - started_s) * 1e3
 
-    def _no_match_reason(self) -> str:
-        models = [drafter for drafter in self._drafters if drafter.needs_probing]
-        reasons = [f", and {each.name} {each.failure or 'cannot draft for it'}" for each in models]
-        return "no match: the text does not repeat itself" + "".join(reasons)
-
-    def request_stats(self, seq: Sequence) -> RequestDraftStats:
-        """Speculation statistics of a sequence so far."""
-        own = self._by_sequence.get(seq, StepTotals())
-        reason = "" if 2 * own.drafting_steps >= max(1, own.steps) else self._reason
-        names = tuple(name for name, _ in own.tokens_by_drafter.most_common())
-        return RequestDraftStats(int(own.steps), own.plain_ms / (own.ms or inf), reason, names)
-
     @property
     def stats(self) -> SpeculationStats:
-        """For /v1/stats."""
-        recent, total = self._recent, self._total
-        share = recent.drafting_steps / (recent.steps or inf)
+        """Of recent steps; the totals are the scheduler's."""
+        share = self._share.value
         return SpeculationStats(
             drafters=tuple(drafter.name for drafter in self._drafters if not drafter.failure),
             share=share,
-            reason="" if share >= 0.5 else self._reason,
-            acceptance=(recent.tokens - recent.sequences) / (recent.drafts or inf),
-            tokens_per_step=recent.tokens / (recent.sequences or inf),
-            speedup=recent.plain_ms / (recent.ms or inf),
-            drafting_steps_total=int(total.drafting_steps),
-            draft_tokens_total=int(total.drafts),
-            accepted_tokens_total=int(total.tokens - total.sequences),
+            reason="" if share >= 0.5 else self.reason,
+            acceptance=self._acceptance.value,
+            tokens_per_step=self._tokens_per_step.value,
+            speedup=self._speedup.value,
         )
 
     def close(self) -> None:
@@ -312,6 +296,6 @@ class Speculation:
             drafter.close()
 
 
-def _num_new_tokens(chunk: Chunk) -> int:
-    """Tokens that the sequence got from a sampled chunk."""
-    return len(chunk.seq.tokens) - (chunk.start + len(chunk) - chunk.num_drafts)
+def _new_tokens(chunk: Chunk) -> list[int]:
+    """Tokens that the sequence of a decoding chunk got from it."""
+    return chunk.seq.tokens[chunk.start + 1 :]
