@@ -168,6 +168,11 @@ class Steps:
         prompt = Chunk(seq=decoding(), start=0, tokens=[3] * 200, is_sampled=False)
         speculation.observe([prompt], step_ms(200))
 
+    @property
+    def share(self) -> float:
+        """Fraction of the last fifty steps that had drafts."""
+        return sum(map(bool, self.lengths[-50:])) / 50
+
     def run(self, seqs: list[Sequence], count: int, *, draft_ms: float = 0.0) -> None:
         for _ in range(count):
             drafts = self.speculation.propose(seqs, max_outputs=512, max_prefill_tokens=64)

@@ -379,7 +379,7 @@ class Engine:
                 self._scheduler,
                 self._runner,
                 self._budget.prompt_tokens(1),
-                self._speculation.stats,
+                self._speculation,
             )
             self._stats_at_s = now_s
         self._outbox.publish(snapshot, deltas_may_wait=deltas_may_wait)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter, deque
-from dataclasses import replace
 
 from localgen.backends.engine.scheduler import Scheduler, SequenceOutput
+from localgen.backends.engine.speculation.drafter import DecayedRatio
+from localgen.backends.engine.speculation.policy import Speculation
 from localgen.backends.runner.interface import Chunk, ModelRunner, ThreadedRunner, ThreadUsage
 from localgen.backends.runner.sequence import Sequence, SequenceState
 from localgen.backends.types import (
@@ -21,6 +22,8 @@ from localgen.backends.types import (
 
 WINDOW_S = 60.0
 MAX_SAMPLES = 4096
+# weight of earlier decode steps in averages with each new one
+RECENT_DECAY = 0.98
 # sorting more samples than this on every call would delay steps: sort once per interval instead
 MAX_ALWAYS_SORTED = 256
 SORT_INTERVAL_S = 1.0
@@ -97,6 +100,9 @@ class StatsRecorder:
         self._prefill, self._decode = TokenRate(), TokenRate()
         self._ttft_ms, self._itl_ms = RecentSamples(), RecentSamples()
         self._last_token_s: dict[str, float] = {}
+        self._drafting_share, self._acceptance, self._tokens_per_step = (
+            DecayedRatio(decay=RECENT_DECAY) for _ in range(3)
+        )
 
     def record_step(
         self, now_s: float, step_ms: float, chunks: list[Chunk], outputs: list[SequenceOutput]
@@ -120,6 +126,11 @@ class StatsRecorder:
             self._prefill.add(prompt_tokens, step_ms / 1e3)
         if decoded:
             self._decode.add(decoded, step_ms / 1e3)
+        if decoded and not prompts:
+            drafts = sum(chunk.num_drafts for chunk in chunks)
+            self._drafting_share.add(drafts > 0)
+            self._acceptance.add(decoded - len(chunks), drafts)
+            self._tokens_per_step.add(decoded, len(chunks))
         for output in outputs:
             self._record_token(output.seq, now_s)
 
@@ -142,7 +153,7 @@ class StatsRecorder:
         scheduler: Scheduler,
         runner: ModelRunner,
         token_budget: int,
-        speculation: SpeculationStats,
+        speculation: Speculation,
     ) -> EngineStats:
         """Return the current statistics."""
         ttft_ms, itl_ms = self._ttft_ms.values(now_s), self._itl_ms.values(now_s)
@@ -150,6 +161,7 @@ class StatsRecorder:
         threads = runner.threads() if isinstance(runner, ThreadedRunner) else ThreadUsage(0, 0)
         widest = max(self._step_sequences, default=0)
         running, counters = scheduler.running, scheduler.counters
+        share = self._drafting_share.value
         return EngineStats(
             running=len(running),
             waiting=len(scheduler.queue),
@@ -180,8 +192,13 @@ class StatsRecorder:
             prefix_cache_hits_total=counters.prefix_hits,
             num_preemptions_total=counters.preemptions,
             requests_total=dict(self._requests),
-            speculation=replace(
-                speculation,
+            speculation=SpeculationStats(
+                drafters=speculation.drafters,
+                share=share,
+                reason="" if share >= 0.5 else speculation.reason,
+                acceptance=self._acceptance.value,
+                tokens_per_step=self._tokens_per_step.value,
+                speedup=speculation.speedup.value,
                 drafting_steps_total=counters.drafting_steps,
                 draft_tokens_total=counters.drafted_tokens,
                 accepted_tokens_total=counters.accepted_tokens,

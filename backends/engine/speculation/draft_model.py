@@ -32,13 +32,11 @@ _log = logging.getLogger(__name__)
 class _DraftSequence:
     """The draft model's copy of a sequence; seq.state is RUNNING while its cache holds it.
 
-    is_sampled: drafts are sampled, not greedy. num_known: leading tokens that are the target's.
-    drafts: since the target's last step.
+    num_known: leading tokens that are the target's. drafts: since the target's last step.
     """
 
     seq: Sequence
     acceptance: SequenceAcceptance
-    is_sampled: bool
     num_known: int = 0
     drafts: DraftProposal = field(default_factory=DraftProposal)
 
@@ -98,7 +96,7 @@ class ModelDrafter(Drafter):
                         continue
                     copy.drafts.tokens.extend(sampled.tokens)
                     copy.seq.tokens.extend(sampled.tokens)
-                    if copy.is_sampled:
+                    if copy.seq.can_sample_drafts:
                         copy.drafts.draft_probs.append(sampled.probs)
                     if sampled.tokens[-1] in copy.seq.stop_ids:
                         remaining[copy] = 0
@@ -159,6 +157,7 @@ class ModelDrafter(Drafter):
             max_len=limits.max_len,
             stop_ids=seq.stop_ids,
             cache_salt=seq.cache_salt,
+            can_sample_drafts=is_sampled,
         )
         try:
             own.num_computed = self._runner.admit(own, spare=0)
@@ -166,7 +165,7 @@ class ModelDrafter(Drafter):
             return None
         own.state = SequenceState.RUNNING
         acceptance = SequenceAcceptance(self._shared[is_sampled], _SHARED_WEIGHT)
-        copy = self._copies[seq] = _DraftSequence(own, acceptance, is_sampled)
+        copy = self._copies[seq] = _DraftSequence(own, acceptance)
         return copy
 
     def _has_padding(self, tokens: Seq[int]) -> bool:
@@ -204,7 +203,10 @@ class ModelDrafter(Drafter):
             return []
         chunks = [
             Chunk.of_uncomputed(
-                copy.seq, n, is_sampled=is_sampled, return_probs=is_sampled and copy.is_sampled
+                copy.seq,
+                n,
+                is_sampled=is_sampled,
+                return_probs=is_sampled and copy.seq.can_sample_drafts,
             )
             for copy, n in batch.items()
         ]

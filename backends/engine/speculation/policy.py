@@ -18,7 +18,6 @@ from localgen.backends.engine.speculation.drafter import DecayedRatio, Drafter, 
 from localgen.backends.engine.step_costs import StepCosts
 from localgen.backends.runner.interface import MAX_DRAFT_TOKENS, Chunk
 from localgen.backends.runner.sequence import Sequence
-from localgen.backends.types import SpeculationStats
 
 # minimum expected gain of drafts, and maximum slowdown of any one sequence, as factors
 MIN_GAIN, MAX_SLOWDOWN = 1.02, 1.05
@@ -29,7 +28,7 @@ PLAIN_EVERY = 32
 BUDGET_SHARE, BUDGET_STEPS = 0.005, 32
 # number of drafts in a probe
 _FEW_DRAFTS = 4
-# decay of earlier steps in the statistics of recent ones
+# decay of earlier steps in the speed-up of recent ones
 _RECENT_DECAY = 0.98
 
 
@@ -101,7 +100,8 @@ class Speculation:
 
     costs: of decode steps, recorded before `observe`. max_drafts: limit per sequence.
     disabled_reason: shown if there are no drafters. synchronize: waits for a step launched ahead
-    and returns the milliseconds. waited_ms: that time, if the step is used.
+    and returns the milliseconds. waited_ms: that time, if the step is used. reason: why there were
+    no drafts lately. speedup: of recent steps over plain ones.
     """
 
     def __init__(
@@ -116,9 +116,7 @@ class Speculation:
     ) -> None:
         self._drafters, self._max_drafts, self.costs = drafters, max_drafts, costs
         self._synchronize, self._clock = synchronize, clock
-        self._share, self._acceptance, self._tokens_per_step, self._speedup = (
-            DecayedRatio(decay=_RECENT_DECAY) for _ in range(4)
-        )
+        self.speedup = DecayedRatio(decay=_RECENT_DECAY)
         self._seqs: list[Sequence] = []
         self.reason = "" if drafters else disabled_reason
         self._steps_since_plain = 0
@@ -257,10 +255,7 @@ class Speculation:
             chunk.seq.decode_ms += step_ms
             chunk.seq.plain_decode_ms += new * plain_step_ms
         plain_ms = tokens / count * plain_step_ms
-        self._share.add(drafts > 0)
-        self._acceptance.add(tokens - count, drafts)
-        self._tokens_per_step.add(tokens, count)
-        self._speedup.add(plain_ms, step_ms)
+        self.speedup.add(plain_ms, step_ms)
         self._steps_since_plain = self._steps_since_plain + 1 if drafts else 0
         # lookups that find nothing have a limit of their own
         gain_ms = 0.0 if self._unpaid_ms else plain_ms - step_ms
@@ -274,21 +269,13 @@ class Speculation:
                 drafter.release(seq)
         self._seqs, self._unpaid_ms = seqs, 0.0
 
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """Names of those that have not failed."""
+        return tuple(drafter.name for drafter in self._drafters if not drafter.failure)
+
     def _ms_since(self, started_s: float) -> float:
         return (self._clock() - started_s) * 1e3
-
-    @property
-    def stats(self) -> SpeculationStats:
-        """Of recent steps; the totals are the scheduler's."""
-        share = self._share.value
-        return SpeculationStats(
-            drafters=tuple(drafter.name for drafter in self._drafters if not drafter.failure),
-            share=share,
-            reason="" if share >= 0.5 else self.reason,
-            acceptance=self._acceptance.value,
-            tokens_per_step=self._tokens_per_step.value,
-            speedup=self._speedup.value,
-        )
 
     def close(self) -> None:
         """Free what drafters hold. No call may follow."""
