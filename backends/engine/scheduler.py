@@ -196,7 +196,7 @@ class Scheduler:
         for seq in (oldest, *others):
             samples = shares[seq.id] == seq.num_uncomputed
             if shares[seq.id] and (outputs_left or not samples):
-                chunks.append(Chunk.of_uncomputed(seq, shares[seq.id], is_sampled=samples))
+                chunks.append(Chunk.of_uncomputed(seq, shares[seq.id]))
                 outputs_left -= samples
         return chunks
 

@@ -71,14 +71,16 @@ class Chunk:
     return_probs: bool = False
 
     @classmethod
-    def of_uncomputed(
-        cls, seq: Sequence, count: int, *, is_sampled: bool, return_probs: bool = False
-    ) -> Chunk:
-        """The next `count` uncomputed tokens of a sequence."""
+    def of_uncomputed(cls, seq: Sequence, count: int, *, return_probs: bool = False) -> Chunk:
+        """The next `count` uncomputed tokens of a sequence, sampled if these are all."""
         start = seq.num_computed
-        tokens = seq.tokens[start : start + count]
+        is_sampled = count == seq.num_uncomputed
         return cls(
-            seq=seq, start=start, tokens=tokens, is_sampled=is_sampled, return_probs=return_probs
+            seq=seq,
+            start=start,
+            tokens=seq.tokens[start : start + count],
+            is_sampled=is_sampled,
+            return_probs=is_sampled and return_probs,
         )
 
     def __len__(self) -> int:

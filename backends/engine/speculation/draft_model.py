@@ -89,7 +89,7 @@ class ModelDrafter(Drafter):
         # the policy wanted drafts for all: some alone would delay the others
         if self._prefill(remaining, max_prefill_tokens):
             while (batch := self._batch(remaining)) and not self.failure:
-                for copy, sampled in self._compute(batch, is_sampled=True):
+                for copy, sampled in self._compute(batch):
                     remaining[copy] -= 1
                     if self._has_padding(sampled.tokens):
                         remaining[copy] = 0
@@ -179,7 +179,7 @@ class ModelDrafter(Drafter):
         if unread:
             shortest = min(unread, key=lambda copy: copy.seq.num_uncomputed)
             count = min(max_tokens, batch_tokens, shortest.seq.num_uncomputed - 1)
-            self._compute({shortest: count}, is_sampled=False)
+            self._compute({shortest: count})
         return all(copy.seq.num_uncomputed <= limit for copy in unread)
 
     def _batch(self, copies: Iterable[_DraftSequence]) -> dict[_DraftSequence, int]:
@@ -193,7 +193,7 @@ class ModelDrafter(Drafter):
         return batch
 
     def _compute(
-        self, batch: dict[_DraftSequence, int], *, is_sampled: bool
+        self, batch: dict[_DraftSequence, int]
     ) -> list[tuple[_DraftSequence, SampledTokens]]:
         """Run a step of the draft model; return the sampled tokens. batch: tokens to compute."""
         for copy in [c for c, count in batch.items() if not self._runner.grow(c.seq, count)]:
@@ -202,13 +202,8 @@ class ModelDrafter(Drafter):
         if not batch:
             return []
         chunks = [
-            Chunk.of_uncomputed(
-                copy.seq,
-                n,
-                is_sampled=is_sampled,
-                return_probs=is_sampled and copy.seq.can_sample_drafts,
-            )
-            for copy, n in batch.items()
+            Chunk.of_uncomputed(copy.seq, count, return_probs=copy.seq.can_sample_drafts)
+            for copy, count in batch.items()
         ]
         started_s = self._clock()
         try:
@@ -221,11 +216,11 @@ class ModelDrafter(Drafter):
             _log.error("%s is disabled: %s", self.name, error)
             self.failure = f"failed: {error}"
             return []
-        if is_sampled and sum(batch.values()) <= 2 * len(batch):
+        if sum(batch.values()) <= 2 * len(batch):
             self._round_ms.append((self._clock() - started_s) * 1e3)
         for copy, count in batch.items():
             copy.seq.num_computed += count
-        return list(zip(batch, result, strict=True)) if is_sampled else []
+        return list(zip(batch, result, strict=True))
 
     def _evict(self, copy: _DraftSequence, *, keep: bool) -> None:
         self._runner.release(copy.seq, keep=keep)

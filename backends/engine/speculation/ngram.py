@@ -57,7 +57,7 @@ class NgramDrafter(Drafter):
 class _NgramIndex:
     """The tokens of a sequence, its own growing list, and the positions of each pair of them.
 
-    rates: acceptance by length of match.
+    rates: acceptance by length of match, one for each power of two from 2 on.
     """
 
     def __init__(self, tokens: list[int], rates: list[SequenceAcceptance]) -> None:
@@ -71,7 +71,8 @@ class _NgramIndex:
         if not length:
             return []
         probs = [rate.probability for rate in self._rates]
-        return [probs[_rate_index(length + ahead)] for ahead in range(max_drafts)]
+        lengths = [min(length + ahead, _MAX_MATCH) for ahead in range(max_drafts)]
+        return [probs[each.bit_length() - 2] for each in lengths]
 
     def continuation(self, count: int) -> list[int]:
         """Tokens after the longest match; a repetition continues beyond the end."""
@@ -85,7 +86,7 @@ class _NgramIndex:
         for at in range(len(tokens) - num_new, len(tokens)):
             length, follows = self._longest_match(at)
             if length:
-                self._rates[_rate_index(length)].add(tokens[follows] == tokens[at])
+                self._rates[length.bit_length() - 2].add(tokens[follows] == tokens[at])
 
     def _longest_match(self, end: int) -> tuple[int, int]:
         """Length of the longest match of the text before `end`, and the position after it."""
@@ -110,8 +111,3 @@ class _NgramIndex:
             if len(known) > _POSITIONS_PER_PAIR:
                 del known[0]
         self._indexed = max(self._indexed, end)
-
-
-def _rate_index(length: int) -> int:
-    """Index in _PRIORS: lengths are grouped by powers of two."""
-    return min(length, _MAX_MATCH).bit_length() - MIN_MATCH.bit_length()

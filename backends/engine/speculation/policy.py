@@ -7,7 +7,7 @@ allocations, the one with most tokens per millisecond is chosen that slows no se
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from math import inf
 from typing import NamedTuple
@@ -234,27 +234,21 @@ class Speculation:
 
         step_ms: from the launch to the result, with waited_ms.
         """
-        decoding = [chunk for chunk in chunks if chunk.is_decoding]
-        if not self._drafters or not decoding:
-            return
-        if len(decoding) == len(chunks):  # no prompt was computed
-            self._record(decoding, step_ms)
-        for chunk in decoding if self._has_proposed else ():
-            for drafter in self._drafters:
-                drafter.observe(chunk.seq, _new_tokens(chunk))
+        new_tokens = {c.seq: c.seq.tokens[c.start + 1 :] for c in chunks if c.is_decoding}
+        if self._drafters and 0 < len(new_tokens) == len(chunks):  # no prompt was computed
+            self._record(new_tokens, sum(chunk.num_drafts for chunk in chunks), step_ms)
+        for drafter in self._drafters if self._has_proposed else ():
+            for seq, tokens in new_tokens.items():
+                drafter.observe(seq, tokens)
 
-    def _record(self, decoding: Seq[Chunk], step_ms: float) -> None:
+    def _record(self, new_tokens: Mapping[Sequence, Seq[int]], drafts: int, step_ms: float) -> None:
         """Account for a decode step and its drafting."""
-        count, drafts = len(decoding), sum(chunk.num_drafts for chunk in decoding)
-        plain_step_ms = self.costs.ms(count) if drafts else step_ms
+        plain_step_ms = self.costs.ms(len(new_tokens)) if drafts else step_ms
         step_ms += self._propose_ms
-        tokens = 0
-        for chunk in decoding:
-            new = len(_new_tokens(chunk))
-            tokens += new
-            chunk.seq.decode_ms += step_ms
-            chunk.seq.plain_decode_ms += new * plain_step_ms
-        plain_ms = tokens / count * plain_step_ms
+        for seq, tokens in new_tokens.items():
+            seq.decode_ms += step_ms
+            seq.plain_decode_ms += len(tokens) * plain_step_ms
+        plain_ms = sum(map(len, new_tokens.values())) / len(new_tokens) * plain_step_ms
         self.speedup.add(plain_ms, step_ms)
         self._steps_since_plain = self._steps_since_plain + 1 if drafts else 0
         # lookups that find nothing have a limit of their own
@@ -281,8 +275,3 @@ class Speculation:
         """Free what drafters hold. No call may follow."""
         for drafter in self._drafters:
             drafter.close()
-
-
-def _new_tokens(chunk: Chunk) -> list[int]:
-    """Tokens that the sequence of a decoding chunk got from it."""
-    return chunk.seq.tokens[chunk.start + 1 :]
