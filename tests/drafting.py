@@ -29,7 +29,7 @@ DRAFTS = 5
 
 def _last_option(self: Speculation, seq: Sequence, limit: int) -> DraftOption | None:
     limit = min(limit, seq.max_len - len(seq.tokens) - 1)
-    found = [DraftOption(each, each.acceptance_probs(seq, limit)) for each in self._drafters]
+    found = [DraftOption(each, each.acceptance_probs(seq, limit)) for each in self.drafters]
     return next((option for option in reversed(found) if option.probs), None)
 
 

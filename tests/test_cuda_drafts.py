@@ -50,8 +50,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {"n-gram": NgramDrafter, "draft mod
 
 def sampled_acceptance(drafter: ModelDrafter) -> float:
     """Acceptance estimate of sampled drafts, over all sequences."""
-    shared = drafter._shared[True]
-    return shared.accepted / shared.proposed
+    return drafter._shared[True].value
 
 
 def whole(drafters: Seq[Drafter]) -> None:

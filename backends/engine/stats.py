@@ -193,7 +193,7 @@ class StatsRecorder:
             num_preemptions_total=counters.preemptions,
             requests_total=dict(self._requests),
             speculation=SpeculationStats(
-                drafters=speculation.drafters,
+                drafters=tuple(each.name for each in speculation.drafters if not each.failure),
                 share=share,
                 reason="" if share >= 0.5 else speculation.reason,
                 acceptance=self._acceptance.value,

@@ -32,12 +32,11 @@ _log = logging.getLogger(__name__)
 class _DraftSequence:
     """The draft model's copy of a sequence; seq.state is RUNNING while its cache holds it.
 
-    num_known: leading tokens that are the target's. drafts: since the target's last step.
+    drafts: at the end of seq.tokens, since the target's last step.
     """
 
     seq: Sequence
     acceptance: SequenceAcceptance
-    num_known: int = 0
     drafts: DraftProposal = field(default_factory=DraftProposal)
 
     @property
@@ -72,8 +71,8 @@ class ModelDrafter(Drafter):
         self._round_ms: deque[float] = deque(maxlen=5)
 
     def acceptance_probs(self, seq: Sequence, max_drafts: int) -> list[float]:
+        copy = None if self.failure else self._synced_copy(seq)
         room = self._runner.limits.max_len - len(seq.tokens)
-        copy = None if self.failure or room < 1 else self._synced_copy(seq)
         return [copy.acceptance.probability] * min(max_drafts, room) if copy else []
 
     def draft_ms(self) -> float:
@@ -83,8 +82,6 @@ class ModelDrafter(Drafter):
         self, requests: Mapping[Sequence, int], max_prefill_tokens: int
     ) -> dict[Sequence, DraftProposal]:
         copies = {seq: self._copies[seq] for seq in requests}
-        for copy in copies.values():
-            copy.drafts = DraftProposal()
         remaining = {copies[seq]: count for seq, count in requests.items()}
         # the policy wanted drafts for all: some alone would delay the others
         if self._prefill(remaining, max_prefill_tokens):
@@ -104,14 +101,11 @@ class ModelDrafter(Drafter):
         return {seq: copy.drafts for seq, copy in copies.items() if copy.drafts.tokens}
 
     def observe(self, seq: Sequence, new_tokens: Seq[int]) -> None:
-        copy = self._copies.get(seq)
-        if copy is None:
-            return
-        for draft, token in zip(copy.drafts.tokens, new_tokens, strict=False):
-            copy.acceptance.add(draft == token)
-            if draft != token:
-                break
-        copy.drafts = DraftProposal()
+        if copy := self._copies.get(seq):
+            for draft, token in zip(copy.drafts.tokens, new_tokens, strict=False):
+                copy.acceptance.add(draft == token)
+                if draft != token:
+                    break
 
     def release(self, seq: Sequence) -> None:
         copy = self._copies.pop(seq, None)
@@ -126,15 +120,14 @@ class ModelDrafter(Drafter):
         copy = self._copies.get(seq) or self._admit(seq)
         if copy is None or not copy.is_active:
             return None
-        own, known = copy.seq, copy.num_known
-        new = seq.tokens[known:]
+        own, known = copy.seq, len(copy.seq.tokens) - len(copy.drafts.tokens)
+        new, copy.drafts = seq.tokens[known:], DraftProposal()
         if self._has_padding(new):
-            self._evict(copy, keep=False)
+            self._evict(copy)
             return None
         # one token is left to compute: its logits start the drafts
         kept = min(known + common_prefix_len(own.tokens[known:], new), len(seq.tokens) - 1)
         own.tokens[known:] = new
-        copy.num_known = len(seq.tokens)
         if kept < own.num_computed:  # remove rejected drafts from the KV cache
             own.num_computed = kept
             self._runner.rewind(own, kept)
@@ -142,7 +135,9 @@ class ModelDrafter(Drafter):
 
     def _admit(self, seq: Sequence) -> _DraftSequence | None:
         limits = self._runner.limits
-        if sum(copy.is_active for copy in self._copies.values()) >= limits.max_seqs:
+        num_active = sum(copy.is_active for copy in self._copies.values())
+        is_too_long = len(seq.tokens) >= limits.max_len
+        if num_active >= limits.max_seqs or is_too_long or self._has_padding(seq.tokens):
             return None
         is_sampled = seq.can_sample_drafts and limits.can_sample_drafts
         own = Sequence(
@@ -197,7 +192,7 @@ class ModelDrafter(Drafter):
     ) -> list[tuple[_DraftSequence, SampledTokens]]:
         """Run a step of the draft model; return the sampled tokens. batch: tokens to compute."""
         for copy in [c for c, count in batch.items() if not self._runner.grow(c.seq, count)]:
-            self._evict(copy, keep=False)
+            self._evict(copy)
             del batch[copy]
         if not batch:
             return []
@@ -210,7 +205,7 @@ class ModelDrafter(Drafter):
             result = self._runner.collect(self._runner.launch(chunks))
         except NoRoom:
             for copy in batch:
-                self._evict(copy, keep=False)
+                self._evict(copy)
             return []
         except StepFailed as error:
             _log.error("%s is disabled: %s", self.name, error)
@@ -222,7 +217,6 @@ class ModelDrafter(Drafter):
             copy.seq.num_computed += count
         return list(zip(batch, result, strict=True))
 
-    def _evict(self, copy: _DraftSequence, *, keep: bool) -> None:
+    def _evict(self, copy: _DraftSequence, *, keep: bool = False) -> None:
         self._runner.release(copy.seq, keep=keep)
-        copy.seq.state = SequenceState.ENDED
-        copy.drafts = DraftProposal()
+        copy.seq.state, copy.drafts = SequenceState.ENDED, DraftProposal()

@@ -114,7 +114,7 @@ class Speculation:
         synchronize: Callable[[], float] = float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._drafters, self._max_drafts, self.costs = drafters, max_drafts, costs
+        self.drafters, self._max_drafts, self.costs = drafters, max_drafts, costs
         self._synchronize, self._clock = synchronize, clock
         self.speedup = DecayedRatio(decay=_RECENT_DECAY)
         self._seqs: list[Sequence] = []
@@ -142,45 +142,24 @@ class Speculation:
         self._has_proposed, self._propose_ms, self.waited_ms = False, 0.0, 0.0
         if seqs != self._seqs:
             self._release_others(seqs)
-        if self._drafters and with_prompts:
+        if self.drafters and with_prompts:
             self.reason = "prefill first: a prompt is being computed"
-        if not self._drafters or with_prompts or not seqs or not self._is_lookup_due(len(seqs)):
+        if not self.drafters or with_prompts or not seqs or not self._is_lookup_due(len(seqs)):
             return {}
         started_s, self._has_proposed = self._clock(), True
         # unmeasured step sizes are approached by doubling
         limit = min(max_outputs, 2 * max(self.costs.largest, len(seqs))) - len(seqs)
         options = [self._option(seq, min(limit, self._max_drafts)) for seq in seqs]
         counts = self._num_drafts(options, limit)
-        drafts: dict[Sequence, DraftProposal] = {}
-        if counts:
-            # the time of a step launched ahead is not drafting; with drafts it is discarded
-            waited_ms = self._synchronize()
-            drafts = self._draft(seqs, options, counts, max_prefill_tokens)
-            self.waited_ms = 0.0 if drafts else waited_ms
-            self._propose_ms = self._ms_since(started_s) - waited_ms
-        else:
+        if counts is None:
             self._propose_ms = self._ms_since(started_s)
             most_ms = PLAIN_EVERY * BUDGET_SHARE * self.costs.ms(len(seqs))
             self._unpaid_ms = min(self._propose_ms, most_ms)
-        return drafts
-
-    def _is_lookup_due(self, count: int) -> bool:
-        """False if a plain step is due or has no measured cost yet, and while the last lookup that
-        found nothing has taken more than its share of the time."""
-        if count not in self.costs or self._steps_since_plain >= PLAIN_EVERY:
-            return False
-        self._unpaid_ms = max(0.0, self._unpaid_ms - BUDGET_SHARE * self.costs.ms(count))
-        return self._unpaid_ms == 0.0
-
-    def _draft(
-        self,
-        seqs: Seq[Sequence],
-        options: Seq[DraftOption | None],
-        counts: Seq[int],
-        max_prefill_tokens: int,
-    ) -> dict[Sequence, DraftProposal]:
-        drafts = {}
-        for drafter in self._drafters:
+            return {}
+        # the time of a step launched ahead is not drafting; with drafts it is discarded
+        waited_ms = self._synchronize()
+        drafts: dict[Sequence, DraftProposal] = {}
+        for drafter in self.drafters:
             requests = {
                 seq: count
                 for seq, option, count in zip(seqs, options, counts, strict=True)
@@ -191,12 +170,22 @@ class Speculation:
                 drafts[seq] = proposal
         if not drafts:
             self.reason = "prefill first: the draft model computes a prompt"
+            self.waited_ms = waited_ms
+        self._propose_ms = self._ms_since(started_s) - waited_ms
         return drafts
+
+    def _is_lookup_due(self, count: int) -> bool:
+        """False if a plain step is due or has no measured cost yet, and while the last lookup that
+        found nothing has taken more than its share of the time."""
+        if count not in self.costs or self._steps_since_plain >= PLAIN_EVERY:
+            return False
+        self._unpaid_ms = max(0.0, self._unpaid_ms - BUDGET_SHARE * self.costs.ms(count))
+        return self._unpaid_ms == 0.0
 
     def _option(self, seq: Sequence, limit: int) -> DraftOption | None:
         """Choose the drafter whose first draft gives most tokens per millisecond."""
         limit = min(limit, seq.max_len - len(seq.tokens) - 1)
-        found = [DraftOption(d, d.acceptance_probs(seq, limit)) for d in self._drafters]
+        found = [DraftOption(d, d.acceptance_probs(seq, limit)) for d in self.drafters]
         plain_ms = self.costs.ms(1)
         return max(
             (option for option in found if option.probs),
@@ -225,7 +214,7 @@ class Speculation:
     def _why_none(self, options: Seq[DraftOption | None]) -> str:
         if any(options):
             return "too slow: drafts would cost more than they save"
-        models = [drafter for drafter in self._drafters if drafter.needs_probing]
+        models = [drafter for drafter in self.drafters if drafter.needs_probing]
         reasons = [f", and {each.name} {each.failure or 'cannot draft for it'}" for each in models]
         return "no match: the text does not repeat itself" + "".join(reasons)
 
@@ -235,9 +224,9 @@ class Speculation:
         step_ms: from the launch to the result, with waited_ms.
         """
         new_tokens = {c.seq: c.seq.tokens[c.start + 1 :] for c in chunks if c.is_decoding}
-        if self._drafters and 0 < len(new_tokens) == len(chunks):  # no prompt was computed
+        if self.drafters and 0 < len(new_tokens) == len(chunks):  # no prompt was computed
             self._record(new_tokens, sum(chunk.num_drafts for chunk in chunks), step_ms)
-        for drafter in self._drafters if self._has_proposed else ():
+        for drafter in self.drafters if self._has_proposed else ():
             for seq, tokens in new_tokens.items():
                 drafter.observe(seq, tokens)
 
@@ -259,19 +248,14 @@ class Speculation:
 
     def _release_others(self, seqs: list[Sequence]) -> None:
         for seq in set(self._seqs).difference(seqs):
-            for drafter in self._drafters:
+            for drafter in self.drafters:
                 drafter.release(seq)
         self._seqs, self._unpaid_ms = seqs, 0.0
-
-    @property
-    def drafters(self) -> tuple[str, ...]:
-        """Names of those that have not failed."""
-        return tuple(drafter.name for drafter in self._drafters if not drafter.failure)
 
     def _ms_since(self, started_s: float) -> float:
         return (self._clock() - started_s) * 1e3
 
     def close(self) -> None:
         """Free what drafters hold. No call may follow."""
-        for drafter in self._drafters:
+        for drafter in self.drafters:
             drafter.close()
