@@ -105,7 +105,14 @@ def test_the_same_text_in_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     (end,) = log.ends["a"]
     assert isinstance(end, Finished)
     assert 0 < end.timings.draft_n_accepted < end.timings.draft_n
-    assert log.stats.speculation.draft_tokens_total == end.timings.draft_n
+    told, timings = log.stats.speculation, end.timings
+    assert told.draft_tokens_total == timings.draft_n
+    assert told.accepted_tokens_total == timings.draft_n_accepted
+    assert told.drafting_steps_total == timings.draft_steps == steps[1] - 1
+    assert told.acceptance == pytest.approx(timings.draft_n_accepted / timings.draft_n, abs=0.1)
+    assert told.tokens_per_step == pytest.approx(299 / timings.draft_steps, rel=0.2)
+    assert told.share == pytest.approx(1.0)
+    assert (told.reason, timings.draft_reason, timings.draft_by) == ("", "", ("oracle",))
     assert log.stats.generation_tokens_total == 300
 
 

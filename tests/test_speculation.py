@@ -127,8 +127,9 @@ def test_off_where_there_is_no_spare_arithmetic(alpha: float) -> None:
     seqs = [decoding(str(i)) for i in range(16)]
     steps.run(seqs, 400)
     assert steps.tokens / 16 * full(16) / steps.ms >= 0.98
-    assert steps.share < 0.2
     assert "cost more" in speculation.reason
+    if alpha < 0.9:  # where drafts nearly pay, probes cost nearly nothing and are frequent
+        assert steps.share < 0.2
 
 
 class Slow(Guesser):

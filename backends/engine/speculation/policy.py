@@ -74,25 +74,17 @@ def allocate(
     expected = np.zeros((order.size, count))
     expected[np.arange(order.size), rows] = reached.flat[order]
     expected = 1.0 + np.cumsum(expected, axis=0)
-    sizes = range(count + 1, count + order.size + 1)
-    filled = np.array([size for size in sizes if size == sizes[-1] or _fills_tiles(size)])
-    at = filled - count - 1
-    ms = np.array([step_ms(size) for size in filled.tolist()])
+    ms = np.array([step_ms(count + total) for total in range(1, order.size + 1)])
     for drafter in {option.drafter for option in options if option}:
         is_own = np.array([bool(option and option.drafter is drafter) for option in options])
         # each round drafts for all sequences of the drafter
         rounds = np.maximum.accumulate(np.where(is_own[rows], before + 1, 0))
-        ms += rounds[at] * drafter.draft_ms()
-    speedup = step_ms(count) * expected[at] / ms[:, None]
+        ms += rounds * drafter.draft_ms()
+    speedup = step_ms(count) * expected / ms[:, None]
     total = np.where(speedup.min(axis=1) * max_slowdown >= 1.0, speedup.mean(axis=1), 0.0)
     best = int(np.argmax(total))
-    drafts = np.bincount(rows[: at[best] + 1], minlength=count)
+    drafts = np.bincount(rows[: best + 1], minlength=count)
     return Allocation(drafts.tolist(), float(total[best]), float(ms[best]))
-
-
-def _fills_tiles(tokens: int) -> bool:
-    """True for token counts worth measuring: kernels compute whole tiles of tokens."""
-    return tokens <= 8 or tokens % (4 if tokens <= 32 else 16) == 0
 
 
 class Speculation:
