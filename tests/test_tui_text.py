@@ -69,6 +69,18 @@ def test_escapes_and_markup_are_shown(tmp_path: Path) -> None:
     play(Tui(tmp_path, (TextDelta("", 1, "[b]thought[/b]\x1b"), HOSTILE, answer())), scene, SIZE)
 
 
+def test_a_carriage_return_is_shown_unless_it_ends_a_line(tmp_path: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.ask(pilot, "q")
+        assert r"half\rdone" in tui.screen_text()
+        assert r"ends\r" in tui.screen_text()
+        assert r"line\r" not in tui.screen_text()
+        assert tui.main.query(MarkdownFence).first()._highlighted_code.plain == "code"
+
+    pieces = ["half\r", "done\n\nline\r", "\n```py\r\ncode\r", "\n```\r\nends\r"]
+    play(Tui(tmp_path, (*pieces, answer())), scene, SIZE)
+
+
 def test_hostile_names_and_errors(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await tui.ask(pilot, "q")
@@ -160,7 +172,7 @@ def blocks(widget: ModelMarkdown) -> list[str]:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_stream_ends_as_the_whole_would(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
-    text = MARKDOWN + "odd\u2028line\x85breaks\x0b\x1c.\r\n" + MARKDOWN
+    text = MARKDOWN + "odd\u2028line\x85breaks\x0b\x1c.\r\nodd\rend\r\n" + MARKDOWN
     pieces: list[object] = []
     at = 0
     while at < len(text):
