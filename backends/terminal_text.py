@@ -29,6 +29,14 @@ def one_line(text: str) -> str:
     return _IN_LINES.sub(_escape, text)
 
 
+def escape_name(name: str) -> str:
+    r"""A name as one_line(), with backslashes doubled: `\x1b` in a name differs from an escape.
+
+    For names that are shown as such; one_line() keeps the result.
+    """
+    return one_line(name.replace("\\", "\\\\"))
+
+
 def escape_control_chars(text: str) -> str:
     r"""Write control characters except newline and tab as Python does; \r\n is a newline.
 
