@@ -24,9 +24,9 @@ from localgen.config import ServerSettings
 from localgen.server.http.access import AccessPolicy, open_tcp_socket
 from localgen.server.log_file import LogFile
 from localgen.server.models.engine_process import (
+    LLAMACPP_ENGINE,
     EngineCommand,
     EngineProcess,
-    llamacpp_engine_command,
 )
 from localgen.server.stats.request_log import create_log_formatter
 
@@ -61,7 +61,7 @@ def run_server(
     access: AccessPolicy = AccessPolicy(),
     *,
     idle_exit: bool,
-    engine_command: EngineCommand = llamacpp_engine_command,
+    engine_command: EngineCommand = LLAMACPP_ENGINE,
     model: str | None = None,
 ) -> None:
     """Serve until a signal, a shutdown request or, with idle_exit, the idle timeout.
