@@ -252,6 +252,7 @@ install_smollm2() {
 install_torch() {
     "$venv/bin/python" -m pip --disable-pip-version-check install --no-deps --require-hashes \
         -r requirements/torch-cpu.txt >"$log" 2>&1 && return
+    tail -n 8 "$log" >&2 # the next step replaces it
     say "No verified CPU build of torch for this machine: installing that of the package index"
     pip install --no-deps --require-hashes -r requirements/torch.txt -r requirements/cuda.txt
 }

@@ -83,14 +83,14 @@ class FrameSocket:
     """
 
     def __init__(self, sock: socket.socket, max_bytes: int = MAX_FRAME_BYTES) -> None:
-        self._sock = sock
+        self.sock = sock
         self._decoder = FrameDecoder(max_bytes)
         self.fileno, self.close = sock.fileno, sock.close
 
     def send(self, content: bytes, deadline_s: float | None = None) -> None:
         """Raises OSError if the peer is gone."""
         self._set_timeout(deadline_s)
-        self._sock.sendall(encode_frame(content))
+        self.sock.sendall(encode_frame(content))
 
     def receive(self, deadline_s: float | None = None) -> bytes:
         """Wait for a frame. Raises EOFError if the peer is gone, ValueError if it is too large."""
@@ -103,7 +103,7 @@ class FrameSocket:
         """Wait for bytes; return the contents that they complete, if any. Raises as `receive`."""
         self._set_timeout(deadline_s)
         try:
-            received = self._sock.recv(_READ_BYTES)
+            received = self.sock.recv(_READ_BYTES)
         except ConnectionResetError:  # the peer died before it read what was sent
             received = b""
         if not received:
@@ -120,7 +120,7 @@ class FrameSocket:
         remaining_s = None if deadline_s is None else deadline_s - time.monotonic()
         if remaining_s is not None and remaining_s <= 0:
             raise TimeoutError
-        self._sock.settimeout(remaining_s)
+        self.sock.settimeout(remaining_s)
 
 
 def inherited_socket(fd: int, max_bytes: int = MAX_FRAME_BYTES) -> FrameSocket:

@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
+
 from localgen.backends.errors import error_from_code
 from localgen.backends.messages import start_process
 from localgen.backends.sandbox_worker import MAX_REPLY_BYTES, CallLimits, CallMethod, CreateObject
@@ -29,6 +31,9 @@ from localgen.backends.sandbox_worker import MAX_REPLY_BYTES, CallLimits, CallMe
 _GRACE_S = 10.0
 _START_S = 60.0
 _EXIT_S = 1.0
+# elsewhere the system limits no memory of a process, so its resident memory is read while it works
+_SYSTEM_LIMITS_MEMORY = sys.platform == "linux"
+_MEMORY_POLL_S = 0.02
 # of a call whose process is killed from outside
 _MAX_TRIES = 3
 _COMMAND = (
@@ -207,6 +212,7 @@ class _SandboxProcess:
     def __init__(self, imports: bytes) -> None:
         self.is_dead = False
         self._is_ready = False
+        self._base_bytes = 0
         self._created: set[int] = set()
         self._process, self._socket = start_process(
             [sys.executable, "-P", "-c", _COMMAND, *sys.path],
@@ -223,6 +229,7 @@ class _SandboxProcess:
         """Create an object, unless the process has it."""
         if recipe.number not in self._created:
             self.run(recipe)
+            self._base_bytes = self._resident_bytes()
             self._created.add(recipe.number)
 
     def run(self, request: _Request) -> Any:
@@ -232,12 +239,15 @@ class _SandboxProcess:
         """
         content = pickle.dumps(request)
         try:
-            reply = json.loads(self._exchange(content, request.limits.seconds))
+            reply = json.loads(self._exchange(content, request.limits))
         except TimeoutError:
             self.close()
             raise _too_slow(request) from None
         except (EOFError, OSError):
             raise self._death(request) from None
+        except MemoryError:
+            self.close()
+            raise _too_large(request) from None
         except (ValueError, RecursionError):
             reply = None
         match reply:
@@ -251,14 +261,36 @@ class _SandboxProcess:
         self.close()
         raise LimitExceeded("crashed: its answer is damaged")
 
-    def _exchange(self, content: bytes, seconds: float) -> bytes:
-        """Send a request and return the reply. Raises EOFError, TimeoutError and OSError."""
+    def _exchange(self, content: bytes, limits: CallLimits) -> bytes:
+        """Send a request and return the reply.
+
+        Raises EOFError, OSError, TimeoutError, and MemoryError if the process has too much memory.
+        """
         if not self._is_ready:
             self._socket.receive(time.monotonic() + _START_S)
             self._is_ready = True
-        deadline_s = time.monotonic() + seconds + _GRACE_S
+            self._base_bytes = self._resident_bytes()
+        deadline_s = time.monotonic() + limits.seconds + _GRACE_S
         self._socket.send(content, deadline_s)
-        return self._socket.receive(deadline_s)
+        if _SYSTEM_LIMITS_MEMORY:
+            return self._socket.receive(deadline_s)
+        while True:
+            poll_s = time.monotonic() + _MEMORY_POLL_S
+            try:
+                return self._socket.receive(min(poll_s, deadline_s))
+            except TimeoutError:
+                if poll_s >= deadline_s:
+                    raise
+            if self._resident_bytes() > self._base_bytes + limits.memory_bytes:
+                raise MemoryError
+
+    def _resident_bytes(self) -> int:
+        """Resident memory; 0 if the process has ended, or where the system limits memory."""
+        if _SYSTEM_LIMITS_MEMORY:
+            return 0
+        with contextlib.suppress(psutil.Error):
+            return int(psutil.Process(self._process.pid).memory_info().rss)
+        return 0
 
     def _death(self, request: _Request) -> Exception:
         """Return the error of a request whose process has closed its socket."""

@@ -25,8 +25,8 @@ _MAX_REQUEST_BYTES = 1 << 30
 class CallLimits:
     """Limits of one call.
 
-    seconds: on the wall clock. memory_bytes: beyond what the process holds between calls; macOS
-    does not enforce it.
+    seconds: on the wall clock. memory_bytes: beyond what the process holds between calls. Linux
+    refuses more; elsewhere the parent kills a process whose resident memory exceeds it.
     """
 
     seconds: float

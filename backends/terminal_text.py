@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 _CONTROL = (
-    r"\x00-\x08\x0b\x0c\x0e-\x1f\x7f"
+    r"\x00-\x08\x0b-\x1f\x7f"
     r"\x80-\x9f"  # C1 controls: CSI, OSC etc. as one character
     r"\u202a-\u202e\u2066-\u2069"  # bidirectional overrides, which can disguise text
     r"\ud800-\udfff"  # lone surrogates cannot be written as UTF-8
@@ -14,7 +14,7 @@ _IN_PROSE = re.compile(f"[{_CONTROL}]")
 # also characters without a shape, which make two names look alike; but joiners belong to emoji and
 # to some scripts, none of them ASCII
 _IN_LINES = re.compile(
-    rf"[\t\n\r{_CONTROL}"
+    rf"[\t\n{_CONTROL}"
     r"\u00ad\u034f\u061c\u115f\u1160\u180e\u200b\u200e\u200f\u2028\u2029\u2060-\u2065\u206a-\u206f"
     r"\u3164\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e0fff]"
     r"|(?<![^\x00-\x7f])[\u200c\u200d]|[\u200c\u200d](?![^\x00-\x7f])"
@@ -29,13 +29,33 @@ def one_line(text: str) -> str:
     return _IN_LINES.sub(_escape, text)
 
 
-def escape_control_chars(text: str) -> str:
-    r"""Write control characters except newline and tab as Python does, and drop \r.
+def escape_name(name: str) -> str:
+    r"""A name as one_line(), with backslashes doubled: `\x1b` in a name differs from an escape.
 
-    For prose such as an answer. Works character by character, so a stream may be split anywhere: an
-    escape sequence across two chunks loses its ESC like any other.
+    For names that are shown as such; one_line() keeps the result.
     """
-    return _IN_PROSE.sub(_escape, text.replace("\r", ""))
+    return one_line(name.replace("\\", "\\\\"))
+
+
+def escape_control_chars(text: str) -> str:
+    r"""Write control characters except newline and tab as Python does; \r\n is a newline.
+
+    For prose such as an answer. Works character by character but for \r\n: see ProseStream.
+    """
+    return _IN_PROSE.sub(_escape, text.replace("\r\n", "\n"))
+
+
+class ProseStream:
+    r"""escape_control_chars() of a text in pieces, which may be cut between \r and \n."""
+
+    def __init__(self) -> None:
+        self._held = ""
+
+    def feed(self, piece: str, *, last: bool = False) -> str:
+        r"""The escaped text so far not returned, without a \r at the end unless it is the last."""
+        text = self._held + piece
+        self._held = "\r" if text.endswith("\r") and not last else ""
+        return escape_control_chars(text.removesuffix(self._held))
 
 
 def collapse(text: str) -> str:

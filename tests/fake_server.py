@@ -18,11 +18,9 @@ from localgen.server import serving
 from localgen.server.http.access import AccessPolicy, RateLimit
 from localgen.server.lifecycle import log_to_file, run_server
 from localgen.server.models import engine_watch
-from localgen.server.models.engine_process import llamacpp_engine_command
+from localgen.server.models.engine_process import LLAMACPP_ENGINE
 
-
-def engine_command(fd: int) -> list[str]:
-    return [sys.executable, str(Path(__file__).with_name("fake_engine.py")), str(fd)]
+ENGINE = [sys.executable, str(Path(__file__).with_name("fake_engine.py"))]
 
 
 def _access() -> AccessPolicy:
@@ -54,9 +52,7 @@ def main() -> int:
             settings,
             _access(),
             idle_exit=True,
-            engine_command=(
-                llamacpp_engine_command if "TEST_REAL_ENGINE" in os.environ else engine_command
-            ),
+            engine_command=LLAMACPP_ENGINE if "TEST_REAL_ENGINE" in os.environ else ENGINE,
             model=os.environ.get("TEST_MODEL"),
         )
     except LocalgenError as error:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import sys
 import time
 from pathlib import Path
 
+from localgen.backends import sandbox_worker
 from localgen.backends.errors import InvalidRequest
 
 
@@ -39,6 +41,12 @@ class Probe:
     def allocate(self, size: int) -> int:
         return len(bytes(size))
 
+    def hold(self, size: int, seconds: float) -> int:
+        """Fill memory, and keep it for a while."""
+        held = b"a" * size
+        time.sleep(seconds)
+        return len(held)
+
     def write(self, size: int) -> str:
         return "a" * size
 
@@ -58,3 +66,11 @@ class Probe:
 
     def fail(self) -> None:
         raise KeyError("a defect")
+
+
+def probe_without_memory_limit() -> Probe:
+    """A Probe in a process whose memory the system does not limit, as on macOS."""
+    sandbox_worker._limit_memory = lambda most_bytes: None
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+    return Probe()

@@ -149,7 +149,8 @@ def test_only_the_user_can_read_the_crash_log(tmp_path: Path) -> None:
     assert log.stat().st_mode & 0o777 == 0o600
     assert log.read_text().startswith("before\n")
     log.unlink()
-    errors.log_crash(ValueError("odd"))
+    errors.log_crash(ValueError("odd\x1b[2J\rline"))
+    assert log.read_text().endswith("ValueError: odd\\x1b[2J\\rline\n\n")
     assert log.stat().st_mode & 0o777 == 0o600
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from fake_server import engine_command
+from fake_server import ENGINE
 from serving import settings_in, wait_until
 
 from localgen.backends.model_info import LoadOptions
@@ -44,7 +44,7 @@ class Models:
         self.folder = folder
         probes = settings.pop("probe_hardware", detect_hardware)
         self.manager = ModelManager(
-            settings_in(folder, **settings), engine_command=engine_command, probe_hardware=probes
+            settings_in(folder, **settings), engine_command=ENGINE, probe_hardware=probes
         )
 
     def path(self, name: str) -> str:

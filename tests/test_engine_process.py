@@ -23,7 +23,7 @@ def test_huge_pages_are_asked_for_unless_the_user_decides(
     monkeypatch: pytest.MonkeyPatch, known: str, then: str
 ) -> None:
     monkeypatch.setenv("GLIBC_TUNABLES", known)
-    started = EngineProcess.start(lambda fd: [sys.executable, "-c", _SHOW])
+    started = EngineProcess.start([sys.executable, "-c", _SHOW])
     said, _ = started.process.communicate(timeout=30)
     started.sock.close()
     assert said.decode().strip() == then

@@ -26,8 +26,8 @@ LONG = CallLimits(60.0)
 # an engine that answers the load request with the frame of a pickle, and waits
 BAD_ENGINE = (
     "import socket, sys\n"
-    "server = socket.socket(fileno=int(sys.argv[1]))\n"
-    "server.sendall(bytes.fromhex(sys.argv[2]))\n"
+    "server = socket.socket(fileno=int(sys.argv[2]))\n"
+    "server.sendall(bytes.fromhex(sys.argv[1]))\n"
     "while server.recv(4096): pass\n"
 )
 REAL_ENGINE = (
@@ -71,8 +71,7 @@ def test_pickle_from_a_sandbox(probe: Sandboxed, evil: bytes, tmp_path: Path) ->
 
 
 def test_pickle_from_an_engine(evil: bytes, tmp_path: Path) -> None:
-    def command(fd: int) -> list[str]:
-        return [sys.executable, "-c", BAD_ENGINE, str(fd), encode_frame(evil).hex()]
+    command = [sys.executable, "-c", BAD_ENGINE, encode_frame(evil).hex()]
 
     async def load() -> None:
         client = EngineClient(EngineProcess.start(command), "bad", lambda: None)

@@ -14,7 +14,12 @@ from scripted_client import TIMINGS, answer
 from serving import wait_until
 
 from localgen.backends import units
-from localgen.backends.terminal_text import collapse, escape_control_chars, one_line
+from localgen.backends.terminal_text import (
+    ProseStream,
+    collapse,
+    escape_control_chars,
+    one_line,
+)
 from localgen.backends.types import Timings
 from localgen.chat import report
 from localgen.repl.live_answer import LiveAnswer
@@ -167,8 +172,23 @@ def test_control_sequences_in_an_answer_are_inert(frame: str) -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_inert_does_not_depend_on_cuts(seed: int) -> None:
-    parts = pieces(HOSTILE, random.Random(seed))
-    assert "".join(map(escape_control_chars, parts)) == escape_control_chars(HOSTILE)
+    rng = random.Random(seed)
+    text = "".join(rng.choices([*HOSTILE, "\r", "\n", "\r\n"], k=200))
+    stream, *parts = ProseStream(), *pieces(text, rng)
+    shown = "".join(map(stream.feed, parts)) + stream.feed("", last=True)
+    assert shown == escape_control_chars(text)
+
+
+@pytest.mark.parametrize("parts", [["half\rdone\r\nline\r"], list("half\rdone\r\nline\r")])
+def test_a_carriage_return_is_shown_unless_it_ends_a_line(parts: list[str]) -> None:
+    assert drawn(parts).splitlines()[:2] == [r"half\rdone", r"line\r"]
+    shown = console()
+    with LiveAnswer(shown, used_tokens=10, max_context=2048) as live:
+        for part in parts:
+            live.feed("", 1, part)
+        live.feed("answer", 2)
+    assert isinstance(shown.file, io.StringIO)
+    assert shown.file.getvalue().splitlines()[:2] == [r"half\rdone", r"line\r"]
 
 
 def test_inert_keeps_what_is_text() -> None:

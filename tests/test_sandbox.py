@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from sandboxed import Probe
+from sandboxed import Probe, probe_without_memory_limit
 
 from localgen.backends import sandbox as sandbox_module
 from localgen.backends.errors import InvalidRequest, LocalgenError
@@ -32,7 +32,7 @@ from localgen.backends.text.template import ChatTemplate, SandboxedTemplate
 from localgen.backends.types import Message
 from localgen.machine.python_process import python_environment
 
-# macOS limits no memory of a process, and has no /proc
+# macOS limits no memory of a process before it has it, and has no /proc
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 ENOUGH_S = 60.0
 LONG = CallLimits(ENOUGH_S)
@@ -105,6 +105,30 @@ def test_hostile_templates_end_with_an_error(sandbox: Sandbox, source: str) -> N
     assert psutil.Process().memory_info().rss - before < 100 << 20
 
 
+@pytest.mark.parametrize("when", ["", "{% if messages|length == 1 %}"])
+def test_a_template_that_no_request_could_use_is_refused_at_once(
+    sandbox: Sandbox, when: str
+) -> None:
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(InvalidRequest, match="did not finish within 2 s: use another") as caught:
+        SandboxedTemplate(sandbox, f"{when}{endless}{'{% endif %}' if when else ''}")
+    assert "--chat-template FILE" in caught.value.message
+
+
+def test_a_template_that_is_slow_for_some_messages_says_how_to_replace_it(sandbox: Sandbox) -> None:
+    slow = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    source = CHATML + "{% if messages|length > 1 %}" + slow + "{% endif %}"
+    template = SandboxedTemplate(sandbox, source)
+    assert template.render(HELLO) == "user: hi\n"
+    with pytest.raises(InvalidRequest, match=r"did not finish within 2 s: `localgen stop` the m"):
+        template.render(HELLO * 2)
+
+
+def test_a_template_that_rejects_a_single_message_is_used(sandbox: Sandbox) -> None:
+    source = "{% if messages|length < 2 %}{{ raise_exception('no') }}{% endif %}ok"
+    assert SandboxedTemplate(sandbox, source).render(HELLO * 2) == "ok"
+
+
 def test_both_templates_render_alike(sandbox: Sandbox) -> None:
     source = "{{ bos_token }}" + CHATML + "{{ x }}{{ messages[0].tools }}"
     ours, theirs = ChatTemplate(source, bos="<s>"), SandboxedTemplate(sandbox, source, bos="<s>")
@@ -145,6 +169,30 @@ def test_limits(
     with pytest.raises(LimitExceeded, match=message):
         probe.call(limits, method, argument)
     assert probe.call(LONG, "echo", "a") == "a"
+
+
+@pytest.fixture
+def unlimited_probe(monkeypatch: pytest.MonkeyPatch) -> Sandboxed:
+    """An object in a sandbox whose memory the system does not limit, as on macOS."""
+    monkeypatch.setattr(sandbox_module, "_SYSTEM_LIMITS_MEMORY", False)
+    return Sandbox().create(LONG, probe_without_memory_limit)
+
+
+def test_a_process_that_the_system_does_not_limit_is_killed(unlimited_probe: Sandboxed) -> None:
+    limits = CallLimits(ENOUGH_S, 100 << 20)
+    for _ in range(3):  # what is allowed does not add up
+        assert unlimited_probe.call(limits, "hold", 60 << 20, 0.2) == 60 << 20
+    before = unlimited_probe.call(limits, "pid")
+    with pytest.raises(LimitExceeded, match="needs more than 100 MiB of memory"):
+        unlimited_probe.call(limits, "hold", 300 << 20, 20.0)
+    assert not is_alive(before)
+    assert unlimited_probe.call(LONG, "echo", "a") == "a"
+
+
+def test_deadlines_of_a_process_that_the_system_does_not_limit(unlimited_probe: Sandboxed) -> None:
+    with pytest.raises(LimitExceeded, match=r"did not finish within 0\.3 s"):
+        unlimited_probe.call(SHORT, "power", 10**9)
+    assert unlimited_probe.call(LONG, "echo", "a" * (1 << 22)) == "a" * (1 << 22)
 
 
 def test_a_call_within_its_limits_leaves_nothing_behind(probe: Sandboxed) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_server import engine_command
+from fake_server import ENGINE
 from serving import (
     MANY_WORDS,
     ServerHarness,
@@ -235,7 +235,7 @@ def test_a_model_that_failed_to_load_is_gone_before_anybody_sees_the_error(tmp_p
     path.write_text(json.dumps({"code": "out_of_memory", "fail": "it does not fit"}))
 
     async def watch() -> None:
-        manager = ModelManager(settings_in(tmp_path), engine_command=engine_command)
+        manager = ModelManager(settings_in(tmp_path), engine_command=ENGINE)
 
         async def ask() -> None:
             async with manager.acquire(str(path), allow_paths=True):
@@ -261,7 +261,7 @@ def test_a_reload_that_had_to_wait_spares_a_model_that_is_in_use_by_then(tmp_pat
     path.write_text("{}")
 
     async def watch() -> None:
-        manager = ModelManager(settings_in(tmp_path), engine_command=engine_command)
+        manager = ModelManager(settings_in(tmp_path), engine_command=ENGINE)
 
         async def ask(options: LoadOptions) -> None:
             async with manager.acquire(str(path), options, allow_paths=True):

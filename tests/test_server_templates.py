@@ -12,12 +12,14 @@ from typing import Any
 
 import psutil
 import pytest
+from gguf_files import STRING, rewrite
 from serving import ServerHarness, chat_body, server_harness, wait_until
 
 from localgen.backends.text.template import TEMPLATE_LIMITS
 from localgen.machine.python_process import python_environment
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}x"
+ENDLESS_AT_TIMES = "{% if messages[0].content == 'a' %}" + ENDLESS + "{% endif %}"
 ESCAPES = [
     "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "{{ messages.__init__.__globals__ }}",
@@ -98,7 +100,7 @@ def test_endless_template_is_stopped_without_blocking_others(
     served: ServerHarness, asked: Any
 ) -> None:
     replies: list[Any] = []
-    thread = threading.Thread(target=lambda: replies.append(asked(ENDLESS)))
+    thread = threading.Thread(target=lambda: replies.append(asked(ENDLESS_AT_TIMES)))
     begun_s = time.monotonic()
     thread.start()
     wait_until(lambda: "tiny" in served.loaded(), 30)
@@ -110,7 +112,30 @@ def test_endless_template_is_stopped_without_blocking_others(
         time.sleep(0.1)
     assert time.monotonic() - begun_s < TEMPLATE_LIMITS.seconds + 30
     assert replies[0].status_code == 400
-    assert "did not finish within" in replies[0].json()["error"]["message"]
+    message = replies[0].json()["error"]["message"]
+    assert "did not finish within" in message
+    assert "`localgen stop` the model, then load it with another --chat-template FILE" in message
+
+
+def test_no_model_is_loaded_with_a_template_that_is_always_too_slow(
+    served: ServerHarness, asked: Any, tmp_path: Path
+) -> None:
+    """One that is requested, and one that the model brings."""
+    reply = asked(ENDLESS)
+    assert reply.status_code == 400
+    assert "did not finish within 2 s: use another" in reply.json()["error"]["message"]
+    rewrite(tmp_path / "slow.gguf", {"tokenizer.chat_template": (ENDLESS, STRING)})
+    path = str(tmp_path / "slow.gguf")
+    error = served.chat(path, "a").json()["error"]
+    assert error["code"] == "load_failed"
+    assert "slow.gguf: the chat template did not finish within 2 s" in error["message"]
+    assert "use another with --chat-template FILE" in error["message"]
+    assert not served.loaded()
+    # a template of the user's makes it usable
+    body = {"model": path, "options": {"chat_template": "{{ messages[0].content }}"}}
+    assert served.http.post("/v1/models/load", json=body, timeout=60).status_code == 200
+    assert served.chat(path, "a", max_tokens=2).status_code == 200
+    served.http.post("/v1/models/unload", json={"model": path})
 
 
 def tiny(served: ServerHarness) -> str:

@@ -105,6 +105,41 @@ def test_a_hash_that_is_none_is_refused(venv: Path, wheel: Path, fragment: str) 
     assert not (venv / "wheels" / WHEEL).exists()
 
 
+# a Python whose pip installs anything but one build of torch
+PYTHON = """#!/bin/sh
+case "$*" in
+*torch-cpu.txt*)
+    echo "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES"
+    echo " Got abc" >&2
+    exit 1
+    ;;
+*) sleep 0.3 ;; # as long as pip takes at least
+esac
+"""
+
+
+def test_why_there_is_no_cpu_build_of_torch_is_shown(tmp_path: Path) -> None:
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    (tmp_path / "wheels").mkdir()
+    (tmp_path / "wheels" / "given").touch()  # nothing to compile
+    environment = os.environ | {"VENV": str(tmp_path), "LLAMA_WHEEL": ""}
+    done = subprocess.run(
+        [str(ROOT / "setup.sh"), "dev"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    lines = done.stderr.splitlines()
+    at = lines.index("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES")
+    assert lines[at + 1] == " Got abc"
+    assert lines[at + 2].startswith("No verified CPU build of torch for this machine: installing")
+
+
 def locked(file: str) -> dict[str, Version]:
     """Name -> version of each requirement of a file. Each must have a hash."""
     found: dict[str, Version] = {}

@@ -207,7 +207,7 @@ def test_a_loading_engine_sends_heartbeats_while_native_code_runs() -> None:
         "process.HEARTBEAT_S = 0.01\n"
         "process.main(int(sys.argv[1]), lambda request, on_progress: time.sleep(600))"
     )
-    started = EngineProcess.start(lambda fd: [sys.executable, "-c", code, str(fd)])
+    started = EngineProcess.start([sys.executable, "-c", code])
     sock, deadline_s = FrameSocket(started.sock), time.monotonic() + LONG_S
     sock.send(wire.CODEC.encode(ModelLoadRequest("m", "m.gguf", LoadOptions())))
     messages = [wire.CODEC.decode(sock.receive(deadline_s)) for _ in range(3)]
@@ -239,7 +239,7 @@ def test_a_killed_engine_takes_its_children_along() -> None:
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
         "print(child.pid, flush=True); time.sleep(600)"
     )
-    started = EngineProcess.start(lambda fd: [sys.executable, "-c", code])
+    started = EngineProcess.start([sys.executable, "-c", code])
     assert started.process.stdout is not None
     child = psutil.Process(int(started.process.stdout.readline()))
     child.suspend()

@@ -9,7 +9,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import gguf
@@ -20,6 +20,9 @@ from plain_openai import PlainServer, answer, error, plain_server
 from serving import ServerHarness, server_harness
 
 from localgen.backends.terminal_text import one_line
+from localgen.chat.conversation import Conversation, Turn
+from localgen.chat.session_store import SessionRecord
+from localgen.chat.stored_sessions import open_store
 
 ROOT = Path(__file__).parents[1]
 # what a terminal would obey, and what would disguise a name
@@ -171,6 +174,23 @@ def test_names_are_shown(scene: Scene) -> None:
         shown = scene.at_terminal(*arguments)
         assert r"e\x1b[5;41mv\x1b]0;title\x07\x9b2J\x08\x7f\r\u202ei" in shown
         assert r"x\n\tforged" in shown
+
+
+def test_a_backslash_in_a_name_is_no_escape(scene: Scene) -> None:
+    """`\\x1b` as four characters differs from ESC."""
+    for name in ("twin\x1b", r"twin\x1b"):
+        model = scene.served.model(name)
+        assert scene.served.chat(model, "hello").status_code == 200
+    shown = scene.at_terminal("ps")
+    assert r"twin\x1b" in shown
+    assert r"twin\\x1b" in shown
+    with open_store(scene.served.settings.state_dir) as store:
+        for name in ("chat\x1b", r"chat\x1b"):
+            record = SessionRecord(0, name, model=name)
+            store.create(replace(record, conversation=Conversation(turns=(Turn("q", "a"),))))
+    shown = scene.at_terminal("history")
+    assert shown.count(r"chat\x1b") == 2
+    assert shown.count(r"chat\\x1b") == 2
 
 
 @pytest.mark.parametrize("status", [200, 400, 401, 404, 429, 500])

@@ -16,7 +16,7 @@ from localgen.tui.chat.settings import SettingsPanel
 
 PASTED = "\x1b]0;owned\x07\x1b[2J\x9b31m red"
 SHOWN = r"\x1b]0;owned\x07\x1b[2J\x9b31m red"
-IN_AN_AREA = "␛]0;owned␛[2J\ufffd31m red"  # a symbol for each; Textual draws no bell
+IN_AN_AREA = "␛]0;owned␇␛[2J\ufffd31m red"  # a symbol for each
 
 
 async def paste(tui: Tui, pilot: Pilot[None]) -> None:
@@ -63,7 +63,7 @@ def test_paste_into_an_input_is_inert(tmp_path: Path, key: str) -> None:
         await tui.until(lambda: isinstance(tui.app.focused, Input))
         assert isinstance(tui.app.focused, Input)
         tui.app.focused.value = ""
-        tui.app.post_message(Paste(PASTED))
+        tui.app.post_message(Paste(f"{PASTED}\rmore"))  # as a terminal sends a line end
         await pilot.pause()
         assert tui.app.focused.value == SHOWN
         assert not {"\x1b", "\x07", "\x9b"} & set(tui.screen_text())

@@ -6,16 +6,19 @@ import asyncio
 import random
 import re
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from scripted_client import answer
 from textual.pilot import Pilot
+from textual.widgets import OptionList
 from textual.widgets.markdown import MarkdownFence
 from tui_chats import PacedClient, Tui, play, press
 
 from localgen.client import ModelCard, TextDelta, pullable_models
 from localgen.tui.chat.markdown import ModelMarkdown
+from localgen.tui.chat.model_picker import ModelPicker
 from localgen.tui.chat.turn_view import TurnView
 
 SIZE = (120, 60)
@@ -69,13 +72,26 @@ def test_escapes_and_markup_are_shown(tmp_path: Path) -> None:
     play(Tui(tmp_path, (TextDelta("", 1, "[b]thought[/b]\x1b"), HOSTILE, answer())), scene, SIZE)
 
 
+def test_a_carriage_return_is_shown_unless_it_ends_a_line(tmp_path: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.ask(pilot, "q")
+        assert r"half\rdone" in tui.screen_text()
+        assert r"ends\r" in tui.screen_text()
+        assert r"line\r" not in tui.screen_text()
+        assert tui.main.query(MarkdownFence).first()._highlighted_code.plain == "code"
+
+    pieces = ["half\r", "done\n\nline\r", "\n```py\r\ncode\r", "\n```\r\nends\r"]
+    play(Tui(tmp_path, (*pieces, answer())), scene, SIZE)
+
+
 def test_hostile_names_and_errors(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await tui.ask(pilot, "q")
         shown = tui.screen_text()
         assert r"[red]it[/] \x1b[2J broke" in shown
         await tui.ask(pilot, "/rename [red]name[/]\x1b[2J")
-        await tui.until(lambda: r"[red]name[/]\x1b[2J" in tui.screen_text())
+        # a name is stored as escaped text, whose backslash is one of the name
+        await tui.until(lambda: r"[red]name[/]\\x1b[2J" in tui.screen_text())
         await tui.ask(pilot, "/switch [red]x[/]\x1b")
         await tui.until(lambda: r"no session [red]x[/]\x1b" in tui.screen_text())
 
@@ -130,6 +146,45 @@ def test_names_of_a_hostile_server_are_inert(
     play(Tui(tmp_path), scene, SIZE)
 
 
+def picker_text(tui: Tui) -> str:
+    options = tui.app.screen.query_one(OptionList).options
+    return "\n".join(str(option.prompt) for option in options)
+
+
+def test_a_backslash_in_a_name_is_no_escape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`\\x1b` as four characters differs from ESC: in the lists of models and of sessions."""
+    names = "one\x1b", r"one\x1b"
+    cards = [ModelCard(name, "", 1, "loaded", f"/{at}") for at, name in enumerate(names)]
+    monkeypatch.setattr(PacedClient, "models", lambda self: cards)
+    monkeypatch.setattr(pullable_models, "pullable_models", list)
+
+    def assert_both(shown: str) -> None:
+        assert re.search(r"(?<!\\)one\\x1b", shown)
+        assert r"one\\x1b" in shown
+
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        for name in names:
+            tui.manager.context.store.create(replace(tui.opened.to_record(), name=name))
+        tui.manager.reload_summaries()
+        await tui.main.sync()
+        await tui.until(lambda: r"one\x1b" in tui.screen_text())
+        assert_both(tui.screen_text())
+        await press(tui, pilot, "ctrl+o")
+        await tui.until(lambda: isinstance(tui.app.screen, ModelPicker))
+        await tui.until(lambda: r"one\\x1b" in picker_text(tui))
+        assert_both(picker_text(tui))
+        await press(tui, pilot, "escape")
+        await press(tui, pilot, "ctrl+f")
+        await pilot.press(*"one")
+        await tui.until(lambda: r"one\\x1b · name" in tui.screen_text())
+        assert_both(tui.screen_text())
+        assert not CONTROLS.search(tui.screen_text())
+
+    play(Tui(tmp_path), scene, SIZE)
+
+
 def test_markdown_is_drawn_and_hides_nothing(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await tui.ask(pilot, "q")
@@ -160,7 +215,7 @@ def blocks(widget: ModelMarkdown) -> list[str]:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_stream_ends_as_the_whole_would(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
-    text = MARKDOWN + "odd\u2028line\x85breaks\x0b\x1c.\r\n" + MARKDOWN
+    text = MARKDOWN + "odd\u2028line\x85breaks\x0b\x1c.\r\nodd\rend\r\n" + MARKDOWN
     pieces: list[object] = []
     at = 0
     while at < len(text):

@@ -125,7 +125,9 @@ class BaseApp(App[None]):
     async def on_event(self, event: events.Event) -> None:
         """Escape control characters in text pasted into an Input, which would draw them raw."""
         if isinstance(event, events.Paste) and isinstance(self.focused, Input):
-            event.text = escape_control_chars(event.text)
+            # it inserts one line; a terminal sends \r for a line end
+            first, _, _ = event.text.replace("\r", "\n").partition("\n")
+            event.text = escape_control_chars(first)
         await super().on_event(event)
 
     def copy_to_clipboard(self, text: str) -> None:

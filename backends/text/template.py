@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import json
@@ -15,7 +16,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from localgen.backends.errors import InvalidRequest, LoadFailed
+from localgen.backends.errors import InvalidRequest, LoadFailed, LocalgenError
 from localgen.backends.sandbox import LimitExceeded, Sandbox
 from localgen.backends.sandbox_worker import CallLimits
 from localgen.backends.text.tokenizer import Tokenizer
@@ -221,13 +222,19 @@ def _tojson(
 
 
 class SandboxedTemplate:
-    """A PromptTemplate that runs in a sandbox. Arguments and errors as in ChatTemplate."""
+    """A PromptTemplate that runs in a sandbox. Arguments and errors as in ChatTemplate.
+
+    Also raises InvalidRequest if it exceeds the limits for a single short message: no request would
+    succeed.
+    """
 
     def __init__(self, sandbox: Sandbox, source: str, *, bos: str = "", eos: str = "") -> None:
         self.source = source
         try:
             self._template = sandbox.create(TEMPLATE_LIMITS, _new_template, source, bos, eos)
             self._used_variables = frozenset(self._template.call(TEMPLATE_LIMITS, "used_variables"))
+            with contextlib.suppress(LocalgenError):  # it may reject a message without others
+                self._template.call(TEMPLATE_LIMITS, "render", [Message("user", "hello")])
         except LimitExceeded as error:
             raise _limit_exceeded(error, "use another with --chat-template FILE") from error
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from localgen.backends.model_info import ModelInfo
-from localgen.backends.terminal_text import one_line
+from localgen.backends.terminal_text import escape_name, one_line
 from localgen.backends.types import Timings
 from localgen.backends.units import format_count, format_duration, format_rate, format_size
 from localgen.chat.parameters import ModelOptions
@@ -49,11 +49,11 @@ def model_line(info: ModelInfo) -> str:
     """The model in one line: name, type, size, context, draft model, backend and its reason."""
     why = info.backend_reason
     parts = (
-        info.name,
+        escape_name(info.name),
         info.description,
         format_size(info.size_bytes) if info.size_bytes else "",
         f"context {info.ctx:,}" if info.ctx else "",
-        f"draft model {info.draft.name}" if info.draft else "",
+        f"draft model {escape_name(info.draft.name)}" if info.draft else "",
         f"{info.backend} {info.processor}".strip() + (f" ({why})" if why else ""),
     )
     return " · ".join(part for part in parts if part)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from localgen import __version__
 from localgen.backends.errors import LocalgenError
+from localgen.backends.terminal_text import escape_control_chars
 from localgen.config import ServerSettings
 
 OTHER_ERROR = 1
@@ -55,9 +56,10 @@ def log_crash(error: Exception) -> Path:
     stamp = time.strftime("%Y-%m-%d %H:%M:%S")
     trace = "".join(traceback.format_exception(error))
     text = f"{stamp} localgen {__version__} {' '.join(sys.argv[1:])}\n{trace}\n"
-    # arguments may hold prompts; one write, because other commands may fail at the same time
+    # arguments may hold prompts; one write, because other commands may fail at the same time, and
+    # the log only grows
     with open(path, "ab", buffering=0, opener=_open_private) as log:
-        log.write(text.encode(errors="replace"))
+        log.write(escape_control_chars(text).encode())
     return path
 
 

@@ -68,16 +68,24 @@ def _print_sessions(store: SessionStore, *, as_json: bool) -> None:
 
 
 def _cells(listed: SessionSummary) -> tuple[str, ...]:
+    from localgen.backends.terminal_text import escape_name
+
     changed = datetime.fromtimestamp(listed.changed_s).strftime("%Y-%m-%d %H:%M")
     turns = f"{listed.num_turns:,}"
-    return (str(listed.id), listed.name, turns, listed.model or "default", changed)
+    return (
+        str(listed.id),
+        escape_name(listed.name),
+        turns,
+        escape_name(listed.model or "default"),
+        changed,
+    )
 
 
 def _delete(store: SessionStore, listed: SessionSummary, *, ask: bool) -> None:
-    from localgen.backends.terminal_text import one_line
+    from localgen.backends.terminal_text import escape_name
     from localgen.backends.units import format_count
 
-    name = one_line(listed.name) or str(listed.id)
+    name = escape_name(listed.name) or str(listed.id)
     if ask:
         confirm(f"Delete {name} ({format_count(listed.num_turns, 'turn')})?")
     store.delete(listed.id)

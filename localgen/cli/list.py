@@ -54,6 +54,7 @@ def command(json: JsonFlag = False) -> None:
 
 
 def _print_models(cards: Sequence[ModelCard], *, as_json: bool) -> None:
+    from localgen.backends.terminal_text import escape_name
     from localgen.cli import tables
     from localgen.hub.unfinished import unfinished_downloads
 
@@ -64,11 +65,11 @@ def _print_models(cards: Sequence[ModelCard], *, as_json: bool) -> None:
         return
     cells = [
         (
-            row.name,
+            escape_name(row.name),
             "unknown" if row.size_bytes is None else format_size(row.size_bytes),
             row.source,
             row.state,
-            ", ".join(row.also),
+            ", ".join(map(escape_name, row.also)),
         )
         for row in rows
     ]

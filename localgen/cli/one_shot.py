@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from localgen.backends.terminal_text import escape_control_chars, one_line
+from localgen.backends.terminal_text import ProseStream, one_line
 from localgen.chat import report
 from localgen.chat.conversation import Conversation
 from localgen.chat.parameters import ModelOptions
@@ -51,6 +51,7 @@ def answer_prompt(
             if json_output
             else write_plain_answer(stream, screen.write_text, screen.write_reasoning)
         )
+    screen.end()
     if json_output:
         print(json_text(_json_record(prompt, whole)))
     elif not whole.text.endswith("\n"):
@@ -69,22 +70,27 @@ class _AnswerPrinter:
 
     def __init__(self) -> None:
         self._console = stderr_console()
+        self._reasoning, self._text = ProseStream(), ProseStream()
         self._in_reasoning = False
 
-    def write_reasoning(self, text: str) -> None:
+    def write_reasoning(self, text: str, *, last: bool = False) -> None:
         if self._console.is_terminal:
-            self._in_reasoning = True
-            self._console.print(
-                Text(escape_control_chars(text), style="dim"), end="", soft_wrap=True
-            )
+            self._in_reasoning = not last
+            shown = Text(self._reasoning.feed(text, last=last), style="dim")
+            self._console.print(shown, end="", soft_wrap=True)
 
-    def write_text(self, text: str) -> None:
+    def write_text(self, text: str, *, last: bool = False) -> None:
         if self._in_reasoning:
-            self._in_reasoning = False
+            self.write_reasoning("", last=True)
             self._console.print("\n")
         # escape on a terminal only: files and pipes get the exact text
-        sys.stdout.write(escape_control_chars(text) if sys.stdout.isatty() else text)
+        sys.stdout.write(self._text.feed(text, last=last) if sys.stdout.isatty() else text)
         sys.stdout.flush()
+
+    def end(self) -> None:
+        r"""Write what is left, which is a \r at most."""
+        write = self.write_reasoning if self._in_reasoning else self.write_text
+        write("", last=True)
 
 
 def _discard(_text: str) -> None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 def command(json: JsonFlag = False) -> None:
     """List loaded models: size, memory in use, processor, context and time until unloading."""
+    from localgen.backends.terminal_text import escape_name
     from localgen.cli import tables
     from localgen.client import LocalClient
     from localgen.client.responses import silence_notice
@@ -25,14 +26,14 @@ def command(json: JsonFlag = False) -> None:
         return
     rows = [
         (
-            model.name,
+            escape_name(model.name),
             model.id,
             format_size(model.size_bytes),
             format_size(model.memory_bytes) if model.memory_bytes else "-",
             model.processor or "-",
             f"{model.ctx:,}" if model.ctx else "-",
             _state(model),
-            ", ".join(model.aliases),
+            ", ".join(map(escape_name, model.aliases)),
         )
         for model in running
     ]

@@ -133,7 +133,8 @@ def _try_lock(fd: int) -> bool:
 def _failure_reason(settings: ServerSettings, offset: int) -> str:
     """A full disk, or the last line that the server logged after `offset`, without `error: `."""
     with open(settings.log_path, "rb") as log:
-        log.seek(offset)
+        # a log that has reached its size continues in a new file
+        log.seek(offset if os.fstat(log.fileno()).st_size >= offset else 0)
         lines = log.read().decode(errors="replace").split("\n")
     last = next((line for line in reversed(lines) if line.strip()), "")
     for folder in (settings.runtime_dir, settings.state_dir):

@@ -10,7 +10,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.text import Text
 
-from localgen.backends.terminal_text import escape_control_chars, one_line
+from localgen.backends.terminal_text import ProseStream, one_line
 from localgen.chat import report
 from localgen.repl.live_rows import LiveRows, Row
 from localgen.repl.markdown import render_block, split_blocks
@@ -46,6 +46,7 @@ class LiveAnswer:
         self._done = threading.Event()
         self._render_error: Exception | None = None
         self._unprinted: deque[tuple[str, str]] = deque()  # reasoning, text
+        self._escaped_reasoning, self._escaped_text = ProseStream(), ProseStream()
         self._reasoning = ""
         self._unfinished_text = ""
         self._printed_any = False
@@ -118,8 +119,11 @@ class LiveAnswer:
         """Print the complete reasoning lines and blocks; the rest stays live."""
         while self._unprinted:
             reasoning, text = self._unprinted.popleft()
-            self._reasoning += escape_control_chars(reasoning)
-            self._unfinished_text += escape_control_chars(text)
+            self._reasoning += self._escaped_reasoning.feed(reasoning, last=bool(text))
+            self._unfinished_text += self._escaped_text.feed(text)
+        if last:
+            self._reasoning += self._escaped_reasoning.feed("", last=True)
+            self._unfinished_text += self._escaped_text.feed("", last=True)
         thought = self._take_reasoning_lines(last=last or bool(self._unfinished_text))
         blocks, self._unfinished_text = split_blocks(self._unfinished_text)
         if last:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
-import logging.handlers
 import os
 import socket
 import sys
@@ -23,10 +22,11 @@ from localgen.backends.errors import LocalgenError, ServerUnavailable
 from localgen.backends.terminal_text import one_line
 from localgen.config import ServerSettings
 from localgen.server.http.access import AccessPolicy, open_tcp_socket
+from localgen.server.log_file import LogFile
 from localgen.server.models.engine_process import (
+    LLAMACPP_ENGINE,
     EngineCommand,
     EngineProcess,
-    llamacpp_engine_command,
 )
 from localgen.server.stats.request_log import create_log_formatter
 
@@ -61,7 +61,7 @@ def run_server(
     access: AccessPolicy = AccessPolicy(),
     *,
     idle_exit: bool,
-    engine_command: EngineCommand = llamacpp_engine_command,
+    engine_command: EngineCommand = LLAMACPP_ENGINE,
     model: str | None = None,
 ) -> None:
     """Serve until a signal, a shutdown request or, with idle_exit, the idle timeout.
@@ -101,9 +101,7 @@ def run_server(
 
 def log_to_file(settings: ServerSettings) -> None:
     """Log to the state folder; keep one rotated file."""
-    handler = logging.handlers.RotatingFileHandler(
-        settings.log_path, maxBytes=MAX_LOG_BYTES, backupCount=1
-    )
+    handler = LogFile(settings.log_path, MAX_LOG_BYTES)
     handler.setFormatter(create_log_formatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     # standard error is the same file: what would go there unformatted is logged

@@ -16,7 +16,7 @@ from textual.screen import Screen
 from textual.widgets import TextArea
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
-from localgen.backends.terminal_text import escape_control_chars, one_line
+from localgen.backends.terminal_text import escape_control_chars, escape_name, one_line
 from localgen.chat import commands, saved_chats
 from localgen.tui.base_app import BaseApp
 from localgen.tui.chat import quit_confirmation, slash_commands
@@ -146,7 +146,7 @@ class ChatApp(BaseApp):
             return
         for opened, line in self.session_manager.drain_messages():
             is_current = opened is self.main_screen.current_session
-            name = "" if is_current else f"{opened.name}: "
+            name = "" if is_current else f"{escape_name(opened.name)}: "
             # the status line shows it as well, and a toast covers the answer
             is_in_status = is_current and line == opened.client_message
             self.notify(

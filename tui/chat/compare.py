@@ -19,7 +19,7 @@ from textual.widgets import Button, Static, TextArea
 from localgen.backends import units
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.sampling_params import SamplingParams
-from localgen.backends.terminal_text import one_line
+from localgen.backends.terminal_text import escape_name, one_line
 from localgen.chat import parameters
 from localgen.chat.session_store import SessionRecord
 from localgen.tui.chat.active_session import ActiveSession
@@ -164,7 +164,7 @@ class CompareColumn(Vertical):
         self.active = active
         self.transcript = Transcript()
         self._speed_line = Static("ready", classes="speed", markup=False)
-        self.border_title = Content(one_line(label))
+        self.border_title = Content(escape_name(label))
         self._speed_text = ""
 
     def compose(self) -> ComposeResult:

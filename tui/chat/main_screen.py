@@ -13,7 +13,7 @@ from textual.reactive import reactive
 from textual.screen import Screen
 from textual.widgets import Static, TextArea
 
-from localgen.backends.terminal_text import one_line
+from localgen.backends.terminal_text import escape_name, one_line
 from localgen.chat import commands, report
 from localgen.hub.packaged import default_model
 from localgen.tui.chat.active_session import ActiveSession
@@ -321,7 +321,7 @@ class MainScreen(Screen[None]):
             return
         session = self.current_session.chat
         info = session.model_info
-        model = report.model_line(info) if info is not None else session.name
+        model = report.model_line(info) if info is not None else escape_name(session.name)
         status = self.server_status.label
         title = (f"{self.current_session.name}  {one_line(model)}", status, self.size.width)
         if title == self._shown_title:
@@ -329,7 +329,7 @@ class MainScreen(Screen[None]):
         self._shown_title = title
         left = Content.assemble(
             ("localgen tui", "bold $primary"),
-            (f"  {one_line(self.current_session.name)}", "bold"),
+            (f"  {escape_name(self.current_session.name)}", "bold"),
             (f"  {one_line(model)}", "dim"),
         )
         # the status at the right must not be pushed out by a long name

@@ -6,19 +6,18 @@ from markdown_it import MarkdownIt
 from markdown_it.rules_core import StateCore
 from textual.widgets import Markdown
 
-from localgen.backends.terminal_text import escape_control_chars
+from localgen.backends.terminal_text import ProseStream
 from localgen.chat import markup
 
 # line ends for the widget, but not for its parser
 _LINE_ENDS = str.maketrans({"\u2028": "\n", "\u2029": "\n"})
 
 
-def sanitize_markdown(text: str) -> str:
-    """Escape control characters, and convert line ends that only the widget recognizes.
+class SafeMarkdown(ProseStream):
+    """Escapes control characters, and converts line ends that only the widget recognizes."""
 
-    Works per character, so a stream can be cut anywhere.
-    """
-    return escape_control_chars(text).translate(_LINE_ENDS)
+    def feed(self, piece: str, *, last: bool = False) -> str:
+        return super().feed(piece, last=last).translate(_LINE_ENDS)
 
 
 class ModelMarkdown(Markdown):
@@ -38,7 +37,7 @@ class ModelMarkdown(Markdown):
 
     def __init__(self, text: str | None = None) -> None:
         super().__init__(
-            None if text is None else sanitize_markdown(text),
+            None if text is None else SafeMarkdown().feed(text, last=True),
             parser_factory=_parser,
             open_links=False,
         )

@@ -17,7 +17,7 @@ from textual.widgets import Input, OptionList, ProgressBar, Static
 
 from localgen.backends import units
 from localgen.backends.errors import InvalidRequest, LocalgenError, ModelNotFound
-from localgen.backends.terminal_text import one_line
+from localgen.backends.terminal_text import escape_name, one_line
 from localgen.client import ModelCard, pullable_models
 from localgen.client.pullable_models import PullableModel
 from localgen.tui.chat.active_session import ActiveSession, CommandStopped
@@ -160,7 +160,7 @@ class ModelPicker(Picker[str]):
             self._stop()
             raise
         except PullCancelled:
-            self._show_message(f"stopped: downloading {one_line(name)} again resumes it")
+            self._show_message(f"stopped: downloading {escape_name(name)} again resumes it")
         except ModelNotFound as error:
             await self._offer_pull(name, error)
         except LocalgenError as error:
@@ -182,20 +182,20 @@ class ModelPicker(Picker[str]):
     async def _offer_pull(self, name: str, error: ModelNotFound) -> None:
         if await asyncio.to_thread(self._model_service.can_pull, name):
             self._offered_pull = name
-            self._show_message(f"{one_line(name)} is not installed: Enter again downloads it")
+            self._show_message(f"{escape_name(name)} is not installed: Enter again downloads it")
         else:
             self._show_message(error.message, is_error=True)
 
     def _pull_and_load_in_thread(self, name: str, pull: bool) -> None:
         """Download a model if necessary, then load it; runs in a thread."""
         if pull and self._model_service.can_pull(name):
-            self.call_later(self._show_message, f"looking up {one_line(name)} on the hub")
+            self.call_later(self._show_message, f"looking up {escape_name(name)} on the hub")
             self._model_service.pull(
                 name, lambda here, total: self._on_pull_progress(name, here, total)
             )
         if self._cancelled.is_set():
             raise PullCancelled
-        self.call_later(self._show_message, f"loading {one_line(name)}")
+        self.call_later(self._show_message, f"loading {escape_name(name)}")
         self._model_service.load(name, self._on_load_progress)
 
     def _on_pull_progress(self, name: str, downloaded_bytes: int, total_bytes: int) -> None:
@@ -203,7 +203,7 @@ class ModelPicker(Picker[str]):
             raise PullCancelled
         share = downloaded_bytes / total_bytes if total_bytes else 1.0
         size = f"{units.format_size(downloaded_bytes)} of {units.format_size(total_bytes)}"
-        self.call_later(self._show_progress, share, f"downloading {one_line(name)}: {size}")
+        self.call_later(self._show_progress, share, f"downloading {escape_name(name)}: {size}")
 
     def _on_load_progress(self, fraction: float) -> None:
         self.call_later(self._show_progress, fraction, None)

@@ -15,7 +15,7 @@ from textual.message import Message
 from textual.widgets import OptionList
 from textual.widgets.option_list import Option
 
-from localgen.backends.terminal_text import one_line
+from localgen.backends.terminal_text import escape_name
 from localgen.tui.widgets.text_field import TextField
 
 # Alt+Enter as terminals send it; Textual would read it as Enter
@@ -195,7 +195,7 @@ class CommandSuggestions(OptionList):
 
 
 def _suggestion_content(text: str, meaning: str, width: int) -> Content:
-    name = (f"{one_line(text):<{width}}", "bold $foreground")
+    name = (f"{escape_name(text):<{width}}", "bold $foreground")
     return Content.assemble(name, f"  {meaning}")
 
 

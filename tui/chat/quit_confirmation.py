@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from textual.screen import Screen
 
-from localgen.backends.terminal_text import one_line
+from localgen.backends.terminal_text import escape_name, one_line
 from localgen.tui.chat.model_picker import ModelPicker
 from localgen.tui.chat.session_manager import SessionManager
 from localgen.tui.quantize.runner import QuantizeRunner
@@ -33,7 +33,7 @@ def _unfinished_answers(count: int) -> Iterator[str]:
 
 def _running_commands(manager: SessionManager, screens: Sequence[Screen[object]]) -> Iterator[str]:
     for each in manager.busy_sessions:
-        yield f"{one_line(each.name)}: {one_line(each.running_command)} is still running."
+        yield f"{escape_name(each.name)}: {one_line(each.running_command)} is still running."
     if not manager.busy_sessions and any(
         each.is_busy for each in screens if isinstance(each, ModelPicker)
     ):
@@ -42,10 +42,11 @@ def _running_commands(manager: SessionManager, screens: Sequence[Screen[object]]
 
 def _running_quantization(runner: QuantizeRunner) -> Iterator[str]:
     if runner.current_run is not None and runner.current_run.is_running:
-        name, place = one_line(runner.current_run.name), runner.current_run.step_position
+        name, place = escape_name(runner.current_run.name), runner.current_run.step_position
         yield f"{name} is being quantized ({place}): finished layers are kept and can be resumed."
 
 
 def _unsaved_sessions(manager: SessionManager) -> Iterator[str]:
     for each in manager.unsaved_sessions:
-        yield f"{one_line(each.name)} is not saved and would be lost: {one_line(each.save_error)}."
+        name, why = escape_name(each.name), one_line(each.save_error)
+        yield f"{name} is not saved and would be lost: {why}."

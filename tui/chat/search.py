@@ -14,7 +14,7 @@ from textual.widgets import Input, OptionList, Static
 
 from localgen.backends import units
 from localgen.backends.errors import LocalgenError
-from localgen.backends.terminal_text import one_line
+from localgen.backends.terminal_text import escape_name, one_line
 from localgen.tui.chat.session_manager import MAX_HITS, SearchHit
 from localgen.tui.widgets.picker import Picker
 
@@ -78,7 +78,7 @@ class SearchScreen(Picker[SearchHit]):
 
 
 def _hit_content(hit: SearchHit, text: str) -> Content:
-    name = one_line(hit.name) or "New session"
+    name = escape_name(hit.name) or "New session"
     where = (
         f"{name} · turn {hit.turn_index + 1}" if hit.turn_index is not None else f"{name} · name"
     )

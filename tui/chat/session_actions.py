@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
-from localgen.backends.terminal_text import one_line
+from localgen.backends.terminal_text import escape_name, one_line
 from localgen.chat import commands, saved_chats
 from localgen.chat.conversation import transcript_markdown
 from localgen.chat.session_store import SessionRecord
@@ -122,7 +122,7 @@ class SessionActions:
 
     async def delete(self, session_id: int) -> None:
         """Delete a session after confirmation."""
-        name = one_line(self._session_name(session_id)) or UNNAMED_SESSION
+        name = escape_name(self._session_name(session_id)) or UNNAMED_SESSION
         question = f"Delete “{name}”? F9 restores it until you quit."
         if not await self._main_screen.app.push_screen_wait(
             ConfirmDialog(question, yes="Delete", no="Keep")

@@ -12,7 +12,7 @@ from textual.widgets import OptionList
 from textual.widgets.option_list import Option
 
 from localgen.backends import units
-from localgen.backends.terminal_text import one_line
+from localgen.backends.terminal_text import escape_name
 from localgen.tui.chat.active_session import UNNAMED_SESSION
 
 # mouse links at the bottom of the list
@@ -107,11 +107,11 @@ class SessionList(OptionList):
     def _row_content(self, row: SessionRow) -> Content:
         mark = "▌" if row.id == self._current else " "
         about = [
-            one_line(row.model),
+            escape_name(row.model),
             *([units.format_count(row.num_turns, "turn")] if row.num_turns else []),
         ]
         second = (f"▸ {row.activity}", "$success") if row.activity else (" · ".join(about), "dim")
-        name = one_line(row.name) or UNNAMED_SESSION
+        name = escape_name(row.name) or UNNAMED_SESSION
         return Content.assemble(
             (mark, "$primary"), (name, "bold" if row.id == self._current else ""), "\n",
             (mark, "$primary"), second,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
-from localgen.backends.terminal_text import collapse
+from localgen.backends.terminal_text import collapse, escape_name
 from localgen.chat.conversation import Conversation, Turn
 from localgen.chat.session_store import SessionGone, SessionRecord, SessionSummary
 from localgen.tui.chat.active_session import ActiveSession, AppContext
@@ -210,7 +210,7 @@ class SessionManager:
         if not wanted:
             return []
         hits = [
-            SearchHit(listed.id, listed.name, None, listed.name)
+            SearchHit(listed.id, listed.name, None, escape_name(listed.name))
             for listed in self.summaries
             if wanted in listed.name.casefold()
         ]

@@ -10,7 +10,7 @@ from textual.widgets.markdown import MarkdownStream
 
 from localgen.backends.terminal_text import escape_control_chars
 from localgen.chat.conversation import Turn
-from localgen.tui.chat.markdown import ModelMarkdown, sanitize_markdown
+from localgen.tui.chat.markdown import ModelMarkdown, SafeMarkdown
 
 _PROMPT_LINES = 12
 _PROMPT_CHARS = 2_000
@@ -36,6 +36,7 @@ class TurnView(Vertical):
         self.turn = turn
         self._reasoning = turn.reasoning
         self._stream: MarkdownStream | None = None
+        self._safe = SafeMarkdown()
         self._reasoning_text = Static(markup=False)
         self._reasoning_box = Collapsible(self._reasoning_text, collapsed=True)
         self._answer_markdown = ModelMarkdown(turn.answer)
@@ -57,12 +58,13 @@ class TurnView(Vertical):
         if text:
             if self._stream is None:
                 self._stream = Markdown.get_stream(self._answer_markdown)
-            await self._stream.write(sanitize_markdown(text))
+            await self._stream.write(self._safe.feed(text))
 
     async def finish(self, turn: Turn) -> None:
         """Complete the answer and show its summary."""
         self.turn = turn
         if self._stream is not None:
+            await self._stream.write(self._safe.feed("", last=True))
             await self._stream.stop()
             self._stream = None
         self._show_summary()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import TypeVar
 
-from localgen.backends.terminal_text import one_line
+from localgen.backends.terminal_text import escape_name
 from localgen.client.snapshot import ModelCounters, ModelSnapshot, ServerSnapshot
 from localgen.tui.gauges.samples import (
     BandwidthSample,
@@ -159,7 +159,7 @@ class SampleBuilder:
             TimeSeriesBuffer(),
         )
         return LatencySample(
-            model=one_line(model.name),
+            model=escape_name(model.name),
             ttft=model.ttft,
             itl=model.itl,
             ttft_series_ms=ttft.values,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from localgen.backends.machine_stats import MachineStats
-from localgen.backends.terminal_text import one_line
+from localgen.backends.terminal_text import escape_name
 from localgen.backends.types import SpeculationStats
 from localgen.client.snapshot import LatencyStats, ModelSnapshot, ServerSnapshot
 
@@ -113,7 +113,7 @@ def model_memory(model: ModelSnapshot) -> ModelMemory:
         return None if tokens is None or per_token is None else tokens * per_token
 
     return ModelMemory(
-        name=one_line(model.name),
+        name=escape_name(model.name),
         state=model.state,
         # rounded as drawn, so that smaller changes cause no repaint
         progress=round(model.progress, 2),

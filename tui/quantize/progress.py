@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from textual.content import Content
 from textual.widgets import Static
 
-from localgen.backends.terminal_text import one_line
+from localgen.backends.terminal_text import escape_name, one_line
 from localgen.tui.gauges.plots import align_ends, bar
 from localgen.tui.quantize.run import QuantizeRun
 from localgen.tui.widgets.numbers import format_bytes, format_duration_s, format_percent
@@ -39,7 +39,7 @@ class ProgressPanel(Static):
 
 
 def _lines(run: QuantizeRun, width: int) -> Iterable[Content]:
-    yield Content.styled(f"{one_line(run.form.model)} → {one_line(run.name)}", "bold")
+    yield Content.styled(f"{escape_name(run.form.model)} → {escape_name(run.name)}", "bold")
     yield Content("")
     step = "stopping" if run.is_stopping else run.step_status
     remaining_s = run.remaining_s  # read once: the worker's thread may reset it

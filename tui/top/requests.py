@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from localgen.backends.machine_stats import EndedRequest
-from localgen.backends.terminal_text import one_line
+from localgen.backends.terminal_text import escape_name, one_line
 from localgen.backends.types import RequestPhases, SequenceStats
 from localgen.client.snapshot import ServerSnapshot
 from localgen.tui.widgets.numbers import (
@@ -163,7 +163,7 @@ def request_rows(snapshot: ServerSnapshot, *, include_ended: bool) -> list[Reque
     if snapshot.models and not models and snapshot.finished_requests is None:
         return None
     rows = [
-        _live_row(sequence, one_line(model.name))
+        _live_row(sequence, escape_name(model.name))
         for model in models
         for sequence in model.sequences or ()
     ]
@@ -210,7 +210,7 @@ def _live_row(sequence: SequenceStats, model: str) -> RequestRow:
 def _ended_row(ended: EndedRequest) -> RequestRow:
     return RequestRow(
         id=ended.request_id,
-        model=one_line(ended.model),
+        model=escape_name(ended.model),
         client=one_line(ended.client),
         state=one_line(ended.outcome).replace("_", " "),
         is_live=False,

@@ -10,7 +10,7 @@ from textual.content import Content
 from textual.widgets import OptionList
 from textual.widgets.option_list import Option
 
-from localgen.backends.terminal_text import one_line
+from localgen.backends.terminal_text import escape_name, one_line
 from localgen.tui.widgets.dialog import Dialog
 
 _Item = TypeVar("_Item")
@@ -82,4 +82,4 @@ def matches_query(text: str, query: str) -> bool:
 def name_row(name: str, description: str, *, is_current: bool, style: str = "bold") -> Content:
     """A picker row: name and description, with a mark if it is the current one."""
     mark = "● " if is_current else "  "
-    return Content.assemble(mark, (one_line(name), style), (f"  {one_line(description)}", "dim"))
+    return Content.assemble(mark, (escape_name(name), style), (f"  {one_line(description)}", "dim"))

@@ -12,13 +12,15 @@ import socket
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
+from localgen.backends.messages import start_process
 from localgen.machine.python_process import python_command, python_environment
 
-# (file descriptor of the inherited socket) -> command line of the engine
-EngineCommand = Callable[[int], list[str]]
+# command line, without the descriptor of the inherited socket, which follows
+EngineCommand = list[str]
+LLAMACPP_ENGINE: EngineCommand = python_command("localgen.backends.llamacpp")
+CUDA_ENGINE: EngineCommand = python_command("localgen.backends.cuda")
 
 # how long a thread of GCC's OpenMP waits at a barrier before it sleeps, about 0.1 ms: thirty times
 # less than its default, which takes the core from a thread that the others wait for
@@ -32,16 +34,6 @@ _KILL_TIMEOUT_S = 1.0
 _log = logging.getLogger("localgen.engine")
 
 
-def llamacpp_engine_command(fd: int) -> list[str]:
-    """The engine for GGUF models."""
-    return python_command("localgen.backends.llamacpp", str(fd))
-
-
-def cuda_engine_command(fd: int) -> list[str]:
-    """The engine for NVIDIA GPUs."""
-    return python_command("localgen.backends.cuda", str(fd))
-
-
 @dataclass(frozen=True, slots=True)
 class EngineProcess:
     """A started process, its output pipe, and the server's end of its socket."""
@@ -52,19 +44,16 @@ class EngineProcess:
     @classmethod
     def start(cls, command: EngineCommand) -> EngineProcess:
         """Start an engine that waits for a load request, in a new session: Ctrl+C skips it."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = subprocess.Popen(
-                command(theirs.fileno()),
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env=_engine_environment(),
-            )
-        ours.setblocking(False)
-        return cls(process, ours)
+        process, messages = start_process(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=_engine_environment(),
+        )
+        messages.sock.setblocking(False)
+        return cls(process, messages.sock)
 
     @property
     def pid(self) -> int:
@@ -116,7 +105,7 @@ class EngineStarter:
     def start(self, backend: str) -> EngineProcess:
         """Return a running engine of the backend that waits for a model."""
         if backend == "cuda":
-            return EngineProcess.start(cuda_engine_command)
+            return EngineProcess.start(CUDA_ENGINE)
         spare, self._spare = self._spare, None
         if spare is not None and spare.is_running():
             return spare

@@ -26,10 +26,10 @@ from localgen.placement.backend_choice import Hardware, detect_hardware
 from localgen.server.models.draft_choice import DraftChoice, resolve_draft_model
 from localgen.server.models.engine_pool import EnginePool, OnLoad
 from localgen.server.models.engine_process import (
+    LLAMACPP_ENGINE,
     EngineCommand,
     EngineProcess,
     EngineStarter,
-    llamacpp_engine_command,
 )
 from localgen.server.models.memory_budget import MemoryBudget
 from localgen.server.models.resident import (
@@ -48,7 +48,7 @@ class ModelManager:
         self,
         settings: ServerSettings,
         *,
-        engine_command: EngineCommand = llamacpp_engine_command,
+        engine_command: EngineCommand = LLAMACPP_ENGINE,
         spare: EngineProcess | None = None,
         resolve_file: Callable[..., ModelFile] = resolve_model,
         probe_hardware: Callable[[], Hardware] = detect_hardware,
