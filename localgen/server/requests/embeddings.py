@@ -111,6 +111,9 @@ async def compute_embeddings(
     except LocalgenError as error:
         entry.outcome = error.code
         raise
+    except Exception:
+        entry.outcome = LocalgenError.code
+        raise
     finally:
         journal.close(entry)
 
@@ -173,5 +176,4 @@ class EmbeddingResponse(Response):
             await response(scope, receive, send)
 
     def _render(self, vectors: EmbeddingVectors) -> Response:
-        headers = {"X-Request-Id": self._job.request.id}
-        return Response(encode_json(self._build_body(vectors)), 200, headers, "application/json")
+        return Response(encode_json(self._build_body(vectors)), media_type="application/json")
