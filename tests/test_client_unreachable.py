@@ -45,6 +45,7 @@ from localgen.client import (
     local_client,
     server_watch,
 )
+from localgen.client.errors import ServerNotAnswering
 from localgen.client.launch import read_server_pid, start_lock
 from localgen.client.server_monitor import LocalServerMonitor
 from localgen.config import BadSetting, ServerSettings
@@ -153,6 +154,22 @@ def test_a_stopped_server_is_named_by_every_command(
         with pytest.raises(ServerUnavailable, match="does not answer"):
             next(LocalServerMonitor(served.settings).snapshots())
     assert run_command_line(["stop"]) == 0
+
+
+@pytest.mark.usefixtures("quick_health")
+def test_statistics_do_not_wait_for_a_stopped_server(served: ServerHarness) -> None:
+    client, raised = LocalClient(served.settings), list[LocalgenError]()
+
+    def ask() -> None:
+        try:
+            client.stats()
+        except LocalgenError as error:
+            raised.append(error)
+
+    with contextlib.closing(client), stopped(served.start().pid):
+        asking = in_thread(ask)
+        asking.join(timeout=20)
+        assert [type(error) for error in raised] == [ServerNotAnswering]
 
 
 @pytest.fixture

@@ -17,13 +17,14 @@ import pytest
 from fake_server import ENGINE
 from serving import settings_in, wait_until
 
+from localgen.backends.errors import LoadFailed
 from localgen.backends.model_info import LoadOptions
 from localgen.placement.backend_choice import Hardware, detect_hardware
 from localgen.placement.footprint import estimate_footprint
 from localgen.server.models import engine_pool
 from localgen.server.models.engine_process import EngineProcess
 from localgen.server.models.manager import ModelManager
-from localgen.server.models.resident import ResidentModel
+from localgen.server.models.resident import ResidentModel, model_id
 
 # minimum memory of a model, however small its file
 LEAST = estimate_footprint(0, None).need_bytes()
@@ -160,6 +161,36 @@ def test_a_server_exits_although_an_engine_does_not(tmp_path: Path) -> None:
         with stopped(await models.use("a")):
             await models.manager.close()
             assert models.loaded == []
+
+    play(script())
+
+
+def test_an_engine_that_does_not_start_fails_the_load(tmp_path: Path) -> None:
+    models = Models(tmp_path)
+    missing = str(tmp_path / "no-such-program")
+    models.manager = ModelManager(settings_in(tmp_path), engine_command=[missing])
+
+    async def script() -> None:
+        for _ in range(2):
+            with pytest.raises(LoadFailed, match="cannot load a: its engine process does not"):
+                await models.use("a")
+        assert models.loaded == []
+        await models.manager.close()
+
+    play(script())
+
+
+def test_the_id_of_a_loaded_model_is_that_of_its_file_at_load(tmp_path: Path) -> None:
+    models = Models(tmp_path)
+
+    async def script() -> None:
+        async with models.hold("a") as held:
+            known = held.id
+            assert known == model_id(held.file)
+            Path(models.path("a")).unlink()
+            assert held.id == known
+            assert await models.manager.unload(known)
+        await models.manager.close()
 
     play(script())
 

@@ -10,8 +10,9 @@ import pytest
 from ollama._types import ChatResponse
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.types import Delta, Finished, Timings, ToolCallDelta
+from localgen.backends.types import Delta, Finished, Timings, ToolCall, ToolCallDelta
 from localgen.server.ollama import options
+from localgen.server.ollama.messages import serialize_tool_calls
 from localgen.server.ollama.models import gpu_fraction
 from localgen.server.ollama.responses import OllamaSerializer, chat_content, generate_content
 from localgen.server.ollama.schema import OllamaChatRequest, OllamaGenerateRequest
@@ -156,6 +157,11 @@ def test_truncated_tool_call_is_text() -> None:
     (line,) = (ChatResponse(**line) for line in printer.choice_end(0, END))  # type: ignore[arg-type]
     assert line.message.tool_calls is None
     assert line.message.content == 'add {"a": '
+
+
+def test_a_deeply_nested_tool_call_is_text() -> None:
+    arguments = "[" * 100_000
+    assert serialize_tool_calls([ToolCall("a", "add", arguments)]) == (f"add {arguments}", [])
 
 
 def test_pieces_of_a_generation() -> None:

@@ -18,10 +18,11 @@ from pull_fixtures import CONTENT, Q4, REPO, environment, hub, random_bytes
 from real_server import RealServer, real_server
 from serving import settings_in, wait_until
 
-from localgen.hub.hf_client import forward_warnings
+from localgen.hub import pull
+from localgen.hub.hf_client import Notify, forward_warnings
 from localgen.server.models.manager import ModelManager
 from localgen.server.ollama import routes
-from localgen.server.ollama.pull import PullEvent, _progress_events
+from localgen.server.ollama.pull import PullEvent, _progress_events, stream_pull
 from localgen.server.stats.request_log import RequestLog
 
 __all__ = ["hub"]
@@ -161,8 +162,6 @@ def test_delete_takes_it_from_the_disk(client: ollama.Client, tmp_path: Path) ->
 
 
 def test_progress_is_told_by_file(hub: LoopbackHub) -> None:
-    from localgen.hub import pull
-
     files = {
         f"m-Q8_0-0000{i}-of-00003.gguf": random_bytes(size, i)
         for i, size in ((1, 90), (2, 50), (3, 70))
@@ -178,6 +177,29 @@ def test_progress_is_told_by_file(hub: LoopbackHub) -> None:
     assert told(30, 90) == [(90, 90), (50, 0)]
     assert told(90, 160) == [(50, 50), (70, 20)]
     assert told(-1, 210) == [(90, 90), (50, 50), (70, 70)]
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_what_a_short_pull_says_is_told(monkeypatch: pytest.MonkeyPatch, is_cached: bool) -> None:
+    class Plan:
+        quant_reason, files, size_bytes = "", (), 0
+
+    def plan_pull(name: str, notify: Notify, **options: object) -> Plan:
+        notify("waiting for the hub")
+        return Plan()
+
+    def run_pull(plan: Plan, on_bytes: object, notify: Notify) -> None:
+        notify("the connection was lost, resuming the download")
+
+    Plan.is_cached = is_cached  # type: ignore[attr-defined]
+    monkeypatch.setattr(pull, "plan_pull", plan_pull)
+    monkeypatch.setattr(pull, "run_pull", run_pull)
+
+    async def read() -> list[object]:
+        return [event["status"] async for event in stream_pull("acme/M-GGUF")]
+
+    lost = [] if is_cached else ["the connection was lost, resuming the download"]
+    assert asyncio.run(read()) == ["pulling manifest", "waiting for the hub", *lost, "success"]
 
 
 def test_threads_hear_what_their_own_calls_say() -> None:

@@ -14,24 +14,41 @@ from hypothesis import strategies as st
 from sandboxed import Probe
 
 from localgen.backends.engine.preparation import (
-    AnyRequest,
     Delivery,
     PreparationQueue,
     Prepared,
     Preparer,
 )
+from localgen.backends.engine.preparation_costs import (
+    FAST_S,
+    LONG_CHARS,
+    AnyRequest,
+    PreparationCosts,
+)
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.runner.sequence import Sequence
-from localgen.backends.sampling_params import BASE_SAMPLING
+from localgen.backends.sampling_params import BASE_SAMPLING, SamplingParams
 from localgen.backends.sandbox import Sandbox
 from localgen.backends.sandbox_worker import CallLimits
-from localgen.backends.types import EmbedRequest, Failed, Finished, Request
+from localgen.backends.types import (
+    EmbedRequest,
+    Failed,
+    Finished,
+    Message,
+    Request,
+    Tool,
+)
 
 ENOUGH_S = 60.0
 
 
 def request(client: str, number: int = 0) -> Request:
     return Request(id=f"{client}{number}", prompt="a", client=client)
+
+
+def constrained(client: str, grammar: str = "root ::= [a]") -> Request:
+    params = SamplingParams(grammar=grammar)
+    return Request(id=f"{client} {grammar}", prompt="a", params=params, client=client)
 
 
 def sequence(request: AnyRequest) -> Sequence:
@@ -79,6 +96,19 @@ def test_one_request_of_a_client_at_a_time() -> None:
     assert waiting.take() == request("a", 1)
 
 
+def test_of_those_that_may_take_long_one_at_a_time() -> None:
+    waiting = PreparationQueue(max_long=1)
+    for client in "ab":
+        waiting.put(request(client), may_take_long=True)
+    waiting.put(request("c"))
+    first = waiting.take()
+    assert first == request("a")
+    assert waiting.take() == request("c")
+    assert waiting.take() is None
+    waiting.done(first)
+    assert waiting.take() == request("b")
+
+
 @given(st.data())
 def test_every_request_is_taken_once_and_none_waits_for_more_than_the_others(
     data: st.DataObject,
@@ -113,6 +143,40 @@ def test_every_request_is_taken_once_and_none_waits_for_more_than_the_others(
     assert not waiting
 
 
+# -- costs ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (request("a"), False),
+        (Request(id="a", prompt="a" * LONG_CHARS), False),
+        (Request(id="a", prompt="a" * (LONG_CHARS + 1)), True),
+        (Request(id="a", prompt_tokens=(1,) * (LONG_CHARS + 1)), True),
+        (Request(id="a", messages=(Message("user", "a" * (LONG_CHARS + 1)),)), True),
+        (Request(id="a", messages=(Message("user", "a"),) * 16_000), True),
+        (Request(id="a", messages=(Message("user", "a"),) * 100), False),
+        (Request(id="a", messages=(), tools=(Tool("f"),)), True),
+        (Request(id="a", prompt="a", params=SamplingParams(regex="a")), True),
+        (Request(id="a", prompt="a", params=SamplingParams(json_schema="{}")), True),
+        (constrained("a"), True),
+        (EmbedRequest(id="a", inputs=("a",)), False),
+        (EmbedRequest(id="a", inputs=("a" * LONG_CHARS, (1,))), True),
+    ],
+)
+def test_what_may_take_long(given: AnyRequest, expected: bool) -> None:
+    assert PreparationCosts().may_take_long(given) is expected
+
+
+def test_a_constraint_that_was_fast_is_known() -> None:
+    costs = PreparationCosts()
+    costs.record(constrained("a"), FAST_S * 2)
+    assert costs.may_take_long(constrained("a"))
+    costs.record(constrained("a"), FAST_S / 2)
+    assert not costs.may_take_long(constrained("b"))
+    assert costs.may_take_long(constrained("b", "root ::= [b]"))
+
+
 # -- threads ----------------------------------------------------------------------------------
 
 
@@ -135,6 +199,11 @@ class Scene:
 
     def next(self) -> Delivery:
         return self.delivered.get(timeout=ENOUGH_S)
+
+    def next_client(self) -> str:
+        found = self.next()
+        assert isinstance(found, Sequence)
+        return found.client
 
 
 @pytest.fixture
@@ -160,6 +229,35 @@ def test_a_slow_client_does_not_delay_others(scene: Scene) -> None:
         f"slow{number}" for number in range(5)
     ]
     assert scene.preparer.is_idle
+
+
+def test_clients_whose_requests_may_take_long_do_not_delay_others(scene: Scene) -> None:
+    names = [f"slow{number}" for number in range(5)]
+    for name in names:
+        scene.preparer.submit(constrained(name))
+    scene.preparer.submit(request("fast"))
+    assert scene.next_client() == "fast"
+    scene.go.set()
+    assert [scene.next_client() for _ in names] == names
+    assert scene.preparer.is_idle
+
+
+def test_a_known_constraint_does_not_wait_for_others() -> None:
+    go = threading.Event()
+
+    def prepare(given: AnyRequest) -> Prepared:
+        assert given.client != "slow" or go.wait(ENOUGH_S)
+        return sequence(given)
+
+    scene = Scene(prepare)
+    scene.preparer.submit(constrained("known"))
+    assert scene.next_client() == "known"
+    scene.preparer.submit(constrained("slow", "root ::= [b]"))
+    scene.preparer.submit(constrained("known"))
+    assert scene.next_client() == "known"
+    go.set()
+    assert scene.next_client() == "slow"
+    scene.preparer.close()
 
 
 def test_a_cancelled_request_is_not_prepared(scene: Scene) -> None:

@@ -272,6 +272,43 @@ def test_slow_request_times_out() -> None:
         assert '"code":"timeout"' in streamed.text
 
 
+def test_slow_load_times_out() -> None:
+    with tcp_server(timeout_s=0.5) as opened:
+        loading = opened.harness.named("loading", load_s=3600)
+        reply = opened.http.post("/v1/chat/completions", json=chat_body(loading))
+        assert (reply.status_code, code(reply)) == (504, "timeout")
+        assert "while loading was loading, which goes on" in reply.text
+        embedding = {"model": loading, "input": "a"}
+        assert code(opened.http.post("/v1/embeddings", json=embedding)) == "timeout"
+        assert opened.harness.loaded() == ["loading"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/health", 200),
+        ("GET", "/v1/models", 200),
+        ("GET", "/no/such/path", 404),
+        ("GET", "/v1/chat/completions", 405),
+        ("POST", "/v1/chat/completions", 400),
+        ("POST", "/api/chat", 400),
+    ],
+)
+def test_every_response_has_an_id(keyless: TcpServer, method: str, path: str, status: int) -> None:
+    replies = [keyless.http.request(method, path, content=b"{}") for _ in range(2)]
+    assert [reply.status_code for reply in replies] == [status] * 2
+    first, second = (reply.headers.get_list("x-request-id") for reply in replies)
+    assert len(first) == len(second) == 1
+    assert first != second
+
+
+def test_a_refused_request_has_an_id() -> None:
+    with tcp_server(keys=[KEY]) as opened:
+        reply = opened.chat()
+        assert reply.status_code == 401
+        assert len(reply.headers["x-request-id"]) == 24
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org"])
 def test_access_from_other_machines_requires_a_key(host: str) -> None:
     with pytest.raises(BadSetting, match="--api-key"):

@@ -66,6 +66,14 @@ def test_every_kind_of_input(shared: ServerHarness, given: Any, texts: list[Any]
     assert len(reply.headers["x-request-id"]) == 24
 
 
+def test_ollama_durations_include_the_load(served: ServerHarness) -> None:
+    body = {"model": served.named("slow", load_s=0.5), "input": "hello"}
+    first, second = (served.http.post("/api/embed", json=body).json() for _ in range(2))
+    assert first["total_duration"] >= first["load_duration"] > 0.4e9
+    assert second["total_duration"] >= second["load_duration"] > 0
+    assert second["load_duration"] < first["load_duration"]
+
+
 def test_base64_is_little_endian_float32(shared: ServerHarness) -> None:
     body = ask(shared, shared.model(), input=["hello", "hi"], encoding_format="base64").json()
     for entry, text in zip(body["data"], ["hello", "hi"], strict=True):

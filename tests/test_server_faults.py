@@ -234,6 +234,21 @@ def test_sigterm_tells_those_that_take_too_long(served: ServerHarness) -> None:
     assert process.wait(timeout=5) == 0
 
 
+def test_statistics_are_streamed_until_the_server_exits(served: ServerHarness) -> None:
+    process = served.start()
+    model = served.model(token_s=0.05)
+    stream = served.events(model)
+    next(stream)
+    with ServerHarness(served.folder).http as http:
+        http.get("/health")  # new connections go to the next server
+        process.terminate()
+        wait_until(lambda: http.get("/health").status_code == 503)
+        reply = http.get("/v1/stats?stream=true")
+    assert reply.status_code == 200
+    assert '"status":"stopping"' in reply.text
+    stream.close()
+
+
 def test_a_killed_server_takes_its_engines_along(served: ServerHarness) -> None:
     process = served.start()
     model = served.model()

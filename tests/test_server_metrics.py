@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
 from collections.abc import Iterator
+from functools import partial
+from typing import Any, cast
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serving import ServerHarness, chat_body, server_harness, wait_until
 
-from localgen.server.stats.request_log import create_log_formatter
+from localgen.backends.types import EmbedRequest, Request
+from localgen.server.models.manager import ModelManager
+from localgen.server.openai.responses import CompletionSerializer
+from localgen.server.requests.embeddings import EmbeddingJob, compute_embeddings
+from localgen.server.requests.generation import GenerationJob, GenerationResponse
+from localgen.server.stats.recent_requests import RecentRequests
+from localgen.server.stats.request_log import RequestLog, create_log_formatter
 
 GAUGES = {
     *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_threads"),
@@ -117,6 +126,12 @@ def test_unknown_model_names_are_not_labels(served: ServerHarness) -> None:
     assert "model=no-such-model" in log(served)[-1]
 
 
+def test_the_id_of_an_error_is_in_its_headers_and_the_log(served: ServerHarness) -> None:
+    name = served.chat("no-such-model").headers["x-request-id"]
+    ended(served, 1)
+    assert f"id={name}" in log(served)[-1]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_id_of_an_answer_is_in_its_headers_and_the_log(
     served: ServerHarness, stream: bool
@@ -131,6 +146,36 @@ def test_the_id_of_an_answer_is_in_its_headers_and_the_log(
     assert fields["outcome"] == "stop"
     assert {"queue_ms", "template_ms", "prefill_ms", "decode_ms"} <= fields.keys()
     assert {"cached_tokens", "new_tokens", "answer_tokens"} <= fields.keys()
+
+
+class BrokenManager:
+    def acquire(self, *arguments: object, **options: object) -> None:
+        raise RuntimeError("a defect")
+
+
+def test_an_internal_error_is_no_client_that_left() -> None:
+    recent = RecentRequests()
+    journal, manager = RequestLog([recent]), cast(ModelManager, BrokenManager())
+    request = EmbedRequest(id="a", inputs=("x",))
+    embedding = EmbeddingJob(model="m", account="", timeout_s=None, request=request)
+    with pytest.raises(RuntimeError):
+        asyncio.run(compute_embeddings(manager, journal, embedding))
+    generation = GenerationJob(
+        id="b",
+        model="m",
+        account="",
+        timeout_s=None,
+        requests=(Request(id="b", prompt="x"),),
+        stream=False,
+        make_serializer=partial(CompletionSerializer.from_metadata, include_usage=False),
+    )
+
+    async def unused(*message: object) -> Any:
+        raise AssertionError
+
+    with pytest.raises(RuntimeError):
+        asyncio.run(GenerationResponse(manager, journal, generation)({}, unused, unused))
+    assert [end.outcome for end in recent.requests()] == ["internal_error"] * 2
 
 
 def ended(served: ServerHarness, count: int) -> None:

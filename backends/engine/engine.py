@@ -12,7 +12,8 @@ from localgen.backends.engine.embeddings import EmbeddingScheduler, EmbeddingTas
 from localgen.backends.engine.input_processor import InputProcessor
 from localgen.backends.engine.outbox import Outbox
 from localgen.backends.engine.output_processor import OutputProcessor
-from localgen.backends.engine.preparation import AnyRequest, Prepared, Preparer
+from localgen.backends.engine.preparation import Prepared, Preparer
+from localgen.backends.engine.preparation_costs import AnyRequest
 from localgen.backends.engine.scheduler import Scheduler, SequenceOutput
 from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.engine.speculation.policy import Speculation
@@ -40,7 +41,7 @@ from localgen.backends.types import (
 STATS_INTERVAL_S = 0.25
 # idle engines publish too: the server takes one that sends nothing for twice as long for silent
 IDLE_STATS_INTERVAL_S = 5.0
-# one for a client whose requests take long to prepare, one for the others
+# one for requests that may take long to prepare, one for the others
 _PREPARATION_THREADS = 2
 _CANNOT_REWIND = (
     "impossible: computed tokens cannot be removed from the KV cache "

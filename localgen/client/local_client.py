@@ -17,7 +17,7 @@ from localgen.backends.errors import LocalgenError, ServerUnavailable
 from localgen.backends.model_info import LoadOptions, ModelInfo
 from localgen.client.client import Client
 from localgen.client.connection import HEALTH_TIMEOUT_S, LocalConnection, ServerResponse
-from localgen.client.errors import ErrorResponse, ServerNotAnswering
+from localgen.client.errors import LIST_TIMEOUT_S, ErrorResponse, ServerNotAnswering
 from localgen.client.launch import (
     SERVER_COMMAND,
     ServerKilled,
@@ -153,17 +153,17 @@ class LocalClient(Client):
         """Installed and loaded models, and aliases of them. Does not start a server."""
         if self.health() is None:
             return installed_cards()
-        return self._get("models", ModelList).cards()
+        return self._decode(self._get_body("models", LIST_TIMEOUT_S), ModelList).cards()
 
     def running_models(self) -> list[RunningModel]:
         """The loaded models; none without a server."""
         if self.health() is None:
             return []
-        return self._get("stats", RunningModels).models
+        return self._decode(self._get_body("stats", HEALTH_TIMEOUT_S), RunningModels).models
 
     def stats(self) -> dict[str, Any]:
         """Server and models at this moment. Raises ServerUnavailable if no server runs."""
-        body = self._get_body("stats")
+        body = self._get_body("stats", HEALTH_TIMEOUT_S)
         self._decode(body, Stats)
         return self._decode(body, dict[str, Any])
 
@@ -274,11 +274,8 @@ class LocalClient(Client):
                 raise self._connection.errors.stream_error(event)
             yield self._decode(event, kind)
 
-    def _get(self, path: str, kind: type[_Reply]) -> _Reply:
-        return self._decode(self._get_body(path), kind)
-
-    def _get_body(self, path: str) -> bytes:
-        with self._connection.get(path, None) as reply:
+    def _get_body(self, path: str, timeout_s: float) -> bytes:
+        with self._connection.get(path, timeout_s) as reply:
             return self._accepted(reply).read()
 
     def _command(self, path: str, body: dict[str, Any], kind: type[_Reply]) -> _Reply:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import localgen
 from localgen.backends.errors import LocalgenError
@@ -78,17 +79,28 @@ def create_app(
     _add_request_routes(app, manager)
     _add_server_routes(app, state, request_shutdown, is_shutting_down)
     app.include_router(OllamaApi(manager, journal, access.timeout_s).router())
-    return _with_arrival_time(GuardMiddleware(app, access, rates))
+    return _with_arrival(GuardMiddleware(app, access, rates))
 
 
-def _with_arrival_time(app: ASGIApp) -> ASGIApp:
-    """Record the arrival time before the body is read, so that TTFT includes reading it."""
+def _with_arrival(app: ASGIApp) -> ASGIApp:
+    """Record the arrival time before the body is read, so that TTFT includes reading it.
 
-    async def timed(scope: Scope, receive: Receive, send: Send) -> None:
+    Gives each request an id, which every response has as X-Request-Id.
+    """
+
+    async def arrive(scope: Scope, receive: Receive, send: Send) -> None:
         scope["arrived_s"] = time.monotonic()
-        await app(scope, receive, send)
+        scope["request_id"] = request_id = uuid.uuid4().hex[:24]
 
-    return timed
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                name = (b"x-request-id", request_id.encode())
+                message = {**message, "headers": [*message.get("headers", ()), name]}
+            await send(message)
+
+        await app(scope, receive, send_with_id)
+
+    return arrive
 
 
 def _engine_stats(manager: ModelManager) -> Iterator[tuple[str, EngineStats]]:
@@ -277,9 +289,10 @@ def _add_server_routes(
         return _json_response({"status": "shutting down"})
 
     async def snapshots(with_paths: bool) -> AsyncGenerator[dict[str, Any], None]:
+        yield state.stats(with_paths=with_paths)
         while not is_shutting_down():
-            yield state.stats(with_paths=with_paths)
             await asyncio.sleep(STATS_PERIOD_S)
+            yield state.stats(with_paths=with_paths)
 
 
 def _add_error_handlers(app: FastAPI) -> None:

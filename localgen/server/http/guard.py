@@ -22,6 +22,8 @@ from localgen.server.requests.caller import KEY_ACCOUNT_PREFIX, is_local_request
 
 # a request body must arrive within this time
 BODY_TIMEOUT_S = 60.0
+# below this size, parsing takes a few milliseconds at most
+LARGE_BODY_BYTES = 1 << 14
 # how much of a rejected body is read after the response: closing a connection with unread bytes
 # resets it, and the client may lose the response
 _LINGER_BYTES = 1 << 20
@@ -62,6 +64,7 @@ class GuardMiddleware:
     def __init__(self, app: ASGIApp, access: AccessPolicy, rate_limiter: RateLimiter) -> None:
         self._access, self._rate_limiter = access, rate_limiter
         self._app = app
+        self._turns = LargeBodyTurns()
         self._tcp_app: ASGIApp = self._handle_tcp
         if access.cors_origins:
             self._tcp_app = CORSMiddleware(
@@ -75,12 +78,12 @@ class GuardMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["account"] = ""
         if is_local_request(scope):
-            await self._handle(scope, _LimitedBody(receive), send, _require_host)
+            await self._handle(scope, _LimitedBody(receive, self._turns), send, _require_host)
         else:
             await self._tcp_app(scope, receive, send)
 
     async def _handle_tcp(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = _LimitedBody(receive, self._access.max_body_bytes)
+        body = _LimitedBody(receive, self._turns, self._access.max_body_bytes)
         await self._handle(scope, body, send, self._check_access)
 
     async def _handle(
@@ -161,11 +164,32 @@ def _require_host(scope: Scope) -> None:
         raise RequestRefused(400, "invalid_request", message)
 
 
+class LargeBodyTurns:
+    """Hands large bodies to the application one at a time.
+
+    Parsing and validating one blocks the event loop. The next one waits for as long again, in which
+    all other connections are served.
+    """
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+
+    async def next(self) -> None:
+        """Wait for the turn of a body; the caller then parses it before it awaits anything."""
+        await self._lock.acquire()
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        # called once the body is parsed
+        loop.call_soon(lambda: loop.call_later(loop.time() - began_s, self._lock.release))
+
+
 class _LimitedBody:
     """A request body with limits on time, size and JSON elements. max_bytes: None: no limit."""
 
-    def __init__(self, receive: Receive, max_bytes: int | None = None) -> None:
-        self._receive, self._max_bytes = receive, max_bytes
+    def __init__(
+        self, receive: Receive, turns: LargeBodyTurns, max_bytes: int | None = None
+    ) -> None:
+        self._receive, self._turns, self._max_bytes = receive, turns, max_bytes
         self._num_bytes, self._complete, self._receive_started = 0, False, False
         self._parts: list[bytes] = []
         self._deadline_s = asyncio.get_running_loop().time() + BODY_TIMEOUT_S
@@ -194,6 +218,8 @@ class _LimitedBody:
         self._complete = not message.get("more_body", False)
         self._require_size(self._num_bytes)
         if self._complete:
+            if self._num_bytes >= LARGE_BODY_BYTES:
+                await self._turns.next()
             self._require_json_limits()
         return message
 

@@ -340,7 +340,7 @@ class EngineClient(asyncio.Protocol):
             if stream := self._streams.get(delta.request_id):
                 stream.put(delta)
         for done in events.embedded:
-            if waiting := self._pending_embeddings.pop(done.request_id, None):
+            if waiting := self._pop_embedding(done.request_id):
                 waiting.set_result(done)
         for failed in events.failed:
             self._fail_embedding(failed)
@@ -350,8 +350,13 @@ class EngineClient(asyncio.Protocol):
                 stream.put(end)
 
     def _fail_embedding(self, failed: Failed) -> None:
-        if waiting := self._pending_embeddings.pop(failed.request_id, None):
+        if waiting := self._pop_embedding(failed.request_id):
             waiting.set_exception(error_from_code(failed.code, failed.message, failed.param))
+
+    def _pop_embedding(self, request_id: str) -> asyncio.Future[Embedded] | None:
+        """Remove a request and return its future, unless `embed` is about to be cancelled."""
+        waiting = self._pending_embeddings.pop(request_id, None)
+        return None if waiting is None or waiting.done() else waiting
 
     def _fail_load(self, error: LocalgenError) -> None:
         if self._load_future is not None and not self._load_future.done():

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from localgen.backends.errors import LocalgenError
+from localgen.backends.errors import LoadFailed, LocalgenError
 from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.model_info import LoadOptions, ModelInfo, ModelLoadRequest
 from localgen.config import ServerSettings
@@ -98,7 +98,12 @@ class EnginePool:
         return resident
 
     def _start_engine(self, file: ModelFile, placement: Placement) -> EngineClient:
-        process = self._starter.start(placement.backend)
+        try:
+            process = self._starter.start(placement.backend)
+        except OSError as error:
+            raise LoadFailed(
+                f"cannot load {file.name}: its engine process does not start: {error}"
+            ) from error
         engine = EngineClient(process, file.name, lambda: self._on_engine_death(engine))
         return engine
 

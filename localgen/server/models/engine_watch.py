@@ -122,11 +122,11 @@ def silence_s(resident: ResidentModel) -> float | None:
 
 
 def process_usage(pid: int) -> ProcessUsage | None:
-    """Return the CPU time and I/O counters of a process; None if it has ended."""
+    """Return the CPU time and I/O counters of a process; None if it has ended, or if unknown."""
     try:
         process = psutil.Process(pid)
         used = process.cpu_times()
-    except psutil.Error:
+    except (OSError, psutil.Error):  # without free file descriptors, the watch must go on
         return None
     return ProcessUsage(used.user + used.system, _io_counters(process))
 
@@ -135,5 +135,5 @@ def _io_counters(process: psutil.Process) -> tuple[int, ...]:
     """Counters of reads and writes; empty where the system does not tell, as on macOS."""
     try:
         return tuple(process.io_counters())
-    except (AttributeError, psutil.Error):
+    except (AttributeError, OSError, psutil.Error):
         return ()

@@ -126,17 +126,17 @@ class ModelManager:
 
         name: None for the default model. keep_alive: new idle time of the model; None keeps the
         current one, initially that of the settings. allow_paths: accept a path as name; must be
-        False for remote clients. deadline_s: until when to wait for memory of models in use
-        (monotonic seconds); None: for DEFAULT_WAIT_S. on_wait: see MemoryWait.
+        False for remote clients. deadline_s: until when to wait for memory of models in use and
+        for the load (monotonic seconds); None: for DEFAULT_WAIT_S, and until it has ended. on_wait:
+        see MemoryWait.
 
         Raises InvalidRequest for an invalid option, ModelNotFound, ModelBusy if it is loaded with
-        other options, MemoryInUse and QueueFull if it cannot be loaded in time, OutOfMemory,
-        LoadFailed.
+        other options, MemoryInUse and QueueFull if it cannot be loaded in time, TimedOut,
+        OutOfMemory, LoadFailed.
         """
         validate_load_options(options)
-        if deadline_s is None:
-            deadline_s = time.monotonic() + DEFAULT_WAIT_S
-        wait = MemoryWait(deadline_s, on_wait)
+        memory_deadline_s = deadline_s or time.monotonic() + DEFAULT_WAIT_S
+        wait = MemoryWait(memory_deadline_s, on_wait, deadline_s)
         with self.activity():
             resident, info = await self._acquire(name, options, on_progress, allow_paths, wait)
             if keep_alive is not None:
@@ -192,7 +192,7 @@ class ModelManager:
     ) -> ModelInfo | None:
         """Wait for a load. None: it ran out of memory, and there is room for another attempt."""
         try:
-            return await resident.wait_until_loaded(on_progress)
+            return await resident.wait_until_loaded(on_progress, wait.load_deadline_s)
         except OutOfMemory as error:
             make_room = partial(self._make_room, resident, error)
             await self._swap_queue.run(resident.file, make_room, wait)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from localgen.backends.errors import InvalidRequest, ModelBusy
+from localgen.backends.errors import InvalidRequest, ModelBusy, TimedOut
 from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.memory.kv_sizing import require_trained_ctx
 from localgen.backends.memory.load_limits import validate_cache_types
@@ -33,6 +33,7 @@ class ResidentModel:
     """A model with its engine process.
 
     requested_options: options of the request that loaded it, the draft option resolved.
+    id: that of the file when its load began.
     estimated_bytes: RAM estimate until it is loaded; 0 on a GPU. resolved_names: names that resolve
     to this file, each with allow_paths, because `a/b` is a path only for local clients.
     keep_alive_s: idle time until it is unloaded; None: no limit. num_users: requests that hold it.
@@ -47,6 +48,7 @@ class ResidentModel:
     requested_options: LoadOptions
     estimated_bytes: int
     load_future: asyncio.Future[ModelInfo]
+    id: str = field(init=False)
     resolved_names: set[tuple[str, bool]] = field(default_factory=set)
     keep_alive_s: float | None
     num_users: int = 0
@@ -55,6 +57,10 @@ class ResidentModel:
     created_s: float = field(default_factory=time.monotonic)
     loaded_s: float = field(default_factory=time.monotonic)
     last_used_s: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        # once: the disk may change, or not answer any more
+        self.id = model_id(self.file)
 
     @property
     def info(self) -> ModelInfo | None:
@@ -66,10 +72,6 @@ class ResidentModel:
         ):
             return None
         return self.load_future.result()
-
-    @property
-    def id(self) -> str:
-        return model_id(self.file)
 
     @property
     def state(self) -> str:
@@ -92,13 +94,21 @@ class ResidentModel:
         return self.is_idle and self.expires_in_s() == 0
 
     async def wait_until_loaded(
-        self, on_progress: Callable[[ResidentModel], None] | None
+        self,
+        on_progress: Callable[[ResidentModel], None] | None,
+        deadline_s: float | None = None,
     ) -> ModelInfo:
         """Wait for the load. Cancelling the waiter does not cancel it. Raises its error.
 
-        on_progress: called several times a second.
+        on_progress: called several times a second. deadline_s: when TimedOut is raised (monotonic
+        seconds); None: never.
         """
         while not self.load_future.done():
+            if deadline_s is not None and time.monotonic() >= deadline_s:
+                raise TimedOut(
+                    f"the request timed out while {self.file.name} was loading, which goes on: "
+                    "try again later"
+                )
             if on_progress is not None:
                 on_progress(self)
             await asyncio.wait({self.load_future}, timeout=0.1)

@@ -49,12 +49,14 @@ class MustWait(MemoryInUse):
 class MemoryWait:
     """How a request waits.
 
-    deadline_s: monotonic seconds. on_wait: called with the reason when a wait begins, and with an
-    empty text when it ends.
+    deadline_s: until when for memory (monotonic seconds). on_wait: called with the reason when that
+    begins, and with an empty text when it ends. load_deadline_s: until when for the load of its
+    model; None: until that has ended.
     """
 
     deadline_s: float
     on_wait: Callable[[str], None] = lambda reason: None
+    load_deadline_s: float | None = None
 
 
 @dataclass(slots=True, eq=False)

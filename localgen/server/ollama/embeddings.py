@@ -76,12 +76,11 @@ class OllamaEmbeddingsRequest(_OllamaEmbeddingBase):
 
 def ollama_embed_body(model_name: str, vectors: EmbeddingVectors) -> dict[str, Any]:
     """Build the response of /api/embed. model_name: the client's name of the model."""
-    timings = vectors.output.timings
     return {
         "model": model_name,
         "embeddings": vectors.to_array().tolist(),
-        "total_duration": round((timings.queue_ms + timings.prompt_ms) * 1e6),
-        "load_duration": 0,
+        "total_duration": round(vectors.total_ms * 1e6),
+        "load_duration": round(vectors.load_ms * 1e6),
         "prompt_eval_count": vectors.num_tokens,
     }
 

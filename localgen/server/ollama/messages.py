@@ -126,7 +126,7 @@ def serialize_tool_calls(calls: Sequence[ToolCall]) -> tuple[str, list[dict[str,
     for call in calls:
         try:
             arguments = json.loads(call.arguments or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = None
         if isinstance(arguments, dict):
             function = {"name": call.name, "arguments": arguments}

@@ -69,6 +69,8 @@ async def stream_pull(name: str) -> AsyncGenerator[PullEvent, None]:
     yield {"status": "pulling manifest"}
     if plan.quant_reason:
         yield {"status": plan.quant_reason}
+    for line in transfer.drain_messages():
+        yield line
     reported_bytes = -1
     if not plan.is_cached:
         working = _run_in_thread(
@@ -87,7 +89,10 @@ async def stream_pull(name: str) -> AsyncGenerator[PullEvent, None]:
         finally:
             transfer.cancelled = True
             working.cancel()
-    for line in _progress_events(plan, reported_bytes, plan.size_bytes):
+    for line in (
+        *transfer.drain_messages(),
+        *_progress_events(plan, reported_bytes, plan.size_bytes),
+    ):
         yield line
     yield {"status": "success"}
 

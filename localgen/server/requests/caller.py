@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +21,11 @@ KEY_ACCOUNT_PREFIX = "key-"
 class Caller:
     """The caller of a request.
 
-    client: unit of fair queueing. account: unit of rate limits. arrived_s: monotonic seconds.
-    is_local: connected over the Unix socket.
+    request_id: of the HTTP request. client: unit of fair queueing. account: unit of rate limits.
+    arrived_s: monotonic seconds. is_local: connected over the Unix socket.
     """
 
+    request_id: str
     client: str
     account: str
     arrived_s: float
@@ -36,22 +36,24 @@ class Caller:
         """user: the `user` field of the request, if any, which becomes the client."""
         account: str = http.scope["account"]
         client = user or _client_name(http, account)
-        return cls(client, account, http.scope["arrived_s"], is_local_request(http.scope))
+        scope = http.scope
+        is_local = is_local_request(scope)
+        return cls(scope["request_id"], client, account, scope["arrived_s"], is_local)
 
     def new_request(self, params: SamplingParams, **fields: Any) -> Request:
-        """A request of this caller with a new id. fields: other fields of Request."""
+        """The request of this caller. fields: other fields of Request."""
         return Request(
-            id=_new_id(), client=self.client, arrived_s=self.arrived_s, params=params, **fields
+            id=self.request_id,
+            client=self.client,
+            arrived_s=self.arrived_s,
+            params=params,
+            **fields,
         )
 
     def new_embed_request(self, inputs: tuple[str | tuple[int, ...], ...]) -> EmbedRequest:
         return EmbedRequest(
-            id=_new_id(), client=self.client, arrived_s=self.arrived_s, inputs=inputs
+            id=self.request_id, client=self.client, arrived_s=self.arrived_s, inputs=inputs
         )
-
-
-def _new_id() -> str:
-    return uuid.uuid4().hex[:24]
 
 
 def _client_name(http: HttpRequest, account: str) -> str:

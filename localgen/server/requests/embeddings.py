@@ -54,12 +54,15 @@ class EmbeddingJob:
 class EmbeddingVectors:
     """Embeddings in input order. model: resolved name.
 
-    dimensions: requested elements per embedding, at most `output.width`.
+    dimensions: requested elements per embedding, at most `output.width`. load_ms: time until the
+    model was loaded; total_ms: since the request arrived.
     """
 
     model: str
     output: Embedded
     dimensions: int
+    load_ms: float
+    total_ms: float
 
     @property
     def num_tokens(self) -> int:
@@ -86,7 +89,7 @@ async def compute_embeddings(
 
     Raises the errors of manager.acquire and of the engine: InvalidRequest, ContextExceeded, …
     """
-    request = job.request
+    request, asked_s = job.request, time.monotonic()
     entry = RequestRecord(
         id=request.id,
         requested_model=job.model or "",
@@ -104,12 +107,17 @@ async def compute_embeddings(
         )
         async with acquired as (resident, info):
             entry.model = resident.file.name
+            load_ms = (time.monotonic() - asked_s) * 1e3
             dimensions = _resolve_dimensions(job, info)
             done = await _embed_with_timeout(resident.engine, job)
             entry.outcome, entry.total = EMBEDDED_REASON, _to_finished(done, info.ctx)
-            return EmbeddingVectors(entry.model, done, dimensions)
+            total_ms = (time.monotonic() - request.arrived_s) * 1e3
+            return EmbeddingVectors(entry.model, done, dimensions, load_ms, total_ms)
     except LocalgenError as error:
         entry.outcome = error.code
+        raise
+    except Exception:
+        entry.outcome = LocalgenError.code
         raise
     finally:
         journal.close(entry)
@@ -173,5 +181,4 @@ class EmbeddingResponse(Response):
             await response(scope, receive, send)
 
     def _render(self, vectors: EmbeddingVectors) -> Response:
-        headers = {"X-Request-Id": self._job.request.id}
-        return Response(encode_json(self._build_body(vectors)), 200, headers, "application/json")
+        return Response(encode_json(self._build_body(vectors)), media_type="application/json")

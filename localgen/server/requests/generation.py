@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from localgen.backends.errors import LocalgenError, TimedOut, error_from_code
 from localgen.backends.model_info import LoadOptions
@@ -79,7 +79,6 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         job, asked_s = self._job, time.monotonic()
-        send = self._with_request_id(send)
         unnamed = job.make_serializer(self._metadata())
         waiting = SilentLoadNotices(send, unnamed)
         try:
@@ -110,6 +109,9 @@ class GenerationResponse(Response):
                 raise
             body = self._encode_error(unnamed.framing, error.code, error.message, error.param)
             await send({"type": "http.response.body", "body": body})
+        except Exception:
+            self._record.outcome = LocalgenError.code
+            raise
         finally:
             self._journal.close(self._record)
 
@@ -127,17 +129,6 @@ class GenerationResponse(Response):
         message = f"the request timed out, the limit is {self._job.timeout_s:g} s"
         left_s = deadline_s - time.monotonic()
         return asyncio.get_running_loop().call_later(left_s, stream.fail, TimedOut.code, message)
-
-    def _with_request_id(self, send: Send) -> Send:
-        """Wrap `send` to add the X-Request-Id header."""
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                name = (b"x-request-id", self._record.id.encode())
-                message = {**message, "headers": [*message["headers"], name]}
-            await send(message)
-
-        return send_with_id
 
     async def _next_events(self, stream: RequestStream) -> list[RequestEvent]:
         events = _until_failure(await stream.next_events())
