@@ -204,7 +204,7 @@ def test_slow_body_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
         return {"type": "http.request", "body": b" ", "more_body": True}
 
     async def read() -> None:
-        body = guard._LimitedBody(drops, 1000)
+        body = guard._LimitedBody(drops, guard.LargeBodyTurns(), 1000)
         while True:
             await body.receive()
 
