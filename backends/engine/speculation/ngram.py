@@ -71,8 +71,8 @@ class _NgramIndex:
         if not length:
             return []
         probs = [rate.probability for rate in self._rates]
-        lengths = [min(length + ahead, _MAX_MATCH) for ahead in range(max_drafts)]
-        return [probs[each.bit_length() - 2] for each in lengths]
+        growing = [probs[each.bit_length() - 2] for each in range(length, _MAX_MATCH)]
+        return (growing + probs[-1:] * max_drafts)[: max(0, max_drafts)]
 
     def continuation(self, count: int) -> list[int]:
         """Tokens after the longest match; a repetition continues beyond the end."""
@@ -101,6 +101,8 @@ class _NgramIndex:
                 length += 1
             if length > best:
                 best, follows = length, position + 1
+            if best == _MAX_MATCH:
+                break
         return best, follows
 
     def _index_until(self, end: int) -> None:
