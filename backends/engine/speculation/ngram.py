@@ -90,11 +90,10 @@ class _NgramIndex:
 
     def _longest_match(self, end: int) -> tuple[int, int]:
         """Length of the longest match of the text before `end`, and the position after it."""
-        tokens = self._tokens
+        tokens, best, follows = self._tokens, 0, 0
         if end <= MIN_MATCH:
             return 0, 0
         self._index_until(end - 1)
-        best, follows = 0, 0
         for position in reversed(self._positions.get((tokens[end - 2], tokens[end - 1]), ())):
             length, limit = MIN_MATCH, min(_MAX_MATCH, position + 1)
             while length < limit and tokens[position - length] == tokens[end - 1 - length]:
@@ -110,6 +109,5 @@ class _NgramIndex:
         for at in range(self._indexed, end):
             known = self._positions.setdefault((self._tokens[at - 1], self._tokens[at]), [])
             known.append(at)
-            if len(known) > _POSITIONS_PER_PAIR:
-                del known[0]
+            del known[:-_POSITIONS_PER_PAIR]
         self._indexed = max(self._indexed, end)

@@ -218,6 +218,8 @@ class Speculation:
         new_tokens = {c.seq: c.seq.tokens[c.start + 1 :] for c in chunks if c.is_decoding}
         if self.drafters and 0 < len(new_tokens) == len(chunks):  # no prompt was computed
             self._record(new_tokens, sum(chunk.num_drafts for chunk in chunks), step_ms)
+        elif not self._unpaid_ms:  # beside a prompt no gain is measured, but drafting is paid for
+            self._budget_ms -= self._propose_ms
         for drafter in self.drafters if self._has_proposed else ():
             for seq, tokens in new_tokens.items():
                 drafter.observe(seq, tokens)
