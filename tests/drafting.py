@@ -173,7 +173,15 @@ class Steps:
         """Fraction of the last fifty steps that had drafts."""
         return sum(map(bool, self.lengths[-50:])) / 50
 
-    def run(self, seqs: list[Sequence], count: int, *, draft_ms: float = 0.0) -> None:
+    def run(
+        self,
+        seqs: list[Sequence],
+        count: int,
+        *,
+        draft_ms: float = 0.0,
+        prompts: Seq[Chunk] = (),
+    ) -> None:
+        """Run `count` steps. prompts: admitted in each of them after the drafts were proposed."""
         for _ in range(count):
             drafts = self.speculation.propose(seqs, max_outputs=512, max_prefill_tokens=64)
             chunks = []
@@ -197,5 +205,6 @@ class Steps:
             self.steps += 1
             self.lengths.append(sum(len(one.tokens) for one in drafts.values()))
             ms += self.speculation.waited_ms
-            self.speculation.costs.observe(sum(map(len, chunks)), ms)
-            self.speculation.observe(chunks, ms)
+            if not prompts:
+                self.speculation.costs.observe(sum(map(len, chunks)), ms)
+            self.speculation.observe([*chunks, *prompts], ms)

@@ -10,7 +10,7 @@ import fake_runner
 import pytest
 from drafting import always_draft
 from fake_runner import VOCAB, FakeRunner
-from test_engine import Log, expected_text, make, request, run_until_ended
+from test_engine import Log, expected_text, make, request, run_until_ended, until_prepared
 
 from localgen.backends.engine.speculation.drafter import Drafter, DraftProposal
 from localgen.backends.engine.speculation.ngram import NgramDrafter
@@ -114,6 +114,22 @@ def test_the_same_text_in_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told.share == pytest.approx(1.0)
     assert (told.reason, timings.draft_reason, timings.draft_by) == ("", "", ("oracle",))
     assert log.stats.generation_tokens_total == 300
+
+
+def test_tokens_computed_again_are_not_decode_steps() -> None:
+    log, runner = Log(), FakeRunner(kv_tokens=1024)
+    engine = make(runner, log)
+    for name in "ab":
+        engine.submit(request(name, name, max_tokens=120, ignore_eos=True))
+    until_prepared(engine)
+    for _ in range(60):
+        engine.step(wait=False)
+    preempted = engine._scheduler.running[-1]
+    engine._scheduler._preempt(preempted)
+    del runner.donors[-1][preempted.num_prompt + 2 :]  # evicted, but for a part of the answer
+    run_until_ended(engine, log, 2)
+    assert max(size for step in runner.steps for _, size in step) > 10, "computed in pieces"
+    assert log.stats.speculation.tokens_per_step == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("seed", range(6))

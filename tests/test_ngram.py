@@ -74,6 +74,7 @@ def test_chances_grow_with_the_match() -> None:
     assert len(chances) == 32
     assert list(chances) == sorted(chances)
     assert chances[0] < 0.3 < 0.8 < chances[-1]
+    assert [len(drafter.acceptance_probs(seq, most)) for most in (-5, 0, 1, 40)] == [0, 0, 1, 40]
 
 
 def test_acceptance_is_learned_from_tokens_without_drafts() -> None:
@@ -102,3 +103,23 @@ def test_several_tokens_are_learned_as_if_one_by_one() -> None:
             drafter.observe(seq, new)
         chances.append(list(drafter.acceptance_probs(seq, 16)))
     assert chances[0] == pytest.approx(chances[1])
+
+
+class Compared(int):
+    """A token that counts its comparisons."""
+
+    count = 0
+    __hash__ = int.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Compared.count += 1
+        return int(self) == other
+
+
+def test_the_search_ends_at_the_first_longest_match() -> None:
+    drafter, seq = NgramDrafter(), decoding()
+    seq.tokens = [Compared(token) for _ in range(40) for token in range(40)]
+    drafter.acceptance_probs(seq, 8)
+    Compared.count = 0
+    assert drafter.acceptance_probs(seq, 8)
+    assert Compared.count < 3 * 32, "the seven earlier copies are not compared"

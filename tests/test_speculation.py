@@ -21,7 +21,7 @@ from localgen.backends.engine.speculation.policy import (
     allocate,
 )
 from localgen.backends.engine.step_costs import StepCosts
-from localgen.backends.runner.interface import MAX_DRAFT_TOKENS
+from localgen.backends.runner.interface import MAX_DRAFT_TOKENS, Chunk
 from localgen.backends.runner.sequence import Sequence
 
 
@@ -323,6 +323,19 @@ def test_no_drafts_beside_prompts() -> None:
     assert not speculation.propose([seq], max_outputs=64, max_prefill_tokens=64, with_prompts=True)
     short, explanation = speculation.reason.split(": ")
     assert (short, "prompt" in explanation) == ("prefill first", True)
+
+
+def test_drafting_beside_prompts_is_paid_for() -> None:
+    guesser, seq = Slow(1.0, ms=0.5), decoding()
+    speculation = speculation_of(guesser, clock=guesser.clock)
+    steps = Steps(speculation, flat)
+    steps.run([seq], 200)
+    assert steps.share > 0.9
+    guesser.alpha = 0.0
+    # each is admitted and computed within one step
+    prompt = Chunk(seq=decoding(), start=0, tokens=[3], is_sampled=True)
+    steps.run([seq], 1_000, prompts=[prompt])
+    assert steps.share == 0.0
 
 
 def test_reason_for_no_drafts_in_a_small_cache() -> None:

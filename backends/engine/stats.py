@@ -126,7 +126,7 @@ class StatsRecorder:
             self._prefill.add(prompt_tokens, step_ms / 1e3)
         if decoded:
             self._decode.add(decoded, step_ms / 1e3)
-        if decoded and not prompts:
+        if all(chunk.is_decoding for chunk in chunks):
             drafts = sum(chunk.num_drafts for chunk in chunks)
             self._drafting_share.add(drafts > 0)
             self._acceptance.add(decoded - len(chunks), drafts)

@@ -68,9 +68,9 @@ class DraftProposal:
 
 
 class Drafter(ABC):
-    """Called between steps by the engine thread. failure: why it is disabled.
+    """Called by the engine thread before a step, acceptance_probs for all sequences first.
 
-    needs_probing: its acceptance can only be measured by verifying drafts.
+    failure: why it is disabled. needs_probing: only verified drafts show its acceptance.
     """
 
     name = failure = ""

@@ -71,8 +71,8 @@ class _NgramIndex:
         if not length:
             return []
         probs = [rate.probability for rate in self._rates]
-        lengths = [min(length + ahead, _MAX_MATCH) for ahead in range(max_drafts)]
-        return [probs[each.bit_length() - 2] for each in lengths]
+        growing = [probs[each.bit_length() - 2] for each in range(length, _MAX_MATCH)]
+        return (growing + probs[-1:] * max_drafts)[: max(0, max_drafts)]
 
     def continuation(self, count: int) -> list[int]:
         """Tokens after the longest match; a repetition continues beyond the end."""
@@ -90,17 +90,18 @@ class _NgramIndex:
 
     def _longest_match(self, end: int) -> tuple[int, int]:
         """Length of the longest match of the text before `end`, and the position after it."""
-        tokens = self._tokens
+        tokens, best, follows = self._tokens, 0, 0
         if end <= MIN_MATCH:
             return 0, 0
         self._index_until(end - 1)
-        best, follows = 0, 0
         for position in reversed(self._positions.get((tokens[end - 2], tokens[end - 1]), ())):
             length, limit = MIN_MATCH, min(_MAX_MATCH, position + 1)
             while length < limit and tokens[position - length] == tokens[end - 1 - length]:
                 length += 1
             if length > best:
                 best, follows = length, position + 1
+            if best == _MAX_MATCH:
+                break
         return best, follows
 
     def _index_until(self, end: int) -> None:
@@ -108,6 +109,5 @@ class _NgramIndex:
         for at in range(self._indexed, end):
             known = self._positions.setdefault((self._tokens[at - 1], self._tokens[at]), [])
             known.append(at)
-            if len(known) > _POSITIONS_PER_PAIR:
-                del known[0]
+            del known[:-_POSITIONS_PER_PAIR]
         self._indexed = max(self._indexed, end)

@@ -59,32 +59,33 @@ def allocate(
     options: one per sequence. step_ms: cost by number of tokens. max_drafts: limit of the step.
     """
     count, most = len(options), max((len(each.probs) for each in options if each), default=0)
-    # [sequences, drafts]: probability that a draft and those before it are accepted; 0: no draft
-    reached = np.zeros((count, most))
+    probs = np.zeros((count, most))
     for row, option in enumerate(options):
         if option:
-            reached[row, : len(option.probs)] = np.cumprod(option.probs)
-    gains = reached / (1.0 + np.cumsum(reached, axis=1) - reached)
+            probs[row, : len(option.probs)] = option.probs
+    # [sequences, drafts]: probability that a draft and those before it are accepted; 0: no draft
+    reached = np.cumprod(probs, axis=1)
+    expected = 1.0 + np.cumsum(reached, axis=1) - reached  # tokens, without this draft
+    gains = reached / expected
     # of each assignment in turn: the sequence, and the number of drafts that it had before
     order = np.argsort(-gains, axis=None, kind="stable")[: min(max_drafts, np.count_nonzero(gains))]
     if not order.size:
         return Allocation([0] * count)
     rows, before = np.divmod(order, most)
-    # [assignments, sequences]: expected tokens
-    expected = np.zeros((order.size, count))
-    expected[np.arange(order.size), rows] = reached.flat[order]
-    expected = 1.0 + np.cumsum(expected, axis=0)
-    ms = np.array([step_ms(count + total) for total in range(1, order.size + 1)])
+    mean_tokens = 1.0 + np.cumsum(reached.flat[order]) / count
+    # the minimum: of a sequence that gets a later draft, or of one that gets no more
+    final = 1.0 + np.bincount(rows, reached.flat[order], count).min()
+    min_tokens = np.minimum.accumulate(np.append(expected.flat[order], final)[:0:-1])[::-1]
+    ms = np.array([step_ms(count + total) for total in range(1, order.size + 1)], float)
     for drafter in {option.drafter for option in options if option}:
         is_own = np.array([bool(option and option.drafter is drafter) for option in options])
         # each round drafts for all sequences of the drafter
-        rounds = np.maximum.accumulate(np.where(is_own[rows], before + 1, 0))
-        ms += rounds * drafter.draft_ms()
-    speedup = step_ms(count) * expected / ms[:, None]
-    total = np.where(speedup.min(axis=1) * max_slowdown >= 1.0, speedup.mean(axis=1), 0.0)
-    best = int(np.argmax(total))
+        ms += drafter.draft_ms() * np.maximum.accumulate(np.where(is_own[rows], before + 1, 0))
+    speedup = mean_tokens * step_ms(count) / ms
+    speedup[min_tokens * step_ms(count) * max_slowdown < ms] = 0.0
+    best = int(np.argmax(speedup))
     drafts = np.bincount(rows[: best + 1], minlength=count)
-    return Allocation(drafts.tolist(), float(total[best]), float(ms[best]))
+    return Allocation(drafts.tolist(), float(speedup[best]), float(ms[best]))
 
 
 class Speculation:
@@ -178,10 +179,9 @@ class Speculation:
         """Choose the drafter whose first draft gives most tokens per millisecond."""
         limit = min(limit, seq.max_len - len(seq.tokens) - 1)
         found = [DraftOption(d, d.acceptance_probs(seq, limit)) for d in self.drafters]
-        plain_ms = self.costs.ms(1)
         return max(
             (option for option in found if option.probs),
-            key=lambda option: (1.0 + option.probs[0]) / (plain_ms + option.drafter.draft_ms()),
+            key=lambda each: (1.0 + each.probs[0]) / (self.costs.ms(1) + each.drafter.draft_ms()),
             default=None,
         )
 
@@ -218,6 +218,8 @@ class Speculation:
         new_tokens = {c.seq: c.seq.tokens[c.start + 1 :] for c in chunks if c.is_decoding}
         if self.drafters and 0 < len(new_tokens) == len(chunks):  # no prompt was computed
             self._record(new_tokens, sum(chunk.num_drafts for chunk in chunks), step_ms)
+        elif not self._unpaid_ms:  # beside a prompt no gain is measured, but drafting is paid for
+            self._budget_ms -= self._propose_ms
         for drafter in self.drafters if self._has_proposed else ():
             for seq, tokens in new_tokens.items():
                 drafter.observe(seq, tokens)
