@@ -93,6 +93,7 @@ LIBRARIES_OF = {
     "localgen.backends.text.grammar_check": {"llguidance"},
     "localgen.backends.memory.system": {"psutil"},
     "localgen.backends.messages": {"msgspec"},
+    "localgen.backends.sandbox": {"psutil"},
 }
 # the CUDA engine without the server does not need these
 NOT_ON_A_GPU = "msgspec llama_cpp fastapi uvicorn textual httpx pydantic typer prompt_toolkit gguf"
