@@ -47,7 +47,7 @@ def obey(session: ChatSession, line: str) -> str:
         ("/?", True),
         ("/usr/bin is what?", False),
         (" /help", False),
-        ("/", False),
+        ("/", True),
         ("/ 2", False),
         ("1/2", False),
         ("", False),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +13,11 @@ import pytest
 from scripted_client import ScriptedClient
 
 import localgen.client
+from localgen.backends.errors import DiskFull, InvalidRequest
 from localgen.backends.sampling_params import SamplingParams
 from localgen.chat.chat_storage import ChatStorage
 from localgen.chat.conversation import Conversation, Turn
+from localgen.chat.database import WriterLock
 from localgen.chat.parameters import ModelOptions
 from localgen.chat.saved_chats import load_chat
 from localgen.chat.session_store import SessionRecord, SessionStore
@@ -80,6 +83,32 @@ def test_history_lists_sessions(store: SessionStore, capsys: pytest.CaptureFixtu
     assert run_command_line(["history", "--json"]) == 0
     first, _ = json.loads(capsys.readouterr().out)
     assert (first["name"], first["model"], first["num_turns"]) == ("my trip", "other", 2)
+
+
+@pytest.mark.parametrize("failure", [DiskFull("disk full"), InvalidRequest("read-only")])
+def test_history_of_a_store_that_cannot_be_written(
+    store: SessionStore,
+    failure: Exception,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    del store  # another program has it open: its last transactions are in the WAL
+    state_dir, open_writer = Path(os.environ["LOCALGEN_STATE_DIR"]), WriterLock.__init__
+
+    def refuse(self: WriterLock, folder: Path) -> None:
+        if folder.parent == state_dir:
+            raise failure
+        open_writer(self, folder)
+
+    monkeypatch.setattr(WriterLock, "__init__", refuse)
+    assert run_command_line(["history", "my trip"]) == 0
+    shown = capsys.readouterr()
+    assert "two" in shown.out
+    assert str(failure) in shown.err
+    (state_dir / "sessions.db").write_bytes(b"no database" * 500)
+    assert run_command_line(["history"]) != 0
+    assert str(failure) in capsys.readouterr().err
+    assert run_command_line(["history", "my trip", "--delete", "--yes"]) != 0
 
 
 def test_empty_history(

@@ -369,9 +369,24 @@ def test_cp_of_a_path_is_absolute(
     hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("m.gguf").write_bytes(b"x")
+    Path("m.gguf").write_bytes(BUILT_IN_PATH.read_bytes())
     assert run_command_line(["cp", "m.gguf", "mine"]) == 0
     assert load_aliases() == {"mine": str(tmp_path / "m.gguf")}
+
+
+@pytest.mark.parametrize("size", [1, -1_000])
+def test_cp_of_a_damaged_file_is_rejected(
+    hub: LoopbackHub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    size: int,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("m.gguf").write_bytes(BUILT_IN_PATH.read_bytes()[:size])
+    assert run_command_line(["cp", "m.gguf", "mine"]) != 0
+    assert "m.gguf" in capsys.readouterr().err
+    assert load_aliases() == {}
 
 
 @pytest.fixture

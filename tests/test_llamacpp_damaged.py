@@ -16,8 +16,8 @@ WHOLE = Path(TINY_GGUF).read_bytes()
 
 @pytest.mark.parametrize(
     "content",
-    [b"GGUF\x03\0\0\0garbage", b"<html>not here</html>", WHOLE[:2_000], WHOLE[:-1_000]],
-    ids=["header", "page", "metadata", "tensors"],
+    [b"GGUF\x03\0\0\0garbage", b"<html>not here</html>", WHOLE[:40], WHOLE[:2_000], WHOLE[:-1_000]],
+    ids=["header", "page", "first key", "metadata", "tensors"],
 )
 def test_damaged_file_error_says_to_download_again(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "model.gguf"

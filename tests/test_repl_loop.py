@@ -15,6 +15,7 @@ from scripted_client import Script, ScriptedClient, answer
 from localgen.backends.errors import (
     ContextExceeded,
     EngineDied,
+    InvalidRequest,
     LocalgenError,
     OutOfMemory,
     ServerUnavailable,
@@ -111,6 +112,18 @@ def test_an_error_leaves_the_conversation_as_it_was(
     screen = talk.type("one", "two")
     assert str(error) in screen
     assert talk.session.conversation.turns == (Turn("one", "fine", summary=SERVED),)
+
+
+def test_error_of_a_set_parameter_says_how_to_reset_it(chat: Callable[..., Chat]) -> None:
+    wrong = InvalidRequest("json_schema: Invalid type: foo", param="json_schema")
+    limit = InvalidRequest("top_k: too large", param="top_k")
+    messages = InvalidRequest("messages: too many", param="messages")
+    talk = chat((wrong,), (limit,), (messages,), ("fine", answer()))
+    screen = talk.type('/set format {"type": "foo"}', "one", "/set parameter top_k 5", "two", "three")
+    assert "Invalid type: foo; /set format text ends it" in screen
+    assert "top_k: too large; /set parameter top_k default ends it" in screen
+    assert "messages: too many\n" in screen
+    assert "fine" in talk.type("/set format text", "four")
 
 
 @pytest.mark.parametrize("kind", [ServerUnavailable, EngineDied])

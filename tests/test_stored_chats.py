@@ -38,7 +38,7 @@ class Chat:
         self.session.load(None, lambda _: None)
         self.screen = io.StringIO()
         console = Console(file=self.screen, width=200)
-        self.repl = Repl(self.session, console, self._leave, storage.recorder(self.session))
+        self.repl = Repl(self.session, console, self._leave, storage.recorder(self.session), None, storage.failure)
 
     def type(self, *lines: str) -> str:
         """Type lines; returns everything on the screen so far."""
@@ -196,8 +196,10 @@ def test_a_full_disk_is_said_once_and_nothing_is_lost(
     with monkeypatch.context() as patch:
         patch.setattr(SessionStore, "create", fail)
         screen = chat.type("one", "two")
+        left = chat.open_and_leave()
     assert screen.count("conversation not stored: the disk is full") == 1
     assert "re: two" in screen
+    assert "this conversation is not stored: the disk is full" in left
     chat.type("three")
     assert stored(store) == {"one": ["one", "two", "three"]}
 
@@ -206,9 +208,10 @@ def test_a_damaged_store_ends_no_new_chat(open_chat: OpenChat, tmp_path: Path) -
     (tmp_path / "sessions.db").write_text("no database" * 100)
     with open_chat_storage(tmp_path, NEW) as storage:
         assert (storage.store, storage.keeps_history) == (None, True)
-        assert "conversation not stored: " in storage.warning
-        assert "is damaged" in storage.warning
-    assert "re: one" in open_chat(NEW).type("one")
+        assert "is damaged" in storage.failure
+    chat = open_chat(NEW)
+    assert "re: one" in chat.type("one")
+    assert "this conversation is not stored: " in chat.open_and_leave()
     with pytest.raises(Exception, match="is damaged"):
         open_chat(LATEST)
 

@@ -294,7 +294,7 @@ def finished_event(
     if seq.num_preemptions:
         notes.append(f"preempted {seq.num_preemptions}× (KV cache full), recomputed")
     if reason == "length" and len(seq.tokens) >= seq.ctx:
-        notes.append(f"context full: {seq.ctx} tokens")
+        notes.append(f"context full: {seq.ctx:,} tokens")
     return Finished(
         request_id=seq.id,
         reason=reason,

@@ -30,7 +30,7 @@ FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
 MAX_SEQUENCES = 256
 _LOG_WARN, _LOG_ERROR, _LOG_CONT = 3, 4, 5
 # llama.cpp's messages for a truncated file or one that is not GGUF
-_DAMAGED_FILE_SIGNS = ("gguf_init_from", "corrupted or incomplete")
+_DAMAGED_FILE_SIGNS = ("gguf_init_from", "corrupted or incomplete", "exceeds remaining file size")
 
 
 class BufferSizes:

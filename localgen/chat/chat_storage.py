@@ -52,13 +52,14 @@ class SessionChoice:
 class ChatStorage:
     """store: None: the chat is not stored. record: the session to continue; id 0: a new one.
 
-    warning: for the user: why the chat is not stored, or that the session is of another server.
+    failure: why the chat is not stored. warning: that the session is of another server.
     """
 
     state_dir: Path
     store: SessionStore | None = None
     record: SessionRecord = _NEW_SESSION
     keeps_history: bool = True
+    failure: str = ""
     warning: str = ""
 
     def recorder(self, chat: ChatSession) -> SessionRecorder | None:
@@ -83,7 +84,7 @@ def open_chat_storage(state_dir: Path, choice: SessionChoice) -> Iterator[ChatSt
         except LocalgenError as error:
             if choice.is_stored:
                 raise
-            yield ChatStorage(state_dir, warning=f"conversation not stored: {error.message}")
+            yield ChatStorage(state_dir, failure=error.message)
             return
         yield ChatStorage(state_dir, store, _read_chosen(store, choice))
 

@@ -53,9 +53,13 @@ class SlashCommand:
 
 
 def is_command(line: str) -> bool:
-    """Return True for a command: `/word`. `/usr/bin` and lines with a leading space are prompts."""
+    """Return True for a command: `/word`, or `/` alone, which is an unfinished one.
+
+    `/usr/bin` and lines with a leading space are prompts.
+    """
     word = line.split(maxsplit=1)[0] if line.strip() else ""
-    return line.startswith("/") and word.count("/") == 1 and len(word) > 1
+    is_word = word.count("/") == 1 and len(word) > 1
+    return line.startswith("/") and (is_word or line.strip() == "/")
 
 
 def run_command(session: ChatSession, line: str, on_progress: OnProgress) -> CommandResult:

@@ -75,6 +75,8 @@ def save_chat(path: Path, chat: SavedChat) -> None:
     Raises InvalidRequest if writing fails, if the folder does not exist, or if the path holds a
     file that is not a saved chat.
     """
+    if path.is_dir():
+        raise InvalidRequest(f"cannot save to {path}: it is a folder, give a file in it")
     if path.exists():
         load_chat(path)  # raises if the existing file is not a chat
     if not path.parent.is_dir():

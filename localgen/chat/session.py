@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.memory.kv_sizing import DEFAULT_CTX
 from localgen.backends.model_info import DRAFT_KEYWORDS, LoadOptions, ModelInfo
+from localgen.backends.sampling_params import SamplingParams
 from localgen.chat import parameters
 from localgen.chat.conversation import Conversation, Turn
 from localgen.chat.parameters import ModelOptions
@@ -159,18 +160,26 @@ class ChatSession:
     ) -> Generator[TextDelta | Completion, None, None]:
         """Stream an answer to a prompt. The conversation is unchanged until add_turn().
 
-        regenerate: leave out the last turn.
+        regenerate: leave out the last turn. Raises the errors of Client.chat; that of a parameter
+        which is set says how to reset it.
         """
         conversation = self.conversation.undo() if regenerate else self.conversation
-        return self.client.chat(
-            self.requested_model,
-            conversation.messages_with_prompt(
-                prompt, with_reasoning=self._template_uses_reasoning()
-            ),
-            self.options.params,
-            ctx=self._requested_ctx,
-            priority=self.options.priority,
-        )
+        try:
+            yield from self.client.chat(
+                self.requested_model,
+                conversation.messages_with_prompt(
+                    prompt, with_reasoning=self._template_uses_reasoning()
+                ),
+                self.options.params,
+                ctx=self._requested_ctx,
+                priority=self.options.priority,
+            )
+        except InvalidRequest as error:
+            if not self._is_set(error.param):
+                raise
+            is_format = error.param == "json_schema"
+            reset = "/set format text" if is_format else f"/set parameter {error.param} default"
+            raise InvalidRequest(f"{error.message}; {reset} ends it", param=error.param) from error
 
     def add_turn(
         self, turn: Turn, completion: Completion | None, *, replace_last: bool = False
@@ -231,6 +240,11 @@ class ChatSession:
     def _template_uses_reasoning(self) -> bool:
         """True if the chat template uses the reasoning of earlier turns."""
         return "reasoning_content" in (self.model.chat_template or "")
+
+    def _is_set(self, field: str | None) -> bool:
+        return any(each.name == field for each in fields(SamplingParams)) and (
+            getattr(self.options.params, str(field)) is not None
+        )
 
     def _unused_branch_name(self) -> str:
         number = len(self.branches)

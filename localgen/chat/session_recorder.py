@@ -43,7 +43,7 @@ class SessionRecorder:
         self._records = {chat.branch: record}
         # the chat when each branch was opened or last stored: what was only opened is not written
         self._known = {chat.branch: self._state()}
-        self._has_failed = False
+        self.failure = ""  # why the last save failed
 
     @property
     def record(self) -> SessionRecord:
@@ -53,7 +53,7 @@ class SessionRecorder:
     @property
     def is_stored(self) -> bool:
         """True if the store has all turns of the current branch."""
-        return bool(self.record.id and self.record.conversation.turns) and not self._has_failed
+        return bool(self.record.id and self.record.conversation.turns) and not self.failure
 
     def options_to_reopen(self) -> str:
         """Options of `localgen chat` for the current session. Raises LocalgenError."""
@@ -73,10 +73,10 @@ class SessionRecorder:
         try:
             notice = self._save()
         except LocalgenError as error:
-            notice = "" if self._has_failed else f"conversation not stored: {error.message}"
-            self._has_failed = True
+            notice = "" if self.failure else f"conversation not stored: {error.message}"
+            self.failure = error.message
             return notice
-        self._has_failed = False
+        self.failure = ""
         return notice
 
     def _follow_branch(self) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Iterator
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from localgen.backends.errors import InvalidRequest
+from localgen.backends.errors import DiskFull, InvalidRequest, LocalgenError
 from localgen.backends.terminal_text import collapse
-from localgen.chat.database import STORE_NAME, WriterLock
+from localgen.chat.database import STORE_NAME, StoreFailed, WriterLock
 from localgen.chat.session_store import SessionRecord, SessionStore, SessionSummary
 
 
@@ -21,6 +23,40 @@ def open_store(state_dir: Path) -> Iterator[SessionStore]:
         contextlib.closing(SessionStore(state_dir / STORE_NAME, writer)) as store,
     ):
         yield store
+
+
+@contextlib.contextmanager
+def open_for_reading(state_dir: Path, on_copy: Callable[[str], None]) -> Iterator[SessionStore]:
+    """The store of all chats, or a copy of it where nothing can be written.
+
+    SQLite writes even to read. on_copy: gets the reason for a copy. Raises as open_store.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            store = stack.enter_context(open_store(state_dir))
+        except (InvalidRequest, DiskFull, StoreFailed) as error:
+            copy = _copy_store(state_dir, stack)
+            if copy is None:
+                raise
+            try:
+                store = stack.enter_context(open_store(copy))
+            except LocalgenError:
+                raise error from None
+            on_copy(error.message)
+        yield store
+
+
+def _copy_store(state_dir: Path, stack: contextlib.ExitStack) -> Path | None:
+    """Copy the database to a temporary folder. Returns None if that fails."""
+    try:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="localgen-")))
+        shutil.copyfile(state_dir / STORE_NAME, folder / STORE_NAME)
+        with contextlib.suppress(FileNotFoundError):
+            # transactions that are not in the database file yet
+            shutil.copyfile(state_dir / f"{STORE_NAME}-wal", folder / f"{STORE_NAME}-wal")
+    except OSError:
+        return None
+    return folder
 
 
 def list_with_turns(store: SessionStore) -> list[SessionSummary]:

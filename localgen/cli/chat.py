@@ -80,7 +80,7 @@ def command(
         name = _require_model(words, stored or default, named_model)
         is_same = name_for_server(name) == name_for_server(record.model)
         merged = options_of_session(context, options, record, same_model=is_same)
-        storage = replace(storage, warning=storage.warning or other_server_notice(record, url))
+        storage = replace(storage, warning=other_server_notice(record, url))
         _chat(endpoint, name, options_for_endpoint(merged, endpoint), storage)
 
 

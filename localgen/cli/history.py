@@ -33,7 +33,8 @@ def command(
 
     With NAME, print that one as Markdown; with --json, in the format of /save.
     """
-    from localgen.chat.stored_sessions import open_store, require_session
+    from localgen.chat.stored_sessions import open_for_reading, open_store, require_session
+    from localgen.cli.tables import print_notice
     from localgen.config import ServerSettings
 
     if name is None and delete:
@@ -44,7 +45,11 @@ def command(
         raise InvalidRequest("--json and --delete exclude each other")
     settings = ServerSettings.from_environment()
     settings.create_state_dir()
-    with open_store(settings.state_dir) as store:
+    with (
+        open_store(settings.state_dir)
+        if delete
+        else open_for_reading(settings.state_dir, lambda why: print_notice(f"{why}: shows a copy"))
+    ) as store:
         if name is None:
             _print_sessions(store, as_json=json)
         elif delete:

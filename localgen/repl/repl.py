@@ -59,8 +59,9 @@ class Repl:
     """The chat loop of a session on a console.
 
     read_line: reads the next line with the given prompt; raises EOFError to leave and
-    KeyboardInterrupt at Ctrl+C. recorder: stores the conversation; None: it is not stored. notices:
-    where the client's notices go, which are shown below an answer while it streams.
+    KeyboardInterrupt at Ctrl+C. recorder: stores the conversation; None: it is not stored, because of
+    storage_failure if there is one. notices: where the client's notices go, which are shown below an
+    answer while it streams.
     """
 
     def __init__(
@@ -70,11 +71,12 @@ class Repl:
         read_line: Callable[[str], str],
         recorder: SessionRecorder | None = None,
         notices: LoadProgressLine | None = None,
+        storage_failure: str = "",
     ) -> None:
         self.session = session
         self.console = console
         self.read_line = read_line
-        self.recorder = recorder
+        self.recorder, self.storage_failure = recorder, storage_failure
         self.notices = notices or LoadProgressLine(console, "")
 
     def run(self) -> None:
@@ -274,8 +276,12 @@ class Repl:
         self._print_dim(_excerpt(turns[-1].answer) + (" (stopped)" if turns[-1].stopped else ""))
 
     def _print_farewell(self) -> None:
-        """Print the name of the stored session, and the command that continues it."""
+        """Print the name of the stored session, and the command that continues it; or why the
+        conversation is lost."""
         if self.recorder is None or not self.recorder.is_stored:
+            failure = self.recorder.failure if self.recorder else self.storage_failure
+            if failure and self.session.conversation.turns:
+                self._print(one_line(f"this conversation is not stored: {failure}"), "yellow")
             return
         name = repr(self.recorder.record.name)
         with contextlib.suppress(LocalgenError):  # the store may have become unreadable
@@ -320,11 +326,12 @@ def start_chat(
             client.connect()
             session.load(model, progress_line.update)
         editor.join()
-        if storage.warning:
-            console.print(Text(one_line(storage.warning), style="yellow"))
+        failure = f"conversation not stored: {storage.failure}" if storage.failure else ""
+        for line in filter(None, (failure, storage.warning)):
+            console.print(Text(one_line(line), style="yellow"))
         recorder = storage.recorder(session)
         read_line = _create_line_reader(session, console, keeps_prompts=storage.keeps_history)
-        Repl(session, console, read_line, recorder, progress_line).run()
+        Repl(session, console, read_line, recorder, progress_line, storage.failure).run()
 
 
 def _create_line_reader(
