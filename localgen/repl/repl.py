@@ -150,7 +150,7 @@ class Repl:
     def _regenerate(self, prompt: str) -> None:
         same = self.session.deterministic_reason()
         if same is not None:
-            self._print(f"{same}, so the answer will be the same", "yellow")
+            self._print(f"{same}, so the same settings give the same answer", "yellow")
         num_turns = len(self.session.conversation.turns)
         self._ask(prompt, regenerate=True)
         if len(self.session.conversation.turns) > num_turns:

@@ -365,7 +365,7 @@ class ChatApp(BaseApp):
         if await self.session_actions.run_in_thread(opened.regenerate):
             same = session.model_info is not None and session.deterministic_reason()
             if same:
-                self.show_message(f"{same}, so the answer will be the same")
+                self.show_message(f"{same}, so the same settings give the same answer")
         await self.tick()
 
     def action_copy(self) -> None:
