@@ -242,7 +242,7 @@ def test_regen_says_when_it_changes_nothing(
     chat: Callable[..., Chat], params: SamplingParams, why: str | None
 ) -> None:
     screen = chat(params=params).type("hi", "/regen")
-    assert (why in screen) if why else ("answer will be the same" not in screen)
+    assert (why in screen) if why else ("same settings" not in screen)
 
 
 def test_notes_and_verbose_reach_the_screen(chat: Callable[..., Chat]) -> None:
