@@ -96,7 +96,7 @@ def test_saving_creates_no_folder_that_the_user_named(tmp_path: Path) -> None:
     chat = saved_chats.SavedChat("tiny", SamplingParams(), Conversation())
     with pytest.raises(InvalidRequest, match=r"the folder .*/gone does not exist"):
         saved_chats.save_chat(tmp_path / "gone" / "x.json", chat)
-    with pytest.raises(InvalidRequest, match="cannot save to .* it is a folder"):
+    with pytest.raises(InvalidRequest, match=r"cannot save to .* it is a folder"):
         saved_chats.save_chat(tmp_path, chat)
     assert list(tmp_path.iterdir()) == []
 

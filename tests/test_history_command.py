@@ -105,6 +105,7 @@ def test_history_of_a_store_that_cannot_be_written(
     shown = capsys.readouterr()
     assert "two" in shown.out
     assert str(failure) in shown.err
+    (state_dir / "sessions.db-wal").unlink()
     (state_dir / "sessions.db").write_bytes(b"no database" * 500)
     assert run_command_line(["history"]) != 0
     assert str(failure) in capsys.readouterr().err

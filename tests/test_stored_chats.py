@@ -38,7 +38,14 @@ class Chat:
         self.session.load(None, lambda _: None)
         self.screen = io.StringIO()
         console = Console(file=self.screen, width=200)
-        self.repl = Repl(self.session, console, self._leave, storage.recorder(self.session), None, storage.failure)
+        self.repl = Repl(
+            self.session,
+            console,
+            self._leave,
+            storage.recorder(self.session),
+            None,
+            storage.failure,
+        )
 
     def type(self, *lines: str) -> str:
         """Type lines; returns everything on the screen so far."""
