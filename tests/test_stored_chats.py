@@ -38,14 +38,8 @@ class Chat:
         self.session.load(None, lambda _: None)
         self.screen = io.StringIO()
         console = Console(file=self.screen, width=200)
-        self.repl = Repl(
-            self.session,
-            console,
-            self._leave,
-            storage.recorder(self.session),
-            None,
-            storage.failure,
-        )
+        recorder = storage.recorder(self.session)
+        self.repl = Repl(self.session, console, self._leave, recorder, None, storage.failure)
 
     def type(self, *lines: str) -> str:
         """Type lines; returns everything on the screen so far."""
