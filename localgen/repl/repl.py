@@ -60,8 +60,8 @@ class Repl:
 
     read_line: reads the next line with the given prompt; raises EOFError to leave and
     KeyboardInterrupt at Ctrl+C. recorder: stores the conversation; None: it is not stored, because
-    of storage_failure if there is one. notices: where the client's notices go, shown below an answer
-    while it streams.
+    of storage_failure if there is one. notices: where the client's notices go, shown below an
+    answer while it streams.
     """
 
     def __init__(
