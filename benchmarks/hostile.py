@@ -45,7 +45,8 @@ def _connect(settings: ServerSettings) -> httpx.Client:
 
 
 def _body(**fields: Any) -> bytes:
-    return json.dumps({"messages": [_TURN], "max_tokens": 1, **fields}).encode()
+    # greedy: a sampled answer may end without a token
+    return json.dumps({"messages": [_TURN], "max_tokens": 1, "temperature": 0, **fields}).encode()
 
 
 def first_token_s(http: httpx.Client) -> float:
