@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.memory.kv_sizing import DEFAULT_CTX
 from localgen.backends.model_info import DRAFT_KEYWORDS, LoadOptions, ModelInfo
-from localgen.backends.sampling_params import SamplingParams
 from localgen.chat import parameters
 from localgen.chat.conversation import Conversation, Turn
 from localgen.chat.parameters import ModelOptions
@@ -175,11 +174,12 @@ class ChatSession:
                 priority=self.options.priority,
             )
         except InvalidRequest as error:
-            if not self._is_set(error.param):
+            name = error.param if error.param in parameters.PARAMETER_NAMES else None
+            if name is None or getattr(self.options.params, name) is None:
                 raise
-            is_format = error.param == "json_schema"
-            reset = "/set format text" if is_format else f"/set parameter {error.param} default"
-            raise InvalidRequest(f"{error.message}; {reset} ends it", param=error.param) from error
+            is_format = name == "json_schema"
+            reset = "/set format text" if is_format else f"/set parameter {name} default"
+            raise InvalidRequest(f"{error.message}; {reset} ends it", param=name) from error
 
     def add_turn(
         self, turn: Turn, completion: Completion | None, *, replace_last: bool = False
@@ -240,11 +240,6 @@ class ChatSession:
     def _template_uses_reasoning(self) -> bool:
         """True if the chat template uses the reasoning of earlier turns."""
         return "reasoning_content" in (self.model.chat_template or "")
-
-    def _is_set(self, field: str | None) -> bool:
-        return any(each.name == field for each in fields(SamplingParams)) and (
-            getattr(self.options.params, str(field)) is not None
-        )
 
     def _unused_branch_name(self) -> str:
         number = len(self.branches)
