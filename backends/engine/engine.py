@@ -226,7 +226,8 @@ class Engine:
         step_ms = (now_s - started_s) * 1e3 + self._speculation.waited_ms
         outputs = self._scheduler.apply(chunks, result, step_ms)
         self._stats.record_step(now_s, step_ms, chunks, outputs)
-        self._speculation.observe(chunks, step_ms)
+        if self._speculation.drafters:
+            self._speculation.observe(chunks, step_ms)
         self._unpublished += outputs
 
     def _drain_inbox(self, *, wait: bool) -> bool:

@@ -104,7 +104,7 @@ class Speculation:
         *,
         max_drafts: int = MAX_DRAFT_TOKENS,
         disabled_reason: str = "no drafter",
-        synchronize: Callable[[], float] = float,
+        synchronize: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.drafters, self._max_drafts, self.costs = drafters, max_drafts, costs
@@ -178,7 +178,7 @@ class Speculation:
     def _option(self, seq: Sequence, limit: int) -> DraftOption | None:
         """Choose the drafter whose first draft gives most tokens per millisecond."""
         limit = min(limit, seq.max_len - len(seq.tokens) - 1)
-        found = [DraftOption(d, d.acceptance_probs(seq, limit)) for d in self.drafters]
+        found = (DraftOption(d, d.acceptance_probs(seq, limit)) for d in self.drafters)
         return max(
             (option for option in found if option.probs),
             key=lambda each: (1.0 + each.probs[0]) / (self.costs.ms(1) + each.drafter.draft_ms()),
@@ -211,12 +211,12 @@ class Speculation:
         return "no match: the text does not repeat itself" + "".join(reasons)
 
     def observe(self, chunks: Seq[Chunk], step_ms: float) -> None:
-        """Record a finished step whose tokens are in their sequences.
+        """Record a finished step whose tokens are in their sequences; only with drafters.
 
         step_ms: from the launch to the result, with waited_ms.
         """
         new_tokens = {c.seq: c.seq.tokens[c.start + 1 :] for c in chunks if c.is_decoding}
-        if self.drafters and 0 < len(new_tokens) == len(chunks):  # no prompt was computed
+        if 0 < len(new_tokens) == len(chunks):  # no prompt was computed
             self._record(new_tokens, sum(chunk.num_drafts for chunk in chunks), step_ms)
         elif not self._unpaid_ms:  # beside a prompt no gain is measured, but drafting is paid for
             self._budget_ms -= self._propose_ms
