@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import httpx
 
@@ -40,13 +42,20 @@ from localgen.hub.packaged import packaged_model
 CTX = 2048
 PROMPT = "Once upon a time"
 # targets: against llama-bench's default with no and with one busy process, and against the best
-# fixed choice
+# fixed choice of threads and waiting, of llama.cpp's tools and of localgen itself
 AGAINST_DEFAULT: Mapping[float, float] = {0: 0.98, 1: 10.0}
 FASTEST = 0.8
 # how threads of GCC's OpenMP wait; without variables: llama.cpp's default
 WAIT_POLICIES: Mapping[str, Mapping[str, str]] = {
     "": {},
     " GOMP_SPINCOUNT=1000": {"GOMP_SPINCOUNT": "1000"},
+    " OMP_WAIT_POLICY=PASSIVE": {"OMP_WAIT_POLICY": "PASSIVE"},
+}
+
+# localgen's own wait policy, and llama.cpp's default, which localgen replaces if nothing is set
+LOCALGEN_WAIT_POLICIES: Mapping[str, Mapping[str, str]] = {
+    "": {},
+    " GOMP_SPINCOUNT=300000": {"GOMP_SPINCOUNT": "300000"},
     " OMP_WAIT_POLICY=PASSIVE": {"OMP_WAIT_POLICY": "PASSIVE"},
 }
 
@@ -124,7 +133,8 @@ def compare(
 ) -> None:
     """Measure each engine while other processes use `busy` cores.
 
-    servers: clients of each, at least one per stream. Adds tokens/s and ratios to the report.
+    servers: clients of each, at least one per stream; LOCALGEN chooses threads by itself. Adds
+    tokens/s and ratios to the report.
     """
     test = f"{workload.name}, {busy:g} busy processes"
     sides = {name: partial(workload.ours, clients) for name, clients in servers.items()}
@@ -141,10 +151,33 @@ def compare(
             print(f"{test}: {name}: {rates[name][-1]:.2f}", file=sys.stderr, flush=True)
     series = {name: report.add(test, name, RATE, values) for name, values in rates.items()}
     default = series[f"{workload.peer} -t {num_physical_cores()}"]
-    fixed = [one for name, one in series.items() if name not in servers]
     if busy in AGAINST_DEFAULT:
         report.ratio(series[LOCALGEN], default, AGAINST_DEFAULT[busy], at_least=True)
-    report.ratio(series[LOCALGEN], max(fixed, key=lambda s: s.median), FASTEST, at_least=True)
+    own = [one for name, one in series.items() if name.startswith(f"{LOCALGEN} -t")]
+    theirs = [one for name, one in series.items() if name not in servers]
+    for fixed in filter(None, (own, theirs)):
+        report.ratio(series[LOCALGEN], max(fixed, key=lambda s: s.median), FASTEST, at_least=True)
+
+
+@contextlib.contextmanager
+def localgen_servers(model: Path, options: LoadOptions) -> Iterator[dict[str, Localgen]]:
+    """Load the model in several servers: as it comes, and with fixed threads and wait policies."""
+    choices: dict[str, tuple[LoadOptions, Mapping[str, str]]] = {LOCALGEN: (options, {})}
+    for threads in sorted({1, num_physical_cores()}):
+        fixed = replace(options, threads=threads)
+        # a single thread never waits
+        for waiting, variables in list(LOCALGEN_WAIT_POLICIES.items())[
+            : 1 if threads == 1 else None
+        ]:
+            choices[f"{LOCALGEN} -t {threads}{waiting}"] = (fixed, variables)
+    with contextlib.ExitStack() as running:
+        servers = {}
+        for name, (load_options, variables) in choices.items():
+            settings = running.enter_context(private_settings())
+            with patch.dict(os.environ, variables):
+                servers[name] = Localgen(settings, model, load_options)
+            running.callback(servers[name].close)
+        yield servers
 
 
 def _decode(clients: Sequence[BenchClient], *, count: int, tokens: int) -> float:
@@ -181,28 +214,24 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         tools = Tools(options.tools or llamacpp_tools.build())
         model = _model("quick" if options.quick else options.model)
-        with private_settings() as settings:
-            localgen = Localgen(settings, model, LoadOptions(ctx=CTX, draft="none"))
-            info = localgen.info
+        threads, num_clients = num_physical_cores(), max(options.streams)
+        with (
+            localgen_servers(model, LoadOptions(ctx=CTX, draft="none")) as localgens,
+            llama_server(tools, model, slots=num_clients, slot_ctx=CTX, threads=threads) as http,
+        ):
+            info = localgens[LOCALGEN].info
             line = ModelLine(info.description, info.size_bytes, info.params)
             report = Report(line, rounds, options.quick, info.options.threads or 0, {"ctx": CTX})
-            threads = num_physical_cores()
-            with llama_server(
-                tools, model, slots=max(options.streams), slot_ctx=CTX, threads=threads
-            ) as http:
-                num_clients = max(options.streams)
-                servers: dict[str, list[BenchClient]] = {
-                    LOCALGEN: [
-                        LocalgenBenchClient(localgen.client(), localgen.model)
-                        for _ in range(num_clients)
-                    ],
-                    SERVER: [HttpBenchClient(http) for _ in range(num_clients)],
-                }
-                wanted = workloads(tools, model, options.tokens, options.streams, options.prompt)
-                for workload in wanted:
-                    for count in (0, 1) if options.quick else options.busy:
-                        compare(report, servers, workload, count)
-            localgen.close()
+            servers: dict[str, list[BenchClient]] = {
+                name: [LocalgenBenchClient(one.client(), one.model) for _ in range(num_clients)]
+                for name, one in localgens.items()
+            }
+            servers[SERVER] = [HttpBenchClient(http) for _ in range(num_clients)]
+            for workload in workloads(
+                tools, model, options.tokens, options.streams, options.prompt
+            ):
+                for count in (0, 1) if options.quick else options.busy:
+                    compare(report, servers, workload, count)
     except (ToolFailed, StreamFailed, LocalgenError, httpx.HTTPError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

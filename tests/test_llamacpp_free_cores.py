@@ -5,25 +5,28 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localgen.backends.llamacpp.free_cores import FreeCores, time_of_others
+from localgen.backends.llamacpp.free_cores import FreeCores, runnable_others, time_of_others
 
 
 class Machine:
-    """A clock, and the processor time that other processes have used."""
+    """A clock, the processor time that other processes have used, and how many run now."""
 
     def __init__(self, cores: int, processors: int = 0) -> None:
         self.now_s = self.others_s = 0.0
+        self.running = 0
         self.free = FreeCores(
             cores,
             processors=processors or cores,
             clock=lambda: self.now_s,
             read=lambda: self.others_s,
+            running=lambda: self.running,
         )
 
     def pass_time(self, seconds: float, busy: float, *, pause_s: float = 0.0) -> None:
@@ -66,22 +69,31 @@ def test_short_steps_are_averaged() -> None:
     assert counts == [4] * 23 + [2] * 17
 
 
-def test_what_others_did_between_answers_does_not_count() -> None:
+@pytest.mark.parametrize(
+    ("others", "running", "free"),
+    [
+        (2.0, 2, 2),  # a build goes on
+        (2.0, 1, 3),
+        (2.0, 0, 4),  # a build has ended
+        (0.01, 3, 4),  # the client that sends the prompt, and the server that reads it
+        (9.0, 9, 1),
+    ],
+)
+def test_after_a_pause_cores_are_taken_that_others_used_and_still_use(
+    others: float, running: int, free: int
+) -> None:
     machine = Machine(4)
     machine.pass_time(2.0, 0.0, pause_s=60.0)
-    machine.others_s += 240.0
-    assert machine.free.count() == 4
-    machine.pass_time(0.3, 2.0)
+    machine.others_s += 62.0 * others
+    machine.running = running
+    assert machine.free.count() == free
+    machine.pass_time(0.3, 2.0)  # in an answer, only what they used counts
     assert machine.free.count() == 2
 
 
-def test_all_cores_count_as_free_after_a_pause() -> None:
+def test_the_first_answer_counts_what_others_used_while_the_model_was_loaded() -> None:
     machine = Machine(4)
-    machine.pass_time(0.3, 2.0)
-    assert machine.free.count() == 2
-    machine.pass_time(3.0, 2.0, pause_s=1.0)
-    assert machine.free.count() == 4
-    machine.pass_time(0.3, 2.0)
+    machine.now_s, machine.others_s, machine.running = 3.0, 6.0, 2
     assert machine.free.count() == 2
 
 
@@ -124,3 +136,12 @@ def test_time_of_another_process_is_counted() -> None:
     # a hypervisor may take time that one of the two clocks counts and the other does not
     assert used_s >= 0.5
     assert after_s - before_s > 0.3
+
+
+def test_running_threads_are_those_of_the_system_without_the_one_that_asks(tmp_path: Path) -> None:
+    stat = tmp_path / "stat"
+    assert runnable_others(stat) == 0
+    stat.write_text("cpu  1 2 3\nprocs_running 3\nprocs_blocked 0\n")
+    assert runnable_others(stat) == 2
+    stat.write_text("cpu  1 2 3\n")
+    assert runnable_others(stat) == 0

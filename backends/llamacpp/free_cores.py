@@ -9,6 +9,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 
@@ -16,6 +17,7 @@ import psutil
 _WINDOW_S = 0.25
 # a core counts as taken once others use more of it than this (docs/cpu.md has the measurement)
 _TOLERATED_SHARE = 1 / 3
+_PROC_STAT = Path("/proc/stat")
 
 
 def time_of_others() -> float:
@@ -31,6 +33,16 @@ def time_of_others() -> float:
     return total_s - time.process_time()
 
 
+def runnable_others(stat: Path = _PROC_STAT) -> int:
+    """Threads of others that run or wait for a core now (proc_stat(5)); 0 where that is not known."""
+    try:
+        lines = stat.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    running = next((line.split()[1] for line in lines if line.startswith("procs_running ")), "1")
+    return int(running) - 1  # without the thread that reads
+
+
 def _allowed_processors() -> set[int]:
     """Numbers of the logical processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
@@ -39,9 +51,11 @@ def _allowed_processors() -> set[int]:
 
 
 class FreeCores:
-    """Counts free cores while steps run. cores: physical cores of this process, which are free at
-    first, and again after a pause: a program that kept them busy during the last answer may have
-    ended, and a prompt computed in one step would take twice as long.
+    """Counts free cores while steps run. cores: physical cores of this process, free at first.
+
+    After a pause, cores that others used during it count as taken only as far as others would also
+    use them now: a build may have ended, and a prompt computed in one step on fewer cores would take
+    twice as long. And the client that sent the prompt is runnable only until it has sent it.
 
     processors: logical processors of this process, default all.
     """
@@ -53,21 +67,26 @@ class FreeCores:
         processors: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         read: Callable[[], float] = time_of_others,
+        running: Callable[[], int] = runnable_others,
     ) -> None:
         self._cores = self._free = cores
         self._processors = processors or len(_allowed_processors())
-        self._clock, self._read = clock, read
+        self._clock, self._read, self._running = clock, read, running
         self._since_s = self._ended_s = clock()
         self._others_s = read()
 
     def count(self) -> int:
-        """Cores that others left free in the last steps; at least 1. Called before each step."""
+        """Cores that others left free in the last steps or the pause; at least 1.
+
+        Called before each step.
+        """
         now_s = self._clock()
-        is_pause = now_s - self._ended_s >= _WINDOW_S
         window_s = now_s - self._since_s
-        if is_pause or window_s >= _WINDOW_S:
+        if window_s >= _WINDOW_S:
             others_s = self._read()
-            share = 0.0 if is_pause else (others_s - self._others_s) / window_s
+            share = (others_s - self._others_s) / window_s
+            if now_s - self._ended_s >= _WINDOW_S:  # after a pause
+                share = min(share, self._running())
             taken = max(0, math.ceil(share - _TOLERATED_SHARE))
             self._free = max(1, min(self._cores, self._processors - taken))
             self._since_s, self._others_s = now_s, others_s
