@@ -44,7 +44,7 @@ def test_input_is_repeatable(name: str) -> None:
 
 
 def test_any_json_can_be_changed() -> None:
-    for number in range(500):
+    for number in range(50):
         mutator = Mutator(random.Random(number))
         value = {"a": [10**400, float("inf"), -0.5, {}, "", None, True], "b": {"c": [[]]}}
         for _ in range(3):

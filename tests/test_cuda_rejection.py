@@ -77,7 +77,7 @@ def test_kernels_verify_as_the_twin_does(
     monkeypatch: pytest.MonkeyPatch, vocab: int, apart: float
 ) -> None:
     kept = 0
-    for seed in range(3):
+    for seed in range(2):
         rows = asked(seed)
         if vocab < 3:  # no such tokens
             rows = [row for row in rows if not row.params.logit_bias]
@@ -93,7 +93,7 @@ def test_kernels_verify_as_the_twin_does(
         kept += sum(same)
     assert kept
     if vocab > 4 and apart > 1:
-        assert kept < 3 * len(SETTINGS), "some are replaced"
+        assert kept < 2 * len(SETTINGS), "some are replaced"
 
 
 @pytest.mark.parametrize("vocab", [1, 63, 5000])

@@ -29,7 +29,7 @@ from localgen.backends.runner.interface import Chunk, SampledTokens
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.sampling_params import BASE_SAMPLING
 
-DRAWS, TOKENS = 50_000, 100
+DRAWS, TOKENS = 24_000, 100
 # fewer suffice for a wrong rule: with many sequences at once, each has few drafts
 FEW = 8_000
 LEAST_P, NEVER_P = 1e-3, 1e-9

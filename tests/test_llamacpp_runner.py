@@ -188,16 +188,16 @@ def test_four_cold_requests_compute_their_system_prompt_once(bench: Bench) -> No
 
 
 @pytest.mark.parametrize("options", [LoadOptions(kv_tokens=1024), LoadOptions(kv_unified=False)])
-def test_500_requests_with_random_cancels_leave_the_pool_whole_and_memory_flat(
+def test_200_requests_with_random_cancels_leave_the_pool_whole_and_memory_flat(
     options: LoadOptions,
 ) -> None:
     bench = Bench(replace(options, parallel=8, ctx=512, max_batch_tokens=64))
     rng = random.Random(1)
     process = psutil.Process()
     resident = []
-    for _ in range(10):
+    for _ in range(8):
         names = []
-        for _ in range(50):
+        for _ in range(25):
             words = " ".join(rng.choices(["cat", "sum", "17", "blue"], k=rng.randint(1, 80)))
             length, seed = rng.randint(1, 40), rng.randrange(99)
             params = SamplingParams(temperature=1, max_tokens=length, seed=seed)
@@ -210,9 +210,9 @@ def test_500_requests_with_random_cancels_leave_the_pool_whole_and_memory_flat(
         bench.runner.kv_cache.check()
         resident.append(process.memory_info().rss)
     ends = [reply.end for reply in bench.replies.values()]
-    assert len(ends) == 500
+    assert len(ends) == 200
     assert all(isinstance(end, Finished) for end in ends)
-    assert sum(isinstance(end, Finished) and end.reason == "cancelled" for end in ends) > 50
+    assert sum(isinstance(end, Finished) and end.reason == "cancelled" for end in ends) > 20
     assert resident[-1] - resident[4] < 8e6, "memory is flat once warm"
     bench.close()
 

@@ -31,7 +31,7 @@ from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence as Job
 from localgen.backends.sampling_params import BASE_SAMPLING, SamplingParams
 
-DRAWS = 20_000
+DRAWS = 10_000
 LEAST_P = 1e-4
 CTX = 256
 # every setting alone: all others off

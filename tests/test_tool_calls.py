@@ -69,7 +69,7 @@ def test_required_calls_are_valid_under_random_schemas(
 ) -> None:
     bench = bench_of(family)
     dice = random.Random(3)
-    schemas = [object_schema(dice) for _ in range(30 if family == "hermes" else 8)]
+    schemas = [object_schema(dice) for _ in range(16 if family == "hermes" else 5)]
     names = [
         bench.submit(
             CHAT,

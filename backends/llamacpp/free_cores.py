@@ -34,7 +34,7 @@ def time_of_others() -> float:
 
 
 def runnable_others(stat: Path = _PROC_STAT) -> int:
-    """Threads of others that run or wait for a core now (proc_stat(5)); 0 where that is not known."""
+    """Threads of others that run or wait for a core now (proc_stat(5)); 0 if not known."""
     try:
         lines = stat.read_text(encoding="ascii").splitlines()
     except OSError:
@@ -53,9 +53,9 @@ def _allowed_processors() -> set[int]:
 class FreeCores:
     """Counts free cores while steps run. cores: physical cores of this process, free at first.
 
-    After a pause, cores that others used during it count as taken only as far as others would also
-    use them now: a build may have ended, and a prompt computed in one step on fewer cores would take
-    twice as long. And the client that sent the prompt is runnable only until it has sent it.
+    After a pause, cores that others used during it count as taken only if others also run now: a
+    build may have ended, and a prompt computed on half of the cores would take twice as long. And
+    the client that sent the prompt runs only until it has sent it.
 
     processors: logical processors of this process, default all.
     """
