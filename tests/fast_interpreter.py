@@ -49,7 +49,7 @@ def _broadcast_only_other_shapes() -> None:
             return lhs, rhs
         return broadcast(self, lhs, rhs)
 
-    TritonSemantic.broadcast_impl_value = broadcast_unless_equal  # type: ignore[method-assign]
+    TritonSemantic.broadcast_impl_value = broadcast_unless_equal
 
 
 def _find_dtypes_once() -> None:
@@ -78,4 +78,4 @@ def _check_overflow_in_numpy() -> None:
         assert scalar.get_int_min_value() <= result.min(), f"{binary_op.__name__}: underflow"
         assert result.max() <= scalar.get_int_max_value(), f"{binary_op.__name__}: overflow"
 
-    TritonSemantic.binary_op_sanitize_overflow_impl = check  # type: ignore[method-assign]
+    TritonSemantic.binary_op_sanitize_overflow_impl = check
