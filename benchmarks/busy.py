@@ -1,7 +1,7 @@
 """Speed while 0, 1, 2 or 4 other processes keep cores busy.
 
 python -m benchmarks.busy [--tools DIR] [--quick] [--rounds N] [--model 1b|tiny|smollm2]
-                          [--streams N …] [--prompt TOKENS]
+                          [--streams N …] [--prompt TOKENS] [--own]
 """
 
 from __future__ import annotations
@@ -129,17 +129,21 @@ def workloads(
 
 
 def compare(
-    report: Report, servers: Mapping[str, Sequence[BenchClient]], workload: Workload, busy: float
+    report: Report,
+    servers: Mapping[str, Sequence[BenchClient]],
+    workload: Workload,
+    busy: float,
+    wait_policies: Mapping[str, Mapping[str, str]] = WAIT_POLICIES,
 ) -> None:
     """Measure each engine while other processes use `busy` cores.
 
-    servers: clients of each, at least one per stream; LOCALGEN chooses threads by itself. Adds
-    tokens/s and ratios to the report.
+    servers: clients of each, at least one per stream; LOCALGEN chooses threads by itself.
+    wait_policies: of llama.cpp's tool; empty: it is not run. Adds rates and ratios to the report.
     """
     test = f"{workload.name}, {busy:g} busy processes"
     sides = {name: partial(workload.ours, clients) for name, clients in servers.items()}
     for threads in sorted({1, num_physical_cores()}):
-        for waiting, variables in WAIT_POLICIES.items():
+        for waiting, variables in wait_policies.items():
             sides[f"{workload.peer} -t {threads}{waiting}"] = partial(
                 workload.theirs, threads, variables
             )
@@ -150,8 +154,8 @@ def compare(
                 rates[name].append(sides[name]())
             print(f"{test}: {name}: {rates[name][-1]:.2f}", file=sys.stderr, flush=True)
     series = {name: report.add(test, name, RATE, values) for name, values in rates.items()}
-    default = series[f"{workload.peer} -t {num_physical_cores()}"]
-    if busy in AGAINST_DEFAULT:
+    default = series.get(f"{workload.peer} -t {num_physical_cores()}")
+    if default and busy in AGAINST_DEFAULT:
         report.ratio(series[LOCALGEN], default, AGAINST_DEFAULT[busy], at_least=True)
     own = [one for name, one in series.items() if name.startswith(f"{LOCALGEN} -t")]
     theirs = [one for name, one in series.items() if name not in servers]
@@ -208,6 +212,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=32, help="tokens of an answer")
     parser.add_argument("--streams", type=int, nargs="+", default=(1,), help="streams at once")
     parser.add_argument("--prompt", type=int, default=0, help="also prefill this many tokens")
+    parser.add_argument(
+        "--own", action="store_true", help="compare only with localgen's own fixed choices"
+    )
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
     rounds = 1 if options.quick else options.rounds
@@ -217,7 +224,7 @@ def main(arguments: list[str] | None = None) -> int:
         threads, num_clients = num_physical_cores(), max(options.streams)
         with (
             localgen_servers(model, LoadOptions(ctx=CTX, draft="none")) as localgens,
-            llama_server(tools, model, slots=num_clients, slot_ctx=CTX, threads=threads) as http,
+            contextlib.ExitStack() as peer,
         ):
             info = localgens[LOCALGEN].info
             line = ModelLine(info.description, info.size_bytes, info.params)
@@ -226,12 +233,17 @@ def main(arguments: list[str] | None = None) -> int:
                 name: [LocalgenBenchClient(one.client(), one.model) for _ in range(num_clients)]
                 for name, one in localgens.items()
             }
-            servers[SERVER] = [HttpBenchClient(http) for _ in range(num_clients)]
+            if not options.own:
+                http = peer.enter_context(
+                    llama_server(tools, model, slots=num_clients, slot_ctx=CTX, threads=threads)
+                )
+                servers[SERVER] = [HttpBenchClient(http) for _ in range(num_clients)]
+            wait_policies = {} if options.own else WAIT_POLICIES
             for workload in workloads(
                 tools, model, options.tokens, options.streams, options.prompt
             ):
                 for count in (0, 1) if options.quick else options.busy:
-                    compare(report, servers, workload, count)
+                    compare(report, servers, workload, count, wait_policies)
     except (ToolFailed, StreamFailed, LocalgenError, httpx.HTTPError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
