@@ -170,7 +170,7 @@ class LoadedBench:
         deadline_s = time.monotonic() + 120
         while any(reply.end is None for reply in waited):
             assert time.monotonic() < deadline_s, "requests do not end"
-            self.engine.step(wait=False)
+            self.engine.step(wait=True)
         self.engine.step(wait=False)
         return waited
 

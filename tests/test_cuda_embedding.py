@@ -134,7 +134,7 @@ def test_vectors_and_answers_do_not_affect_each_other(as_on_gpu: bool) -> None:
     run(bench.engine, log, 1)
     names = [bench.submit(chat, greedy) for chat in chats]
     while not bench.replies[names[0]].text:
-        bench.engine.step(wait=False)
+        bench.engine.step(wait=True)
     bench.engine.submit_embedding(
         EmbedRequest(id="beside", inputs=texts * 4, arrived_s=time.monotonic())
     )

@@ -206,7 +206,7 @@ def test_invalid_grammars_are_rejected(
         GrammarCompiler(bench.model.tokenizer).compile(SamplingParams(**settings))
     name = bench.submit(CHAT, SamplingParams(**settings))
     while bench.replies[name].end is None:
-        bench.engine.step(wait=False)
+        bench.engine.step(wait=True)
     end = bench.replies[name].end
     assert isinstance(end, Failed)
     assert end.code == "invalid_request"
