@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from localgen.backends.formats.architecture.families import FAMILIES
+
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 64,
@@ -128,6 +130,20 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {**THETA, **MOE, "use_sliding_window": True, "sliding_window": 24},
     ),
+    "smollm3": ("smollm3", {**THETA, "no_rope_layers": [1, 0, 1]}),
+    "smollm3 window": (
+        "smollm3",
+        {
+            **THETA,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": False,
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "no_rope_layer_interval": 2,
+        },
+    ),
 }
 _CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -139,7 +155,14 @@ _CLASSES = {
     "phi3": "Phi3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
 }
+# those that can be quantized and converted to GGUF
+CONVERTIBLE = [
+    name
+    for name, (kind, _) in CONFIGS.items()
+    if (family := FAMILIES.get(_CLASSES[kind])) is not None and family.gguf_name
+]
 
 
 def config_json(name: str, **changes: Any) -> dict[str, Any]:

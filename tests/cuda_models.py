@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from cuda_checkpoints import begun
-from cuda_configs import SIZES, write_config
+from cuda_configs import CONVERTIBLE, SIZES, write_config
 from torch import Tensor
 
 from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS
@@ -39,7 +39,10 @@ ARCHITECTURES = (
     "phi4 unscaled",
     "mixtral",
     "qwen3 moe",
+    "smollm3",
+    "smollm3 window",
 )
+QUANTIZABLE = [name for name in ARCHITECTURES if name in CONVERTIBLE]
 
 
 def make(name: str, folder: Path) -> Any:

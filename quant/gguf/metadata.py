@@ -25,6 +25,8 @@ def check_convertible(path: Path, spec: ModelSpec) -> None:
         raise LoadFailed(
             f"{path}: the model is already quantized ({spec.quant.method}): convert the original"
         )
+    if not FAMILIES[spec.architecture].gguf_name:
+        raise LoadFailed(f"{path}: {spec.architecture} cannot be converted to GGUF by localgen")
     obstacle = _unsupported_feature(spec) or _unsupported_rope_feature(spec)
     if obstacle is not None:
         raise LoadFailed(f"{path}: llama.cpp cannot compute {obstacle}")

@@ -19,6 +19,7 @@ from localgen.backends.cuda.model.linear import gated_linear
 from localgen.backends.cuda.model.process_group import TensorParallelGroup
 from localgen.backends.cuda.model.weights import DecoderWeights, ExpertWeights, LayerWeights
 from localgen.backends.formats.architecture.model_spec import Activation, ModelSpec, MoeConfig
+from localgen.backends.formats.architecture.rope import Rope
 from localgen.backends.formats.architecture.sharding import ModelShard
 
 
@@ -80,11 +81,7 @@ class Decoder:
         self.spec, self.max_len = spec, max_len
         self._group = group or TensorParallelGroup(ModelShard(spec))
         self._weights = weights
-        device = weights.embed.device
-        self._rope = _rope_to_device(device, spec.rope.cos_sin_table(max_len))
-        self._local_rope = _rope_to_device(
-            device, (spec.local_rope or spec.rope).cos_sin_table(max_len)
-        )
+        self._ropes = _layer_ropes(spec, max_len, weights.embed.device)
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, cache: KVCache, out: Tensor | None = None) -> Tensor:
@@ -111,11 +108,11 @@ class Decoder:
             hidden = hidden * torch.tensor(spec.embed_scale, dtype=hidden.dtype)
         residual: Tensor | None = None
         for index, layer in enumerate(weights.layers):
-            normed, residual = self._norm(hidden, layer.input_norm, residual)
+            normed, residual = self._add_and_norm(hidden, layer.input_norm, residual)
             hidden = self._attention(index, layer, normed, batch, cache)
             if layer.post_attention_norm is not None:
                 hidden, _ = self._norm(hidden, layer.post_attention_norm, None)
-            normed, residual = self._norm(hidden, layer.mlp_norm, residual)
+            normed, residual = self._add_and_norm(hidden, layer.mlp_norm, residual)
             hidden = self._mlp(layer, normed)
             if layer.post_mlp_norm is not None:
                 hidden, _ = self._norm(hidden, layer.post_mlp_norm, None)
@@ -129,17 +126,26 @@ class Decoder:
             x, weight, self.spec.norm_eps, offset=self.spec.norm_offset, residual=residual
         )
 
+    def _add_and_norm(
+        self, x: Tensor, weight: Tensor | None, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Input of attention or MLP, and the residual stream. weight: None: without a norm."""
+        if weight is not None:
+            return self._norm(x, weight, residual)
+        summed = x if residual is None else x + residual
+        return summed, summed
+
     def _attention(
         self, index: int, layer: LayerWeights, x: Tensor, batch: StepBatch, cache: KVCache
     ) -> Tensor:
-        spec, window = self.spec, self.spec.sliding_windows[index]
+        spec = self.spec
         norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = QKNorm(layer.q_norm, layer.k_norm, spec.norm_eps, spec.norm_offset)
         queries = rope_and_store_kv(
             layer.qkv(x),
             batch.positions,
-            self._rope if window is None else self._local_rope,
+            self._ropes[index],
             norms,
             cache.layers[index],
             batch.slot_mapping,
@@ -149,7 +155,7 @@ class Decoder:
             cache.layers[index],
             batch.attn_metadata,
             scale=spec.attn_scale,
-            window=window,
+            window=spec.sliding_windows[index],
             softcap=spec.attn_softcap,
         )
         return self._group.all_reduce(layer.attention_out(mixed.flatten(1)))
@@ -167,5 +173,17 @@ class Decoder:
         )
 
 
-def _rope_to_device(device: torch.device, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return table[0].to(device), table[1].to(device)
+def _layer_ropes(
+    spec: ModelSpec, max_len: int, device: torch.device
+) -> list[tuple[Tensor, Tensor]]:
+    """cos and sin of each layer; layers of the same kind share them."""
+    ropes = [spec.layer_rope(index) for index in range(spec.num_layers)]
+    tables: dict[Rope | None, tuple[Tensor, Tensor]] = {}
+    for rope in set(ropes):
+        if rope is None:  # the identity, so that all layers run the same kernel
+            cos = torch.ones(max_len, spec.rope.dim // 2)
+            tables[rope] = cos.to(device), torch.zeros_like(cos, device=device)
+        else:
+            cos, sin = rope.cos_sin_table(max_len)
+            tables[rope] = cos.to(device), sin.to(device)
+    return [tables[rope] for rope in ropes]

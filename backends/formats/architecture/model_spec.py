@@ -60,8 +60,9 @@ class ModelSpec:
     architecture: class name in Hugging Face. max_len: longest sequence, in tokens. norm_offset:
     norms multiply by 1 + weight. sandwich_norms: norms after attention and MLP as well. qk_norm:
     RMSNorm over each head of q and k before RoPE. local_rope: RoPE of layers with a window, if
-    it differs. sliding_windows: for each layer, number of positions up to its own that a token
-    attends to; None: all. embed_scale: exact; applied rounded to the dtype of the embeddings.
+    it differs. layers_without_rope: indices of layers that do not rotate q and k. sliding_windows:
+    for each layer, number of positions up to its own that a token attends to; None: all. embed_scale:
+    exact; applied rounded to the dtype of the embeddings.
     tied_embeddings: the head is the embedding. fused_projections: the checkpoint has one tensor
     for q, k and v, and one for gate and up.
     """
@@ -94,6 +95,15 @@ class ModelSpec:
     fused_projections: bool
     moe: MoeConfig | None
     quant: QuantizationConfig | None
+    layers_without_rope: frozenset[int] = frozenset()
+
+    def layer_rope(self, index: int) -> Rope | None:
+        """RoPE of a layer, or None if it has none."""
+        if index in self.layers_without_rope:
+            return None
+        if self.local_rope is None or self.sliding_windows[index] is None:
+            return self.rope
+        return self.local_rope
 
     @property
     def num_params(self) -> int:

@@ -17,7 +17,12 @@ from localgen.backends.formats.architecture.model_spec import (
     check_head_counts,
     check_num_experts,
 )
-from localgen.backends.formats.architecture.rope import Rope, parse_rope, read_rope, yarn_max_len
+from localgen.backends.formats.architecture.rope import yarn_max_len
+from localgen.backends.formats.hf.layers import (
+    read_layers_without_rope,
+    read_ropes,
+    read_sliding_windows,
+)
 from localgen.backends.formats.hf.quantization_config import read_quantization_config
 
 _UNKNOWN_FAMILY = Family("", "", ())
@@ -36,9 +41,10 @@ def read_hf_config(folder: Path) -> ModelSpec:
     head_dim = config.positive_int(
         "head_dim", None if family.requires_head_dim else hidden // heads or None
     )
-    rope, local_rope = _ropes(config, family, head_dim)
+    rope, local_rope = read_ropes(config, family, head_dim)
     layers = config.positive_int("num_hidden_layers", max_value=MAX_LAYERS)
-    attention_bias = family.allows_attention_bias and config.flag("attention_bias", False)
+    windows = read_sliding_windows(config, family, layers)
+    biases = family.bias_keys
     spec = ModelSpec(
         architecture=family.architecture,
         num_layers=layers,
@@ -53,22 +59,22 @@ def read_hf_config(folder: Path) -> ModelSpec:
         norm_offset=family.gemma,
         sandwich_norms=family.gemma,
         qk_norm=family.qk_norm,
-        qkv_bias=family.qkv_bias or attention_bias,
-        out_bias=attention_bias,
-        mlp_bias=family.allows_mlp_bias and config.flag("mlp_bias", False),
+        qkv_bias=_has_bias(config, biases.qkv, family.qkv_bias),
+        out_bias=_has_bias(config, biases.out),
+        mlp_bias=_has_bias(config, biases.mlp),
         activation=_activation(config, family),
         rope=rope,
         local_rope=local_rope,
-        sliding_windows=_sliding_windows(config, family, layers),
-        attn_scale=(config.positive_float("query_pre_attn_scalar") if family.gemma else head_dim)
-        ** -0.5,
+        sliding_windows=windows,
+        attn_scale=_attention_scale(config, family, head_dim),
         attn_softcap=_softcap(config, family, "attn_logit_softcapping", family.attn_softcap),
         logit_softcap=_softcap(config, family, "final_logit_softcapping", family.logit_softcap),
         embed_scale=hidden**0.5 if family.gemma else 1.0,
-        tied_embeddings=config.flag("tie_word_embeddings", family.gemma),
+        tied_embeddings=config.flag("tie_word_embeddings", family.tied),
         fused_projections=family.fused_projections,
         moe=_moe(config, family),
         quant=read_quantization_config(config),
+        layers_without_rope=read_layers_without_rope(config, family, windows),
     )
     _check_spec(config, spec)
     return spec
@@ -81,7 +87,19 @@ def _family(config: ConfigFields) -> Family:
         raise config.load_error(
             f"architecture {name} is not supported, only {known} (each …ForCausalLM)"
         )
-    return FAMILIES[name]
+    family = FAMILIES[name]
+    kind = config.string("model_type", family.model_types[0])
+    if kind not in family.model_types:
+        raise config.load_error(f"model_type {kind} is not supported as {name}")
+    return family
+
+
+def _has_bias(config: ConfigFields, key: str, default: bool = False) -> bool:
+    return config.flag(key, default) if key else default
+
+
+def _attention_scale(config: ConfigFields, family: Family, head_dim: int) -> float:
+    return (config.positive_float("query_pre_attn_scalar") if family.gemma else head_dim) ** -0.5
 
 
 def _check_spec(config: ConfigFields, spec: ModelSpec) -> None:
@@ -114,69 +132,6 @@ def _softcap(config: ConfigFields, family: Family, key: str, default: float | No
     if key not in config.values:
         return default
     return config.positive_float(key) if key in config else None  # null disables it
-
-
-def _ropes(config: ConfigFields, family: Family, head_dim: int) -> tuple[Rope, Rope | None]:
-    """RoPE of layers with full attention, and of those with a window if it differs."""
-    if family.local_rope_theta is None:
-        # the first Llama files have no rope_theta
-        theta = 10000.0 if family.architecture == "LlamaForCausalLM" else None
-        return read_rope(config, head_dim=head_dim, theta=theta), None
-    both = config.section("rope_parameters")
-    if both is not None and "full_attention" in both:
-        full, sliding = both.section("full_attention"), both.section("sliding_attention")
-        if sliding is None:
-            raise config.load_error("rope_parameters has full_attention but no sliding_attention")
-        local = parse_rope(config, sliding, head_dim=head_dim)
-        return parse_rope(config, full, head_dim=head_dim), local
-    theta = config.positive_float("rope_local_base_freq", family.local_rope_theta)
-    return read_rope(config, head_dim=head_dim), Rope(theta, head_dim)
-
-
-def _sliding_windows(config: ConfigFields, family: Family, layers: int) -> tuple[int | None, ...]:
-    window, sliding = _sliding_window(config, family), _sliding_layers(config, family, layers)
-    return tuple(window if slides else None for slides in sliding)
-
-
-def _sliding_window(config: ConfigFields, family: Family) -> int | None:
-    key = "sliding_window"
-    if family.window_needs_flag and not config.flag("use_sliding_window", False):
-        return None
-    if family.gemma:
-        return config.positive_int(key)
-    if family.default_window and key not in config.values:
-        return family.default_window
-    return config.positive_int(key) if family.windows != "none" and key in config else None
-
-
-def _sliding_layers(config: ConfigFields, family: Family, layers: int) -> list[bool]:
-    """For each layer, whether the window applies to it, if there is one."""
-    if family.windows in ("upper", "alternating") and "layer_types" in config:
-        return _configured_sliding_layers(config, layers)
-    match family.windows:
-        case "upper":
-            first = config.values.get("max_window_layers", 28)
-            if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-                raise config.invalid_value("max_window_layers", "a number of layers")
-            return [index >= first for index in range(layers)]
-        case "alternating":
-            every, key = family.full_attention_every, "sliding_window_pattern"
-            if family.architecture == "Gemma3ForCausalLM":
-                every = config.positive_int(key if key in config else f"_{key}", every)
-            return [bool((index + 1) % every) for index in range(layers)]
-    return [family.windows == "all"] * layers
-
-
-def _configured_sliding_layers(config: ConfigFields, layers: int) -> list[bool]:
-    kinds = config.strings("layer_types")
-    unknown = set(kinds) - {"sliding_attention", "full_attention"}
-    if unknown:
-        raise config.load_error(f"layer_types has {min(unknown)}, which is not supported")
-    if len(kinds) != layers:
-        raise config.load_error(
-            f"layer_types has {len(kinds)} values, num_hidden_layers is {layers}"
-        )
-    return [kind == "sliding_attention" for kind in kinds]
 
 
 def _moe(config: ConfigFields, family: Family) -> MoeConfig | None:
@@ -266,7 +221,7 @@ def _layer_windows(config: Mapping[str, Any], layers: int) -> list[int | None]:
     window = _count(config, "sliding_window") or None
     if family.window_needs_flag and not flag:
         window = None
-    elif family.windows == "all" and "sliding_window" not in config:
+    elif family.default_window and "sliding_window" not in config:
         window = family.default_window or None
     listed = config.get("layer_types")
     if isinstance(listed, list) and len(listed) == layers:
