@@ -144,6 +144,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "no_rope_layer_interval": 2,
         },
     ),
+    "olmo2": ("olmo2", {**THETA, "attention_bias": True}),
 }
 _CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -156,6 +157,7 @@ _CLASSES = {
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
 }
 # those that can be quantized and converted to GGUF
 CONVERTIBLE = [

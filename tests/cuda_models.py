@@ -41,6 +41,7 @@ ARCHITECTURES = (
     "qwen3 moe",
     "smollm3",
     "smollm3 window",
+    "olmo2",
 )
 QUANTIZABLE = [name for name in ARCHITECTURES if name in CONVERTIBLE]
 

@@ -24,6 +24,7 @@ from localgen.backends.formats.architecture.model_spec import (
 )
 from localgen.backends.formats.architecture.rope import LongRopeScaling, Rope
 from localgen.backends.formats.hf.config import read_hf_config
+from localgen.backends.formats.hf.tensor_names import layer_names
 
 JUNK: list[Any] = ["x", "", -1, 0, 1.5, True, [], [1], ["a"], {}, {"a": 1}, 1e999, 10**400]
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
@@ -55,7 +56,11 @@ def assert_same_shape(spec: ModelSpec, config: Any, model: Any) -> None:
     assert spec.logit_softcap == getattr(config, "final_logit_softcapping", None)
     assert spec.qk_norm == hasattr(attention, "q_norm")
     assert spec.fused_projections == hasattr(attention, "qkv_proj")
-    assert spec.sandwich_norms == hasattr(model.layers[0], "pre_feedforward_layernorm")
+    names = layer_names(spec)
+    norms = {name for name, _ in model.layers[0].named_children() if "norm" in name}
+    before_and_after = (names.attention_norm, names.mlp_norm)
+    before_and_after += (names.post_attention_norm, names.post_mlp_norm)
+    assert norms == {*before_and_after} - {""}
     assert spec.out_bias == (attention.o_proj.bias is not None)
     assert spec.qkv_bias == (not spec.fused_projections and attention.q_proj.bias is not None)
     assert spec.norm_eps == config.rms_norm_eps

@@ -138,12 +138,13 @@ class Decoder:
     def _attention(
         self, index: int, layer: LayerWeights, x: Tensor, batch: StepBatch, cache: KVCache
     ) -> Tensor:
-        spec = self.spec
-        norms = None
+        spec, qkv, norms = self.spec, layer.qkv(x), None
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = QKNorm(layer.q_norm, layer.k_norm, spec.norm_eps, spec.norm_offset)
+            if spec.wide_qk_norm:
+                qkv, norms = _norm_all_heads(qkv, norms), None
         queries = rope_and_store_kv(
-            layer.qkv(x),
+            qkv,
             batch.positions,
             self._ropes[index],
             norms,
@@ -171,6 +172,15 @@ class Decoder:
         return self._group.all_reduce(
             layer.down(gated_linear(layer.gate_up, x, self.spec.activation))
         )
+
+
+def _norm_all_heads(qkv: Tensor, norms: QKNorm) -> Tensor:
+    """qkv with RMSNorm over all heads of q together, and over all of k."""
+    queries, keys = len(norms.q_weight), len(norms.k_weight)
+    q, k, v = qkv.split([queries, keys, keys], -1)
+    q, _ = rms_norm(q, norms.q_weight, norms.eps, offset=norms.offset, residual=None)
+    k, _ = rms_norm(k, norms.k_weight, norms.eps, offset=norms.offset, residual=None)
+    return torch.cat([q, k, v], -1)
 
 
 def _layer_ropes(

@@ -17,7 +17,7 @@ from localgen.backends.errors import OutOfMemory
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.architecture.sharding import ModelShard
 from localgen.backends.formats.hf.checkpoint import SafetensorsCheckpoint
-from localgen.backends.formats.hf.tensor_names import LayerNames, layer_names
+from localgen.backends.formats.hf.tensor_names import LayerNames, layer_names, qk_norm_sizes
 from localgen.backends.units import format_size
 
 
@@ -42,7 +42,7 @@ class LayerWeights:
     input_norm, mlp_norm: [hidden], before attention and MLP, if the architecture has them.
     post_attention_norm, post_mlp_norm: [hidden], after them, likewise.
     qkv: outputs are all of q, then k, then v.
-    q_norm, k_norm: [head_dim], if the spec has qk_norm.
+    q_norm, k_norm: if the spec has qk_norm, [head_dim], or of all heads with wide_qk_norm.
     gate_up: outputs are all of gate, then all of up.
 
     Either gate_up and down, or experts are set.
@@ -155,11 +155,12 @@ def _layer(loader: WeightLoader, spec: ModelSpec, layer: str) -> LayerWeights:
     names, dense = layer_names(spec), spec.moe is None
     queries = spec.num_heads * spec.head_dim
     q_norm, k_norm = ("self_attn.q_norm", "self_attn.k_norm") if spec.qk_norm else ("", "")
+    q_size, k_size = qk_norm_sizes(spec)
     return LayerWeights(
         input_norm=norm(names.attention_norm),
         qkv=_qkv(loader, spec, layer, names),
-        q_norm=norm(q_norm, spec.head_dim),
-        k_norm=norm(k_norm, spec.head_dim),
+        q_norm=norm(q_norm, q_size),
+        k_norm=norm(k_norm, k_size),
         attention_out=loader.linear(
             f"{layer}.{names.out}", queries, spec.hidden_size, bias=spec.out_bias
         ),

@@ -157,6 +157,9 @@ _FAMILIES = (
         without_rope="listed",
         bias_keys=_ALL,
     ),
+    Family(
+        "Olmo2ForCausalLM", "", ("olmo2",), qk_norm=True, wide_qk_norm=True, bias_keys=_ATTENTION
+    ),
 )
 FAMILIES = {family.architecture: family for family in _FAMILIES}
 BY_MODEL_TYPE = {kind: family for family in _FAMILIES for kind in family.model_types}

@@ -57,14 +57,16 @@ class MoeConfig:
 class ModelSpec:
     """A decoder of RMSNorm, attention with RoPE and gated MLP, with the variations between models.
 
-    architecture: class name in Hugging Face. max_len: longest sequence, in tokens. norm_offset:
-    norms multiply by 1 + weight. sandwich_norms: norms after attention and MLP as well. qk_norm:
-    RMSNorm over each head of q and k before RoPE. local_rope: RoPE of layers with a window, if
-    it differs. layers_without_rope: indices of layers that do not rotate q and k. sliding_windows:
-    for each layer, number of positions up to its own that a token attends to; None: all. embed_scale:
-    exact; applied rounded to the dtype of the embeddings.
-    tied_embeddings: the head is the embedding. fused_projections: the checkpoint has one tensor
-    for q, k and v, and one for gate and up.
+    architecture: class name in Hugging Face. max_len: longest sequence, in tokens.
+    norm_offset: norms multiply by 1 + weight. sandwich_norms: norms after attention and MLP as well.
+    qk_norm: RMSNorm over each head of q and k before RoPE; wide_qk_norm: over all heads together.
+    rope: of layers with full attention. local_rope: of layers with a window, if it differs.
+    layers_without_rope: indices of layers that do not rotate q and k.
+    sliding_windows: for each layer, number of positions up to its own that a token attends to;
+    None: all.
+    embed_scale: exact; applied rounded to the dtype of the embeddings.
+    tied_embeddings: the head is the embedding.
+    fused_projections: the checkpoint has one tensor for q, k and v, and one for gate and up.
     """
 
     architecture: str
@@ -96,6 +98,7 @@ class ModelSpec:
     moe: MoeConfig | None
     quant: QuantizationConfig | None
     layers_without_rope: frozenset[int] = frozenset()
+    wide_qk_norm: bool = False
 
     def layer_rope(self, index: int) -> Rope | None:
         """RoPE of a layer, or None if it has none."""

@@ -199,6 +199,8 @@ def _indivisible_part(spec: ModelSpec, tp_size: int) -> str | None:
     if tp_size == 1:
         return None
     inner = spec.intermediate_size if spec.moe is None else spec.moe.intermediate_size
+    if spec.wide_qk_norm:
+        return "a norm over all heads"
     if spec.num_heads % tp_size:
         return f"{spec.num_heads} heads"
     if spec.num_kv_heads % tp_size and tp_size % spec.num_kv_heads:

@@ -75,6 +75,7 @@ def read_hf_config(folder: Path) -> ModelSpec:
         moe=_moe(config, family),
         quant=read_quantization_config(config),
         layers_without_rope=read_layers_without_rope(config, family, windows),
+        wide_qk_norm=family.wide_qk_norm,
     )
     _check_spec(config, spec)
     return spec

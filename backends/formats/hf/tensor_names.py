@@ -40,6 +40,12 @@ _SANDWICH = LayerNames(
     mlp_norm="pre_feedforward_layernorm",
     post_mlp_norm="post_feedforward_layernorm",
 )
+_POST_NORMS = LayerNames(
+    attention_norm="",
+    post_attention_norm="post_attention_layernorm",
+    mlp_norm="",
+    post_mlp_norm="post_feedforward_layernorm",
+)
 _NAMES_BY_ARCHITECTURE = {
     "Phi3ForCausalLM": LayerNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
     "MixtralForCausalLM": LayerNames(
@@ -52,12 +58,20 @@ _NAMES_BY_ARCHITECTURE = {
         down="mlp.experts.{}.down_proj",
         router="mlp.gate",
     ),
+    "Olmo2ForCausalLM": _POST_NORMS,
 }
 
 
 def layer_names(spec: ModelSpec) -> LayerNames:
     default = _SANDWICH if spec.sandwich_norms else LayerNames()
     return _NAMES_BY_ARCHITECTURE.get(spec.architecture, default)
+
+
+def qk_norm_sizes(spec: ModelSpec) -> tuple[int, int]:
+    """Sizes of the norms of q and k."""
+    if spec.wide_qk_norm:
+        return spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    return spec.head_dim, spec.head_dim
 
 
 def linear_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
@@ -101,7 +115,9 @@ def _layer_shapes(spec: ModelSpec) -> dict[str, TensorShape]:
         f"{norm}.weight": (spec.hidden_size,) for norm in norms if norm
     }
     if spec.qk_norm:
-        shapes |= {f"self_attn.{norm}.weight": (spec.head_dim,) for norm in ("q_norm", "k_norm")}
+        q_size, k_size = qk_norm_sizes(spec)
+        shapes["self_attn.q_norm.weight"] = (q_size,)
+        shapes["self_attn.k_norm.weight"] = (k_size,)
     for name, shape in linear_shapes(spec).items():
         shapes[f"{name}.weight"] = shape
         if name in names.qkv:
