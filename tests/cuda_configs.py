@@ -145,6 +145,17 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmo2": ("olmo2", {**THETA, "attention_bias": True}),
+    "granite": (
+        "granite",
+        {
+            **THETA,
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 1.7,
+            "residual_multiplier": 0.22,
+            "mlp_bias": True,
+        },
+    ),
 }
 _CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -158,6 +169,7 @@ _CLASSES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
+    "granite": "GraniteForCausalLM",
 }
 # those that can be quantized and converted to GGUF
 CONVERTIBLE = [

@@ -42,6 +42,7 @@ ARCHITECTURES = (
     "smollm3",
     "smollm3 window",
     "olmo2",
+    "granite",
 )
 QUANTIZABLE = [name for name in ARCHITECTURES if name in CONVERTIBLE]
 

@@ -91,6 +91,8 @@ class Decoder:
         """
         found = self._group.gather_logits(self._weights.head(self.hidden_states(batch, cache)))
         logits = found.float() if out is None else out.copy_(found)
+        if self.spec.logit_divisor != 1:
+            logits.div_(self.spec.logit_divisor)
         cap = self.spec.logit_softcap
         if cap:
             logits.div_(cap).tanh_().mul_(cap)
@@ -118,7 +120,7 @@ class Decoder:
                 hidden, _ = self._norm(hidden, layer.post_mlp_norm, None)
         rows = batch.output_rows
         kept = None if residual is None else residual[rows]
-        normed, _ = self._norm(hidden[rows], weights.norm, kept)
+        normed, _ = self._add_and_norm(hidden[rows], weights.norm, kept)
         return normed
 
     def _norm(self, x: Tensor, weight: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -129,7 +131,9 @@ class Decoder:
     def _add_and_norm(
         self, x: Tensor, weight: Tensor | None, residual: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Input of attention or MLP, and the residual stream. weight: None: without a norm."""
+        """Norm of x + residual, and the sum: the residual stream. weight: None: no norm."""
+        if residual is not None and self.spec.residual_scale != 1:
+            x = x * self.spec.residual_scale
         if weight is not None:
             return self._norm(x, weight, residual)
         summed = x if residual is None else x + residual

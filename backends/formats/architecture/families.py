@@ -160,6 +160,7 @@ _FAMILIES = (
     Family(
         "Olmo2ForCausalLM", "", ("olmo2",), qk_norm=True, wide_qk_norm=True, bias_keys=_ATTENTION
     ),
+    Family("GraniteForCausalLM", "", ("granite",), bias_keys=_ALL, multipliers=True),
 )
 FAMILIES = {family.architecture: family for family in _FAMILIES}
 BY_MODEL_TYPE = {kind: family for family in _FAMILIES for kind in family.model_types}

@@ -65,6 +65,7 @@ class ModelSpec:
     sliding_windows: for each layer, number of positions up to its own that a token attends to;
     None: all.
     embed_scale: exact; applied rounded to the dtype of the embeddings.
+    residual_scale: factor of the outputs of attention and MLP. logit_divisor: divides the logits.
     tied_embeddings: the head is the embedding.
     fused_projections: the checkpoint has one tensor for q, k and v, and one for gate and up.
     """
@@ -99,6 +100,8 @@ class ModelSpec:
     quant: QuantizationConfig | None
     layers_without_rope: frozenset[int] = frozenset()
     wide_qk_norm: bool = False
+    residual_scale: float = 1.0
+    logit_divisor: float = 1.0
 
     def layer_rope(self, index: int) -> Rope | None:
         """RoPE of a layer, or None if it has none."""

@@ -69,13 +69,17 @@ def read_hf_config(folder: Path) -> ModelSpec:
         attn_scale=_attention_scale(config, family, head_dim),
         attn_softcap=_softcap(config, family, "attn_logit_softcapping", family.attn_softcap),
         logit_softcap=_softcap(config, family, "final_logit_softcapping", family.logit_softcap),
-        embed_scale=hidden**0.5 if family.gemma else 1.0,
+        embed_scale=hidden**0.5
+        if family.gemma
+        else _multiplier(config, family, "embedding_multiplier"),
         tied_embeddings=config.flag("tie_word_embeddings", family.tied),
         fused_projections=family.fused_projections,
         moe=_moe(config, family),
         quant=read_quantization_config(config),
         layers_without_rope=read_layers_without_rope(config, family, windows),
         wide_qk_norm=family.wide_qk_norm,
+        residual_scale=_multiplier(config, family, "residual_multiplier"),
+        logit_divisor=_multiplier(config, family, "logits_scaling"),
     )
     _check_spec(config, spec)
     return spec
@@ -100,7 +104,13 @@ def _has_bias(config: ConfigFields, key: str, default: bool = False) -> bool:
 
 
 def _attention_scale(config: ConfigFields, family: Family, head_dim: int) -> float:
+    if family.multipliers:
+        return _multiplier(config, family, "attention_multiplier")
     return (config.positive_float("query_pre_attn_scalar") if family.gemma else head_dim) ** -0.5
+
+
+def _multiplier(config: ConfigFields, family: Family, key: str) -> float:
+    return config.positive_float(key, 1.0) if family.multipliers else 1.0
 
 
 def _check_spec(config: ConfigFields, spec: ModelSpec) -> None:
