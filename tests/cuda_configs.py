@@ -156,6 +156,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_bias": True,
         },
     ),
+    "glm4": ("glm4", {**THETA, "head_dim": 32}),
+    "glm4 unbiased": (
+        "glm4",
+        {**THETA, "head_dim": 32, "attention_bias": False, "partial_rotary_factor": 0.25},
+    ),
 }
 _CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -170,6 +175,7 @@ _CLASSES = {
     "smollm3": "SmolLM3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "granite": "GraniteForCausalLM",
+    "glm4": "Glm4ForCausalLM",
 }
 # those that can be quantized and converted to GGUF
 CONVERTIBLE = [

@@ -43,6 +43,8 @@ ARCHITECTURES = (
     "smollm3 window",
     "olmo2",
     "granite",
+    "glm4",
+    "glm4 unbiased",
 )
 QUANTIZABLE = [name for name in ARCHITECTURES if name in CONVERTIBLE]
 

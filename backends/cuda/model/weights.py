@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from localgen.backends.cuda.model.dummy import DummyWeightLoader
-from localgen.backends.cuda.model.linear import DenseLinear, Linear, merge_linears
+from localgen.backends.cuda.model.linear import DenseLinear, Linear, merge_linears, reorder_outputs
 from localgen.backends.cuda.model.weight_loader import SafetensorsWeightLoader
 from localgen.backends.errors import OutOfMemory
 from localgen.backends.formats.architecture.model_spec import ModelSpec
@@ -176,12 +176,22 @@ def _layer(loader: WeightLoader, spec: ModelSpec, layer: str) -> LayerWeights:
 def _qkv(loader: WeightLoader, spec: ModelSpec, layer: str, names: LayerNames) -> Linear:
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     sizes = [queries + 2 * keys] if len(names.qkv) == 1 else [queries, keys, keys]
-    return merge_linears(
-        [
-            loader.linear(f"{layer}.{name}", spec.hidden_size, size, bias=spec.qkv_bias)
-            for name, size in zip(names.qkv, sizes, strict=True)
-        ]
-    )
+    parts = [
+        loader.linear(f"{layer}.{name}", spec.hidden_size, size, bias=spec.qkv_bias)
+        for name, size in zip(names.qkv, sizes, strict=True)
+    ]
+    if spec.interleaved_rope:
+        assert len(parts) == 3
+        for index, heads in enumerate((spec.num_heads, spec.num_kv_heads)):
+            parts[index] = reorder_outputs(parts[index], _halves_order(spec, heads))
+    return merge_linears(parts)
+
+
+def _halves_order(spec: ModelSpec, heads: int) -> Tensor:
+    """Order of the outputs of heads, stored in pairs of neighbours, that puts pairs in halves."""
+    pairs = torch.arange(spec.rope.dim).view(-1, 2)
+    order = torch.cat([pairs.T.flatten(), torch.arange(spec.rope.dim, spec.head_dim)])
+    return (torch.arange(heads)[:, None] * spec.head_dim + order).flatten()
 
 
 def _gate_up(loader: WeightLoader, spec: ModelSpec, layer: str, names: LayerNames) -> Linear:

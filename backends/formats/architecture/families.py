@@ -161,6 +161,16 @@ _FAMILIES = (
         "Olmo2ForCausalLM", "", ("olmo2",), qk_norm=True, wide_qk_norm=True, bias_keys=_ATTENTION
     ),
     Family("GraniteForCausalLM", "", ("granite",), bias_keys=_ALL, multipliers=True),
+    Family(
+        "Glm4ForCausalLM",
+        "",
+        ("glm4",),
+        qkv_bias=True,
+        bias_keys=BiasKeys(qkv="attention_bias"),
+        interleaved_rope=True,
+        partial_rotary=0.5,
+        requires_head_dim=True,
+    ),
 )
 FAMILIES = {family.architecture: family for family in _FAMILIES}
 BY_MODEL_TYPE = {kind: family for family in _FAMILIES for kind in family.model_types}

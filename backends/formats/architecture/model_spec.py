@@ -58,10 +58,12 @@ class ModelSpec:
     """A decoder of RMSNorm, attention with RoPE and gated MLP, with the variations between models.
 
     architecture: class name in Hugging Face. max_len: longest sequence, in tokens.
-    norm_offset: norms multiply by 1 + weight. sandwich_norms: norms after attention and MLP as well.
+    norm_offset: norms multiply by 1 + weight.
+    sandwich_norms: norms after attention and MLP too, named as in Gemma.
     qk_norm: RMSNorm over each head of q and k before RoPE; wide_qk_norm: over all heads together.
     rope: of layers with full attention. local_rope: of layers with a window, if it differs.
     layers_without_rope: indices of layers that do not rotate q and k.
+    interleaved_rope: in the checkpoint, neighbours are rotated together instead of halves.
     sliding_windows: for each layer, number of positions up to its own that a token attends to;
     None: all.
     embed_scale: exact; applied rounded to the dtype of the embeddings.
@@ -100,6 +102,7 @@ class ModelSpec:
     quant: QuantizationConfig | None
     layers_without_rope: frozenset[int] = frozenset()
     wide_qk_norm: bool = False
+    interleaved_rope: bool = False
     residual_scale: float = 1.0
     logit_divisor: float = 1.0
 

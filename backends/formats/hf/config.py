@@ -78,6 +78,7 @@ def read_hf_config(folder: Path) -> ModelSpec:
         quant=read_quantization_config(config),
         layers_without_rope=read_layers_without_rope(config, family, windows),
         wide_qk_norm=family.wide_qk_norm,
+        interleaved_rope=family.interleaved_rope,
         residual_scale=_multiplier(config, family, "residual_multiplier"),
         logit_divisor=_multiplier(config, family, "logits_scaling"),
     )

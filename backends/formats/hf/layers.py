@@ -14,7 +14,8 @@ def read_ropes(config: ConfigFields, family: Family, head_dim: int) -> tuple[Rop
     if family.local_rope_theta is None:
         # the first Llama files have no rope_theta
         theta = 10000.0 if family.architecture == "LlamaForCausalLM" else None
-        return read_rope(config, head_dim=head_dim, theta=theta), None
+        partial = family.partial_rotary
+        return read_rope(config, head_dim=head_dim, theta=theta, partial=partial), None
     both = config.section("rope_parameters")
     if both is not None and "full_attention" in both:
         full, sliding = both.section("full_attention"), both.section("sliding_attention")
