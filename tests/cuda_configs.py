@@ -38,6 +38,26 @@ MOE: dict[str, Any] = {
     "moe_intermediate_size": 40,
     "head_dim": 32,
 }
+# its queries are scaled from position 32 on
+MINISTRAL_ROPE: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}
+VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 
 
 def longrope(kind: str, dim: int) -> dict[str, Any]:
@@ -161,6 +181,44 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "glm4",
         {**THETA, "head_dim": 32, "attention_bias": False, "partial_rotary_factor": 0.25},
     ),
+    "gemma3 images": (
+        "gemma3",
+        {
+            "tie_word_embeddings": True,
+            "text_config": {
+                **SIZES,
+                **GEMMA,
+                "model_type": "gemma3_text",
+                "rope_theta": 1e6,
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+                "sliding_window_pattern": 2,
+            },
+            "vision_config": {**VISION, "model_type": "siglip_vision_model"},
+            "mm_tokens_per_image": 4,
+        },
+    ),
+    "mistral3 images": (
+        "mistral3",
+        {
+            "tie_word_embeddings": False,
+            "text_config": {**SIZES, **THETA, "model_type": "mistral", "sliding_window": None},
+            "vision_config": {**VISION, "model_type": "pixtral"},
+        },
+    ),
+    "ministral3": ("ministral3", {"head_dim": 32, "rope_parameters": MINISTRAL_ROPE}),
+    "ministral3 images": (
+        "mistral3",
+        {
+            "tie_word_embeddings": True,
+            "text_config": {
+                **SIZES,
+                "model_type": "ministral3",
+                "head_dim": 32,
+                "rope_parameters": MINISTRAL_ROPE,
+            },
+            "vision_config": {**VISION, "model_type": "pixtral"},
+        },
+    ),
 }
 _CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -176,6 +234,9 @@ _CLASSES = {
     "olmo2": "Olmo2ForCausalLM",
     "granite": "GraniteForCausalLM",
     "glm4": "Glm4ForCausalLM",
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration",
+    "ministral3": "Ministral3ForCausalLM",
 }
 # those that can be quantized and converted to GGUF
 CONVERTIBLE = [
@@ -188,7 +249,8 @@ CONVERTIBLE = [
 def config_json(name: str, **changes: Any) -> dict[str, Any]:
     """Contents of a config.json as published models have it; None omits a field."""
     kind, more = CONFIGS[name]
-    values = {"model_type": kind, "architectures": [_CLASSES[kind]], **SIZES, **more, **changes}
+    sizes = {} if "text_config" in more else SIZES
+    values = {"model_type": kind, "architectures": [_CLASSES[kind]], **sizes, **more, **changes}
     return {key: value for key, value in values.items() if value is not None or key in more}
 
 

@@ -45,6 +45,10 @@ ARCHITECTURES = (
     "granite",
     "glm4",
     "glm4 unbiased",
+    "gemma3 images",
+    "mistral3 images",
+    "ministral3",
+    "ministral3 images",
 )
 QUANTIZABLE = [name for name in ARCHITECTURES if name in CONVERTIBLE]
 

@@ -51,7 +51,6 @@ def assert_same_shape(spec: ModelSpec, config: Any, model: Any) -> None:
     assert spec.num_kv_heads * attention.num_key_value_groups == spec.num_heads
     assert spec.attn_scale == pytest.approx(attention.scaling)
     assert spec.sliding_windows == windows_of(config)
-    assert spec.tied_embeddings == config.tie_word_embeddings
     assert spec.attn_softcap == getattr(config, "attn_logit_softcapping", None)
     assert spec.logit_softcap == getattr(config, "final_logit_softcapping", None)
     assert spec.qk_norm == hasattr(attention, "q_norm")
@@ -86,6 +85,9 @@ def test_spec_equals_that_of_transformers(name: str, rewritten: bool, tmp_path: 
     spec, config = read_hf_config(folder), transformers.AutoConfig.from_pretrained(folder)
     make: Any = transformers.AutoModel.from_config
     model = make(config)
+    assert spec.tied_embeddings == config.tie_word_embeddings
+    assert spec.text_only == hasattr(model, "language_model")
+    config, model = getattr(config, "text_config", config), getattr(model, "language_model", model)
     assert_same_shape(spec, config, model)
     # LongRoPE changes its factors beyond the 128 tokens it was trained with
     for max_len in (100, 400):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from localgen.backends.errors import LoadFailed
-from localgen.backends.formats.architecture.families import FAMILIES
+from localgen.backends.formats.architecture.families import conversion_obstacle
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.hf.config import read_hf_config
 from localgen.backends.formats.hf.safetensors import (
@@ -50,8 +50,9 @@ class LayerwiseCheckpoint:
         architecture is unknown or cannot be quantized."""
         self.folder = folder
         self.spec: ModelSpec = read_hf_config(folder)
-        if not FAMILIES[self.spec.architecture].gguf_name:
-            raise LoadFailed(f"{folder}: {self.spec.architecture} cannot be quantized by localgen")
+        obstacle = conversion_obstacle(self.spec)
+        if obstacle is not None:
+            raise LoadFailed(f"{folder}: localgen cannot quantize {obstacle}")
         self._locations: dict[str, StoredTensor] = {}
         for path in weight_files(folder):
             self._locations.update(stored_tensors(path))

@@ -81,7 +81,10 @@ class Decoder:
         self.spec, self.max_len = spec, max_len
         self._group = group or TensorParallelGroup(ModelShard(spec))
         self._weights = weights
-        self._ropes = _layer_ropes(spec, max_len, weights.embed.device)
+        device = weights.embed.device
+        self._ropes = _layer_ropes(spec, max_len, device)
+        scaling = spec.query_scaling
+        self._query_factors = None if scaling is None else scaling.table(max_len).to(device)
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, cache: KVCache, out: Tensor | None = None) -> Tensor:
@@ -108,10 +111,13 @@ class Decoder:
         hidden = self._group.vocab_parallel_embedding(weights.embed, batch.tokens)
         if spec.embed_scale != 1:
             hidden = hidden * torch.tensor(spec.embed_scale, dtype=hidden.dtype)
+        query_factors = None
+        if self._query_factors is not None:
+            query_factors = self._query_factors[batch.positions.long(), None, None].to(hidden.dtype)
         residual: Tensor | None = None
         for index, layer in enumerate(weights.layers):
             normed, residual = self._add_and_norm(hidden, layer.input_norm, residual)
-            hidden = self._attention(index, layer, normed, batch, cache)
+            hidden = self._attention(index, layer, normed, batch, cache, query_factors)
             if layer.post_attention_norm is not None:
                 hidden, _ = self._norm(hidden, layer.post_attention_norm, None)
             normed, residual = self._add_and_norm(hidden, layer.mlp_norm, residual)
@@ -140,8 +146,15 @@ class Decoder:
         return summed, summed
 
     def _attention(
-        self, index: int, layer: LayerWeights, x: Tensor, batch: StepBatch, cache: KVCache
+        self,
+        index: int,
+        layer: LayerWeights,
+        x: Tensor,
+        batch: StepBatch,
+        cache: KVCache,
+        query_factors: Tensor | None,
     ) -> Tensor:
+        """query_factors: [rows, 1, 1], of the queries after RoPE; None: 1."""
         spec, qkv, norms = self.spec, layer.qkv(x), None
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = QKNorm(layer.q_norm, layer.k_norm, spec.norm_eps, spec.norm_offset)
@@ -155,6 +168,8 @@ class Decoder:
             cache.layers[index],
             batch.slot_mapping,
         )
+        if query_factors is not None:
+            queries = queries * query_factors
         mixed = paged_attention(
             queries,
             cache.layers[index],

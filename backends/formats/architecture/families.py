@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from localgen.backends.formats.architecture.model_spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +174,20 @@ _FAMILIES = (
         partial_rotary=0.5,
         requires_head_dim=True,
     ),
+    Family(
+        "Ministral3ForCausalLM",
+        "",
+        ("ministral3",),
+        windows="all",
+        query_scaling=True,
+        requires_head_dim=True,
+    ),
 )
+# models that also take images, whose text part is supported: model types of that part
+WITH_IMAGES = {
+    "Gemma3ForConditionalGeneration": ("gemma3_text",),
+    "Mistral3ForConditionalGeneration": ("mistral", "ministral3"),
+}
 FAMILIES = {family.architecture: family for family in _FAMILIES}
 BY_MODEL_TYPE = {kind: family for family in _FAMILIES for kind in family.model_types}
 # GGUF files of Mistral and Mixtral are llama too
@@ -180,3 +196,10 @@ BY_GGUF_NAME = {
     for family in _FAMILIES
     if family.gguf_name and family.architecture not in ("MistralForCausalLM", "MixtralForCausalLM")
 }
+
+
+def conversion_obstacle(spec: ModelSpec) -> str | None:
+    """What of the model cannot be quantized or converted to GGUF by localgen, or None."""
+    if spec.text_only:
+        return "a model that also takes images"
+    return None if FAMILIES[spec.architecture].gguf_name else spec.architecture

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from localgen.backends.formats.architecture.fields import ConfigFields
-from localgen.backends.formats.architecture.rope import Rope
+from localgen.backends.formats.architecture.rope import QueryScaling, Rope
 
 MAX_LAYERS = 10_000
 # of all layers together: each has tensors of its own, whose names are listed
@@ -67,9 +67,11 @@ class ModelSpec:
     sliding_windows: for each layer, number of positions up to its own that a token attends to;
     None: all.
     embed_scale: exact; applied rounded to the dtype of the embeddings.
+    query_scaling: by position, after RoPE.
     residual_scale: factor of the outputs of attention and MLP. logit_divisor: divides the logits.
     tied_embeddings: the head is the embedding.
     fused_projections: the checkpoint has one tensor for q, k and v, and one for gate and up.
+    text_only: the checkpoint has other parts too, which are not loaded.
     """
 
     architecture: str
@@ -101,7 +103,9 @@ class ModelSpec:
     moe: MoeConfig | None
     quant: QuantizationConfig | None
     layers_without_rope: frozenset[int] = frozenset()
+    text_only: bool = False
     wide_qk_norm: bool = False
+    query_scaling: QueryScaling | None = None
     interleaved_rope: bool = False
     residual_scale: float = 1.0
     logit_divisor: float = 1.0

@@ -120,6 +120,21 @@ class Rope:
                 return plain / torch.tensor(scaling.long_factors if long else scaling.short_factors)
 
 
+@dataclass(frozen=True, slots=True)
+class QueryScaling:
+    """The query at position p is multiplied by 1 + beta * log(1 + floor(p / trained_len))."""
+
+    beta: float
+    trained_len: int
+
+    def table(self, max_len: int) -> Tensor:
+        """The factor of every position: float32 [max_len]."""
+        import torch
+
+        steps = (torch.arange(max_len) / self.trained_len).floor()
+        return 1.0 + self.beta * torch.log(1.0 + steps)
+
+
 def _scale_llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
     turns = scaling.trained_len * plain / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor

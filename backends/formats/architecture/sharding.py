@@ -242,7 +242,7 @@ def _vocab_shard_size(spec: ModelSpec, tp_size: int) -> int:
 def _shard_axis(kind: str, row_parallel: bool, num_dims: int) -> int | None:
     """The axis along which a stored tensor is split, or None. kind: last part of its name."""
     match kind:
-        case "bias" | "weight_scale":
+        case "bias" | "weight_scale" | "weight_scale_inv":
             return None if row_parallel else 0
         case "g_idx":
             return 0 if row_parallel else None

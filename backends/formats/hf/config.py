@@ -6,7 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from localgen.backends.formats.architecture.families import BY_MODEL_TYPE, FAMILIES, Family
+from localgen.backends.formats.architecture.families import (
+    BY_MODEL_TYPE,
+    FAMILIES,
+    WITH_IMAGES,
+    Family,
+)
 from localgen.backends.formats.architecture.fields import ConfigFields
 from localgen.backends.formats.architecture.model_shape import LayerCacheShape, ModelShape
 from localgen.backends.formats.architecture.model_spec import (
@@ -20,10 +25,17 @@ from localgen.backends.formats.architecture.model_spec import (
 from localgen.backends.formats.architecture.rope import yarn_max_len
 from localgen.backends.formats.hf.layers import (
     read_layers_without_rope,
+    read_query_scaling,
     read_ropes,
     read_sliding_windows,
 )
 from localgen.backends.formats.hf.quantization_config import read_quantization_config
+from localgen.backends.formats.hf.text_part import (
+    is_text_part,
+    read_text_config,
+    stores_head,
+    with_defaults,
+)
 
 _UNKNOWN_FAMILY = Family("", "", ())
 _RECURRENT = -1
@@ -35,8 +47,10 @@ def read_hf_config(folder: Path) -> ModelSpec:
     Raises LoadFailed, naming the file and the field, if one is missing or invalid, or if the model
     is not supported.
     """
-    config = ConfigFields.from_file(folder / "config.json")
-    family = _family(config)
+    whole = ConfigFields.from_file(folder / "config.json")
+    text_only = is_text_part(whole.values)
+    config = read_text_config(whole) if text_only else whole
+    family = _family(whole, config)
     heads, hidden = config.positive_int("num_attention_heads"), config.positive_int("hidden_size")
     head_dim = config.positive_int(
         "head_dim", None if family.requires_head_dim else hidden // heads or None
@@ -68,17 +82,22 @@ def read_hf_config(folder: Path) -> ModelSpec:
         sliding_windows=windows,
         attn_scale=_attention_scale(config, family, head_dim),
         attn_softcap=_softcap(config, family, "attn_logit_softcapping", family.attn_softcap),
-        logit_softcap=_softcap(config, family, "final_logit_softcapping", family.logit_softcap),
+        # models with images do not apply it
+        logit_softcap=None
+        if text_only
+        else _softcap(config, family, "final_logit_softcapping", family.logit_softcap),
         embed_scale=hidden**0.5
         if family.gemma
         else _multiplier(config, family, "embedding_multiplier"),
-        tied_embeddings=config.flag("tie_word_embeddings", family.tied),
+        tied_embeddings=_is_tied(config, family, folder if text_only else None),
         fused_projections=family.fused_projections,
         moe=_moe(config, family),
-        quant=read_quantization_config(config),
+        quant=read_quantization_config(whole),
         layers_without_rope=read_layers_without_rope(config, family, windows),
         wide_qk_norm=family.wide_qk_norm,
         interleaved_rope=family.interleaved_rope,
+        text_only=text_only,
+        query_scaling=read_query_scaling(config, family),
         residual_scale=_multiplier(config, family, "residual_multiplier"),
         logit_divisor=_multiplier(config, family, "logits_scaling"),
     )
@@ -86,18 +105,28 @@ def read_hf_config(folder: Path) -> ModelSpec:
     return spec
 
 
-def _family(config: ConfigFields) -> Family:
-    name = (config.strings("architectures") or ("none",))[0]
-    if name not in FAMILIES:
+def _family(whole: ConfigFields, config: ConfigFields) -> Family:
+    """The family of a config.json. config: of its text part, or the same."""
+    name = (whole.strings("architectures") or ("none",))[0]
+    if name not in FAMILIES and name not in WITH_IMAGES:
         known = ", ".join(family.removesuffix("ForCausalLM") for family in FAMILIES)
-        raise config.load_error(
-            f"architecture {name} is not supported, only {known} (each …ForCausalLM)"
+        parts = " and ".join(each.removesuffix("ForConditionalGeneration") for each in WITH_IMAGES)
+        raise whole.load_error(
+            f"architecture {name} is not supported, only {known} (each …ForCausalLM) and the text "
+            f"of {parts} (…ForConditionalGeneration)"
         )
-    family = FAMILIES[name]
-    kind = config.string("model_type", family.model_types[0])
-    if kind not in family.model_types:
-        raise config.load_error(f"model_type {kind} is not supported as {name}")
-    return family
+    kinds = WITH_IMAGES.get(name) or FAMILIES[name].model_types
+    kind = config.string("model_type", kinds[0])
+    if kind not in kinds:
+        raise config.load_error(f"{config.prefix}model_type {kind} is not supported in {name}")
+    return BY_MODEL_TYPE[kind] if name in WITH_IMAGES else FAMILIES[name]
+
+
+def _is_tied(config: ConfigFields, family: Family, text_of: Path | None) -> bool:
+    """Whether the head is the embedding. text_of: the folder of a model that also takes images,
+    whose files decide, since its config.json may not say."""
+    stored = None if text_of is None else stores_head(text_of)
+    return config.flag("tie_word_embeddings", family.tied) if stored is None else not stored
 
 
 def _has_bias(config: ConfigFields, key: str, default: bool = False) -> bool:
@@ -177,7 +206,8 @@ def shape_from_hf_config(config: Mapping[str, Any]) -> ModelShape | None:
     Fields that are missing or invalid count as 0, except those without which there is no shape.
     """
     # multimodal models keep the fields of their text model one level down
-    text = _object(config, "text_config") or config
+    text = _object(config, "text_config")
+    text = with_defaults(text) if text else config
     layers, hidden, heads = (
         _count(text, key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
     )

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from localgen.backends.formats.architecture.families import Family
 from localgen.backends.formats.architecture.fields import ConfigFields
-from localgen.backends.formats.architecture.rope import Rope, parse_rope, read_rope
+from localgen.backends.formats.architecture.rope import (
+    QueryScaling,
+    Rope,
+    parse_rope,
+    read_rope,
+)
 
 _NO_ROPE_INTERVAL = 4
 
@@ -101,3 +106,16 @@ def _rotated_layers(config: ConfigFields, layers: int) -> list[bool]:
     if len(marks) < layers or max(marks) > 1:
         raise config.invalid_value("no_rope_layers", f"a list of 0 or 1 for each of {layers} layers")
     return [bool(mark) for mark in marks[:layers]]
+
+
+def read_query_scaling(config: ConfigFields, family: Family) -> QueryScaling | None:
+    """Scaling of queries by position, if the architecture has it."""
+    if not family.query_scaling:
+        return None
+    section = config.section("rope_parameters") or config.section("rope_scaling")
+    if section is None:
+        raise config.load_error("it has no rope_parameters")
+    return QueryScaling(
+        section.positive_float("llama_4_scaling_beta"),
+        section.positive_int("original_max_position_embeddings"),
+    )
