@@ -219,6 +219,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "vision_config": {**VISION, "model_type": "pixtral"},
         },
     ),
+    "seed oss": ("seed_oss", {**THETA, "head_dim": 32}),
+    "seed oss biases": (
+        "seed_oss",
+        {**THETA, "head_dim": 32, "attention_bias": False, "attention_out_bias": True},
+    ),
 }
 _CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -237,6 +242,7 @@ _CLASSES = {
     "gemma3": "Gemma3ForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
     "ministral3": "Ministral3ForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
 }
 # those that can be quantized and converted to GGUF
 CONVERTIBLE = [

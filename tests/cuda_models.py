@@ -49,6 +49,8 @@ ARCHITECTURES = (
     "mistral3 images",
     "ministral3",
     "ministral3 images",
+    "seed oss",
+    "seed oss biases",
 )
 QUANTIZABLE = [name for name in ARCHITECTURES if name in CONVERTIBLE]
 

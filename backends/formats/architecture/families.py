@@ -182,6 +182,14 @@ _FAMILIES = (
         query_scaling=True,
         requires_head_dim=True,
     ),
+    Family(
+        "SeedOssForCausalLM",
+        "",
+        ("seed_oss",),
+        qkv_bias=True,
+        bias_keys=BiasKeys("attention_bias", "attention_out_bias", "mlp_bias"),
+        requires_head_dim=True,
+    ),
 )
 # models that also take images, whose text part is supported: model types of that part
 WITH_IMAGES = {
