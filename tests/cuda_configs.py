@@ -224,6 +224,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "seed_oss",
         {**THETA, "head_dim": 32, "attention_bias": False, "attention_out_bias": True},
     ),
+    "ernie4.5": ("ernie4_5", {**THETA, "head_dim": 32}),
+    "ernie4.5 biases": (
+        "ernie4_5",
+        {**THETA, "head_dim": 32, "use_bias": True, "tie_word_embeddings": False},
+    ),
 }
 _CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -243,6 +248,7 @@ _CLASSES = {
     "mistral3": "Mistral3ForConditionalGeneration",
     "ministral3": "Ministral3ForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
 }
 # those that can be quantized and converted to GGUF
 CONVERTIBLE = [

@@ -51,6 +51,8 @@ ARCHITECTURES = (
     "ministral3 images",
     "seed oss",
     "seed oss biases",
+    "ernie4.5",
+    "ernie4.5 biases",
 )
 QUANTIZABLE = [name for name in ARCHITECTURES if name in CONVERTIBLE]
 

@@ -190,6 +190,15 @@ _FAMILIES = (
         bias_keys=BiasKeys("attention_bias", "attention_out_bias", "mlp_bias"),
         requires_head_dim=True,
     ),
+    Family(
+        "Ernie4_5ForCausalLM",
+        "",
+        ("ernie4_5",),
+        tied=True,
+        bias_keys=BiasKeys("use_bias", "use_bias", "use_bias"),
+        interleaved_rope=True,
+        requires_head_dim=True,
+    ),
 )
 # models that also take images, whose text part is supported: model types of that part
 WITH_IMAGES = {
