@@ -229,6 +229,26 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "ernie4_5",
         {**THETA, "head_dim": 32, "use_bias": True, "tie_word_embeddings": False},
     ),
+    "exaone4": (
+        "exaone4",
+        {
+            **THETA,
+            "head_dim": 32,
+            "sliding_window": 24,
+            "sliding_window_pattern": "LG",
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "exaone4 global": (
+        "exaone4",
+        {
+            **THETA,
+            "head_dim": 32,
+            "rope_scaling": LLAMA_3,
+            "sliding_window": None,
+            "layer_types": ["full_attention"] * 3,
+        },
+    ),
 }
 _CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -249,6 +269,7 @@ _CLASSES = {
     "ministral3": "Ministral3ForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
     "ernie4_5": "Ernie4_5ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
 }
 # those that can be quantized and converted to GGUF
 CONVERTIBLE = [

@@ -53,6 +53,8 @@ ARCHITECTURES = (
     "seed oss biases",
     "ernie4.5",
     "ernie4.5 biases",
+    "exaone4",
+    "exaone4 global",
 )
 QUANTIZABLE = [name for name in ARCHITECTURES if name in CONVERTIBLE]
 

@@ -35,7 +35,8 @@ class Family:
     qk_norm, wide_qk_norm, interleaved_rope, fused_projections: as in ModelSpec.
     qkv_bias: default of bias_keys.qkv. tied: default of tie_word_embeddings.
     windows: layers with a sliding window; "upper": from max_window_layers on; "alternating": all
-    but every full_attention_every-th; "listed": by layer_types only. default_window: for files that
+    but every full_attention_every-th; "listed": by layer_types only. pattern_in_config:
+    sliding_window_pattern replaces full_attention_every. default_window: for files that
     give none; 0: no default. window_needs_flag: the window of a config.json applies only with
     use_sliding_window. gguf_windows: GGUF files of this architecture have windows.
     without_rope: layers without positions; "listed": by no_rope_layers; "full": those with full
@@ -64,6 +65,7 @@ class Family:
     interleaved_rope: bool = False
     windows: Literal["none", "all", "upper", "alternating", "listed"] = "none"
     full_attention_every: int = 0
+    pattern_in_config: bool = False
     default_window: int = 0
     window_needs_flag: bool = False
     gguf_windows: bool = False
@@ -136,6 +138,7 @@ _FAMILIES = (
         qk_norm=True,
         windows="alternating",
         full_attention_every=6,
+        pattern_in_config=True,
         gguf_windows=True,
         local_rope_theta=10000.0,
         layers_scaled_by_hidden=62,
@@ -198,6 +201,17 @@ _FAMILIES = (
         bias_keys=BiasKeys("use_bias", "use_bias", "use_bias"),
         interleaved_rope=True,
         requires_head_dim=True,
+    ),
+    Family(
+        "Exaone4ForCausalLM",
+        "",
+        ("exaone4",),
+        qk_norm=True,
+        windows="alternating",
+        full_attention_every=4,
+        pattern_in_config=True,
+        default_window=4096,
+        without_rope="full",
     ),
 )
 # models that also take images, whose text part is supported: model types of that part

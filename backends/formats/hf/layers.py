@@ -65,7 +65,7 @@ def _sliding_layers(config: ConfigFields, family: Family, layers: int) -> list[b
             return [index >= first for index in range(layers)]
         case "alternating":
             every, key = family.full_attention_every, "sliding_window_pattern"
-            if family.architecture == "Gemma3ForCausalLM":
+            if family.pattern_in_config:
                 every = config.positive_int(key if key in config else f"_{key}", every)
             return [bool((index + 1) % every) for index in range(layers)]
         case "listed" if config.flag("use_sliding_window", False):
@@ -89,11 +89,12 @@ def read_layers_without_rope(
     config: ConfigFields, family: Family, windows: tuple[int | None, ...]
 ) -> frozenset[int]:
     """Indices of the layers without RoPE."""
-    match family.without_rope:
-        case "listed":
-            rotated = _rotated_layers(config, len(windows))
-        case _:
-            return frozenset()
+    if family.without_rope == "listed":
+        rotated = _rotated_layers(config, len(windows))
+    elif family.without_rope == "full" and _sliding_window(config, family) is not None:
+        rotated = [window is not None for window in windows]
+    else:
+        return frozenset()
     return frozenset(index for index, rotates in enumerate(rotated) if not rotates)
 
 
