@@ -249,6 +249,15 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["full_attention"] * 3,
         },
     ),
+    "olmo3": (
+        "olmo3",
+        {
+            "rope_theta": 500000.0,
+            "rope_scaling": YARN,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
 }
 _CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -270,6 +279,7 @@ _CLASSES = {
     "seed_oss": "SeedOssForCausalLM",
     "ernie4_5": "Ernie4_5ForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
 }
 # those that can be quantized and converted to GGUF
 CONVERTIBLE = [

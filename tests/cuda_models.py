@@ -55,6 +55,7 @@ ARCHITECTURES = (
     "ernie4.5 biases",
     "exaone4",
     "exaone4 global",
+    "olmo3",
 )
 QUANTIZABLE = [name for name in ARCHITECTURES if name in CONVERTIBLE]
 

@@ -213,6 +213,18 @@ _FAMILIES = (
         default_window=4096,
         without_rope="full",
     ),
+    Family(
+        "Olmo3ForCausalLM",
+        "",
+        ("olmo3",),
+        qk_norm=True,
+        wide_qk_norm=True,
+        windows="alternating",
+        full_attention_every=4,
+        default_window=4096,
+        unscaled_local_rope=True,
+        bias_keys=_ATTENTION,
+    ),
 )
 # models that also take images, whose text part is supported: model types of that part
 WITH_IMAGES = {

@@ -238,6 +238,7 @@ def shape_from_hf_config(config: Mapping[str, Any]) -> ModelShape | None:
 def _context_length(config: Mapping[str, Any]) -> int:
     length = _count(config, "max_position_embeddings")
     scaling = _object(config, "rope_scaling") or _object(config, "rope_parameters")
+    scaling = _object(scaling, "full_attention") or scaling
     kind, factor = scaling.get("rope_type", scaling.get("type")), scaling.get("factor", 1)
     if kind != "yarn" or not isinstance(factor, int | float) or not 0 < factor < 1e9:
         return length

@@ -16,7 +16,7 @@ _NO_ROPE_INTERVAL = 4
 
 def read_ropes(config: ConfigFields, family: Family, head_dim: int) -> tuple[Rope, Rope | None]:
     """RoPE of layers with full attention, and of those with a window if it differs."""
-    if family.local_rope_theta is None:
+    if family.local_rope_theta is None and not family.unscaled_local_rope:
         # the first Llama files have no rope_theta
         theta = 10000.0 if family.architecture == "LlamaForCausalLM" else None
         partial = family.partial_rotary
@@ -28,8 +28,11 @@ def read_ropes(config: ConfigFields, family: Family, head_dim: int) -> tuple[Rop
             raise config.load_error("rope_parameters has full_attention but no sliding_attention")
         local = parse_rope(config, sliding, head_dim=head_dim)
         return parse_rope(config, full, head_dim=head_dim), local
+    rope = read_rope(config, head_dim=head_dim)
+    if family.unscaled_local_rope:
+        return rope, Rope(rope.theta, head_dim)
     theta = config.positive_float("rope_local_base_freq", family.local_rope_theta)
-    return read_rope(config, head_dim=head_dim), Rope(theta, head_dim)
+    return rope, Rope(theta, head_dim)
 
 
 def read_sliding_windows(

@@ -59,6 +59,7 @@ _NAMES_BY_ARCHITECTURE = {
         router="mlp.gate",
     ),
     "Olmo2ForCausalLM": _POST_NORMS,
+    "Olmo3ForCausalLM": _POST_NORMS,
     "Exaone4ForCausalLM": _POST_NORMS,
     "Glm4ForCausalLM": LayerNames(
         post_attention_norm="post_self_attn_layernorm",
