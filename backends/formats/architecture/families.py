@@ -21,6 +21,7 @@ class BiasKeys:
     mlp: str = ""
 
 
+_NO_BIASES = BiasKeys()
 _ATTENTION = BiasKeys("attention_bias", "attention_bias")
 _ALL = BiasKeys("attention_bias", "attention_bias", "mlp_bias")
 
@@ -59,7 +60,7 @@ class Family:
     qk_norm: bool = False
     wide_qk_norm: bool = False
     qkv_bias: bool = False
-    bias_keys: BiasKeys = BiasKeys()
+    bias_keys: BiasKeys = _NO_BIASES
     tied: bool = False
     fused_projections: bool = False
     interleaved_rope: bool = False
@@ -230,6 +231,14 @@ _FAMILIES = (
 WITH_IMAGES = {
     "Gemma3ForConditionalGeneration": ("gemma3_text",),
     "Mistral3ForConditionalGeneration": ("mistral", "ministral3"),
+}
+# models of the catalog that are not supported, and what the engine lacks
+UNSUPPORTED = {
+    "Gemma4ForConditionalGeneration": "layers with heads of different sizes",
+    "Gemma4UnifiedForConditionalGeneration": "layers with heads of different sizes",
+    "GptOssForCausalLM": "attention sinks and experts in MXFP4",
+    "Qwen3_5ForConditionalGeneration": "layers with a recurrent state",
+    "Qwen3_5MoeForConditionalGeneration": "layers with a recurrent state",
 }
 FAMILIES = {family.architecture: family for family in _FAMILIES}
 BY_MODEL_TYPE = {kind: family for family in _FAMILIES for kind in family.model_types}

@@ -9,6 +9,7 @@ from typing import Any
 from localgen.backends.formats.architecture.families import (
     BY_MODEL_TYPE,
     FAMILIES,
+    UNSUPPORTED,
     WITH_IMAGES,
     Family,
 )
@@ -111,8 +112,9 @@ def _family(whole: ConfigFields, config: ConfigFields) -> Family:
     if name not in FAMILIES and name not in WITH_IMAGES:
         known = ", ".join(family.removesuffix("ForCausalLM") for family in FAMILIES)
         parts = " and ".join(each.removesuffix("ForConditionalGeneration") for each in WITH_IMAGES)
+        lacking = f" ({UNSUPPORTED[name]})" if name in UNSUPPORTED else ""
         raise whole.load_error(
-            f"architecture {name} is not supported, only {known} (each …ForCausalLM) and the text "
+            f"architecture {name} is not supported{lacking}, only {known} (each …ForCausalLM) and the text "
             f"of {parts} (…ForConditionalGeneration)"
         )
     kinds = WITH_IMAGES.get(name) or FAMILIES[name].model_types
