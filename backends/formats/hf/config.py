@@ -83,13 +83,8 @@ def read_hf_config(folder: Path) -> ModelSpec:
         sliding_windows=windows,
         attn_scale=_attention_scale(config, family, head_dim),
         attn_softcap=_softcap(config, family, "attn_logit_softcapping", family.attn_softcap),
-        # models with images do not apply it
-        logit_softcap=None
-        if text_only
-        else _softcap(config, family, "final_logit_softcapping", family.logit_softcap),
-        embed_scale=hidden**0.5
-        if family.gemma
-        else _multiplier(config, family, "embedding_multiplier"),
+        logit_softcap=_logit_softcap(config, family, text_only),
+        embed_scale=_embed_scale(config, family, hidden),
         tied_embeddings=_is_tied(config, family, folder if text_only else None),
         fused_projections=family.fused_projections,
         moe=_moe(config, family),
@@ -114,8 +109,8 @@ def _family(whole: ConfigFields, config: ConfigFields) -> Family:
         parts = " and ".join(each.removesuffix("ForConditionalGeneration") for each in WITH_IMAGES)
         lacking = f" ({UNSUPPORTED[name]})" if name in UNSUPPORTED else ""
         raise whole.load_error(
-            f"architecture {name} is not supported{lacking}, only {known} (each …ForCausalLM) and the text "
-            f"of {parts} (…ForConditionalGeneration)"
+            f"architecture {name} is not supported{lacking}, only {known} (each …ForCausalLM) and "
+            f"the text of {parts} (…ForConditionalGeneration)"
         )
     kinds = WITH_IMAGES.get(name) or FAMILIES[name].model_types
     kind = config.string("model_type", kinds[0])
@@ -167,6 +162,16 @@ def _activation(config: ConfigFields, family: Family) -> Activation:
         case "gelu_pytorch_tanh":
             return "gelu_tanh"
     raise config.invalid_value(key, "silu or gelu_pytorch_tanh")
+
+
+def _embed_scale(config: ConfigFields, family: Family, hidden: int) -> float:
+    return hidden**0.5 if family.gemma else _multiplier(config, family, "embedding_multiplier")
+
+
+def _logit_softcap(config: ConfigFields, family: Family, text_only: bool) -> float | None:
+    if text_only:  # models with images do not apply it
+        return None
+    return _softcap(config, family, "final_logit_softcapping", family.logit_softcap)
 
 
 def _softcap(config: ConfigFields, family: Family, key: str, default: float | None) -> float | None:
