@@ -27,7 +27,7 @@ part is loaded.
 
 - safetensors: the original checkpoint, mostly of 16 bits.
 - gguf: dequantized while loading.
-- fp8: with one scale per row or per matrix. Files with a scale per block are refused.
+- fp8: with one scale per row or per matrix; a scale per block, as in Qwen's own files, is refused.
 - Quantized experts are dequantized while loading.
 
 | model | runs | formats | what is missing |
@@ -39,6 +39,7 @@ _QUANTIZATION: dict[str, dict[str, Any]] = {
     "gptq-int4": {"quant_method": "gptq", "bits": 4, "group_size": 128},
     "gptq-int8": {"quant_method": "gptq", "bits": 8, "group_size": 128},
     "fp8": {"quant_method": "fp8", "weight_block_size": None},
+    "fp8 blocks": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     "mxfp4": {"quant_method": "mxfp4"},
     "w4a16": {
         "quant_method": "compressed-tensors",
@@ -47,6 +48,8 @@ _QUANTIZATION: dict[str, dict[str, Any]] = {
         },
     },
 }
+# owners of repositories whose FP8 files have a scale per block
+_FP8_BLOCKS = ("Qwen/",)
 
 
 def page() -> str:
@@ -60,11 +63,11 @@ def _row(model: dict[str, Any]) -> str:
     family = _family(model)
     if family is None:
         return f"| `{model['alias']}` | no | | {UNSUPPORTED[model['arch']]} |\n"
-    methods = dict.fromkeys(each["method"] for each in model.get("quantized", ()))
+    quantized = model.get("quantized", ())
     formats = {
         "safetensors": True,
         "gguf": bool(family.gguf_name),
-        **{method: _is_supported(method) for method in methods},
+        **{each["method"]: _is_supported(each) for each in quantized},
     }
     runs = ", ".join(name for name, supported in formats.items() if supported)
     refused = ", ".join(name for name, supported in formats.items() if not supported)
@@ -81,7 +84,10 @@ def _family(model: dict[str, Any]) -> Family | None:
     return BY_MODEL_TYPE[model.get("text_type", kinds[0])]
 
 
-def _is_supported(method: str) -> bool:
+def _is_supported(source: dict[str, Any]) -> bool:
+    method = source["method"]
+    if method == "fp8" and source["repo"].startswith(_FP8_BLOCKS):
+        method = "fp8 blocks"
     config = ConfigFields(PAGE, {"quantization_config": _QUANTIZATION[method]})
     try:
         return read_quantization_config(config) is not None

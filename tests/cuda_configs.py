@@ -85,6 +85,16 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen2 yarn": ("qwen2", {**THETA, "rope_scaling": YARN}),
     "qwen3": ("qwen3", {"rope_theta": 1e6, "head_dim": 32}),
+    "qwen3 window": (
+        "qwen3",
+        {
+            **THETA,
+            "head_dim": 32,
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "max_window_layers": 1,
+        },
+    ),
     "qwen3 yarn": (
         "qwen3",
         {
@@ -164,7 +174,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "no_rope_layer_interval": 2,
         },
     ),
-    "olmo2": ("olmo2", {**THETA, "attention_bias": True}),
+    "olmo2": ("olmo2", THETA),
+    "olmo2 biases": ("olmo2", {**THETA, "attention_bias": True}),
     "granite": (
         "granite",
         {
@@ -238,6 +249,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window_pattern": "LG",
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
+    ),
+    "exaone4 pattern": (
+        "exaone4",
+        {**THETA, "head_dim": 32, "sliding_window": 24, "sliding_window_pattern": 2},
     ),
     "exaone4 global": (
         "exaone4",

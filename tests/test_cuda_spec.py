@@ -57,9 +57,11 @@ def assert_same_shape(spec: ModelSpec, config: Any, model: Any) -> None:
     assert spec.fused_projections == hasattr(attention, "qkv_proj")
     names = layer_names(spec)
     norms = {name for name, _ in model.layers[0].named_children() if "norm" in name}
-    before_and_after = (names.attention_norm, names.mlp_norm)
-    before_and_after += (names.post_attention_norm, names.post_mlp_norm)
-    assert norms == {*before_and_after} - {""}
+    before, after = (
+        {names.attention_norm, names.mlp_norm},
+        {names.post_attention_norm, names.post_mlp_norm},
+    )
+    assert norms == (before | after) - {""}
     assert spec.out_bias == (attention.o_proj.bias is not None)
     assert spec.qkv_bias == (not spec.fused_projections and attention.q_proj.bias is not None)
     assert spec.norm_eps == config.rms_norm_eps

@@ -24,6 +24,7 @@ from localgen.backends.cuda.model.linear import (
     DenseLinear,
     Fp8Linear,
     Int4Linear,
+    Linear,
     reorder_outputs,
 )
 from localgen.backends.errors import LoadFailed
@@ -166,7 +167,7 @@ def test_outputs_are_reordered_in_every_layout() -> None:
     order, bias = torch.randperm(16), torch.randn(16)
     packed = pack_int4(torch.randint(0, 16, (16, 64), dtype=torch.uint8))
     zeros = torch.randint(0, 16, (16, 2), dtype=torch.uint8)
-    linears = [
+    linears: list[Linear] = [
         DenseLinear(torch.randn(16, 64), bias),
         Fp8Linear(torch.randn(16, 64).to(torch.float8_e4m3fn), torch.rand(16), bias),
         Int4Linear(packed, torch.rand(16, 2), zeros, bias, torch.randperm(64)),

@@ -196,7 +196,7 @@ class Decoder:
 def _norm_all_heads(qkv: Tensor, norms: QKNorm) -> Tensor:
     """qkv with RMSNorm over all heads of q together, and over all of k."""
     queries, keys = len(norms.q_weight), len(norms.k_weight)
-    q, k, v = qkv.split([queries, keys, keys], -1)
+    q, k, v = torch.split(qkv, [queries, keys, keys], -1)
     q, _ = rms_norm(q, norms.q_weight, norms.eps, offset=norms.offset, residual=None)
     k, _ = rms_norm(k, norms.k_weight, norms.eps, offset=norms.offset, residual=None)
     return torch.cat([q, k, v], -1)

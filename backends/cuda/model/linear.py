@@ -185,9 +185,7 @@ def reorder_outputs(linear: Linear, order: Tensor) -> Linear:
             return Fp8Linear(rows, scale[order], bias)
         case Int4Linear(packed, scales, zeros):
             order = order.to(packed.device)
-            return Int4Linear(
-                packed[order], scales[order], zeros[order], bias, linear.input_order
-            )
+            return Int4Linear(packed[order], scales[order], zeros[order], bias, linear.input_order)
 
 
 def _biases(parts: Sequence[DenseLinear | Int4Linear | Fp8Linear]) -> Tensor | None:

@@ -133,7 +133,8 @@ def _has_bias(config: ConfigFields, key: str, default: bool = False) -> bool:
 def _attention_scale(config: ConfigFields, family: Family, head_dim: int) -> float:
     if family.multipliers:
         return _multiplier(config, family, "attention_multiplier")
-    return (config.positive_float("query_pre_attn_scalar") if family.gemma else head_dim) ** -0.5
+    width = config.positive_float("query_pre_attn_scalar") if family.gemma else head_dim
+    return float(width**-0.5)
 
 
 def _multiplier(config: ConfigFields, family: Family, key: str) -> float:

@@ -108,7 +108,9 @@ def _rotated_layers(config: ConfigFields, layers: int) -> list[bool]:
         return [bool((index + 1) % every) for index in range(layers)]
     marks = config.sizes("no_rope_layers")
     if len(marks) < layers or max(marks) > 1:
-        raise config.invalid_value("no_rope_layers", f"a list of 0 or 1 for each of {layers} layers")
+        raise config.invalid_value(
+            "no_rope_layers", f"a list of 0 or 1 for each of {layers} layers"
+        )
     return [bool(mark) for mark in marks[:layers]]
 
 
