@@ -161,12 +161,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {**THETA, **MOE, "use_sliding_window": True, "sliding_window": 24},
     ),
     "smollm3": ("smollm3", {**THETA, "no_rope_layers": [1, 0, 1]}),
+    "smollm3 biases": ("smollm3", {**THETA, "attention_bias": True, "mlp_bias": True}),
     "smollm3 window": (
         "smollm3",
         {
             **THETA,
-            "attention_bias": True,
-            "mlp_bias": True,
             "tie_word_embeddings": False,
             "use_sliding_window": True,
             "sliding_window": 24,

@@ -40,6 +40,7 @@ ARCHITECTURES = (
     "mixtral",
     "qwen3 moe",
     "smollm3",
+    "smollm3 biases",
     "smollm3 window",
     "olmo2",
     "granite",
