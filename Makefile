@@ -23,7 +23,7 @@ help:
 	@echo 'make test-fast   the tests of tests/fast.txt, under two minutes'
 	@echo 'make lint    check style and formatting with ruff'
 	@echo 'make types   check types with mypy'
-	@echo 'make docs    regenerate docs/cli.md from the commands'
+	@echo 'make docs    regenerate docs/cli.md and docs/gpu-models.md'
 	@echo 'make wheel   build the wheel and its SBOM into dist/'
 	@echo 'make requirements   lock the versions and hashes that are installed; ARGS=--upgrade takes newer ones'
 	@echo 'make clean   remove the environment and everything built'
@@ -48,6 +48,7 @@ types: $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed-dev
 	@$(VENV)/bin/python docs/cli.py
+	@$(VENV)/bin/python docs/gpu_models.py
 
 requirements:
 	@$(VENV)/bin/python requirements/refresh.py $(ARGS)

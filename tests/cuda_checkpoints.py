@@ -24,7 +24,10 @@ def begun(name: str, folder: Path) -> Any:
     """A transformers model in float32 with its initial weights; writes config.json to `folder`."""
     torch.manual_seed(sum(map(ord, name)))
     config = transformers.AutoConfig.from_pretrained(write_config(folder, name))
+    has_images = hasattr(config, "vision_config")
     auto: Any = transformers.AutoModelForCausalLM
+    if has_images:
+        auto = transformers.AutoModelForImageTextToText
     return auto.from_config(config, attn_implementation="eager")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from cuda_checkpoints import begun
-from cuda_configs import SIZES, write_config
+from cuda_configs import CONVERTIBLE, SIZES, write_config
 from torch import Tensor
 
 from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS
@@ -39,7 +39,26 @@ ARCHITECTURES = (
     "phi4 unscaled",
     "mixtral",
     "qwen3 moe",
+    "smollm3",
+    "smollm3 biases",
+    "smollm3 window",
+    "olmo2",
+    "granite",
+    "glm4",
+    "glm4 unbiased",
+    "gemma3 images",
+    "mistral3 images",
+    "ministral3",
+    "ministral3 images",
+    "seed oss",
+    "seed oss biases",
+    "ernie4.5",
+    "ernie4.5 biases",
+    "exaone4",
+    "exaone4 global",
+    "olmo3",
 )
+QUANTIZABLE = [name for name in ARCHITECTURES if name in CONVERTIBLE]
 
 
 def make(name: str, folder: Path) -> Any:

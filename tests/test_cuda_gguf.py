@@ -225,6 +225,8 @@ def test_any_part_of_a_split_file_stands_for_all(tmp_path: Path) -> None:
         checkpoint = open_gguf_source(part)
         assert checkpoint.path == parts[0]
         for ours, theirs in zip(weights_of(checkpoint).layers, whole.layers, strict=True):
+            assert ours.input_norm is not None
+            assert theirs.input_norm is not None
             assert torch.equal(ours.input_norm, theirs.input_norm)
             assert isinstance(ours.qkv, DenseLinear)
             assert isinstance(theirs.qkv, DenseLinear)

@@ -24,6 +24,7 @@ from localgen.backends.formats.architecture.model_spec import (
 )
 from localgen.backends.formats.architecture.rope import LongRopeScaling, Rope
 from localgen.backends.formats.hf.config import read_hf_config
+from localgen.backends.formats.hf.tensor_names import layer_names
 
 JUNK: list[Any] = ["x", "", -1, 0, 1.5, True, [], [1], ["a"], {}, {"a": 1}, 1e999, 10**400]
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
@@ -50,12 +51,17 @@ def assert_same_shape(spec: ModelSpec, config: Any, model: Any) -> None:
     assert spec.num_kv_heads * attention.num_key_value_groups == spec.num_heads
     assert spec.attn_scale == pytest.approx(attention.scaling)
     assert spec.sliding_windows == windows_of(config)
-    assert spec.tied_embeddings == config.tie_word_embeddings
     assert spec.attn_softcap == getattr(config, "attn_logit_softcapping", None)
     assert spec.logit_softcap == getattr(config, "final_logit_softcapping", None)
     assert spec.qk_norm == hasattr(attention, "q_norm")
     assert spec.fused_projections == hasattr(attention, "qkv_proj")
-    assert spec.sandwich_norms == hasattr(model.layers[0], "pre_feedforward_layernorm")
+    names = layer_names(spec)
+    norms = {name for name, _ in model.layers[0].named_children() if "norm" in name}
+    before, after = (
+        {names.attention_norm, names.mlp_norm},
+        {names.post_attention_norm, names.post_mlp_norm},
+    )
+    assert norms == (before | after) - {""}
     assert spec.out_bias == (attention.o_proj.bias is not None)
     assert spec.qkv_bias == (not spec.fused_projections and attention.q_proj.bias is not None)
     assert spec.norm_eps == config.rms_norm_eps
@@ -81,6 +87,9 @@ def test_spec_equals_that_of_transformers(name: str, rewritten: bool, tmp_path: 
     spec, config = read_hf_config(folder), transformers.AutoConfig.from_pretrained(folder)
     make: Any = transformers.AutoModel.from_config
     model = make(config)
+    assert spec.tied_embeddings == config.tie_word_embeddings
+    assert spec.text_only == hasattr(model, "language_model")
+    config, model = getattr(config, "text_config", config), getattr(model, "language_model", model)
     assert_same_shape(spec, config, model)
     # LongRoPE changes its factors beyond the 128 tokens it was trained with
     for max_len in (100, 400):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cuda_models import ARCHITECTURES, make, random_text
+from cuda_models import QUANTIZABLE, make, random_text
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -51,7 +51,7 @@ def two_texts() -> Tensor:
     return torch.tensor([random_text(seed=seed, length=LENGTH) for seed in (1, 2)])
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", QUANTIZABLE)
 def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     theirs = make(name, tmp_path)
     ids = two_texts()
@@ -78,7 +78,7 @@ def test_linears_in_bfloat16_are_near(tmp_path: Path) -> None:
     assert 0 < error < 0.02
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", QUANTIZABLE)
 def test_taps_see_the_input_of_every_linear(name: str, tmp_path: Path) -> None:
     """The shapes from linear_shapes are those of the weights."""
     make(name, tmp_path)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cuda_models import ARCHITECTURES, make
+from cuda_models import QUANTIZABLE, make
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -26,7 +26,7 @@ Case = tuple[ModelSpec, LayerTensors]
 Inputs = Callable[[], Iterable[Tensor]]
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=QUANTIZABLE)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     return built(request.param, tmp_path_factory.mktemp("model"))
 

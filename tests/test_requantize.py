@@ -12,7 +12,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from cuda_configs import CONFIGS, write_config
+from cuda_configs import CONVERTIBLE, write_config
 from hf_folders import TINY, edit, write_safetensors
 from llama_files import LlamaFile
 
@@ -175,7 +175,7 @@ def test_experts_have_their_own_importance(name: str, tmp_path: Path) -> None:
     assert set(means) == {f"blk.{i}.{own}.weight" for i in range(3) for own in names}
 
 
-@pytest.mark.parametrize("name", sorted(CONFIGS))
+@pytest.mark.parametrize("name", sorted(CONVERTIBLE))
 def test_every_linear_of_every_architecture_has_a_name(name: str, tmp_path: Path) -> None:
     spec = read_hf_config(write_config(tmp_path / "hf", name))
     write_imatrix(tmp_path / "imatrix.gguf", spec, importance_of(spec), "random")

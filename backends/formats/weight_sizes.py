@@ -15,6 +15,7 @@ from localgen.backends.formats.architecture.model_spec import QuantizationConfig
 from localgen.backends.formats.gguf.reader import GgufReader
 from localgen.backends.formats.hf.quantization_config import read_quantization_config
 from localgen.backends.formats.hf.safetensors import read_safetensors_header
+from localgen.backends.formats.hf.text_part import is_text_part, text_tensor_name
 from localgen.backends.formats.model_files import ModelFile
 
 # only one row is read per token
@@ -76,20 +77,30 @@ def _from_gguf(shards: Iterable[Path]) -> list[_Tensor]:
 
 
 def _from_folder(file: ModelFile) -> list[_Tensor]:
+    config = _read_folder_config(file.path)
+    text_only = config is not None and is_text_part(config.values)
     tensors = [
         _Tensor(name, tensor.num_bytes, math.prod(tensor.shape))
         for path in file.shards
         for name, tensor in read_safetensors_header(path).items()
+        if not text_only or text_tensor_name(name) is not None
     ]
-    quant = _read_folder_quant(file.path)
+    quant = None if config is None else _read_folder_quant(config)
     return tensors if quant is None else [_loaded_tensor(tensor, quant) for tensor in tensors]
 
 
-def _read_folder_quant(folder: Path) -> QuantizationConfig | None:
+def _read_folder_config(folder: Path) -> ConfigFields | None:
     try:
-        return read_quantization_config(ConfigFields.from_file(folder / "config.json"))
+        return ConfigFields.from_file(folder / "config.json")
     except LoadFailed:
         return None  # loading reports the error
+
+
+def _read_folder_quant(config: ConfigFields) -> QuantizationConfig | None:
+    try:
+        return read_quantization_config(config)
+    except LoadFailed:
+        return None
 
 
 def _loaded_tensor(tensor: _Tensor, quant: QuantizationConfig) -> _Tensor:

@@ -44,6 +44,8 @@ def named(spec: ModelSpec, weights: DecoderWeights) -> list[tuple[str, Tensor]]:
         found.append(("lm_head.weight", _dense(weights.head)))
     for index, layer in enumerate(weights.layers):
         assert layer.gate_up is not None
+        assert layer.input_norm is not None
+        assert layer.mlp_norm is not None
         assert layer.down is not None
         qkv = torch.split(_dense(layer.qkv), [q, kv, kv])
         gate, up = _dense(layer.gate_up).chunk(2)

@@ -99,6 +99,8 @@ class StaticDecode:
 
 def _parts(layer: LayerWeights) -> tuple[Tensor, ...]:
     assert layer.gate_up is not None
+    assert layer.input_norm is not None
+    assert layer.mlp_norm is not None
     assert layer.down is not None
     linears = (layer.qkv, layer.attention_out, layer.gate_up, layer.down)
     return layer.input_norm, layer.mlp_norm, *map(_dense, linears)

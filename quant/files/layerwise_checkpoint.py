@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from localgen.backends.errors import LoadFailed
+from localgen.backends.formats.architecture.families import conversion_obstacle
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.hf.config import read_hf_config
 from localgen.backends.formats.hf.safetensors import (
@@ -46,9 +47,12 @@ class LayerwiseCheckpoint:
 
     def __init__(self, folder: Path) -> None:
         """Raises ModelNotFound if files are missing, LoadFailed if they are damaged or the
-        architecture is unknown."""
+        architecture is unknown or cannot be quantized."""
         self.folder = folder
         self.spec: ModelSpec = read_hf_config(folder)
+        obstacle = conversion_obstacle(self.spec)
+        if obstacle is not None:
+            raise LoadFailed(f"{folder}: localgen cannot quantize {obstacle}")
         self._locations: dict[str, StoredTensor] = {}
         for path in weight_files(folder):
             self._locations.update(stored_tensors(path))

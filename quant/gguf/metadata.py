@@ -10,7 +10,7 @@ import gguf
 from gguf import MODEL_ARCH
 
 from localgen.backends.errors import LoadFailed
-from localgen.backends.formats.architecture.families import FAMILIES
+from localgen.backends.formats.architecture.families import FAMILIES, conversion_obstacle
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.architecture.rope import Llama3Scaling, LongRopeScaling, YarnScaling
 from localgen.backends.formats.gguf.rope import rope_metadata
@@ -25,6 +25,9 @@ def check_convertible(path: Path, spec: ModelSpec) -> None:
         raise LoadFailed(
             f"{path}: the model is already quantized ({spec.quant.method}): convert the original"
         )
+    unknown = conversion_obstacle(spec)
+    if unknown is not None:
+        raise LoadFailed(f"{path}: localgen cannot convert {unknown} to GGUF")
     obstacle = _unsupported_feature(spec) or _unsupported_rope_feature(spec)
     if obstacle is not None:
         raise LoadFailed(f"{path}: llama.cpp cannot compute {obstacle}")

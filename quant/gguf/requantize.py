@@ -19,6 +19,7 @@ from localgen.backends.units import format_size
 from localgen.machine.python_process import last_line, python_command
 from localgen.quant.gguf.convert import convert_to_gguf
 from localgen.quant.gguf.imatrix import ImatrixSource, write_imatrix
+from localgen.quant.gguf.metadata import check_convertible
 from localgen.quant.request.events import FailedEvent, OnEvent
 from localgen.quant.request.gguf_types import DIRECT_TYPES, GGUF_TYPES, resolve_gguf_type
 from localgen.quant.request.request import EVENT_CODEC
@@ -61,6 +62,7 @@ def make_gguf(
         convert_to_gguf(source, target, name, override_folder=override_folder, on_event=on_event)
         return
     spec = read_hf_config(source)
+    check_convertible(source / "config.json", spec)
     if name == "MXFP4_MOE" and spec.moe is None:
         raise InvalidRequest(
             "MXFP4_MOE rounds experts, this model has none: use Q4_K_M or Q8_0", param="type"

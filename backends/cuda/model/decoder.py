@@ -19,6 +19,7 @@ from localgen.backends.cuda.model.linear import gated_linear
 from localgen.backends.cuda.model.process_group import TensorParallelGroup
 from localgen.backends.cuda.model.weights import DecoderWeights, ExpertWeights, LayerWeights
 from localgen.backends.formats.architecture.model_spec import Activation, ModelSpec, MoeConfig
+from localgen.backends.formats.architecture.rope import Rope
 from localgen.backends.formats.architecture.sharding import ModelShard
 
 
@@ -81,10 +82,9 @@ class Decoder:
         self._group = group or TensorParallelGroup(ModelShard(spec))
         self._weights = weights
         device = weights.embed.device
-        self._rope = _rope_to_device(device, spec.rope.cos_sin_table(max_len))
-        self._local_rope = _rope_to_device(
-            device, (spec.local_rope or spec.rope).cos_sin_table(max_len)
-        )
+        self._ropes = _layer_ropes(spec, max_len, device)
+        scaling = spec.query_scaling
+        self._query_factors = None if scaling is None else scaling.table(max_len).to(device)
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, cache: KVCache, out: Tensor | None = None) -> Tensor:
@@ -94,6 +94,8 @@ class Decoder:
         """
         found = self._group.gather_logits(self._weights.head(self.hidden_states(batch, cache)))
         logits = found.float() if out is None else out.copy_(found)
+        if self.spec.logit_divisor != 1:
+            logits.div_(self.spec.logit_divisor)
         cap = self.spec.logit_softcap
         if cap:
             logits.div_(cap).tanh_().mul_(cap)
@@ -109,19 +111,22 @@ class Decoder:
         hidden = self._group.vocab_parallel_embedding(weights.embed, batch.tokens)
         if spec.embed_scale != 1:
             hidden = hidden * torch.tensor(spec.embed_scale, dtype=hidden.dtype)
+        query_factors = None
+        if self._query_factors is not None:
+            query_factors = self._query_factors[batch.positions.long(), None, None].to(hidden.dtype)
         residual: Tensor | None = None
         for index, layer in enumerate(weights.layers):
-            normed, residual = self._norm(hidden, layer.input_norm, residual)
-            hidden = self._attention(index, layer, normed, batch, cache)
+            normed, residual = self._add_and_norm(hidden, layer.input_norm, residual)
+            hidden = self._attention(index, layer, normed, batch, cache, query_factors)
             if layer.post_attention_norm is not None:
                 hidden, _ = self._norm(hidden, layer.post_attention_norm, None)
-            normed, residual = self._norm(hidden, layer.mlp_norm, residual)
+            normed, residual = self._add_and_norm(hidden, layer.mlp_norm, residual)
             hidden = self._mlp(layer, normed)
             if layer.post_mlp_norm is not None:
                 hidden, _ = self._norm(hidden, layer.post_mlp_norm, None)
         rows = batch.output_rows
         kept = None if residual is None else residual[rows]
-        normed, _ = self._norm(hidden[rows], weights.norm, kept)
+        normed, _ = self._add_and_norm(hidden[rows], weights.norm, kept)
         return normed
 
     def _norm(self, x: Tensor, weight: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -129,27 +134,48 @@ class Decoder:
             x, weight, self.spec.norm_eps, offset=self.spec.norm_offset, residual=residual
         )
 
+    def _add_and_norm(
+        self, x: Tensor, weight: Tensor | None, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Norm of x + residual, and the sum: the residual stream. weight: None: no norm."""
+        if residual is not None and self.spec.residual_scale != 1:
+            x = x * self.spec.residual_scale
+        if weight is not None:
+            return self._norm(x, weight, residual)
+        summed = x if residual is None else x + residual
+        return summed, summed
+
     def _attention(
-        self, index: int, layer: LayerWeights, x: Tensor, batch: StepBatch, cache: KVCache
+        self,
+        index: int,
+        layer: LayerWeights,
+        x: Tensor,
+        batch: StepBatch,
+        cache: KVCache,
+        query_factors: Tensor | None,
     ) -> Tensor:
-        spec, window = self.spec, self.spec.sliding_windows[index]
-        norms = None
+        """query_factors: [rows, 1, 1], of the queries after RoPE; None: 1."""
+        spec, qkv, norms = self.spec, layer.qkv(x), None
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = QKNorm(layer.q_norm, layer.k_norm, spec.norm_eps, spec.norm_offset)
+            if spec.wide_qk_norm:
+                qkv, norms = _norm_all_heads(qkv, norms), None
         queries = rope_and_store_kv(
-            layer.qkv(x),
+            qkv,
             batch.positions,
-            self._rope if window is None else self._local_rope,
+            self._ropes[index],
             norms,
             cache.layers[index],
             batch.slot_mapping,
         )
+        if query_factors is not None:
+            queries = queries * query_factors
         mixed = paged_attention(
             queries,
             cache.layers[index],
             batch.attn_metadata,
             scale=spec.attn_scale,
-            window=window,
+            window=spec.sliding_windows[index],
             softcap=spec.attn_softcap,
         )
         return self._group.all_reduce(layer.attention_out(mixed.flatten(1)))
@@ -167,5 +193,26 @@ class Decoder:
         )
 
 
-def _rope_to_device(device: torch.device, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return table[0].to(device), table[1].to(device)
+def _norm_all_heads(qkv: Tensor, norms: QKNorm) -> Tensor:
+    """qkv with RMSNorm over all heads of q together, and over all of k."""
+    queries, keys = len(norms.q_weight), len(norms.k_weight)
+    q, k, v = torch.split(qkv, [queries, keys, keys], -1)
+    q, _ = rms_norm(q, norms.q_weight, norms.eps, offset=norms.offset, residual=None)
+    k, _ = rms_norm(k, norms.k_weight, norms.eps, offset=norms.offset, residual=None)
+    return torch.cat([q, k, v], -1)
+
+
+def _layer_ropes(
+    spec: ModelSpec, max_len: int, device: torch.device
+) -> list[tuple[Tensor, Tensor]]:
+    """cos and sin of each layer; layers of the same kind share them."""
+    ropes = [spec.layer_rope(index) for index in range(spec.num_layers)]
+    tables: dict[Rope | None, tuple[Tensor, Tensor]] = {}
+    for rope in set(ropes):
+        if rope is None:  # the identity, so that all layers run the same kernel
+            cos = torch.ones(max_len, spec.rope.dim // 2)
+            tables[rope] = cos.to(device), torch.zeros_like(cos, device=device)
+        else:
+            cos, sin = rope.cos_sin_table(max_len)
+            tables[rope] = cos.to(device), sin.to(device)
+    return [tables[rope] for rope in ropes]

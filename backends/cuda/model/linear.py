@@ -171,6 +171,23 @@ def merge_linears(parts: Sequence[Linear]) -> Linear:
     return MergedLinear(tuple(parts))
 
 
+def reorder_outputs(linear: Linear, order: Tensor) -> Linear:
+    """Return a copy whose output i is output order[i] of `linear`. order: int64 [out]."""
+    assert isinstance(linear, DenseLinear | Int4Linear | Fp8Linear)
+    bias = None if linear.bias is None else linear.bias[order.to(linear.bias.device)]
+    match linear:
+        case DenseLinear(weight):
+            return DenseLinear(weight[order.to(weight.device)], bias)
+        case Fp8Linear(weight, scale):
+            order = order.to(weight.device)
+            # torch does not index FP8 on every device, so index bytes
+            rows = weight.view(torch.uint8)[order].view(weight.dtype)
+            return Fp8Linear(rows, scale[order], bias)
+        case Int4Linear(packed, scales, zeros):
+            order = order.to(packed.device)
+            return Int4Linear(packed[order], scales[order], zeros[order], bias, linear.input_order)
+
+
 def _biases(parts: Sequence[DenseLinear | Int4Linear | Fp8Linear]) -> Tensor | None:
     given = [part.bias for part in parts if part.bias is not None]
     if not given:

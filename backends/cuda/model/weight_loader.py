@@ -17,6 +17,7 @@ _IGNORED_SUFFIXES = (
     "rotary_emb.inv_freq",
     ".input_scale",
     ".input_scale_ub",
+    ".activation_scale",
     ".output_scale",
     ".k_scale",
     ".v_scale",
@@ -196,7 +197,10 @@ class SafetensorsWeightLoader:
         weight = self._checkpoint.read(
             f"{name}.weight", (out_features, in_features), allowed_dtypes=("F8_E4M3",)
         )
-        return Fp8Linear(weight, self._read_row_scales(f"{name}.weight_scale", out_features), bias)
+        # the scale of quant_method fp8, which has the name of its inverse, multiplies too
+        inverse = f"{name}.weight_scale_inv"
+        scale = inverse if inverse in self._checkpoint else f"{name}.weight_scale"
+        return Fp8Linear(weight, self._read_row_scales(scale, out_features), bias)
 
     def _read_row_scales(self, name: str, out_features: int) -> Tensor:
         shape = self._checkpoint.shape(name)

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from localgen.backends.cuda.model.dummy import DummyWeightLoader
-from localgen.backends.cuda.model.linear import DenseLinear, Linear, merge_linears
+from localgen.backends.cuda.model.linear import DenseLinear, Linear, merge_linears, reorder_outputs
 from localgen.backends.cuda.model.weight_loader import SafetensorsWeightLoader
 from localgen.backends.errors import OutOfMemory
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.architecture.sharding import ModelShard
 from localgen.backends.formats.hf.checkpoint import SafetensorsCheckpoint
+from localgen.backends.formats.hf.tensor_names import LayerNames, layer_names, qk_norm_sizes
 from localgen.backends.units import format_size
 
 
@@ -38,22 +39,22 @@ class ExpertWeights:
 class LayerWeights:
     """Weights of one layer.
 
+    input_norm, mlp_norm: [hidden], before attention and MLP, if the architecture has them.
+    post_attention_norm, post_mlp_norm: [hidden], after them, likewise.
     qkv: outputs are all of q, then k, then v.
-    q_norm, k_norm: [head_dim], if the spec has qk_norm.
-    post_attention_norm, post_mlp_norm: [hidden], if the spec has sandwich_norms.
-    mlp_norm: the norm before the MLP.
+    q_norm, k_norm: if the spec has qk_norm, [head_dim], or of all heads with wide_qk_norm.
     gate_up: outputs are all of gate, then all of up.
 
     Either gate_up and down, or experts are set.
     """
 
-    input_norm: Tensor
+    input_norm: Tensor | None
     qkv: Linear
     q_norm: Tensor | None
     k_norm: Tensor | None
     attention_out: Linear
     post_attention_norm: Tensor | None
-    mlp_norm: Tensor
+    mlp_norm: Tensor | None
     gate_up: Linear | None
     down: Linear | None
     experts: ExpertWeights | None
@@ -148,62 +149,64 @@ def _build_decoder(loader: WeightLoader, spec: ModelSpec) -> DecoderWeights:
 
 
 def _layer(loader: WeightLoader, spec: ModelSpec, layer: str) -> LayerWeights:
-    def norm(name: str, wanted: bool = True, size: int = spec.hidden_size) -> Tensor | None:
-        return loader.norm(f"{layer}.{name}", size) if wanted else None
+    def norm(name: str, size: int = spec.hidden_size) -> Tensor | None:
+        return loader.norm(f"{layer}.{name}", size) if name else None
 
-    sandwich, attention = spec.sandwich_norms, f"{layer}.self_attn"
-    mlp_norm = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
-    dense = spec.moe is None
+    names, dense = layer_names(spec), spec.moe is None
+    queries = spec.num_heads * spec.head_dim
+    q_norm, k_norm = ("self_attn.q_norm", "self_attn.k_norm") if spec.qk_norm else ("", "")
+    q_size, k_size = qk_norm_sizes(spec)
     return LayerWeights(
-        input_norm=loader.norm(f"{layer}.input_layernorm", spec.hidden_size),
-        qkv=_qkv(loader, spec, attention),
-        q_norm=norm("self_attn.q_norm", spec.qk_norm, spec.head_dim),
-        k_norm=norm("self_attn.k_norm", spec.qk_norm, spec.head_dim),
+        input_norm=norm(names.attention_norm),
+        qkv=_qkv(loader, spec, layer, names),
+        q_norm=norm(q_norm, q_size),
+        k_norm=norm(k_norm, k_size),
         attention_out=loader.linear(
-            f"{attention}.o_proj",
-            spec.num_heads * spec.head_dim,
-            spec.hidden_size,
-            bias=spec.out_bias,
+            f"{layer}.{names.out}", queries, spec.hidden_size, bias=spec.out_bias
         ),
-        post_attention_norm=norm("post_attention_layernorm", sandwich),
-        mlp_norm=loader.norm(f"{layer}.{mlp_norm}", spec.hidden_size),
-        gate_up=_gate_up(loader, spec, f"{layer}.mlp") if dense else None,
-        down=_down(loader, spec, f"{layer}.mlp") if dense else None,
+        post_attention_norm=norm(names.post_attention_norm),
+        mlp_norm=norm(names.mlp_norm),
+        gate_up=_gate_up(loader, spec, layer, names) if dense else None,
+        down=_down(loader, spec, layer, names) if dense else None,
         experts=None if dense else _experts(loader, layer),
-        post_mlp_norm=norm("post_feedforward_layernorm", sandwich),
+        post_mlp_norm=norm(names.post_mlp_norm),
     )
 
 
-def _qkv(loader: WeightLoader, spec: ModelSpec, attention: str) -> Linear:
-    sizes = {"q": spec.num_heads * spec.head_dim}
-    sizes["k"] = sizes["v"] = spec.num_kv_heads * spec.head_dim
-    if spec.fused_projections:
-        name = f"{attention}.qkv_proj"
-        return loader.linear(name, spec.hidden_size, sum(sizes.values()), bias=spec.qkv_bias)
+def _qkv(loader: WeightLoader, spec: ModelSpec, layer: str, names: LayerNames) -> Linear:
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    sizes = [queries + 2 * keys] if len(names.qkv) == 1 else [queries, keys, keys]
+    parts = [
+        loader.linear(f"{layer}.{name}", spec.hidden_size, size, bias=spec.qkv_bias)
+        for name, size in zip(names.qkv, sizes, strict=True)
+    ]
+    if spec.interleaved_rope:
+        assert len(parts) == 3
+        for index, heads in enumerate((spec.num_heads, spec.num_kv_heads)):
+            parts[index] = reorder_outputs(parts[index], _halves_order(spec, heads))
+    return merge_linears(parts)
+
+
+def _halves_order(spec: ModelSpec, heads: int) -> Tensor:
+    """Order of the outputs of heads, stored in pairs of neighbours, that puts pairs in halves."""
+    pairs = torch.arange(spec.rope.dim).view(-1, 2)
+    order = torch.cat([pairs.T.flatten(), torch.arange(spec.rope.dim, spec.head_dim)])
+    return (torch.arange(heads)[:, None] * spec.head_dim + order).flatten()
+
+
+def _gate_up(loader: WeightLoader, spec: ModelSpec, layer: str, names: LayerNames) -> Linear:
+    size = 2 * spec.intermediate_size // len(names.gate_up)
     return merge_linears(
         [
-            loader.linear(f"{attention}.{part}_proj", spec.hidden_size, size, bias=spec.qkv_bias)
-            for part, size in sizes.items()
+            loader.linear(f"{layer}.{name}", spec.hidden_size, size, bias=spec.mlp_bias)
+            for name in names.gate_up
         ]
     )
 
 
-def _gate_up(loader: WeightLoader, spec: ModelSpec, mlp: str) -> Linear:
-    if spec.fused_projections:
-        return loader.linear(f"{mlp}.gate_up_proj", spec.hidden_size, 2 * spec.intermediate_size)
-    return merge_linears(
-        [
-            loader.linear(
-                f"{mlp}.{part}_proj", spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias
-            )
-            for part in ("gate", "up")
-        ]
-    )
-
-
-def _down(loader: WeightLoader, spec: ModelSpec, mlp: str) -> Linear:
+def _down(loader: WeightLoader, spec: ModelSpec, layer: str, names: LayerNames) -> Linear:
     return loader.linear(
-        f"{mlp}.down_proj", spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias
+        f"{layer}.{names.down}", spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias
     )
 
 

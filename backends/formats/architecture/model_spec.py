@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from localgen.backends.formats.architecture.fields import ConfigFields
-from localgen.backends.formats.architecture.rope import Rope
+from localgen.backends.formats.architecture.rope import QueryScaling, Rope
 
 MAX_LAYERS = 10_000
 # of all layers together: each has tensors of its own, whose names are listed
@@ -57,13 +57,21 @@ class MoeConfig:
 class ModelSpec:
     """A decoder of RMSNorm, attention with RoPE and gated MLP, with the variations between models.
 
-    architecture: class name in Hugging Face. max_len: longest sequence, in tokens. norm_offset:
-    norms multiply by 1 + weight. sandwich_norms: norms after attention and MLP as well. qk_norm:
-    RMSNorm over each head of q and k before RoPE. local_rope: RoPE of layers with a window, if
-    it differs. sliding_windows: for each layer, number of positions up to its own that a token
-    attends to; None: all. embed_scale: exact; applied rounded to the dtype of the embeddings.
-    tied_embeddings: the head is the embedding. fused_projections: the checkpoint has one tensor
-    for q, k and v, and one for gate and up.
+    architecture: class name in Hugging Face. max_len: longest sequence, in tokens.
+    norm_offset: norms multiply by 1 + weight.
+    sandwich_norms: norms after attention and MLP too, named as in Gemma.
+    qk_norm: RMSNorm over each head of q and k before RoPE; wide_qk_norm: over all heads together.
+    rope: of layers with full attention. local_rope: of layers with a window, if it differs.
+    layers_without_rope: indices of layers that do not rotate q and k.
+    interleaved_rope: in the checkpoint, neighbours are rotated together instead of halves.
+    sliding_windows: for each layer, number of positions up to its own that a token attends to;
+    None: all.
+    embed_scale: exact; applied rounded to the dtype of the embeddings.
+    query_scaling: by position, after RoPE.
+    residual_scale: factor of the outputs of attention and MLP. logit_divisor: divides the logits.
+    tied_embeddings: the head is the embedding.
+    fused_projections: the checkpoint has one tensor for q, k and v, and one for gate and up.
+    text_only: the checkpoint has other parts too, which are not loaded.
     """
 
     architecture: str
@@ -94,6 +102,21 @@ class ModelSpec:
     fused_projections: bool
     moe: MoeConfig | None
     quant: QuantizationConfig | None
+    layers_without_rope: frozenset[int] = frozenset()
+    text_only: bool = False
+    wide_qk_norm: bool = False
+    query_scaling: QueryScaling | None = None
+    interleaved_rope: bool = False
+    residual_scale: float = 1.0
+    logit_divisor: float = 1.0
+
+    def layer_rope(self, index: int) -> Rope | None:
+        """RoPE of a layer, or None if it has none."""
+        if index in self.layers_without_rope:
+            return None
+        if self.local_rope is None or self.sliding_windows[index] is None:
+            return self.rope
+        return self.local_rope
 
     @property
     def num_params(self) -> int:

@@ -120,6 +120,21 @@ class Rope:
                 return plain / torch.tensor(scaling.long_factors if long else scaling.short_factors)
 
 
+@dataclass(frozen=True, slots=True)
+class QueryScaling:
+    """The query at position p is multiplied by 1 + beta * log(1 + floor(p / trained_len))."""
+
+    beta: float
+    trained_len: int
+
+    def table(self, max_len: int) -> Tensor:
+        """The factor of every position: float32 [max_len]."""
+        import torch
+
+        steps = (torch.arange(max_len) / self.trained_len).floor()
+        return 1.0 + self.beta * torch.log(1.0 + steps)
+
+
 def _scale_llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
     turns = scaling.trained_len * plain / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -143,23 +158,30 @@ def _scale_yarn(plain: Tensor, scaling: YarnScaling, theta: float, dim: int) -> 
     return plain * ((1.0 - kept) / scaling.factor + kept)
 
 
-def read_rope(config: ConfigFields, *, head_dim: int, theta: float | None = None) -> Rope:
+def read_rope(
+    config: ConfigFields, *, head_dim: int, theta: float | None = None, partial: float = 1.0
+) -> Rope:
     """Return the RoPE of a config.json, as written by transformers 5 or earlier.
 
-    theta: default of rope_theta; None: it is required. Raises LoadFailed if a value is missing or
-    invalid, or the type of scaling is not supported.
+    theta: default of rope_theta; None: it is required. partial: default of partial_rotary_factor.
+    Raises LoadFailed if a value is missing or invalid, or the type of scaling is not supported.
     """
     own = config.section("rope_parameters") or config.section("rope_scaling")
-    return parse_rope(config, own, head_dim=head_dim, theta=theta)
+    return parse_rope(config, own, head_dim=head_dim, theta=theta, partial=partial)
 
 
 def parse_rope(
-    config: ConfigFields, section: ConfigFields | None, *, head_dim: int, theta: float | None = None
+    config: ConfigFields,
+    section: ConfigFields | None,
+    *,
+    head_dim: int,
+    theta: float | None = None,
+    partial: float = 1.0,
 ) -> Rope:
     """Like read_rope, from `section`, and from the top level for fields that it lacks."""
     section = section or ConfigFields(config.path, {})
     rotary = (section if "partial_rotary_factor" in section else config).positive_float(
-        "partial_rotary_factor", 1.0
+        "partial_rotary_factor", partial
     )
     dim = int(head_dim * rotary)
     if dim % 2 or not 0 < dim <= head_dim:

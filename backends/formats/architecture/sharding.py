@@ -199,6 +199,8 @@ def _indivisible_part(spec: ModelSpec, tp_size: int) -> str | None:
     if tp_size == 1:
         return None
     inner = spec.intermediate_size if spec.moe is None else spec.moe.intermediate_size
+    if spec.wide_qk_norm:
+        return "a norm over all heads"
     if spec.num_heads % tp_size:
         return f"{spec.num_heads} heads"
     if spec.num_kv_heads % tp_size and tp_size % spec.num_kv_heads:
@@ -240,7 +242,7 @@ def _vocab_shard_size(spec: ModelSpec, tp_size: int) -> int:
 def _shard_axis(kind: str, row_parallel: bool, num_dims: int) -> int | None:
     """The axis along which a stored tensor is split, or None. kind: last part of its name."""
     match kind:
-        case "bias" | "weight_scale":
+        case "bias" | "weight_scale" | "weight_scale_inv":
             return None if row_parallel else 0
         case "g_idx":
             return 0 if row_parallel else None

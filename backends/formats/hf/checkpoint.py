@@ -19,10 +19,11 @@ from localgen.backends.formats.hf.safetensors import (
     read_safetensors_header,
     weight_files,
 )
+from localgen.backends.formats.hf.text_part import text_tensor_name
 
 
 class SafetensorsCheckpoint:
-    """A context manager: the tensors of a model folder by name.
+    """A context manager: the tensors of a model folder by name; of one with images, of its text.
 
     Files are mapped, so on the CPU a tensor that keeps its dtype takes no extra memory. Tensors and
     their shapes are those of the rank's shard, and only that part is read.
@@ -34,14 +35,18 @@ class SafetensorsCheckpoint:
         self.folder = folder
         self._device = device
         self._shard = shard
-        self._tensor_files: dict[str, tuple[Path, Any]] = {}
+        # path, file, and name in the file
+        self._tensor_files: dict[str, tuple[Path, Any, str]] = {}
         self._unread_tensors: set[str] = set()
         self._exit_stack = ExitStack()
         with ExitStack() as undo:
             undo.push(self._exit_stack)
             for path in _weight_files(folder):
                 file = self._exit_stack.enter_context(_open_safetensors(path))
-                self._tensor_files.update(dict.fromkeys(file.keys(), (path, file)))
+                for stored in file.keys():  # noqa: SIM118  not a mapping
+                    name = text_tensor_name(stored) if shard.spec.text_only else stored
+                    if name is not None:
+                        self._tensor_files[name] = path, file, stored
             undo.pop_all()
         self._unread_tensors.update(self._tensor_files)
 
@@ -94,9 +99,9 @@ class SafetensorsCheckpoint:
             raise self.load_error(
                 name, f"is of type {self.dtype(name)}, not {' or '.join(allowed_dtypes)}"
             )
-        path, file = self._tensor_files[name]
+        path, file, stored = self._tensor_files[name]
         try:
-            found = file.get_tensor(name) if cut is None else cut.slice_tensor(self._slice(name))
+            found = file.get_tensor(stored) if cut is None else cut.slice_tensor(self._slice(name))
         except (SafetensorError, OSError) as error:
             raise LoadFailed(f"{path}: {name} cannot be read: {error}") from None
         self._unread_tensors.discard(name)
@@ -108,7 +113,8 @@ class SafetensorsCheckpoint:
 
     def load_error(self, name: str, reason: str) -> LoadFailed:
         """An error to raise about a tensor, naming its file."""
-        return LoadFailed(f"{self._tensor_files[name][0]}: {name} {reason}")
+        path, _, stored = self._tensor_files[name]
+        return LoadFailed(f"{path}: {stored} {reason}")
 
     def _full_shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
@@ -116,7 +122,8 @@ class SafetensorsCheckpoint:
     def _slice(self, name: str) -> Any:
         if name not in self._tensor_files:
             raise LoadFailed(f"{self.folder} has no tensor {name}: download the whole model")
-        return self._tensor_files[name][1].get_slice(name)
+        _, file, stored = self._tensor_files[name]
+        return file.get_slice(stored)
 
 
 def _weight_files(folder: Path) -> list[Path]:

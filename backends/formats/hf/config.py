@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from localgen.backends.formats.architecture.families import BY_MODEL_TYPE, FAMILIES, Family
+from localgen.backends.formats.architecture.families import (
+    BY_MODEL_TYPE,
+    FAMILIES,
+    UNSUPPORTED,
+    WITH_IMAGES,
+    Family,
+)
 from localgen.backends.formats.architecture.fields import ConfigFields
 from localgen.backends.formats.architecture.model_shape import LayerCacheShape, ModelShape
 from localgen.backends.formats.architecture.model_spec import (
@@ -17,8 +23,20 @@ from localgen.backends.formats.architecture.model_spec import (
     check_head_counts,
     check_num_experts,
 )
-from localgen.backends.formats.architecture.rope import Rope, parse_rope, read_rope, yarn_max_len
+from localgen.backends.formats.architecture.rope import yarn_max_len
+from localgen.backends.formats.hf.layers import (
+    read_layers_without_rope,
+    read_query_scaling,
+    read_ropes,
+    read_sliding_windows,
+)
 from localgen.backends.formats.hf.quantization_config import read_quantization_config
+from localgen.backends.formats.hf.text_part import (
+    is_text_part,
+    read_text_config,
+    stores_head,
+    with_defaults,
+)
 
 _UNKNOWN_FAMILY = Family("", "", ())
 _RECURRENT = -1
@@ -30,15 +48,18 @@ def read_hf_config(folder: Path) -> ModelSpec:
     Raises LoadFailed, naming the file and the field, if one is missing or invalid, or if the model
     is not supported.
     """
-    config = ConfigFields.from_file(folder / "config.json")
-    family = _family(config)
+    whole = ConfigFields.from_file(folder / "config.json")
+    text_only = is_text_part(whole.values)
+    config = read_text_config(whole) if text_only else whole
+    family = _family(whole, config)
     heads, hidden = config.positive_int("num_attention_heads"), config.positive_int("hidden_size")
     head_dim = config.positive_int(
         "head_dim", None if family.requires_head_dim else hidden // heads or None
     )
-    rope, local_rope = _ropes(config, family, head_dim)
+    rope, local_rope = read_ropes(config, family, head_dim)
     layers = config.positive_int("num_hidden_layers", max_value=MAX_LAYERS)
-    attention_bias = family.allows_attention_bias and config.flag("attention_bias", False)
+    windows = read_sliding_windows(config, family, layers)
+    biases = family.bias_keys
     spec = ModelSpec(
         architecture=family.architecture,
         num_layers=layers,
@@ -53,35 +74,71 @@ def read_hf_config(folder: Path) -> ModelSpec:
         norm_offset=family.gemma,
         sandwich_norms=family.gemma,
         qk_norm=family.qk_norm,
-        qkv_bias=family.qkv_bias or attention_bias,
-        out_bias=attention_bias,
-        mlp_bias=family.allows_mlp_bias and config.flag("mlp_bias", False),
+        qkv_bias=_has_bias(config, biases.qkv, family.qkv_bias),
+        out_bias=_has_bias(config, biases.out),
+        mlp_bias=_has_bias(config, biases.mlp),
         activation=_activation(config, family),
         rope=rope,
         local_rope=local_rope,
-        sliding_windows=_sliding_windows(config, family, layers),
-        attn_scale=(config.positive_float("query_pre_attn_scalar") if family.gemma else head_dim)
-        ** -0.5,
+        sliding_windows=windows,
+        attn_scale=_attention_scale(config, family, head_dim),
         attn_softcap=_softcap(config, family, "attn_logit_softcapping", family.attn_softcap),
-        logit_softcap=_softcap(config, family, "final_logit_softcapping", family.logit_softcap),
-        embed_scale=hidden**0.5 if family.gemma else 1.0,
-        tied_embeddings=config.flag("tie_word_embeddings", family.gemma),
+        logit_softcap=_logit_softcap(config, family, text_only),
+        embed_scale=_embed_scale(config, family, hidden),
+        tied_embeddings=_is_tied(config, family, folder if text_only else None),
         fused_projections=family.fused_projections,
         moe=_moe(config, family),
-        quant=read_quantization_config(config),
+        quant=read_quantization_config(whole),
+        layers_without_rope=read_layers_without_rope(config, family, windows),
+        wide_qk_norm=family.wide_qk_norm,
+        interleaved_rope=family.interleaved_rope,
+        text_only=text_only,
+        query_scaling=read_query_scaling(config, family),
+        residual_scale=_multiplier(config, family, "residual_multiplier"),
+        logit_divisor=_multiplier(config, family, "logits_scaling"),
     )
     _check_spec(config, spec)
     return spec
 
 
-def _family(config: ConfigFields) -> Family:
-    name = (config.strings("architectures") or ("none",))[0]
-    if name not in FAMILIES:
+def _family(whole: ConfigFields, config: ConfigFields) -> Family:
+    """The family of a config.json. config: of its text part, or the same."""
+    name = (whole.strings("architectures") or ("none",))[0]
+    if name not in FAMILIES and name not in WITH_IMAGES:
         known = ", ".join(family.removesuffix("ForCausalLM") for family in FAMILIES)
-        raise config.load_error(
-            f"architecture {name} is not supported, only {known} (each …ForCausalLM)"
+        parts = " and ".join(each.removesuffix("ForConditionalGeneration") for each in WITH_IMAGES)
+        lacking = f" ({UNSUPPORTED[name]})" if name in UNSUPPORTED else ""
+        raise whole.load_error(
+            f"architecture {name} is not supported{lacking}, only {known} (each …ForCausalLM) and "
+            f"the text of {parts} (…ForConditionalGeneration)"
         )
-    return FAMILIES[name]
+    kinds = WITH_IMAGES.get(name) or FAMILIES[name].model_types
+    kind = config.string("model_type", kinds[0])
+    if kind not in kinds:
+        raise config.load_error(f"{config.prefix}model_type {kind} is not supported in {name}")
+    return BY_MODEL_TYPE[kind] if name in WITH_IMAGES else FAMILIES[name]
+
+
+def _is_tied(config: ConfigFields, family: Family, text_of: Path | None) -> bool:
+    """Whether the head is the embedding. text_of: the folder of a model that also takes images,
+    whose files decide, since its config.json may not say."""
+    stored = None if text_of is None else stores_head(text_of)
+    return config.flag("tie_word_embeddings", family.tied) if stored is None else not stored
+
+
+def _has_bias(config: ConfigFields, key: str, default: bool = False) -> bool:
+    return config.flag(key, default) if key else default
+
+
+def _attention_scale(config: ConfigFields, family: Family, head_dim: int) -> float:
+    if family.multipliers:
+        return _multiplier(config, family, "attention_multiplier")
+    width = config.positive_float("query_pre_attn_scalar") if family.gemma else head_dim
+    return float(width**-0.5)
+
+
+def _multiplier(config: ConfigFields, family: Family, key: str) -> float:
+    return config.positive_float(key, 1.0) if family.multipliers else 1.0
 
 
 def _check_spec(config: ConfigFields, spec: ModelSpec) -> None:
@@ -108,75 +165,22 @@ def _activation(config: ConfigFields, family: Family) -> Activation:
     raise config.invalid_value(key, "silu or gelu_pytorch_tanh")
 
 
+def _embed_scale(config: ConfigFields, family: Family, hidden: int) -> float:
+    return hidden**0.5 if family.gemma else _multiplier(config, family, "embedding_multiplier")
+
+
+def _logit_softcap(config: ConfigFields, family: Family, text_only: bool) -> float | None:
+    if text_only:  # models with images do not apply it
+        return None
+    return _softcap(config, family, "final_logit_softcapping", family.logit_softcap)
+
+
 def _softcap(config: ConfigFields, family: Family, key: str, default: float | None) -> float | None:
     if not family.gemma:
         return None
     if key not in config.values:
         return default
     return config.positive_float(key) if key in config else None  # null disables it
-
-
-def _ropes(config: ConfigFields, family: Family, head_dim: int) -> tuple[Rope, Rope | None]:
-    """RoPE of layers with full attention, and of those with a window if it differs."""
-    if family.local_rope_theta is None:
-        # the first Llama files have no rope_theta
-        theta = 10000.0 if family.architecture == "LlamaForCausalLM" else None
-        return read_rope(config, head_dim=head_dim, theta=theta), None
-    both = config.section("rope_parameters")
-    if both is not None and "full_attention" in both:
-        full, sliding = both.section("full_attention"), both.section("sliding_attention")
-        if sliding is None:
-            raise config.load_error("rope_parameters has full_attention but no sliding_attention")
-        local = parse_rope(config, sliding, head_dim=head_dim)
-        return parse_rope(config, full, head_dim=head_dim), local
-    theta = config.positive_float("rope_local_base_freq", family.local_rope_theta)
-    return read_rope(config, head_dim=head_dim), Rope(theta, head_dim)
-
-
-def _sliding_windows(config: ConfigFields, family: Family, layers: int) -> tuple[int | None, ...]:
-    window, sliding = _sliding_window(config, family), _sliding_layers(config, family, layers)
-    return tuple(window if slides else None for slides in sliding)
-
-
-def _sliding_window(config: ConfigFields, family: Family) -> int | None:
-    key = "sliding_window"
-    if family.window_needs_flag and not config.flag("use_sliding_window", False):
-        return None
-    if family.gemma:
-        return config.positive_int(key)
-    if family.default_window and key not in config.values:
-        return family.default_window
-    return config.positive_int(key) if family.windows != "none" and key in config else None
-
-
-def _sliding_layers(config: ConfigFields, family: Family, layers: int) -> list[bool]:
-    """For each layer, whether the window applies to it, if there is one."""
-    if family.windows in ("upper", "alternating") and "layer_types" in config:
-        return _configured_sliding_layers(config, layers)
-    match family.windows:
-        case "upper":
-            first = config.values.get("max_window_layers", 28)
-            if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-                raise config.invalid_value("max_window_layers", "a number of layers")
-            return [index >= first for index in range(layers)]
-        case "alternating":
-            every, key = family.full_attention_every, "sliding_window_pattern"
-            if family.architecture == "Gemma3ForCausalLM":
-                every = config.positive_int(key if key in config else f"_{key}", every)
-            return [bool((index + 1) % every) for index in range(layers)]
-    return [family.windows == "all"] * layers
-
-
-def _configured_sliding_layers(config: ConfigFields, layers: int) -> list[bool]:
-    kinds = config.strings("layer_types")
-    unknown = set(kinds) - {"sliding_attention", "full_attention"}
-    if unknown:
-        raise config.load_error(f"layer_types has {min(unknown)}, which is not supported")
-    if len(kinds) != layers:
-        raise config.load_error(
-            f"layer_types has {len(kinds)} values, num_hidden_layers is {layers}"
-        )
-    return [kind == "sliding_attention" for kind in kinds]
 
 
 def _moe(config: ConfigFields, family: Family) -> MoeConfig | None:
@@ -210,7 +214,8 @@ def shape_from_hf_config(config: Mapping[str, Any]) -> ModelShape | None:
     Fields that are missing or invalid count as 0, except those without which there is no shape.
     """
     # multimodal models keep the fields of their text model one level down
-    text = _object(config, "text_config") or config
+    text = _object(config, "text_config")
+    text = with_defaults(text) if text else config
     layers, hidden, heads = (
         _count(text, key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
     )
@@ -241,6 +246,7 @@ def shape_from_hf_config(config: Mapping[str, Any]) -> ModelShape | None:
 def _context_length(config: Mapping[str, Any]) -> int:
     length = _count(config, "max_position_embeddings")
     scaling = _object(config, "rope_scaling") or _object(config, "rope_parameters")
+    scaling = _object(scaling, "full_attention") or scaling
     kind, factor = scaling.get("rope_type", scaling.get("type")), scaling.get("factor", 1)
     if kind != "yarn" or not isinstance(factor, int | float) or not 0 < factor < 1e9:
         return length
@@ -266,7 +272,7 @@ def _layer_windows(config: Mapping[str, Any], layers: int) -> list[int | None]:
     window = _count(config, "sliding_window") or None
     if family.window_needs_flag and not flag:
         window = None
-    elif family.windows == "all" and "sliding_window" not in config:
+    elif family.default_window and "sliding_window" not in config:
         window = family.default_window or None
     listed = config.get("layer_types")
     if isinstance(listed, list) and len(listed) == layers:

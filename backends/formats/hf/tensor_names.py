@@ -17,25 +17,36 @@ TensorShape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerNames:
-    """Names of a layer's linears and of the norms before them, without `.weight`.
+    """Names of a layer's linears and norms, without `.weight`; "": it has no such norm.
 
-    qkv: q, k and v, or one name if they are fused. gate_up: likewise. With experts, gate_up and
-    down have `{}` in place of the expert's index.
+    attention_norm, mlp_norm: before attention and MLP; post_attention_norm, post_mlp_norm: after
+    them. qkv: q, k and v, or one name if they are fused. gate_up: likewise. With experts, gate_up
+    and down have `{}` in place of the expert's index.
     """
 
     attention_norm: str = "input_layernorm"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     out: str = "self_attn.o_proj"
+    post_attention_norm: str = ""
     mlp_norm: str = "post_attention_layernorm"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    post_mlp_norm: str = ""
     router: str | None = None
 
 
-_GEMMA = LayerNames(mlp_norm="pre_feedforward_layernorm")
+_SANDWICH = LayerNames(
+    post_attention_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    post_mlp_norm="post_feedforward_layernorm",
+)
+_POST_NORMS = LayerNames(
+    attention_norm="",
+    post_attention_norm="post_attention_layernorm",
+    mlp_norm="",
+    post_mlp_norm="post_feedforward_layernorm",
+)
 _NAMES_BY_ARCHITECTURE = {
-    "Gemma2ForCausalLM": _GEMMA,
-    "Gemma3ForCausalLM": _GEMMA,
     "Phi3ForCausalLM": LayerNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
     "MixtralForCausalLM": LayerNames(
         gate_up=("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
@@ -47,11 +58,27 @@ _NAMES_BY_ARCHITECTURE = {
         down="mlp.experts.{}.down_proj",
         router="mlp.gate",
     ),
+    "Olmo2ForCausalLM": _POST_NORMS,
+    "Olmo3ForCausalLM": _POST_NORMS,
+    "Exaone4ForCausalLM": _POST_NORMS,
+    "Glm4ForCausalLM": LayerNames(
+        post_attention_norm="post_self_attn_layernorm",
+        gate_up=("mlp.gate_up_proj",),
+        post_mlp_norm="post_mlp_layernorm",
+    ),
 }
 
 
 def layer_names(spec: ModelSpec) -> LayerNames:
-    return _NAMES_BY_ARCHITECTURE.get(spec.architecture, LayerNames())
+    default = _SANDWICH if spec.sandwich_norms else LayerNames()
+    return _NAMES_BY_ARCHITECTURE.get(spec.architecture, default)
+
+
+def qk_norm_sizes(spec: ModelSpec) -> tuple[int, int]:
+    """Sizes of the norms of q and k."""
+    if spec.wide_qk_norm:
+        return spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    return spec.head_dim, spec.head_dim
 
 
 def linear_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
@@ -85,12 +112,19 @@ def expected_shapes(spec: ModelSpec) -> dict[str, TensorShape]:
 
 def _layer_shapes(spec: ModelSpec) -> dict[str, TensorShape]:
     names = layer_names(spec)
-    norms = [names.attention_norm, "post_attention_layernorm"]
-    if spec.sandwich_norms:
-        norms += [names.mlp_norm, "post_feedforward_layernorm"]
-    shapes: dict[str, TensorShape] = {f"{norm}.weight": (spec.hidden_size,) for norm in norms}
+    norms = (
+        names.attention_norm,
+        names.post_attention_norm,
+        names.mlp_norm,
+        names.post_mlp_norm,
+    )
+    shapes: dict[str, TensorShape] = {
+        f"{norm}.weight": (spec.hidden_size,) for norm in norms if norm
+    }
     if spec.qk_norm:
-        shapes |= {f"self_attn.{norm}.weight": (spec.head_dim,) for norm in ("q_norm", "k_norm")}
+        q_size, k_size = qk_norm_sizes(spec)
+        shapes["self_attn.q_norm.weight"] = (q_size,)
+        shapes["self_attn.k_norm.weight"] = (k_size,)
     for name, shape in linear_shapes(spec).items():
         shapes[f"{name}.weight"] = shape
         if name in names.qkv:
