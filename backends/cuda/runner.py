@@ -181,7 +181,7 @@ class CudaRunner:
     def _with_host_copies(self, ticket: CudaStepTicket) -> CudaStepTicket:
         """Return the ticket with its copies to the host started and an event after them."""
         tokens, logprobs = ticket.tokens, ticket.logprobs
-        if tokens.device.type == "cpu":
+        if tokens.device.type != "cuda":
             return ticket
         host = _copy_to_host(tokens)
         logprobs = logprobs and logprobs.transferred(_copy_to_host)
@@ -203,10 +203,11 @@ class CudaRunner:
         next_chunks = [chunk for chunk, _ in going]
         self._executor.copy_pages(self.kv_cache.pop_pending_copies())
         inputs = next_step_inputs(
-            next_chunks, [self.kv_cache.page_table(chunk.seq) for chunk in next_chunks]
+            next_chunks,
+            [self.kv_cache.page_table(chunk.seq) for chunk in next_chunks],
+            [row for _, row in going],
         )
-        sources = torch.tensor([row for _, row in going])
-        logits = self._executor.run(inputs, PreviousStepTokens(tokens, sources.to(tokens.device)))
+        logits = self._executor.run(inputs, PreviousStepTokens(tokens))
         # one more token precedes it, known only to the device; no sampler reads its value
         rows_to_sample = [
             SamplingRow(c.seq.params, range(c.start + 2), c.seq.banned_tokens(1))

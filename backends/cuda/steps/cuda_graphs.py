@@ -8,7 +8,7 @@ second time it occurs, so the first answer does not wait for captures.
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,10 +20,10 @@ from localgen.backends.cuda.model.batch import (
     StepBatch,
     StepInputs,
     inputs_to_device,
-    pack_inputs,
     unpack_inputs,
 )
 from localgen.backends.cuda.model.decoder import Decoder, KVCache
+from localgen.backends.cuda.model.host_copy import pack, packed_bytes
 
 # batch sizes (sequences) that are captured
 CAPTURE_SIZES = (1, 2, 4, 8, *range(16, 257, 16))
@@ -56,24 +56,24 @@ class _GraphBuffers:
 class TokenSource(Protocol):
     """Source of input tokens that are not known to the host."""
 
-    def fill(self, tokens: Tensor) -> None:
-        """Write the tokens into a step's input. tokens: int64 [rows, including padding]."""
+    def fill(self, batch: StepBatch) -> None:
+        """Write the tokens into `batch.tokens`."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreviousStepTokens:
-    """Tokens sampled in the previous step, on the device: row i takes `tokens[source_rows[i]]`.
+    """Tokens sampled in the previous step, int64 [sampled], on the device.
 
-    tokens: int64 [sampled]. source_rows: int64 [rows].
+    A step takes them by its `source_rows`.
     """
 
     tokens: Tensor
-    source_rows: Tensor
 
-    def fill(self, tokens: Tensor) -> None:
+    def fill(self, batch: StepBatch) -> None:
         """See TokenSource.fill."""
-        tokens[: len(self.source_rows)] = self.tokens[self.source_rows]
+        rows = batch.source_rows
+        torch.index_select(self.tokens, 0, rows, out=batch.tokens[: len(rows)])
 
 
 class DeviceExecutor:
@@ -110,12 +110,12 @@ class DeviceExecutor:
     def _replay(
         self, padded: StepInputs, shape: GraphShape, token_source: TokenSource | None
     ) -> Tensor:
-        buffers = self._buffers = self._buffers or self._allocate(padded)
-        packed = pack_inputs(padded, pinned=True)
+        buffers = self._buffers = self._buffers or self._allocate()
+        packed = pack(padded.arrays, self.device)
         buffers.inputs[: len(packed)].copy_(packed, non_blocking=True)
         batch, logits = unpack_inputs(buffers.inputs, padded), buffers.logits[: shape.num_seqs]
         if token_source is not None:
-            token_source.fill(batch.tokens)
+            token_source.fill(batch)
         if shape not in self._graphs:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=buffers.pool):
@@ -124,12 +124,13 @@ class DeviceExecutor:
         self._graphs[shape].replay()
         return logits
 
-    def _allocate(self, padded: StepInputs) -> _GraphBuffers:
+    def _allocate(self) -> _GraphBuffers:
         longest = GraphShape(CAPTURE_SIZES[-1], _padded_len(self.decoder.max_len))
-        size = sum(array.nbytes for array in pad_inputs(padded, longest).arrays)
         vocab = self.decoder.spec.vocab_size
         return _GraphBuffers(
-            torch.empty(size, dtype=torch.uint8, device=self.device),
+            torch.empty(
+                packed_bytes(empty_inputs(longest).arrays), dtype=torch.uint8, device=self.device
+            ),
             torch.empty(CAPTURE_SIZES[-1], vocab, dtype=torch.float32, device=self.device),
             torch.cuda.graph_pool_handle(),
         )
@@ -144,7 +145,7 @@ class DeviceExecutor:
 
     def _run_eager(self, batch: StepBatch, token_source: TokenSource | None) -> Tensor:
         if token_source is not None:
-            token_source.fill(batch.tokens)
+            token_source.fill(batch)
         return self.decoder.forward(batch, self.cache)
 
     def close(self) -> None:
@@ -176,20 +177,26 @@ def _padded_len(length: int) -> int:
     return max(MIN_GRAPH_LEN, 1 << (length - 1).bit_length())
 
 
-def pad_inputs(inputs: StepInputs, shape: GraphShape) -> StepInputs:
-    """Pad a decode step to a shape with empty sequences, which store nothing in the KV cache."""
-    missing = shape.num_seqs - len(inputs.seq_lens)
-    width = pages_for(shape.max_len)
-    tables = np.zeros((shape.num_seqs, width), np.int32)
-    tables[: len(inputs.page_tables), : inputs.page_tables.shape[1]] = inputs.page_tables
+def empty_inputs(shape: GraphShape) -> StepInputs:
+    """Inputs of a step of empty sequences, which store nothing in the KV cache."""
     return StepInputs(
-        tokens=np.pad(inputs.tokens, (0, missing)),
-        slot_mapping=np.pad(inputs.slot_mapping, (0, missing), constant_values=-1),
+        tokens=np.zeros(shape.num_seqs, np.int64),
+        slot_mapping=np.full(shape.num_seqs, -1, np.int64),
         output_rows=np.arange(shape.num_seqs),
-        positions=np.pad(inputs.positions, (0, missing)),
-        page_tables=tables,
-        query_starts=np.pad(inputs.query_starts, (0, missing), mode="edge"),
-        seq_lens=np.pad(inputs.seq_lens, (0, missing)),
+        positions=np.zeros(shape.num_seqs, np.int32),
+        page_tables=np.zeros((shape.num_seqs, pages_for(shape.max_len)), np.int32),
+        query_starts=np.zeros(shape.num_seqs + 1, np.int32),
+        seq_lens=np.zeros(shape.num_seqs, np.int32),
         max_query_len=1,
         max_seq_len=shape.max_len,
+        source_rows=np.zeros(shape.num_seqs, np.int32),
     )
+
+
+def pad_inputs(inputs: StepInputs, shape: GraphShape) -> StepInputs:
+    """Pad a decode step to a shape with empty sequences."""
+    padded = empty_inputs(shape)
+    for target, array in zip(padded.arrays, inputs.arrays, strict=True):
+        target[tuple(map(slice, array.shape))] = array
+    padded.query_starts[len(inputs.query_starts) :] = inputs.query_starts[-1]
+    return replace(padded, source_rows=inputs.source_rows)

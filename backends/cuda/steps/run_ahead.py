@@ -62,10 +62,13 @@ def can_run_ahead(chunk: Chunk) -> bool:
     return is_decoding(chunk) and unseen
 
 
-def next_step_inputs(chunks: list[Chunk], page_tables: list[Int32Array]) -> StepInputs:
+def next_step_inputs(
+    chunks: list[Chunk], page_tables: list[Int32Array], source_rows: list[int]
+) -> StepInputs:
     """Build the step after these one-token chunks; its tokens are placeholders.
 
-    page_tables: pages of each chunk's sequence, including room for the new token.
+    page_tables: pages of each chunk's sequence, including room for the new token. source_rows: the
+    row in which each chunk's token is sampled.
     """
     positions = np.array([chunk.start + 1 for chunk in chunks], np.int32)
     width = max(map(len, page_tables))
@@ -84,4 +87,5 @@ def next_step_inputs(chunks: list[Chunk], page_tables: list[Int32Array]) -> Step
         seq_lens=positions + 1,
         max_query_len=1,
         max_seq_len=int(positions.max()) + 1,
+        source_rows=np.array(source_rows, np.int32),
     )
