@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_configs import write_config
+from test_cuda_graphs import FakeCapture
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -94,12 +95,17 @@ def watched_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[CopyWatcher]:
 class MetaSteps:
     """A runner on the meta device; all sampled tokens are taken to be 1."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, graphs: bool) -> None:
         spec = read_hf_config(write_config(folder, "llama"))
         weights = random_weights(spec, device=META, dtype=torch.float16, seed=0)
         cache = KVCache.zeros(spec, PAGES, device=META, dtype=torch.int8)
         self.runner = CudaRunner(
-            DeviceExecutor(Decoder(spec, weights, MAX_LEN), cache, use_cuda_graphs=False),
+            DeviceExecutor(
+                Decoder(spec, weights, MAX_LEN),
+                cache,
+                use_cuda_graphs=graphs,
+                capture=FakeCapture(),
+            ),
             PagedCache(PAGES, prefix_cache=True),
             cuda_limits(
                 max_seqs=4,
@@ -135,10 +141,10 @@ class MetaSteps:
             seq.tokens.append(1)
 
 
-@pytest.fixture
-def steps(tmp_path: Path) -> Iterator[MetaSteps]:
+@pytest.fixture(params=[False, True], ids=["eager", "graphs"])
+def steps(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MetaSteps]:
     with record_launches(90, 132):
-        yield MetaSteps(tmp_path)
+        yield MetaSteps(tmp_path, graphs=request.param)
 
 
 def test_the_watchers_see_what_would_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +171,7 @@ def test_a_plain_step_waits_for_nothing(steps: MetaSteps, monkeypatch: pytest.Mo
         steps.add(BASE_SAMPLING)
     steps.step()
     steps.step()
+    steps.runner.prepare_while_idle()
     assert steps.runner._run_ahead_step is not None
     with watched_copies(monkeypatch) as copies:
         steps.step()

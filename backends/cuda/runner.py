@@ -54,6 +54,10 @@ class StepExecutor(Protocol):
         """Copy whole pages of the KV cache, given as (source, target)."""
         ...
 
+    def capture_next(self) -> bool:
+        """Capture a CUDA graph for steps that ran without one; False if none is missing."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -240,6 +244,9 @@ class CudaRunner:
             torch.cuda.current_stream(device).synchronize()
         except RuntimeError as error:
             raise _step_failed(error) from error
+
+    def prepare_while_idle(self) -> bool:
+        return self._executor.capture_next()
 
     def _accept_drafts(
         self, chunk: Chunk, tokens: list[int], ticket: CudaStepTicket, row: int

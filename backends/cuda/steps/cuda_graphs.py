@@ -1,13 +1,16 @@
 """Executes decoder steps, replaying CUDA graphs where one fits.
 
 A graph bakes in every number that the host passes to a kernel, so decode steps are padded to a few
-shapes: the number of sequences to a bucket, the length to a power of two. A shape is captured the
-second time it occurs, so the first answer does not wait for captures.
+shapes: the number of sequences to a bucket, the length to a power of two. A shape is captured
+while the engine is idle, or once it has run often without a graph.
 """
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -25,11 +28,16 @@ from localgen.backends.cuda.model.batch import (
 from localgen.backends.cuda.model.decoder import Decoder, KVCache
 from localgen.backends.cuda.model.host_copy import pack, packed_bytes
 
+log = logging.getLogger(__name__)
+
 # batch sizes (sequences) that are captured
 CAPTURE_SIZES = (1, 2, 4, 8, *range(16, 257, 16))
 MIN_GRAPH_LEN = 1024
-# a shape runs eagerly this many times before it is captured
-_EAGER_RUNS = 1
+# a shape is captured in the middle of answers only after it has run eagerly this many times: these
+# steps have then lost about as much time as the capture takes, some tens of milliseconds
+MAX_EAGER_RUNS = 8
+
+Replay = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +52,36 @@ class GraphShape:
 class _GraphBuffers:
     """Buffers shared by all graphs, which never run concurrently.
 
-    inputs: uint8, packed step inputs. logits: float32 [sequences, vocab]. pool: CUDA graph memory
-    pool of the intermediate tensors.
+    inputs: uint8, packed step inputs. logits: float32 [sequences, vocab].
     """
 
     inputs: Tensor
     logits: Tensor
-    pool: Any
+
+
+class GraphCapture:
+    """Captures CUDA graphs. They never run concurrently, so they share one memory pool."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def __call__(self, forward: Callable[[], object]) -> Replay:
+        """Capture the kernels that `forward` launches; return a function that launches them.
+
+        Nothing is computed yet. Raises the errors of `forward`, and RuntimeError.
+        """
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        try:
+            # calls of other threads, which compile kernels, do not concern the capture
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                forward()
+        except BaseException:
+            # torch leaves its capture stream current, and the pool in use, if the capture is invalid
+            torch.cuda.set_stream(stream)
+            self._pool = None
+            raise
+        return graph.replay
 
 
 class TokenSource(Protocol):
@@ -79,15 +110,24 @@ class PreviousStepTokens:
 class DeviceExecutor:
     """Runs the steps of a decoder on one device.
 
-    use_cuda_graphs: pad decode steps to graph shapes and, on a GPU, capture and replay them.
+    use_cuda_graphs: pad decode steps to graph shapes, and capture and replay them. capture:
+    replaces GraphCapture; without it, no graphs are captured on a CPU.
     """
 
-    def __init__(self, decoder: Decoder, cache: KVCache, *, use_cuda_graphs: bool) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        *,
+        use_cuda_graphs: bool,
+        capture: Callable[[Callable[[], object]], Replay] | None = None,
+    ) -> None:
         self.decoder, self.cache = decoder, cache
         self.device = cache.layers[0].keys.device
         self._use_cuda_graphs = use_cuda_graphs
-        self._shape_counts: dict[GraphShape, int] = {}
-        self._graphs: dict[GraphShape, Any] = {}
+        self._capture = GraphCapture() if self.device.type == "cuda" else capture
+        self._eager_runs: Counter[GraphShape] = Counter()
+        self._graphs: dict[GraphShape, Replay | None] = {}  # None: the capture failed
         self._buffers: _GraphBuffers | None = None
 
     def run(self, inputs: StepInputs, token_source: TokenSource | None = None) -> Tensor:
@@ -98,41 +138,72 @@ class DeviceExecutor:
         """
         shape = graph_shape(inputs) if self._use_cuda_graphs else None
         if shape is None:
-            return self._run_eager(inputs_to_device(inputs, self.device), token_source)
+            return self._run_eager(inputs, token_source)
         padded = pad_inputs(inputs, shape)
-        count = self._shape_counts[shape] = self._shape_counts.get(shape, 0) + 1
-        if count <= _EAGER_RUNS or self.device.type == "cpu":
-            return self._run_eager(inputs_to_device(padded, self.device), token_source)[
-                : len(inputs.output_rows)
-            ]
-        return self._replay(padded, shape, token_source)[: len(inputs.output_rows)]
+        graph = self._graph(shape)
+        if graph is None:
+            logits = self._run_eager(padded, token_source)
+        else:
+            logits = self._replay(graph, padded, token_source)
+        return logits[: len(inputs.output_rows)]
+
+    def capture_next(self) -> bool:
+        """Capture the shape that ran most often without a graph; False if there is none.
+
+        Takes tens of milliseconds, in which no step runs.
+        """
+        waiting = [shape for shape in self._eager_runs if shape not in self._graphs]
+        if not waiting or self._capture is None:
+            return False
+        self._capture_shape(max(waiting, key=self._eager_runs.__getitem__))
+        return True
+
+    def _graph(self, shape: GraphShape) -> Replay | None:
+        """Return the graph of a shape, or None if the step has to run eagerly."""
+        if shape not in self._graphs:
+            if self._capture is None or self._eager_runs[shape] < MAX_EAGER_RUNS:
+                self._eager_runs[shape] += 1
+                return None
+            self._capture_shape(shape)
+        return self._graphs[shape]
+
+    def _capture_shape(self, shape: GraphShape) -> None:
+        """Capture a shape. If that fails, the shape is run eagerly from now on."""
+        assert self._capture is not None
+        try:
+            buffers = self._buffers = self._buffers or self._allocate()
+            batch = unpack_inputs(buffers.inputs, empty_inputs(shape))
+            logits = buffers.logits[: shape.num_seqs]
+            self._graphs[shape] = self._capture(
+                lambda: self.decoder.forward(batch, self.cache, logits)
+            )
+        except Exception as error:  # whatever it is, the step does not depend on the capture
+            self._graphs[shape] = None
+            log.warning(
+                "decode steps of %d sequences of up to %d tokens run without a CUDA graph, more "
+                "slowly: capturing one failed: %s",
+                shape.num_seqs,
+                shape.max_len,
+                str(error).partition("\n")[0] or type(error).__name__,
+            )
 
     def _replay(
-        self, padded: StepInputs, shape: GraphShape, token_source: TokenSource | None
+        self, graph: Replay, padded: StepInputs, token_source: TokenSource | None
     ) -> Tensor:
-        buffers = self._buffers = self._buffers or self._allocate()
+        assert self._buffers is not None
         packed = pack(padded.arrays, self.device)
-        buffers.inputs[: len(packed)].copy_(packed, non_blocking=True)
-        batch, logits = unpack_inputs(buffers.inputs, padded), buffers.logits[: shape.num_seqs]
+        self._buffers.inputs[: len(packed)].copy_(packed, non_blocking=True)
         if token_source is not None:
-            token_source.fill(batch)
-        if shape not in self._graphs:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=buffers.pool):
-                self.decoder.forward(batch, self.cache, logits)
-            self._graphs[shape] = graph
-        self._graphs[shape].replay()
-        return logits
+            token_source.fill(unpack_inputs(self._buffers.inputs, padded))
+        graph()
+        return self._buffers.logits[: len(padded.output_rows)]
 
     def _allocate(self) -> _GraphBuffers:
         longest = GraphShape(CAPTURE_SIZES[-1], _padded_len(self.decoder.max_len))
-        vocab = self.decoder.spec.vocab_size
+        size, vocab = packed_bytes(empty_inputs(longest).arrays), self.decoder.spec.vocab_size
         return _GraphBuffers(
-            torch.empty(
-                packed_bytes(empty_inputs(longest).arrays), dtype=torch.uint8, device=self.device
-            ),
+            torch.empty(size, dtype=torch.uint8, device=self.device),
             torch.empty(CAPTURE_SIZES[-1], vocab, dtype=torch.float32, device=self.device),
-            torch.cuda.graph_pool_handle(),
         )
 
     def hidden_states(self, inputs: StepInputs) -> Tensor:
@@ -143,7 +214,8 @@ class DeviceExecutor:
         """Copy whole pages of the KV cache. pairs: (source, target) page numbers."""
         self.cache.copy_pages(pairs)
 
-    def _run_eager(self, batch: StepBatch, token_source: TokenSource | None) -> Tensor:
+    def _run_eager(self, inputs: StepInputs, token_source: TokenSource | None) -> Tensor:
+        batch = inputs_to_device(inputs, self.device)
         if token_source is not None:
             token_source.fill(batch)
         return self.decoder.forward(batch, self.cache)
