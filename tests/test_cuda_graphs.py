@@ -16,19 +16,24 @@ import numpy as np
 import pytest
 import torch
 from cuda_configs import write_config
+from drafting import always_draft
 from test_cuda_runner import CHATS, MAX_NOISY, PLAIN, CudaBench, texts
 from torch import Tensor
 
 from localgen.backends.cuda.kv.page_pool import pages_for
-from localgen.backends.cuda.model.batch import StepInputs, build_step_inputs
+from localgen.backends.cuda.model.batch import Int32Array, StepInputs, build_step_inputs
 from localgen.backends.cuda.model.decoder import Decoder, KVCache
 from localgen.backends.cuda.model.weights import DecoderWeights, random_weights
 from localgen.backends.cuda.steps.cuda_graphs import (
     MAX_EAGER_RUNS,
     DeviceExecutor,
     GraphCapture,
+    GraphShape,
     Replay,
+    graph_shape,
+    pad_inputs,
 )
+from localgen.backends.engine.speculation.ngram import NgramDrafter
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.hf.config import read_hf_config
 from localgen.backends.runner.interface import Chunk
@@ -36,6 +41,8 @@ from localgen.backends.runner.sequence import Sequence
 from localgen.backends.sampling_params import BASE_SAMPLING
 
 SEQUENCES, MAX_LEN, VOCAB = 5, 96, 96
+# sequence, start, tokens, number of outputs
+Part = tuple[int, int, list[int], int]
 
 
 class FakeCapture:
@@ -69,29 +76,31 @@ class Steps:
         self.tables = pages.reshape(SEQUENCES, each)
         self.executor = DeviceExecutor(Decoder(spec, weights, MAX_LEN), cache, **options)
 
-    def run(self, parts: list[tuple[int, int, list[int]]]) -> Tensor:
-        """Logits after every token of each part (sequence, start, tokens)."""
-        return self.executor.run(self.inputs(parts)).clone()
+    def run(self, parts: list[Part]) -> Tensor:
+        """Logits of the outputs of each part."""
+        inputs = step_inputs(parts, lambda seq: self.tables[int(seq.id)])
+        return self.executor.run(inputs).clone()
 
-    def inputs(self, parts: list[tuple[int, int, list[int]]]) -> StepInputs:
-        chunks = [
-            Chunk(
-                seq=Sequence(
-                    id=str(number),
-                    tokens=[],
-                    num_prompt=0,
-                    params=BASE_SAMPLING,
-                    ctx=MAX_LEN,
-                    max_len=MAX_LEN,
-                ),
-                start=start,
-                tokens=tokens,
-                num_drafts=len(tokens) - 1,
-                is_sampled=True,
-            )
-            for number, start, tokens in parts
-        ]
-        return build_step_inputs(chunks, lambda seq: self.tables[int(seq.id)])
+
+def step_inputs(parts: list[Part], table: Callable[[Sequence], Int32Array]) -> StepInputs:
+    chunks = [
+        Chunk(
+            seq=Sequence(
+                id=str(number),
+                tokens=[],
+                num_prompt=0,
+                params=BASE_SAMPLING,
+                ctx=MAX_LEN,
+                max_len=MAX_LEN,
+            ),
+            start=start,
+            tokens=tokens,
+            num_drafts=max(0, outputs - 1),
+            is_sampled=outputs > 0,
+        )
+        for number, start, tokens, outputs in parts
+    ]
+    return build_step_inputs(chunks, table)
 
 
 @pytest.fixture(scope="module")
@@ -102,20 +111,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelSpec, DecoderW
 
 def prefill(steps: Steps, length: int = 20) -> None:
     for number in range(SEQUENCES):
-        steps.run([(number, 0, [(7 * i + number) % VOCAB for i in range(length)])])
+        steps.run([(number, 0, [(7 * i + number) % VOCAB for i in range(length)], 1)])
 
 
-def decode(count: int, position: int = 20) -> list[tuple[int, int, list[int]]]:
+def decode(count: int, position: int = 20) -> list[Part]:
     """One token of each of the first `count` sequences."""
-    return [(number, position, [number + 1]) for number in range(count)]
+    return [(number, position, [number + 1], 1) for number in range(count)]
 
 
-def random_step(rng: random.Random, max_rows: int) -> list[tuple[int, int, list[int]]]:
+def random_step(rng: random.Random, max_rows: int) -> list[Part]:
     """Tokens after some of the 20 of each sequence, in place of those that are there."""
-    parts = []
+    parts: list[Part] = []
     for number in rng.sample(range(SEQUENCES), rng.randint(1, SEQUENCES)):
         rows = rng.randint(1, max_rows)
-        parts.append((number, rng.randint(1, 20), [rng.randrange(VOCAB) for _ in range(rows)]))
+        tokens = [rng.randrange(VOCAB) for _ in range(rows)]
+        parts.append((number, rng.randint(1, 20), tokens, rng.randint(0, rows)))
     return parts
 
 
@@ -125,21 +135,60 @@ def assert_same_cache(one: Steps, other: Steps) -> None:
             torch.testing.assert_close(a, b, equal_nan=True)
 
 
-def test_replayed_steps_equal_eager_ones(model: tuple[ModelSpec, DecoderWeights]) -> None:
+@pytest.mark.parametrize(
+    ("rows", "shape"),
+    [
+        # start and rows of each sequence
+        ([(0, 1)], GraphShape(1, 1024)),
+        ([(7, 1), (1023, 1), (0, 1)], GraphShape(4, 1024)),
+        ([(7, 1), (1024, 1)], GraphShape(2, 2048)),
+        ([(7, 1)] * 256, GraphShape(256, 1024)),
+        ([(7, 1)] * 257, None),
+        ([(7, 2)], GraphShape(1, 1024, 2)),
+        ([(7, 6)], GraphShape(1, 1024, 8)),
+        ([(7, 9)], None),
+        ([(0, 4)], None),
+        ([(7, 1), (0, 4)], None),
+        # fewer rows than the longest sequence has, for each
+        ([(7, 4), (7, 1), (7, 1)], GraphShape(4, 1024, 2)),
+        ([(7, 2), (7, 1)], GraphShape(2, 1024, 2)),
+        ([(7, 8)] * 16, GraphShape(16, 1024, 8)),
+        ([(7, 2)] + [(7, 1)] * 16, None),
+    ],
+)
+def test_shapes(rows: list[tuple[int, int]], shape: GraphShape | None) -> None:
+    parts: list[Part] = [(i, start, [3] * count, 1) for i, (start, count) in enumerate(rows)]
+    inputs = step_inputs(parts, lambda _: np.zeros(pages_for(2048), np.int32))
+    assert graph_shape(inputs) == shape
+    if shape is not None:
+        padded = pad_inputs(inputs, shape)
+        assert len(padded.tokens) == len(padded.output_rows) == shape.num_rows
+        assert (padded.slot_mapping[len(inputs.tokens) :] == -1).all()
+        assert (padded.query_starts[len(rows) :] == len(inputs.tokens)).all()
+
+
+@pytest.mark.parametrize(("max_rows", "num_steps"), [(1, 60), (8, 150)])
+def test_replayed_steps_equal_eager_ones(
+    model: tuple[ModelSpec, DecoderWeights], max_rows: int, num_steps: int
+) -> None:
     """Logits, and the KV cache: padding stores nothing."""
     capture, rng = FakeCapture(), random.Random(1)
     eager = Steps(*model, use_cuda_graphs=False)
     graphs = Steps(*model, use_cuda_graphs=True, capture=capture)
     prefill(eager)
     prefill(graphs)
-    for _ in range(60):
-        parts = random_step(rng, max_rows=1)
+    for _ in range(num_steps):
+        parts = random_step(rng, max_rows)
         torch.testing.assert_close(graphs.run(parts), eager.run(parts))
         if rng.random() < 0.1:
             graphs.executor.capture_next()
     assert_same_cache(graphs, eager)
-    assert capture.captures == 4, "1, 2, 3 to 4 and 5 to 8 sequences"
-    assert capture.replays > 20
+    assert capture.replays > num_steps // 3
+    captured = {(shape.num_seqs, shape.rows_per_seq) for shape in graphs.executor._graphs}
+    if max_rows == 1:
+        assert captured == {(1, 1), (2, 1), (4, 1), (8, 1)}
+    else:
+        assert {(1, 8), (4, 5)} <= captured
 
 
 def test_a_shape_is_captured_when_idle_or_after_some_eager_runs(
@@ -191,8 +240,9 @@ def test_a_shape_whose_capture_fails_runs_eagerly(
     assert not steps.executor.capture_next()
     assert capture.captures == 1
     (record,) = caplog.records
-    assert "4 sequences of up to 1024 tokens run without a CUDA graph" in record.getMessage()
-    assert record.getMessage().endswith(message)
+    said = record.getMessage()
+    assert said.startswith("steps of 4 rows in 4 sequences of up to 1024 tokens run without a CUDA")
+    assert said.endswith(message)
     capture.error = None
     for _ in range(MAX_EAGER_RUNS + 1):
         steps.run(decode(1))
@@ -205,14 +255,22 @@ def with_graphs(bench: CudaBench, capture: FakeCapture) -> CudaBench:
     return bench
 
 
-def test_answers_with_graphs_are_those_without() -> None:
+@pytest.mark.parametrize("drafting", [False, True])
+def test_answers_with_graphs_are_those_without(
+    drafting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain, capture = CudaBench(), FakeCapture()
     expected = texts(plain.ask(CHATS, PLAIN))
     plain.close()
-    bench = with_graphs(CudaBench(as_on_gpu=True, parallel=6), capture)
+    always_draft(monkeypatch)
+    drafters = [NgramDrafter()] if drafting else []
+    bench = with_graphs(CudaBench(as_on_gpu=True, parallel=6, drafters=drafters), capture)
+    bench.engine._speculation._max_drafts = 3
     different = sum(a != b for a, b in zip(texts(bench.ask(CHATS, PLAIN)), expected, strict=True))
     assert different <= MAX_NOISY
-    assert capture.replays > 50
+    assert capture.replays > 20
+    shapes = bench.runner._executor._graphs  # type: ignore[attr-defined]
+    assert any(shape.rows_per_seq > 1 for shape in shapes) == drafting
     bench.close()
 
 

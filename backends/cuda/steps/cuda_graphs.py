@@ -1,8 +1,9 @@
 """Executes decoder steps, replaying CUDA graphs where one fits.
 
-A graph bakes in every number that the host passes to a kernel, so decode steps are padded to a few
-shapes: the number of sequences to a bucket, the length to a power of two. A shape is captured
-while the engine is idle, or once it has run often without a graph.
+A graph bakes in every number that the host passes to a kernel, so steps are padded to a few shapes:
+the number of sequences and of rows to a bucket, the length to a power of two. Steps of a few rows
+per sequence, as those that verify drafts, have graphs too. A shape is captured while the engine is
+idle, or once it has run often without a graph.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from localgen.backends.cuda.kernels.attention.decode import MAX_DECODE_ROWS
 from localgen.backends.cuda.kv.page_pool import pages_for
 from localgen.backends.cuda.model.batch import (
     StepBatch,
@@ -32,6 +34,9 @@ log = logging.getLogger(__name__)
 
 # batch sizes (sequences) that are captured
 CAPTURE_SIZES = (1, 2, 4, 8, *range(16, 257, 16))
+# rows per sequence that are captured where sequences have several, and the largest batch of these
+CAPTURE_ROWS = (2, 3, 4, 5, 8)
+MAX_MULTI_ROW_SEQS = 16
 MIN_GRAPH_LEN = 1024
 # a shape is captured in the middle of answers only after it has run eagerly this many times: these
 # steps have then lost about as much time as the capture takes, some tens of milliseconds
@@ -42,17 +47,27 @@ Replay = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class GraphShape:
-    """Shape of a graph: number of sequences, and maximum sequence length."""
+    """Shape of a graph: number of sequences, maximum sequence length, and rows per sequence.
+
+    If rows_per_seq is 1, every sequence has at most one row. Else the sequences share num_rows rows
+    as they need them, each at most MAX_DECODE_ROWS.
+    """
 
     num_seqs: int
     max_len: int
+    rows_per_seq: int = 1
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a step of this shape."""
+        return self.num_seqs * self.rows_per_seq
 
 
 @dataclass(frozen=True, slots=True)
 class _GraphBuffers:
     """Buffers shared by all graphs, which never run concurrently.
 
-    inputs: uint8, packed step inputs. logits: float32 [sequences, vocab].
+    inputs: uint8, packed step inputs. logits: float32 [rows, vocab].
     """
 
     inputs: Tensor
@@ -77,7 +92,7 @@ class GraphCapture:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 forward()
         except BaseException:
-            # torch leaves its capture stream current, and the pool in use, if the capture is invalid
+            # an invalid capture leaves torch's capture stream current and the pool in use
             torch.cuda.set_stream(stream)
             self._pool = None
             raise
@@ -110,7 +125,7 @@ class PreviousStepTokens:
 class DeviceExecutor:
     """Runs the steps of a decoder on one device.
 
-    use_cuda_graphs: pad decode steps to graph shapes, and capture and replay them. capture:
+    use_cuda_graphs: pad steps to graph shapes, and capture and replay them. capture:
     replaces GraphCapture; without it, no graphs are captured on a CPU.
     """
 
@@ -173,15 +188,16 @@ class DeviceExecutor:
         try:
             buffers = self._buffers = self._buffers or self._allocate()
             batch = unpack_inputs(buffers.inputs, empty_inputs(shape))
-            logits = buffers.logits[: shape.num_seqs]
+            logits = buffers.logits[: shape.num_rows]
             self._graphs[shape] = self._capture(
                 lambda: self.decoder.forward(batch, self.cache, logits)
             )
         except Exception as error:  # whatever it is, the step does not depend on the capture
             self._graphs[shape] = None
             log.warning(
-                "decode steps of %d sequences of up to %d tokens run without a CUDA graph, more "
-                "slowly: capturing one failed: %s",
+                "steps of %d rows in %d sequences of up to %d tokens run without a CUDA graph, "
+                "more slowly: capturing one failed: %s",
+                shape.num_rows,
                 shape.num_seqs,
                 shape.max_len,
                 str(error).partition("\n")[0] or type(error).__name__,
@@ -230,19 +246,21 @@ class DeviceExecutor:
 def graph_shape(inputs: StepInputs) -> GraphShape | None:
     """Return the shape to pad a step to, or None if it needs eager execution.
 
-    Eager: a sequence has several rows or no output, or there are more sequences than
-    CAPTURE_SIZES[-1].
+    Eager: too many sequences, or too many rows of a sequence, or several rows of one of which
+    nothing was computed before: a prompt, whose shape may never occur again.
     """
-    sequences = len(inputs.seq_lens)
-    if (
-        inputs.max_query_len > 1
-        or len(inputs.output_rows) < sequences
-        or sequences > CAPTURE_SIZES[-1]
-    ):
+    num_seqs, num_rows = len(inputs.seq_lens), len(inputs.tokens)
+    is_single_row = inputs.max_query_len == 1
+    if num_seqs > (CAPTURE_SIZES[-1] if is_single_row else MAX_MULTI_ROW_SEQS):
         return None
-    return GraphShape(
-        CAPTURE_SIZES[bisect_left(CAPTURE_SIZES, sequences)], _padded_len(inputs.max_seq_len)
-    )
+    size = CAPTURE_SIZES[bisect_left(CAPTURE_SIZES, num_seqs)]
+    length = _padded_len(inputs.max_seq_len)
+    if is_single_row:
+        return GraphShape(size, length)
+    query_lens = np.diff(inputs.query_starts)
+    if inputs.max_query_len > MAX_DECODE_ROWS or (query_lens == inputs.seq_lens).any():
+        return None
+    return GraphShape(size, length, next(n for n in CAPTURE_ROWS if n * size >= num_rows))
 
 
 def _padded_len(length: int) -> int:
@@ -250,23 +268,24 @@ def _padded_len(length: int) -> int:
 
 
 def empty_inputs(shape: GraphShape) -> StepInputs:
-    """Inputs of a step of empty sequences, which store nothing in the KV cache."""
+    """Inputs of a step of empty sequences, whose rows store nothing in the KV cache."""
+    seqs, rows = shape.num_seqs, shape.num_rows
     return StepInputs(
-        tokens=np.zeros(shape.num_seqs, np.int64),
-        slot_mapping=np.full(shape.num_seqs, -1, np.int64),
-        output_rows=np.arange(shape.num_seqs),
-        positions=np.zeros(shape.num_seqs, np.int32),
-        page_tables=np.zeros((shape.num_seqs, pages_for(shape.max_len)), np.int32),
-        query_starts=np.zeros(shape.num_seqs + 1, np.int32),
-        seq_lens=np.zeros(shape.num_seqs, np.int32),
-        max_query_len=1,
+        tokens=np.zeros(rows, np.int64),
+        slot_mapping=np.full(rows, -1, np.int64),
+        output_rows=np.zeros(rows, np.int64),
+        positions=np.zeros(rows, np.int32),
+        page_tables=np.zeros((seqs, pages_for(shape.max_len)), np.int32),
+        query_starts=np.zeros(seqs + 1, np.int32),
+        seq_lens=np.zeros(seqs, np.int32),
+        max_query_len=1 if shape.rows_per_seq == 1 else MAX_DECODE_ROWS,
         max_seq_len=shape.max_len,
-        source_rows=np.zeros(shape.num_seqs, np.int32),
+        source_rows=np.zeros(rows, np.int32),
     )
 
 
 def pad_inputs(inputs: StepInputs, shape: GraphShape) -> StepInputs:
-    """Pad a decode step to a shape with empty sequences."""
+    """Pad a step to a shape with empty sequences, and rows that belong to no sequence."""
     padded = empty_inputs(shape)
     for target, array in zip(padded.arrays, inputs.arrays, strict=True):
         target[tuple(map(slice, array.shape))] = array
