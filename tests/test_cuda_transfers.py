@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from cuda_configs import write_config
+from cuda_configs import SIZES, write_config
 from test_cuda_graphs import FakeCapture
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -35,6 +37,7 @@ from localgen.backends.sampling_params import BASE_SAMPLING, SamplingParams
 
 META = torch.device("meta")
 PAGES, MAX_LEN = 40, 320
+VOCAB = int(SIZES["vocab_size"])
 
 
 class CopyWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -177,3 +180,33 @@ def test_a_plain_step_waits_for_nothing(steps: MetaSteps, monkeypatch: pytest.Mo
         steps.step()
     assert copies.blocking == []
     assert copies.count == 3, "the inputs, the sampling parameters and the logit edits"
+
+
+class AnyText:
+    """A grammar that allows every token."""
+
+    def draft_masks(self, drafts: list[int], banned: object) -> list[Any]:
+        return [np.ones(VOCAB, np.bool_)] * (1 + len(drafts))
+
+
+def test_a_step_with_requests_of_every_kind_waits_for_nothing(
+    steps: MetaSteps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps.add(BASE_SAMPLING)
+    steps.add(BASE_SAMPLING, matcher=AnyText())
+    steps.add(replace(BASE_SAMPLING, repeat_penalty=1.2, repeat_last_n=8))
+    steps.add(replace(BASE_SAMPLING, logprobs=3))
+    steps.step()
+    steps.step()
+    steps.runner.prepare_while_idle()
+    assert steps.runner._run_ahead_step is not None
+    steps.runner.kv_cache._schedule_copy(PAGES - 1, PAGES - 2)
+    with watched_copies(monkeypatch) as copies:
+        steps.step()
+    assert copies.blocking == []
+    assert copies.count == 3 + 3, "also the pages to copy, the grammar's mask, the logprobs' row"
+    steps.seqs.pop(0)  # ended: the rows of the others are picked
+    with watched_copies(monkeypatch) as copies:
+        steps.step()
+    assert copies.blocking == []
+    assert copies.count == 3 + 3
