@@ -11,7 +11,7 @@ from benchmarks.answers import Answer, NumberTokenizer
 from localgen.backends.engine.engine import Engine
 from localgen.backends.engine.input_processor import InputProcessor
 from localgen.backends.engine.speculation.drafter import Drafter
-from localgen.backends.runner.interface import ModelRunner
+from localgen.backends.runner.interface import AsyncRunner, ModelRunner
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.text.grammar import GrammarCompiler
 from localgen.backends.types import EngineStats, Failed, Finished, Request, StepEvents
@@ -131,6 +131,9 @@ class Session:
             self.step()
         for answer in answers:
             assert answer.finished.completion_tokens
+        if isinstance(self.runner, AsyncRunner):  # at once, not while the next request waits
+            while self.runner.prepare_while_idle():
+                pass
         return answers
 
     def ask(

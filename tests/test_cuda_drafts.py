@@ -122,7 +122,6 @@ def test_answers_are_the_same_with_drafts_and_preemption(
 def test_answers_are_the_same_with_drafts_and_run_ahead(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # without logprobs: with them no step is launched ahead
     # long answers: many steps, whenever a prompt arrives
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     undrafted = CudaBench()

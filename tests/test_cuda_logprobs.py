@@ -72,18 +72,17 @@ def test_beside_a_step_that_was_launched_ahead() -> None:
     """Rows of a new sequence come after those computed ahead."""
     wanted = replace(PLAIN, logprobs=2)
     alone = CudaBench()
-    (expected,) = alone.ask(CHATS[1:2], wanted)
+    expected = alone.ask_one_by_one(CHATS[:2], wanted)
     alone.close()
     bench = CudaBench(as_on_gpu=True)
-    first = bench.submit(CHATS[0], PLAIN)
+    first = bench.submit(CHATS[0], wanted)
     while not bench.replies[first].text:
         bench.engine.step(wait=False)
     assert bench.runner._run_ahead_step is not None
     second = bench.submit(CHATS[1], wanted)
-    bench.run([first, second])
-    reply = bench.replies[second]
-    assert reply.tokens == expected.tokens
-    for ours, theirs in zip(reply.logprobs, expected.logprobs, strict=True):
-        assert ours.chosen.logprob == pytest.approx(theirs.chosen.logprob, abs=1e-3)
-        assert [e.token_id for e in ours.top] == [e.token_id for e in theirs.top]
+    for reply, theirs in zip(bench.run([first, second]), expected, strict=True):
+        assert reply.tokens == theirs.tokens
+        for ours, other in zip(reply.logprobs, theirs.logprobs, strict=True):
+            assert ours.chosen.logprob == pytest.approx(other.chosen.logprob, abs=1e-3)
+            assert [e.token_id for e in ours.top] == [e.token_id for e in other.top]
     bench.close()

@@ -81,7 +81,10 @@ def step_logits(
     seq = Sequence(id="0", tokens=[], num_prompt=0, params=BASE_SAMPLING, ctx=CTX, max_len=CTX)
     chunk = Chunk(seq=seq, start=0, tokens=tokens, num_drafts=len(tokens) - 1, is_sampled=True)
     pages = np.arange(CTX // 16, dtype=np.int32)
-    return steps.run(build_step_inputs([chunk], lambda _: pages), latest).clone()
+    inputs = build_step_inputs([chunk], lambda _: pages)
+    if latest is not None:  # the last token first
+        inputs = replace(inputs, source_rows=np.arange(len(tokens) - 1, -1, -1, dtype=np.int32))
+    return steps.run(inputs, latest).clone()
 
 
 def test_hidden_states_are_those_of_one_rank(other: Peer, tmp_path: Path) -> None:
@@ -155,7 +158,7 @@ def test_tokens_that_only_the_device_of_rank_0_knows(other: Peer) -> None:
     steps = other.steps(TINY, pages=CTX // 16, max_len=CTX)
     assert isinstance(steps, PairedSteps)
     tokens = random_text(seed=4, length=20)
-    latest = PreviousStepTokens(torch.tensor(tokens[::-1]), torch.arange(20).flip(0))
+    latest = PreviousStepTokens(torch.tensor(tokens[::-1]))
     assert torch.equal(step_logits(steps, [0] * 20, latest), step_logits(steps, tokens))
 
 

@@ -254,3 +254,26 @@ def change(found):
 """
     notes = start(tmp_path, change, rest="")
     assert notes == [f"NOTES kernels are compiled when first used: {reason}"]
+
+
+LAUNCHERS = """
+built = []
+def build(src, metadata):
+    assert src.fn.__name__ == metadata.name
+    built.append(metadata.name)
+def change(found):
+    triton.runtime.driver.active.launcher_cls = build
+"""
+COMPARE_LAUNCHERS = """
+print("BUILT", sorted(built) == sorted(one.kernel.fn.__name__ for one in found))
+"""
+
+
+def test_launchers_are_built_with_the_kernels(tmp_path: Path) -> None:
+    assert start(tmp_path, LAUNCHERS, COMPARE_LAUNCHERS)[1] == "BUILT True"
+
+
+def test_a_launcher_that_cannot_be_built_does_not_fail_a_load(tmp_path: Path) -> None:
+    change = LAUNCHERS.replace("built.append(metadata.name)", "raise OSError('no C compiler')")
+    notes = start(tmp_path, change, rest="")
+    assert notes == ["NOTES kernels are compiled when first used: no C compiler"]

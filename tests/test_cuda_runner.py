@@ -204,3 +204,34 @@ def test_an_answer_held_to_a_grammar(as_on_gpu: bool) -> None:
         assert reply.finished.reason == "stop"
     assert bench.run([free])[0].text == CudaBench().ask([CHATS[6]], PLAIN)[0].text
     bench.close()
+
+
+def test_steps_with_requests_of_every_kind_are_launched_ahead() -> None:
+    kinds = [
+        PLAIN,
+        replace(PLAIN, logprobs=2),
+        replace(PLAIN, repeat_penalty=1.3, repeat_last_n=32, frequency_penalty=0.2),
+        SamplingParams(temperature=1.0, max_tokens=60, seed=3, regex=r"[a-f]{3}-\d{2,4}"),
+        replace(PLAIN, min_tokens=20),
+        SAMPLED,
+    ]
+    plain, bench = CudaBench(), CudaBench(as_on_gpu=True)
+    ahead: list[bool] = []
+    run = bench.runner._executor.run
+
+    def counted(inputs: StepInputs, token_source: PreviousStepTokens | None = None) -> Tensor:
+        ahead.append(token_source is not None)
+        return run(inputs, token_source)
+
+    bench.runner._executor.run = counted  # type: ignore[method-assign]
+    expected, replies = (
+        each.run([each.submit(chat, kind) for chat, kind in zip(CHATS, kinds, strict=False)])
+        for each in (plain, bench)
+    )
+    different = sum(a != b for a, b in zip(texts(replies), texts(expected), strict=True))
+    assert different <= MAX_NOISY
+    assert [len(reply.logprobs) for reply in replies] == [len(r.logprobs) for r in expected]
+    # the prompts, which arrive one by one, and the token after each
+    assert ahead.count(False) <= 2 * len(kinds) < ahead.count(True)
+    plain.close()
+    bench.close()

@@ -80,6 +80,9 @@ class PairedSteps:
         self.orders.send(("copy", pairs))
         self.rank_model.executor.copy_pages(pairs)
 
+    def capture_next(self) -> bool:
+        return False
+
     def close(self) -> None:
         self.rank_model.executor.close()
 

@@ -25,7 +25,13 @@ from localgen.backends.cuda.model.batch import (
 from localgen.backends.cuda.model.decoder import Decoder, KVCache
 from localgen.backends.cuda.model.process_group import TensorParallelGroup
 from localgen.backends.cuda.model.weights import random_weights
-from localgen.backends.cuda.steps.cuda_graphs import MIN_GRAPH_LEN, GraphShape, pad_inputs
+from localgen.backends.cuda.steps.cuda_graphs import (
+    CAPTURE_ROWS,
+    MAX_MULTI_ROW_SEQS,
+    MIN_GRAPH_LEN,
+    GraphShape,
+    pad_inputs,
+)
 from localgen.backends.cuda.steps.sampler import SamplingRow, sample_rows
 from localgen.backends.formats.architecture.sharding import ModelShard
 from localgen.backends.runner.interface import Chunk
@@ -94,6 +100,13 @@ class LaunchPlanner:
             if sequences <= self._options.parallel
             for length in lengths
         ]
+        steps += [  # verification of drafts
+            decode_inputs(sequences, length, rows)
+            for sequences in _BATCH_SIZES
+            if sequences <= min(self._options.parallel, MAX_MULTI_ROW_SEQS)
+            for length in lengths
+            for rows in (CAPTURE_ROWS[0], CAPTURE_ROWS[-1])
+        ]
         # prefill after a cached prefix
         steps += [prefill_inputs(_PROMPT_LENGTHS[0], num_cached=length) for length in lengths]
         return self._record_launches(steps, [SamplingRow(BASE_SAMPLING, [0])])
@@ -140,10 +153,10 @@ def prefill_inputs(rows: int, *, num_cached: int = 0) -> StepInputs:
     return build_step_inputs([_chunk(num_cached, rows)], _page_table)
 
 
-def decode_inputs(num_seqs: int, length: int) -> StepInputs:
-    """Inputs of a decode step of `num_seqs` sequences, padded as by DeviceExecutor."""
-    step = build_step_inputs([_chunk(length - 1, 1) for _ in range(num_seqs)], _page_table)
-    return pad_inputs(step, GraphShape(num_seqs, length))
+def decode_inputs(num_seqs: int, length: int, rows: int = 1) -> StepInputs:
+    """Inputs of a step of `rows` tokens of each sequence, padded as by DeviceExecutor."""
+    chunks = [_chunk(length - rows, rows) for _ in range(num_seqs)]
+    return pad_inputs(build_step_inputs(chunks, _page_table), GraphShape(num_seqs, length, rows))
 
 
 def _chunk(start: int, rows: int) -> Chunk:

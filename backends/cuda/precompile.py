@@ -118,7 +118,12 @@ def compile_launches(
     """Compile launches in threads, or load them from Triton's cache. Raises Triton's errors."""
 
     def compile_one(launch: KernelLaunch) -> None:
-        launch.kernel.warmup(*launch.args, grid=(1,), **launch.options)
+        compiled = launch.kernel.warmup(*launch.args, grid=(1,), **launch.options)
+        # Up to Triton 3.6 this runs the C compiler, once for each signature; the first launch finds
+        # the result in the cache. Not `compiled.run`: a step may launch the kernel meanwhile.
+        build_launcher = getattr(triton.runtime.driver.active, "launcher_cls", None)
+        if compiled is not None and build_launcher is not None:
+            build_launcher(compiled.src, compiled.metadata)
 
     # the current device is per thread
     with ThreadPoolExecutor(threads, _THREAD_NAME_PREFIX, torch.cuda.set_device, (device,)) as pool:

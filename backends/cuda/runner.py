@@ -14,9 +14,10 @@ from torch import Tensor
 from localgen.backends.cuda.embeddings import Pooler, embed_sequences
 from localgen.backends.cuda.kv.paged_cache import PagedCache
 from localgen.backends.cuda.model.batch import StepInputs, build_step_inputs
+from localgen.backends.cuda.model.host_copy import to_device
 from localgen.backends.cuda.steps.cuda_graphs import PreviousStepTokens
 from localgen.backends.cuda.steps.logprobs import StepLogprobs, step_logprobs
-from localgen.backends.cuda.steps.run_ahead import RunAheadStep, can_run_ahead, next_step_inputs
+from localgen.backends.cuda.steps.run_ahead import RunAheadStep, is_decoding, next_step_inputs
 from localgen.backends.cuda.steps.sampler import (
     UNSUPPORTED_PARAMS,
     SamplingRow,
@@ -54,6 +55,10 @@ class StepExecutor(Protocol):
         """Copy whole pages of the KV cache, given as (source, target)."""
         ...
 
+    def capture_next(self) -> bool:
+        """Capture a CUDA graph for steps that ran without one; False if none is missing."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -71,7 +76,7 @@ class CudaStepTicket:
     chunks: Seq[Chunk]
     tokens: Tensor
     first_rows: list[int] = field(default_factory=list)
-    logprobs: StepLogprobs | None = None
+    logprobs: tuple[StepLogprobs, ...] = ()
     probs_by_row: dict[int, Tensor] = field(default_factory=dict)
     done_event: torch.cuda.Event | None = None
     error: Exception | None = None
@@ -134,40 +139,35 @@ class CudaRunner:
             return CudaStepTicket(chunks, torch.empty(0, dtype=torch.int64), error=NoRoom())
 
     def _launch(self, chunks: Seq[Chunk]) -> CudaStepTicket:
-        """Compute the chunks that were not launched ahead, and launch the next step ahead.
+        """Sample the chunks that were launched ahead, compute the others, and launch ahead again.
 
-        The rows of the step that was launched ahead come first, then those of the other chunks.
+        The rows of the chunks that were launched ahead come first, then those of the others.
         """
         ahead, self._run_ahead_step = self._run_ahead_step, None
-        rest, first_rows = [], []
-        row = num_ahead = 0 if ahead is None else len(ahead.tokens)
+        covered: list[Chunk] = []
+        rest: list[Chunk] = []
         for chunk in chunks:
-            if ahead is not None and ahead.covers(chunk):
-                first_rows.append(ahead.rows[chunk.seq])
-                continue
-            rest.append(chunk)
-            first_rows.append(row)
-            row += 1 + chunk.num_drafts if chunk.is_sampled else 0
-        ticket = self._compute(rest, num_ahead) if rest else None
-        if ahead is not None:
-            ticket = _after_run_ahead(ahead, ticket)
-        assert ticket is not None, "a step has chunks"
-        tokens = ticket.tokens
-        ticket = self._with_host_copies(replace(ticket, chunks=chunks, first_rows=first_rows))
+            is_covered = ahead is not None and ahead.covers(chunk)
+            (covered if is_covered else rest).append(chunk)
+        parts = []
+        if ahead is not None and covered:  # first: the next step overwrites its logits
+            parts.append(self._sample(covered, ahead.logits_of(covered), 0))
+        if rest:
+            parts.append(self._compute(rest, len(covered)))
+        step = _joined(parts, chunks)
+        ticket = self._with_host_copies(step)
         if self.limits.runs_ahead:
-            self._launch_run_ahead(chunks, tokens, first_rows)
+            self._launch_run_ahead(step)
         return ticket
 
     def _compute(self, chunks: Seq[Chunk], first_row: int) -> CudaStepTicket:
         """Launch these chunks alone. first_row: their first row in the whole step."""
         self._executor.copy_pages(self.kv_cache.pop_pending_copies())
         logits = self._executor.run(build_step_inputs(chunks, self.kv_cache.page_table))
-        tokens, probs = self._sample(chunks, logits)
-        logprobs = step_logprobs(chunks, logits, tokens, first_row)
-        probs_by_row = {first_row + row: q for row, q in probs.items()}
-        return CudaStepTicket(chunks, tokens, logprobs=logprobs, probs_by_row=probs_by_row)
+        return self._sample(chunks, logits, first_row)
 
-    def _sample(self, chunks: Seq[Chunk], logits: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
+    def _sample(self, chunks: Seq[Chunk], logits: Tensor, first_row: int) -> CudaStepTicket:
+        """Launch the sampling of these chunks. logits: float32 [sampled, vocab], of their rows."""
         rows: list[SamplingRow] = []
         rows_with_probs = []
         for chunk in chunks:
@@ -175,47 +175,48 @@ class CudaRunner:
             if chunk.return_probs:
                 rows_with_probs.append(len(rows) - 1)
         if not rows:
-            return torch.empty(0, dtype=torch.int64, device=self._executor.device), {}
-        return sample_with_probs(_apply_grammar_masks(chunks, logits), rows, rows_with_probs)
+            return CudaStepTicket(chunks, torch.empty(0, dtype=torch.int64, device=logits.device))
+        allowed = _apply_grammar_masks(chunks, logits)
+        tokens, probs = sample_with_probs(allowed, rows, rows_with_probs)
+        logprobs = step_logprobs(chunks, logits, tokens, first_row)
+        return CudaStepTicket(
+            chunks,
+            tokens,
+            logprobs=() if logprobs is None else (logprobs,),
+            probs_by_row={first_row + row: q for row, q in probs.items()},
+        )
 
-    def _with_host_copies(self, ticket: CudaStepTicket) -> CudaStepTicket:
+    def _with_host_copies(self, step: CudaStepTicket) -> CudaStepTicket:
         """Return the ticket with its copies to the host started and an event after them."""
-        tokens, logprobs = ticket.tokens, ticket.logprobs
-        if tokens.device.type == "cpu":
-            return ticket
-        host = _copy_to_host(tokens)
-        logprobs = logprobs and logprobs.transferred(_copy_to_host)
+        if step.tokens.device.type != "cuda":
+            return step
+        host = _copy_to_host(step.tokens)
+        logprobs = tuple(part.transferred(_copy_to_host) for part in step.logprobs)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record(torch.cuda.current_stream(tokens.device))
-        return replace(ticket, tokens=host, logprobs=logprobs, done_event=done)
+        done.record(torch.cuda.current_stream(step.tokens.device))
+        return replace(step, tokens=host, logprobs=logprobs, done_event=done)
 
-    def _launch_run_ahead(self, chunks: Seq[Chunk], tokens: Tensor, rows: list[int]) -> None:
-        """Launch the next decode step, if it depends on nothing that only the host can decide."""
+    def _launch_run_ahead(self, step: CudaStepTicket) -> None:
+        """Launch the forward pass of the next step, if all that go on decode one token."""
         going = [
             (chunk, row)
-            for chunk, row in zip(chunks, rows, strict=True)
+            for chunk, row in zip(step.chunks, step.first_rows, strict=True)
             if chunk.start + 2 <= chunk.seq.max_len  # else this is its last token
         ]
         if not going or not all(
-            can_run_ahead(chunk) and self.kv_cache.grow(chunk.seq, 2) for chunk, _ in going
+            is_decoding(chunk) and self.kv_cache.grow(chunk.seq, 2) for chunk, _ in going
         ):
             return
         next_chunks = [chunk for chunk, _ in going]
         self._executor.copy_pages(self.kv_cache.pop_pending_copies())
         inputs = next_step_inputs(
-            next_chunks, [self.kv_cache.page_table(chunk.seq) for chunk in next_chunks]
+            next_chunks,
+            [self.kv_cache.page_table(chunk.seq) for chunk in next_chunks],
+            [row for _, row in going],
         )
-        sources = torch.tensor([row for _, row in going])
-        logits = self._executor.run(inputs, PreviousStepTokens(tokens, sources.to(tokens.device)))
-        # one more token precedes it, known only to the device; no sampler reads its value
-        rows_to_sample = [
-            SamplingRow(c.seq.params, range(c.start + 2), c.seq.banned_tokens(1))
-            for c in next_chunks
-        ]
-        starts = {chunk.seq: chunk.start + 1 for chunk in next_chunks}
-        with_probs = [row for row, chunk in enumerate(next_chunks) if chunk.return_probs]
-        sampled, probs_by_row = sample_with_probs(logits, rows_to_sample, with_probs)
-        self._run_ahead_step = RunAheadStep(sampled, starts, probs_by_row)
+        logits = self._executor.run(inputs, PreviousStepTokens(step.tokens))
+        positions = {chunk.seq: chunk.start + 1 for chunk in next_chunks}
+        self._run_ahead_step = RunAheadStep(logits, positions)
 
     def collect(self, ticket: CudaStepTicket) -> StepResult:
         if ticket.error is not None:
@@ -240,6 +241,9 @@ class CudaRunner:
         except RuntimeError as error:
             raise _step_failed(error) from error
 
+    def prepare_while_idle(self) -> bool:
+        return self._executor.capture_next()
+
     def _accept_drafts(
         self, chunk: Chunk, tokens: list[int], ticket: CudaStepTicket, row: int
     ) -> SampledTokens:
@@ -257,13 +261,16 @@ class CudaRunner:
                 if chunk.seq.matcher.is_done:
                     taken = taken[:count]
                     break
-        logprobs, draft_probs = ticket.logprobs, ticket.probs_by_row.get(row)
-        if logprobs is None:
-            return SampledTokens(taken, (), draft_probs)
         found = (
-            logprobs.for_row(row + i, token, self._token_text) for i, token in enumerate(taken)
+            logprobs.for_row(row + i, token, self._token_text)
+            for i, token in enumerate(taken)
+            for logprobs in ticket.logprobs
         )
-        return SampledTokens(taken, tuple(each for each in found if each is not None), draft_probs)
+        return SampledTokens(
+            taken,
+            tuple(each for each in found if each is not None),
+            ticket.probs_by_row.get(row),
+        )
 
     def embed(
         self, inputs: list[list[int]], max_tokens: Callable[[], int]
@@ -275,15 +282,25 @@ class CudaRunner:
         self._executor.close()
 
 
-def _after_run_ahead(ahead: RunAheadStep, ticket: CudaStepTicket | None) -> CudaStepTicket:
-    """The rows launched ahead, then those of the ticket."""
-    if ticket is None:
-        return CudaStepTicket((), ahead.tokens, probs_by_row=dict(ahead.probs_by_row))
-    return replace(
-        ticket,
-        tokens=torch.cat([ahead.tokens, ticket.tokens]),
-        probs_by_row=ahead.probs_by_row | ticket.probs_by_row,
+def _joined(parts: Seq[CudaStepTicket], chunks: Seq[Chunk]) -> CudaStepTicket:
+    """One ticket for the rows of all parts. chunks: those of the parts, as they were requested."""
+    first_rows: dict[Sequence, int] = {}
+    row = 0
+    for chunk in (chunk for part in parts for chunk in part.chunks):
+        first_rows[chunk.seq] = row
+        row += _num_sampled(chunk)
+    tokens = [part.tokens for part in parts]
+    return CudaStepTicket(
+        chunks,
+        tokens[0] if len(tokens) == 1 else torch.cat(tokens),
+        [first_rows[chunk.seq] for chunk in chunks],
+        logprobs=tuple(found for part in parts for found in part.logprobs),
+        probs_by_row={row: q for part in parts for row, q in part.probs_by_row.items()},
     )
+
+
+def _num_sampled(chunk: Chunk) -> int:
+    return 1 + chunk.num_drafts if chunk.is_sampled else 0
 
 
 def _step_failed(error: RuntimeError) -> StepFailed:
@@ -316,17 +333,23 @@ def _sampling_rows(chunk: Chunk) -> list[SamplingRow]:
 
 
 def _apply_grammar_masks(chunks: Seq[Chunk], logits: Tensor) -> Tensor:
-    """Return the logits with tokens that the grammars forbid set to -inf."""
-    held, row = logits, 0
+    """Return the logits with tokens that the grammars forbid set to -inf.
+
+    The masks are computed and sent while the device computes the logits.
+    """
+    starts, banned, row = [], [], 0
     for chunk in chunks:
-        count = 1 + chunk.num_drafts if chunk.is_sampled else 0
-        if count and chunk.seq.matcher is not None:
-            held = logits.clone() if held is logits else held
+        if chunk.is_sampled and chunk.seq.matcher is not None:
             drafts = chunk.tokens[len(chunk) - chunk.num_drafts :]
             allowed = chunk.seq.matcher.draft_masks(drafts, chunk.seq.banned_tokens)
-            banned = torch.from_numpy(~np.stack(allowed))
-            held[row : row + count].masked_fill_(banned.to(held.device), -torch.inf)
-        row += count
+            starts.append(row)
+            banned.append(~np.stack(allowed))
+        row += _num_sampled(chunk)
+    if not banned:
+        return logits
+    held = logits.clone()
+    for start, mask in zip(starts, to_device(banned, logits.device), strict=True):
+        held[start : start + len(mask)].masked_fill_(mask, -torch.inf)
     return held
 
 

@@ -30,13 +30,7 @@ from localgen.backends.runner.interface import (
     StepResult,
 )
 from localgen.backends.runner.sequence import Sequence, SequenceState
-from localgen.backends.types import (
-    EmbedRequest,
-    Failed,
-    Finished,
-    Request,
-    StepEvents,
-)
+from localgen.backends.types import EmbedRequest, Failed, Finished, Request, StepEvents
 
 STATS_INTERVAL_S = 0.25
 # idle engines publish too: the server takes one that sends nothing for twice as long for silent
@@ -234,6 +228,9 @@ class Engine:
         """Handle all inbox items; return False after `stop`."""
         busy = self._scheduler.has_work or self._embedding_scheduler.has_work
         idle = not (busy or self._unpublished)
+        if wait and idle and isinstance(self._runner, AsyncRunner):
+            while self._inbox.empty() and self._runner.prepare_while_idle():
+                pass
         try:
             while True:
                 mail = self._inbox.get(block=wait and idle, timeout=IDLE_STATS_INTERVAL_S)

@@ -206,6 +206,13 @@ class AsyncRunner(Protocol):
         """Wait until the device has finished all launched work. Raises StepFailed."""
         ...
 
+    def prepare_while_idle(self) -> bool:
+        """Do one short piece of work that makes later steps faster; returns False if there is none.
+
+        Called while no request is queued or running.
+        """
+        ...
+
 
 @runtime_checkable
 class ThreadedRunner(Protocol):

@@ -124,6 +124,7 @@ def _graphs(model: CheckedModel, device: Device) -> tuple[float, float]:
         for _ in range(3 if graphs else 1):
             last = [(i, len(text) - 1, text[-1:]) for i, text in enumerate(texts)]
             found.append(torch.cat(probe.step(last)))
+            probe.capture()
     return max(relative_error(logits, found[0]) for logits in found[1:]), LOGITS
 
 

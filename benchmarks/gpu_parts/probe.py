@@ -55,6 +55,11 @@ class Probe:
         logits = self._steps.run(self.inputs(parts))
         return list(torch.split(logits.clone(), [len(tokens) for _, _, tokens in parts]))
 
+    def capture(self) -> None:
+        """Capture the CUDA graphs of all steps so far."""
+        while self._steps.capture_next():
+            pass
+
     def inputs(self, parts: Sequence[tuple[int, int, Sequence[int]]]) -> StepInputs:
         """Return the inputs of a step with these parts."""
         chunks = [

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -14,11 +13,16 @@ from torch import Tensor
 
 from localgen.backends.cuda.kernels.attention_metadata import AttentionMetadata
 from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS, pages_for
+from localgen.backends.cuda.model.host_copy import HostArray, pack, unpack
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence
 
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
+
+
+def _no_rows() -> Int32Array:
+    return np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,6 +38,8 @@ class StepInputs:
     query_starts: int32 [chunks + 1], first row of each chunk.
     seq_lens: int32 [chunks], tokens in the KV cache after the step.
     max_query_len, max_seq_len: as in AttentionMetadata.
+    source_rows: int32 [rows], row of the previous step in which each token was sampled, if only the
+    device knows the tokens; else empty.
     """
 
     tokens: Int64Array
@@ -45,13 +51,20 @@ class StepInputs:
     seq_lens: Int32Array
     max_query_len: int
     max_seq_len: int
+    source_rows: Int32Array = field(default_factory=_no_rows)
 
     @property
-    def arrays(self) -> tuple[NDArray[Any], ...]:
-        """All arrays in packing order: int64 before int32, so that all are aligned."""
+    def arrays(self) -> tuple[HostArray, ...]:
+        """All arrays in packing order; `source_rows` last, because not every step has them."""
         return (
-            *(self.tokens, self.slot_mapping, self.output_rows),
-            *(self.positions, self.page_tables, self.query_starts, self.seq_lens),
+            self.tokens,
+            self.slot_mapping,
+            self.output_rows,
+            self.positions,
+            self.page_tables,
+            self.query_starts,
+            self.seq_lens,
+            self.source_rows,
         )
 
 
@@ -64,6 +77,7 @@ class StepBatch:
     output_rows: Tensor
     positions: Tensor
     attn_metadata: AttentionMetadata
+    source_rows: Tensor
 
 
 def build_step_inputs(
@@ -100,30 +114,16 @@ def build_step_inputs(
     )
 
 
-def pack_inputs(inputs: StepInputs, *, pinned: bool) -> Tensor:
-    """Concatenate all arrays of a step, uint8 in host memory."""
-    arrays = inputs.arrays
-    packed = torch.empty(sum(a.nbytes for a in arrays), dtype=torch.uint8, pin_memory=pinned)
-    room, at = packed.numpy(), 0
-    for array in arrays:
-        room[at : at + array.nbytes] = array.reshape(-1).view(np.uint8)
-        at += array.nbytes
-    return packed
-
-
 def unpack_inputs(packed: Tensor, like: StepInputs) -> StepBatch:
-    """Views of the arrays in a packed tensor on any device. like: inputs of the same shapes."""
-    parts, at = [], 0
-    for array in like.arrays:
-        kind = torch.int64 if array.dtype == np.int64 else torch.int32
-        parts.append(packed[at : at + array.nbytes].view(kind).view(array.shape))
-        at += array.nbytes
-    tokens, slots, outputs, positions, tables, starts, lengths = parts
+    """Views of the inputs in a packed tensor on any device. like: inputs of the same shapes."""
+    tokens, slots, outputs, positions, tables, starts, lengths, sources = unpack(
+        packed, like.arrays
+    )
     ragged = AttentionMetadata(tables, starts, lengths, like.max_query_len, like.max_seq_len)
-    return StepBatch(tokens, slots, outputs, positions, ragged)
+    return StepBatch(tokens, slots, outputs, positions, ragged, sources)
 
 
 def inputs_to_device(inputs: StepInputs, device: torch.device) -> StepBatch:
     """Copy the inputs to the device in one asynchronous transfer."""
-    packed = pack_inputs(inputs, pinned=device.type == "cuda")
+    packed = pack(inputs.arrays, device)
     return unpack_inputs(packed.to(device, non_blocking=True), inputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from localgen.backends.cuda.kernels.norm import rms_norm
 from localgen.backends.cuda.kernels.rope import QKNorm, rope_and_store_kv
 from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS
 from localgen.backends.cuda.model.batch import StepBatch
+from localgen.backends.cuda.model.host_copy import to_device
 from localgen.backends.cuda.model.linear import gated_linear
 from localgen.backends.cuda.model.process_group import TensorParallelGroup
 from localgen.backends.cuda.model.weights import DecoderWeights, ExpertWeights, LayerWeights
@@ -57,9 +59,10 @@ class KVCache:
         )
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole pages, given as (source, target)."""
+        """Copy whole pages, given as (source, target). Does not synchronize with the device."""
         if pairs:
-            sources, targets = map(list, zip(*pairs, strict=True))
+            (pages,) = to_device([np.array(pairs, np.int64)], self.layers[0].keys.device)
+            sources, targets = pages.unbind(1)
             for layer in self.layers:
                 for tensor in layer.tensors:
                     tensor[targets] = tensor[sources]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from localgen.backends.cuda.device import sizing
 from localgen.backends.cuda.device.options import CudaOptions
-from localgen.backends.cuda.model.batch import StepInputs
+from localgen.backends.cuda.model.batch import StepBatch, StepInputs
 from localgen.backends.cuda.model.decoder import Decoder, KVCache
 from localgen.backends.cuda.model.process_group import TensorParallelGroup
 from localgen.backends.cuda.model.source import ModelSource
@@ -28,11 +28,11 @@ class BroadcastTokens:
     group: TensorParallelGroup
     source: PreviousStepTokens | None = None
 
-    def fill(self, tokens: Tensor) -> None:
+    def fill(self, batch: StepBatch) -> None:
         """See TokenSource.fill. A collective: every rank must call it."""
         if self.source is not None:
-            self.source.fill(tokens)
-        self.group.broadcast_tokens(tokens)
+            self.source.fill(batch)
+        self.group.broadcast_tokens(batch.tokens)
 
 
 class RankModel:

@@ -83,6 +83,10 @@ class TensorParallelExecutor:
             raise StepFailed(error.message) from error
         self._rank_model.executor.copy_pages(pairs)
 
+    def capture_next(self) -> bool:
+        """See StepExecutor.capture_next. No graphs are captured with tensor parallelism."""
+        return False
+
     def close(self) -> None:
         """See StepExecutor.close."""
         self.workers.shut_down(ShutdownWorker())

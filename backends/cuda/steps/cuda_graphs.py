@@ -1,93 +1,148 @@
 """Executes decoder steps, replaying CUDA graphs where one fits.
 
-A graph bakes in every number that the host passes to a kernel, so decode steps are padded to a few
-shapes: the number of sequences to a bucket, the length to a power of two. A shape is captured the
-second time it occurs, so the first answer does not wait for captures.
+A graph bakes in every number that the host passes to a kernel, so steps are padded to a few shapes:
+the number of sequences and of rows to a bucket, the length to a power of two. Steps of a few rows
+per sequence, as those that verify drafts, have graphs too. A shape is captured while the engine is
+idle, or once it has run often without a graph.
 """
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from localgen.backends.cuda.kernels.attention.decode import MAX_DECODE_ROWS
 from localgen.backends.cuda.kv.page_pool import pages_for
 from localgen.backends.cuda.model.batch import (
     StepBatch,
     StepInputs,
     inputs_to_device,
-    pack_inputs,
     unpack_inputs,
 )
 from localgen.backends.cuda.model.decoder import Decoder, KVCache
+from localgen.backends.cuda.model.host_copy import pack, packed_bytes
+
+log = logging.getLogger(__name__)
 
 # batch sizes (sequences) that are captured
 CAPTURE_SIZES = (1, 2, 4, 8, *range(16, 257, 16))
+# rows per sequence that are captured where sequences have several, and the largest batch of these
+CAPTURE_ROWS = (2, 3, 4, 5, 8)
+MAX_MULTI_ROW_SEQS = 16
 MIN_GRAPH_LEN = 1024
-# a shape runs eagerly this many times before it is captured
-_EAGER_RUNS = 1
+# a shape is captured in the middle of answers only after it has run eagerly this many times: these
+# steps have then lost about as much time as the capture takes, some tens of milliseconds
+MAX_EAGER_RUNS = 8
+
+Replay = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
 class GraphShape:
-    """Shape of a graph: number of sequences, and maximum sequence length."""
+    """Shape of a graph: number of sequences, maximum sequence length, and rows per sequence.
+
+    If rows_per_seq is 1, every sequence has at most one row. Else the sequences share num_rows rows
+    as they need them, each at most MAX_DECODE_ROWS.
+    """
 
     num_seqs: int
     max_len: int
+    rows_per_seq: int = 1
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a step of this shape."""
+        return self.num_seqs * self.rows_per_seq
 
 
 @dataclass(frozen=True, slots=True)
 class _GraphBuffers:
     """Buffers shared by all graphs, which never run concurrently.
 
-    inputs: uint8, packed step inputs. logits: float32 [sequences, vocab]. pool: CUDA graph memory
-    pool of the intermediate tensors.
+    inputs: uint8, packed step inputs. logits: float32 [rows, vocab].
     """
 
     inputs: Tensor
     logits: Tensor
-    pool: Any
+
+
+class GraphCapture:
+    """Captures CUDA graphs. They never run concurrently, so they share one memory pool."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def __call__(self, forward: Callable[[], object]) -> Replay:
+        """Capture the kernels that `forward` launches; return a function that launches them.
+
+        Nothing is computed yet. Raises the errors of `forward`, and RuntimeError.
+        """
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        try:
+            # calls of other threads, which compile kernels, do not concern the capture
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                forward()
+        except BaseException:
+            # an invalid capture leaves torch's capture stream current and the pool in use
+            torch.cuda.set_stream(stream)
+            self._pool = None
+            raise
+        return graph.replay
 
 
 class TokenSource(Protocol):
     """Source of input tokens that are not known to the host."""
 
-    def fill(self, tokens: Tensor) -> None:
-        """Write the tokens into a step's input. tokens: int64 [rows, including padding]."""
+    def fill(self, batch: StepBatch) -> None:
+        """Write the tokens into `batch.tokens`."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreviousStepTokens:
-    """Tokens sampled in the previous step, on the device: row i takes `tokens[source_rows[i]]`.
+    """Tokens sampled in the previous step, int64 [sampled], on the device.
 
-    tokens: int64 [sampled]. source_rows: int64 [rows].
+    A step takes them by its `source_rows`.
     """
 
     tokens: Tensor
-    source_rows: Tensor
 
-    def fill(self, tokens: Tensor) -> None:
+    def fill(self, batch: StepBatch) -> None:
         """See TokenSource.fill."""
-        tokens[: len(self.source_rows)] = self.tokens[self.source_rows]
+        rows = batch.source_rows
+        torch.index_select(self.tokens, 0, rows, out=batch.tokens[: len(rows)])
 
 
 class DeviceExecutor:
     """Runs the steps of a decoder on one device.
 
-    use_cuda_graphs: pad decode steps to graph shapes and, on a GPU, capture and replay them.
+    use_cuda_graphs: pad steps to graph shapes, and capture and replay them. capture:
+    replaces GraphCapture; without it, no graphs are captured on a CPU.
     """
 
-    def __init__(self, decoder: Decoder, cache: KVCache, *, use_cuda_graphs: bool) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        *,
+        use_cuda_graphs: bool,
+        capture: Callable[[Callable[[], object]], Replay] | None = None,
+    ) -> None:
         self.decoder, self.cache = decoder, cache
         self.device = cache.layers[0].keys.device
         self._use_cuda_graphs = use_cuda_graphs
-        self._shape_counts: dict[GraphShape, int] = {}
-        self._graphs: dict[GraphShape, Any] = {}
+        self._capture = GraphCapture() if self.device.type == "cuda" else capture
+        self._eager_runs: Counter[GraphShape] = Counter()
+        self._graphs: dict[GraphShape, Replay | None] = {}  # None: the capture failed
         self._buffers: _GraphBuffers | None = None
 
     def run(self, inputs: StepInputs, token_source: TokenSource | None = None) -> Tensor:
@@ -98,40 +153,73 @@ class DeviceExecutor:
         """
         shape = graph_shape(inputs) if self._use_cuda_graphs else None
         if shape is None:
-            return self._run_eager(inputs_to_device(inputs, self.device), token_source)
+            return self._run_eager(inputs, token_source)
         padded = pad_inputs(inputs, shape)
-        count = self._shape_counts[shape] = self._shape_counts.get(shape, 0) + 1
-        if count <= _EAGER_RUNS or self.device.type == "cpu":
-            return self._run_eager(inputs_to_device(padded, self.device), token_source)[
-                : len(inputs.output_rows)
-            ]
-        return self._replay(padded, shape, token_source)[: len(inputs.output_rows)]
+        graph = self._graph(shape)
+        if graph is None:
+            logits = self._run_eager(padded, token_source)
+        else:
+            logits = self._replay(graph, padded, token_source)
+        return logits[: len(inputs.output_rows)]
+
+    def capture_next(self) -> bool:
+        """Capture the shape that ran most often without a graph; False if there is none.
+
+        Takes tens of milliseconds, in which no step runs.
+        """
+        waiting = [shape for shape in self._eager_runs if shape not in self._graphs]
+        if not waiting or self._capture is None:
+            return False
+        self._capture_shape(max(waiting, key=self._eager_runs.__getitem__))
+        return True
+
+    def _graph(self, shape: GraphShape) -> Replay | None:
+        """Return the graph of a shape, or None if the step has to run eagerly."""
+        if shape not in self._graphs:
+            if self._capture is None or self._eager_runs[shape] < MAX_EAGER_RUNS:
+                self._eager_runs[shape] += 1
+                return None
+            self._capture_shape(shape)
+        return self._graphs[shape]
+
+    def _capture_shape(self, shape: GraphShape) -> None:
+        """Capture a shape. If that fails, the shape is run eagerly from now on."""
+        assert self._capture is not None
+        try:
+            buffers = self._buffers = self._buffers or self._allocate()
+            batch = unpack_inputs(buffers.inputs, empty_inputs(shape))
+            logits = buffers.logits[: shape.num_rows]
+            self._graphs[shape] = self._capture(
+                lambda: self.decoder.forward(batch, self.cache, logits)
+            )
+        except Exception as error:  # whatever it is, the step does not depend on the capture
+            self._graphs[shape] = None
+            log.warning(
+                "steps of %d rows in %d sequences of up to %d tokens run without a CUDA graph, "
+                "more slowly: capturing one failed: %s",
+                shape.num_rows,
+                shape.num_seqs,
+                shape.max_len,
+                str(error).partition("\n")[0] or type(error).__name__,
+            )
 
     def _replay(
-        self, padded: StepInputs, shape: GraphShape, token_source: TokenSource | None
+        self, graph: Replay, padded: StepInputs, token_source: TokenSource | None
     ) -> Tensor:
-        buffers = self._buffers = self._buffers or self._allocate(padded)
-        packed = pack_inputs(padded, pinned=True)
-        buffers.inputs[: len(packed)].copy_(packed, non_blocking=True)
-        batch, logits = unpack_inputs(buffers.inputs, padded), buffers.logits[: shape.num_seqs]
+        assert self._buffers is not None
+        packed = pack(padded.arrays, self.device)
+        self._buffers.inputs[: len(packed)].copy_(packed, non_blocking=True)
         if token_source is not None:
-            token_source.fill(batch.tokens)
-        if shape not in self._graphs:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=buffers.pool):
-                self.decoder.forward(batch, self.cache, logits)
-            self._graphs[shape] = graph
-        self._graphs[shape].replay()
-        return logits
+            token_source.fill(unpack_inputs(self._buffers.inputs, padded))
+        graph()
+        return self._buffers.logits[: len(padded.output_rows)]
 
-    def _allocate(self, padded: StepInputs) -> _GraphBuffers:
+    def _allocate(self) -> _GraphBuffers:
         longest = GraphShape(CAPTURE_SIZES[-1], _padded_len(self.decoder.max_len))
-        size = sum(array.nbytes for array in pad_inputs(padded, longest).arrays)
-        vocab = self.decoder.spec.vocab_size
+        size, vocab = packed_bytes(empty_inputs(longest).arrays), self.decoder.spec.vocab_size
         return _GraphBuffers(
             torch.empty(size, dtype=torch.uint8, device=self.device),
             torch.empty(CAPTURE_SIZES[-1], vocab, dtype=torch.float32, device=self.device),
-            torch.cuda.graph_pool_handle(),
         )
 
     def hidden_states(self, inputs: StepInputs) -> Tensor:
@@ -142,9 +230,10 @@ class DeviceExecutor:
         """Copy whole pages of the KV cache. pairs: (source, target) page numbers."""
         self.cache.copy_pages(pairs)
 
-    def _run_eager(self, batch: StepBatch, token_source: TokenSource | None) -> Tensor:
+    def _run_eager(self, inputs: StepInputs, token_source: TokenSource | None) -> Tensor:
+        batch = inputs_to_device(inputs, self.device)
         if token_source is not None:
-            token_source.fill(batch.tokens)
+            token_source.fill(batch)
         return self.decoder.forward(batch, self.cache)
 
     def close(self) -> None:
@@ -157,39 +246,48 @@ class DeviceExecutor:
 def graph_shape(inputs: StepInputs) -> GraphShape | None:
     """Return the shape to pad a step to, or None if it needs eager execution.
 
-    Eager: a sequence has several rows or no output, or there are more sequences than
-    CAPTURE_SIZES[-1].
+    Eager: too many sequences, or too many rows of a sequence, or several rows of one of which
+    nothing was computed before: a prompt, whose shape may never occur again.
     """
-    sequences = len(inputs.seq_lens)
-    if (
-        inputs.max_query_len > 1
-        or len(inputs.output_rows) < sequences
-        or sequences > CAPTURE_SIZES[-1]
-    ):
+    num_seqs, num_rows = len(inputs.seq_lens), len(inputs.tokens)
+    is_single_row = inputs.max_query_len == 1
+    if num_seqs > (CAPTURE_SIZES[-1] if is_single_row else MAX_MULTI_ROW_SEQS):
         return None
-    return GraphShape(
-        CAPTURE_SIZES[bisect_left(CAPTURE_SIZES, sequences)], _padded_len(inputs.max_seq_len)
-    )
+    size = CAPTURE_SIZES[bisect_left(CAPTURE_SIZES, num_seqs)]
+    length = _padded_len(inputs.max_seq_len)
+    if is_single_row:
+        return GraphShape(size, length)
+    query_lens = np.diff(inputs.query_starts)
+    if inputs.max_query_len > MAX_DECODE_ROWS or (query_lens == inputs.seq_lens).any():
+        return None
+    return GraphShape(size, length, next(n for n in CAPTURE_ROWS if n * size >= num_rows))
 
 
 def _padded_len(length: int) -> int:
     return max(MIN_GRAPH_LEN, 1 << (length - 1).bit_length())
 
 
-def pad_inputs(inputs: StepInputs, shape: GraphShape) -> StepInputs:
-    """Pad a decode step to a shape with empty sequences, which store nothing in the KV cache."""
-    missing = shape.num_seqs - len(inputs.seq_lens)
-    width = pages_for(shape.max_len)
-    tables = np.zeros((shape.num_seqs, width), np.int32)
-    tables[: len(inputs.page_tables), : inputs.page_tables.shape[1]] = inputs.page_tables
+def empty_inputs(shape: GraphShape) -> StepInputs:
+    """Inputs of a step of empty sequences, whose rows store nothing in the KV cache."""
+    seqs, rows = shape.num_seqs, shape.num_rows
     return StepInputs(
-        tokens=np.pad(inputs.tokens, (0, missing)),
-        slot_mapping=np.pad(inputs.slot_mapping, (0, missing), constant_values=-1),
-        output_rows=np.arange(shape.num_seqs),
-        positions=np.pad(inputs.positions, (0, missing)),
-        page_tables=tables,
-        query_starts=np.pad(inputs.query_starts, (0, missing), mode="edge"),
-        seq_lens=np.pad(inputs.seq_lens, (0, missing)),
-        max_query_len=1,
+        tokens=np.zeros(rows, np.int64),
+        slot_mapping=np.full(rows, -1, np.int64),
+        output_rows=np.zeros(rows, np.int64),
+        positions=np.zeros(rows, np.int32),
+        page_tables=np.zeros((seqs, pages_for(shape.max_len)), np.int32),
+        query_starts=np.zeros(seqs + 1, np.int32),
+        seq_lens=np.zeros(seqs, np.int32),
+        max_query_len=1 if shape.rows_per_seq == 1 else MAX_DECODE_ROWS,
         max_seq_len=shape.max_len,
+        source_rows=np.zeros(rows, np.int32),
     )
+
+
+def pad_inputs(inputs: StepInputs, shape: GraphShape) -> StepInputs:
+    """Pad a step to a shape with empty sequences, and rows that belong to no sequence."""
+    padded = empty_inputs(shape)
+    for target, array in zip(padded.arrays, inputs.arrays, strict=True):
+        target[tuple(map(slice, array.shape))] = array
+    padded.query_starts[len(inputs.query_starts) :] = inputs.query_starts[-1]
+    return replace(padded, source_rows=inputs.source_rows)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from localgen.backends.cuda.kernels.device import upcast
+from localgen.backends.cuda.model.host_copy import to_device
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.types import PositionLogprobs, TokenLogprob
 
@@ -84,8 +86,8 @@ def step_logprobs(
     if not counts:
         return None
     if len(counts) < len(logits):
-        rows = torch.tensor(list(counts)).to(logits.device, non_blocking=True)
-        logits, tokens = logits[rows], tokens[rows]
+        (rows,) = to_device([np.array(list(counts), np.int32)], logits.device)
+        logits, tokens = logits.index_select(0, rows), tokens.index_select(0, rows)
     own, best, values = top_logprobs(logits, tokens, max(counts.values()))
     # float64 represents every token id exactly: one tensor, one copy to the host
     numbers = torch.cat([own[:, None].double(), best.double(), values.double()], -1)

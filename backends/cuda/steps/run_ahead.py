@@ -1,11 +1,12 @@
-"""Run-ahead: launch the next decode step before the scheduler requests it.
+"""Run-ahead: launch the next forward pass before the scheduler requests it.
 
 While a decode step is in flight, the next one is nearly certain: each sequence continues with the
-token just sampled, which is already on the device. Launching it at once keeps the GPU busy while
-the host reads results and schedules. If the scheduler requests the same step, it is already
-running; if a sequence has ended, its row is ignored. The KV that such a row wrote lies beyond the
-valid tokens of the sequence, and later steps run after it on the device, so reusing its page is
-safe.
+token just sampled, which is already on the device. Launching its forward pass at once keeps the GPU
+busy while the host reads results and schedules. If the scheduler requests the same step, its logits
+are sampled then, when the host knows all tokens before it: grammars, penalties and logprobs need
+nothing special. If a sequence has ended, its row is ignored. The KV that such a row wrote lies
+beyond the valid tokens of the sequence, and later steps run after it on the device, so reusing its
+page is safe.
 """
 
 from __future__ import annotations
@@ -17,22 +18,21 @@ from torch import Tensor
 
 from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS
 from localgen.backends.cuda.model.batch import Int32Array, StepInputs
+from localgen.backends.cuda.model.host_copy import to_device
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence
-from localgen.backends.sampling_params import uses_penalties
 
 
 @dataclass(slots=True, eq=False)
 class RunAheadStep:
-    """A step launched ahead.
+    """A forward pass launched ahead.
 
-    tokens: int64 [rows], sampled tokens. positions: the position computed for each sequence, in row
-    order. probs_by_row: probabilities the token was sampled from, for rows that return them.
+    logits: float32 [rows, vocab], valid until the next step of the executor. positions: the
+    position computed for each sequence, in row order.
     """
 
-    tokens: Tensor
+    logits: Tensor
     positions: dict[Sequence, int]
-    probs_by_row: dict[int, Tensor]
     rows: dict[Sequence, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -41,6 +41,14 @@ class RunAheadStep:
     def covers(self, chunk: Chunk) -> bool:
         """True if this step computes the chunk."""
         return is_decoding(chunk) and self.positions.get(chunk.seq) == chunk.start
+
+    def logits_of(self, chunks: list[Chunk]) -> Tensor:
+        """Logits of these chunks, all covered, in their order."""
+        rows = [self.rows[chunk.seq] for chunk in chunks]
+        if rows == list(range(len(rows))):
+            return self.logits[: len(rows)]
+        (at,) = to_device([np.array(rows, np.int32)], self.logits.device)
+        return self.logits.index_select(0, at)
 
     def invalidate(self, seq: Sequence) -> None:
         """Discard the result for a sequence, because its pages are about to change."""
@@ -52,20 +60,13 @@ def is_decoding(chunk: Chunk) -> bool:
     return len(chunk) == 1 and chunk.is_sampled
 
 
-def can_run_ahead(chunk: Chunk) -> bool:
-    """True if the token after this chunk can be sampled before the host knows the chunk's result.
-
-    False with penalties, logprobs or a grammar.
-    """
-    params, matcher = chunk.seq.params, chunk.seq.matcher
-    unseen = not uses_penalties(params) and params.logprobs is None and matcher is None
-    return is_decoding(chunk) and unseen
-
-
-def next_step_inputs(chunks: list[Chunk], page_tables: list[Int32Array]) -> StepInputs:
+def next_step_inputs(
+    chunks: list[Chunk], page_tables: list[Int32Array], source_rows: list[int]
+) -> StepInputs:
     """Build the step after these one-token chunks; its tokens are placeholders.
 
-    page_tables: pages of each chunk's sequence, including room for the new token.
+    page_tables: pages of each chunk's sequence, including room for the new token. source_rows: the
+    row in which each chunk's token is sampled.
     """
     positions = np.array([chunk.start + 1 for chunk in chunks], np.int32)
     width = max(map(len, page_tables))
@@ -84,4 +85,5 @@ def next_step_inputs(chunks: list[Chunk], page_tables: list[Int32Array]) -> Step
         seq_lens=positions + 1,
         max_query_len=1,
         max_seq_len=int(positions.max()) + 1,
+        source_rows=np.array(source_rows, np.int32),
     )

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -32,6 +31,7 @@ from localgen.backends.cuda.kernels.sampling.sample import (
     SamplingTensors,
     sample_tokens,
 )
+from localgen.backends.cuda.model.host_copy import HostArray, to_device
 from localgen.backends.sampling_params import SamplingParams, uses_penalties
 
 # parameters not supported by this sampler; requests that set them are rejected
@@ -52,10 +52,6 @@ _MAX_TOP_K = 2**31 - 1
 _FLOAT_PARAMS = attrgetter(
     "temperature", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty"
 )
-# byte alignment of each block in a packed copy
-_BLOCK_ALIGNMENT = 16
-
-HostArray = NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +86,7 @@ def sample_with_probs(
     drawn = sample_tokens(logits, settings)
     found: dict[int, Tensor] = {}
     if prob_rows:
-        (at,) = _to_device([np.array(prob_rows, np.int32)], logits.device)
+        (at,) = to_device([np.array(prob_rows, np.int32)], logits.device)
         found = dict(zip(prob_rows, sampling_probs(drawn, settings, at), strict=True))
     return _verify_drafts(drawn, settings, rows), found
 
@@ -110,15 +106,15 @@ def _verify_drafts(
     tables = [q.to(sampled.logits.device) for q in given]
     widest = max(map(len, tables))  # draft models may pad their vocabularies differently
     q = torch.stack([t if len(t) == widest else pad(t, (0, widest - len(t))) for t in tables])
-    at, tokens = _to_device([np.array(each, np.int32) for each in (of_rows, drafts)], q.device)
+    at, tokens = to_device([np.array(each, np.int32) for each in (of_rows, drafts)], q.device)
     return rejection_sample(sampled, params, SampledDrafts(at, tokens, q))
 
 
 def _sampling_tensors(logits: Tensor, rows: Sequence[SamplingRow]) -> SamplingTensors:
-    wholes, floats, top_k = _to_device(_param_arrays(rows), logits.device)
+    wholes, floats, top_k = to_device(_param_arrays(rows), logits.device)
     seeds, positions = wholes.unbind()
     temperature, top_p, min_p, repeat, presence, frequency = floats.unbind()
-    changes, amounts = _to_device(_logit_edits(rows), logits.device)
+    changes, amounts = to_device(_logit_edits(rows), logits.device)
     edit_rows, edit_tokens = changes.unbind()
     edit_counts, edit_biases = amounts.unbind()
     return SamplingTensors(
@@ -180,21 +176,3 @@ def _token_edits(row: SamplingRow) -> list[tuple[int, int, float]]:
     if not biases:
         return [(token, count, 0.0) for token, count in seen.items()]
     return [(token, seen[token], biases.get(token, 0.0)) for token in seen.keys() | biases.keys()]
-
-
-def _to_device(blocks: Sequence[HostArray], device: torch.device) -> list[Tensor]:
-    """Copy the blocks to the device in one asynchronous transfer."""
-    sizes = [-(-block.nbytes // _BLOCK_ALIGNMENT) * _BLOCK_ALIGNMENT for block in blocks]
-    starts = [sum(sizes[:i]) for i in range(len(blocks))]
-    packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    target = packed.numpy()
-    for start, block in zip(starts, blocks, strict=True):
-        target[start : start + block.nbytes] = block.reshape(-1).view(np.uint8)
-    moved = packed.to(device, non_blocking=True)
-    return [
-        moved[start : start + block.nbytes].view(_TORCH_DTYPES[block.dtype.name]).view(block.shape)
-        for start, block in zip(starts, blocks, strict=True)
-    ]
-
-
-_TORCH_DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32}

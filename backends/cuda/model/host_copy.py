@@ -1,0 +1,61 @@
+"""Copies of small host arrays to the device, several in one transfer that nobody waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+HostArray = NDArray[Any]
+
+# bytes that each array of a packed copy is aligned to
+_ALIGNMENT = 16
+_TORCH_DTYPES = {
+    "bool": torch.bool,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "float32": torch.float32,
+}
+
+
+def host_buffer(num_bytes: int, device: torch.device) -> Tensor:
+    """Host memory for a copy to the device, uint8. Pinned: else the copy would wait for a GPU."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+def packed_bytes(arrays: Sequence[HostArray]) -> int:
+    """Size of the packed arrays."""
+    return sum(map(_aligned_bytes, arrays))
+
+
+def pack(arrays: Sequence[HostArray], device: torch.device) -> Tensor:
+    """Concatenate the arrays in host memory, uint8, for a copy to the device."""
+    packed = host_buffer(packed_bytes(arrays), device)
+    target, at = packed.numpy(), 0
+    for array in arrays:
+        target[at : at + array.nbytes] = array.reshape(-1).view(np.uint8)
+        at += _aligned_bytes(array)
+    return packed
+
+
+def unpack(packed: Tensor, like: Sequence[HostArray]) -> list[Tensor]:
+    """Views of the arrays in a packed tensor on any device. like: arrays of the same shapes."""
+    parts, at = [], 0
+    for array in like:
+        dtype = _TORCH_DTYPES[array.dtype.name]
+        parts.append(packed[at : at + array.nbytes].view(dtype).view(array.shape))
+        at += _aligned_bytes(array)
+    return parts
+
+
+def to_device(arrays: Sequence[HostArray], device: torch.device) -> list[Tensor]:
+    """Copy the arrays to the device in one asynchronous transfer."""
+    return unpack(pack(arrays, device).to(device, non_blocking=True), arrays)
+
+
+def _aligned_bytes(array: HostArray) -> int:
+    return -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,326 @@
+"""The bookkeeping of CUDA graphs, on the CPU: a replay computes on the buffers of its capture."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cuda_configs import write_config
+from drafting import always_draft
+from test_cuda_runner import CHATS, MAX_NOISY, PLAIN, CudaBench, texts
+from torch import Tensor
+
+from localgen.backends.cuda.kv.page_pool import pages_for
+from localgen.backends.cuda.model.batch import Int32Array, StepInputs, build_step_inputs
+from localgen.backends.cuda.model.decoder import Decoder, KVCache
+from localgen.backends.cuda.model.weights import DecoderWeights, random_weights
+from localgen.backends.cuda.steps.cuda_graphs import (
+    MAX_EAGER_RUNS,
+    DeviceExecutor,
+    GraphCapture,
+    GraphShape,
+    Replay,
+    graph_shape,
+    pad_inputs,
+)
+from localgen.backends.engine.speculation.ngram import NgramDrafter
+from localgen.backends.formats.architecture.model_spec import ModelSpec
+from localgen.backends.formats.hf.config import read_hf_config
+from localgen.backends.runner.interface import Chunk
+from localgen.backends.runner.sequence import Sequence
+from localgen.backends.sampling_params import BASE_SAMPLING
+
+SEQUENCES, MAX_LEN, VOCAB = 5, 96, 96
+# sequence, start, tokens, number of outputs
+Part = tuple[int, int, list[int], int]
+
+
+class FakeCapture:
+    """Stands in for GraphCapture. error: raised by every capture."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.captures = self.replays = 0
+
+    def __call__(self, forward: Callable[[], object]) -> Replay:
+        self.captures += 1
+        if self.error is not None:
+            raise self.error
+
+        def replay() -> None:
+            self.replays += 1
+            forward()
+
+        return replay
+
+
+class Steps:
+    """Random steps of a few sequences, on shuffled pages."""
+
+    def __init__(self, spec: ModelSpec, weights: DecoderWeights, **options: Any) -> None:
+        each = pages_for(MAX_LEN)
+        cache = KVCache.zeros(spec, each * SEQUENCES, device="cpu", dtype=torch.float32)
+        for tensor in (part for layer in cache.layers for part in layer.tensors):
+            tensor.fill_(torch.nan)
+        pages = np.random.default_rng(0).permutation(each * SEQUENCES).astype(np.int32)
+        self.tables = pages.reshape(SEQUENCES, each)
+        self.executor = DeviceExecutor(Decoder(spec, weights, MAX_LEN), cache, **options)
+
+    def run(self, parts: list[Part]) -> Tensor:
+        """Logits of the outputs of each part."""
+        inputs = step_inputs(parts, lambda seq: self.tables[int(seq.id)])
+        return self.executor.run(inputs).clone()
+
+
+def step_inputs(parts: list[Part], table: Callable[[Sequence], Int32Array]) -> StepInputs:
+    chunks = [
+        Chunk(
+            seq=Sequence(
+                id=str(number),
+                tokens=[],
+                num_prompt=0,
+                params=BASE_SAMPLING,
+                ctx=MAX_LEN,
+                max_len=MAX_LEN,
+            ),
+            start=start,
+            tokens=tokens,
+            num_drafts=max(0, outputs - 1),
+            is_sampled=outputs > 0,
+        )
+        for number, start, tokens, outputs in parts
+    ]
+    return build_step_inputs(chunks, table)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelSpec, DecoderWeights]:
+    spec = read_hf_config(write_config(tmp_path_factory.mktemp("model"), "llama"))
+    return spec, random_weights(spec, device="cpu", dtype=torch.float32, seed=0)
+
+
+def prefill(steps: Steps, length: int = 20) -> None:
+    for number in range(SEQUENCES):
+        steps.run([(number, 0, [(7 * i + number) % VOCAB for i in range(length)], 1)])
+
+
+def decode(count: int, position: int = 20) -> list[Part]:
+    """One token of each of the first `count` sequences."""
+    return [(number, position, [number + 1], 1) for number in range(count)]
+
+
+def random_step(rng: random.Random, max_rows: int) -> list[Part]:
+    """Tokens after some of the 20 of each sequence, in place of those that are there."""
+    parts: list[Part] = []
+    for number in rng.sample(range(SEQUENCES), rng.randint(1, SEQUENCES)):
+        rows = rng.randint(1, max_rows)
+        tokens = [rng.randrange(VOCAB) for _ in range(rows)]
+        parts.append((number, rng.randint(1, 20), tokens, rng.randint(0, rows)))
+    return parts
+
+
+def assert_same_cache(one: Steps, other: Steps) -> None:
+    for ours, theirs in zip(one.executor.cache.layers, other.executor.cache.layers, strict=True):
+        for a, b in zip(ours.tensors, theirs.tensors, strict=True):
+            torch.testing.assert_close(a, b, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape"),
+    [
+        # start and rows of each sequence
+        ([(0, 1)], GraphShape(1, 1024)),
+        ([(7, 1), (1023, 1), (0, 1)], GraphShape(4, 1024)),
+        ([(7, 1), (1024, 1)], GraphShape(2, 2048)),
+        ([(7, 1)] * 256, GraphShape(256, 1024)),
+        ([(7, 1)] * 257, None),
+        ([(7, 2)], GraphShape(1, 1024, 2)),
+        ([(7, 6)], GraphShape(1, 1024, 8)),
+        ([(7, 9)], None),
+        ([(0, 4)], None),
+        ([(7, 1), (0, 4)], None),
+        # fewer rows than the longest sequence has, for each
+        ([(7, 4), (7, 1), (7, 1)], GraphShape(4, 1024, 2)),
+        ([(7, 2), (7, 1)], GraphShape(2, 1024, 2)),
+        ([(7, 8)] * 16, GraphShape(16, 1024, 8)),
+        ([(7, 2)] + [(7, 1)] * 16, None),
+    ],
+)
+def test_shapes(rows: list[tuple[int, int]], shape: GraphShape | None) -> None:
+    parts: list[Part] = [(i, start, [3] * count, 1) for i, (start, count) in enumerate(rows)]
+    inputs = step_inputs(parts, lambda _: np.zeros(pages_for(2048), np.int32))
+    assert graph_shape(inputs) == shape
+    if shape is not None:
+        padded = pad_inputs(inputs, shape)
+        assert len(padded.tokens) == len(padded.output_rows) == shape.num_rows
+        assert (padded.slot_mapping[len(inputs.tokens) :] == -1).all()
+        assert (padded.query_starts[len(rows) :] == len(inputs.tokens)).all()
+
+
+@pytest.mark.parametrize(("max_rows", "num_steps"), [(1, 60), (8, 150)])
+def test_replayed_steps_equal_eager_ones(
+    model: tuple[ModelSpec, DecoderWeights], max_rows: int, num_steps: int
+) -> None:
+    """Logits, and the KV cache: padding stores nothing."""
+    capture, rng = FakeCapture(), random.Random(1)
+    eager = Steps(*model, use_cuda_graphs=False)
+    graphs = Steps(*model, use_cuda_graphs=True, capture=capture)
+    prefill(eager)
+    prefill(graphs)
+    for _ in range(num_steps):
+        parts = random_step(rng, max_rows)
+        torch.testing.assert_close(graphs.run(parts), eager.run(parts))
+        if rng.random() < 0.1:
+            graphs.executor.capture_next()
+    assert_same_cache(graphs, eager)
+    assert capture.replays > num_steps // 3
+    captured = {(shape.num_seqs, shape.rows_per_seq) for shape in graphs.executor._graphs}
+    if max_rows == 1:
+        assert captured == {(1, 1), (2, 1), (4, 1), (8, 1)}
+    else:
+        assert {(1, 8), (4, 5)} <= captured
+
+
+def test_a_shape_is_captured_when_idle_or_after_some_eager_runs(
+    model: tuple[ModelSpec, DecoderWeights],
+) -> None:
+    capture = FakeCapture()
+    steps = Steps(*model, use_cuda_graphs=True, capture=capture)
+    assert not steps.executor.capture_next(), "nothing has run yet"
+    for _ in range(MAX_EAGER_RUNS):
+        steps.run(decode(1))
+    assert capture.captures == 0
+    steps.run(decode(1))
+    assert (capture.captures, capture.replays) == (1, 1)
+    steps.run(decode(2))
+    for _ in range(3):
+        steps.run(decode(4))
+    assert steps.executor.capture_next()
+    assert (capture.captures, capture.replays) == (2, 1)
+    steps.run(decode(4))
+    assert capture.replays == 2, "the shape that ran most often comes first"
+    steps.run(decode(2))
+    assert capture.replays == 2
+    assert steps.executor.capture_next()
+    assert not steps.executor.capture_next()
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried\nmore of it"), "out of memory. Tried"),
+        (RuntimeError("operation not permitted\nmore of it"), "operation not permitted"),
+        (AssertionError(), "AssertionError"),
+    ],
+)
+def test_a_shape_whose_capture_fails_runs_eagerly(
+    model: tuple[ModelSpec, DecoderWeights],
+    error: Exception,
+    message: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    capture = FakeCapture(error)
+    eager = Steps(*model, use_cuda_graphs=False)
+    steps = Steps(*model, use_cuda_graphs=True, capture=capture)
+    prefill(eager)
+    prefill(steps)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3 * MAX_EAGER_RUNS):
+            torch.testing.assert_close(steps.run(decode(3)), eager.run(decode(3)))
+    assert not steps.executor.capture_next()
+    assert capture.captures == 1
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert said.startswith("steps of 4 rows in 4 sequences of up to 1024 tokens run without a CUDA")
+    assert said.endswith(message)
+    capture.error = None
+    for _ in range(MAX_EAGER_RUNS + 1):
+        steps.run(decode(1))
+    assert capture.replays == 1, "other shapes are captured"
+
+
+def with_graphs(bench: CudaBench, capture: FakeCapture) -> CudaBench:
+    assert isinstance(bench.runner._executor, DeviceExecutor)
+    bench.runner._executor._capture = capture
+    return bench
+
+
+@pytest.mark.parametrize("drafting", [False, True])
+def test_answers_with_graphs_are_those_without(
+    drafting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, capture = CudaBench(), FakeCapture()
+    expected = texts(plain.ask(CHATS, PLAIN))
+    plain.close()
+    always_draft(monkeypatch)
+    drafters = [NgramDrafter()] if drafting else []
+    bench = with_graphs(CudaBench(as_on_gpu=True, parallel=6, drafters=drafters), capture)
+    bench.engine._speculation._max_drafts = 3
+    different = sum(a != b for a, b in zip(texts(bench.ask(CHATS, PLAIN)), expected, strict=True))
+    assert different <= MAX_NOISY
+    assert capture.replays > 20
+    shapes = bench.runner._executor._graphs  # type: ignore[attr-defined]
+    assert any(shape.rows_per_seq > 1 for shape in shapes) == drafting
+    bench.close()
+
+
+def test_an_idle_engine_captures_what_it_has_seen() -> None:
+    """Not while a request runs, if its answer is short."""
+    bench = CudaBench(as_on_gpu=True)
+    busy: list[bool] = []
+
+    class SeenCapture(FakeCapture):
+        def __call__(self, forward: Callable[[], object]) -> Replay:
+            busy.append(bench.engine._scheduler.has_work)
+            return super().__call__(forward)
+
+    with_graphs(bench, SeenCapture())
+    engine = threading.Thread(target=bench.engine.run)
+    engine.start()
+    reply = bench.replies[bench.submit(CHATS[0], replace(PLAIN, max_tokens=MAX_EAGER_RUNS // 2))]
+    deadline_s = time.monotonic() + 60
+    while (reply.end is None or not busy) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    bench.engine.stop()
+    engine.join(60)
+    assert reply.finished.completion_tokens == MAX_EAGER_RUNS // 2
+    assert busy == [False]
+    bench.close()
+
+
+def test_a_failed_capture_leaves_no_stream_and_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's graph() does if its last call raises: the stream of the capture stays current."""
+    current, pools, used = ["main"], iter(range(9)), []
+
+    @contextmanager
+    def graph(_: object, pool: int, capture_error_mode: str) -> Iterator[None]:
+        used.append(pool)
+        current[0] = "capture"
+        yield
+        current[0] = "main"
+
+    for name, stand_in in {
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
+        "current_stream": lambda: current[0],
+        "set_stream": lambda stream: current.__setitem__(0, stream),
+        "graph_pool_handle": lambda: next(pools) + 1,
+        "graph": graph,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    capture = GraphCapture()
+    capture(lambda: None)
+    with pytest.raises(ZeroDivisionError):
+        capture(lambda: 1 // 0)
+    assert current == ["main"]
+    capture(lambda: None)
+    assert used == [1, 1, 2]
