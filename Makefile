@@ -1,15 +1,20 @@
 # make chat needs only Python 3.11 to 3.13 and a C/C++ compiler. See make help.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help chat test test-fast lint types docs requirements wheel clean force
+.PHONY: help chat test test-fast test-gpu lint types docs requirements wheel clean force
 
 VENV := .venv
 EXTRA := dev
+GPU_PYTHON := $(VENV)/bin/python
+GPU_SETUP := $(VENV)/.installed-dev
 # another Python, if named on the command line, has an environment of its own without torch
 ifeq ($(origin PYTHON),command line)
 VENV := .venv-$(notdir $(PYTHON))
 EXTRA := test
 TESTS := @tests/without_torch.txt
+# that Python itself runs the tests on a GPU
+GPU_PYTHON := $(PYTHON)
+GPU_SETUP :=
 endif
 SETUP := pyproject.toml $(wildcard requirements/*.txt) setup.py setup.sh
 MODEL := localgen/models/tiny.gguf
@@ -21,6 +26,8 @@ help:
 	@echo 'make test    set up for development, then run the tests; ARGS="-k name" is passed to pytest'
 	@echo 'make test PYTHON=python3.13   the tests that need no torch, with another Python'
 	@echo 'make test-fast   the tests of tests/fast.txt, under two minutes'
+	@echo 'make test-gpu    the tests that need a GPU; PYTHON=python3 is one that has torch for CUDA, Triton,'
+	@echo '                 numpy, psutil and pytest'
 	@echo 'make lint    check style and formatting with ruff'
 	@echo 'make types   check types with mypy'
 	@echo 'make docs    regenerate docs/cli.md and docs/gpu-models.md'
@@ -35,10 +42,14 @@ chat: $(VENV)/.installed $(MODEL)
 	@exec $(VENV)/bin/localgen chat
 
 test: $(VENV)/.installed-$(EXTRA) $(MODEL)
-	@OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest $(XDIST) $(TESTS) $(ARGS)
+	@OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest -rs $(XDIST) $(TESTS) $(ARGS)
 
 test-fast: $(VENV)/.installed-dev $(MODEL)
 	@OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest $(XDIST) $(ARGS) @tests/fast.txt
+
+# without tests/conftest.py, which prepares all other tests
+test-gpu: $(GPU_SETUP)
+	@$(GPU_PYTHON) -m pytest -rs --confcutdir=tests/gpu tests/gpu $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .

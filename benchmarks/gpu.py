@@ -1,167 +1,123 @@
 """Check and measure localgen on a GPU: kernels, workloads, hardware limits and other engines.
 
-python -m benchmarks.gpu [--quick] [--only PART,...] [--output FILE]
+python -m benchmarks.gpu [--quick] [--plan A|B|C | --only PART,...] [--output FILE]
+
+Each part runs in a process of its own: python -m benchmarks.gpu --part PART --output FILE.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import faulthandler
 import secrets
+import signal
 import sys
-import time
-from collections.abc import Callable
-from contextlib import ExitStack
-from datetime import UTC, datetime
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
-from benchmarks.gpu_parts import drafts, kernel_speed, startup, steps, workloads
-from benchmarks.gpu_parts.bench import GpuBench, progress
-from benchmarks.gpu_parts.clock import Budget, Clock
-from benchmarks.gpu_parts.decoder_checks import decoders
+from benchmarks.gpu_parts.bench import GpuBench
 from benchmarks.gpu_parts.device import Device, versions
-from benchmarks.gpu_parts.kernel_checks import kernels
-from benchmarks.gpu_parts.kernel_speed import KernelBench
-from benchmarks.gpu_parts.loaded import serving
-from benchmarks.gpu_parts.peers import Peers, compare
-from benchmarks.gpu_parts.plan import FULL, QUICK
-from benchmarks.gpu_parts.report import CorrectnessCheck, GpuReport, format_error
-from benchmarks.measure import command
-
-RESULTS = Path(__file__).parent / "results"
-
-
-def checks(bench: GpuBench, budget: Budget) -> None:
-    """Check the results of kernels and decoder."""
-    seed = bench.report.seed
-    for check in kernels(bench.device, bench.plan.checked, seed):
-        bench.check(check)
-    bench.device.free()
-    for check in decoders(bench.device, seed):
-        bench.check(check)
-    bench.device.free()
-
-
-def ceilings(bench: GpuBench, budget: Budget) -> None:
-    """Measure memory bandwidth and matrix throughput of the device."""
-    assert bench.ceilings
-
-
-def step(bench: GpuBench, budget: Budget) -> None:
-    """Profile decode steps."""
-    plan, shape = bench.plan, bench.plan.plain
-    for batch in plan.step_batches:
-        if not budget.fits(f"{batch} sequences"):
-            continue
-        kv_tokens = batch * (plan.alone.prompt + 1024) + 4096
-        with serving(bench.model(shape), bench.device, kv_tokens=kv_tokens) as session:
-            prompts = bench.prompts(shape, [plan.alone.prompt] * batch)
-            found = steps.measured(bench.device, session, prompts, steps=plan.steps)
-        bench.report.add("step", f"decoding × {batch}", shape.name, [found])
-
-
-def products(bench: GpuBench, budget: Budget) -> None:
-    """Compare kernels with torch's."""
-    plan = bench.plan
-    kernel_bench = KernelBench(bench.device, bench.ceilings, bench.report, bench.inputs)
-    models = [bench.model(shape) for shape in (plan.plain, plan.int4, plan.fp8)]
-    kernel_speed.products(kernel_bench, models, plan.product_rows, budget)
-    kernel_speed.attention(kernel_bench, plan.plain.spec, plan.attention_batches, budget)
-
-
-Part = Callable[[GpuBench, Budget], None]
-# in order of importance, with the maximum seconds of each
-PARTS: dict[str, tuple[Part, float]] = {
-    "checks": (checks, 130.0),
-    "peers": (lambda bench, budget: None, 75.0),  # replaced in _run once the peers are started
-    "ceilings": (ceilings, 10.0),
-    "single": (workloads.single, 80.0),
-    "step": (step, 25.0),
-    "curve": (workloads.curve, 75.0),
-    "load": (workloads.load, 75.0),
-    "kernels": (products, 35.0),
-    "prefix": (workloads.prefix, 15.0),
-    "chats": (workloads.chats, 20.0),
-    "startup": (startup.startup, 70.0),
-    "drafts": (drafts.drafts, 40.0),
-    "large": (workloads.large, 30.0),
-}
+from benchmarks.gpu_parts.parts import CALLS, PARTS, run_unit
+from benchmarks.gpu_parts.plan import QUICK, full_plan
+from benchmarks.gpu_parts.processes import Processes
+from benchmarks.gpu_parts.report import GpuReport
+from benchmarks.gpu_parts.run import GpuRun
+from benchmarks.measure import command, machine
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark. Returns 1 if a check or a part failed, 2 without a GPU."""
     options = _options(arguments)
-    plan = QUICK if options.quick else FULL
-    device = Device.found(gpu=not options.quick)
-    if not options.quick and not device.is_gpu:
-        print("error: torch finds no GPU: --quick runs on a CPU", file=sys.stderr)
-        return 2
-    clock = Clock(plan.total_s)
+    if options.part:
+        faulthandler.enable()
+        # ends this process even if it hangs outside Python, and shows where
+        faulthandler.dump_traceback_later(options.limit, exit=True)
+        measure_part(options)
+        return 0
     report = GpuReport(
         quick=options.quick,
-        seed=secrets.randbits(31) if options.seed is None else options.seed,
-        machine=device.describe(),
+        seed=options.seed,
+        machine=machine(),
         versions=versions(),
         commands=[command("benchmarks.gpu", arguments)],
-        cut=clock.cut,
     )
-    target = options.output or RESULTS / _file_name(device)
-    _run(GpuBench(device, plan, report), options.only, clock, target)
+    calls = 1 if options.plan or options.only else len(CALLS)
+    with (
+        _ended_by_sigterm(),
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.closing(Processes()) as processes,
+    ):
+        run = GpuRun(report, processes, Path(folder), calls=calls, output=options.output)
+        if not run.find_device():
+            print("error: torch finds no GPU: --quick runs on a CPU", file=sys.stderr)
+            return 2
+        run.measure(options.only or CALLS.get(options.plan, tuple(PARTS)))
     print(report.text())
-    print(f"written to {target}", file=sys.stderr)
+    print(f"written to {run.target}", file=sys.stderr)
     return 1 if report.failed else 0
 
 
-def _run(bench: GpuBench, only: tuple[str, ...], clock: Clock, target: Path) -> None:
-    with ExitStack() as stack:
-        parts = {name: PARTS[name] for name in PARTS if name in only}
-        if "peers" in parts:
-            # peers load and compile while localgen is checked
-            peers = stack.enter_context(Peers(quick=bench.report.quick))
-
-            def others(bench: GpuBench, budget: Budget) -> None:
-                compare(bench, peers, budget)
-                peers.close()
-
-            parts["peers"] = (others, PARTS["peers"][1])
-        for name, (part, most_s) in parts.items():
-            budget = clock.part(name, most_s)
-            if budget is not None:
-                _one(bench, name, part, budget)
-                # keep the results so far if a later part crashes
-                bench.report.write(target)
+def measure_part(options: argparse.Namespace) -> None:
+    """Run one unit in this process; its report is written to a file at each new result."""
+    device = Device.found(gpu=not options.quick)
+    report = GpuReport(options.quick, options.seed, device.describe(), versions(), [])
+    report.path = options.output
+    plan = full_plan(device.memory_bytes) if device.is_gpu else QUICK
+    before = GpuReport.read(options.before) if options.before.is_file() else None
+    run_unit(options.part, GpuBench(device, plan, report, before), options.seconds)
 
 
-def _one(bench: GpuBench, name: str, part: Part, budget: Budget) -> None:
-    progress(f"{name} …")
-    begun_s = time.monotonic()
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM raises SystemExit in the block, so that processes are ended and files removed."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    earlier = signal.signal(signal.SIGTERM, end)
     try:
-        part(bench, budget)
-    except Exception as error:  # run the other parts
-        bench.check(CorrectnessCheck(f"part {name}", 0.0, 0.0, format_error(error)))
-    bench.report.part_s[name] = time.monotonic() - begun_s
-    bench.device.free()
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.gpu")
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        prog="python -m benchmarks.gpu",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--quick", action="store_true", help="toy sizes, on a CPU")
-    parser.add_argument("--only", type=_parts, default=tuple(PARTS), help=", ".join(PARTS))
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--plan", choices=CALLS, help="parts of a call of nine minutes")
+    which.add_argument("--only", type=_parts, help=", ".join(PARTS))
+    which.add_argument("--part", type=_unit, help="PART or PART/SIDE, in this process")
     parser.add_argument("--seed", type=int, help="seed of the random inputs (default: random)")
     parser.add_argument("--output", type=Path, help="result file; a Markdown table is also written")
-    return parser.parse_args(arguments)
+    alone = parser.add_argument_group("with --part")
+    alone.add_argument("--before", type=Path, default=Path(), help="results: ceilings, modes")
+    alone.add_argument("--seconds", type=float, default=60.0, help="time for it")
+    alone.add_argument("--limit", type=float, default=600.0, help="seconds until it is ended")
+    options = parser.parse_args(arguments)
+    if options.seed is None:
+        options.seed = secrets.randbits(31)
+    return options
 
 
 def _parts(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    unknown = [name for name in names if name not in PARTS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"no part {unknown[0]!r}, only {', '.join(PARTS)}")
-    return names
+    order = list(PARTS)  # each uses results of those before it
+    names = map(_unit, text.split(","))
+    return tuple(sorted(names, key=lambda name: order.index(name.partition("/")[0])))
 
 
-def _file_name(device: Device) -> str:
-    name = "-".join(device.name.lower().removeprefix("nvidia").split())
-    return f"gpu-{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
+def _unit(text: str) -> str:
+    name = text.partition("/")[0]
+    if name not in PARTS:
+        raise argparse.ArgumentTypeError(f"no part {name!r}, only {', '.join(PARTS)}")
+    return text
 
 
 if __name__ == "__main__":

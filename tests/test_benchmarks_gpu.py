@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
 import pkgutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,15 @@ from torch import Tensor
 import localgen.backends.cuda.kernels as kernel_modules
 from benchmarks import gpu
 from benchmarks.answers import Answer, AnswerFailed, decode_tok_s, serving_metrics
-from benchmarks.gpu_parts import case, decoder_checks, peer, peers, shapes
-from benchmarks.gpu_parts.bench import GpuBench
-from benchmarks.gpu_parts.clock import Budget
-from benchmarks.gpu_parts.device import Device
+from benchmarks.gpu_parts import case, peer, run, shapes
+from benchmarks.gpu_parts.decoder_checks import decoders
+from benchmarks.gpu_parts.device import Device, largest_difference
 from benchmarks.gpu_parts.first_token import _capture_s
-from benchmarks.gpu_parts.kernel_checks import kernels
-from benchmarks.gpu_parts.report import CorrectnessCheck
+from benchmarks.gpu_parts.kernel_checks import GROUPS, kernels
+from benchmarks.gpu_parts.parts import PARTS
+from benchmarks.gpu_parts.plan import QUICK
+from benchmarks.gpu_parts.processes import ROOT, ProcessEnd, Processes
+from benchmarks.gpu_parts.run import UnitProcess
 from localgen.backends.cuda.kernels import activation, norm
 from localgen.backends.cuda.kernels.gemm import dense
 from localgen.backends.types import Finished, Timings
@@ -33,6 +35,19 @@ from localgen.backends.types import Finished, Timings
 CPU = Device.found(gpu=False)
 
 
+@pytest.fixture
+def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units run in this process, one at a time: imports take most of the time of a quick one."""
+
+    def here(unit: UnitProcess, processes: Processes) -> ProcessEnd:
+        gpu.measure_part(gpu._options(unit.arguments))
+        return ProcessEnd("", ())
+
+    monkeypatch.setattr(run, "run_process", here)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+
+
+@pytest.mark.usefixtures("one_process")
 def test_a_quick_run_has_every_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "result.json"
     assert gpu.main(["--quick", "--seed", "1", "--output", str(output)]) == 0, capsys.readouterr()
@@ -43,9 +58,12 @@ def test_a_quick_run_has_every_part(tmp_path: Path, capsys: pytest.CaptureFixtur
     result = json.loads(text)
     assert {"date", "machine", "versions", "commands", "seed", "part_s"} <= result.keys()
     assert (result["cut"], result["skipped"]) == ([], [])
-    assert set(result["part_s"]) == set(gpu.PARTS)
-    assert {row["part"] for row in result["rows"]} == set(gpu.PARTS) - {"checks"}
-    for part in set(gpu.PARTS) - {"checks"}:
+    assert list(result["part_s"]) == [
+        unit for name in PARTS for unit in PARTS[name].units(name, QUICK)
+    ]
+    checking = {"device", "modes", "checks"}
+    assert {row["part"] for row in result["rows"]} == set(PARTS) - checking
+    for part in set(PARTS) - checking:
         assert f"| {part} " in printed
     rates = [
         row["figures"].get("decode_tok_s", row["figures"].get("tok_s")) for row in result["rows"]
@@ -56,23 +74,22 @@ def test_a_quick_run_has_every_part(tmp_path: Path, capsys: pytest.CaptureFixtur
     # the logits of each peer were compared before it was measured
     names = [check["name"] for check in result["checks"]]
     assert sum(name.startswith("logits of ") for name in names) == 3
+    # what the first parts found reaches the others
+    shares = [row["figures"].get("share_copy") for row in result["rows"] if row["part"] == "single"]
+    assert any(shares)
+    assert result["modes"] == {shape.name: "graphs, run-ahead" for shape in QUICK.models}
+    assert "Modes: tiny bf16: graphs, run-ahead" in printed
+    profiled = [(table["side"], table["test"]) for table in result["kernel_times"]]
+    assert len(profiled) == len(set(profiled)) == 3 * (len(QUICK.step_batches) + 1)
+    assert all(kernel["total_us"] > 0 for t in result["kernel_times"] for kernel in t["kernels"])
+    assert "tiny int4-g128, prompt of 64: " in printed
 
 
-def _no_decoders(device: Device, seed: int) -> Iterator[CorrectnessCheck]:
-    yield from ()
-
-
-def _checked(tmp_path: Path) -> tuple[int, list[str]]:
-    """Run the checks alone; returns the exit status and the names of failed checks."""
-    output = tmp_path / "checks.json"
-    status = gpu.main(["--quick", "--seed", "1", "--only", "checks", "--output", str(output)])
-    checks = json.loads(output.read_text())["checks"]
-    return status, [check["name"] for check in checks if not check["passed"]]
-
-
+@pytest.mark.usefixtures("one_process")
 def test_a_wrong_kernel_fails_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "decoders", _no_decoders)
-    assert _checked(tmp_path) == (0, [])
+    output = tmp_path / "checks.json"
+    arguments = ["--quick", "--seed", "1", "--only", "checks/norms", "--output", str(output)]
+    assert gpu.main(arguments) == 0
     right = norm.rms_norm
 
     def wrong(*given: Any, **more: Any) -> tuple[Tensor, Tensor]:
@@ -80,10 +97,21 @@ def test_a_wrong_kernel_fails_by_name(tmp_path: Path, monkeypatch: pytest.Monkey
         return normed * 1.02, summed
 
     monkeypatch.setattr(norm, "rms_norm", wrong)
-    status, failed = _checked(tmp_path)
-    assert status == 1
-    assert failed
-    assert {name.split(",")[0] for name in failed} == {"rms_norm"}
+    assert gpu.main(arguments) == 1
+    failed = [check for check in json.loads(output.read_text())["checks"] if not check["passed"]]
+    assert {check["name"].split(",")[0] for check in failed} == {"three kernels", "rms_norm"}
+    assert failed[-1]["error"] == pytest.approx(0.02, rel=0.2)
+    assert failed[-1]["detail"].startswith("output 0, most at [")
+    assert failed[-1]["detail"] in output.with_suffix(".md").read_text()
+
+
+def test_the_largest_difference_is_named() -> None:
+    found, wanted = torch.zeros(2, 3), torch.zeros(2, 3)
+    found[1, 2] = -4.0
+    assert largest_difference(found, wanted) == "most at [1, 2]: -4, wanted 0"
+    found[0, 1] = torch.nan
+    assert largest_difference(found, wanted) == "most at [0, 1]: nan, wanted 0"
+    assert largest_difference(found[0], wanted) == "shape (3,), wanted (2, 3)"
 
 
 def test_what_a_kernel_does_not_write_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,26 +124,34 @@ def test_what_a_kernel_does_not_write_is_seen(monkeypatch: pytest.MonkeyPatch) -
         return out
 
     monkeypatch.setattr(activation, "gated_activation", partial)
-    errors = [
-        c.error for c in kernels(CPU, case.QUICK, 1) if c.name.startswith("gated_activation,")
-    ]
+    errors = [check.error for check in kernels(CPU, case.QUICK, 1, "gates")]
     assert errors
     assert all(math.isinf(error) for error in errors)
 
 
-def test_a_kernel_that_raises_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_raises_fails_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def broken(x: Tensor, kind: Any) -> Tensor:
-        raise RuntimeError("an illegal memory access\nand more of it")
+        if kind == "silu":
+            raise RuntimeError("an illegal memory access\nand more of it")
+        return activation.gated_activation_reference(x, kind)
 
     monkeypatch.setattr(activation, "gated_activation", broken)
-    failed = [check for check in kernels(CPU, case.QUICK, 1) if not check.passed]
-    assert {check.name.split(",")[0] for check in failed} == {"gated_activation"}
+    checks = list(kernels(CPU, case.QUICK, 1, "gates"))
+    failed = [check for check in checks if not check.passed]
+    assert [check.name for check in failed] == [c.name for c in checks if "silu" in c.name]
+    assert 0 < len(failed) < len(checks)
     assert failed[0].line().endswith(": RuntimeError: an illegal memory access")
+    # the whole of it is in the file
+    assert failed[0].detail.endswith("and more of it\n")
+    assert "in broken" in failed[0].detail
+    # each case was named before it ran
+    assert capsys.readouterr().err.splitlines() == [f"> {check.name}" for check in checks]
 
 
 def test_a_wrong_kernel_shows_in_the_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder_checks, "CHECKED", shapes.CHECKED[:1])
-    assert [c.line() for c in decoder_checks.decoders(CPU, 1) if not c.passed] == []
+    assert [c.line() for c in decoders(CPU, 1, shapes.CHECKED[0]) if not c.passed] == []
     right = dense.gated_matmul
 
     def wrong(x: Tensor, weight: Tensor, kind: Any) -> Tensor:
@@ -124,13 +160,14 @@ def test_a_wrong_kernel_shows_in_the_decoder(monkeypatch: pytest.MonkeyPatch) ->
         return right(x, other, kind)
 
     monkeypatch.setattr("localgen.backends.cuda.model.linear.gated_matmul", wrong)
-    failed = [check.name for check in decoder_checks.decoders(CPU, 1) if not check.passed]
+    failed = [check.name for check in decoders(CPU, 1, shapes.CHECKED[0]) if not check.passed]
     assert "llama: logits of a prompt, in parts, and decoding" in failed
     assert "llama: greedy, graphs, run-ahead" in failed
 
 
 def test_every_kernel_with_a_reference_is_checked() -> None:
-    checked = {check.name.split(",")[0] for check in kernels(CPU, case.QUICK, 1)}
+    checks = (check for group in GROUPS for check in kernels(CPU, case.QUICK, 1, group))
+    checked = {check.name.split(",")[0] for check in checks}
     for found in pkgutil.walk_packages(kernel_modules.__path__, f"{kernel_modules.__name__}."):
         module = importlib.import_module(found.name)
         names = {name.removesuffix("_reference") for name in vars(module)}
@@ -143,38 +180,18 @@ def test_every_kernel_with_a_reference_is_checked() -> None:
         assert own <= checked, f"{found.name} has kernels that no case checks"
 
 
-def test_parts_that_fail_do_not_stop_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def broken(bench: GpuBench, budget: Budget) -> None:
-        raise RuntimeError("no more")
-
-    parts = {"checks": (broken, 10.0), "ceilings": gpu.PARTS["ceilings"]}
-    monkeypatch.setattr(gpu, "PARTS", parts)
-    output = tmp_path / "r.json"
-    arguments = ["--quick", "--only", "checks,ceilings", "--output", str(output)]
-    assert gpu.main(arguments) == 1
-    printed = capsys.readouterr().out
-    assert "- part checks: RuntimeError: no more" in printed
-    assert "| ceilings | copy of" in printed
-
-
-def test_unknown_parts_and_a_missing_gpu(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(SystemExit):
-        gpu.main(["--quick", "--only", "singel"])
-    assert "no part 'singel', only checks, peers" in capsys.readouterr().err
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu.main([]) == 2
-    assert "torch finds no GPU" in capsys.readouterr().err
+def test_unknown_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    for unknown in ("singel", "singel/8B bf16"):
+        with pytest.raises(SystemExit):
+            gpu.main(["--quick", "--only", unknown])
+        assert "no part 'singel', only device, modes" in capsys.readouterr().err
 
 
 def test_it_runs_where_only_torch_and_its_companions_are() -> None:
     others = ("msgspec", "fastapi", "httpx", "llama_cpp", "textual", "gguf", "transformers")
     program = f"import sys, benchmarks.gpu; print([n for n in {others} if n in sys.modules])"
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=peers.ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
 

@@ -1,52 +1,41 @@
-"""State shared by the parts of a run: device, plan, report, loaded models."""
+"""State of the process of one part: device, plan, report, loaded models."""
 
 from __future__ import annotations
 
 import random
-import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from benchmarks.gpu_parts import ceilings
 from benchmarks.gpu_parts.ceilings import Ceilings
 from benchmarks.gpu_parts.clock import Budget
 from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.inputs import Inputs
-from benchmarks.gpu_parts.loaded import DTYPE, Loaded
+from benchmarks.gpu_parts.loaded import DTYPE, Loaded, WatchedRunner, engine_session, watched_runner
+from benchmarks.gpu_parts.modes import best_mode
 from benchmarks.gpu_parts.plan import GpuPlan
+from benchmarks.gpu_parts.progress import case_begins, progress
 from benchmarks.gpu_parts.report import CorrectnessCheck, Figures, GpuReport
-from benchmarks.gpu_parts.shapes import Shape
+from benchmarks.gpu_parts.shapes import Shape, checked_like
+from benchmarks.session import Session
 
 Side = Callable[[], Figures]
 
 
 class GpuBench:
-    """State of one run. All random numbers except the weights derive from the report's seed."""
+    """State of one part. All random numbers except the weights derive from the report's seed.
 
-    def __init__(self, device: Device, plan: GpuPlan, report: GpuReport) -> None:
+    before: results of the parts before it, which give the ceilings and the mode of each model.
+    """
+
+    def __init__(
+        self, device: Device, plan: GpuPlan, report: GpuReport, before: GpuReport | None = None
+    ) -> None:
         self.device, self.plan, self.report = device, plan, report
         self.random = random.Random(report.seed)
+        self.ceilings = Ceilings.of(before.rows if before else [], device)
+        self._checks = before.checks if before else []
         self._loaded: dict[str, Loaded] = {}
-        self._ceilings: Ceilings | None = None
-        self._begun_s = time.monotonic()
-
-    def peers_ready_s(self) -> float:
-        """Seconds until all peers must be ready; negative after that."""
-        return self._begun_s + self.plan.peer_ready_s - time.monotonic()
-
-    @property
-    def ceilings(self) -> Ceilings:
-        """Ceilings of the device, measured on first use."""
-        if self._ceilings is None:
-            self._ceilings = ceilings.measure(
-                *(self.device, self.report),
-                size=self.plan.copy_bytes,
-                side=self.plan.product_side,
-            )
-            self.device.free()
-        return self._ceilings
 
     @property
     def inputs(self) -> Inputs:
@@ -67,10 +56,30 @@ class GpuBench:
             )
         return self._loaded[shape.name]
 
-    def drop(self, shape: Shape) -> None:
-        """Free the model's memory."""
-        self._loaded.pop(shape.name, None)
-        self.device.free()
+    def runner(self, shape: Shape, kv_tokens: int, *, is_draft: bool = False) -> WatchedRunner:
+        """Runner of a model in the best mode that passed its checks, which the report names.
+
+        kv_tokens: fewer if the device's memory holds fewer, which the report names too.
+        is_draft: of a draft model, which must not run ahead: the target decides what follows.
+        """
+        loaded, chosen = self.model(shape), best_mode(checked_like(shape), self._checks)
+        if not is_draft:
+            self.report.modes[shape.name] = chosen.name
+        room = loaded.room_tokens(self.device)
+        if room is not None and room < kv_tokens:
+            name = f"KV cache of {kv_tokens:,} tokens for {shape.name}"
+            self.report.skipped.append((name, f"the memory holds {room:,}"))
+            kv_tokens = room
+        return watched_runner(
+            *(loaded.spec, loaded.weights, self.device),
+            kv_tokens=kv_tokens,
+            graphs=chosen.mode.graphs,
+            ahead=chosen.mode.ahead and not is_draft,
+        )
+
+    def session(self, shape: Shape, kv_tokens: int) -> Session:
+        """Engine with the loader's defaults; see `runner`."""
+        return engine_session(self.runner(shape, kv_tokens), shape.spec.vocab_size)
 
     def prompt(self, shape: Shape, tokens: int) -> list[int]:
         """Return a new random prompt, which no cached prefix matches."""
@@ -86,6 +95,7 @@ class GpuBench:
         found: dict[str, list[Figures]] = {name: [] for name in sides}
         for number in budget.rounds(wanted, test):
             for name in list(sides) if number % 2 == 0 else reversed(list(sides)):
+                case_begins(f"{test}: {name}")
                 found[name].append(sides[name]())
         for name, rounds in found.items():
             row = self.report.add(part, test, name, rounds)
@@ -93,11 +103,6 @@ class GpuBench:
 
     def check(self, check: CorrectnessCheck) -> None:
         """Add a check to the report; print it if it failed."""
-        self.report.checks.append(check)
+        self.report.check(check)
         if not check.passed:
             progress(f"FAILED {check.line()}")
-
-
-def progress(line: str) -> None:
-    """Print a progress line."""
-    print(f"  {line}", file=sys.stderr, flush=True)

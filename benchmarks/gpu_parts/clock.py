@@ -45,10 +45,15 @@ class Clock:
         self._end_s = time.monotonic() + total_s
         self.cut: list[str] = []
 
-    def part(self, name: str, most_s: float) -> Budget | None:
-        """Return a budget of at most most_s; None, and an entry in `cut`, if no time is left."""
-        now_s = time.monotonic()
-        if now_s >= self._end_s:
+    @property
+    def left_s(self) -> float:
+        """Seconds left; negative if the budget is exceeded."""
+        return self._end_s - time.monotonic()
+
+    def seconds(self, name: str, most_s: float) -> float | None:
+        """Return the seconds for a part, at most most_s; None and a line in `cut` if none left."""
+        left_s = self.left_s
+        if left_s <= 0:
             self.cut.append(f"{name}: all of it")
             return None
-        return Budget(name, min(self._end_s, now_s + most_s), self.cut)
+        return min(left_s, most_s)

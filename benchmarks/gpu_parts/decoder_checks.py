@@ -12,9 +12,11 @@ from torch import Tensor
 
 from benchmarks.gpu_parts.device import Device, relative_error
 from benchmarks.gpu_parts.loaded import DTYPE, engine_session, watched_runner
+from benchmarks.gpu_parts.modes import GRAPHS_CHECK, MODES, Mode
 from benchmarks.gpu_parts.probe import Probe, exact, randomize_norms
-from benchmarks.gpu_parts.report import CorrectnessCheck, format_error
-from benchmarks.gpu_parts.shapes import CHECKED, Shape
+from benchmarks.gpu_parts.progress import case_begins
+from benchmarks.gpu_parts.report import CorrectnessCheck
+from benchmarks.gpu_parts.shapes import Shape
 from localgen.backends.cuda.model.weights import DecoderWeights, random_weights
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 
@@ -65,28 +67,20 @@ class CheckedModel:
         return float(((logits.amax(-1) - answered) / logits.std(-1)).max())
 
 
-def decoders(device: Device, seed: int) -> Iterator[CorrectnessCheck]:
-    """Check models of every kind: chunked prefill, decoding, CUDA graphs, the whole engine."""
-    for shape in CHECKED:
+def decoders(device: Device, seed: int, shape: Shape) -> Iterator[CorrectnessCheck]:
+    """Check a model: chunked prefill, decoding, CUDA graphs, the whole engine in every mode."""
+    try:
+        model = CheckedModel.of(shape, device, seed)
+    except Exception as error:
+        yield CorrectnessCheck.raised(f"{shape.name}: create", error)
+        return
+    for name, check in CHECKS.items():
+        title = f"{shape.name}: {name}"
+        case_begins(title)
         try:
-            model = CheckedModel.of(shape, device, seed)
+            yield CorrectnessCheck(title, *check(model, device))
         except Exception as error:
-            yield CorrectnessCheck(f"{shape.name}: create", 0.0, 0.0, format_error(error))
-            continue
-        checks: dict[str, Callable[[CheckedModel, Device], tuple[float, float]]] = {
-            "logits of a prompt, in parts, and decoding": _logits,
-            "logits with graphs, against eager steps": _graphs,
-            "greedy, eager": partial(_greedy, graphs=False, ahead=False),
-            "greedy, eager, run-ahead": partial(_greedy, graphs=False, ahead=True),
-            "greedy, graphs": partial(_greedy, graphs=True, ahead=False),
-            "greedy, graphs, run-ahead": partial(_greedy, graphs=True, ahead=True),
-        }
-        for name, check in checks.items():
-            title = f"{shape.name}: {name}"
-            try:
-                yield CorrectnessCheck(title, *check(model, device))
-            except Exception as error:
-                yield CorrectnessCheck(title, 0.0, 0.0, format_error(error))
+            yield CorrectnessCheck.raised(title, error)
 
 
 def _logits(model: CheckedModel, device: Device) -> tuple[float, float]:
@@ -128,12 +122,10 @@ def _graphs(model: CheckedModel, device: Device) -> tuple[float, float]:
     return max(relative_error(logits, found[0]) for logits in found[1:]), LOGITS
 
 
-def _answers(
-    model: CheckedModel, device: Device, *, graphs: bool, ahead: bool
-) -> list[tuple[list[int], list[int]]]:
+def _answers(model: CheckedModel, device: Device, mode: Mode) -> list[tuple[list[int], list[int]]]:
     """Return prompts with greedy answers; the prefix of the last prompt is cached."""
     runner = watched_runner(
-        model.spec, model.weights, device, kv_tokens=4096, graphs=graphs, ahead=ahead
+        model.spec, model.weights, device, kv_tokens=4096, graphs=mode.graphs, ahead=mode.ahead
     )
     with engine_session(runner, model.spec.vocab_size) as session:
         answers = [*session.ask(model.texts[:-1], _ANSWER), *session.ask(model.texts[-1:], 8)]
@@ -142,9 +134,16 @@ def _answers(
         return [(text, a.tokens) for text, a in zip(model.texts, answers, strict=True)]
 
 
-def _greedy(
-    model: CheckedModel, device: Device, *, graphs: bool, ahead: bool
-) -> tuple[float, float]:
+def _greedy(model: CheckedModel, device: Device, *, mode: Mode) -> tuple[float, float]:
     """Check that every greedy token is nearly the reference's best after the same text."""
-    pairs = _answers(model, device, graphs=graphs, ahead=ahead)
+    pairs = _answers(model, device, mode)
     return max(model.below_best(*pair) for pair in pairs), NEARLY_BEST
+
+
+CHECKS: dict[str, Callable[[CheckedModel, Device], tuple[float, float]]] = {
+    # the simplest first: where one hangs, those after it are lost
+    "logits of a prompt, in parts, and decoding": _logits,
+    **{mode.check: partial(_greedy, mode=mode) for mode in reversed(MODES) if not mode.graphs},
+    GRAPHS_CHECK: _graphs,
+    **{mode.check: partial(_greedy, mode=mode) for mode in reversed(MODES) if mode.graphs},
+}

@@ -64,6 +64,11 @@ class Device:
         """Memory bandwidth of the datasheet; None if unknown."""
         return next((value for part, value in _DATASHEET.items() if part in self.name), None)
 
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of a GPU."""
+        return int(torch.cuda.get_device_properties(self.torch).total_memory)
+
     def synchronize(self) -> None:
         """Wait until the device has finished all work."""
         if self.is_gpu:
@@ -130,6 +135,11 @@ class Device:
         if self.is_gpu:
             return torch.cuda.max_memory_allocated(self.torch) / 1e9
         return float(psutil.Process().memory_info().rss) / 1e9
+
+    def free_bytes(self) -> int | None:
+        """Memory that no process uses, after unused cached memory is returned; None on a CPU."""
+        self.free()
+        return int(torch.cuda.mem_get_info(self.torch)[0]) if self.is_gpu else None
 
     def free(self) -> None:
         """Return unused cached memory to the driver."""
@@ -199,6 +209,15 @@ def poisoned() -> Iterator[None]:
     finally:
         deterministic.fill_uninitialized_memory = filled
         torch.use_deterministic_algorithms(was)
+
+
+def largest_difference(found: Tensor, wanted: Tensor) -> str:
+    """Where two tensors differ most, with both values there."""
+    if found.shape != wanted.shape:
+        return f"shape {tuple(found.shape)}, wanted {tuple(wanted.shape)}"
+    off = (found.double() - wanted.double()).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+    at = tuple(int(i) for i in torch.unravel_index(off.argmax(), off.shape))
+    return f"most at {list(at)}: {found[at].item():.4g}, wanted {wanted[at].item():.4g}"
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:

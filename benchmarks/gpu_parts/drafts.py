@@ -7,12 +7,11 @@ from functools import partial
 from benchmarks.answers import decode_tok_s
 from benchmarks.gpu_parts.bench import GpuBench
 from benchmarks.gpu_parts.clock import Budget
-from benchmarks.gpu_parts.loaded import engine_session, watched_runner
+from benchmarks.gpu_parts.loaded import engine_session
+from benchmarks.gpu_parts.progress import case_begins
 from benchmarks.gpu_parts.report import Figures
-from benchmarks.gpu_parts.shapes import Shape
 from benchmarks.scripted_draft import FORCED_SAMPLING, FORCED_TOKEN, ScriptedDraftRunner
 from benchmarks.session import Session
-from localgen.backends.cuda.runner import CudaRunner
 from localgen.backends.engine.speculation.draft_model import ModelDrafter
 
 ACCEPTANCES = (0.5, 0.7, 0.9)
@@ -22,15 +21,8 @@ def drafts(bench: GpuBench, budget: Budget) -> None:
     """Compare decoding one sequence with and without the draft model."""
     plan = bench.plan
     kv_tokens = plan.alone.prompt + plan.alone.answer + 4096
-
-    def runner(shape: Shape, *, ahead: bool) -> CudaRunner:
-        loaded = bench.model(shape)
-        return watched_runner(
-            loaded.spec, loaded.weights, bench.device, kv_tokens=kv_tokens, ahead=ahead
-        )
-
-    # the draft model must not run ahead: the target decides which token follows a draft
-    target, draft = runner(plan.plain, ahead=True), runner(plan.small, ahead=False)
+    target = bench.runner(plan.plain, kv_tokens)
+    draft = bench.runner(plan.small, kv_tokens, is_draft=True)
     prompt = bench.prompt(plan.plain, plan.alone.prompt)
     vocab = plan.plain.spec.vocab_size
     for alpha in ACCEPTANCES:
@@ -43,6 +35,7 @@ def drafts(bench: GpuBench, budget: Budget) -> None:
             name: partial(_figures, session, prompt, plan.alone.answer)
             for name, session in sessions.items()
         }
+        case_begins(f"acceptance {alpha:g}: warm-up")
         for side in sides.values():
             side()  # warm-up: compile, capture, and let the engine measure step times
         bench.rounds("drafts", f"acceptance {alpha:g}", sides, plan.rounds, budget)

@@ -13,6 +13,7 @@ from benchmarks.gpu_parts.clock import Budget
 from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.inputs import Inputs
 from benchmarks.gpu_parts.loaded import DTYPE, Loaded
+from benchmarks.gpu_parts.progress import case_begins
 from benchmarks.gpu_parts.report import GpuReport, format_error
 from localgen.backends.cuda.kernels.attention.paged import paged_attention
 from localgen.backends.cuda.kernels.attention_metadata import AttentionMetadata
@@ -22,7 +23,7 @@ from localgen.backends.cuda.model.linear import DenseLinear, Linear
 from localgen.backends.cuda.model.weights import LayerWeights
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 
-PART, SDPA = "kernels", "torch SDPA"
+PART, SDPA, ATTENTION = "kernels", "torch SDPA", "attention"
 _NAMES = ("qkv", "attention_out", "gate_up", "down")
 # number of layers whose weights are read one after the other: many times the L2 cache in size
 _LAYERS = 16
@@ -40,17 +41,16 @@ class KernelBench:
     make: Inputs
 
 
-def products(
-    bench: KernelBench, models: Sequence[Loaded], rows: Sequence[int], budget: Budget
-) -> None:
-    """Measure the four matrix products of a layer: all models, and cuBLAS for the first (dense)."""
+def products(bench: KernelBench, model: Loaded, rows: Sequence[int], budget: Budget) -> None:
+    """Measure the four matrix products of a layer, and cuBLAS if the weights have 16 bits."""
     for count in rows:
         test = f"a layer's products, {count} rows"
         if not budget.fits(test):
             return
-        for model in models:
-            _layer(bench, test, model.name, model, count, _call)
-        _layer(bench, test, f"cuBLAS, {models[0].name}", models[0], count, _cublas)
+        case_begins(f"{test}: {model.name}")
+        _layer(bench, test, model.name, model, count, _call)
+        if model.spec.quant is None:
+            _layer(bench, test, f"cuBLAS, {model.name}", model, count, _cublas)
 
 
 Maker = Callable[[Linear, Tensor], Callable[[], object]]
@@ -121,6 +121,7 @@ def attention(
         test = f"attention, {batch.sequences} × {batch.tokens:,}, {what}"
         if not budget.fits(test):
             return
+        case_begins(test)
         _attend(bench, test, "localgen", spec, batch, _paged)
         try:
             _attend(bench, test, SDPA, spec, batch, _sdpa)

@@ -27,6 +27,8 @@ from localgen.backends.runner.interface import StepResult
 
 DTYPE = torch.bfloat16
 SEED = 0
+# of the memory that is free, for the KV cache; CUDA graphs and fragmentation take the rest
+_KV_SHARE = 0.9
 
 
 class Loaded:
@@ -46,6 +48,15 @@ class Loaded:
     def kv_bytes(self, tokens: float) -> float:
         """Bytes of the keys and values of `tokens` tokens."""
         return tokens * sizing.kv_bytes_per_token(self.spec, DTYPE)
+
+    def room_tokens(self, device: Device) -> int | None:
+        """Tokens of a KV cache that fit beside the weights and a step; None: no limit known."""
+        free_bytes = device.free_bytes()
+        if free_bytes is None:
+            return None
+        work_bytes = sizing.step_work_bytes(self.spec, CudaOptions(), DTYPE)
+        spare_bytes = _KV_SHARE * (free_bytes - work_bytes)
+        return max(0, int(spare_bytes / self.kv_bytes(1)))
 
 
 class WatchedRunner(CudaRunner):
@@ -96,11 +107,3 @@ def watched_runner(
 def engine_session(runner: CudaRunner, vocab: int, drafters: Sequence[Drafter] = ()) -> Session:
     """Create an engine with the loader's defaults."""
     return Session(runner, vocab, itl_target_ms=CudaOptions().itl_target_ms, drafters=drafters)
-
-
-def serving(loaded: Loaded, device: Device, *, kv_tokens: int) -> Session:
-    """Create an engine as users run it: with CUDA graphs and run-ahead."""
-    return engine_session(
-        watched_runner(loaded.spec, loaded.weights, device, kv_tokens=kv_tokens),
-        loaded.spec.vocab_size,
-    )

@@ -20,7 +20,7 @@ import torch
 from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.hf_peers import ContinuousBatching, StaticGenerate
 from benchmarks.gpu_parts.loaded import Loaded
-from benchmarks.gpu_parts.plan import FULL, QUICK, GpuPlan
+from benchmarks.gpu_parts.plan import QUICK, GpuPlan, full_plan
 from benchmarks.gpu_parts.static_decode import StaticDecode
 
 Round = Callable[[], dict[str, float]]
@@ -96,8 +96,9 @@ def main() -> None:
     # redirect what libraries print to stderr
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    plan = QUICK if options.quick else FULL
-    logits, run = _PEERS[options.name](plan, Device.found(gpu=not options.quick))
+    device = Device.found(gpu=not options.quick)
+    plan = QUICK if options.quick else full_plan(device.memory_bytes)
+    logits, run = _PEERS[options.name](plan, device)
     torch.save(logits.float().cpu(), options.logits)
     print(json.dumps({}), file=answers)
     for _ in sys.stdin:

@@ -1,4 +1,4 @@
-"""Other engines in the same run: started during the checks, measured alternating with localgen."""
+"""Other engines, each measured in turn with localgen."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from types import TracebackType
 
 import torch
 
 from benchmarks.gpu_parts import peer
-from benchmarks.gpu_parts.bench import GpuBench, Side, progress
+from benchmarks.gpu_parts.bench import GpuBench
 from benchmarks.gpu_parts.clock import Budget
 from benchmarks.gpu_parts.device import relative_error
-from benchmarks.gpu_parts.loaded import serving
 from benchmarks.gpu_parts.probe import Probe
+from benchmarks.gpu_parts.processes import ROOT
+from benchmarks.gpu_parts.progress import case_begins, progress
 from benchmarks.gpu_parts.report import CorrectnessCheck, Figures
 from benchmarks.gpu_parts.workloads import alone, at_once
 
-ROOT = Path(__file__).parents[2]
 # maximum relative error: bfloat16 rounding differs in all layers of a large model
 LOGITS = 0.1
 _ROUND_S = 60.0
@@ -39,7 +40,7 @@ class PeerFailed(Exception):
 
 
 class Peer:
-    """A process of benchmarks.gpu_parts.peer with one peer."""
+    """A process of benchmarks.gpu_parts.peer with one peer. As a context manager it ends it."""
 
     def __init__(self, name: str, folder: Path, *, quick: bool) -> None:
         self.name = name
@@ -86,7 +87,15 @@ class Peer:
             raise PeerFailed(self.name, f"it exited: {error}") from None
         return self.answer(_ROUND_S)
 
-    def close(self) -> None:
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """Kill the process, which frees its device memory."""
         self._process.kill()
         self._process.wait()
@@ -96,82 +105,48 @@ class Peer:
                     pipe.close()
 
 
-class Peers:
-    """All peers, started at once. As a context manager it ends them."""
-
-    def __init__(self, *, quick: bool) -> None:
-        self._folder = tempfile.TemporaryDirectory()
-        folder = Path(self._folder.name)
-        self.all = [Peer(name, folder, quick=quick) for name in (*peer.ALONE, *peer.BATCH)]
-
-    def __enter__(self) -> Peers:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End all peers."""
-        for one in self.all:
-            one.close()
-        self._folder.cleanup()
+def compare(bench: GpuBench, budget: Budget, side: str) -> None:
+    """Compare localgen with a peer, if it is ready in time and computes the same logits."""
+    quick = bench.report.quick
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            with Peer(side, Path(folder), quick=quick) as peer_process:
+                _compare(bench, peer_process, budget)
+        except PeerFailed as error:
+            bench.report.skipped.append((error.name, str(error)))
+            progress(f"skipped {error.name}: {error}")
 
 
-def compare(bench: GpuBench, peers: Peers, budget: Budget) -> None:
-    """Compare localgen with the peers that are ready in time and compute the same logits."""
-    ready = [one for one in peers.all if _is_ready(bench, one)]
-    if not ready:
+def _compare(bench: GpuBench, other: Peer, budget: Budget) -> None:
+    """Raises PeerFailed."""
+    case_begins(f"{other.name}: load and compile")
+    begun_s = time.monotonic()
+    other.answer(bench.plan.peer_ready_s)
+    progress(f"{other.name}: ready after {time.monotonic() - begun_s:.0f} s")
+    if not _has_our_logits(bench, other):
         return
     plan, shape = bench.plan, bench.plan.plain
-    ours = f"localgen, {shape.name}"
-    with serving(bench.model(shape), bench.device, kv_tokens=plan.kv_tokens // 4) as session:
-        tests: tuple[tuple[str, Side, tuple[str, ...]], ...] = (
-            (
-                f"{plan.alone.prompt} in/{plan.alone.answer} out",
-                lambda: alone(bench, session, shape),
-                peer.ALONE,
-            ),
-            (
-                f"{plan.peer.requests} × {plan.peer.prompt} in/{plan.peer.answer} out",
-                lambda: at_once(bench, session, shape, plan.peer),
-                peer.BATCH,
-            ),
-        )
-        for test, run, names in tests:
-            theirs: dict[str, Side] = {one.name: one.round for one in ready if one.name in names}
-            for _ in range(2):  # warm-up: compile and capture
-                run()
-            while theirs and budget.fits(test):
-                try:
-                    bench.rounds("peers", test, {ours: run, **theirs}, _ROUNDS, budget)
-                    break
-                except PeerFailed as error:  # repeat the rounds without it
-                    _skip(bench, error)
-                    del theirs[error.name]
+    alone_test = f"{plan.alone.prompt} in/{plan.alone.answer} out"
+    batch_test = f"{plan.peer.requests} × {plan.peer.prompt} in/{plan.peer.answer} out"
+    with bench.session(shape, plan.kv_tokens // 4) as session:
+
+        def run() -> Figures:
+            if other.name in peer.ALONE:
+                return alone(bench, session, shape)
+            return at_once(bench, session, shape, plan.peer)
+
+        for _ in range(2):  # warm-up: compile and capture
+            run()
+        test = alone_test if other.name in peer.ALONE else batch_test
+        sides = {f"localgen, {shape.name}": run, other.name: other.round}
+        bench.rounds("peers", f"{test}, {other.name}", sides, _ROUNDS, budget)
 
 
-def _skip(bench: GpuBench, error: PeerFailed) -> None:
-    bench.report.skipped.append((error.name, str(error)))
-    progress(f"skipped {error.name}: {error}")
-
-
-def _is_ready(bench: GpuBench, one: Peer) -> bool:
-    """Wait until a peer is ready; return True if its logits equal localgen's."""
-    try:
-        one.answer(bench.peers_ready_s())
-    except PeerFailed as error:
-        _skip(bench, error)
-        one.close()
-        return False
+def _has_our_logits(bench: GpuBench, other: Peer) -> bool:
     shape, prompt = bench.plan.plain, peer.asked_prompt(bench.plan)
     model = bench.model(shape)
     ours = Probe(shape.spec, model.weights, max_len=len(prompt)).text(prompt)[-1].float().cpu()
-    theirs = torch.load(one.logits, weights_only=True)
-    check = CorrectnessCheck(f"logits of {one.name}", relative_error(theirs, ours), LOGITS)
+    theirs = torch.load(other.logits, weights_only=True)
+    check = CorrectnessCheck(f"logits of {other.name}", relative_error(theirs, ours), LOGITS)
     bench.check(check)
     return check.passed

@@ -1,8 +1,8 @@
-"""Sizes of all tests: FULL for a GPU, QUICK for a CPU."""
+"""Sizes of all tests: FULL for a GPU, with models that fit its memory; QUICK for a CPU."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.gpu_parts import case, shapes
 from benchmarks.gpu_parts.case import Sizes
@@ -24,12 +24,12 @@ class GpuPlan:
     """Sizes in tokens, buffers in bytes, times in seconds.
 
     plain, int4, fp8: a model in three formats. small: their draft model. large: for part `large`.
-    alone: a single request. depths: context lengths of single requests. batches: batch sizes of
-    part `curve`, with requests like `each`. overload: more requests than can run at once.
-    mixed_tokens: minimum and maximum of prompts and answers. lognormal: mean lengths.
+    call_s: total of a call. alone: a single request. depths: context lengths of single requests.
+    batches: batch sizes of part `curve`, with requests like `each`. overload: more requests than
+    run at once. mixed_tokens: minimum and maximum of prompts and answers. lognormal: mean lengths.
     prefix: length of the prefix of requests like `with_prefix`. chats: number of concurrent chats
-    of `turns` turns. peer: requests for peers with batching. compiler: backend of torch.compile
-    for peers.
+    of `turns` turns. steps, profiled_prompt: decode steps and tokens of a prompt that are profiled.
+    peer: requests for peers with batching. compiler: backend of torch.compile for peers.
     """
 
     plain: Shape
@@ -38,7 +38,7 @@ class GpuPlan:
     small: Shape
     large: Shape
     rounds: int
-    total_s: float
+    call_s: float
     copy_bytes: int
     product_side: int
     checked: Sizes
@@ -58,6 +58,7 @@ class GpuPlan:
     turns: int
     turn: RequestGroup
     steps: int
+    profiled_prompt: int
     step_batches: tuple[int, ...]
     peer: RequestGroup
     peer_ready_s: float
@@ -66,8 +67,16 @@ class GpuPlan:
 
     @property
     def models(self) -> tuple[Shape, ...]:
-        """The models that stay loaded, without duplicates."""
-        return tuple(dict.fromkeys((self.plain, self.int4, self.fp8, self.small)))
+        """The models of most parts, without duplicates."""
+        return tuple(dict.fromkeys((*self.formats, self.small)))
+
+    @property
+    def formats(self) -> tuple[Shape, ...]:
+        return (self.plain, self.int4, self.fp8)
+
+    def shape(self, name: str) -> Shape:
+        """The model of this name."""
+        return next(shape for shape in self.models if shape.name == name)
 
 
 FULL = GpuPlan(
@@ -77,7 +86,7 @@ FULL = GpuPlan(
     small=shapes.PLAIN_1B,
     large=shapes.INT4_70B,
     rounds=5,
-    total_s=510.0,
+    call_s=510.0,
     copy_bytes=4 << 30,
     product_side=8192,
     checked=case.FULL,
@@ -105,9 +114,10 @@ FULL = GpuPlan(
     turns=8,
     turn=RequestGroup(requests=1, prompt=64, answer=96),
     steps=40,
+    profiled_prompt=2048,
     step_batches=(1, 64, 256),
     peer=RequestGroup(requests=64, prompt=128, answer=128),
-    peer_ready_s=140.0,
+    peer_ready_s=90.0,
     compiler="inductor",
     kv_tokens=330_000,
 )
@@ -118,7 +128,7 @@ QUICK = GpuPlan(
     small=shapes.PLAIN_TINY,
     large=shapes.INT4_TINY,
     rounds=1,
-    total_s=240.0,
+    call_s=600.0,
     copy_bytes=4 << 20,
     product_side=128,
     checked=case.QUICK,
@@ -143,9 +153,32 @@ QUICK = GpuPlan(
     turns=2,
     turn=RequestGroup(requests=1, prompt=8, answer=8),
     steps=5,
+    profiled_prompt=64,
     step_batches=(1, 3),
     peer=RequestGroup(requests=2, prompt=16, answer=8),
     peer_ready_s=150.0,
     compiler="eager",
     kv_tokens=8192,
 )
+
+# share of the memory for the weights of `plain`: with a KV cache, and twice beside a peer
+_PLAIN_SHARE = 0.4
+# share for those of `large`: KV cache and working memory are small
+_LARGE_SHARE = 0.7
+_FORMATS = (
+    (shapes.PLAIN_8B, shapes.INT4_8B, shapes.FP8_8B),
+    (shapes.PLAIN_3B, shapes.INT4_3B, shapes.FP8_3B),
+    (shapes.PLAIN_1B, shapes.INT4_1B, shapes.FP8_1B),
+)
+_LARGE = (shapes.INT4_70B, shapes.PLAIN_8B, shapes.INT4_8B, shapes.PLAIN_3B, shapes.PLAIN_1B)
+
+
+def full_plan(memory_bytes: int) -> GpuPlan:
+    """FULL with the largest models that fit a device with this memory."""
+    plain, int4, fp8 = next(
+        (of for of in _FORMATS if of[0].weight_bytes <= _PLAIN_SHARE * memory_bytes), _FORMATS[-1]
+    )
+    most_bytes = _LARGE_SHARE * memory_bytes
+    large = next((shape for shape in _LARGE if shape.weight_bytes <= most_bytes), _LARGE[-1])
+    copy_bytes = min(FULL.copy_bytes, 1 << (memory_bytes // 8).bit_length() - 1)
+    return replace(FULL, plain=plain, int4=int4, fp8=fp8, large=large, copy_bytes=copy_bytes)

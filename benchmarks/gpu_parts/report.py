@@ -1,9 +1,11 @@
-"""Results of a GPU run: a Markdown table, and a JSON file with all values."""
+"""Results of a GPU run: Markdown tables, and a JSON file with all values."""
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -30,6 +32,8 @@ _PLACED = (
     *("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms"),
     *("share_datasheet", "share_copy"),
 )
+# kernels of a table in Markdown, and characters of their names; the JSON file has all
+_KERNELS, _NAME_CHARS = 12, 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +76,22 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class CorrectnessCheck:
-    """A correctness check. error: must not exceed `most`. problem: error message; empty: none."""
+    """A correctness check.
+
+    error: must not exceed `most`. problem: error message in one line; empty: none. detail: of a
+    failed check: traceback, output of its process, or where the largest error is.
+    """
 
     name: str
     error: float
     most: float
     problem: str = ""
+    detail: str = ""
+
+    @classmethod
+    def raised(cls, name: str, error: BaseException) -> CorrectnessCheck:
+        """A check that an exception ended."""
+        return cls(name, 0.0, 0.0, format_error(error), "".join(traceback.format_exception(error)))
 
     @property
     def passed(self) -> bool:
@@ -85,24 +99,120 @@ class CorrectnessCheck:
 
     def line(self) -> str:
         """Describe a failed check in one line."""
-        return f"{self.name}: {self.problem or f'off by {self.error:.3g}, allowed {self.most:.3g}'}"
+        if self.problem:
+            return f"{self.name}: {self.problem}"
+        where = f", {self.detail}" if self.detail else ""
+        return f"{self.name}: off by {self.error:.3g}, allowed {self.most:.3g}{where}"
+
+
+def lost_unit(unit: str) -> str:
+    """Name of the failed check of a part that ended early."""
+    return f"part {unit}"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTime:
+    """Kernel launches of one name. count, total_us: per step. median_us: of a launch."""
+
+    name: str
+    count: float
+    total_us: float
+    median_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTable:
+    """Time by kernel of a step, longest first."""
+
+    side: str
+    test: str
+    kernels: tuple[KernelTime, ...]
+
+    def text(self) -> str:
+        """The kernels that take longest, as Markdown."""
+        whole_us = sum(kernel.total_us for kernel in self.kernels)
+        rows = [
+            (
+                *(kernel.name[:_NAME_CHARS], f"{kernel.count:.4g}", _number(kernel.total_us)),
+                *(_number(kernel.median_us), _percent(kernel.total_us / max(whole_us, 1e-9))),
+            )
+            for kernel in self.kernels[:_KERNELS]
+        ]
+        head = ("kernel", "count", "total us", "median us", "share")
+        title = f"{self.side}, {self.test}: {_number(whole_us)} us in {len(self.kernels)} kernels"
+        return f"{title}\n\n{table(head, rows)}".rstrip()
 
 
 @dataclass(slots=True)
 class GpuReport:
-    """Results of a run. skipped: names and reasons. cut: tests skipped for lack of time."""
+    """Results of a run, or of one part of it.
+
+    skipped: names and reasons. cut: tests skipped for lack of time. modes: how models ran, by name.
+    path: JSON file that is rewritten at each new result.
+    """
 
     quick: bool
     seed: int
     machine: Mapping[str, Any]
     versions: Mapping[str, str]
     commands: list[str]
-    cut: list[str]
+    cut: list[str] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     checks: list[CorrectnessCheck] = field(default_factory=list)
     skipped: list[tuple[str, str]] = field(default_factory=list)
     models: list[Mapping[str, Any]] = field(default_factory=list)
+    modes: dict[str, str] = field(default_factory=dict)
+    kernel_times: list[KernelTable] = field(default_factory=list)
     part_s: dict[str, float] = field(default_factory=dict)
+    path: Path | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> GpuReport:
+        """Read the JSON file of a report. Raises OSError or ValueError."""
+        found = json.loads(path.read_text(encoding="utf-8"))
+        report = cls(
+            quick=found["quick"],
+            seed=found["seed"],
+            machine=found["machine"],
+            versions=found["versions"],
+            commands=found["commands"],
+            cut=found["cut"],
+        )
+        report.rows = [
+            Row(
+                row["part"],
+                row["test"],
+                row["side"],
+                {name: tuple(values) for name, values in row["figures"].items()},
+            )
+            for row in found["rows"]
+        ]
+        report.checks = [
+            CorrectnessCheck(*(c[name] for name in ("name", "error", "most", "problem", "detail")))
+            for c in found["checks"]
+        ]
+        report.skipped = [(name, reason) for name, reason in found["skipped"]]
+        report.models, report.modes = found["models"], found["modes"]
+        report.kernel_times = [
+            KernelTable(
+                *(times["side"], times["test"]),
+                tuple(KernelTime(**kernel) for kernel in times["kernels"]),
+            )
+            for times in found["kernel_times"]
+        ]
+        report.part_s = found["part_s"]
+        return report
+
+    def merge(self, part: GpuReport) -> None:
+        """Add the results of a part."""
+        self.cut += part.cut
+        self.rows += part.rows
+        self.checks += part.checks
+        self.skipped += part.skipped
+        self.models += [model for model in part.models if model not in self.models]
+        self.modes |= part.modes
+        self.kernel_times += part.kernel_times
+        self.part_s |= part.part_s
 
     def add(self, part: str, test: str, side: str, rounds: Sequence[Figures]) -> Row:
         """Add one side of a test: its figures in each round, all with the same names."""
@@ -110,7 +220,18 @@ class GpuReport:
         figures = {name: tuple(figures[name] for figures in rounds) for name in names}
         row = Row(part, test, side, figures)
         self.rows.append(row)
+        self.save()
         return row
+
+    def add_kernel_times(self, times: KernelTable) -> None:
+        """Add the time by kernel of a step."""
+        self.kernel_times.append(times)
+        self.save()
+
+    def check(self, check: CorrectnessCheck) -> None:
+        """Add a check."""
+        self.checks.append(check)
+        self.save()
 
     @property
     def failed(self) -> list[CorrectnessCheck]:
@@ -119,13 +240,16 @@ class GpuReport:
     def text(self) -> str:
         """The results as Markdown."""
         passed = len(self.checks) - len(self.failed)
+        modes = ", ".join(f"{name}: {mode}" for name, mode in self.modes.items())
         parts = [
             f"# {self.machine.get('gpu') or self.machine['cpu']}"
             + (", quick: the figures mean nothing" if self.quick else ""),
             ", ".join(f"{name} {number}" for name, number in self.versions.items()),
             f"{passed} of {len(self.checks)} checks passed.",
+            f"Modes: {modes}." if modes else "",
             _list("Failed", [check.line() for check in self.failed]),
             table(HEAD, [row.cells() for row in self.rows]) if self.rows else "",
+            *(kernels.text() for kernels in self.kernel_times),
             _list("Skipped", [f"{name}: {reason}" for name, reason in self.skipped]),
             _list("Cut for lack of time", self.cut),
         ]
@@ -134,6 +258,15 @@ class GpuReport:
     def write(self, path: Path) -> None:
         """Write the results as JSON, and as Markdown to the same path with suffix .md."""
         path.parent.mkdir(parents=True, exist_ok=True)
+        _replace(path, self._json())
+        _replace(path.with_suffix(".md"), self.text())
+
+    def save(self) -> None:
+        """Write the results so far to `path`, if there is one: the process may be killed."""
+        if self.path is not None:
+            _replace(self.path, self._json())
+
+    def _json(self) -> str:
         whole = asdict(self) | {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "checks": [asdict(check) | {"passed": check.passed} for check in self.checks],
@@ -142,8 +275,15 @@ class GpuReport:
                 for row in self.rows
             ],
         }
-        path.write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        path.with_suffix(".md").write_text(self.text(), encoding="utf-8")
+        del whole["path"]
+        return json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file as a whole or not at all."""
+    beside = path.with_name(path.name + ".new")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
 
 
 def format_error(error: BaseException) -> str:

@@ -23,6 +23,13 @@ class Shape:
     name: str
     spec: ModelSpec
 
+    @property
+    def weight_bytes(self) -> int:
+        """Approximate bytes of the weights, without scales; embeddings have 16 bits."""
+        spec, bits = self.spec, self.spec.quant.bits if self.spec.quant else 16
+        ends = spec.vocab_size * spec.hidden_size * (2 - spec.tied_embeddings)
+        return 2 * ends + (spec.num_params - ends) * bits // 8
+
 
 def llama(
     *,
@@ -118,6 +125,16 @@ _1B = llama(
     stretch=32.0,
     tied=True,
 )
+_3B = llama(
+    layers=28,
+    hidden=3072,
+    intermediate=8192,
+    heads=24,
+    kv_heads=8,
+    head_dim=128,
+    stretch=32.0,
+    tied=True,
+)
 _TINY = llama(
     layers=2,
     hidden=128,
@@ -132,7 +149,12 @@ _TINY = llama(
 PLAIN_8B = Shape("8B bf16", _8B)
 INT4_8B = Shape("8B int4-g128", replace(_8B, quant=INT4))
 FP8_8B = Shape("8B fp8", replace(_8B, quant=FP8))
+PLAIN_3B = Shape("3B bf16", _3B)
+INT4_3B = Shape("3B int4-g128", replace(_3B, quant=INT4))
+FP8_3B = Shape("3B fp8", replace(_3B, quant=FP8))
 PLAIN_1B = Shape("1B bf16", _1B)
+INT4_1B = Shape("1B int4-g128", replace(_1B, quant=INT4))
+FP8_1B = Shape("1B fp8", replace(_1B, quant=FP8))
 INT4_70B = Shape("70B int4-g128", replace(_70B, quant=INT4))
 PLAIN_TINY = Shape("tiny bf16", _TINY)
 INT4_TINY = Shape("tiny int4-g128", replace(_TINY, quant=INT4))
@@ -182,3 +204,8 @@ CHECKED = (
         ),
     ),
 )
+
+
+def checked_like(shape: Shape) -> str:
+    """Name of the checked model with the weight format of a measured one."""
+    return next(small.name for small in CHECKED if small.spec.quant == shape.spec.quant)

@@ -16,6 +16,7 @@ import psutil
 from benchmarks.gpu_parts.bench import GpuBench, Side
 from benchmarks.gpu_parts.checkpoint import write_checkpoint
 from benchmarks.gpu_parts.clock import Budget
+from benchmarks.gpu_parts.progress import case_begins
 from benchmarks.gpu_parts.report import Figures
 
 PART = "startup"
@@ -35,6 +36,7 @@ def startup(bench: GpuBench, budget: Budget) -> None:
             bench.report.skipped.append((PART, reason))
             return
         begun_s = time.monotonic()
+        case_begins(f"write {shape.name}")
         size = write_checkpoint(folder / "model", shape.spec, bench.device)
         wrote_s = time.monotonic() - begun_s
         bench.device.free()

@@ -1,19 +1,20 @@
-"""Profile decode steps: kernels, launches, idle time, host time, cost of graph capture."""
+"""Profile steps: kernels and their times, launches, idle time, host time, cost of graph capture."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from benchmarks.answers import Answer
 from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.loaded import WatchedRunner
+from benchmarks.gpu_parts.report import KernelTime
 from benchmarks.session import Session
 
 # in longer gaps the device waits for the host
@@ -26,15 +27,29 @@ _LAUNCHES = ("LaunchKernel", "GraphLaunch", "MemcpyAsync", "MemsetAsync")
 class Activity:
     """Device activity during some steps.
 
-    kernels: number of kernels and copies on the device. launches: number of launch calls of the
-    host. busy_s: time with at least one kernel running. waits_s: time in gaps of more than
-    LONG_GAP_US.
+    spans: name, begin and end of each kernel and copy on the device, in microseconds. launches:
+    number of launch calls of the host.
     """
 
-    kernels: int
+    spans: tuple[tuple[str, float, float], ...]
     launches: int
-    busy_s: float
-    waits_s: float
+
+    @property
+    def busy_and_waits_s(self) -> tuple[float, float]:
+        """Time with at least one kernel running, and time in gaps of more than LONG_GAP_US."""
+        busy_us, waits_us = busy_and_waits((begin, end) for _, begin, end in self.spans)
+        return busy_us / 1e6, waits_us / 1e6
+
+    def kernel_times(self, steps: int) -> tuple[KernelTime, ...]:
+        """Time by kernel, longest first, per step."""
+        by_name: defaultdict[str, list[float]] = defaultdict(list)
+        for name, begin, end in self.spans:
+            by_name[name].append(end - begin)
+        found = [
+            KernelTime(name, len(took) / steps, sum(took) / steps, statistics.median(took))
+            for name, took in by_name.items()
+        ]
+        return tuple(sorted(found, key=lambda kernel: -kernel.total_us))
 
 
 def activity(device: Device, run: Callable[[], None]) -> Activity:
@@ -46,14 +61,13 @@ def activity(device: Device, run: Callable[[], None]) -> Activity:
         device.synchronize()
     events = list(profile.events() or [])
     own = "CUDA" if device.is_gpu else "CPU"
-    spans = [
-        (event.time_range.start, event.time_range.end)
+    spans = tuple(
+        (event.name, event.time_range.start, event.time_range.end)
         for event in events
         if event.device_type.name == own and (device.is_gpu or event.name.startswith("aten::"))
-    ]
+    )
     calls = sum(any(name in event.name for name in _LAUNCHES) for event in events)
-    busy_us, waits_us = busy_and_waits(spans)
-    return Activity(len(spans), calls, busy_us / 1e6, waits_us / 1e6)
+    return Activity(spans, calls)
 
 
 def busy_and_waits(spans: Iterable[tuple[float, float]]) -> tuple[float, float]:
@@ -73,7 +87,9 @@ def busy_and_waits(spans: Iterable[tuple[float, float]]) -> tuple[float, float]:
 
 
 @contextmanager
-def decoding(session: Session, prompts: Sequence[Sequence[int]], tokens: int) -> Any:
+def decoding(
+    session: Session, prompts: Sequence[Sequence[int]], tokens: int
+) -> Iterator[list[float]]:
     """Decode all prompts in the block; yields the durations of the first steps in seconds."""
     answers: list[Answer] = [session.submit(prompt, tokens) for prompt in prompts]
     while not all(answer.arrivals for answer in answers):
@@ -86,20 +102,25 @@ def decoding(session: Session, prompts: Sequence[Sequence[int]], tokens: int) ->
 _FIRST_STEPS = 12
 
 
+def answer_tokens(steps: int) -> int:
+    """Length of the answers that `decode_step` needs."""
+    return _FIRST_STEPS + 4 * steps + 100
+
+
 def _step_s(session: Session) -> float:
     begun_s = time.perf_counter()
     session.step()
     return time.perf_counter() - begun_s
 
 
-def measured(
+def decode_step(
     device: Device, session: Session, prompts: Sequence[Sequence[int]], *, steps: int
-) -> dict[str, float]:
-    """Return the figures of a decode step of these prompts, measured over `steps` steps."""
+) -> tuple[dict[str, float], tuple[KernelTime, ...]]:
+    """Return the figures of a decode step of these prompts, and its time by kernel."""
     device.reset_peak()
     runner = session.runner
     assert isinstance(runner, WatchedRunner)
-    with decoding(session, prompts, _FIRST_STEPS + 4 * steps + 100) as first_s:
+    with decoding(session, prompts, answer_tokens(steps)) as first_s:
         runner.waited_s = 0.0
         begun_s = time.perf_counter()
         each_s = [_step_s(session) for _ in range(steps)]
@@ -112,13 +133,36 @@ def measured(
         activity(device, session.step)  # the profiler's own warm-up
         seen = activity(device, some)
     step_s = statistics.median(each_s)
-    return {
+    busy_s, waits_s = seen.busy_and_waits_s
+    figures = {
         "step_ms": step_s * 1e3,
         "host_us": (wall_s - waited_s) / steps * 1e6,
-        "kernels": seen.kernels / steps,
+        "kernels": len(seen.spans) / steps,
         "launches": seen.launches / steps,
-        "idle_share": max(0.0, 1 - seen.busy_s / wall_s),
-        "waits_share": seen.waits_s / wall_s,
+        "idle_share": max(0.0, 1 - busy_s / wall_s),
+        "waits_share": waits_s / wall_s,
         "capture_ms": max(0.0, sum(first_s) - len(first_s) * step_s) * 1e3,
         "peak_gb": device.peak_gb(),
     }
+    return figures, seen.kernel_times(steps)
+
+
+def prefill(
+    device: Device, session: Session, prompts: Sequence[Sequence[int]]
+) -> tuple[dict[str, float], tuple[KernelTime, ...]]:
+    """Return the figures of the last of these prompts, and its time by kernel."""
+    for prompt in prompts[:-1]:  # warm-up: compile
+        session.ask([prompt], 1)
+
+    def last() -> None:
+        session.ask(prompts[-1:], 1)
+
+    seen = activity(device, last)
+    busy_s, waits_s = seen.busy_and_waits_s
+    figures = {
+        "busy_ms": busy_s * 1e3,
+        "waits_ms": waits_s * 1e3,
+        "kernels": float(len(seen.spans)),
+        "launches": float(seen.launches),
+    }
+    return figures, seen.kernel_times(1)

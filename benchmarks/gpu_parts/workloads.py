@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 
 from benchmarks.answers import Answer, computed_tokens, decode_tok_s, serving_metrics
 from benchmarks.gpu_parts.bench import GpuBench, Side
 from benchmarks.gpu_parts.clock import Budget
-from benchmarks.gpu_parts.loaded import Loaded, serving
+from benchmarks.gpu_parts.loaded import Loaded
 from benchmarks.gpu_parts.plan import RequestGroup
+from benchmarks.gpu_parts.progress import case_begins
 from benchmarks.gpu_parts.report import Figures
 from benchmarks.gpu_parts.shapes import Shape
 from benchmarks.session import GREEDY, Session
@@ -24,43 +24,33 @@ _CURVE_ROUNDS = 3
 _ROOM = 64  # extra tokens of the KV cache
 
 
-def single(bench: GpuBench, budget: Budget) -> None:
-    """Single requests, alternating models: after a short prompt, and after a long context."""
-    plan, answer = bench.plan, bench.plan.alone.answer
+def single(bench: GpuBench, budget: Budget, side: str) -> None:
+    """Single requests to a model: after a short prompt, and after a long context."""
+    plan, answer, shape = bench.plan, bench.plan.alone.answer, bench.plan.shape(side)
     longest = max(plan.depths, default=0) + plan.alone.prompt + 2 * answer + _ROOM
-    with ExitStack() as stack:
-        sessions = {
-            # room for two long texts: one for warm-up and the measured one
-            shape: stack.enter_context(_session(bench, shape, 2 * longest))
-            for shape in plan.models
-        }
-        test = f"{plan.alone.prompt} in/{answer} out"
-        for shape, session in sessions.items():
-            for params in (GREEDY, _SAMPLED):  # warm-up: compile and capture
-                session.ask([bench.prompt(shape, plan.alone.prompt)], answer, params)
-        sides = {shape.name: _alone(bench, session, shape) for shape, session in sessions.items()}
-        first = plan.plain
-        sides[f"{first.name}, sampled"] = _alone(bench, sessions[first], first, _SAMPLED)
+    # room for two long texts: one for warm-up and the measured one
+    with bench.session(shape, 2 * longest) as session:
+        test = f"{plan.alone.prompt} in/{plan.alone.answer} out"
+        for params in (GREEDY, _SAMPLED):  # warm-up: compile and capture
+            session.ask([bench.prompt(shape, plan.alone.prompt)], answer, params)
+        sides = {shape.name: _alone(bench, session, shape)}
+        if shape == plan.plain:
+            sides[f"{shape.name}, sampled"] = _alone(bench, session, shape, _SAMPLED)
         bench.rounds("single", test, sides, plan.rounds, budget)
         for depth in plan.depths:
             name = f"{test} at {depth:,}"
             if budget.fits(name):
-                _deep(bench, sessions, name, depth, budget)
+                _deep(bench, session, shape, name, depth, budget)
 
 
 def large(bench: GpuBench, budget: Budget) -> None:
     """Single requests to a model that fills most of the device's memory."""
     shape, group = bench.plan.large, bench.plan.alone
     test = f"{group.prompt} in/{group.answer} out"
-    with _session(bench, shape, 4 * (group.prompt + group.answer + _ROOM)) as session:
+    with bench.session(shape, 4 * (group.prompt + group.answer + _ROOM)) as session:
         session.ask([bench.prompt(shape, group.prompt)], group.answer)
         sides = {shape.name: _alone(bench, session, shape)}
         bench.rounds("large", test, sides, bench.plan.rounds, budget)
-    bench.drop(shape)
-
-
-def _session(bench: GpuBench, shape: Shape, kv_tokens: int) -> Session:
-    return serving(bench.model(shape), bench.device, kv_tokens=kv_tokens)
 
 
 def _alone(
@@ -84,35 +74,28 @@ def at_once(bench: GpuBench, session: Session, shape: Shape, group: RequestGroup
 
 
 def _deep(
-    bench: GpuBench, sessions: dict[Shape, Session], test: str, depth: int, budget: Budget
+    bench: GpuBench, session: Session, shape: Shape, test: str, depth: int, budget: Budget
 ) -> None:
     """Measure TTFT of a new long text once, then decoding after the same text in the cache.
 
     The rounds need no prefill.
     """
-    group = bench.plan.alone
-    texts: dict[Shape, list[int]] = {}
-    for shape, session in sessions.items():
-        session.ask([bench.prompt(shape, depth)], 4)  # warm-up: compile
-        texts[shape] = bench.prompt(shape, depth)
-        (answer,) = session.ask([texts[shape]], 4)
-        ttft_ms = (answer.first_s - answer.sent_s) * 1e3
-        figures = {"ttft_p50_ms": ttft_ms, "ttft_p99_ms": ttft_ms}
-        figures["prompt_tok_s"] = depth / ttft_ms * 1e3
-        bench.report.add("single", f"{test}, cold", shape.name, [figures])
-        session.ask([texts[shape]], 8)  # warm-up: capture
+    answer_tokens, model = bench.plan.alone.answer, bench.model(shape)
+    session.ask([bench.prompt(shape, depth)], 4)  # warm-up: compile
+    text = bench.prompt(shape, depth)
+    case_begins(f"{test}, cold: {shape.name}")
+    (answer,) = session.ask([text], 4)
+    ttft_ms = (answer.first_s - answer.sent_s) * 1e3
+    figures = {"ttft_p50_ms": ttft_ms, "ttft_p99_ms": ttft_ms}
+    figures["prompt_tok_s"] = depth / ttft_ms * 1e3
+    bench.report.add("single", f"{test}, cold", shape.name, [figures])
+    session.ask([text], 8)  # warm-up: capture
 
-    def side(shape: Shape, session: Session) -> Side:
-        def run() -> Figures:
-            found = _decoding(
-                bench, bench.model(shape), session.ask([texts[shape]], group.answer), depth
-            )
-            return {name: value for name, value in found.items() if "ttft" not in name}
+    def run() -> Figures:
+        found = _decoding(bench, model, session.ask([text], answer_tokens), depth)
+        return {name: value for name, value in found.items() if "ttft" not in name}
 
-        return run
-
-    sides = {shape.name: side(shape, session) for shape, session in sessions.items()}
-    bench.rounds("single", test, sides, bench.plan.rounds, budget)
+    bench.rounds("single", test, {shape.name: run}, bench.plan.rounds, budget)
 
 
 def _decoding(
@@ -126,25 +109,18 @@ def _decoding(
     return {"decode_tok_s": rate, **serving_metrics(answers), **shares}
 
 
-def curve(bench: GpuBench, budget: Budget) -> None:
+def curve(bench: GpuBench, budget: Budget, side: str) -> None:
     """Decode throughput by batch size."""
-    plan = bench.plan
-    shapes = (plan.plain, plan.int4, plan.fp8)
+    plan, shape = bench.plan, bench.plan.shape(side)
     room = max(plan.batches) * (plan.each.prompt + plan.each.answer + _ROOM)
-    with ExitStack() as stack:
-        sessions = {
-            shape: stack.enter_context(_session(bench, shape, 2 * room)) for shape in shapes
-        }
+    with bench.session(shape, 2 * room) as session:
         for batch in plan.batches:
             test = f"{plan.each.prompt} in/{plan.each.answer} out × {batch}"
             if not budget.fits(test):
                 continue
-            for shape, session in sessions.items():
-                _ask_group(bench, session, shape, replace(plan.each, requests=batch))
-            sides = {
-                shape.name: _batch(bench, session, shape, batch)
-                for shape, session in sessions.items()
-            }
+            case_begins(f"{test}: warm-up of {shape.name}")
+            _ask_group(bench, session, shape, replace(plan.each, requests=batch))
+            sides = {shape.name: _batch(bench, session, shape, batch)}
             bench.rounds("curve", test, sides, min(plan.rounds, _CURVE_ROUNDS), budget)
 
 
@@ -165,9 +141,9 @@ def _batch(bench: GpuBench, session: Session, shape: Shape, batch: int) -> Side:
     return run
 
 
-def load(bench: GpuBench, budget: Budget) -> None:
+def load(bench: GpuBench, budget: Budget, side: str) -> None:
     """Throughput and latency of many requests submitted at the same time."""
-    plan = bench.plan
+    plan, shape = bench.plan, bench.plan.shape(side)
     low, high = plan.mixed_tokens
     overload, chats = plan.overload, plan.lognormal
     tests: list[tuple[str, tuple[Shape, ...], list[int], list[int]]] = [
@@ -191,24 +167,24 @@ def load(bench: GpuBench, budget: Budget) -> None:
         ),
     ]
     for test, shapes, ins, outs in tests:
-        for shape in shapes:
-            if budget.fits(f"{test}, {shape.name}"):
-                _loaded(bench, test, shape, ins, outs, budget)
+        if shape in shapes and budget.fits(test):
+            _loaded(bench, test, shape, ins, outs, budget)
 
 
 def _loaded(
     bench: GpuBench, test: str, shape: Shape, ins: list[int], outs: list[int], budget: Budget
 ) -> None:
     bench.device.reset_peak()
-    with _session(bench, shape, bench.plan.kv_tokens) as session:
+    with bench.session(shape, bench.plan.kv_tokens) as session:
 
         def run() -> Figures:
             answers = session.ask(bench.prompts(shape, ins), outs)
             return {**serving_metrics(answers), "peak_gb": bench.device.peak_gb()}
 
+        case_begins(f"{test}: warm-up of {shape.name}")
         few = max(1, len(ins) // 8)  # warm-up: compile, and capture the smaller batch shapes
         session.ask(bench.prompts(shape, ins[:few]), [min(n, 32) for n in outs[:few]])
-        bench.rounds("load", test, {shape.name: run}, 2, budget)
+        bench.rounds("load", test, {shape.name: run}, 3, budget)
     bench.device.free()
 
 
@@ -223,7 +199,7 @@ def prefix(bench: GpuBench, budget: Budget) -> None:
     """Requests submitted at the same time with a new long prefix, which is computed once."""
     plan, shape, group = bench.plan, bench.plan.plain, bench.plan.with_prefix
     test = f"{group.requests} × {group.prompt} in/{group.answer} out over {plan.prefix:,}"
-    with _session(bench, shape, plan.kv_tokens) as session:
+    with bench.session(shape, plan.kv_tokens) as session:
 
         def run() -> Figures:
             shared = bench.prompt(shape, plan.prefix)
@@ -241,7 +217,7 @@ def chats(bench: GpuBench, budget: Budget) -> None:
     """Concurrent chats: each turn sends the whole conversation and a new question."""
     plan, shape, turn = bench.plan, bench.plan.plain, bench.plan.turn
     test = f"{plan.chats} chats × {plan.turns} turns of {turn.prompt} in/{turn.answer} out"
-    with _session(bench, shape, plan.kv_tokens) as session:
+    with bench.session(shape, plan.kv_tokens) as session:
 
         def run() -> Figures:
             answers = _talk(bench, session, shape)

@@ -1,0 +1,62 @@
+"""How the engine runs: with CUDA graphs or without, running ahead or not; chosen by the checks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.gpu_parts.report import CorrectnessCheck, lost_unit
+
+GRAPHS_CHECK = "logits with graphs, against eager steps"
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """graphs: replay CUDA graphs. ahead: launch steps before their tokens are known."""
+
+    graphs: bool
+    ahead: bool
+
+    @property
+    def name(self) -> str:
+        return ("graphs" if self.graphs else "eager") + (", run-ahead" if self.ahead else "")
+
+    @property
+    def check(self) -> str:
+        """Name of the check of the whole engine in this mode."""
+        return f"greedy, {self.name}"
+
+
+# the fastest first
+MODES = tuple(Mode(graphs, ahead) for graphs in (True, False) for ahead in (True, False))
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenMode:
+    """note: says if the mode has not passed its checks; otherwise empty."""
+
+    mode: Mode
+    note: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.mode.name} ({self.note})" if self.note else self.mode.name
+
+
+def best_mode(model: str, checks: Sequence[CorrectnessCheck]) -> ChosenMode:
+    """Return the fastest mode in which all checks of this model passed.
+
+    The users' default if the model was not checked; the slowest if no mode passed.
+    """
+    passed = {
+        check.name: check.passed
+        for check in checks
+        if check.name.startswith(f"{model}: ") or check.name == lost_unit(f"modes/{model}")
+    }
+    if not passed:
+        return ChosenMode(MODES[0], "not checked")
+    for mode in MODES:
+        needed = [mode.check, GRAPHS_CHECK] if mode.graphs else [mode.check]
+        if all(passed.get(f"{model}: {name}", False) for name in needed):
+            return ChosenMode(mode)
+    return ChosenMode(MODES[-1], "failed its checks")

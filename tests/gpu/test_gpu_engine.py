@@ -1,0 +1,150 @@
+"""Decoder and engine on a GPU: graphs, running ahead, drafts, cancelled requests, loading."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from drafting import always_draft
+
+from benchmarks.answers import Answer
+from benchmarks.gpu_parts.decoder_checks import NEARLY_BEST, CheckedModel, decoders
+from benchmarks.gpu_parts.device import Device
+from benchmarks.gpu_parts.loaded import WatchedRunner, engine_session, watched_runner
+from benchmarks.gpu_parts.modes import MODES, Mode
+from benchmarks.gpu_parts.processes import ROOT
+from benchmarks.gpu_parts.shapes import CHECKED, PLAIN_TINY, Shape
+from benchmarks.session import GREEDY
+from localgen.backends.engine.speculation.draft_model import ModelDrafter
+from localgen.backends.engine.speculation.drafter import Drafter
+from localgen.backends.engine.speculation.ngram import NgramDrafter
+from localgen.backends.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.gpu
+SEED = 1
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=SEED)
+ANSWER = 24
+every_mode = pytest.mark.parametrize("mode", MODES, ids=[mode.name for mode in MODES])
+
+
+def runner_of(
+    model: CheckedModel, device: Device, mode: Mode, kv_tokens: int = 4096
+) -> WatchedRunner:
+    return watched_runner(
+        *(model.spec, model.weights, device),
+        kv_tokens=kv_tokens,
+        graphs=mode.graphs,
+        ahead=mode.ahead,
+    )
+
+
+def assert_nearly_best(
+    model: CheckedModel, texts: Sequence[list[int]], answers: Sequence[Answer]
+) -> None:
+    """Every greedy token is one that the float64 reference could have chosen."""
+    for text, answer in zip(texts, answers, strict=True):
+        assert model.below_best(text, answer.tokens) <= NEARLY_BEST
+
+
+def assert_whole(runner: WatchedRunner) -> None:
+    runner.kv_cache.check()
+    assert runner.usage().used == 0
+
+
+@pytest.mark.parametrize("shape", CHECKED, ids=[shape.name for shape in CHECKED])
+def test_decoders_equal_their_references(device: Device, shape: Shape) -> None:
+    """Prompts in parts, graphs against eager steps, greedy text in every mode."""
+    checks = list(decoders(device, SEED, shape))
+    assert len(checks) > len(MODES)
+    assert [check.line() for check in checks if not check.passed] == []
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_steps_launched_ahead_change_no_text(
+    model: CheckedModel, device: Device, params: SamplingParams
+) -> None:
+    """Bit for bit: with one request at a time, the same kernels compute both."""
+    found = {}
+    for mode in MODES:
+        with engine_session(runner_of(model, device, mode), model.spec.vocab_size) as session:
+            answers = [session.ask([text], ANSWER, params)[0] for text in model.texts]
+        found[mode] = [answer.tokens for answer in answers]
+    for graphs in (True, False):
+        assert found[Mode(graphs, ahead=True)] == found[Mode(graphs, ahead=False)]
+
+
+@pytest.mark.parametrize("kind", ["n-gram", "draft model"])
+@every_mode
+def test_drafts_change_no_text(
+    model: CheckedModel, device: Device, mode: Mode, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always_draft(monkeypatch)
+    drafter: Drafter = NgramDrafter()
+    draft_runner = None
+    if kind == "draft model":
+        draft_runner = runner_of(model, device, Mode(mode.graphs, ahead=False))
+        drafter = ModelDrafter(draft_runner, "the same model")
+    runner = runner_of(model, device, mode)
+    texts = [text[:12] * 4 for text in model.texts]  # the n-gram drafter proposes a repetition
+    with engine_session(runner, model.spec.vocab_size, [drafter]) as session:
+        assert_nearly_best(model, texts, session.ask(texts, ANSWER))
+        speculation = session.stats.speculation
+        assert_whole(runner)
+    assert speculation.draft_tokens_total > 0
+    if draft_runner is not None:
+        assert speculation.accepted_tokens_total > 0
+        assert_whole(draft_runner)
+
+
+@every_mode
+def test_the_pool_is_whole_after_cancels(model: CheckedModel, device: Device, mode: Mode) -> None:
+    """And later answers are right."""
+    runner = runner_of(model, device, mode)
+    with engine_session(runner, model.spec.vocab_size) as session:
+        for steps in (0, 1, 2, 5, 9):
+            answers = [session.submit(text, 100) for text in model.texts]
+            for _ in range(steps):
+                session.step()
+            session.cancel(answers[::2])
+            session.run(answers[1::2])
+            assert_whole(runner)
+        assert_nearly_best(model, model.texts, session.ask(model.texts, ANSWER))
+
+
+@every_mode
+def test_sequences_that_wait_for_memory_go_on(
+    model: CheckedModel, device: Device, mode: Mode
+) -> None:
+    runner = runner_of(model, device, mode, kv_tokens=256)
+    with engine_session(runner, model.spec.vocab_size) as session:
+        answers = session.ask(model.texts, 60)
+        assert session.stats.num_preemptions_total > 0, "the pool was too small for all"
+        assert_nearly_best(model, model.texts, answers)
+        assert_whole(runner)
+
+
+def test_a_checkpoint_is_loaded_and_answers(device: Device, tmp_path: Path) -> None:
+    """In a process of its own, with all of the loader's defaults."""
+    for package in ("jinja2", "safetensors", "tokenizers"):
+        pytest.importorskip(package)
+    from benchmarks.gpu_parts.checkpoint import write_checkpoint
+
+    write_checkpoint(tmp_path / "model", PLAIN_TINY.spec, device)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "benchmarks.gpu_parts.first_token"),
+            *(str(tmp_path / "model"), str(time.monotonic())),
+            *([] if device.is_gpu else ["--cpu"]),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["first_token_s"] > 0
