@@ -25,7 +25,8 @@ class Memory:
 
     def copy(self) -> int:
         """Make the pending copies; returns how many."""
-        copies = self.cache.pop_pending_copies()
+        copies: list[tuple[int, int]] = []
+        self.cache.copy_pending(copies.extend)
         sources, targets = [pair[0] for pair in copies], [pair[1] for pair in copies]
         assert len(set(targets)) == len(targets)
         self.pages[targets] = self.pages[sources]

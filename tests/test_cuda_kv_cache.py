@@ -301,3 +301,17 @@ def test_waste_is_under_four_percent_after_every_step(share: bool) -> None:
         if scheduler.running:
             worst = max(worst, wasted(runner, scheduler.running))
     assert 0 < worst < 0.04
+
+
+def test_copies_that_fail_stay_pending() -> None:
+    cache, copied = PagedCache(8, prefix_cache=True), list[tuple[int, int]]()
+    cache._schedule_copy(1, 2)
+
+    def fail(pairs: list[tuple[int, int]]) -> None:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        cache.copy_pending(fail)
+    cache.copy_pending(copied.extend)
+    cache.copy_pending(copied.extend)
+    assert copied == [(1, 2)]

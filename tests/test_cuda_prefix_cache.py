@@ -70,7 +70,7 @@ class DecoderBench:
                     is_sampled=True,
                 )
             )
-        self.steps.copy_pages(self.room.pop_pending_copies())
+        self.room.copy_pending(self.steps.copy_pages)
         logits = self.steps.run(build_step_inputs(chunks, self.room.page_table))
         parts = torch.split(logits, [len(chunk) for chunk in chunks])
         for chunk, ours in zip(chunks, parts, strict=True):

@@ -11,17 +11,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from models import Bench, LoadedBench, Reply, noisy, questions
 from torch import Tensor
 
+from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS
 from localgen.backends.cuda.loader import load_cuda_model
 from localgen.backends.cuda.model.batch import StepInputs
 from localgen.backends.cuda.runner import CudaRunner
 from localgen.backends.cuda.steps.cuda_graphs import DeviceExecutor, PreviousStepTokens
+from localgen.backends.cuda.steps.run_ahead import next_step_inputs
 from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.model_info import LoadOptions, ModelLoadRequest
-from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.runner.interface import Chunk
+from localgen.backends.runner.sequence import Sequence as EngineSequence
+from localgen.backends.sampling_params import BASE_SAMPLING, SamplingParams
 
 TINY = Path(__file__).parents[1] / "localgen/models/tiny"
 # llama.cpp keeps keys, values and some products in 16 bits: logits differ by up to this
@@ -175,6 +181,39 @@ def test_a_step_launched_ahead_is_used() -> None:
     prompt, answer = reply.finished.prompt_tokens, reply.finished.completion_tokens
     assert sum(rows) in (prompt + answer, prompt + answer + 1)
     bench.close()
+
+
+def test_no_memory_for_a_step_ahead_costs_only_that_step(alone: list[Reply]) -> None:
+    bench = CudaBench(as_on_gpu=True)
+    run, refused = bench.runner._executor.run, 0
+
+    def without_steps_ahead(
+        inputs: StepInputs, token_source: PreviousStepTokens | None = None
+    ) -> Tensor:
+        nonlocal refused
+        if token_source is not None:
+            refused += 1
+            raise torch.OutOfMemoryError
+        return run(inputs, token_source)
+
+    bench.runner._executor.run = without_steps_ahead  # type: ignore[method-assign]
+    (reply,) = bench.ask(CHATS[:1], PLAIN)
+    assert refused > 1
+    assert reply.text == alone[0].text
+    assert bench.stats.num_preemptions_total == 0
+    bench.close()
+
+
+def test_a_step_ahead_takes_only_the_pages_it_needs() -> None:
+    """A step with drafts that found no room leaves a table with pages for them."""
+    prompt = [1] * 20
+    seq = EngineSequence(
+        id="a", tokens=prompt, num_prompt=20, params=BASE_SAMPLING, ctx=99, max_len=99
+    )
+    chunk = Chunk(seq=seq, start=19, tokens=[1], is_sampled=True)
+    step = next_step_inputs([chunk], [np.arange(3, 9, dtype=np.int32)], [0])
+    assert step.page_tables.tolist() == [[3, 4]]
+    assert step.slot_mapping.tolist() == [4 * PAGE_TOKENS + 4]
 
 
 def test_cancelled_while_a_step_is_ahead() -> None:

@@ -84,7 +84,7 @@ def embed_sequences(
             kv_cache.admit_uncached(seq)
             lent.append(seq)
         # pending copies must not overwrite the allocated pages later
-        executor.copy_pages(kv_cache.pop_pending_copies())
+        kv_cache.copy_pending(executor.copy_pages)
         sums: dict[Sequence, Tensor] = {}
         for chunks in split_into_slices(seqs, max_tokens):
             states, row = _compute_states(executor, kv_cache, chunks), 0

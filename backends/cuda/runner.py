@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -157,12 +158,14 @@ class CudaRunner:
         step = _joined(parts, chunks)
         ticket = self._with_host_copies(step)
         if self.limits.runs_ahead:
-            self._launch_run_ahead(step)
+            # without memory for it, the next step is launched when the scheduler plans it
+            with suppress(torch.OutOfMemoryError):
+                self._launch_run_ahead(step)
         return ticket
 
     def _compute(self, chunks: Seq[Chunk], first_row: int) -> CudaStepTicket:
         """Launch these chunks alone. first_row: their first row in the whole step."""
-        self._executor.copy_pages(self.kv_cache.pop_pending_copies())
+        self.kv_cache.copy_pending(self._executor.copy_pages)
         logits = self._executor.run(build_step_inputs(chunks, self.kv_cache.page_table))
         return self._sample(chunks, logits, first_row)
 
@@ -208,7 +211,7 @@ class CudaRunner:
         ):
             return
         next_chunks = [chunk for chunk, _ in going]
-        self._executor.copy_pages(self.kv_cache.pop_pending_copies())
+        self.kv_cache.copy_pending(self._executor.copy_pages)
         inputs = next_step_inputs(
             next_chunks,
             [self.kv_cache.page_table(chunk.seq) for chunk in next_chunks],

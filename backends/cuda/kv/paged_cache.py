@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,13 +36,14 @@ class PagedCache:
         """The pages of a running sequence, in order, int32 [pages]."""
         return np.array(self._page_tables[seq], np.int32)
 
-    def pop_pending_copies(self) -> list[tuple[int, int]]:
-        """Pages to copy before the next step, as (source, target) with distinct targets.
+    def copy_pending(self, copy: Callable[[list[tuple[int, int]]], object]) -> None:
+        """Call `copy` with the pages to copy before the next step; if it raises, they stay pending.
 
-        The copies are simultaneous: all sources must be read before any target is written.
+        They are (source, target) with distinct targets. The copies are simultaneous: all sources
+        must be read before any target is written.
         """
-        copies, self._pending_copies = self._pending_copies, {}
-        return [(source, target) for target, source in copies.items()]
+        copy([(source, target) for target, source in self._pending_copies.items()])
+        self._pending_copies.clear()
 
     def usage(self) -> PoolUsage:
         """Pages that are both in use and cached count as used."""

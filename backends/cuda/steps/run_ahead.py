@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS
+from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS, pages_for
 from localgen.backends.cuda.model.batch import Int32Array, StepInputs
 from localgen.backends.cuda.model.host_copy import to_device
 from localgen.backends.runner.interface import Chunk
@@ -69,10 +69,12 @@ def next_step_inputs(
     row in which each chunk's token is sampled.
     """
     positions = np.array([chunk.start + 1 for chunk in chunks], np.int32)
-    width = max(map(len, page_tables))
+    # a table may be longer: with pages for drafts of a step that did not run
+    width = pages_for(int(positions.max()) + 1)
     padded = np.zeros((len(chunks), width), np.int32)
     for row, table in zip(padded, page_tables, strict=True):
-        row[: len(table)] = table
+        needed = table[:width]
+        row[: len(needed)] = needed
     rows = np.arange(len(chunks))
     pages = padded[rows, positions // PAGE_TOKENS].astype(np.int64)
     return StepInputs(
