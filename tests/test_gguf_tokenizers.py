@@ -108,7 +108,7 @@ def test_phi_3_strips_white_space_after_special_tokens(
     tokenizer = pieces("llama 2")
     for added in tokenizer["added_tokens"]:
         added["rstrip"] = added["content"] not in ("<unk>", "<s>", "<|endoftext|>")
-    edit(folder / "config.json", architectures=["Phi3ForCausalLM"])
+    edit(folder / "config.json", architectures=["Phi3ForCausalLM"], model_type="phi3")
     fuse(folder)
     folder = folder.rename(folder.with_name(folder_name))
     model = open_model(converted(folder, tokenizer, eos_token="<|end|>"), vocab_only=True)
