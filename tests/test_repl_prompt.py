@@ -7,6 +7,8 @@ import io
 import os
 import pty
 import select
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -283,3 +285,8 @@ def test_models_are_looked_up_once_a_prompt(
     read = _create_line_reader(ChatSession(client, tmp_path, ModelOptions()), Console())
     assert read(">>> ") == "m1 m1"
     assert read(">>> ") == "m2 m2"
+
+
+def test_the_line_editor_is_not_imported_before_the_server_starts() -> None:
+    code = "import sys, localgen.repl.repl; sys.exit('prompt_toolkit' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -26,7 +26,6 @@ from localgen.client import Completion, TextDelta
 from localgen.machine.busy_processes import busy_programs
 from localgen.repl.live_answer import LiveAnswer
 from localgen.repl.load_progress import LoadProgressLine
-from localgen.repl.prompt import strip_quotes
 from localgen.repl.typed_ahead import hide_typed_ahead
 
 if TYPE_CHECKING:
@@ -107,6 +106,8 @@ class Repl:
         return is_staying
 
     def _handle_line(self, line: str) -> bool:
+        from localgen.repl.prompt import strip_quotes
+
         try:
             if commands.is_command(line):
                 return self._run_command(line)
@@ -315,15 +316,17 @@ def start_chat(
 
     Raises LocalgenError if the model cannot be loaded.
     """
-    # import the line editor in parallel: it takes as long as loading a model
-    editor = threading.Thread(target=importlib.import_module, args=(f"{__package__}.prompt",))
-    editor.start()
     session = ChatSession(client, storage.state_dir, options)
     session.set_conversation(storage.record.conversation.with_system(options.system))
     console = progress_line.console
     with hide_typed_ahead():
         with progress_line:
             client.connect()
+            # imported while the model is loaded: earlier, it would delay the server
+            editor = threading.Thread(
+                target=importlib.import_module, args=(f"{__package__}.prompt",)
+            )
+            editor.start()
             session.load(model, progress_line.update)
         editor.join()
         failure = f"conversation not stored: {storage.failure}" if storage.failure else ""
