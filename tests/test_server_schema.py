@@ -13,7 +13,7 @@ from schemathesis.core.result import Ok
 from schemathesis.generation import GenerationMode
 from serving import ServerHarness, server_harness
 
-CASES = 800
+CASES = 2000
 _SENT = ("method", "url", "params", "headers", "json")
 # paths that end the server, contact the hub, or remove the developer's models
 _LEFT_OUT = {"/v1/shutdown", "/api/pull", "/api/delete"}
