@@ -77,9 +77,17 @@ STARTS_ANOTHER = (
 )
 
 
+def has_ended(pid: int) -> bool:
+    """Wait for a process that was sent SIGKILL: it is gone a moment later."""
+    deadline_s = time.monotonic() + 10
+    while is_running(pid) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return not is_running(pid)
+
+
 def test_processes_that_a_process_started_end_with_it() -> None:
     ended = Processes().run("unit", python(STARTS_ANOTHER), LONG_S)
-    assert not is_running(int(ended.lines[0]))
+    assert has_ended(int(ended.lines[0]))
 
 
 def test_closing_ends_what_runs(capfd: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +103,7 @@ def test_closing_ends_what_runs(capfd: pytest.CaptureFixture[str]) -> None:
     processes.close()
     thread.join(60)
     assert [ended.problem for ended in found] == ["killed by SIGKILL"]
-    assert not is_running(int(found[0].lines[0]))
+    assert has_ended(int(found[0].lines[0]))
     with pytest.raises(RuntimeError):
         processes.run("unit", python(program), LONG_S)
 
