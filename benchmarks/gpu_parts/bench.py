@@ -65,7 +65,7 @@ class GpuBench:
         loaded, chosen = self.model(shape), best_mode(checked_like(shape), self._checks)
         if not is_draft:
             self.report.modes[shape.name] = chosen.name
-        room = loaded.room_tokens(self.device)
+        room = loaded.max_kv_tokens(self.device)
         if room is not None and room < kv_tokens:
             name = f"KV cache of {kv_tokens:,} tokens for {shape.name}"
             self.report.skipped.append((name, f"the memory holds {room:,}"))

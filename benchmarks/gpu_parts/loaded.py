@@ -49,8 +49,8 @@ class Loaded:
         """Bytes of the keys and values of `tokens` tokens."""
         return tokens * sizing.kv_bytes_per_token(self.spec, DTYPE)
 
-    def room_tokens(self, device: Device) -> int | None:
-        """Tokens of a KV cache that fit beside the weights and a step; None: no limit known."""
+    def max_kv_tokens(self, device: Device) -> int | None:
+        """Largest KV cache, in tokens, in the free device memory; None if that is not known."""
         free_bytes = device.free_bytes()
         if free_bytes is None:
             return None

@@ -251,7 +251,7 @@ BY_GGUF_NAME = {
 
 
 def conversion_obstacle(spec: ModelSpec) -> str | None:
-    """What of the model cannot be quantized or converted to GGUF by localgen, or None."""
+    """Return why localgen cannot quantize the model or convert it to GGUF; None if it can."""
     if spec.text_only:
         return "a model that also takes images"
     return None if FAMILIES[spec.architecture].gguf_name else spec.architecture

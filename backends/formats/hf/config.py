@@ -120,8 +120,11 @@ def _family(whole: ConfigFields, config: ConfigFields) -> Family:
 
 
 def _is_tied(config: ConfigFields, family: Family, text_of: Path | None) -> bool:
-    """Whether the head is the embedding. text_of: the folder of a model that also takes images,
-    whose files decide, since its config.json may not say."""
+    """Return True if the output head shares the weights of the embedding.
+
+    text_of: folder of a model that also takes images; the tensors in it decide, because its
+    config.json may lack the field.
+    """
     stored = None if text_of is None else stores_head(text_of)
     return config.flag("tie_word_embeddings", family.tied) if stored is None else not stored
 

@@ -61,7 +61,7 @@ def text_tensor_name(stored: str) -> str | None:
 
 
 def stores_head(folder: Path) -> bool | None:
-    """Whether the checkpoint has a head; None if it cannot be read."""
+    """Return True if the checkpoint has lm_head weights; None if it cannot be read."""
     try:
         names = [name for path in weight_files(folder) for name in read_safetensors_header(path)]
     except (LoadFailed, ModelNotFound):
