@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import stat
 import sys
 import warnings
@@ -109,6 +110,16 @@ class ServerSettings:
         """Log of a server started by a client; in the runtime folder if the other is read-only."""
         is_read_only = self.state_dir.exists() and not os.access(self.state_dir, os.W_OK)
         return (self.runtime_dir if is_read_only else self.state_dir) / "server.log"
+
+    def is_server_listening(self) -> bool:
+        """Return True if a server accepts connections on the socket."""
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(1.0)
+            try:
+                probe.connect(str(self.socket_path))
+            except OSError:
+                return False
+        return True
 
     def require_safe_runtime_dir(self) -> None:
         """Raise BadSetting if the folder of the socket exists and another user could replace it."""

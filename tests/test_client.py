@@ -37,6 +37,7 @@ from localgen.backends.model_info import LoadOptions
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import Message
 from localgen.client import Completion, LocalClient, TextDelta
+from localgen.client.launch import is_being_started, launch_early
 from localgen.config import BadSetting
 
 
@@ -297,6 +298,19 @@ def test_a_newer_server_of_the_same_protocol_is_used(served: ServerHarness) -> N
     before = served.pid()
     served.client().connect()
     assert served.pid() == before
+
+
+def test_a_server_launched_early_is_awaited(served: ServerHarness) -> None:
+    command, said = served.client()._server_command, list[str]()
+    early = launch_early(served.settings, command)
+    assert early is not None
+    assert launch_early(served.settings, command) is None, "it is being started"
+    with LocalClient(served.settings, said.append, server_command=["false"], early=early) as client:
+        client.connect()
+        assert client.health() is not None
+        assert launch_early(served.settings, command) is None, "it runs"
+    assert said == ["starting the server"]
+    assert not is_being_started(served.settings)
 
 
 def test_failed_server_start_gives_the_reason(served: ServerHarness) -> None:

@@ -13,7 +13,7 @@ import pytest
 from serving import settings_in
 
 from localgen.backends.errors import ServerUnavailable
-from localgen.client.launch import start_server
+from localgen.client.launch import LaunchedServer
 from localgen.machine.python_process import python_environment
 from localgen.server.log_file import LogFile
 
@@ -180,5 +180,5 @@ def test_the_reason_of_a_failed_start_is_found_in_a_rotated_log(tmp_path: Path) 
     settings.log_path.write_bytes(b"old\n" * 1000)
     command = [sys.executable, "-c", FAILING, str(settings.log_path)]
     with pytest.raises(ServerUnavailable, match="the server did not start: no luck"):
-        start_server(settings, command, lambda: False, lambda: False)
+        LaunchedServer(settings, command).wait(lambda: False, lambda: False)
     assert settings.log_path.read_text() == "error: no luck\n"

@@ -16,10 +16,11 @@ from scripted_client import Script, ScriptedClient, answer
 from tui_chats import MakeTui, wait, wait_for_answer
 
 from localgen.backends.errors import DiskFull, EngineDied, InvalidRequest
-from localgen.chat.chat_storage import ChatStorage, SessionChoice, open_chat_storage
+from localgen.chat.chat_storage import ChatStorage, open_chat_storage
 from localgen.chat.conversation import Conversation, Turn
 from localgen.chat.parameters import ModelOptions
 from localgen.chat.session import ChatSession
+from localgen.chat.session_choice import SessionChoice
 from localgen.chat.session_recorder import SessionRecorder
 from localgen.chat.session_store import SessionBusy, SessionRecord, SessionStore
 from localgen.chat.stored_sessions import find_session, list_with_turns, open_store

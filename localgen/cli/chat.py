@@ -20,6 +20,7 @@ from localgen.cli.remote_options import (
     UrlOption,
     create_client,
     endpoint_from_options,
+    launch_server_early,
     options_for_endpoint,
 )
 from localgen.cli.session_options import (
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from localgen.chat.chat_storage import ChatStorage
     from localgen.client.endpoints import Endpoint
+    from localgen.client.launch import EarlyLaunch
     from localgen.repl.load_progress import LoadProgressLine
 
 
@@ -63,17 +65,21 @@ def command(
     words = [] if model is None else [model]
     default = endpoint.model if endpoint else None
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    from localgen.chat.chat_storage import SessionChoice, open_chat_storage
+    from localgen.chat.session_choice import SessionChoice
     from localgen.config import ServerSettings
-    from localgen.hub.resolve import name_for_server
 
     choice = SessionChoice(session, latest, history)
     choice.validate(at_terminal=at_terminal)
+    named = _require_model(words, default, named_model)
     if not at_terminal:
-        _answer_piped_prompt(endpoint, _require_model(words, default, named_model), options)
+        _answer_piped_prompt(endpoint, named, options)
         return
     settings = ServerSettings.from_environment()
     settings.create_state_dir()
+    early = launch_server_early(endpoint)
+    from localgen.chat.chat_storage import open_chat_storage
+    from localgen.hub.resolve import name_for_server
+
     with open_chat_storage(settings.state_dir, choice) as storage:
         record, url = storage.record, endpoint.url if endpoint else ""
         stored = record.model if record.server_url == url else None
@@ -81,7 +87,7 @@ def command(
         is_same = name_for_server(name) == name_for_server(record.model)
         merged = options_of_session(context, options, record, same_model=is_same)
         storage = replace(storage, warning=other_server_notice(record, url))
-        _chat(endpoint, name, options_for_endpoint(merged, endpoint), storage)
+        _chat(endpoint, name, options_for_endpoint(merged, endpoint), storage, early)
 
 
 def _require_model(words: list[str], default: str | None, named: str | None) -> str | None:
@@ -95,23 +101,28 @@ def _require_model(words: list[str], default: str | None, named: str | None) -> 
 def _answer_piped_prompt(
     endpoint: Endpoint | None, model: str | None, options: ModelOptions
 ) -> None:
+    prompt = read_prompt(None)
+    early = launch_server_early(endpoint)
     from localgen.cli.one_shot import answer_prompt, stderr_console
 
-    prompt = read_prompt(None)
     loading = _loading_line(stderr_console(), model)
-    with closing(create_client(endpoint, loading.notify)) as client:
+    with closing(create_client(endpoint, loading.notify, early)) as client:
         answer_prompt(client, loading, model, prompt, options)
 
 
 def _chat(
-    endpoint: Endpoint | None, model: str | None, options: ModelOptions, storage: ChatStorage
+    endpoint: Endpoint | None,
+    model: str | None,
+    options: ModelOptions,
+    storage: ChatStorage,
+    early: EarlyLaunch | None,
 ) -> None:
     from rich.console import Console
 
     from localgen.repl.repl import start_chat
 
     loading = _loading_line(Console(highlight=False), model)
-    with closing(create_client(endpoint, loading.notify)) as client:
+    with closing(create_client(endpoint, loading.notify, early)) as client:
         start = partial(start_chat, client, loading, model, options, storage)
         if endpoint is not None:
             start()

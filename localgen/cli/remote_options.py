@@ -16,6 +16,7 @@ from localgen.cli.options import LOAD_OPTIONS, REQUEST_OPTIONS
 if TYPE_CHECKING:
     from localgen.client import Client
     from localgen.client.endpoints import Endpoint
+    from localgen.client.launch import EarlyLaunch
     from localgen.client.server_monitor import LocalServerMonitor, RemoteServerMonitor
     from localgen.config import ServerSettings
 
@@ -81,13 +82,28 @@ def options_for_endpoint(options: ModelOptions, endpoint: Endpoint | None) -> Mo
     return replace(options, load=LoadOptions(), ctx=None, priority=0, keep_alive=None)
 
 
-def create_client(endpoint: Endpoint | None, notify: Callable[[str], None]) -> Client:
-    """Create a client of the endpoint, or of the local server if it is None."""
+def launch_server_early(endpoint: Endpoint | None) -> EarlyLaunch | None:
+    """Launch the local server before the client is imported, unless an endpoint is used."""
+    if endpoint is not None:
+        return None
+    from localgen.client.launch import launch_early
+    from localgen.config import ServerSettings
+
+    return launch_early(ServerSettings.from_environment())
+
+
+def create_client(
+    endpoint: Endpoint | None, notify: Callable[[str], None], early: EarlyLaunch | None = None
+) -> Client:
+    """Create a client of the endpoint, or of the local server if it is None.
+
+    early: the local server, if it has been launched.
+    """
     from localgen.client import Client, LocalClient
     from localgen.client.connection import EndpointConnection
 
     if endpoint is None:
-        return LocalClient(notify=notify)
+        return LocalClient(notify=notify, early=early)
     return Client(EndpointConnection(endpoint, notify))
 
 

@@ -32,6 +32,7 @@ from localgen.cli.remote_options import (
     create_client,
     endpoint_from_options,
     is_from_command_line,
+    launch_server_early,
     options_for_endpoint,
 )
 
@@ -69,12 +70,13 @@ def command(
         return _default_model_advice(arguments, _server_options(context, url, api_key_env))
 
     prompt = _read_prompt(prompt, model, advice, is_local=endpoint is None)
+    early = launch_server_early(endpoint)
     from localgen.cli.one_shot import answer_prompt, stderr_console
     from localgen.hub.packaged import default_model
     from localgen.repl.load_progress import LoadProgressLine
 
     loading = LoadProgressLine(stderr_console(), model or default_model())
-    with closing(create_client(endpoint, loading.notify)) as client:
+    with closing(create_client(endpoint, loading.notify, early)) as client:
 
         def answer() -> None:
             answer_prompt(client, loading, model, prompt, options, json_output=json)

@@ -10,6 +10,8 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO
 
 from localgen.backends.errors import ServerUnavailable
 from localgen.config import ServerSettings
@@ -28,50 +30,81 @@ class ServerKilled(ServerUnavailable):
     """A signal ended the server while it started."""
 
 
-def start_server(
-    settings: ServerSettings, command: Sequence[str], is_ready: Predicate, is_aborted: Predicate
-) -> None:
-    """Start a server that outlives the client, and wait until it answers.
+class LaunchedServer:
+    """A server process that outlives the client and does not answer yet."""
 
-    Raises ServerUnavailable with the reason if it does not start (ServerKilled: a signal ended it),
-    or if the client is aborted; then the server keeps running.
-    """
-    environment = python_environment() | settings.to_environment()
-    # the client's default, not that of other clients
-    environment.pop("LOCALGEN_MODEL", None)
-    log_bytes = settings.log_path.stat().st_size if settings.log_path.exists() else 0
-    with open(settings.log_path, "ab") as log:
-        os.fchmod(log.fileno(), 0o600)
-        process = subprocess.Popen(
-            list(command),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            cwd="/",
-            env=environment,
-        )
+    def __init__(self, settings: ServerSettings, command: Sequence[str]) -> None:
+        self._settings = settings
+        environment = python_environment() | settings.to_environment()
+        # the client's default, not that of other clients
+        environment.pop("LOCALGEN_MODEL", None)
+        log_path = settings.log_path
+        self._log_bytes = log_path.stat().st_size if log_path.exists() else 0
+        with open(log_path, "ab") as log:
+            os.fchmod(log.fileno(), 0o600)
+            self._process = subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                cwd="/",
+                env=environment,
+            )
 
-    def is_there() -> bool:
+    def wait(self, is_ready: Predicate, is_aborted: Predicate) -> None:
+        """Wait until the server answers.
+
+        Raises ServerUnavailable with the reason if it does not (ServerKilled: a signal ended it),
+        or if the client is aborted; then the server keeps running.
+        """
+        if not _wait_until(lambda: self._is_there(is_ready), _START_TIMEOUT_S, is_aborted):
+            self._process.kill()
+            raise ServerUnavailable(
+                f"the server did not answer within {_START_TIMEOUT_S:.0f} s: "
+                f"see {self._settings.log_path}"
+            )
+
+    def _is_there(self, is_ready: Predicate) -> bool:
+        process = self._process
         has_ended = process.poll() is not None
         if is_ready():  # it may have exited because another server was faster
             return True
         if process.returncode is not None and process.returncode < 0:
             name = signal.Signals(-process.returncode).name
             raise ServerKilled(
-                f"the server was killed by {name} while it started: see {settings.log_path}"
+                f"the server was killed by {name} while it started: see {self._settings.log_path}"
             )
         if has_ended:
-            raise ServerUnavailable(
-                f"the server did not start: {_failure_reason(settings, log_bytes)}"
-            )
+            reason = _failure_reason(self._settings, self._log_bytes)
+            raise ServerUnavailable(f"the server did not start: {reason}")
         return False
 
-    if not _wait_until(is_there, _START_TIMEOUT_S, is_aborted):
-        process.kill()
-        raise ServerUnavailable(
-            f"the server did not answer within {_START_TIMEOUT_S:.0f} s: see {settings.log_path}"
-        )
+
+@dataclass(frozen=True, slots=True)
+class EarlyLaunch:
+    """A server launched before its client exists. lock: the start lock, held until it answers."""
+
+    server: LaunchedServer
+    lock: IO[str]
+
+
+def launch_early(
+    settings: ServerSettings, command: Sequence[str] = SERVER_COMMAND
+) -> EarlyLaunch | None:
+    """Launch a server, so that it starts while the client is imported.
+
+    None if one runs or is being started. Call it shortly before LocalClient.connect().
+    """
+    settings.create_dirs()
+    with contextlib.ExitStack() as stack:
+        lock = stack.enter_context(open(settings.start_lock_path, "a"))
+        os.fchmod(lock.fileno(), 0o600)
+        if not _try_lock(lock.fileno()) or settings.is_server_listening():
+            return None
+        server = LaunchedServer(settings, command)
+        stack.pop_all()
+    return EarlyLaunch(server, lock)
 
 
 @contextlib.contextmanager

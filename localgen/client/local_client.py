@@ -20,11 +20,12 @@ from localgen.client.connection import HEALTH_TIMEOUT_S, LocalConnection, Server
 from localgen.client.errors import LIST_TIMEOUT_S, ErrorResponse, ServerNotAnswering
 from localgen.client.launch import (
     SERVER_COMMAND,
+    EarlyLaunch,
+    LaunchedServer,
     ServerKilled,
     is_being_started,
     read_server_pid,
     start_lock,
-    start_server,
     wait_for_shutdown,
 )
 from localgen.client.local_replies import (
@@ -56,6 +57,7 @@ class LocalClient(Client):
     """The client of the local server, with operations on the server itself.
 
     notify: called with a line when the user should know something. server_command: starts a server.
+    early: a server that connect() waits for.
 
     Methods raise BadSetting if another user could replace the socket, and ServerNotAnswering if a
     server runs but does not answer, except for the time that an answer takes.
@@ -69,15 +71,20 @@ class LocalClient(Client):
         notify: Callable[[str], None] = lambda line: None,
         *,
         server_command: Sequence[str] = SERVER_COMMAND,
+        early: EarlyLaunch | None = None,
     ) -> None:
         self._settings = settings or ServerSettings.from_environment()
-        self._server_command = server_command
+        self._server_command, self._early = server_command, early
         super().__init__(LocalConnection(self._settings, notify))
         self._compat = OpenAICompat(owned_by="localgen", is_local=True)
 
     def connect(self) -> None:
         """Start a server if none runs; restart an idle one of an older version."""
         self._settings.create_dirs()
+        if self._early is not None:
+            early, self._early = self._early, None
+            with early.lock:
+                return self._await_start(early.server)
         try:
             health = self.health()
         except ServerNotAnswering:
@@ -199,24 +206,26 @@ class LocalClient(Client):
         return self._connection.is_aborted
 
     def _start_server(self) -> None:
+        with start_lock(self._settings, self._is_aborted):
+            if self.health() is None:  # else another client was faster
+                self._await_start(LaunchedServer(self._settings, self._server_command))
+
+    def _await_start(self, server: LaunchedServer) -> None:
+        """Wait until the server answers; start it again once if a signal ended it."""
+
         def answers() -> bool:
             try:
                 return self.health() is not None
             except ServerNotAnswering:  # it listens before it has imported what it needs
                 return False
 
-        def start() -> None:
-            start_server(self._settings, self._server_command, answers, self._is_aborted)
-
-        with start_lock(self._settings, self._is_aborted):
-            if self.health() is not None:
-                return  # another client was faster
-            self._connection.notify("starting the server")
-            try:
-                start()
-            except ServerKilled as error:
-                self._connection.notify(f"{error.message}; starting it again")
-                start()
+        self._connection.notify("starting the server")
+        try:
+            server.wait(answers, self._is_aborted)
+        except ServerKilled as error:
+            self._connection.notify(f"{error.message}; starting it again")
+            again = LaunchedServer(self._settings, self._server_command)
+            again.wait(answers, self._is_aborted)
 
     def _handle_version_mismatch(self, health: Health) -> None:
         ours = f"localgen {localgen.__version__}"

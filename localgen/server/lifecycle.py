@@ -139,24 +139,13 @@ def _acquire_lock(lock: IO[str], settings: ServerSettings) -> None:
         except OSError:
             lock.seek(0)
             owner = lock.read().strip()
-        if is_server_listening(settings):
+        if settings.is_server_listening():
             raise ServerUnavailable(
                 f"A server is already running (pid {owner}); stop it with `localgen stop`"
             )
         if time.monotonic() > deadline:
             raise ServerUnavailable(f"the previous server (process {owner}) does not exit: kill it")
         time.sleep(0.02)
-
-
-def is_server_listening(settings: ServerSettings) -> bool:
-    """Return True if a server accepts connections on the Unix socket."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(str(settings.socket_path))
-        except OSError:
-            return False
-    return True
 
 
 @contextlib.contextmanager
