@@ -235,3 +235,20 @@ def answer_params() -> Any:
     from localgen.backends.sampling_params import SamplingParams
 
     return SamplingParams()
+
+
+def test_a_file_taken_for_a_prompt_is_shown_as_one(
+    scripted: Callable[..., ScriptedClient],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    scripted()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", Terminal(b""))
+    Path("note.txt").write_text("a prompt")
+    assert run_command_line(["run", "note.txt"]) == 6
+    err = capsys.readouterr().err
+    assert err.endswith("; `localgen run -f note.txt` asks the default model what the file says\n")
+    assert run_command_line(["run", "n" * 5000]) == 6
+    assert f"; `localgen run -p {'n' * 5000}` asks the default" in capsys.readouterr().err

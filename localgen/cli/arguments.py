@@ -126,10 +126,11 @@ def is_model_name(name: str) -> bool:
 
 
 def _is_sentence(text: str) -> bool:
-    return len(text.split()) > 1 and not _is_file(text)
+    return len(text.split()) > 1 and not is_file(text)
 
 
-def _is_file(text: str) -> bool:
+def is_file(text: str) -> bool:
+    """True for the name of a GGUF file, and for any path that exists."""
     try:
         return text.lower().endswith(".gguf") or Path(os.path.expanduser(text)).exists()
     except OSError:

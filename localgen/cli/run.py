@@ -18,6 +18,7 @@ from localgen.cli.arguments import (
     PromptArgument,
     PromptFileOption,
     PromptOption,
+    is_file,
     is_model_name,
     read_prompt,
     require_one_prompt,
@@ -141,5 +142,7 @@ def _server_options(context: typer.Context, url: str | None, api_key_env: str | 
 
 
 def _default_model_advice(words: Sequence[str], server_options: Sequence[str]) -> str:
-    command = shlex.join(["localgen", "run", *server_options, "-p", " ".join(words)])
-    return f"`{command}` asks the default model"
+    one_file = len(words) == 1 and is_file(words[0])
+    prompt = ["-f" if one_file else "-p", " ".join(words)]
+    command = shlex.join(["localgen", "run", *server_options, *prompt])
+    return f"`{command}` asks the default model{' what the file says' if one_file else ''}"
