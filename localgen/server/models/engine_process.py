@@ -132,11 +132,6 @@ def _engine_environment() -> dict[str, str]:
     environment = python_environment()
     # no debugger and backtrace on a native crash
     environment["GGML_NO_BACKTRACE"] = "1"
-    # weights in huge pages where the system allows madvise: fewer page table walks
-    known = environment.get("GLIBC_TUNABLES")
-    if not known or "glibc.malloc.hugetlb" not in known:
-        tunable = "glibc.malloc.hugetlb=1"
-        environment["GLIBC_TUNABLES"] = f"{known}:{tunable}" if known else tunable
     if "OMP_WAIT_POLICY" not in environment:
         environment.setdefault("GOMP_SPINCOUNT", _OPENMP_SPINS)
     return environment
