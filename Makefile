@@ -19,7 +19,7 @@ endif
 SETUP := pyproject.toml $(wildcard requirements/*.txt) setup.py setup.sh
 MODEL := localgen/models/tiny.gguf
 # files in the order of tests/conftest.py
-XDIST := -n 3 --dist loadfile --no-loadscope-reorder
+XDIST := -n 4 --dist loadfile --no-loadscope-reorder
 
 help:
 	@echo 'make chat    set up on first use (a few minutes), then chat with smollm2'

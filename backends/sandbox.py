@@ -19,10 +19,12 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
 
+import localgen
 from localgen.backends.errors import error_from_code
 from localgen.backends.messages import start_process
 from localgen.backends.sandbox_worker import MAX_REPLY_BYTES, CallLimits, CallMethod, CreateObject
@@ -40,6 +42,7 @@ _COMMAND = (
     "import sys; sys.path[:] = sys.argv[1:-1]; "
     "from localgen.backends.sandbox_worker import main; main(int(sys.argv[-1]))"
 )
+_ROOT = str(Path(localgen.__file__).parents[1])
 _Request = CreateObject | CallMethod
 
 
@@ -215,7 +218,8 @@ class _SandboxProcess:
         self._base_bytes = 0
         self._created: set[int] = set()
         self._process, self._socket = start_process(
-            [sys.executable, "-P", "-c", _COMMAND, *sys.path],
+            # -S: what site would find is in sys.path, except where localgen is installed editable
+            [sys.executable, "-P", "-S", "-c", _COMMAND, *sys.path, _ROOT],
             max_bytes=MAX_REPLY_BYTES,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

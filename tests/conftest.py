@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import shutil
@@ -61,13 +62,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Speed up garbage collection, and Triton's interpreter if a test file has imported it."""
+    """Speed up garbage collection, Triton's interpreter and the start of sandboxes."""
     # a million objects of imported packages, which never become garbage
     gc.freeze()
     if "triton.runtime.interpreter" in sys.modules:
         import fast_interpreter
 
         fast_interpreter.speed_up()
+    for name in ("localgen.backends.llamacpp.loader", "localgen.backends.cuda.loader"):
+        # models that tests load themselves share a sandbox: each would start a process
+        if (loader := sys.modules.get(name)) is not None:
+            loader.Sandbox = functools.cache(loader.Sandbox)  # type: ignore[attr-defined]
 
 
 @pytest.fixture

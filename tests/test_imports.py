@@ -256,6 +256,17 @@ def test_the_command_line_starts_light(program: str) -> None:
     assert [name for name in HEAVY if name in loaded] == []
 
 
+def test_the_client_is_imported_without_the_command_line_of_httpx() -> None:
+    program = "import sys, localgen.client.client; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stdout.split())
+    assert "httpx" in loaded
+    assert {"click", "pygments", "rich"} & loaded == set()
+
+
 def test_the_tui_computes_nothing() -> None:
     program = (
         "import sys, localgen.tui.chat.app\n"

@@ -228,7 +228,7 @@ def test_odd_numbers_end_in_a_model_an_error_or_a_dead_engine(tmp_path: Path) ->
 
 def test_an_engine_that_llama_cpp_aborts_ends_at_once() -> None:
     program = (
-        "import localgen.backends.llamacpp.__main__, llama_cpp.llama_cpp as C\n"
+        "import localgen.backends.llamacpp.loader, llama_cpp.llama_cpp as C\n"
         "C._lib.ggml_abort(b'a.c', 1, b'GGML_ASSERT(%s) failed', b'0')"
     )
     done = subprocess.run(

@@ -6,6 +6,7 @@ Imported lazily: a screen that needs only values paints sooner without httpx.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
         RunningModel,
         TextDelta,
     )
+
+# httpx imports its own command line where click and rich are installed: a third of its time
+sys.modules.setdefault("httpx._main", None)  # type: ignore[arg-type]
 
 __all__ = [
     "Client",

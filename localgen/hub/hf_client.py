@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -46,6 +47,8 @@ def import_huggingface_hub() -> ModuleType:
         ours = os.environ.get(f"LOCALGEN_{variable}")
         if ours:
             os.environ[variable] = ours
+    # the HTTP library's own command line, which would import click and rich
+    sys.modules.setdefault("httpx2._main", None)  # type: ignore[arg-type]
     # its logging module adds a handler when it is imported: do that before forward_warnings
     import huggingface_hub.utils.logging
     from huggingface_hub import constants

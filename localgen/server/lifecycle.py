@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import logging
 import os
 import socket
@@ -86,6 +87,9 @@ def run_server(
         spare = EngineProcess.start(engine_command)
         from localgen.server.serving import serve
 
+        # disabled by __main__; what was imported never becomes garbage
+        gc.freeze()
+        gc.enable()
         _log.info("server %d listens on %s", os.getpid(), settings.socket_path)
         serve(
             settings,
