@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 import torch
 from torch import Tensor
 
-from localgen.backends.cuda.kernels.gemm import dense, fp8, int4
+from localgen.backends.cuda.kernels.gemm import dense, fp8, int4, int4_format, int4_wide
 from localgen.backends.cuda.model.linear import DenseLinear, Int4Linear, gated_linear
 
 # largest error of an element, relative to the largest element
@@ -106,10 +106,11 @@ def test_a_row_of_nan_harms_no_other() -> None:
     ours = dense.matmul_triton(x, weight)
     assert bool(ours[1].isnan().all())
     same(ours[::2], x[::2].double() @ weight.double().T)
-    packed, scales, zeros, weight = int4_parts(1, 384, 20, 64)
+    packed, grid, weight = int4_parts(1, 384, 20, 64)
     x = drawn(3, 3, 384)
     x[1] = math.nan
-    same(int4.int4_matmul_triton(x, packed, scales, zeros)[::2], x[::2].double() @ weight.T, 3e-5)
+    same(int4.int4_matmul_triton(x, packed, grid)[::2], x[::2].double() @ weight.T, 3e-5)
+    same(int4_wide.int4_wide_matmul_triton(x, packed, grid)[::2], x[::2].double() @ weight.T, 3e-5)
 
 
 def test_tensors_left_to_cublas() -> None:
@@ -137,23 +138,24 @@ def test_the_public_functions_on_the_cpu_keep_float64() -> None:
 # -- int4 -------------------------------------------------------------------------------------
 
 
-def int4_parts(seed: int, ins: int, outs: int, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """packed, scales, zeros, and the weight as float64."""
+def int4_parts(seed: int, ins: int, outs: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """packed, grid, and the weight as float64."""
     generator = torch.Generator().manual_seed(seed)
     digits = torch.randint(0, 16, (outs, ins), generator=generator, dtype=torch.uint8)
     zeros = torch.randint(0, 16, (outs, ins // group), generator=generator, dtype=torch.uint8)
     scales = (0.01 + 0.01 * torch.rand((outs, ins // group), generator=generator)).half()
     by_group = digits.view(outs, -1, group).double() - zeros[..., None].double()
-    return int4.pack_int4(digits), scales, zeros, (by_group * scales[..., None].double()).flatten(1)
+    weight = (by_group * scales[..., None].double()).flatten(1)
+    return int4_format.pack_int4(digits), int4_format.pack_grid(scales, zeros), weight
 
 
 @pytest.mark.parametrize("ins", [128, 256, 1152, 8, 200])
 def test_digits_come_back_out_of_their_tiles(ins: int) -> None:
     digits = torch.randint(0, 16, (5, ins), dtype=torch.uint8)
-    packed = int4.pack_int4(digits)
+    packed = int4_format.pack_int4(digits)
     assert packed.shape == (5, ins // 2)
-    assert torch.equal(int4.unpack_int4(packed), digits)
-    if not int4.is_tiled(ins):
+    assert torch.equal(int4_format.unpack_int4(packed), digits)
+    if not int4_format.is_tiled(ins):
         assert torch.equal(packed[:, 0], digits[:, 0] | digits[:, 1] << 4)
 
 
@@ -162,7 +164,7 @@ def test_int4_digit_positions() -> None:
     for s, i, h in ((0, 0, 0), (0, 0, 1), (3, 15, 1), (2, 7, 0)):
         digits = torch.zeros((1, 256), dtype=torch.uint8)
         digits[0, 128 + 32 * s + 2 * i + h] = 15
-        words = int4.pack_int4(digits).view(torch.int32).long() & 0xFFFFFFFF
+        words = int4_format.pack_int4(digits).view(torch.int32).long() & 0xFFFFFFFF
         assert words[0, 16 + i] == 15 << (4 * s + 16 * h)
         assert words.count_nonzero() == 1
 
@@ -184,39 +186,79 @@ def test_int4_digit_positions() -> None:
 def test_int4_product_equals_the_reference(
     rows: int, ins: int, outs: int, group: int, dtype: torch.dtype
 ) -> None:
-    packed, scales, zeros, weight = int4_parts(rows, ins, outs, group)
+    packed, grid, weight = int4_parts(rows, ins, outs, group)
     x, bias = drawn(5, rows, ins, dtype=dtype), drawn(6, outs, dtype=dtype)
-    ours = int4.int4_matmul_triton(x, packed, scales, zeros, bias)
+    ours = int4.int4_matmul_triton(x, packed, grid, bias)
     assert ours.dtype is dtype
     # sums with the exponents' 1024 in them cost 7 bits of float32
     limit = 3e-5 if dtype is torch.float32 else None
     same(ours, x.double() @ weight.T + bias.double(), limit)
-    same(
-        int4.int4_matmul_reference(*wide(x, packed, scales, zeros, bias)), exact_of(x, weight, bias)
-    )
+    same(int4.int4_matmul_reference(*wide(x, packed, grid, bias)), exact_of(x, weight, bias))
 
 
 def test_the_int4_tiles_of_many_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     tile = int4.choose_int4_tile(2, 28672, 128, 90)
     assert tile != int4.choose_int4_tile(2, 70, 128, 90)
     monkeypatch.setattr(int4, "choose_int4_tile", lambda *_: tile)
-    packed, scales, zeros, weight = int4_parts(1, 640, 70, 64)
+    packed, grid, weight = int4_parts(1, 640, 70, 64)
     x = drawn(2, 2, 640)
-    same(int4.int4_matmul_triton(x, packed, scales, zeros), x.double() @ weight.T, 3e-5)
+    same(int4.int4_matmul_triton(x, packed, grid), x.double() @ weight.T, 3e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("rows", "ins", "outs", "group", "tile_of"),
+    [
+        (70, 256, 70, 128, (4096, 90)),
+        (130, 384, 65, 32, (4096, 80)),
+        (66, 256, 33, 64, (28672, 80)),
+        (140, 384, 150, 96, (28672, 90)),
+    ],
+)
+def test_int4_product_of_many_rows_equals_the_reference(
+    rows: int,
+    ins: int,
+    outs: int,
+    group: int,
+    tile_of: tuple[int, int],
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tile = int4_wide.choose_int4_wide_tile(*tile_of)
+    monkeypatch.setattr(int4_wide, "choose_int4_wide_tile", lambda *_: tile)
+    packed, grid, weight = int4_parts(rows, ins, outs, group)
+    x, bias = drawn(5, rows, ins, dtype=dtype), drawn(6, outs, dtype=dtype)
+    ours = int4_wide.int4_wide_matmul_triton(x, packed, grid, bias)
+    assert ours.dtype is dtype
+    same(ours, exact_of(x, weight, bias), 3e-5 if dtype is torch.float32 else None)
+
+
+def test_scales_of_bfloat16_and_float32() -> None:
+    packed, grid, weight = int4_parts(1, 256, 20, 64)
+    scales, zeros = grid.double().unbind(-1)
+    x = drawn(2, 3, 256)
+    for kind in (torch.bfloat16, torch.float32):
+        # float32 is stored as float16, from which these scales come
+        grid = int4_format.pack_grid(scales.to(kind), zeros.to(torch.uint8))
+        assert grid.dtype is (torch.bfloat16 if kind is torch.bfloat16 else torch.float16)
+        weight = int4_format.dequantize_int4(packed, grid, torch.float64)
+        for product in (int4.int4_matmul_triton, int4_wide.int4_wide_matmul_triton):
+            same(product(x, packed, grid), x.double() @ weight.T, 3e-5)
+        same(int4_format.dequantize_int4_triton(packed, grid, torch.float32), weight, 1e-7)
 
 
 @pytest.mark.parametrize(("ins", "outs", "group"), [(128, 9, 32), (1280, 17, 128), (384, 8, 384)])
 def test_int4_dequantization_equals_the_reference(ins: int, outs: int, group: int) -> None:
-    packed, scales, zeros, weight = int4_parts(3, ins, outs, group)
-    same(int4.dequantize_int4_triton(packed, scales, zeros, torch.float32), weight, 1e-7)
-    same(int4.dequantize_int4(packed, scales, zeros, torch.float64), weight, 1e-15)
+    packed, grid, weight = int4_parts(3, ins, outs, group)
+    same(int4_format.dequantize_int4_triton(packed, grid, torch.float32), weight, 1e-7)
+    same(int4_format.dequantize_int4(packed, grid, torch.float64), weight, 1e-15)
 
 
 def test_int4_product_with_reordered_inputs_equals_the_reference() -> None:
-    packed, scales, zeros, weight = int4_parts(4, 256, 12, 64)
+    packed, grid, weight = int4_parts(4, 256, 12, 64)
     order = torch.randperm(256, generator=torch.Generator().manual_seed(5))
     x = drawn(6, 3, 256).double()
-    linear = Int4Linear(packed, scales, zeros, None, order)
+    linear = Int4Linear(packed, grid, None, order)
     same(linear(x), x[:, order] @ weight.T, 1e-12)
 
 

@@ -129,12 +129,11 @@ def test_awq_weights_are_read(tmp_path: Path) -> None:
     qkv = weights.layers[0].qkv
     assert isinstance(qkv, Int4Linear)
     assert (qkv.packed.dtype, qkv.packed.shape) == (torch.uint8, (128, 32))
-    assert (qkv.zeros.dtype, qkv.zeros.shape) == (torch.uint8, (128, 4))
-    assert (qkv.scales.dtype, qkv.scales.shape) == (torch.float16, (128, 4))
+    assert (qkv.grid.dtype, qkv.grid.shape) == (torch.float16, (128, 4, 2))
     # the first input is the low half of the first byte
-    column = (qkv.packed[:64, 0] & 15).double() - qkv.zeros[:64, 0]
+    column = (qkv.packed[:64, 0] & 15).double() - qkv.grid[:64, 0, 1].double()
     wanted = expected["model.layers.0.self_attn.q_proj"][:, 0]
-    assert torch.equal(column * qkv.scales[:64, 0].double(), wanted)
+    assert torch.equal(column * qkv.grid[:64, 0, 0].double(), wanted)
     assert isinstance(weights.head, DenseLinear)
 
 

@@ -19,7 +19,7 @@ from hf_folders import edit
 from safetensors.torch import load_file
 from torch import Tensor
 
-from localgen.backends.cuda.kernels.gemm.int4 import pack_int4
+from localgen.backends.cuda.kernels.gemm.int4_format import pack_grid, pack_int4
 from localgen.backends.cuda.model.linear import (
     DenseLinear,
     Fp8Linear,
@@ -170,7 +170,7 @@ def test_outputs_are_reordered_in_every_layout() -> None:
     linears: list[Linear] = [
         DenseLinear(torch.randn(16, 64), bias),
         Fp8Linear(torch.randn(16, 64).to(torch.float8_e4m3fn), torch.rand(16), bias),
-        Int4Linear(packed, torch.rand(16, 2), zeros, bias, torch.randperm(64)),
+        Int4Linear(packed, pack_grid(torch.rand(16, 2), zeros), bias, torch.randperm(64)),
     ]
     x = torch.randn(3, 64)
     for linear in linears:

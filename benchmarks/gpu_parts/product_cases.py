@@ -9,6 +9,7 @@ import torch
 from benchmarks.gpu_parts.case import BF16, ROUNDED_ROWS, KernelCase, Sizes, kernel_case
 from benchmarks.gpu_parts.inputs import Inputs, doubled
 from localgen.backends.cuda.kernels.gemm import dense, fp8, int4
+from localgen.backends.cuda.kernels.gemm.int4_format import pack_grid, pack_int4
 from localgen.backends.cuda.kernels.moe import fused_experts
 from localgen.backends.cuda.kernels.moe.grouped_experts import ExpertRouting
 
@@ -29,7 +30,7 @@ def products(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
 
 def _products(sizes: Sizes) -> Iterator[tuple[int, int, int]]:
     """Yield rows, input features and output features."""
-    for rows in (1, 2, 5, 8, 16, 33, 64, sizes.rows):
+    for rows in (1, 2, 5, 8, 16, 33, 64, 130, sizes.rows):
         yield rows, sizes.hidden, sizes.hidden + 64
     for rows in (1, 7):
         yield rows, sizes.intermediate, sizes.hidden
@@ -40,11 +41,12 @@ def int4_products(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     sides = int4.int4_matmul, int4.int4_matmul_reference
     for group in (128, 32):
         for rows, ins, outs in _products(sizes):
+            scales = (make.normal(outs, ins // group).abs() * 0.01 + 0.001).to(torch.float16)
+            zeros = make.integers(0, 16, outs, ins // group, dtype=torch.uint8)
             given = (
                 make.normal(rows, ins),
-                int4.pack_int4(make.integers(0, 16, outs, ins, dtype=torch.uint8)),
-                (make.normal(outs, ins // group).abs() * 0.01 + 0.001).to(torch.float16),
-                make.integers(0, 16, outs, ins // group, dtype=torch.uint8),
+                pack_int4(make.integers(0, 16, outs, ins, dtype=torch.uint8)),
+                pack_grid(scales, zeros),
                 make.normal(outs),
             )
             name = f"{rows} × {ins} → {outs}, groups of {group}"

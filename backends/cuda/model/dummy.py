@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from localgen.backends.cuda.kernels.gemm.int4_format import pack_grid
 from localgen.backends.cuda.model.linear import DenseLinear, Fp8Linear, Int4Linear, Linear
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 
@@ -70,7 +71,7 @@ class DummyWeightLoader:
             packed.random_(256, generator=self._generator)
         scales = torch.full(shape, _STD / _INT4_STD, device=self._device, dtype=torch.float16)
         zeros = torch.full(shape, 8, device=self._device, dtype=torch.uint8)
-        return Int4Linear(packed, scales, zeros, bias)
+        return Int4Linear(packed, pack_grid(scales, zeros), bias)
 
 
 class DummyTokenizer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from localgen.backends.cuda.kernels.gemm.int4 import pack_int4
+from localgen.backends.cuda.kernels.gemm.int4_format import pack_grid, pack_int4
 from localgen.backends.cuda.model.linear import Int4Linear
 from localgen.backends.formats.hf.quantization_config import AWQ_ORDER
 
@@ -19,8 +19,8 @@ def repack_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, bias: Tensor | N
     """
     places = torch.tensor(AWQ_ORDER, device=qweight.device)
     digits = _unpack_nibbles(qweight)[..., places].flatten(1).T
-    zeros = _unpack_nibbles(qzeros)[..., places].flatten(1).T.contiguous()
-    return Int4Linear(pack_int4(digits), scales.T.contiguous(), zeros, bias)
+    zeros = _unpack_nibbles(qzeros)[..., places].flatten(1).T
+    return Int4Linear(pack_int4(digits), pack_grid(scales.T, zeros), bias)
 
 
 def repack_gptq(
@@ -43,7 +43,7 @@ def repack_gptq(
     digits = _unpack_nibbles(qweight).transpose(0, 1).flatten(1)
     digits = digits if order is None else digits[:, order]
     zeros = (_unpack_nibbles(qzeros).flatten(1).T + zero_offset) & 15
-    return Int4Linear(pack_int4(digits), scales.T.contiguous(), zeros.contiguous(), bias, order)
+    return Int4Linear(pack_int4(digits), pack_grid(scales.T, zeros), bias, order)
 
 
 def act_order(g_idx: Tensor, groups: int) -> Tensor | None:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from localgen.backends.cuda.kernels.activation import gated_activation
-from localgen.backends.cuda.kernels.gemm import int4
 from localgen.backends.cuda.kernels.gemm.dense import gated_matmul, matmul
 from localgen.backends.cuda.kernels.gemm.fp8 import dequantize_fp8, fp8_matmul
 from localgen.backends.cuda.kernels.gemm.int4 import int4_matmul
+from localgen.backends.cuda.kernels.gemm.int4_format import dequantize_int4
 from localgen.backends.cuda.kernels.gemm.tile import ActivationKind
 
 
@@ -52,16 +52,14 @@ class DenseLinear:
 class Int4Linear:
     """A linear layer with 4-bit weights; groups of inputs share scale and zero: (q - zero) * scale.
 
-    packed: uint8 [out, in / 2], packed by kernels.gemm.int4.pack_int4.
-    scales: float [out, in / group].
-    zeros: uint8 [out, in / group], 0 to 15.
+    packed: uint8 [out, in / 2], packed by kernels.gemm.int4_format.pack_int4.
+    grid: float [out, in / group, 2], scales and zeros, packed by pack_grid.
     bias: [out] or None.
     input_order: int64 [in] or None; packed column i belongs to input input_order[i].
     """
 
     packed: Tensor
-    scales: Tensor
-    zeros: Tensor
+    grid: Tensor
     bias: Tensor | None = None
     input_order: Tensor | None = None
 
@@ -76,15 +74,15 @@ class Int4Linear:
     @property
     def group_size(self) -> int:
         """Number of inputs that share a scale."""
-        return self.in_features // self.scales.shape[1]
+        return self.in_features // self.grid.shape[1]
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x if self.input_order is None else x[:, self.input_order]
-        return int4_matmul(x, self.packed, self.scales, self.zeros, self.bias)
+        return int4_matmul(x, self.packed, self.grid, self.bias)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The dense weight, [out, in], with columns in packed order."""
-        return int4.dequantize_int4(self.packed, self.scales, self.zeros, dtype)
+        return dequantize_int4(self.packed, self.grid, dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,8 +161,7 @@ def merge_linears(parts: Sequence[Linear]) -> Linear:
     if len(int4_parts) == len(parts) and _same_groups(int4_parts):
         return Int4Linear(
             packed=torch.cat([part.packed for part in int4_parts]),
-            scales=torch.cat([part.scales for part in int4_parts]),
-            zeros=torch.cat([part.zeros for part in int4_parts]),
+            grid=torch.cat([part.grid for part in int4_parts]),
             bias=_biases(int4_parts),
             input_order=int4_parts[0].input_order,
         )
@@ -183,9 +180,9 @@ def reorder_outputs(linear: Linear, order: Tensor) -> Linear:
             # torch does not index FP8 on every device, so index bytes
             rows = weight.view(torch.uint8)[order].view(weight.dtype)
             return Fp8Linear(rows, scale[order], bias)
-        case Int4Linear(packed, scales, zeros):
+        case Int4Linear(packed, grid):
             order = order.to(packed.device)
-            return Int4Linear(packed[order], scales[order], zeros[order], bias, linear.input_order)
+            return Int4Linear(packed[order], grid[order], bias, linear.input_order)
 
 
 def _biases(parts: Sequence[DenseLinear | Int4Linear | Fp8Linear]) -> Tensor | None:
@@ -203,8 +200,7 @@ def _biases(parts: Sequence[DenseLinear | Int4Linear | Fp8Linear]) -> Tensor | N
 def _same_groups(parts: Sequence[Int4Linear]) -> bool:
     first = parts[0]
     return all(_same_order(part.input_order, first.input_order) for part in parts) and all(
-        (part.group_size, part.scales.dtype) == (first.group_size, first.scales.dtype)
-        for part in parts
+        (part.group_size, part.grid.dtype) == (first.group_size, first.grid.dtype) for part in parts
     )
 
 

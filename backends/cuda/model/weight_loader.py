@@ -119,7 +119,7 @@ class SafetensorsWeightLoader:
             raise self._checkpoint.load_error(f"{name}.qweight", reason)
         groups = in_features // size
         zeros = self._read_packed(f"{name}.qzeros", (groups, out_features // 8))
-        # scales keep their dtype, so that dequantized weights are rounded only once
+        # scales of 16 bits keep their dtype, so that dequantized weights are rounded only once
         scales = self._checkpoint.read(
             f"{name}.scales", (groups, out_features), allowed_dtypes=FLOAT_DTYPES
         )
