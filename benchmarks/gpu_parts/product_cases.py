@@ -8,6 +8,7 @@ import torch
 
 from benchmarks.gpu_parts.case import BF16, ROUNDED_ROWS, KernelCase, Sizes, kernel_case
 from benchmarks.gpu_parts.inputs import Inputs, doubled
+from localgen.backends.cuda.kernels.dispatch import Kernel, max_rows
 from localgen.backends.cuda.kernels.gemm import dense, fp8, int4
 from localgen.backends.cuda.kernels.gemm.int4_format import pack_grid, pack_int4
 from localgen.backends.cuda.kernels.moe import fused_experts
@@ -62,7 +63,7 @@ def fp8_products(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
             make.normal(outs, dtype=torch.float32).abs() * 0.02 + 0.001,
             make.normal(outs),
         )
-        most = BF16 if rows <= fp8.MAX_WEIGHT_ONLY_ROWS else ROUNDED_ROWS
+        most = BF16 if rows <= max_rows(Kernel.FP8_GEMM) else ROUNDED_ROWS
         name = f"{rows} × {ins} → {outs}"
         yield kernel_case("fp8_matmul", name, sides, given, tuple(map(doubled, given)), most)
 

@@ -47,25 +47,31 @@ def gated_activation_triton(x: Tensor, activation: Literal["silu", "gelu_tanh"])
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     grid = (rows, triton.cdiv(size, _BLOCK))
     launch(_gated_activation_kernel, grid)(
-        x.contiguous(), out, size=size, is_silu=activation == "silu", block=_BLOCK, num_warps=_WARPS
+        x.contiguous(), out, size=size, activation=activation, block=_BLOCK, num_warps=_WARPS
     )
     return out
 
 
 @triton.jit
+def apply_activation(gate, activation: tl.constexpr):
+    """Return silu or gelu_tanh of gate, float32."""
+    bent = gate
+    if activation == "gelu_tanh":
+        # (1 + tanh y) / 2 is sigmoid(2 y)
+        bent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return gate * tl.sigmoid(bent)
+
+
+@triton.jit
 def _gated_activation_kernel(
-    x, out, size: tl.constexpr, is_silu: tl.constexpr, block: tl.constexpr
+    x, out, size: tl.constexpr, activation: tl.constexpr, block: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * block + tl.arange(0, block)
     inside = at < size
     gate = tl.load(x + row * (2 * size) + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * (2 * size) + size + at, mask=inside, other=0.0).to(tl.float32)
-    bent = gate
-    if not is_silu:
-        # (1 + tanh y) / 2 is sigmoid(2 y)
-        bent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    acted = gate * tl.sigmoid(bent)
+    acted = apply_activation(gate, activation)
     tl.store(out + row * size + at, (acted * up).to(out.dtype.element_ty), mask=inside)
 
 
@@ -78,8 +84,8 @@ def variants() -> Iterator[Variant]:
             signature={
                 "x": "*bf16",
                 "out": "*bf16",
-                **dict.fromkeys(("size", "is_silu", "block"), "constexpr"),
+                **dict.fromkeys(("size", "activation", "block"), "constexpr"),
             },
-            constants={"size": size, "is_silu": kind == "silu", "block": _BLOCK},
+            constants={"size": size, "activation": kind, "block": _BLOCK},
             num_warps=_WARPS,
         )

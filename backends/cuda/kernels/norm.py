@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import triton
@@ -12,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from localgen.backends.cuda.kernels.device import can_use_triton, upcast
+from localgen.backends.cuda.kernels.fp8_rows import Fp8Rows, fp8_row_scale
 from localgen.backends.cuda.kernels.launch import Variant, launch
 
 # one program holds a whole row in registers
@@ -44,10 +46,32 @@ def rms_norm_triton(
     x: Tensor, weight: Tensor, eps: float, *, offset: bool, residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Triton implementation of `rms_norm`: one launch, one program per row."""
+    normed = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return normed, _launch_rms_norm(x, weight, eps, offset, residual, normed, None)
+
+
+def rms_norm_fp8_triton(
+    x: Tensor, weight: Tensor, eps: float, *, offset: bool, residual: Tensor | None
+) -> tuple[Fp8Rows, Tensor]:
+    """`rms_norm_triton` of x, [rows, size], with the normed rows rounded to FP8."""
+    normed = Fp8Rows.empty(x.shape[0], x.shape[1], x)
+    summed = _launch_rms_norm(x, weight, eps, offset, residual, normed.values, normed.scales)
+    return normed, summed
+
+
+def _launch_rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: bool,
+    residual: Tensor | None,
+    normed: Tensor,
+    scales: Tensor | None,
+) -> Tensor:
+    """Write normed, and scales if it is FP8. Return x + residual."""
     size = x.shape[-1]
     assert size <= MAX_SIZE, f"hidden size {size} exceeds the kernel's maximum of {MAX_SIZE}"
     x = x.contiguous()
-    normed = torch.empty_like(x)
     summed = x if residual is None else torch.empty_like(x)
     block, num_warps = _block_and_warps(size)
     launch(_rms_norm_kernel, (x.numel() // size,))(
@@ -55,6 +79,7 @@ def rms_norm_triton(
         x if residual is None else residual.contiguous(),
         weight,
         normed,
+        scales,
         summed,
         eps,
         size=size,
@@ -63,7 +88,7 @@ def rms_norm_triton(
         block=block,
         num_warps=num_warps,
     )
-    return normed, summed
+    return summed
 
 
 def _block_and_warps(size: int) -> tuple[int, int]:
@@ -78,6 +103,7 @@ def _rms_norm_kernel(
     residual,
     weight,
     normed,
+    scales,
     summed,
     eps,
     size: tl.constexpr,
@@ -99,7 +125,12 @@ def _rms_norm_kernel(
     if offset:
         by += 1.0
     scale = tl.rsqrt(tl.sum(values * values) / size + eps)
-    tl.store(normed + start + at, (values * scale * by).to(normed.dtype.element_ty), mask=inside)
+    found = values * scale * by
+    if scales is not None:
+        row_scale = fp8_row_scale(tl.max(tl.abs(found)))
+        tl.store(scales + tl.program_id(0), row_scale)
+        found /= row_scale
+    tl.store(normed + start + at, found.to(normed.dtype.element_ty), mask=inside)
 
 
 def variants() -> Iterator[Variant]:
@@ -112,17 +143,35 @@ def variants() -> Iterator[Variant]:
         (8192, True, False),
         (MAX_SIZE, True, True),
     ):
-        block, num_warps = _block_and_warps(size)
-        constants = {"size": size, "offset": offset, "has_residual": has_residual, "block": block}
-        yield Variant(
-            name=f"rms_norm-{size}-{'add' if has_residual else 'plain'}"
-            + ("-offset" if offset else ""),
-            kernel=_rms_norm_kernel,
-            signature={
-                **dict.fromkeys(("x", "residual", "weight", "normed", "summed"), "*bf16"),
-                "eps": "fp32",
-                **dict.fromkeys(constants, "constexpr"),
-            },
-            constants=constants,
-            num_warps=num_warps,
-        )
+        yield _variant(size, has_residual, offset, fp8=False)
+    for size in (4096, 5120, MAX_SIZE):
+        yield _variant(size, has_residual=True, offset=False, fp8=True)
+
+
+def _variant(size: int, has_residual: bool, offset: bool, *, fp8: bool) -> Variant:
+    block, num_warps = _block_and_warps(size)
+    constants: dict[str, Any] = {
+        "size": size,
+        "offset": offset,
+        "has_residual": has_residual,
+        "block": block,
+    }
+    if not fp8:
+        constants["scales"] = None
+    signature = {
+        **dict.fromkeys(("x", "residual", "weight"), "*bf16"),
+        "normed": "*fp8e4nv" if fp8 else "*bf16",
+        "scales": "*fp32" if fp8 else "constexpr",
+        "summed": "*bf16",
+        "eps": "fp32",
+    }
+    return Variant(
+        name=f"rms_norm-{size}-{'add' if has_residual else 'plain'}"
+        + ("-offset" if offset else "")
+        + ("-fp8" if fp8 else ""),
+        kernel=_rms_norm_kernel,
+        signature=signature | {name: "constexpr" for name in constants if name not in signature},
+        constants=constants,
+        num_warps=num_warps,
+        min_arch=89 if fp8 else 80,
+    )

@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from localgen.backends.cuda.kernels.attention.paged import paged_attention
+from localgen.backends.cuda.kernels.fp8_rows import Fp8Rows
 from localgen.backends.cuda.kernels.kv_cache import LayerKV
 from localgen.backends.cuda.kernels.moe.fused_experts import fused_experts
 from localgen.backends.cuda.kernels.moe.grouped_experts import ExpertRouting
-from localgen.backends.cuda.kernels.norm import rms_norm
+from localgen.backends.cuda.kernels.norm import rms_norm, rms_norm_fp8_triton
 from localgen.backends.cuda.kernels.rope import QKNorm, rope_and_store_kv
 from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS
 from localgen.backends.cuda.model.batch import StepBatch
 from localgen.backends.cuda.model.host_copy import to_device
-from localgen.backends.cuda.model.linear import gated_linear
+from localgen.backends.cuda.model.linear import Linear, gated_mlp, project, takes_fp8_rows
 from localgen.backends.cuda.model.process_group import TensorParallelGroup
 from localgen.backends.cuda.model.weights import DecoderWeights, ExpertWeights, LayerWeights
 from localgen.backends.formats.architecture.model_spec import Activation, ModelSpec, MoeConfig
@@ -119,17 +120,17 @@ class Decoder:
             query_factors = self._query_factors[batch.positions.long(), None, None].to(hidden.dtype)
         residual: Tensor | None = None
         for index, layer in enumerate(weights.layers):
-            normed, residual = self._add_and_norm(hidden, layer.input_norm, residual)
+            normed, residual = self._add_and_norm(hidden, layer.input_norm, residual, layer.qkv)
             hidden = self._attention(index, layer, normed, batch, cache, query_factors)
             if layer.post_attention_norm is not None:
                 hidden, _ = self._norm(hidden, layer.post_attention_norm, None)
-            normed, residual = self._add_and_norm(hidden, layer.mlp_norm, residual)
+            normed, residual = self._add_and_norm(hidden, layer.mlp_norm, residual, layer.gate_up)
             hidden = self._mlp(layer, normed)
             if layer.post_mlp_norm is not None:
                 hidden, _ = self._norm(hidden, layer.post_mlp_norm, None)
         rows = batch.output_rows
         kept = None if residual is None else residual[rows]
-        normed, _ = self._add_and_norm(hidden[rows], weights.norm, kept)
+        normed, _ = self._norm(self._scaled(hidden[rows], kept), weights.norm, kept)
         return normed
 
     def _norm(self, x: Tensor, weight: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -137,13 +138,25 @@ class Decoder:
             x, weight, self.spec.norm_eps, offset=self.spec.norm_offset, residual=residual
         )
 
+    def _scaled(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """x as it is added to the residual stream."""
+        scale = 1 if residual is None else self.spec.residual_scale
+        return x if scale == 1 else x * scale
+
     def _add_and_norm(
-        self, x: Tensor, weight: Tensor | None, residual: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Norm of x + residual, and the sum: the residual stream. weight: None: no norm."""
-        if residual is not None and self.spec.residual_scale != 1:
-            x = x * self.spec.residual_scale
+        self, x: Tensor, weight: Tensor | None, residual: Tensor | None, linear: Linear | None
+    ) -> tuple[Tensor | Fp8Rows, Tensor]:
+        """Norm of x + residual, and the sum: the residual stream.
+
+        weight: None: no norm. linear: that the norm is for; None: experts.
+        """
+        x = self._scaled(x, residual)
         if weight is not None:
+            if takes_fp8_rows(linear, x):
+                spec = self.spec
+                return rms_norm_fp8_triton(
+                    x, weight, spec.norm_eps, offset=spec.norm_offset, residual=residual
+                )
             return self._norm(x, weight, residual)
         summed = x if residual is None else x + residual
         return summed, summed
@@ -152,13 +165,13 @@ class Decoder:
         self,
         index: int,
         layer: LayerWeights,
-        x: Tensor,
+        x: Tensor | Fp8Rows,
         batch: StepBatch,
         cache: KVCache,
         query_factors: Tensor | None,
     ) -> Tensor:
         """query_factors: [rows, 1, 1], of the queries after RoPE; None: 1."""
-        spec, qkv, norms = self.spec, layer.qkv(x), None
+        spec, qkv, norms = self.spec, project(layer.qkv, x), None
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = QKNorm(layer.q_norm, layer.k_norm, spec.norm_eps, spec.norm_offset)
             if spec.wide_qk_norm:
@@ -183,17 +196,16 @@ class Decoder:
         )
         return self._group.all_reduce(layer.attention_out(mixed.flatten(1)))
 
-    def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
+    def _mlp(self, layer: LayerWeights, x: Tensor | Fp8Rows) -> Tensor:
         if layer.experts is not None:
             assert self.spec.moe is not None
+            assert isinstance(x, Tensor)
             return self._group.all_reduce(
                 moe_forward(x, layer.experts, self.spec.moe, self.spec.activation)
             )
         assert layer.gate_up is not None
         assert layer.down is not None
-        return self._group.all_reduce(
-            layer.down(gated_linear(layer.gate_up, x, self.spec.activation))
-        )
+        return self._group.all_reduce(gated_mlp(layer.gate_up, layer.down, x, self.spec.activation))
 
 
 def _norm_all_heads(qkv: Tensor, norms: QKNorm) -> Tensor:

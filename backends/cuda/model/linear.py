@@ -10,8 +10,15 @@ import torch
 from torch import Tensor
 
 from localgen.backends.cuda.kernels.activation import gated_activation
+from localgen.backends.cuda.kernels.dispatch import Kernel
+from localgen.backends.cuda.kernels.fp8_rows import Fp8Rows, quantize_rows_fp8_triton
 from localgen.backends.cuda.kernels.gemm.dense import gated_matmul, matmul
-from localgen.backends.cuda.kernels.gemm.fp8 import dequantize_fp8, fp8_matmul
+from localgen.backends.cuda.kernels.gemm.fp8 import (
+    choose_fp8_kernel,
+    dequantize_fp8,
+    fp8_matmul,
+    fp8_rows_matmul,
+)
 from localgen.backends.cuda.kernels.gemm.int4 import int4_matmul
 from localgen.backends.cuda.kernels.gemm.int4_format import dequantize_int4
 from localgen.backends.cuda.kernels.gemm.tile import ActivationKind
@@ -107,6 +114,10 @@ class Fp8Linear:
     def __call__(self, x: Tensor) -> Tensor:
         return fp8_matmul(x, self.weight, self.scale, self.bias)
 
+    def multiply_rows(self, x: Fp8Rows) -> Tensor:
+        """As for a tensor."""
+        return fp8_rows_matmul(x, self.weight, self.scale, self.bias)
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The dense weight, [out, in]."""
         return dequantize_fp8(self.weight, self.scale, dtype)
@@ -128,6 +139,36 @@ class MergedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.cat([part(x) for part in self.parts], dim=-1)
+
+
+def takes_fp8_rows(linear: Linear | None, x: Tensor) -> bool:
+    """True if the linear rounds its inputs to FP8, so that their kernel can do so.
+
+    x: any tensor with the inputs' device, dtype and number of rows.
+    """
+    if not isinstance(linear, Fp8Linear):
+        return False
+    return choose_fp8_kernel(x, linear.weight) is Kernel.FP8_SCALED_MM
+
+
+def project(linear: Linear, x: Tensor | Fp8Rows) -> Tensor:
+    """The linear's outputs. x: Fp8Rows if `takes_fp8_rows`."""
+    if isinstance(x, Tensor):
+        return linear(x)
+    assert isinstance(linear, Fp8Linear)
+    return linear.multiply_rows(x)
+
+
+def gated_mlp(
+    gate_up: Linear, down: Linear, x: Tensor | Fp8Rows, activation: ActivationKind
+) -> Tensor:
+    """down(act(gate) * up). gate_up: linear whose outputs are all of gate, then all of up."""
+    if isinstance(x, Tensor) and not takes_fp8_rows(down, x):
+        return down(gated_linear(gate_up, x, activation))
+    both = project(gate_up, x)
+    if takes_fp8_rows(down, both):
+        return project(down, quantize_rows_fp8_triton(both, activation))
+    return down(gated_activation(both, activation))
 
 
 def gated_linear(gate_up: Linear, x: Tensor, activation: ActivationKind) -> Tensor:

@@ -23,7 +23,7 @@ from localgen.backends.cuda.kernels.activation import (
     gated_activation,
     gated_activation_reference,
 )
-from localgen.backends.cuda.kernels.device import can_use_triton
+from localgen.backends.cuda.kernels.dispatch import Kernel, choose_kernel, max_rows
 from localgen.backends.cuda.kernels.gemm.tile import (
     ActivationKind,
     GemmTile,
@@ -35,7 +35,7 @@ from localgen.backends.cuda.kernels.gemm.tile import (
 from localgen.backends.cuda.kernels.launch import Variant, launch
 
 # more rows use cuBLAS
-MAX_SKINNY_ROWS = 8
+MAX_SKINNY_ROWS = max_rows(Kernel.SKINNY_GEMM)
 # the number of inputs must be a multiple of this, for 16-byte loads
 INPUT_MULTIPLE = 16
 
@@ -70,15 +70,21 @@ def matmul(
 
     x: [rows, ins]. weight: [outs, ins], in x's dtype. bias: [outs]. residual: [rows, outs].
     """
-    if can_use_triton(x) and supports_triton_gemm(x, weight) and x.shape[0] <= MAX_SKINNY_ROWS:
-        return matmul_triton(x, weight, bias, residual)
+    match choose_kernel("dense", x, fits=supports_triton_gemm(x, weight)):
+        case Kernel.GEMV:
+            return matmul_triton(x, weight, bias, residual)
+        case Kernel.SKINNY_GEMM:
+            return skinny_gemm_triton(x, weight, None, bias, residual)
     return matmul_reference(x, weight, bias, residual)
 
 
 def gated_matmul(x: Tensor, weight: Tensor, activation: ActivationKind) -> Tensor:
     """Return act(gate) * up, [rows, outs / 2]. weight: [outs, ins], gate rows, then up rows."""
-    if can_use_triton(x) and supports_triton_gemm(x, weight) and x.shape[0] <= MAX_SKINNY_ROWS:
-        return matmul_triton(x, weight, activation=activation)
+    match choose_kernel("dense", x, fits=supports_triton_gemm(x, weight)):
+        case Kernel.GEMV:
+            return matmul_triton(x, weight, activation=activation)
+        case Kernel.SKINNY_GEMM:
+            return skinny_gemm_triton(x, weight, None, activation=activation)
     return gated_activation(linear(x, weight), activation)
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from localgen.backends.cuda.kernels.device import can_use_triton, compute_capability, upcast
+from localgen.backends.cuda.kernels.dispatch import Kernel, choose_kernel
+from localgen.backends.cuda.kernels.fp8_rows import Fp8Rows, quantize_rows_fp8_triton
 from localgen.backends.cuda.kernels.gemm.dense import (
     linear,
     skinny_gemm_triton,
@@ -16,23 +17,29 @@ from localgen.backends.cuda.kernels.gemm.dense import (
 )
 from localgen.backends.cuda.kernels.launch import Variant
 
-# with more rows, activations are quantized to FP8 too, with one scale per row
-MAX_WEIGHT_ONLY_ROWS = 64
-FP8_MAX = 448.0
+# torch._scaled_mm needs a multiple of this number of outputs
+_OUTPUT_MULTIPLE = 16
 
 
 def fp8_matmul(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x @ (weight * scale).T + bias, [rows, outs] in x's dtype, accumulated in float32.
 
-    x: [rows, ins]. weight: float8_e4m3fn [outs, ins]. scale: float32 [outs]. bias: [outs]. Up to
-    MAX_WEIGHT_ONLY_ROWS rows, x keeps its precision; with more, it is quantized to FP8. Below
-    compute capability 8.9, torch dequantizes the weight on every call.
+    x: [rows, ins]. weight: float8_e4m3fn [outs, ins]. scale: float32 [outs]. bias: [outs]. With few
+    rows, x keeps its precision; with more, it is quantized to FP8: see `dispatch`. Below compute
+    capability 8.9, torch dequantizes the weight on every call.
     """
-    if not (can_use_triton(x) and supports_triton_gemm(x, weight) and _supports_fp8(x.device)):
-        return fp8_matmul_reference(x, weight, scale, bias)
-    if x.shape[0] <= MAX_WEIGHT_ONLY_ROWS:
-        return skinny_gemm_triton(x, weight, scale, bias)
-    return _fp8_activations_matmul(x, weight, scale, bias)
+    match choose_fp8_kernel(x, weight):
+        case Kernel.FP8_GEMM:
+            return skinny_gemm_triton(x, weight, scale, bias)
+        case Kernel.FP8_SCALED_MM:
+            return fp8_rows_matmul(quantize_rows_fp8_triton(x), weight, scale, bias)
+    return fp8_matmul_reference(x, weight, scale, bias)
+
+
+def choose_fp8_kernel(x: Tensor, weight: Tensor) -> Kernel:
+    """Return the kernel of `fp8_matmul`. x: any tensor with the device, dtype and rows."""
+    unfit = (Kernel.FP8_SCALED_MM,) if weight.shape[0] % _OUTPUT_MULTIPLE else ()
+    return choose_kernel("fp8", x, fits=supports_triton_gemm(x, weight), unfit=unfit)
 
 
 def fp8_matmul_reference(
@@ -49,27 +56,26 @@ def dequantize_fp8(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (exact * scale[:, None].to(exact.dtype)).to(dtype)
 
 
-def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize x to float8_e4m3fn, [rows, ins], with float32 scales, [rows, 1]."""
-    exact = upcast(x)
-    scales = exact.abs().amax(-1, keepdim=True).clamp(min=1e-12) / FP8_MAX
-    return (exact / scales).to(torch.float8_e4m3fn), scales
-
-
-def _supports_fp8(device: torch.device) -> bool:
-    return compute_capability(device) >= 89
-
-
-def _fp8_activations_matmul(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
+def fp8_rows_matmul(
+    x: Fp8Rows,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    fast_accum: bool = False,
 ) -> Tensor:
-    """Multiply on FP8 tensor cores, with one scale per row of x and of weight.
+    """Multiply on FP8 tensor cores, with one scale per row of x and of weight; [rows, outs].
 
-    The product is rounded to bfloat16 before the bias is added.
+    The product is rounded to bfloat16 before the bias is added. fast_accum: keep sums in the tensor
+    cores, with 14 bits, instead of adding them up in float32; benchmarks.gpu measures both.
     """
-    small, scales = quantize_rows_fp8(x)
     out = torch._scaled_mm(
-        small, weight.T, scale_a=scales, scale_b=scale[None, :], out_dtype=torch.bfloat16
+        x.values,
+        weight.T,
+        scale_a=x.scales,
+        scale_b=scale[None, :],
+        out_dtype=torch.bfloat16,
+        use_fast_accum=fast_accum,
     )
     return out.to(x.dtype) if bias is None else (out + bias).to(x.dtype)
 

@@ -17,8 +17,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from localgen.backends.cuda.kernels.device import ARCHS, can_use_triton, compute_capability
-from localgen.backends.cuda.kernels.gemm.dense import linear, supports_triton_gemm
+from localgen.backends.cuda.kernels.device import ARCHS, compute_capability
+from localgen.backends.cuda.kernels.dispatch import Kernel, choose_kernel
+from localgen.backends.cuda.kernels.gemm.dense import linear
 from localgen.backends.cuda.kernels.gemm.int4_format import (
     PART_INPUTS,
     TILE_INPUTS,
@@ -33,8 +34,6 @@ from localgen.backends.cuda.kernels.gemm.int4_wide import int4_wide_matmul_trito
 from localgen.backends.cuda.kernels.gemm.tile import GemmTile, dot_dtype, store_transposed
 from localgen.backends.cuda.kernels.launch import Variant, launch
 
-MAX_INT4_GEMM_ROWS, MAX_INT4_WIDE_ROWS = 64, 256
-
 
 def int4_matmul(x: Tensor, packed: Tensor, grid: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x @ weight.T + bias, [rows, outs] in x's dtype, accumulated in float32.
@@ -42,17 +41,16 @@ def int4_matmul(x: Tensor, packed: Tensor, grid: Tensor, bias: Tensor | None = N
     x: [rows, ins], inputs in the order of the packed weight. packed: uint8 [outs, ins / 2] from
     `pack_int4`. grid: [outs, groups, 2] from `pack_grid`. bias: [outs].
     """
-    if not (can_use_triton(x) and is_tiled(2 * packed.shape[1]) and _has_whole_parts(packed, grid)):
-        return int4_matmul_reference(x, packed, grid, bias)
-    if x.shape[0] <= MAX_INT4_GEMM_ROWS and supports_triton_gemm(x, packed):
-        return int4_matmul_triton(x, packed, grid, bias)
-    if x.shape[0] <= MAX_INT4_WIDE_ROWS and supports_triton_gemm(x, packed):
-        return int4_wide_matmul_triton(x, packed, grid, bias)
-    return functional.linear(x, dequantize_int4_triton(packed, grid, x.dtype), bias)
-
-
-def _has_whole_parts(packed: Tensor, grid: Tensor) -> bool:
-    return 2 * packed.shape[1] // grid.shape[1] % PART_INPUTS == 0
+    ins = 2 * packed.shape[1]
+    fits = is_tiled(ins) and ins // grid.shape[1] % PART_INPUTS == 0 and packed.is_contiguous()
+    match choose_kernel("int4", x, fits=fits):
+        case Kernel.INT4_GEMM:
+            return int4_matmul_triton(x, packed, grid, bias)
+        case Kernel.INT4_WIDE:
+            return int4_wide_matmul_triton(x, packed, grid, bias)
+        case Kernel.INT4_DEQUANTIZE:
+            return functional.linear(x, dequantize_int4_triton(packed, grid, x.dtype), bias)
+    return int4_matmul_reference(x, packed, grid, bias)
 
 
 def int4_matmul_reference(

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from localgen.backends.cuda.kernels.activation import apply_activation
 from localgen.backends.cuda.kernels.device import can_use_triton
 
 ActivationKind = Literal["silu", "gelu_tanh"]
@@ -46,16 +47,6 @@ def cast_for_dot(x, dtype: tl.constexpr):
         # exact through float16; Triton 3.6 has no direct conversion to bfloat16 on sm_89
         x = x.to(tl.float16).to(tl.float32)
     return x.to(dtype)
-
-
-@triton.jit
-def apply_activation(gate, activation: tl.constexpr):
-    """Return silu or gelu_tanh of gate, float32."""
-    bent = gate
-    if activation == "gelu_tanh":
-        # (1 + tanh y) / 2 is sigmoid(2 y)
-        bent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    return gate * tl.sigmoid(bent)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from localgen.backends.cuda.kernels.activation import gated_activation_reference
-from localgen.backends.cuda.kernels.device import can_use_triton
+from localgen.backends.cuda.kernels.dispatch import Kernel, choose_kernel
 from localgen.backends.cuda.kernels.gemm.dense import (
     INPUT_MULTIPLE,
     accumulate_gemv,
@@ -34,8 +34,6 @@ from localgen.backends.cuda.kernels.gemm.tile import (
 from localgen.backends.cuda.kernels.launch import Variant, launch
 from localgen.backends.cuda.kernels.moe.grouped_experts import ExpertRouting, grouped_experts_triton
 
-# up to this many rows, every slot reads the weights of its expert separately
-MAX_SMALL_BATCH_ROWS = 8
 # experts per row that one program can compute, one per warp
 _MAX_SMALL_BATCH_TOP_K = 8
 
@@ -49,11 +47,14 @@ def fused_experts(
     [experts, hidden, inner].
     """
     whole = gate_up.shape[2] % INPUT_MULTIPLE == 0 and down.shape[2] % INPUT_MULTIPLE == 0
-    if not (can_use_triton(x) and whole and x.dtype in (torch.bfloat16, torch.float16)):
-        return fused_experts_reference(x, gate_up, down, routing, activation)
-    if x.shape[0] <= MAX_SMALL_BATCH_ROWS and routing.topk_ids.shape[1] <= _MAX_SMALL_BATCH_TOP_K:
-        return small_batch_experts_triton(x, gate_up, down, routing, activation)
-    return grouped_experts_triton(x, gate_up, down, routing, activation)
+    many = routing.topk_ids.shape[1] > _MAX_SMALL_BATCH_TOP_K
+    unfit = (Kernel.SMALL_BATCH_EXPERTS,) if many else ()
+    match choose_kernel("experts", x, fits=whole, unfit=unfit):
+        case Kernel.SMALL_BATCH_EXPERTS:
+            return small_batch_experts_triton(x, gate_up, down, routing, activation)
+        case Kernel.GROUPED_EXPERTS:
+            return grouped_experts_triton(x, gate_up, down, routing, activation)
+    return fused_experts_reference(x, gate_up, down, routing, activation)
 
 
 def fused_experts_reference(

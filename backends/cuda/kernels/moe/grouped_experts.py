@@ -18,13 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from localgen.backends.cuda.kernels.activation import apply_activation
 from localgen.backends.cuda.kernels.gemm.dense import INPUT_MULTIPLE
-from localgen.backends.cuda.kernels.gemm.tile import (
-    ActivationKind,
-    apply_activation,
-    dot_dtype,
-    weight_row_ids,
-)
+from localgen.backends.cuda.kernels.gemm.tile import ActivationKind, dot_dtype, weight_row_ids
 from localgen.backends.cuda.kernels.launch import Variant, launch
 
 # slots per iteration of the sort kernel; elements per program of the weighted sum

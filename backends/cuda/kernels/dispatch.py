@@ -1,0 +1,107 @@
+"""Which kernel computes the products with a weight, by its format and the number of rows.
+
+The only place that decides; docs/gpu.md shows the table. Where no kernel is left, PyTorch computes,
+with a weight that is dequantized at each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from localgen.backends.cuda.kernels.device import can_use_triton, compute_capability
+
+WeightFormat = Literal["dense", "int4", "fp8", "experts"]
+
+
+class Kernel(StrEnum):
+    """An implementation of a product."""
+
+    GEMV = "gemv"
+    SKINNY_GEMM = "skinny_gemm"
+    INT4_GEMM = "int4_gemm"
+    INT4_WIDE = "int4_wide"
+    INT4_DEQUANTIZE = "int4_dequantize"
+    FP8_GEMM = "fp8_gemm"
+    FP8_SCALED_MM = "fp8_scaled_mm"
+    SMALL_BATCH_EXPERTS = "small_batch_experts"
+    GROUPED_EXPERTS = "grouped_experts"
+    REFERENCE = "reference"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A kernel and what it serves: up to max_rows rows of inputs; None: any number.
+
+    min_arch: lowest compute capability. any_dtype: also inputs that are not bf16 or fp16. how: a
+    line for the documentation.
+    """
+
+    weights: WeightFormat
+    kernel: Kernel
+    max_rows: int | None
+    how: str
+    min_arch: int = 80
+    any_dtype: bool = False
+
+
+# of each format the first that serves the inputs
+ROUTES = (
+    Route("dense", Kernel.GEMV, 1, "sums of each thread, no tensor cores"),
+    Route("dense", Kernel.SKINNY_GEMM, 8, "tensor cores, rows padded to 8"),
+    Route("dense", Kernel.REFERENCE, None, "cuBLAS", any_dtype=True),
+    Route("int4", Kernel.INT4_GEMM, 64, "tensor cores on the codes, scaled by group"),
+    Route("int4", Kernel.INT4_WIDE, 256, "dequantized in registers, tiles of up to 128 rows"),
+    Route("int4", Kernel.INT4_DEQUANTIZE, None, "dequantized at each call, cuBLAS", any_dtype=True),
+    Route("fp8", Kernel.FP8_GEMM, 64, "inputs keep 16 bits", min_arch=89),
+    Route("fp8", Kernel.FP8_SCALED_MM, None, "inputs rounded to FP8, cuBLAS", min_arch=89),
+    Route("experts", Kernel.SMALL_BATCH_EXPERTS, 8, "one program per row and block of outputs"),
+    Route("experts", Kernel.GROUPED_EXPERTS, None, "rows sorted by expert"),
+)
+_switched_off: set[Kernel] = set()
+
+
+def choose_kernel(
+    weights: WeightFormat, x: Tensor, *, fits: bool = True, unfit: Collection[Kernel] = ()
+) -> Kernel:
+    """Return the kernel for the rows of x, [rows, ins].
+
+    fits: the weight's layout suits the kernels of its format. unfit: those that it does not suit.
+    """
+    if not (fits and can_use_triton(x) and x.shape[0]):
+        return Kernel.REFERENCE
+    rows, arch = x.shape[0], compute_capability(x.device)
+    is_half = x.dtype in (torch.bfloat16, torch.float16)
+    for route in ROUTES:
+        if (
+            route.weights == weights
+            and (route.max_rows is None or rows <= route.max_rows)
+            and arch >= route.min_arch
+            and (is_half or route.any_dtype)
+            and route.kernel not in unfit
+            and route.kernel not in _switched_off
+        ):
+            return route.kernel
+    return Kernel.REFERENCE
+
+
+def max_rows(kernel: Kernel) -> int:
+    """Return the largest number of rows that the kernel is chosen for."""
+    found = next(route.max_rows for route in ROUTES if route.kernel is kernel)
+    assert found is not None, f"{kernel} serves any number of rows"
+    return found
+
+
+def kernels_of(weights: WeightFormat) -> frozenset[Kernel]:
+    """Return the kernels for weights of this format."""
+    return frozenset(route.kernel for route in ROUTES if route.weights == weights)
+
+
+def switch_off(kernels: Iterable[Kernel]) -> None:
+    """Do not choose these kernels in this process: for benchmarks, if they compute wrong values."""
+    _switched_off.update(kernels)
