@@ -34,6 +34,7 @@ _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);")
 _BRANCH = re.compile(r"\bBRA\b.*\b0x([0-9a-f]+)")
 _WAIT = re.compile(r"\bDEPBAR\.LE SB0, 0x([0-9a-f]+)")
+_GLOBAL_LOAD = re.compile(r"\bLDG\b")
 _BYTE_LOAD = re.compile(r"\bLD[SG]\b\S*\.[US]8\b")
 
 
@@ -42,13 +43,15 @@ class Loop:
     """Instructions of an innermost loop.
 
     copies: asynchronous copies to shared memory. waits: groups of copies that each wait for copies
-    leaves in flight. byte_loads: loads of a single byte.
+    leaves in flight. byte_loads: loads of a single byte. global_loads: from global memory to
+    registers, which stop the loop until they arrive.
     """
 
     instructions: int
     copies: int
     waits: tuple[int, ...]
     byte_loads: int
+    global_loads: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +188,7 @@ def read_loops(sass: str) -> Iterator[Loop]:
             sum("LDGSTS" in text for text in body),
             tuple(int(wait[1], 16) for text in body if (wait := _WAIT.search(text))),
             sum(bool(_BYTE_LOAD.search(text)) for text in body),
+            sum(bool(_GLOBAL_LOAD.search(text)) for text in body),
         )
 
 

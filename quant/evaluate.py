@@ -11,7 +11,7 @@ from itertools import compress
 import torch
 from torch import Tensor
 
-from localgen.backends.cuda.kernels.fp8_rows import quantize_rows_fp8
+from localgen.backends.cuda.kernels.fp8_rows import quantize_rows_fp8_reference
 from localgen.backends.formats.hf.tensor_names import layer_names
 from localgen.quant.calibrate.layer_forward import (
     InputHook,
@@ -222,7 +222,7 @@ def _activation_rounding_hook(source: LayerwiseCheckpoint) -> InputHook | None:
             scales = x.abs().amax(-1, keepdim=True).clamp_min(1e-12) / 127
             x.copy_((x / scales).round() * scales)
         else:
-            rows = quantize_rows_fp8(x)
+            rows = quantize_rows_fp8_reference(x)
             x.copy_(rows.values.float() * rows.scales)
 
     return hook

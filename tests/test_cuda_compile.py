@@ -49,6 +49,7 @@ def test_kernels_compile_without_spills_and_within_shared_memory(
         "sampling.rejection",
         "gemm.dense",
         "gemm.int4",
+        "gemm.int4_wide",
         "gemm.fp8",
         "moe.fused_experts",
         "moe.grouped_experts",
@@ -60,12 +61,26 @@ def test_every_kernel_lists_its_variants(compiled: list[Build], module: str) -> 
     assert {build.arch for build in compiled if build.module == name} >= {90, 100, 120}
 
 
+@pytest.mark.parametrize("module", ["gemm.int4", "gemm.int4_wide"])
+def test_int4_loops_copy_codes_scales_and_zeros_while_they_compute(module: str) -> None:
+    """On sm_90: copies of a later turn are in flight, and nothing else is loaded."""
+    found = [
+        build for build in builds(module, (90,), with_loops=True) if "dequant" not in build.variant
+    ]
+    found = [build for build in found if build.module == f"{KERNELS}.{module}"]
+    assert found
+    for build in found:
+        assert build.in_flight, build
+        assert [loop.global_loads for loop in build.loops if loop.copies] == [0], build
+
+
 _SASS = """
         /*0000*/                   LDGSTS.E.BYPASS.128 [R1], desc[UR2][R2.64] ;    /* 0x0 */
         /*0010*/              @!P1 BRA 0x80 ;                                      /* 0x0 */
         /*0020*/                   S2R R0, SR_TID.X ;                              /* 0x0 */
         /*0030*/                   DEPBAR.LE SB0, 0x2 ;                            /* 0x0 */
         /*0040*/                   LDS.U8 R3, [R0+0x4] ;                           /* 0x0 */
+        /*0048*/                   LDG.E.U16 R4, desc[UR2][R2.64] ;                /* 0x0 */
         /*0050*/                   LDGSTS.E.BYPASS.128 [R1], desc[UR2][R2.64] ;    /* 0x0 */
         /*0060*/                   DEPBAR.LE SB0, 0x1 ;                            /* 0x0 */
         /*0070*/               @P0 BRA 0x30 ;                                      /* 0x0 */
@@ -77,7 +92,7 @@ _SASS = """
 
 def test_waits_are_those_of_the_innermost_loop() -> None:
     loops = tuple(read_loops(_SASS))
-    assert loops == (Loop(instructions=5, copies=1, waits=(2, 1), byte_loads=1),)
+    assert loops == (Loop(instructions=6, copies=1, waits=(2, 1), byte_loads=1, global_loads=1),)
     assert Build("", "", 90, loops=loops).in_flight == 1
     assert Build("", "", 90, loops=(*loops, Loop(3, 1, (), 0))).in_flight == 0
     assert Build("", "", 90, loops=(Loop(3, 0, (), 0),)).in_flight is None

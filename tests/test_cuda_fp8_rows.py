@@ -16,15 +16,17 @@ from cuda_configs import write_config
 from torch import Tensor
 
 from localgen.backends.cuda.device.options import CudaOptions
-from localgen.backends.cuda.kernels import activation, dispatch
+from localgen.backends.cuda.kernels import activation, dispatch, fp8_rows, norm
+from localgen.backends.cuda.kernels.dispatch import Kernel, WeightFormat
 from localgen.backends.cuda.kernels.fp8_rows import (
     Fp8Rows,
-    quantize_rows_fp8,
+    quantize_rows_fp8_reference,
     quantize_rows_fp8_triton,
 )
 from localgen.backends.cuda.kernels.gemm import fp8
 from localgen.backends.cuda.kernels.norm import rms_norm_fp8_triton, rms_norm_reference
 from localgen.backends.cuda.launch_plan import LaunchPlanner, prefill_inputs
+from localgen.backends.cuda.model import linear
 from localgen.backends.cuda.model.batch import inputs_to_device
 from localgen.backends.cuda.model.decoder import Decoder, KVCache
 from localgen.backends.cuda.model.linear import (
@@ -62,7 +64,7 @@ def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def assert_rounded(rows: Fp8Rows, exact: Tensor) -> None:
     """The largest value of a row is FP8's largest, and all are rounded as by PyTorch."""
     assert rows.values.dtype is torch.float8_e4m3fn
-    again = quantize_rows_fp8(exact)
+    again = quantize_rows_fp8_reference(exact)
     torch.testing.assert_close(rows.scales, again.scales.float(), rtol=1e-3, atol=1e-14)
     ours, wanted = rows.values.float(), again.values.float()
     # the interpreter loses a carry from the mantissa to the exponent, and bits of the smallest
@@ -125,12 +127,19 @@ def fp8_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Fp8Rows]:
         out = (x.values.double() * x.scales) @ (weight.double() * scale[:, None]).T
         return (out if bias is None else out + bias).to(x.dtype)
 
-    for module in (fp8, __import__(takes_fp8_rows.__module__, fromlist=["linear"])):
+    for module in (fp8, linear):
         monkeypatch.setattr(module, "fp8_rows_matmul", multiply)
+    for kernels in (fp8_rows, norm):
+        monkeypatch.setattr(kernels, "can_use_triton", lambda x: True)
     choose = dispatch.choose_kernel
-    monkeypatch.setattr(dispatch, "can_use_triton", lambda x: True)
-    monkeypatch.setattr(dispatch, "compute_capability", lambda device: 90)
-    monkeypatch.setattr(fp8, "choose_kernel", choose)
+
+    def choose_as_on_gpu(weights: WeightFormat, x: Tensor, **options: Any) -> Kernel:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dispatch, "can_use_triton", lambda x: True)
+            patch.setattr(dispatch, "compute_capability", lambda device: 90)
+            return choose(weights, x, **options)
+
+    monkeypatch.setattr(fp8, "choose_kernel", choose_as_on_gpu)
     return multiplied
 
 
@@ -141,12 +150,12 @@ def fp8_linear(seed: int, outs: int, ins: int, bias: Tensor | None = None) -> Fp
 
 def test_who_takes_fp8_rows(fp8_gpu: list[Fp8Rows]) -> None:
     rows, dense = drawn(1, 65, 32, dtype=torch.float16), DenseLinear(drawn(2, 16, 32))
-    linear = fp8_linear(3, 16, 32)
-    assert takes_fp8_rows(linear, rows)
-    assert not takes_fp8_rows(linear, rows[:64])  # keep their precision
+    one = fp8_linear(3, 16, 32)
+    assert takes_fp8_rows(one, rows)
+    assert not takes_fp8_rows(one, rows[:64])  # keep their precision
     assert not takes_fp8_rows(fp8_linear(3, 24, 32), rows)  # torch._scaled_mm cannot
     assert not takes_fp8_rows(dense, rows)
-    assert not takes_fp8_rows(MergedLinear((linear, linear)), rows)
+    assert not takes_fp8_rows(MergedLinear((one, one)), rows)
     assert not takes_fp8_rows(None, rows)
 
 
@@ -157,6 +166,7 @@ def test_mlp_multiplies_rounded_activations(rows: int, fp8_gpu: list[Fp8Rows]) -
     ours = gated_mlp(gate_up, down, x, "silu")
     assert [each.values.shape[1] for each in fp8_gpu] == ([32, 48] if rows > 64 else [])
     gated = gated_linear(DenseLinear(gate_up.dequantize(torch.float64)), x.double(), "silu")
+    assert down.bias is not None
     exact = gated @ down.dequantize(torch.float64).T + down.bias
     assert ours.dtype is torch.float16
     assert (ours - exact).norm() / exact.norm() < (0.06 if rows > 64 else 2e-3)
@@ -167,7 +177,9 @@ def fp8_spec(folder: Path) -> ModelSpec:
     return replace(spec, quant=QuantizationConfig(method="fp8", bits=8))
 
 
-def test_decoder_rounds_in_its_norms(tmp_path: Path, fp8_gpu: list[Fp8Rows]) -> None:
+def test_decoder_rounds_in_its_norms(
+    tmp_path: Path, fp8_gpu: list[Fp8Rows], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A prompt of 70 tokens; its logits are near those without rounding."""
     spec = fp8_spec(tmp_path)
     weights = random_weights(spec, device="cpu", dtype=torch.float16, seed=1)
@@ -180,10 +192,8 @@ def test_decoder_rounds_in_its_norms(tmp_path: Path, fp8_gpu: list[Fp8Rows]) -> 
     rounded = logits()
     # of each layer qkv, output projection, gate and up, down
     assert len(fp8_gpu) == 4 * spec.num_layers
-    dispatch_off = pytest.MonkeyPatch()
-    dispatch_off.setattr(dispatch, "can_use_triton", lambda x: False)
+    monkeypatch.undo()
     exact = logits()
-    dispatch_off.undo()
     assert len(fp8_gpu) == 4 * spec.num_layers
     assert 0 < (rounded - exact).norm() / exact.norm() < 0.1
 

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from localgen.backends.cuda.kernels.activation import apply_activation
-from localgen.backends.cuda.kernels.device import upcast
+from localgen.backends.cuda.kernels.activation import apply_activation, gated_activation_reference
+from localgen.backends.cuda.kernels.device import can_use_triton, upcast
 from localgen.backends.cuda.kernels.launch import Variant, launch
 
 ActivationKind = Literal["silu", "gelu_tanh"]
@@ -44,18 +44,24 @@ class Fp8Rows:
         return cls(values, scales, like.dtype)
 
 
-def quantize_rows_fp8(x: Tensor) -> Fp8Rows:
-    """PyTorch reference of `quantize_rows_fp8_triton`. x: [rows, size]."""
-    exact = upcast(x)
+def quantize_rows_fp8(x: Tensor, activation: ActivationKind | None = None) -> Fp8Rows:
+    """Round x, [rows, size], or act(gate) * up, x being gate and up: [rows, 2 * size].
+
+    On a GPU of compute capability 8.9 or newer.
+    """
+    chosen = quantize_rows_fp8_triton if can_use_triton(x) else quantize_rows_fp8_reference
+    return chosen(x, activation)
+
+
+def quantize_rows_fp8_reference(x: Tensor, activation: ActivationKind | None = None) -> Fp8Rows:
+    """PyTorch reference of `quantize_rows_fp8`."""
+    exact = upcast(x) if activation is None else gated_activation_reference(upcast(x), activation)
     scales = exact.abs().amax(-1, keepdim=True).clamp(min=1e-12) / FP8_MAX
     return Fp8Rows((exact / scales).to(torch.float8_e4m3fn), scales, x.dtype)
 
 
 def quantize_rows_fp8_triton(x: Tensor, activation: ActivationKind | None = None) -> Fp8Rows:
-    """Quantize x, [rows, size], or act(gate) * up, x being gate and up: [rows, 2 * size].
-
-    One launch, one program per row.
-    """
+    """Triton implementation of `quantize_rows_fp8`: one launch, one program per row."""
     rows, size = x.shape[0], x.shape[1] // (1 if activation is None else 2)
     out = Fp8Rows.empty(rows, size, x)
     launch(_quantize_rows_kernel, (rows,))(

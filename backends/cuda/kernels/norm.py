@@ -13,7 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from localgen.backends.cuda.kernels.device import can_use_triton, upcast
-from localgen.backends.cuda.kernels.fp8_rows import Fp8Rows, fp8_row_scale
+from localgen.backends.cuda.kernels.fp8_rows import (
+    Fp8Rows,
+    fp8_row_scale,
+    quantize_rows_fp8_reference,
+)
 from localgen.backends.cuda.kernels.launch import Variant, launch
 
 # one program holds a whole row in registers
@@ -50,10 +54,26 @@ def rms_norm_triton(
     return normed, _launch_rms_norm(x, weight, eps, offset, residual, normed, None)
 
 
+def rms_norm_fp8(
+    x: Tensor, weight: Tensor, eps: float, *, offset: bool, residual: Tensor | None
+) -> tuple[Fp8Rows, Tensor]:
+    """`rms_norm` of x, [rows, size], with the normed rows rounded to FP8."""
+    chosen = rms_norm_fp8_triton if can_use_triton(x) else rms_norm_fp8_reference
+    return chosen(x, weight, eps, offset=offset, residual=residual)
+
+
+def rms_norm_fp8_reference(
+    x: Tensor, weight: Tensor, eps: float, *, offset: bool, residual: Tensor | None
+) -> tuple[Fp8Rows, Tensor]:
+    """PyTorch reference of `rms_norm_fp8`."""
+    normed, summed = rms_norm_reference(x, weight, eps, offset=offset, residual=residual)
+    return quantize_rows_fp8_reference(normed), summed
+
+
 def rms_norm_fp8_triton(
     x: Tensor, weight: Tensor, eps: float, *, offset: bool, residual: Tensor | None
 ) -> tuple[Fp8Rows, Tensor]:
-    """`rms_norm_triton` of x, [rows, size], with the normed rows rounded to FP8."""
+    """Triton implementation of `rms_norm_fp8`, one launch."""
     normed = Fp8Rows.empty(x.shape[0], x.shape[1], x)
     summed = _launch_rms_norm(x, weight, eps, offset, residual, normed.values, normed.scales)
     return normed, summed

@@ -13,7 +13,7 @@ from localgen.backends.cuda.kernels.fp8_rows import Fp8Rows
 from localgen.backends.cuda.kernels.kv_cache import LayerKV
 from localgen.backends.cuda.kernels.moe.fused_experts import fused_experts
 from localgen.backends.cuda.kernels.moe.grouped_experts import ExpertRouting
-from localgen.backends.cuda.kernels.norm import rms_norm, rms_norm_fp8_triton
+from localgen.backends.cuda.kernels.norm import rms_norm, rms_norm_fp8
 from localgen.backends.cuda.kernels.rope import QKNorm, rope_and_store_kv
 from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS
 from localgen.backends.cuda.model.batch import StepBatch
@@ -154,7 +154,7 @@ class Decoder:
         if weight is not None:
             if takes_fp8_rows(linear, x):
                 spec = self.spec
-                return rms_norm_fp8_triton(
+                return rms_norm_fp8(
                     x, weight, spec.norm_eps, offset=spec.norm_offset, residual=residual
                 )
             return self._norm(x, weight, residual)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from localgen.backends.cuda.kernels.activation import gated_activation
 from localgen.backends.cuda.kernels.dispatch import Kernel
-from localgen.backends.cuda.kernels.fp8_rows import Fp8Rows, quantize_rows_fp8_triton
+from localgen.backends.cuda.kernels.fp8_rows import Fp8Rows, quantize_rows_fp8
 from localgen.backends.cuda.kernels.gemm.dense import gated_matmul, matmul
 from localgen.backends.cuda.kernels.gemm.fp8 import (
     choose_fp8_kernel,
@@ -167,7 +167,7 @@ def gated_mlp(
         return down(gated_linear(gate_up, x, activation))
     both = project(gate_up, x)
     if takes_fp8_rows(down, both):
-        return project(down, quantize_rows_fp8_triton(both, activation))
+        return project(down, quantize_rows_fp8(both, activation))
     return down(gated_activation(both, activation))
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from localgen.backends.cuda.kernels.dispatch import Kernel, choose_kernel
-from localgen.backends.cuda.kernels.fp8_rows import Fp8Rows, quantize_rows_fp8_triton
+from localgen.backends.cuda.kernels.fp8_rows import Fp8Rows, quantize_rows_fp8
 from localgen.backends.cuda.kernels.gemm.dense import (
     linear,
     skinny_gemm_triton,
@@ -32,7 +32,7 @@ def fp8_matmul(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = N
         case Kernel.FP8_GEMM:
             return skinny_gemm_triton(x, weight, scale, bias)
         case Kernel.FP8_SCALED_MM:
-            return fp8_rows_matmul(quantize_rows_fp8_triton(x), weight, scale, bias)
+            return fp8_rows_matmul(quantize_rows_fp8(x), weight, scale, bias)
     return fp8_matmul_reference(x, weight, scale, bias)
 
 
