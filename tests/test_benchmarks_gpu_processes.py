@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from benchmarks import gpu
 from benchmarks.gpu_parts import peer, peers, run, shapes
@@ -30,8 +31,12 @@ from benchmarks.gpu_parts.report import (
 )
 from benchmarks.gpu_parts.run import UnitProcess
 from benchmarks.gpu_parts.steps import Activity
+from localgen.backends.cuda.kernels import dispatch
+from localgen.backends.cuda.kernels.dispatch import Kernel, WeightFormat
+from localgen.backends.cuda.kernels.launch import record_launches
 
 GIB = 1 << 30
+_FORMATS: tuple[WeightFormat, ...] = ("dense", "int4", "fp8", "experts")
 # far more than a test takes: a process that lives so long was not killed
 LONG_S = 600
 
@@ -330,6 +335,32 @@ def test_the_mode_of_the_checks_is_that_of_the_runner() -> None:
         "tiny bf16": "graphs",
         "tiny fp8": "graphs, run-ahead (not checked)",
     }
+
+
+def test_wrong_products_are_computed_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong int4 kernel, or one that ends its process, takes no other format along."""
+    monkeypatch.setattr(dispatch, "_switched_off", set())
+    wrong = [
+        CorrectnessCheck("int4_matmul, 33 × 4096 → 4160, groups of 32", 0.5, 0.01),
+        CorrectnessCheck("matmul, 33 × 4096 → 4160", 0.001, 0.01),
+        CorrectnessCheck("part checks/mixtures", 0.0, 0.0, "killed by SIGSEGV"),
+        CorrectnessCheck("rms_norm, 1 × 4096", 0.5, 0.01),
+    ]
+    report = GpuReport(True, 1, {}, {}, [])
+    before = GpuReport(True, 1, {}, {}, [], checks=[*checks(), *wrong])
+    bench = GpuBench(Device.found(gpu=False), QUICK, report, before)
+    x = torch.empty(1, 256, dtype=torch.bfloat16, device="meta")
+    with record_launches(90, 132):
+        chosen = {weights: dispatch.choose_kernel(weights, x) for weights in _FORMATS}
+    assert chosen == {
+        "dense": Kernel.GEMV,
+        "int4": Kernel.REFERENCE,
+        "fp8": Kernel.FP8_GEMM,
+        "experts": Kernel.REFERENCE,
+    }
+    bench.runner(shapes.PLAIN_TINY, 256)
+    without = "without int4 kernels, without experts kernels"
+    assert report.modes == {"tiny bf16": f"graphs, run-ahead, {without}"}
 
 
 def test_time_by_kernel() -> None:

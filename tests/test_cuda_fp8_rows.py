@@ -15,6 +15,7 @@ import torch
 from cuda_configs import write_config
 from torch import Tensor
 
+from benchmarks.gpu_parts import kernel_speed
 from localgen.backends.cuda.device.options import CudaOptions
 from localgen.backends.cuda.kernels import activation, dispatch, fp8_rows, norm
 from localgen.backends.cuda.kernels.dispatch import Kernel, WeightFormat
@@ -24,6 +25,7 @@ from localgen.backends.cuda.kernels.fp8_rows import (
     quantize_rows_fp8_triton,
 )
 from localgen.backends.cuda.kernels.gemm import fp8
+from localgen.backends.cuda.kernels.gemm.fp8 import fp8_rows_matmul
 from localgen.backends.cuda.kernels.norm import rms_norm_fp8_triton, rms_norm_reference
 from localgen.backends.cuda.launch_plan import LaunchPlanner, prefill_inputs
 from localgen.backends.cuda.model import linear
@@ -122,10 +124,9 @@ def fp8_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Fp8Rows]:
     """FP8 weights are multiplied as on a GPU, everything else as on a CPU. Rows as multiplied."""
     multiplied: list[Fp8Rows] = []
 
-    def multiply(x: Fp8Rows, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    def multiply(x: Fp8Rows, *rest: Any) -> Tensor:
         multiplied.append(x)
-        out = (x.values.double() * x.scales) @ (weight.double() * scale[:, None]).T
-        return (out if bias is None else out + bias).to(x.dtype)
+        return fp8_rows_matmul(x, *rest)
 
     for module in (fp8, linear):
         monkeypatch.setattr(module, "fp8_rows_matmul", multiply)
@@ -157,6 +158,25 @@ def test_who_takes_fp8_rows(fp8_gpu: list[Fp8Rows]) -> None:
     assert not takes_fp8_rows(dense, rows)
     assert not takes_fp8_rows(MergedLinear((one, one)), rows)
     assert not takes_fp8_rows(None, rows)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_fast_accumulation_is_chosen(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the benchmark; products of the engine do without it."""
+    multiply, choices = torch._scaled_mm, []
+
+    def watched(*given: Any, **options: Any) -> Tensor:
+        choices.append(options["use_fast_accum"])
+        return multiply(*given, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", watched)
+    one, x = fp8_linear(1, 48, 64), drawn(3, 70, 64, dtype=torch.bfloat16)
+    rows = quantize_rows_fp8_reference(x)
+    ours = kernel_speed._fast_accumulation(one, x)() if fast else one.multiply_rows(rows)
+    assert choices == [fast]
+    assert isinstance(ours, Tensor)
+    exact = (rows.values.double() * rows.scales) @ one.dequantize(torch.float64).T
+    assert (ours - exact).norm() / exact.norm() < 4e-3
 
 
 @pytest.mark.parametrize("rows", [65, 64])

@@ -12,12 +12,13 @@ from benchmarks.gpu_parts.clock import Budget
 from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.inputs import Inputs
 from benchmarks.gpu_parts.loaded import DTYPE, Loaded, WatchedRunner, engine_session, watched_runner
-from benchmarks.gpu_parts.modes import best_mode
+from benchmarks.gpu_parts.modes import best_mode, kernels_without, wrong_formats
 from benchmarks.gpu_parts.plan import GpuPlan
 from benchmarks.gpu_parts.progress import case_begins, progress
 from benchmarks.gpu_parts.report import CorrectnessCheck, Figures, GpuReport
 from benchmarks.gpu_parts.shapes import Shape, checked_like
 from benchmarks.session import Session
+from localgen.backends.cuda.kernels.dispatch import switch_off
 
 Side = Callable[[], Figures]
 
@@ -25,7 +26,8 @@ Side = Callable[[], Figures]
 class GpuBench:
     """State of one part. All random numbers except the weights derive from the report's seed.
 
-    before: results of the parts before it, which give the ceilings and the mode of each model.
+    before: results of the parts before it, which give the ceilings, the mode of each model, and the
+    kernels that are wrong, which are switched off in this process.
     """
 
     def __init__(
@@ -35,6 +37,8 @@ class GpuBench:
         self.random = random.Random(report.seed)
         self.ceilings = Ceilings.of(before.rows if before else [], device)
         self._checks = before.checks if before else []
+        self._without = wrong_formats(self._checks)
+        switch_off(kernels_without(self._without))
         self._loaded: dict[str, Loaded] = {}
 
     @property
@@ -64,7 +68,8 @@ class GpuBench:
         """
         loaded, chosen = self.model(shape), best_mode(checked_like(shape), self._checks)
         if not is_draft:
-            self.report.modes[shape.name] = chosen.name
+            without = "".join(f", without {name} kernels" for name in self._without)
+            self.report.modes[shape.name] = chosen.name + without
         room = loaded.max_kv_tokens(self.device)
         if room is not None and room < kv_tokens:
             name = f"KV cache of {kv_tokens:,} tokens for {shape.name}"

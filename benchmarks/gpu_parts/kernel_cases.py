@@ -6,14 +6,14 @@ a GPU and the reference on a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from benchmarks.gpu_parts.case import BF16, EIGHT_BITS, KernelCase, Sizes, Tensors, kernel_case
-from benchmarks.gpu_parts.inputs import Inputs, doubled_cache, exact_cache
-from localgen.backends.cuda.kernels import activation, norm, rope
+from benchmarks.gpu_parts.inputs import Inputs, doubled, doubled_cache, exact_cache
+from localgen.backends.cuda.kernels import activation, fp8_rows, norm, rope
 from localgen.backends.cuda.kernels.attention import paged
 from localgen.backends.cuda.kernels.gemm.tile import ActivationKind
 from localgen.backends.cuda.kernels.kv_cache import QUANTIZED_MAX, LayerKV, dequantize_kv
@@ -58,6 +58,47 @@ def gates(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
             sides = activation.gated_activation, activation.gated_activation_reference
             name = f"{rows} × {size}, {kind}"
             yield kernel_case("gated_activation", name, sides, (x, kind), (x.double(), kind))
+
+
+def rounded_rows(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
+    """Norms and activations that are rounded to FP8, and rows that are only rounded."""
+    if not _has(torch.float8_e4m3fn, make.device):
+        return
+    for rows, size in ((1, sizes.hidden), (sizes.rows, sizes.intermediate), (7, 1000)):
+        x, weight, residual = make.normal(rows, size), make.normal(size), make.normal(rows, size)
+        most, shape = EIGHT_BITS[torch.float8_e4m3fn], f"{rows} × {size}"
+        yield kernel_case(
+            "rms_norm_fp8",
+            shape,
+            (_exact_norm_rows, _exact_norm_rows),
+            (norm.rms_norm_fp8, x, weight, residual),
+            (norm.rms_norm_fp8_reference, *map(doubled, (x, weight, residual))),
+            most,
+        )
+        for kind in (None, "silu", "gelu_tanh"):
+            yield kernel_case(
+                "quantize_rows_fp8",
+                f"{shape}, {kind}",
+                (_exact_rows, _exact_rows),
+                (fp8_rows.quantize_rows_fp8, x, kind),
+                (fp8_rows.quantize_rows_fp8_reference, doubled(x), kind),
+                most,
+            )
+
+
+def _exact_rows(quantize: Callable[..., fp8_rows.Fp8Rows], *arguments: object) -> Tensor:
+    found = quantize(*arguments)
+    return found.values.to(found.scales.dtype) * found.scales
+
+
+def _exact_norm_rows(
+    rounded: Callable[..., tuple[fp8_rows.Fp8Rows, Tensor]],
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+) -> Tensors:
+    rows, summed = rounded(x, weight, 1e-5, offset=False, residual=residual)
+    return rows.values.to(rows.scales.dtype) * rows.scales, summed
 
 
 def rotations(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:

@@ -17,9 +17,11 @@ from benchmarks.gpu_parts.progress import case_begins
 from benchmarks.gpu_parts.report import GpuReport, format_error
 from localgen.backends.cuda.kernels.attention.paged import paged_attention
 from localgen.backends.cuda.kernels.attention_metadata import AttentionMetadata
+from localgen.backends.cuda.kernels.fp8_rows import quantize_rows_fp8
+from localgen.backends.cuda.kernels.gemm.fp8 import fp8_rows_matmul
 from localgen.backends.cuda.kernels.kv_cache import LayerKV
 from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS, pages_for
-from localgen.backends.cuda.model.linear import DenseLinear, Linear
+from localgen.backends.cuda.model.linear import DenseLinear, Fp8Linear, Linear, takes_fp8_rows
 from localgen.backends.cuda.model.weights import LayerWeights
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 
@@ -51,6 +53,9 @@ def products(bench: KernelBench, model: Loaded, rows: Sequence[int], budget: Bud
         _layer(bench, test, model.name, model, count, _call)
         if model.spec.quant is None:
             _layer(bench, test, f"cuBLAS, {model.name}", model, count, _cublas)
+        if _rounds_inputs(bench.make, model, count):
+            side = f"fast accumulation, {model.name}"
+            _layer(bench, test, side, model, count, _fast_accumulation)
 
 
 Maker = Callable[[Linear, Tensor], Callable[[], object]]
@@ -64,6 +69,18 @@ def _cublas(linear: Linear, x: Tensor) -> Callable[[], object]:
     assert isinstance(linear, DenseLinear)
     weight = linear.weight
     return lambda: functional.linear(x, weight)
+
+
+def _rounds_inputs(make: Inputs, model: Loaded, rows: int) -> bool:
+    linear = model.weights.layers[0].qkv
+    return takes_fp8_rows(linear, make.normal(rows, linear.in_features))
+
+
+def _fast_accumulation(linear: Linear, x: Tensor) -> Callable[[], object]:
+    """FP8 products whose sums stay in the tensor cores, which is less exact."""
+    assert isinstance(linear, Fp8Linear)
+    weight, scale = linear.weight, linear.scale
+    return lambda: fp8_rows_matmul(quantize_rows_fp8(x), weight, scale, fast_accum=True)
 
 
 def _layer(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.gpu_parts.report import CorrectnessCheck, lost_unit
+from localgen.backends.cuda.kernels.dispatch import Kernel, WeightFormat, kernels_of
 
 GRAPHS_CHECK = "logits with graphs, against eager steps"
 
@@ -27,6 +28,13 @@ class Mode:
         return f"greedy, {self.name}"
 
 
+# the format of the weights in a group of kernel checks, and the kernels that it checks
+_PRODUCTS: dict[str, tuple[WeightFormat, tuple[str, ...]]] = {
+    "products": ("dense", ("matmul", "gated_matmul")),
+    "int4_products": ("int4", ("int4_matmul",)),
+    "fp8_products": ("fp8", ("fp8_matmul",)),
+    "mixtures": ("experts", ("fused_experts",)),
+}
 # the fastest first
 MODES = tuple(Mode(graphs, ahead) for graphs in (True, False) for ahead in (True, False))
 
@@ -41,6 +49,22 @@ class ChosenMode:
     @property
     def name(self) -> str:
         return f"{self.mode.name} ({self.note})" if self.note else self.mode.name
+
+
+def wrong_formats(checks: Sequence[CorrectnessCheck]) -> list[WeightFormat]:
+    """Formats of weights whose products failed a check: PyTorch computes them instead."""
+    failed = [check.name for check in checks if not check.passed]
+    return [
+        weights
+        for group, (weights, kernels) in _PRODUCTS.items()
+        if {lost_unit(f"checks/{group}"), f"cases of {group}"} & {*failed}
+        or any(name.startswith(f"{kernel}, ") for name in failed for kernel in kernels)
+    ]
+
+
+def kernels_without(formats: Sequence[WeightFormat]) -> list[Kernel]:
+    """Kernels to switch off if those of these formats are wrong."""
+    return [kernel for weights in formats for kernel in kernels_of(weights)]
 
 
 def best_mode(model: str, checks: Sequence[CorrectnessCheck]) -> ChosenMode:
