@@ -184,7 +184,7 @@ def test_unknown_parts(capsys: pytest.CaptureFixture[str]) -> None:
     for unknown in ("singel", "singel/8B bf16"):
         with pytest.raises(SystemExit):
             gpu.main(["--quick", "--only", unknown])
-        assert "no part 'singel', only device, modes" in capsys.readouterr().err
+        assert "no part 'singel', only device, checks" in capsys.readouterr().err
 
 
 def test_it_runs_where_only_torch_and_its_companions_are() -> None:
