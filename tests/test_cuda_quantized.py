@@ -26,6 +26,8 @@ from localgen.backends.cuda.model.linear import (
 )
 from localgen.backends.cuda.model.weights import DecoderWeights, random_weights
 from localgen.backends.formats.hf.config import read_hf_config
+from localgen.backends.formats.model_files import model_folder
+from localgen.backends.formats.weight_sizes import read_weight_sizes
 
 GROUP = 16
 
@@ -135,6 +137,12 @@ def test_awq_weights_are_read(tmp_path: Path) -> None:
     wanted = expected["model.layers.0.self_attn.q_proj"][:, 0]
     assert torch.equal(column * qkv.grid[:64, 0, 0].double(), wanted)
     assert isinstance(weights.head, DenseLinear)
+
+
+def test_the_memory_of_int4_weights_is_known_before_they_are_loaded(tmp_path: Path) -> None:
+    quantized(tmp_path, awq, quant_method="awq", bits=4, group_size=GROUP)
+    expected = read_weight_sizes(model_folder(tmp_path), None).size_bytes
+    assert load(tmp_path).num_bytes == expected
 
 
 @pytest.mark.parametrize(("layout", "offset"), [("gptq", 1), ("gptq_v2", 0)])

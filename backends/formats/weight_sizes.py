@@ -105,9 +105,10 @@ def _read_folder_quant(config: ConfigFields) -> QuantizationConfig | None:
 
 def _loaded_tensor(tensor: _Tensor, quant: QuantizationConfig) -> _Tensor:
     """The tensor with its size in memory."""
-    if not (quant.dequantized_on_load or _EXPERTS.search(tensor.name)):
-        return tensor
     part = tensor.name.rpartition(".")[2]
+    if not (quant.dequantized_on_load or _EXPERTS.search(tensor.name)):
+        # zeros of 4 bits become floats of 16, next to their scales
+        return replace(tensor, size_bytes=4 * tensor.size_bytes) if part == "qzeros" else tensor
     if part in _QUANT_TENSORS:
         return replace(tensor, size_bytes=0)
     digits = (

@@ -48,6 +48,8 @@ def norms(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
 
             kind = f"{rows} × {size}{', residual' if adds else ''}{', offset' if offset else ''}"
             yield KernelCase("rms_norm", kind, found, wanted)
+    if _has(torch.float8_e4m3fn, make.device):
+        yield from _rounded_rows(make, sizes)
 
 
 def gates(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
@@ -60,10 +62,8 @@ def gates(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
             yield kernel_case("gated_activation", name, sides, (x, kind), (x.double(), kind))
 
 
-def rounded_rows(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
+def _rounded_rows(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     """Norms and activations that are rounded to FP8, and rows that are only rounded."""
-    if not _has(torch.float8_e4m3fn, make.device):
-        return
     for rows, size in ((1, sizes.hidden), (sizes.rows, sizes.intermediate), (7, 1000)):
         x, weight, residual = make.normal(rows, size), make.normal(size), make.normal(rows, size)
         most, shape = EIGHT_BITS[torch.float8_e4m3fn], f"{rows} × {size}"

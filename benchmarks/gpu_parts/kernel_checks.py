@@ -17,8 +17,7 @@ from benchmarks.gpu_parts.report import CorrectnessCheck
 GROUPS: Mapping[str, Callable[[Inputs, Sizes], Iterator[KernelCase]]] = {
     group.__name__: group
     for group in (
-        *(kernel_cases.norms, kernel_cases.gates, kernel_cases.rounded_rows),
-        *(kernel_cases.rotations, kernel_cases.attentions),
+        *(kernel_cases.norms, kernel_cases.gates, kernel_cases.rotations, kernel_cases.attentions),
         *(product_cases.products, product_cases.int4_products, product_cases.fp8_products),
         *(product_cases.mixtures, sampling_cases.draws, rejection_cases.rejections),
     )
