@@ -35,7 +35,8 @@ def choose_int4_wide_tile(outs: int, arch: int) -> GemmTile:
     """
     if outs > 8192 and arch // 10 in (9, 10):
         return GemmTile(128, TILE_INPUTS, 128, 8, 3)
-    return GemmTile(64, TILE_INPUTS, 64, 4, 4)
+    # on sm_80 the compiler limits registers to 128 and spills
+    return GemmTile(64, TILE_INPUTS, 64, 4, 4, 255 if arch == 80 else None)
 
 
 def int4_wide_matmul_triton(
@@ -65,6 +66,7 @@ def int4_wide_matmul_triton(
         padded_rows=tile.rows,
         stages=tile.num_stages,
         num_warps=tile.num_warps,
+        maxnreg=tile.max_registers,
     )
     return out
 
@@ -180,5 +182,6 @@ def _int4_wide_variant(
         | dict.fromkeys(constants, "constexpr"),
         constants=constants,
         num_warps=tile.num_warps,
+        max_registers=tile.max_registers,
         archs=archs,
     )
