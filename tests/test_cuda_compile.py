@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 import importlib
+import json
+from pathlib import Path
 
 import pytest
-from kernel_builds import KERNELS, SHARED_BYTES, Build, builds
+
+from benchmarks import kernel_resources
+from benchmarks.kernel_resources import (
+    KERNELS,
+    SHARED_BYTES,
+    Build,
+    Loop,
+    builds,
+    load_builds,
+    main,
+    read_loops,
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,3 +58,52 @@ def test_every_kernel_lists_its_variants(compiled: list[Build], module: str) -> 
     name = f"{KERNELS}.{module}"
     assert hasattr(importlib.import_module(name), "variants")
     assert {build.arch for build in compiled if build.module == name} >= {90, 100, 120}
+
+
+_SASS = """
+        /*0000*/                   LDGSTS.E.BYPASS.128 [R1], desc[UR2][R2.64] ;    /* 0x0 */
+        /*0010*/              @!P1 BRA 0x80 ;                                      /* 0x0 */
+        /*0020*/                   S2R R0, SR_TID.X ;                              /* 0x0 */
+        /*0030*/                   DEPBAR.LE SB0, 0x2 ;                            /* 0x0 */
+        /*0040*/                   LDS.U8 R3, [R0+0x4] ;                           /* 0x0 */
+        /*0050*/                   LDGSTS.E.BYPASS.128 [R1], desc[UR2][R2.64] ;    /* 0x0 */
+        /*0060*/                   DEPBAR.LE SB0, 0x1 ;                            /* 0x0 */
+        /*0070*/               @P0 BRA 0x30 ;                                      /* 0x0 */
+        /*0080*/                   DEPBAR.LE SB0, 0x0 ;                            /* 0x0 */
+        /*0090*/              @!P2 BRA 0x20 ;                                      /* 0x0 */
+        /*00a0*/                   BRA 0xa0 ;                                      /* 0x0 */
+"""
+
+
+def test_waits_are_those_of_the_innermost_loop() -> None:
+    loops = tuple(read_loops(_SASS))
+    assert loops == (Loop(instructions=5, copies=1, waits=(2, 1), byte_loads=1),)
+    assert Build("", "", 90, loops=loops).in_flight == 1
+    assert Build("", "", 90, loops=(*loops, Loop(3, 1, (), 0))).in_flight == 0
+    assert Build("", "", 90, loops=(Loop(3, 0, (), 0),)).in_flight is None
+
+
+def test_a_comparison_shows_values_that_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One kernel on one target, next to files in which it had the same and other values."""
+    file = tmp_path / "resources.json"
+    options = ["--only", "activation", "--arch", "90", "--output", str(file)]
+    main(options)
+    first = capsys.readouterr().out
+    kernel = "| activation | "
+    assert kernel in first
+    assert "→" not in first
+    found = load_builds(file)
+    monkeypatch.setattr(kernel_resources, "builds", lambda *_, **__: found)
+    main([*options, "--before", str(file)])
+    assert capsys.readouterr().out == first
+    whole = json.loads(file.read_text())
+    assert whole["before"] == whole["builds"]
+    for build in whole["builds"]:
+        build["registers"] += 1000
+    file.write_text(json.dumps(whole))
+    main([*options, "--before", str(file)])
+    changed = [line for line in capsys.readouterr().out.splitlines() if kernel in line]
+    assert changed
+    assert all(line.count("→") == 1 and "| 10" in line for line in changed)
