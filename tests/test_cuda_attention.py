@@ -321,22 +321,26 @@ def test_page_ids_are_read_within_the_sequence(
     """The ids of the next block are loaded ahead, but none after the last page of a sequence."""
     split(splits, monkeypatch)
     case = Case(((1, 300), (3, 64), (1, 65), (20, 150), (9, 128)), heads=2, kv_heads=1)
-    inputs, pages = made(case, 4), []
-    tables = inputs.ragged.page_tables
+    inputs = made(case, 4)
+    pages: list[int] = []
+    # in the middle of a larger tensor, so that a read beyond it is known to be one
+    guarded = torch.nn.functional.pad(inputs.ragged.page_tables, (0, 0, 9, 9))
+    tables = guarded[9:-9]
+    ragged = replace(inputs.ragged, page_tables=tables)
     interpreted = interpreter._interpreter
 
     def load(pointers: Any, mask: Any, *others: Any) -> Any:
-        at = (pointers[mask].astype("int64") - tables.data_ptr()) // tables.element_size()
-        pages.extend(at[(at > -1000) & (at < tables.numel() + 1000)].tolist())
+        at = (pointers[mask].astype("int64") - guarded.data_ptr()) // guarded.element_size()
+        pages.extend(at[(at >= 0) & (at < guarded.numel())].tolist())
         return interpreted.load(pointers, mask, *others)
 
     watched = SimpleNamespace(load=load, store=interpreted.store)
     monkeypatch.setattr(interpreter, "_interpreter", watched)
     paged_attention_triton(
-        inputs.queries, inputs.cache, inputs.ragged, scale=0.125, window=window, softcap=None
+        inputs.queries, inputs.cache, ragged, scale=0.125, window=window, softcap=None
     )
     used = {
-        sequence * tables.stride(0) + page
+        (9 + sequence) * tables.stride(0) + page
         for sequence, (_, length) in enumerate(case.sequences)
         for page in range(-(-length // PAGE))
     }
