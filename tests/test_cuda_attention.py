@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime import interpreter
 
-from localgen.backends.cuda.kernels.attention import decode
-from localgen.backends.cuda.kernels.attention.decode import SplitKVPlan, plan_split_kv
+from localgen.backends.cuda.kernels.attention import decode, prefill
+from localgen.backends.cuda.kernels.attention.decode import choose_decode_tile
+from localgen.backends.cuda.kernels.attention.online_softmax import AttentionTile
 from localgen.backends.cuda.kernels.attention.paged import (
     paged_attention_reference,
     paged_attention_triton,
 )
+from localgen.backends.cuda.kernels.attention.prefill import choose_prefill_tile
 from localgen.backends.cuda.kernels.attention_metadata import AttentionMetadata
 from localgen.backends.cuda.kernels.kv_cache import LayerKV, quantize_kv
 
@@ -138,6 +144,10 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
         Case(((1, 90),), softcap=5.0),
         Case(((3, 60), (8, 100), (1, 9))),
         Case(((5, 150),), window=20, softcap=3.0, heads=6, kv_heads=2),
+        Case(((1, 64), (1, 128), (1, 129), (1, 256))),
+        Case(((1, 500), (1, 130)), window=200),
+        Case(((8, 500), (2, 333)), window=300, softcap=3.0),
+        Case(((8, 40), (1, 70)), heads=32, kv_heads=2, size=16),
     ],
     ids=str,
 )
@@ -158,6 +168,10 @@ def test_decode_and_draft_rows_equal_the_reference(case: Case, seed: int) -> Non
         Case(((64, 90),), window=17),
         Case(((40, 40), (12, 50)), window=30, softcap=4.0),
         Case(((130, 140),), heads=2, kv_heads=1),
+        Case(((20, 300), (9, 130)), window=200),
+        Case(((64, 128), (65, 192)), heads=3, kv_heads=1),
+        Case(((20, 70), (30, 30)), heads=14, kv_heads=2),
+        Case(((12, 40),), heads=32, kv_heads=2, size=16),
     ],
     ids=str,
 )
@@ -179,20 +193,18 @@ def test_mixed_prefill_and_decode_equal_the_reference(case: Case) -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
-@pytest.mark.parametrize("rows", [1, 12])
-def test_eight_bit_cache_equals_the_reference(kind: torch.dtype, rows: int) -> None:
-    case = Case(((rows, 60), (rows, 37)), cache=torch.int8)
-    inputs = made(case, 3)
-    if kind is torch.float8_e4m3fn:
-        pytest.importorskip("triton", minversion="3.6")
-        inputs = made(replace(case, cache=kind), 3)
-    ours = paged_attention_triton(
-        inputs.queries, inputs.cache, inputs.ragged, scale=0.125, window=None, softcap=None
-    )
-    theirs = paged_attention_reference(
-        inputs.queries.double(), inputs.cache, inputs.ragged, scale=0.125, window=None, softcap=None
-    )
-    torch.testing.assert_close(ours.double(), theirs, atol=2e-5, rtol=2e-5)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(((1, 60), (1, 37))),
+        Case(((3, 200), (1, 37)), size=96, window=150),
+        Case(((12, 60), (12, 37))),
+        Case(((20, 300),), size=96, heads=3, kv_heads=1, window=200),
+    ],
+    ids=str,
+)
+def test_eight_bit_cache_equals_the_reference(kind: torch.dtype, case: Case) -> None:
+    compare(replace(case, cache=kind), 3)
 
 
 @pytest.mark.parametrize("rows", [1, 4, 20])
@@ -200,15 +212,141 @@ def test_half_precision_equals_the_reference(rows: int) -> None:
     compare(Case(((rows, 50), (rows, 90)), dtype=torch.float16, cache=torch.float16))
 
 
+def split(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the number of splits of both kernels."""
+
+    def chosen(choose: Callable[..., AttentionTile]) -> Callable[..., AttentionTile]:
+        return lambda **numbers: replace(choose(**numbers), num_splits=splits)
+
+    monkeypatch.setattr(decode, "choose_decode_tile", chosen(choose_decode_tile))
+    monkeypatch.setattr(prefill, "choose_prefill_tile", chosen(choose_prefill_tile))
+
+
 @pytest.mark.parametrize("splits", [1, 2, 8, 64])
 def test_any_number_of_splits(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many more splits than blocks: most of them get no tokens."""
-
-    def cut(**numbers: Any) -> SplitKVPlan:
-        return replace(plan_split_kv(**numbers), num_splits=splits)
-
-    monkeypatch.setattr(decode, "plan_split_kv", cut)
+    split(splits, monkeypatch)
     compare(Case(((1, 300), (1, 1), (1, 65)), heads=2, kv_heads=1))
+
+
+@pytest.mark.parametrize("splits", [2, 8])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(((8, 400), (1, 20)), heads=2, kv_heads=1, window=250),
+        Case(((20, 300), (9, 9)), heads=2, kv_heads=1),
+        Case(((30, 400),), heads=2, kv_heads=1, window=200, softcap=3.0),
+        Case(((1, 200), (40, 300), (1, 5), (3, 90)), heads=2, kv_heads=1),
+        Case(((12, 200), (1, 90)), heads=2, kv_heads=1, size=96, cache=torch.int8),
+    ],
+    ids=str,
+)
+def test_splits_of_prompts_and_drafts(
+    case: Case, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split(splits, monkeypatch)
+    compare(case)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_batches(seed: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    split(splits, monkeypatch)
+    random = Random(seed)
+    rows = [random.choice((1, 1, 3, 8, 9, 33)) for _ in range(3)]
+    sequences = tuple((count, count + random.randrange(300)) for count in rows)
+    window = random.choice((None, random.randrange(1, 300)))
+    compare(Case(sequences, heads=3, kv_heads=random.choice((1, 3)), size=32, window=window), seed)
+
+
+def decode_splits(num_seqs: int, max_seq_len: int, rows: int = 1) -> int:
+    return choose_decode_tile(
+        num_seqs=num_seqs,
+        max_query_len=rows,
+        max_seq_len=max_seq_len,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        quantized=False,
+        arch=90,
+        num_sms=132,
+    ).num_splits
+
+
+def test_a_long_sequence_among_many_is_split() -> None:
+    assert decode_splits(1, 8192) == 64
+    assert decode_splits(64, 4096) == 1
+    assert decode_splits(64, 100_000) == 32
+    # the partial results of the step stay below 64 MiB
+    assert decode_splits(256, 100_000) == 16
+    assert decode_splits(256, 100_000, rows=8) == 2
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "num_rows", "longest", "max_seq_len", "splits"),
+    [
+        (1, 50, 50, 32_768, 8),  # a turn behind a long chat
+        (1, 12, 12, 32_768, 16),  # drafts
+        (1, 50, 50, 1024, 1),  # nothing to divide
+        (1, 50, 50, 2100, 2),
+        (1, 4096, 4096, 32_768, 1),  # enough tiles
+        (64, 113, 50, 32_768, 2),  # next to 63 that decode
+        (64, 64 * 12, 12, 32_768, 1),
+    ],
+)
+def test_short_prompts_behind_long_prefixes_are_split(
+    num_seqs: int, num_rows: int, longest: int, max_seq_len: int, splits: int
+) -> None:
+    tile = choose_prefill_tile(
+        num_seqs=num_seqs,
+        num_rows=num_rows,
+        max_query_len=longest,
+        max_seq_len=max_seq_len,
+        max_decode_rows=8,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        quantized=False,
+        arch=90,
+        num_sms=132,
+    )
+    assert tile.num_splits == splits
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("window", [None, 100])
+def test_page_ids_are_read_within_the_sequence(
+    window: int | None, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ids of the next block are loaded ahead, but none after the last page of a sequence."""
+    split(splits, monkeypatch)
+    case = Case(((1, 300), (3, 64), (1, 65), (20, 150), (9, 128)), heads=2, kv_heads=1)
+    inputs = made(case, 4)
+    pages: list[int] = []
+    # in the middle of a larger tensor, so that a read beyond it is known to be one
+    guarded = torch.nn.functional.pad(inputs.ragged.page_tables, (0, 0, 9, 9))
+    tables = guarded[9:-9]
+    ragged = replace(inputs.ragged, page_tables=tables)
+    interpreted = interpreter._interpreter
+
+    def load(pointers: Any, mask: Any, *others: Any) -> Any:
+        at = (pointers[mask].astype("int64") - guarded.data_ptr()) // guarded.element_size()
+        pages.extend(at[(at >= 0) & (at < guarded.numel())].tolist())
+        return interpreted.load(pointers, mask, *others)
+
+    watched = SimpleNamespace(load=load, store=interpreted.store)
+    monkeypatch.setattr(interpreter, "_interpreter", watched)
+    paged_attention_triton(
+        inputs.queries, inputs.cache, ragged, scale=0.125, window=window, softcap=None
+    )
+    used = {
+        (9 + sequence) * tables.stride(0) + page
+        for sequence, (_, length) in enumerate(case.sequences)
+        for page in range(-(-length // PAGE))
+    }
+    assert pages
+    assert set(pages) <= used
+    assert window or set(pages) == used
 
 
 def test_padding_rows_of_a_captured_step_are_not_written() -> None:

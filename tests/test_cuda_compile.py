@@ -46,6 +46,7 @@ def test_kernels_compile_without_spills_and_within_shared_memory(
         "fp8_rows",
         "attention.decode",
         "attention.prefill",
+        "attention.splits",
         "sampling.sample",
         "sampling.rejection",
         "gemm.dense",
@@ -74,6 +75,25 @@ def test_int4_loops_copy_codes_scales_and_zeros_while_they_compute(module: str) 
     for build in found:
         assert build.in_flight, build
         assert [loop.global_loads for loop in build.loops if loop.copies] == [0], build
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_attention_loads_keys_and_values_ahead(arch: int) -> None:
+    """At each wait of the loops, copies of the next block are in flight; no load is of one byte."""
+    found = [
+        build
+        for build in builds("attention", (arch,), with_loops=True)
+        if "combine" not in build.variant
+    ]
+    assert {build.module for build in found} == {
+        f"{KERNELS}.attention.decode",
+        f"{KERNELS}.attention.prefill",
+    }
+    for build in found:
+        copying = [loop for loop in build.loops if loop.copies]
+        assert len(copying) == 2, f"{build}: one loop with masks, one without"
+        assert build.in_flight, build
+        assert not build.byte_loads, build
 
 
 _SASS = """

@@ -107,8 +107,12 @@ class LaunchPlanner:
             for length in lengths
             for rows in (CAPTURE_ROWS[0], CAPTURE_ROWS[-1])
         ]
-        # prefill after a cached prefix
-        steps += [prefill_inputs(_PROMPT_LENGTHS[0], num_cached=length) for length in lengths]
+        # prefill after a cached prefix, which attention splits if the prompt is short
+        steps += [
+            prefill_inputs(rows, num_cached=length)
+            for rows in _PROMPT_LENGTHS[:4]
+            for length in lengths
+        ]
         return self._record_launches(steps, [SamplingRow(BASE_SAMPLING, [0])])
 
     def _lengths(self, longest: int) -> list[int]:

@@ -159,7 +159,10 @@ def _rotation(
 
 
 def attentions(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
-    """Cases of decoding, a whole prompt, chunks after cached tokens, and mixed steps."""
+    """Cases of decoding, a whole prompt, chunks after cached tokens, and mixed steps.
+
+    In "uneven", one of many sequences is long, and in "turn" a few tokens follow a long prefix.
+    """
     long = sizes.long
     steps = {
         "one": ([1], [long]),
@@ -167,6 +170,8 @@ def attentions(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
         "prompt": ([97], [97]),
         "cached": ([64, 40], [long, 40]),
         "mixed": ([1, 70, 1, 1], [long, 90, 16, 5]),
+        "uneven": ([1] * 9, [2 * long] + [20] * 8),
+        "turn": ([20], [2 * long]),
     }
     for name, (rows, lengths) in steps.items():
         yield _attention(make, name, rows, lengths, make.dtype)
