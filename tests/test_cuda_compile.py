@@ -50,6 +50,7 @@ def test_kernels_compile_without_spills_and_within_shared_memory(
         "sampling.sample",
         "sampling.rejection",
         "gemm.dense",
+        "gemm.qkv_rope",
         "gemm.int4",
         "gemm.int4_format",
         "gemm.int4_wide",

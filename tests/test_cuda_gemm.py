@@ -15,6 +15,7 @@ from torch import Tensor
 
 from localgen.backends.cuda.kernels.fp8_rows import quantize_rows_fp8
 from localgen.backends.cuda.kernels.gemm import dense, fp8, int4, int4_format, int4_wide
+from localgen.backends.cuda.kernels.norm import RMSNorm, rms_norm_reference
 from localgen.backends.cuda.model.linear import DenseLinear, Int4Linear, gated_linear
 
 # largest error of an element, relative to the largest element
@@ -83,6 +84,40 @@ def test_gated_product_equals_the_reference(
         x, weight = drawn(seed, rows, ins), drawn(9 + seed, 2 * size, ins) / 8
         ours = dense.matmul_triton(x, weight, activation=kind)
         same(ours, dense.gated_matmul_reference(x.double(), weight.double(), kind), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("ins", "outs"), [(2064, 13), (512, 16), (48, 5)])
+def test_product_of_a_normed_row_equals_the_reference(
+    ins: int, outs: int, dtype: torch.dtype
+) -> None:
+    """The mean square is near eps, so that eps counts."""
+    x, weight = drawn(1, 1, ins, dtype=dtype) / 16, drawn(2, 2 * outs, ins, dtype=dtype) / 8
+    scale, residual = drawn(3, ins, dtype=dtype), drawn(4, 1, 2 * outs, dtype=dtype)
+    norm = RMSNorm(scale, 4e-3)
+    normed, _ = rms_norm_reference(
+        x.double(), scale.double(), norm.eps, offset=False, residual=None
+    )
+    ours = dense.matmul_triton(x, weight, None, residual, norm=norm)
+    assert ours.dtype is dtype
+    same(ours, normed @ weight.double().T + residual.double())
+    same(
+        dense.matmul_triton(x, weight, activation="silu", norm=norm),
+        dense.gated_matmul_reference(normed, weight.double(), "silu"),
+        LIMIT[dtype] * 5,
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_norms_outside_the_kernel_equal_the_reference(rows: int) -> None:
+    x, weight, scale = drawn(1, rows, 48).double(), drawn(2, 10, 48).double(), drawn(3, 48).double()
+    norm = RMSNorm(scale, 1e-3)
+    normed, _ = rms_norm_reference(x, scale, norm.eps, offset=False, residual=None)
+    same(dense.matmul(x, weight, norm=norm), normed @ weight.T, 1e-14)
+    gated = dense.gated_matmul_reference(normed, weight, "silu")
+    same(dense.gated_matmul(x, weight, "silu", norm=norm), gated, 1e-14)
+    ours = dense.matmul_triton(x.float(), weight.float(), norm=RMSNorm(scale.float(), 1e-3))
+    same(ours, normed @ weight.T)
 
 
 @pytest.mark.parametrize("rows", [1, 6])

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 _recording: ContextVar[LaunchRecording | None] = ContextVar("recording", default=None)
+_dependent: ContextVar[bool] = ContextVar("dependent", default=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,14 +79,25 @@ def current_recording() -> LaunchRecording:
     return planned
 
 
+@contextmanager
+def dependent_launches(enabled: bool) -> Iterator[None]:
+    """Use programmatic dependent launch in this context; see `dependent_launch`."""
+    token = _dependent.set(enabled)
+    try:
+        yield
+    finally:
+        _dependent.reset(token)
+
+
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
     """Return a callable that launches the kernel with its arguments, or records the launch."""
     planned = _recording.get()
-    if planned is None:
-        return kernel[grid]  # type: ignore[no-any-return]
+    run = kernel[grid] if planned is None else partial(_record, planned, kernel)
+    if _dependent.get() and "pdl" in kernel.arg_names:
+        return partial(run, pdl=True, launch_pdl=True)
+    return run
 
-    def listed(*args: Any, **options: Any) -> None:
-        kinds = tuple(arg.dtype if isinstance(arg, Tensor) else arg for arg in args)
-        planned.launches.append(KernelLaunch(kernel, kinds, options))
 
-    return listed
+def _record(planned: LaunchRecording, kernel: Any, *args: Any, **options: Any) -> None:
+    kinds = tuple(arg.dtype if isinstance(arg, Tensor) else arg for arg in args)
+    planned.launches.append(KernelLaunch(kernel, kinds, options))

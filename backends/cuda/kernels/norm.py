@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from localgen.backends.cuda.kernels.dependent_launch import wait_for_previous_kernel
 from localgen.backends.cuda.kernels.device import can_use_triton, upcast
 from localgen.backends.cuda.kernels.fp8_rows import (
     Fp8Rows,
@@ -22,6 +24,14 @@ from localgen.backends.cuda.kernels.launch import Variant, launch
 
 # one program holds a whole row in registers
 MAX_SIZE = 16384
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RMSNorm:
+    """norm(x) * weight, for kernels that compute it on the way. weight: [size]."""
+
+    weight: Tensor
+    eps: float
 
 
 def rms_norm(
@@ -130,7 +140,9 @@ def _rms_norm_kernel(
     offset: tl.constexpr,
     has_residual: tl.constexpr,
     block: tl.constexpr,
+    pdl: tl.constexpr = False,
 ):
+    wait_for_previous_kernel(pdl)
     start = tl.program_id(0).to(tl.int64) * size
     at = tl.arange(0, block)
     inside = at < size

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, cat
 
+from localgen.backends.cuda.kernels.dependent_launch import wait_for_previous_kernel
 from localgen.backends.cuda.kernels.device import can_use_triton, upcast
 from localgen.backends.cuda.kernels.kv_cache import QUANTIZED_MAX, LayerKV, quantize_kv
 from localgen.backends.cuda.kernels.launch import Variant, launch
@@ -201,8 +202,10 @@ def _rope_and_store_kv_kernel(
     quantized_max: tl.constexpr,
     is_int: tl.constexpr,
     heads_block: tl.constexpr,
+    pdl: tl.constexpr = False,
 ):
     """A head is loaded in three parts: the two rotated halves and the unrotated rest."""
+    wait_for_previous_kernel(pdl)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * heads_block + tl.arange(0, heads_block)[:, None]
     at = tl.arange(0, half_block)[None, :]

@@ -9,14 +9,17 @@ import torch
 from torch import Tensor
 
 from localgen.backends.cuda.kernels.attention.paged import paged_attention
+from localgen.backends.cuda.kernels.dependent_launch import supports_dependent_launch
 from localgen.backends.cuda.kernels.fp8_rows import Fp8Rows
 from localgen.backends.cuda.kernels.kv_cache import LayerKV
+from localgen.backends.cuda.kernels.launch import dependent_launches
 from localgen.backends.cuda.kernels.moe.fused_experts import fused_experts
 from localgen.backends.cuda.kernels.moe.grouped_experts import ExpertRouting
 from localgen.backends.cuda.kernels.norm import rms_norm, rms_norm_fp8
 from localgen.backends.cuda.kernels.rope import QKNorm, rope_and_store_kv
 from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS
 from localgen.backends.cuda.model.batch import StepBatch
+from localgen.backends.cuda.model.fused_layer import MAX_FUSED_ROWS, FusedLayer
 from localgen.backends.cuda.model.host_copy import to_device
 from localgen.backends.cuda.model.linear import Linear, gated_mlp, project, takes_fp8_rows
 from localgen.backends.cuda.model.process_group import TensorParallelGroup
@@ -72,7 +75,8 @@ class KVCache:
 class Decoder:
     """Weights and RoPE tables of a decoder. max_len: maximum sequence length.
 
-    group: the tensor-parallel group, if spec and weights are those of a shard.
+    group: the tensor-parallel group, if spec and weights are those of a shard. dependent_launch:
+    use programmatic dependent launch where the GPU has it; it has not been tested on one.
     """
 
     def __init__(
@@ -81,10 +85,18 @@ class Decoder:
         weights: DecoderWeights,
         max_len: int,
         group: TensorParallelGroup | None = None,
+        *,
+        dependent_launch: bool = False,
     ) -> None:
         self.spec, self.max_len = spec, max_len
         self._group = group or TensorParallelGroup(ModelShard(spec))
         self._weights = weights
+        self._fused_layers = _fused_layers(spec, weights, self._group)
+        self._dependent_launch = (
+            dependent_launch
+            and self._group.shard.tp_size == 1
+            and supports_dependent_launch(weights.embed)
+        )
         device = weights.embed.device
         self._ropes = _layer_ropes(spec, max_len, device)
         scaling = spec.query_scaling
@@ -96,7 +108,9 @@ class Decoder:
 
         Stores keys and values in the cache. out: optional output tensor.
         """
-        found = self._group.gather_logits(self._weights.head(self.hidden_states(batch, cache)))
+        with dependent_launches(self._dependent_launch):
+            hidden = self._weights.head(self.hidden_states(batch, cache))
+        found = self._group.gather_logits(hidden)
         logits = found.float() if out is None else out.copy_(found)
         if self.spec.logit_divisor != 1:
             logits.div_(self.spec.logit_divisor)
@@ -118,20 +132,36 @@ class Decoder:
         query_factors = None
         if self._query_factors is not None:
             query_factors = self._query_factors[batch.positions.long(), None, None].to(hidden.dtype)
+        residual = None
+        if self._fused_layers and len(hidden) <= MAX_FUSED_ROWS:
+            for index, fused in enumerate(self._fused_layers):
+                queries = fused.store_kv(hidden, batch, self._ropes[index], cache.layers[index])
+                mixed = self._attend(index, queries, batch, cache, query_factors)
+                hidden = fused.add_mlp(fused.add_attention(hidden, mixed))
+        else:
+            hidden, residual = self._run_layers(hidden, batch, cache, query_factors)
+        rows = batch.output_rows
+        kept = None if residual is None else residual[rows]
+        normed, _ = self._norm(self._scaled(hidden[rows], kept), weights.norm, kept)
+        return normed
+
+    def _run_layers(
+        self, hidden: Tensor, batch: StepBatch, cache: KVCache, query_factors: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Output of the last layer, and the residual stream without it (None: no layers)."""
         residual: Tensor | None = None
-        for index, layer in enumerate(weights.layers):
+        for index, layer in enumerate(self._weights.layers):
             normed, residual = self._add_and_norm(hidden, layer.input_norm, residual, layer.qkv)
-            hidden = self._attention(index, layer, normed, batch, cache, query_factors)
+            queries = self._store_kv(index, project(layer.qkv, normed), batch, cache)
+            mixed = self._attend(index, queries, batch, cache, query_factors)
+            hidden = self._group.all_reduce(layer.attention_out(mixed))
             if layer.post_attention_norm is not None:
                 hidden, _ = self._norm(hidden, layer.post_attention_norm, None)
             normed, residual = self._add_and_norm(hidden, layer.mlp_norm, residual, layer.gate_up)
             hidden = self._mlp(layer, normed)
             if layer.post_mlp_norm is not None:
                 hidden, _ = self._norm(hidden, layer.post_mlp_norm, None)
-        rows = batch.output_rows
-        kept = None if residual is None else residual[rows]
-        normed, _ = self._norm(self._scaled(hidden[rows], kept), weights.norm, kept)
-        return normed
+        return hidden, residual
 
     def _norm(self, x: Tensor, weight: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         return rms_norm(
@@ -161,22 +191,14 @@ class Decoder:
         summed = x if residual is None else x + residual
         return summed, summed
 
-    def _attention(
-        self,
-        index: int,
-        layer: LayerWeights,
-        x: Tensor | Fp8Rows,
-        batch: StepBatch,
-        cache: KVCache,
-        query_factors: Tensor | None,
-    ) -> Tensor:
-        """query_factors: [rows, 1, 1], of the queries after RoPE; None: 1."""
-        spec, qkv, norms = self.spec, project(layer.qkv, x), None
+    def _store_kv(self, index: int, qkv: Tensor, batch: StepBatch, cache: KVCache) -> Tensor:
+        """Return the rotated queries of a layer; write its keys and values to the cache."""
+        spec, layer, norms = self.spec, self._weights.layers[index], None
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = QKNorm(layer.q_norm, layer.k_norm, spec.norm_eps, spec.norm_offset)
             if spec.wide_qk_norm:
                 qkv, norms = _norm_all_heads(qkv, norms), None
-        queries = rope_and_store_kv(
+        return rope_and_store_kv(
             qkv,
             batch.positions,
             self._ropes[index],
@@ -184,6 +206,20 @@ class Decoder:
             cache.layers[index],
             batch.slot_mapping,
         )
+
+    def _attend(
+        self,
+        index: int,
+        queries: Tensor,
+        batch: StepBatch,
+        cache: KVCache,
+        query_factors: Tensor | None,
+    ) -> Tensor:
+        """Attention of a layer, [rows, heads * head size].
+
+        queries: after RoPE. query_factors: [rows, 1, 1], multiply them; None: 1.
+        """
+        spec = self.spec
         if query_factors is not None:
             queries = queries * query_factors
         mixed = paged_attention(
@@ -194,7 +230,7 @@ class Decoder:
             window=spec.sliding_windows[index],
             softcap=spec.attn_softcap,
         )
-        return self._group.all_reduce(layer.attention_out(mixed.flatten(1)))
+        return mixed.flatten(1)
 
     def _mlp(self, layer: LayerWeights, x: Tensor | Fp8Rows) -> Tensor:
         if layer.experts is not None:
@@ -206,6 +242,17 @@ class Decoder:
         assert layer.gate_up is not None
         assert layer.down is not None
         return self._group.all_reduce(gated_mlp(layer.gate_up, layer.down, x, self.spec.activation))
+
+
+def _fused_layers(
+    spec: ModelSpec, weights: DecoderWeights, group: TensorParallelGroup
+) -> list[FusedLayer]:
+    """All layers, if each can be fused; otherwise none. Ranks sum in between."""
+    if group.shard.tp_size > 1:
+        return []
+    fused = [FusedLayer.of(layer, spec) for layer in weights.layers]
+    found = [layer for layer in fused if layer is not None]
+    return found if len(found) == len(fused) else []
 
 
 def _norm_all_heads(qkv: Tensor, norms: QKNorm) -> Tensor:

@@ -27,6 +27,7 @@ from localgen.backends.cuda.kernels.attention.splits import (
     num_splits_for,
 )
 from localgen.backends.cuda.kernels.attention_metadata import AttentionMetadata
+from localgen.backends.cuda.kernels.dependent_launch import wait_for_previous_kernel
 from localgen.backends.cuda.kernels.device import ARCHS, compute_capability, count_sms
 from localgen.backends.cuda.kernels.kv_cache import QUANTIZED_MAX, LayerKV
 from localgen.backends.cuda.kernels.launch import Variant, launch
@@ -153,7 +154,9 @@ def _decode_attention_kernel(
     head_dim: tl.constexpr, padded_head_dim: tl.constexpr, page_tokens: tl.constexpr,
     tile_rows: tl.constexpr, block_tokens: tl.constexpr, window: tl.constexpr,
     quantized: tl.constexpr, has_softcap: tl.constexpr, is_split: tl.constexpr,
+    pdl: tl.constexpr = False,
 ):  # fmt: skip
+    wait_for_previous_kernel(pdl)
     sequence, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first = tl.load(query_starts + sequence)
     count = tl.load(query_starts + sequence + 1) - first

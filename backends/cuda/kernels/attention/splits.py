@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from localgen.backends.cuda.kernels.attention_metadata import AttentionMetadata
+from localgen.backends.cuda.kernels.dependent_launch import wait_for_previous_kernel
 from localgen.backends.cuda.kernels.launch import Variant, launch
 
 MAX_SPLITS = 64
@@ -106,9 +107,10 @@ def find_sequence(query_starts, num_seqs, place, unit, extra):
 def _combine_splits_kernel(
     split_out, split_lse, query_starts, out, num_seqs, max_decode_rows,
     num_heads: tl.constexpr, head_dim: tl.constexpr, padded_head_dim: tl.constexpr,
-    rows_per_seq: tl.constexpr, num_splits: tl.constexpr,
+    rows_per_seq: tl.constexpr, num_splits: tl.constexpr, pdl: tl.constexpr = False,
 ):  # fmt: skip
     """Combine the splits of a row, weighted by 2 ** log-sum-exp; those without tokens weigh 0."""
+    wait_for_previous_kernel(pdl)
     place, head = tl.program_id(0), tl.program_id(1)
     if rows_per_seq > 0:
         sequence = place // rows_per_seq

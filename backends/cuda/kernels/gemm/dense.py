@@ -4,6 +4,9 @@ One row: a GEMV in which each thread accumulates partial sums of a few outputs. 
 `skinny_gemm_triton`, on tensor cores with the weight as the M operand, so that the rows are padded
 to 8 instead of 16. In both, the warps of a program split the inputs (split-K) and are summed in a
 fixed order at the end: no workspace, no second launch, bitwise deterministic.
+
+The GEMV also computes the RMSNorm before it: each program reads all of x anyway, so it sums the
+squares next to the products, and scales the result.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, operator"
@@ -23,6 +26,7 @@ from localgen.backends.cuda.kernels.activation import (
     gated_activation,
     gated_activation_reference,
 )
+from localgen.backends.cuda.kernels.dependent_launch import wait_for_previous_kernel
 from localgen.backends.cuda.kernels.dispatch import Kernel, choose_kernel, max_rows
 from localgen.backends.cuda.kernels.gemm.tile import (
     ActivationKind,
@@ -33,6 +37,7 @@ from localgen.backends.cuda.kernels.gemm.tile import (
     weight_row_ids,
 )
 from localgen.backends.cuda.kernels.launch import Variant, launch
+from localgen.backends.cuda.kernels.norm import RMSNorm, rms_norm
 
 # more rows use cuBLAS
 MAX_SKINNY_ROWS = max_rows(Kernel.SKINNY_GEMM)
@@ -64,28 +69,42 @@ def choose_skinny_gemm_tile(rows: int, outs: int, item_bytes: int) -> GemmTile:
 
 
 def matmul(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    norm: RMSNorm | None = None,
 ) -> Tensor:
-    """Return x @ weight.T + bias + residual, [rows, outs] in x's dtype, accumulated in float32.
+    """Return norm(x) @ weight.T + bias + residual, [rows, outs] in x's dtype.
 
     x: [rows, ins]. weight: [outs, ins], in x's dtype. bias: [outs]. residual: [rows, outs].
+    Accumulated in float32. One launch with one row, otherwise one more for the norm.
     """
     match choose_kernel("dense", x, fits=supports_triton_gemm(x, weight)):
         case Kernel.GEMV:
-            return matmul_triton(x, weight, bias, residual)
+            return matmul_triton(x, weight, bias, residual, norm=norm)
         case Kernel.SKINNY_GEMM:
-            return skinny_gemm_triton(x, weight, None, bias, residual)
-    return matmul_reference(x, weight, bias, residual)
+            return skinny_gemm_triton(_normed(x, norm), weight, None, bias, residual)
+    return matmul_reference(_normed(x, norm), weight, bias, residual)
 
 
-def gated_matmul(x: Tensor, weight: Tensor, activation: ActivationKind) -> Tensor:
-    """Return act(gate) * up, [rows, outs / 2]. weight: [outs, ins], gate rows, then up rows."""
+def gated_matmul(
+    x: Tensor, weight: Tensor, activation: ActivationKind, *, norm: RMSNorm | None = None
+) -> Tensor:
+    """Return act(gate) * up of norm(x), [rows, outs / 2]. weight: gate rows, then up rows."""
     match choose_kernel("dense", x, fits=supports_triton_gemm(x, weight)):
         case Kernel.GEMV:
-            return matmul_triton(x, weight, activation=activation)
+            return matmul_triton(x, weight, activation=activation, norm=norm)
         case Kernel.SKINNY_GEMM:
-            return skinny_gemm_triton(x, weight, None, activation=activation)
-    return gated_activation(linear(x, weight), activation)
+            return skinny_gemm_triton(_normed(x, norm), weight, None, activation=activation)
+    return gated_activation(linear(_normed(x, norm), weight), activation)
+
+
+def _normed(x: Tensor, norm: RMSNorm | None) -> Tensor:
+    if norm is None:
+        return x
+    return rms_norm(x, norm.weight, norm.eps, offset=False, residual=None)[0]
 
 
 def supports_triton_gemm(x: Tensor, weight: Tensor) -> bool:
@@ -110,13 +129,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def matmul_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    """PyTorch reference of `matmul`, cuBLAS on a GPU."""
+    """PyTorch reference of `matmul` without a norm, cuBLAS on a GPU."""
     out = linear(x, weight, bias)
     return out if residual is None else out + residual
 
 
 def gated_matmul_reference(x: Tensor, weight: Tensor, activation: ActivationKind) -> Tensor:
-    """PyTorch reference of `gated_matmul`."""
+    """PyTorch reference of `gated_matmul` without a norm."""
     return gated_activation_reference(linear(x, weight), activation)
 
 
@@ -127,10 +146,11 @@ def matmul_triton(
     residual: Tensor | None = None,
     *,
     activation: ActivationKind | None = None,
+    norm: RMSNorm | None = None,
 ) -> Tensor:
-    """Triton implementation of `matmul`, or of `gated_matmul` if activation is set; one launch."""
+    """Triton implementation of `matmul`, or of `gated_matmul` if activation is set."""
     if x.shape[0] > 1:
-        return skinny_gemm_triton(x, weight, None, bias, residual, activation=activation)
+        return skinny_gemm_triton(_normed(x, norm), weight, None, bias, residual, activation=activation)
     (outs, ins), x = weight.shape, x.contiguous()
     outs = outs if activation is None else outs // 2
     tile = choose_gemv_tile(ins, weight.shape[0])
@@ -141,7 +161,9 @@ def matmul_triton(
         weight,
         bias,
         None if residual is None else residual.contiguous(),
+        None if norm is None else norm.weight,
         out,
+        0.0 if norm is None else norm.eps,
         ins // INPUT_MULTIPLE,
         outs,
         activation=activation,
@@ -197,50 +219,65 @@ def skinny_gemm_triton(
 
 
 @triton.jit
-def accumulate_gemv(total, x, weight, weight_rows, ins, step: tl.constexpr, even: tl.constexpr):
-    """Return total, float32 [outputs, step / 4], plus the products of the row x, [ins].
+def accumulate_gemv(
+    x, norm, weight, weight_rows, ins,
+    step: tl.constexpr, even: tl.constexpr, pdl: tl.constexpr,
+):  # fmt: skip
+    """Return partial sums of (x * norm) @ weight, float32 [outputs, step / 4], and of x * x.
 
-    Each thread has 8 inputs per step, so that x and the weight have the same layout. Summing four
-    products before the sum over steps halves the registers.
+    x: [ins]. norm: [ins] or None. Each thread has 8 inputs per step, so that x and the weight have
+    the same layout. Summing four products before the sum over steps halves the registers.
     """
     outputs: tl.constexpr = weight_rows.shape[0]
+    total = tl.zeros([outputs, step // 4], tl.float32)
+    squares = tl.zeros([step // 4], tl.float32)
     at = tl.arange(0, step)
     w_at = weight + weight_rows.to(tl.int64)[:, None] * ins + at[None, :]
-    for k in range(0, ins, step):
-        if even:
-            w = tl.load(w_at + k, eviction_policy="evict_first")
-            a = tl.load(x + k + at)
-        else:
-            inside = at < ins - k
-            w = tl.load(w_at + k, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-            a = tl.load(x + k + at, mask=inside, other=0.0)
-        products = w.to(tl.float32) * a.to(tl.float32)[None, :]
-        total += tl.sum(tl.reshape(products, [outputs, step // 4, 4]), 2)
-    return total
+    # the first weights are on their way while the kernel before this one ends
+    w = _load_inputs(w_at, (at < ins)[None, :], even, "evict_first")
+    wait_for_previous_kernel(pdl)
+    total, squares = _add_products(total, squares, w, x, norm, at, 0, ins, even)
+    for k in range(step, ins, step):
+        w = _load_inputs(w_at + k, (at < ins - k)[None, :], even, "evict_first")
+        total, squares = _add_products(total, squares, w, x, norm, at, k, ins, even)
+    return total, squares
+
+
+@triton.jit
+def _add_products(total, squares, w, x, norm, at, k, ins, even: tl.constexpr):
+    """Add the products with the weights w, [outputs, step], of the inputs from k on."""
+    outputs: tl.constexpr = w.shape[0]
+    quarter: tl.constexpr = w.shape[1] // 4
+    a = _load_inputs(x + k + at, at < ins - k, even, "").to(tl.float32)
+    if norm is not None:
+        squares += tl.sum(tl.reshape(a * a, [quarter, 4]), 1)
+        a *= _load_inputs(norm + k + at, at < ins - k, even, "").to(tl.float32)
+    products = w.to(tl.float32) * a[None, :]
+    total += tl.sum(tl.reshape(products, [outputs, quarter, 4]), 2)
+    return total, squares
+
+
+@triton.jit
+def _load_inputs(pointers, inside, even: tl.constexpr, eviction: tl.constexpr):
+    if even:
+        return tl.load(pointers, eviction_policy=eviction)
+    return tl.load(pointers, mask=inside, other=0.0, eviction_policy=eviction)
 
 
 @triton.jit
 def _gemv_kernel(
-    x,
-    weight,
-    bias,
-    residual,
-    out,
-    ins_16,
-    outs,
-    activation: tl.constexpr,
-    outputs: tl.constexpr,
-    step: tl.constexpr,
-    even: tl.constexpr,
-):
-    block = tl.program_id(0)
+    x, weight, bias, residual, norm, out, eps, ins_16, outs,
+    activation: tl.constexpr, outputs: tl.constexpr, step: tl.constexpr, even: tl.constexpr,
+    pdl: tl.constexpr = False,
+):  # fmt: skip
+    block, ins = tl.program_id(0), ins_16 * 16
     own = weight_row_ids(block, outs, outputs, activation is not None)
-    total = tl.zeros([outputs, step // 4], tl.float32)
-    total = accumulate_gemv(total, x, weight, own, ins_16 * 16, step, even)
+    total, squares = accumulate_gemv(x, norm, weight, own, ins, step, even, pdl)
+    summed = tl.sum(total, 1)
+    if norm is not None:
+        summed *= tl.rsqrt(tl.sum(squares) / ins + eps)
     row = tl.arange(0, 1)
-    gemm_epilogue(
-        tl.sum(total, 1)[:, None], None, bias, residual, out, block, own, row, 1, outs, activation
-    )
+    gemm_epilogue(summed[:, None], None, bias, residual, out, block, own, row, 1, outs, activation)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -262,8 +299,10 @@ def _skinny_gemm_kernel(
     warps: tl.constexpr,
     stages: tl.constexpr,
     even: tl.constexpr,
+    pdl: tl.constexpr = False,
 ):
     """One dot per warp: [warps, outputs, inputs] @ [warps, inputs, padded rows]."""
+    wait_for_previous_kernel(pdl)
     ins = ins_16 * 16
     block = tl.program_id(1)
     row = tl.program_id(0) * padded_rows + tl.arange(0, padded_rows)
@@ -290,37 +329,42 @@ def _skinny_gemm_kernel(
 
 def variants() -> Iterator[Variant]:
     """Shapes of an 8B model, small MoE experts and a router; with and without a remainder."""
-    shapes: tuple[tuple[int, int, ActivationKind | None], ...] = (
-        (4096, 6144, None),
-        (4096, 28672, "silu"),
-        (3584, 4608, None),
-        (2048, 128, None),
-        (896, 4864, "gelu_tanh"),
-        (512, 1024, None),
+    shapes: tuple[tuple[int, int, ActivationKind | None, bool], ...] = (
+        (4096, 6144, None, False),
+        (4096, 6144, None, True),
+        (4096, 28672, "silu", False),
+        (4096, 28672, "silu", True),
+        (3584, 4608, None, False),
+        (2048, 128, None, False),
+        (896, 4864, "gelu_tanh", False),
+        (896, 4864, "silu", True),
+        (512, 1024, None, False),
     )
-    for ins, outs, kind in shapes:
-        yield _gemv_variant(ins, outs, kind)
+    for ins, outs, kind, normed in shapes:
+        yield _gemv_variant(ins, outs, kind, normed)
     yield skinny_gemm_variant(8, 4096, 6144, "*bf16", None)
     yield skinny_gemm_variant(8, 4096, 28672, "*bf16", "silu")
     yield skinny_gemm_variant(8, 896, 4864, "*bf16", "gelu_tanh")
     yield skinny_gemm_variant(2, 4096, 4096, "*fp16", None)
 
 
-def _gemv_variant(ins: int, outs: int, activation: ActivationKind | None) -> Variant:
+def _gemv_variant(ins: int, outs: int, activation: ActivationKind | None, normed: bool) -> Variant:
     tile = choose_gemv_tile(ins, outs)
     step = tile.inputs * tile.num_warps
-    constants = {
+    constants: dict[str, Any] = {
         "activation": activation,
         "outputs": tile.outputs,
         "step": step,
         "even": ins % step == 0,
     }
-    pointers = dict.fromkeys(("x", "weight", "bias", "residual", "out"), "*bf16")
+    if not normed:
+        constants["norm"] = None
+    pointers = dict.fromkeys(("x", "weight", "bias", "residual", "norm", "out"), "*bf16")
     return Variant(
-        name=f"gemv-{ins}-{outs}-{activation}",
+        name=f"gemv-{ins}-{outs}-{activation}" + ("-normed" if normed else ""),
         kernel=_gemv_kernel,
         signature=pointers
-        | {"ins_16": "i32", "outs": "i32"}
+        | {"eps": "fp32", "ins_16": "i32", "outs": "i32"}
         | dict.fromkeys(constants, "constexpr"),
         constants=constants,
         num_warps=tile.num_warps,

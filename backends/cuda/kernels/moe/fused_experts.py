@@ -144,8 +144,8 @@ def _small_batch_gate_up_kernel(
     block, slot = tl.program_id(0), tl.program_id(1)
     own = weight_row_ids(block, outs, outputs, True)
     matrix = weight + tl.load(topk_ids + slot).to(tl.int64) * 2 * outs * ins
-    total = tl.zeros([outputs, step // 4], tl.float32)
-    total = accumulate_gemv(total, x + slot // top_k * ins, matrix, own, ins, step, even)
+    one = x + slot // top_k * ins
+    total, _ = accumulate_gemv(one, None, matrix, own, ins, step, even, False)
     summed = tl.sum(total, 1)[:, None]
     row = tl.arange(0, 1)
     gemm_epilogue(summed, None, None, None, out + slot * outs, block, own, row, 1, outs, activation)
