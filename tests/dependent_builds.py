@@ -59,7 +59,7 @@ def _compile(variant: Any) -> Code:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    signature = variant.signature | {"pdl": "constexpr"}
+    signature = variant.signature
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(variant.signature)

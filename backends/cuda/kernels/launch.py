@@ -35,6 +35,12 @@ class Variant:
     min_arch: int = 80
     archs: frozenset[int] | None = None
 
+    def __post_init__(self) -> None:
+        # Triton compiles only with all arguments, also those with a default
+        if "pdl" in self.kernel.arg_names:
+            object.__setattr__(self, "signature", self.signature | {"pdl": "constexpr"})
+            object.__setattr__(self, "constants", {"pdl": False} | self.constants)
+
 
 @dataclass(frozen=True, slots=True)
 class KernelLaunch:

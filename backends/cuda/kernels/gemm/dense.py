@@ -49,8 +49,8 @@ def choose_gemv_tile(ins: int, outs: int) -> GemmTile:
     """Return the tile for a single row.
 
     4.3 TB/s at about 1 µs of latency need 33 KB in flight on each of 132 SMs. A program of
-    4 outputs x 16 bytes x 128 threads has 8 KB in flight; at 48 to 56 registers 9 or 10 programs
-    fit on an SM: 72 KB. Small weights use smaller tiles, to have programs for every SM.
+    4 outputs x 16 bytes x 128 threads has 8 KB in flight; at 48 to 64 registers 8 to 10 programs
+    fit on an SM: 64 KB. Small weights use smaller tiles, to have programs for every SM.
     """
     return GemmTile(4 if outs >= 2048 else 2, 256, 1, 4 if ins > 1024 else 2)
 
