@@ -154,12 +154,13 @@ def test_a_wrong_kernel_shows_in_the_decoder(monkeypatch: pytest.MonkeyPatch) ->
     assert [c.line() for c in decoders(CPU, 1, shapes.CHECKED[0]) if not c.passed] == []
     right = dense.gated_matmul
 
-    def wrong(x: Tensor, weight: Tensor, kind: Any) -> Tensor:
+    def wrong(x: Tensor, weight: Tensor, kind: Any, **more: Any) -> Tensor:
         """Gate and up swapped, but not in the float64 reference."""
         other = weight if x.dtype is torch.float64 else torch.cat(weight.chunk(2)[::-1])
-        return right(x, other, kind)
+        return right(x, other, kind, **more)
 
-    monkeypatch.setattr("localgen.backends.cuda.model.linear.gated_matmul", wrong)
+    for module in ("linear", "fused_layer"):
+        monkeypatch.setattr(f"localgen.backends.cuda.model.{module}.gated_matmul", wrong)
     failed = [check.name for check in decoders(CPU, 1, shapes.CHECKED[0]) if not check.passed]
     assert "llama: logits of a prompt, in parts, and decoding" in failed
     assert "llama: greedy, graphs, run-ahead" in failed

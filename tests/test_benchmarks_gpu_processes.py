@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from benchmarks import gpu
-from benchmarks.gpu_parts import peer, peers, run, shapes
+from benchmarks.gpu_parts import peer, peers, run, shapes, workloads
 from benchmarks.gpu_parts.bench import GpuBench
 from benchmarks.gpu_parts.clock import Budget, Clock
 from benchmarks.gpu_parts.device import Device
-from benchmarks.gpu_parts.modes import MODES, best_mode
+from benchmarks.gpu_parts.modes import DEPENDENT_MODE, MODES, best_mode
 from benchmarks.gpu_parts.parts import CALLS, PARTS, Part, most_seconds
 from benchmarks.gpu_parts.plan import FULL, QUICK, GpuPlan, full_plan
 from benchmarks.gpu_parts.processes import ProcessEnd, Processes
@@ -361,6 +361,28 @@ def test_wrong_products_are_computed_by_torch(monkeypatch: pytest.MonkeyPatch) -
     bench.runner(shapes.PLAIN_TINY, 256)
     without = "without int4 kernels, without experts kernels"
     assert report.modes == {"tiny bf16": f"graphs, run-ahead, {without}"}
+
+
+@pytest.mark.parametrize(
+    ("passed", "supported", "measured"),
+    [(True, True, True), (False, True, False), (True, False, False)],
+)
+def test_dependent_launch_is_measured_where_it_passed_its_check(
+    passed: bool, supported: bool, measured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "benchmarks.gpu_parts.bench.supports_dependent_launch", lambda weight: supported
+    )
+    own = CorrectnessCheck(f"llama: {DEPENDENT_MODE.check}", 0.0, 1.0, "" if passed else "wrong")
+    before = GpuReport(True, 1, {}, {}, [], checks=[*checks(), own])
+    report = GpuReport(True, 1, {}, {}, [])
+    bench = GpuBench(Device.found(gpu=False), QUICK, report, before)
+    workloads.single(bench, Budget("single", time.monotonic() + LONG_S, []), "tiny bf16")
+    sides = {row.side for row in report.rows if row.part == "single"}
+    assert ("tiny bf16, dependent launch" in sides) == measured
+    # users do not have it
+    assert report.modes == {"tiny bf16": "graphs, run-ahead"}
+    assert best_mode("llama", before.checks).mode == MODES[0]
 
 
 def test_time_by_kernel() -> None:

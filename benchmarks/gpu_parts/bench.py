@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -12,12 +13,13 @@ from benchmarks.gpu_parts.clock import Budget
 from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.inputs import Inputs
 from benchmarks.gpu_parts.loaded import DTYPE, Loaded, WatchedRunner, engine_session, watched_runner
-from benchmarks.gpu_parts.modes import best_mode, kernels_without, wrong_formats
+from benchmarks.gpu_parts.modes import DEPENDENT_MODE, best_mode, kernels_without, wrong_formats
 from benchmarks.gpu_parts.plan import GpuPlan
 from benchmarks.gpu_parts.progress import case_begins, progress
 from benchmarks.gpu_parts.report import CorrectnessCheck, Figures, GpuReport
 from benchmarks.gpu_parts.shapes import Shape, checked_like
 from benchmarks.session import Session
+from localgen.backends.cuda.kernels.dependent_launch import supports_dependent_launch
 from localgen.backends.cuda.kernels.dispatch import switch_off
 
 Side = Callable[[], Figures]
@@ -60,11 +62,14 @@ class GpuBench:
             )
         return self._loaded[shape.name]
 
-    def runner(self, shape: Shape, kv_tokens: int, *, is_draft: bool = False) -> WatchedRunner:
+    def runner(
+        self, shape: Shape, kv_tokens: int, *, is_draft: bool = False, dependent: bool = False
+    ) -> WatchedRunner:
         """Runner of a model in the best mode that passed its checks, which the report names.
 
         kv_tokens: fewer if the device's memory holds fewer, which the report names too.
         is_draft: of a draft model, which must not run ahead: the target decides what follows.
+        dependent: with programmatic dependent launch.
         """
         loaded, chosen = self.model(shape), best_mode(checked_like(shape), self._checks)
         if not is_draft:
@@ -80,11 +85,26 @@ class GpuBench:
             kv_tokens=kv_tokens,
             graphs=chosen.mode.graphs,
             ahead=chosen.mode.ahead and not is_draft,
+            dependent=dependent,
         )
 
     def session(self, shape: Shape, kv_tokens: int) -> Session:
         """Engine with the loader's defaults; see `runner`."""
         return engine_session(self.runner(shape, kv_tokens), shape.spec.vocab_size)
+
+    def dependent_session(
+        self, shape: Shape, kv_tokens: int
+    ) -> AbstractContextManager[Session | None]:
+        """`session` with programmatic dependent launch; None if that is not to be measured.
+
+        The device must have it, and the model must have passed its check.
+        """
+        name = f"{checked_like(shape)}: {DEPENDENT_MODE.check}"
+        passed = any(check.name == name and check.passed for check in self._checks)
+        if not (passed and supports_dependent_launch(self.model(shape).weights.embed)):
+            return nullcontext()
+        runner = self.runner(shape, kv_tokens, dependent=True)
+        return engine_session(runner, shape.spec.vocab_size)
 
     def prompt(self, shape: Shape, tokens: int) -> list[int]:
         """Return a new random prompt, which no cached prefix matches."""

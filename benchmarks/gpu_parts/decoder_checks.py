@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.gpu_parts.device import Device, relative_error
 from benchmarks.gpu_parts.loaded import DTYPE, engine_session, watched_runner
-from benchmarks.gpu_parts.modes import GRAPHS_CHECK, MODES, Mode
+from benchmarks.gpu_parts.modes import DEPENDENT_MODE, GRAPHS_CHECK, MODES, Mode
 from benchmarks.gpu_parts.probe import Probe, exact, randomize_norms
 from benchmarks.gpu_parts.progress import case_begins
 from benchmarks.gpu_parts.report import CorrectnessCheck
@@ -125,7 +125,11 @@ def _graphs(model: CheckedModel, device: Device) -> tuple[float, float]:
 def _answers(model: CheckedModel, device: Device, mode: Mode) -> list[tuple[list[int], list[int]]]:
     """Return prompts with greedy answers; the prefix of the last prompt is cached."""
     runner = watched_runner(
-        model.spec, model.weights, device, kv_tokens=4096, graphs=mode.graphs, ahead=mode.ahead
+        *(model.spec, model.weights, device),
+        kv_tokens=4096,
+        graphs=mode.graphs,
+        ahead=mode.ahead,
+        dependent=mode.dependent,
     )
     with engine_session(runner, model.spec.vocab_size) as session:
         answers = [*session.ask(model.texts[:-1], _ANSWER), *session.ask(model.texts[-1:], 8)]
@@ -146,4 +150,5 @@ CHECKS: dict[str, Callable[[CheckedModel, Device], tuple[float, float]]] = {
     **{mode.check: partial(_greedy, mode=mode) for mode in reversed(MODES) if not mode.graphs},
     GRAPHS_CHECK: _graphs,
     **{mode.check: partial(_greedy, mode=mode) for mode in reversed(MODES) if mode.graphs},
+    DEPENDENT_MODE.check: partial(_greedy, mode=DEPENDENT_MODE),
 }

@@ -7,7 +7,13 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from benchmarks.gpu_parts import kernel_cases, product_cases, rejection_cases, sampling_cases
+from benchmarks.gpu_parts import (
+    fused_cases,
+    kernel_cases,
+    product_cases,
+    rejection_cases,
+    sampling_cases,
+)
 from benchmarks.gpu_parts.case import KernelCase, Sizes
 from benchmarks.gpu_parts.device import Device, largest_difference, poisoned, relative_error
 from benchmarks.gpu_parts.inputs import Inputs
@@ -19,7 +25,12 @@ GROUPS: Mapping[str, Callable[[Inputs, Sizes], Iterator[KernelCase]]] = {
     for group in (
         *(kernel_cases.norms, kernel_cases.gates, kernel_cases.rotations, kernel_cases.attentions),
         *(product_cases.products, product_cases.int4_products, product_cases.fp8_products),
-        *(product_cases.mixtures, sampling_cases.draws, rejection_cases.rejections),
+        *(
+            fused_cases.fused,
+            product_cases.mixtures,
+            sampling_cases.draws,
+            rejection_cases.rejections,
+        ),
     )
 }
 

@@ -81,15 +81,20 @@ def watched_runner(
     kv_tokens: int,
     graphs: bool = True,
     ahead: bool = True,
+    dependent: bool = False,
     dtype: torch.dtype = DTYPE,
 ) -> WatchedRunner:
-    """Create a runner as the loader does, with a KV cache of `kv_tokens`."""
+    """Create a runner as the loader does, with a KV cache of `kv_tokens`.
+
+    dependent: see modes.Mode.
+    """
     settings, tokenizer = CudaOptions(), NumberTokenizer(spec.vocab_size)
     pages = pages_for(kv_tokens)
     cache = KVCache.zeros(spec, pages, device=device.torch, dtype=dtype)
     max_len = min(spec.max_len, pages * PAGE_TOKENS)
+    decoder = Decoder(spec, weights, max_len, dependent_launch=dependent)
     return WatchedRunner(
-        DeviceExecutor(Decoder(spec, weights, max_len), cache, use_cuda_graphs=graphs),
+        DeviceExecutor(decoder, cache, use_cuda_graphs=graphs),
         PagedCache(pages, prefix_cache=True),
         cuda_limits(
             max_seqs=settings.parallel,

@@ -13,14 +13,20 @@ GRAPHS_CHECK = "logits with graphs, against eager steps"
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """graphs: replay CUDA graphs. ahead: launch steps before their tokens are known."""
+    """graphs: replay CUDA graphs. ahead: launch steps before their tokens are known.
+
+    dependent: use programmatic dependent launch, which users do not have.
+    """
 
     graphs: bool
     ahead: bool
+    dependent: bool = False
 
     @property
     def name(self) -> str:
-        return ("graphs" if self.graphs else "eager") + (", run-ahead" if self.ahead else "")
+        named = "graphs" if self.graphs else "eager"
+        named += ", run-ahead" if self.ahead else ""
+        return named + (", dependent launch" if self.dependent else "")
 
     @property
     def check(self) -> str:
@@ -31,12 +37,15 @@ class Mode:
 # the format of the weights in a group of kernel checks, and the kernels that it checks
 _PRODUCTS: dict[str, tuple[WeightFormat, tuple[str, ...]]] = {
     "products": ("dense", ("matmul", "gated_matmul")),
+    "fused": ("dense", ("project_and_store_kv",)),
     "int4_products": ("int4", ("int4_matmul",)),
     "fp8_products": ("fp8", ("fp8_matmul",)),
     "mixtures": ("experts", ("fused_experts",)),
 }
 # the fastest first
 MODES = tuple(Mode(graphs, ahead) for graphs in (True, False) for ahead in (True, False))
+# measured beside the default mode, never chosen: see kernels.dependent_launch
+DEPENDENT_MODE = Mode(graphs=True, ahead=True, dependent=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +63,13 @@ class ChosenMode:
 def wrong_formats(checks: Sequence[CorrectnessCheck]) -> list[WeightFormat]:
     """Formats of weights whose products failed a check: PyTorch computes them instead."""
     failed = [check.name for check in checks if not check.passed]
-    return [
+    found = [
         weights
         for group, (weights, kernels) in _PRODUCTS.items()
         if {lost_unit(f"checks/{group}"), f"cases of {group}"} & {*failed}
         or any(name.startswith(f"{kernel}, ") for name in failed for kernel in kernels)
     ]
+    return list(dict.fromkeys(found))
 
 
 def kernels_without(formats: Sequence[WeightFormat]) -> list[Kernel]:

@@ -28,14 +28,21 @@ def single(bench: GpuBench, budget: Budget, side: str) -> None:
     """Single requests to a model: after a short prompt, and after a long context."""
     plan, answer, shape = bench.plan, bench.plan.alone.answer, bench.plan.shape(side)
     longest = max(plan.depths, default=0) + plan.alone.prompt + 2 * answer + _ROOM
+    short = 4 * (plan.alone.prompt + answer + _ROOM)
     # room for two long texts: one for warm-up and the measured one
-    with bench.session(shape, 2 * longest) as session:
+    with (
+        bench.session(shape, 2 * longest) as session,
+        bench.dependent_session(shape, short) as dependent,
+    ):
         test = f"{plan.alone.prompt} in/{plan.alone.answer} out"
         for params in (GREEDY, _SAMPLED):  # warm-up: compile and capture
             session.ask([bench.prompt(shape, plan.alone.prompt)], answer, params)
         sides = {shape.name: _alone(bench, session, shape)}
         if shape == plan.plain:
             sides[f"{shape.name}, sampled"] = _alone(bench, session, shape, _SAMPLED)
+        if dependent is not None:
+            dependent.ask([bench.prompt(shape, plan.alone.prompt)], answer)
+            sides[f"{shape.name}, dependent launch"] = _alone(bench, dependent, shape)
         bench.rounds("single", test, sides, plan.rounds, budget)
         for depth in plan.depths:
             name = f"{test} at {depth:,}"

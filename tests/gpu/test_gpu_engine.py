@@ -16,7 +16,7 @@ from benchmarks.answers import Answer
 from benchmarks.gpu_parts.decoder_checks import NEARLY_BEST, CheckedModel, decoders
 from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.loaded import WatchedRunner, engine_session, watched_runner
-from benchmarks.gpu_parts.modes import MODES, Mode
+from benchmarks.gpu_parts.modes import DEPENDENT_MODE, MODES, Mode
 from benchmarks.gpu_parts.processes import ROOT
 from benchmarks.gpu_parts.shapes import CHECKED, PLAIN_TINY, Shape
 from benchmarks.session import GREEDY
@@ -29,7 +29,8 @@ pytestmark = pytest.mark.gpu
 SEED = 1
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=SEED)
 ANSWER = 24
-every_mode = pytest.mark.parametrize("mode", MODES, ids=[mode.name for mode in MODES])
+ALL_MODES = (*MODES, DEPENDENT_MODE)
+every_mode = pytest.mark.parametrize("mode", ALL_MODES, ids=[mode.name for mode in ALL_MODES])
 
 
 def runner_of(
@@ -40,6 +41,7 @@ def runner_of(
         kv_tokens=kv_tokens,
         graphs=mode.graphs,
         ahead=mode.ahead,
+        dependent=mode.dependent,
     )
 
 
@@ -70,12 +72,13 @@ def test_steps_launched_ahead_change_no_text(
 ) -> None:
     """Bit for bit: with one request at a time, the same kernels compute both."""
     found = {}
-    for mode in MODES:
+    for mode in ALL_MODES:
         with engine_session(runner_of(model, device, mode), model.spec.vocab_size) as session:
             answers = [session.ask([text], ANSWER, params)[0] for text in model.texts]
         found[mode] = [answer.tokens for answer in answers]
     for graphs in (True, False):
         assert found[Mode(graphs, ahead=True)] == found[Mode(graphs, ahead=False)]
+    assert found[DEPENDENT_MODE] == found[MODES[0]]
 
 
 @pytest.mark.parametrize("kind", ["n-gram", "draft model"])
