@@ -43,6 +43,8 @@ from localgen.backends.cuda.kernels.norm import RMSNorm, rms_norm
 MAX_SKINNY_ROWS = max_rows(Kernel.SKINNY_GEMM)
 # the number of inputs must be a multiple of this, for 16-byte loads
 INPUT_MULTIPLE = 16
+# limit per thread of a GEMV with a norm: otherwise the compiler spills some to fit more programs
+NORMED_REGISTERS = 80
 
 
 def choose_gemv_tile(ins: int, outs: int) -> GemmTile:
@@ -171,6 +173,7 @@ def matmul_triton(
         step=step,
         even=ins % step == 0,
         num_warps=tile.num_warps,
+        maxnreg=None if norm is None else NORMED_REGISTERS,
     )
     return out
 
@@ -233,11 +236,13 @@ def accumulate_gemv(
     squares = tl.zeros([step // 4], tl.float32)
     at = tl.arange(0, step)
     w_at = weight + weight_rows.to(tl.int64)[:, None] * ins + at[None, :]
-    # the first weights are on their way while the kernel before this one ends
-    w = _load_inputs(w_at, (at < ins)[None, :], even, "evict_first")
-    wait_for_previous_kernel(pdl)
-    total, squares = _add_products(total, squares, w, x, norm, at, 0, ins, even)
-    for k in range(step, ins, step):
+    start: tl.constexpr = step if pdl else 0
+    if pdl:
+        # the first weights are on their way while the kernel before this one ends
+        w = _load_inputs(w_at, (at < ins)[None, :], even, "evict_first")
+        wait_for_previous_kernel(pdl)
+        total, squares = _add_products(total, squares, w, x, norm, at, 0, ins, even)
+    for k in range(start, ins, step):
         w = _load_inputs(w_at + k, (at < ins - k)[None, :], even, "evict_first")
         total, squares = _add_products(total, squares, w, x, norm, at, k, ins, even)
     return total, squares
@@ -368,6 +373,7 @@ def _gemv_variant(ins: int, outs: int, activation: ActivationKind | None, normed
         | dict.fromkeys(constants, "constexpr"),
         constants=constants,
         num_warps=tile.num_warps,
+        max_registers=NORMED_REGISTERS if normed else None,
     )
 
 

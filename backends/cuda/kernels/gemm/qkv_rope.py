@@ -19,6 +19,7 @@ from torch import Tensor
 from localgen.backends.cuda.kernels.dispatch import Kernel, choose_kernel
 from localgen.backends.cuda.kernels.gemm.dense import (
     INPUT_MULTIPLE,
+    NORMED_REGISTERS,
     accumulate_gemv,
     choose_gemv_tile,
     matmul,
@@ -97,6 +98,7 @@ def project_and_store_kv_triton(
         ins // INPUT_MULTIPLE,
         **constants,
         num_warps=num_warps,
+        maxnreg=NORMED_REGISTERS,
     )
     return queries
 
@@ -187,4 +189,5 @@ def variants() -> Iterator[Variant]:
             | dict.fromkeys(constants, "constexpr"),
             constants=constants,
             num_warps=num_warps,
+            max_registers=NORMED_REGISTERS,
         )
