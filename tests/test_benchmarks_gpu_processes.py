@@ -19,7 +19,7 @@ from benchmarks.gpu_parts import peer, peers, run, shapes, workloads
 from benchmarks.gpu_parts.bench import GpuBench
 from benchmarks.gpu_parts.clock import Budget, Clock
 from benchmarks.gpu_parts.device import Device
-from benchmarks.gpu_parts.modes import DEPENDENT_MODE, MODES, best_mode
+from benchmarks.gpu_parts.modes import DEPENDENT_MODE, MODES, best_mode, wrong_formats
 from benchmarks.gpu_parts.parts import CALLS, PARTS, Part, most_seconds
 from benchmarks.gpu_parts.plan import FULL, QUICK, GpuPlan, full_plan
 from benchmarks.gpu_parts.processes import ProcessEnd, Processes
@@ -361,6 +361,8 @@ def test_wrong_products_are_computed_by_torch(monkeypatch: pytest.MonkeyPatch) -
     bench.runner(shapes.PLAIN_TINY, 256)
     without = "without int4 kernels, without experts kernels"
     assert report.modes == {"tiny bf16": f"graphs, run-ahead, {without}"}
+    one = CorrectnessCheck("project_and_store_kv, 1 × 896 → 14 + 2 × 2 heads", 0.5, 0.01)
+    assert wrong_formats([one]) == ["dense"]
 
 
 @pytest.mark.parametrize(
