@@ -152,7 +152,9 @@ def matmul_triton(
 ) -> Tensor:
     """Triton implementation of `matmul`, or of `gated_matmul` if activation is set."""
     if x.shape[0] > 1:
-        return skinny_gemm_triton(_normed(x, norm), weight, None, bias, residual, activation=activation)
+        return skinny_gemm_triton(
+            _normed(x, norm), weight, None, bias, residual, activation=activation
+        )
     (outs, ins), x = weight.shape, x.contiguous()
     outs = outs if activation is None else outs // 2
     tile = choose_gemv_tile(ins, weight.shape[0])
