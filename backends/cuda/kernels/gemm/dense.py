@@ -19,7 +19,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from localgen.backends.cuda.kernels.activation import gated_activation_reference
+from localgen.backends.cuda.kernels.activation import (
+    gated_activation,
+    gated_activation_reference,
+)
 from localgen.backends.cuda.kernels.device import can_use_triton
 from localgen.backends.cuda.kernels.gemm.tile import (
     ActivationKind,
@@ -76,7 +79,7 @@ def gated_matmul(x: Tensor, weight: Tensor, activation: ActivationKind) -> Tenso
     """Return act(gate) * up, [rows, outs / 2]. weight: [outs, ins], gate rows, then up rows."""
     if can_use_triton(x) and supports_triton_gemm(x, weight) and x.shape[0] <= MAX_SKINNY_ROWS:
         return matmul_triton(x, weight, activation=activation)
-    return gated_matmul_reference(x, weight, activation)
+    return gated_activation(linear(x, weight), activation)
 
 
 def supports_triton_gemm(x: Tensor, weight: Tensor) -> bool:
