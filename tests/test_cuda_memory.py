@@ -24,6 +24,7 @@ from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS
 from localgen.backends.cuda.kv.paged_cache import PagedCache
 from localgen.backends.cuda.model.batch import build_step_inputs, inputs_to_device
 from localgen.backends.cuda.model.decoder import Decoder, KVCache
+from localgen.backends.cuda.model.host_copy import packed_bytes
 from localgen.backends.cuda.model.weights import random_weights
 from localgen.backends.cuda.runner import CudaRunner, cuda_limits
 from localgen.backends.cuda.steps.cuda_graphs import (
@@ -179,7 +180,9 @@ class CountedModel:
     def graph_bytes(self, logits: Tensor) -> int:
         """Of the largest graphs, without the logits. logits: of the largest graph."""
         sizes = [size for size in CAPTURE_SIZES if size < 2 * self._options.parallel]
-        shapes = [GraphShape(sizes[-1], MAX_LEN), GraphShape(min(16, sizes[-1]), MAX_LEN, 8)]
+        longest = self._spec.max_len
+        shapes = [GraphShape(sizes[-1], longest)]
+        shapes += [GraphShape(size, longest, 8) for size in sizes if size <= 16]
         peaks = []
         for shape in shapes:
             batch = inputs_to_device(empty_inputs(shape), META)
@@ -220,9 +223,10 @@ def test_reserved_memory_is_what_the_largest_steps_need(
         model = CountedModel(spec, options)
         rows = cuda_graph_rows(options.parallel)
         logits = torch.empty(rows, spec.vocab_size, device=META)
+        inputs = packed_bytes(empty_inputs(GraphShape(rows, spec.max_len)).arrays)
         graphs = model.graph_bytes(logits)
         step = max(model.prompt_bytes(), model.drafts_bytes(), model.embedding_bytes())
-    counted = step + graphs + logits.nbytes + CUBLAS_BYTES
+    counted = step + graphs + inputs + logits.nbytes + CUBLAS_BYTES
     reserved = sizing.step_work_bytes(spec, options, DTYPE)
     assert counted <= reserved <= 1.25 * counted
     assert graphs <= sizing.graph_pool_bytes(spec, options, DTYPE)

@@ -58,8 +58,10 @@ def cuda_work_bytes(
     """Estimate the working memory of the largest step on the CUDA backend, in bytes.
 
     The sampling of a step reuses the memory of its forward pass; CUDA graphs have memory of their
-    own, which stays allocated. Not counted: the nodes of graphs, and weights in FP8 that are
-    dequantized, below compute capability 8.9. max_drafts: of one sequence. on_gpu: with CUDA graphs.
+    own, which stays allocated. max_drafts: of one sequence. on_gpu: with CUDA graphs.
+
+    Not counted: the nodes of graphs; FP8 weights that are dequantized, below compute capability
+    8.9.
     """
     outputs = cuda_max_outputs(num_seqs, max_drafts)
     # float32 logits, a copy with the masks of grammars, and another with penalties; the

@@ -103,8 +103,8 @@ def init_process_group(shard: ModelShard, store: TCPStore, device: torch.device)
     """Join the process group; returns when all ranks have. Raises RuntimeError on a timeout."""
     for library in ("GLOO", "NCCL"):
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", _LOOPBACK_INTERFACE)
-    # registering the buffers of a CUDA graph makes a rank wait for the others' captures: it would
-    # hang if one of them failed
+    # registering the buffers of a CUDA graph may make a rank wait for the captures of the others,
+    # one of which may have failed
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     on_gpu = device.type == "cuda"
     dist.init_process_group(

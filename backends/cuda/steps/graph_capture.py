@@ -54,9 +54,9 @@ class GraphCapture:
     def _abandon(self, graph: Any) -> None:
         """Release what a failed capture holds, so that others and the allocator go on.
 
-        Up to torch 2.11 at least, a capture whose cudaStreamEndCapture fails stays open for the
-        allocator, which then cannot free cached memory any more (pytorch/pytorch#180395). If it is
-        closed here, nothing else has released its use of the pool.
+        In torch 2.11 a capture whose cudaStreamEndCapture fails stays open for the allocator, which
+        then cannot free cached memory any more (pytorch/pytorch#180395 closes it). If it still is
+        open here, nothing has released its use of the pool either.
         """
         graph.reset()
         device = torch.cuda.current_device()
