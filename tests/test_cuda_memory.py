@@ -18,7 +18,6 @@ from localgen.backends.cuda.device import sizing
 from localgen.backends.cuda.device.options import CudaOptions
 from localgen.backends.cuda.embeddings import Pooler
 from localgen.backends.cuda.kernels.attention.decode import MAX_DECODE_ROWS
-from localgen.backends.cuda.kernels.gemm.int4 import MAX_INT4_GEMM_ROWS
 from localgen.backends.cuda.kernels.launch import record_launches
 from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS
 from localgen.backends.cuda.kv.paged_cache import PagedCache
@@ -177,6 +176,13 @@ class CountedModel:
             Pooler().pool_slice(chunk, self._executor.hidden_states(inputs))
         return live.peak
 
+    def layers_bytes(self, rows: int) -> int:
+        """Of the layers, for one row of each sequence."""
+        batch = inputs_to_device(empty_inputs(GraphShape(rows, MAX_LEN)), META)
+        with LiveBytes() as live:
+            self._decoder.hidden_states(batch, self._cache)
+        return live.peak
+
     def graph_bytes(self, logits: Tensor) -> int:
         """Of the largest graphs, without the logits. logits: of the largest graph."""
         sizes = [size for size in CAPTURE_SIZES if size < 2 * self._options.parallel]
@@ -232,9 +238,13 @@ def test_reserved_memory_is_what_the_largest_steps_need(
     assert graphs <= sizing.graph_pool_bytes(spec, options, DTYPE)
 
 
-def test_the_reserve_knows_the_limits_of_the_kernels() -> None:
-    assert compute_buffers._MAX_INT4_ROWS == MAX_INT4_GEMM_ROWS
+def test_the_reserve_knows_the_limits_of_the_kernels(tmp_path: Path) -> None:
     assert compute_buffers.MAX_GRAPH_SEQ_ROWS == MAX_DECODE_ROWS
+    spec, rows = spec_of(LLAMA_8B, INT4, tmp_path), compute_buffers._MAX_INT4_ROWS
+    dequantized = 2 * spec.intermediate_size * spec.hidden_size * DTYPE.itemsize
+    with record_launches(90, 132):
+        model = CountedModel(spec, ON_A_GPU)
+        assert model.layers_bytes(rows) < dequantized < model.layers_bytes(rows + 1)
 
 
 def test_live_bytes_are_counted() -> None:
