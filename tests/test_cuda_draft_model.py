@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from draft_models import DRAFT_GGUF, other_token
 from drafting import always_draft
+from fake_capture import FakeCapture
 from hf_folders import TINY, edit
 from models import LoadedBench, noisy, questions
+from test_cuda_runner import texts
 
 from localgen.backends.cuda.loader import load_cuda_model
+from localgen.backends.cuda.runner import CudaRunner
+from localgen.backends.cuda.steps import cuda_graphs
+from localgen.backends.cuda.steps.cuda_graphs import DeviceExecutor
 from localgen.backends.engine.draft_loading import create_drafters
 from localgen.backends.engine.loaded_model import LoadedModel
 from localgen.backends.errors import LocalgenError
@@ -57,6 +63,28 @@ def test_answers_are_the_same_in_fewer_steps(monkeypatch: pytest.MonkeyPatch) ->
     bench.engine.run()
     assert model.draft is not None
     assert model.draft.runner.usage().used == 0, "its pool is whole"
+    bench.close()
+
+
+def test_an_idle_engine_captures_steps_of_the_draft_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    always_draft(monkeypatch)
+    monkeypatch.setattr(cuda_graphs, "MAX_EAGER_RUNS", 1000)
+    model, capture = loaded(DRAFT_GGUF), FakeCapture()
+    assert model.draft is not None
+    assert isinstance(model.draft.runner, CudaRunner)
+    executor = model.draft.runner._executor
+    assert isinstance(executor, DeviceExecutor)
+    executor._use_cuda_graphs, executor._capture = True, capture
+    bench = LoadedBench(model, create_drafters(model)[1:])
+    expected = bench.ask(questions(1), replace(GREEDY, max_tokens=12))
+    assert capture.captures == 0
+    while bench.engine._prepare_while_idle():
+        pass
+    assert capture.captures > 0
+    assert texts(bench.ask(questions(1), replace(GREEDY, max_tokens=12))) == texts(expected)
+    assert capture.replays > 0
     bench.close()
 
 

@@ -6,10 +6,10 @@ import logging
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,25 +17,30 @@ import pytest
 import torch
 from cuda_configs import write_config
 from drafting import always_draft
+from fake_capture import FakeCapture
 from test_cuda_runner import CHATS, MAX_NOISY, PLAIN, CudaBench, texts
 from torch import Tensor
 
 from localgen.backends.cuda.kv.page_pool import pages_for
 from localgen.backends.cuda.model.batch import Int32Array, StepInputs, build_step_inputs
 from localgen.backends.cuda.model.decoder import Decoder, KVCache
+from localgen.backends.cuda.model.process_group import TensorParallelGroup
 from localgen.backends.cuda.model.weights import DecoderWeights, random_weights
+from localgen.backends.cuda.steps import cuda_graphs
 from localgen.backends.cuda.steps.cuda_graphs import (
     MAX_EAGER_RUNS,
     DeviceExecutor,
-    GraphCapture,
     GraphShape,
-    Replay,
     graph_shape,
     pad_inputs,
 )
+from localgen.backends.cuda.steps.graph_capture import GraphCapture, Replay
 from localgen.backends.engine.speculation.ngram import NgramDrafter
+from localgen.backends.engine.step_costs import StepCosts
 from localgen.backends.formats.architecture.model_spec import ModelSpec
+from localgen.backends.formats.architecture.sharding import ModelShard
 from localgen.backends.formats.hf.config import read_hf_config
+from localgen.backends.memory.compute_buffers import cuda_graph_rows
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.sampling_params import BASE_SAMPLING
@@ -43,25 +48,6 @@ from localgen.backends.sampling_params import BASE_SAMPLING
 SEQUENCES, MAX_LEN, VOCAB = 5, 96, 96
 # sequence, start, tokens, number of outputs
 Part = tuple[int, int, list[int], int]
-
-
-class FakeCapture:
-    """Stands in for GraphCapture. error: raised by every capture."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error = error
-        self.captures = self.replays = 0
-
-    def __call__(self, forward: Callable[[], object]) -> Replay:
-        self.captures += 1
-        if self.error is not None:
-            raise self.error
-
-        def replay() -> None:
-            self.replays += 1
-            forward()
-
-        return replay
 
 
 class Steps:
@@ -298,29 +284,157 @@ def test_an_idle_engine_captures_what_it_has_seen() -> None:
     bench.close()
 
 
-def test_a_failed_capture_leaves_no_stream_and_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch's graph() does if its last call raises: the stream of the capture stays current."""
-    current, pools, used = ["main"], iter(range(9)), []
+@pytest.mark.parametrize("sequences", [1, 2, 3, 5, 16, 17, 100, 256])
+def test_the_buffers_have_room_for_the_largest_graph(sequences: int) -> None:
+    sizes = [(sequences, 1), *((count, 8) for count in range(1, min(sequences, 16) + 1))]
+    largest = 0
+    for count, rows in sizes:
+        parts: list[Part] = [(number, 7, [3] * rows, 1) for number in range(count)]
+        shape = graph_shape(step_inputs(parts, lambda _: np.zeros(1, np.int32)))
+        assert shape is not None
+        largest = max(largest, shape.num_rows)
+    assert largest <= cuda_graph_rows(sequences) < 2 * largest
+
+
+def test_without_memory_for_a_capture_it_is_tried_again_much_later(
+    model: tuple[ModelSpec, DecoderWeights], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_graphs, "RETRY_RUNS", 30)
+    capture = FakeCapture(errors=[torch.OutOfMemoryError("out of memory")])
+    steps = Steps(*model, use_cuda_graphs=True, capture=capture, max_seqs=SEQUENCES)
+    prefill(steps)
+    steps.run(decode(1))
+    assert steps.executor.capture_next()
+    for number in range(30):
+        steps.run(decode(1))
+        assert steps.executor.is_warming_up == (number >= 30 - MAX_EAGER_RUNS)
+        assert (capture.captures, capture.replays) == (1, 0)
+    steps.run(decode(1))
+    assert (capture.captures, capture.replays) == (2, 1)
+
+
+class RankBesideOneWithoutMemory(TensorParallelGroup):
+    __slots__ = ()
+
+    def max_over_ranks(self, value: int) -> int:
+        return max(value, 1)
+
+
+def test_a_graph_that_another_rank_lacks_is_not_used(
+    model: tuple[ModelSpec, DecoderWeights], caplog: pytest.LogCaptureFixture
+) -> None:
+    capture = FakeCapture()
+    steps = Steps(*model, use_cuda_graphs=True, capture=capture)
+    steps.executor.decoder._group = RankBesideOneWithoutMemory(ModelShard(model[0]))
+    prefill(steps)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2 * MAX_EAGER_RUNS):
+            steps.run(decode(1))
+    assert (capture.captures, capture.replays) == (1, 0)
+    (record,) = caplog.records
+    assert record.getMessage().endswith("another rank failed")
+
+
+def test_steps_before_a_capture_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take longer, and drafts would be given up because of them."""
+    bench = with_graphs(CudaBench(as_on_gpu=True), FakeCapture())
+    executor, measured, observe = bench.runner._executor, list[bool](), StepCosts.observe
+
+    def observed(costs: StepCosts, tokens: int, ms: float) -> None:
+        measured.append(executor.is_warming_up)
+        observe(costs, tokens, ms)
+
+    monkeypatch.setattr(StepCosts, "observe", observed)
+    bench.run([bench.submit(CHATS[0], replace(PLAIN, max_tokens=40, ignore_eos=True))])
+    bench.close()
+    assert not any(measured)
+    # a step is launched ahead: the last that ran before a result is the next one
+    assert len(measured) == 40 - 1 - MAX_EAGER_RUNS
+
+
+class TorchGraphs:
+    """What torch does to streams and pools in captures. end_fails: cudaStreamEndCapture does.
+
+    captures: the pool of each. open: pools that the allocator takes for being captured into. uses:
+    graphs of each pool.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.end_fails, self.stream = False, "main"
+        self.captures: list[int] = []
+        self.open: set[int] = set()
+        self.uses: Counter[int] = Counter()
+        self._pools = iter(range(1, 9))
+        for module, name, stand_in in (
+            (torch.cuda, "CUDAGraph", self._graph),
+            (torch.cuda, "current_device", lambda: 0),
+            (torch.cuda, "current_stream", lambda: self.stream),
+            (torch.cuda, "set_stream", lambda stream: setattr(self, "stream", stream)),
+            (torch.cuda, "graph_pool_handle", lambda: next(self._pools)),
+            (torch.cuda, "graph", self._capture),
+            (torch._C, "_cuda_endAllocateToPool", self._end),
+            (torch._C, "_cuda_releasePool", lambda _, pool: self.uses.subtract([pool])),
+        ):
+            patch.setattr(module, name, stand_in, raising=False)
+        patch.setattr(GraphCapture, "_reserve", lambda _: None)
+
+    def _graph(self) -> Any:
+        found = type("Graph", (), {"pool": None, "replay": lambda _: None})()
+
+        def reset() -> None:
+            if found.pool is not None:
+                self.uses[found.pool] -= 1
+
+        found.reset = reset
+        return found
 
     @contextmanager
-    def graph(_: object, pool: int, capture_error_mode: str) -> Iterator[None]:
-        used.append(pool)
-        current[0] = "capture"
-        yield
-        current[0] = "main"
+    def _capture(self, graph: Any, pool: int, capture_error_mode: str) -> Iterator[None]:
+        assert capture_error_mode == "thread_local"
+        assert pool not in self.open, "already recording to this pool"
+        self.captures.append(pool)
+        self.open.add(pool)
+        self.uses[pool] += 1
+        self.stream = "capture"
+        try:
+            yield
+        finally:
+            if self.end_fails:
+                raise RuntimeError("operation failed due to a previous error during capture")
+            self.open.remove(pool)
+            graph.pool, self.stream = pool, "main"
 
-    for name, stand_in in {
-        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
-        "current_stream": lambda: current[0],
-        "set_stream": lambda stream: current.__setitem__(0, stream),
-        "graph_pool_handle": lambda: next(pools) + 1,
-        "graph": graph,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, stand_in)
-    capture = GraphCapture()
+    def _end(self, device: int, pool: int) -> None:
+        if pool not in self.open:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.open.remove(pool)
+
+
+def test_a_capture_that_raises_leaves_pool_and_stream_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found, capture = TorchGraphs(monkeypatch), GraphCapture(1000)
     capture(lambda: None)
     with pytest.raises(ZeroDivisionError):
         capture(lambda: 1 // 0)
-    assert current == ["main"]
+    assert (found.stream, found.open, found.uses) == ("main", set(), {1: 2})
     capture(lambda: None)
-    assert used == [1, 1, 2]
+    assert found.captures == [1, 1, 1, 1], "the first one reserves memory"
+    assert found.uses == {1: 3}
+
+
+def test_a_capture_that_cannot_be_ended_is_closed_for_the_allocator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found, capture = TorchGraphs(monkeypatch), GraphCapture(1000)
+    capture(lambda: None)
+    for failures in (1, 2):  # of a capture, then of the reservation
+        found.end_fails = True
+        with pytest.raises(RuntimeError, match="previous error during capture"):
+            capture(lambda: None)
+        found.end_fails = False
+        assert (found.stream, found.open) == ("main", set())
+        assert sum(found.uses.values()) == 2, failures
+    capture(lambda: None)
+    assert found.captures == [1, 1, 1, 2, 3, 3]
+    assert found.uses == {1: 2, 2: 0, 3: 2}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,17 +17,19 @@ import torch
 from cuda_configs import write_config
 from torch import Tensor
 
-from localgen.backends.cuda import kernels
+from localgen.backends.cuda import kernels, launch_plan
 from localgen.backends.cuda.device.options import CudaOptions
 from localgen.backends.cuda.embeddings import Pooler
 from localgen.backends.cuda.kernels import launch as launch_module
 from localgen.backends.cuda.kernels.launch import KernelLaunch
 from localgen.backends.cuda.kv.paged_cache import PagedCache
 from localgen.backends.cuda.launch_plan import FakeTensorParallelGroup, LaunchPlanner
+from localgen.backends.cuda.model.batch import build_step_inputs
 from localgen.backends.cuda.model.decoder import Decoder, KVCache
 from localgen.backends.cuda.model.weights import random_weights
 from localgen.backends.cuda.runner import CudaRunner, cuda_limits
-from localgen.backends.cuda.steps.cuda_graphs import DeviceExecutor
+from localgen.backends.cuda.steps.cuda_graphs import DeviceExecutor, graph_shape
+from localgen.backends.cuda.steps.sampler import SamplingRow
 from localgen.backends.formats.architecture.model_spec import ModelSpec, QuantizationConfig
 from localgen.backends.formats.architecture.sharding import ModelShard
 from localgen.backends.formats.hf.config import read_hf_config
@@ -137,7 +140,7 @@ def test_first_answers_launch_the_planned_kernels(
     cache = KVCache.zeros(shard.local_spec, 20, device="cpu", dtype=OPTIONS.cache_dtype)
     decoder = Decoder(shard.local_spec, weights, 512, FakeTensorParallelGroup(shard))
     runner = CudaRunner(
-        DeviceExecutor(decoder, cache, use_cuda_graphs=tp == 1),
+        DeviceExecutor(decoder, cache, use_cuda_graphs=True),
         PagedCache(20, prefix_cache=False),
         cuda_limits(
             max_seqs=4, max_batch_tokens=128, max_len=320, kv_tokens=320, prefix_cache=False
@@ -151,9 +154,7 @@ def test_first_answers_launch_the_planned_kernels(
     answer(runner, 5, PENALIZED)
     answer(runner, 33, GREEDY)
     launched, expected = ({key(each) for each in of} for of in (recorder.launches, planned))
-    assert launched <= expected
-    # steps of several ranks are not padded, and reach longer lengths one by one
-    assert launched == expected or tp > 1
+    assert launched == expected
     # otherwise each number of rows would compile again
     assert not recorder.unaligned
 
@@ -170,6 +171,28 @@ def test_later_answers_have_more_of_the_same_kernels(tmp_path: Path) -> None:
         "_decode_attention_kernel",
         "_combine_splits_kernel",
     }
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_steps_that_have_no_graph_launch_planned_kernels(tp: int, tmp_path: Path) -> None:
+    """Drafts of many sequences, and prompts beside decoding sequences."""
+    shard, rng = ModelShard(spec_of("llama", tmp_path), 0, tp), random.Random(tp)
+    options = replace(OPTIONS, parallel=256, max_batch_tokens=512)
+    planner = LaunchPlanner(shard, options, DTYPE, arch=90, num_sms=132)
+    planned = {key(x) for x in (*planner.first_answer_launches(), *planner.later_launches())}
+
+    def chunk(rows: int) -> Chunk:
+        return launch_plan._chunk(rng.randint(1, 500 - rows), rows)
+
+    drafts = [[chunk(rng.randint(1, 8)) for _ in range(n)] for n in (17, 30, 40, 64, 150, 256)]
+    prompts = [
+        [*(chunk(1) for _ in range(n)), chunk(rng.randint(9, 90))]
+        for n in (1, 2, 3, 7, 20, 60, 200)
+    ]
+    steps = [build_step_inputs(chunks, launch_plan._page_table) for chunks in drafts + prompts]
+    assert all(graph_shape(step) is None for step in steps)
+    launched = planner._record_launches(steps, [SamplingRow(BASE_SAMPLING, [0])])
+    assert {key(each) for each in launched} <= planned
 
 
 COMPILE = """

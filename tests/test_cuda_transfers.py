@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from cuda_configs import SIZES, write_config
-from test_cuda_graphs import FakeCapture
+from fake_capture import FakeCapture
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -83,6 +83,10 @@ class PairedSteps:
     def capture_next(self) -> bool:
         return False
 
+    @property
+    def is_warming_up(self) -> bool:
+        return False
+
     def close(self) -> None:
         self.rank_model.executor.close()
 

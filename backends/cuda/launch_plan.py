@@ -27,13 +27,13 @@ from localgen.backends.cuda.model.process_group import TensorParallelGroup
 from localgen.backends.cuda.model.weights import random_weights
 from localgen.backends.cuda.steps.cuda_graphs import (
     CAPTURE_ROWS,
-    MAX_MULTI_ROW_SEQS,
     MIN_GRAPH_LEN,
-    GraphShape,
+    graph_shape,
     pad_inputs,
 )
 from localgen.backends.cuda.steps.sampler import SamplingRow, sample_rows
 from localgen.backends.formats.architecture.sharding import ModelShard
+from localgen.backends.memory.compute_buffers import MAX_MULTI_ROW_SEQS
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.sampling_params import BASE_SAMPLING
@@ -41,8 +41,7 @@ from localgen.backends.sampling_params import BASE_SAMPLING
 # one value of each range in which the launchers choose the same kernel variant
 _PROMPT_LENGTHS = (8, 16, 64, 128, 512, 2048)
 _BATCH_SIZES = (1, 2, 4, 8, 16, 64, 256)
-# shortest length that attention splits; with tensor parallelism, steps are not padded to
-# MIN_GRAPH_LEN
+# shortest length that attention splits; steps without a graph are not padded to MIN_GRAPH_LEN
 _MIN_SPLIT_LEN = 128
 _META = torch.device("meta")
 
@@ -84,7 +83,7 @@ class LaunchPlanner:
         """Launches of the first answer: prompts of any length, and decode of one sequence."""
         most = min(self._options.max_batch_tokens, self._shard.spec.max_len)
         prompts = [prefill_inputs(rows) for rows in _PROMPT_LENGTHS if rows <= most]
-        decoding = [decode_inputs(1, length) for length in self._lengths(MIN_GRAPH_LEN)]
+        decoding = [decode_inputs(1, MIN_GRAPH_LEN)]
         penalized = replace(BASE_SAMPLING, temperature=1.0, repeat_last_n=64, repeat_penalty=1.1)
         return self._record_launches(
             [*prompts, *decoding], [SamplingRow(BASE_SAMPLING, [0]), SamplingRow(penalized, [0])]
@@ -92,21 +91,17 @@ class LaunchPlanner:
 
     def later_launches(self) -> list[KernelLaunch]:
         """Launches of longer answers and larger batches."""
-        longest = self._shard.spec.max_len
-        lengths = self._lengths(min(self._options.ctx or longest, longest))
-        steps = [
-            decode_inputs(sequences, length)
-            for sequences in _BATCH_SIZES
-            if sequences <= self._options.parallel
-            for length in lengths
-        ]
+        sizes = [n for n in _BATCH_SIZES if n <= self._options.parallel]
+        lengths = self._lengths(MIN_GRAPH_LEN)
+        steps = [decode_inputs(n, length) for n in sizes for length in lengths]
         steps += [  # verification of drafts
-            decode_inputs(sequences, length, rows)
-            for sequences in _BATCH_SIZES
-            if sequences <= min(self._options.parallel, MAX_MULTI_ROW_SEQS)
-            for length in lengths
+            decode_inputs(n, length, rows)
+            for n in sizes
+            for length in (lengths if n <= MAX_MULTI_ROW_SEQS else self._lengths(_MIN_SPLIT_LEN))
             for rows in (CAPTURE_ROWS[0], CAPTURE_ROWS[-1])
         ]
+        # prefill beside a decoding sequence
+        steps += [mixed_inputs(length) for length in self._lengths(_MIN_SPLIT_LEN)]
         # prefill after a cached prefix, which attention splits if the prompt is short
         steps += [
             prefill_inputs(rows, num_cached=length)
@@ -115,10 +110,10 @@ class LaunchPlanner:
         ]
         return self._record_launches(steps, [SamplingRow(BASE_SAMPLING, [0])])
 
-    def _lengths(self, longest: int) -> list[int]:
-        """Powers of two that a step may be padded to, up to the first one not below `longest`."""
-        lengths = [MIN_GRAPH_LEN if self._shard.tp_size == 1 else _MIN_SPLIT_LEN]
-        while lengths[-1] < longest:
+    def _lengths(self, shortest: int) -> list[int]:
+        """Powers of two from `shortest` to the first one not below the context."""
+        trained, lengths = self._shard.spec.max_len, [shortest]
+        while lengths[-1] < min(self._options.ctx or trained, trained):
             lengths.append(2 * lengths[-1])
         return lengths
 
@@ -160,7 +155,14 @@ def prefill_inputs(rows: int, *, num_cached: int = 0) -> StepInputs:
 def decode_inputs(num_seqs: int, length: int, rows: int = 1) -> StepInputs:
     """Inputs of a step of `rows` tokens of each sequence, padded as by DeviceExecutor."""
     chunks = [_chunk(length - rows, rows) for _ in range(num_seqs)]
-    return pad_inputs(build_step_inputs(chunks, _page_table), GraphShape(num_seqs, length, rows))
+    inputs = build_step_inputs(chunks, _page_table)
+    shape = graph_shape(inputs)
+    return inputs if shape is None else pad_inputs(inputs, shape)
+
+
+def mixed_inputs(length: int) -> StepInputs:
+    """Inputs of a step of one token of a sequence of this length, and a short prompt."""
+    return build_step_inputs([_chunk(length - 1, 1), _chunk(0, _PROMPT_LENGTHS[1])], _page_table)
 
 
 def _chunk(start: int, rows: int) -> Chunk:

@@ -24,6 +24,7 @@ from localgen.backends.cuda.steps.sampler import (
     SamplingRow,
     sample_with_probs,
 )
+from localgen.backends.memory.compute_buffers import cuda_max_outputs
 from localgen.backends.runner.interface import (
     MAX_DRAFT_TOKENS,
     Chunk,
@@ -58,6 +59,11 @@ class StepExecutor(Protocol):
 
     def capture_next(self) -> bool:
         """Capture a CUDA graph for steps that ran without one; False if none is missing."""
+        ...
+
+    @property
+    def is_warming_up(self) -> bool:
+        """The last step took longer than later ones of its shape, which will have a CUDA graph."""
         ...
 
     def close(self) -> None: ...
@@ -195,7 +201,8 @@ class CudaRunner:
             return step
         host = _copy_to_host(step.tokens)
         logprobs = tuple(part.transferred(_copy_to_host) for part in step.logprobs)
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        # where the next step is launched, waking up late costs nothing, and a core need not spin
+        done = torch.cuda.Event(blocking=self.limits.runs_ahead)  # type: ignore[no-untyped-call]
         done.record(torch.cuda.current_stream(step.tokens.device))
         return replace(step, tokens=host, logprobs=logprobs, done_event=done)
 
@@ -246,6 +253,10 @@ class CudaRunner:
 
     def prepare_while_idle(self) -> bool:
         return self._executor.capture_next()
+
+    @property
+    def is_warming_up(self) -> bool:
+        return self._executor.is_warming_up
 
     def _accept_drafts(
         self, chunk: Chunk, tokens: list[int], ticket: CudaStepTicket, row: int
@@ -363,7 +374,7 @@ def cuda_limits(
     return Limits(
         max_seqs=max_seqs,
         max_batch_tokens=max_batch_tokens,
-        max_outputs=max_seqs + max(max_seqs, MAX_DRAFT_TOKENS),
+        max_outputs=cuda_max_outputs(max_seqs, MAX_DRAFT_TOKENS),
         max_len=max_len,
         kv_tokens=kv_tokens,
         can_rewind=prefix_cache,

@@ -74,6 +74,7 @@ class Engine:
         max_drafts: int = MAX_DRAFT_TOKENS,
     ) -> None:
         self._runner = runner
+        self._async_runner = runner if isinstance(runner, AsyncRunner) else None
         self._input_processor = input_processor
         self._outbox = Outbox(publish)
         self._budget = TokenBudget(runner.limits.max_batch_tokens, itl_target_ms)
@@ -199,10 +200,10 @@ class Engine:
 
     def _synchronize(self) -> float:
         """Wait for a step launched ahead; return the milliseconds."""
-        if not (isinstance(self._runner, AsyncRunner) and self._runner.limits.runs_ahead):
+        if self._async_runner is None or not self._runner.limits.runs_ahead:
             return 0.0
         started_s = time.monotonic()
-        self._runner.synchronize()
+        self._async_runner.synchronize()
         return (time.monotonic() - started_s) * 1e3
 
     def _step_embeddings(self, *, num_decoding: int) -> bool:
@@ -218,19 +219,19 @@ class Engine:
     def _apply(self, chunks: list[Chunk], result: StepResult, started_s: float) -> None:
         now_s = time.monotonic()
         step_ms = (now_s - started_s) * 1e3 + self._speculation.waited_ms
-        outputs = self._scheduler.apply(chunks, result, step_ms)
+        is_typical = self._async_runner is None or not self._async_runner.is_warming_up
+        outputs = self._scheduler.apply(chunks, result, step_ms, is_typical=is_typical)
         self._stats.record_step(now_s, step_ms, chunks, outputs)
         if self._speculation.drafters:
-            self._speculation.observe(chunks, step_ms)
+            self._speculation.observe(chunks, step_ms, is_typical=is_typical)
         self._unpublished += outputs
 
     def _drain_inbox(self, *, wait: bool) -> bool:
         """Handle all inbox items; return False after `stop`."""
         busy = self._scheduler.has_work or self._embedding_scheduler.has_work
         idle = not (busy or self._unpublished)
-        if wait and idle and isinstance(self._runner, AsyncRunner):
-            while self._inbox.empty() and self._runner.prepare_while_idle():
-                pass
+        while wait and idle and self._inbox.empty() and self._prepare_while_idle():
+            pass
         try:
             while True:
                 mail = self._inbox.get(block=wait and idle, timeout=IDLE_STATS_INTERVAL_S)
@@ -240,6 +241,10 @@ class Engine:
                 idle = False
         except queue.Empty:
             return True
+
+    def _prepare_while_idle(self) -> bool:
+        own = self._async_runner is not None and self._async_runner.prepare_while_idle()
+        return own or self._speculation.prepare_while_idle()
 
     def _handle(self, item: Sequence | EmbeddingTask | _Cancel | Failed | Finished) -> None:
         match item:

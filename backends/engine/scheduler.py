@@ -276,9 +276,12 @@ class Scheduler:
     # -- results ----------------------------------------------------------------------------
 
     def apply(
-        self, chunks: list[Chunk], result: StepResult, step_ms: float
+        self, chunks: list[Chunk], result: StepResult, step_ms: float, *, is_typical: bool = True
     ) -> list[SequenceOutput]:
-        """Apply the results of a step, end finished sequences, and return the new tokens."""
+        """Apply the results of a step, end finished sequences, and return the new tokens.
+
+        is_typical: step_ms tells what later steps of this size will take.
+        """
         now_s = self._clock()
         outputs = []
         decode_tokens = sum(len(chunk) for chunk in chunks if chunk.is_decoding)
@@ -302,7 +305,8 @@ class Scheduler:
             self.queue.charge(seq, len(chunk), len(sampled.tokens))
             if outputs and outputs[-1].seq is seq and outputs[-1].reason:
                 self.end(seq)
-        self._budget.observe(step_ms, prompt_tokens, decode_tokens)
+        if is_typical:
+            self._budget.observe(step_ms, prompt_tokens, decode_tokens)
         self.counters.prompt_tokens += prompt_tokens
         self.counters.drafting_steps += any(chunk.num_drafts for chunk in chunks)
         return outputs

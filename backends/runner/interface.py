@@ -202,6 +202,11 @@ class ModelRunner(Protocol):
 class AsyncRunner(Protocol):
     """Interface of a ModelRunner that launches steps ahead (Limits.runs_ahead)."""
 
+    @property
+    def is_warming_up(self) -> bool:
+        """True if the last step took longer than later ones of its size will."""
+        ...
+
     def synchronize(self) -> None:
         """Wait until the device has finished all launched work. Raises StepFailed."""
         ...

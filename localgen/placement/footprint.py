@@ -18,6 +18,7 @@ from localgen.backends.memory.compute_buffers import (
 )
 from localgen.backends.memory.load_defaults import LoadDefaults
 from localgen.backends.model_info import LoadOptions
+from localgen.backends.runner.interface import MAX_DRAFT_TOKENS
 
 # enough for a long document or an hour of conversation
 USEFUL_CTX = 8192
@@ -154,7 +155,9 @@ def _work_bytes(
             shape,
             max_batch_tokens=step_tokens,
             num_seqs=options.parallel or runner_defaults.parallel,
+            max_drafts=MAX_DRAFT_TOKENS,
             element_bytes=runner_defaults.weight_element_bytes or 2,
+            on_gpu=runner == "cuda",
         )
         return bytes_, 0.0
     in_parts = options.kv_unified is False

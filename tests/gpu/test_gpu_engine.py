@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from drafting import always_draft
 
 from benchmarks.answers import Answer
@@ -20,6 +21,7 @@ from benchmarks.gpu_parts.modes import DEPENDENT_MODE, MODES, Mode
 from benchmarks.gpu_parts.processes import ROOT
 from benchmarks.gpu_parts.shapes import CHECKED, PLAIN_TINY, Shape
 from benchmarks.session import GREEDY
+from localgen.backends.cuda.steps.graph_capture import GraphCapture
 from localgen.backends.engine.speculation.draft_model import ModelDrafter
 from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.engine.speculation.ngram import NgramDrafter
@@ -56,6 +58,22 @@ def assert_nearly_best(
 def assert_whole(runner: WatchedRunner) -> None:
     runner.kv_cache.check()
     assert runner.usage().used == 0
+
+
+def test_a_capture_that_fails_leaves_the_others_and_the_allocator_whole(device: Device) -> None:
+    if not device.is_gpu:
+        pytest.skip("captures need a GPU")
+    total = torch.zeros(1000, device="cuda")
+    capture = GraphCapture(1 << 20)
+    before = capture(lambda: total.add_(torch.ones_like(total)))
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            capture(torch.cuda.synchronize)  # which is not allowed, and ends the capture
+        torch.cuda.empty_cache()
+    after = capture(lambda: total.add_(torch.ones_like(total)))
+    for replay in (before, after, before):
+        replay()
+    assert total.tolist() == [3] * 1000
 
 
 @pytest.mark.parametrize("shape", CHECKED, ids=[shape.name for shape in CHECKED])

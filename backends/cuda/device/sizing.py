@@ -15,9 +15,10 @@ from localgen.backends.formats.architecture.model_shape import (
 )
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.memory import kv_sizing
-from localgen.backends.memory.compute_buffers import cuda_work_bytes
+from localgen.backends.memory.compute_buffers import cuda_graph_pool_bytes, cuda_work_bytes
 from localgen.backends.memory.kv_sizing import KVSize, KVSizeRequest
 from localgen.backends.memory.system import available_memory_bytes
+from localgen.backends.runner.interface import MAX_DRAFT_TOKENS
 from localgen.backends.units import format_size
 
 # if allocation fails, the KV cache is shrunk by this factor, up to this many attempts
@@ -36,8 +37,16 @@ def step_work_bytes(spec: ModelSpec, options: CudaOptions, dtype: torch.dtype) -
         shape_from_spec(spec),
         max_batch_tokens=options.max_batch_tokens,
         num_seqs=options.parallel,
+        max_drafts=MAX_DRAFT_TOKENS,
         element_bytes=dtype.itemsize,
+        on_gpu=options.device != "cpu",
     )
+
+
+def graph_pool_bytes(spec: ModelSpec, options: CudaOptions, dtype: torch.dtype) -> int:
+    """The part of step_work_bytes that CUDA graphs share."""
+    shape = shape_from_spec(spec)
+    return cuda_graph_pool_bytes(shape, num_seqs=options.parallel, element_bytes=dtype.itemsize)
 
 
 def device_free_bytes(device: torch.device, limit_bytes: int | None) -> int:

@@ -102,6 +102,11 @@ class Decoder:
         scaling = spec.query_scaling
         self._query_factors = None if scaling is None else scaling.table(max_len).to(device)
 
+    @property
+    def group(self) -> TensorParallelGroup:
+        """The ranks that share the layers."""
+        return self._group
+
     @torch.inference_mode()
     def forward(self, batch: StepBatch, cache: KVCache, out: Tensor | None = None) -> Tensor:
         """Logits of batch.output_rows, float32 [outputs, vocab].

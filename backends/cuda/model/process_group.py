@@ -64,6 +64,15 @@ class TensorParallelGroup:
             dist.all_gather(list(parts), padded)
         return parts.transpose(0, 1).flatten(1)[:, : self.shard.spec.vocab_size]
 
+    def max_over_ranks(self, value: int) -> int:
+        """The largest value of any rank, on all of them. Waits for the device."""
+        if self.shard.tp_size == 1:
+            return value
+        on_gpu = dist.get_backend() == "nccl"
+        found = torch.tensor(value, device="cuda" if on_gpu else "cpu")
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return int(found)
+
     def broadcast_tokens(self, tokens: Tensor) -> None:
         """Broadcast tokens from rank 0, in place. tokens: int64, on the device."""
         dist.broadcast(tokens, src=0)
@@ -94,6 +103,9 @@ def init_process_group(shard: ModelShard, store: TCPStore, device: torch.device)
     """Join the process group; returns when all ranks have. Raises RuntimeError on a timeout."""
     for library in ("GLOO", "NCCL"):
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", _LOOPBACK_INTERFACE)
+    # registering the buffers of a CUDA graph may make a rank wait for the captures of the others,
+    # one of which may have failed
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     on_gpu = device.type == "cuda"
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",

@@ -120,9 +120,13 @@ class RankModel:
         except torch.OutOfMemoryError:
             return False
         decoder = Decoder(self.shard.local_spec, self._weights, max_len, self.group)
-        # collectives are untested in CUDA graphs
-        graphs = self.device.type == "cuda" and self.shard.tp_size == 1
-        self._executor = DeviceExecutor(decoder, cache, use_cuda_graphs=graphs)
+        self._executor = DeviceExecutor(
+            decoder,
+            cache,
+            use_cuda_graphs=self.device.type == "cuda",
+            max_seqs=self._options.parallel,
+            pool_bytes=sizing.graph_pool_bytes(self.sizing_spec, self._options, self._dtype),
+        )
         return True
 
 
@@ -197,6 +201,11 @@ class CopyPages:
     """Call DeviceExecutor.copy_pages; no reply."""
 
     pairs: list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureNext:
+    """Call DeviceExecutor.capture_next; no reply."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from localgen.backends.cuda.parallel.rank_model import (
     AllocateCache,
     BroadcastTokens,
     CacheAllocated,
+    CaptureNext,
     ComputeHiddenStates,
     CopyPages,
     GroupJoined,
@@ -84,8 +85,17 @@ class TensorParallelExecutor:
         self._rank_model.executor.copy_pages(pairs)
 
     def capture_next(self) -> bool:
-        """See StepExecutor.capture_next. No graphs are captured with tensor parallelism."""
-        return False
+        """See StepExecutor.capture_next. All ranks have run the same steps, so all capture one."""
+        if self._rank_model.executor.next_capture is None:
+            return False
+        with self._raise_step_failed():
+            self.workers.broadcast(CaptureNext())
+            return self._rank_model.executor.capture_next()
+
+    @property
+    def is_warming_up(self) -> bool:
+        """See StepExecutor.is_warming_up."""
+        return self._rank_model.executor.is_warming_up
 
     def close(self) -> None:
         """See StepExecutor.close."""
@@ -160,7 +170,7 @@ def tensor_parallel_notes(options: CudaOptions) -> tuple[str, ...]:
         return ()
     if options.device == "cpu":
         return (f"each layer is split across {options.tp} processes (--tp)",)
-    return (f"each layer is split across {options.tp} GPUs (--tp), without CUDA graphs",)
+    return (f"each layer is split across {options.tp} GPUs (--tp)",)
 
 
 def _allocate_on_ranks(size: KVSize, rank_model: RankModel, workers: WorkerGroup) -> bool:

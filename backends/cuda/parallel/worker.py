@@ -21,6 +21,7 @@ from localgen.backends.cuda.parallel.rank_model import (
     AllocateCache,
     BroadcastTokens,
     CacheAllocated,
+    CaptureNext,
     ComputeHiddenStates,
     CopyPages,
     GroupJoined,
@@ -77,6 +78,8 @@ def serve(rank_0: FrameSocket, request: LoadWeights) -> None:
                 rank_model.hidden_states(inputs)
             case CopyPages(pairs):
                 rank_model.executor.copy_pages(pairs)
+            case CaptureNext():
+                rank_model.executor.capture_next()
             case JoinGroup():
                 process_group.init_process_group(
                     shard,

@@ -4,6 +4,9 @@ A graph bakes in every number that the host passes to a kernel, so steps are pad
 the number of sequences and of rows to a bucket, the length to a power of two. Steps of a few rows
 per sequence, as those that verify drafts, have graphs too. A shape is captured while the engine is
 idle, or once it has run often without a graph.
+
+With tensor parallelism every rank executes the same steps and captures in the same order, so all
+have the same graphs: they count alike, and a capture counts only if it succeeded on all.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from enum import IntEnum
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,20 +33,34 @@ from localgen.backends.cuda.model.batch import (
 )
 from localgen.backends.cuda.model.decoder import Decoder, KVCache
 from localgen.backends.cuda.model.host_copy import pack, packed_bytes
+from localgen.backends.cuda.steps.graph_capture import GraphCapture, Replay
+from localgen.backends.memory.compute_buffers import (
+    MAX_GRAPH_SEQ_ROWS,
+    MAX_GRAPH_SEQS,
+    MAX_MULTI_ROW_SEQS,
+    cuda_graph_rows,
+)
 
 log = logging.getLogger(__name__)
 
 # batch sizes (sequences) that are captured
-CAPTURE_SIZES = (1, 2, 4, 8, *range(16, 257, 16))
-# rows per sequence that are captured where sequences have several, and the largest batch of these
-CAPTURE_ROWS = (2, 3, 4, 5, 8)
-MAX_MULTI_ROW_SEQS = 16
+CAPTURE_SIZES = (1, 2, 4, 8, *range(16, MAX_GRAPH_SEQS + 1, 16))
+# rows per sequence that are captured where up to MAX_MULTI_ROW_SEQS sequences have several
+CAPTURE_ROWS = (2, 3, 4, 5, MAX_GRAPH_SEQ_ROWS)
 MIN_GRAPH_LEN = 1024
 # a shape is captured in the middle of answers only after it has run eagerly this many times: these
 # steps have then lost about as much time as the capture takes, some tens of milliseconds
 MAX_EAGER_RUNS = 8
+# without memory for a capture, the next attempt comes after as many steps of the shape
+RETRY_RUNS = 1000
 
-Replay = Callable[[], None]
+
+class _Outcome(IntEnum):
+    """Of a capture; over several ranks the highest."""
+
+    CAPTURED = 0
+    OUT_OF_MEMORY = 1
+    FAILED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,31 +92,6 @@ class _GraphBuffers:
     logits: Tensor
 
 
-class GraphCapture:
-    """Captures CUDA graphs. They never run concurrently, so they share one memory pool."""
-
-    def __init__(self) -> None:
-        self._pool: Any = None
-
-    def __call__(self, forward: Callable[[], object]) -> Replay:
-        """Capture the kernels that `forward` launches; return a function that launches them.
-
-        Nothing is computed yet. Raises the errors of `forward`, and RuntimeError.
-        """
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        try:
-            # calls of other threads, which compile kernels, do not concern the capture
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                forward()
-        except BaseException:
-            # an invalid capture leaves torch's capture stream current and the pool in use
-            torch.cuda.set_stream(stream)
-            self._pool = None
-            raise
-        return graph.replay
-
-
 class TokenSource(Protocol):
     """Source of input tokens that are not known to the host."""
 
@@ -125,8 +118,10 @@ class PreviousStepTokens:
 class DeviceExecutor:
     """Runs the steps of a decoder on one device.
 
-    use_cuda_graphs: pad steps to graph shapes, and capture and replay them. capture:
-    replaces GraphCapture; without it, no graphs are captured on a CPU.
+    use_cuda_graphs: pad steps to graph shapes, and capture and replay them. max_seqs: most
+    sequences of a step. pool_bytes: see GraphCapture. capture: replaces GraphCapture; without it,
+    no graphs are captured on a CPU. is_warming_up: the last step took longer than later ones of
+    its shape, which will have a graph.
     """
 
     def __init__(
@@ -135,12 +130,16 @@ class DeviceExecutor:
         cache: KVCache,
         *,
         use_cuda_graphs: bool,
+        max_seqs: int = MAX_GRAPH_SEQS,
+        pool_bytes: int = 0,
         capture: Callable[[Callable[[], object]], Replay] | None = None,
     ) -> None:
         self.decoder, self.cache = decoder, cache
         self.device = cache.layers[0].keys.device
+        self.is_warming_up = False
+        self._max_rows = cuda_graph_rows(max_seqs)
         self._use_cuda_graphs = use_cuda_graphs
-        self._capture = GraphCapture() if self.device.type == "cuda" else capture
+        self._capture = GraphCapture(pool_bytes) if self.device.type == "cuda" else capture
         self._eager_runs: Counter[GraphShape] = Counter()
         self._graphs: dict[GraphShape, Replay | None] = {}  # None: the capture failed
         self._buffers: _GraphBuffers | None = None
@@ -152,6 +151,7 @@ class DeviceExecutor:
         to the host.
         """
         shape = graph_shape(inputs) if self._use_cuda_graphs else None
+        self.is_warming_up = False
         if shape is None:
             return self._run_eager(inputs, token_source)
         padded = pad_inputs(inputs, shape)
@@ -162,46 +162,69 @@ class DeviceExecutor:
             logits = self._replay(graph, padded, token_source)
         return logits[: len(inputs.output_rows)]
 
+    @property
+    def next_capture(self) -> GraphShape | None:
+        """The shape that ran most often without a graph; None: none is missing."""
+        if self._capture is None:
+            return None
+        waiting = {s: n for s, n in self._eager_runs.items() if n > 0 and s not in self._graphs}
+        return max(waiting, key=waiting.__getitem__, default=None)
+
     def capture_next(self) -> bool:
-        """Capture the shape that ran most often without a graph; False if there is none.
+        """Capture `next_capture`; False if there is none.
 
         Takes tens of milliseconds, in which no step runs.
         """
-        waiting = [shape for shape in self._eager_runs if shape not in self._graphs]
-        if not waiting or self._capture is None:
-            return False
-        self._capture_shape(max(waiting, key=self._eager_runs.__getitem__))
-        return True
+        shape = self.next_capture
+        if shape is not None:
+            self._capture_shape(shape)
+        return shape is not None
 
     def _graph(self, shape: GraphShape) -> Replay | None:
         """Return the graph of a shape, or None if the step has to run eagerly."""
-        if shape not in self._graphs:
-            if self._capture is None or self._eager_runs[shape] < MAX_EAGER_RUNS:
+        if shape not in self._graphs and self._capture is not None:
+            runs = self._eager_runs[shape]
+            # not after a capture without memory: the next one is far
+            self.is_warming_up = runs >= 0
+            if runs < MAX_EAGER_RUNS:
                 self._eager_runs[shape] += 1
-                return None
-            self._capture_shape(shape)
-        return self._graphs[shape]
+            else:
+                self._capture_shape(shape)
+        return self._graphs.get(shape)
 
     def _capture_shape(self, shape: GraphShape) -> None:
-        """Capture a shape. If that fails, the shape is run eagerly from now on."""
-        assert self._capture is not None
+        """Capture a shape on all ranks. If one fails, all run it eagerly, for good or for long."""
+        graph, outcome, reason = None, _Outcome.CAPTURED, "another rank failed"
         try:
-            buffers = self._buffers = self._buffers or self._allocate()
-            batch = unpack_inputs(buffers.inputs, empty_inputs(shape))
-            logits = buffers.logits[: shape.num_rows]
-            self._graphs[shape] = self._capture(
-                lambda: self.decoder.forward(batch, self.cache, logits)
-            )
+            graph = self._capture_forward(shape)
         except Exception as error:  # whatever it is, the step does not depend on the capture
+            out_of_memory = isinstance(error, torch.OutOfMemoryError)
+            outcome = _Outcome.OUT_OF_MEMORY if out_of_memory else _Outcome.FAILED
+            reason = str(error).partition("\n")[0] or type(error).__name__
+        outcome = _Outcome(self.decoder.group.max_over_ranks(outcome))
+        if outcome is _Outcome.CAPTURED:
+            self._graphs[shape] = graph
+            return
+        if outcome is _Outcome.FAILED:
             self._graphs[shape] = None
-            log.warning(
-                "steps of %d rows in %d sequences of up to %d tokens run without a CUDA graph, "
-                "more slowly: capturing one failed: %s",
-                shape.num_rows,
-                shape.num_seqs,
-                shape.max_len,
-                str(error).partition("\n")[0] or type(error).__name__,
-            )
+        else:
+            self._eager_runs[shape] = MAX_EAGER_RUNS - RETRY_RUNS
+        log.warning(
+            "steps of %d rows in %d sequences of up to %d tokens run without a CUDA graph, "
+            "more slowly: capturing one failed: %s",
+            shape.num_rows,
+            shape.num_seqs,
+            shape.max_len,
+            reason,
+        )
+
+    def _capture_forward(self, shape: GraphShape) -> Replay:
+        assert self._capture is not None
+        assert shape.num_rows <= self._max_rows
+        buffers = self._buffers = self._buffers or self._allocate()
+        batch = unpack_inputs(buffers.inputs, empty_inputs(shape))
+        logits = buffers.logits[: shape.num_rows]
+        return self._capture(lambda: self.decoder.forward(batch, self.cache, logits))
 
     def _replay(
         self, graph: Replay, padded: StepInputs, token_source: TokenSource | None
@@ -215,11 +238,12 @@ class DeviceExecutor:
         return self._buffers.logits[: len(padded.output_rows)]
 
     def _allocate(self) -> _GraphBuffers:
-        longest = GraphShape(CAPTURE_SIZES[-1], _padded_len(self.decoder.max_len))
-        size, vocab = packed_bytes(empty_inputs(longest).arrays), self.decoder.spec.vocab_size
+        longest = GraphShape(self._max_rows, _padded_len(self.decoder.max_len))
+        size = packed_bytes(empty_inputs(longest).arrays)
+        vocab_size = self.decoder.group.shard.spec.vocab_size
         return _GraphBuffers(
             torch.empty(size, dtype=torch.uint8, device=self.device),
-            torch.empty(CAPTURE_SIZES[-1], vocab, dtype=torch.float32, device=self.device),
+            torch.empty(self._max_rows, vocab_size, dtype=torch.float32, device=self.device),
         )
 
     def hidden_states(self, inputs: StepInputs) -> Tensor:

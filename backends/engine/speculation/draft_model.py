@@ -16,7 +16,14 @@ from localgen.backends.engine.speculation.drafter import (
     DraftProposal,
     SequenceAcceptance,
 )
-from localgen.backends.runner.interface import Chunk, ModelRunner, NoRoom, SampledTokens, StepFailed
+from localgen.backends.runner.interface import (
+    AsyncRunner,
+    Chunk,
+    ModelRunner,
+    NoRoom,
+    SampledTokens,
+    StepFailed,
+)
 from localgen.backends.runner.sequence import Sequence, SequenceState, common_prefix_len
 from localgen.backends.sampling_params import BASE_SAMPLING, SamplingParams
 
@@ -64,6 +71,7 @@ class ModelDrafter(Drafter):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name, self._runner, self._clock = name, runner, clock
+        self._async_runner = runner if isinstance(runner, AsyncRunner) else None
         self._vocab_size = shared_vocab_size
         self._copies: dict[Sequence, _DraftSequence] = {}
         # of greedy and of sampled drafts
@@ -111,6 +119,11 @@ class ModelDrafter(Drafter):
         copy = self._copies.pop(seq, None)
         if copy and copy.is_active and not self.failure:
             self._evict(copy, keep=True)
+
+    def prepare_while_idle(self) -> bool:
+        if self.failure or self._async_runner is None:
+            return False
+        return self._async_runner.prepare_while_idle()
 
     def close(self) -> None:
         self._runner.close()
@@ -211,7 +224,8 @@ class ModelDrafter(Drafter):
             _log.error("%s is disabled: %s", self.name, error)
             self.failure = f"failed: {error}"
             return []
-        if sum(batch.values()) <= 2 * len(batch):
+        is_typical = self._async_runner is None or not self._async_runner.is_warming_up
+        if is_typical and sum(batch.values()) <= 2 * len(batch):
             self._round_ms.append((self._clock() - started_s) * 1e3)
         for copy, count in batch.items():
             copy.seq.num_computed += count

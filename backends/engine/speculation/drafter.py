@@ -99,6 +99,10 @@ class Drafter(ABC):
         """Milliseconds of one drafting round, one draft for each sequence; 0: unknown or none."""
         return 0.0
 
+    def prepare_while_idle(self) -> bool:
+        """See AsyncRunner.prepare_while_idle."""
+        return False
+
     def release(self, seq: Sequence) -> None:
         """Forget a sequence that has ended or was preempted."""
         return

@@ -210,14 +210,15 @@ class Speculation:
         reasons = [f", and {each.name} {each.failure or 'cannot draft for it'}" for each in models]
         return "no match: the text does not repeat itself" + "".join(reasons)
 
-    def observe(self, chunks: Seq[Chunk], step_ms: float) -> None:
+    def observe(self, chunks: Seq[Chunk], step_ms: float, *, is_typical: bool = True) -> None:
         """Record a finished step whose tokens are in their sequences; only with drafters.
 
-        step_ms: from the launch to the result, with waited_ms.
+        step_ms: from the launch to the result, with waited_ms. is_typical: see Scheduler.apply.
         """
         new_tokens = {c.seq: c.seq.tokens[c.start + 1 :] for c in chunks if c.is_decoding}
         if 0 < len(new_tokens) == len(chunks):  # no prompt was computed
-            self._record(new_tokens, sum(chunk.num_drafts for chunk in chunks), step_ms)
+            if is_typical:
+                self._record(new_tokens, sum(chunk.num_drafts for chunk in chunks), step_ms)
         elif not self._unpaid_ms:  # beside a prompt no gain is measured, but drafting is paid for
             self._budget_ms -= self._propose_ms
         for drafter in self.drafters if self._has_proposed else ():
@@ -248,6 +249,10 @@ class Speculation:
 
     def _ms_since(self, started_s: float) -> float:
         return (self._clock() - started_s) * 1e3
+
+    def prepare_while_idle(self) -> bool:
+        """See AsyncRunner.prepare_while_idle."""
+        return any(drafter.prepare_while_idle() for drafter in self.drafters)
 
     def close(self) -> None:
         """Free what drafters hold. No call may follow."""

@@ -28,7 +28,7 @@ class LayerCacheShape:
 class ModelShape:
     """active_intermediate_size: MLP width computed per token, summed over its active experts.
     layer_caches: layers with a KV cache. state_bytes: size of the recurrent state of a sequence.
-    ctx_train: trained context length; 0: unknown.
+    ctx_train: trained context length; 0: unknown. has_int4_weights: of an AWQ or GPTQ checkpoint.
     """
 
     num_layers: int
@@ -41,6 +41,7 @@ class ModelShape:
     state_bytes: int = 0
     num_experts: int = 0
     num_active_experts: int = 0
+    has_int4_weights: bool = False
 
     @property
     def attention_width(self) -> int:
@@ -54,7 +55,7 @@ class ModelShape:
 
 
 def shape_from_spec(spec: ModelSpec) -> ModelShape:
-    moe = spec.moe
+    moe, quant = spec.moe, spec.quant
     return ModelShape(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -70,6 +71,7 @@ def shape_from_spec(spec: ModelSpec) -> ModelShape:
         ),
         num_experts=moe.num_experts if moe else 0,
         num_active_experts=moe.top_k if moe else 0,
+        has_int4_weights=quant is not None and quant.bits == 4,
     )
 
 

@@ -227,6 +227,7 @@ def shape_from_hf_config(config: Mapping[str, Any]) -> ModelShape | None:
     experts = _count(text, "num_experts") or _count(text, "num_local_experts")
     used = _count(text, "num_experts_per_tok") if experts else 0
     wide = _count(text, "intermediate_size")
+    quantization = _object(config, "quantization_config")
     return ModelShape(
         num_layers=layers,
         hidden_size=hidden,
@@ -243,6 +244,7 @@ def shape_from_hf_config(config: Mapping[str, Any]) -> ModelShape | None:
         ),
         num_experts=experts,
         num_active_experts=used,
+        has_int4_weights=4 in (_count(quantization, "bits"), _count(quantization, "w_bit")),
     )
 
 
