@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from localgen.backends.cuda.kernels.device import can_use_triton, upcast
-from localgen.backends.cuda.kernels.launch import Variant, launch
+from localgen.backends.cuda.kernels.launch import Variant, launch, next_power_of_2
 
 # one program holds a whole row in registers
 MAX_SIZE = 16384
@@ -68,7 +68,7 @@ def rms_norm_triton(
 
 def _block_and_warps(size: int) -> tuple[int, int]:
     """Return the elements and warps of a program: 16-byte loads per thread, at most 16 warps."""
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     return block, min(max(block // 256, 1), 16)
 
 

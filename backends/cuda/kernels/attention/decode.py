@@ -23,7 +23,7 @@ from localgen.backends.cuda.kernels.attention.online_softmax import (
 from localgen.backends.cuda.kernels.attention_metadata import AttentionMetadata
 from localgen.backends.cuda.kernels.device import ARCHS, compute_capability, count_sms
 from localgen.backends.cuda.kernels.kv_cache import QUANTIZED_MAX, LayerKV
-from localgen.backends.cuda.kernels.launch import Variant, launch
+from localgen.backends.cuda.kernels.launch import Variant, launch, next_power_of_2
 
 # a token and the drafts after it; sequences with more rows are prefills
 MAX_DECODE_ROWS = 8
@@ -74,16 +74,16 @@ def plan_split_kv(
     quantized: the cache is 8-bit. arch, num_sms: compute capability and SM count of the GPU.
     """
     rows = 1 if max_query_len == 1 else MAX_DECODE_ROWS
-    padded = max(_MIN_DOT_SIZE, triton.next_power_of_2(rows * num_heads // num_kv_heads))
+    padded = max(_MIN_DOT_SIZE, next_power_of_2(rows * num_heads // num_kv_heads))
     wanted = -(-_PROGRAMS_PER_SM * num_sms // max(1, num_seqs * num_kv_heads))
     useful = -(-max_seq_len // _MIN_SPLIT_TOKENS)
-    splits = triton.next_power_of_2(max(1, min(wanted, useful, _MAX_SPLITS)))
+    splits = next_power_of_2(max(1, min(wanted, useful, _MAX_SPLITS)))
     # 16 KiB of keys and of values per block: two of each fit in shared memory on every GPU
-    block = 8192 // triton.next_power_of_2(head_dim)
+    block = 8192 // next_power_of_2(head_dim)
     if padded >= 64:  # otherwise the rows do not fit in registers
         block //= 2
     # with 64 KiB of accumulators, four warps have no registers left for the queries
-    warps = 8 if padded * triton.next_power_of_2(head_dim) >= 16384 else 4
+    warps = 8 if padded * next_power_of_2(head_dim) >= 16384 else 4
     registers = None
     if _may_spill(padded * block, splits, head_dim, quantized, arch):
         registers = _MAX_REGISTERS
@@ -151,7 +151,7 @@ def decode_attention_triton(
             out,
             num_heads=heads,
             head_dim=size,
-            padded_head_dim=triton.next_power_of_2(size),
+            padded_head_dim=next_power_of_2(size),
             max_rows=chosen.max_rows,
             num_splits=chosen.num_splits,
             num_warps=_combine_warps(chosen.num_splits, size),
@@ -160,7 +160,7 @@ def decode_attention_triton(
 
 def _combine_warps(num_splits: int, head_dim: int) -> int:
     """Return the number of warps, so that a thread holds at most 64 values (up to 8 warps)."""
-    numbers: int = num_splits * triton.next_power_of_2(head_dim)
+    numbers: int = num_splits * next_power_of_2(head_dim)
     return max(1, min(8, numbers // 2048))
 
 
@@ -325,7 +325,7 @@ def _combine_variants() -> Iterator[Variant]:
         compiled = {
             "num_heads": 32,
             "head_dim": size,
-            "padded_head_dim": triton.next_power_of_2(size),
+            "padded_head_dim": next_power_of_2(size),
             "max_rows": 1,
             "num_splits": splits,
         }

@@ -29,7 +29,7 @@ from localgen.backends.cuda.kernels.gemm.tile import (
     gemm_epilogue,
     weight_row_ids,
 )
-from localgen.backends.cuda.kernels.launch import Variant, launch
+from localgen.backends.cuda.kernels.launch import Variant, ceil_div, launch
 
 # more rows use cuBLAS
 MAX_SKINNY_ROWS = 8
@@ -127,7 +127,7 @@ def matmul_triton(
     tile = choose_gemv_tile(ins, weight.shape[0])
     out = torch.empty((1, outs), dtype=x.dtype, device=x.device)
     step = tile.inputs * tile.num_warps
-    launch(_gemv_kernel, (triton.cdiv(weight.shape[0], tile.outputs),))(
+    launch(_gemv_kernel, (ceil_div(weight.shape[0], tile.outputs),))(
         x,
         weight,
         bias,
@@ -163,7 +163,7 @@ def skinny_gemm_triton(
     outs = outs if activation is None else outs // 2
     out = torch.empty((rows, outs), dtype=x.dtype, device=x.device)
     # programs that read the same weights are adjacent, so that they hit L2
-    grid = (triton.cdiv(rows, tile.rows), triton.cdiv(weight.shape[0], tile.outputs))
+    grid = (ceil_div(rows, tile.rows), ceil_div(weight.shape[0], tile.outputs))
     launch(_skinny_gemm_kernel, grid)(
         x.contiguous(),
         weight,

@@ -25,7 +25,7 @@ from torch.nn import functional
 from localgen.backends.cuda.kernels.device import ARCHS, can_use_triton, compute_capability
 from localgen.backends.cuda.kernels.gemm.dense import linear, supports_triton_gemm
 from localgen.backends.cuda.kernels.gemm.tile import GemmTile, dot_dtype, store_transposed
-from localgen.backends.cuda.kernels.launch import Variant, launch
+from localgen.backends.cuda.kernels.launch import Variant, ceil_div, launch
 
 # inputs per tile; the kernels need a group size that is a multiple of PART_INPUTS
 TILE_INPUTS, PART_INPUTS = 128, 32
@@ -126,7 +126,7 @@ def int4_matmul_triton(
     group = ins // scales.shape[1]
     tile = choose_int4_tile(rows, outs, group, compute_capability(x.device))
     out = torch.empty((rows, outs), dtype=x.dtype, device=x.device)
-    grid = (triton.cdiv(rows, tile.rows), triton.cdiv(outs, tile.outputs))
+    grid = (ceil_div(rows, tile.rows), ceil_div(outs, tile.outputs))
     launch(_int4_gemm_kernel, grid)(
         x.contiguous(),
         packed.view(torch.int32),
@@ -158,7 +158,7 @@ def dequantize_int4_triton(
     """Triton implementation of `dequantize_int4`, one launch."""
     outs, ins = packed.shape[0], 2 * packed.shape[1]
     out = torch.empty((outs, ins), dtype=dtype, device=packed.device)
-    launch(_dequantize_int4_kernel, (triton.cdiv(outs, 8), triton.cdiv(ins, 8 * TILE_INPUTS)))(
+    launch(_dequantize_int4_kernel, (ceil_div(outs, 8), ceil_div(ins, 8 * TILE_INPUTS)))(
         packed.view(torch.int32),
         scales,
         zeros,
