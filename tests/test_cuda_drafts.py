@@ -129,14 +129,15 @@ def test_answers_are_the_same_with_drafts_and_run_ahead(
     undrafted.close()
     # two plain steps after each with drafts: the second is launched behind the first
     always_draft(monkeypatch, plain_every=1)
-    used = []
-    covers = RunAheadStep.covers
+    used: list[bool] = []
+    split = RunAheadStep.split
 
-    def spy(ahead: RunAheadStep, chunk: Chunk) -> bool:
-        used.append(covers(ahead, chunk))
-        return used[-1]
+    def spy(ahead: RunAheadStep, chunks: Seq[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
+        covered, rest = split(ahead, chunks)
+        used.extend([True] * len(covered) + [False] * len(rest))
+        return covered, rest
 
-    monkeypatch.setattr(RunAheadStep, "covers", spy)
+    monkeypatch.setattr(RunAheadStep, "split", spy)
     drafters = [DRAFTERS[kind]()]
     bench = CudaBench(as_on_gpu=True, drafters=drafters)
     texts = [reply.text for reply in bench.ask(CHATS, params)]

@@ -211,7 +211,8 @@ def test_a_step_ahead_takes_only_the_pages_it_needs() -> None:
         id="a", tokens=prompt, num_prompt=20, params=BASE_SAMPLING, ctx=99, max_len=99
     )
     chunk = Chunk(seq=seq, start=19, tokens=[1], is_sampled=True)
-    step = next_step_inputs([chunk], [np.arange(3, 9, dtype=np.int32)], [0])
+    pages = np.arange(3, 9, dtype=np.int32)[None]
+    step = next_step_inputs([chunk], lambda num_pages: pages[:, :num_pages], [0])
     assert step.page_tables.tolist() == [[3, 4]]
     assert step.slot_mapping.tolist() == [4 * PAGE_TOKENS + 4]
 

@@ -179,7 +179,12 @@ def test_a_plain_step_waits_for_nothing(steps: MetaSteps, monkeypatch: pytest.Mo
     with watched_copies(monkeypatch) as copies:
         steps.step()
     assert copies.blocking == []
-    assert copies.count == 3, "the inputs, the sampling parameters and the logit edits"
+    assert copies.count == 1, "the inputs; the batch is the one before"
+    steps.seqs.pop()
+    with watched_copies(monkeypatch) as copies:
+        steps.step()
+    assert copies.blocking == []
+    assert copies.count == 2, "also the sampling parameters"
 
 
 class AnyText:
@@ -204,9 +209,9 @@ def test_a_step_with_requests_of_every_kind_waits_for_nothing(
     with watched_copies(monkeypatch) as copies:
         steps.step()
     assert copies.blocking == []
-    assert copies.count == 3 + 3, "also the pages to copy, the grammar's mask, the logprobs' row"
+    assert copies.count == 2 + 3, "edits; the pages to copy, the mask, the logprobs' row"
     steps.seqs.pop(0)  # ended: the rows of the others are picked
     with watched_copies(monkeypatch) as copies:
         steps.step()
     assert copies.blocking == []
-    assert copies.count == 3 + 3
+    assert copies.count == 3 + 3, "also the sampling parameters"

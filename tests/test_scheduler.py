@@ -10,7 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localgen.backends.engine.fair_queue import AGING_S
-from localgen.backends.engine.scheduler import MIN_SHARED_TOKENS, Scheduler
+from localgen.backends.engine.scheduler import (
+    ADMISSION_INTERVAL_S,
+    MIN_SHARED_TOKENS,
+    Scheduler,
+)
 from localgen.backends.engine.token_budget import MIN_PROMPT_TOKENS, TokenBudget
 from localgen.backends.errors import QueueFull
 from localgen.backends.runner.sequence import Sequence, SequenceState, common_prefix_len
@@ -309,3 +313,30 @@ def test_common_prefix(a: list[int], b: list[int]) -> None:
     while expected < min(len(a), len(b)) and a[expected] == b[expected]:
         expected += 1
     assert common_prefix_len(a, b) == expected
+
+
+def test_a_blocked_queue_is_not_sorted_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    runner = FakeRunner(kv_tokens=400, max_seqs=2, batch=40)
+    scheduler = make(runner, clock=clock)
+    waiting = [sequence(str(i), [1, 2, 3], limit=60, ends=False) for i in range(10)]
+    for seq in waiting:
+        scheduler.submit(seq)
+    sorted_at = []
+    in_turn = scheduler.queue.in_turn
+
+    def counted(now_s: float) -> list[Sequence]:
+        sorted_at.append(now_s)
+        return in_turn(now_s)
+
+    monkeypatch.setattr(scheduler.queue, "in_turn", counted)
+    for _ in range(40):
+        clock.now_s = 1.0
+        assert turn(scheduler, runner) == 2
+    assert len(sorted_at) == 1
+    scheduler.end(scheduler.running[0])
+    clock.now_s = 1.0
+    assert turn(scheduler, runner) == 2, "an end makes room at once"
+    clock.now_s = 1.0 + 2 * ADMISSION_INTERVAL_S
+    turn(scheduler, runner)
+    assert len(sorted_at) == 3

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -13,17 +14,23 @@ import torch
 from torch import Tensor
 
 from localgen.backends.cuda.embeddings import Pooler, embed_sequences
+from localgen.backends.cuda.kv.page_pool import pages_for
 from localgen.backends.cuda.kv.paged_cache import PagedCache
-from localgen.backends.cuda.model.batch import StepInputs, build_step_inputs
-from localgen.backends.cuda.model.host_copy import to_device
+from localgen.backends.cuda.model.batch import ChunkArrays, StepInputs, step_inputs
 from localgen.backends.cuda.steps.cuda_graphs import PreviousStepTokens
+from localgen.backends.cuda.steps.grammar_masks import apply_grammar_masks
 from localgen.backends.cuda.steps.logprobs import StepLogprobs, step_logprobs
 from localgen.backends.cuda.steps.run_ahead import RunAheadStep, is_decoding, next_step_inputs
 from localgen.backends.cuda.steps.sampler import (
     UNSUPPORTED_PARAMS,
+    DraftedRow,
     SamplingRow,
-    sample_with_probs,
+    draw,
+    edits_logits,
+    logit_edits,
+    with_edits,
 )
+from localgen.backends.cuda.steps.sampling_slots import SamplingSlots
 from localgen.backends.memory.compute_buffers import cuda_max_outputs
 from localgen.backends.runner.interface import (
     MAX_DRAFT_TOKENS,
@@ -112,10 +119,18 @@ class CudaRunner:
         self._run_ahead_step: RunAheadStep | None = None
         self.kv_cache = kv_cache
         self.limits = replace(limits, runs_ahead=run_ahead)
+        self._sampling_slots = SamplingSlots()
+        # sequences whose sampling takes more than the parameters in their slots
+        self._special: set[Sequence] = set()
 
     def admit(self, seq: Sequence, *, spare: int) -> int:
         self._invalidate_run_ahead(seq)
-        return self.kv_cache.admit(seq, spare=spare)
+        cached = self.kv_cache.admit(seq, spare=spare)
+        self._sampling_slots.set(self.kv_cache.slot(seq), seq.params)
+        wants_logprobs = seq.params.logprobs is not None
+        if wants_logprobs or seq.matcher is not None or edits_logits(seq.params):
+            self._special.add(seq)
+        return cached
 
     def grow(self, seq: Sequence, n: int) -> bool:
         return self.kv_cache.grow(seq, n)
@@ -126,6 +141,7 @@ class CudaRunner:
 
     def release(self, seq: Sequence, *, keep: bool) -> None:
         self._invalidate_run_ahead(seq)
+        self._special.discard(seq)
         self.kv_cache.release(seq, keep=keep)
 
     def _invalidate_run_ahead(self, seq: Sequence) -> None:
@@ -152,16 +168,17 @@ class CudaRunner:
         """
         ahead, self._run_ahead_step = self._run_ahead_step, None
         covered: list[Chunk] = []
-        rest: list[Chunk] = []
-        for chunk in chunks:
-            is_covered = ahead is not None and ahead.covers(chunk)
-            (covered if is_covered else rest).append(chunk)
+        rest: Seq[Chunk] = chunks
         parts = []
+        if ahead is not None:
+            covered, rest = ahead.split(chunks)
         if ahead is not None and covered:  # first: the next step overwrites its logits
-            parts.append(self._sample(covered, ahead.logits_of(covered), 0))
+            parts.append(
+                self._sample(covered, ChunkArrays.of(covered), ahead.logits_of(covered), 0)
+            )
         if rest:
             parts.append(self._compute(rest, len(covered)))
-        step = _joined(parts, chunks)
+        step = parts[0] if len(parts) == 1 else _joined(parts, chunks)
         ticket = self._with_host_copies(step)
         if self.limits.runs_ahead:
             # without memory for it, the next step is launched when the scheduler plans it
@@ -172,25 +189,47 @@ class CudaRunner:
     def _compute(self, chunks: Seq[Chunk], first_row: int) -> CudaStepTicket:
         """Launch these chunks alone. first_row: their first row in the whole step."""
         self.kv_cache.copy_pending(self._executor.copy_pages)
-        logits = self._executor.run(build_step_inputs(chunks, self.kv_cache.page_table))
-        return self._sample(chunks, logits, first_row)
+        arrays = ChunkArrays.of(chunks)
+        slots = self.kv_cache.slots([chunk.seq for chunk in chunks])
+        tables = self.kv_cache.page_tables(slots, pages_for(int(arrays.ends.max())))
+        logits = self._executor.run(step_inputs(chunks, arrays, tables))
+        return self._sample(chunks, arrays, logits, first_row)
 
-    def _sample(self, chunks: Seq[Chunk], logits: Tensor, first_row: int) -> CudaStepTicket:
+    def _sample(
+        self, chunks: Seq[Chunk], arrays: ChunkArrays, logits: Tensor, first_row: int
+    ) -> CudaStepTicket:
         """Launch the sampling of these chunks. logits: float32 [sampled, vocab], of their rows."""
-        rows: list[SamplingRow] = []
-        rows_with_probs = []
-        for chunk in chunks:
-            rows += _sampling_rows(chunk) if chunk.is_sampled else []
-            if chunk.return_probs:
-                rows_with_probs.append(len(rows) - 1)
-        if not rows:
-            return CudaStepTicket(chunks, torch.empty(0, dtype=torch.int64, device=logits.device))
-        allowed = _apply_grammar_masks(chunks, logits)
-        tokens, probs = sample_with_probs(allowed, rows, rows_with_probs)
-        logprobs = step_logprobs(chunks, logits, tokens, first_row)
+        counts = arrays.num_outputs
+        ends = np.cumsum(counts)
+        first_rows: list[int] = (ends - counts + first_row).tolist()
+        last_rows: list[int] = (ends - 1).tolist()
+        if last_rows[-1] < 0:
+            none = torch.empty(0, dtype=torch.int64, device=logits.device)
+            return CudaStepTicket(chunks, none, first_rows)
+        slots = np.repeat(self.kv_cache.slots([chunk.seq for chunk in chunks]), counts)
+        settings = self._sampling_slots.tensors(slots, arrays.output_lengths(), logits.device)
+        allowed = logits
+        is_special = bool(self._special) and not self._special.isdisjoint(
+            [chunk.seq for chunk in chunks]
+        )
+        if is_special:
+            allowed = apply_grammar_masks(chunks, logits)
+            settings = with_edits(settings, logit_edits(_edited_rows(chunks, last_rows)))
+        drafted = [
+            DraftedRow(last - chunk.num_drafts + at, chunk.tokens[at - chunk.num_drafts], q)
+            for chunk, last in zip(chunks, last_rows, strict=True)
+            if chunk.draft_probs
+            for at, q in enumerate(chunk.draft_probs)
+        ]
+        prob_rows = [
+            last for chunk, last in zip(chunks, last_rows, strict=True) if chunk.return_probs
+        ]
+        tokens, probs = draw(allowed, settings, drafted, prob_rows)
+        logprobs = step_logprobs(chunks, logits, tokens, first_row) if is_special else None
         return CudaStepTicket(
             chunks,
             tokens,
+            first_rows,
             logprobs=() if logprobs is None else (logprobs,),
             probs_by_row={first_row + row: q for row, q in probs.items()},
         )
@@ -208,24 +247,23 @@ class CudaRunner:
 
     def _launch_run_ahead(self, step: CudaStepTicket) -> None:
         """Launch the forward pass of the next step, if all that go on decode one token."""
-        going = [
-            (chunk, row)
-            for chunk, row in zip(step.chunks, step.first_rows, strict=True)
-            if chunk.start + 2 <= chunk.seq.max_len  # else this is its last token
-        ]
-        if not going or not all(
-            is_decoding(chunk) and self.kv_cache.grow(chunk.seq, 2) for chunk, _ in going
-        ):
+        going: list[Chunk] = []
+        rows: list[int] = []
+        for chunk, row in zip(step.chunks, step.first_rows, strict=True):
+            if chunk.start + 2 > chunk.seq.max_len:
+                continue  # this is its last token
+            if not is_decoding(chunk) or not self.kv_cache.grow(chunk.seq, 2):
+                return
+            going.append(chunk)
+            rows.append(row)
+        if not going:
             return
-        next_chunks = [chunk for chunk, _ in going]
+        seqs = [chunk.seq for chunk in going]
         self.kv_cache.copy_pending(self._executor.copy_pages)
-        inputs = next_step_inputs(
-            next_chunks,
-            [self.kv_cache.page_table(chunk.seq) for chunk in next_chunks],
-            [row for _, row in going],
-        )
+        page_tables = partial(self.kv_cache.page_tables, self.kv_cache.slots(seqs))
+        inputs = next_step_inputs(going, page_tables, rows)
         logits = self._executor.run(inputs, PreviousStepTokens(step.tokens))
-        positions = {chunk.seq: chunk.start + 1 for chunk in next_chunks}
+        positions = dict(zip(seqs, inputs.positions.tolist(), strict=True))
         self._run_ahead_step = RunAheadStep(logits, positions)
 
     def collect(self, ticket: CudaStepTicket) -> StepResult:
@@ -236,9 +274,12 @@ class CudaRunner:
                 ticket.done_event.synchronize()
         except RuntimeError as error:
             raise _step_failed(error) from error
-        tokens = ticket.tokens.tolist()
+        tokens: list[int] = ticket.tokens.tolist()
+        special = self._special
         return [
-            self._accept_drafts(chunk, tokens[row:], ticket, row)
+            self._accept_drafts(chunk, tokens[row : row + 1 + chunk.num_drafts], ticket, row)
+            if chunk.num_drafts or chunk.return_probs or chunk.seq in special
+            else SampledTokens((tokens[row],) if chunk.is_sampled else ())
             for chunk, row in zip(ticket.chunks, ticket.first_rows, strict=True)
         ]
 
@@ -298,23 +339,18 @@ class CudaRunner:
 
 def _joined(parts: Seq[CudaStepTicket], chunks: Seq[Chunk]) -> CudaStepTicket:
     """One ticket for the rows of all parts. chunks: those of the parts, as they were requested."""
-    first_rows: dict[Sequence, int] = {}
-    row = 0
-    for chunk in (chunk for part in parts for chunk in part.chunks):
-        first_rows[chunk.seq] = row
-        row += _num_sampled(chunk)
-    tokens = [part.tokens for part in parts]
+    first_rows = {
+        chunk.seq: row
+        for part in parts
+        for chunk, row in zip(part.chunks, part.first_rows, strict=True)
+    }
     return CudaStepTicket(
         chunks,
-        tokens[0] if len(tokens) == 1 else torch.cat(tokens),
+        torch.cat([part.tokens for part in parts]),
         [first_rows[chunk.seq] for chunk in chunks],
         logprobs=tuple(found for part in parts for found in part.logprobs),
         probs_by_row={row: q for part in parts for row, q in part.probs_by_row.items()},
     )
-
-
-def _num_sampled(chunk: Chunk) -> int:
-    return 1 + chunk.num_drafts if chunk.is_sampled else 0
 
 
 def _step_failed(error: RuntimeError) -> StepFailed:
@@ -327,44 +363,24 @@ def _copy_to_host(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def _sampling_rows(chunk: Chunk) -> list[SamplingRow]:
-    """The sampled positions of a chunk, each with the tokens before it."""
-    seq, end = chunk.seq, chunk.start + len(chunk)
-    lengths = range(end - chunk.num_drafts, end + 1)
-    known: Seq[int] = range(end)  # only the length is used
-    if uses_penalties(seq.params):
-        known = seq.tokens[: chunk.start] + chunk.tokens
-    rows = [
-        # a grammar handles banned tokens itself: it may allow nothing but the end token
-        SamplingRow(
-            seq.params, known[:length], frozenset() if seq.matcher else seq.banned_tokens(ahead)
-        )
-        for ahead, length in enumerate(lengths)
-    ]
-    for at, q in enumerate(chunk.draft_probs):
-        rows[at] = replace(rows[at], draft_token=chunk.tokens[at - chunk.num_drafts], draft_probs=q)
-    return rows
+def _edited_rows(chunks: Seq[Chunk], last_rows: Seq[int]) -> Generator[tuple[int, SamplingRow]]:
+    """Yield the rows of the chunks whose logits may have edits, with their numbers.
 
-
-def _apply_grammar_masks(chunks: Seq[Chunk], logits: Tensor) -> Tensor:
-    """Return the logits with tokens that the grammars forbid set to -inf.
-
-    The masks are computed and sent while the device computes the logits.
+    last_rows: the last row of each chunk.
     """
-    starts, banned, row = [], [], 0
-    for chunk in chunks:
-        if chunk.is_sampled and chunk.seq.matcher is not None:
-            drafts = chunk.tokens[len(chunk) - chunk.num_drafts :]
-            allowed = chunk.seq.matcher.draft_masks(drafts, chunk.seq.banned_tokens)
-            starts.append(row)
-            banned.append(~np.stack(allowed))
-        row += _num_sampled(chunk)
-    if not banned:
-        return logits
-    held = logits.clone()
-    for start, mask in zip(starts, to_device(banned, logits.device), strict=True):
-        held[start : start + len(mask)].masked_fill_(mask, -torch.inf)
-    return held
+    for chunk, last in zip(chunks, last_rows, strict=True):
+        seq, end = chunk.seq, chunk.start + len(chunk)
+        if not chunk.is_sampled or not edits_logits(seq.params):
+            continue
+        known: Seq[int] = range(end)  # only the length is used
+        if uses_penalties(seq.params):
+            known = seq.tokens[: chunk.start] + chunk.tokens
+        for ahead in range(chunk.num_drafts + 1):
+            # a grammar handles banned tokens itself: it may allow nothing but the end token
+            banned = frozenset() if seq.matcher else seq.banned_tokens(ahead)
+            length = end - chunk.num_drafts + ahead
+            row = SamplingRow(seq.params, known[:length], banned)
+            yield last - chunk.num_drafts + ahead, row
 
 
 def cuda_limits(

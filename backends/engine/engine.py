@@ -170,7 +170,7 @@ class Engine:
         ticket = self._runner.launch(chunks)
         # not with the first token of a request, nor if more than this step comes before the next
         was_decoding = self._is_decoding
-        self._is_decoding = all(chunk.is_decoding for chunk in chunks)
+        self._is_decoding = not self._scheduler.is_prefilling
         may_wait = was_decoding and self._is_decoding and not self._embedding_scheduler.has_work
         self._flush(idle=False, deltas_may_wait=may_wait)
         try:
@@ -179,7 +179,8 @@ class Engine:
             self._recover_from_no_room(chunks)
             return True
         self._apply(chunks, result, started_s)
-        self._step_embeddings(num_decoding=len(self._scheduler.decoding))
+        if self._embedding_scheduler.has_work:
+            self._step_embeddings(num_decoding=len(self._scheduler.decoding))
         return True
 
     def _propose_drafts(self) -> None:
@@ -193,7 +194,7 @@ class Engine:
             decoding,
             max_outputs=outputs,
             max_prefill_tokens=self._budget.prompt_tokens(len(decoding)),
-            with_prompts=len(decoding) < len(self._scheduler.running),
+            with_prompts=self._scheduler.is_prefilling,
         )
         for seq, proposal in drafts.items():
             self._scheduler.set_drafts(seq, proposal)
@@ -355,7 +356,7 @@ class Engine:
         if answer is None:  # cancelled meanwhile, or ended by a stop string
             return
         delta = answer.process(output)
-        if delta:
+        if delta is not None:
             self._outbox.add(delta)
         reason = "stop" if answer.matched_stop is not None else output.reason
         if reason == "stop" and answer.has_tool_calls:

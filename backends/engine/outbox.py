@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import chain
 
 from localgen.backends.types import (
     Delta,
@@ -35,14 +36,14 @@ class Outbox:
     ) -> None:
         self.publish_events, self._clock = publish_events, clock
         self._published_at_s = self._called_at_s = -PUBLISH_INTERVAL_S
-        self._deltas: list[Delta] = []
+        self._deltas: dict[str, list[Delta]] = {}  # by request
         self._ends: list[Finished | Failed] = []
         self._embedded: list[Embedded] = []
 
     def add(self, event: Delta | Finished | Failed | Embedded) -> None:
         """Add an event. Within a request, deltas come before its end."""
         if isinstance(event, Delta):
-            self._deltas.append(event)
+            self._deltas.setdefault(event.request_id, []).append(event)
         elif isinstance(event, Embedded):
             self._embedded.append(event)
         else:
@@ -62,39 +63,45 @@ class Outbox:
             self._published_at_s = now_s
         finished = tuple(end for end in self._ends if isinstance(end, Finished))
         failed = tuple(end for end in self._ends if isinstance(end, Failed))
-        events = StepEvents(_merged(self._deltas), finished, failed, stats, tuple(self._embedded))
-        self._deltas, self._ends, self._embedded = [], [], []
+        deltas = tuple(chain.from_iterable(map(_joined, self._deltas.values())))
+        events = StepEvents(deltas, finished, failed, stats, tuple(self._embedded))
+        self._deltas, self._ends, self._embedded = {}, [], []
         self.publish_events(events)
 
 
-def _merged(deltas: list[Delta]) -> tuple[Delta, ...]:
-    """Join the deltas of each request, where one delta can say in which order its parts came."""
-    merged: list[Delta] = []
-    place: dict[str, int] = {}
-    for new in deltas:
-        i = place.get(new.request_id)
-        if i is None or (joined := _joined(merged[i], new)) is None:
-            place[new.request_id] = len(merged)
-            merged.append(new)
-        else:
-            merged[i] = joined
-    return tuple(merged)
+def _joined(deltas: list[Delta]) -> list[Delta]:
+    """Join the deltas of a request, where one delta can say in which order its parts came.
+
+    A delta is read as reasoning, then text, then tool calls.
+    """
+    joined: list[Delta] = []
+    parts: list[Delta] = []
+    has_text = has_calls = False
+    for delta in deltas:
+        if (has_text and delta.reasoning) or (has_calls and (delta.text or delta.reasoning)):
+            joined.append(_one(parts))
+            parts, has_text, has_calls = [], False, False
+        parts.append(delta)
+        has_text, has_calls = has_text or bool(delta.text), has_calls or bool(delta.tool_calls)
+    return [*joined, _one(parts)]
 
 
-def _joined(old: Delta, new: Delta) -> Delta | None:
-    """One delta for both, or None. A delta is read as reasoning, then text, then tool calls."""
-    if (old.text and new.reasoning) or (old.tool_calls and (new.text or new.reasoning)):
-        return None
-    return replace(
-        new,
-        text=old.text + new.text,
-        logprobs=old.logprobs + new.logprobs,
-        reasoning=old.reasoning + new.reasoning,
-        tool_calls=_joined_calls(old.tool_calls + new.tool_calls),
+def _one(parts: list[Delta]) -> Delta:
+    """One delta for all parts."""
+    last = parts[-1]
+    if len(parts) == 1:
+        return last
+    return Delta(
+        last.request_id,
+        "".join([part.text for part in parts]),
+        last.num_tokens,
+        tuple(chain.from_iterable([part.logprobs for part in parts])),
+        "".join([part.reasoning for part in parts]),
+        _joined_calls(chain.from_iterable([part.tool_calls for part in parts])),
     )
 
 
-def _joined_calls(deltas: tuple[ToolCallDelta, ...]) -> tuple[ToolCallDelta, ...]:
+def _joined_calls(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
     """One delta for each call: clients expect an index only once in a chunk."""
     joined: dict[int, ToolCallDelta] = {}
     for new in deltas:

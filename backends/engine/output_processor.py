@@ -24,6 +24,8 @@ class OutputProcessor:
         self._reasoning: list[str] = []
         self._tool_calls: list[ToolCallDelta] = []
         self._stop_matcher = StopStringMatcher(seq.params.stop)
+        # all text of the model is content, and nothing but an incomplete character is held back
+        self._is_plain = seq.response_parser is None and not seq.params.stop
         self._logprobs: list[PositionLogprobs] = []
         self.num_tokens = 0
 
@@ -42,12 +44,20 @@ class OutputProcessor:
 
         Text is held back while it may be the start of a stop string or an incomplete character.
         """
+        tokens, ends = output.tokens, output.reason == "stop"
+        if self._is_plain:
+            self.num_tokens += len(tokens)
+            self._logprobs += output.logprobs
+            if ends and tokens[-1] in self.seq.stop_ids:
+                tokens = tokens[:-1]
+            pieces = b"".join([self._token_bytes(token) for token in tokens])
+            return self._make_delta(self._detokenizer.feed(pieces))
         text, before = [], self.num_tokens
-        for token in output.tokens:
+        for token in tokens:
             if self.matched_stop is not None:
                 break
             self.num_tokens += 1
-            if not (output.reason == "stop" and token in self.seq.stop_ids):
+            if not (ends and token in self.seq.stop_ids):
                 new = self._detokenizer.feed(self._token_bytes(token))
                 if self.seq.response_parser is not None:
                     new = self._collect(self.seq.response_parser.feed(new))
@@ -80,6 +90,8 @@ class OutputProcessor:
         return parsed.content
 
     def _make_delta(self, text: str) -> Delta | None:
+        if self._is_plain and not self._logprobs:
+            return Delta(self.seq.id, text, self.num_tokens) if text else None
         reasoning, calls = "".join(self._reasoning), tuple(self._tool_calls)
         if not (text or self._logprobs or reasoning or calls):
             return None

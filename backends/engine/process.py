@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
@@ -79,6 +80,9 @@ class _EngineServer:
             drafters=create_drafters(model),
             max_drafts=options.draft_max or MAX_DRAFT_TOKENS,
         )
+        # what was loaded stays: collections during steps, which look at all objects, can skip it
+        gc.collect()
+        gc.freeze()
         self._loading_ended.set()
         self._send(wire.LoadComplete(model.info))
         try:

@@ -7,14 +7,22 @@ computes some of them: decoding sequences first, then prefill with the remaining
 from __future__ import annotations
 
 import time
+from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from localgen.backends.engine.fair_queue import FairQueue, effective_priority
 from localgen.backends.engine.speculation.drafter import DraftProposal
 from localgen.backends.engine.token_budget import TokenBudget
 from localgen.backends.errors import QueueFull
-from localgen.backends.runner.interface import Chunk, ModelRunner, NoRoom, StepResult
+from localgen.backends.runner.interface import (
+    Chunk,
+    ModelRunner,
+    NoRoom,
+    SampledTokens,
+    StepResult,
+)
 from localgen.backends.runner.sequence import Sequence, SequenceState, common_prefix_len
 from localgen.backends.types import PositionLogprobs
 
@@ -24,10 +32,11 @@ MIN_SHARED_TOKENS = 32
 MAX_ADMISSION_SCAN = 64
 # tokens kept free for each running sequence at admission, so that none is preempted right away
 FREE_TOKENS_PER_SEQ = 32
+# admission is tried again after this time where nothing but ages and cached prefixes changed
+ADMISSION_INTERVAL_S = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceOutput:
+class SequenceOutput(NamedTuple):
     """New tokens of one sequence. reason: finish reason (stop or length), None while it runs."""
 
     seq: Sequence
@@ -67,16 +76,19 @@ class Scheduler:
         self._max_queue = max_queue
         self._clock = clock
         self._running: dict[str, Sequence] = {}
+        self._in_order: list[Sequence] = []  # see `running`
+        self._prefilling: set[Sequence] = set()  # running, but not decoding
         self._admission_paused = (
             False  # set when a planned step did not fit; cleared when a sequence ends
         )
+        self._next_admission_s = 0.0  # the queue is blocked until then
         self.queue = FairQueue()
         self.counters = SchedulerCounters()
 
     @property
     def running(self) -> list[Sequence]:
         """Admitted sequences, highest priority first, then oldest; the last is preempted first."""
-        return sorted(self._running.values(), key=lambda s: (-s.priority, s.arrived_s))
+        return self._in_order.copy()
 
     @property
     def has_work(self) -> bool:
@@ -102,16 +114,17 @@ class Scheduler:
                 "try again later"
             )
         self.queue.enter(seq)
+        self._next_admission_s = 0.0
 
     def end(self, seq: Sequence) -> None:
         """End a queued or running sequence; its computed tokens stay in the prefix cache."""
         if seq.state is SequenceState.RUNNING:
-            del self._running[seq.id]
-            self._runner.release(seq, keep=True)
+            self._stop_running(seq)
             self._admission_paused = False
         else:
             self.queue.remove(seq)
         self.queue.leave(seq)
+        self._next_admission_s = 0.0
         seq.state = SequenceState.ENDED
 
     # -- planning ---------------------------------------------------------------------------
@@ -119,7 +132,14 @@ class Scheduler:
     @property
     def decoding(self) -> list[Sequence]:
         """Running sequences with only their last generated token left to compute."""
-        return [seq for seq in self.running if seq.is_decoding]
+        if not self._prefilling:
+            return self._in_order.copy()
+        return [seq for seq in self._in_order if seq not in self._prefilling]
+
+    @property
+    def is_prefilling(self) -> bool:
+        """True if a running sequence has more to compute than its last generated token."""
+        return bool(self._prefilling)
 
     def set_drafts(self, seq: Sequence, proposal: DraftProposal) -> None:
         """Set the draft tokens of a decoding sequence, to be verified in the next step."""
@@ -140,8 +160,8 @@ class Scheduler:
                 chunk = self._decode_chunk(seq, left - behind)
                 if chunk:
                     chunks.append(chunk)
-                    left -= len(chunk)
-        planned = sum(map(len, chunks))
+                    left -= len(chunk.tokens)
+        planned = sum([len(chunk.tokens) for chunk in chunks])
         budget = min(
             self._budget.prompt_tokens(planned),
             self._limits.max_batch_tokens - planned,
@@ -154,12 +174,14 @@ class Scheduler:
         If the KV cache is full, drafts are dropped first, then sequences are preempted. Returns
         None if `seq` itself was preempted.
         """
-        drafts = seq.drafts[: max(0, min(max_tokens, seq.max_len - len(seq.tokens)) - 1)]
+        drafts = seq.drafts
+        if drafts:
+            drafts = drafts[: max(0, min(max_tokens, seq.max_len - len(seq.tokens)) - 1)]
         while not self._runner.grow(seq, 1 + len(drafts)):
             if drafts:
                 drafts = []
                 continue
-            victim = self.running[-1]
+            victim = self._in_order[-1]
             self._preempt(victim)
             if victim is seq:
                 return None
@@ -169,7 +191,7 @@ class Scheduler:
             tokens=[seq.tokens[-1], *drafts],
             num_drafts=len(drafts),
             is_sampled=True,
-            draft_probs=seq.draft_probs[: len(drafts)],
+            draft_probs=seq.draft_probs[: len(drafts)] if drafts else (),
         )
 
     def _prompt_chunks(self, budget: int, outputs_left: int) -> list[Chunk]:
@@ -179,9 +201,9 @@ class Scheduler:
         rest goes to the prompts with the fewest uncomputed tokens. So a long prompt advances in
         every step without blocking short ones.
         """
-        prefilling = [seq for seq in self.running if not seq.is_decoding]
-        if not prefilling:
+        if not self._prefilling:
             return []
+        prefilling = [seq for seq in self._in_order if seq in self._prefilling]
         oldest, others = prefilling[0], sorted(prefilling[1:], key=lambda s: s.num_uncomputed)
         shares: dict[str, int] = {}
         left = budget
@@ -208,10 +230,16 @@ class Scheduler:
         """
         if not len(self.queue) or (self._admission_paused and self._running):
             return
-        for seq in self.queue.in_turn(self._clock())[:MAX_ADMISSION_SCAN]:
+        now_s, has_passed = self._clock(), False
+        if now_s < self._next_admission_s and self._running:
+            return
+        for seq in self.queue.in_turn(now_s)[:MAX_ADMISSION_SCAN]:
             if self._is_prefix_in_flight(seq):
+                has_passed = True
                 continue
             if not self._admit_with_preemption(seq):
+                if not has_passed:
+                    self._next_admission_s = now_s + ADMISSION_INTERVAL_S
                 return
 
     def _admit_with_preemption(self, seq: Sequence) -> bool:
@@ -223,7 +251,7 @@ class Scheduler:
         now_s = self._clock()
         while not self._try_admit(seq):
             victim = min(
-                self.running,
+                self._in_order,
                 key=lambda s: (effective_priority(s, now_s), -s.arrived_s),
                 default=None,
             )
@@ -244,8 +272,11 @@ class Scheduler:
         except NoRoom:
             return False
         self.queue.remove(seq)
-        self._running[seq.id] = seq
         seq.state, seq.num_computed = SequenceState.RUNNING, cached
+        self._running[seq.id] = seq
+        insort(self._in_order, seq, key=lambda s: (-s.priority, s.arrived_s))
+        if not seq.is_decoding:
+            self._prefilling.add(seq)
         if seq.admitted_s is None:
             seq.admitted_s, seq.num_cached = started_s, cached
             seq.cached_ms = (self._clock() - started_s) * 1e3
@@ -260,18 +291,25 @@ class Scheduler:
         usable = seq.tokens[:-1]
         return any(
             common_prefix_len(other.tokens, usable) - other.num_computed >= MIN_SHARED_TOKENS
-            for other in self._running.values()
+            for other in self._prefilling
             if other.num_uncomputed > MIN_SHARED_TOKENS and other.cache_salt == seq.cache_salt
         )
 
     def _preempt(self, seq: Sequence) -> None:
         """Return a running sequence to the queue; tokens evicted meanwhile are recomputed."""
-        del self._running[seq.id]
-        self._runner.release(seq, keep=True)
+        self._stop_running(seq)
         seq.state, seq.num_computed, seq.drafts, seq.draft_probs = SequenceState.QUEUED, 0, [], ()
         seq.num_preemptions += 1
         self.counters.preemptions += 1
         self.queue.push(seq)
+        self._next_admission_s = 0.0
+
+    def _stop_running(self, seq: Sequence) -> None:
+        """Free the KV cache of a running sequence; its computed tokens stay in the prefix cache."""
+        del self._running[seq.id]
+        self._in_order.remove(seq)
+        self._prefilling.discard(seq)
+        self._runner.release(seq, keep=True)
 
     # -- results ----------------------------------------------------------------------------
 
@@ -283,33 +321,44 @@ class Scheduler:
         is_typical: step_ms tells what later steps of this size will take.
         """
         now_s = self._clock()
-        outputs = []
-        decode_tokens = sum(len(chunk) for chunk in chunks if chunk.is_decoding)
-        prompt_tokens = sum(map(len, chunks)) - decode_tokens
+        outputs: list[SequenceOutput] = []
+        num_tokens = decode_tokens = num_drafts = 0
         for chunk, sampled in zip(chunks, result, strict=True):
-            seq = chunk.seq
+            seq, size = chunk.seq, len(chunk.tokens)
+            num_tokens += size
+            if chunk.is_decoding:
+                decode_tokens += size
+                seq.num_decode_steps += 1
             self._advance(chunk, len(sampled.tokens))
+            output = None
             if sampled.tokens:
                 if seq.first_token_s is None:
-                    seq.first_step_ms = step_ms
-                outputs.append(self._append_tokens(seq, sampled.tokens, sampled.logprobs, now_s))
-            seq.num_decode_steps += chunk.is_decoding
-            if chunk.num_drafts:
-                accepted = len(outputs[-1].tokens) - 1
-                seq.num_drafting_steps += 1
-                seq.num_drafted += chunk.num_drafts
-                seq.num_accepted += accepted
-                self.counters.drafted_tokens += chunk.num_drafts
-                self.counters.accepted_tokens += accepted
-                seq.used_sampled_drafts |= bool(chunk.draft_probs)
-            self.queue.charge(seq, len(chunk), len(sampled.tokens))
-            if outputs and outputs[-1].seq is seq and outputs[-1].reason:
+                    seq.first_token_s, seq.first_step_ms = now_s, step_ms
+                output = self._append_tokens(seq, sampled, now_s)
+                outputs.append(output)
+                if chunk.num_drafts:
+                    num_drafts += chunk.num_drafts
+                    self._count_drafts(chunk, len(output.tokens) - 1)
+            self.queue.charge(seq, size, len(sampled.tokens))
+            if seq in self._prefilling and seq.is_decoding:
+                self._prefilling.remove(seq)
+            if output and output.reason:
                 self.end(seq)
         if is_typical:
-            self._budget.observe(step_ms, prompt_tokens, decode_tokens)
-        self.counters.prompt_tokens += prompt_tokens
-        self.counters.drafting_steps += any(chunk.num_drafts for chunk in chunks)
+            self._budget.observe(step_ms, num_tokens - decode_tokens, decode_tokens)
+        self.counters.prompt_tokens += num_tokens - decode_tokens
+        self.counters.generated_tokens += sum([len(output.tokens) for output in outputs])
+        self.counters.drafting_steps += num_drafts > 0
         return outputs
+
+    def _count_drafts(self, chunk: Chunk, accepted: int) -> None:
+        seq = chunk.seq
+        seq.num_drafting_steps += 1
+        seq.num_drafted += chunk.num_drafts
+        seq.num_accepted += accepted
+        seq.used_sampled_drafts |= bool(chunk.draft_probs)
+        self.counters.drafted_tokens += chunk.num_drafts
+        self.counters.accepted_tokens += accepted
 
     def preempt_one(self) -> bool:
         """Preempt one sequence after a planned step did not fit in the KV cache.
@@ -318,46 +367,36 @@ class Scheduler:
         """
         if len(self._running) < 2:
             return False
-        self._preempt(self.running[-1])
+        self._preempt(self._in_order[-1])
         self._admission_paused = True
         return True
 
     def _advance(self, chunk: Chunk, num_sampled: int) -> None:
         """Update num_computed; remove rejected draft tokens from the KV cache."""
         seq = chunk.seq
-        rejected = chunk.num_drafts + 1 - num_sampled if chunk.is_sampled else 0
-        seq.num_computed = chunk.start + len(chunk) - rejected
-        if rejected:
+        seq.num_computed = chunk.start + len(chunk.tokens)
+        if chunk.num_drafts >= num_sampled > 0:  # else all were accepted
+            seq.num_computed -= chunk.num_drafts + 1 - num_sampled
             self._runner.rewind(seq, seq.num_computed)
-        seq.drafts, seq.draft_probs = [], ()
+        if seq.drafts:
+            seq.drafts, seq.draft_probs = [], ()
 
-    def _append_tokens(
-        self,
-        seq: Sequence,
-        tokens: tuple[int, ...],
-        logprobs: tuple[PositionLogprobs, ...],
-        now_s: float,
-    ) -> SequenceOutput:
+    def _append_tokens(self, seq: Sequence, sampled: SampledTokens, now_s: float) -> SequenceOutput:
         """Append new tokens, up to the first one that ends the answer."""
         reason = None
-        taken = 0
-        for token in tokens:
+        taken, count = 0, len(sampled.tokens)
+        for token in sampled.tokens:
             seq.tokens.append(token)
             taken += 1
-            if token in seq.stop_ids or (taken == len(tokens) and _is_grammar_complete(seq)):
+            if token in seq.stop_ids:
                 reason = "stop"
+            elif seq.matcher is not None and taken == count and seq.matcher.is_done:
+                reason = "stop"  # the grammar allows no further token
             elif len(seq.tokens) >= seq.max_len:
                 reason = "length"
             if reason:
                 break
-        if seq.first_token_s is None:
-            seq.first_token_s = now_s
         seq.last_token_s = now_s
-        seq.num_computed = min(seq.num_computed, len(seq.tokens) - 1)
-        self.counters.generated_tokens += taken
-        return SequenceOutput(seq, tokens[:taken], logprobs[:taken], reason)
-
-
-def _is_grammar_complete(seq: Sequence) -> bool:
-    """True if the grammar allows no further token."""
-    return seq.matcher is not None and seq.matcher.is_done
+        if taken < count:
+            seq.num_computed = len(seq.tokens) - 1
+        return SequenceOutput(seq, sampled.tokens[:taken], sampled.logprobs[:taken], reason)

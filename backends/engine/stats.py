@@ -40,10 +40,11 @@ class RecentSamples:
         self._sorted_at_s = -math.inf
         self.last = 0.0
 
-    def add(self, now_s: float, value: float) -> None:
-        """Record a sample."""
-        self.last = value
-        self._samples.append((now_s, value))
+    def add(self, now_s: float, *values: float) -> None:
+        """Record samples."""
+        if values:
+            self.last = values[-1]
+            self._samples.extend([(now_s, value) for value in values])
 
     def values(self, now_s: float) -> list[float]:
         """Return the samples of the last minute, sorted.
@@ -112,35 +113,36 @@ class StatsRecorder:
         The full duration of a step with prefill and decode tokens counts for both rates.
         """
         self._steps += 1
-        tokens = sum(map(len, chunks))
+        tokens = sum([len(chunk.tokens) for chunk in chunks])
         self._step_tokens += tokens
-        self._context_tokens += sum(chunk.start + len(chunk) for chunk in chunks)
+        self._context_tokens += tokens + sum([chunk.start for chunk in chunks])
         self._step_buckets[bisect_left(STEP_TOKENS_BOUNDS, tokens)] += 1
         self._step_ms = step_ms
         self._step_sequences[len(chunks)] += 1
         prompts = [chunk for chunk in chunks if chunk.start < chunk.seq.num_prompt]
         prompt_tokens = sum(map(len, prompts))
         first_tokens = sum(chunk.is_sampled for chunk in prompts)
-        decoded = sum(len(output.tokens) for output in outputs) - first_tokens
+        decoded = sum([len(output.tokens) for output in outputs]) - first_tokens
         if prompt_tokens:
             self._prefill.add(prompt_tokens, step_ms / 1e3)
         if decoded:
             self._decode.add(decoded, step_ms / 1e3)
-        if all(chunk.is_decoding for chunk in chunks):
-            drafts = sum(chunk.num_drafts for chunk in chunks)
+        drafts = sum([chunk.num_drafts for chunk in chunks])
+        # neither a prompt, nor tokens that are computed again after a preemption
+        if not prompts and tokens == len(outputs) + drafts:
             self._drafting_share.add(drafts > 0)
             self._acceptance.add(decoded - len(chunks), drafts)
             self._tokens_per_step.add(decoded, len(chunks))
-        for output in outputs:
-            self._record_token(output.seq, now_s)
+        self._record_tokens([output.seq for output in outputs], now_s)
 
-    def _record_token(self, seq: Sequence, now_s: float) -> None:
-        last_s = self._last_token_s.get(seq.id)
-        if last_s is None:
-            self._ttft_ms.add(now_s, (now_s - seq.arrived_s) * 1e3)
-        else:
-            self._itl_ms.add(now_s, (now_s - last_s) * 1e3)
-        self._last_token_s[seq.id] = now_s
+    def _record_tokens(self, seqs: list[Sequence], now_s: float) -> None:
+        """Record the latencies of sequences with new tokens."""
+        last_s = self._last_token_s
+        new = [seq for seq in seqs if seq.id not in last_s]
+        self._ttft_ms.add(now_s, *[(now_s - seq.arrived_s) * 1e3 for seq in new])
+        gaps_s = [now_s - last_s[seq.id] for seq in seqs if seq.id in last_s]
+        self._itl_ms.add(now_s, *[gap_s * 1e3 for gap_s in gaps_s])
+        last_s.update(dict.fromkeys([seq.id for seq in seqs], now_s))
 
     def record_end(self, request_id: str, reason: str) -> None:
         """Record the end of a request."""

@@ -15,7 +15,7 @@ CUBLAS_BYTES = 2 * (32 << 20)
 # partial results of attention that is split over keys
 _ATTENTION_SPLIT_BYTES = 20 << 20
 # with more rows, int4 weights are dequantized at each use
-_MAX_INT4_ROWS = 64
+_MAX_INT4_ROWS = 256
 
 
 def llamacpp_fixed_bytes(shape: ModelShape, *, max_batch_tokens: int, num_seqs: int) -> int:

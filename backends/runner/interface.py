@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,11 +90,10 @@ class Chunk:
     def is_decoding(self) -> bool:
         """True for a generated token and its drafts, false for a prompt or after preemption."""
         is_past_prompt = self.start >= self.seq.num_prompt
-        return self.is_sampled and is_past_prompt and len(self) == 1 + self.num_drafts
+        return self.is_sampled and is_past_prompt and len(self.tokens) == 1 + self.num_drafts
 
 
-@dataclass(frozen=True, slots=True)
-class SampledTokens:
+class SampledTokens(NamedTuple):
     """New tokens of one chunk: the accepted draft tokens and the next token; empty during prefill.
 
     probs: the distribution that the last token was sampled from, if Chunk.return_probs is set, in a

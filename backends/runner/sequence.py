@@ -105,7 +105,8 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """True if only the last generated token is left to compute."""
-        return self.num_generated > 0 and self.num_uncomputed == 1
+        length = len(self.tokens)
+        return length > self.num_prompt and length == self.num_computed + 1
 
 
 def common_prefix_len(a: list[int], b: list[int]) -> int:

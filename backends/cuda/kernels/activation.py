@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from localgen.backends.cuda.kernels.device import can_use_triton, upcast
-from localgen.backends.cuda.kernels.launch import Variant, launch
+from localgen.backends.cuda.kernels.launch import Variant, ceil_div, launch
 
 # each thread loads 16 bytes
 _BLOCK, _WARPS = 1024, 4
@@ -45,7 +45,7 @@ def gated_activation_triton(x: Tensor, activation: Literal["silu", "gelu_tanh"])
     """Triton implementation of `gated_activation`, one launch."""
     rows, size = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
-    grid = (rows, triton.cdiv(size, _BLOCK))
+    grid = (rows, ceil_div(size, _BLOCK))
     launch(_gated_activation_kernel, grid)(
         x.contiguous(), out, size=size, activation=activation, block=_BLOCK, num_warps=_WARPS
     )

@@ -20,7 +20,7 @@ from localgen.backends.cuda.kernels.fp8_rows import (
     fp8_row_scale,
     quantize_rows_fp8_reference,
 )
-from localgen.backends.cuda.kernels.launch import Variant, launch
+from localgen.backends.cuda.kernels.launch import Variant, launch, next_power_of_2
 
 # one program holds a whole row in registers
 MAX_SIZE = 16384
@@ -123,7 +123,7 @@ def _launch_rms_norm(
 
 def _block_and_warps(size: int) -> tuple[int, int]:
     """Return the elements and warps of a program: 16-byte loads per thread, at most 16 warps."""
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     return block, min(max(block // 256, 1), 16)
 
 

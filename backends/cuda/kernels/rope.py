@@ -15,7 +15,7 @@ from torch import Tensor, cat
 from localgen.backends.cuda.kernels.dependent_launch import wait_for_previous_kernel
 from localgen.backends.cuda.kernels.device import can_use_triton, upcast
 from localgen.backends.cuda.kernels.kv_cache import QUANTIZED_MAX, LayerKV, quantize_kv
-from localgen.backends.cuda.kernels.launch import Variant, launch
+from localgen.backends.cuda.kernels.launch import Variant, ceil_div, launch, next_power_of_2
 from localgen.backends.cuda.kernels.norm import rms_norm_reference
 
 
@@ -118,7 +118,7 @@ def rope_and_store_kv_triton(
     # placeholder pointers for absent tensors: the kernel does not read them
     scales = cos if layer_kv.key_scales is None else layer_kv.key_scales
     heads_block, num_warps = _heads_and_warps(rows, size)
-    launch(_rope_and_store_kv_kernel, (rows, triton.cdiv(heads + 2 * kv_heads, heads_block)))(
+    launch(_rope_and_store_kv_kernel, (rows, ceil_div(heads + 2 * kv_heads, heads_block)))(
         qkv.contiguous(),
         positions,
         cos,
@@ -148,7 +148,7 @@ def _heads_and_warps(rows: int, size: int) -> tuple[int, int]:
     if rows <= 64:
         return 4, 4
     heads = 16
-    return heads, max(heads * triton.next_power_of_2(size) // 512, 1)
+    return heads, max(heads * next_power_of_2(size) // 512, 1)
 
 
 def _rope_constants(
@@ -165,8 +165,8 @@ def _rope_constants(
         "page_tokens": page_tokens,
         "head_dim": head_dim,
         "half_rotary_dim": half_rotary_dim,
-        "half_block": triton.next_power_of_2(half_rotary_dim),
-        "rest_block": triton.next_power_of_2(rest) if rest else 0,
+        "half_block": next_power_of_2(half_rotary_dim),
+        "rest_block": next_power_of_2(rest) if rest else 0,
         "has_qk_norm": qk_norm is not None,
         "offset": qk_norm is not None and qk_norm.offset,
         "quantized_max": QUANTIZED_MAX.get(dtype, 0.0),

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS, PagePool, pages_for
+from localgen.backends.cuda.kv.page_tables import PageTables
 from localgen.backends.cuda.kv.radix_tree import RadixTree
 from localgen.backends.runner.interface import NoRoom, PoolUsage
 from localgen.backends.runner.sequence import Sequence
+
+
+@dataclass(slots=True)
+class _SequencePages:
+    """The pages of a running sequence.
+
+    slot: of its page table. num_published: leading pages in the prefix tree. writable_tokens: its
+    pages can be written from the computed tokens up to this length.
+    """
+
+    slot: int
+    num_published: int = 0
+    writable_tokens: int = 0
 
 
 class PagedCache:
@@ -28,13 +43,26 @@ class PagedCache:
         self._pool = PagePool(num_pages)
         self._tree = RadixTree(self._pool)
         self._prefix_cache = prefix_cache
-        self._page_tables: dict[Sequence, array[int]] = {}
-        self._num_published: dict[Sequence, int] = {}  # leading pages in the prefix tree
+        self._tables = PageTables()
+        self._sequences: dict[Sequence, _SequencePages] = {}
         self._pending_copies: dict[int, int] = {}  # target -> source
 
+    def slot(self, seq: Sequence) -> int:
+        """The slot of a running sequence: a small number that no other one has meanwhile."""
+        return self._sequences[seq].slot
+
+    def slots(self, seqs: Seq[Sequence]) -> NDArray[np.int64]:
+        """The slots of running sequences, int64 [seqs]."""
+        running = self._sequences
+        return np.array([running[seq].slot for seq in seqs], np.int64)
+
     def page_table(self, seq: Sequence) -> NDArray[np.int32]:
-        """The pages of a running sequence, in order, int32 [pages]."""
-        return np.array(self._page_tables[seq], np.int32)
+        """The pages of a running sequence, in order, int32 [pages], valid until they change."""
+        return self._tables.row(self.slot(seq))
+
+    def page_tables(self, slots: NDArray[np.int64], num_pages: int) -> NDArray[np.int32]:
+        """The first pages of running sequences, int32 [slots, num_pages]; 0 after the last."""
+        return self._tables.rows(slots, num_pages)
 
     def copy_pending(self, copy: Callable[[list[tuple[int, int]]], object]) -> None:
         """Call `copy` with the pages to copy before the next step; if it raises, they stay pending.
@@ -52,7 +80,7 @@ class PagedCache:
         return PoolUsage(used * PAGE_TOKENS, idle * PAGE_TOKENS, free * PAGE_TOKENS)
 
     def admit(self, seq: Sequence, *, spare: int) -> int:
-        for other in self._page_tables:
+        for other in self._sequences:
             self._publish(other)
         known = self._tree.match(seq.tokens[:-1], seq.cache_salt) if self._prefix_cache else []
         needed = pages_for(len(seq.tokens)) - len(known)
@@ -60,8 +88,7 @@ class PagedCache:
         if not self._has_free_pages(needed + pages_for(spare)):
             self._pool.release(known)
             raise NoRoom
-        self._page_tables[seq] = array("i", known + self._allocate(needed))
-        self._num_published[seq] = len(known)
+        self._add(seq, known, self._allocate(needed))
         return len(known) * PAGE_TOKENS
 
     def admit_uncached(self, seq: Sequence) -> None:
@@ -69,39 +96,47 @@ class PagedCache:
         needed = pages_for(len(seq.tokens))
         if not self._has_free_pages(needed):
             raise NoRoom
-        self._page_tables[seq] = array("i", self._allocate(needed))
-        self._num_published[seq] = 0
+        self._add(seq, [], self._allocate(needed))
+
+    def _add(self, seq: Sequence, known: list[int], fresh: list[int]) -> None:
+        """Start the page table of `seq`. known: pages of the prefix tree."""
+        pages = _SequencePages(self._tables.add(), num_published=len(known))
+        self._tables.extend(pages.slot, known + fresh)
+        self._sequences[seq] = pages
 
     def grow(self, seq: Sequence, n: int) -> bool:
         """Provide pages for n more tokens; False if too few are free.
 
         Shared pages are copied before they are written.
         """
-        table, done = self._page_tables[seq], seq.num_computed
-        first, end = done // PAGE_TOKENS, pages_for(done + n)
-        if end == first + 1 <= len(table) and self._pool.can_write(table[first]):
-            return True  # the common case during decode
+        pages, length = self._sequences[seq], seq.num_computed + n
+        return length <= pages.writable_tokens or self._make_writable(seq, pages, length)
+
+    def _make_writable(self, seq: Sequence, pages: _SequencePages, length: int) -> bool:
+        first, end = seq.num_computed // PAGE_TOKENS, pages_for(length)
+        table = self.page_table(seq)
         last = first  # shared pages precede writable ones in a table
-        while last < min(end, len(table)) and not self._pool.can_write(table[last]):
+        while last < min(end, len(table)) and not self._pool.can_write(int(table[last])):
             last += 1
-        shared, missing = table[first:last], max(0, end - len(table))
+        shared, missing = table[first:last].tolist(), max(0, end - len(table))
         if not self._has_free_pages(len(shared) + missing):
             return False
-        table += array("i", self._allocate(missing))
+        self._tables.extend(pages.slot, self._allocate(missing))
         if shared:
             self._copy_on_write(seq, first, shared)
+        pages.writable_tokens = end * PAGE_TOKENS
         return True
 
-    def _copy_on_write(self, seq: Sequence, first: int, shared: array[int]) -> None:
+    def _copy_on_write(self, seq: Sequence, first: int, shared: list[int]) -> None:
         """Replace the shared pages from index `first` by new ones.
 
         Only the first of them can hold computed tokens that need to be copied.
         """
-        fresh = self._allocate(len(shared))
+        fresh, pages = self._allocate(len(shared)), self._sequences[seq]
         if seq.num_computed % PAGE_TOKENS:
             self._schedule_copy(shared[0], fresh[0])
-        self._page_tables[seq][first : first + len(shared)] = array("i", fresh)
-        assert self._num_published[seq] <= first, (self._num_published[seq], first)
+        self._tables.replace(pages.slot, first, fresh)
+        assert pages.num_published <= first, (pages.num_published, first)
         self._pool.release(shared)
 
     def _schedule_copy(self, source: int, target: int) -> None:
@@ -109,32 +144,31 @@ class PagedCache:
         self._pending_copies[target] = self._pending_copies.get(source, source)
 
     def rewind(self, seq: Sequence, length: int) -> None:
-        table, kept = self._page_tables[seq], pages_for(length)
-        self._num_published[seq] = min(self._num_published[seq], length // PAGE_TOKENS)
-        self._pool.release(table[kept:])
-        del table[kept:]
+        pages = self._sequences[seq]
+        pages.num_published = min(pages.num_published, length // PAGE_TOKENS)
+        pages.writable_tokens = 0  # the last page may be shared
+        self._pool.release(self._tables.truncate(pages.slot, pages_for(length)))
 
     def release(self, seq: Sequence, *, keep: bool) -> None:
         if keep:
             self._publish(seq)
-        del self._num_published[seq]
-        self._pool.release(self._page_tables.pop(seq))
+        self._pool.release(self._tables.remove(self._sequences.pop(seq).slot))
 
     def _publish(self, seq: Sequence) -> None:
         """Insert the computed full pages into the prefix tree.
 
         If the tree already has a page with the same prefix, it replaces the sequence's own page.
         """
-        start, full = self._num_published[seq], seq.num_computed // PAGE_TOKENS
+        pages, full = self._sequences[seq], seq.num_computed // PAGE_TOKENS
+        start = pages.num_published
         if not self._prefix_cache or full <= start:
             return
-        table = self._page_tables[seq]
-        own = table[start:full]
-        known = self._tree.insert(seq.tokens, table[:full], start, seq.cache_salt)
+        own = self.page_table(seq)[:full].tolist()
+        known = self._tree.insert(seq.tokens, own, start, seq.cache_salt)
         self._pool.acquire(known)
-        self._pool.release(own)
-        table[start:full] = array("i", known)
-        self._num_published[seq] = full
+        self._pool.release(own[start:])
+        self._tables.replace(pages.slot, start, known)
+        pages.num_published = full
 
     def _has_free_pages(self, count: int) -> bool:
         return self._pool.num_free + self._pool.num_idle >= count
@@ -145,12 +179,17 @@ class PagedCache:
 
     def check(self) -> None:
         """Assert that all data structures are consistent. For tests."""
-        users = Counter(page for table in self._page_tables.values() for page in table)
+        tables = {seq: self.page_table(seq).tolist() for seq in self._sequences}
+        users = Counter(page for table in tables.values() for page in table)
         self._pool.check(users, self._tree.pages)
         self._tree.check()
-        for seq, table in self._page_tables.items():
+        assert len({pages.slot for pages in self._sequences.values()}) == len(tables)
+        for seq, table in tables.items():
             assert len(set(table)) == len(table)
             assert len(table) >= pages_for(seq.num_computed)
-            known = self._num_published[seq]
-            published = seq.tokens[: known * PAGE_TOKENS]
-            assert self._tree.match(published, seq.cache_salt) == table[:known].tolist()
+            pages = self._sequences[seq]
+            published = seq.tokens[: pages.num_published * PAGE_TOKENS]
+            assert self._tree.match(published, seq.cache_salt) == table[: pages.num_published]
+            first, end = seq.num_computed // PAGE_TOKENS, pages_for(pages.writable_tokens)
+            assert end <= len(table)
+            assert all(self._pool.can_write(page) for page in table[first:end])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -80,38 +82,81 @@ class StepBatch:
     source_rows: Tensor
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkArrays:
+    """Chunks of a step as arrays, int32 [chunks].
+
+    starts: position of the first token. num_tokens. num_outputs: sampled positions, the last ones.
+    """
+
+    starts: Int32Array
+    num_tokens: Int32Array
+    num_outputs: Int32Array
+
+    @classmethod
+    def of(cls, chunks: Seq[Chunk]) -> ChunkArrays:
+        """The arrays of these chunks."""
+        return cls(
+            np.array([chunk.start for chunk in chunks], np.int32),
+            np.array([len(chunk.tokens) for chunk in chunks], np.int32),
+            np.array([chunk.is_sampled + chunk.num_drafts for chunk in chunks], np.int32),
+        )
+
+    @property
+    def ends(self) -> Int32Array:
+        """Tokens of each sequence after the step."""
+        return self.starts + self.num_tokens
+
+    def output_lengths(self) -> Int64Array:
+        """Number of tokens before each position to sample, int64 [outputs]."""
+        return last_of_each(self.ends.astype(np.int64) + 1, self.num_outputs)
+
+
+def last_of_each(ends: NDArray[Any], counts: Int32Array) -> Int64Array:
+    """Concatenate the `counts` whole numbers below each of `ends`, int64 [sum of counts]."""
+    firsts = ends - np.cumsum(counts)
+    return np.repeat(firsts, counts) + np.arange(counts.sum())
+
+
 def build_step_inputs(
     chunks: Seq[Chunk], page_table: Callable[[Sequence], Int32Array]
 ) -> StepInputs:
     """Build the inputs of a step. page_table: returns the pages of a sequence, in order."""
-    lengths = np.array([chunk.start + len(chunk) for chunk in chunks], np.int32)
-    rows = np.array([len(chunk) for chunk in chunks], np.int32)
-    starts = np.zeros(len(chunks) + 1, np.int32)
-    np.cumsum(rows, out=starts[1:])
-    tables = np.zeros((len(chunks), pages_for(int(lengths.max()))), np.int32)
-    positions = np.empty(starts[-1], np.int32)
-    slots = np.empty(starts[-1], np.int64)
-    outputs: list[int] = []
-    for i, chunk in enumerate(chunks):
-        pages = page_table(chunk.seq)[: pages_for(int(lengths[i]))]
-        tables[i, : len(pages)] = pages
-        here = np.arange(chunk.start, lengths[i], dtype=np.int32)
-        own = slice(starts[i], starts[i + 1])
-        positions[own] = here
-        slots[own] = pages[here // PAGE_TOKENS].astype(np.int64) * PAGE_TOKENS + here % PAGE_TOKENS
-        if chunk.is_sampled:
-            outputs += range(starts[i + 1] - 1 - chunk.num_drafts, starts[i + 1])
+    arrays = ChunkArrays.of(chunks)
+    ends: list[int] = arrays.ends.tolist()
+    tables = np.zeros((len(chunks), pages_for(max(ends))), np.int32)
+    for row, chunk, end in zip(tables, chunks, ends, strict=True):
+        pages = page_table(chunk.seq)[: pages_for(end)]
+        row[: len(pages)] = pages
+    return step_inputs(chunks, arrays, tables)
+
+
+def step_inputs(chunks: Seq[Chunk], arrays: ChunkArrays, page_tables: Int32Array) -> StepInputs:
+    """Build the inputs of a step. page_tables: int32 [chunks, pages], for all tokens after it."""
+    counts, ends = arrays.num_tokens, arrays.ends
+    query_starts = np.zeros(len(chunks) + 1, np.int32)
+    np.cumsum(counts, out=query_starts[1:])
+    positions = last_of_each(ends, counts)
+    sequences = np.repeat(np.arange(len(chunks)), counts)
+    tokens = chain.from_iterable([chunk.tokens for chunk in chunks])
     return StepInputs(
-        tokens=np.fromiter((token for chunk in chunks for token in chunk.tokens), np.int64),
-        slot_mapping=slots,
-        output_rows=np.array(outputs, np.int64),
-        positions=positions,
-        page_tables=tables,
-        query_starts=starts,
-        seq_lens=lengths,
-        max_query_len=int(rows.max()),
-        max_seq_len=int(lengths.max()),
+        tokens=np.fromiter(tokens, np.int64, len(positions)),
+        slot_mapping=kv_slots(page_tables, sequences, positions),
+        output_rows=last_of_each(query_starts[1:], arrays.num_outputs),
+        positions=positions.astype(np.int32),
+        page_tables=page_tables,
+        query_starts=query_starts,
+        seq_lens=ends,
+        max_query_len=int(counts.max()),
+        max_seq_len=int(ends.max()),
     )
+
+
+def kv_slots(page_tables: Int32Array, rows: Int64Array, positions: NDArray[Any]) -> Int64Array:
+    """KV slot of each position, int64. rows: of the page table of each."""
+    slots: Int64Array = page_tables[rows, positions // PAGE_TOKENS].astype(np.int64) * PAGE_TOKENS
+    slots += positions % PAGE_TOKENS
+    return slots
 
 
 def unpack_inputs(packed: Tensor, like: StepInputs) -> StepBatch:

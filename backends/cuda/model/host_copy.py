@@ -15,10 +15,10 @@ HostArray = NDArray[Any]
 # bytes that each array of a packed copy is aligned to
 _ALIGNMENT = 16
 _TORCH_DTYPES = {
-    "bool": torch.bool,
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "float32": torch.float32,
+    np.dtype(np.bool_): torch.bool,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.float32): torch.float32,
 }
 
 
@@ -45,9 +45,13 @@ def pack(arrays: Sequence[HostArray], device: torch.device) -> Tensor:
 def unpack(packed: Tensor, like: Sequence[HostArray]) -> list[Tensor]:
     """Views of the arrays in a packed tensor on any device. like: arrays of the same shapes."""
     parts, at = [], 0
+    views: dict[torch.dtype, Tensor] = {}  # the packed tensor in each dtype
     for array in like:
-        dtype = _TORCH_DTYPES[array.dtype.name]
-        parts.append(packed[at : at + array.nbytes].view(dtype).view(array.shape))
+        dtype, first = _TORCH_DTYPES[array.dtype], at // array.itemsize
+        if dtype not in views:
+            views[dtype] = packed.view(dtype)
+        part = views[dtype][first : first + array.size]
+        parts.append(part if array.ndim == 1 else part.view(array.shape))
         at += _aligned_bytes(array)
     return parts
 

@@ -15,7 +15,7 @@ import logging
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
@@ -96,7 +96,7 @@ class TokenSource(Protocol):
     """Source of input tokens that are not known to the host."""
 
     def fill(self, batch: StepBatch) -> None:
-        """Write the tokens into `batch.tokens`."""
+        """Write the tokens into `batch.tokens`, all rows by their `source_rows`."""
         ...
 
 
@@ -111,8 +111,7 @@ class PreviousStepTokens:
 
     def fill(self, batch: StepBatch) -> None:
         """See TokenSource.fill."""
-        rows = batch.source_rows
-        torch.index_select(self.tokens, 0, rows, out=batch.tokens[: len(rows)])
+        torch.index_select(self.tokens, 0, batch.source_rows, out=batch.tokens)
 
 
 class DeviceExecutor:
@@ -142,6 +141,7 @@ class DeviceExecutor:
         self._capture = GraphCapture(pool_bytes) if self.device.type == "cuda" else capture
         self._eager_runs: Counter[GraphShape] = Counter()
         self._graphs: dict[GraphShape, Replay | None] = {}  # None: the capture failed
+        self._batches: dict[GraphShape, StepBatch] = {}  # the inputs of each graph
         self._buffers: _GraphBuffers | None = None
 
     def run(self, inputs: StepInputs, token_source: TokenSource | None = None) -> Tensor:
@@ -159,7 +159,7 @@ class DeviceExecutor:
         if graph is None:
             logits = self._run_eager(padded, token_source)
         else:
-            logits = self._replay(graph, padded, token_source)
+            logits = self._replay(graph, shape, padded, token_source)
         return logits[: len(inputs.output_rows)]
 
     @property
@@ -222,18 +222,22 @@ class DeviceExecutor:
         assert self._capture is not None
         assert shape.num_rows <= self._max_rows
         buffers = self._buffers = self._buffers or self._allocate()
-        batch = unpack_inputs(buffers.inputs, empty_inputs(shape))
+        batch = self._batches[shape] = unpack_inputs(buffers.inputs, empty_inputs(shape))
         logits = buffers.logits[: shape.num_rows]
         return self._capture(lambda: self.decoder.forward(batch, self.cache, logits))
 
     def _replay(
-        self, graph: Replay, padded: StepInputs, token_source: TokenSource | None
+        self,
+        graph: Replay,
+        shape: GraphShape,
+        padded: StepInputs,
+        token_source: TokenSource | None,
     ) -> Tensor:
         assert self._buffers is not None
         packed = pack(padded.arrays, self.device)
         self._buffers.inputs[: len(packed)].copy_(packed, non_blocking=True)
         if token_source is not None:
-            token_source.fill(unpack_inputs(self._buffers.inputs, padded))
+            token_source.fill(self._batches[shape])
         graph()
         return self._buffers.logits[: len(padded.output_rows)]
 
@@ -263,6 +267,7 @@ class DeviceExecutor:
     def close(self) -> None:
         """Free the graphs and the KV cache."""
         self._graphs.clear()
+        self._batches.clear()
         self._buffers = None
         self.cache.layers.clear()
 
@@ -314,4 +319,4 @@ def pad_inputs(inputs: StepInputs, shape: GraphShape) -> StepInputs:
     for target, array in zip(padded.arrays, inputs.arrays, strict=True):
         target[tuple(map(slice, array.shape))] = array
     padded.query_starts[len(inputs.query_starts) :] = inputs.query_starts[-1]
-    return replace(padded, source_rows=inputs.source_rows)
+    return padded

@@ -11,13 +11,15 @@ page is safe.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
 
-from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS, pages_for
-from localgen.backends.cuda.model.batch import Int32Array, StepInputs
+from localgen.backends.cuda.kv.page_pool import pages_for
+from localgen.backends.cuda.model.batch import Int32Array, StepInputs, kv_slots
 from localgen.backends.cuda.model.host_copy import to_device
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence
@@ -38,9 +40,17 @@ class RunAheadStep:
     def __post_init__(self) -> None:
         self.rows = {seq: row for row, seq in enumerate(self.positions)}
 
-    def covers(self, chunk: Chunk) -> bool:
-        """True if this step computes the chunk."""
-        return is_decoding(chunk) and self.positions.get(chunk.seq) == chunk.start
+    def split(self, chunks: Seq[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
+        """The chunks that this step computes, and the others."""
+        covered: list[Chunk] = []
+        rest: list[Chunk] = []
+        positions = self.positions
+        for chunk in chunks:
+            if positions.get(chunk.seq) == chunk.start and is_decoding(chunk):
+                covered.append(chunk)
+            else:
+                rest.append(chunk)
+        return covered, rest
 
     def logits_of(self, chunks: list[Chunk]) -> Tensor:
         """Logits of these chunks, all covered, in their order."""
@@ -57,35 +67,30 @@ class RunAheadStep:
 
 def is_decoding(chunk: Chunk) -> bool:
     """True if the chunk is one token and the next token is sampled after it."""
-    return len(chunk) == 1 and chunk.is_sampled
+    return chunk.is_sampled and len(chunk.tokens) == 1
 
 
 def next_step_inputs(
-    chunks: list[Chunk], page_tables: list[Int32Array], source_rows: list[int]
+    chunks: Seq[Chunk], page_tables: Callable[[int], Int32Array], source_rows: Seq[int]
 ) -> StepInputs:
     """Build the step after these one-token chunks; its tokens are placeholders.
 
-    page_tables: pages of each chunk's sequence, including room for the new token. source_rows: the
-    row in which each chunk's token is sampled.
+    page_tables: returns the first pages of each chunk's sequence, which has room for the new token,
+    int32 [chunks, pages]. source_rows: the row in which each chunk's token is sampled.
     """
-    positions = np.array([chunk.start + 1 for chunk in chunks], np.int32)
+    lengths = np.array([chunk.start + 2 for chunk in chunks], np.int32)
+    positions, rows, max_len = lengths - 1, np.arange(len(chunks)), int(lengths.max())
     # a table may be longer: with pages for drafts of a step that did not run
-    width = pages_for(int(positions.max()) + 1)
-    padded = np.zeros((len(chunks), width), np.int32)
-    for row, table in zip(padded, page_tables, strict=True):
-        needed = table[:width]
-        row[: len(needed)] = needed
-    rows = np.arange(len(chunks))
-    pages = padded[rows, positions // PAGE_TOKENS].astype(np.int64)
+    tables = page_tables(pages_for(max_len))
     return StepInputs(
         tokens=np.zeros(len(chunks), np.int64),
-        slot_mapping=pages * PAGE_TOKENS + positions % PAGE_TOKENS,
+        slot_mapping=kv_slots(tables, rows, positions),
         output_rows=rows,
         positions=positions,
-        page_tables=padded,
+        page_tables=tables,
         query_starts=np.arange(len(chunks) + 1, dtype=np.int32),
-        seq_lens=positions + 1,
+        seq_lens=lengths,
         max_query_len=1,
-        max_seq_len=int(positions.max()) + 1,
+        max_seq_len=max_len,
         source_rows=np.array(source_rows, np.int32),
     )

@@ -1,6 +1,5 @@
-"""Samples a step: copies sampling parameters to the device and runs the sampling kernels.
+"""Samples a step: edits of the logits, the sampling kernels, and sampled drafts.
 
-Two host-to-device copies per step: parameters, and logit edits (penalties, biases, banned tokens).
 kernels/sampling/sample.py documents the samplers and their order, which is llama.cpp's, so that
 parameters mean the same on both backends. The result of a seed does not depend on the rest of the
 batch.
@@ -10,17 +9,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from localgen.backends.cuda.kernels.sampling.gumbel import hash_seed
 from localgen.backends.cuda.kernels.sampling.rejection import (
     SampledDrafts,
     rejection_sample,
@@ -31,7 +28,8 @@ from localgen.backends.cuda.kernels.sampling.sample import (
     SamplingTensors,
     sample_tokens,
 )
-from localgen.backends.cuda.model.host_copy import HostArray, to_device
+from localgen.backends.cuda.model.host_copy import to_device
+from localgen.backends.cuda.steps.sampling_slots import SamplingSlots
 from localgen.backends.sampling_params import SamplingParams, uses_penalties
 
 # parameters not supported by this sampler; requests that set them are rejected
@@ -46,12 +44,23 @@ UNSUPPORTED_PARAMS = frozenset(
         "dry_multiplier",
     }
 )
-_MIN_TEMPERATURE = 1e-6
-_MAX_TOP_K = 2**31 - 1
-# the float32 rows of the packed parameters, as named in SamplingParams
-_FLOAT_PARAMS = attrgetter(
-    "temperature", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty"
-)
+
+
+class LogitEdit(NamedTuple):
+    """A change of one logit. occurrences: of the token, for the penalties; else 0."""
+
+    row: int
+    token: int
+    occurrences: int
+    bias: float
+
+
+class DraftedRow(NamedTuple):
+    """A row whose draft was sampled. probs: see SamplingRow.draft_probs."""
+
+    row: int
+    token: int
+    probs: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,27 +91,44 @@ def sample_with_probs(
 
     Rows in prob_rows and rows with a draft must not be greedy.
     """
-    settings = _sampling_tensors(logits, rows)
+    slots = SamplingSlots()
+    for slot, row in enumerate(rows):
+        slots.set(slot, row.params)
+    lengths = np.array([len(row.history) for row in rows], np.int64)
+    settings = slots.tensors(np.arange(len(rows)), lengths, logits.device)
+    drafted = [
+        DraftedRow(at, row.draft_token, row.draft_probs)
+        for at, row in enumerate(rows)
+        if row.draft_probs is not None
+    ]
+    return draw(logits, with_edits(settings, logit_edits(enumerate(rows))), drafted, prob_rows)
+
+
+def draw(
+    logits: Tensor,
+    settings: SamplingTensors,
+    drafted: Sequence[DraftedRow],
+    prob_rows: Sequence[int],
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """Sample one token per row, and return the probabilities of `prob_rows`.
+
+    See sample_with_probs.
+    """
     drawn = sample_tokens(logits, settings)
     found: dict[int, Tensor] = {}
     if prob_rows:
         (at,) = to_device([np.array(prob_rows, np.int32)], logits.device)
         found = dict(zip(prob_rows, sampling_probs(drawn, settings, at), strict=True))
-    return _verify_drafts(drawn, settings, rows), found
+    return _verify_drafts(drawn, settings, drafted), found
 
 
 def _verify_drafts(
-    sampled: SamplerOutput, params: SamplingTensors, rows: Sequence[SamplingRow]
+    sampled: SamplerOutput, params: SamplingTensors, drafted: Sequence[DraftedRow]
 ) -> Tensor:
     """Return the tokens after rejection sampling of sampled drafts."""
-    found = [
-        (at, row.draft_token, row.draft_probs)
-        for at, row in enumerate(rows)
-        if row.draft_probs is not None
-    ]
-    if not found:
+    if not drafted:
         return sampled.tokens
-    of_rows, drafts, given = zip(*found, strict=True)
+    of_rows, drafts, given = zip(*drafted, strict=True)
     tables = [q.to(sampled.logits.device) for q in given]
     widest = max(map(len, tables))  # draft models may pad their vocabularies differently
     q = torch.stack([t if len(t) == widest else pad(t, (0, widest - len(t))) for t in tables])
@@ -110,57 +136,37 @@ def _verify_drafts(
     return rejection_sample(sampled, params, SampledDrafts(at, tokens, q))
 
 
-def _sampling_tensors(logits: Tensor, rows: Sequence[SamplingRow]) -> SamplingTensors:
-    wholes, floats, top_k = to_device(_param_arrays(rows), logits.device)
-    seeds, positions = wholes.unbind()
-    temperature, top_p, min_p, repeat, presence, frequency = floats.unbind()
-    changes, amounts = to_device(_logit_edits(rows), logits.device)
-    edit_rows, edit_tokens = changes.unbind()
-    edit_counts, edit_biases = amounts.unbind()
-    return SamplingTensors(
-        temperature=temperature,
-        top_k=top_k[0],
-        top_p=top_p,
-        min_p=min_p,
-        seed_hash=seeds,
-        position=positions,
-        repeat_penalty=repeat,
-        presence_penalty=presence,
-        frequency_penalty=frequency,
-        edit_rows=edit_rows,
-        edit_tokens=edit_tokens,
-        edit_counts=edit_counts,
-        edit_biases=edit_biases,
+def with_edits(settings: SamplingTensors, edits: Sequence[LogitEdit]) -> SamplingTensors:
+    """Return these parameters with edits of the logits."""
+    if not edits:
+        return settings
+    of_rows, tokens, counts, biases = zip(*edits, strict=True)
+    changes, amounts = to_device(
+        [np.array([of_rows, tokens], np.int32), np.array([counts, biases], np.float32)],
+        settings.temperature.device,
+    )
+    return replace(
+        settings,
+        edit_rows=changes[0],
+        edit_tokens=changes[1],
+        edit_counts=amounts[0],
+        edit_biases=amounts[1],
     )
 
 
-def _param_arrays(rows: Sequence[SamplingRow]) -> list[HostArray]:
-    """Return the parameters of all rows as packed arrays.
-
-    int64 [2, rows]: seed hashes and positions. float32 [6, rows]: _FLOAT_PARAMS. int32 [1, rows]:
-    top_k.
-    """
-    seeds = [hash_seed(row.params.seed or 0) for row in rows]
-    wholes = np.array([seeds, [len(row.history) for row in rows]], np.int64)
-    exact = np.array([_FLOAT_PARAMS(row.params) for row in rows], np.float64).T
-    floats = np.ascontiguousarray(exact, np.float32)
-    # float32 rounding must not turn a tiny temperature into 0, which means greedy
-    floats[0] = np.where(exact[0] == 0, 0, np.maximum(exact[0], _MIN_TEMPERATURE))
-    top_k = [min(row.params.top_k or 0, _MAX_TOP_K) for row in rows]
-    return [wholes, floats, np.array([top_k], np.int32)]
+def edits_logits(params: SamplingParams) -> bool:
+    """True if rows with these parameters may have edits."""
+    return bool(params.logit_bias or params.min_tokens or uses_penalties(params))
 
 
-def _logit_edits(rows: Sequence[SamplingRow]) -> list[HostArray]:
-    """Return int32 [2, edits], row and token, and float32 [2, edits], count and bias."""
-    found = [
-        (index, *change)
-        for index, row in enumerate(rows)
+def logit_edits(rows: Iterable[tuple[int, SamplingRow]]) -> list[LogitEdit]:
+    """Return the edits of numbered rows: penalties, biases and banned tokens."""
+    return [
+        LogitEdit(number, *change)
+        for number, row in rows
         if row.params.logit_bias or row.banned_tokens or uses_penalties(row.params)
         for change in _token_edits(row)
     ]
-    columns = zip(*found, strict=True) if found else ((),) * 4
-    of_rows, tokens, counts, biases = columns
-    return [np.array([of_rows, tokens], np.int32), np.array([counts, biases], np.float32)]
 
 
 def _token_edits(row: SamplingRow) -> list[tuple[int, int, float]]:

@@ -30,7 +30,7 @@ from localgen.backends.cuda.kernels.attention_metadata import AttentionMetadata
 from localgen.backends.cuda.kernels.dependent_launch import wait_for_previous_kernel
 from localgen.backends.cuda.kernels.device import ARCHS, compute_capability, count_sms
 from localgen.backends.cuda.kernels.kv_cache import QUANTIZED_MAX, LayerKV
-from localgen.backends.cuda.kernels.launch import Variant, launch
+from localgen.backends.cuda.kernels.launch import Variant, launch, next_power_of_2
 
 # a token and the drafts after it; sequences with more rows are prefills
 MAX_DECODE_ROWS = 8
@@ -69,7 +69,7 @@ def choose_decode_tile(
     quantized: the cache is 8-bit. arch, num_sms: compute capability and SM count of the GPU.
     """
     rows = rows_per_seq(max_query_len)
-    padded = max(_MIN_DOT_SIZE, triton.next_power_of_2(rows * num_heads // num_kv_heads))
+    padded = max(_MIN_DOT_SIZE, next_power_of_2(rows * num_heads // num_kv_heads))
     partial_bytes = 4 * max(1, num_seqs) * rows * num_heads * head_dim
     splits = num_splits_for(
         -(-_PROGRAMS_PER_SM * num_sms // max(1, num_seqs * num_kv_heads)),
@@ -77,12 +77,12 @@ def choose_decode_tile(
         useful=-(-max_seq_len // _MIN_SPLIT_TOKENS),
     )
     # 16 KiB of keys and of values per block, and two blocks of each
-    block = 8192 // triton.next_power_of_2(head_dim)
+    block = 8192 // next_power_of_2(head_dim)
     # otherwise two programs do not fit on an SM, or the rows do not fit in registers
     if arch in SMALL_SHARED_ARCHS or padded >= 64:
         block //= 2
     # with 64 KiB of accumulators, four warps have no registers left for the queries
-    warps = 8 if padded * triton.next_power_of_2(head_dim) >= 16384 else 4
+    warps = 8 if padded * next_power_of_2(head_dim) >= 16384 else 4
     registers = MAX_REGISTERS if _may_spill(padded * block, splits, quantized, arch) else None
     return AttentionTile(padded, block, splits, warps, num_stages=3, max_registers=registers)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from localgen.backends.cuda.kernels.attention_metadata import AttentionMetadata
 from localgen.backends.cuda.kernels.gemm.tile import cast_for_dot
 from localgen.backends.cuda.kernels.kv_cache import QUANTIZED_MAX, LayerKV
+from localgen.backends.cuda.kernels.launch import next_power_of_2
 
 # the hardware computes exp2
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -87,7 +88,7 @@ def attention_constants(
         "num_heads": num_heads,
         "num_kv_heads": kv_heads,
         "head_dim": size,
-        "padded_head_dim": triton.next_power_of_2(size),
+        "padded_head_dim": next_power_of_2(size),
         "page_tokens": page_tokens,
         "tile_rows": tile.rows,
         "block_tokens": tile.block_tokens,

@@ -30,7 +30,7 @@ from localgen.backends.cuda.kernels.attention.splits import (
 from localgen.backends.cuda.kernels.attention_metadata import AttentionMetadata
 from localgen.backends.cuda.kernels.device import ARCHS, compute_capability, count_sms
 from localgen.backends.cuda.kernels.kv_cache import QUANTIZED_MAX, LayerKV
-from localgen.backends.cuda.kernels.launch import Variant, launch
+from localgen.backends.cuda.kernels.launch import Variant, launch, next_power_of_2
 
 # minimum tokens per split: each split of a tile writes its sums in float32
 _MIN_SPLIT_TOKENS = 1024
@@ -65,7 +65,7 @@ def choose_prefill_tile(
         rows, block, warps = 64, 32, 4
     if quantized and head_dim <= 128:  # conversions need registers, too
         block //= 2
-    rows = max(rows, triton.next_power_of_2(group))
+    rows = max(rows, next_power_of_2(group))
     # at most: each sequence has a row, and a prompt at least max_decode_rows more
     prompts = max(1, min(num_seqs, (num_rows - num_seqs) // max_decode_rows))
     tiles = (num_rows - num_seqs) // (rows // group) + prompts

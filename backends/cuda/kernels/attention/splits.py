@@ -13,14 +13,14 @@ from torch import Tensor
 
 from localgen.backends.cuda.kernels.attention_metadata import AttentionMetadata
 from localgen.backends.cuda.kernels.dependent_launch import wait_for_previous_kernel
-from localgen.backends.cuda.kernels.launch import Variant, launch
+from localgen.backends.cuda.kernels.launch import Variant, launch, next_power_of_2
 
 MAX_SPLITS = 64
 
 
 def num_splits_for(*wanted: int, useful: int) -> int:
     """Return the number of splits, a power of two: the largest that is wanted, if useful."""
-    splits: int = triton.next_power_of_2(max(1, min(max(wanted), useful, MAX_SPLITS)))
+    splits: int = next_power_of_2(max(1, min(max(wanted), useful, MAX_SPLITS)))
     return splits
 
 
@@ -70,7 +70,7 @@ def combine_splits(
 
 def _num_warps(num_splits: int, head_dim: int) -> int:
     """Return the number of warps, so that a thread holds at most 64 values (up to 8 warps)."""
-    numbers: int = num_splits * triton.next_power_of_2(head_dim)
+    numbers: int = num_splits * next_power_of_2(head_dim)
     return max(1, min(8, numbers // 2048))
 
 
@@ -78,7 +78,7 @@ def _constants(heads: int, size: int, rows_per_seq: int, splits: int) -> dict[st
     return {
         "num_heads": heads,
         "head_dim": size,
-        "padded_head_dim": triton.next_power_of_2(size),
+        "padded_head_dim": next_power_of_2(size),
         "rows_per_seq": rows_per_seq,
         "num_splits": splits,
     }

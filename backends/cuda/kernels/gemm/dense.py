@@ -36,7 +36,7 @@ from localgen.backends.cuda.kernels.gemm.tile import (
     gemm_epilogue,
     weight_row_ids,
 )
-from localgen.backends.cuda.kernels.launch import Variant, launch
+from localgen.backends.cuda.kernels.launch import Variant, ceil_div, launch
 from localgen.backends.cuda.kernels.norm import RMSNorm, rms_norm
 
 # more rows use cuBLAS
@@ -160,7 +160,7 @@ def matmul_triton(
     tile = choose_gemv_tile(ins, weight.shape[0])
     out = torch.empty((1, outs), dtype=x.dtype, device=x.device)
     step = tile.inputs * tile.num_warps
-    launch(_gemv_kernel, (triton.cdiv(weight.shape[0], tile.outputs),))(
+    launch(_gemv_kernel, (ceil_div(weight.shape[0], tile.outputs),))(
         x,
         weight,
         bias,
@@ -199,7 +199,7 @@ def skinny_gemm_triton(
     outs = outs if activation is None else outs // 2
     out = torch.empty((rows, outs), dtype=x.dtype, device=x.device)
     # programs that read the same weights are adjacent, so that they hit L2
-    grid = (triton.cdiv(rows, tile.rows), triton.cdiv(weight.shape[0], tile.outputs))
+    grid = (ceil_div(rows, tile.rows), ceil_div(weight.shape[0], tile.outputs))
     launch(_skinny_gemm_kernel, grid)(
         x.contiguous(),
         weight,

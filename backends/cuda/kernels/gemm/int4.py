@@ -32,7 +32,7 @@ from localgen.backends.cuda.kernels.gemm.int4_format import (
 )
 from localgen.backends.cuda.kernels.gemm.int4_wide import int4_wide_matmul_triton
 from localgen.backends.cuda.kernels.gemm.tile import GemmTile, dot_dtype, store_transposed
-from localgen.backends.cuda.kernels.launch import Variant, launch
+from localgen.backends.cuda.kernels.launch import Variant, ceil_div, launch
 
 
 def int4_matmul(x: Tensor, packed: Tensor, grid: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -90,7 +90,7 @@ def int4_matmul_triton(
     group = ins // grid.shape[1]
     tile = choose_int4_tile(rows, outs, group, compute_capability(x.device))
     out = torch.empty((rows, outs), dtype=x.dtype, device=x.device)
-    launch(_int4_gemm_kernel, (triton.cdiv(rows, tile.rows), triton.cdiv(outs, tile.outputs)))(
+    launch(_int4_gemm_kernel, (ceil_div(rows, tile.rows), ceil_div(outs, tile.outputs)))(
         x.contiguous(),
         packed.view(torch.int32),
         grid.view(torch.int32),

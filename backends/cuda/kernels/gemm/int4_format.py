@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from localgen.backends.cuda.kernels.launch import Variant, launch
+from localgen.backends.cuda.kernels.launch import Variant, ceil_div, launch
 
 # inputs per tile; the kernels need a group size that is a multiple of PART_INPUTS
 TILE_INPUTS, PART_INPUTS = 128, 32
@@ -76,7 +76,7 @@ def dequantize_int4_triton(packed: Tensor, grid: Tensor, dtype: torch.dtype) -> 
     """Triton implementation of `dequantize_int4`, one launch."""
     outs, ins = packed.shape[0], 2 * packed.shape[1]
     out = torch.empty((outs, ins), dtype=dtype, device=packed.device)
-    launch(_dequantize_int4_kernel, (triton.cdiv(outs, 8), triton.cdiv(ins, 8 * TILE_INPUTS)))(
+    launch(_dequantize_int4_kernel, (ceil_div(outs, 8), ceil_div(ins, 8 * TILE_INPUTS)))(
         packed.view(torch.int32),
         grid.view(torch.int32),
         out,

@@ -24,7 +24,7 @@ from localgen.backends.cuda.kernels.gemm.int4_format import (
     split_float_pairs,
 )
 from localgen.backends.cuda.kernels.gemm.tile import GemmTile, dot_dtype, store_transposed
-from localgen.backends.cuda.kernels.launch import Variant, launch
+from localgen.backends.cuda.kernels.launch import Variant, ceil_div, launch
 
 
 def choose_int4_wide_tile(outs: int, arch: int) -> GemmTile:
@@ -48,7 +48,7 @@ def int4_wide_matmul_triton(
     tile = choose_int4_wide_tile(outs, compute_capability(x.device))
     out = torch.empty((rows, outs), dtype=x.dtype, device=x.device)
     # programs that read the same weights are adjacent, so that they hit L2
-    launch(_int4_wide_kernel, (triton.cdiv(rows, tile.rows), triton.cdiv(outs, tile.outputs)))(
+    launch(_int4_wide_kernel, (ceil_div(rows, tile.rows), ceil_div(outs, tile.outputs)))(
         x.contiguous(),
         packed.view(torch.int32),
         grid.view(torch.int32),

@@ -31,7 +31,7 @@ from localgen.backends.cuda.kernels.gemm.tile import (
     gemm_epilogue,
     weight_row_ids,
 )
-from localgen.backends.cuda.kernels.launch import Variant, launch
+from localgen.backends.cuda.kernels.launch import Variant, ceil_div, launch, next_power_of_2
 from localgen.backends.cuda.kernels.moe.grouped_experts import ExpertRouting, grouped_experts_triton
 
 # experts per row that one program can compute, one per warp
@@ -85,7 +85,7 @@ def small_batch_experts_triton(
     out = torch.empty_like(x)
     tile = choose_gemv_tile(hidden, 2 * inner_size)
     step = tile.inputs * tile.num_warps
-    launch(_small_batch_gate_up_kernel, (triton.cdiv(2 * inner_size, tile.outputs), slots))(
+    launch(_small_batch_gate_up_kernel, (ceil_div(2 * inner_size, tile.outputs), slots))(
         x,
         gate_up,
         ids,
@@ -100,7 +100,7 @@ def small_batch_experts_triton(
         num_warps=tile.num_warps,
     )
     tile, splits = _choose_down_tile(top_k)
-    launch(_small_batch_down_kernel, (triton.cdiv(hidden, tile.outputs), rows))(
+    launch(_small_batch_down_kernel, (ceil_div(hidden, tile.outputs), rows))(
         inner,
         down,
         ids,
@@ -123,7 +123,7 @@ def small_batch_experts_triton(
 
 def _choose_down_tile(top_k: int) -> tuple[GemmTile, int]:
     """Return the tile and the number of warps per expert; 2 or 3 x 16 KB per program in flight."""
-    return GemmTile(16, 64, 8, 8, 4), 8 // triton.next_power_of_2(top_k)
+    return GemmTile(16, 64, 8, 8, 4), 8 // next_power_of_2(top_k)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from torch import Tensor
 from localgen.backends.cuda.kernels.activation import apply_activation
 from localgen.backends.cuda.kernels.gemm.dense import INPUT_MULTIPLE
 from localgen.backends.cuda.kernels.gemm.tile import ActivationKind, dot_dtype, weight_row_ids
-from localgen.backends.cuda.kernels.launch import Variant, launch
+from localgen.backends.cuda.kernels.launch import Variant, ceil_div, launch, next_power_of_2
 
 # slots per iteration of the sort kernel; elements per program of the weighted sum
 _SORT_BLOCK, _SUM_BLOCK = 1024, 1024
@@ -79,7 +79,7 @@ def grouped_experts_triton(
     top_k = routing.topk_ids.shape[1]
     _grouped_gemm(x.contiguous(), gate_up, dealt, inner, dealt.sorted_slots, top_k, activation)
     _grouped_gemm(inner, down, dealt, answers, None, top_k, None)
-    launch(_weighted_sum_kernel, (rows, triton.cdiv(hidden, _SUM_BLOCK)))(
+    launch(_weighted_sum_kernel, (rows, ceil_div(hidden, _SUM_BLOCK)))(
         answers,
         dealt.slot_positions,
         routing.topk_weights.contiguous(),
@@ -130,7 +130,7 @@ def _grouped_gemm(
     tile = choose_grouped_gemm_tile(len(out), experts)
     # every expert can have one partial tile
     tiles = len(out) // tile.slots + min(experts, len(out))
-    across = triton.cdiv(outs, tile.outputs)
+    across = ceil_div(outs, tile.outputs)
     launch(_grouped_gemm_kernel, (tiles * across,))(
         x,
         weight,
@@ -145,7 +145,7 @@ def _grouped_gemm(
         across,
         dot_dtype=dot_dtype(x),
         activation=activation,
-        padded_experts=triton.next_power_of_2(experts),
+        padded_experts=next_power_of_2(experts),
         slots=tile.slots,
         outputs=tile.outputs,
         inputs=tile.inputs,
@@ -315,7 +315,7 @@ def _grouped_gemm_variant(
     constants: dict[str, Any] = {
         "dot_dtype": tl.bfloat16,
         "activation": activation,
-        "padded_experts": triton.next_power_of_2(experts),
+        "padded_experts": next_power_of_2(experts),
         "slots": tile.slots,
         "outputs": tile.outputs,
         "inputs": tile.inputs,

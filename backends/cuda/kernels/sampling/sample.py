@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from localgen.backends.cuda.kernels.device import can_use_triton, upcast
-from localgen.backends.cuda.kernels.launch import Variant, launch
+from localgen.backends.cuda.kernels.launch import Variant, ceil_div, launch, next_power_of_2
 from localgen.backends.cuda.kernels.sampling import kernels
 from localgen.backends.cuda.kernels.sampling.gumbel import gumbel_noise
 
@@ -127,8 +126,8 @@ def sample_tokens_triton(logits: Tensor, settings: SamplingTensors) -> SamplerOu
         _apply_penalties_triton(logits, settings, edits)
     assert logits.stride(1) == 1
     chunk_groups, num_warps = _scan_groups_and_warps(rows)
-    groups = triton.cdiv(vocab, kernels.GROUP_TOKENS)
-    splits = triton.cdiv(groups, chunk_groups)
+    groups = ceil_div(vocab, kernels.GROUP_TOKENS)
+    splits = ceil_div(groups, chunk_groups)
 
     def room(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=logits.device)
@@ -158,15 +157,15 @@ def sample_tokens_triton(logits: Tensor, settings: SamplingTensors) -> SamplerOu
         room(rows, groups, dtype=torch.int32),
         chosen,
         least,
-        splits_block=triton.next_power_of_2(splits),
-        groups_block=triton.next_power_of_2(groups),
+        splits_block=next_power_of_2(splits),
+        groups_block=next_power_of_2(groups),
         num_warps=_SAMPLE_WARPS,
     )
     return SamplerOutput(chosen, logits, least)
 
 
 def _apply_penalties_triton(logits: Tensor, settings: SamplingTensors, num_edits: int) -> None:
-    launch(kernels.apply_penalties_kernel, (triton.cdiv(num_edits, _PENALTIES_BLOCK),))(
+    launch(kernels.apply_penalties_kernel, (ceil_div(num_edits, _PENALTIES_BLOCK),))(
         logits,
         logits.stride(0),
         settings.edit_rows,
@@ -211,12 +210,10 @@ def variants() -> Iterator[Variant]:
             )
     first = {"logits": "*fp32", "stride": "i32", "vocab": "i32", **pointers}
     for rows, vocab in ((1, 32003), (1, 128256), (1, 151936), (64, 262208)):
-        groups = triton.cdiv(vocab, kernels.GROUP_TOKENS)
+        groups = ceil_div(vocab, kernels.GROUP_TOKENS)
         blocks = {
-            "splits_block": triton.next_power_of_2(
-                triton.cdiv(groups, _scan_groups_and_warps(rows)[0])
-            ),
-            "groups_block": triton.next_power_of_2(groups),
+            "splits_block": next_power_of_2(ceil_div(groups, _scan_groups_and_warps(rows)[0])),
+            "groups_block": next_power_of_2(groups),
         }
         yield Variant(
             name=f"sample-token-{rows}-{vocab}",
