@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 
 from localgen.backends.sampling_params import SamplingParams
 
+# upper bounds in tokens of the histogram of step sizes, which has one more bucket above the last
+STEP_TOKENS_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
 
 @dataclass(frozen=True, slots=True)
 class Tool:
@@ -280,7 +283,7 @@ class EngineStats:
     kv_*: tokens of the KV cache; kv_used: by running requests, kv_cached: by the prefix cache.
     threads: that compute now, threads_max: when no other process needs a core; 0: none does.
     step_sequences[n]: number of steps that computed n sequences (index 0 unused).
-    step_tokens: histogram of tokens per step, with the buckets engine.stats.STEP_TOKENS_BOUNDS.
+    step_tokens: histogram of tokens per step, with the buckets STEP_TOKENS_BOUNDS.
     *_per_s, ttft_* and itl_* cover at most the last minute; *_last_ms: the latest value, 0 if there
     is none. context_tokens_total: cached tokens attended to, summed over sequences and steps.
     """

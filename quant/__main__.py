@@ -8,6 +8,7 @@ layers are kept.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -54,8 +55,11 @@ def main(command: str, fd: int) -> int:
 
 def _command(name: str) -> Callable[[QuantizeRequest, OnEvent], None]:
     # imported here: torch takes seconds, and the parent may be gone before
+    gc.disable()  # imports leave no garbage
     from localgen.quant import run
 
+    gc.freeze()
+    gc.enable()
     return {"run": run.run_quantization, "dry-run": run.dry_run_quantization}[name]
 
 

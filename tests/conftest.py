@@ -62,7 +62,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Speed up garbage collection, Triton's interpreter and the start of sandboxes."""
+    """Speed up garbage collection, Triton's interpreter, sandboxes and commands."""
     # a million objects of imported packages, which never become garbage
     gc.freeze()
     if "triton.runtime.interpreter" in sys.modules:
@@ -73,6 +73,9 @@ def pytest_collection_finish() -> None:
         # models that tests load themselves share a sandbox: each would start a process
         if (loader := sys.modules.get(name)) is not None:
             loader.Sandbox = functools.cache(loader.Sandbox)  # type: ignore[attr-defined]
+    if (commands := sys.modules.get("localgen.cli.commands")) is not None:
+        # a program runs one command: each time, pydantic builds a validator of every option
+        commands.load_command = functools.cache(commands.load_command)  # type: ignore[attr-defined]
 
 
 @pytest.fixture

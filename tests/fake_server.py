@@ -5,6 +5,7 @@ TEST_SILENT_S: when an engine counts as silent. TEST_REAL_ENGINE: with engines o
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -14,10 +15,8 @@ from pathlib import Path
 import localgen
 from localgen.backends.errors import LocalgenError
 from localgen.config import ServerSettings
-from localgen.server import serving
 from localgen.server.http.access import AccessPolicy, RateLimit
 from localgen.server.lifecycle import log_to_file, run_server
-from localgen.server.models import engine_watch
 from localgen.server.models.engine_process import LLAMACPP_ENGINE
 
 ENGINE = [sys.executable, str(Path(__file__).with_name("fake_engine.py"))]
@@ -32,6 +31,10 @@ def _access() -> AccessPolicy:
 
 
 def main() -> int:
+    gc.disable()  # as localgen.server.__main__ does
+    from localgen.server import serving
+    from localgen.server.models import engine_watch
+
     if len(sys.argv) > 1:
         localgen.__version__ = sys.argv[1]
     if len(sys.argv) > 2:

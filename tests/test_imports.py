@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -113,8 +114,13 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def imports(module: str) -> Iterator[str]:
+@functools.cache
+def imports(module: str) -> tuple[str, ...]:
     """Full names of all modules that a module imports, inside functions too."""
+    return tuple(_imports(module))
+
+
+def _imports(module: str) -> Iterator[str]:
     path = MODULES[module]
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -265,6 +271,22 @@ def test_the_client_is_imported_without_the_command_line_of_httpx() -> None:
     loaded = set(done.stdout.split())
     assert "httpx" in loaded
     assert {"click", "pygments", "rich"} & loaded == set()
+
+
+def test_the_server_starts_without_what_it_may_not_need() -> None:
+    program = (
+        "import sys, localgen.server.app\n"
+        "from fastapi.openapi.models import OpenAPI\n"
+        "print('built' if OpenAPI.__pydantic_complete__ else 'deferred', *sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    openapi, *loaded = done.stdout.split()
+    assert openapi == "deferred"
+    assert "localgen.server.ollama.routes" in loaded
+    assert {"numpy", "torch", "llama_cpp", "httpx", "huggingface_hub"} & set(loaded) == set()
 
 
 def test_the_tui_computes_nothing() -> None:

@@ -30,13 +30,15 @@ from pathlib import Path
 from localgen.hub import aliases
 from localgen.client import endpoints
 from localgen.machine import measurements
-from localgen.repl.prompt import PromptHistory
 
 folder, kind, number = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 measurements.measurements_path = lambda: folder / "cache" / "measurements.json"
 measurements.is_machine_busy = lambda: False
 measurements._key = lambda name: name
-history = PromptHistory(folder / "prompts" / "chat_history", sys.exit, can_write=True)
+if kind == "chat_history":  # the others start sooner without prompt_toolkit
+    from localgen.repl.prompt import PromptHistory
+
+    history = PromptHistory(folder / "prompts" / "chat_history", sys.exit, can_write=True)
 add = {
     "models.toml": lambda name: aliases.add_alias(name, "tiny"),
     "endpoints.toml": lambda name: endpoints.add_endpoint(endpoints.Endpoint("http://h/v1", name)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -69,6 +70,19 @@ def model(tmp_path: Path) -> Path:
     return Path(shutil.copytree(TINY, tmp_path / "model"))
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Recipe], Path]:
+    """The folder that a run of a recipe writes if nothing stops it, not to be changed."""
+
+    @functools.cache
+    def run_once(recipe: Recipe) -> Path:
+        out = tmp_path_factory.mktemp("whole") / "whole"
+        run(recipe, out)
+        return out
+
+    return run_once
+
+
 @pytest.mark.parametrize("recipe", [RTN, AWQ, GPTQ, FP8], ids=lambda recipe: recipe.method)
 def test_result_is_a_model_that_loads(recipe: Recipe, tmp_path: Path) -> None:
     out = tmp_path / "out"
@@ -107,25 +121,27 @@ def test_output_size_estimates_hold(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("recipe", [RTN, GPTQ], ids=lambda recipe: recipe.method)
 @pytest.mark.parametrize("layer", [0, 1, LAYERS - 1])
-def test_resumed_runs_give_the_same_files(recipe: Recipe, layer: int, tmp_path: Path) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run(recipe, whole)
+def test_resumed_runs_give_the_same_files(
+    recipe: Recipe, layer: int, uninterrupted: Callable[[Recipe], Path], tmp_path: Path
+) -> None:
+    parts = tmp_path / "parts"
     stopped_at(recipe, parts, layer)
     assert not parts.exists()
     assert run(recipe, parts, resume=True)[0] == layer
-    assert files(whole) == files(parts)
+    assert files(uninterrupted(recipe)) == files(parts)
 
 
-def test_run_killed_while_writing_is_resumed(tmp_path: Path) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run(GPTQ, whole)
+def test_run_killed_while_writing_is_resumed(
+    uninterrupted: Callable[[Recipe], Path], tmp_path: Path
+) -> None:
+    parts = tmp_path / "parts"
     stopped_at(GPTQ, parts, 3)
     work = tmp_path / "parts.partial"
     (work / ".model-00005-of-00007.safetensors.unfinished").write_bytes(b"half")
     # states after a layer whose file was not renamed yet
     (work / "states-00004.bin").write_bytes(b"cut")
     run(GPTQ, parts, resume=True)
-    assert files(whole) == files(parts)
+    assert files(uninterrupted(GPTQ)) == files(parts)
 
 
 def refused(kind: type[LocalgenError], action: Callable[[], Any], *parts: str) -> None:

@@ -12,6 +12,7 @@ from localgen.backends.engine.speculation.policy import Speculation
 from localgen.backends.runner.interface import Chunk, ModelRunner, ThreadedRunner, ThreadUsage
 from localgen.backends.runner.sequence import Sequence, SequenceState
 from localgen.backends.types import (
+    STEP_TOKENS_BOUNDS,
     EngineStats,
     Finished,
     RequestPhases,
@@ -27,8 +28,6 @@ RECENT_DECAY = 0.98
 # sorting more samples than this on every call would delay steps: sort once per interval instead
 MAX_ALWAYS_SORTED = 256
 SORT_INTERVAL_S = 1.0
-# histogram of step sizes: upper bounds in tokens, plus one bucket above the last
-STEP_TOKENS_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 class RecentSamples:

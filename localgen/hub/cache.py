@@ -66,12 +66,15 @@ class CachedModel:
 
 def scan_hf_cache() -> HFCacheInfo | None:
     """Scan the cache (HF_HUB_CACHE, HF_HOME). Returns None if there is no cache."""
+    folder = cache_folder()
+    if not folder.exists():
+        return None
     import_huggingface_hub()
     # imported late: most requests do not need the cache
     from huggingface_hub import CacheNotFound, scan_cache_dir
 
     try:
-        return scan_cache_dir(cache_folder())
+        return scan_cache_dir(folder)
     except CacheNotFound:
         return None
 

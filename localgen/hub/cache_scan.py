@@ -6,13 +6,12 @@ models are complete.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from localgen.backends.formats.model_files import gguf_models_in, stem_of
 from localgen.hub import quants
-from localgen.hub.hf_client import REPO_PREFIX, repo_name
+from localgen.hub.hf_client import REPO_PREFIX, repo_name, resolve_cache_folder
 
 
 def cached_names() -> list[str]:
@@ -40,7 +39,7 @@ def _model_names(repo: Path) -> Iterator[str]:
 
 def _repos() -> list[Path]:
     try:
-        return sorted(_cache_dir().glob(f"{REPO_PREFIX}*"))
+        return sorted(resolve_cache_folder().glob(f"{REPO_PREFIX}*"))
     except OSError:
         return []
 
@@ -51,17 +50,3 @@ def _snapshots(repo: Path) -> list[Path]:
 
 def _has_weights(snapshot: Path) -> bool:
     return (snapshot / "config.json").exists() and any(snapshot.glob("*.safetensors"))
-
-
-def _cache_dir() -> Path:
-    """Cache folder, resolved as huggingface_hub does."""
-    folder = _env("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
-    if folder:
-        return Path(os.path.expandvars(folder)).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    home = _env("HF_HOME") or f"{base}/huggingface"
-    return Path(os.path.expandvars(home)).expanduser() / "hub"
-
-
-def _env(name: str) -> str | None:
-    return os.environ.get(f"LOCALGEN_{name}") or os.environ.get(name)

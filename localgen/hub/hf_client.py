@@ -59,10 +59,25 @@ def import_huggingface_hub() -> ModuleType:
 
 
 def cache_folder() -> Path:
-    import_huggingface_hub()
-    from huggingface_hub import constants
+    """The cache folder that huggingface_hub uses, or will use when it is imported."""
+    constants = sys.modules.get("huggingface_hub.constants")
+    if constants is not None:
+        return Path(constants.HF_HUB_CACHE).expanduser()
+    return resolve_cache_folder()
 
-    return Path(constants.HF_HUB_CACHE).expanduser()
+
+def resolve_cache_folder() -> Path:
+    """The cache folder, resolved from the environment as huggingface_hub does."""
+    folder = _env("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    if folder:
+        return Path(os.path.expandvars(folder)).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = _env("HF_HOME") or f"{base}/huggingface"
+    return Path(os.path.expandvars(home)).expanduser() / "hub"
+
+
+def _env(name: str) -> str | None:
+    return os.environ.get(f"LOCALGEN_{name}") or os.environ.get(name)
 
 
 def hub_url() -> str:

@@ -10,6 +10,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from localgen.server.http import fastapi_import as fastapi_import  # before fastapi
+
+# isort: split
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError

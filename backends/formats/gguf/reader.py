@@ -7,16 +7,18 @@ for today's vocabularies. Here values are decoded on demand, from any prefix of 
 from __future__ import annotations
 
 import math
+import mmap
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from localgen.backends.errors import LoadFailed
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 # GGUF's value types as formats of struct
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
@@ -40,7 +42,7 @@ def read_gguf_header(path: Path, *, whole: bool = False) -> dict[str, Any]:
     whole: read what follows the vocabulary, too. Arrays as long as a vocabulary are given as their
     length. Raises LoadFailed if the file cannot be read or is not GGUF.
     """
-    return parse_gguf_header(_map_file(path).data, str(path), whole=whole)
+    return parse_gguf_header(_map_file(path), str(path), whole=whole)
 
 
 def parse_gguf_header(
@@ -98,7 +100,7 @@ class GgufReader:
         self._path = path
         self._values: dict[str, _Value] = {}
         raw = _map_file(path)
-        parser = _Parser(raw.data)
+        parser = _Parser(raw)
         try:
             for key, value in parser.metadata():
                 if key in self._values:
@@ -144,9 +146,10 @@ class GgufReader:
         return int(alignment)
 
     def _tensor(
-        self, raw: NDArray[np.uint8], name: str, dims: tuple[int, ...], kind: int, offset: int
+        self, raw: memoryview, name: str, dims: tuple[int, ...], kind: int, offset: int
     ) -> GgufTensor:
-        import gguf  # not needed for metadata
+        import gguf  # not needed for metadata, nor is numpy
+        import numpy as np
 
         try:
             ggml_type = gguf.GGMLQuantizationType(kind)
@@ -167,7 +170,8 @@ class GgufReader:
                 f"{self._path} is cut short: {name} ends at byte {end:,}, "
                 f"the file has {len(raw):,}: download it again"
             )
-        return GgufTensor(name, dims[::-1], ggml_type.name, raw[start:end].reshape(shape))
+        content = np.frombuffer(raw[start:end], np.uint8).reshape(shape)
+        return GgufTensor(name, dims[::-1], ggml_type.name, content)
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,10 +293,11 @@ class _Parser:
         self.position += size
 
 
-def _map_file(path: Path) -> NDArray[np.uint8]:
+def _map_file(path: Path) -> memoryview:
     try:
-        if not path.stat().st_size:
-            return np.empty(0, np.uint8)  # which cannot be mapped
-        return np.memmap(path, mode="r").view(np.ndarray)
+        with open(path, "rb") as file:
+            if not path.stat().st_size:
+                return memoryview(b"")  # which cannot be mapped
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except OSError as error:
         raise LoadFailed(f"{path} cannot be read: {error.strerror or error}") from None

@@ -6,13 +6,15 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from localgen.backends.errors import LoadFailed, ModelNotFound
 from localgen.backends.formats.architecture.fields import ConfigFields
 from localgen.backends.formats.hf.folder import shard_names
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 _SINGLE = "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
@@ -138,6 +140,8 @@ class NumpyCheckpoint:
             yield self._read(name, slice(start, start + step))
 
     def _read(self, name: str, rows: slice) -> NDArray[np.float32]:
+        import numpy as np  # headers do without it
+
         tensor = self._tensors[name]
         if not tensor.num_bytes:
             raise LoadFailed(f"{tensor.path}: {name} of shape {list(tensor.shape)} is empty")

@@ -9,8 +9,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from localgen.backends.engine.stats import STEP_TOKENS_BOUNDS
-from localgen.backends.types import EngineStats, Finished, SpeculationStats
+from localgen.backends.types import (
+    STEP_TOKENS_BOUNDS,
+    EngineStats,
+    Finished,
+    SpeculationStats,
+)
 from localgen.server.stats.request_log import EMBEDDED_REASON, RequestRecord
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
