@@ -24,7 +24,8 @@ from localgen.backends.cuda.model.batch import StepBatch
 from localgen.backends.cuda.model.decoder import KVCache
 from localgen.backends.cuda.runner import CudaRunner, CudaStepTicket, cuda_limits
 from localgen.backends.cuda.steps import sampler
-from localgen.backends.cuda.steps.cuda_graphs import DeviceExecutor, Replay
+from localgen.backends.cuda.steps.cuda_graphs import DeviceExecutor
+from localgen.backends.cuda.steps.graph_capture import Replay
 from localgen.backends.runner.interface import StepResult
 from localgen.backends.sampling_params import SamplingParams
 
