@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from localgen.backends.sampling_params import SamplingParams
 
+# of one sequence in one step: with the token before them they fill a kernel's tile
+MAX_DRAFT_TOKENS = 63
 # upper bounds in tokens of the histogram of step sizes, which has one more bucket above the last
 STEP_TOKENS_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 

@@ -16,7 +16,15 @@ ARCH = 90
 # of each kernel, because compiling takes half a second
 _MOST_VARIANTS = 4
 _KERNELS = "localgen.backends.cuda.kernels"
-_MODULES = ("norm", "rope", "gemm.dense", "gemm.qkv_rope", "gemm.fp8", "attention.decode")
+_MODULES = (
+    "norm",
+    "rope",
+    "gemm.dense",
+    "gemm.qkv_rope",
+    "gemm.fp8",
+    "attention.decode",
+    "attention.splits",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,10 @@ from localgen.backends.engine.speculation.drafter import (
 )
 from localgen.backends.engine.speculation.policy import Allocation, DraftOption, Speculation
 from localgen.backends.engine.step_costs import StepCosts
-from localgen.backends.runner.interface import MAX_DRAFT_TOKENS, Chunk
+from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import MAX_DRAFT_TOKENS
 
 RIGHT, WRONG = 1, 2
 DRAFTS = 5

@@ -21,8 +21,9 @@ from localgen.backends.engine.speculation.policy import (
     allocate,
 )
 from localgen.backends.engine.step_costs import StepCosts
-from localgen.backends.runner.interface import MAX_DRAFT_TOKENS, Chunk
+from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence
+from localgen.backends.types import MAX_DRAFT_TOKENS
 
 
 def still() -> float:

@@ -33,7 +33,6 @@ from localgen.backends.cuda.steps.sampler import (
 from localgen.backends.cuda.steps.sampling_slots import SamplingSlots
 from localgen.backends.memory.compute_buffers import cuda_max_outputs
 from localgen.backends.runner.interface import (
-    MAX_DRAFT_TOKENS,
     Chunk,
     EmbedSlice,
     Limits,
@@ -45,6 +44,7 @@ from localgen.backends.runner.interface import (
 )
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.sampling_params import uses_penalties
+from localgen.backends.types import MAX_DRAFT_TOKENS
 
 
 class StepExecutor(Protocol):

@@ -21,7 +21,6 @@ from localgen.backends.engine.stats import StatsRecorder, finished_event
 from localgen.backends.engine.token_budget import TokenBudget
 from localgen.backends.errors import LocalgenError
 from localgen.backends.runner.interface import (
-    MAX_DRAFT_TOKENS,
     AsyncRunner,
     Chunk,
     ModelRunner,
@@ -30,7 +29,14 @@ from localgen.backends.runner.interface import (
     StepResult,
 )
 from localgen.backends.runner.sequence import Sequence, SequenceState
-from localgen.backends.types import EmbedRequest, Failed, Finished, Request, StepEvents
+from localgen.backends.types import (
+    MAX_DRAFT_TOKENS,
+    EmbedRequest,
+    Failed,
+    Finished,
+    Request,
+    StepEvents,
+)
 
 STATS_INTERVAL_S = 0.25
 # idle engines publish too: the server takes one that sends nothing for twice as long for silent

@@ -17,8 +17,9 @@ from localgen.backends.engine.loaded_model import LoadedModel, ModelLoader
 from localgen.backends.errors import LocalgenError
 from localgen.backends.messages import FrameSocket, inherited_socket
 from localgen.backends.model_info import ModelLoadRequest
-from localgen.backends.runner.interface import MAX_DRAFT_TOKENS, StepFailed
+from localgen.backends.runner.interface import StepFailed
 from localgen.backends.text.grammar import GrammarCompiler
+from localgen.backends.types import MAX_DRAFT_TOKENS
 
 # of a loading engine, whatever its progress: without it, the server takes the engine for stopped
 HEARTBEAT_S = 1.0

@@ -12,7 +12,7 @@ from localgen.backends.memory.load_defaults import DEFAULT_SPLIT_PARTS, LLAMACPP
 from localgen.backends.memory.load_limits import validate_cache_types, validate_load_options
 from localgen.backends.memory.system import num_physical_cores
 from localgen.backends.model_info import DRAFT_NGRAM, LoadOptions
-from localgen.backends.runner.interface import MAX_DRAFT_TOKENS
+from localgen.backends.types import MAX_DRAFT_TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

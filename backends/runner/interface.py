@@ -13,9 +13,6 @@ from numpy.typing import NDArray
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import PositionLogprobs
 
-# of one sequence in one step: with the token before them they fill a kernel's tile
-MAX_DRAFT_TOKENS = 63
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:

@@ -18,7 +18,7 @@ from localgen.backends.memory.compute_buffers import (
 )
 from localgen.backends.memory.load_defaults import LoadDefaults
 from localgen.backends.model_info import LoadOptions
-from localgen.backends.runner.interface import MAX_DRAFT_TOKENS
+from localgen.backends.types import MAX_DRAFT_TOKENS
 
 # enough for a long document or an hour of conversation
 USEFUL_CTX = 8192

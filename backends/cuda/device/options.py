@@ -11,7 +11,7 @@ from localgen.backends.errors import InvalidRequest
 from localgen.backends.memory.load_defaults import CUDA_DEFAULTS, CUDA_ON_CPU_DEFAULTS
 from localgen.backends.memory.load_limits import validate_device, validate_load_options
 from localgen.backends.model_info import DRAFT_NGRAM, LoadOptions, option_flag
-from localgen.backends.runner.interface import MAX_DRAFT_TOKENS
+from localgen.backends.types import MAX_DRAFT_TOKENS
 
 # data types of the KV cache by option value
 CACHE_DTYPES = {

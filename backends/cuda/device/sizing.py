@@ -18,7 +18,7 @@ from localgen.backends.memory import kv_sizing
 from localgen.backends.memory.compute_buffers import cuda_graph_pool_bytes, cuda_work_bytes
 from localgen.backends.memory.kv_sizing import KVSize, KVSizeRequest
 from localgen.backends.memory.system import available_memory_bytes
-from localgen.backends.runner.interface import MAX_DRAFT_TOKENS
+from localgen.backends.types import MAX_DRAFT_TOKENS
 from localgen.backends.units import format_size
 
 # if allocation fails, the KV cache is shrunk by this factor, up to this many attempts

@@ -16,8 +16,9 @@ import numpy as np
 
 from localgen.backends.engine.speculation.drafter import DecayedRatio, Drafter, DraftProposal
 from localgen.backends.engine.step_costs import StepCosts
-from localgen.backends.runner.interface import MAX_DRAFT_TOKENS, Chunk
+from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence
+from localgen.backends.types import MAX_DRAFT_TOKENS
 
 # minimum expected gain of drafts, and maximum slowdown of any one sequence, as factors
 MIN_GAIN, MAX_SLOWDOWN = 1.02, 1.05

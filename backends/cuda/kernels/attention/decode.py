@@ -39,7 +39,7 @@ _MIN_SPLIT_TOKENS = 128
 # a longer sequence is split, however many others there are: the step would wait for it
 _MAX_SPLIT_TOKENS = 4096
 # partial results of these splits: about this, at most
-_MAX_PARTIAL_BYTES = 64 << 20
+_MAX_PARTIAL_BYTES = 32 << 20
 # programs per SM: two, so that one loads while the other computes
 _PROGRAMS_PER_SM = 2
 _HOPPER_ARCH = 90
