@@ -117,6 +117,8 @@ class ServerSettings:
             probe.settimeout(1.0)
             try:
                 probe.connect(str(self.socket_path))
+            except BlockingIOError:  # its backlog is full
+                return True
             except OSError:
                 return False
         return True

@@ -277,9 +277,9 @@ def test_a_long_sequence_among_many_is_split() -> None:
     assert decode_splits(1, 8192) == 64
     assert decode_splits(64, 4096) == 1
     assert decode_splits(64, 100_000) == 32
-    # the partial results of the step stay below 64 MiB
-    assert decode_splits(256, 100_000) == 16
-    assert decode_splits(256, 100_000, rows=8) == 2
+    # the partial results of the step take 32 MiB
+    assert decode_splits(256, 100_000) == 8
+    assert decode_splits(128, 100_000, rows=8) == 2
 
 
 @pytest.mark.parametrize(

@@ -376,7 +376,12 @@ class TorchGraphs:
             (torch._C, "_cuda_releasePool", lambda _, pool: self.uses.subtract([pool])),
         ):
             patch.setattr(module, name, stand_in, raising=False)
-        patch.setattr(GraphCapture, "_reserve", lambda _: None)
+        self.max_bytes = 1000
+        patch.setattr(GraphCapture, "_reserve", lambda _, num_bytes: self._reserve(num_bytes))
+
+    def _reserve(self, num_bytes: int) -> None:
+        if num_bytes > self.max_bytes:
+            raise torch.OutOfMemoryError
 
     def _graph(self) -> Any:
         found = type("Graph", (), {"pool": None, "replay": lambda _: None})()
@@ -421,6 +426,16 @@ def test_a_capture_that_raises_leaves_pool_and_stream_as_they_were(
     capture(lambda: None)
     assert found.captures == [1, 1, 1, 1], "the first one reserves memory"
     assert found.uses == {1: 3}
+
+
+def test_without_memory_for_the_largest_graph_smaller_ones_are_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found, capture = TorchGraphs(monkeypatch), GraphCapture(1001)
+    capture(lambda: None)
+    capture(lambda: None)
+    assert found.captures == [1, 2, 2, 2], "the first reservation failed"
+    assert (found.stream, found.open) == ("main", set())
 
 
 def test_a_capture_that_cannot_be_ended_is_closed_for_the_allocator(

@@ -313,7 +313,7 @@ def write_tensors(path: Path, tensors: dict[str, tuple[str, list[int], int]]) ->
 @pytest.mark.parametrize(
     ("bits", "name", "wanted"),
     [
-        (4, "model.layers.0.mlp.down_proj", 4096 + 256 + 64 + 128),
+        (4, "model.layers.0.mlp.down_proj", 4096 + 256 + 256 + 128),
         (3, "model.layers.0.mlp.down_proj", 2 * 128 * 64 + 128),
         (4, "model.layers.0.mlp.experts.7.down_proj", 2 * 128 * 64 + 128),
     ],

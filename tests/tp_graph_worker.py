@@ -1,7 +1,7 @@
 """A worker process of tensor parallelism with CUDA graphs of FakeCapture.
 
-FAKE_CAPTURE_ERROR names what its first capture raises, as in errors(). At the end it writes to
-FAKE_CAPTURE_REPORT which shapes have a graph.
+FAKE_CAPTURE_ERROR names what its first capture raises, as in errors(). When its executor is closed,
+as it must be at the end, it writes to FAKE_CAPTURE_REPORT which shapes have a graph.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from fake_capture import FakeCapture
 
 from localgen.backends.cuda.parallel import rank_model, worker
 from localgen.backends.cuda.steps.cuda_graphs import DeviceExecutor
-
-EXECUTORS: list[DeviceExecutor] = []
 
 
 def errors(name: str) -> list[Exception]:
@@ -35,10 +33,7 @@ def executor_with_graphs(name: str) -> Any:
 
     def build(*args: Any, **options: Any) -> DeviceExecutor:
         capture = FakeCapture(errors=errors(name))
-        EXECUTORS.append(
-            DeviceExecutor(*args, **options | {"use_cuda_graphs": True}, capture=capture)
-        )
-        return EXECUTORS[-1]
+        return DeviceExecutor(*args, **options | {"use_cuda_graphs": True}, capture=capture)
 
     return build
 
@@ -51,9 +46,15 @@ def report(executor: DeviceExecutor) -> str:
     )
 
 
+def report_and_close(executor: DeviceExecutor) -> None:
+    """Stands in for DeviceExecutor.close of the worker."""
+    Path(os.environ["FAKE_CAPTURE_REPORT"]).write_text(report(executor))
+    close(executor)
+
+
 if __name__ == "__main__":
     build = executor_with_graphs(os.environ["FAKE_CAPTURE_ERROR"])
     rank_model.__dict__["DeviceExecutor"] = build
-    status = worker.main(int(sys.argv[1]))
-    Path(os.environ["FAKE_CAPTURE_REPORT"]).write_text(report(EXECUTORS[-1]))
-    os._exit(status)
+    close = DeviceExecutor.close
+    setattr(DeviceExecutor, "close", report_and_close)  # noqa: B010
+    os._exit(worker.main(int(sys.argv[1])))

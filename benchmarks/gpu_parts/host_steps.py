@@ -22,10 +22,11 @@ from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS, pages_for
 from localgen.backends.cuda.kv.paged_cache import PagedCache
 from localgen.backends.cuda.model.batch import StepBatch
 from localgen.backends.cuda.model.decoder import KVCache
+from localgen.backends.cuda.model.process_group import TensorParallelGroup
 from localgen.backends.cuda.runner import CudaRunner, CudaStepTicket, cuda_limits
 from localgen.backends.cuda.steps import sampler
 from localgen.backends.cuda.steps.cuda_graphs import DeviceExecutor
-from localgen.backends.cuda.steps.graph_capture import Replay
+from localgen.backends.formats.architecture.sharding import ModelShard
 from localgen.backends.runner.interface import StepResult
 from localgen.backends.sampling_params import SamplingParams
 
@@ -55,6 +56,7 @@ class NoOpDecoder:
     """Stands in for Decoder: computes nothing."""
 
     spec, max_len = SPEC, SPEC.max_len
+    group = TensorParallelGroup(ModelShard(SPEC))
 
     def forward(self, batch: StepBatch, cache: KVCache, out: Tensor | None = None) -> Tensor:
         """Return logits of any value."""
@@ -117,7 +119,7 @@ class HostSteps:
         self._session.__exit__(kind, error, trace)
         self._patch.stop()
 
-    def _capture(self, forward: Callable[[], object]) -> Replay:
+    def _capture(self, forward: Callable[[], object]) -> Callable[[], None]:
         def replay() -> None:
             self._runner.replay_s = time.thread_time()
 

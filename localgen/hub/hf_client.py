@@ -60,10 +60,9 @@ def import_huggingface_hub() -> ModuleType:
 
 def cache_folder() -> Path:
     """The cache folder that huggingface_hub uses, or will use when it is imported."""
-    constants = sys.modules.get("huggingface_hub.constants")
-    if constants is not None:
-        return Path(constants.HF_HUB_CACHE).expanduser()
-    return resolve_cache_folder()
+    # another thread may be importing it
+    folder = getattr(sys.modules.get("huggingface_hub.constants"), "HF_HUB_CACHE", None)
+    return resolve_cache_folder() if folder is None else Path(folder).expanduser()
 
 
 def resolve_cache_folder() -> Path:

@@ -150,8 +150,12 @@ def launch_on_device(kernel: Any, grid: tuple[int, ...]) -> Callable[..., object
 
 @dataclass(frozen=True, slots=True)
 class _KnownLaunch:
-    """A compiled kernel as Triton launches it. constants: the constexpr arguments, after others."""
+    """A compiled kernel as Triton launches it. constants: the constexpr arguments, after others.
 
+    compiled: keeps the module of `function` loaded.
+    """
+
+    compiled: CompiledKernel
     launcher: Callable[..., object]
     function: Any
     metadata: Any
@@ -165,7 +169,8 @@ class _KnownLaunch:
         rest = kernel.params[num_args:]
         assert all(param.is_constexpr for param in rest), kernel
         constants = tuple(options.get(param.name, param.default) for param in rest)
-        return cls(compiled.run, compiled.function, compiled.packed_metadata, constants)
+        metadata = compiled.packed_metadata
+        return cls(compiled, compiled.run, compiled.function, metadata, constants)
 
 
 def argument_kind(arg: Any) -> object:

@@ -98,6 +98,11 @@ class RankModel:
             "load with a smaller --batch-size, --parallel or --kv-tokens"
         )
 
+    def close(self) -> None:
+        """Free the graphs and the KV cache, if there are any."""
+        if self._executor is not None:
+            self._executor.close()
+
     def free_bytes(self, limit_bytes: int | None = None) -> int:
         """Return the memory available for KV pages, after reserving the work memory of a step.
 

@@ -99,10 +99,11 @@ class TensorParallelExecutor:
 
     def close(self) -> None:
         """See StepExecutor.close."""
+        # NCCL's communicators wait for the end of all graphs that use them
+        self._rank_model.close()
         self.workers.shut_down(ShutdownWorker())
         process_group.destroy_process_group()
         self.workers.close()
-        self._rank_model.executor.close()
 
 
 def load_tensor_parallel(

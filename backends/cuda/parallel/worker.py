@@ -90,6 +90,7 @@ def serve(rank_0: FrameSocket, request: LoadWeights) -> None:
             case AllocateCache(pages, max_len):
                 rank_0.send(pickle.dumps(CacheAllocated(rank_model.allocate_cache(pages, max_len))))
             case ShutdownWorker():
+                rank_model.close()  # NCCL waits for the end of all graphs that use it
                 process_group.destroy_process_group()
                 return
             case _:

@@ -31,12 +31,18 @@ class GraphCapture:
         Nothing is computed yet. Raises the errors of `forward`, and RuntimeError.
         """
         if self._reservation is None:
-            self._pool = torch.cuda.graph_pool_handle()
-            self._reservation = self._capture(self._reserve)
+            try:
+                self._reservation = self._open_pool(self._pool_bytes)
+            except torch.OutOfMemoryError:  # small graphs may fit all the same
+                self._reservation = self._open_pool(1)
         return self._capture(forward).replay  # type: ignore[no-any-return]
 
-    def _reserve(self) -> None:
-        torch.empty(self._pool_bytes, dtype=torch.uint8, device="cuda").zero_()
+    def _open_pool(self, num_bytes: int) -> Any:
+        self._pool = torch.cuda.graph_pool_handle()
+        return self._capture(lambda: self._reserve(num_bytes))
+
+    def _reserve(self, num_bytes: int) -> None:
+        torch.empty(num_bytes, dtype=torch.uint8, device="cuda").zero_()
 
     def _capture(self, forward: Callable[[], object]) -> Any:
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
