@@ -42,7 +42,7 @@ Figures = dict[tuple[str, str], float]
 
 
 def step_figures(sizes: list[int], steps: int) -> Figures:
-    """Processor times of steps that decode so many sequences."""
+    """Processor times of decode steps. sizes: numbers of sequences. steps: measured for each."""
     rng, figures = random.Random(0), Figures()
     for size in sizes:
         prompts = [[rng.randrange(8) for _ in range(_PROMPT_TOKENS)] for _ in range(size)]

@@ -78,9 +78,8 @@ class Scheduler:
         self._running: dict[str, Sequence] = {}
         self._in_order: list[Sequence] = []  # see `running`
         self._prefilling: set[Sequence] = set()  # running, but not decoding
-        self._admission_paused = (
-            False  # set when a planned step did not fit; cleared when a sequence ends
-        )
+        # set when a planned step did not fit; cleared when a sequence ends
+        self._admission_paused = False
         self._next_admission_s = 0.0  # the queue is blocked until then
         self.queue = FairQueue()
         self.counters = SchedulerCounters()

@@ -174,7 +174,7 @@ class _KnownLaunch:
 
 
 def argument_kind(arg: Any) -> object:
-    """What a kernel is compiled for: at least as distinctive as Triton's specialization.
+    """Return a cache key: arguments with equal keys are compiled to the same kernel by Triton.
 
     Numbers: 1, multiples of 16, and those that need 64 bits. Tensors: dtype, and 16-byte alignment.
     """
