@@ -280,6 +280,7 @@ def test_a_long_sequence_among_many_is_split() -> None:
     # the partial results of the step take 32 MiB
     assert decode_splits(256, 100_000) == 8
     assert decode_splits(128, 100_000, rows=8) == 2
+    assert decode_splits(256, 100_000, rows=8) == 1
 
 
 @pytest.mark.parametrize(
