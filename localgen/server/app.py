@@ -337,6 +337,14 @@ def _add_error_handlers(app: FastAPI) -> None:
         return _error_response(http, "internal_error", message)
 
 
+_JSON_TYPES = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+}
+
+
 def _validation_message(problem: Any) -> tuple[str, str | None]:
     """Return a one-line message for a pydantic error, and the path of its field if any."""
     steps = [step for step in problem["loc"] if step not in ("body", "query", "str")]
@@ -358,6 +366,8 @@ def _validation_message(problem: Any) -> tuple[str, str | None]:
             return f"{field} must be at most {problem['ctx']['le']:,}", field
         case "less_than":
             return f"{field} must be below {problem['ctx']['lt']:,}", field
+        case "int_type" | "float_type" | "bool_type" | "string_type" if field:
+            return f"{field} must be {_JSON_TYPES[problem['type']]}", field
         case _:
             reason = str(problem["msg"])
             return (f"{field}: {reason}", field) if field else (reason, None)

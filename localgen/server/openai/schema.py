@@ -59,9 +59,7 @@ class StreamOptions(StrictModel):
 class JsonSchema(StrictModel):
     """A JSON schema for the answer. Always enforced: name, description and strict are ignored."""
 
-    model_config = ConfigDict(
-        extra="forbid", allow_inf_nan=False, protected_namespaces=(), populate_by_name=True
-    )
+    model_config = ConfigDict(populate_by_name=True)
     name: str = ""
     description: str | None = None
     body: dict[str, Any] = Field(alias="schema")
@@ -106,7 +104,7 @@ class _GenerationRequest(_SamplerFields):
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(strict=True, ge=1, le=MAX_N)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     user: str | None = None
     priority: Int64 = 0
     ctx: Count | None = None
@@ -120,7 +118,7 @@ class _GenerationRequest(_SamplerFields):
     ignore_eos: bool = False
     seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[Int32, float] | None = None
+    logit_bias: dict[Annotated[Int32, Field(strict=False)], float] | None = None  # names in JSON
     response_format: ResponseFormat | None = None
     json_schema: dict[str, Any] | str | None = None
     regex: str | None = None

@@ -71,9 +71,11 @@ def _is_unicode(text: str) -> bool:
 
 
 class StrictModel(BaseModel):
-    """A model that rejects unknown fields, NaN and infinities."""
+    """A model that rejects unknown fields, other JSON types ("5" for 5), NaN and infinities."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
 
 
 class RequestBody(StrictModel):
