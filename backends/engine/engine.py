@@ -357,10 +357,21 @@ class Engine:
         )
         self._stats.record_end(seq.id, reason)
 
-    def _process_output(self, output: SequenceOutput) -> None:
-        answer = self._output_processors.get(output.seq.id)
-        if answer is None:  # cancelled meanwhile, or ended by a stop string
-            return
+    def _process_outputs(self) -> None:
+        """Turn the tokens of the previous step into events, or leave them to the outbox."""
+        answers, unread = self._output_processors, []
+        for output in self._unpublished:
+            answer = answers.get(output.seq.id)
+            if answer is None:  # cancelled meanwhile, or ended by a stop string
+                continue
+            if answer.can_wait and output.reason is None:
+                unread.append(answer)
+            else:
+                self._process_output(answer, output)
+        self._unpublished.clear()
+        self._outbox.add_unread(unread)
+
+    def _process_output(self, answer: OutputProcessor, output: SequenceOutput) -> None:
         delta = answer.process(output)
         if delta is not None:
             self._outbox.add(delta)
@@ -378,9 +389,7 @@ class Engine:
 
         deltas_may_wait: see Outbox.publish.
         """
-        for output in self._unpublished:
-            self._process_output(output)
-        self._unpublished.clear()
+        self._process_outputs()
         self._collect_embedded()
         now_s = time.monotonic()
         snapshot = None
