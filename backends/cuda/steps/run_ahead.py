@@ -78,7 +78,8 @@ class RunAheadStep:
 
     def invalidate(self, seq: Sequence) -> None:
         """Discard the result for a sequence, because its pages are about to change."""
-        self._discarded.add(seq)
+        if seq in self.seqs:
+            self._discarded.add(seq)
 
 
 def is_decoding(chunk: Chunk) -> bool:
