@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from localgen.backends.cuda.kernels.attention.decode import MAX_DECODE_ROWS
-from localgen.backends.cuda.kernels.decode_inputs import DecodeInputs, advance_decode_inputs
+from localgen.backends.cuda.kernels.decode_inputs import advance_decode_inputs
 from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS, pages_for
 from localgen.backends.cuda.model.batch import (
     Int32Array,
@@ -190,14 +190,7 @@ class DeviceExecutor:
         assert self._buffers is not None
         assert len(tokens) == last.num_seqs
         pages = None if new_pages is None else to_device([new_pages], self.device)[0]
-        inputs = DecodeInputs(
-            tokens=batch.tokens,
-            slot_mapping=batch.slot_mapping,
-            positions=batch.positions,
-            seq_lens=batch.attn_metadata.seq_lens,
-            page_tables=batch.attn_metadata.page_tables,
-        )
-        advance_decode_inputs(inputs, tokens, pages, PAGE_TOKENS)
+        advance_decode_inputs(batch.decode_inputs, tokens, pages, PAGE_TOKENS)
         graph()
         self.is_warming_up = False
         self._last_decode = _ReplayedDecode(last.shape, last.num_seqs, last.max_len + 1)
