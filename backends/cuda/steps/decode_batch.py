@@ -19,7 +19,8 @@ class DecodeBatch:
 
     slots: of their page tables and sampling parameters, int64. positions: of the tokens that the
     step computes, int32. writable: lengths up to which their pages can be written, int32.
-    steps_left: number of further steps before one in which not all go on; less than 0: this one.
+    steps_left: number of steps after the next one that all sequences have room for within their
+    maximum length; negative: one lacks it in the next step.
     """
 
     seqs: tuple[Sequence, ...]
@@ -32,7 +33,7 @@ class DecodeBatch:
     def of(cls, step: DecodeStep, cache: PagedCache) -> DecodeBatch:
         """The batch of a step."""
         positions = np.array(step.starts, np.int32)
-        # the position in whose step a sequence may get its last token
+        # the next step computes the position after that, the last one before the maximum length
         last = np.array([seq.max_len for seq in step.seqs]) - 2
         return cls(
             step.seqs,
@@ -48,7 +49,7 @@ class DecodeBatch:
             return False
         self.positions += 1
         self.steps_left -= 1
-        return step.starts == self.positions.tolist()
+        return bool(step.starts == self.positions.tolist())
 
     def grow(self, cache: PagedCache) -> bool:
         """Provide pages for the next step; False if the KV cache is full."""
