@@ -8,16 +8,16 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from localgen.backends.engine.answers import Answers
 from localgen.backends.engine.embeddings import EmbeddingScheduler, EmbeddingTask
 from localgen.backends.engine.input_processor import InputProcessor
 from localgen.backends.engine.outbox import Outbox
-from localgen.backends.engine.output_processor import OutputProcessor
 from localgen.backends.engine.preparation import Prepared, Preparer
 from localgen.backends.engine.preparation_costs import AnyRequest
 from localgen.backends.engine.scheduler import Scheduler, SequenceOutput
 from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.engine.speculation.policy import Speculation
-from localgen.backends.engine.stats import StatsRecorder, finished_event
+from localgen.backends.engine.stats import StatsRecorder
 from localgen.backends.engine.token_budget import TokenBudget
 from localgen.backends.errors import LocalgenError
 from localgen.backends.runner.interface import (
@@ -99,7 +99,12 @@ class Engine:
         self._stats_at_s = 0.0
         self._inbox: queue.SimpleQueue[_InboxItem] = queue.SimpleQueue()
         self._skip_drafts_once = False  # no drafts in the next step
-        self._output_processors: dict[str, OutputProcessor] = {}
+        self._answers = Answers(
+            input_processor.tokenizer,
+            self._outbox,
+            self._stats,
+            no_drafts_reason=lambda: self._speculation.reason,
+        )
         self._unpublished: list[SequenceOutput] = []
         self._is_decoding = False  # the last step computed no prompt
         # matched a stop string while a step was in flight
@@ -223,7 +228,7 @@ class Engine:
         )
         return True
 
-    def _apply(self, chunks: list[Chunk], result: StepResult, started_s: float) -> None:
+    def _apply(self, chunks: Seq[Chunk], result: StepResult, started_s: float) -> None:
         now_s = time.monotonic()
         step_ms = (now_s - started_s) * 1e3 + self._speculation.waited_ms
         is_typical = self._async_runner is None or not self._async_runner.is_warming_up
@@ -275,9 +280,9 @@ class Engine:
         try:
             self._scheduler.submit(seq)
         except LocalgenError as error:
-            self._fail(seq, error.code, error.message)
+            self._answers.fail(seq, error.code, error.message)
         else:
-            self._output_processors[seq.id] = OutputProcessor(seq, self._input_processor.tokenizer)
+            self._answers.start(seq)
 
     def _enqueue_embedding(self, task: EmbeddingTask) -> None:
         try:
@@ -288,11 +293,7 @@ class Engine:
 
     def _cancel(self, seq: Sequence) -> None:
         self._scheduler.end(seq)
-        answer = self._output_processors.pop(seq.id)
-        rest = answer.flush()
-        if rest:
-            self._outbox.add(rest)
-        self._finish(seq, "cancelled", None, answer.num_tokens)
+        self._answers.cancel(seq)
 
     def _end_stopped_sequences(self) -> None:
         for seq in self._stopped_in_flight:
@@ -308,7 +309,7 @@ class Engine:
         if self._scheduler.running or seq is None:
             return
         self._scheduler.end(seq)
-        self._fail(
+        self._answers.fail(
             seq,
             "out_of_memory",
             f"{len(seq.tokens):,} tokens do not fit the pool of "
@@ -328,58 +329,26 @@ class Engine:
             return
         for seq in self._scheduler.running:
             self._scheduler.end(seq)
-            if seq.id in self._output_processors:
-                self._fail(seq, "out_of_memory", "the KV cache has no room for the next token")
+            if seq in self._answers:
+                self._answers.fail(
+                    seq, "out_of_memory", "the KV cache has no room for the next token"
+                )
 
     def _fail_all(self, message: str) -> None:
         for seq in [*self._scheduler.running, *self._scheduler.queue]:
-            if seq.id in self._output_processors:
-                self._fail(seq, "engine_died", message)
+            if seq in self._answers:
+                self._answers.fail(seq, "engine_died", message)
         self._embedding_scheduler.fail_all("engine_died", message)
         self._flush(idle=True)
 
-    def _fail(self, seq: Sequence, code: str, message: str) -> None:
-        self._output_processors.pop(seq.id, None)
-        self._outbox.add(Failed(seq.id, code, message))
-        self._stats.record_end(seq.id, "error")
-
     # -- events -----------------------------------------------------------------------------
-
-    def _finish(self, seq: Sequence, reason: str, stop: str | None, num_tokens: int) -> None:
-        self._outbox.add(
-            finished_event(
-                seq,
-                reason,
-                stop=stop,
-                completion_tokens=num_tokens,
-                no_drafts_reason=self._speculation.reason,
-            )
-        )
-        self._stats.record_end(seq.id, reason)
-
-    def _process_output(self, output: SequenceOutput) -> None:
-        answer = self._output_processors.get(output.seq.id)
-        if answer is None:  # cancelled meanwhile, or ended by a stop string
-            return
-        delta = answer.process(output)
-        if delta is not None:
-            self._outbox.add(delta)
-        reason = "stop" if answer.matched_stop is not None else output.reason
-        if reason == "stop" and answer.has_tool_calls:
-            reason = "tool_calls"
-        if reason:
-            del self._output_processors[output.seq.id]
-            self._finish(output.seq, reason, answer.matched_stop, answer.num_tokens)
-            if not output.reason:
-                self._stopped_in_flight.append(output.seq)
 
     def _flush(self, *, idle: bool, deltas_may_wait: bool = False) -> None:
         """Publish the events of the previous step, with statistics every STATS_INTERVAL_S.
 
         deltas_may_wait: see Outbox.publish.
         """
-        for output in self._unpublished:
-            self._process_output(output)
+        self._stopped_in_flight += self._answers.process(self._unpublished)
         self._unpublished.clear()
         self._collect_embedded()
         now_s = time.monotonic()
