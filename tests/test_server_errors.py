@@ -87,7 +87,7 @@ def refusal(reply: Any, status: int, code: str) -> dict[str, Any]:
         ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "must be at most 20"),
         ({"stop": ["a", ""]}, "stop[1]", "at least 1 character"),
-        ({"seed": -1}, "seed", "must be at least 0"),
+        ({"seed": "a"}, "seed", "must be a whole number"),
         ({"messages": []}, "messages", "at least 1 item"),
         ({"messages": [{"role": "critic", "content": "x"}]}, "messages[0].role", "'user'"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),

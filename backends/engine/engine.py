@@ -36,6 +36,8 @@ from localgen.backends.types import (
     Finished,
     Request,
     StepEvents,
+    Tokenized,
+    TokenizeRequest,
 )
 
 STATS_INTERVAL_S = 0.25
@@ -59,7 +61,7 @@ class _Stop:
     pass
 
 
-_InboxItem = Sequence | EmbeddingTask | _Cancel | Failed | Finished | _Stop
+_InboxItem = Sequence | EmbeddingTask | Tokenized | _Cancel | Failed | Finished | _Stop
 
 
 class Engine:
@@ -128,6 +130,10 @@ class Engine:
         """Submit an embedding request; it ends with exactly one Embedded or Failed event."""
         self._embedding_preparer.submit(request)
 
+    def submit_tokenize(self, request: TokenizeRequest) -> None:
+        """Submit a request for tokens; it ends with exactly one Tokenized or Failed event."""
+        self._request_preparer.submit(request)
+
     def cancel(self, request_id: str) -> None:
         """Cancel a request, effective within one step. Unknown ids are ignored."""
         preparers = (self._request_preparer, self._embedding_preparer)
@@ -139,9 +145,13 @@ class Engine:
         self._inbox.put(_Stop())
 
     def _prepare(self, request: AnyRequest) -> Prepared:
-        if isinstance(request, Request):
-            return self._input_processor.prepare(request)
-        return self._input_processor.prepare_embedding(request)
+        match request:
+            case Request():
+                return self._input_processor.prepare(request)
+            case EmbedRequest():
+                return self._input_processor.prepare_embedding(request)
+            case TokenizeRequest():
+                return self._input_processor.tokenize(request)
 
     # -- the loop ---------------------------------------------------------------------------
 
@@ -258,7 +268,9 @@ class Engine:
         own = self._async_runner is not None and self._async_runner.prepare_while_idle()
         return own or self._speculation.prepare_while_idle()
 
-    def _handle(self, item: Sequence | EmbeddingTask | _Cancel | Failed | Finished) -> None:
+    def _handle(
+        self, item: Sequence | EmbeddingTask | Tokenized | _Cancel | Failed | Finished
+    ) -> None:
         match item:
             case Sequence():
                 self._enqueue(item)
@@ -269,6 +281,8 @@ class Engine:
                 if seq:
                     self._cancel(seq)
                 self._embedding_scheduler.cancel(request_id)
+            case Tokenized():
+                self._outbox.add(item)
             case Failed():
                 self._outbox.add(item)
                 self._stats.record_end(item.request_id, "error")
