@@ -329,7 +329,19 @@ def test_loading_leaves_what_was_said_on_a_terminal_only(is_terminal: bool) -> N
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_notices_break_between_words_on_a_terminal_only(is_terminal: bool) -> None:
     screen = io.StringIO()
-    words = "context 8,192 of 131,072; change it with --ctx or /set ctx".split()
+    words = [
+        "context",
+        "8,192",
+        "of",
+        "131,072;",
+        "change",
+        "it",
+        "with",
+        "--ctx",
+        "or",
+        "/set",
+        "ctx",
+    ]
     line = LoadProgressLine(Console(file=screen, force_terminal=is_terminal, width=20), "tiny")
     line.print_notice(" ".join(words))
     lines = re.sub(r"\x1b\[[0-9;]*m", "", screen.getvalue()).splitlines()
