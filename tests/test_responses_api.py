@@ -233,7 +233,7 @@ def finished(reason: str) -> Finished:
 
 def test_reasoning_text_and_calls_are_items_in_their_order() -> None:
     kept: list[tuple[Message, dict[str, Any]]] = []
-    serializer = ResponseSerializer("resp_r", "m", 1, {}, lambda *ended: kept.append(ended))
+    serializer = ResponseSerializer("resp_r", "m", 1, {}, lambda *ended: kept.append(ended), {})
     events: list[Any] = [
         *serializer.choice_delta(0, Delta("r", "So", 3, reasoning="see")),
         *serializer.choice_delta(
@@ -257,6 +257,22 @@ def test_reasoning_text_and_calls_are_items_in_their_order() -> None:
     assert usage["output_tokens_details"] == {"reasoning_tokens": 3}
     answer = Message("assistant", "So", "see", (ToolCall("a", "f", "{}"),))
     assert kept == [(answer, last["response"])]
+
+
+def test_functions_in_a_namespace() -> None:
+    """As Codex sends them; a call has the namespace beside the name."""
+    grouped = {"type": "namespace", "name": "agents", "tools": [WEATHER | {"strict": False}]}
+    request = ResponsesRequest.model_validate({"input": "x", "tools": [WEATHER, grouped]})
+    fields = request.to_request_fields(request.to_conversation(()))
+    assert [tool.name for tool in fields["tools"]] == ["weather", "agents.weather"]
+    made = ResponseSerializer("resp_r", "m", 1, {}, lambda *_: None, request.namespaces())
+    call = (ToolCallDelta(0, "{}", "a", "agents.weather"),)
+    made.choice_delta(0, Delta("r", "", 1, tool_calls=call))
+    made.choice_end(0, finished("tool_calls"))
+    item = made.items[0]
+    assert (item["namespace"], item["name"]) == ("agents", "weather")
+    (message,) = items(item)
+    assert message.tool_calls == (ToolCall("a", "agents.weather", "{}"),)
 
 
 def test_the_store_is_bounded_and_private() -> None:

@@ -53,6 +53,7 @@ class FunctionCallItem(_Item):
     call_id: str = Field(min_length=1)
     name: str
     arguments: str = "{}"
+    namespace: str | None = None
 
 
 class FunctionOutputItem(_Item):
@@ -130,8 +131,9 @@ def to_messages(items: Sequence[InputItem], earlier: Sequence[Message] = ()) -> 
                 answer.thoughts.append(_text(parts, f"{place}.content"))
             case FunctionCallItem():
                 arguments = parse_arguments(item.arguments, f"{place}.arguments")
-                answer.calls.append(ToolCall(item.call_id, item.name, arguments))
-                names[item.call_id] = item.name
+                name = qualified_name(item.namespace, item.name)
+                answer.calls.append(ToolCall(item.call_id, name, arguments))
+                names[item.call_id] = name
             case OtherItem():
                 raise InvalidRequest(
                     f"{place}: item type {item.type!r} is not supported", param=place
@@ -163,6 +165,11 @@ def _text(content: str | Sequence[ContentPart], place: str) -> str:
                 param=f"{place}[{at}]",
             )
     return "\n".join(part.text or part.refusal or "" for part in content)
+
+
+def qualified_name(namespace: str | None, name: str) -> str:
+    """The name by which the model sees a function."""
+    return name if namespace is None else f"{namespace}.{name}"
 
 
 def merge_system_messages(messages: Sequence[Message]) -> tuple[Message, ...]:

@@ -72,7 +72,10 @@ class ResponsesApi:
             requests=(request,),
             stream=body.stream is True,
             make_serializer=partial(
-                ResponseSerializer.from_metadata, echo=body.echo_fields(), on_complete=keep
+                ResponseSerializer.from_metadata,
+                echo=body.echo_fields(),
+                on_complete=keep,
+                namespaces=body.namespaces(),
             ),
             allow_paths=caller.is_local,
         )

@@ -23,7 +23,12 @@ from localgen.server.requests.body import (
     drop_fields,
     reject_unsupported_fields,
 )
-from localgen.server.responses_api.items import InputItem, merge_system_messages, to_messages
+from localgen.server.responses_api.items import (
+    InputItem,
+    merge_system_messages,
+    qualified_name,
+    to_messages,
+)
 
 # accepted without effect: none of them changes a token of the answer
 _HARMLESS = (
@@ -38,21 +43,46 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
 }
 
 
-class ResponseTool(FunctionDefinition):
-    """A function of the client."""
+class NamespaceFunction(FunctionDefinition):
+    """A function in a namespace."""
 
     type: Literal["function"]
+    defer_loading: Literal[False] = False
+
+
+class ResponseTool(FunctionDefinition):
+    """A function of the client, or a namespace of some, seen by the model as NAMESPACE.NAME."""
+
+    type: Literal["function", "namespace"]
+    tools: list[NamespaceFunction] | None = None
+    defer_loading: Literal[False] = False
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_other_types(cls, tool: Any) -> Any:
         kind = tool.get("type") if isinstance(tool, dict) else None
-        if isinstance(kind, str) and kind != "function":
+        if isinstance(kind, str) and kind not in ("function", "namespace"):
             raise InvalidRequest(
                 f"tools: type {kind} is not supported, only functions of the client: leave it out",
                 param="tools",
             )
         return tool
+
+    def functions(self) -> list[FunctionTool]:
+        """The functions, by the names that the model sees."""
+        found: list[FunctionDefinition] = [self]
+        if self.type == "namespace":
+            found = [
+                one.model_copy(update={"name": qualified_name(self.name, one.name)})
+                for one in self.tools or ()
+            ]
+        return [FunctionTool(type="function", function=_definition(one)) for one in found]
+
+
+def _definition(function: FunctionDefinition) -> FunctionDefinition:
+    return FunctionDefinition(
+        name=function.name, description=function.description, parameters=function.parameters
+    )
 
 
 class TextFormat(StrictModel):
@@ -140,13 +170,21 @@ class ResponsesRequest(RequestBody):
     def to_request_fields(self, conversation: Sequence[Message]) -> dict[str, Any]:
         """Keyword arguments for Request. Raises InvalidRequest."""
         head = [Message("system", self.instructions)] if self.instructions else []
-        tools = parse_tools([_function_tool(tool) for tool in self.tools or ()])
+        tools = parse_tools([one for tool in self.tools or () for one in tool.functions()])
         return {
             "messages": merge_system_messages([*head, *conversation]),
             "tools": tools,
             "tool_choice": parse_tool_choice(self.tool_choice, tools),
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
+        }
+
+    def namespaces(self) -> dict[str, tuple[str, str]]:
+        """The namespace and the name of each function in one, by the name that the model sees."""
+        return {
+            qualified_name(tool.name, one.name): (tool.name, one.name)
+            for tool in self.tools or ()
+            for one in tool.tools or ()
         }
 
     def to_sampling_params(self) -> SamplingParams:
@@ -178,8 +216,3 @@ class ResponsesRequest(RequestBody):
             "user": None,
         }
         return {name: plain.get(name, default) for name, default in defaults.items()}
-
-
-def _function_tool(tool: ResponseTool) -> FunctionTool:
-    fields = tool.model_dump(exclude={"type"})
-    return FunctionTool(type="function", function=FunctionDefinition(**fields))

@@ -58,7 +58,8 @@ class _OpenItem:
 class ResponseSerializer:
     """Serializer of /v1/responses.
 
-    echo: fields of the request that a response repeats. items: complete items of the output.
+    echo: fields of the request that a response repeats. namespaces: namespace and name of each
+    function in one, by the name that the model sees. items: complete items of the output.
     deltas: of the answer so far.
     """
 
@@ -67,6 +68,7 @@ class ResponseSerializer:
     created_at: int
     echo: dict[str, Any]
     on_complete: OnComplete
+    namespaces: Mapping[str, tuple[str, str]]
     framing: Framing = EVENTS
     items: list[dict[str, Any]] = field(default_factory=list)
     deltas: list[Delta] = field(default_factory=list)
@@ -75,10 +77,15 @@ class ResponseSerializer:
 
     @classmethod
     def from_metadata(
-        cls, metadata: ResponseMetadata, *, echo: dict[str, Any], on_complete: OnComplete
+        cls,
+        metadata: ResponseMetadata,
+        *,
+        echo: dict[str, Any],
+        on_complete: OnComplete,
+        namespaces: Mapping[str, tuple[str, str]],
     ) -> ResponseSerializer:
-        created = int(time.time())
-        return cls(to_response_id(metadata.id), metadata.model, created, echo, on_complete)
+        name, created = to_response_id(metadata.id), int(time.time())
+        return cls(name, metadata.model, created, echo, on_complete, namespaces)
 
     def choice_start(self, index: int) -> list[object]:
         """The response without output."""
@@ -101,12 +108,18 @@ class ResponseSerializer:
             more = {**_PART, "logprobs": []}
             events.append(self._grow("response.output_text.delta", delta.text, more))
         for call in delta.tool_calls:
-            named = {"call_id": call.id, "name": call.name, "arguments": ""}
+            named = {"call_id": call.id, **self._name_fields(call.name or ""), "arguments": ""}
             events += self._enter(call.index, "fc", type="function_call", **named)
             if call.arguments:
                 kind = "response.function_call_arguments.delta"
                 events.append(self._grow(kind, call.arguments))
         return events
+
+    def _name_fields(self, name: str) -> dict[str, str]:
+        if name not in self.namespaces:
+            return {"name": name}
+        namespace, own_name = self.namespaces[name]
+        return {"name": own_name, "namespace": namespace}
 
     def choice_end(self, index: int, finished: Finished) -> list[object]:
         """The end of the last item."""
