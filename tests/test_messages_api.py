@@ -163,7 +163,6 @@ def test_fields_that_change_no_token_are_accepted() -> None:
         "output_config": {"effort": "high"},
     }
     request = MessagesRequest.model_validate(body)
-    assert request.user == "me"
     assert request.to_request_fields()["thinking"] is None
     off = MessagesRequest.model_validate(body | {"thinking": {"type": "disabled"}})
     assert off.to_request_fields()["thinking"] is False

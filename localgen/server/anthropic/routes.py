@@ -31,7 +31,7 @@ class AnthropicApi:
 
         @router.post(PATH, response_model=None)
         async def messages(body: MessagesRequest, http: HttpRequest) -> Response:
-            return self._generate(body, Caller.from_request(http, body.user))
+            return self._generate(body, Caller.from_request(http))
 
         @router.post(f"{PATH}/count_tokens", response_model=None)
         async def count_tokens(body: CountTokensRequest, http: HttpRequest) -> Response:

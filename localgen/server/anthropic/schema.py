@@ -26,7 +26,10 @@ from localgen.server.requests.body import (
 )
 
 # accepted without effect: none of them changes a token of the answer
-_HARMLESS = ("service_tier", "context_management", "inference_geo", "cache_control", "speed")
+_HARMLESS = (
+    *("metadata", "service_tier", "context_management", "inference_geo", "cache_control"),
+    *("speed", "diagnostics", "user_profile_id", "workspace_id"),
+)
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {"mcp_servers": ([],), "container": ()}
 
 
@@ -56,10 +59,6 @@ class OutputConfig(StrictModel):
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
-
-
-class Metadata(StrictModel):
-    user_id: str | None = None
 
 
 class _PromptRequest(RequestBody):
@@ -104,11 +103,6 @@ class MessagesRequest(_PromptRequest):
     temperature: float | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     top_p: float | None = None
-    metadata: Metadata | None = None
-
-    @property
-    def user(self) -> str | None:
-        return self.metadata.user_id if self.metadata else None
 
     def to_sampling_params(self) -> SamplingParams:
         wanted = self.output_config.format if self.output_config else None
