@@ -108,7 +108,7 @@ def scan_logits_kernel(
         scores = values
         if temperature > 0:
             scores = _gumbel_scores(values, tokens, temperature, row, seed_hashes, positions)
-        score, token = _argmax(scores, tokens)
+        score, token = tl_argmax(scores, tokens)
         tl.store(partial, score)
         tl.store(split_best_tokens + row * num_splits + split, token)
     elif cuts % 4 == 2:
@@ -153,24 +153,24 @@ def sample_token_kernel(
     cuts = _truncation_flags(row, vocab, top_ks, top_ps, min_ps)
     split = tl.arange(0, splits_block)
     if (temperature == 0) | (cuts == 0):
-        scores = _load_or_neg_inf(split_stats + row * 3 * num_splits, split, num_splits)
+        scores = load_or_neg_inf(split_stats + row * 3 * num_splits, split, num_splits)
         tokens = tl.load(
             split_best_tokens + row * num_splits + split, mask=split < num_splits, other=NO_TOKEN
         )
-        score, token = _argmax(scores, tokens)
+        score, token = tl_argmax(scores, tokens)
         cut = tl.full((), -float("inf"), tl.float32)
     else:
         of_row = group_max + row * num_groups
         # merge the maxima of adjacent groups until they fit in registers
         together: tl.constexpr = max(groups_block // _SEARCH_BLOCK, 1)
         begin = tl.arange(0, groups_block // together) * together
-        best = _load_or_neg_inf(of_row, begin, num_groups)
+        best = load_or_neg_inf(of_row, begin, num_groups)
         for i in tl.static_range(1, together):
-            best = tl.maximum(best, _load_or_neg_inf(of_row, begin + i, num_groups))
+            best = tl.maximum(best, load_or_neg_inf(of_row, begin + i, num_groups))
         peak = tl.max(best)
         total = tl.full((), 1.0, tl.float32)
         if cuts % 4 == 2:
-            peaks = _load_or_neg_inf(split_stats + (row * 3 + 1) * num_splits, split, num_splits)
+            peaks = load_or_neg_inf(split_stats + (row * 3 + 1) * num_splits, split, num_splits)
             sums = tl.load(
                 split_stats + (row * 3 + 2) * num_splits + split, mask=split < num_splits, other=0.0
             )
@@ -219,7 +219,7 @@ def sample_token_kernel(
             tokens, inside = _candidate_tokens(own, start, count, vocab)
             values = _load_logits(line, tokens, inside)
             scores = _gumbel_scores(values, tokens, temperature, row, seed_hashes, positions)
-            here, first = _argmax(tl.where(values >= cut, scores, -float("inf")), tokens)
+            here, first = tl_argmax(tl.where(values >= cut, scores, -float("inf")), tokens)
             token = tl.where(here > score, first, token)
             score = tl.maximum(here, score)
         # all tokens are at -inf: a tie, so token 0
@@ -229,7 +229,7 @@ def sample_token_kernel(
 
 
 @triton.jit
-def _load_or_neg_inf(start, at, size):
+def load_or_neg_inf(start, at, size):
     return tl.load(start + at, mask=at < size, other=-float("inf"))
 
 
@@ -254,7 +254,7 @@ def _gumbel_scores(values, tokens, temperature, row, seed_hashes, positions):
 
 
 @triton.jit
-def _argmax(scores, tokens):
+def tl_argmax(scores, tokens):
     """Return the best score and its token; the lowest token on ties."""
     score = tl.max(scores)
     return score, tl.min(tl.where(scores == score, tokens, NO_TOKEN))
@@ -352,7 +352,7 @@ def _list_candidate_groups(row_group_max, candidate_groups, num_groups, min_logi
     count = tl.full((), 0, tl.int32)
     for start in range(0, num_groups, _LIST_BLOCK):
         group = start + tl.arange(0, _LIST_BLOCK)
-        listed = (_load_or_neg_inf(row_group_max, group, num_groups) >= min_logit).to(tl.int32)
+        listed = (load_or_neg_inf(row_group_max, group, num_groups) >= min_logit).to(tl.int32)
         tl.store(candidate_groups + count + tl.cumsum(listed, 0) - 1, group, mask=listed > 0)
         count += tl.sum(listed)
     # other threads read the entries that this thread stored
