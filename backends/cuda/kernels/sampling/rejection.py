@@ -23,7 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from localgen.backends.cuda.kernels.device import can_use_triton, upcast
+from localgen.backends.cuda.kernels.device import upcast
+from localgen.backends.cuda.kernels.dispatch import Kernel, choose_kernel
 from localgen.backends.cuda.kernels.launch import Variant, ceil_div, launch, next_power_of_2
 from localgen.backends.cuda.kernels.sampling.gumbel import (
     gumbel_noise,
@@ -65,8 +66,8 @@ def sampling_probs(sampled: SamplerOutput, settings: SamplingTensors, rows: Tens
 
     rows: int32, not greedy. A row in which every token is banned is all 0.
     """
-    by = sampling_probs_triton if can_use_triton(sampled.logits) else sampling_probs_reference
-    return by(sampled, settings, rows)
+    chosen = sampling_probs_triton if _has_kernel(sampled) else sampling_probs_reference
+    return chosen(sampled, settings, rows)
 
 
 def rejection_sample(
@@ -76,9 +77,12 @@ def rejection_sample(
 
     sampled.tokens may be overwritten. Rows with a draft are not greedy.
     """
-    return (
-        rejection_sample_triton if can_use_triton(sampled.logits) else rejection_sample_reference
-    )(sampled, settings, drafts)
+    chosen = rejection_sample_triton if _has_kernel(sampled) else rejection_sample_reference
+    return chosen(sampled, settings, drafts)
+
+
+def _has_kernel(sampled: SamplerOutput) -> bool:
+    return choose_kernel("drafts", sampled.logits) is Kernel.REJECTION_SAMPLE
 
 
 def sampling_probs_reference(
