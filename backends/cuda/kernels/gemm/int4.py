@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from localgen.backends.cuda.kernels.device import ARCHS, compute_capability
 from localgen.backends.cuda.kernels.dispatch import Kernel, choose_kernel
 from localgen.backends.cuda.kernels.gemm.dense import linear
 from localgen.backends.cuda.kernels.gemm.int4_format import (
@@ -59,7 +60,7 @@ def int4_matmul_reference(
     return linear(x, dequantize_int4(packed, grid, x.dtype), bias)
 
 
-def choose_int4_tile(rows: int, outs: int) -> GemmTile:
+def choose_int4_tile(rows: int, outs: int, group_size: int, arch: int) -> GemmTile:
     """Return the tile of a program; each warp processes TILE_INPUTS inputs at once.
 
     Above 32 rows, programs share weights through L2. stages - 2 or stages - 1 tiles of 8 KB of
@@ -75,9 +76,10 @@ def choose_int4_tile(rows: int, outs: int) -> GemmTile:
         )
     if rows <= 16:
         return GemmTile(32, TILE_INPUTS, 16, 4, 4)
-    # otherwise Triton 3.6 limits registers to fit a third program and spills, although shared
+    # on sm_100, Triton 3.6 limits registers to fit a third program and spills, although shared
     # memory has no room for a third program
-    return GemmTile(32, TILE_INPUTS, 32, 4, 3, 255)
+    spills = arch // 10 == 10 and group_size % TILE_INPUTS == 0
+    return GemmTile(32, TILE_INPUTS, 32, 4, 3, 255 if spills else None)
 
 
 def int4_matmul_triton(
@@ -86,7 +88,7 @@ def int4_matmul_triton(
     """Triton implementation of `int4_matmul` for up to about 64 rows, one launch."""
     rows, (outs, ins) = x.shape[0], (packed.shape[0], 2 * packed.shape[1])
     group = ins // grid.shape[1]
-    tile = choose_int4_tile(rows, outs)
+    tile = choose_int4_tile(rows, outs, group, compute_capability(x.device))
     out = torch.empty((rows, outs), dtype=x.dtype, device=x.device)
     launch(_int4_gemm_kernel, (ceil_div(rows, tile.rows), ceil_div(outs, tile.outputs)))(
         x.contiguous(),
@@ -211,12 +213,22 @@ def variants() -> Iterator[Variant]:
         (64, 4096, 4096, 128, "*bf16"),
         (64, 896, 4864, 32, "*bf16"),
     ):
-        yield _int4_gemm_variant(rows, ins, outs, group, kind)
+        tiles = {arch: choose_int4_tile(rows, outs, group, arch) for arch in ARCHS}
+        for tile in dict.fromkeys(tiles.values()):
+            archs = frozenset(arch for arch in ARCHS if tiles[arch] == tile)
+            yield _int4_gemm_variant(tile, rows, ins, outs, group, kind, archs)
 
 
-def _int4_gemm_variant(rows: int, ins: int, outs: int, group_size: int, input_type: str) -> Variant:
+def _int4_gemm_variant(
+    tile: GemmTile,
+    rows: int,
+    ins: int,
+    outs: int,
+    group_size: int,
+    input_type: str,
+    archs: frozenset[int],
+) -> Variant:
     """Return the variant that int4_matmul_triton launches. input_type: Triton pointer type of x."""
-    tile = choose_int4_tile(rows, outs)
     of = tl.float16 if input_type == "*fp16" else tl.bfloat16
     constants: dict[str, Any] = {
         "float_type": of,
@@ -241,4 +253,5 @@ def _int4_gemm_variant(rows: int, ins: int, outs: int, group_size: int, input_ty
         constants=constants,
         num_warps=tile.num_warps,
         max_registers=tile.max_registers,
+        archs=archs,
     )
