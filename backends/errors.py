@@ -43,6 +43,12 @@ class ModelNotFound(LocalgenError):
     code = "model_not_found"
 
 
+class NotFound(LocalgenError):
+    """Nothing of that id exists."""
+
+    code = "not_found"
+
+
 class ModelBusy(LocalgenError):
     """The model is already loaded with other options, or is in use and cannot be deleted."""
 

@@ -61,6 +61,7 @@ class Request:
     arrived_s: when the server received the request; TTFT and queue time are measured from here.
     tools: only with messages. tool_choice: auto, none, required or a function name.
     parallel_tool_calls: allow several tool calls in one answer.
+    prefill: beginning of the answer, which the model continues; only with messages.
     thinking: enable or disable reasoning; reasoning_effort: none, low, medium or high.
     None: the default of the model's template.
     """
@@ -70,6 +71,7 @@ class Request:
     tools: tuple[Tool, ...] = ()
     tool_choice: str = "auto"
     parallel_tool_calls: bool = True
+    prefill: str = ""
     thinking: bool | None = None
     reasoning_effort: str | None = None
     prompt: str | None = None
@@ -90,6 +92,25 @@ class EmbedRequest:
     inputs: tuple[str | tuple[int, ...], ...]
     client: str = ""
     arrived_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeRequest:
+    """Asks for the prompt of a request as text and tokens, without generating.
+
+    add_special: add the begin-of-sequence token if the model expects one.
+    """
+
+    request: Request
+    add_special: bool = True
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def client(self) -> str:
+        return self.request.client
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +226,19 @@ class Embedded:
     width: int
     prompt_tokens: tuple[int, ...]
     timings: Timings
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """Successful end of a TokenizeRequest. text: the rendered prompt; of given tokens, their text.
+
+    pieces: bytes of each token in generated text; empty for control tokens.
+    """
+
+    request_id: str
+    text: str
+    tokens: tuple[int, ...]
+    pieces: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,3 +366,4 @@ class StepEvents:
     failed: tuple[Failed, ...] = ()
     stats: EngineStats | None = None
     embedded: tuple[Embedded, ...] = ()
+    tokenized: tuple[Tokenized, ...] = ()

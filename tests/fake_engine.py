@@ -44,6 +44,8 @@ from localgen.backends.types import (
     SequenceStats,
     StepEvents,
     Timings,
+    Tokenized,
+    TokenizeRequest,
     TokenLogprob,
 )
 
@@ -158,6 +160,9 @@ class FakeEngine:
                 self.cancel(request_id)
             case wire.SubmitEmbedding(texts):
                 self.embed(texts)
+            case TokenizeRequest(request):
+                tokenized = Tokenized(request.id, request.prompt or "", (1, 2), (b"a", b"b"))
+                self.send(StepEvents(tokenized=(tokenized,)))
 
     def cancel(self, request_id: str) -> None:
         running = self.running.pop(request_id, None)

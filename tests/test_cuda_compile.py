@@ -43,6 +43,7 @@ def test_kernels_compile_without_spills_and_within_shared_memory(
         "norm",
         "rope",
         "activation",
+        "decode_inputs",
         "fp8_rows",
         "attention.decode",
         "attention.prefill",

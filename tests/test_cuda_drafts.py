@@ -132,7 +132,7 @@ def test_answers_are_the_same_with_drafts_and_run_ahead(
     used: list[bool] = []
     split = RunAheadStep.split
 
-    def spy(ahead: RunAheadStep, chunks: Seq[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
+    def spy(ahead: RunAheadStep, chunks: Seq[Chunk]) -> tuple[Seq[Chunk], Seq[Chunk]]:
         covered, rest = split(ahead, chunks)
         used.extend([True] * len(covered) + [False] * len(rest))
         return covered, rest

@@ -21,10 +21,12 @@ from localgen.backends.cuda import kernels, launch_plan
 from localgen.backends.cuda.device.options import CudaOptions
 from localgen.backends.cuda.embeddings import Pooler
 from localgen.backends.cuda.kernels import launch as launch_module
-from localgen.backends.cuda.kernels.launch import KernelLaunch
+from localgen.backends.cuda.kernels.decode_inputs import advance_decode_inputs
+from localgen.backends.cuda.kernels.launch import KernelLaunch, record_launches
+from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS
 from localgen.backends.cuda.kv.paged_cache import PagedCache
 from localgen.backends.cuda.launch_plan import FakeTensorParallelGroup, LaunchPlanner
-from localgen.backends.cuda.model.batch import build_step_inputs
+from localgen.backends.cuda.model.batch import build_step_inputs, inputs_to_device
 from localgen.backends.cuda.model.decoder import Decoder, KVCache
 from localgen.backends.cuda.model.weights import random_weights
 from localgen.backends.cuda.runner import CudaRunner, cuda_limits
@@ -40,6 +42,7 @@ from localgen.backends.sampling_params import BASE_SAMPLING, SamplingParams
 # the interpreter's device, as in kernels.device
 ARCH, UNITS, DTYPE = 80, 4, torch.float16
 ROWS = (8, 16, 64, 128)
+META = torch.device("meta")
 OPTIONS = CudaOptions(parallel=4, max_batch_tokens=128, cache_type_k="int8", cache_type_v="int8")
 GREEDY = replace(BASE_SAMPLING, temperature=0.0)
 PENALIZED = replace(BASE_SAMPLING, temperature=1.0, repeat_penalty=1.2, repeat_last_n=8)
@@ -170,6 +173,15 @@ def test_later_answers_have_more_of_the_same_kernels(tmp_path: Path) -> None:
     assert {one[0] for one in later - first} >= {
         "_decode_attention_kernel",
         "_combine_splits_kernel",
+    }
+    with record_launches(90, 132) as launched:
+        for rows, size in ((1, 1), (3, 4), (16, 16), (200, 208)):
+            inputs = inputs_to_device(launch_plan.decode_inputs(size, 3000), META).decode_inputs
+            tokens = torch.empty(rows, dtype=torch.int64, device=META)
+            for pages in (None, torch.empty(rows, dtype=torch.int32, device=META)):
+                advance_decode_inputs(inputs, tokens, pages, PAGE_TOKENS)
+    assert {key(each) for each in launched.launches} == {
+        one for one in later if one[0] == "_advance_kernel"
     }
 
 

@@ -25,9 +25,7 @@ from localgen.backends.cuda.steps.cuda_graphs import DeviceExecutor, PreviousSte
 from localgen.backends.cuda.steps.run_ahead import next_step_inputs
 from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.model_info import LoadOptions, ModelLoadRequest
-from localgen.backends.runner.interface import Chunk
-from localgen.backends.runner.sequence import Sequence as EngineSequence
-from localgen.backends.sampling_params import BASE_SAMPLING, SamplingParams
+from localgen.backends.sampling_params import SamplingParams
 
 TINY = Path(__file__).parents[1] / "localgen/models/tiny"
 # llama.cpp keeps keys, values and some products in 16 bits: logits differ by up to this
@@ -206,13 +204,8 @@ def test_no_memory_for_a_step_ahead_costs_only_that_step(alone: list[Reply]) -> 
 
 def test_a_step_ahead_takes_only_the_pages_it_needs() -> None:
     """A step with drafts that found no room leaves a table with pages for them."""
-    prompt = [1] * 20
-    seq = EngineSequence(
-        id="a", tokens=prompt, num_prompt=20, params=BASE_SAMPLING, ctx=99, max_len=99
-    )
-    chunk = Chunk(seq=seq, start=19, tokens=[1], is_sampled=True)
     pages = np.arange(3, 9, dtype=np.int32)[None]
-    step = next_step_inputs([chunk], lambda num_pages: pages[:, :num_pages], [0])
+    step = next_step_inputs([19], lambda num_pages: pages[:, :num_pages], [0])
     assert step.page_tables.tolist() == [[3, 4]]
     assert step.slot_mapping.tolist() == [4 * PAGE_TOKENS + 4]
 

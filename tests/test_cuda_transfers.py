@@ -7,6 +7,7 @@ copies between devices, as with a GPU.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from localgen.backends.cuda.embeddings import Pooler
 from localgen.backends.cuda.kernels.launch import record_launches
+from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS
 from localgen.backends.cuda.kv.paged_cache import PagedCache
 from localgen.backends.cuda.model import host_copy
 from localgen.backends.cuda.model.decoder import Decoder, KVCache
@@ -31,6 +33,7 @@ from localgen.backends.cuda.model.weights import random_weights
 from localgen.backends.cuda.runner import CudaRunner, cuda_limits
 from localgen.backends.cuda.steps.cuda_graphs import DeviceExecutor
 from localgen.backends.formats.hf.config import read_hf_config
+from localgen.backends.runner.decode_step import DecodeStep
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.sampling_params import BASE_SAMPLING, SamplingParams
@@ -122,6 +125,7 @@ class MetaSteps:
             pooler=Pooler(),
         )
         self.seqs: list[Sequence] = []
+        self._batch: tuple[Sequence, ...] = ()
 
     def add(self, params: SamplingParams, **more: Any) -> None:
         seq = Sequence(
@@ -138,10 +142,17 @@ class MetaSteps:
 
     def step(self) -> None:
         assert all(self.runner.grow(seq, seq.num_uncomputed) for seq in self.seqs)
-        self.runner.launch([Chunk.of_uncomputed(seq, seq.num_uncomputed) for seq in self.seqs])
+        self.runner.launch(self._chunks())
         for seq in self.seqs:
             seq.num_computed = len(seq.tokens)
             seq.tokens.append(1)
+
+    def _chunks(self) -> Seq[Chunk]:
+        if not all(seq.is_decoding for seq in self.seqs):
+            return [Chunk.of_uncomputed(seq, seq.num_uncomputed) for seq in self.seqs]
+        if self._batch != tuple(self.seqs):
+            self._batch = tuple(self.seqs)
+        return DecodeStep(self._batch)
 
 
 @pytest.fixture(params=[False, True], ids=["eager", "graphs"])
@@ -169,17 +180,25 @@ def test_the_watchers_see_what_would_wait(monkeypatch: pytest.MonkeyPatch) -> No
             there.tolist()
 
 
-def test_a_plain_step_waits_for_nothing(steps: MetaSteps, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plain_step_waits_for_nothing_and_sends_what_changed(
+    steps: MetaSteps, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for _ in range(3):
         steps.add(BASE_SAMPLING)
     steps.step()
     steps.step()
-    steps.runner.prepare_while_idle()
-    assert steps.runner._run_ahead_step is not None
-    with watched_copies(monkeypatch) as copies:
-        steps.step()
-    assert copies.blocking == []
-    assert copies.count == 1, "the inputs; the batch is the one before"
+    has_graph = steps.runner.prepare_while_idle()
+    steps.step()
+    copied = []
+    while len(steps.seqs[0].tokens) < 2 * PAGE_TOKENS + 3:
+        assert steps.runner._run_ahead_step is not None
+        begins_page = (len(steps.seqs[0].tokens) + 1) % PAGE_TOKENS == 1
+        with watched_copies(monkeypatch) as copies:
+            steps.step()
+        assert copies.blocking == []
+        assert copies.count == (begins_page if has_graph else 1), "new pages; all inputs"
+        copied.append(copies.count)
+    assert not has_graph or sum(copied) == 2
     steps.seqs.pop()
     with watched_copies(monkeypatch) as copies:
         steps.step()

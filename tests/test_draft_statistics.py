@@ -22,7 +22,7 @@ from small_models import Rows, Small, SmallCuda, SmallLlama, generate
 from torch import Tensor
 
 from localgen.backends.cuda.kernels.sampling import rejection
-from localgen.backends.cuda.runner import CudaRunner, CudaStepTicket
+from localgen.backends.cuda.steps.step_sampler import CudaStepTicket, StepSampler
 from localgen.backends.engine.speculation.draft_model import ModelDrafter
 from localgen.backends.llamacpp.runner import LlamaRunner
 from localgen.backends.runner.interface import Chunk, SampledTokens
@@ -152,15 +152,15 @@ def test_drafts_change_no_distribution(pair: Pair) -> None:
 
 
 def keep_one_on_cuda(patch: pytest.MonkeyPatch) -> None:
-    right = CudaRunner._accept_drafts
+    right = StepSampler._accept_drafts
 
     def wrong(
-        self: CudaRunner, chunk: Chunk, tokens: list[int], ticket: CudaStepTicket, row: int
+        self: StepSampler, chunk: Chunk, tokens: list[int], ticket: CudaStepTicket, row: int
     ) -> SampledTokens:
         first = [chunk.tokens[1]] if chunk.num_drafts else tokens[:1]
         return right(self, chunk, first + tokens[1:], ticket, row)
 
-    patch.setattr(CudaRunner, "_accept_drafts", wrong)
+    patch.setattr(StepSampler, "_accept_drafts", wrong)
 
 
 def keep_one_on_llama(patch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ def arrive(engine: EngineClient, events: StepEvents) -> None:
     [
         lambda engine: arrive(engine, StepEvents(embedded=(embedded("a"),))),
         lambda engine: arrive(engine, StepEvents(failed=(Failed("a", "queue_full", "full"),))),
-        lambda engine: engine._fail_embedding(Failed("a", "server_unavailable", "stopping")),
+        lambda engine: engine._fail_call(Failed("a", "server_unavailable", "stopping")),
     ],
     ids=["vectors", "failure", "shutdown"],
 )

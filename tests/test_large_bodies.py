@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from unittest.mock import AsyncMock
 
 from starlette.types import Message, Receive, Scope, Send
 
 from localgen.server.http.access import AccessPolicy, RateLimit
 from localgen.server.http.guard import LARGE_BODY_BYTES, GuardMiddleware
+from localgen.server.http.private_ports import PrivatePorts
 from localgen.server.http.rate_limit import RateLimiter
 from localgen.server.requests.caller import LOCAL_CLIENT
 
@@ -24,7 +26,8 @@ class Scene:
     def __init__(self) -> None:
         self.turns: list[int] = []
         self._turn = 0
-        self._guard = GuardMiddleware(self._parse, AccessPolicy(), RateLimiter(RateLimit()))
+        limiter, ports = RateLimiter(RateLimit()), PrivatePorts(AsyncMock())
+        self._guard = GuardMiddleware(self._parse, AccessPolicy(), limiter, ports)
 
     async def _parse(self, scope: Scope, receive: Receive, send: Send) -> None:
         message = await receive()

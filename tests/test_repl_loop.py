@@ -326,6 +326,29 @@ def test_loading_leaves_what_was_said_on_a_terminal_only(is_terminal: bool) -> N
     assert ("loading tiny 43% · 0 s" in screen.getvalue()) is is_terminal
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_notices_break_between_words_on_a_terminal_only(is_terminal: bool) -> None:
+    screen = io.StringIO()
+    words = [
+        "context",
+        "8,192",
+        "of",
+        "131,072;",
+        "change",
+        "it",
+        "with",
+        "--ctx",
+        "or",
+        "/set",
+        "ctx",
+    ]
+    line = LoadProgressLine(Console(file=screen, force_terminal=is_terminal, width=20), "tiny")
+    line.print_notice(" ".join(words))
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", screen.getvalue()).splitlines()
+    assert (len(lines) > 1) is is_terminal
+    assert " ".join(lines).split() == words
+
+
 def test_no_load_progress_without_a_load() -> None:
     screen = io.StringIO()
     with LoadProgressLine(Console(file=screen, force_terminal=True, width=60), "tiny"):

@@ -64,6 +64,36 @@ def test_invalid_keys_are_rejected(keyed: TcpServer, header: str) -> None:
     assert KEY not in reply.text
 
 
+def test_a_key_in_anthropic_s_header(keyed: TcpServer) -> None:
+    for headers, status in (
+        ({"x_api_key": KEY}, 200),
+        ({"x_api_key": KEY, "Authorization": "Bearer of-a-proxy"}, 200),
+        ({"x_api_key": "wrong", "Authorization": f"Bearer {KEY}"}, 200),
+        ({"x_api_key": f"{KEY}x"}, 401),
+        ({"x_api_key": ""}, 401),
+        ({"x_api_key": "wrong", "Authorization": "Bearer wrong"}, 401),
+    ):
+        assert keyed.chat(**headers).status_code == status, headers
+
+
+def test_every_route_but_health_asks_for_a_key(keyed: TcpServer) -> None:
+    paths = keyed.http.get("/openapi.json", headers=AUTH).json()["paths"]
+    routes = [
+        (method.upper(), path.replace("{", "").replace("}", ""))
+        for path, methods in paths.items()
+        for method in methods
+    ]
+    assert {("POST", "/v1/messages"), ("POST", "/v1/responses"), ("GET", "/metrics")} <= {*routes}
+    for method, path in (*routes, ("GET", "/openapi.json")):
+        statuses = [
+            keyed.http.request(method, path, headers=headers).status_code
+            for headers in ({}, AUTH, {"x-api-key": KEY})
+        ]
+        is_open = path in ("/health", "/livez")
+        assert (statuses[0] == 401) is not is_open, path
+        assert 401 not in statuses[1:], path
+
+
 @pytest.mark.parametrize("name", ["X-Forwarded-For", "Forwarded", "X-Real-IP"])
 def test_nobody_can_pose_as_a_client_of_the_socket(keyed: TcpServer, name: str) -> None:
     for value in ("local", "local:1", "for=local"):
@@ -141,7 +171,7 @@ def test_allowed_origins_get_cors_headers(keyed: TcpServer) -> None:
     asks = {
         "Origin": "https://chat.example",
         "Access-Control-Request-Method": "POST",
-        "Access-Control-Request-Headers": "authorization,content-type",
+        "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os",
     }
     before = keyed.http.options("/v1/chat/completions", headers=asks)
     assert before.status_code == 200
@@ -219,6 +249,7 @@ UNCOUNTED = {
     *(("get", f"/{name}") for name in ("", "health", "livez", "metrics")),
     *(("get", f"/v1/{name}") for name in ("models", "models/{name}", "stats")),
     *(("get", f"/api/{name}") for name in ("tags", "ps", "version")),
+    ("get", "/v1/responses/{response_id}"),
     ("post", "/v1/requests/{request_id}/cancel"),
 }
 
@@ -231,7 +262,7 @@ def test_the_rate_limit_counts_every_other_route() -> None:
         assert len(routes) > len(UNCOUNTED) > len(UNCOUNTED - routes) == 0
         limited = set()
         for method, path in routes:
-            target = path.format(name="x", request_id="x") if "{" in path else path
+            target = path.format(name="x", request_id="x", response_id="x") if "{" in path else path
             if opened.http.request(method, target).status_code == 429:
                 limited.add((method, path))
         assert routes - limited == UNCOUNTED

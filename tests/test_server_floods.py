@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
@@ -21,6 +22,7 @@ from tcp_server import TcpServer, code, tcp_server
 from localgen.server.http import guard, json_limits
 from localgen.server.http.access import AccessPolicy, RateLimit
 from localgen.server.http.guard import RequestRefused
+from localgen.server.http.private_ports import PrivatePorts
 from localgen.server.http.rate_limit import RateLimiter
 
 JSON = {"Content-Type": "application/json"}
@@ -242,11 +244,12 @@ def test_rejection_is_sent_before_the_body_is_read(key: str, expects: bool) -> N
         "path": "/v1/models",
         "headers": headers,
         "client": ("::1", 1),
+        "server": ("::1", 1),
     }
     access = AccessPolicy(keys=("another key that it has",) if key else (), max_body_bytes=1000)
-    asyncio.run(
-        guard.GuardMiddleware(reads, access, RateLimiter(RateLimit()))(scope, receive, send)
-    )
+    ports = PrivatePorts(AsyncMock())
+    guarded = guard.GuardMiddleware(reads, access, RateLimiter(RateLimit()), ports)
+    asyncio.run(guarded(scope, receive, send))
     before = [] if key else ["read"] * 3
     # a client that waits for 100 Continue and did not get it sends nothing
     rest = 0 if key and expects else parts - len(before)

@@ -6,12 +6,14 @@ import asyncio
 import hmac
 from collections.abc import Callable
 from typing import Any, NoReturn
+from unittest.mock import AsyncMock
 
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from localgen.server.http.access import AccessPolicy, RateLimit
 from localgen.server.http.guard import GuardMiddleware
+from localgen.server.http.private_ports import PrivatePorts
 from localgen.server.http.rate_limit import RateLimiter
 
 
@@ -58,8 +60,14 @@ def status(key: str, path: str = "/v1/models") -> int:
 
     headers = [(b"host", b"localhost"), (b"authorization", b"Bearer " + key.encode())]
     scope: dict[str, Any] = {"type": "http", "method": "GET", "path": path, "headers": headers}
-    scope |= {"client": ("127.0.0.1", 1), "http_version": "1.1", "query_string": b""}
-    guard = GuardMiddleware(app, AccessPolicy(port=1, keys=KEYS), RateLimiter(RateLimit()))
+    scope |= {
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 1),
+        "http_version": "1.1",
+        "query_string": b"",
+    }
+    access, ports = AccessPolicy(port=1, keys=KEYS), PrivatePorts(AsyncMock())
+    guard = GuardMiddleware(app, access, RateLimiter(RateLimit()), ports)
     asyncio.run(guard(scope, receive, send))
     return int(sent[0]["status"])
 

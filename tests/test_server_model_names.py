@@ -44,6 +44,12 @@ NAMING = {
     ("POST", "/v1/chat/completions"): Named(("model",), {"messages": MESSAGES}),
     ("POST", "/v1/completions"): Named(("model",), {"prompt": "a"}),
     ("POST", "/v1/embeddings"): Named(("model",), {"input": "a"}),
+    ("POST", "/v1/responses"): Named(("model",), {"input": "a"}),
+    ("POST", "/v1/messages"): Named(("model",), {"messages": MESSAGES, "max_tokens": 5}),
+    ("POST", "/v1/messages/count_tokens"): Named(("model",), {"messages": MESSAGES}),
+    ("POST", "/tokenize"): Named(("model",), {"content": "a"}),
+    ("POST", "/detokenize"): Named(("model",), {"tokens": [1]}),
+    ("POST", "/apply-template"): Named(("model",), {"messages": MESSAGES}),
     ("POST", "/v1/models/load"): Named(("model", "options.draft"), {"model": "echo"}),
     ("POST", "/v1/models/unload"): Named(("model",), {}),
     ("GET", "/v1/models/{name}"): Named(("name",), {}),
@@ -75,6 +81,9 @@ OTHER_ROUTES = {
     ("GET", "/v1/stats"),
     ("POST", "/v1/requests/{request_id}/cancel"),
     ("POST", "/v1/shutdown"),
+    ("POST", "/v1/private-port"),
+    ("GET", "/v1/responses/{response_id}"),
+    ("DELETE", "/v1/responses/{response_id}"),
 }
 # load options that are texts: all but the draft model are not names of models
 OTHER_TEXT_OPTIONS = {
@@ -181,6 +190,7 @@ def routes() -> tuple[FastAPI, set[tuple[str, str]]]:
             MagicMock(),
             MagicMock(),
             AccessPolicy(),
+            listen=MagicMock(),
             request_shutdown=lambda: None,
             is_shutting_down=lambda: False,
         )

@@ -207,7 +207,6 @@ def called(**function: Any) -> list[dict[str, Any]]:
             "messages[1].tool_calls",
             "only valid for role assistant",
         ),
-        (turn("user", content="x", name="eve"), "messages[1].name", "only valid for role tool"),
         ({"reasoning_effort": "low"}, "reasoning_effort", "leave reasoning_effort out"),
         ({"reasoning_effort": "huge"}, "reasoning_effort", "'high'"),
         (
@@ -242,12 +241,53 @@ def test_invalid_tool_fields_are_named(
         {"tool_choice": "auto", "parallel_tool_calls": True},
         turn("assistant", content=None, tool_calls=called(arguments="")),
         turn("assistant", content="x", tool_calls=[], reasoning_content="hm"),
+        turn("user", content="x", name="eve"),
+        turn("user", content=[{"type": "text", "text": "x", "cache_control": {"type": "e"}}]),
+        turn("assistant", content="x", reasoning="hm"),
+        {"metadata": {"a": "b"}, "service_tier": "auto", "store": True, "verbosity": "low"},
+        {"prompt_cache_key": "k", "safety_identifier": "me", "cache_prompt": False},
+        {"skip_special_tokens": True, "add_generation_prompt": True},
+        {
+            "stream": True,
+            "stream_options": {"continuous_usage_stats": True, "include_obfuscation": False},
+        },
     ],
 )
 def test_tool_fields_without_effect_are_accepted(fields: dict[str, Any]) -> None:
     asked = ChatRequest.model_validate(body(**fields)).to_request_fields()
     assert asked["tools"] == ()
     assert asked["parallel_tool_calls"] is True
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"seed": -1}, {"seed": None}),
+        ({"seed": 2**32 + 5}, {"seed": 5}),
+        ({"seed": -2}, {"seed": 2**32 - 2}),
+        ({"top_k": -1}, {"top_k": 0}),
+        ({"max_tokens": -1}, {"max_tokens": None}),
+        (
+            {"response_format": {"type": "json_object", "schema": {"type": "object"}}},
+            {"json_schema": '{"type": "object"}'},
+        ),
+    ],
+)
+def test_values_that_other_servers_take(fields: dict[str, Any], expected: dict[str, Any]) -> None:
+    params = ChatRequest.model_validate(body(**fields)).to_sampling_params()
+    assert {name: getattr(params, name) for name in expected} == expected
+
+
+def test_a_call_that_was_cut_is_sent_back() -> None:
+    asked = turn("assistant", tool_calls=called(arguments='{"city": "Par'))
+    request = ChatRequest.model_validate(body(**asked)).to_request_fields()
+    (call,) = request["messages"][1].tool_calls
+    assert json.loads(call.arguments) == {"incomplete_arguments": '{"city": "Par'}
+
+
+def test_an_effort_of_none_is_what_a_model_without_reasoning_does(http: httpx.Client) -> None:
+    asked = body(reasoning_effort="none")
+    assert http.post("http://localgen/v1/chat/completions", json=asked).status_code == 200
 
 
 def test_streamed_calls_are_assembled() -> None:

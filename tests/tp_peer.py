@@ -20,7 +20,7 @@ from torch import Tensor
 
 from localgen.backends.cuda.device.options import CudaOptions
 from localgen.backends.cuda.model import process_group
-from localgen.backends.cuda.model.batch import StepInputs
+from localgen.backends.cuda.model.batch import Int32Array, StepInputs
 from localgen.backends.cuda.model.source import open_model_source
 from localgen.backends.cuda.parallel.rank_model import BroadcastTokens, RankModel
 from localgen.backends.cuda.steps.cuda_graphs import PreviousStepTokens
@@ -71,6 +71,9 @@ class PairedSteps:
             None if token_source is None else BroadcastTokens(self.rank_model.group, token_source)
         )
         return self.rank_model.executor.run(inputs, tokens)
+
+    def advance(self, tokens: Tensor, new_pages: Int32Array | None) -> Tensor | None:
+        return None
 
     def hidden_states(self, inputs: StepInputs) -> Tensor:
         self.orders.send(("states", inputs))

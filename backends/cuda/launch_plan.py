@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from localgen.backends.cuda.device.options import CudaOptions
+from localgen.backends.cuda.kernels.decode_inputs import advance_decode_inputs
 from localgen.backends.cuda.kernels.launch import KernelLaunch, record_launches
-from localgen.backends.cuda.kv.page_pool import pages_for
+from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS, pages_for
 from localgen.backends.cuda.model.batch import (
     Int32Array,
     StepInputs,
@@ -109,7 +110,8 @@ class LaunchPlanner:
             for length in lengths
         ]
         launches = self._record_launches(steps, [SamplingRow(BASE_SAMPLING, [0])])
-        return list(unique_launches([*self._draft_sampling_launches(), *launches]))
+        launches = [*self._draft_sampling_launches(), *launches, *self._advance_launches()]
+        return list(unique_launches(launches))
 
     def _draft_sampling_launches(self) -> list[KernelLaunch]:
         """Launches that sample a draft and verify it, here of the same model."""
@@ -117,6 +119,17 @@ class LaunchPlanner:
             logits = torch.empty(1, self._shard.spec.vocab_size, device=_META)
             _, probs = sample_with_probs(logits, [SamplingRow(BASE_SAMPLING, [0])], [0])
             sample_rows(logits, [SamplingRow(BASE_SAMPLING, [0], draft_probs=probs[0])])
+        return planned.launches
+
+    def _advance_launches(self) -> list[KernelLaunch]:
+        """Launches that make the inputs of a decode step on the device; not with several ranks."""
+        if self._shard.tp_size > 1:
+            return []
+        with record_launches(self._arch, self._num_sms) as planned:
+            inputs = inputs_to_device(decode_inputs(1, MIN_GRAPH_LEN), _META).decode_inputs
+            tokens = torch.empty(1, dtype=torch.int64, device=_META)
+            for pages in (None, torch.empty(1, dtype=torch.int32, device=_META)):
+                advance_decode_inputs(inputs, tokens, pages, PAGE_TOKENS)
         return planned.launches
 
     def _lengths(self, shortest: int) -> list[int]:

@@ -8,16 +8,16 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from localgen.backends.engine.answers import Answers
 from localgen.backends.engine.embeddings import EmbeddingScheduler, EmbeddingTask
 from localgen.backends.engine.input_processor import InputProcessor
 from localgen.backends.engine.outbox import Outbox
-from localgen.backends.engine.output_processor import OutputProcessor
 from localgen.backends.engine.preparation import Prepared, Preparer
 from localgen.backends.engine.preparation_costs import AnyRequest
 from localgen.backends.engine.scheduler import Scheduler, SequenceOutput
 from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.engine.speculation.policy import Speculation
-from localgen.backends.engine.stats import StatsRecorder, finished_event
+from localgen.backends.engine.stats import StatsRecorder
 from localgen.backends.engine.token_budget import TokenBudget
 from localgen.backends.errors import LocalgenError
 from localgen.backends.runner.interface import (
@@ -36,6 +36,8 @@ from localgen.backends.types import (
     Finished,
     Request,
     StepEvents,
+    Tokenized,
+    TokenizeRequest,
 )
 
 STATS_INTERVAL_S = 0.25
@@ -59,7 +61,7 @@ class _Stop:
     pass
 
 
-_InboxItem = Sequence | EmbeddingTask | _Cancel | Failed | Finished | _Stop
+_InboxItem = Sequence | EmbeddingTask | Tokenized | _Cancel | Failed | Finished | _Stop
 
 
 class Engine:
@@ -99,7 +101,12 @@ class Engine:
         self._stats_at_s = 0.0
         self._inbox: queue.SimpleQueue[_InboxItem] = queue.SimpleQueue()
         self._skip_drafts_once = False  # no drafts in the next step
-        self._output_processors: dict[str, OutputProcessor] = {}
+        self._answers = Answers(
+            input_processor.tokenizer,
+            self._outbox,
+            self._stats,
+            no_drafts_reason=lambda: self._speculation.reason,
+        )
         self._unpublished: list[SequenceOutput] = []
         self._is_decoding = False  # the last step computed no prompt
         # matched a stop string while a step was in flight
@@ -123,6 +130,10 @@ class Engine:
         """Submit an embedding request; it ends with exactly one Embedded or Failed event."""
         self._embedding_preparer.submit(request)
 
+    def submit_tokenize(self, request: TokenizeRequest) -> None:
+        """Submit a request for tokens; it ends with exactly one Tokenized or Failed event."""
+        self._request_preparer.submit(request)
+
     def cancel(self, request_id: str) -> None:
         """Cancel a request, effective within one step. Unknown ids are ignored."""
         preparers = (self._request_preparer, self._embedding_preparer)
@@ -134,9 +145,13 @@ class Engine:
         self._inbox.put(_Stop())
 
     def _prepare(self, request: AnyRequest) -> Prepared:
-        if isinstance(request, Request):
-            return self._input_processor.prepare(request)
-        return self._input_processor.prepare_embedding(request)
+        match request:
+            case Request():
+                return self._input_processor.prepare(request)
+            case EmbedRequest():
+                return self._input_processor.prepare_embedding(request)
+            case TokenizeRequest():
+                return self._input_processor.tokenize(request)
 
     # -- the loop ---------------------------------------------------------------------------
 
@@ -223,7 +238,7 @@ class Engine:
         )
         return True
 
-    def _apply(self, chunks: list[Chunk], result: StepResult, started_s: float) -> None:
+    def _apply(self, chunks: Seq[Chunk], result: StepResult, started_s: float) -> None:
         now_s = time.monotonic()
         step_ms = (now_s - started_s) * 1e3 + self._speculation.waited_ms
         is_typical = self._async_runner is None or not self._async_runner.is_warming_up
@@ -253,7 +268,9 @@ class Engine:
         own = self._async_runner is not None and self._async_runner.prepare_while_idle()
         return own or self._speculation.prepare_while_idle()
 
-    def _handle(self, item: Sequence | EmbeddingTask | _Cancel | Failed | Finished) -> None:
+    def _handle(
+        self, item: Sequence | EmbeddingTask | Tokenized | _Cancel | Failed | Finished
+    ) -> None:
         match item:
             case Sequence():
                 self._enqueue(item)
@@ -264,6 +281,8 @@ class Engine:
                 if seq:
                     self._cancel(seq)
                 self._embedding_scheduler.cancel(request_id)
+            case Tokenized():
+                self._outbox.add(item)
             case Failed():
                 self._outbox.add(item)
                 self._stats.record_end(item.request_id, "error")
@@ -275,9 +294,9 @@ class Engine:
         try:
             self._scheduler.submit(seq)
         except LocalgenError as error:
-            self._fail(seq, error.code, error.message)
+            self._answers.fail(seq, error.code, error.message)
         else:
-            self._output_processors[seq.id] = OutputProcessor(seq, self._input_processor.tokenizer)
+            self._answers.start(seq)
 
     def _enqueue_embedding(self, task: EmbeddingTask) -> None:
         try:
@@ -288,11 +307,7 @@ class Engine:
 
     def _cancel(self, seq: Sequence) -> None:
         self._scheduler.end(seq)
-        answer = self._output_processors.pop(seq.id)
-        rest = answer.flush()
-        if rest:
-            self._outbox.add(rest)
-        self._finish(seq, "cancelled", None, answer.num_tokens)
+        self._answers.cancel(seq)
 
     def _end_stopped_sequences(self) -> None:
         for seq in self._stopped_in_flight:
@@ -308,7 +323,7 @@ class Engine:
         if self._scheduler.running or seq is None:
             return
         self._scheduler.end(seq)
-        self._fail(
+        self._answers.fail(
             seq,
             "out_of_memory",
             f"{len(seq.tokens):,} tokens do not fit the pool of "
@@ -328,58 +343,26 @@ class Engine:
             return
         for seq in self._scheduler.running:
             self._scheduler.end(seq)
-            if seq.id in self._output_processors:
-                self._fail(seq, "out_of_memory", "the KV cache has no room for the next token")
+            if seq in self._answers:
+                self._answers.fail(
+                    seq, "out_of_memory", "the KV cache has no room for the next token"
+                )
 
     def _fail_all(self, message: str) -> None:
         for seq in [*self._scheduler.running, *self._scheduler.queue]:
-            if seq.id in self._output_processors:
-                self._fail(seq, "engine_died", message)
+            if seq in self._answers:
+                self._answers.fail(seq, "engine_died", message)
         self._embedding_scheduler.fail_all("engine_died", message)
         self._flush(idle=True)
 
-    def _fail(self, seq: Sequence, code: str, message: str) -> None:
-        self._output_processors.pop(seq.id, None)
-        self._outbox.add(Failed(seq.id, code, message))
-        self._stats.record_end(seq.id, "error")
-
     # -- events -----------------------------------------------------------------------------
-
-    def _finish(self, seq: Sequence, reason: str, stop: str | None, num_tokens: int) -> None:
-        self._outbox.add(
-            finished_event(
-                seq,
-                reason,
-                stop=stop,
-                completion_tokens=num_tokens,
-                no_drafts_reason=self._speculation.reason,
-            )
-        )
-        self._stats.record_end(seq.id, reason)
-
-    def _process_output(self, output: SequenceOutput) -> None:
-        answer = self._output_processors.get(output.seq.id)
-        if answer is None:  # cancelled meanwhile, or ended by a stop string
-            return
-        delta = answer.process(output)
-        if delta is not None:
-            self._outbox.add(delta)
-        reason = "stop" if answer.matched_stop is not None else output.reason
-        if reason == "stop" and answer.has_tool_calls:
-            reason = "tool_calls"
-        if reason:
-            del self._output_processors[output.seq.id]
-            self._finish(output.seq, reason, answer.matched_stop, answer.num_tokens)
-            if not output.reason:
-                self._stopped_in_flight.append(output.seq)
 
     def _flush(self, *, idle: bool, deltas_may_wait: bool = False) -> None:
         """Publish the events of the previous step, with statistics every STATS_INTERVAL_S.
 
         deltas_may_wait: see Outbox.publish.
         """
-        for output in self._unpublished:
-            self._process_output(output)
+        self._stopped_in_flight += self._answers.process(self._unpublished)
         self._unpublished.clear()
         self._collect_embedded()
         now_s = time.monotonic()

@@ -16,7 +16,7 @@ from localgen.backends.text.grammar import GrammarCompiler
 from localgen.backends.text.prompt_renderer import PromptRenderer, RenderedPrompt
 from localgen.backends.text.template import PromptTemplate
 from localgen.backends.text.tokenizer import Tokenizer
-from localgen.backends.types import EmbedRequest, Request
+from localgen.backends.types import EmbedRequest, Request, Tokenized, TokenizeRequest
 
 MAX_STOP_STRINGS = 64
 MAX_LOGPROBS = 100
@@ -86,6 +86,24 @@ class InputProcessor:
             arrived_s=request.arrived_s or started_s,
             template_ms=(time.monotonic() - started_s) * 1e3,
         )
+
+    def tokenize(self, asked: TokenizeRequest) -> Tokenized:
+        """Return the prompt of a request as text and tokens; it may exceed the context.
+
+        Raises InvalidRequest, or ContextExceeded for a prompt of far more characters.
+        """
+        request = asked.request
+        ctx = self._resolve_ctx(request.ctx)
+        rendered = self._render(request)
+        is_empty = not (rendered.text or request.prompt_tokens)
+        tokens = [] if is_empty else self._tokenize(request, rendered, ctx)
+        if not asked.add_special and not rendered.text.startswith(self.tokenizer.bos or "\0"):
+            tokens = tokens[len(self.tokenizer.encode("")) :]
+        pieces = tuple(map(self.tokenizer.piece, tokens))
+        text = rendered.text
+        if request.prompt_tokens is not None:
+            text = b"".join(pieces).decode(errors="replace")
+        return Tokenized(request.id, text, tuple(tokens), pieces)
 
     def prepare_embedding(self, request: EmbedRequest) -> EmbeddingTask:
         """Return a request's tokenized inputs. Raises InvalidRequest or ContextExceeded."""

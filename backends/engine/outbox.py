@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 
+from localgen.backends.engine.output_processor import OutputProcessor
 from localgen.backends.types import (
     Delta,
     Embedded,
@@ -14,6 +15,7 @@ from localgen.backends.types import (
     Failed,
     Finished,
     StepEvents,
+    Tokenized,
     ToolCallDelta,
 )
 
@@ -37,36 +39,55 @@ class Outbox:
         self.publish_events, self._clock = publish_events, clock
         self._published_at_s = self._called_at_s = -PUBLISH_INTERVAL_S
         self._deltas: dict[str, list[Delta]] = {}  # by request
+        self._unread: dict[OutputProcessor, None] = {}  # a set in order
         self._ends: list[Finished | Failed] = []
         self._embedded: list[Embedded] = []
+        self._tokenized: list[Tokenized] = []
 
-    def add(self, event: Delta | Finished | Failed | Embedded) -> None:
+    def add(self, event: Delta | Finished | Failed | Embedded | Tokenized) -> None:
         """Add an event. Within a request, deltas come before its end."""
         if isinstance(event, Delta):
             self._deltas.setdefault(event.request_id, []).append(event)
         elif isinstance(event, Embedded):
             self._embedded.append(event)
+        elif isinstance(event, Tokenized):
+            self._tokenized.append(event)
         else:
             self._ends.append(event)
+
+    def add_unread(self, answers: Sequence[OutputProcessor]) -> None:
+        """Read the deltas of these answers when events are published: once for many tokens."""
+        self._unread.update(dict.fromkeys(answers))
 
     def publish(self, stats: EngineStats | None, *, deltas_may_wait: bool) -> None:
         """Publish the events. deltas_may_wait: deltas alone may be published with the next call, if
         it comes in time when it takes as long as this one did."""
         now_s = self._clock()
         step_s, self._called_at_s = now_s - self._called_at_s, now_s
-        if not (self._ends or self._embedded or stats):
-            # the next call comes after a step like the last one
-            next_s = now_s + step_s - self._published_at_s
-            if not self._deltas or (deltas_may_wait and next_s <= PUBLISH_INTERVAL_S):
-                return
+        has_ends = bool(self._ends or self._embedded or self._tokenized or stats)
+        # the next call comes after a step like the last one
+        may_wait = deltas_may_wait and now_s + step_s - self._published_at_s <= PUBLISH_INTERVAL_S
+        if may_wait and not has_ends:
+            return
+        self._read_answers()
+        if not (self._deltas or has_ends):
+            return
         if self._deltas:
             self._published_at_s = now_s
         finished = tuple(end for end in self._ends if isinstance(end, Finished))
         failed = tuple(end for end in self._ends if isinstance(end, Failed))
         deltas = tuple(chain.from_iterable(map(_joined, self._deltas.values())))
-        events = StepEvents(deltas, finished, failed, stats, tuple(self._embedded))
-        self._deltas, self._ends, self._embedded = {}, [], []
+        embedded, tokenized = tuple(self._embedded), tuple(self._tokenized)
+        events = StepEvents(deltas, finished, failed, stats, embedded, tokenized)
+        self._deltas, self._ends, self._embedded, self._tokenized = {}, [], [], []
         self.publish_events(events)
+
+    def _read_answers(self) -> None:
+        unread, self._unread = self._unread, {}
+        for answer in unread:
+            delta = answer.read()
+            if delta is not None:
+                self.add(delta)
 
 
 def _joined(deltas: list[Delta]) -> list[Delta]:

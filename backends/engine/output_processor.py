@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 from localgen.backends.engine.scheduler import SequenceOutput
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.text.detokenize import Detokenizer
@@ -12,7 +14,10 @@ from localgen.backends.types import Delta, PositionLogprobs, ToolCallDelta
 
 
 class OutputProcessor:
-    """Output state of one request."""
+    """Output state of one request.
+
+    can_wait: new tokens may be left to `read`, because no text can end the answer.
+    """
 
     def __init__(self, seq: Sequence, tokenizer: Tokenizer) -> None:
         self.seq = seq
@@ -26,6 +31,7 @@ class OutputProcessor:
         self._stop_matcher = StopStringMatcher(seq.params.stop)
         # all text of the model is content, and nothing but an incomplete character is held back
         self._is_plain = seq.response_parser is None and not seq.params.stop
+        self.can_wait = self._is_plain and seq.params.logprobs is None
         self._logprobs: list[PositionLogprobs] = []
         self.num_tokens = 0
 
@@ -45,13 +51,11 @@ class OutputProcessor:
         Text is held back while it may be the start of a stop string or an incomplete character.
         """
         tokens, ends = output.tokens, output.reason == "stop"
+        if self.can_wait:
+            return self.read()
         if self._is_plain:
-            self.num_tokens += len(tokens)
             self._logprobs += output.logprobs
-            if ends and tokens[-1] in self.seq.stop_ids:
-                tokens = tokens[:-1]
-            pieces = b"".join([self._token_bytes(token) for token in tokens])
-            return self._make_delta(self._detokenizer.feed(pieces))
+            return self._make_delta(self._plain_text(tokens))
         text, before = [], self.num_tokens
         for token in tokens:
             if self.matched_stop is not None:
@@ -69,9 +73,25 @@ class OutputProcessor:
             text.append(self._flush_text())
         return self._make_delta("".join(text))
 
+    def read(self) -> Delta | None:
+        """Return the delta for all tokens since the last one, if `can_wait`.
+
+        None if there are none, or only a part of a character.
+        """
+        assert self.can_wait
+        tokens = self.seq.tokens[self.seq.num_prompt + self.num_tokens :]
+        return self._make_delta(self._plain_text(tokens)) if tokens else None
+
+    def _plain_text(self, tokens: Seq[int]) -> str:
+        """Text of new tokens; a stop token, which is the last one, has none."""
+        self.num_tokens += len(tokens)
+        if tokens[-1] in self.seq.stop_ids:
+            tokens = tokens[:-1]
+        return self._detokenizer.feed(b"".join([self._token_bytes(token) for token in tokens]))
+
     def flush(self) -> Delta | None:
         """Return the text still held back when a request is cancelled."""
-        return self._make_delta(self._flush_text())
+        return self.read() if self.can_wait else self._make_delta(self._flush_text())
 
     def _flush_text(self) -> str:
         if self.seq.response_parser is None:

@@ -18,9 +18,9 @@ from localgen.backends.engine.stats import finished_event
 from localgen.backends.errors import LocalgenError
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.sandbox import CallCancelled, Cancellation
-from localgen.backends.types import EmbedRequest, Failed, Finished, Timings
+from localgen.backends.types import Failed, Finished, Request, Timings, Tokenized
 
-Prepared = Sequence | EmbeddingTask
+Prepared = Sequence | EmbeddingTask | Tokenized
 Delivery = Prepared | Failed | Finished
 
 
@@ -179,7 +179,7 @@ def _cancelled(request: AnyRequest, result: Delivery | None) -> Failed | Finishe
         return result
     if isinstance(result, Sequence):
         return finished_event(result, "cancelled", stop=None, completion_tokens=0)
-    if isinstance(request, EmbedRequest):
+    if not isinstance(request, Request):
         return Failed(request.id, "cancelled", "the request was cancelled")
     return Finished(
         request_id=request.id,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from localgen.backends.types import EmbedRequest, Request
+from localgen.backends.types import EmbedRequest, Request, TokenizeRequest
 
-AnyRequest = Request | EmbedRequest
+AnyRequest = Request | EmbedRequest | TokenizeRequest
 
 # longer prompts may take long; each message counts as so many characters
 LONG_CHARS = 1 << 17
@@ -44,7 +44,7 @@ class PreparationCosts:
 
 
 def _constraint_hash(request: AnyRequest) -> int | None:
-    if isinstance(request, EmbedRequest):
+    if not isinstance(request, Request):
         return None
     params = request.params
     constraint = (params.json_schema, params.regex, params.grammar, request.tools)
@@ -54,6 +54,8 @@ def _constraint_hash(request: AnyRequest) -> int | None:
 def _num_chars(request: AnyRequest) -> int:
     if isinstance(request, EmbedRequest):
         return sum(map(len, request.inputs))
+    if isinstance(request, TokenizeRequest):
+        request = request.request
     messages = request.messages or ()
     in_messages = sum(len(message.content) + _MESSAGE_CHARS for message in messages)
     return in_messages + len(request.prompt or request.prompt_tokens or ())

@@ -19,7 +19,7 @@ from localgen.backends.messages import FrameSocket, inherited_socket
 from localgen.backends.model_info import ModelLoadRequest
 from localgen.backends.runner.interface import StepFailed
 from localgen.backends.text.grammar import GrammarCompiler
-from localgen.backends.types import MAX_DRAFT_TOKENS
+from localgen.backends.types import MAX_DRAFT_TOKENS, TokenizeRequest
 
 # of a loading engine, whatever its progress: without it, the server takes the engine for stopped
 HEARTBEAT_S = 1.0
@@ -118,6 +118,8 @@ class _EngineServer:
                         self._engine.submit(request)
                     case wire.SubmitEmbedding(texts):
                         self._engine.submit_embedding(texts)
+                    case TokenizeRequest():
+                        self._engine.submit_tokenize(message)
                     case wire.Cancel(request_id):
                         self._engine.cancel(request_id)
                     case _:

@@ -9,13 +9,18 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import repeat
+from operator import attrgetter
 from typing import NamedTuple
 
 from localgen.backends.engine.fair_queue import FairQueue, effective_priority
+from localgen.backends.engine.prefill import is_prefix_in_flight, prompt_chunks
 from localgen.backends.engine.speculation.drafter import DraftProposal
 from localgen.backends.engine.token_budget import TokenBudget
 from localgen.backends.errors import QueueFull
+from localgen.backends.runner.decode_step import DecodeStep
 from localgen.backends.runner.interface import (
     Chunk,
     ModelRunner,
@@ -23,17 +28,17 @@ from localgen.backends.runner.interface import (
     SampledTokens,
     StepResult,
 )
-from localgen.backends.runner.sequence import Sequence, SequenceState, common_prefix_len
+from localgen.backends.runner.sequence import Sequence, SequenceState
 from localgen.backends.types import PositionLogprobs
 
-# minimum length of a prefix in flight worth waiting for
-MIN_SHARED_TOKENS = 32
 # maximum number of queued sequences considered for admission in one step
 MAX_ADMISSION_SCAN = 64
 # tokens kept free for each running sequence at admission, so that none is preempted right away
 FREE_TOKENS_PER_SEQ = 32
 # admission is tried again after this time where nothing but ages and cached prefixes changed
 ADMISSION_INTERVAL_S = 0.1
+
+_drafts = attrgetter("drafts")
 
 
 class SequenceOutput(NamedTuple):
@@ -78,6 +83,7 @@ class Scheduler:
         self._running: dict[str, Sequence] = {}
         self._in_order: list[Sequence] = []  # see `running`
         self._prefilling: set[Sequence] = set()  # running, but not decoding
+        self._decode_seqs: tuple[Sequence, ...] = ()  # of the last DecodeStep, while they stay
         # set when a planned step did not fit; cleared when a sequence ends
         self._admission_paused = False
         self._next_admission_s = 0.0  # the queue is blocked until then
@@ -144,12 +150,24 @@ class Scheduler:
         """Set the draft tokens of a decoding sequence, to be verified in the next step."""
         seq.drafts, seq.draft_probs = proposal.tokens, proposal.draft_probs
 
-    def plan(self) -> list[Chunk]:
+    def plan(self) -> Seq[Chunk]:
         """Admit queued sequences and return the chunks of the next step.
 
         Returns an empty list if nothing is running or can be admitted.
         """
         self._admit()
+        return self._plan_decode_step() or self._plan_chunks()
+
+    def _plan_decode_step(self) -> DecodeStep | None:
+        """Return the next step if all sequences decode, without drafts, and there is room."""
+        if self._prefilling or not self._in_order or any(map(_drafts, self._in_order)):
+            return None
+        if not all(map(self._runner.grow, self._in_order, repeat(1))):
+            return None
+        self._decode_seqs = self._decode_seqs or tuple(self._in_order)
+        return DecodeStep(self._decode_seqs)
+
+    def _plan_chunks(self) -> list[Chunk]:
         chunks: list[Chunk] = []
         decoding = self.decoding
         left = min(self._limits.max_outputs, self._limits.max_batch_tokens)
@@ -161,11 +179,9 @@ class Scheduler:
                     chunks.append(chunk)
                     left -= len(chunk.tokens)
         planned = sum([len(chunk.tokens) for chunk in chunks])
-        budget = min(
-            self._budget.prompt_tokens(planned),
-            self._limits.max_batch_tokens - planned,
-        )
-        return chunks + self._prompt_chunks(budget, self._limits.max_outputs - planned)
+        budget = min(self._budget.prompt_tokens(planned), self._limits.max_batch_tokens - planned)
+        prefilling = [seq for seq in self._in_order if seq in self._prefilling]
+        return chunks + prompt_chunks(prefilling, budget, self._limits.max_outputs - planned)
 
     def _decode_chunk(self, seq: Sequence, max_tokens: int) -> Chunk | None:
         """Return the chunk with the last token and its drafts, at most `max_tokens` tokens.
@@ -193,34 +209,6 @@ class Scheduler:
             draft_probs=seq.draft_probs[: len(drafts)] if drafts else (),
         )
 
-    def _prompt_chunks(self, budget: int, outputs_left: int) -> list[Chunk]:
-        """Distribute the prefill budget.
-
-        The oldest prompt gets all it needs if that fits in the budget, else half of the budget; the
-        rest goes to the prompts with the fewest uncomputed tokens. So a long prompt advances in
-        every step without blocking short ones.
-        """
-        if not self._prefilling:
-            return []
-        prefilling = [seq for seq in self._in_order if seq in self._prefilling]
-        oldest, others = prefilling[0], sorted(prefilling[1:], key=lambda s: s.num_uncomputed)
-        shares: dict[str, int] = {}
-        left = budget
-        fits = not others or oldest.num_uncomputed <= budget
-        reserved = min(oldest.num_uncomputed, budget if fits else (budget + 1) // 2)
-        left -= reserved
-        for seq in others:
-            shares[seq.id] = min(seq.num_uncomputed, left)
-            left -= shares[seq.id]
-        shares[oldest.id] = min(oldest.num_uncomputed, reserved + left)
-        chunks = []
-        for seq in (oldest, *others):
-            samples = shares[seq.id] == seq.num_uncomputed
-            if shares[seq.id] and (outputs_left or not samples):
-                chunks.append(Chunk.of_uncomputed(seq, shares[seq.id]))
-                outputs_left -= samples
-        return chunks
-
     def _admit(self) -> None:
         """Admit queued sequences in order while they fit.
 
@@ -233,7 +221,7 @@ class Scheduler:
         if now_s < self._next_admission_s and self._running:
             return
         for seq in self.queue.in_turn(now_s)[:MAX_ADMISSION_SCAN]:
-            if self._is_prefix_in_flight(seq):
+            if self._limits.can_rewind and is_prefix_in_flight(seq, self._prefilling):
                 has_passed = True
                 continue
             if not self._admit_with_preemption(seq):
@@ -274,6 +262,7 @@ class Scheduler:
         seq.state, seq.num_computed = SequenceState.RUNNING, cached
         self._running[seq.id] = seq
         insort(self._in_order, seq, key=lambda s: (-s.priority, s.arrived_s))
+        self._decode_seqs = ()
         if not seq.is_decoding:
             self._prefilling.add(seq)
         if seq.admitted_s is None:
@@ -282,17 +271,6 @@ class Scheduler:
             self.counters.prefix_queries += seq.num_prompt
             self.counters.prefix_hits += cached
         return True
-
-    def _is_prefix_in_flight(self, seq: Sequence) -> bool:
-        """True if a running sequence is computing a prefix that `seq` can share."""
-        if not self._limits.can_rewind:
-            return False
-        usable = seq.tokens[:-1]
-        return any(
-            common_prefix_len(other.tokens, usable) - other.num_computed >= MIN_SHARED_TOKENS
-            for other in self._prefilling
-            if other.num_uncomputed > MIN_SHARED_TOKENS and other.cache_salt == seq.cache_salt
-        )
 
     def _preempt(self, seq: Sequence) -> None:
         """Return a running sequence to the queue; tokens evicted meanwhile are recomputed."""
@@ -307,18 +285,38 @@ class Scheduler:
         """Free the KV cache of a running sequence; its computed tokens stay in the prefix cache."""
         del self._running[seq.id]
         self._in_order.remove(seq)
+        self._decode_seqs = ()
         self._prefilling.discard(seq)
         self._runner.release(seq, keep=True)
 
     # -- results ----------------------------------------------------------------------------
 
     def apply(
-        self, chunks: list[Chunk], result: StepResult, step_ms: float, *, is_typical: bool = True
+        self, chunks: Seq[Chunk], result: StepResult, step_ms: float, *, is_typical: bool = True
     ) -> list[SequenceOutput]:
         """Apply the results of a step, end finished sequences, and return the new tokens.
 
         is_typical: step_ms tells what later steps of this size will take.
         """
+        if not isinstance(chunks, DecodeStep):
+            return self._apply_chunks(chunks, result, step_ms, is_typical)
+        outputs, now_s = [], self._clock()
+        for seq, sampled in zip(chunks.seqs, result, strict=True):
+            seq.num_decode_steps += 1
+            seq.num_computed += 1
+            output = self._append_tokens(seq, sampled, now_s)
+            outputs.append(output)
+            self.queue.charge(seq, 1, 1)
+            if output.reason:
+                self.end(seq)
+        if is_typical:
+            self._budget.observe(step_ms, 0, len(outputs))
+        self.counters.generated_tokens += len(outputs)
+        return outputs
+
+    def _apply_chunks(
+        self, chunks: Seq[Chunk], result: StepResult, step_ms: float, is_typical: bool
+    ) -> list[SequenceOutput]:
         now_s = self._clock()
         outputs: list[SequenceOutput] = []
         num_tokens = decode_tokens = num_drafts = 0

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter, deque
+from collections.abc import Sequence as Seq
 
 from localgen.backends.engine.scheduler import Scheduler, SequenceOutput
 from localgen.backends.engine.speculation.drafter import DecayedRatio
 from localgen.backends.engine.speculation.policy import Speculation
+from localgen.backends.runner.decode_step import DecodeStep
 from localgen.backends.runner.interface import Chunk, ModelRunner, ThreadedRunner, ThreadUsage
 from localgen.backends.runner.sequence import Sequence, SequenceState
 from localgen.backends.types import (
@@ -105,20 +107,25 @@ class StatsRecorder:
         )
 
     def record_step(
-        self, now_s: float, step_ms: float, chunks: list[Chunk], outputs: list[SequenceOutput]
+        self, now_s: float, step_ms: float, chunks: Seq[Chunk], outputs: list[SequenceOutput]
     ) -> None:
         """Record a finished step.
 
         The full duration of a step with prefill and decode tokens counts for both rates.
         """
         self._steps += 1
-        tokens = sum([len(chunk.tokens) for chunk in chunks])
+        if isinstance(chunks, DecodeStep):
+            tokens, context, drafts, prompts = len(chunks), sum(chunks.starts), 0, list[Chunk]()
+        else:
+            tokens = sum([len(chunk.tokens) for chunk in chunks])
+            context = sum([chunk.start for chunk in chunks])
+            drafts = sum([chunk.num_drafts for chunk in chunks])
+            prompts = [chunk for chunk in chunks if chunk.start < chunk.seq.num_prompt]
         self._step_tokens += tokens
-        self._context_tokens += tokens + sum([chunk.start for chunk in chunks])
+        self._context_tokens += tokens + context
         self._step_buckets[bisect_left(STEP_TOKENS_BOUNDS, tokens)] += 1
         self._step_ms = step_ms
         self._step_sequences[len(chunks)] += 1
-        prompts = [chunk for chunk in chunks if chunk.start < chunk.seq.num_prompt]
         prompt_tokens = sum(map(len, prompts))
         first_tokens = sum(chunk.is_sampled for chunk in prompts)
         decoded = sum([len(output.tokens) for output in outputs]) - first_tokens
@@ -126,7 +133,6 @@ class StatsRecorder:
             self._prefill.add(prompt_tokens, step_ms / 1e3)
         if decoded:
             self._decode.add(decoded, step_ms / 1e3)
-        drafts = sum([chunk.num_drafts for chunk in chunks])
         # neither a prompt, nor tokens that are computed again after a preemption
         if not prompts and tokens == len(outputs) + drafts:
             self._drafting_share.add(drafts > 0)
@@ -136,12 +142,13 @@ class StatsRecorder:
 
     def _record_tokens(self, seqs: list[Sequence], now_s: float) -> None:
         """Record the latencies of sequences with new tokens."""
-        last_s = self._last_token_s
-        new = [seq for seq in seqs if seq.id not in last_s]
-        self._ttft_ms.add(now_s, *[(now_s - seq.arrived_s) * 1e3 for seq in new])
-        gaps_s = [now_s - last_s[seq.id] for seq in seqs if seq.id in last_s]
-        self._itl_ms.add(now_s, *[gap_s * 1e3 for gap_s in gaps_s])
-        last_s.update(dict.fromkeys([seq.id for seq in seqs], now_s))
+        last_s, names = self._last_token_s, [seq.id for seq in seqs]
+        gaps_ms = [(now_s - last_s[name]) * 1e3 for name in names if name in last_s]
+        self._itl_ms.add(now_s, *gaps_ms)
+        if len(gaps_ms) < len(names):
+            new = [seq for seq in seqs if seq.id not in last_s]
+            self._ttft_ms.add(now_s, *[(now_s - seq.arrived_s) * 1e3 for seq in new])
+        last_s.update(dict.fromkeys(names, now_s))
 
     def record_end(self, request_id: str, reason: str) -> None:
         """Record the end of a request."""

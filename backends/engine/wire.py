@@ -1,8 +1,8 @@
 """Wire protocol between the server and an engine process: backends/messages.py over a socket pair.
 
-The server sends one ModelLoadRequest, then Submit, SubmitEmbedding and Cancel. The engine sends
-LoadProgress messages, at least one per second, then LoadComplete or LoadError, then StepEvents, at
-most one per step. The engine process exits when either side closes the socket.
+The server sends one ModelLoadRequest, then Submit, SubmitEmbedding, TokenizeRequest and Cancel. The
+engine sends LoadProgress messages, at least one per second, then LoadComplete or LoadError, then
+StepEvents, at most one per step. The engine process exits when either side closes the socket.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import get_args
 
 from localgen.backends.messages import MessageCodec
 from localgen.backends.model_info import ModelInfo, ModelLoadRequest
-from localgen.backends.types import EmbedRequest, Request, StepEvents
+from localgen.backends.types import EmbedRequest, Request, StepEvents, TokenizeRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,7 @@ WireMessage = (
     | LoadError
     | StepEvents
     | SubmitEmbedding
+    | TokenizeRequest
 )
 
 CODEC: MessageCodec[WireMessage] = MessageCodec(get_args(WireMessage))

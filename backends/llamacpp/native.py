@@ -57,14 +57,15 @@ class NoKVCache(LoadFailed):
 class LlamaModel:
     """Weights and vocabulary of a GGUF file.
 
-    buffers: memory allocated for the model and its contexts. on_progress: called with the fraction
-    loaded, 0 to 1. Raises LoadFailed with the path and llama.cpp's reason.
+    header: metadata as read_gguf_header returns it. buffers: memory allocated for the model and its
+    contexts. on_progress: called with the fraction loaded, 0 to 1. Raises LoadFailed with the path
+    and llama.cpp's reason.
     """
 
     def __init__(
         self, path: Path, options: LlamaOptions, on_progress: Callable[[float], None]
     ) -> None:
-        _check_numbers(path)
+        self.header = _read_checked_header(path)
         log = llama_library()
         log.clear()
         self.buffers = log.buffers = BufferSizes()
@@ -190,13 +191,14 @@ def correct_size(description: str, num_params: int) -> str:
     return description[: named.start()] + size + description[named.end() :]
 
 
-def _check_numbers(path: Path) -> None:
+def _read_checked_header(path: Path) -> dict[str, Any]:
     """Raise LoadFailed for metadata that llama.cpp aborts on."""
     try:
         header = read_gguf_header(path, whole=True)
     except LoadFailed:
-        return  # llama.cpp reports what is not GGUF
+        return {}  # llama.cpp reports what is not GGUF
     check_gguf_numbers(header, path)
+    return header
 
 
 def _progress_callback(on_progress: Callable[[float], None]) -> Any:

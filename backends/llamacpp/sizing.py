@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from localgen.backends.errors import LoadFailed
 from localgen.backends.formats.architecture.model_shape import ModelShape, kv_cache_bytes_per_token
-from localgen.backends.formats.gguf.reader import read_gguf_header
 from localgen.backends.formats.gguf.shape import shape_from_gguf
 from localgen.backends.llamacpp.native import LlamaModel
 from localgen.backends.llamacpp.options import LlamaOptions
@@ -19,8 +18,8 @@ from localgen.backends.memory.kv_sizing import KVSize, KVSizeRequest
 
 
 def llama_model_shape(model: LlamaModel) -> ModelShape:
-    """Read the model's dimensions. Raises LoadFailed if its metadata is missing or invalid."""
-    shape = shape_from_gguf(read_gguf_header(model.path))
+    """The model's dimensions. Raises LoadFailed if its metadata is missing or invalid."""
+    shape = shape_from_gguf(model.header)
     if shape is None:
         raise LoadFailed(f"cannot load {model.path}: its metadata is missing or invalid")
     return shape

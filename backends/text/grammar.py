@@ -14,7 +14,7 @@ from localgen.backends.errors import InvalidRequest
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.sandbox import Sandbox
 from localgen.backends.text.grammar_check import GrammarChecker, invalid_grammar
-from localgen.backends.text.lark_grammar import CONTENT_RULE, ResponseGrammar
+from localgen.backends.text.lark_grammar import CONTENT_RULE, TOOL_SCHEMA_OPTIONS, ResponseGrammar
 from localgen.backends.text.tokenizer import Tokenizer
 from localgen.backends.text.tool_format import arguments_schema
 from localgen.backends.types import Tool
@@ -129,11 +129,9 @@ class GrammarCompiler:
 
     def _validate_tool_schema(self, tool: Tool) -> None:
         """Raise InvalidRequest if the tool's JSON schema is invalid."""
+        schema = arguments_schema(tool) | {"x-guidance": TOOL_SCHEMA_OPTIONS}
         try:
-            self._compile(
-                "json_schema",
-                self._checker.convert("json_schema", json.dumps(arguments_schema(tool))),
-            )
+            self._compile("json_schema", self._checker.convert("json_schema", json.dumps(schema)))
         except InvalidRequest as error:
             reason = error.message.removeprefix("json_schema: ")
             raise InvalidRequest(

@@ -21,6 +21,9 @@ from localgen.backends.types import Tool
 
 # JSON whitespace; bounded, or a model may indent forever
 WHITESPACE = r"[\x20\x0A\x09]{1,16}"
+# keywords that llguidance does not know are not enforced: agents send many tools, and an error for
+# one schema would be one for all their requests
+TOOL_SCHEMA_OPTIONS = {"whitespace_pattern": WHITESPACE, "lenient": True}
 # the sub-grammar that constrains the content
 CONTENT_RULE = "@content"
 # JSON schema keywords that apply to all properties together
@@ -171,7 +174,7 @@ class _LarkWriter:
     # -- arguments --------------------------------------------------------------------------
 
     def json(self, schema: dict[str, Any]) -> str:
-        return "%json " + json.dumps(schema | {"x-guidance": {"whitespace_pattern": WHITESPACE}})
+        return "%json " + json.dumps(schema | {"x-guidance": TOOL_SCHEMA_OPTIONS})
 
     def xml(self, tool: Tool) -> str:
         """Parameters as tags, in the order of the schema. Raises InvalidRequest."""

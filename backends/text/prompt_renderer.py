@@ -70,6 +70,8 @@ class PromptRenderer:
         tools = () if request.tool_choice == "none" else request.tools
         prompt, more = self._render_prompt(request.messages, request, variables)
         tags = self._expected_thinking_tags(prompt, variables)
+        if request.prefill:
+            prompt = _begin_answer(prompt, request.prefill, tags)
         if tags is None and not tools:
             return RenderedPrompt(prompt, (*notes, *more))
         is_open = tags is not None and tags.is_open_after(prompt)
@@ -112,7 +114,8 @@ class PromptRenderer:
         if effort is not None and self._template.uses_variable("reasoning_effort"):
             variables["reasoning_effort"] = effort
         elif effort is not None:
-            if not can_switch:
+            never_thinks = self._thinking_tags is None and effort == "none"
+            if not can_switch and not never_thinks:
                 raise _thinking_not_configurable("reasoning_effort")
             variables["enable_thinking"] = effort != "none"
             notes = () if effort == "none" else (THINKING_ON_OFF_NOTE,)
@@ -171,6 +174,20 @@ class PromptRenderer:
             return self._template.render(messages_with_tools, variables), (
                 TOOLS_IN_FIRST_MESSAGE_NOTE,
             )
+
+
+def _begin_answer(prompt: str, prefill: str, tags: ThinkingTags | None) -> str:
+    """The prompt with the beginning of the answer. Raises InvalidRequest if reasoning comes first.
+
+    tags: the thinking tags that may occur in the response.
+    """
+    if tags is not None and tags.is_open_after(prompt):
+        raise InvalidRequest(
+            "this model's answers begin with reasoning, so the last message cannot be the "
+            "beginning of an answer: switch thinking off, or end with a message of the user",
+            param="messages",
+        )
+    return prompt + prefill
 
 
 def _thinking_not_configurable(param: str) -> InvalidRequest:

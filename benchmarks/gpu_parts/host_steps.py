@@ -6,8 +6,10 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
+from typing import Any
 from unittest import mock
 
 import torch
@@ -23,8 +25,8 @@ from localgen.backends.cuda.kv.paged_cache import PagedCache
 from localgen.backends.cuda.model.batch import StepBatch
 from localgen.backends.cuda.model.decoder import KVCache
 from localgen.backends.cuda.model.process_group import TensorParallelGroup
-from localgen.backends.cuda.runner import CudaRunner, CudaStepTicket, cuda_limits
-from localgen.backends.cuda.steps import sampler
+from localgen.backends.cuda.runner import CudaRunner, cuda_limits
+from localgen.backends.cuda.steps import cuda_graphs, sampler
 from localgen.backends.cuda.steps.cuda_graphs import DeviceExecutor
 from localgen.backends.formats.architecture.sharding import ModelShard
 from localgen.backends.runner.interface import StepResult
@@ -63,12 +65,16 @@ class NoOpDecoder:
         return torch.empty(len(batch.output_rows), SPEC.vocab_size) if out is None else out
 
 
+def _no_kernel(*_: object) -> None:
+    """Stands in for the launch of a kernel: does nothing."""
+
+
 class _TimedRunner(CudaRunner):
     """Notes when the results of a step have come, and when the next step was launched."""
 
     results_s = sampling_s = replay_s = 0.0
 
-    def collect(self, ticket: CudaStepTicket) -> StepResult:
+    def collect(self, ticket: Any) -> StepResult:
         self.results_s = time.thread_time()
         return super().collect(ticket)
 
@@ -100,13 +106,18 @@ class HostSteps:
             pooler=Pooler(),
         )
         self._session = Session(self._runner, SPEC.vocab_size, itl_target_ms=options.itl_target_ms)
-        self._patch = mock.patch.object(sampler, "sample_tokens", self._sample)
+        self._patches = ExitStack()
 
     def __enter__(self) -> HostSteps:
         torch.set_num_threads(1)  # copies to the device are small copies in memory here
         gc.collect()
         gc.freeze()  # as the engine process does
-        self._patch.start()
+        patches = self._patches
+        patches.enter_context(mock.patch.object(sampler, "sample_tokens", self._sample))
+        # another checkout may lack it
+        patches.enter_context(
+            mock.patch.object(cuda_graphs, "advance_decode_inputs", _no_kernel, create=True)
+        )
         self._session.__enter__()
         return self
 
@@ -117,7 +128,7 @@ class HostSteps:
         trace: TracebackType | None,
     ) -> None:
         self._session.__exit__(kind, error, trace)
-        self._patch.stop()
+        self._patches.close()
 
     def _capture(self, forward: Callable[[], object]) -> Callable[[], None]:
         def replay() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from benchmarks.gpu_parts import (
+    advance_cases,
     fused_cases,
     kernel_cases,
     product_cases,
@@ -30,6 +31,7 @@ GROUPS: Mapping[str, Callable[[Inputs, Sizes], Iterator[KernelCase]]] = {
             product_cases.mixtures,
             sampling_cases.draws,
             rejection_cases.rejections,
+            advance_cases.advances,
         ),
     )
 }

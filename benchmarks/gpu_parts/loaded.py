@@ -19,8 +19,9 @@ from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS, pages_for
 from localgen.backends.cuda.kv.paged_cache import PagedCache
 from localgen.backends.cuda.model.decoder import Decoder, KVCache
 from localgen.backends.cuda.model.weights import DecoderWeights, random_weights
-from localgen.backends.cuda.runner import CudaRunner, CudaStepTicket, cuda_limits
+from localgen.backends.cuda.runner import CudaRunner, cuda_limits
 from localgen.backends.cuda.steps.cuda_graphs import DeviceExecutor
+from localgen.backends.cuda.steps.step_sampler import CudaStepTicket
 from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.runner.interface import StepResult

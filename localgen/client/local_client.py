@@ -33,6 +33,7 @@ from localgen.client.local_replies import (
     Embeddings,
     LoadEvent,
     ModelList,
+    PrivatePort,
     RunningModels,
     Stats,
     Unloaded,
@@ -201,6 +202,13 @@ class LocalClient(Client):
                 f"the server did not exit: see {self._settings.log_path}, or `kill -9 {pid}`"
             )
         return True
+
+    @contextlib.contextmanager
+    def private_port(self) -> Iterator[PrivatePort]:
+        """A loopback port of the server with a key of its own, until the block ends."""
+        with self._post("private-port", b"{}") as reply:
+            events = self._events(self._accepted(reply), PrivatePort)
+            yield next(events)
 
     def _is_aborted(self) -> bool:
         return self._connection.is_aborted

@@ -43,6 +43,13 @@ class Stats(msgspec.Struct):
     models: list[dict[str, Any]]
 
 
+class PrivatePort(msgspec.Struct):
+    """url: base URL of a loopback port, without a path. key: its API key."""
+
+    url: str
+    key: str
+
+
 class LoadEvent(msgspec.Struct):
     """An event of POST /v1/models/load: the progress, at last the model.
 

@@ -40,7 +40,8 @@ class LoadProgressLine:
 
     def print_notice(self, message: str) -> None:
         """Print a lasting notice, on a pipe too."""
-        self.console.print(Text(one_line(message), style="dim"), soft_wrap=True)
+        text = Text(one_line(message), style="dim")
+        self.console.print(text, soft_wrap=not self._is_terminal)
 
     @contextlib.contextmanager
     def notices_to(self, show: Callable[[str], None]) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,20 +15,20 @@ from localgen.server.http import fastapi_import as fastapi_import  # before fast
 # isort: split
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
-from fastapi.exceptions import RequestValidationError
-from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import localgen
-from localgen.backends.errors import LocalgenError
 from localgen.backends.model_info import ModelInfo
 from localgen.backends.types import EngineStats, Request
+from localgen.server.anthropic.routes import AnthropicApi
 from localgen.server.http.access import AccessPolicy
-from localgen.server.http.errors import error_response
+from localgen.server.http.error_handlers import add_error_handlers
 from localgen.server.http.guard import GuardMiddleware, RequestRefused
+from localgen.server.http.private_ports import Listener, PrivatePorts
 from localgen.server.http.rate_limit import RateLimiter
-from localgen.server.models.disk_paths import error_message, without_paths
+from localgen.server.llama_server.routes import LlamaServerApi
+from localgen.server.models.disk_paths import without_paths
 from localgen.server.models.engine_watch import silence_s
 from localgen.server.models.manager import ModelManager
 from localgen.server.models.resident import KeepAlive, ResidentModel
@@ -47,8 +47,9 @@ from localgen.server.requests.caller import Caller, is_local_request
 from localgen.server.requests.choices import fan_out_requests
 from localgen.server.requests.embeddings import EmbeddingJob, EmbeddingResponse
 from localgen.server.requests.generation import GenerationJob, GenerationResponse
-from localgen.server.requests.protocol import ResponseSerializer, encode_json, http_status_for_code
+from localgen.server.requests.protocol import ResponseSerializer, encode_json
 from localgen.server.requests.streaming import EventStreamResponse, LastEventResponse
+from localgen.server.responses_api.routes import ResponsesApi
 from localgen.server.stats.metrics import CONTENT_TYPE, Metrics
 from localgen.server.stats.request_log import RequestLog
 from localgen.server.stats.server_state import ServerState
@@ -62,18 +63,20 @@ def create_app(
     state: ServerState,
     access: AccessPolicy,
     *,
+    listen: Callable[[], Awaitable[Listener]],
     request_shutdown: Callable[[], None],
     is_shutting_down: Callable[[], bool],
 ) -> ASGIApp:
     """Build the ASGI application, wrapped in the guard middleware.
 
-    request_shutdown: starts the shutdown of the server. is_shutting_down: True once it has begun.
+    listen: opens a loopback port. request_shutdown: starts the shutdown of the server.
+    is_shutting_down: True once it has begun.
     """
     rates = RateLimiter(access.rate_limit)
     app = FastAPI(title="localgen", version=localgen.__version__, docs_url=None, redoc_url=None)
     metrics = Metrics(lambda: _engine_stats(manager), manager.count_waiting)
     manager.on_load = metrics.on_load
-    _add_error_handlers(app)
+    add_error_handlers(app)
     _add_metrics_route(app, metrics)
     journal = RequestLog((metrics, rates, state.recent_requests))
     _add_generation_routes(app, manager, journal, access.timeout_s)
@@ -82,7 +85,12 @@ def create_app(
     _add_request_routes(app, manager)
     _add_server_routes(app, state, request_shutdown, is_shutting_down)
     app.include_router(OllamaApi(manager, journal, access.timeout_s).router())
-    return _with_arrival(GuardMiddleware(app, access, rates))
+    app.include_router(AnthropicApi(manager, journal, access.timeout_s).router())
+    app.include_router(ResponsesApi(manager, journal, access.timeout_s).router())
+    app.include_router(LlamaServerApi(manager, access.timeout_s).router())
+    ports = PrivatePorts(listen)
+    _add_private_port_route(app, manager, ports, is_shutting_down)
+    return _with_arrival(GuardMiddleware(app, access, rates, ports))
 
 
 def _with_arrival(app: ASGIApp) -> ASGIApp:
@@ -285,9 +293,7 @@ def _add_server_routes(
 
     @app.post("/v1/shutdown", response_model=None)
     async def shutdown(http: HttpRequest) -> Response:
-        if not is_local_request(http.scope):
-            message = "shutdown is only allowed over the Unix socket: run localgen stop"
-            raise RequestRefused(403, "forbidden", message)
+        _require_local(http, "shutdown is only allowed over the Unix socket: run localgen stop")
         request_shutdown()
         return _json_response({"status": "shutting down"})
 
@@ -298,78 +304,30 @@ def _add_server_routes(
             yield state.stats(with_paths=with_paths)
 
 
-def _add_error_handlers(app: FastAPI) -> None:
-    @app.exception_handler(LocalgenError)
-    async def handle_localgen_error(http: HttpRequest, error: Exception) -> Response:
-        assert isinstance(error, LocalgenError)
-        code, param = error.code, error.param
-        is_local = is_local_request(http.scope)
-        message = error_message(code, error.message, param, is_local=is_local)
-        return _error_response(http, code, message, param)
+def _add_private_port_route(
+    app: FastAPI,
+    manager: ModelManager,
+    ports: PrivatePorts,
+    is_shutting_down: Callable[[], bool],
+) -> None:
+    @app.post("/v1/private-port", response_model=None)
+    async def private_port(http: HttpRequest) -> Response:
+        """A loopback port with a key, as long as the client reads the stream."""
+        _require_local(http, "localgen launch opens ports over the Unix socket only")
+        return EventStreamResponse(opened(), responses.SSE)
 
-    @app.exception_handler(RequestValidationError)
-    async def handle_validation_error(http: HttpRequest, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        # unknown fields first: a misspelt field also makes the right one missing
-        problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
-        message, param = _validation_message(problems[0])
-        return _error_response(http, "invalid_request", message, param)
-
-    @app.exception_handler(HTTPException)
-    async def handle_http_error(http: HttpRequest, error: Exception) -> Response:
-        if isinstance(error, RequestRefused):
-            return error.to_response(http.url.path)
-        assert isinstance(error, HTTPException)
-        place = f"{http.method} {http.url.path}"
-        match error.status_code:
-            case 404:
-                return _error_response(http, "not_found", f"no such endpoint: {place}")
-            case 405:
-                message = f"{place}: method not allowed"
-                return _error_response(http, "method_not_allowed", message, headers=error.headers)
-            case _:
-                return _error_response(http, "invalid_request", str(error.detail))
-
-    @app.exception_handler(Exception)
-    async def handle_internal_error(http: HttpRequest, error: Exception) -> Response:
-        # Starlette re-raises the error after this response, which logs the traceback
-        message = f"{http.url.path} failed with an internal error: see the server log"
-        return _error_response(http, "internal_error", message)
+    async def opened() -> AsyncGenerator[dict[str, str], None]:
+        with manager.activity():  # the server does not exit while the program may call it
+            async with ports.open() as port:
+                yield {"url": port.url, "key": port.key}
+                while not is_shutting_down():
+                    await asyncio.sleep(STATS_PERIOD_S)
 
 
-def _validation_message(problem: Any) -> tuple[str, str | None]:
-    """Return a one-line message for a pydantic error, and the path of its field if any."""
-    steps = [step for step in problem["loc"] if step not in ("body", "query", "str")]
-    steps = [step for step in steps if not str(step).startswith("list[")]
-    field = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
-    field = field.removeprefix(".")
-    match problem["type"]:
-        case "json_invalid":
-            return f"the body is not valid JSON: {problem['ctx']['error']}", None
-        case "extra_forbidden":
-            return f"unknown field {field}", field
-        case "model_attributes_type" if not field:
-            return "the body must be a JSON object with Content-Type: application/json", None
-        case "missing":
-            return (f"{field} is missing", field) if field else ("the body is missing", None)
-        case "greater_than_equal":
-            return f"{field} must be at least {problem['ctx']['ge']:,}", field
-        case "less_than_equal":
-            return f"{field} must be at most {problem['ctx']['le']:,}", field
-        case "less_than":
-            return f"{field} must be below {problem['ctx']['lt']:,}", field
-        case _:
-            reason = str(problem["msg"])
-            return (f"{field}: {reason}", field) if field else (reason, None)
+def _require_local(http: HttpRequest, message: str) -> None:
+    if not is_local_request(http.scope):
+        raise RequestRefused(403, "forbidden", message)
 
 
 def _json_response(value: object, status: int = 200) -> Response:
     return Response(encode_json(value), status, media_type="application/json")
-
-
-def _error_response(
-    http: HttpRequest, code: str, message: str, param: str | None = None, headers: Any = None
-) -> Response:
-    if http_status_for_code(code) in (429, 503):
-        headers = {"Retry-After": "1"}
-    return error_response(http.url.path, code, message, param, headers=headers)

@@ -9,6 +9,7 @@ import resource
 import signal
 import socket
 import time
+from dataclasses import dataclass
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -18,7 +19,7 @@ from localgen.backends.model_info import LoadOptions
 from localgen.config import ServerSettings
 from localgen.server import serving
 from localgen.server.app import create_app
-from localgen.server.http.access import AccessPolicy
+from localgen.server.http.access import AccessPolicy, open_tcp_socket
 from localgen.server.http.errors import error_response
 from localgen.server.models.engine_process import EngineCommand, EngineProcess
 from localgen.server.models.engine_watch import EngineWatch
@@ -122,6 +123,7 @@ class _UvicornServer(uvicorn.Server):
             manager,
             ServerState(settings, manager, is_preloading=lambda: self.preload.is_pending),
             access,
+            listen=self._listen,
             request_shutdown=self._request_shutdown,
             is_shutting_down=lambda: self.should_exit,
         )
@@ -169,9 +171,37 @@ class _UvicornServer(uvicorn.Server):
         self._manager.fail_all(ServerUnavailable.code, "the server is shutting down: try again")
         await super().shutdown(sockets)
 
+    async def _listen(self) -> _Listener:
+        """Listen on a free loopback port."""
+
+        def connect() -> _HttpConnection:
+            return _HttpConnection(self.config, self.server_state, {})
+
+        sock = open_tcp_socket(AccessPolicy(port=0))
+        server = await asyncio.get_running_loop().create_server(connect, sock=sock)
+        self.servers.append(server)  # closed at shutdown
+        return _Listener(server, self.servers)
+
     def _request_shutdown(self) -> None:
         self._manager.refuse_new_requests()
         self.should_exit = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Listener:
+    """A listening server. servers: all of the application."""
+
+    server: asyncio.Server
+    servers: list[asyncio.Server]
+
+    @property
+    def port(self) -> int:
+        return int(self.server.sockets[0].getsockname()[1])
+
+    def close(self) -> None:
+        self.server.close()
+        if self.server in self.servers:
+            self.servers.remove(self.server)
 
 
 class _HttpConnection(HttpToolsProtocol):

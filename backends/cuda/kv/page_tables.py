@@ -13,10 +13,12 @@ _MIN_SLOTS, _MIN_PAGES = 8, 64
 class PageTables:
     """Page tables by slot. A slot belongs to one sequence from `add` to `remove`.
 
-    A row of the array is a table followed by zeros. The array grows as needed.
+    A row of the array is a table followed by zeros. The array grows as needed. version: changes
+    whenever a page of a table is replaced or removed.
     """
 
     def __init__(self) -> None:
+        self.version = 0
         self._rows = np.zeros((_MIN_SLOTS, _MIN_PAGES), np.int32)
         self._num_pages = [0] * _MIN_SLOTS
         self._free_slots = list(reversed(range(_MIN_SLOTS)))
@@ -48,6 +50,10 @@ class PageTables:
         """The first pages of several tables, int32 [slots, num_pages], zeros after the end."""
         return self._rows[slots, :num_pages]
 
+    def pages_at(self, slots: NDArray[np.int64], indices: NDArray[np.int32]) -> NDArray[np.int32]:
+        """One page of each of several tables, int32 [slots]."""
+        return self._rows[slots, indices]
+
     def extend(self, slot: int, pages: Sequence[int]) -> None:
         """Add pages at the end."""
         first = self._num_pages[slot]
@@ -60,6 +66,7 @@ class PageTables:
     def replace(self, slot: int, first: int, pages: Sequence[int]) -> None:
         """Replace the pages from index `first`."""
         assert first + len(pages) <= self._num_pages[slot]
+        self.version += bool(pages)
         self._rows[slot, first : first + len(pages)] = pages
 
     def truncate(self, slot: int, num_pages: int) -> list[int]:
@@ -67,5 +74,6 @@ class PageTables:
         row = self.row(slot)[num_pages:]
         pages: list[int] = row.tolist()
         row[:] = 0
+        self.version += bool(pages)
         self._num_pages[slot] -= len(pages)
         return pages

@@ -64,12 +64,27 @@ class PagedCache:
         """The first pages of running sequences, int32 [slots, num_pages]; 0 after the last."""
         return self._tables.rows(slots, num_pages)
 
+    @property
+    def tables_version(self) -> int:
+        """Changes whenever a page in the table of a running sequence is replaced or removed."""
+        return self._tables.version
+
+    def pages_at(self, slots: NDArray[np.int64], positions: NDArray[np.int32]) -> NDArray[np.int32]:
+        """The pages of one position of each sequence, int32 [slots]."""
+        return self._tables.pages_at(slots, positions // PAGE_TOKENS)
+
+    def writable_tokens(self, seq: Sequence) -> int:
+        """Length up to which `grow` has provided pages that can be written; 0: not known."""
+        return self._sequences[seq].writable_tokens
+
     def copy_pending(self, copy: Callable[[list[tuple[int, int]]], object]) -> None:
         """Call `copy` with the pages to copy before the next step; if it raises, they stay pending.
 
         They are (source, target) with distinct targets. The copies are simultaneous: all sources
         must be read before any target is written.
         """
+        if not self._pending_copies:
+            return
         copy([(source, target) for target, source in self._pending_copies.items()])
         self._pending_copies.clear()
 

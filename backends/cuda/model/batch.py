@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from localgen.backends.cuda.kernels.attention_metadata import AttentionMetadata
+from localgen.backends.cuda.kernels.decode_inputs import DecodeInputs
 from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS, pages_for
 from localgen.backends.cuda.model.host_copy import HostArray, pack, unpack
 from localgen.backends.runner.interface import Chunk
@@ -80,6 +81,17 @@ class StepBatch:
     positions: Tensor
     attn_metadata: AttentionMetadata
     source_rows: Tensor
+
+    @property
+    def decode_inputs(self) -> DecodeInputs:
+        """The inputs that differ between steps of the same decoding sequences."""
+        return DecodeInputs(
+            tokens=self.tokens,
+            slot_mapping=self.slot_mapping,
+            positions=self.positions,
+            seq_lens=self.attn_metadata.seq_lens,
+            page_tables=self.attn_metadata.page_tables,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,7 +16,7 @@ from localgen.backends.cuda.device import sizing
 from localgen.backends.cuda.device.options import CudaOptions
 from localgen.backends.cuda.kv.page_pool import pages_for
 from localgen.backends.cuda.model import process_group
-from localgen.backends.cuda.model.batch import StepInputs
+from localgen.backends.cuda.model.batch import Int32Array, StepInputs
 from localgen.backends.cuda.model.source import ModelSource
 from localgen.backends.cuda.parallel.rank_model import (
     AllocateCache,
@@ -57,6 +57,10 @@ class TensorParallelExecutor:
         with self._raise_step_failed():
             self.workers.broadcast(RunStep(inputs, broadcasts_tokens=token_source is not None))
             return self._rank_model.run(inputs, tokens)
+
+    def advance(self, tokens: Tensor, new_pages: Int32Array | None) -> Tensor | None:
+        """See StepExecutor.advance. The other ranks lack the tokens: they need a message anyway."""
+        return None
 
     def hidden_states(self, inputs: StepInputs) -> Tensor:
         """See StepExecutor.hidden_states."""

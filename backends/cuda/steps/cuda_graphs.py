@@ -24,15 +24,17 @@ import torch
 from torch import Tensor
 
 from localgen.backends.cuda.kernels.attention.decode import MAX_DECODE_ROWS
-from localgen.backends.cuda.kv.page_pool import pages_for
+from localgen.backends.cuda.kernels.decode_inputs import advance_decode_inputs
+from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS, pages_for
 from localgen.backends.cuda.model.batch import (
+    Int32Array,
     StepBatch,
     StepInputs,
     inputs_to_device,
     unpack_inputs,
 )
 from localgen.backends.cuda.model.decoder import Decoder, KVCache
-from localgen.backends.cuda.model.host_copy import pack, packed_bytes
+from localgen.backends.cuda.model.host_copy import pack, packed_bytes, to_device
 from localgen.backends.cuda.steps.graph_capture import GraphCapture, Replay
 from localgen.backends.memory.compute_buffers import (
     MAX_GRAPH_SEQ_ROWS,
@@ -92,6 +94,18 @@ class _GraphBuffers:
     logits: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class _ReplayedDecode:
+    """The last step, if it was a replay of one row per sequence: its inputs are on the device.
+
+    max_len: length of its longest sequence.
+    """
+
+    shape: GraphShape
+    num_seqs: int
+    max_len: int
+
+
 class TokenSource(Protocol):
     """Source of input tokens that are not known to the host."""
 
@@ -143,6 +157,7 @@ class DeviceExecutor:
         self._graphs: dict[GraphShape, Replay | None] = {}  # None: the capture failed
         self._batches: dict[GraphShape, StepBatch] = {}  # the inputs of each graph
         self._buffers: _GraphBuffers | None = None
+        self._last_decode: _ReplayedDecode | None = None
 
     def run(self, inputs: StepInputs, token_source: TokenSource | None = None) -> Tensor:
         """Return the logits of the output rows, float32 [outputs, vocab].
@@ -151,7 +166,7 @@ class DeviceExecutor:
         to the host.
         """
         shape = graph_shape(inputs) if self._use_cuda_graphs else None
-        self.is_warming_up = False
+        self.is_warming_up, self._last_decode = False, None
         if shape is None:
             return self._run_eager(inputs, token_source)
         padded = pad_inputs(inputs, shape)
@@ -160,7 +175,26 @@ class DeviceExecutor:
             logits = self._run_eager(padded, token_source)
         else:
             logits = self._replay(graph, shape, padded, token_source)
+            if shape.rows_per_seq == 1 and len(inputs.output_rows) == len(inputs.seq_lens):
+                num_seqs = len(inputs.seq_lens)
+                self._last_decode = _ReplayedDecode(shape, num_seqs, inputs.max_seq_len)
         return logits[: len(inputs.output_rows)]
+
+    def advance(self, tokens: Tensor, new_pages: Int32Array | None) -> Tensor | None:
+        """See StepExecutor.advance."""
+        last, self._last_decode = self._last_decode, None
+        if last is None or last.max_len == last.shape.max_len:
+            return None
+        graph, batch = self._graphs[last.shape], self._batches[last.shape]
+        assert graph is not None
+        assert self._buffers is not None
+        assert len(tokens) == last.num_seqs
+        pages = None if new_pages is None else to_device([new_pages], self.device)[0]
+        advance_decode_inputs(batch.decode_inputs, tokens, pages, PAGE_TOKENS)
+        graph()
+        self.is_warming_up = False
+        self._last_decode = _ReplayedDecode(last.shape, last.num_seqs, last.max_len + 1)
+        return self._buffers.logits[: last.num_seqs]
 
     @property
     def next_capture(self) -> GraphShape | None:
@@ -268,7 +302,7 @@ class DeviceExecutor:
         """Free the graphs and the KV cache."""
         self._graphs.clear()
         self._batches.clear()
-        self._buffers = None
+        self._buffers = self._last_decode = None
         self.cache.layers.clear()
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from localgen.backends.cuda.kv.page_pool import pages_for
 from localgen.backends.cuda.model.batch import Int32Array, StepInputs, kv_slots
 from localgen.backends.cuda.model.host_copy import to_device
+from localgen.backends.runner.decode_step import DecodeStep
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence
 
@@ -29,32 +30,47 @@ from localgen.backends.runner.sequence import Sequence
 class RunAheadStep:
     """A forward pass launched ahead.
 
-    logits: float32 [rows, vocab], valid until the next step of the executor. positions: the
-    position computed for each sequence, in row order.
+    logits: float32 [rows, vocab], valid until the next step of the executor. seqs, positions: the
+    sequence and the position that each row computed. tables_version: of PagedCache, at the launch.
     """
 
     logits: Tensor
-    positions: dict[Sequence, int]
-    rows: dict[Sequence, int] = field(init=False)
+    seqs: tuple[Sequence, ...]
+    positions: list[int]
+    tables_version: int
+    _discarded: set[Sequence] = field(default_factory=set)
 
-    def __post_init__(self) -> None:
-        self.rows = {seq: row for row, seq in enumerate(self.positions)}
+    def split(self, chunks: Seq[Chunk]) -> tuple[Seq[Chunk], Seq[Chunk]]:
+        """The chunks that this step computes, and the others.
 
-    def split(self, chunks: Seq[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
-        """The chunks that this step computes, and the others."""
+        The former are a DecodeStep only if they are all rows of this step, in their order.
+        """
+        if self._is_of(chunks):
+            return chunks, []
+        positions = dict(zip(self.seqs, self.positions, strict=True))
         covered: list[Chunk] = []
         rest: list[Chunk] = []
-        positions = self.positions
         for chunk in chunks:
-            if positions.get(chunk.seq) == chunk.start and is_decoding(chunk):
+            is_valid = positions.get(chunk.seq) == chunk.start and is_decoding(chunk)
+            if is_valid and chunk.seq not in self._discarded:
                 covered.append(chunk)
             else:
                 rest.append(chunk)
         return covered, rest
 
-    def logits_of(self, chunks: list[Chunk]) -> Tensor:
+    def _is_of(self, chunks: Seq[Chunk]) -> bool:
+        """True if these chunks are exactly the rows of this step."""
+        return (
+            isinstance(chunks, DecodeStep)
+            and not self._discarded
+            and chunks.seqs == self.seqs
+            and chunks.starts == self.positions
+        )
+
+    def logits_of(self, chunks: Seq[Chunk]) -> Tensor:
         """Logits of these chunks, all covered, in their order."""
-        rows = [self.rows[chunk.seq] for chunk in chunks]
+        row_of = {seq: row for row, seq in enumerate(self.seqs)}
+        rows = [row_of[chunk.seq] for chunk in chunks]
         if rows == list(range(len(rows))):
             return self.logits[: len(rows)]
         (at,) = to_device([np.array(rows, np.int32)], self.logits.device)
@@ -62,7 +78,8 @@ class RunAheadStep:
 
     def invalidate(self, seq: Sequence) -> None:
         """Discard the result for a sequence, because its pages are about to change."""
-        self.positions.pop(seq, None)
+        if seq in self.seqs:
+            self._discarded.add(seq)
 
 
 def is_decoding(chunk: Chunk) -> bool:
@@ -71,24 +88,26 @@ def is_decoding(chunk: Chunk) -> bool:
 
 
 def next_step_inputs(
-    chunks: Seq[Chunk], page_tables: Callable[[int], Int32Array], source_rows: Seq[int]
+    positions: Seq[int] | Int32Array,
+    page_tables: Callable[[int], Int32Array],
+    source_rows: Seq[int],
 ) -> StepInputs:
-    """Build the step after these one-token chunks; its tokens are placeholders.
+    """Build the step after one token at each of these positions; its tokens are placeholders.
 
-    page_tables: returns the first pages of each chunk's sequence, which has room for the new token,
-    int32 [chunks, pages]. source_rows: the row in which each chunk's token is sampled.
+    page_tables: returns the first pages of each sequence, which has room for the new token, int32
+    [sequences, pages]. source_rows: the row in which each sequence's token is sampled.
     """
-    lengths = np.array([chunk.start + 2 for chunk in chunks], np.int32)
-    positions, rows, max_len = lengths - 1, np.arange(len(chunks)), int(lengths.max())
+    lengths = np.asarray(positions, np.int32) + 2
+    following, rows, max_len = lengths - 1, np.arange(len(lengths)), int(lengths.max())
     # a table may be longer: with pages for drafts of a step that did not run
     tables = page_tables(pages_for(max_len))
     return StepInputs(
-        tokens=np.zeros(len(chunks), np.int64),
-        slot_mapping=kv_slots(tables, rows, positions),
+        tokens=np.zeros(len(rows), np.int64),
+        slot_mapping=kv_slots(tables, rows, following),
         output_rows=rows,
-        positions=positions,
+        positions=following,
         page_tables=tables,
-        query_starts=np.arange(len(chunks) + 1, dtype=np.int32),
+        query_starts=np.arange(len(rows) + 1, dtype=np.int32),
         seq_lens=lengths,
         max_query_len=1,
         max_seq_len=max_len,

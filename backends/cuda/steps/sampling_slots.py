@@ -80,9 +80,21 @@ class SamplingSlots:
             and np.array_equal(sent.positions + 1, positions)
         ):
             sent.tensors.position.add_(1)
-            sent.positions = positions
+            sent.slots, sent.positions = slots, positions
         else:
             sent = self._sent = _SentParams(slots, positions, self._send(slots, positions, device))
+        return sent.tensors
+
+    def following_tensors(self, slots: Int64Array) -> SamplingTensors | None:
+        """The parameters of the rows sent last, one position on; None if these are others.
+
+        slots: the array of that call, not a copy.
+        """
+        sent = self._sent
+        if sent is None or sent.slots is not slots:
+            return None
+        sent.tensors.position.add_(1)
+        sent.positions += 1
         return sent.tensors
 
     def _send(

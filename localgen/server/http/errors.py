@@ -1,4 +1,4 @@
-"""Error responses in the format of the requested API: OpenAI or Ollama."""
+"""Error responses in the format of the requested API: OpenAI, Ollama or Anthropic."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from localgen.server.anthropic import responses as anthropic
 from localgen.server.ollama import responses as ollama
 from localgen.server.openai import responses as openai
 from localgen.server.requests.protocol import encode_json, http_status_for_code
@@ -26,6 +27,8 @@ def error_response(
     body: dict[str, Any]
     if path.startswith(ollama.API_PREFIX):
         body = ollama.ollama_error_body(message)
+    elif path.startswith(anthropic.PATH):
+        body = anthropic.anthropic_error_body(code, message, status=status)
     else:
         body = openai.openai_error_body(code, message, param, status=status)
     return Response(encode_json(body), status, headers, "application/json")

@@ -7,7 +7,8 @@ import contextlib
 import hashlib
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -17,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from localgen.server.http import json_limits
 from localgen.server.http.access import AccessPolicy
 from localgen.server.http.errors import error_response
+from localgen.server.http.private_ports import PrivatePorts
 from localgen.server.http.rate_limit import RateLimiter
 from localgen.server.requests.caller import KEY_ACCOUNT_PREFIX, is_local_request
 
@@ -61,8 +63,15 @@ class GuardMiddleware:
     on the Unix socket.
     """
 
-    def __init__(self, app: ASGIApp, access: AccessPolicy, rate_limiter: RateLimiter) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        access: AccessPolicy,
+        rate_limiter: RateLimiter,
+        private_ports: PrivatePorts,
+    ) -> None:
         self._access, self._rate_limiter = access, rate_limiter
+        self._private_ports = private_ports
         self._app = app
         self._turns = LargeBodyTurns()
         self._tcp_app: ASGIApp = self._handle_tcp
@@ -71,7 +80,8 @@ class GuardMiddleware:
                 self._handle_tcp,
                 allow_origins=access.cors_origins,
                 allow_methods=["GET", "POST", "DELETE"],
-                allow_headers=["Authorization", "Content-Type"],
+                # clients send headers of their own, such as x-stainless-os
+                allow_headers=["*"],
                 expose_headers=["X-Request-Id", "Retry-After"],
             )
 
@@ -124,7 +134,7 @@ class GuardMiddleware:
             raise RequestRefused(403, "forbidden_origin", message)
         if scope["path"] in _PUBLIC_PATHS:
             return
-        scope["account"] = self._authenticate(scope, headers.get(b"authorization", ""))
+        scope["account"] = self._authenticate(scope, headers)
         if is_rate_limited(scope["method"], scope["path"]):
             wait_s = self._rate_limiter.admit(scope["account"])
             if wait_s is not None:
@@ -136,19 +146,30 @@ class GuardMiddleware:
                     {"Retry-After": str(seconds)},
                 )
 
-    def _authenticate(self, scope: Scope, authorization: str) -> str:
-        if not self._access.keys:
+    def _authenticate(self, scope: Scope, headers: Mapping[bytes, str]) -> str:
+        """Return the account of the request. Raises RequestRefused without a valid key."""
+        port: int = scope["server"][1]
+        accepts_key = self._access.accepts_key
+        if self._private_ports.has(port):
+            accepts_key = partial(self._private_ports.accepts_key, port)
+        elif not self._access.keys:
             return str(scope["client"][0])
-        kind, _, key = authorization.partition(" ")
-        if kind.lower() != "bearer" or not self._access.accepts_key(key.strip()):
-            what = "invalid API key" if authorization else "an API key is required"
-            message = f"{what}: send Authorization: Bearer KEY"
+        given = _given_keys(headers)
+        key = next(filter(accepts_key, given), None)
+        if key is None:
+            what = "invalid API key" if given else "an API key is required"
+            message = f"{what}: send Authorization: Bearer KEY, or x-api-key: KEY"
             raise RequestRefused(401, "unauthorized", message, {"WWW-Authenticate": "Bearer"})
         # hashed: keys must not appear in logs
-        return (
-            KEY_ACCOUNT_PREFIX
-            + hashlib.sha256(key.strip().encode(errors="replace")).hexdigest()[:12]
-        )
+        return KEY_ACCOUNT_PREFIX + hashlib.sha256(key.encode(errors="replace")).hexdigest()[:12]
+
+
+def _given_keys(headers: Mapping[bytes, str]) -> list[str]:
+    """The API keys of a request: of OpenAI's header, then of Anthropic's."""
+    authorization = headers.get(b"authorization", "")
+    kind, _, key = authorization.partition(" ")
+    keys = [key.strip() if kind.lower() == "bearer" else ""] if authorization else []
+    return [*keys, headers[b"x-api-key"].strip()] if b"x-api-key" in headers else keys
 
 
 def is_rate_limited(method: str, path: str) -> bool:

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from localgen.backends.engine import wire
 from localgen.backends.errors import (
@@ -29,6 +30,8 @@ from localgen.backends.types import (
     Finished,
     Request,
     StepEvents,
+    Tokenized,
+    TokenizeRequest,
 )
 from localgen.server.models.engine_process import EngineLogPipe, EngineProcess, describe_exit_status
 
@@ -99,6 +102,15 @@ class RequestStream:
         events, self._events = self._events, []
         return events
 
+    async def wait(self, timeout_s: float) -> bool:
+        """Wait for an event. Returns False after the timeout."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._has_events.wait()
+        except TimeoutError:
+            return False
+        return True
+
     def announce_silence(self, silent_s: float) -> None:
         """Put an EngineSilent each time that the silence has doubled."""
         if silent_s >= 2 * self._announced_s:
@@ -133,7 +145,8 @@ class EngineClient(asyncio.Protocol):
         self._frames = FrameDecoder()
         self._output = EngineLogPipe(name)
         self._streams: dict[str, RequestStream] = {}
-        self._pending_embeddings: dict[str, asyncio.Future[Embedded]] = {}
+        # of requests that end with one event
+        self._pending_calls: dict[str, asyncio.Future[Any]] = {}
         self._max_requests: int | None = None  # running and waiting generation requests it accepts
         self._load_future: asyncio.Future[ModelInfo] | None = None
         self._transport: asyncio.Transport | None = None
@@ -146,8 +159,8 @@ class EngineClient(asyncio.Protocol):
 
     @property
     def has_requests(self) -> bool:
-        """True if any generation or embedding request is unfinished."""
-        return bool(self._streams or self._pending_embeddings)
+        """True if any request is unfinished."""
+        return bool(self._streams or self._pending_calls)
 
     async def load(self, request: ModelLoadRequest) -> ModelInfo:
         """Load the model, updating `progress`. Raises the error that the engine reports."""
@@ -186,15 +199,25 @@ class EngineClient(asyncio.Protocol):
 
     async def embed(self, request: EmbedRequest) -> Embedded:
         """Compute embeddings. Cancellation reaches the engine. Raises the error that it reports."""
-        frame = self._encode_frame(wire.SubmitEmbedding(request))
-        done: asyncio.Future[Embedded] = asyncio.get_running_loop().create_future()
-        self._pending_embeddings[request.id] = done
+        embedded: Embedded = await self._call(request.id, wire.SubmitEmbedding(request))
+        return embedded
+
+    async def tokenize(self, request: TokenizeRequest) -> Tokenized:
+        """Return the prompt of a request as text and tokens. Raises the error of the engine."""
+        tokenized: Tokenized = await self._call(request.id, request)
+        return tokenized
+
+    async def _call(self, request_id: str, message: wire.WireMessage) -> Any:
+        """Send a request and return its end. Cancellation reaches the engine."""
+        frame = self._encode_frame(message)
+        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._pending_calls[request_id] = done
         self._write(frame)
         try:
             return await done
         finally:
-            if self._pending_embeddings.pop(request.id, None) is not None:
-                self._send(wire.Cancel(request.id))
+            if self._pending_calls.pop(request_id, None) is not None:
+                self._send(wire.Cancel(request_id))
 
     def _encode_frame(self, message: wire.WireMessage) -> bytes:
         """Encode a request. Raises EngineDied if the engine ended, InvalidRequest if too large."""
@@ -228,9 +251,9 @@ class EngineClient(asyncio.Protocol):
         for request_id, stream in list(self._streams.items()):
             self.abort(request_id)
             stream.put(Failed(request_id, code, message))
-        for request_id in list(self._pending_embeddings):
+        for request_id in list(self._pending_calls):
             self._send(wire.Cancel(request_id))
-            self._fail_embedding(Failed(request_id, code, message))
+            self._fail_call(Failed(request_id, code, message))
 
     def announce_silence(self) -> None:
         """Tell the streams how long the engine has sent nothing."""
@@ -339,23 +362,24 @@ class EngineClient(asyncio.Protocol):
         for delta in events.deltas:
             if stream := self._streams.get(delta.request_id):
                 stream.put(delta)
-        for done in events.embedded:
-            if waiting := self._pop_embedding(done.request_id):
+        results: tuple[Embedded | Tokenized, ...] = (*events.embedded, *events.tokenized)
+        for done in results:
+            if waiting := self._pop_call(done.request_id):
                 waiting.set_result(done)
         for failed in events.failed:
-            self._fail_embedding(failed)
+            self._fail_call(failed)
         ends: tuple[Finished | Failed, ...] = (*events.finished, *events.failed)
         for end in ends:
             if stream := self._streams.pop(end.request_id, None):
                 stream.put(end)
 
-    def _fail_embedding(self, failed: Failed) -> None:
-        if waiting := self._pop_embedding(failed.request_id):
+    def _fail_call(self, failed: Failed) -> None:
+        if waiting := self._pop_call(failed.request_id):
             waiting.set_exception(error_from_code(failed.code, failed.message, failed.param))
 
-    def _pop_embedding(self, request_id: str) -> asyncio.Future[Embedded] | None:
-        """Remove a request and return its future, unless `embed` is about to be cancelled."""
-        waiting = self._pending_embeddings.pop(request_id, None)
+    def _pop_call(self, request_id: str) -> asyncio.Future[Any] | None:
+        """Remove a request and return its future, unless its call is about to be cancelled."""
+        waiting = self._pending_calls.pop(request_id, None)
         return None if waiting is None or waiting.done() else waiting
 
     def _fail_load(self, error: LocalgenError) -> None:

@@ -114,6 +114,10 @@ class OllamaSerializer:
         """The last chunk, with the finish reason and durations."""
         return [self._chunk("", "", ()) | self._final_fields(total)]
 
+    def keep_alive(self) -> bytes:
+        """A chunk without text: NDJSON has no comments."""
+        return self.framing.encode_event(self._chunk("", "", ()))
+
     def silence_notice(self, silent_s: float) -> bytes:
         """A chunk without text: NDJSON has no comments."""
         silence = {"localgen": {"silent_s": round(silent_s, 1)}}

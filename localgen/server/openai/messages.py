@@ -9,7 +9,7 @@ from pydantic import model_validator
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.types import Message
 from localgen.server.openai.tools import MessageToolCall, parse_tool_calls
-from localgen.server.requests.body import StrictModel, reject_unsupported_fields
+from localgen.server.requests.body import StrictModel, drop_fields, reject_unsupported_fields
 
 _UNSUPPORTED_IN_MESSAGES: dict[str, tuple[object, ...]] = {
     "refusal": (),
@@ -23,9 +23,13 @@ _UNSUPPORTED_IN_MESSAGES: dict[str, tuple[object, ...]] = {
 _ROLE_BY_FIELD = {
     "tool_calls": "assistant",
     "reasoning_content": "assistant",
+    "reasoning": "assistant",
     "tool_call_id": "tool",
-    "name": "tool",
 }
+
+
+# tells other servers where to cache a prompt
+_HARMLESS_IN_PARTS = ("cache_control",)
 
 
 class TextPart(StrictModel):
@@ -34,16 +38,29 @@ class TextPart(StrictModel):
     type: Literal["text"]
     text: str
 
+    @model_validator(mode="before")
+    @classmethod
+    def _require_text(cls, part: Any) -> Any:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise InvalidRequest(
+                f"content part {kind} is not supported: this server reads text only",
+                param="messages",
+            )
+        return drop_fields(part, _HARMLESS_IN_PARTS)
+
 
 class ChatMessage(StrictModel):
     """A chat message. Role `developer` is an alias of `system`.
 
-    reasoning_content: earlier reasoning of the assistant. name: function name, for role tool only.
+    reasoning_content, reasoning: earlier reasoning of the assistant. name: of the function for role
+    tool, else of the author, for templates that show it.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
@@ -73,7 +90,7 @@ class ChatMessage(StrictModel):
         return Message(
             "system" if self.role == "developer" else self.role,
             _content_text(self.content),
-            self.reasoning_content,
+            self.reasoning_content or self.reasoning,
             parse_tool_calls(self.tool_calls or (), f"{place}.tool_calls"),
             self.tool_call_id,
             self.name,

@@ -38,6 +38,10 @@ class SseFraming:
 SSE = SseFraming()
 
 
+# a comment of a stream, which clients ignore
+KEEP_ALIVE_COMMENT = b": computing\n\n"
+
+
 def silence_comment(silent_s: float) -> bytes:
     """Encode a comment of a stream, which clients ignore unless they know it."""
     return f": engine silent for {silent_s:.0f} s\n\n".encode()
@@ -99,6 +103,9 @@ class ChatCompletionSerializer:
         """The usage chunk, if requested by `stream_options.include_usage`."""
         head = self._head("chat.completion.chunk")
         return [{**head, "choices": [], "usage": usage_fields(total)}] if self.include_usage else []
+
+    def keep_alive(self) -> bytes:
+        return KEEP_ALIVE_COMMENT
 
     def silence_notice(self, silent_s: float) -> bytes:
         return silence_comment(silent_s)
@@ -166,6 +173,9 @@ class CompletionSerializer:
     def stream_end(self, total: Finished) -> list[object]:
         """The usage chunk, if requested by `stream_options.include_usage`."""
         return [{**self._body([]), "usage": usage_fields(total)}] if self.include_usage else []
+
+    def keep_alive(self) -> bytes:
+        return KEEP_ALIVE_COMMENT
 
     def silence_notice(self, silent_s: float) -> bytes:
         return silence_comment(silent_s)

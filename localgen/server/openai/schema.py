@@ -18,9 +18,11 @@ from localgen.server.requests.body import (
     Int32,
     RequestBody,
     StrictModel,
+    drop_fields,
     reject_unsupported_fields,
     with_sampler_fields,
 )
+from localgen.server.requests.choices import NUM_SEEDS
 
 # integers of 64 bits on the wire to the engine
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -38,30 +40,39 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "service_tier": (),
-    "store": (False,),
-    "metadata": (),
     "web_search_options": (),
-    "verbosity": (),
+    # vLLM's and llama.cpp's, with what is always the case here
+    "add_generation_prompt": (True,),
+    "skip_special_tokens": (True,),
     "echo": (False,),
     "suffix": ("",),
 }
+# accepted without effect: none of them changes a token of an answer. Nothing is stored, and prompts
+# are always cached
+_HARMLESS = (
+    *("metadata", "service_tier", "store", "verbosity", "cache_prompt"),
+    *("prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
+)
 # per request, as in the OpenAI API
 MAX_EMBEDDING_INPUTS = 2048
 
 
 class StreamOptions(StrictModel):
-    """include_usage: send a last chunk with usage and no choices."""
+    """include_usage: send a last chunk with usage and no choices.
+
+    continuous_usage_stats: no effect, the chunks have localgen.num_tokens. include_obfuscation: no
+    effect, chunks are not padded.
+    """
 
     include_usage: bool = False
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class JsonSchema(StrictModel):
     """A JSON schema for the answer. Always enforced: name, description and strict are ignored."""
 
-    model_config = ConfigDict(
-        extra="forbid", allow_inf_nan=False, protected_namespaces=(), populate_by_name=True
-    )
+    model_config = ConfigDict(populate_by_name=True)
     name: str = ""
     description: str | None = None
     body: dict[str, Any] = Field(alias="schema")
@@ -69,10 +80,14 @@ class JsonSchema(StrictModel):
 
 
 class ResponseFormat(StrictModel):
-    """json_object: any JSON object. json_schema: an object that is valid under the schema."""
+    """json_object: any JSON object, or with `schema`, as llama-server has it, one that is valid.
+
+    json_schema: an object that is valid under the schema.
+    """
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    body: dict[str, Any] | None = Field(None, alias="schema")
 
     @model_validator(mode="after")
     def _require_schema(self) -> Self:
@@ -81,13 +96,34 @@ class ResponseFormat(StrictModel):
                 "response_format: type json_schema needs json_schema, other types do not take it",
                 param="response_format",
             )
+        if self.body is not None and self.type != "json_object":
+            raise InvalidRequest(
+                "response_format: schema is only valid for type json_object",
+                param="response_format",
+            )
         return self
 
     def schema_text(self) -> str | None:
         """The schema as JSON text. None: no constraint."""
-        if self.json_schema is not None:
-            return json.dumps(self.json_schema.body)
+        body = self.json_schema.body if self.json_schema else self.body
+        if body is not None:
+            return json.dumps(body)
         return ANY_JSON_OBJECT if self.type == "json_object" else None
+
+
+def _as_seed(seed: Any) -> Any:
+    """None, a random seed, for -1; others are cut to 32 bits."""
+    if type(seed) is not int:
+        return seed
+    return None if seed == -1 else seed % NUM_SEEDS
+
+
+def _off_if_negative(top_k: Any) -> Any:
+    return 0 if type(top_k) is int and top_k == -1 else top_k
+
+
+def _no_limit_if_negative(max_tokens: Any) -> Any:
+    return None if type(max_tokens) is int and max_tokens == -1 else max_tokens
 
 
 def _as_list(stop: Any) -> Any:
@@ -106,21 +142,22 @@ class _GenerationRequest(_SamplerFields):
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(strict=True, ge=1, le=MAX_N)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     user: str | None = None
     priority: Int64 = 0
     ctx: Count | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
-    max_tokens: Count | None = None
+    max_tokens: Annotated[Count | None, BeforeValidator(_no_limit_if_negative)] = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**63)] = 0
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list)] | None = (
         None
     )
     stop_token_ids: list[Int32] = Field(default_factory=list)
     ignore_eos: bool = False
-    seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
+    seed: Annotated[int | None, BeforeValidator(_as_seed)] = None
+    top_k: Annotated[Int32 | None, BeforeValidator(_off_if_negative)] = None
     repetition_penalty: float | None = None
-    logit_bias: dict[Int32, float] | None = None
+    logit_bias: dict[Annotated[Int32, Field(strict=False)], float] | None = None  # names in JSON
     response_format: ResponseFormat | None = None
     json_schema: dict[str, Any] | str | None = None
     regex: str | None = None
@@ -129,7 +166,7 @@ class _GenerationRequest(_SamplerFields):
     @model_validator(mode="before")
     @classmethod
     def _reject_unsupported(cls, body: Any) -> Any:
-        return reject_unsupported_fields(body, _UNSUPPORTED)
+        return drop_fields(reject_unsupported_fields(body, _UNSUPPORTED), _HARMLESS)
 
     @model_validator(mode="after")
     def _require_stream(self) -> Self:
@@ -173,8 +210,8 @@ class _GenerationRequest(_SamplerFields):
         return SamplingParams(**plain, **special)
 
 
-class ChatRequest(_GenerationRequest):
-    """POST /v1/chat/completions."""
+class ChatPrompt(RequestBody):
+    """The fields of a chat request that make the prompt."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: list[FunctionTool] | None = None
@@ -184,9 +221,6 @@ class ChatRequest(_GenerationRequest):
         None
     )
     chat_template_kwargs: ChatTemplateKwargs | None = None
-    max_completion_tokens: Count | None = None
-    logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     def to_request_fields(self) -> dict[str, Any]:
         """Keyword arguments for Request: messages, tools, reasoning."""
@@ -204,6 +238,14 @@ class ChatRequest(_GenerationRequest):
             "thinking": settings.enable_thinking,
             "reasoning_effort": self.reasoning_effort,
         }
+
+
+class ChatRequest(ChatPrompt, _GenerationRequest):
+    """POST /v1/chat/completions."""
+
+    max_completion_tokens: Count | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     def to_sampling_params(self) -> SamplingParams:
         if self.top_logprobs is not None and not self.logprobs:

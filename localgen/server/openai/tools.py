@@ -15,6 +15,8 @@ from localgen.server.requests.body import StrictModel
 
 MAX_TOOLS = 256
 _FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+# name of the only argument of a call that was cut
+INCOMPLETE_ARGUMENTS = "incomplete_arguments"
 _TOOL_CHOICE_MODES = ("auto", "none", "required")
 
 
@@ -28,10 +30,11 @@ class FunctionDefinition(StrictModel):
 
 
 class FunctionTool(StrictModel):
-    """A tool. Only functions are supported."""
+    """A tool. Only functions are supported. cache_control: ignored, prompts are always cached."""
 
     type: Literal["function"]
     function: FunctionDefinition
+    cache_control: Any = None
 
 
 class FunctionCall(StrictModel):
@@ -101,26 +104,34 @@ def _named_function(choice: str | dict[str, Any]) -> str | None:
     match choice:
         case {"type": "function", "function": {"name": str(name)}}:
             return name
+        case {"type": "function", "name": str(name)}:  # in the Responses API
+            return name
     return None
 
 
 def parse_tool_calls(tool_calls: Iterable[MessageToolCall], param: str) -> tuple[ToolCall, ...]:
-    """Convert tool calls. Raises InvalidRequest if arguments are not a JSON object."""
+    """Convert tool calls. Raises InvalidRequest as parse_arguments."""
     calls = []
     for at, call in enumerate(tool_calls):
-        text = call.function.arguments or "{}"
-        if not _is_object(text):
-            place = f"{param}[{at}].function.arguments"
-            raise InvalidRequest(f"{place} is not a JSON object in a string", param=place)
-        calls.append(ToolCall(call.id, call.function.name, text))
+        place = f"{param}[{at}].function.arguments"
+        arguments = parse_arguments(call.function.arguments, place)
+        calls.append(ToolCall(call.id, call.function.name, arguments))
     return tuple(calls)
 
 
-def _is_object(text: str) -> bool:
+def parse_arguments(text: str, param: str) -> str:
+    """Return the arguments of an earlier call as a JSON object in a string.
+
+    A call that was cut, for example at max_tokens, keeps what there is of it as one argument.
+    Raises InvalidRequest for JSON that is not an object.
+    """
     try:
-        return isinstance(json.loads(text), dict)
+        parsed = json.loads(text or "{}")
     except (ValueError, RecursionError):
-        return False
+        return json.dumps({INCOMPLETE_ARGUMENTS: text}, ensure_ascii=False)
+    if not isinstance(parsed, dict):
+        raise InvalidRequest(f"{param} is not a JSON object in a string", param=param)
+    return text or "{}"
 
 
 # -- in responses ---------------------------------------------------------------------------

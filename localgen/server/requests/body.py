@@ -32,6 +32,20 @@ def reject_unsupported_fields(body: Any, unsupported: dict[str, tuple[object, ..
     return {name: value for name, value in body.items() if name not in unsupported}
 
 
+def drop_fields(body: Any, harmless: tuple[str, ...]) -> Any:
+    """Return the body without fields that are accepted but have no effect."""
+    if not isinstance(body, dict) or body.keys().isdisjoint(harmless):
+        return body
+    return {name: value for name, value in body.items() if name not in harmless}
+
+
+def drop_nulls(body: Any) -> Any:
+    """Return the body without null fields: clients send back all that an answer may have had."""
+    if not isinstance(body, dict):
+        return body
+    return {name: value for name, value in body.items() if value is not None}
+
+
 def _strictly_equal(value: object, known: object) -> bool:
     # True == 1 in Python
     return value == known and isinstance(value, bool) == isinstance(known, bool)
@@ -71,9 +85,11 @@ def _is_unicode(text: str) -> bool:
 
 
 class StrictModel(BaseModel):
-    """A model that rejects unknown fields, NaN and infinities."""
+    """A model that rejects unknown fields, other JSON types ("5" for 5), NaN and infinities."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
 
 
 class RequestBody(StrictModel):

@@ -9,7 +9,7 @@ from fastapi import Request as HttpRequest
 from starlette.types import Scope
 
 from localgen.backends.sampling_params import SamplingParams
-from localgen.backends.types import EmbedRequest, Request
+from localgen.backends.types import EmbedRequest, Request, TokenizeRequest
 
 # client host of connections over the Unix socket
 LOCAL_CLIENT = "local"
@@ -49,6 +49,10 @@ class Caller:
             params=params,
             **fields,
         )
+
+    def new_tokenize_request(self, *, add_special: bool = True, **fields: Any) -> TokenizeRequest:
+        """A request for the tokens of a prompt. fields: as in new_request."""
+        return TokenizeRequest(self.new_request(SamplingParams(), **fields), add_special)
 
     def new_embed_request(self, inputs: tuple[str | tuple[int, ...], ...]) -> EmbedRequest:
         return EmbedRequest(

@@ -27,6 +27,9 @@ from localgen.server.requests.streaming import (
 )
 from localgen.server.stats.request_log import RequestLog, RequestRecord
 
+# a stream without any bytes for longer than this gets some
+KEEP_ALIVE_S = 15.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationJob:
@@ -105,7 +108,7 @@ class GenerationResponse(Response):
                         late.cancel()
         except LocalgenError as error:
             self._record.outcome = error.code
-            if not await waiting.has_begun_stream():
+            if not self._has_begun and not await waiting.has_begun_stream():
                 raise
             body = self._encode_error(unnamed.framing, error.code, error.message, error.param)
             await send({"type": "http.response.body", "body": body})
@@ -150,6 +153,8 @@ class GenerationResponse(Response):
     async def _respond(
         self, stream: RequestStream, serializer: ResponseSerializer, send: Send
     ) -> None:
+        if self._job.stream:
+            await self._keep_alive_until_event(stream, serializer, send)
         events = await self._next_events(stream)
         _raise_if_failed(events)
         if self._job.stream:
@@ -165,8 +170,7 @@ class GenerationResponse(Response):
         send: Send,
     ) -> None:
         framing = serializer.framing
-        if not self._has_begun:
-            await send_stream_headers(send, framing)
+        await self._begin_stream(framing, send)
         body = b"".join(map(framing.encode_event, self._choice_starts(serializer)))
         while True:
             # all events that arrived during the previous write are sent in one
@@ -181,7 +185,22 @@ class GenerationResponse(Response):
             if ended:
                 return
             body = b""
+            await self._keep_alive_until_event(stream, serializer, send)
             events = await self._next_events(stream)
+
+    async def _begin_stream(self, framing: Framing, send: Send) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            await send_stream_headers(send, framing)
+
+    async def _keep_alive_until_event(
+        self, stream: RequestStream, serializer: ResponseSerializer, send: Send
+    ) -> None:
+        """Send something every KEEP_ALIVE_S until the engine does; the first begins the stream."""
+        while not await stream.wait(KEEP_ALIVE_S):
+            await self._begin_stream(serializer.framing, send)
+            body = serializer.keep_alive()
+            await send({"type": "http.response.body", "body": body, "more_body": True})
 
     def _choice_starts(self, serializer: ResponseSerializer) -> list[object]:
         return [event for index in self._index.values() for event in serializer.choice_start(index)]

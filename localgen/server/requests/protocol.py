@@ -72,6 +72,9 @@ class ResponseSerializer(Protocol):
     def stream_end(self, total: Finished) -> Sequence[object]:
         """Events after all choices. total: merged result."""
 
+    def keep_alive(self) -> bytes:
+        """Bytes that clients ignore, during a long prompt: many give up a stream without any."""
+
     def silence_notice(self, silent_s: float) -> bytes:
         """Encode a notice that the engine has sent nothing for so long. Clients may ignore it."""
 

@@ -1,0 +1,103 @@
+"""Handlers of errors: each becomes a response in the format of its API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi import Request as HttpRequest
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from localgen.backends.errors import LocalgenError
+from localgen.server.http.errors import error_response
+from localgen.server.http.guard import RequestRefused
+from localgen.server.models.disk_paths import error_message
+from localgen.server.requests.caller import is_local_request
+from localgen.server.requests.protocol import http_status_for_code
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Answer every error in the format of the API that the request belongs to."""
+
+    @app.exception_handler(LocalgenError)
+    async def handle_localgen_error(http: HttpRequest, error: Exception) -> Response:
+        assert isinstance(error, LocalgenError)
+        code, param = error.code, error.param
+        is_local = is_local_request(http.scope)
+        message = error_message(code, error.message, param, is_local=is_local)
+        return _error_response(http, code, message, param)
+
+    @app.exception_handler(RequestValidationError)
+    async def handle_validation_error(http: HttpRequest, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        # unknown fields first: a misspelt field also makes the right one missing
+        problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+        message, param = _validation_message(problems[0])
+        return _error_response(http, "invalid_request", message, param)
+
+    @app.exception_handler(HTTPException)
+    async def handle_http_error(http: HttpRequest, error: Exception) -> Response:
+        if isinstance(error, RequestRefused):
+            return error.to_response(http.url.path)
+        assert isinstance(error, HTTPException)
+        place = f"{http.method} {http.url.path}"
+        match error.status_code:
+            case 404:
+                return _error_response(http, "not_found", f"no such endpoint: {place}")
+            case 405:
+                message = f"{place}: method not allowed"
+                return _error_response(http, "method_not_allowed", message, headers=error.headers)
+            case _:
+                return _error_response(http, "invalid_request", str(error.detail))
+
+    @app.exception_handler(Exception)
+    async def handle_internal_error(http: HttpRequest, error: Exception) -> Response:
+        # Starlette re-raises the error after this response, which logs the traceback
+        message = f"{http.url.path} failed with an internal error: see the server log"
+        return _error_response(http, "internal_error", message)
+
+
+_JSON_TYPES = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+}
+
+
+def _validation_message(problem: Any) -> tuple[str, str | None]:
+    """Return a one-line message for a pydantic error, and the path of its field if any."""
+    steps = [step for step in problem["loc"] if step not in ("body", "query", "str")]
+    steps = [step for step in steps if not str(step).startswith("list[")]
+    field = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
+    field = field.removeprefix(".")
+    match problem["type"]:
+        case "json_invalid":
+            return f"the body is not valid JSON: {problem['ctx']['error']}", None
+        case "extra_forbidden":
+            return f"unknown field {field}", field
+        case "model_attributes_type" if not field:
+            return "the body must be a JSON object with Content-Type: application/json", None
+        case "missing":
+            return (f"{field} is missing", field) if field else ("the body is missing", None)
+        case "greater_than_equal":
+            return f"{field} must be at least {problem['ctx']['ge']:,}", field
+        case "less_than_equal":
+            return f"{field} must be at most {problem['ctx']['le']:,}", field
+        case "less_than":
+            return f"{field} must be below {problem['ctx']['lt']:,}", field
+        case "int_type" | "float_type" | "bool_type" | "string_type" if field:
+            return f"{field} must be {_JSON_TYPES[problem['type']]}", field
+        case _:
+            reason = str(problem["msg"])
+            return (f"{field}: {reason}", field) if field else (reason, None)
+
+
+def _error_response(
+    http: HttpRequest, code: str, message: str, param: str | None = None, headers: Any = None
+) -> Response:
+    if http_status_for_code(code) in (429, 503):
+        headers = {"Retry-After": "1"}
+    return error_response(http.url.path, code, message, param, headers=headers)

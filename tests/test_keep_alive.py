@@ -1,0 +1,63 @@
+"""Streams get bytes during a long prompt: agents give up those without any."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from serving import ServerHarness, chat_body, server_harness
+
+KEEP_ALIVE_S = 0.1
+TOKEN_S = 0.5
+MESSAGES = chat_body("", "one two")["messages"]
+ROUTES: dict[str, tuple[dict[str, Any], bytes]] = {
+    "/v1/chat/completions": ({"messages": MESSAGES}, b": computing\n\n"),
+    "/v1/completions": ({"prompt": "one two"}, b": computing\n\n"),
+    "/v1/responses": ({"input": "one two"}, b": computing\n\n"),
+    "/v1/messages": (
+        {"messages": MESSAGES, "max_tokens": 9},
+        b'event: ping\ndata: {"type":"ping"}\n\n',
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[ServerHarness]:
+    with pytest.MonkeyPatch.context() as patch, server_harness() as built:
+        patch.setenv("TEST_KEEP_ALIVE_S", str(KEEP_ALIVE_S))
+        built.start()
+        yield built
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_stream_has_bytes_until_its_text_comes(served: ServerHarness, path: str) -> None:
+    fields, nothing = ROUTES[path]
+    body = {"model": served.model(token_s=TOKEN_S), "stream": True} | fields
+    with served.http.stream("POST", path, json=body) as reply:
+        pieces = b"".join(reply.iter_bytes())
+    assert reply.status_code == 200
+    first = pieces.index(b"one")
+    assert nothing in pieces[first:], "between two tokens too"
+    assert b"two" in pieces
+
+
+def test_ollama_has_chunks_without_text(served: ServerHarness) -> None:
+    body = {"model": served.named("slow", token_s=TOKEN_S), "messages": MESSAGES}
+    lines = [json.loads(line) for line in served.http.post("/api/chat", json=body).iter_lines()]
+    empty = [line for line in lines if not line["message"]["content"] and not line["done"]]
+    assert empty
+    assert "".join(line["message"]["content"] for line in lines) == "one two"
+
+
+def test_an_error_after_such_bytes_is_an_event(served: ServerHarness) -> None:
+    body = chat_body(served.model("dying", token_s=TOKEN_S), "one !die", stream=True)
+    with served.http.stream("POST", "/v1/chat/completions", json=body) as reply:
+        events = [line for line in reply.iter_lines() if line.startswith("data: ")]
+    assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "engine_died"
+
+
+def test_an_answer_in_one_piece_has_only_itself(served: ServerHarness) -> None:
+    reply = served.chat(served.model(token_s=TOKEN_S), "one two")
+    assert reply.json()["choices"][0]["message"]["content"] == "one two"
