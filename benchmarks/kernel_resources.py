@@ -1,9 +1,10 @@
 """Compile the kernels for GPUs that are not present; show registers, spills, memory and waits.
 
 python -m benchmarks.kernel_resources [--only attention.decode] [--arch 90] [--before FILE]
-[--output FILE]: no GPU is needed. The machine code (SASS) shows which loops copy to shared memory
-asynchronously, and how many groups of copies each wait leaves in flight: if 0, a loop does not load
-while it computes. With --before, the file of another run, each kernel is shown before and after.
+[--output FILE]: no GPU is needed. --only and --arch may be repeated. The machine code (SASS) shows
+which loops copy to shared memory asynchronously, and how many groups of copies each wait leaves in
+flight: if 0, a loop does not load while it computes. With --before, the file of another run, each
+kernel is shown before and after.
 """
 
 from __future__ import annotations
@@ -235,13 +236,14 @@ def _cells(build: Build) -> tuple[str, ...]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernel_resources")
-    parser.add_argument("--only", default="", help="beginning of the modules' names: attention")
+    parser.add_argument("--only", action="append", help="beginning of modules' names: attention")
     parser.add_argument("--arch", type=int, action="append", choices=SHARED_BYTES)
     parser.add_argument("--before", type=Path, help="result file to compare with")
     parser.add_argument("--output", type=Path, help="result file to write")
     given = parser.parse_args(arguments)
     before = load_builds(given.before) if given.before else []
-    found = builds(given.only, given.arch or tuple(SHARED_BYTES), with_loops=True)
+    archs = given.arch or tuple(SHARED_BYTES)
+    found = [b for only in given.only or [""] for b in builds(only, archs, with_loops=True)]
     print(comparison(found, before))
     if given.output:
         whole = {

@@ -9,17 +9,18 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import get_args
 
 import psutil
 import pytest
 import torch
 
 from benchmarks import gpu
-from benchmarks.gpu_parts import peer, peers, run, shapes, workloads
+from benchmarks.gpu_parts import kernel_checks, peer, peers, run, shapes, workloads
 from benchmarks.gpu_parts.bench import GpuBench
 from benchmarks.gpu_parts.clock import Budget, Clock
 from benchmarks.gpu_parts.device import Device
-from benchmarks.gpu_parts.modes import DEPENDENT_MODE, MODES, best_mode, wrong_formats
+from benchmarks.gpu_parts.modes import DEPENDENT_MODE, MODES, best_mode, wrong_operations
 from benchmarks.gpu_parts.parts import CALLS, PARTS, Part, most_seconds
 from benchmarks.gpu_parts.plan import FULL, QUICK, GpuPlan, full_plan
 from benchmarks.gpu_parts.processes import ProcessEnd, Processes
@@ -32,11 +33,11 @@ from benchmarks.gpu_parts.report import (
 from benchmarks.gpu_parts.run import UnitProcess
 from benchmarks.gpu_parts.steps import Activity
 from localgen.backends.cuda.kernels import dispatch
-from localgen.backends.cuda.kernels.dispatch import Kernel, WeightFormat
+from localgen.backends.cuda.kernels.dispatch import Kernel, Operation
 from localgen.backends.cuda.kernels.launch import record_launches
 
 GIB = 1 << 30
-_FORMATS: tuple[WeightFormat, ...] = ("dense", "int4", "fp8", "experts")
+_OPERATIONS: tuple[Operation, ...] = ("dense", "int4", "fp8", "experts", "norm", "rope")
 # far more than a test takes: a process that lives so long was not killed
 LONG_S = 600
 
@@ -337,7 +338,7 @@ def test_the_mode_of_the_checks_is_that_of_the_runner() -> None:
     }
 
 
-def test_wrong_products_are_computed_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_operations_are_computed_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong int4 kernel, or one that ends its process, takes no other format along."""
     monkeypatch.setattr(dispatch, "_switched_off", set())
     wrong = [
@@ -351,18 +352,29 @@ def test_wrong_products_are_computed_by_torch(monkeypatch: pytest.MonkeyPatch) -
     bench = GpuBench(Device.found(gpu=False), QUICK, report, before)
     x = torch.empty(1, 256, dtype=torch.bfloat16, device="meta")
     with record_launches(90, 132):
-        chosen = {weights: dispatch.choose_kernel(weights, x) for weights in _FORMATS}
+        chosen = {name: dispatch.choose_kernel(name, x) for name in _OPERATIONS}
     assert chosen == {
         "dense": Kernel.GEMV,
         "int4": Kernel.REFERENCE,
         "fp8": Kernel.FP8_GEMM,
         "experts": Kernel.REFERENCE,
+        "norm": Kernel.REFERENCE,
+        "rope": Kernel.ROPE_AND_STORE_KV,
     }
     bench.runner(shapes.PLAIN_TINY, 256)
-    without = "without int4 kernels, without experts kernels"
+    without = "without int4 kernels, without experts kernels, without norm kernels"
     assert report.modes == {"tiny bf16": f"graphs, run-ahead, {without}"}
     one = CorrectnessCheck("project_and_store_kv, 1 × 896 → 14 + 2 × 2 heads", 0.5, 0.01)
-    assert wrong_formats([one]) == ["dense"]
+    assert wrong_operations([one]) == ["dense"]
+
+
+def test_every_group_of_kernel_checks_has_operations_to_switch_off() -> None:
+    lost = {
+        group: wrong_operations([CorrectnessCheck(f"part checks/{group}", 0.0, 0.0, "killed")])
+        for group in kernel_checks.GROUPS
+    }
+    assert all(lost.values())
+    assert {name for names in lost.values() for name in names} == set(get_args(Operation))
 
 
 @pytest.mark.parametrize(

@@ -315,6 +315,19 @@ def test_short_prompts_behind_long_prefixes_are_split(
 
 
 @pytest.mark.parametrize("splits", [1, 4])
+def test_the_prefill_kernel_also_serves_few_rows(
+    splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split(splits, monkeypatch)
+    case = Case(((1, 70), (3, 64), (20, 50), (8, 8)))
+    inputs = made(case, 5)
+    options: dict[str, Any] = {"scale": case.size**-0.5, "window": None, "softcap": None}
+    given = (inputs.queries, inputs.cache, inputs.ragged)
+    alone = paged_attention_triton(*given, max_decode_rows=0, **options)
+    torch.testing.assert_close(alone.double(), exact(inputs, case), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("window", [None, 100])
 def test_page_ids_are_read_within_the_sequence(
     window: int | None, splits: int, monkeypatch: pytest.MonkeyPatch

@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.gpu_parts import kernel_speed
 from localgen.backends.cuda.device.options import CudaOptions
 from localgen.backends.cuda.kernels import activation, dispatch, fp8_rows, norm
-from localgen.backends.cuda.kernels.dispatch import Kernel, WeightFormat
+from localgen.backends.cuda.kernels.dispatch import Kernel, Operation
 from localgen.backends.cuda.kernels.fp8_rows import (
     Fp8Rows,
     quantize_rows_fp8_reference,
@@ -130,17 +130,16 @@ def fp8_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Fp8Rows]:
 
     for module in (fp8, linear):
         monkeypatch.setattr(module, "fp8_rows_matmul", multiply)
-    for kernels in (fp8_rows, norm):
-        monkeypatch.setattr(kernels, "can_use_triton", lambda x: True)
     choose = dispatch.choose_kernel
 
-    def choose_as_on_gpu(weights: WeightFormat, x: Tensor, **options: Any) -> Kernel:
+    def choose_as_on_gpu(operation: Operation, x: Tensor, **options: Any) -> Kernel:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dispatch, "can_use_triton", lambda x: True)
             patch.setattr(dispatch, "compute_capability", lambda device: 90)
-            return choose(weights, x, **options)
+            return choose(operation, x, **options)
 
-    monkeypatch.setattr(fp8, "choose_kernel", choose_as_on_gpu)
+    for module in (fp8, fp8_rows, norm):
+        monkeypatch.setattr(module, "choose_kernel", choose_as_on_gpu)
     return multiplied
 
 

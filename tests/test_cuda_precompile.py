@@ -31,7 +31,7 @@ from localgen.backends.cuda.model.decoder import Decoder, KVCache
 from localgen.backends.cuda.model.weights import random_weights
 from localgen.backends.cuda.runner import CudaRunner, cuda_limits
 from localgen.backends.cuda.steps.cuda_graphs import DeviceExecutor, graph_shape
-from localgen.backends.cuda.steps.sampler import SamplingRow
+from localgen.backends.cuda.steps.sampler import SamplingRow, sample_rows, sample_with_probs
 from localgen.backends.formats.architecture.model_spec import ModelSpec, QuantizationConfig
 from localgen.backends.formats.architecture.sharding import ModelShard
 from localgen.backends.formats.hf.config import read_hf_config
@@ -183,6 +183,31 @@ def test_later_answers_have_more_of_the_same_kernels(tmp_path: Path) -> None:
     assert {key(each) for each in launched.launches} == {
         one for one in later if one[0] == "_advance_kernel"
     }
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_sampled_drafts_launch_planned_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts of two sequences, sampled with their probabilities, and their verification."""
+    shard = ModelShard(spec_of("llama", tmp_path))
+    planner = LaunchPlanner(shard, OPTIONS, DTYPE, arch=ARCH, num_sms=UNITS)
+    planned = {key(each) for each in (*planner.first_answer_launches(), *planner.later_launches())}
+    recorder = Recorder(monkeypatch)
+    logits = torch.zeros(6, shard.spec.vocab_size)
+    row = SamplingRow(replace(BASE_SAMPLING, temperature=0.7), [1, 2])
+    _, probs = sample_with_probs(logits[:2], [row] * 2, [0, 1])
+    drafted = [replace(row, draft_probs=probs[at]) for at in (0, 1, 1)]
+    sample_rows(logits, [*drafted[:2], row, *drafted[2:], row, row])
+    launched = {key(each) for each in recorder.launches}
+    assert {name for name, *_ in launched} >= {
+        "_sum_exps_kernel",
+        "_sampling_probs_kernel",
+        "_rejection_sample_kernel",
+        "_combine_chunks_kernel",
+    }
+    assert launched <= planned
+    assert not recorder.unaligned
 
 
 @pytest.mark.parametrize("tp", [1, 2])

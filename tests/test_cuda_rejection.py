@@ -96,6 +96,48 @@ def test_kernels_verify_as_the_twin_does(
         assert kept < 2 * len(SETTINGS), "some are replaced"
 
 
+@pytest.mark.parametrize("vocab", [5000, 33_000])
+def test_kernels_choose_what_float64_chooses(monkeypatch: pytest.MonkeyPatch, vocab: int) -> None:
+    rows = asked(3)
+    logits = normal(7, len(rows), vocab)
+    rows = with_drafts(rows, logits + normal(8, *logits.shape, spread=1.0))
+    exact = sample_rows(logits.double(), rows).tolist()
+    by_kernels(monkeypatch)
+    assert sample_rows(logits, rows).tolist() == exact
+
+
+def test_the_replacement_may_be_in_any_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocab, draft = 3 * rejection._CHUNK + 5, rejection._CHUNK + 9
+    by_kernels(monkeypatch)
+    for token in (0, draft - 1, 2 * rejection._CHUNK, vocab - 1):
+        logits = torch.full((1, vocab), -30.0)
+        logits[0, token] = 30.0
+        q = torch.zeros(vocab)
+        q[draft] = 1.0
+        row = SamplingRow(OFF, (), draft_token=draft, draft_probs=q)
+        assert sample_rows(logits, [row]).tolist() == [token]
+
+
+def test_programs_divide_a_row() -> None:
+    """Of 128,256 tokens; only the sum of their results is one program per row."""
+    grids = dict[str, tuple[int, ...]]()
+
+    def launch(kernel: Any, grid: tuple[int, ...]) -> Any:
+        grids[kernel.fn.__name__] = grid
+        return lambda *args, **options: None
+
+    logits = torch.zeros(3, 128_256)
+    row = SamplingRow(OFF, (), draft_probs=torch.zeros(128_256))
+    with pytest.MonkeyPatch.context() as patch:
+        by_kernels(patch)
+        patch.setattr(rejection, "launch", launch)
+        sample_with_probs(logits, [row] * 3, [0])
+    assert grids.pop("_combine_chunks_kernel") == (3,)
+    assert {name: grid[1] for name, grid in grids.items()} == dict.fromkeys(
+        ("_sum_exps_kernel", "_sampling_probs_kernel", "_rejection_sample_kernel"), 63
+    )
+
+
 @pytest.mark.parametrize("vocab", [1, 63, 5000])
 def test_returned_probabilities_are_those_sampled_from(
     monkeypatch: pytest.MonkeyPatch, vocab: int

@@ -20,7 +20,7 @@ from scipy.special import log_softmax
 from scipy.stats import chisquare
 from torch import Tensor
 
-from localgen.backends.cuda.kernels.sampling import sample
+from localgen.backends.cuda.kernels.sampling import kernels, sample
 from localgen.backends.cuda.kernels.sampling.gumbel import (
     gumbel_noise,
     hash_seed,
@@ -277,6 +277,48 @@ def test_ties_are_kept_or_removed_together(monkeypatch: pytest.MonkeyPatch, step
         logits = (drawn(seed, len(rows), 3001) / step).round() * step
         twin, ours = choose_both(monkeypatch, logits, rows)
         assert twin == ours
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_kernels_draw_what_float64_draws(
+    monkeypatch: pytest.MonkeyPatch, kind: torch.dtype
+) -> None:
+    """Also of logits that were bfloat16, of which several are equal to the last one kept."""
+    rows = asked(30)
+    logits = drawn(9, len(rows), 5003, spread=4.0).to(kind).float()
+    exact = sample_rows(logits.double(), rows).tolist()
+    monkeypatch.setattr(sampler, "sample_tokens", sample.sample_tokens_triton)
+    assert sample_rows(logits, rows).tolist() == exact
+
+
+@pytest.mark.parametrize(
+    ("setting", "kind", "most"),
+    [
+        ({"top_k": 40}, torch.bfloat16, 8),
+        ({"top_k": 40}, torch.float32, 13),
+        ({"top_k": 40, "top_p": 0.95}, torch.bfloat16, 10),
+        ({"top_k": 40, "top_p": 0.95}, torch.float32, 20),
+    ],
+)
+def test_few_turns_find_the_threshold(
+    monkeypatch: pytest.MonkeyPatch, setting: dict[str, Any], kind: torch.dtype, most: int
+) -> None:
+    """Each waits for the one before. Four pivots a turn, to the last bit, take 16 and 26."""
+    turns = 0
+    narrow = kernels._next_bounds
+
+    def counted(*bounds: Any) -> Any:
+        nonlocal turns
+        turns += 1
+        return narrow(*bounds)
+
+    monkeypatch.setattr(kernels, "_next_bounds", counted)
+    monkeypatch.setattr(sampler, "sample_tokens", sample.sample_tokens_triton)
+    for seed in range(2):
+        logits = drawn(seed, 1, 32003, spread=4.0).to(kind).float()
+        turns = 0
+        sample_rows(logits, [SamplingRow(replace(OFF, **setting), ())])
+        assert 0 < turns <= most
 
 
 def test_rows_with_a_stride_and_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:

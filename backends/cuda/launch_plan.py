@@ -32,7 +32,7 @@ from localgen.backends.cuda.steps.cuda_graphs import (
     graph_shape,
     pad_inputs,
 )
-from localgen.backends.cuda.steps.sampler import SamplingRow, sample_rows
+from localgen.backends.cuda.steps.sampler import SamplingRow, sample_rows, sample_with_probs
 from localgen.backends.formats.architecture.sharding import ModelShard
 from localgen.backends.memory.compute_buffers import MAX_MULTI_ROW_SEQS
 from localgen.backends.runner.interface import Chunk
@@ -91,7 +91,7 @@ class LaunchPlanner:
         )
 
     def later_launches(self) -> list[KernelLaunch]:
-        """Launches of longer answers and larger batches."""
+        """Launches of sampled drafts, longer answers and larger batches."""
         sizes = [n for n in _BATCH_SIZES if n <= self._options.parallel]
         lengths = self._lengths(MIN_GRAPH_LEN)
         steps = [decode_inputs(n, length) for n in sizes for length in lengths]
@@ -110,7 +110,16 @@ class LaunchPlanner:
             for length in lengths
         ]
         launches = self._record_launches(steps, [SamplingRow(BASE_SAMPLING, [0])])
-        return launches + self._advance_launches()
+        launches = [*self._draft_sampling_launches(), *launches, *self._advance_launches()]
+        return list(unique_launches(launches))
+
+    def _draft_sampling_launches(self) -> list[KernelLaunch]:
+        """Launches that sample a draft and verify it, here of the same model."""
+        with record_launches(self._arch, self._num_sms) as planned, torch.inference_mode():
+            logits = torch.empty(1, self._shard.spec.vocab_size, device=_META)
+            _, probs = sample_with_probs(logits, [SamplingRow(BASE_SAMPLING, [0])], [0])
+            sample_rows(logits, [SamplingRow(BASE_SAMPLING, [0], draft_probs=probs[0])])
+        return planned.launches
 
     def _advance_launches(self) -> list[KernelLaunch]:
         """Launches that make the inputs of a decode step on the device; not with several ranks."""

@@ -13,7 +13,7 @@ from benchmarks.gpu_parts.clock import Budget
 from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.inputs import Inputs
 from benchmarks.gpu_parts.loaded import DTYPE, Loaded, WatchedRunner, engine_session, watched_runner
-from benchmarks.gpu_parts.modes import DEPENDENT_MODE, best_mode, kernels_without, wrong_formats
+from benchmarks.gpu_parts.modes import DEPENDENT_MODE, best_mode, kernels_without, wrong_operations
 from benchmarks.gpu_parts.plan import GpuPlan
 from benchmarks.gpu_parts.progress import case_begins, progress
 from benchmarks.gpu_parts.report import CorrectnessCheck, Figures, GpuReport
@@ -39,7 +39,7 @@ class GpuBench:
         self.random = random.Random(report.seed)
         self.ceilings = Ceilings.of(before.rows if before else [], device)
         self._checks = before.checks if before else []
-        self._without = wrong_formats(self._checks)
+        self._without = wrong_operations(self._checks)
         switch_off(kernels_without(self._without))
         self._loaded: dict[str, Loaded] = {}
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.gpu_parts.report import CorrectnessCheck, lost_unit
-from localgen.backends.cuda.kernels.dispatch import Kernel, WeightFormat, kernels_of
+from localgen.backends.cuda.kernels.dispatch import Kernel, Operation, kernels_of
 
 GRAPHS_CHECK = "logits with graphs, against eager steps"
 
@@ -34,13 +34,19 @@ class Mode:
         return f"greedy, {self.name}"
 
 
-# the format of the weights in a group of kernel checks, and the kernels that it checks
-_PRODUCTS: dict[str, tuple[WeightFormat, tuple[str, ...]]] = {
-    "products": ("dense", ("matmul", "gated_matmul")),
-    "fused": ("dense", ("project_and_store_kv",)),
-    "int4_products": ("int4", ("int4_matmul",)),
-    "fp8_products": ("fp8", ("fp8_matmul",)),
-    "mixtures": ("experts", ("fused_experts",)),
+# operation of each function that the groups of kernel checks check
+_CHECKED: dict[str, dict[str, Operation]] = {
+    "products": {"matmul": "dense", "gated_matmul": "dense"},
+    "fused": {"project_and_store_kv": "dense"},
+    "int4_products": {"int4_matmul": "int4"},
+    "fp8_products": {"fp8_matmul": "fp8"},
+    "mixtures": {"fused_experts": "experts"},
+    "norms": {"rms_norm": "norm", "rms_norm_fp8": "norm", "quantize_rows_fp8": "fp8_rows"},
+    "gates": {"gated_activation": "activation"},
+    "rotations": {"rope_and_store_kv": "rope"},
+    "attentions": {"paged_attention": "attention"},
+    "draws": {"sample_tokens": "sampling"},
+    "rejections": {"sampling_probs": "drafts", "rejection_sample": "drafts"},
 }
 # the fastest first
 MODES = tuple(Mode(graphs, ahead) for graphs in (True, False) for ahead in (True, False))
@@ -60,21 +66,22 @@ class ChosenMode:
         return f"{self.mode.name} ({self.note})" if self.note else self.mode.name
 
 
-def wrong_formats(checks: Sequence[CorrectnessCheck]) -> list[WeightFormat]:
-    """Formats of weights whose products failed a check: PyTorch computes them instead."""
+def wrong_operations(checks: Sequence[CorrectnessCheck]) -> list[Operation]:
+    """Operations that failed a check: PyTorch computes them instead."""
     failed = [check.name for check in checks if not check.passed]
     found = [
-        weights
-        for group, (weights, kernels) in _PRODUCTS.items()
+        operation
+        for group, functions in _CHECKED.items()
+        for function, operation in functions.items()
         if {lost_unit(f"checks/{group}"), f"cases of {group}"} & {*failed}
-        or any(name.startswith(f"{kernel}, ") for name in failed for kernel in kernels)
+        or any(name.startswith(f"{function}, ") for name in failed)
     ]
     return list(dict.fromkeys(found))
 
 
-def kernels_without(formats: Sequence[WeightFormat]) -> list[Kernel]:
-    """Kernels to switch off if those of these formats are wrong."""
-    return [kernel for weights in formats for kernel in kernels_of(weights)]
+def kernels_without(operations: Sequence[Operation]) -> list[Kernel]:
+    """Kernels to switch off if those of these operations are wrong."""
+    return [kernel for operation in operations for kernel in kernels_of(operation)]
 
 
 def best_mode(model: str, checks: Sequence[CorrectnessCheck]) -> ChosenMode:

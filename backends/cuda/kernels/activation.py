@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from localgen.backends.cuda.kernels.device import can_use_triton, upcast
+from localgen.backends.cuda.kernels.device import upcast
+from localgen.backends.cuda.kernels.dispatch import Kernel, choose_kernel
 from localgen.backends.cuda.kernels.launch import Variant, ceil_div, launch
 
 # each thread loads 16 bytes
@@ -27,7 +28,7 @@ def gated_activation(x: Tensor, activation: Literal["silu", "gelu_tanh"]) -> Ten
     """
     return (
         gated_activation_triton(x, activation)
-        if can_use_triton(x)
+        if choose_kernel("activation", x) is Kernel.GATED_ACTIVATION
         else gated_activation_reference(x, activation)
     )
 

@@ -1,7 +1,7 @@
-"""Which kernel computes the products with a weight, by its format and the number of rows.
+"""Which kernel computes an operation, by the number of rows and the dtype.
 
-The only place that decides; docs/gpu.md shows the table. Where no kernel is left, PyTorch computes,
-with a weight that is dequantized at each call.
+The only place that decides; docs/gpu.md shows the table. Where no kernel is left, PyTorch computes:
+products with a weight that is dequantized at each call.
 """
 
 from __future__ import annotations
@@ -16,11 +16,24 @@ from torch import Tensor
 
 from localgen.backends.cuda.kernels.device import can_use_triton, compute_capability
 
-WeightFormat = Literal["dense", "int4", "fp8", "experts"]
+# products are named by the format of their weights
+Operation = Literal[
+    "dense",
+    "int4",
+    "fp8",
+    "experts",
+    "attention",
+    "norm",
+    "rope",
+    "activation",
+    "fp8_rows",
+    "sampling",
+    "drafts",
+]
 
 
 class Kernel(StrEnum):
-    """An implementation of a product."""
+    """An implementation of an operation."""
 
     GEMV = "gemv"
     SKINNY_GEMM = "skinny_gemm"
@@ -31,6 +44,14 @@ class Kernel(StrEnum):
     FP8_SCALED_MM = "fp8_scaled_mm"
     SMALL_BATCH_EXPERTS = "small_batch_experts"
     GROUPED_EXPERTS = "grouped_experts"
+    DECODE_ATTENTION = "decode_attention"
+    PREFILL_ATTENTION = "prefill_attention"
+    RMS_NORM = "rms_norm"
+    ROPE_AND_STORE_KV = "rope_and_store_kv"
+    GATED_ACTIVATION = "gated_activation"
+    QUANTIZE_ROWS = "quantize_rows"
+    SAMPLE_TOKENS = "sample_tokens"
+    REJECTION_SAMPLE = "rejection_sample"
     REFERENCE = "reference"
 
 
@@ -38,11 +59,11 @@ class Kernel(StrEnum):
 class Route:
     """A kernel and what it serves: up to max_rows rows of inputs; None: any number.
 
-    min_arch: lowest compute capability. any_dtype: also inputs that are not bf16 or fp16. how: a
-    line for the documentation.
+    Rows of attention are the query rows of a sequence. min_arch: lowest compute capability.
+    any_dtype: also inputs that are not bf16 or fp16. how: a line for the documentation.
     """
 
-    weights: WeightFormat
+    operation: Operation
     kernel: Kernel
     max_rows: int | None
     how: str
@@ -50,7 +71,7 @@ class Route:
     any_dtype: bool = False
 
 
-# of each format the first that serves the inputs
+# of each operation the first that serves the inputs
 ROUTES = (
     Route("dense", Kernel.GEMV, 1, "sums of each thread, no tensor cores"),
     Route("dense", Kernel.SKINNY_GEMM, 8, "tensor cores, rows padded to 8"),
@@ -62,25 +83,42 @@ ROUTES = (
     Route("fp8", Kernel.FP8_SCALED_MM, None, "inputs rounded to FP8, cuBLAS", min_arch=89),
     Route("experts", Kernel.SMALL_BATCH_EXPERTS, 8, "one program per row and block of outputs"),
     Route("experts", Kernel.GROUPED_EXPERTS, None, "rows sorted by expert"),
+    Route("attention", Kernel.DECODE_ATTENTION, 8, "rows of a KV head in a tile", any_dtype=True),
+    Route("attention", Kernel.PREFILL_ATTENTION, None, "tiles of rows", any_dtype=True),
+    Route("norm", Kernel.RMS_NORM, None, "one program per row", any_dtype=True),
+    Route("rope", Kernel.ROPE_AND_STORE_KV, None, "with QK norm and cache write", any_dtype=True),
+    Route("activation", Kernel.GATED_ACTIVATION, None, "elementwise", any_dtype=True),
+    Route("fp8_rows", Kernel.QUANTIZE_ROWS, None, "one program per row", 89, any_dtype=True),
+    Route("sampling", Kernel.SAMPLE_TOKENS, None, "programs divide a row", any_dtype=True),
+    Route("drafts", Kernel.REJECTION_SAMPLE, None, "programs divide a row", any_dtype=True),
 )
+_ROUTES_OF = {
+    operation: tuple(route for route in ROUTES if route.operation == operation)
+    for operation in dict.fromkeys(route.operation for route in ROUTES)
+}
 _switched_off: set[Kernel] = set()
 
 
 def choose_kernel(
-    weights: WeightFormat, x: Tensor, *, fits: bool = True, unfit: Collection[Kernel] = ()
+    operation: Operation,
+    x: Tensor,
+    *,
+    rows: int | None = None,
+    fits: bool = True,
+    unfit: Collection[Kernel] = (),
 ) -> Kernel:
-    """Return the kernel for the rows of x, [rows, ins].
+    """Return the kernel for an operation on x, [rows, ...].
 
-    fits: the weight's layout suits the kernels of its format. unfit: those that it does not suit.
+    rows: those that the table counts, if they are not the rows of x. fits: the weight's layout
+    suits the kernels of its format. unfit: those that it does not suit.
     """
-    if not (fits and can_use_triton(x) and x.shape[0]):
+    rows = x.shape[0] if rows is None else rows
+    if not (fits and can_use_triton(x) and rows):
         return Kernel.REFERENCE
-    rows, arch = x.shape[0], compute_capability(x.device)
-    is_half = x.dtype in (torch.bfloat16, torch.float16)
-    for route in ROUTES:
+    arch, is_half = compute_capability(x.device), x.dtype in (torch.bfloat16, torch.float16)
+    for route in _ROUTES_OF[operation]:
         if (
-            route.weights == weights
-            and (route.max_rows is None or rows <= route.max_rows)
+            (route.max_rows is None or rows <= route.max_rows)
             and arch >= route.min_arch
             and (is_half or route.any_dtype)
             and route.kernel not in unfit
@@ -97,9 +135,9 @@ def max_rows(kernel: Kernel) -> int:
     return found
 
 
-def kernels_of(weights: WeightFormat) -> frozenset[Kernel]:
-    """Return the kernels for weights of this format."""
-    return frozenset(route.kernel for route in ROUTES if route.weights == weights)
+def kernels_of(operation: Operation) -> frozenset[Kernel]:
+    """Return the kernels of an operation."""
+    return frozenset(route.kernel for route in _ROUTES_OF[operation])
 
 
 def switch_off(kernels: Iterable[Kernel]) -> None:

@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from localgen.backends.cuda.kernels.activation import apply_activation, gated_activation_reference
-from localgen.backends.cuda.kernels.device import can_use_triton, upcast
+from localgen.backends.cuda.kernels.device import upcast
+from localgen.backends.cuda.kernels.dispatch import Kernel, choose_kernel
 from localgen.backends.cuda.kernels.launch import Variant, launch
 
 ActivationKind = Literal["silu", "gelu_tanh"]
@@ -49,7 +50,8 @@ def quantize_rows_fp8(x: Tensor, activation: ActivationKind | None = None) -> Fp
 
     On a GPU of compute capability 8.9 or newer.
     """
-    chosen = quantize_rows_fp8_triton if can_use_triton(x) else quantize_rows_fp8_reference
+    has_kernel = choose_kernel("fp8_rows", x) is Kernel.QUANTIZE_ROWS
+    chosen = quantize_rows_fp8_triton if has_kernel else quantize_rows_fp8_reference
     return chosen(x, activation)
 
 

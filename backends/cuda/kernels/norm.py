@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from localgen.backends.cuda.kernels.dependent_launch import wait_for_previous_kernel
-from localgen.backends.cuda.kernels.device import can_use_triton, upcast
+from localgen.backends.cuda.kernels.device import upcast
+from localgen.backends.cuda.kernels.dispatch import Kernel, choose_kernel
 from localgen.backends.cuda.kernels.fp8_rows import (
     Fp8Rows,
     fp8_row_scale,
@@ -41,7 +42,8 @@ def rms_norm(
 
     offset: multiply by 1 + weight, as Gemma does. size: at most MAX_SIZE. Computed in float32.
     """
-    chosen = rms_norm_triton if can_use_triton(x) else rms_norm_reference
+    has_kernel = choose_kernel("norm", x) is Kernel.RMS_NORM
+    chosen = rms_norm_triton if has_kernel else rms_norm_reference
     return chosen(x, weight, eps, offset=offset, residual=residual)
 
 
@@ -68,7 +70,8 @@ def rms_norm_fp8(
     x: Tensor, weight: Tensor, eps: float, *, offset: bool, residual: Tensor | None
 ) -> tuple[Fp8Rows, Tensor]:
     """`rms_norm` of x, [rows, size], with the normed rows rounded to FP8."""
-    chosen = rms_norm_fp8_triton if can_use_triton(x) else rms_norm_fp8_reference
+    has_kernel = choose_kernel("norm", x) is Kernel.RMS_NORM
+    chosen = rms_norm_fp8_triton if has_kernel else rms_norm_fp8_reference
     return chosen(x, weight, eps, offset=offset, residual=residual)
 
 

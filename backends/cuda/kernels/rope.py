@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor, cat
 
 from localgen.backends.cuda.kernels.dependent_launch import wait_for_previous_kernel
-from localgen.backends.cuda.kernels.device import can_use_triton, upcast
+from localgen.backends.cuda.kernels.device import upcast
+from localgen.backends.cuda.kernels.dispatch import Kernel, choose_kernel
 from localgen.backends.cuda.kernels.kv_cache import QUANTIZED_MAX, LayerKV, quantize_kv
 from localgen.backends.cuda.kernels.launch import Variant, ceil_div, launch, next_power_of_2
 from localgen.backends.cuda.kernels.norm import rms_norm_reference
@@ -47,7 +48,8 @@ def rope_and_store_kv(
     [rows], page * page tokens + offset, or -1 to store neither key nor value. A float8_e4m3fn cache
     needs compute capability 8.9.
     """
-    chosen = rope_and_store_kv_triton if can_use_triton(qkv) else rope_and_store_kv_reference
+    has_kernel = choose_kernel("rope", qkv) is Kernel.ROPE_AND_STORE_KV
+    chosen = rope_and_store_kv_triton if has_kernel else rope_and_store_kv_reference
     return chosen(qkv, positions, cos_sin, qk_norm, layer_kv, slot_mapping)
 
 

@@ -29,11 +29,12 @@ from localgen.backends.cuda.kernels.attention.splits import (
 from localgen.backends.cuda.kernels.attention_metadata import AttentionMetadata
 from localgen.backends.cuda.kernels.dependent_launch import wait_for_previous_kernel
 from localgen.backends.cuda.kernels.device import ARCHS, compute_capability, count_sms
+from localgen.backends.cuda.kernels.dispatch import Kernel, max_rows
 from localgen.backends.cuda.kernels.kv_cache import QUANTIZED_MAX, LayerKV
 from localgen.backends.cuda.kernels.launch import Variant, launch, next_power_of_2
 
 # a token and the drafts after it; sequences with more rows are prefills
-MAX_DECODE_ROWS = 8
+MAX_DECODE_ROWS = max_rows(Kernel.DECODE_ATTENTION)
 # minimum tokens per split, unless the sliding window is shorter
 _MIN_SPLIT_TOKENS = 128
 # a longer sequence is split, however many others there are: the step would wait for it
@@ -97,7 +98,7 @@ def _may_spill(num_scores: int, num_splits: int, quantized: bool, arch: int) -> 
     """
     if num_splits == 1 and num_scores >= (2048 if quantized else 4096):
         return True
-    return arch < _HOPPER_ARCH
+    return arch < _HOPPER_ARCH or arch in SMALL_SHARED_ARCHS
 
 
 def decode_attention_triton(
@@ -177,7 +178,7 @@ def variants() -> Iterator[Variant]:
 
     They include the configurations that spill first on each target.
     """
-    for heads, kv_heads, size, max_rows, sequences, kind, window, softcap in (
+    for heads, kv_heads, size, rows, sequences, kind, window, softcap in (
         (32, 8, 128, 1, 1, "bf16", None, None),
         (32, 8, 128, 1, 256, "bf16", None, None),
         (32, 8, 128, 8, 1, "bf16", None, None),
@@ -194,7 +195,7 @@ def variants() -> Iterator[Variant]:
             cache = meta_layer_kv(kv_heads, size, kind)
             tile = choose_decode_tile(
                 num_seqs=sequences,
-                max_query_len=max_rows,
+                max_query_len=rows,
                 max_seq_len=window or (8192 if sequences == 1 else 4096),
                 num_heads=heads,
                 num_kv_heads=kv_heads,
@@ -204,13 +205,13 @@ def variants() -> Iterator[Variant]:
                 num_sms=132,
             )
             compiled = {
-                "max_rows": rows_per_seq(max_rows),
+                "max_rows": rows_per_seq(rows),
                 **attention_constants(heads, cache, window, softcap, tile),
             }
             types = attention_pointer_types(kind)
             partial = "*fp32" if tile.num_splits > 1 else types["out"]
             yield Variant(
-                name=f"decode-{heads}-{kv_heads}-{size}-{kind}-{max_rows}-{tile.num_splits}",
+                name=f"decode-{heads}-{kv_heads}-{size}-{kind}-{rows}-{tile.num_splits}",
                 archs=frozenset({arch}),
                 kernel=_decode_attention_kernel,
                 signature={

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from localgen.backends.cuda.kernels.attention.decode import MAX_DECODE_ROWS, decode_attention_triton
 from localgen.backends.cuda.kernels.attention.prefill import prefill_attention_triton
 from localgen.backends.cuda.kernels.attention_metadata import AttentionMetadata
-from localgen.backends.cuda.kernels.device import can_use_triton, upcast
+from localgen.backends.cuda.kernels.device import upcast
+from localgen.backends.cuda.kernels.dispatch import Kernel, choose_kernel
 from localgen.backends.cuda.kernels.kv_cache import LayerKV, dequantize_kv
 
 
@@ -26,7 +29,13 @@ def paged_attention(
     queries: [rows, heads, head size]. window: sliding window in tokens, including the row's own, or
     None. softcap: attention scores become tanh(score / softcap) * softcap (Gemma 2).
     """
-    chosen = paged_attention_triton if can_use_triton(queries) else paged_attention_reference
+    longest = _longest_query(queries, metadata)
+    if choose_kernel("attention", queries, rows=longest) is Kernel.REFERENCE:
+        chosen = paged_attention_reference
+    elif choose_kernel("attention", queries, rows=1) is Kernel.DECODE_ATTENTION:
+        chosen = paged_attention_triton
+    else:
+        chosen = partial(paged_attention_triton, max_decode_rows=0)
     return chosen(queries, layer_kv, metadata, scale=scale, window=window, softcap=softcap)
 
 
@@ -38,32 +47,39 @@ def paged_attention_triton(
     scale: float,
     window: int | None,
     softcap: float | None,
+    max_decode_rows: int = MAX_DECODE_ROWS,
 ) -> Tensor:
     """Triton implementation of `paged_attention`.
 
     Launches the decode kernel, the prefill kernel, or both for a mixed batch; each skips the
-    sequences of the other. Rows that belong to no sequence are left uninitialized.
+    sequences of the other. Rows that belong to no sequence are left uninitialized. max_decode_rows:
+    MAX_DECODE_ROWS, or 0 for the prefill kernel alone.
     """
     out = torch.empty_like(queries)
-    # one sequence has all the rows; with several, any may be short (only the device knows)
-    longest = min(metadata.max_query_len, len(queries))
-    some_short = len(metadata.seq_lens) > 1 or longest <= MAX_DECODE_ROWS
-    if some_short:
+    longest = _longest_query(queries, metadata)
+    # with several sequences, any may be short (only the device knows)
+    some_short = len(metadata.seq_lens) > 1 or longest <= max_decode_rows
+    if max_decode_rows and some_short:
         decode_attention_triton(
             queries, layer_kv, metadata, out, scale=scale, window=window, softcap=softcap
         )
-    if longest > MAX_DECODE_ROWS:
+    if longest > max_decode_rows:
         prefill_attention_triton(
             queries,
             layer_kv,
             metadata,
             out,
-            max_decode_rows=MAX_DECODE_ROWS,
+            max_decode_rows=max_decode_rows,
             scale=scale,
             window=window,
             softcap=softcap,
         )
     return out
+
+
+def _longest_query(queries: Tensor, metadata: AttentionMetadata) -> int:
+    """Query rows of the longest sequence, at most; one sequence has all the rows."""
+    return min(metadata.max_query_len, len(queries))
 
 
 def paged_attention_reference(

@@ -67,7 +67,7 @@ def choose_prefill_tile(
         block //= 2
     rows = max(rows, next_power_of_2(group))
     # at most: each sequence has a row, and a prompt at least max_decode_rows more
-    prompts = max(1, min(num_seqs, (num_rows - num_seqs) // max_decode_rows))
+    prompts = max(1, min(num_seqs, (num_rows - num_seqs) // max(1, max_decode_rows)))
     tiles = (num_rows - num_seqs) // (rows // group) + prompts
     splits = num_splits_for(
         num_sms // (tiles * num_kv_heads), useful=max_seq_len // _MIN_SPLIT_TOKENS

@@ -35,8 +35,8 @@ def choose_int4_wide_tile(outs: int, arch: int) -> GemmTile:
     """
     if outs > 8192 and arch // 10 in (9, 10):
         return GemmTile(128, TILE_INPUTS, 128, 8, 3)
-    # on sm_80 the compiler limits registers to 128 and spills
-    return GemmTile(64, TILE_INPUTS, 64, 4, 4, 255 if arch == 80 else None)
+    # on sm_80 the compiler limits registers to 128 and spills; Triton 3.6 also on sm_120
+    return GemmTile(64, TILE_INPUTS, 64, 4, 4, 255 if arch in (80, 120) else None)
 
 
 def int4_wide_matmul_triton(

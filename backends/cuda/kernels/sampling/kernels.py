@@ -5,8 +5,10 @@ GROUP_TOKENS tokens and, for rows without truncation, the sampled token of each 
 `sample_token_kernel` runs one program per row. Top-k and top-p become a threshold on the logits,
 found by a multi-pivot search over their bits as integers: first over the group maxima, which gives
 a lower bound and leaves few candidate groups (at most k groups hold any of the k best tokens), then
-over the tokens of these groups, in registers. If too many groups remain (a large k, or a flat
-distribution under top-p alone), their logits are read again for every NUM_PIVOTS pivots.
+over the tokens of these groups, in registers, until the bounds differ in their lower 16 bits only.
+Few values are left between them, one if the logits were bfloat16, so the bounds move to these. If
+too many groups remain (a large k, or a flat distribution under top-p alone), their logits are read
+again for every NUM_PIVOTS pivots.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -21,7 +23,7 @@ from localgen.backends.cuda.kernels.sampling.gumbel import tl_gumbel_noise
 GROUP_TOKENS = 64
 # candidate groups whose tokens `sample_token_kernel` can hold in registers
 MAX_REGISTER_GROUPS = 64
-NUM_PIVOTS = 4
+NUM_PIVOTS = 8
 
 _GROUP_TOKENS, _MAX_REGISTER_GROUPS, _NUM_PIVOTS = map(
     tl.constexpr, (GROUP_TOKENS, MAX_REGISTER_GROUPS, NUM_PIVOTS)
@@ -108,7 +110,7 @@ def scan_logits_kernel(
         scores = values
         if temperature > 0:
             scores = _gumbel_scores(values, tokens, temperature, row, seed_hashes, positions)
-        score, token = _argmax(scores, tokens)
+        score, token = tl_argmax(scores, tokens)
         tl.store(partial, score)
         tl.store(split_best_tokens + row * num_splits + split, token)
     elif cuts % 4 == 2:
@@ -153,24 +155,24 @@ def sample_token_kernel(
     cuts = _truncation_flags(row, vocab, top_ks, top_ps, min_ps)
     split = tl.arange(0, splits_block)
     if (temperature == 0) | (cuts == 0):
-        scores = _load_or_neg_inf(split_stats + row * 3 * num_splits, split, num_splits)
+        scores = load_or_neg_inf(split_stats + row * 3 * num_splits, split, num_splits)
         tokens = tl.load(
             split_best_tokens + row * num_splits + split, mask=split < num_splits, other=NO_TOKEN
         )
-        score, token = _argmax(scores, tokens)
+        score, token = tl_argmax(scores, tokens)
         cut = tl.full((), -float("inf"), tl.float32)
     else:
         of_row = group_max + row * num_groups
         # merge the maxima of adjacent groups until they fit in registers
         together: tl.constexpr = max(groups_block // _SEARCH_BLOCK, 1)
         begin = tl.arange(0, groups_block // together) * together
-        best = _load_or_neg_inf(of_row, begin, num_groups)
+        best = load_or_neg_inf(of_row, begin, num_groups)
         for i in tl.static_range(1, together):
-            best = tl.maximum(best, _load_or_neg_inf(of_row, begin + i, num_groups))
+            best = tl.maximum(best, load_or_neg_inf(of_row, begin + i, num_groups))
         peak = tl.max(best)
         total = tl.full((), 1.0, tl.float32)
         if cuts % 4 == 2:
-            peaks = _load_or_neg_inf(split_stats + (row * 3 + 1) * num_splits, split, num_splits)
+            peaks = load_or_neg_inf(split_stats + (row * 3 + 1) * num_splits, split, num_splits)
             sums = tl.load(
                 split_stats + (row * 3 + 2) * num_splits + split, mask=split < num_splits, other=0.0
             )
@@ -187,14 +189,12 @@ def sample_token_kernel(
             tokens, inside = _candidate_tokens(own, 0, count, vocab)
             values = _load_logits(line, tokens, inside)
             if cuts % 2 == 1:
-                low = _search_threshold(
-                    values, tl.full(values.shape, 1.0, tl.float32), k, low, high, 0
-                )
+                low = _search_threshold(values, None, k, low, high)
             if cuts % 4 >= 2:
                 mass = tl.where(values >= _key_to_float(low), tl.exp(values - peak), 0.0)
                 if cuts % 2 == 1:
                     total = tl.sum(mass)
-                low = _search_threshold(values, mass, p * total, low, high, 0)
+                low = _search_threshold(values, mass, p * total, low, high)
         else:
             if cuts % 2 == 1:
                 low = _search_threshold_in_memory(
@@ -219,7 +219,7 @@ def sample_token_kernel(
             tokens, inside = _candidate_tokens(own, start, count, vocab)
             values = _load_logits(line, tokens, inside)
             scores = _gumbel_scores(values, tokens, temperature, row, seed_hashes, positions)
-            here, first = _argmax(tl.where(values >= cut, scores, -float("inf")), tokens)
+            here, first = tl_argmax(tl.where(values >= cut, scores, -float("inf")), tokens)
             token = tl.where(here > score, first, token)
             score = tl.maximum(here, score)
         # all tokens are at -inf: a tie, so token 0
@@ -229,7 +229,7 @@ def sample_token_kernel(
 
 
 @triton.jit
-def _load_or_neg_inf(start, at, size):
+def load_or_neg_inf(start, at, size):
     return tl.load(start + at, mask=at < size, other=-float("inf"))
 
 
@@ -254,7 +254,7 @@ def _gumbel_scores(values, tokens, temperature, row, seed_hashes, positions):
 
 
 @triton.jit
-def _argmax(scores, tokens):
+def tl_argmax(scores, tokens):
     """Return the best score and its token; the lowest token on ties."""
     score = tl.max(scores)
     return score, tl.min(tl.where(scores == score, tokens, NO_TOKEN))
@@ -281,21 +281,61 @@ def _threshold_bounds(best, peak, cuts, k, p, total, floor, vocab):
     low = lowest
     if cuts % 2 == 1:
         # k group maxima reach this bound, so at least k tokens do
-        low = _search_threshold(
-            best, tl.full(best.shape, 1.0, tl.float32), k, low, high, _ENOUGH_GROUPS
-        )
+        low, _ = _narrow_bounds(best, None, k, low, high, 0, _ENOUGH_GROUPS)
     elif cuts % 4 == 2:
         # all tokens below this distance from the best have a total mass of less than 1 - p
         tail = tl.log(1.0 - p) - tl.log(vocab.to(tl.float32)) - 1.0
         low = tl.maximum(lowest, _float_to_key(peak + tail))
-        low = _search_threshold(best, tl.exp(best - peak), p * total, low, high, _ENOUGH_GROUPS)
+        mass = tl.exp(best - peak)
+        low, _ = _narrow_bounds(best, mass, p * total, low, high, 0, _ENOUGH_GROUPS)
     else:
         low = tl.maximum(lowest, _float_to_key(floor))
     return low, high
 
 
 @triton.jit
-def _narrow_bounds(enough, low, high, step):
+def _search_threshold(values, weights, target, low, high):
+    """Return the largest key <= high such that the values from it up weigh >= target.
+
+    If there is none: low, or a higher key with no value between. weights: None weighs each as 1.
+    """
+    low, high = _narrow_bounds(values, weights, target, low, high, 0xFFFF, 0)
+    lowest, highest = _key_to_float(low), _key_to_float(high)
+    between = (values >= lowest) & (values <= highest)
+    # if there is no value between them, the target is not reached: both become low
+    least = tl.min(tl.where(between, values, float("inf")))
+    high = tl.maximum(low, _float_to_key(tl.max(tl.where(between, values, -float("inf")))))
+    low = tl.minimum(high, tl.maximum(low, _float_to_key(least)))
+    low, high = _narrow_bounds(values, weights, target, low, high, 0, 0)
+    return low
+
+
+@triton.jit
+def _narrow_bounds(
+    values, weights, target, low, high, most_apart: tl.constexpr, stop_count: tl.constexpr
+):
+    """Narrow the bounds of `_search_threshold` until they differ by at most most_apart.
+
+    stop_count: stop early at a low that leaves at most this many values; 0 disables it.
+    """
+    while high - low > most_apart:
+        step = (high - low) // (_NUM_PIVOTS + 1) + 1
+        keys = low + step * (tl.arange(0, _NUM_PIVOTS) + 1)
+        above = values[None, :] >= _key_to_float(keys)[:, None]
+        if weights is None:
+            weight_above = tl.sum(above.to(tl.float32), 1)
+        else:
+            weight_above = tl.sum(tl.where(above, weights[None, :], 0.0), 1)
+        enough = (weight_above >= target) & (keys <= high)
+        low, high = _next_bounds(enough, low, high, step)
+        if stop_count > 0:
+            count = weight_above if weights is None else tl.sum(above.to(tl.float32), 1)
+            high = tl.where(tl.sum((enough & (count <= stop_count)).to(tl.int32)) > 0, low, high)
+    return low, high
+
+
+@triton.jit
+def _next_bounds(enough, low, high, step):
     """Narrow the bounds, given which pivots (low + step, low + 2 * step, ...) reach the target.
 
     low + (number of pivots + 1) * step must exceed high, so that the pivots cover the whole range.
@@ -303,25 +343,6 @@ def _narrow_bounds(enough, low, high, step):
     met = tl.sum(enough.to(tl.int32))
     low += step * met
     return low, tl.minimum(high, low + step - 1)
-
-
-@triton.jit
-def _search_threshold(values, weights, target, low, high, stop_count: tl.constexpr):
-    """Return the largest key <= high such that the values from it up weigh >= target, or low.
-
-    stop_count: stop early at a bound that leaves at most this many values; 0 disables it.
-    """
-    while low < high:
-        step = (high - low) // (_NUM_PIVOTS + 1) + 1
-        keys = low + step * (tl.arange(0, _NUM_PIVOTS) + 1)
-        above = values[None, :] >= _key_to_float(keys)[:, None]
-        weight_above = tl.sum(tl.where(above, weights[None, :], 0.0), 1)
-        enough = (weight_above >= target) & (keys <= high)
-        low, high = _narrow_bounds(enough, low, high, step)
-        if stop_count > 0:
-            count = tl.sum(above.to(tl.int32), 1)
-            high = tl.where(tl.sum((enough & (count <= stop_count)).to(tl.int32)) > 0, low, high)
-    return low
 
 
 @triton.jit
@@ -342,7 +363,7 @@ def _search_threshold_in_memory(
             weights = tl.exp(values - peak) if by_mass else tl.full(values.shape, 1.0, tl.float32)
             above = values[None, :] >= _key_to_float(keys)[:, None]
             weight_above += tl.sum(tl.where(above, weights[None, :], 0.0), 1)
-        low, high = _narrow_bounds((weight_above >= target) & (keys <= high), low, high, step)
+        low, high = _next_bounds((weight_above >= target) & (keys <= high), low, high, step)
     return low
 
 
@@ -352,7 +373,7 @@ def _list_candidate_groups(row_group_max, candidate_groups, num_groups, min_logi
     count = tl.full((), 0, tl.int32)
     for start in range(0, num_groups, _LIST_BLOCK):
         group = start + tl.arange(0, _LIST_BLOCK)
-        listed = (_load_or_neg_inf(row_group_max, group, num_groups) >= min_logit).to(tl.int32)
+        listed = (load_or_neg_inf(row_group_max, group, num_groups) >= min_logit).to(tl.int32)
         tl.store(candidate_groups + count + tl.cumsum(listed, 0) - 1, group, mask=listed > 0)
         count += tl.sum(listed)
     # other threads read the entries that this thread stored

@@ -4,6 +4,10 @@ A draft token d sampled from q is accepted with probability min(1, p(d) / q(d)).
 is sampled from the residual max(0, p - q), which never yields d (Leviathan et al. 2023; Chen et al.
 2023). p is the target's distribution after all sampling parameters. The noise that sampled the
 draft must be independent of the row's noise.
+
+The kernels divide a row into chunks, one program each, as a single program would wait for the loads
+of a large vocabulary one after the other. The chunks' partial results are combined in a fixed
+order, so results repeat bit for bit.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -12,24 +16,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from localgen.backends.cuda.kernels.device import can_use_triton, upcast
-from localgen.backends.cuda.kernels.launch import Variant, launch
+from localgen.backends.cuda.kernels.device import upcast
+from localgen.backends.cuda.kernels.dispatch import Kernel, choose_kernel
+from localgen.backends.cuda.kernels.launch import Variant, ceil_div, launch, next_power_of_2
 from localgen.backends.cuda.kernels.sampling.gumbel import (
     gumbel_noise,
     tl_gumbel_noise,
     tl_uniform_noise,
     uniform_noise,
 )
-from localgen.backends.cuda.kernels.sampling.kernels import FLOAT32_MIN, NO_TOKEN
+from localgen.backends.cuda.kernels.sampling.kernels import (
+    FLOAT32_MIN,
+    NO_TOKEN,
+    load_or_neg_inf,
+    tl_argmax,
+)
 from localgen.backends.cuda.kernels.sampling.sample import SamplerOutput, SamplingTensors
 
-_BLOCK = 4096
+# tokens of a program
+_CHUNK = 2048
 _WARPS = 8
 # views of packed buffers: their alignment varies and must not trigger a recompilation
 _UNALIGNED_ARGS = ["rows", "draft_tokens", "temperatures", "seed_hashes", "positions"]
@@ -54,8 +66,8 @@ def sampling_probs(sampled: SamplerOutput, settings: SamplingTensors, rows: Tens
 
     rows: int32, not greedy. A row in which every token is banned is all 0.
     """
-    by = sampling_probs_triton if can_use_triton(sampled.logits) else sampling_probs_reference
-    return by(sampled, settings, rows)
+    chosen = sampling_probs_triton if _has_kernel(sampled) else sampling_probs_reference
+    return chosen(sampled, settings, rows)
 
 
 def rejection_sample(
@@ -65,9 +77,12 @@ def rejection_sample(
 
     sampled.tokens may be overwritten. Rows with a draft are not greedy.
     """
-    return (
-        rejection_sample_triton if can_use_triton(sampled.logits) else rejection_sample_reference
-    )(sampled, settings, drafts)
+    chosen = rejection_sample_triton if _has_kernel(sampled) else rejection_sample_reference
+    return chosen(sampled, settings, drafts)
+
+
+def _has_kernel(sampled: SamplerOutput) -> bool:
+    return choose_kernel("drafts", sampled.logits) is Kernel.REJECTION_SAMPLE
 
 
 def sampling_probs_reference(
@@ -118,62 +133,116 @@ def _residual_probs(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
 def sampling_probs_triton(
     sampled: SamplerOutput, settings: SamplingTensors, rows: Tensor
 ) -> Tensor:
-    """Triton implementation of `sampling_probs`, one launch."""
-    vocab = sampled.logits.shape[1]
-    found = torch.empty((len(rows), vocab), dtype=torch.float32, device=sampled.logits.device)
-    launch(_sampling_probs_kernel, (len(rows),))(
-        *(sampled.logits, sampled.logits.stride(0), vocab, sampled.min_logits, rows),
-        *(settings.temperature, found),
-        block=_BLOCK,
-        num_warps=_WARPS,
-    )
+    """Triton implementation of `sampling_probs`, two launches."""
+    shape = (len(rows), sampled.logits.shape[1])
+    found = torch.empty(shape, dtype=torch.float32, device=sampled.logits.device)
+    _launch_chunks(_sampling_probs_kernel, _sum_exps(sampled, settings, rows), found)
     return found
 
 
 def rejection_sample_triton(
     sampled: SamplerOutput, settings: SamplingTensors, drafts: SampledDrafts
 ) -> Tensor:
-    """Triton implementation of `rejection_sample`, one launch; overwrites sampled.tokens."""
-    assert drafts.draft_probs.stride(1) == 1
-    launch(_rejection_sample_kernel, (len(drafts.rows),))(
-        *(
-            sampled.logits,
-            sampled.logits.stride(0),
-            sampled.logits.shape[1],
-            sampled.min_logits,
-            drafts.rows,
-        ),
-        *(settings.temperature, settings.seed_hash, settings.position),
-        *(
-            drafts.tokens,
-            drafts.draft_probs,
-            drafts.draft_probs.stride(0),
-            drafts.draft_probs.shape[1],
-            sampled.tokens,
-        ),
-        block=_BLOCK,
-        num_warps=_WARPS,
+    """Triton implementation of `rejection_sample`, three launches; overwrites sampled.tokens."""
+    q = drafts.draft_probs
+    assert q.stride(1) == 1
+    of_rows = _sum_exps(sampled, settings, drafts.rows)
+    shape = (len(drafts.rows), of_rows.num_splits)
+    scores = torch.empty(shape, dtype=torch.float32, device=q.device)
+    tokens = torch.empty(shape, dtype=torch.int32, device=q.device)
+    _launch_chunks(
+        *(_rejection_sample_kernel, of_rows, settings.seed_hash, settings.position),
+        *(drafts.tokens, q, q.stride(0), q.shape[1], sampled.tokens, scores, tokens),
+    )
+    launch(_combine_chunks_kernel, (len(drafts.rows),))(
+        *(scores, tokens, drafts.rows, sampled.tokens, of_rows.num_splits),
+        splits_block=next_power_of_2(of_rows.num_splits),
+        num_warps=1,
     )
     return sampled.tokens
 
 
-@triton.jit(do_not_specialize_on_alignment=_UNALIGNED_ARGS)
-def _sampling_probs_kernel(
-    logits, stride, vocab, min_logits, rows, temperatures, probs, block: tl.constexpr
+class _RowArgs(NamedTuple):
+    """First arguments of the kernels that divide rows. stats: see _sum_exps_kernel."""
+
+    logits: Tensor
+    stride: int
+    vocab: int
+    min_logits: Tensor
+    rows: Tensor
+    temperatures: Tensor
+    stats: Tensor
+    num_splits: int
+
+
+def _sum_exps(sampled: SamplerOutput, settings: SamplingTensors, rows: Tensor) -> _RowArgs:
+    """Launch _sum_exps_kernel."""
+    logits, num_splits = sampled.logits, ceil_div(sampled.logits.shape[1], _CHUNK)
+    shape = (len(rows), 2, num_splits)
+    args = _RowArgs(
+        *(logits, logits.stride(0), logits.shape[1], sampled.min_logits, rows),
+        *(settings.temperature, torch.empty(shape, dtype=torch.float32, device=logits.device)),
+        num_splits,
+    )
+    launch(_sum_exps_kernel, (len(rows), num_splits))(*args, chunk=_CHUNK, num_warps=_WARPS)
+    return args
+
+
+def _launch_chunks(kernel: Any, of_rows: _RowArgs, *args: Tensor | int) -> None:
+    """Launch a kernel that combines the sums of all chunks, and then computes one chunk."""
+    launch(kernel, (len(of_rows.rows), of_rows.num_splits))(
+        *of_rows,
+        *args,
+        chunk=_CHUNK,
+        splits_block=next_power_of_2(of_rows.num_splits),
+        num_warps=_WARPS,
+    )
+
+
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=_UNALIGNED_ARGS)
+def _sum_exps_kernel(
+    logits, stride, vocab, min_logits, rows, temperatures, stats, num_splits, chunk: tl.constexpr
 ):
-    """Write the probabilities of one row, float32, to row program_id of probs."""
+    """Write a chunk's largest logit and sum of exp((logit - largest) / temperature).
+
+    Output: stats, float32 [len(rows), 2, splits].
+    """
     row = tl.load(rows + tl.program_id(0)).to(tl.int64)
-    line, cut = logits + row * stride, tl.load(min_logits + row)
+    tokens = tl.program_id(1) * chunk + tl.arange(0, chunk)
+    values = _load_kept_logits(logits + row * stride, tokens, vocab, tl.load(min_logits + row))
+    peak = tl.max(values)
+    base = tl.where(peak < FLOAT32_MIN, 0.0, peak)
+    place = stats + tl.program_id(0).to(tl.int64) * 2 * num_splits + tl.program_id(1)
+    tl.store(place, peak)
+    tl.store(place + num_splits, tl.sum(tl.exp((values - base) / tl.load(temperatures + row))))
+
+
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=_UNALIGNED_ARGS)
+def _sampling_probs_kernel(
+    logits,
+    stride,
+    vocab,
+    min_logits,
+    rows,
+    temperatures,
+    stats,
+    num_splits,
+    probs,
+    chunk: tl.constexpr,
+    splits_block: tl.constexpr,
+):
+    """Write the probabilities of a chunk, float32, to row program_id(0) of probs."""
+    row = tl.load(rows + tl.program_id(0)).to(tl.int64)
     temperature = tl.load(temperatures + row)
-    peak, total = _max_and_exp_sum(line, vocab, cut, temperature, block)
+    peak, total = _max_and_exp_sum(stats, num_splits, temperature, splits_block)
+    tokens = tl.program_id(1) * chunk + tl.arange(0, chunk)
+    line, cut = logits + row * stride, tl.load(min_logits + row)
+    p = _probs(line, tokens, vocab, cut, temperature, peak, total)
     target = probs + tl.program_id(0).to(tl.int64) * vocab
-    for start in range(0, vocab, block):
-        tokens = start + tl.arange(0, block)
-        p = _probs(line, tokens, vocab, cut, temperature, peak, total)
-        tl.store(target + tokens, p, mask=tokens < vocab)
+    tl.store(target + tokens, p, mask=tokens < vocab)
 
 
-@triton.jit(do_not_specialize_on_alignment=_UNALIGNED_ARGS)
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=_UNALIGNED_ARGS)
 def _rejection_sample_kernel(
     logits,
     stride,
@@ -181,6 +250,8 @@ def _rejection_sample_kernel(
     min_logits,
     rows,
     temperatures,
+    stats,
+    num_splits,
     seed_hashes,
     positions,
     draft_tokens,
@@ -188,56 +259,76 @@ def _rejection_sample_kernel(
     draft_probs_stride,
     draft_vocab,
     sampled_tokens,
-    block: tl.constexpr,
+    split_scores,
+    split_tokens,
+    chunk: tl.constexpr,
+    splits_block: tl.constexpr,
 ):
-    """Write the accepted draft or its replacement, int64, to sampled_tokens[row]."""
-    row = tl.load(rows + tl.program_id(0)).to(tl.int64)
-    draft = tl.load(draft_tokens + tl.program_id(0))
+    """Write the best replacement of a chunk and its score, -inf if the draft is kept.
+
+    Outputs: split_scores, float32 [drafts, splits]; split_tokens, int32 [drafts, splits]. With a
+    score of -inf, the token of all chunks is the draft, or the sampled one if all are banned.
+    """
+    number = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + number).to(tl.int64)
+    draft = tl.load(draft_tokens + number)
     line, cut = logits + row * stride, tl.load(min_logits + row)
-    of_draft = draft_probs + tl.program_id(0).to(tl.int64) * draft_probs_stride
+    of_draft = draft_probs + number * draft_probs_stride
     temperature = tl.load(temperatures + row)
     mix, position = tl.load(seed_hashes + row), tl.load(positions + row)
-    peak, total = _max_and_exp_sum(line, vocab, cut, temperature, block)
+    peak, total = _max_and_exp_sum(stats, num_splits, temperature, splits_block)
+    score, token = tl.full((), -float("inf"), tl.float32), draft
     if peak >= FLOAT32_MIN:
         own = tl.max(_probs(line, draft + tl.arange(0, 1), vocab, cut, temperature, peak, total))
         theirs = tl.load(of_draft + draft, mask=draft < draft_vocab, other=0.0)
-        token = draft
         if tl_uniform_noise(mix, position) * theirs >= own:
-            score = tl.full((), -float("inf"), tl.float32)
-            for start in range(0, vocab, block):
-                tokens = start + tl.arange(0, block)
-                p = _probs(line, tokens, vocab, cut, temperature, peak, total)
-                left = p - tl.load(of_draft + tokens, mask=tokens < draft_vocab, other=0.0)
-                noise = tl_gumbel_noise(mix, position, tokens)
-                scores = tl.where(left > 0, tl.log(left) + noise, -float("inf"))
-                here = tl.max(scores)
-                first = tl.min(tl.where(scores == here, tokens, NO_TOKEN))
-                # an empty residual is due to rounding: keep the draft
-                token = tl.where(here > score, first, token)
-                score = tl.maximum(here, score)
-        tl.store(sampled_tokens + row, token.to(tl.int64))
+            tokens = tl.program_id(1) * chunk + tl.arange(0, chunk)
+            p = _probs(line, tokens, vocab, cut, temperature, peak, total)
+            left = p - tl.load(of_draft + tokens, mask=tokens < draft_vocab, other=0.0)
+            noise = tl_gumbel_noise(mix, position, tokens)
+            scores = tl.where(left > 0, tl.log(left) + noise, -float("inf"))
+            score, first = tl_argmax(scores, tokens)
+            # no replacement in this chunk; if in none, due to rounding, the draft is kept
+            token = tl.where(score == -float("inf"), draft, first)
+    else:
+        token = tl.load(sampled_tokens + row).to(tl.int32)
+    place = number * num_splits + tl.program_id(1)
+    tl.store(split_scores + place, score)
+    tl.store(split_tokens + place, token)
+
+
+@triton.jit(
+    do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["rows", "sampled_tokens"]
+)
+def _combine_chunks_kernel(
+    split_scores, split_tokens, rows, sampled_tokens, num_splits, splits_block: tl.constexpr
+):
+    """Write the accepted draft or its replacement, int64, to sampled_tokens[row]."""
+    begin = tl.program_id(0).to(tl.int64) * num_splits
+    split = tl.arange(0, splits_block)
+    scores = load_or_neg_inf(split_scores + begin, split, num_splits)
+    tokens = tl.load(split_tokens + begin + split, mask=split < num_splits, other=NO_TOKEN)
+    _, token = tl_argmax(scores, tokens)
+    tl.store(sampled_tokens + tl.load(rows + tl.program_id(0)).to(tl.int64), token.to(tl.int64))
 
 
 @triton.jit
 def _load_kept_logits(row_logits, tokens, vocab, min_logit):
     """Load logits as float32; those below min_logit become -inf."""
-    values = tl.load(row_logits + tokens, mask=tokens < vocab, other=-float("inf")).to(tl.float32)
+    values = load_or_neg_inf(row_logits, tokens, vocab).to(tl.float32)
     return tl.where(values >= min_logit, values, -float("inf"))
 
 
 @triton.jit
-def _max_and_exp_sum(row_logits, vocab, min_logit, temperature, block: tl.constexpr):
-    """Return a row's largest logit and the sum of exp((logit - largest) / temperature)."""
-    peak = tl.full((), -float("inf"), tl.float32)
-    total = tl.full((), 0.0, tl.float32)
-    for start in range(0, vocab, block):
-        values = _load_kept_logits(row_logits, start + tl.arange(0, block), vocab, min_logit)
-        higher = tl.maximum(peak, tl.max(values))
-        base = tl.where(higher < FLOAT32_MIN, 0.0, higher)
-        total *= tl.exp((peak - base) / temperature)
-        total += tl.sum(tl.exp((values - base) / temperature))
-        peak = higher
-    return peak, total
+def _max_and_exp_sum(stats, num_splits, temperature, splits_block: tl.constexpr):
+    """Combine the chunks of row program_id(0); see _sum_exps_kernel."""
+    split = tl.arange(0, splits_block)
+    of_row = stats + tl.program_id(0).to(tl.int64) * 2 * num_splits
+    peaks = load_or_neg_inf(of_row, split, num_splits)
+    sums = tl.load(of_row + num_splits + split, mask=split < num_splits, other=0.0)
+    peak = tl.max(peaks)
+    base = tl.where(peak < FLOAT32_MIN, 0.0, peak)
+    return peak, tl.sum(sums * tl.exp((peaks - base) / temperature))
 
 
 @triton.jit
@@ -249,32 +340,45 @@ def _probs(row_logits, tokens, vocab, min_logit, temperature, max_logit, exp_sum
 
 
 def variants() -> Iterator[Variant]:
-    """Both kernels, for float32 logits."""
+    """All kernels, for float32 logits and the largest vocabularies of common models."""
     first = {
         "logits": "*fp32",
-        "stride": "i32",
-        "vocab": "i32",
+        **dict.fromkeys(("stride", "vocab"), "i32"),
         "min_logits": "*fp32",
         "rows": "*i32",
-        "temperatures": "*fp32",
+        **dict.fromkeys(("temperatures", "stats"), "*fp32"),
+        "num_splits": "i32",
     }
     drafts = {
-        "seed_hashes": "*i64",
-        "positions": "*i64",
+        **dict.fromkeys(("seed_hashes", "positions"), "*i64"),
         "draft_tokens": "*i32",
         "draft_probs": "*fp32",
-        "draft_probs_stride": "i32",
-        "draft_vocab": "i32",
+        **dict.fromkeys(("draft_probs_stride", "draft_vocab"), "i32"),
         "sampled_tokens": "*i64",
+        "split_scores": "*fp32",
+        "split_tokens": "*i32",
     }
-    for kernel, more in (
-        (_sampling_probs_kernel, {"probs": "*fp32"}),
-        (_rejection_sample_kernel, drafts),
-    ):
-        yield Variant(
-            name=kernel.fn.__name__.strip("_"),
-            kernel=kernel,
-            signature={**first, **more, "block": "constexpr"},
-            constants={"block": _BLOCK},
-            num_warps=_WARPS,
-        )
+    combine = {
+        "split_scores": "*fp32",
+        **dict.fromkeys(("split_tokens", "rows"), "*i32"),
+        "sampled_tokens": "*i64",
+        "num_splits": "i32",
+    }
+    for vocab in (128256, 32003, 262208):
+        blocks = {"chunk": _CHUNK, "splits_block": next_power_of_2(ceil_div(vocab, _CHUNK))}
+        for kernel, types, num_warps in (
+            (_sum_exps_kernel, first, _WARPS),
+            (_sampling_probs_kernel, {**first, "probs": "*fp32"}, _WARPS),
+            (_rejection_sample_kernel, first | drafts, _WARPS),
+            (_combine_chunks_kernel, combine, 1),
+        ):
+            constants = {name: blocks[name] for name in kernel.arg_names if name in blocks}
+            if vocab != 128256 and "splits_block" not in constants:
+                continue  # the same kernel
+            yield Variant(
+                name=kernel.fn.__name__.strip("_") + (f"-{vocab}" if vocab != 128256 else ""),
+                kernel=kernel,
+                signature={**types, **dict.fromkeys(constants, "constexpr")},
+                constants=constants,
+                num_warps=num_warps,
+            )

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from localgen.backends.cuda.kernels.device import can_use_triton, upcast
+from localgen.backends.cuda.kernels.device import upcast
+from localgen.backends.cuda.kernels.dispatch import Kernel, choose_kernel
 from localgen.backends.cuda.kernels.launch import Variant, ceil_div, launch, next_power_of_2
 from localgen.backends.cuda.kernels.sampling import kernels
 from localgen.backends.cuda.kernels.sampling.gumbel import gumbel_noise
@@ -66,9 +67,8 @@ class SamplerOutput:
 
 def sample_tokens(logits: Tensor, settings: SamplingTensors) -> SamplerOutput:
     """Sample one token per row. logits: float [rows, vocab], not modified."""
-    return (sample_tokens_triton if can_use_triton(logits) else sample_tokens_reference)(
-        logits, settings
-    )
+    has_kernel = choose_kernel("sampling", logits) is Kernel.SAMPLE_TOKENS
+    return (sample_tokens_triton if has_kernel else sample_tokens_reference)(logits, settings)
 
 
 def sample_tokens_reference(logits: Tensor, settings: SamplingTensors) -> SamplerOutput:
