@@ -30,6 +30,7 @@ from benchmarks.gpu_parts.kernel_checks import GROUPS, kernels
 from benchmarks.gpu_parts.parts import PARTS
 from benchmarks.gpu_parts.plan import QUICK
 from benchmarks.gpu_parts.processes import ROOT, ProcessEnd, Processes
+from benchmarks.gpu_parts.report import Figures
 from benchmarks.gpu_parts.run import UnitProcess
 from localgen.backends.cuda.kernels import activation, norm
 from localgen.backends.cuda.kernels.gemm import dense
@@ -81,7 +82,7 @@ def few_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     start = startup._start
 
-    def start_here(bench: GpuBench, folder: Path, *, fresh: bool) -> dict[str, float]:
+    def start_here(bench: GpuBench, folder: Path, *, fresh: bool) -> Figures:
         if fresh:
             return start(bench, folder, fresh=True)
         printed = io.StringIO()

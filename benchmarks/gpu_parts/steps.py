@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -66,7 +67,7 @@ def activity(device: Device, run: Callable[[], None]) -> Activity:
     return Activity(spans, calls)
 
 
-def _profile(device: Device, run: Callable[[], object]) -> torch.profiler.profile:
+def _profile(device: Device, run: Callable[[], object]) -> Any:
     kinds = torch.profiler.ProfilerActivity
     wanted = [kinds.CPU, kinds.CUDA] if device.is_gpu else [kinds.CPU]
     with torch.profiler.profile(activities=wanted) as profile:
