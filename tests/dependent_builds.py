@@ -1,4 +1,4 @@
-"""Compiles kernels for programmatic dependent launch, in processes without Triton's interpreter."""
+"""Compiles kernels for programmatic dependent launch, in a process without Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 ARCH = 90
-# of each kernel, because compiling takes half a second
-_MOST_VARIANTS = 4
+# kernels that load weights before they wait, and the argument
+PREFETCHED = {"_gemv_kernel": {"weight"}, "_qkv_rope_kernel": {"weight"}}
+# of each kernel, because compiling and disassembling take a second. Where a kernel prefetches,
+# variants differ before the wait; in others the wait is the first statement of every variant
+_MOST_PREFETCHING, _MOST_OTHERS = 4, 2
 _KERNELS = "localgen.backends.cuda.kernels"
 _MODULES = (
     "norm",
@@ -42,7 +45,7 @@ def dependent_builds() -> list[Code]:
     """Some variants of all kernels that have a `pdl` argument."""
     # a forked process would inherit Triton's interpreter, which may be loaded already
     context = get_context("spawn")
-    with ProcessPoolExecutor(2, mp_context=context, initializer=_compile_for_real) as pool:
+    with ProcessPoolExecutor(1, mp_context=context, initializer=_compile_for_real) as pool:
         return [code for found in pool.map(_compile_module, _MODULES) for code in found]
 
 
@@ -55,11 +58,11 @@ def _compile_module(module: str) -> list[Code]:
     for variant in importlib.import_module(f"{_KERNELS}.{module}").variants():
         if "pdl" in variant.kernel.arg_names and ARCH in (variant.archs or (ARCH,)):
             by_kernel.setdefault(variant.kernel.fn.__name__, []).append(variant)
-    return [
-        _compile(variant)
-        for variants in by_kernel.values()
-        for variant in variants[:: -(-len(variants) // _MOST_VARIANTS)]
-    ]
+    found = []
+    for kernel, variants in by_kernel.items():
+        most = _MOST_PREFETCHING if kernel in PREFETCHED else _MOST_OTHERS
+        found += [_compile(variant) for variant in variants[:: -(-len(variants) // most)]]
+    return found
 
 
 def _compile(variant: Any) -> Code:

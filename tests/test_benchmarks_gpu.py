@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import json
 import math
 import os
 import pkgutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +22,15 @@ from torch import Tensor
 import localgen.backends.cuda.kernels as kernel_modules
 from benchmarks import gpu
 from benchmarks.answers import Answer, AnswerFailed, decode_tok_s, serving_metrics
-from benchmarks.gpu_parts import case, peer, run, shapes
+from benchmarks.gpu_parts import case, first_token, peer, peers, run, shapes, startup
+from benchmarks.gpu_parts.bench import GpuBench
 from benchmarks.gpu_parts.decoder_checks import decoders
 from benchmarks.gpu_parts.device import Device, largest_difference
-from benchmarks.gpu_parts.first_token import _capture_s
 from benchmarks.gpu_parts.kernel_checks import GROUPS, kernels
 from benchmarks.gpu_parts.parts import PARTS
 from benchmarks.gpu_parts.plan import QUICK
 from benchmarks.gpu_parts.processes import ROOT, ProcessEnd, Processes
+from benchmarks.gpu_parts.report import Figures
 from benchmarks.gpu_parts.run import UnitProcess
 from localgen.backends.cuda.kernels import activation, norm
 from localgen.backends.cuda.kernels.gemm import dense
@@ -47,7 +51,51 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
 
 
-@pytest.mark.usefixtures("one_process")
+class PeerHere:
+    """A peer in this process. Each would import torch and transformers, which are loaded here."""
+
+    def __init__(self, name: str, folder: Path, *, quick: bool) -> None:
+        self.name, self.logits = name, folder / "logits.pt"
+        logits, self.round = peer._PEERS[name](QUICK, CPU)
+        torch.save(logits, self.logits)
+
+    def answer(self, timeout_s: float) -> dict[str, float]:
+        return {}
+
+    def __enter__(self) -> PeerHere:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+@pytest.fixture
+def few_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One peer and the first start of a model are processes, the others run in this one."""
+    in_own_process = peers.Peer
+    monkeypatch.setattr(
+        peers,
+        "Peer",
+        lambda name, *rest, **more: (in_own_process if name == peer.STATIC else PeerHere)(
+            name, *rest, **more
+        ),
+    )
+    start = startup._start
+
+    def start_here(bench: GpuBench, folder: Path, *, fresh: bool) -> Figures:
+        if fresh:
+            return start(bench, folder, fresh=True)
+        printed = io.StringIO()
+        with monkeypatch.context() as patch, contextlib.redirect_stdout(printed):
+            arguments = ["first_token", str(folder / "model"), str(time.monotonic()), "--cpu"]
+            patch.setattr(sys, "argv", arguments)
+            first_token.main()
+        return json.loads(printed.getvalue())  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(startup, "_start", start_here)
+
+
+@pytest.mark.usefixtures("one_process", "few_processes")
 def test_a_quick_run_has_every_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "result.json"
     assert gpu.main(["--quick", "--seed", "1", "--output", str(output)]) == 0, capsys.readouterr()
@@ -240,4 +288,4 @@ def test_the_shapes_are_those_of_llama() -> None:
 def test_capture_time_is_counted_by_tokens(
     arrivals: list[tuple[float, int]], expected_s: float
 ) -> None:
-    assert _capture_s(Answer(0.0, arrivals)) == pytest.approx(expected_s)
+    assert first_token._capture_s(Answer(0.0, arrivals)) == pytest.approx(expected_s)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -19,11 +21,18 @@ from benchmarks.kernel_resources import (
     main,
     read_loops,
 )
+from localgen.backends.cuda.kernels.launch import Variant
 
 
 @pytest.fixture(scope="module")
 def compiled() -> list[Build]:
-    return builds()
+    return builds(fewer=True)
+
+
+@pytest.fixture(scope="module")
+def with_loops() -> list[Build]:
+    of = {"attention": (80, 90), "gemm.int4": (90,)}
+    return [build for only, archs in of.items() for build in builds(only, archs, with_loops=True)]
 
 
 @pytest.mark.parametrize("arch", SHARED_BYTES)
@@ -66,13 +75,47 @@ def test_every_kernel_lists_its_variants(compiled: list[Build], module: str) -> 
     assert {build.arch for build in compiled if build.module == name} >= {90, 100, 120}
 
 
+class Kernel(NamedTuple):
+    name: str
+    arg_names: tuple[str, ...] = ()
+
+
+def test_fewer_builds_have_every_kernel_on_every_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Variant(name="plain", kernel=Kernel("one"), signature={})
+    variants = [
+        plain,
+        replace(plain, name="fp8", num_warps=8, min_arch=89),
+        replace(plain, name="large", num_warps=2, archs=frozenset({80, 90, 100})),
+        replace(plain, name="small", num_warps=1, archs=frozenset({80, 90, 100})),
+        replace(plain, name="small too", num_warps=1, archs=frozenset({89, 120})),
+        replace(plain, name="other", kernel=Kernel("other")),
+    ]
+    monkeypatch.setattr(kernel_resources, "_variants", lambda module: variants)
+    every = [80, 89, 90, 100, 120]
+    found: dict[str, list[int]] = {}
+    for index, arch in kernel_resources._configurations("", every, True):
+        found.setdefault(variants[index].name, []).append(arch)
+    assert found == {
+        "plain": every,
+        "fp8": [89, 90, 120],
+        "large": [80, 90, 100],
+        "small": [90],
+        "small too": [89, 120],
+        "other": every,
+    }
+    assert len(kernel_resources._configurations("", every, False)) == 5 + 4 + 3 + 3 + 2 + 5
+
+
 @pytest.mark.parametrize("module", ["gemm.int4", "gemm.int4_wide"])
-def test_int4_loops_copy_codes_scales_and_zeros_while_they_compute(module: str) -> None:
+def test_int4_loops_copy_codes_scales_and_zeros_while_they_compute(
+    with_loops: list[Build], module: str
+) -> None:
     """On sm_90: copies of a later turn are in flight, and nothing else is loaded."""
     found = [
-        build for build in builds(module, (90,), with_loops=True) if "dequant" not in build.variant
+        build
+        for build in with_loops
+        if build.module == f"{KERNELS}.{module}" and "dequant" not in build.variant
     ]
-    found = [build for build in found if build.module == f"{KERNELS}.{module}"]
     assert found
     for build in found:
         assert build.in_flight, build
@@ -80,12 +123,12 @@ def test_int4_loops_copy_codes_scales_and_zeros_while_they_compute(module: str) 
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-def test_attention_loads_keys_and_values_ahead(arch: int) -> None:
+def test_attention_loads_keys_and_values_ahead(with_loops: list[Build], arch: int) -> None:
     """At each wait of the loops, copies of the next block are in flight; no load is of one byte."""
     found = [
         build
-        for build in builds("attention", (arch,), with_loops=True)
-        if "combine" not in build.variant
+        for build in with_loops
+        if build.arch == arch and ".attention." in build.module and "combine" not in build.variant
     ]
     assert {build.module for build in found} == {
         f"{KERNELS}.attention.decode",

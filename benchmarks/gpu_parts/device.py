@@ -138,13 +138,15 @@ class Device:
 
     def free_bytes(self) -> int | None:
         """Memory that no process uses, after unused cached memory is returned; None on a CPU."""
+        if not self.is_gpu:
+            return None
         self.free()
-        return int(torch.cuda.mem_get_info(self.torch)[0]) if self.is_gpu else None
+        return int(torch.cuda.mem_get_info(self.torch)[0])
 
     def free(self) -> None:
-        """Return unused cached memory to the driver."""
-        gc.collect()  # engines and their publish callbacks form reference cycles
+        """Return unused cached memory to the driver; on a CPU there is none."""
         if self.is_gpu:
+            gc.collect()  # engines and their publish callbacks form reference cycles
             torch.cuda.empty_cache()
 
     def describe(self) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from localgen.backends.formats.architecture.model_spec import ModelSpec
 
 # share of the memory that the weights leave, because other processes use the device too
 _KV_SHARE = 0.2
+# for toy models on a CPU, where the share would be gigabytes of attention masks
+_CPU_BATCH_TOKENS, _CPU_PAGES, _CPU_PAGE_TOKENS = 64, 8, 32
 
 
 def hf_model(spec: ModelSpec, weights: DecoderWeights, device: Device) -> Any:
@@ -112,6 +114,13 @@ class ContinuousBatching:
 
     def __init__(self, spec: ModelSpec, weights: DecoderWeights, device: Device) -> None:
         self._model, self._device = hf_model(spec, weights, device), device
+        self._sizes: dict[str, Any] = {"max_memory_percent": _KV_SHARE}
+        if not device.is_gpu:
+            self._sizes = {
+                "max_batch_tokens": _CPU_BATCH_TOKENS,
+                "num_blocks": _CPU_PAGES,
+                "page_size": _CPU_PAGE_TOKENS,
+            }
 
     @torch.inference_mode()
     def prompt(self, tokens: Sequence[int]) -> Tensor:
@@ -131,7 +140,7 @@ class ContinuousBatching:
         found = self._model.generate_batch(
             [list(prompt) for prompt in prompts],
             generation_config=asked,
-            continuous_batching_config=ContinuousBatchingConfig(max_memory_percent=_KV_SHARE),
+            continuous_batching_config=ContinuousBatchingConfig(**self._sizes),
             persistent_manager=True,
         )
         took_s = time.perf_counter() - begun_s

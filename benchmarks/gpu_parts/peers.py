@@ -139,7 +139,8 @@ def _compare(bench: GpuBench, other: Peer, budget: Budget) -> None:
             run()
         test = alone_test if other.name in peer.ALONE else batch_test
         sides = {f"localgen, {shape.name}": run, other.name: other.round}
-        bench.rounds("peers", f"{test}, {other.name}", sides, _ROUNDS, budget)
+        rounds = min(plan.rounds, _ROUNDS)
+        bench.rounds("peers", f"{test}, {other.name}", sides, rounds, budget)
 
 
 def _has_our_logits(bench: GpuBench, other: Peer) -> bool:

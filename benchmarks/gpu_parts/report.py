@@ -7,7 +7,7 @@ import os
 import statistics
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -267,7 +267,8 @@ class GpuReport:
             _replace(self.path, self._json())
 
     def _json(self) -> str:
-        whole = asdict(self) | {
+        whole: dict[str, Any] = {
+            **{each.name: getattr(self, each.name) for each in fields(self)},
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "checks": [asdict(check) | {"passed": check.passed} for check in self.checks],
             "rows": [
@@ -276,7 +277,7 @@ class GpuReport:
             ],
         }
         del whole["path"]
-        return json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
+        return json.dumps(whole, indent=1, ensure_ascii=False, default=asdict) + "\n"
 
 
 def _replace(path: Path, text: str) -> None:

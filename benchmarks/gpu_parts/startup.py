@@ -23,6 +23,7 @@ PART = "startup"
 # free disk and memory required, relative to the size of the checkpoint
 _SPARE = 1.3
 _TIMEOUT_S = 120
+_ROUNDS = 3
 
 
 def startup(bench: GpuBench, budget: Budget) -> None:
@@ -47,8 +48,9 @@ def startup(bench: GpuBench, budget: Budget) -> None:
         }
         for side, run in sides.items():
             test = "to the first token"
+            rounds = min(bench.plan.rounds, _ROUNDS) if side == shape.name else 1
             if budget.fits(f"{test}, {side}"):
-                bench.rounds(PART, test, {side: run}, 3 if side == shape.name else 1, budget)
+                bench.rounds(PART, test, {side: run}, rounds, budget)
 
 
 def _start(bench: GpuBench, folder: Path, *, fresh: bool) -> Figures:

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -54,11 +55,7 @@ class Activity:
 
 def activity(device: Device, run: Callable[[], None]) -> Activity:
     """Profile a run. On a CPU, torch operators count as kernels."""
-    kinds = torch.profiler.ProfilerActivity
-    wanted = [kinds.CPU, kinds.CUDA] if device.is_gpu else [kinds.CPU]
-    with torch.profiler.profile(activities=wanted) as profile:
-        run()
-        device.synchronize()
+    profile = _profile(device, run)
     events = list(profile.events() or [])
     own = "CUDA" if device.is_gpu else "CPU"
     spans = tuple(
@@ -68,6 +65,15 @@ def activity(device: Device, run: Callable[[], None]) -> Activity:
     )
     calls = sum(any(name in event.name for name in _LAUNCHES) for event in events)
     return Activity(spans, calls)
+
+
+def _profile(device: Device, run: Callable[[], object]) -> Any:
+    kinds = torch.profiler.ProfilerActivity
+    wanted = [kinds.CPU, kinds.CUDA] if device.is_gpu else [kinds.CPU]
+    with torch.profiler.profile(activities=wanted) as profile:
+        run()
+        device.synchronize()
+    return profile
 
 
 def busy_and_waits(spans: Iterable[tuple[float, float]]) -> tuple[float, float]:
@@ -130,7 +136,7 @@ def decode_step(
             for _ in range(steps):
                 session.step()
 
-        activity(device, session.step)  # the profiler's own warm-up
+        _profile(device, session.step)  # its own warm-up
         seen = activity(device, some)
     step_s = statistics.median(each_s)
     busy_s, waits_s = seen.busy_and_waits_s
