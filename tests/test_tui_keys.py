@@ -324,25 +324,25 @@ def test_commands_show_a_message(tmp_path: Path, line: str, expected: str) -> No
     play(Tui(tmp_path), scene)
 
 
-@pytest.mark.parametrize(
-    ("line", "screen"),
-    [
-        ("/help", KeyHelp),
-        ("/rename", TextInputDialog),
-        ("/delete", ConfirmDialog),
-        ("/search x", SearchScreen),
-        ("/export", TextInputDialog),
-        ("/compare", CompareDialog),
-        ("/model", ModelPicker),
-    ],
-)
-def test_commands_open_a_dialog(tmp_path: Path, line: str, screen: type) -> None:
+DIALOGS = {
+    "/help": KeyHelp,
+    "/rename": TextInputDialog,
+    "/delete": ConfirmDialog,
+    "/search x": SearchScreen,
+    "/export": TextInputDialog,
+    "/compare": CompareDialog,
+    "/model": ModelPicker,
+}
+
+
+def test_commands_open_a_dialog(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
-        await tui.type(pilot, line)
-        await pilot.press("enter")
-        await tui.until(lambda: isinstance(tui.app.screen, screen))
-        await pilot.press("escape")
-        await tui.until(lambda: tui.main.is_active)
+        for line, screen in DIALOGS.items():
+            await tui.type(pilot, line)
+            await pilot.press("enter")
+            await tui.until(lambda screen=screen: isinstance(tui.app.screen, screen))
+            await pilot.press("escape")
+            await tui.until(lambda: tui.main.is_active)
 
     play(Tui(tmp_path), scene)
 
