@@ -95,7 +95,7 @@ def share_parsed_css(kind: type[Stylesheet]) -> None:
             parsed[key] = parse(sheet, *css, **where)
         return parsed[key]
 
-    kind._parse_rules = parse_once  # type: ignore[method-assign]
+    setattr(kind, "_parse_rules", parse_once)  # noqa: B010 - its arguments are passed on
 
 
 @pytest.fixture

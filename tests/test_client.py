@@ -155,11 +155,11 @@ def test_load_reports_progress_and_model(running: ServerHarness) -> None:
     assert info.options.ctx == 512
     assert info.sampling.logit_bias == {7: 1.5}
     assert client.load(model, LoadOptions(), shares.append) == info
-    (running,) = client.running_models()
-    assert (running.name, running.processor, running.ctx) == ("echo", "100% CPU", 512)
-    assert running.until_s is not None
-    resident_bytes = psutil.Process(running.pid).memory_info().rss
-    assert running.memory_bytes == pytest.approx(resident_bytes, rel=0.2)
+    (loaded,) = client.running_models()
+    assert (loaded.name, loaded.processor, loaded.ctx) == ("echo", "100% CPU", 512)
+    assert loaded.until_s is not None
+    resident_bytes = psutil.Process(loaded.pid).memory_info().rss
+    assert loaded.memory_bytes == pytest.approx(resident_bytes, rel=0.2)
     with pytest.raises(ModelBusy, match="without --threads 9: "):
         client.load(model, LoadOptions(threads=9), shares.append)
     assert "echo" in [card.name for card in client.models()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -324,6 +325,10 @@ def test_commands_show_a_message(tmp_path: Path, line: str, expected: str) -> No
     play(Tui(tmp_path), scene)
 
 
+def is_open(tui: Tui, screen: type) -> bool:
+    return isinstance(tui.app.screen, screen)
+
+
 DIALOGS = {
     "/help": KeyHelp,
     "/rename": TextInputDialog,
@@ -340,7 +345,7 @@ def test_commands_open_a_dialog(tmp_path: Path) -> None:
         for line, screen in DIALOGS.items():
             await tui.type(pilot, line)
             await pilot.press("enter")
-            await tui.until(lambda screen=screen: isinstance(tui.app.screen, screen))
+            await tui.until(partial(is_open, tui, screen))
             await pilot.press("escape")
             await tui.until(lambda: tui.main.is_active)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,10 @@ def test_sessions_are_made_opened_renamed_forked_and_deleted(tmp_path: Path) -> 
     play(Tui(tmp_path), scene)
 
 
+def is_on_screen(tui: Tui, text: str) -> bool:
+    return text in tui.screen_text()
+
+
 PALETTE: dict[str, Callable[[Tui], bool]] = {
     "Copy the last answer": lambda tui: tui.app.clipboard == "re: one",
     "Show or hide gauges": lambda tui: not tui.main.query_one(GaugePanel).display,
@@ -123,9 +128,9 @@ def test_the_palette_has_a_place_to_click_for_what_has_a_key(tmp_path: Path) -> 
         await tui.ask(pilot, "one")
         for name, done in PALETTE.items():
             await click(tui, pilot, "palette")
-            await tui.until(lambda name=name: name in tui.screen_text())
+            await tui.until(partial(is_on_screen, tui, name))
             await click(tui, pilot, name)
-            await tui.until(lambda done=done: done(tui))
+            await tui.until(partial(done, tui))
             await tui.wait_until_idle(pilot)
 
     play(Tui(tmp_path), scene, (120, 100))
