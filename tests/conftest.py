@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 # tests run without a GPU: kernels are defined for Triton's interpreter
 os.environ["TRITON_INTERPRET"] = "1"
@@ -20,6 +20,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # otherwise each process that a test starts would compile all of localgen again
 os.environ["PYTHONDONTWRITEBYTECODE"] = ""
+# no test is about a frame of an animation, which draws the screen up to 60 times a second
+os.environ["TEXTUAL_ANIMATIONS"] = "none"
 # smollm2 is the default model where it is installed; tests are written for the built-in one
 sys.path.insert(0, str(Path(__file__).with_name("without_smollm2")))
 os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -34,6 +36,8 @@ from localgen.backends.memory import system
 
 if TYPE_CHECKING:
     from llama_files import LlamaFile
+    from textual.css.model import RuleSet
+    from textual.css.stylesheet import Stylesheet
     from textual.pilot import Pilot
     from tui_chats import MakeTui, Play, Tui
 
@@ -62,7 +66,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Speed up garbage collection, Triton's interpreter, sandboxes and commands."""
+    """Speed up garbage collection, Triton's interpreter, sandboxes, commands and TUIs."""
     # a million objects of imported packages, which never become garbage
     gc.freeze()
     if "triton.runtime.interpreter" in sys.modules:
@@ -76,6 +80,22 @@ def pytest_collection_finish() -> None:
     if (commands := sys.modules.get("localgen.cli.commands")) is not None:
         # a program runs one command: each time, pydantic builds a validator of every option
         commands.load_command = functools.cache(commands.load_command)  # type: ignore[attr-defined]
+    if (stylesheet := sys.modules.get("textual.css.stylesheet")) is not None:
+        share_parsed_css(stylesheet.Stylesheet)
+
+
+def share_parsed_css(kind: type[Stylesheet]) -> None:
+    """Each app would parse the same CSS again."""
+    parse = kind._parse_rules
+    parsed: dict[object, list[RuleSet]] = {}
+
+    def parse_once(sheet: Stylesheet, *css: Any, **where: Any) -> list[RuleSet]:
+        key = (css, *where.items(), *sheet._variables.items())
+        if key not in parsed:
+            parsed[key] = parse(sheet, *css, **where)
+        return parsed[key]
+
+    setattr(kind, "_parse_rules", parse_once)  # noqa: B010 - its arguments are passed on
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from serving import (
     MANY_WORDS,
     ServerHarness,
     in_thread,
+    running_alone,
     server_harness,
     settings_in,
     short_folder,
@@ -45,6 +46,18 @@ from localgen.config import BadSetting
 def served() -> Iterator[ServerHarness]:
     with server_harness() as built:
         yield built
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[ServerHarness]:
+    with server_harness() as built:
+        yield built
+
+
+@pytest.fixture
+def running(shared: ServerHarness) -> Iterator[ServerHarness]:
+    """A server that other tests have used, without models."""
+    yield from running_alone(shared)
 
 
 def ask(text: str) -> list[Message]:
@@ -94,11 +107,11 @@ def test_racing_clients_start_one_server(served: ServerHarness) -> None:
     assert said == ["starting the server"]
 
 
-def test_chat_streams_text_and_ends_with_a_completion(served: ServerHarness) -> None:
-    client = served.client()
+def test_chat_streams_text_and_ends_with_a_completion(running: ServerHarness) -> None:
+    client = running.client()
     client.connect()
     params = SamplingParams(temperature=0.0, stop=("x",), seed=5, logit_bias={7: 1.0})
-    *texts, answer = client.chat(served.model(), ask("hello my world"), params, ctx=99)
+    *texts, answer = client.chat(running.model(), ask("hello my world"), params, ctx=99)
     assert texts == [TextDelta("hello", 1), TextDelta(" my", 2), TextDelta(" world", 3)]
     assert isinstance(answer, Completion)
     assert answer.model == "echo"
@@ -112,29 +125,29 @@ def test_chat_streams_text_and_ends_with_a_completion(served: ServerHarness) -> 
     assert '"top_k": null' in answer.notes[1]
 
 
-def test_completion_streams_text_and_ends(served: ServerHarness) -> None:
-    client = served.client()
+def test_completion_streams_text_and_ends(running: ServerHarness) -> None:
+    client = running.client()
     client.connect()
     params = SamplingParams(max_tokens=2, logprobs=1)
-    events = list(client.complete(served.model(), "a b c", params))
+    events = list(client.complete(running.model(), "a b c", params))
     assert text_of(iter(events)) == "a b"
     answer = events[-1]
     assert isinstance(answer, Completion)
     assert answer.finish_reason == "length"
 
 
-def test_unusual_line_breaks_are_kept(served: ServerHarness) -> None:
-    client = served.client()
+def test_unusual_line_breaks_are_kept(running: ServerHarness) -> None:
+    client = running.client()
     client.connect()
     text = "a\u2028b\x85c\x1cd\n\ne\r\nf"
-    assert text_of(client.chat(served.model(), ask(text), SamplingParams())) == text
+    assert text_of(client.chat(running.model(), ask(text), SamplingParams())) == text
 
 
-def test_load_reports_progress_and_model(served: ServerHarness) -> None:
-    client = served.client()
+def test_load_reports_progress_and_model(running: ServerHarness) -> None:
+    client = running.client()
     client.connect()
     shares: list[float] = []
-    model = served.model(load_s=0.5)
+    model = running.model(load_s=0.5)
     info = client.load(model, LoadOptions(ctx=512), shares.append)
     assert shares
     assert shares == sorted(shares)
@@ -142,11 +155,11 @@ def test_load_reports_progress_and_model(served: ServerHarness) -> None:
     assert info.options.ctx == 512
     assert info.sampling.logit_bias == {7: 1.5}
     assert client.load(model, LoadOptions(), shares.append) == info
-    (running,) = client.running_models()
-    assert (running.name, running.processor, running.ctx) == ("echo", "100% CPU", 512)
-    assert running.until_s is not None
-    resident_bytes = psutil.Process(running.pid).memory_info().rss
-    assert running.memory_bytes == pytest.approx(resident_bytes, rel=0.2)
+    (loaded,) = client.running_models()
+    assert (loaded.name, loaded.processor, loaded.ctx) == ("echo", "100% CPU", 512)
+    assert loaded.until_s is not None
+    resident_bytes = psutil.Process(loaded.pid).memory_info().rss
+    assert loaded.memory_bytes == pytest.approx(resident_bytes, rel=0.2)
     with pytest.raises(ModelBusy, match="without --threads 9: "):
         client.load(model, LoadOptions(threads=9), shares.append)
     assert "echo" in [card.name for card in client.models()]
@@ -154,22 +167,22 @@ def test_load_reports_progress_and_model(served: ServerHarness) -> None:
     assert client.running_models() == []
 
 
-def test_server_errors_are_raised_as_their_classes(served: ServerHarness) -> None:
-    client = served.client()
+def test_server_errors_are_raised_as_their_classes(running: ServerHarness) -> None:
+    client = running.client()
     client.connect()
     with pytest.raises(ContextExceeded, match="1001"):
-        list(client.chat(served.model(), ask("w " * 1001), SamplingParams()))
+        list(client.chat(running.model(), ask("w " * 1001), SamplingParams()))
     with pytest.raises(InvalidRequest) as refused:
-        list(client.chat(served.model(), ask("w"), SamplingParams(max_tokens=0)))
+        list(client.chat(running.model(), ask("w"), SamplingParams(max_tokens=0)))
     assert refused.value.param == "max_tokens"
     with pytest.raises(LoadFailed, match="no good"):
-        client.load(served.model("bad", fail="no good", load_s=0.3), LoadOptions())
+        client.load(running.model("bad", fail="no good", load_s=0.3), LoadOptions())
 
 
-def test_closing_a_stream_cancels_the_request(served: ServerHarness) -> None:
-    client = served.client()
+def test_closing_a_stream_cancels_the_request(running: ServerHarness) -> None:
+    client = running.client()
     client.connect()
-    model = served.model(token_s=0.02)
+    model = running.model(token_s=0.02)
     answer = client.chat(model, ask(MANY_WORDS), SamplingParams())
     next(answer)
     assert client.running_models()[0].active_requests == 1
@@ -241,12 +254,12 @@ def test_values_that_json_cannot_hold_are_rejected(
         list(served.client().chat(served.model(), ask(prompt), params))
 
 
-def test_keep_alive_is_set_by_load(served: ServerHarness) -> None:
-    client = served.client()
+def test_keep_alive_is_set_by_load(running: ServerHarness) -> None:
+    client = running.client()
     client.connect()
-    client.load(served.model(), LoadOptions(), keep_alive="-1")
+    client.load(running.model(), LoadOptions(), keep_alive="-1")
     assert client.running_models()[0].until_s is None
-    client.load(served.model(), LoadOptions(), keep_alive="1h")
+    client.load(running.model(), LoadOptions(), keep_alive="1h")
     assert (client.running_models()[0].until_s or 0) > 3500
 
 
@@ -345,20 +358,20 @@ def test_socket_path_too_long_is_rejected() -> None:
 
 
 def test_relative_model_path_is_relative_to_the_client(
-    served: ServerHarness, monkeypatch: pytest.MonkeyPatch
+    running: ServerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served.model("here")
-    monkeypatch.chdir(served.folder)
-    client = served.client()
+    running.model("here")
+    monkeypatch.chdir(running.folder)
+    client = running.client()
     client.connect()
     assert text_of(client.chat("./here.gguf", ask("a"), SamplingParams())) == "a"
     assert text_of(client.chat("here.gguf", ask("a"), SamplingParams())) == "a"
 
 
-def test_proxies_are_not_used(served: ServerHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxies_are_not_used(running: ServerHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
-    client = served.client()
+    client = running.client()
     client.connect()
     assert client.health() is not None
 

@@ -24,6 +24,7 @@ from serving import (
     SERVER,
     ServerHarness,
     in_thread,
+    running_alone,
     server_harness,
     short_folder,
     wait_until,
@@ -75,6 +76,18 @@ UNAVAILABLE = errors.exit_status("server_unavailable")
 def served() -> Iterator[ServerHarness]:
     with server_harness() as built:
         yield built
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[ServerHarness]:
+    with server_harness() as built:
+        yield built
+
+
+@pytest.fixture
+def used(shared: ServerHarness) -> Iterator[ServerHarness]:
+    """A running server that other tests have used, without models."""
+    yield from running_alone(shared)
 
 
 @pytest.fixture
@@ -157,8 +170,8 @@ def test_a_stopped_server_is_named_by_every_command(
 
 
 @pytest.mark.usefixtures("quick_health")
-def test_statistics_do_not_wait_for_a_stopped_server(served: ServerHarness) -> None:
-    client, raised = LocalClient(served.settings), list[LocalgenError]()
+def test_statistics_do_not_wait_for_a_stopped_server(used: ServerHarness) -> None:
+    client, raised = LocalClient(used.settings), list[LocalgenError]()
 
     def ask() -> None:
         try:
@@ -166,7 +179,7 @@ def test_statistics_do_not_wait_for_a_stopped_server(served: ServerHarness) -> N
         except LocalgenError as error:
             raised.append(error)
 
-    with contextlib.closing(client), stopped(served.start().pid):
+    with contextlib.closing(client), stopped(used.pid()):
         asking = in_thread(ask)
         asking.join(timeout=20)
         assert [type(error) for error in raised] == [ServerNotAnswering]
@@ -179,11 +192,11 @@ def quick_watch(monkeypatch: pytest.MonkeyPatch, quick_health: None) -> None:
 
 
 @pytest.mark.usefixtures("quick_watch")
-def test_a_server_stopped_in_an_answer_is_named_until_it_goes_on(served: ServerHarness) -> None:
-    pid = served.start().pid
+def test_a_server_stopped_in_an_answer_is_named_until_it_goes_on(used: ServerHarness) -> None:
+    pid = used.pid()
     said: list[str] = []
-    client = served.client(said.append)
-    model, prompt = served.model(token_s=0.02), [Message("user", MANY_WORDS)]
+    client = used.client(said.append)
+    model, prompt = used.model(token_s=0.02), [Message("user", MANY_WORDS)]
     answer = client.chat(model, prompt, SamplingParams(max_tokens=100))
     assert isinstance(next(answer), TextDelta)
     rest: list[TextDelta | Completion] = []
@@ -198,10 +211,10 @@ def test_a_server_stopped_in_an_answer_is_named_until_it_goes_on(served: ServerH
 
 
 @pytest.mark.usefixtures("quick_watch")
-def test_a_server_stopped_while_it_loads_a_model_is_named(served: ServerHarness) -> None:
-    pid = served.start().pid
+def test_a_server_stopped_while_it_loads_a_model_is_named(used: ServerHarness) -> None:
+    pid = used.pid()
     said: list[str] = []
-    client, model = served.client(said.append), served.model(load_s=1.0)
+    client, model = used.client(said.append), used.model(load_s=1.0)
     loaded: list[str] = []
     progress: list[float] = []
 
@@ -218,28 +231,27 @@ def test_a_server_stopped_while_it_loads_a_model_is_named(served: ServerHarness)
 
 
 @pytest.mark.usefixtures("quick_watch")
-def test_a_slow_answer_of_a_server_that_answers_is_not_its_silence(served: ServerHarness) -> None:
-    served.start()
+def test_a_slow_answer_of_a_server_that_answers_is_not_its_silence(used: ServerHarness) -> None:
     said: list[str] = []
-    client = served.client(said.append)
+    client = used.client(said.append)
     prompt = [Message("user", "a b")]
-    *_, end = client.chat(served.model(token_s=2.5), prompt, SamplingParams())
+    *_, end = client.chat(used.model(token_s=2.5), prompt, SamplingParams())
     assert isinstance(end, Completion)
     assert said == []
 
 
 @pytest.mark.parametrize("command", [["run"], ["embed", "-m"]])
 def test_ctrl_c_stops_a_command_whose_server_is_stopped(
-    command: list[str], served: ServerHarness
+    command: list[str], used: ServerHarness
 ) -> None:
-    pid = served.start().pid
+    pid = used.pid()
     code = (
         "from localgen.client import server_watch; server_watch.SILENT_AFTER_S = 1.0\n"
         "from localgen.cli.main import main; main()"
     )
     running = subprocess.Popen(
-        [sys.executable, "-c", code, *command, served.model(token_s=0.05), "w " * 400],
-        env=os.environ | served.settings.to_environment(),
+        [sys.executable, "-c", code, *command, used.model(token_s=0.05), "w " * 400],
+        env=os.environ | used.settings.to_environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -251,7 +263,7 @@ def test_ctrl_c_stops_a_command_whose_server_is_stopped(
     assert stderr is not None
     reading = in_thread(lambda: told.extend(stderr))
     try:
-        wait_until(lambda: served.http.get("/health").json()["active_requests"], 60)
+        wait_until(lambda: used.http.get("/health").json()["active_requests"], 60)
         with stopped(pid):
             wait_until(lambda: told, 60)
             running.send_signal(signal.SIGINT)
@@ -280,15 +292,15 @@ def test_a_stopped_server_whose_queue_is_full_is_not_absent(served: ServerHarnes
 
 
 @pytest.mark.usefixtures("quick_health")
-def test_a_client_waits_for_a_server_that_another_client_starts(served: ServerHarness) -> None:
-    pid = served.start().pid
+def test_a_client_waits_for_a_server_that_another_client_starts(used: ServerHarness) -> None:
+    pid = used.pid()
     connected: list[int] = []
 
     def connect() -> None:
-        served.client().connect()
-        connected.append(served.pid())
+        used.client().connect()
+        connected.append(used.pid())
 
-    with stopped(pid), start_lock(served.settings, lambda: False):
+    with stopped(pid), start_lock(used.settings, lambda: False):
         asking = in_thread(connect)
         time.sleep(1.5)  # longer than it waits for the health
         assert asking.is_alive()

@@ -27,27 +27,30 @@ NUM_PROCESSES = 6
 WRITER = """
 import sys
 from pathlib import Path
-from localgen.hub import aliases
-from localgen.client import endpoints
-from localgen.machine import measurements
 
 folder, kind, number = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-measurements.measurements_path = lambda: folder / "cache" / "measurements.json"
-measurements.is_machine_busy = lambda: False
-measurements._key = lambda name: name
-if kind == "chat_history":  # the others start sooner without prompt_toolkit
+# each imports only what it writes with
+if kind == "models.toml":
+    from localgen.hub import aliases
+
+    add = lambda name: aliases.add_alias(name, "tiny")
+elif kind == "endpoints.toml":
+    from localgen.client import endpoints
+
+    add = lambda name: endpoints.add_endpoint(endpoints.Endpoint("http://h/v1", name))
+elif kind == "measurements.json":
+    from localgen.machine import measurements
+
+    measurements.measurements_path = lambda: folder / "cache" / "measurements.json"
+    measurements.is_machine_busy = lambda: False
+    measurements._key = lambda name: name
+    add = lambda name: measurements.cached_or_measured(name, int, lambda: 1, remeasure=False)
+else:
     from localgen.repl.prompt import PromptHistory
 
     history = PromptHistory(folder / "prompts" / "chat_history", sys.exit, can_write=True)
-add = {
-    "models.toml": lambda name: aliases.add_alias(name, "tiny"),
-    "endpoints.toml": lambda name: endpoints.add_endpoint(endpoints.Endpoint("http://h/v1", name)),
-    "measurements.json": lambda name: measurements.cached_or_measured(
-        name, int, lambda: 1, remeasure=False
-    ),
     # longer than what is written at once
-    "chat_history": lambda name: history.store_string("\\n".join([name] * 2000)),
-}[kind]
+    add = lambda name: history.store_string("\\n".join([name] * 2000))
 for count in range(int(sys.argv[4])):
     name = f"p{number}-{count}"
     add(name)

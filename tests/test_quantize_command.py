@@ -40,6 +40,19 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("localgen.quant.run.measure_tokens_per_s", lambda path: None)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float]]:
+    """What an uninterrupted run made and reported.
+
+    In a process of its own: this one's peak of memory includes all tests before.
+    """
+    folder = tmp_path_factory.mktemp("whole")
+    command = python_command("localgen.cli.main", *GPTQ, "--json")
+    environment = python_environment() | {"LOCALGEN_STATE_DIR": str(folder / "state")}
+    done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, check=True)
+    return folder / "tiny-gptq-4bit", json.loads(done.stdout)
+
+
 def test_folder_is_quantized_and_evaluated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -65,13 +78,8 @@ def test_json_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert record["layers"] == 6
 
 
-def test_the_estimate_of_the_peak_memory(tmp_path: Path) -> None:
-    # in a process of its own: this one's peak includes all tests before
-    command = python_command("localgen.cli.main", *GPTQ, "--json")
-    done = subprocess.run(
-        command, cwd=tmp_path, env=python_environment(), stdout=subprocess.PIPE, check=True
-    )
-    record = json.loads(done.stdout)
+def test_the_estimate_of_the_peak_memory(whole: tuple[Path, dict[str, float]]) -> None:
+    _, record = whole
     assert 0.5 < record["estimated_bytes"] / record["peak_bytes"] < 1.5
 
 
@@ -197,7 +205,9 @@ def begun(folder: Path, *options: str, layers: int) -> subprocess.Popen[str]:
 
 
 def test_run_interrupted_twice_is_resumed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    whole: tuple[Path, dict[str, float]],
 ) -> None:
     child = begun(tmp_path, layers=1)
     child.send_signal(signal.SIGINT)
@@ -211,8 +221,7 @@ def test_run_interrupted_twice_is_resumed(
     os.kill(child.pid, signal.SIGKILL)
     child.communicate(timeout=60)
     assert run_command_line([*GPTQ, "--resume"]) == 0
-    assert run_command_line([*GPTQ, "--out", "whole"]) == 0
-    assert _files(tmp_path / "tiny-gptq-4bit") == _files(tmp_path / "whole")
+    assert _files(tmp_path / "tiny-gptq-4bit") == _files(whole[0])
 
 
 def _files(folder: Path) -> dict[str, bytes]:

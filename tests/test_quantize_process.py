@@ -21,14 +21,13 @@ pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
 
 from hf_folders import TINY
-from slow_processes import slowed
+from quantize_begun import GPTQ, begun
 from tui_quantize import Quantizing
 
 from localgen.backends.errors import (
     InvalidRequest,
     LoadFailed,
     LocalgenError,
-    ModelNotFound,
     OutOfMemory,
 )
 from localgen.machine.python_process import python_environment
@@ -44,24 +43,14 @@ from localgen.quant.request.events import (
     StoppedEvent,
     UnfinishedEvent,
 )
-from localgen.quant.request.recipe import CalibrationConfig, Recipe
+from localgen.quant.request.recipe import Recipe
 from localgen.quant.request.request import EvalSet, QuantizeRequest
+from localgen.quant.run import dry_run_quantization
 from localgen.tui.quantize.runner import QuantizeRunner
 
 Kind = TypeVar("Kind")
 ENOUGH_S = 120.0
-RTN = QuantizeRequest(
-    model="tiny",
-    recipe=Recipe(method="rtn"),
-    gguf=None,
-    mode="round",
-    calibration=CalibrationConfig(samples=24, seq_len=128),
-    output=None,
-    device="cpu",
-    resume=False,
-    eval_set=EvalSet(samples=2, seq_len=64),
-)
-GPTQ = replace(RTN, recipe=Recipe(method="gptq"), eval_set=None)
+RTN = replace(GPTQ, recipe=Recipe(method="rtn"), eval_set=EvalSet(samples=2, seq_len=64))
 
 
 @pytest.fixture(autouse=True)
@@ -81,21 +70,17 @@ def followed(asked: QuantizeRequest, *, looks: bool = False) -> list[QuantizeEve
         work.kill()
 
 
+def previewed(asked: QuantizeRequest) -> list[QuantizeEvent]:
+    """The events of a preview in this process: another one would import torch."""
+    told: list[QuantizeEvent] = []
+    dry_run_quantization(asked, told.append)
+    return told
+
+
 def the(kind: type[Kind], told: list[QuantizeEvent]) -> Kind:
     """The only event of a type."""
     (found,) = [event for event in told if isinstance(event, kind)]
     return found
-
-
-def begun() -> QuantizeProcess:
-    """A run that has finished at least one layer and is not done."""
-    work = QuantizeProcess(GPTQ)
-    events = (event for event in work.events() if isinstance(event, ProgressEvent))
-    assert any(event.step == "quantizing" for event in events)
-    # at full speed, all layers may be done before this process reads of the first
-    with slowed(lambda: [work.pid], run_s=0.05, stop_s=0.2):
-        assert any(event.done >= 1 for event in events), "it ended too soon"
-        return work
 
 
 def is_alive(pid: int) -> bool:
@@ -140,9 +125,7 @@ def test_preview_writes_nothing(tmp_path: Path) -> None:
 
 def test_preview_of_a_calibrated_gguf_file() -> None:
     asked = replace(GPTQ, recipe=Recipe(method="awq", group_size=32), gguf="Q4_K_M", mode="fold")
-    file, calibration = [
-        event for event in followed(asked, looks=True) if isinstance(event, EstimateEvent)
-    ]
+    file, calibration = [event for event in previewed(asked) if isinstance(event, EstimateEvent)]
     assert (file.description, file.memory_bytes) == ("Q4_K_M", None)
     assert file.output == calibration.output == "tiny-Q4_K_M.gguf"
     assert calibration.memory_bytes is not None
@@ -155,10 +138,11 @@ def test_stopped_run_is_resumed(tmp_path: Path) -> None:
     stopped = the(StoppedEvent, list(work.events()))
     work.kill()
     assert 1 <= stopped.done < stopped.total == 6
-    assert the(UnfinishedEvent, followed(GPTQ, looks=True)) == UnfinishedEvent(stopped.done, 6)
+    assert the(UnfinishedEvent, previewed(GPTQ)) == UnfinishedEvent(stopped.done, 6)
     other = replace(GPTQ, recipe=Recipe(method="gptq", bits=3), output=Path("tiny-gptq-4bit"))
     with pytest.raises(InvalidRequest, match="was started with another"):
-        followed(other, looks=True)
+        previewed(other)
+    # an error of the process keeps its class
     with pytest.raises(InvalidRequest, match="has an unfinished run"):
         followed(GPTQ)
     made = the(FinishedEvent, followed(replace(GPTQ, resume=True)))
@@ -174,13 +158,13 @@ def test_killed_process_is_reported_as_out_of_memory(tmp_path: Path) -> None:
         list(work.events())
     work.kill()
     assert work.memory_bytes() is None
-    assert the(UnfinishedEvent, followed(GPTQ, looks=True)).done >= 1
+    assert the(UnfinishedEvent, previewed(GPTQ)).done >= 1
 
 
 def test_process_ends_with_its_parent(tmp_path: Path) -> None:
     program = (
-        "import sys, test_quantize_process as tests\n"
-        "work = tests.begun()\n"
+        "import sys, quantize_begun\n"
+        "work = quantize_begun.begun()\n"
         "print(work.pid, flush=True)\n"
         "sys.stdin.read()\n"
     )
@@ -203,12 +187,7 @@ def test_process_ends_with_its_parent(tmp_path: Path) -> None:
     while is_alive(pid):
         assert time.monotonic() < deadline, "it is still there"
         time.sleep(0.05)
-    assert the(UnfinishedEvent, followed(GPTQ, looks=True)).done >= 1
-
-
-def test_errors_keep_their_class() -> None:
-    with pytest.raises(ModelNotFound, match="Model 'no-such' not found"):
-        followed(replace(RTN, model="no-such"), looks=True)
+    assert the(UnfinishedEvent, previewed(GPTQ)).done >= 1
 
 
 def test_errors_with_a_lone_surrogate_arrive(tmp_path: Path) -> None:

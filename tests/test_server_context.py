@@ -7,7 +7,7 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from serving import MANY_WORDS, ServerHarness, server_harness
+from serving import MANY_WORDS, ServerHarness, running_alone, server_harness
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.model_info import LoadOptions
@@ -15,10 +15,15 @@ from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import Message
 
 
-@pytest.fixture
-def served() -> Iterator[ServerHarness]:
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerHarness]:
     with server_harness() as built:
         yield built
+
+
+@pytest.fixture
+def served(server: ServerHarness) -> Iterator[ServerHarness]:
+    yield from running_alone(server)
 
 
 def load(served: ServerHarness, model: str, **options: Any) -> Any:

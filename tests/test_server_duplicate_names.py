@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import ServerHarness, server_harness, wait_until
+from serving import ServerHarness, running_alone, server_harness, wait_until
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
@@ -18,10 +18,15 @@ from localgen.cli.main import run_command_line
 from localgen.client import LocalClient
 
 
-@pytest.fixture
-def served() -> Iterator[ServerHarness]:
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerHarness]:
     with server_harness() as built:
         yield built
+
+
+@pytest.fixture
+def served(server: ServerHarness) -> Iterator[ServerHarness]:
+    yield from running_alone(server)
 
 
 def ask(served: ServerHarness, model: str) -> Any:
@@ -41,7 +46,6 @@ def twins(served: ServerHarness) -> list[str]:
 
 
 def test_each_path_is_its_own_model(served: ServerHarness) -> None:
-    served.start()
     one, two = twins(served)
     for path in (one, two, one):
         assert ask(served, path)["choices"][0]["message"]["content"] == "a b"
@@ -52,7 +56,6 @@ def test_each_path_is_its_own_model(served: ServerHarness) -> None:
 
 
 def test_a_short_name_means_what_was_loaded_by_its_path(served: ServerHarness) -> None:
-    served.start()
     path = served.model("lonely")
     ask(served, path)
     assert ask(served, "lonely")["choices"][0]["message"]["content"] == "a b"
@@ -65,7 +68,6 @@ def test_a_short_name_means_what_was_loaded_by_its_path(served: ServerHarness) -
 def test_a_chat_with_a_path_survives_the_unloading_of_its_model(
     served: ServerHarness, tmp_path: Path
 ) -> None:
-    served.start()
     path = served.model("mine")
     with served.client() as client:
         session = ChatSession(client, tmp_path, ModelOptions())
@@ -76,7 +78,6 @@ def test_a_chat_with_a_path_survives_the_unloading_of_its_model(
 
 
 def test_keep_alive_is_for_one_model(served: ServerHarness) -> None:
-    served.start()
     brief, lasting = served.model("brief"), served.model("lasting")
     with served.client() as client:
         load(client, brief, "0.2")
@@ -91,7 +92,6 @@ def load(client: LocalClient, path: str, keep_alive: str) -> None:
 
 
 def test_aliases_of_installed_models_are_listed_as_models(served: ServerHarness) -> None:
-    served.start()
     served.named("pet")
     with (served.settings.state_dir / "models.toml").open("a") as names:
         names.write('future = "llama-8b"\n')
@@ -110,7 +110,6 @@ def test_ps_shows_the_aliases_of_a_file(
     path = served.model("mine")
     names = f'work = "{path}"\npet = "{path}"\nother = "{served.model("other")}"\n'
     (served.settings.state_dir / "models.toml").write_text(names)
-    served.start()
     ask(served, "work")
     assert run_command_line(["ps"]) == 0
     _, row = capsys.readouterr().out.splitlines()

@@ -15,16 +15,9 @@ from typing import Any
 import httpx
 import pytest
 from fake_engine import vector_of
-from serving import ServerHarness, in_thread, server_harness, wait_until
+from serving import ServerHarness, in_thread, running_alone, server_harness, wait_until
 
 from localgen.machine.python_process import python_environment
-
-
-@pytest.fixture
-def served() -> Iterator[ServerHarness]:
-    with server_harness() as built:
-        built.start()
-        yield built
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +26,12 @@ def shared() -> Iterator[ServerHarness]:
     with server_harness() as built:
         built.start()
         yield built
+
+
+@pytest.fixture
+def served(shared: ServerHarness) -> Iterator[ServerHarness]:
+    """The same without models."""
+    yield from running_alone(shared)
 
 
 def ask(served: ServerHarness, model: str, **body: Any) -> httpx.Response:
@@ -183,22 +182,26 @@ def test_unload_during_a_request_is_an_error(served: ServerHarness) -> None:
 
 
 def test_figures_and_the_log_count_it(served: ServerHarness) -> None:
-    model = served.model()
+    model = served.model("counted")
     ask(served, model, input=["hello", "hi"])
     ask(served, model, input="x" * 1001)
-    wait_until(lambda: served.http.get("/metrics").text.count("request_failure_total{") > 0)
+    failed = 'request_failure_total{model_name="counted"'
+    wait_until(lambda: failed in served.http.get("/metrics").text)
     text = served.http.get("/metrics").text
     for line in (
-        'request_success_total{finished_reason="embedded",model_name="echo"} 1.0',
-        'request_failure_total{model_name="echo",outcome="context_length_exceeded"} 1.0',
-        'prompt_tokens_total{model_name="echo"} 7.0',
-        'request_prompt_tokens_count{model_name="echo"} 1.0',
+        'request_success_total{finished_reason="embedded",model_name="counted"} 1.0',
+        'request_failure_total{model_name="counted",outcome="context_length_exceeded"} 1.0',
+        'prompt_tokens_total{model_name="counted"} 7.0',
+        'request_prompt_tokens_count{model_name="counted"} 1.0',
     ):
         assert f"localgen:{line}" in text, line
     # embeddings have no answer: its metrics are not counted
-    assert "localgen:request_decode_time_seconds_count{" not in text
-    assert "localgen:request_generation_tokens_count{" not in text
-    assert "localgen:prefix_cache_queries_total{" not in text
+    for name in (
+        "request_decode_time_seconds_count",
+        "request_generation_tokens_count",
+        "prefix_cache_queries_total",
+    ):
+        assert f'localgen:{name}{{model_name="counted"' not in text
     lines = [
         line for line in served.settings.log_path.read_text().splitlines() if " request id=" in line
     ]

@@ -16,7 +16,14 @@ from typing import Any
 
 import psutil
 import pytest
-from serving import MANY_WORDS, ServerHarness, in_thread, server_harness, wait_until
+from serving import (
+    MANY_WORDS,
+    ServerHarness,
+    in_thread,
+    running_alone,
+    server_harness,
+    wait_until,
+)
 
 from localgen.placement.footprint import estimate_footprint
 
@@ -30,85 +37,92 @@ def served() -> Iterator[ServerHarness]:
         yield built
 
 
+@pytest.fixture(scope="module")
+def shared() -> Iterator[ServerHarness]:
+    with server_harness() as built:
+        yield built
+
+
+@pytest.fixture
+def running(shared: ServerHarness) -> Iterator[ServerHarness]:
+    """A server that other tests have used, without models."""
+    yield from running_alone(shared)
+
+
 def collect(served: ServerHarness, model: str, into: list[Any], text: str = MANY_WORDS) -> None:
     into.extend(served.events(model, text))
 
 
-def test_a_killed_engine_ends_its_streams_and_no_others(served: ServerHarness) -> None:
-    served.start()
-    model, other = served.model("victim", token_s=0.02), served.model("other", token_s=0.02)
-    served.chat(model, "hello")  # from here on it is loaded
+def test_a_killed_engine_ends_its_streams_and_no_others(running: ServerHarness) -> None:
+    model, other = running.model("victim", token_s=0.02), running.model("other", token_s=0.02)
+    running.chat(model, "hello")  # from here on it is loaded
     streams: list[list[Any]] = [[], [], []]
-    threads = [in_thread(partial(collect, served, model, got)) for got in streams]
-    bystander = served.events(other, "a b c " * 30)
+    threads = [in_thread(partial(collect, running, model, got)) for got in streams]
+    bystander = running.events(other, "a b c " * 30)
     next(bystander)
-    wait_until(lambda: served.stats(model)["active_requests"] == 3)
+    wait_until(lambda: running.stats(model)["active_requests"] == 3)
     time.sleep(0.2)
     killed_s = time.monotonic()
-    os.kill(served.stats(model)["pid"], signal.SIGKILL)
+    os.kill(running.stats(model)["pid"], signal.SIGKILL)
     for thread in threads:
         thread.join(timeout=5)
     assert time.monotonic() - killed_s < 1.0
     for got in streams:
         assert got[-1]["error"]["code"] == "engine_died"
         assert "SIGKILL" in got[-1]["error"]["message"]
-    assert served.chat(model, "a b").json()["choices"][0]["message"]["content"] == "a b"
+    assert running.chat(model, "a b").json()["choices"][0]["message"]["content"] == "a b"
     assert list(bystander)[-1] == "[DONE]"
 
 
-def test_engine_crash_is_an_error_and_is_replaced(served: ServerHarness) -> None:
-    served.start()
-    model = served.model(token_s=0.01)
-    assert served.chat(model, "!die").status_code == 502
-    *_, last = served.events(model, "a b !die")
+def test_engine_crash_is_an_error_and_is_replaced(running: ServerHarness) -> None:
+    model = running.model(token_s=0.01)
+    assert running.chat(model, "!die").status_code == 502
+    *_, last = running.events(model, "a b !die")
     assert last["error"]["code"] == "engine_died"
     assert "status 9" in last["error"]["message"]
-    reply = served.chat(model, "a b !die")
+    reply = running.chat(model, "a b !die")
     assert reply.status_code == 502
-    assert served.chat(model, "a b").status_code == 200
+    assert running.chat(model, "a b").status_code == 200
 
 
-def test_engine_killed_while_loading_is_an_error(served: ServerHarness) -> None:
-    served.start()
-    model = served.model(load_s=5)
+def test_engine_killed_while_loading_is_an_error(running: ServerHarness) -> None:
+    model = running.model(load_s=5)
     replies: list[Any] = []
-    thread = in_thread(lambda: replies.append(served.chat(model)))
-    wait_until(lambda: served.loads(model) == 1)
-    os.kill(served.stats(model)["pid"], signal.SIGKILL)
+    thread = in_thread(lambda: replies.append(running.chat(model)))
+    wait_until(lambda: running.loads(model) == 1)
+    os.kill(running.stats(model)["pid"], signal.SIGKILL)
     thread.join(timeout=5)
     assert replies[0].status_code == 500
     assert replies[0].json()["error"]["code"] == "load_failed"
-    assert served.loaded() == []
+    assert running.loaded() == []
 
 
-def test_code_that_crashes_on_this_processor_gets_a_second_try(served: ServerHarness) -> None:
-    served.start()
-    model = served.model(crash_repacked=True)
+def test_code_that_crashes_on_this_processor_gets_a_second_try(running: ServerHarness) -> None:
+    model = running.model("repacked", crash_repacked=True)
     repacked = {"model": model, "options": {"repack": True}}
-    assert served.chat(model, "a b").json()["choices"][0]["message"]["content"] == "a b"
-    assert served.loads(model) == 2
-    notes = served.stats(model)["info"]["notes"]
+    assert running.chat(model, "a b").json()["choices"][0]["message"]["content"] == "a b"
+    assert running.loads(model) == 2
+    notes = running.stats(model)["info"]["notes"]
     assert any("crashes with weights repacked" in note for note in notes)
-    reply = served.http.post("/v1/models/load", json=repacked)
+    reply = running.http.post("/v1/models/load", json=repacked)
     assert reply.json()["error"]["code"] == "model_busy"
-    served.http.post("/v1/models/unload", json={"model": model})
-    reply = served.http.post("/v1/models/load", json=repacked)
+    running.http.post("/v1/models/unload", json={"model": model})
+    reply = running.http.post("/v1/models/load", json=repacked)
     assert reply.json()["error"]["code"] == "load_failed"
     assert "SIGILL" in reply.json()["error"]["message"]
 
 
-def test_unload_ends_streams_and_the_engine(served: ServerHarness) -> None:
-    served.start()
-    model = served.model(token_s=0.02)
+def test_unload_ends_streams_and_the_engine(running: ServerHarness) -> None:
+    model = running.model(token_s=0.02)
     got: list[Any] = []
-    thread = in_thread(lambda: collect(served, model, got))
+    thread = in_thread(lambda: collect(running, model, got))
     wait_until(lambda: len(got) > 3)
-    pid = served.stats(model)["pid"]
-    assert served.http.post("/v1/models/unload", json={"model": "echo"}).json()["unloaded"] is True
+    pid = running.stats(model)["pid"]
+    assert running.http.post("/v1/models/unload", json={"model": "echo"}).json()["unloaded"] is True
     thread.join(timeout=5)
     assert "localgen stop" in got[-1]["error"]["message"]
     assert not psutil.pid_exists(pid)
-    again = served.http.post("/v1/models/unload", json={"model": "echo"})
+    again = running.http.post("/v1/models/unload", json={"model": "echo"})
     assert again.json()["unloaded"] is False
 
 
@@ -168,22 +182,20 @@ def test_the_server_leaves_when_idle() -> None:
         assert not served.settings.socket_path.exists()
 
 
-def test_socket_and_folders_are_private(served: ServerHarness) -> None:
-    served.start()
-    assert stat.S_IMODE(served.settings.socket_path.stat().st_mode) == 0o600
-    assert stat.S_IMODE(served.settings.runtime_dir.stat().st_mode) == 0o700
-    assert stat.S_IMODE(served.settings.server_lock_path.stat().st_mode) == 0o600
+def test_socket_and_folders_are_private(running: ServerHarness) -> None:
+    assert stat.S_IMODE(running.settings.socket_path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(running.settings.runtime_dir.stat().st_mode) == 0o700
+    assert stat.S_IMODE(running.settings.server_lock_path.stat().st_mode) == 0o600
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_another_user_cannot_connect(served: ServerHarness) -> None:
-    served.start()
+def test_another_user_cannot_connect(running: ServerHarness) -> None:
     code = (
         "import os,socket,sys; os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
         "try: socket.socket(socket.AF_UNIX).connect(sys.argv[1])\n"
         "except PermissionError: sys.exit(7)"
     )
-    command = [sys.executable, "-c", code, str(served.settings.socket_path)]
+    command = [sys.executable, "-c", code, str(running.settings.socket_path)]
     assert subprocess.run(command, check=False).returncode == 7
 
 
@@ -268,11 +280,12 @@ def _zombie(pid: int) -> bool:
         return True
 
 
-def test_what_engines_print_is_in_the_log(served: ServerHarness) -> None:
-    served.start()
-    model = served.model("chatty")
-    served.chat(model, "a")
-    wait_until(lambda: f"chatty: fake engine loads {model}" in served.settings.log_path.read_text())
+def test_what_engines_print_is_in_the_log(running: ServerHarness) -> None:
+    model = running.model("chatty")
+    running.chat(model, "a")
+    wait_until(
+        lambda: f"chatty: fake engine loads {model}" in running.settings.log_path.read_text()
+    )
 
 
 def test_memory_of_the_server_stays_flat(served: ServerHarness) -> None:

@@ -39,7 +39,7 @@ HISTOGRAMS = {
 }
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def served() -> Iterator[ServerHarness]:
     with server_harness() as built:
         built.start()
@@ -64,21 +64,16 @@ def log(served: ServerHarness) -> list[str]:
     return [line for line in lines if " request id=" in line]
 
 
-def test_all_names_of_the_conventions(served: ServerHarness) -> None:
-    served.chat(served.model(), "hello my world")
-    ended(served, 1)
-    names = {name.split()[0] for name in figures(served)}
-    assert names >= GAUGES | COUNTERS
-    for name in HISTOGRAMS:
-        assert names >= {f"{name}_bucket", f"{name}_count", f"{name}_sum"}
-
-
 def test_requests_are_counted(served: ServerHarness) -> None:
     model = served.model()
     for _ in range(3):
         served.chat(model, "hello my world")
-    ended(served, 3)
+    wait_until(lambda: sum("model=echo " in line for line in log(served)) == 3)
     found = figures(served)
+    names = {name.split()[0] for name in found}
+    assert names >= GAUGES | COUNTERS
+    for name in HISTOGRAMS:
+        assert names >= {f"{name}_bucket", f"{name}_count", f"{name}_sum"}
     assert found["request_success_total finished_reason=stop model_name=echo"] == 3
     assert found["prompt_tokens_total model_name=echo"] == 15
     assert found["generation_tokens_total model_name=echo"] == 9
@@ -99,48 +94,44 @@ def test_loads_are_counted(served: ServerHarness) -> None:
 
 
 def test_inter_token_latency_is_measured(served: ServerHarness) -> None:
-    list(served.events(served.model(token_s=0.02), "one two three four"))
-    ended(served, 1)
-    found = figures(served)
-    assert found["inter_token_latency_seconds_count model_name=echo"] == 3
-    assert found["inter_token_latency_seconds_sum model_name=echo"] > 0.04
+    list(served.events(served.model("slow", token_s=0.02), "one two three four"))
+    count = "inter_token_latency_seconds_count model_name=slow"
+    wait_until(lambda: figures(served).get(count) == 3)
+    assert figures(served)["inter_token_latency_seconds_sum model_name=slow"] > 0.04
 
 
 def test_disconnects_are_counted(served: ServerHarness) -> None:
-    model = served.model(token_s=0.05)
+    model = served.model("left", token_s=0.05)
     events = served.events(model, "word " * 100)
     next(events)
     events.close()
-    label = "request_failure_total model_name=echo outcome=gone"
+    label = "request_failure_total model_name=left outcome=gone"
     wait_until(lambda: figures(served).get(label) == 1)
     assert "outcome=gone" in log(served)[-1]
 
 
-def test_unknown_model_names_are_not_labels(served: ServerHarness) -> None:
+def test_unknown_model_names_are_in_the_log_with_their_id_and_no_labels(
+    served: ServerHarness,
+) -> None:
     reply = served.chat("no-such-model")
     assert reply.status_code == 404
-    ended(served, 1)
+    name = reply.headers["x-request-id"]
+    wait_until(lambda: f"id={name}" in log(served)[-1])
     found = figures(served)
     assert found["request_failure_total model_name=unknown outcome=model_not_found"] == 1
     assert not [name for name in found if "no-such-model" in name]
     assert "model=no-such-model" in log(served)[-1]
 
 
-def test_the_id_of_an_error_is_in_its_headers_and_the_log(served: ServerHarness) -> None:
-    name = served.chat("no-such-model").headers["x-request-id"]
-    ended(served, 1)
-    assert f"id={name}" in log(served)[-1]
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_id_of_an_answer_is_in_its_headers_and_the_log(
     served: ServerHarness, stream: bool
 ) -> None:
-    body = chat_body(served.model(), "hello", stream=stream)
+    body = chat_body(served.model("asked"), "hello", stream=stream)
     reply = served.http.post("/v1/chat/completions", json=body)
     name = reply.headers["x-request-id"]
     assert name in reply.text
-    ended(served, 1)
+    wait_until(lambda: any(name in line for line in log(served)))
     (line,) = [line for line in log(served) if name in line]
     fields = dict(re.findall(r"(\w+)=(\S+)", line))
     assert fields["outcome"] == "stop"
@@ -176,11 +167,6 @@ def test_an_internal_error_is_no_client_that_left() -> None:
     with pytest.raises(RuntimeError):
         asyncio.run(GenerationResponse(manager, journal, generation)({}, unused, unused))
     assert [end.outcome for end in recent.requests()] == ["internal_error"] * 2
-
-
-def ended(served: ServerHarness, count: int) -> None:
-    """Wait until this many requests are logged: the answer is sent first."""
-    wait_until(lambda: len(log(served)) >= count)
 
 
 def record(**fields: object) -> logging.LogRecord:

@@ -19,6 +19,7 @@ from serving import (
     ServerHarness,
     chat_body,
     in_thread,
+    running_alone,
     server_harness,
     settings_in,
     wait_until,
@@ -41,6 +42,18 @@ def served() -> Iterator[ServerHarness]:
         yield built
 
 
+@pytest.fixture(scope="module")
+def shared() -> Iterator[ServerHarness]:
+    with server_harness(memory_limit=ROOM_FOR_ONE) as built:
+        yield built
+
+
+@pytest.fixture
+def running(shared: ServerHarness) -> Iterator[ServerHarness]:
+    """A server that other tests have used, without models."""
+    yield from running_alone(shared)
+
+
 def waiting(served: ServerHarness) -> dict[str, int]:
     counts: dict[str, int] = served.http.get("/v1/stats").json()["server"]["waiting_for_memory"]
     return counts
@@ -57,9 +70,8 @@ def hold(served: ServerHarness, model: str) -> Any:
     return events
 
 
-def test_16_clients_alternate_between_two_models(served: ServerHarness) -> None:
-    served.start()
-    models = [served.model(name, **KV) for name in "ab"]
+def test_16_clients_alternate_between_two_models(running: ServerHarness) -> None:
+    models = [running.model(name, **KV) for name in "ab"]
     statuses: Counter[int] = Counter()
     left = iter(range(500))
 
@@ -70,7 +82,7 @@ def test_16_clients_alternate_between_two_models(served: ServerHarness) -> None:
             statuses[reply.status_code] += 1
 
     async def run() -> None:
-        transport = httpx.AsyncHTTPTransport(uds=str(served.settings.socket_path))
+        transport = httpx.AsyncHTTPTransport(uds=str(running.settings.socket_path))
         async with httpx.AsyncClient(
             base_url="http://test", transport=transport, timeout=120, trust_env=False
         ) as http:
@@ -79,41 +91,39 @@ def test_16_clients_alternate_between_two_models(served: ServerHarness) -> None:
     asyncio.run(run())
     assert statuses == {200: 500}
     # about 32 if each load serves every client
-    assert sum(map(served.loads, models)) <= 64
-    assert waiting(served) == {}
+    assert sum(map(running.loads, models)) <= 64
+    assert waiting(running) == {}
 
 
 def test_a_long_stream_ends_before_the_swap_and_new_requests_wait_behind_it(
-    served: ServerHarness,
+    running: ServerHarness,
 ) -> None:
-    served.start()
-    a, b = served.model("a", token_s=0.05, **KV), served.model("b", **KV)
-    stream = hold(served, a)
+    a, b = running.model("a", token_s=0.05, **KV), running.model("b", **KV)
+    stream = hold(running, a)
     replies: dict[str, list[httpx.Response]] = {a: [], b: []}
-    threads = [in_thread(partial(ask, served, b, replies[b]))]
-    wait_until(lambda: waiting(served) == {"b": 1})
+    threads = [in_thread(partial(ask, running, b, replies[b]))]
+    wait_until(lambda: waiting(running) == {"b": 1})
 
     def ask_until_it_waits() -> None:
-        while served.loads(a) == 1:
-            ask(served, a, replies[a])
+        while running.loads(a) == 1:
+            ask(running, a, replies[a])
 
     threads.append(in_thread(ask_until_it_waits))
-    wait_until(lambda: waiting(served) == {"a": 1, "b": 1}, timeout_s=40)
-    metrics = served.http.get("/metrics").text
+    wait_until(lambda: waiting(running) == {"a": 1, "b": 1}, timeout_s=40)
+    metrics = running.http.get("/metrics").text
     assert 'localgen:num_requests_waiting_for_memory{model_name="b"} 1.0' in metrics
-    assert served.loaded() == ["a"]
+    assert running.loaded() == ["a"]
     stream.close()
     for thread in threads:
         thread.join(timeout=20)
     assert {reply.status_code for got in replies.values() for reply in got} == {200}
-    assert (served.loads(a), served.loads(b)) == (2, 1), "b had its turn before a again"
+    assert (running.loads(a), running.loads(b)) == (2, 1), "b had its turn before a again"
 
 
-def test_a_client_that_leaves_ends_its_wait(served: ServerHarness) -> None:
-    served.start()
-    a, b = served.model("a", token_s=0.02, **KV), served.model("b", **KV)
-    name = served.named("by-name", **KV)
-    stream = hold(served, a)
+def test_a_client_that_leaves_ends_its_wait(running: ServerHarness) -> None:
+    a, b = running.model("a", token_s=0.02, **KV), running.model("b", **KV)
+    name = running.named("by-name", **KV)
+    stream = hold(running, a)
     bodies: dict[str, dict[str, Any]] = {
         "/v1/chat/completions": chat_body(b, "x"),
         "/v1/embeddings": {"model": b, "input": "x"},
@@ -121,27 +131,26 @@ def test_a_client_that_leaves_ends_its_wait(served: ServerHarness) -> None:
         "/api/generate": {"model": name},
     }
     for path, body in bodies.items():
-        transport = httpx.HTTPTransport(uds=str(served.settings.socket_path))
+        transport = httpx.HTTPTransport(uds=str(running.settings.socket_path))
         leaving = httpx.Client(base_url="http://test", transport=transport, trust_env=False)
         with leaving, pytest.raises(httpx.ReadTimeout):
             leaving.post(path, json=body, timeout=0.5)
-        wait_until(lambda: waiting(served) == {})
+        wait_until(lambda: waiting(running) == {})
     stream.close()
-    assert served.chat(a, "x").status_code == 200
-    assert served.loads(b) == served.loads(str(served.folder / "by-name.gguf")) == 0
+    assert running.chat(a, "x").status_code == 200
+    assert running.loads(b) == running.loads(str(running.folder / "by-name.gguf")) == 0
 
 
-def test_a_local_client_says_what_it_waits_for(served: ServerHarness) -> None:
-    served.start()
-    a, b = served.model("a", token_s=0.02, **KV), served.model("b", **KV)
-    stream = hold(served, a)
+def test_a_local_client_says_what_it_waits_for(running: ServerHarness) -> None:
+    a, b = running.model("a", token_s=0.02, **KV), running.model("b", **KV)
+    stream = hold(running, a)
     said: list[str] = []
 
     def say(line: str) -> None:
         said.append(line)
         stream.close()
 
-    assert served.client(say).load(b, LoadOptions()).name == "b"
+    assert running.client(say).load(b, LoadOptions()).name == "b"
     (line,) = said
     assert line.startswith("waiting: b needs about")
     assert line.endswith("; in use: a")
@@ -196,20 +205,19 @@ def test_a_server_that_shuts_down_ends_the_waits(served: ServerHarness) -> None:
 
 
 def test_a_waiting_model_that_cannot_be_loaded_fails_its_requests_only(
-    served: ServerHarness,
+    running: ServerHarness,
 ) -> None:
-    served.start()
-    a, b = served.model("a", token_s=0.02, **KV), served.model("b", fail="b is damaged", **KV)
-    stream = hold(served, a)
+    a, b = running.model("a", token_s=0.02, **KV), running.model("b", fail="b is damaged", **KV)
+    stream = hold(running, a)
     replies: list[httpx.Response] = []
-    threads = [in_thread(partial(ask, served, b, replies)) for _ in range(3)]
-    wait_until(lambda: waiting(served) == {"b": 3})
+    threads = [in_thread(partial(ask, running, b, replies)) for _ in range(3)]
+    wait_until(lambda: waiting(running) == {"b": 3})
     stream.close()
     for thread in threads:
         thread.join(timeout=20)
     assert {reply.json()["error"]["message"] for reply in replies} == {"b is damaged"}
-    assert served.loads(b) == 1, "they share one load"
-    assert served.chat(a, "x").status_code == 200
+    assert running.loads(b) == 1, "they share one load"
+    assert running.chat(a, "x").status_code == 200
 
 
 def test_a_load_that_runs_out_of_memory_waits_for_the_models_in_use() -> None:

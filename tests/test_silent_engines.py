@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,7 +20,14 @@ import httpx
 import ollama
 import psutil
 import pytest
-from serving import MANY_WORDS, ServerHarness, in_thread, server_harness, wait_until
+from serving import (
+    MANY_WORDS,
+    ServerHarness,
+    in_thread,
+    running_alone,
+    server_harness,
+    wait_until,
+)
 
 from localgen.backends.engine import wire
 from localgen.backends.engine.engine import IDLE_STATS_INTERVAL_S
@@ -261,13 +268,39 @@ def test_comments_of_other_servers_say_nothing_about_an_engine() -> None:
 # -- with processes ---------------------------------------------------------------------------
 
 
-@pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerHarness]:
-    """A server that takes an engine for silent after 2 s, and kills it after 6 s."""
-    monkeypatch.setenv("TEST_SILENT_S", "2")
-    with server_harness(hang_timeout_s=6.0) as built:
-        built.http.timeout = LONG_S
+@contextmanager
+def silent_after_2_s(hang_timeout_s: float | None) -> Iterator[ServerHarness]:
+    """A server that takes an engine for silent after 2 s."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TEST_SILENT_S", "2")
+        with server_harness(hang_timeout_s=hang_timeout_s) as built:
+            built.http.timeout = LONG_S
+            built.start()
+            yield built
+
+
+@pytest.fixture(scope="module")
+def killing_server() -> Iterator[ServerHarness]:
+    with silent_after_2_s(6.0) as built:
         yield built
+
+
+@pytest.fixture
+def served(killing_server: ServerHarness) -> Iterator[ServerHarness]:
+    """A server without models that kills an engine after 6 s of silence."""
+    yield from running_alone(killing_server)
+
+
+@pytest.fixture(scope="module")
+def patient_server() -> Iterator[ServerHarness]:
+    with silent_after_2_s(None) as built:
+        yield built
+
+
+@pytest.fixture
+def patient(patient_server: ServerHarness) -> Iterator[ServerHarness]:
+    """A server without models that kills no engine."""
+    yield from running_alone(patient_server)
 
 
 def raw_lines(served: ServerHarness, model: str, into: list[str], text: str = MANY_WORDS) -> None:
@@ -318,7 +351,6 @@ def health(served: ServerHarness) -> dict[str, Any]:
 
 
 def test_a_stopped_engine_is_told_and_replaced(served: ServerHarness) -> None:
-    served.start()
     model = served.model("victim", token_s=0.02)
     client = served.client()
     lines: list[str] = []
@@ -348,7 +380,6 @@ def test_a_stopped_engine_is_told_and_replaced(served: ServerHarness) -> None:
 
 
 def test_a_request_to_an_engine_that_was_stopped_while_idle(served: ServerHarness) -> None:
-    served.start()
     model = served.model("victim")
     served.chat(model, "a")
     os.kill(served.stats(model)["pid"], signal.SIGSTOP)
@@ -364,7 +395,6 @@ def test_a_request_to_an_engine_that_was_stopped_while_idle(served: ServerHarnes
 def test_an_engine_that_is_stopped_while_it_loads_is_told_and_replaced(
     served: ServerHarness,
 ) -> None:
-    served.start()
     model = served.model("victim", load_s=10)
     said: list[str] = []
     client = served.client(said.append)
@@ -397,7 +427,6 @@ def test_an_engine_that_is_stopped_while_it_loads_is_told_and_replaced(
 
 
 def test_ps_says_that_a_model_loads(served: ServerHarness) -> None:
-    served.start()
     model = served.model("victim", load_s=30)
     in_thread(partial(ask_in_vain, served, model))
     wait_until(served.loaded, LONG_S)
@@ -407,7 +436,6 @@ def test_ps_says_that_a_model_loads(served: ServerHarness) -> None:
 
 
 def test_requests_age_while_their_engine_hangs(served: ServerHarness) -> None:
-    served.start()
     model = served.model("victim", token_s=0.02)
     in_thread(partial(ask_in_vain, served, model))
     wait_until(lambda: is_answering(served, model), LONG_S)
@@ -426,7 +454,6 @@ def test_requests_age_while_their_engine_hangs(served: ServerHarness) -> None:
 
 
 def test_a_long_step_is_told_and_ends_well(served: ServerHarness) -> None:
-    served.start()
     model = served.model(spin_s=8.0)
     lines: list[str] = []
     raw_lines(served, model, lines, "a !spin b")
@@ -434,27 +461,23 @@ def test_a_long_step_is_told_and_ends_well(served: ServerHarness) -> None:
     assert lines[-1] == "data: [DONE]"
 
 
-def test_an_engine_that_goes_on_is_no_longer_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TEST_SILENT_S", "2")
-    with server_harness(hang_timeout_s=None) as served:
-        served.start()
-        model = served.model(token_s=0.02)
-        lines: list[str] = []
-        streaming = in_thread(lambda: raw_lines(served, model, lines, "word " * 150))
-        wait_until(lambda: is_answering(served, model), LONG_S)
-        pid = served.stats(model)["pid"]
-        os.kill(pid, signal.SIGSTOP)
-        # the server kills nothing, so it is told more than once
-        wait_until(lambda: (served.stats(model)["silent_s"] or 0) > 4.5, LONG_S)
-        os.kill(pid, signal.SIGCONT)
-        streaming.join(timeout=LONG_S)
-        assert len([line for line in lines if line.startswith(":")]) >= 2
-        assert lines[-1] == "data: [DONE]"
-        assert health(served)["status"] == "ok"
+def test_an_engine_that_goes_on_is_no_longer_silent(patient: ServerHarness) -> None:
+    model = patient.model(token_s=0.02)
+    lines: list[str] = []
+    streaming = in_thread(lambda: raw_lines(patient, model, lines, "word " * 150))
+    wait_until(lambda: is_answering(patient, model), LONG_S)
+    pid = patient.stats(model)["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    # the server kills nothing, so it is told more than once
+    wait_until(lambda: (patient.stats(model)["silent_s"] or 0) > 4.5, LONG_S)
+    os.kill(pid, signal.SIGCONT)
+    streaming.join(timeout=LONG_S)
+    assert len([line for line in lines if line.startswith(":")]) >= 2
+    assert lines[-1] == "data: [DONE]"
+    assert health(patient)["status"] == "ok"
 
 
 def test_a_whole_answer_fails_with_the_reason(served: ServerHarness) -> None:
-    served.start()
     model = served.model("victim", token_s=0.02)
     replies: list[Any] = []
     chatting = in_thread(lambda: replies.append(served.chat(model, MANY_WORDS)))
@@ -466,8 +489,7 @@ def test_a_whole_answer_fails_with_the_reason(served: ServerHarness) -> None:
 
 
 def test_ollama_clients_are_told_in_chunks_without_text(served: ServerHarness) -> None:
-    served.start()
-    name, model = served.named("victim", token_s=0.02), str(served.folder / "victim.gguf")
+    name, model = served.named("asked", token_s=0.02), str(served.folder / "asked.gguf")
     lines: list[dict[str, Any]] = []
 
     def stream() -> None:
@@ -488,74 +510,67 @@ def test_ollama_clients_are_told_in_chunks_without_text(served: ServerHarness) -
 
 
 @pytest.mark.parametrize("route", ["chat", "generate"])
-def test_ollamas_own_client_goes_on_after_a_silence(
-    route: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TEST_SILENT_S", "2")
+def test_ollamas_own_client_goes_on_after_a_silence(route: str, patient: ServerHarness) -> None:
     text = " ".join(["word"] * 150)
-    with server_harness(hang_timeout_s=None) as served:
-        served.start()
-        name, model = served.named("victim", token_s=0.02), str(served.folder / "victim.gguf")
-        socket_path = str(served.settings.socket_path)
-        with httpx.HTTPTransport(uds=socket_path) as transport:
-            client = ollama.Client("http://test", transport=transport, timeout=LONG_S)
-            texts: list[str] = []
+    name = patient.named(f"asked-by-{route}", token_s=0.02)
+    model = str(patient.folder / f"{name}.gguf")
+    socket_path = str(patient.settings.socket_path)
+    with httpx.HTTPTransport(uds=socket_path) as transport:
+        client = ollama.Client("http://test", transport=transport, timeout=LONG_S)
+        texts: list[str] = []
 
-            def stream() -> None:
-                if route == "chat":
-                    messages = [{"role": "user", "content": text}]
-                    parts = client.chat(name, messages, stream=True)
-                    texts.extend(part.message.content or "" for part in parts)
-                else:
-                    pieces = client.generate(name, text, stream=True)
-                    texts.extend(piece.response or "" for piece in pieces)
+        def stream() -> None:
+            if route == "chat":
+                messages = [{"role": "user", "content": text}]
+                parts = client.chat(name, messages, stream=True)
+                texts.extend(part.message.content or "" for part in parts)
+            else:
+                pieces = client.generate(name, text, stream=True)
+                texts.extend(piece.response or "" for piece in pieces)
 
-            streaming = in_thread(stream)
-            wait_until(lambda: is_answering(served, model), LONG_S)
-            pid = served.stats(model)["pid"]
-            os.kill(pid, signal.SIGSTOP)
-            wait_until(lambda: (served.stats(model)["silent_s"] or 0) > 2.5, LONG_S)
-            os.kill(pid, signal.SIGCONT)
-            streaming.join(timeout=LONG_S)
-        assert "".join(texts) == text
-        assert "" in texts[:-1], "the notice"
+        streaming = in_thread(stream)
+        wait_until(lambda: is_answering(patient, model), LONG_S)
+        pid = patient.stats(model)["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: (patient.stats(model)["silent_s"] or 0) > 2.5, LONG_S)
+        os.kill(pid, signal.SIGCONT)
+        streaming.join(timeout=LONG_S)
+    assert "".join(texts) == text
+    assert "" in texts[:-1], "the notice"
 
 
-def test_a_stopped_llamacpp_engine_is_replaced(
-    served: ServerHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_llamacpp_engine_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_REAL_ENGINE", "1")
-    served.start()
-    said: list[str] = []
-    client = served.client(said.append)
-    params = SamplingParams(ignore_eos=True, max_tokens=1500, temperature=0.0)
-    answer = client.chat("tiny", [Message("user", "Tell a story.")], params)
-    assert isinstance(next(answer), TextDelta)
-    os.kill(client.running_models()[0].pid, signal.SIGSTOP)
-    with pytest.raises(EngineDied, match="hang timeout 6 s"):
-        list(answer)
-    assert said[0].startswith("no answer of the engine for ")
-    params = SamplingParams(max_tokens=3)
-    *_, end = client.chat("tiny", [Message("user", "Hi")], params)
-    assert isinstance(end, Completion)
+    with silent_after_2_s(6.0) as served:
+        said: list[str] = []
+        client = served.client(said.append)
+        params = SamplingParams(ignore_eos=True, max_tokens=1500, temperature=0.0)
+        answer = client.chat("tiny", [Message("user", "Tell a story.")], params)
+        assert isinstance(next(answer), TextDelta)
+        os.kill(client.running_models()[0].pid, signal.SIGSTOP)
+        with pytest.raises(EngineDied, match="hang timeout 6 s"):
+            list(answer)
+        assert said[0].startswith("no answer of the engine for ")
+        params = SamplingParams(max_tokens=3)
+        *_, end = client.chat("tiny", [Message("user", "Hi")], params)
+        assert isinstance(end, Completion)
 
 
-def test_run_says_on_a_pipe_that_an_engine_is_silent(served: ServerHarness) -> None:
-    served.start()
-    model = served.model("victim", token_s=0.02)
-    running = run_on_pipes(served, model)
-    assert running.stdout is not None
-    assert running.stdout.read(3) == "0 1"
-    os.kill(served.stats(model)["pid"], signal.SIGSTOP)
-    _, err = running.communicate(timeout=LONG_S)
-    first, *_, last = err.splitlines()
-    assert re.fullmatch(r"no answer of the engine for \d+ s; Ctrl\+C stops", first)
-    assert last.startswith("localgen: ")
-    assert "hang timeout 6 s" in last
+def test_run_says_on_a_pipe_that_an_engine_is_silent() -> None:
+    with silent_after_2_s(6.0) as served:
+        model = served.model("victim", token_s=0.02)
+        running = run_on_pipes(served, model)
+        assert running.stdout is not None
+        assert running.stdout.read(3) == "0 1"
+        os.kill(served.stats(model)["pid"], signal.SIGSTOP)
+        _, err = running.communicate(timeout=LONG_S)
+        first, *_, last = err.splitlines()
+        assert re.fullmatch(r"no answer of the engine for \d+ s; Ctrl\+C stops", first)
+        assert last.startswith("localgen: ")
+        assert "hang timeout 6 s" in last
 
 
 def test_ps_says_which_engine_does_not_answer(served: ServerHarness) -> None:
-    served.start()
     model = served.model("victim")
     served.chat(model, "a")
     os.kill(served.stats(model)["pid"], signal.SIGSTOP)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -32,33 +33,65 @@ OWN = re.compile(r"\x1b\[(\?\d+[hl]|\d*[A-HJKG]|[0-9;]*m)")
 STYLED = {"doctor", "run"}
 
 
-@dataclass
-class Scene:
-    """A server, models, a cache and a remote server with hostile names."""
+# runs the command lines of a pipe, one after the other: starting a process takes most of the time
+PROGRAM = """
+import json, os, sys
+from localgen.cli.main import main
 
-    served: ServerHarness
-    remote: PlainServer
-    folder: Path
-    model: str
-    env: dict[str, str]
+for line in os.fdopen(int(sys.argv[1])):
+    sys.argv[1:] = json.loads(line)
+    try:
+        main()
+    except SystemExit as ended:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.write(1, b"\\0%d\\0" % (ended.code or 0))
+"""
 
-    def at_terminal(self, *arguments: str) -> str:
-        leader, follower = pty.openpty()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "localgen.cli.main", *arguments],
-            env=self.env,
-            cwd=self.folder,
+
+class Terminal:
+    """Runs commands in a process whose output is a terminal."""
+
+    def __init__(self, folder: Path, env: dict[str, str]) -> None:
+        self._leader, follower = pty.openpty()
+        lines, writer = os.pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(lines)],
+            pass_fds=[lines],
+            env=env,
+            cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=follower,
             stderr=follower,
         )
         os.close(follower)
+        os.close(lines)
+        self._commands = os.fdopen(writer, "w")
+
+    def run(self, *arguments: str) -> str:
+        """Return what a command shows. Fails the test if it ends in an internal error."""
+        print(json.dumps(arguments), file=self._commands, flush=True)
         shown = b""
-        while block := _read(leader):
+        while not (ended := re.search(rb"\0(\d+)\0$", shown)):
+            block = _read(self._leader)
+            assert block, shown
             shown += block
-        os.close(leader)
-        assert process.wait(60) != 70, shown
-        return shown.decode()
+        assert int(ended[1]) != 70, shown
+        return shown[: ended.start()].decode()
+
+    def close(self) -> None:
+        self._commands.close()
+        assert self._process.wait(60) == 0
+        os.close(self._leader)
+
+
+@dataclass
+class Scene:
+    """A server, models, a cache and a remote server with hostile names, and a terminal."""
+
+    served: ServerHarness
+    remote: PlainServer
+    terminal: Terminal
 
 
 def _read(leader: int) -> bytes:
@@ -92,7 +125,9 @@ def scene() -> Iterator[Scene]:
         model = served.model(HOSTILE, fail="")
         Path(model).write_text("{}")
         assert served.chat(model, "hello").status_code == 200
-        yield Scene(served, remote, folder, model, env)
+        terminal = Terminal(folder, env)
+        yield Scene(served, remote, terminal)
+        terminal.close()
 
 
 def _copy(folder: Path) -> Path:
@@ -164,14 +199,14 @@ def inert(shown: str, *, styled: bool, prose: bool = False) -> str:
 
 @pytest.mark.parametrize("arguments", COMMANDS, ids=lambda words: one_line(words[0]))
 def test_commands(scene: Scene, arguments: tuple[str, ...]) -> None:
-    shown = scene.at_terminal(*arguments)
+    shown = scene.terminal.run(*arguments)
     inert(shown, styled=arguments[0] in STYLED, prose="--template" in arguments)
 
 
 def test_names_are_shown(scene: Scene) -> None:
     """The walk would pass if nothing was printed."""
     for arguments in (("ps",), ("list",), ("show", "spoiled.gguf"), ("stop", HOSTILE)):
-        shown = scene.at_terminal(*arguments)
+        shown = scene.terminal.run(*arguments)
         assert r"e\x1b[5;41mv\x1b]0;title\x07\x9b2J\x08\x7f\r\u202ei" in shown
         assert r"x\n\tforged" in shown
 
@@ -181,14 +216,14 @@ def test_a_backslash_in_a_name_is_no_escape(scene: Scene) -> None:
     for name in ("twin\x1b", r"twin\x1b"):
         model = scene.served.model(name)
         assert scene.served.chat(model, "hello").status_code == 200
-    shown = scene.at_terminal("ps")
+    shown = scene.terminal.run("ps")
     assert r"twin\x1b" in shown
     assert r"twin\\x1b" in shown
     with open_store(scene.served.settings.state_dir) as store:
         for name in ("chat\x1b", r"chat\x1b"):
             record = SessionRecord(0, name, model=name)
             store.create(replace(record, conversation=Conversation(turns=(Turn("q", "a"),))))
-    shown = scene.at_terminal("history")
+    shown = scene.terminal.run("history")
     assert shown.count(r"chat\x1b") == 2
     assert shown.count(r"chat\\x1b") == 2
 
@@ -196,7 +231,7 @@ def test_a_backslash_in_a_name_is_no_escape(scene: Scene) -> None:
 @pytest.mark.parametrize("status", [200, 400, 401, 404, 429, 500])
 def test_answers_and_errors_of_a_server(scene: Scene, status: int) -> None:
     scene.remote.first = [] if status == 200 else [error(status, HOSTILE, code=HOSTILE)] * 9
-    shown = scene.at_terminal("run", "--url", scene.remote.url, HOSTILE, "hello")
+    shown = scene.terminal.run("run", "--url", scene.remote.url, HOSTILE, "hello")
     assert r"\x1b[5;41mv" in inert(shown, styled=True, prose=status == 200)
     assert ("\n\tforged" if status == 200 else r"\n\tforged") in shown.replace("\r\n", "\n")
 

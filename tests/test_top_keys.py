@@ -108,22 +108,24 @@ def test_the_cursor_stays_on_its_request() -> None:
     run(script)
 
 
-@pytest.mark.parametrize("key", ["escape", "enter", "q"])
-def test_enter_opens_a_timeline_that_lives_and_these_close_it(key: str) -> None:
+def test_enter_opens_a_timeline_that_lives_and_these_close_it() -> None:
     async def script(pilot: Pilot[None], app: TopApp) -> None:
-        await pilot.press("down", "down", "enter")
-        await pilot.pause()
-        assert isinstance(app.screen, TimelineScreen)
-        text = str(app.screen.query_one(Static).content)
-        assert "first step" in text
-        assert "90 tokens, 44.5 tok/s" in text
-        newer = request(1, generated=121)
-        app.post_message(SampleReceived(reading(last=snapshot(model(sequences=(newer,))))))
-        await pilot.pause()
-        assert "121 tokens" in str(app.screen.query_one(Static).content)
-        await pilot.press(key)
-        await pilot.pause()
-        assert isinstance(app.screen, Dashboard)
+        await pilot.press("down", "down")
+        for tokens, key in ((121, "escape"), (122, "enter"), (123, "q")):
+            await pilot.press("enter")
+            await pilot.pause()
+            assert isinstance(app.screen, TimelineScreen)
+            text = str(app.screen.query_one(Static).content)
+            assert "first step" in text
+            if tokens == 121:
+                assert "90 tokens, 44.5 tok/s" in text
+            newer = request(1, generated=tokens)
+            app.post_message(SampleReceived(reading(last=snapshot(model(sequences=(newer,))))))
+            await pilot.pause()
+            assert f"{tokens} tokens" in str(app.screen.query_one(Static).content)
+            await pilot.press(key)
+            await pilot.pause()
+            assert isinstance(app.screen, Dashboard), key
         assert app.is_running
 
     run(script)
@@ -154,15 +156,17 @@ def test_c_cancels_after_a_question(keys: tuple[str, ...]) -> None:
     run(script, watch)
 
 
-@pytest.mark.parametrize("keys", [("n",), ("escape",), ("enter",), ("right", "left", "enter")])
-def test_the_question_can_be_denied_and_enter_takes_nothing_away(keys: tuple[str, ...]) -> None:
+def test_the_question_can_be_denied_and_enter_takes_nothing_away() -> None:
     watch = ScriptedServerMonitor([snapshot()])
 
     async def script(pilot: Pilot[None], app: TopApp) -> None:
-        await pilot.press("c", *keys)
-        await pilot.pause()
-        assert isinstance(app.screen, Dashboard)
-        assert watch.cancelled == []
+        for keys in (("n",), ("escape",), ("enter",), ("right", "left", "enter")):
+            await pilot.press("c")
+            assert isinstance(app.screen, ConfirmDialog)
+            await pilot.press(*keys)
+            await pilot.pause()
+            assert isinstance(app.screen, Dashboard), keys
+            assert watch.cancelled == [], keys
 
     run(script, watch)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -324,25 +325,29 @@ def test_commands_show_a_message(tmp_path: Path, line: str, expected: str) -> No
     play(Tui(tmp_path), scene)
 
 
-@pytest.mark.parametrize(
-    ("line", "screen"),
-    [
-        ("/help", KeyHelp),
-        ("/rename", TextInputDialog),
-        ("/delete", ConfirmDialog),
-        ("/search x", SearchScreen),
-        ("/export", TextInputDialog),
-        ("/compare", CompareDialog),
-        ("/model", ModelPicker),
-    ],
-)
-def test_commands_open_a_dialog(tmp_path: Path, line: str, screen: type) -> None:
+def is_open(tui: Tui, screen: type) -> bool:
+    return isinstance(tui.app.screen, screen)
+
+
+DIALOGS = {
+    "/help": KeyHelp,
+    "/rename": TextInputDialog,
+    "/delete": ConfirmDialog,
+    "/search x": SearchScreen,
+    "/export": TextInputDialog,
+    "/compare": CompareDialog,
+    "/model": ModelPicker,
+}
+
+
+def test_commands_open_a_dialog(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
-        await tui.type(pilot, line)
-        await pilot.press("enter")
-        await tui.until(lambda: isinstance(tui.app.screen, screen))
-        await pilot.press("escape")
-        await tui.until(lambda: tui.main.is_active)
+        for line, screen in DIALOGS.items():
+            await tui.type(pilot, line)
+            await pilot.press("enter")
+            await tui.until(partial(is_open, tui, screen))
+            await pilot.press("escape")
+            await tui.until(lambda: tui.main.is_active)
 
     play(Tui(tmp_path), scene)
 

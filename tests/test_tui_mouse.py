@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -49,25 +50,25 @@ def shows(tui: Tui, screen: type) -> Callable[[], bool]:
     return lambda: isinstance(tui.app.screen, screen)
 
 
-@pytest.mark.parametrize(
-    ("text", "screen"),
-    [
-        ("Model", ModelPicker),
-        ("Search", SearchScreen),
-        ("Compare", CompareDialog),
-        ("Keys", KeyHelp),
-        ("palette", CommandPalette),
-    ],
-)
+FOOT = {
+    "Model": ModelPicker,
+    "Search": SearchScreen,
+    "Compare": CompareDialog,
+    "Keys": KeyHelp,
+    "palette": CommandPalette,
+}
+
+
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)])
-def test_the_foot_of_the_screen(
-    tmp_path: Path, text: str, screen: type, size: tuple[int, int]
-) -> None:
+def test_the_foot_of_the_screen(tmp_path: Path, size: tuple[int, int]) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await pilot.press(*"typed")
-        await click(tui, pilot, text)
-        await tui.until(shows(tui, screen))
-        assert tui.prompt_text == "typed"
+        for text, screen in FOOT.items():
+            await click(tui, pilot, text)
+            await tui.until(shows(tui, screen))
+            assert tui.prompt_text == "typed"
+            await pilot.press("escape")
+            await tui.until(lambda: tui.main.is_active)
 
     play(Tui(tmp_path), scene, size)
 
@@ -110,24 +111,27 @@ def test_sessions_are_made_opened_renamed_forked_and_deleted(tmp_path: Path) -> 
     play(Tui(tmp_path), scene)
 
 
-@pytest.mark.parametrize(
-    ("name", "done"),
-    [
-        ("Copy the last answer", lambda tui: tui.app.clipboard == "re: one"),
-        ("Export the transcript", lambda tui: isinstance(tui.app.screen, TextInputDialog)),
-        ("Show or hide gauges", lambda tui: not tui.main.query_one(GaugePanel).display),
-        ("Regenerate", lambda tui: tui.asked == ["one", "one"]),
-    ],
-)
-def test_the_palette_has_a_place_to_click_for_what_has_a_key(
-    tmp_path: Path, name: str, done: Callable[[Tui], bool]
-) -> None:
+def is_on_screen(tui: Tui, text: str) -> bool:
+    return text in tui.screen_text()
+
+
+PALETTE: dict[str, Callable[[Tui], bool]] = {
+    "Copy the last answer": lambda tui: tui.app.clipboard == "re: one",
+    "Show or hide gauges": lambda tui: not tui.main.query_one(GaugePanel).display,
+    "Regenerate": lambda tui: tui.asked == ["one", "one"],
+    "Export the transcript": lambda tui: isinstance(tui.app.screen, TextInputDialog),
+}
+
+
+def test_the_palette_has_a_place_to_click_for_what_has_a_key(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await tui.ask(pilot, "one")
-        await click(tui, pilot, "palette")
-        await tui.until(lambda: name in tui.screen_text())
-        await click(tui, pilot, name)
-        await tui.until(lambda: done(tui))
+        for name, done in PALETTE.items():
+            await click(tui, pilot, "palette")
+            await tui.until(partial(is_on_screen, tui, name))
+            await click(tui, pilot, name)
+            await tui.until(partial(done, tui))
+            await tui.wait_until_idle(pilot)
 
     play(Tui(tmp_path), scene, (120, 100))
 
@@ -175,15 +179,15 @@ def test_a_model_is_taken_from_the_list(tmp_path: Path) -> None:
     play(Tui(tmp_path), scene)
 
 
-@pytest.mark.parametrize("key", ["f1", "f3", "f8", "ctrl+f", "ctrl+o", "ctrl+b"])
-def test_a_click_beside_a_dialog_closes_it(tmp_path: Path, key: str) -> None:
+def test_a_click_beside_a_dialog_closes_it(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         name = tui.opened.name
-        await press(tui, pilot, key)
-        await tui.until(shows(tui, Dialog))
-        await pilot.click(offset=(1, 1))
-        await tui.until(lambda: tui.main.is_active)
-        assert tui.opened.name == name
+        for key in ("f1", "f3", "f8", "ctrl+f", "ctrl+o", "ctrl+b"):
+            await press(tui, pilot, key)
+            await tui.until(shows(tui, Dialog))
+            await pilot.click(offset=(1, 1))
+            await tui.until(lambda: tui.main.is_active)
+            assert tui.opened.name == name, key
 
     play(Tui(tmp_path), scene, (120, 40))
 

@@ -68,35 +68,33 @@ def test_what_is_typed_into_a_setting_is_kept_by_leaving(tmp_path: Path) -> None
     play(Tui(tmp_path), scene)
 
 
-@pytest.mark.parametrize(
-    ("setting", "text", "why"),
-    [
-        ("temperature", "warm", "give a number"),
-        ("temperature", "-5", "temperature is -5, it must be 0 to 100"),
-        ("ctx", "999999", "ctx 999,999: tiny was trained for 2,048"),
-    ],
-)
-def test_what_is_refused_stays_in_its_field(
-    tmp_path: Path, setting: str, text: str, why: str
-) -> None:
+REFUSED = [
+    ("temperature", "warm", "give a number"),
+    ("temperature", "-5", "temperature is -5, it must be 0 to 100"),
+    ("ctx", "999999", "ctx 999,999: tiny was trained for 2,048"),
+]
+
+
+def test_what_is_refused_stays_in_its_field(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         _, second = await two_sessions(tui, pilot)
         await press(tui, pilot, "ctrl+t")
-        field(tui, setting).focus()
-        await press(tui, pilot, *text, "tab")
-        assert field(tui, setting).value == text
-        await press(tui, pilot, "ctrl+down")
-        assert tui.opened is not second
-        assert field(tui, setting).value == ""
-        await press(tui, pilot, "ctrl+up")
-        assert field(tui, setting).value == text
-        assert why in str(tui.main.query_one("#error").render())
-        field(tui, setting).value = ""
-        field(tui, setting).focus()
-        await press(tui, pilot, "tab")
-        assert not tui.main.query_one("#error").display
-        assert second.chat.options.params == SamplingParams()
-        assert second.chat.options.ctx is None
+        for setting, text, why in REFUSED:
+            field(tui, setting).focus()
+            await press(tui, pilot, *text, "tab")
+            assert field(tui, setting).value == text
+            await press(tui, pilot, "ctrl+down")
+            assert tui.opened is not second
+            assert field(tui, setting).value == ""
+            await press(tui, pilot, "ctrl+up")
+            assert field(tui, setting).value == text
+            assert why in str(tui.main.query_one("#error").render())
+            field(tui, setting).value = ""
+            field(tui, setting).focus()
+            await press(tui, pilot, "tab")
+            assert not tui.main.query_one("#error").display
+            assert second.chat.options.params == SamplingParams()
+            assert second.chat.options.ctx is None
 
     play(Tui(tmp_path), scene)
 

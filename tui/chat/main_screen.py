@@ -113,6 +113,7 @@ class MainScreen(Screen[None]):
         self._shown_status = ""
 
     def compose(self) -> ComposeResult:
+        self._update_layout_classes(self.app.size.width)  # changed later, they style all again
         yield self._title_line
         yield Notice()
         with Horizontal(id="body"):
@@ -296,8 +297,8 @@ class MainScreen(Screen[None]):
         gauges = self._visibility_overrides.get("-gauges", width >= _GAUGES_MIN_COLUMNS)
         side = gauges or self.has_class("-settings")
         least = _GAUGES_MIN_COLUMNS if side else _SESSIONS_MIN_COLUMNS
-        self.set_class(gauges, "-gauges")
-        self.set_class(self._visibility_overrides.get("-sessions", width >= least), "-sessions")
+        sessions = self._visibility_overrides.get("-sessions", width >= least)
+        self.update_classes({"-gauges": gauges, "-sessions": sessions})
         self._session_list.styles.width = 28 if width >= 100 else 24
         # leave room for the transcript; the panel covers the rest
         self.query(SettingsPanel).set_styles(width=min(44, max(30, width - 34)))

@@ -17,9 +17,15 @@ class KeyFooter(Footer):
     The command palette, at the right, lists all of them.
     """
 
+    _composed: object = None
+
     def compose(self) -> ComposeResult:
+        self._composed = self._composed_from()
         keys = [key for key in super().compose() if isinstance(key, FooterKey)]
         fixed = [key for key in keys if key.has_class(_PALETTE)]
+        for key in keys:
+            # otherwise set after mounting, which styles the key a second time
+            key.set_class(self.compact or key in fixed, "-compact", update=False)
         # a docked key has a left border, and spaces between and after its two texts
         left = self.app.size.width - sum(_label_width(key) + 3 for key in fixed)
         for key in keys:
@@ -30,9 +36,21 @@ class KeyFooter(Footer):
                 yield key
         yield from fixed
 
+    async def recompose(self) -> None:
+        """Compose again if that gives other keys: the screen calls this whenever focus moves."""
+        if not self.is_attached or self._composed != self._composed_from():
+            await super().recompose()
+
     def on_resize(self, event: events.Resize) -> None:
         if self.query(FooterKey):
             self.call_after_refresh(self.recompose)
+
+    def _composed_from(self) -> object:
+        """All that the composed keys depend on."""
+        bindings = self.screen.active_bindings
+        keys = [active[1:] for active in bindings.values() if active.binding.show]
+        palette = bindings.get(self.app.COMMAND_PALETTE_BINDING)
+        return self._bindings_ready, self.app.size.width, keys, palette and palette[1:]
 
     def _key_width(self, key: FooterKey) -> int:
         """Columns of its two texts and the spaces between and after them."""
