@@ -43,7 +43,7 @@ class ModelNotFound(LocalgenError):
     code = "model_not_found"
 
 
-class NotFound(LocalgenError):
+class NotFound(InvalidRequest):
     """Nothing of that id exists."""
 
     code = "not_found"

@@ -46,6 +46,7 @@ LABELS: dict[Operation, str] = {
     "fp8_rows": "rounding to FP8",
     "sampling": "sampling",
     "drafts": "sampled drafts",
+    "decode_inputs": "inputs of the next decode step",
 }
 META = torch.device("meta")
 

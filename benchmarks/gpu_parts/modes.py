@@ -46,6 +46,7 @@ _CHECKED: dict[str, dict[str, Operation]] = {
     "rotations": {"rope_and_store_kv": "rope"},
     "attentions": {"paged_attention": "attention"},
     "draws": {"sample_tokens": "sampling"},
+    "advances": {"advance_decode_inputs": "decode_inputs"},
     "rejections": {"sampling_probs": "drafts", "rejection_sample": "drafts"},
 }
 # the fastest first

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 # a prompt of 20,000 tokens takes minutes on a CPU: agents must not give up and send it again
 _TIMEOUT_S = 3600
-_KEY_VARIABLE = "LOCALGEN_AGENT_KEY"
+_KEY_VARIABLE = "AGENT_API_KEY"
 
 
 @dataclass(frozen=True, slots=True)

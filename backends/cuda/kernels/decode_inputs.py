@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from localgen.backends.cuda.kernels.device import can_use_triton
+from localgen.backends.cuda.kernels.dispatch import Kernel, choose_kernel
 from localgen.backends.cuda.kernels.launch import Variant, ceil_div, launch
 
 _BLOCK, _WARPS = 128, 4
@@ -42,8 +42,9 @@ def advance_decode_inputs(
     a token begins, which is added to the table of its row; -1: none. None: no token begins a page.
     page_tokens: tokens of a page.
     """
-    on_device = can_use_triton(sampled)
-    (advance_decode_inputs_triton if on_device else advance_decode_inputs_reference)(
+    kernel = choose_kernel("decode_inputs", sampled)
+    is_triton = kernel is Kernel.ADVANCE_DECODE_INPUTS
+    (advance_decode_inputs_triton if is_triton else advance_decode_inputs_reference)(
         inputs, sampled, new_pages, page_tokens
     )
 

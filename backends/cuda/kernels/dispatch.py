@@ -29,6 +29,7 @@ Operation = Literal[
     "fp8_rows",
     "sampling",
     "drafts",
+    "decode_inputs",
 ]
 
 
@@ -52,6 +53,7 @@ class Kernel(StrEnum):
     QUANTIZE_ROWS = "quantize_rows"
     SAMPLE_TOKENS = "sample_tokens"
     REJECTION_SAMPLE = "rejection_sample"
+    ADVANCE_DECODE_INPUTS = "advance_decode_inputs"
     REFERENCE = "reference"
 
 
@@ -91,6 +93,7 @@ ROUTES = (
     Route("fp8_rows", Kernel.QUANTIZE_ROWS, None, "one program per row", 89, any_dtype=True),
     Route("sampling", Kernel.SAMPLE_TOKENS, None, "programs divide a row", any_dtype=True),
     Route("drafts", Kernel.REJECTION_SAMPLE, None, "programs divide a row", any_dtype=True),
+    Route("decode_inputs", Kernel.ADVANCE_DECODE_INPUTS, None, "in place", any_dtype=True),
 )
 _ROUTES_OF = {
     operation: tuple(route for route in ROUTES if route.operation == operation)

@@ -88,7 +88,10 @@ def _validation_message(problem: Any) -> tuple[str, str | None]:
             return f"{field} must be at most {problem['ctx']['le']:,}", field
         case "less_than":
             return f"{field} must be below {problem['ctx']['lt']:,}", field
-        case "int_type" | "float_type" | "bool_type" | "string_type" if field:
+        # not of a union, whose other types would be left out
+        case "int_type" | "float_type" | "bool_type" | "string_type" if (
+            field and steps[-1] == problem["loc"][-1]
+        ):
             return f"{field} must be {_JSON_TYPES[problem['type']]}", field
         case _:
             reason = str(problem["msg"])
