@@ -121,6 +121,8 @@ def prefix(bench: RealTextBench, report: Report) -> None:
             timings = [answer.finished.timings for answer in answers]
             ttft_ms = [(answer.first_s - answer.sent_s) * 1e3 for answer in answers]
             report.add(f"turn {at}: TTFT", name, "ms", ttft_ms)
+            whole = [float(answer.finished.prompt_tokens) for answer in answers]
+            report.add(f"turn {at}: prompt", name, "tokens", whole)
             reused = [float(timing.cache_n) for timing in timings]
             report.add(f"turn {at}: prompt reused", name, "tokens", reused)
             computed = [float(timing.prompt_n) for timing in timings]

@@ -12,6 +12,10 @@ import numpy as np
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
+# what the interpreter patches, before it does: device functions leave patches behind
+_TL = interpreter.tl
+_LANGUAGE = (_TL, _TL.core, _TL.math, _TL.core.tensor, _TL.core.dtype, _TL.condition)
+_UNPATCHED = [(part, dict(vars(part))) for part in _LANGUAGE]
 _INTEGER_OPERATIONS = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
 
@@ -21,6 +25,14 @@ def speed_up() -> None:
     _broadcast_only_other_shapes()
     _find_dtypes_once()
     _check_overflow_in_numpy()
+
+
+def restore_language() -> None:
+    """Undo the interpreter's patches, for tests that compile kernels in this process."""
+    for part, members in _UNPATCHED:
+        for name, member in members.items():
+            if vars(part).get(name) is not member:
+                setattr(part, name, member)
 
 
 def _patch_language_once() -> None:

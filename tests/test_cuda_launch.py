@@ -10,6 +10,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import fast_interpreter
 import pytest
 import torch
 import triton
@@ -61,6 +62,7 @@ class RecordingDriver(NoOpDriver):
 
 @pytest.fixture
 def driver() -> Iterator[RecordingDriver]:
+    fast_interpreter.restore_language()
     recording = RecordingDriver()
     triton.runtime.driver.set_active(recording)
     yield recording
