@@ -16,7 +16,7 @@ from localgen.backends.errors import InvalidRequest, NotFound
 from localgen.backends.types import Delta, Finished, Message, Timings, ToolCall, ToolCallDelta
 from localgen.server.responses_api.items import InputItem, merge_system_messages, to_messages
 from localgen.server.responses_api.schema import ResponsesRequest
-from localgen.server.responses_api.serializer import ResponseSerializer
+from localgen.server.responses_api.serializer import ResponsesSerializer
 from localgen.server.responses_api.store import MAX_RESPONSES, ResponseStore, StoredResponse
 
 QUESTION = "What is 17 + 25?"
@@ -233,7 +233,7 @@ def finished(reason: str) -> Finished:
 
 def test_reasoning_text_and_calls_are_items_in_their_order() -> None:
     kept: list[tuple[Message, dict[str, Any]]] = []
-    serializer = ResponseSerializer("resp_r", "m", 1, {}, lambda *ended: kept.append(ended), {})
+    serializer = ResponsesSerializer("resp_r", "m", 1, {}, lambda *ended: kept.append(ended), {})
     events: list[Any] = [
         *serializer.choice_delta(0, Delta("r", "So", 3, reasoning="see")),
         *serializer.choice_delta(
@@ -265,7 +265,7 @@ def test_functions_in_a_namespace() -> None:
     request = ResponsesRequest.model_validate({"input": "x", "tools": [WEATHER, grouped]})
     fields = request.to_request_fields(request.to_conversation(()))
     assert [tool.name for tool in fields["tools"]] == ["weather", "agents.weather"]
-    made = ResponseSerializer("resp_r", "m", 1, {}, lambda *_: None, request.namespaces())
+    made = ResponsesSerializer("resp_r", "m", 1, {}, lambda *_: None, request.namespaces())
     call = (ToolCallDelta(0, "{}", "a", "agents.weather"),)
     made.choice_delta(0, Delta("r", "", 1, tool_calls=call))
     made.choice_end(0, finished("tool_calls"))

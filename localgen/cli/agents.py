@@ -16,7 +16,7 @@ _KEY_VARIABLE = "AGENT_API_KEY"
 
 @dataclass(frozen=True, slots=True)
 class AgentModel:
-    """What an agent is told. url: base URL without a path. ctx: context length in tokens."""
+    """Server and model for an agent. url: base URL without a path. ctx: context in tokens."""
 
     url: str
     key: str

@@ -33,7 +33,7 @@ from localgen.client.local_replies import (
     Embeddings,
     LoadEvent,
     ModelList,
-    PrivatePort,
+    PrivatePortReply,
     RunningModels,
     Stats,
     Unloaded,
@@ -204,10 +204,10 @@ class LocalClient(Client):
         return True
 
     @contextlib.contextmanager
-    def private_port(self) -> Iterator[PrivatePort]:
+    def private_port(self) -> Iterator[PrivatePortReply]:
         """A loopback port of the server with a key of its own, until the block ends."""
         with self._post("private-port", b"{}") as reply:
-            events = self._events(self._accepted(reply), PrivatePort)
+            events = self._events(self._accepted(reply), PrivatePortReply)
             yield next(events)
 
     def _is_aborted(self) -> bool:

@@ -43,7 +43,7 @@ class Stats(msgspec.Struct):
     models: list[dict[str, Any]]
 
 
-class PrivatePort(msgspec.Struct):
+class PrivatePortReply(msgspec.Struct):
     """url: base URL of a loopback port, without a path. key: its API key."""
 
     url: str

@@ -16,7 +16,7 @@ from localgen.server.requests.caller import Caller
 from localgen.server.requests.generation import GenerationJob, GenerationResponse
 from localgen.server.requests.protocol import encode_json
 from localgen.server.responses_api.schema import ResponsesRequest
-from localgen.server.responses_api.serializer import PATH, ResponseSerializer, to_response_id
+from localgen.server.responses_api.serializer import PATH, ResponsesSerializer, to_response_id
 from localgen.server.responses_api.store import ResponseStore, StoredResponse
 from localgen.server.stats.request_log import RequestLog
 
@@ -72,7 +72,7 @@ class ResponsesApi:
             requests=(request,),
             stream=body.stream is True,
             make_serializer=partial(
-                ResponseSerializer.from_metadata,
+                ResponsesSerializer.from_metadata,
                 echo=body.echo_fields(),
                 on_complete=keep,
                 namespaces=body.namespaces(),

@@ -118,7 +118,7 @@ class ReasoningOptions(StrictModel):
     generate_summary: str | None = None
 
 
-class StreamOptions(StrictModel):
+class ResponsesStreamOptions(StrictModel):
     """include_obfuscation: no effect, events are not padded."""
 
     include_obfuscation: bool | None = None
@@ -136,7 +136,7 @@ class ResponsesRequest(RequestBody):
     previous_response_id: str | None = None
     store: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: ResponsesStreamOptions | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**63)] | None = None
     temperature: float | None = None
     top_p: float | None = None

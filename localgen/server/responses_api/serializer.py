@@ -55,7 +55,7 @@ class _OpenItem:
 
 
 @dataclass(slots=True)
-class ResponseSerializer:
+class ResponsesSerializer:
     """Serializer of /v1/responses.
 
     echo: fields of the request that a response repeats. namespaces: namespace and name of each
@@ -83,7 +83,7 @@ class ResponseSerializer:
         echo: dict[str, Any],
         on_complete: OnComplete,
         namespaces: Mapping[str, tuple[str, str]],
-    ) -> ResponseSerializer:
+    ) -> ResponsesSerializer:
         name, created = to_response_id(metadata.id), int(time.time())
         return cls(name, metadata.model, created, echo, on_complete, namespaces)
 
