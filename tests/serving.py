@@ -72,7 +72,7 @@ class ServerHarness:
             stderr=subprocess.PIPE,
         )
         self.processes.append(process)
-        wait_until(lambda: self.healthy() or process.poll() is not None)
+        wait_until(lambda: self.healthy() or process.poll() is not None, 60)
         return process
 
     def healthy(self) -> bool:
