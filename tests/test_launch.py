@@ -16,7 +16,7 @@ import httpx
 import pytest
 from serving import settings_in, short_folder, wait_until
 
-from localgen.cli.agents import AGENTS, AgentModel
+from localgen.cli.agents import AGENTS, AgentModel, without_proxy
 from localgen.client import LocalClient
 from localgen.config import ServerSettings
 from localgen.machine.python_process import python_environment
@@ -169,6 +169,11 @@ def test_settings_of_codex_are_toml() -> None:
     assert (provider["base_url"], provider["wire_api"]) == ("http://127.0.0.1:1/v1", "responses")
     assert provider["env_key"] in AGENTS["codex"].settings(MODEL).variables
     assert (config["model"], config["model_context_window"]) == (MODEL.name, MODEL.ctx)
+
+
+def test_a_proxy_gets_no_key() -> None:
+    assert without_proxy({})["NO_PROXY"] == "127.0.0.1,localhost"
+    assert without_proxy({"NO_PROXY": "a.example"})["no_proxy"] == "a.example,127.0.0.1,localhost"
 
 
 def test_settings_that_keep_prompts_cached() -> None:

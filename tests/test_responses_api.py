@@ -283,7 +283,12 @@ def test_the_store_is_bounded_and_private() -> None:
     for name, account in (("0", "me"), ("1", "you")):
         with pytest.raises(NotFound):
             store.get(name, account)
-    store.put("large", StoredResponse("me", (Message("user", "x" * (64 << 20)),), {}))
+    bulky = StoredResponse("me", (), {"metadata": {"a": "x" * (1 << 20)}})
+    for number in range(65):
+        store.put(f"bulky {number}", bulky)
+    with pytest.raises(NotFound):
+        store.get("bulky 0", "me")
+    store.put("large", StoredResponse("me", (Message("user", "x" * (63 << 20)),), {}))
     with pytest.raises(NotFound):
         store.get("1", "me")
     assert store.get("large", "me")

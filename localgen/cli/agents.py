@@ -41,6 +41,13 @@ class Agent:
     settings: Callable[[AgentModel], AgentSettings]
 
 
+def without_proxy(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables that keep requests to this machine, and the key in them, from a proxy."""
+    known = environ.get("no_proxy") or environ.get("NO_PROXY") or ""
+    hosts = ",".join(filter(None, (known, "127.0.0.1", "localhost")))
+    return {"no_proxy": hosts, "NO_PROXY": hosts}
+
+
 def _claude(model: AgentModel) -> AgentSettings:
     # its documentation: code.claude.com/docs/en/settings. The attribution header and the reminder
     # of the tokens that are left change with each request, near the beginning of the prompt, which
@@ -54,6 +61,8 @@ def _claude(model: AgentModel) -> AgentSettings:
             "ANTHROPIC_MODEL": model.name,
             **{f"ANTHROPIC_DEFAULT_{kind}_MODEL": model.name for kind in models},
             "CLAUDE_CODE_SUBAGENT_MODEL": model.name,
+            # other providers, which would be used instead
+            **{f"CLAUDE_CODE_USE_{name}": "" for name in ("BEDROCK", "VERTEX", "FOUNDRY")},
             "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
             "CLAUDE_CODE_TOTAL_TOKENS_REMINDER": "off",
             "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(model.ctx),
@@ -72,6 +81,7 @@ def _codex(model: AgentModel) -> AgentSettings:
         "wire_api": "responses",
         "stream_idle_timeout_ms": _TIMEOUT_S * 1000,
         "request_max_retries": 0,
+        "stream_max_retries": 0,
     }
     options = {
         "model": model.name,

@@ -14,7 +14,7 @@ import typer
 from localgen.backends.errors import InvalidRequest, OutOfMemory
 from localgen.backends.model_info import LoadOptions
 from localgen.cli import tables
-from localgen.cli.agents import AGENTS, Agent, AgentModel
+from localgen.cli.agents import AGENTS, Agent, AgentModel, without_proxy
 from localgen.cli.completion_values import complete_model
 from localgen.cli.pull import run_or_offer_pull
 from localgen.hub.packaged import default_model
@@ -94,7 +94,8 @@ def _run(
     )
     with client.private_port() as port:
         told = agent.settings(AgentModel(port.url, port.key, name, info.ctx))
-        status = _wait([program, *told.arguments, *arguments], os.environ | told.variables)
+        environment = os.environ | told.variables | without_proxy(os.environ)
+        status = _wait([program, *told.arguments, *arguments], environment)
     raise typer.Exit(status)
 
 

@@ -16,7 +16,7 @@ from localgen.server.requests.caller import Caller
 from localgen.server.requests.generation import GenerationJob, GenerationResponse
 from localgen.server.requests.protocol import encode_json
 from localgen.server.responses_api.schema import ResponsesRequest
-from localgen.server.responses_api.serializer import PATH, ResponsesSerializer, to_response_id
+from localgen.server.responses_api.serializer import PATH, ResponsesSerializer, new_response_id
 from localgen.server.responses_api.store import ResponseStore, StoredResponse
 from localgen.server.stats.request_log import RequestLog
 
@@ -59,10 +59,12 @@ class ResponsesApi:
             body.to_sampling_params(), **body.to_request_fields(conversation)
         )
 
+        response_id = new_response_id()
+
         def keep(answer: Message, response: dict[str, Any]) -> None:
             if body.store is not False:
                 stored = StoredResponse(caller.account, (*conversation, answer), response)
-                self.store.put(to_response_id(request.id), stored)
+                self.store.put(response_id, stored)
 
         job = GenerationJob(
             id=request.id,
@@ -73,6 +75,7 @@ class ResponsesApi:
             stream=body.stream is True,
             make_serializer=partial(
                 ResponsesSerializer.from_metadata,
+                response_id=response_id,
                 echo=body.echo_fields(),
                 on_complete=keep,
                 namespaces=body.namespaces(),

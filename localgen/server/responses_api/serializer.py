@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -80,12 +81,13 @@ class ResponsesSerializer:
         cls,
         metadata: ResponseMetadata,
         *,
+        response_id: str,
         echo: dict[str, Any],
         on_complete: OnComplete,
         namespaces: Mapping[str, tuple[str, str]],
     ) -> ResponsesSerializer:
-        name, created = to_response_id(metadata.id), int(time.time())
-        return cls(name, metadata.model, created, echo, on_complete, namespaces)
+        created = int(time.time())
+        return cls(response_id, metadata.model, created, echo, on_complete, namespaces)
 
     def choice_start(self, index: int) -> list[object]:
         """The response without output."""
@@ -224,8 +226,9 @@ class ResponsesSerializer:
         return body
 
 
-def to_response_id(request_id: str) -> str:
-    return _ID_PREFIX + request_id
+def new_response_id() -> str:
+    """Not the id of the request, which statistics show: whoever knows it may read the response."""
+    return _ID_PREFIX + secrets.token_hex(16)
 
 
 def _answer(deltas: Sequence[Delta]) -> Message:

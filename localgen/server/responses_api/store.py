@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from localgen.backends.errors import NotFound
 from localgen.backends.types import Message
+from localgen.server.requests.protocol import encode_json
 
 MAX_RESPONSES = 1024
-# of all stored messages; a response holds the whole conversation up to it
+# of all stored messages and bodies as JSON; a response holds the whole conversation up to it
 MAX_CHARS = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """account: only its requests see the response. conversation: up to and with the answer."""
+    """account: only its requests see the response. conversation: up to and with the answer.
+
+    num_chars: characters of both as JSON.
+    """
 
     account: str
     conversation: tuple[Message, ...]
     body: dict[str, Any]
+    num_chars: int = field(init=False)
 
-    @property
-    def num_chars(self) -> int:
-        return sum(len(message.content) for message in self.conversation)
+    def __post_init__(self) -> None:
+        size = len(encode_json(self.conversation)) + len(encode_json(self.body))
+        object.__setattr__(self, "num_chars", size)
 
 
 class ResponseStore:
