@@ -17,10 +17,9 @@ import pkgutil
 import re
 import subprocess
 import tempfile
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from multiprocessing import get_context
@@ -32,9 +31,6 @@ from benchmarks.measure import command, table
 KERNELS = "localgen.backends.cuda.kernels"
 # compute capability: bytes of shared memory that one block can have
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
-# Triton generates the same GPU code (TTGIR) for both, which uses the same shared memory; the second
-# has less of it. Only LLVM and ptxas tell them apart
-LIKE_TARGETS = {80: 89, 100: 120}
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);")
 _BRANCH = re.compile(r"\bBRA\b.*\b0x([0-9a-f]+)")
@@ -88,17 +84,12 @@ class Build:
 
 
 def builds(
-    only: str = "",
-    archs: Collection[int] = tuple(SHARED_BYTES),
-    *,
-    with_loops: bool = False,
-    fewer: bool = False,
+    only: str = "", archs: Collection[int] = tuple(SHARED_BYTES), *, with_loops: bool = False
 ) -> list[Build]:
     """Compile every shipped configuration of every kernel for every target it supports.
 
     only: beginning of the modules' names, as `attention`. with_loops: read the loops as well, which
-    takes half a second for each configuration. fewer: for the first of LIKE_TARGETS
-    compile only one configuration of each kernel, and those that the second does not have.
+    takes half a second for each configuration.
     """
     # a forked process would inherit Triton's interpreter, which may be loaded already
     context = get_context("spawn")
@@ -106,7 +97,7 @@ def builds(
         tasks = [
             (module, index, arch, with_loops)
             for module in _modules(only)
-            for index, arch in pool.submit(_configurations, module, archs, fewer).result()
+            for index, arch in pool.submit(_configurations, module, archs).result()
         ]
         # in chunks: for a few, a second process would import more than it compiles
         return list(pool.map(_build, *zip(*tasks, strict=True), chunksize=8)) if tasks else []
@@ -128,29 +119,13 @@ def _variants(module: str) -> list[Any]:
     return list(found.variants()) if hasattr(found, "variants") else []
 
 
-def _configurations(module: str, archs: Collection[int], fewer: bool) -> list[tuple[int, int]]:
-    variants = _variants(module)
-    targets: defaultdict[str, set[int]] = defaultdict(set)
-    for variant in variants:
-        own = (arch for arch in archs if arch >= variant.min_arch)
-        targets[_configuration(variant)].update(
-            arch for arch in own if arch in (variant.archs or archs)
-        )
-    found: list[tuple[int, int]] = []
-    kernels: set[tuple[Any, int]] = set()
-    for index, variant in enumerate(variants):
-        same = targets[_configuration(variant)]
-        for arch in sorted(same.intersection(variant.archs or archs)):
-            if fewer and (variant.kernel, arch) in kernels and LIKE_TARGETS.get(arch) in same:
-                continue
-            kernels.add((variant.kernel, arch))
-            found.append((index, arch))
-    return found
-
-
-def _configuration(variant: Any) -> str:
-    """All that Triton compiles, whatever the target."""
-    return repr(replace(variant, name="", min_arch=0, archs=None))
+def _configurations(module: str, archs: Collection[int]) -> list[tuple[int, int]]:
+    return [
+        (index, arch)
+        for index, variant in enumerate(_variants(module))
+        for arch in archs
+        if arch >= variant.min_arch and arch in (variant.archs or archs)
+    ]
 
 
 def _build(module: str, index: int, arch: int, with_loops: bool) -> Build:

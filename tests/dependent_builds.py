@@ -13,11 +13,8 @@ from pathlib import Path
 from typing import Any
 
 ARCH = 90
-# kernels that load weights before they wait, and the argument
-PREFETCHED = {"_gemv_kernel": {"weight"}, "_qkv_rope_kernel": {"weight"}}
-# of each kernel, because compiling and disassembling take a second. Where a kernel prefetches,
-# variants differ before the wait; in others the wait is the first statement of every variant
-_MOST_PREFETCHING, _MOST_OTHERS = 4, 2
+# of each kernel, because compiling and disassembling take a second
+_MOST_VARIANTS = 4
 _KERNELS = "localgen.backends.cuda.kernels"
 _MODULES = (
     "norm",
@@ -58,11 +55,11 @@ def _compile_module(module: str) -> list[Code]:
     for variant in importlib.import_module(f"{_KERNELS}.{module}").variants():
         if "pdl" in variant.kernel.arg_names and ARCH in (variant.archs or (ARCH,)):
             by_kernel.setdefault(variant.kernel.fn.__name__, []).append(variant)
-    found = []
-    for kernel, variants in by_kernel.items():
-        most = _MOST_PREFETCHING if kernel in PREFETCHED else _MOST_OTHERS
-        found += [_compile(variant) for variant in variants[:: -(-len(variants) // most)]]
-    return found
+    return [
+        _compile(variant)
+        for variants in by_kernel.values()
+        for variant in variants[:: -(-len(variants) // _MOST_VARIANTS)]
+    ]
 
 
 def _compile(variant: Any) -> Code:

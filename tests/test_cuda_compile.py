@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -21,12 +19,11 @@ from benchmarks.kernel_resources import (
     main,
     read_loops,
 )
-from localgen.backends.cuda.kernels.launch import Variant
 
 
 @pytest.fixture(scope="module")
 def compiled() -> list[Build]:
-    return builds(fewer=True)
+    return builds()
 
 
 @pytest.fixture(scope="module")
@@ -73,37 +70,6 @@ def test_every_kernel_lists_its_variants(compiled: list[Build], module: str) -> 
     name = f"{KERNELS}.{module}"
     assert hasattr(importlib.import_module(name), "variants")
     assert {build.arch for build in compiled if build.module == name} >= {90, 100, 120}
-
-
-class Kernel(NamedTuple):
-    name: str
-    arg_names: tuple[str, ...] = ()
-
-
-def test_fewer_builds_have_every_kernel_on_every_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = Variant(name="plain", kernel=Kernel("one"), signature={})
-    variants = [
-        plain,
-        replace(plain, name="fp8", num_warps=8, min_arch=89),
-        replace(plain, name="large", num_warps=2, archs=frozenset({80, 90, 100})),
-        replace(plain, name="small", num_warps=1, archs=frozenset({80, 90, 100})),
-        replace(plain, name="small too", num_warps=1, archs=frozenset({89, 120})),
-        replace(plain, name="other", kernel=Kernel("other")),
-    ]
-    monkeypatch.setattr(kernel_resources, "_variants", lambda module: variants)
-    every = [80, 89, 90, 100, 120]
-    found: dict[str, list[int]] = {}
-    for index, arch in kernel_resources._configurations("", every, True):
-        found.setdefault(variants[index].name, []).append(arch)
-    assert found == {
-        "plain": every,
-        "fp8": [89, 90, 120],
-        "large": [80, 90, 100],
-        "small": [90],
-        "small too": [89, 120],
-        "other": every,
-    }
-    assert len(kernel_resources._configurations("", every, False)) == 5 + 4 + 3 + 3 + 2 + 5
 
 
 @pytest.mark.parametrize("module", ["gemm.int4", "gemm.int4_wide"])

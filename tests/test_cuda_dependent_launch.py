@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_configs import write_config
-from dependent_builds import ARCH, PREFETCHED, Code, dependent_builds
+from dependent_builds import ARCH, Code, dependent_builds
 
 from localgen.backends.cuda.kernels.dependent_launch import supports_dependent_launch
 from localgen.backends.cuda.kernels.launch import KernelLaunch, record_launches
@@ -22,6 +22,8 @@ from localgen.backends.formats.architecture.sharding import ModelShard
 from localgen.backends.formats.hf.config import read_hf_config
 
 META = torch.device("meta")
+# kernels that load weights before they wait, and the argument
+PREFETCHED = {"_gemv_kernel": {"weight"}, "_qkv_rope_kernel": {"weight"}}
 
 
 @pytest.fixture(scope="module")
