@@ -1,8 +1,8 @@
 """An engine process without a model: speaks the wire protocol, repeats the prompt word by word.
 
 Run as `python tests/fake_engine.py FD`. The "model" is a JSON file that sets the behaviour:
-load_s, token_s, say (lines of output), fail (a message) and code, options (in force), kv_bytes,
-size_bytes, crash_repacked (die of an illegal instruction unless repacking is off).
+load_s, first_s, token_s, say (lines of output), fail (a message) and code, options (in force),
+kv_bytes, size_bytes, crash_repacked (die of an illegal instruction unless repacking is off).
 The word `!die` ends the process without a message, `!spin` is a step that computes for spin_s.
 Embedding takes token_s per word.
 """
@@ -173,6 +173,7 @@ class FakeEngine:
             self.cancelled += 1
 
     def submit(self, request: Request) -> None:
+        time.sleep(self.script.get("first_s", 0))
         text = request.messages[-1].content if request.messages else request.prompt or ""
         words = [word for word in text.split(" ") if word]
         if len(words) > MAX_PROMPT:

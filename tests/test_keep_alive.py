@@ -34,11 +34,13 @@ def served() -> Iterator[ServerHarness]:
 @pytest.mark.parametrize("path", ROUTES)
 def test_a_stream_has_bytes_until_its_text_comes(served: ServerHarness, path: str) -> None:
     fields, nothing = ROUTES[path]
-    body = {"model": served.model(token_s=TOKEN_S), "stream": True} | fields
+    model = served.model("late", first_s=TOKEN_S, token_s=TOKEN_S)
+    body = {"model": model, "stream": True} | fields
     with served.http.stream("POST", path, json=body) as reply:
         pieces = b"".join(reply.iter_bytes())
     assert reply.status_code == 200
     first = pieces.index(b"one")
+    assert nothing in pieces[:first]
     assert nothing in pieces[first:], "between two tokens too"
     assert b"two" in pieces
 
@@ -52,10 +54,11 @@ def test_ollama_has_chunks_without_text(served: ServerHarness) -> None:
 
 
 def test_an_error_after_such_bytes_is_an_event(served: ServerHarness) -> None:
-    body = chat_body(served.model("dying", token_s=TOKEN_S), "one !die", stream=True)
+    body = chat_body(served.model("dying", first_s=TOKEN_S), "!die", stream=True)
     with served.http.stream("POST", "/v1/chat/completions", json=body) as reply:
-        events = [line for line in reply.iter_lines() if line.startswith("data: ")]
-    assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "engine_died"
+        lines = [line for line in reply.iter_lines() if line]
+    assert lines[0] == ": computing"
+    assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "engine_died"
 
 
 def test_an_answer_in_one_piece_has_only_itself(served: ServerHarness) -> None:

@@ -146,6 +146,7 @@ def test_what_is_not_supported_is_named(server: RealServer) -> None:
             "input[0].content[0]: input_image is not supported",
         ),
         ({"truncation": "auto"}, "truncation"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"stream": "yes"}, "stream must be true or false"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema is missing"),
         ({"tool_choice": {"type": "function", "name": "f"}}, "no tool 'f'"),
@@ -257,6 +258,19 @@ def test_reasoning_text_and_calls_are_items_in_their_order() -> None:
     assert usage["output_tokens_details"] == {"reasoning_tokens": 3}
     answer = Message("assistant", "So", "see", (ToolCall("a", "f", "{}"),))
     assert kept == [(answer, last["response"])]
+
+
+def test_an_error_in_a_stream_is_a_failed_response() -> None:
+    made = ResponsesSerializer("resp_r", "m", 1, {}, lambda *_: None, {})
+    made.choice_start(0)
+    name, data = made.framing.encode_error("timeout", "too late").decode().split("\n")[:2]
+    event = json.loads(data.removeprefix("data: "))
+    assert name == f"event: {event['type']}" == "event: response.failed"
+    assert event["sequence_number"] == 2
+    assert (event["response"]["status"], event["response"]["error"]["code"]) == (
+        "failed",
+        "timeout",
+    )
 
 
 def test_functions_in_a_namespace() -> None:

@@ -92,6 +92,8 @@ def test_the_begin_of_sequence_token(text: str, add_special: bool, tokens: str) 
         ("/tokenize", {"content": "a", "prompt": "b"}, "exactly one of"),
         ("/tokenize", {"content": 5}, "content must be a string"),
         ("/tokenize", {"content": "a", "parse_special": False}, "parse_special"),
+        ("/tokenize", {"content": "a", "add_special_tokens": True}, "needs prompt"),
+        ("/tokenize", {"prompt": "a", "add_special": False}, "needs content"),
         ("/detokenize", {"tokens": [10**6]}, "outside the vocabulary"),
         ("/detokenize", {"tokens": [-1]}, "outside the vocabulary"),
         ("/detokenize", {"tokens": ["a"]}, "tokens[0] must be a whole number"),

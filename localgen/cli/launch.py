@@ -124,9 +124,9 @@ def _load(client: LocalClient, model: str, ctx: int | None) -> ModelInfo:
                 options = LoadOptions(ctx=wanted)
                 return client.load(model, options, line.update, keep_alive=_KEEP_ALIVE)
             except OutOfMemory:
-                if ctx is not None or wanted // 2 < MIN_CTX:
+                if ctx is not None or wanted <= MIN_CTX:
                     raise
-                wanted //= 2
+                wanted = max(wanted // 2, MIN_CTX)
 
 
 def _warning(info: ModelInfo) -> str:

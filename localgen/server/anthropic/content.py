@@ -98,7 +98,7 @@ class AnthropicMessage(StrictModel):
 
 
 class AnthropicTool(_Block):
-    """A tool that the client runs. strict, eager_input_streaming: always the case here."""
+    """A tool that the client runs. strict: ignored, arguments are always constrained."""
 
     type: Literal["custom"] = "custom"
     name: str

@@ -13,7 +13,7 @@ from localgen.server.requests.choices import FinishedChoice
 from localgen.server.requests.protocol import (
     Framing,
     ResponseMetadata,
-    encode_json,
+    encode_named_event,
     extension_fields,
     http_status_for_code,
 )
@@ -47,9 +47,7 @@ class EventFraming:
     content_type = "text/event-stream; charset=utf-8"
     terminator = b""
 
-    def encode_event(self, value: object) -> bytes:
-        assert isinstance(value, dict)
-        return f"event: {value['type']}\n".encode() + b"data: " + encode_json(value) + b"\n\n"
+    encode_event = staticmethod(encode_named_event)
 
     def encode_error(self, code: str, message: str, param: str | None = None) -> bytes:
         return self.encode_event(anthropic_error_body(code, message))

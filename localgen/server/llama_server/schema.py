@@ -23,8 +23,8 @@ class TokenizeBody(RequestBody):
     content: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
-    add_special: bool = False
-    add_special_tokens: bool = True
+    add_special: bool | None = None
+    add_special_tokens: bool | None = None
     parse_special: Literal[True] = True
     with_pieces: bool = False
     add_generation_prompt: Literal[True] = True
@@ -34,6 +34,9 @@ class TokenizeBody(RequestBody):
         given = [self.content is not None, self.prompt is not None, self.messages is not None]
         if sum(given) != 1:
             raise InvalidRequest("give exactly one of content, prompt and messages")
+        for option, field in (("add_special", "content"), ("add_special_tokens", "prompt")):
+            if getattr(self, option) is not None and getattr(self, field) is None:
+                raise InvalidRequest(f"{option} needs {field}: leave it out", param=option)
         return self
 
     def to_request_fields(self) -> dict[str, Any]:
@@ -42,8 +45,8 @@ class TokenizeBody(RequestBody):
             messages = tuple(one.to_message(at) for at, one in enumerate(self.messages))
             return {"messages": messages}
         if self.prompt is not None:
-            return {"prompt": self.prompt, "add_special": self.add_special_tokens}
-        return {"prompt": self.content, "add_special": self.add_special}
+            return {"prompt": self.prompt, "add_special": self.add_special_tokens is not False}
+        return {"prompt": self.content, "add_special": self.add_special is True}
 
 
 class DetokenizeBody(RequestBody):

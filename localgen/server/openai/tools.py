@@ -21,7 +21,7 @@ _TOOL_CHOICE_MODES = ("auto", "none", "required")
 
 
 class FunctionDefinition(StrictModel):
-    """A function signature. strict is ignored: the schema is always enforced."""
+    """A function signature. strict is ignored: arguments are always constrained."""
 
     name: str
     description: str | None = None

@@ -27,7 +27,7 @@ from localgen.server.requests.streaming import (
 )
 from localgen.server.stats.request_log import RequestLog, RequestRecord
 
-# a stream without any bytes for longer than this gets some
+# once its model is loaded, a stream without any bytes for longer than this gets some
 KEEP_ALIVE_S = 15.0
 
 

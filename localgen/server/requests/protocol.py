@@ -51,6 +51,12 @@ class Framing(Protocol):
         """Encode the last event of a stream that ends with an error."""
 
 
+def encode_named_event(value: object) -> bytes:
+    """Encode a server-sent event whose name is its `type`."""
+    assert isinstance(value, dict)
+    return f"event: {value['type']}\n".encode() + b"data: " + encode_json(value) + b"\n\n"
+
+
 class ResponseSerializer(Protocol):
     """Formats the response to one request. index: number of the choice.
 

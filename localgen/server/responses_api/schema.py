@@ -33,7 +33,8 @@ from localgen.server.responses_api.items import (
 # accepted without effect: none of them changes a token of the answer
 _HARMLESS = (
     *("service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
-    *("include", "client_metadata", "max_tool_calls"),
+    # of tools that the server runs: there are none
+    *("client_metadata", "max_tool_calls"),
 )
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "background": (False,),
@@ -146,6 +147,8 @@ class ResponsesRequest(RequestBody):
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
     truncation: Literal["disabled"] | None = None
+    # reasoning is given whole, without being asked for
+    include: list[Literal["reasoning.encrypted_content"]] | None = None
     top_logprobs: Literal[0] | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
@@ -198,7 +201,6 @@ class ResponsesRequest(RequestBody):
 
     def echo_fields(self) -> dict[str, Any]:
         """The fields of the request that a response repeats."""
-        plain = self.model_dump(mode="json", by_alias=True, exclude_none=True)
         defaults: dict[str, Any] = {
             "instructions": None,
             "max_output_tokens": None,
@@ -215,4 +217,7 @@ class ResponsesRequest(RequestBody):
             "truncation": "disabled",
             "user": None,
         }
-        return {name: plain.get(name, default) for name, default in defaults.items()}
+        given = self.model_dump(
+            mode="json", by_alias=True, exclude_none=True, include=set(defaults)
+        )
+        return {name: given.get(name, default) for name, default in defaults.items()}

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from localgen.backends.types import Delta, Finished, Message
-from localgen.server.openai.responses import KEEP_ALIVE_COMMENT, openai_error_body, silence_comment
+from localgen.server.openai.responses import KEEP_ALIVE_COMMENT, silence_comment
 from localgen.server.openai.tools import merge_tool_call_deltas, parse_arguments
 from localgen.server.requests.choices import FinishedChoice
 from localgen.server.requests.protocol import (
     Framing,
     ResponseMetadata,
-    encode_json,
+    encode_named_event,
     extension_fields,
 )
 
@@ -33,17 +33,14 @@ class TypedEventFraming:
 
     content_type = "text/event-stream; charset=utf-8"
     terminator = b""
+    encode_event = staticmethod(encode_named_event)
 
-    def encode_event(self, value: object) -> bytes:
-        assert isinstance(value, dict)
-        return f"event: {value['type']}\n".encode() + b"data: " + encode_json(value) + b"\n\n"
+    def __init__(self, fail: Callable[[str, str], dict[str, Any]]) -> None:
+        self._fail = fail
 
     def encode_error(self, code: str, message: str, param: str | None = None) -> bytes:
-        error = openai_error_body(code, message, param)["error"]
-        return self.encode_event({**error, "type": "error", "sequence_number": 0})
-
-
-EVENTS = TypedEventFraming()
+        """The event of a failed response: clients that see none send the request again."""
+        return self.encode_event(self._fail(code, message))
 
 
 @dataclass(slots=True)
@@ -70,7 +67,6 @@ class ResponsesSerializer:
     echo: dict[str, Any]
     on_complete: OnComplete
     namespaces: Mapping[str, tuple[str, str]]
-    framing: Framing = EVENTS
     items: list[dict[str, Any]] = field(default_factory=list)
     deltas: list[Delta] = field(default_factory=list)
     _open: _OpenItem | None = None
@@ -88,6 +84,14 @@ class ResponsesSerializer:
     ) -> ResponsesSerializer:
         created = int(time.time())
         return cls(response_id, metadata.model, created, echo, on_complete, namespaces)
+
+    @property
+    def framing(self) -> Framing:
+        return TypedEventFraming(self._failed_event)
+
+    def _failed_event(self, code: str, message: str) -> dict[str, Any]:
+        body = self._body("failed") | {"error": {"code": code, "message": message}}
+        return self._event("response.failed", response=body)
 
     def choice_start(self, index: int) -> list[object]:
         """The response without output."""
