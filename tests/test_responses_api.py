@@ -14,7 +14,9 @@ from real_server import RealServer, real_server
 
 from localgen.backends.errors import InvalidRequest, NotFound
 from localgen.backends.types import Delta, Finished, Message, Timings, ToolCall, ToolCallDelta
-from localgen.server.responses_api.items import InputItem, merge_system_messages, to_messages
+from localgen.server.anthropic.schema import MessagesRequest
+from localgen.server.requests.turns import join_turns
+from localgen.server.responses_api.items import InputItem, to_messages
 from localgen.server.responses_api.schema import ResponsesRequest
 from localgen.server.responses_api.serializer import ResponsesSerializer
 from localgen.server.responses_api.store import MAX_RESPONSES, ResponseStore, StoredResponse
@@ -214,11 +216,17 @@ def test_arguments_that_are_no_object_are_refused() -> None:
         items({"type": "function_call", "call_id": "c", "name": "f", "arguments": "[1]"})
 
 
-def test_system_messages_at_the_beginning_are_one() -> None:
-    system, user = Message("system", "a"), Message("user", "b")
-    assert merge_system_messages([system, system, user]) == (Message("system", "a\n\na"), user)
-    assert merge_system_messages([user, system]) == (user, system)
-    assert merge_system_messages([]) == ()
+def test_neighbouring_turns_of_one_role_are_joined() -> None:
+    system, user, answer = Message("system", "a"), Message("user", "b"), Message("assistant", "c")
+    assert join_turns([system, system, user]) == (Message("system", "a\n\na"), user)
+    assert join_turns([user, user, answer, user]) == (Message("user", "b\n\nb"), answer, user)
+    assert join_turns([answer, answer]) == (answer, answer)
+    assert join_turns([]) == ()
+    turns = [{"role": "user", "content": text} for text in ("a", "b")]
+    fields = MessagesRequest.model_validate(
+        {"model": "m", "max_tokens": 5, "messages": turns}
+    ).to_request_fields()
+    assert fields["messages"] == (Message("user", "a\n\nb"),)
 
 
 def finished(reason: str) -> Finished:

@@ -24,6 +24,7 @@ from localgen.server.requests.body import (
     drop_fields,
     reject_unsupported_fields,
 )
+from localgen.server.requests.turns import join_turns
 
 # accepted without effect: none of them changes a token of the answer
 _HARMLESS = (
@@ -85,7 +86,7 @@ class _PromptRequest(RequestBody):
         tools = parse_anthropic_tools(self.tools or ())
         choice = self.tool_choice or ToolChoice(type="auto")
         return {
-            "messages": (*head, *turns),
+            "messages": join_turns((*head, *turns)),
             "prefill": prefill,
             "tools": tools,
             "tool_choice": _tool_choice(choice, [tool.name for tool in tools]),

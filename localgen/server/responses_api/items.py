@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
@@ -170,12 +170,3 @@ def _text(content: str | Sequence[ContentPart], place: str) -> str:
 def qualified_name(namespace: str | None, name: str) -> str:
     """The name by which the model sees a function."""
     return name if namespace is None else f"{namespace}.{name}"
-
-
-def merge_system_messages(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Join the system messages at the beginning: templates expect one at most."""
-    count = next((at for at, one in enumerate(messages) if one.role != "system"), len(messages))
-    if count < 2:
-        return tuple(messages)
-    text = "\n\n".join(message.content for message in messages[:count])
-    return (replace(messages[0], content=text), *messages[count:])

@@ -23,9 +23,9 @@ from localgen.server.requests.body import (
     drop_fields,
     reject_unsupported_fields,
 )
+from localgen.server.requests.turns import join_turns
 from localgen.server.responses_api.items import (
     InputItem,
-    merge_system_messages,
     qualified_name,
     to_messages,
 )
@@ -175,7 +175,7 @@ class ResponsesRequest(RequestBody):
         head = [Message("system", self.instructions)] if self.instructions else []
         tools = parse_tools([one for tool in self.tools or () for one in tool.functions()])
         return {
-            "messages": merge_system_messages([*head, *conversation]),
+            "messages": join_turns([*head, *conversation]),
             "tools": tools,
             "tool_choice": parse_tool_choice(self.tool_choice, tools),
             "parallel_tool_calls": self.parallel_tool_calls is not False,
