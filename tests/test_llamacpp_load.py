@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import multiprocessing
+import os
 import random
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -22,6 +25,7 @@ import pytest
 from models import TINY_GGUF, Bench
 
 from localgen.backends.engine import wire
+from localgen.backends.engine.process import main
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.llamacpp.loader import load_llamacpp_model
 from localgen.backends.llamacpp.native import correct_size
@@ -62,26 +66,39 @@ class Outcome:
         return not self.ends
 
 
+# forks processes that have imported the engine, which takes longer than loading a small file
+_FORKING = multiprocessing.get_context("forkserver")
+_FORKING.set_forkserver_preload(
+    ["localgen.backends.engine.process", "localgen.backends.llamacpp.loader"]
+)
+
+
+def _run_engine(server: socket.socket, stderr: str) -> None:
+    """An engine process, with its standard error in a file."""
+    os.dup2(os.open(stderr, os.O_WRONLY), 2)
+    sys.exit(main(server.detach(), load_llamacpp_model))
+
+
 def engine(path: Path, options: LoadOptions | None = None, request: Request = ASK) -> Outcome:
-    """Load a file in a real engine process and, if it loads, send one request."""
+    """Load a file in an engine process and, if it loads, send one request."""
     options = options or LoadOptions(parallel=2, threads=1)
     ours, theirs = socket.socketpair()
-    command = [sys.executable, "-m", "localgen.backends.llamacpp", str(theirs.fileno())]
-    process = subprocess.Popen(
-        command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True, errors="replace"
-    )
-    theirs.close()
     outcome = Outcome()
-    with ours:
-        try:
-            with contextlib.suppress(EOFError, BrokenPipeError):
-                load = ModelLoadRequest("m", str(path), options)
-                _converse(FrameSocket(ours), load, outcome, request)
-        except TimeoutError:
-            process.kill()
-            pytest.fail(f"the engine hangs on {path.name}")
-    _, outcome.stderr = process.communicate(timeout=HANG_S)
-    outcome.status = process.returncode
+    with tempfile.NamedTemporaryFile("r", errors="replace") as stderr:
+        process = _FORKING.Process(target=_run_engine, args=(theirs, stderr.name))
+        process.start()
+        theirs.close()
+        with ours:
+            try:
+                with contextlib.suppress(EOFError, BrokenPipeError):
+                    load = ModelLoadRequest("m", str(path), options)
+                    _converse(FrameSocket(ours), load, outcome, request)
+            except TimeoutError:
+                process.kill()
+                pytest.fail(f"the engine hangs on {path.name}")
+        process.join(HANG_S)
+        outcome.status = process.exitcode
+        outcome.stderr = stderr.read()
     return outcome
 
 
