@@ -238,6 +238,18 @@ def test_parts_hold_a_whole_context_each() -> None:
     bench.close()
 
 
+def test_a_seed_gives_the_same_text_in_every_part() -> None:
+    bench = Bench(LoadOptions(kv_unified=False, parallel=4, ctx=512, threads=2))
+    params = SamplingParams(temperature=1, seed=5, max_tokens=60, ignore_eos=True, logprobs=3)
+    replies = []
+    for number in range(4):
+        name = bench.submit(CHATS[0], params, cache_salt=str(number))  # nothing is reused
+        replies += bench.run([name])
+    assert replies[0].finished.completion_tokens == 60
+    assert all(reply.logprobs == replies[0].logprobs for reply in replies)
+    bench.close()
+
+
 def test_statistics_tell_how_many_threads_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FreeCores, "count", lambda _: 1)
     bench = Bench(UNIFIED)
