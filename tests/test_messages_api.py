@@ -218,7 +218,7 @@ def test_blocks_become_messages() -> None:
         (
             "user",
             {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]},
-            "content[0].content[0]: this server reads no images",
+            "content[0].content[0]: this model reads no images",
         ),
     ],
 )
