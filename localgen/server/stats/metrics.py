@@ -15,6 +15,7 @@ from localgen.backends.types import (
     Finished,
     SpeculationStats,
 )
+from localgen.server.stats.metric_aliases import AliasCollector
 from localgen.server.stats.request_log import EMBEDDED_REASON, RequestRecord
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -51,6 +52,8 @@ class Metrics:
         self, engine_stats: EngineStatsSource, count_waiting: Callable[[], Mapping[str, int]]
     ) -> None:
         self._registry = CollectorRegistry()
+        self._aliases = CollectorRegistry(auto_describe=False)
+        self._aliases.register(AliasCollector(self._registry))
         self._registry.register(_EngineCollector(engine_stats))
         self._registry.register(_WaitingCollector(count_waiting))
         self._ttft = self._histogram(
@@ -152,8 +155,8 @@ class Metrics:
         self._cache_hits.labels(model).inc(timings.cache_n)
 
     def render(self) -> bytes:
-        """Return all metrics in the Prometheus text format."""
-        return generate_latest(self._registry)
+        """Return all metrics in the Prometheus text format, then again by other servers' names."""
+        return generate_latest(self._registry) + generate_latest(self._aliases)
 
 
 class _EngineCollector(Collector):
