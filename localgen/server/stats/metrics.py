@@ -81,6 +81,9 @@ class Metrics:
         self._decode = self._histogram(
             "request_decode_time_seconds", "Decode time in seconds.", _REQUEST_BUCKETS_S
         )
+        self._inference = self._histogram(
+            "request_inference_time_seconds", "Prefill and decode in seconds.", _REQUEST_BUCKETS_S
+        )
         self._prompt_tokens = self._histogram(
             "request_prompt_tokens", "Prompt tokens per request.", _TOKEN_COUNT_BUCKETS
         )
@@ -149,6 +152,7 @@ class Metrics:
         if finished.reason == EMBEDDED_REASON:  # no generated tokens, no prefix cache
             return
         self._decode.labels(model).observe(timings.predicted_ms / 1e3)
+        self._inference.labels(model).observe((timings.prompt_ms + timings.predicted_ms) / 1e3)
         self._generation_tokens.labels(model).observe(finished.completion_tokens)
         self._generation_tokens_total.labels(model).inc(finished.completion_tokens)
         self._cache_queries.labels(model).inc(finished.prompt_tokens)
