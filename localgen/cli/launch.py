@@ -117,7 +117,7 @@ def _load(client: LocalClient, model: str, ctx: int | None) -> ModelInfo:
     wanted = min(trained, DEFAULT_CTX) if ctx is None else ctx
     with LoadProgressLine(Console(stderr=True, highlight=False), file.name) as line:
         for running in client.running_models():
-            if running.name == file.name and running.ctx >= min(wanted, ctx or MIN_CTX):
+            if running.path == str(file.path) and running.ctx >= min(wanted, ctx or MIN_CTX):
                 return client.load(model, LoadOptions(), line.update, keep_alive=_KEEP_ALIVE)
         while True:
             try:

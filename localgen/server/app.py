@@ -6,7 +6,6 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +24,7 @@ from localgen.server.anthropic.routes import AnthropicApi
 from localgen.server.http.access import AccessPolicy
 from localgen.server.http.error_handlers import add_error_handlers
 from localgen.server.http.guard import GuardMiddleware, RequestRefused
+from localgen.server.http.openapi import DescribedApp
 from localgen.server.http.private_ports import Listener, PrivatePorts
 from localgen.server.http.rate_limit import RateLimiter
 from localgen.server.llama_server.routes import LlamaServerApi
@@ -44,7 +44,7 @@ from localgen.server.openai.schema import (
     normalize_embedding_input,
 )
 from localgen.server.requests.caller import Caller, is_local_request
-from localgen.server.requests.choices import fan_out_requests
+from localgen.server.requests.choices import fan_out_requests, requests_of_prompts
 from localgen.server.requests.embeddings import EmbeddingJob, EmbeddingResponse
 from localgen.server.requests.generation import GenerationJob, GenerationResponse
 from localgen.server.requests.protocol import ResponseSerializer, encode_json
@@ -73,7 +73,9 @@ def create_app(
     is_shutting_down: True once it has begun.
     """
     rates = RateLimiter(access.rate_limit)
-    app = FastAPI(title="localgen", version=localgen.__version__, docs_url=None, redoc_url=None)
+    app = DescribedApp(
+        title="localgen", version=localgen.__version__, docs_url=None, redoc_url=None
+    )
     metrics = Metrics(lambda: _engine_stats(manager), manager.count_waiting)
     manager.on_load = metrics.on_load
     add_error_handlers(app)
@@ -87,7 +89,7 @@ def create_app(
     app.include_router(OllamaApi(manager, journal, access.timeout_s).router())
     app.include_router(AnthropicApi(manager, journal, access.timeout_s).router())
     app.include_router(ResponsesApi(manager, journal, access.timeout_s).router())
-    app.include_router(LlamaServerApi(manager, access.timeout_s).router())
+    app.include_router(LlamaServerApi(manager, journal, access.timeout_s).router())
     ports = PrivatePorts(listen)
     _add_private_port_route(app, manager, ports, is_shutting_down)
     return _with_arrival(GuardMiddleware(app, access, rates, ports))
@@ -130,6 +132,7 @@ def _add_generation_routes(
     app: FastAPI, manager: ModelManager, journal: RequestLog, timeout_s: float | None
 ) -> None:
     @app.post("/v1/chat/completions", response_model=None)
+    @app.post("/chat/completions", response_model=None)  # as in llama-server
     async def chat(body: ChatRequest, http: HttpRequest) -> Response:
         caller = Caller.from_request(http, body.user)
         request = caller.new_request(
@@ -150,12 +153,7 @@ def _add_generation_routes(
             ctx=body.ctx,
             cache_salt=body.cache_salt or "",
         )
-        requests = [
-            replace(request, prompt=prompt)
-            if isinstance(prompt, str)
-            else replace(request, prompt_tokens=tuple(prompt))
-            for prompt in body.prompts
-        ]
+        requests = requests_of_prompts(request, body.prompts)
         return respond(body, requests, caller, CompletionSerializer.from_metadata)
 
     def respond(
@@ -199,6 +197,7 @@ def _add_embedding_routes(
 
 def _add_model_routes(app: FastAPI, manager: ModelManager, state: ServerState) -> None:
     @app.get("/v1/models", response_model=None)
+    @app.get("/models", response_model=None)  # as in llama-server
     async def models(http: HttpRequest) -> Response:
         cards = await asyncio.to_thread(state.list_models, with_paths=is_local_request(http.scope))
         return _json_response({"object": "list", "data": cards})

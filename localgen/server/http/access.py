@@ -129,5 +129,11 @@ def open_tcp_socket(access: AccessPolicy) -> socket.socket:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise BadSetting(f"cannot listen on {access.host}:{access.port}: {reason}") from error
+        place = host_and_port(access.host, access.port)
+        raise BadSetting(f"cannot listen on {place}: {reason}") from error
     return sock
+
+
+def host_and_port(host: str, port: int) -> str:
+    """Format as in a URL: an IPv6 address has brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

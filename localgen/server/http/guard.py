@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from localgen.server.http import json_limits
 from localgen.server.http.access import AccessPolicy
 from localgen.server.http.errors import error_response
+from localgen.server.http.head import answer_head
 from localgen.server.http.private_ports import PrivatePorts
 from localgen.server.http.rate_limit import RateLimiter
 from localgen.server.requests.caller import KEY_ACCOUNT_PREFIX, is_local_request
@@ -72,7 +73,7 @@ class GuardMiddleware:
     ) -> None:
         self._access, self._rate_limiter = access, rate_limiter
         self._private_ports = private_ports
-        self._app = app
+        self._app = answer_head(app)
         self._turns = LargeBodyTurns()
         self._tcp_app: ASGIApp = self._handle_tcp
         if access.cors_origins:
@@ -114,6 +115,7 @@ class GuardMiddleware:
 
         try:
             check(scope)
+            _require_plain_body(scope)
             body.check_length(scope)
         except RequestRefused as refused:
             await refused.to_response(scope["path"])(scope, body.receive, send_lingering)
@@ -183,6 +185,19 @@ def _require_host(scope: Scope) -> None:
     if num_hosts > 1 or (num_hosts == 0 and scope["http_version"] != "1.0"):
         message = f"the request has {num_hosts or 'no'} Host headers: send one"
         raise RequestRefused(400, "invalid_request", message)
+
+
+def _require_plain_body(scope: Scope) -> None:
+    """Raise RequestRefused for a compressed body, whose size is unknown until it is unpacked."""
+    for name, value in scope["headers"]:
+        encoding = value.decode("latin-1").strip()
+        if name.lower() == b"content-encoding" and encoding.lower() not in ("", "identity"):
+            raise RequestRefused(
+                415,
+                "unsupported_encoding",
+                f"Content-Encoding {encoding[:40]!r} is not supported: send the body uncompressed",
+                {"Accept-Encoding": "identity"},
+            )
 
 
 class LargeBodyTurns:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from localgen import __version__
 from localgen.backends.types import Delta, Finished, PositionLogprobs, TokenLogprob
 from localgen.server.openai import tools
 from localgen.server.requests.choices import FinishedChoice
@@ -36,7 +37,8 @@ class SseFraming:
 
 
 SSE = SseFraming()
-
+# another version may give another text for the same seed
+SYSTEM_FINGERPRINT = f"localgen-{__version__}"
 
 # a comment of a stream, which clients ignore
 KEEP_ALIVE_COMMENT = b": computing\n\n"
@@ -128,7 +130,8 @@ class ChatCompletionSerializer:
         }
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return head | {"system_fingerprint": SYSTEM_FINGERPRINT}
 
     def _chunk(
         self, index: int, delta: dict[str, Any], finish_reason: str | None = None
@@ -198,6 +201,7 @@ class CompletionSerializer:
             "object": "text_completion",
             "created": self.created,
             "model": self.model,
+            "system_fingerprint": SYSTEM_FINGERPRINT,
             "choices": choices,
         }
 
@@ -221,8 +225,10 @@ class CompletionSerializer:
         return {
             "tokens": [position.chosen.text for position in positions],
             "token_logprobs": [position.chosen.logprob for position in positions],
+            # the drawn token is always one of them, as at OpenAI
             "top_logprobs": [
-                {token.text: token.logprob for token in position.top} for position in positions
+                {token.text: token.logprob for token in (*position.top, position.chosen)}
+                for position in positions
             ],
             "text_offset": offsets,
         }

@@ -5,7 +5,7 @@ The engine computes shared prompt prefixes only once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from localgen.backends.types import Delta, Finished, Request, Timings
@@ -19,6 +19,16 @@ class FinishedChoice:
 
     deltas: Sequence[Delta]
     finished: Finished
+
+
+def requests_of_prompts(request: Request, prompts: Iterable[str | Sequence[int]]) -> list[Request]:
+    """The request for each prompt, a text or token ids."""
+    return [
+        replace(request, prompt=prompt)
+        if isinstance(prompt, str)
+        else replace(request, prompt_tokens=tuple(prompt))
+        for prompt in prompts
+    ]
 
 
 def fan_out_requests(requests: Sequence[Request], n: int) -> tuple[Request, ...]:

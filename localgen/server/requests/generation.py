@@ -16,6 +16,7 @@ from localgen.backends.types import Delta, Failed, Finished, Request
 from localgen.server.models.disk_paths import error_message
 from localgen.server.models.engine_client import EngineSilent, RequestEvent, RequestStream
 from localgen.server.models.manager import ModelManager
+from localgen.server.models.names import answered_name
 from localgen.server.models.resident import KeepAlive
 from localgen.server.requests.choices import FinishedChoice, merge_finished
 from localgen.server.requests.protocol import Framing, ResponseMetadata, ResponseSerializer
@@ -95,6 +96,7 @@ class GenerationResponse(Response):
             )
             async with cancel_on_disconnect(receive), acquired as (resident, _):
                 self._record.model = resident.file.name
+                self._record.answered_model = answered_name(job.model, resident.file)
                 load_ms = (time.monotonic() - asked_s) * 1e3
                 stream = resident.engine.submit(*job.requests)
                 late = self._start_timeout(stream)
@@ -121,7 +123,7 @@ class GenerationResponse(Response):
     def _metadata(self, load_ms: float = 0.0) -> ResponseMetadata:
         record = self._record
         return ResponseMetadata(
-            id=record.id, model=record.model, arrived_s=record.arrived_s, load_ms=load_ms
+            id=record.id, model=record.answered_model, arrived_s=record.arrived_s, load_ms=load_ms
         )
 
     def _start_timeout(self, stream: RequestStream) -> asyncio.TimerHandle | None:
