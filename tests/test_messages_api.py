@@ -167,6 +167,7 @@ def test_fields_that_change_no_token_are_accepted() -> None:
     }
     request = MessagesRequest.model_validate(body)
     assert request.to_request_fields()["thinking"] is None
+    assert request.to_sampling_params().thinking_budget == 1024
     off = MessagesRequest.model_validate(body | {"thinking": {"type": "disabled"}})
     assert off.to_request_fields()["thinking"] is False
 

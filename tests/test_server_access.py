@@ -251,7 +251,7 @@ UNCOUNTED = {
     *(("get", f"/v1/{name}") for name in ("models", "models/{name}", "stats")),
     *(("get", f"/api/{name}") for name in ("tags", "ps", "version")),
     ("get", "/v1/responses/{response_id}"),
-    ("post", "/v1/requests/{request_id}/cancel"),
+    *(("post", f"/v1/requests/{{request_id}}/{what}") for what in ("cancel", "answer-now")),
 }
 
 

@@ -89,6 +89,7 @@ OTHER_ROUTES = {
     ("GET", "/v1/models"),
     ("GET", "/v1/stats"),
     ("POST", "/v1/requests/{request_id}/cancel"),
+    ("POST", "/v1/requests/{request_id}/answer-now"),
     ("POST", "/v1/shutdown"),
     ("POST", "/v1/private-port"),
     ("GET", "/v1/responses/{response_id}"),

@@ -98,12 +98,30 @@ def test_others_go_on_when_one_is_cancelled(served: ServerHarness) -> None:
     assert (first.reason, second.reason) == ("cancelled", "length")
 
 
+def test_the_reasoning_of_all_choices_is_ended_by_the_id_of_the_request(
+    served: ServerHarness,
+) -> None:
+    model = served.model("thinking", token_s=0.02)
+    answer = Answer(served, model, n=2)
+    wait_until(lambda: len(answer.text) > 3)
+    path = f"/v1/requests/{answer.id}/answer-now"
+    assert served.http.post("/v1/requests/nobody/answer-now").json() == {"answering": False}
+    assert served.http.post(path).json() == {"answering": True}
+    answer.thread.join(10)
+    assert answer.reason == "stop"
+    assert answer.text.count("now") == 2
+    assert served.http.post(path).json() == {"answering": False}, "it has ended"
+
+
 def test_cancelling_over_tcp_needs_a_key() -> None:
     with tcp_server(keys=[KEY]) as opened:
         path = "/v1/requests/nobody/cancel"
         assert code(opened.http.post(path)) == "unauthorized"
         assert opened.http.post(path, headers=AUTH).json() == {"cancelled": False}
         assert opened.http.get(path, headers=AUTH).status_code == 405
+        path = "/v1/requests/nobody/answer-now"
+        assert code(opened.http.post(path)) == "unauthorized"
+        assert opened.http.post(path, headers=AUTH).json() == {"answering": False}
 
 
 @pytest.mark.parametrize("path", ["//cancel", "/%2e%2e/cancel", "/a/b/cancel", "/%00/cancel"])

@@ -14,6 +14,7 @@ from localgen.backends.runner.sequence import Sequence
 from localgen.backends.sampling_params import BASE_SAMPLING, SamplingParams
 from localgen.backends.text.grammar import GrammarCompiler
 from localgen.backends.text.prompt_renderer import PromptRenderer, RenderedPrompt
+from localgen.backends.text.response_parser import ResponseParser
 from localgen.backends.text.template import PromptTemplate
 from localgen.backends.text.tokenizer import Tokenizer
 from localgen.backends.types import EmbedRequest, Request, Tokenized, TokenizeRequest
@@ -22,6 +23,7 @@ MAX_STOP_STRINGS = 64
 MAX_LOGPROBS = 100
 # upper bound of characters per token: longer text is rejected before it is tokenized
 MAX_CHARS_PER_TOKEN = 256
+NO_REASONING_NOTE = "there is no reasoning in this answer: the thinking budget has no effect"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,7 @@ class InputProcessor:
             if self.grammar_compiler
             else None,
             response_parser=opening.response_parser,
-            notes=opening.notes,
+            notes=(*opening.notes, *_budget_notes(request, params, opening.response_parser)),
             ctx=ctx,
             max_len=min(ctx, wanted),
             stop_ids=ends | frozenset(params.stop_token_ids),
@@ -163,6 +165,8 @@ class InputProcessor:
                 f"{params.max_tokens:,}: lower it",
                 param="min_tokens",
             )
+        if params.thinking_budget is not None and params.thinking_budget < 0:
+            raise InvalidRequest("thinking_budget must be at least 0", param="thinking_budget")
         if len(params.stop) > MAX_STOP_STRINGS:
             raise InvalidRequest(f"more than {MAX_STOP_STRINGS} stop strings", param="stop")
         if params.logprobs is not None and not 0 <= params.logprobs <= MAX_LOGPROBS:
@@ -273,3 +277,14 @@ class InputProcessor:
                 f"the context is {ctx:,}: lower min_tokens, or shorten the prompt",
                 param="min_tokens",
             )
+
+
+def _budget_notes(
+    request: Request, params: SamplingParams, parser: ResponseParser | None
+) -> tuple[str, ...]:
+    """A note on a thinking budget that nothing is limited by, unless reasoning was switched off."""
+    is_off = request.thinking is False or request.reasoning_effort == "none"
+    has_reasoning = parser is not None and parser.reasoning is not None
+    if params.thinking_budget is None or has_reasoning or is_off:
+        return ()
+    return (NO_REASONING_NOTE,)

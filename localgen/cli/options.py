@@ -102,6 +102,15 @@ SAMPLING_OPTIONS = (
         "min_tokens", int, "--min-tokens", "Minimum number of generated tokens.", 0, lowest=0
     ),
     CliOption(
+        "thinking_budget",
+        int,
+        "--think-max",
+        "Maximum number of reasoning tokens, after which the model answers; -1: no limit.",
+        -1,
+        "no limit",
+        0,
+    ),
+    CliOption(
         "seed",
         int,
         "-s --seed",

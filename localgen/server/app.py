@@ -226,6 +226,10 @@ def _add_request_routes(app: FastAPI, manager: ModelManager) -> None:
     async def cancel(request_id: str) -> Response:
         return _json_response({"cancelled": manager.cancel(request_id)})
 
+    @app.post("/v1/requests/{request_id}/answer-now", response_model=None)
+    async def answer_now(request_id: str) -> Response:
+        return _json_response({"answering": manager.answer_now(request_id)})
+
 
 async def _load_events(
     manager: ModelManager, body: LoadRequest, *, allow_paths: bool

@@ -36,7 +36,7 @@ _PUBLIC_PATHS = frozenset({"/health", "/livez"})
 # not counted by --rate-limit: what reads the state of the server and computes nothing, and what
 # relieves it
 _UNCOUNTED_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-_CANCEL_PATH = re.compile(r"/v1/requests/[^/]+/cancel")
+_RELIEVING_PATH = re.compile(r"/v1/requests/[^/]+/(cancel|answer-now)")
 
 
 class RequestRefused(HTTPException):
@@ -176,7 +176,7 @@ def _given_keys(headers: Mapping[bytes, str]) -> list[str]:
 
 def is_rate_limited(method: str, path: str) -> bool:
     """Return True if --rate-limit counts this request, whether or not there is such a route."""
-    return method not in _UNCOUNTED_METHODS and _CANCEL_PATH.fullmatch(path) is None
+    return method not in _UNCOUNTED_METHODS and _RELIEVING_PATH.fullmatch(path) is None
 
 
 def _require_host(scope: Scope) -> None:

@@ -298,6 +298,10 @@ class ModelManager:
         """Cancel a running or waiting generation request. Returns False if there is none."""
         return any(resident.engine.cancel_request(request_id) for resident in self.residents)
 
+    def answer_now(self, request_id: str) -> bool:
+        """End the reasoning of a running or waiting request. Returns False if there is none."""
+        return any(resident.engine.answer_now(request_id) for resident in self.residents)
+
     def fail_all(self, code: str, message: str) -> None:
         """Fail every request with this error."""
         for resident in self.residents:

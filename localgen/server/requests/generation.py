@@ -21,14 +21,14 @@ from localgen.server.models.resident import KeepAlive
 from localgen.server.requests.choices import FinishedChoice, merge_finished
 from localgen.server.requests.protocol import Framing, ResponseMetadata, ResponseSerializer
 from localgen.server.requests.streaming import (
-    SilentLoadNotices,
+    LoadNotices,
     cancel_on_disconnect,
     send_json_response,
     send_stream_headers,
 )
 from localgen.server.stats.request_log import RequestLog, RequestRecord
 
-# once its model is loaded, a stream without any bytes for longer than this gets some
+# a stream without any bytes for longer than this gets some, also while its model loads
 KEEP_ALIVE_S = 15.0
 
 
@@ -84,7 +84,9 @@ class GenerationResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         job, asked_s = self._job, time.monotonic()
         unnamed = job.make_serializer(self._metadata())
-        waiting = SilentLoadNotices(send, unnamed)
+        waiting = LoadNotices(send, unnamed)
+        if job.stream:
+            waiting.keep_alive(KEEP_ALIVE_S)
         try:
             acquired = self._manager.acquire(
                 job.model,
@@ -101,7 +103,7 @@ class GenerationResponse(Response):
                 stream = resident.engine.submit(*job.requests)
                 late = self._start_timeout(stream)
                 try:
-                    self._has_begun = await waiting.has_begun_stream()
+                    self._has_begun = await waiting.stop()
                     serializer = job.make_serializer(self._metadata(load_ms))
                     await self._respond(stream, serializer, send)
                 finally:
@@ -110,7 +112,7 @@ class GenerationResponse(Response):
                         late.cancel()
         except LocalgenError as error:
             self._record.outcome = error.code
-            if not self._has_begun and not await waiting.has_begun_stream():
+            if not self._has_begun and not await waiting.stop():
                 raise
             body = self._encode_error(unnamed.framing, error.code, error.message, error.param)
             await send({"type": "http.response.body", "body": body})
@@ -118,6 +120,7 @@ class GenerationResponse(Response):
             self._record.outcome = LocalgenError.code
             raise
         finally:
+            await waiting.stop()
             self._journal.close(self._record)
 
     def _metadata(self, load_ms: float = 0.0) -> ResponseMetadata:
