@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from localgen.backends import sampling_params
 from localgen.backends.engine.embeddings import EmbeddingTask
+from localgen.backends.engine.prompt_history import PromptHistory
 from localgen.backends.errors import ContextExceeded, InvalidRequest
 from localgen.backends.runner.interface import Limits
 from localgen.backends.runner.sequence import Sequence
@@ -40,6 +41,7 @@ class InputProcessor:
     defaults: SamplingParams
     grammar_compiler: GrammarCompiler | None = None
     ctx_train: int = 0
+    _history: PromptHistory = field(init=False, default_factory=PromptHistory)
     _prompt_renderer: PromptRenderer | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -76,6 +78,9 @@ class InputProcessor:
             else None,
             response_parser=opening.response_parser,
             notes=(*opening.notes, *_budget_notes(request, params, opening.response_parser)),
+            prefix_break=self._history.compare(request, opening.text, tokens)
+            if self.limits.can_rewind
+            else None,
             ctx=ctx,
             max_len=min(ctx, wanted),
             stop_ids=ends | frozenset(params.stop_token_ids),

@@ -45,6 +45,7 @@ class Caller:
         return Request(
             id=self.request_id,
             client=self.client,
+            account=self.account,
             arrived_s=self.arrived_s,
             params=params,
             **fields,

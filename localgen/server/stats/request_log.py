@@ -106,17 +106,22 @@ def log_fields(record: RequestRecord) -> dict[str, str | int | float]:
     if record.total is None:
         return fields | {"answer_tokens": record.num_tokens}
     timings = record.total.timings
-    return fields | {
-        "queue_ms": round(timings.queue_ms, 1),
-        "template_ms": round(timings.template_ms, 1),
-        "prefill_ms": round(timings.prompt_ms, 1),
-        "decode_ms": round(timings.predicted_ms, 1),
-        "ttft_ms": round(timings.ttft_ms, 1),
-        "cached_tokens": timings.cache_n,
-        "new_tokens": timings.prompt_n,
-        "answer_tokens": record.total.completion_tokens,
-        "tokens_per_s": round(timings.predicted_per_second, 1),
-    }
+    parted = timings.prefix_break
+    return (
+        fields
+        | {
+            "queue_ms": round(timings.queue_ms, 1),
+            "template_ms": round(timings.template_ms, 1),
+            "prefill_ms": round(timings.prompt_ms, 1),
+            "decode_ms": round(timings.predicted_ms, 1),
+            "ttft_ms": round(timings.ttft_ms, 1),
+            "cached_tokens": timings.cache_n,
+            "new_tokens": timings.prompt_n,
+            "answer_tokens": record.total.completion_tokens,
+            "tokens_per_s": round(timings.predicted_per_second, 1),
+        }
+        | ({"prefix_break": str(parted)} if parted else {})
+    )
 
 
 def _ms(seconds: float) -> float:
