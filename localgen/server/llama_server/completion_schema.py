@@ -83,5 +83,7 @@ class NativeCompletionRequest(CompletionRequest):
         # the ids of the answer come with its logprobs
         wants_tokens = self.return_tokens or self.n_probs
         return self._to_sampling_params(
-            max_tokens=self.max_predicted, logprobs=self.n_probs if wants_tokens else None
+            max_tokens=self.max_predicted,
+            logprobs=self.n_probs if wants_tokens else None,
+            thinking_budget=self.chosen_thinking_budget(),
         )
