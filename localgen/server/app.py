@@ -289,10 +289,10 @@ def _add_server_routes(
 
     @app.get("/v1/stats", response_model=None)
     async def stats(http: HttpRequest, stream: bool = False) -> Response:
-        with_paths = is_local_request(http.scope)
+        is_local = is_local_request(http.scope)
         if stream:
-            return EventStreamResponse(snapshots(with_paths), responses.SSE)
-        return _json_response(state.stats(with_paths=with_paths))
+            return EventStreamResponse(snapshots(is_local), responses.SSE)
+        return _json_response(state.stats(is_local=is_local))
 
     @app.post("/v1/shutdown", response_model=None)
     async def shutdown(http: HttpRequest) -> Response:
@@ -300,11 +300,11 @@ def _add_server_routes(
         request_shutdown()
         return _json_response({"status": "shutting down"})
 
-    async def snapshots(with_paths: bool) -> AsyncGenerator[dict[str, Any], None]:
-        yield state.stats(with_paths=with_paths)
+    async def snapshots(is_local: bool) -> AsyncGenerator[dict[str, Any], None]:
+        yield state.stats(is_local=is_local)
         while not is_shutting_down():
             await asyncio.sleep(STATS_PERIOD_S)
-            yield state.stats(with_paths=with_paths)
+            yield state.stats(is_local=is_local)
 
 
 def _add_private_port_route(

@@ -105,7 +105,8 @@ class ServerState:
             "hash": model_id(file),
         }
 
-    def stats(self, *, with_paths: bool) -> dict[str, Any]:
+    def stats(self, *, is_local: bool) -> dict[str, Any]:
+        """Statistics. is_local: for a client of this user, with paths and excerpts of prompts."""
         return {
             "server": self.health()
             | {
@@ -117,8 +118,8 @@ class ServerState:
                 "waiting_for_memory": self._manager.count_waiting(),
             },
             "machine": self._machine.latest,
-            "models": [self._model_stats(each, with_paths) for each in self._manager.residents],
-            "ended": self.recent_requests.requests(),
+            "models": [self._model_stats(each, is_local) for each in self._manager.residents],
+            "ended": self.recent_requests.requests(with_prompts=is_local),
         }
 
     def _model_stats(self, resident: ResidentModel, with_paths: bool) -> dict[str, Any]:
