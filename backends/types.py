@@ -61,6 +61,7 @@ class Request:
     cache_salt: only requests with the same salt share cached prefixes.
     account: whose prompts it may be compared with; see engine/prompt_history.py.
     arrived_s: when the server received the request; TTFT and queue time are measured from here.
+    stabilize: remove from the prompt what changes without a meaning (backends/text/stabilizer.py).
     tools: only with messages. tool_choice: auto, none, required or a function name.
     parallel_tool_calls: allow several tool calls in one answer.
     prefill: beginning of the answer, which the model continues; only with messages.
@@ -85,6 +86,7 @@ class Request:
     cache_salt: str = ""
     account: str = ""
     arrived_s: float = 0.0
+    stabilize: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -182,12 +182,10 @@ def test_the_timeline_says_where_a_prompt_parts() -> None:
     ended = EndedRequest(
         request_id="r", model="m", client="c", outcome="stop", ended_ago_s=1.0, prefix_break=said
     )
-    (row,) = (
-        request_rows(
-            ServerSnapshot(server_type="localgen", finished_requests=(ended,)), include_ended=True
-        )
-        or ()
-    )
+    snapshot = ServerSnapshot(server_type="localgen", finished_requests=(ended,))
+    rows = request_rows(snapshot, include_ended=True)
+    assert rows
+    row = rows[0]
     lines = [line.plain for line in timeline_lines(row, 60)]
     begin = next(number for number, line in enumerate(lines) if line.startswith("prefix "))
     assert all(len(line) <= 60 for line in lines[begin:])

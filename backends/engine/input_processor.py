@@ -16,6 +16,7 @@ from localgen.backends.sampling_params import BASE_SAMPLING, SamplingParams
 from localgen.backends.text.grammar import GrammarCompiler
 from localgen.backends.text.prompt_renderer import PromptRenderer, RenderedPrompt
 from localgen.backends.text.response_parser import ResponseParser
+from localgen.backends.text.stabilizer import stabilize
 from localgen.backends.text.template import PromptTemplate
 from localgen.backends.text.tokenizer import Tokenizer
 from localgen.backends.types import EmbedRequest, Request, Tokenized, TokenizeRequest
@@ -61,6 +62,7 @@ class InputProcessor:
         sampling_params.validate_sampling_params(params)
         ctx = self._resolve_ctx(request.ctx)
         self._require_few_messages(request, ctx)
+        request, changes = stabilize(request) if request.stabilize else (request, ())
         opening = self._render(request)
         tokens = self._tokenize(request, opening, ctx)
         has_seed = request.params.seed is not None or self.defaults.seed is not None
@@ -77,7 +79,11 @@ class InputProcessor:
             if self.grammar_compiler
             else None,
             response_parser=opening.response_parser,
-            notes=(*opening.notes, *_budget_notes(request, params, opening.response_parser)),
+            notes=(
+                *changes,
+                *opening.notes,
+                *_budget_notes(request, params, opening.response_parser),
+            ),
             prefix_break=self._history.compare(request, opening.text, tokens)
             if self.limits.can_rewind
             else None,
@@ -99,7 +105,7 @@ class InputProcessor:
 
         Raises InvalidRequest, or ContextExceeded for a prompt of far more characters.
         """
-        request = asked.request
+        request = stabilize(asked.request)[0] if asked.request.stabilize else asked.request
         ctx = self._resolve_ctx(request.ctx)
         rendered = self._render(request)
         is_empty = not (rendered.text or request.prompt_tokens)

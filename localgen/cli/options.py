@@ -21,6 +21,15 @@ from localgen.config import parse_keep_alive
 
 OnOffAuto = Literal["auto", "on", "off"]
 Backend = Literal["auto", "llamacpp", "cuda"]
+Stabilize = Annotated[
+    bool,
+    typer.Option(
+        "--stabilize",
+        help="Remove from prompts what changes with each request, so that the prefix cache serves "
+        "more: attribution headers, dates and clock times of the system message, order of tools.",
+        envvar="LOCALGEN_STABILIZE",
+    ),
+]
 _METAVARS = {list[str]: "<str>", list[int]: "<int>"}
 
 

@@ -14,7 +14,7 @@ from localgen.backends.model_info import LoadOptions
 from localgen.chat.parameters import ModelOptions
 from localgen.cli import completion_values
 from localgen.cli.completion_values import complete_model
-from localgen.cli.options import takes_serve_options
+from localgen.cli.options import Stabilize, takes_serve_options
 from localgen.server.http.access import DEFAULT_PORT, MAX_BODY_BYTES
 from localgen.server.stats.request_log import LogFormat, create_log_formatter
 
@@ -50,6 +50,7 @@ def command(
             autocompletion=completion_values.option_completer("draft"),
         ),
     ] = None,
+    stabilize: Stabilize = False,
     log_format: Annotated[
         LogFormat, typer.Option(help="Log format: plain text, or one JSON object per line.")
     ] = "text",
@@ -188,6 +189,7 @@ def command(
         rate_limit=parse_rate_limit(rate_limit),
         timeout_s=timeout,
         max_body_bytes=parse_size(max_body, "--max-body"),
+        stabilize=stabilize,
     )
     handler = logging.StreamHandler()
     handler.setFormatter(create_log_formatter(log_format))

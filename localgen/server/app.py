@@ -92,16 +92,19 @@ def create_app(
     app.include_router(LlamaServerApi(manager, journal, access.timeout_s).router())
     ports = PrivatePorts(listen)
     _add_private_port_route(app, manager, ports, is_shutting_down)
-    return _with_arrival(GuardMiddleware(app, access, rates, ports))
+    guarded = GuardMiddleware(app, access, rates, ports)
+    return _with_arrival(guarded, lambda port: access.stabilize or ports.stabilizes(port))
 
 
-def _with_arrival(app: ASGIApp) -> ASGIApp:
+def _with_arrival(app: ASGIApp, stabilizes: Callable[[int], bool]) -> ASGIApp:
     """Record the arrival time before the body is read, so that TTFT includes reading it.
 
-    Gives each request an id, which every response has as X-Request-Id.
+    Gives each request an id, which every response has as X-Request-Id. stabilizes: True for a port
+    whose requests are stabilized.
     """
 
     async def arrive(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["stabilize"] = stabilizes((scope.get("server") or ("", 0))[1] or 0)
         scope["arrived_s"] = time.monotonic()
         scope["request_id"] = request_id = uuid.uuid4().hex[:24]
 
@@ -314,14 +317,17 @@ def _add_private_port_route(
     is_shutting_down: Callable[[], bool],
 ) -> None:
     @app.post("/v1/private-port", response_model=None)
-    async def private_port(http: HttpRequest) -> Response:
-        """A loopback port with a key, as long as the client reads the stream."""
-        _require_local(http, "localgen launch opens ports over the Unix socket only")
-        return EventStreamResponse(opened(), responses.SSE)
+    async def private_port(http: HttpRequest, stabilize: bool = False) -> Response:
+        """A loopback port with a key, as long as the client reads the stream.
 
-    async def opened() -> AsyncGenerator[dict[str, str], None]:
+        stabilize: the requests that come there.
+        """
+        _require_local(http, "localgen launch opens ports over the Unix socket only")
+        return EventStreamResponse(opened(stabilize), responses.SSE)
+
+    async def opened(stabilize: bool) -> AsyncGenerator[dict[str, str], None]:
         with manager.activity():  # the server does not exit while the program may call it
-            async with ports.open() as port:
+            async with ports.open(stabilize=stabilize) as port:
                 yield {"url": port.url, "key": port.key}
                 while not is_shutting_down():
                     await asyncio.sleep(STATS_PERIOD_S)

@@ -87,6 +87,8 @@ def run_server(
             sockets.append(stack.enter_context(open_tcp_socket(access)))
             host, port = sockets[-1].getsockname()[:2]
             _log.info("listening on http://%s", host_and_port(host, port))
+        if access.stabilize:
+            _log.info("prompts are stabilized: attribution headers, dates, order of tools")
         spare = EngineProcess.start(engine_command)
         from localgen.server.serving import serve
 

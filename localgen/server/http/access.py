@@ -31,7 +31,7 @@ class AccessPolicy:
     port: None to listen on the Unix socket only. keys: accepted API keys; empty: none required.
     cors_origins: allowed web origins, `*` for all. allowed_hosts: accepted Host headers, in
     addition to addresses, localhost, `host` and the machine's hostname. timeout_s: maximum
-    duration of a request.
+    duration of a request. stabilize: all requests, as in Request.
     """
 
     host: str = "127.0.0.1"
@@ -42,6 +42,7 @@ class AccessPolicy:
     rate_limit: RateLimit = RateLimit()
     timeout_s: float | None = None
     max_body_bytes: int = MAX_BODY_BYTES
+    stabilize: bool = False
 
     def validate(self) -> None:
         """Raise BadSetting for a weak API key, or a non-loopback host without keys."""
