@@ -220,12 +220,25 @@ class CompletionSerializer:
             self.text_offsets[index] += len(position.chosen.text)
         return {
             "tokens": [position.chosen.text for position in positions],
-            "token_logprobs": [position.chosen.logprob for position in positions],
-            "top_logprobs": [
-                {token.text: token.logprob for token in position.top} for position in positions
+            "token_logprobs": [
+                None if position.is_first else position.chosen.logprob for position in positions
             ],
+            "top_logprobs": [_top_logprobs(position) for position in positions],
             "text_offset": offsets,
         }
+
+
+def _top_logprobs(position: PositionLogprobs) -> dict[str, float] | None:
+    """Logprobs of the most likely tokens by text, of the best of those with the same text.
+
+    None: of the first token of a prompt.
+    """
+    if position.is_first:
+        return None
+    best: dict[str, float] = {}
+    for token in position.top:
+        best.setdefault(token.text, token.logprob)
+    return best
 
 
 def _delta_fields(delta: Delta) -> dict[str, Any]:
