@@ -10,6 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
 import torch
 from models import Bench, LoadedBench, Reply
 from test_cuda_runner import NOISE, TINY, CudaBench
