@@ -1,12 +1,13 @@
 # make chat needs only Python 3.11 to 3.13 and a C/C++ compiler. See make help.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help chat test test-fast test-gpu lint types docs requirements wheel clean force
+.PHONY: help chat test test-fast test-gpu test-agents lint types docs requirements wheel clean force
 
 VENV := .venv
 EXTRA := dev
 GPU_PYTHON := $(VENV)/bin/python
 GPU_SETUP := $(VENV)/.installed-dev
+AGENTS := @openai/codex opencode-ai
 # another Python, if named on the command line, has an environment of its own without torch
 ifeq ($(origin PYTHON),command line)
 VENV := .venv-$(notdir $(PYTHON))
@@ -28,6 +29,7 @@ help:
 	@echo 'make test-fast   the tests of tests/fast.txt, under two minutes'
 	@echo 'make test-gpu    the tests that need a GPU; PYTHON=python3 is one that has torch for CUDA, Triton,'
 	@echo '                 numpy, psutil and pytest'
+	@echo 'make test-agents  the tests that need coding agents, which it installs with npm into .venv/agents'
 	@echo 'make lint    check style and formatting with ruff'
 	@echo 'make types   check types with mypy'
 	@echo 'make docs    regenerate docs/cli.md and docs/gpu-models.md'
@@ -50,6 +52,12 @@ test-fast: $(VENV)/.installed-dev $(MODEL)
 # without tests/conftest.py, which prepares all other tests
 test-gpu: $(GPU_SETUP)
 	@$(GPU_PYTHON) -m pytest -rs --confcutdir=tests/gpu tests/gpu $(ARGS)
+
+test-agents: $(VENV)/.installed-dev $(VENV)/agents/node_modules
+	@OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest -rs tests/agents $(ARGS)
+
+$(VENV)/agents/node_modules:
+	@npm install --prefix $(VENV)/agents --no-audit --no-fund $(AGENTS)
 
 lint: $(VENV)/.installed-dev
 	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .

@@ -60,7 +60,8 @@ class EndedRequest:
     """A request that has ended.
 
     outcome: a finish reason (stop, length, tool_calls, cancelled), embedded, an error code, or gone
-    if the client disconnected. ended_ago_s: seconds since the end.
+    if the client disconnected. ended_ago_s: seconds since the end. prefix_break: where its prompt
+    parts from an earlier one; empty: nowhere, or not for this client to know.
     """
 
     request_id: str
@@ -77,3 +78,4 @@ class EndedRequest:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     phases: RequestPhases = field(default_factory=RequestPhases)
+    prefix_break: str = ""

@@ -58,6 +58,7 @@ class SamplingParams:
     repeat_last_n and dry_penalty_last_n count tokens; -1 is the whole context.
     logprobs: None for none, n for the n best at each position besides the chosen one.
     min_tokens: no end of text and no stop string before that many tokens.
+    thinking_budget: most tokens of reasoning, after which it is ended; None: no limit.
     json_schema, regex, grammar (GBNF or Lark): constrain the answer; at most one of them.
     """
 
@@ -133,6 +134,7 @@ class SamplingParams:
     logprobs: int | None = None
     max_tokens: int | None = None
     min_tokens: int = 0
+    thinking_budget: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False

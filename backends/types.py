@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from localgen.backends.prefix_break import PrefixBreak
 from localgen.backends.sampling_params import SamplingParams
 
 # of one sequence in one step: with the token before them they fill a kernel's tile
@@ -58,7 +59,9 @@ class Request:
     priority: higher runs first.
     ctx: limit on prompt + completion in tokens; None: the model's context length.
     cache_salt: only requests with the same salt share cached prefixes.
+    account: whose prompts it may be compared with; see engine/prompt_history.py.
     arrived_s: when the server received the request; TTFT and queue time are measured from here.
+    stabilize: remove from the prompt what changes without a meaning (backends/text/stabilizer.py).
     tools: only with messages. tool_choice: auto, none, required or a function name.
     parallel_tool_calls: allow several tool calls in one answer.
     prefill: beginning of the answer, which the model continues; only with messages.
@@ -84,7 +87,9 @@ class Request:
     priority: int = 0
     ctx: int | None = None
     cache_salt: str = ""
+    account: str = ""
     arrived_s: float = 0.0
+    stabilize: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +184,7 @@ class Timings:
     draft_speedup: speedup over plain decode steps measured over the same period; 0: unknown.
     draft_reason: why most steps had no draft tokens.
     draft_by: drafters used (`n-gram` or the name of a draft model), the one with most tokens first.
+    prefix_break: where the prompt parts from an earlier one; None: it does not.
     """
 
     cache_n: int = 0
@@ -199,6 +205,7 @@ class Timings:
     draft_speedup: float = 0.0
     draft_reason: str = ""
     draft_by: tuple[str, ...] = ()
+    prefix_break: PrefixBreak | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

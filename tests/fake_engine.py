@@ -2,7 +2,9 @@
 
 Run as `python tests/fake_engine.py FD`. The "model" is a JSON file that sets the behaviour:
 load_s, first_s, token_s, say (lines of output), fail (a message) and code, options (in force),
-kv_bytes, size_bytes, crash_repacked (die of an illegal instruction unless repacking is off).
+kv_bytes, size_bytes, crash_repacked (die of an illegal instruction unless repacking is off), answer
+(instead of the prompt), calls (arguments by tool: the first one offered is called, unless the last
+message is its result).
 The word `!die` ends the process without a message, `!spin` is a step that computes for spin_s.
 Embedding takes token_s per word.
 """
@@ -47,6 +49,7 @@ from localgen.backends.types import (
     Tokenized,
     TokenizeRequest,
     TokenLogprob,
+    ToolCallDelta,
 )
 
 MAX_PROMPT = 1000
@@ -158,6 +161,8 @@ class FakeEngine:
                 self.submit(request)
             case wire.Cancel(request_id):
                 self.cancel(request_id)
+            case wire.AnswerNow(request_id):
+                self.answer_now(request_id)
             case wire.SubmitEmbedding(texts):
                 self.embed(texts)
             case TokenizeRequest(request):
@@ -172,9 +177,16 @@ class FakeEngine:
         if running is not None or self.texts.pop(request_id, None) is not None:
             self.cancelled += 1
 
+    def answer_now(self, request_id: str) -> None:
+        """Say `now` next, and end."""
+        if request_id in self.running:
+            request, words, done = self.running[request_id]
+            self.running[request_id] = (request, [*words[:done], "now"], done)
+
     def submit(self, request: Request) -> None:
         time.sleep(self.script.get("first_s", 0))
         text = request.messages[-1].content if request.messages else request.prompt or ""
+        text = self.script.get("answer", text)
         words = [word for word in text.split(" ") if word]
         if len(words) > MAX_PROMPT:
             reason = f"prompt is {len(words)} tokens, context is {MAX_PROMPT}"
@@ -183,7 +195,18 @@ class FakeEngine:
         if len(self.running) >= self.script.get("max_queue", 64):
             failed = Failed(request.id, "queue_full", "1 request waits already")
             return self.send(StepEvents(failed=(failed,)))
+        if call := self.scripted_call(request):
+            delta = Delta(request.id, "", 1, tool_calls=(call,))
+            end = dataclasses.replace(self.finished(request, ["call"], 1), reason="tool_calls")
+            return self.send(StepEvents((delta,), (end,)))
         self.running[request.id] = (request, words, 0)
+
+    def scripted_call(self, request: Request) -> ToolCallDelta | None:
+        calls = self.script.get("calls", {})
+        name = next((tool.name for tool in request.tools if tool.name in calls), None)
+        if name is None or not request.messages or request.messages[-1].role == "tool":
+            return None
+        return ToolCallDelta(0, json.dumps(calls[name]), id=f"call_{request.id[:8]}", name=name)
 
     def embed(self, request: EmbedRequest) -> None:
         if any(text == "!die" for text in request.inputs):

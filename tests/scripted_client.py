@@ -93,6 +93,7 @@ class Record:
     embedded: list[tuple[str | None, tuple[str, ...]]] = field(default_factory=list)
     unloaded: list[str] = field(default_factory=list)
     shutdowns: int = 0
+    answers_now: int = 0
 
 
 Script = Sequence[str | TextDelta | Completion | BaseException]
@@ -147,6 +148,14 @@ class ScriptedClient(LocalClient):
         except GeneratorExit:
             self.record.closed_early += 1
             raise
+
+    @property
+    def can_answer_now(self) -> bool:
+        return True
+
+    def answer_now(self) -> bool:
+        self.record.answers_now += 1
+        return True
 
     def embed(
         self, model: str | None, texts: Sequence[str], dimensions: int | None = None

@@ -64,3 +64,32 @@ def test_an_error_after_such_bytes_is_an_event(served: ServerHarness) -> None:
 def test_an_answer_in_one_piece_has_only_itself(served: ServerHarness) -> None:
     reply = served.chat(served.model(token_s=TOKEN_S), "one two")
     assert reply.json()["choices"][0]["message"]["content"] == "one two"
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_stream_has_bytes_while_its_model_loads(served: ServerHarness, path: str) -> None:
+    fields, nothing = ROUTES[path]
+    model = served.model(f"loading{path.replace('/', '-')}", load_s=TOKEN_S)
+    body = {"model": model, "stream": True} | fields
+    with served.http.stream("POST", path, json=body) as reply:
+        pieces = b"".join(reply.iter_bytes())
+    assert reply.status_code == 200
+    assert pieces.startswith(nothing)
+    assert pieces.index(nothing) < pieces.index(b"one") < pieces.index(b"two")
+
+
+def test_ollama_has_chunks_while_the_model_loads(served: ServerHarness) -> None:
+    body = {"model": served.named("loading", load_s=TOKEN_S), "messages": MESSAGES}
+    lines = [json.loads(line) for line in served.http.post("/api/chat", json=body).iter_lines()]
+    assert not lines[0]["message"]["content"]
+    assert "".join(line["message"]["content"] for line in lines) == "one two"
+
+
+@pytest.mark.parametrize("path", [*ROUTES, "/api/chat"])
+def test_an_error_of_a_load_that_took_long_is_an_event(served: ServerHarness, path: str) -> None:
+    fields, _ = ROUTES.get(path, ({"messages": MESSAGES}, b""))
+    name = served.named(f"broken{path.replace('/', '-')}", load_s=TOKEN_S, fail="no such tensor")
+    with served.http.stream("POST", path, json={"model": name, "stream": True} | fields) as reply:
+        lines = [line for line in reply.iter_lines() if line]
+    assert reply.status_code == 200
+    assert "no such tensor" in lines[-1]

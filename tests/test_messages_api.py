@@ -137,6 +137,9 @@ def test_errors_have_anthropic_s_form(client: anthropic.Anthropic, server: RealS
         ({"mcp_servers": [{"name": "x"}]}, "mcp_servers is not supported"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "leave it out"),
         ({"tools": [WEATHER, WEATHER]}, "duplicate tool weather"),
+        ({"tools": [WEATHER | {"name": "a b"}]}, "tools[0].name 'a b': use 1 to 128 letters"),
+        ({"tools": [WEATHER, WEATHER | {"name": ""}]}, "tools[1].name ''"),
+        ({"tools": [WEATHER | {"name": "x" * 129}]}, "use 1 to 128 letters"),
         ({"tool_choice": {"type": "tool", "name": "x"}}, "no tool 'x' in tools (none)"),
         ({"tool_choice": {"type": "any"}}, "tool_choice any needs tools"),
         ({"messages": []}, "messages"),
@@ -164,6 +167,7 @@ def test_fields_that_change_no_token_are_accepted() -> None:
     }
     request = MessagesRequest.model_validate(body)
     assert request.to_request_fields()["thinking"] is None
+    assert request.to_sampling_params().thinking_budget == 1024
     off = MessagesRequest.model_validate(body | {"thinking": {"type": "disabled"}})
     assert off.to_request_fields()["thinking"] is False
 
@@ -218,7 +222,7 @@ def test_blocks_become_messages() -> None:
         (
             "user",
             {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]},
-            "content[0].content[0]: this server reads no images",
+            "content[0].content[0]: this model reads no images",
         ),
     ],
 )
@@ -288,3 +292,35 @@ def test_a_full_context_is_not_a_limit_of_the_request(tokens: int, reason: str) 
     )
     last: Any = MessageSerializer("msg_r", "m", 50, ()).stream_end(end)[0]
     assert last["delta"]["stop_reason"] == reason
+
+
+def test_names_of_tools_may_be_longer_than_openai_s() -> None:
+    tool = WEATHER | {"name": "mcp__plugin_weather_server__" + "x" * 100}
+    body = MessagesRequest(model="m", max_tokens=1, messages=[QUESTION], tools=[tool])
+    (parsed,) = body.to_request_fields()["tools"]
+    assert parsed.name == tool["name"]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_cancelled_answer_does_not_claim_to_be_complete(is_stream: bool) -> None:
+    serializer = MessageSerializer("msg_1", "m", 100, ())
+    delta = Delta("r", "one two", 2)
+    cancelled = Finished(
+        request_id="r",
+        reason="cancelled",
+        timings=Timings(),
+        prompt_tokens=3,
+        completion_tokens=2,
+        ctx=10,
+    )
+    if is_stream:
+        serializer.choice_start(0)
+        serializer.choice_delta(0, delta)
+        serializer.choice_end(0, cancelled)
+        (last, _) = serializer.stream_end(cancelled)
+        assert isinstance(last, dict)
+        assert last["delta"] == {"stop_reason": "pause_turn", "stop_sequence": None}
+        return
+    whole = serializer.full_response([FinishedChoice([delta], cancelled)], cancelled)
+    assert whole["stop_reason"] == "pause_turn"
+    assert whole["content"] == [{"type": "text", "text": "one two"}]

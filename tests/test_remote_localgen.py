@@ -47,6 +47,7 @@ EVERYTHING = SamplingParams(
     dry_base=1.5,
     dry_allowed_length=3,
     dry_penalty_last_n=128,
+    thinking_budget=99,
     dry_sequence_breakers=("\n", "."),
     logit_bias={5: -1.0},
     seed=7,

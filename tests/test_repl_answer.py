@@ -372,3 +372,17 @@ def test_notices_of_the_client_go_where_they_are_wanted() -> None:
     assert isinstance(shown.file, io.StringIO)
     assert "starting the server" in shown.file.getvalue()
     assert "no answer" not in shown.file.getvalue()
+
+
+def test_the_key_that_ends_the_reasoning_is_shown_meanwhile() -> None:
+    shown = console(force_terminal=True)
+    live = LiveAnswer(shown, used_tokens=10, max_context=None, reasoning_hint="KEY answers now")
+
+    def drawn_below() -> str:
+        return "".join(part.text for row in live._render_unfinished() for part in row)
+
+    assert "KEY" not in drawn_below()
+    live.feed("", 1, THOUGHT)
+    assert "KEY answers now" in drawn_below()
+    live.feed("The answer.", 2)
+    assert "KEY" not in drawn_below()

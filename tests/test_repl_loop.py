@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import io
+import os
 import re
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 from scripted_client import Script, ScriptedClient, answer
+from serving import wait_until
 
 from localgen.backends.errors import (
     ContextExceeded,
@@ -26,7 +29,7 @@ from localgen.backends.types import Message
 from localgen.chat.conversation import Turn
 from localgen.chat.parameters import ModelOptions
 from localgen.chat.session import ChatSession
-from localgen.client import TextDelta
+from localgen.client import Completion, TextDelta
 from localgen.machine.busy_processes import BusyProgram
 from localgen.repl.load_progress import LoadProgressLine
 from localgen.repl.repl import Repl
@@ -92,6 +95,21 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_there_is(chat: Callable[..., Cha
     assert "half an" in screen
     assert "stopped" in screen
     assert talk.client.record.asked[1].messages[1] == Message("assistant", "half an")
+
+
+def test_the_answer_key_asks_the_server_to_end_the_reasoning(chat: Callable[..., Chat]) -> None:
+    talk = chat()
+
+    def thinking() -> Generator[TextDelta | Completion, None, None]:
+        yield TextDelta("", 1, "hm")
+        os.kill(os.getpid(), signal.SIGQUIT)
+        wait_until(lambda: talk.client.record.answers_now)
+        yield TextDelta("Yes.", 2)
+        yield answer()
+
+    talk.client.scripts = [thinking()]  # type: ignore[list-item]
+    assert "Yes." in talk.type("hi")
+    assert talk.client.record.answers_now == 1
 
 
 def test_ctrl_c_before_any_text_keeps_nothing(chat: Callable[..., Chat]) -> None:

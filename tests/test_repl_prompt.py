@@ -25,6 +25,7 @@ from localgen.chat.parameters import ModelOptions
 from localgen.chat.session import ChatSession
 from localgen.client import ModelCard
 from localgen.locked_file import LockedFile
+from localgen.machine.python_process import python_environment
 from localgen.repl.prompt import ChatCompleter, create_prompt_session, has_open_quotes, strip_quotes
 from localgen.repl.repl import _create_line_reader
 from localgen.repl.typed_ahead import hide_typed_ahead
@@ -290,3 +291,47 @@ def test_models_are_looked_up_once_a_prompt(
 def test_the_line_editor_is_not_imported_before_the_server_starts() -> None:
     code = "import sys, localgen.repl.repl; sys.exit('prompt_toolkit' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+WAITING = """
+import fcntl, sys, termios, threading
+from localgen.repl.answer_key import on_answer_now
+from localgen.repl.typed_ahead import hide_typed_ahead
+
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+pressed = threading.Event()
+with hide_typed_ahead():
+    with on_answer_now(pressed.set):
+        print("reasons", flush=True)
+        assert pressed.wait(30)
+    print("answers", flush=True)
+    assert sys.stdin.readline() == "typed before\\n"
+    print("ends", flush=True)
+"""
+
+
+def test_the_key_that_ends_reasoning_keeps_what_was_typed_and_else_does_nothing() -> None:
+    keyboard, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAITING],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        env=python_environment(),
+        start_new_session=True,
+    )
+    os.close(terminal)
+
+    def await_word(word: bytes) -> None:
+        shown = b""
+        while word not in shown:
+            assert select.select([keyboard], [], [], 60)[0], shown
+            shown += os.read(keyboard, 1000)
+
+    await_word(b"reasons")
+    os.write(keyboard, b"typed before\x18")
+    await_word(b"answers")
+    os.write(keyboard, b"\x18\r")  # it ends no process later
+    await_word(b"ends")
+    assert process.wait(30) == 0
+    os.close(keyboard)

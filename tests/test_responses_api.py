@@ -145,7 +145,7 @@ def test_what_is_not_supported_is_named(server: RealServer) -> None:
         ({"input": [{"type": "computer_call"}]}, "'computer_call' is not supported"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-            "input[0].content[0]: input_image is not supported",
+            "input[0].content[0]: this model reads no images",
         ),
         ({"truncation": "auto"}, "truncation"),
         ({"include": ["message.output_text.logprobs"]}, "include"),

@@ -98,6 +98,7 @@ def test_every_number_has_a_rule() -> None:
     """A new numeric field of SamplingParams needs bounds here."""
     others = {"dry_sequence_breakers", "logit_bias", "seed", "logprobs", "max_tokens", "min_tokens"}
     others |= {"stop", "stop_token_ids", "ignore_eos", "json_schema", "regex", "grammar"}
+    others |= {"thinking_budget"}
     assert {field.name for field in fields(SamplingParams)} == {*EDGES, *UNBOUNDED} | others
 
 
@@ -233,6 +234,7 @@ def test_unsupported_setting_is_rejected_unless_off() -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"min_tokens": -1}, "min_tokens"),
+        ({"thinking_budget": -1}, "thinking_budget"),
         ({"min_tokens": 6, "max_tokens": 5}, "min_tokens"),
         ({"logprobs": -1}, "logprobs"),
         ({"logprobs": MAX_LOGPROBS + 1}, "logprobs"),

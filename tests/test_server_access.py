@@ -247,10 +247,11 @@ def test_requests_per_minute_are_limited() -> None:
 # what --rate-limit does not count: cheap reads, and what ends work
 UNCOUNTED = {
     *(("get", f"/{name}") for name in ("", "health", "livez", "metrics")),
+    *(("get", f"/{name}") for name in ("models", "props", "slots", "version")),
     *(("get", f"/v1/{name}") for name in ("models", "models/{name}", "stats")),
     *(("get", f"/api/{name}") for name in ("tags", "ps", "version")),
     ("get", "/v1/responses/{response_id}"),
-    ("post", "/v1/requests/{request_id}/cancel"),
+    *(("post", f"/v1/requests/{{request_id}}/{what}") for what in ("cancel", "answer-now")),
 }
 
 

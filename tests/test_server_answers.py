@@ -252,3 +252,11 @@ def test_usage_is_kept_with_many_at_once(served: ServerHarness) -> None:
         texts = [f"{number} {WORDS}" for number in range(48)]
         answers = list(pool.map(lambda text: served.chat(model, text).json(), texts))
     assert [answer["choices"][0]["message"]["content"] for answer in answers] == texts
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_the_drawn_token_is_among_the_top_logprobs(served: ServerHarness, count: int) -> None:
+    body = {"model": served.model("drawn"), "prompt": "one two", "logprobs": count}
+    logprobs = served.http.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["one", " two"]
+    assert logprobs["top_logprobs"] == [{"one": -0.5}, {" two": -0.5}]

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import ServerHarness, chat_body, server_harness, wait_until
 
 from localgen.backends.types import EmbedRequest, Request
+from localgen.client.prometheus import MetricsParser
 from localgen.server.models.manager import ModelManager
 from localgen.server.openai.responses import CompletionSerializer
 from localgen.server.requests.embeddings import EmbeddingJob, compute_embeddings
@@ -35,6 +36,7 @@ HISTOGRAMS = {
     *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
     *("request_time_per_output_token_seconds", "request_queue_time_seconds"),
     *("request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens"),
+    "request_inference_time_seconds",
     *("request_generation_tokens", "iteration_tokens_total"),
 }
 
@@ -81,6 +83,39 @@ def test_requests_are_counted(served: ServerHarness) -> None:
     assert found["time_to_first_token_seconds_count model_name=echo"] == 3
     assert found["e2e_request_latency_seconds_count model_name=echo"] == 3
     assert found["num_requests_running model_name=echo"] == 0
+
+
+def test_dashboards_of_other_servers_find_their_names(served: ServerHarness) -> None:
+    """The values are those of our names; llama-server's totals are sums and counts of ours."""
+    served.chat(served.model("known"), "hello my world")
+    label = "model_name=known"
+    wait_until(lambda: f"prompt_tokens_total {label}" in figures(served))
+    found = figures(served)
+    for name in HISTOGRAMS - {"iteration_tokens_total"}:
+        for suffix in ("count", "sum"):
+            own = found.get(f"{name}_{suffix} {label}")
+            assert found.get(f"vllm:{name}_{suffix} {label}") == own
+    for name in (GAUGES | COUNTERS) - {"num_threads", "request_success_total"}:
+        assert found[f"vllm:{name} {label}"] == found[f"{name} {label}"]
+    assert found[f"vllm:request_success_total finished_reason=stop {label}"] == 1
+    for theirs, ours in {
+        "vllm:time_per_output_token_seconds_count": "inter_token_latency_seconds_count",
+        "vllm:gpu_cache_usage_perc": "kv_cache_usage_perc",
+        "llamacpp:prompt_tokens_total": "prompt_tokens_total",
+        "llamacpp:prompt_seconds_total": "request_prefill_time_seconds_sum",
+        "llamacpp:tokens_predicted_total": "generation_tokens_total",
+        "llamacpp:tokens_predicted_seconds_total": "request_decode_time_seconds_sum",
+        "llamacpp:n_decode_total": "iteration_tokens_total_count",
+        "llamacpp:requests_processing": "num_requests_running",
+        "llamacpp:requests_deferred": "num_requests_waiting",
+    }.items():
+        assert found[f"{theirs} {label}"] == found[f"{ours} {label}"], theirs
+    assert not [name for name in found if name.startswith("vllm:") and "threads" in name]
+    # a page has each name once, and is still that of localgen
+    page = served.http.get("/metrics").text
+    kinds = [line for line in page.splitlines() if line.startswith("# TYPE")]
+    assert len({kind.split()[2] for kind in kinds}) == len(kinds)
+    assert MetricsParser().parse(page, 0.0).server_type == "localgen"
 
 
 def test_loads_are_counted(served: ServerHarness) -> None:

@@ -47,6 +47,13 @@ NAMING = {
     ("POST", "/v1/responses"): Named(("model",), {"input": "a"}),
     ("POST", "/v1/messages"): Named(("model",), {"messages": MESSAGES, "max_tokens": 5}),
     ("POST", "/v1/messages/count_tokens"): Named(("model",), {"messages": MESSAGES}),
+    ("POST", "/chat/completions"): Named(("model",), {"messages": MESSAGES}),
+    ("POST", "/completion"): Named(("model",), {"prompt": "a"}),
+    ("POST", "/completions"): Named(("model",), {"prompt": "a"}),
+    ("POST", "/embedding"): Named(("model",), {"content": "a"}),
+    ("POST", "/embeddings"): Named(("model",), {"content": "a"}),
+    ("GET", "/props"): Named(("model",), {}),
+    ("GET", "/slots"): Named(("model",), {}),
     ("POST", "/tokenize"): Named(("model",), {"content": "a"}),
     ("POST", "/detokenize"): Named(("model",), {"tokens": [1]}),
     ("POST", "/apply-template"): Named(("model",), {"messages": MESSAGES}),
@@ -77,9 +84,12 @@ OTHER_ROUTES = {
     ("GET", "/health"),
     ("GET", "/livez"),
     ("GET", "/metrics"),
+    ("GET", "/models"),
+    ("GET", "/version"),
     ("GET", "/v1/models"),
     ("GET", "/v1/stats"),
     ("POST", "/v1/requests/{request_id}/cancel"),
+    ("POST", "/v1/requests/{request_id}/answer-now"),
     ("POST", "/v1/shutdown"),
     ("POST", "/v1/private-port"),
     ("GET", "/v1/responses/{response_id}"),
@@ -259,6 +269,8 @@ def ask(http: httpx.Client, case: Case, name: str) -> httpx.Response:
     method, path, field, body = case
     if "{" in path:
         return http.request(method, path.replace(f"{{{field}}}", quote(name, safe="")))
+    if method == "GET":
+        return http.get(path, params={field: name})
     outer, _, inner = field.partition(".")
     return http.request(method, path, json=body | {outer: {inner: name} if inner else name})
 

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,9 +19,11 @@ from serving import MANY_WORDS, ServerHarness, chat_body, in_thread, server_harn
 from tcp_server import AUTH, KEY, code, tcp_server
 
 from localgen.backends.formats.model_files import ModelFile
-from localgen.backends.machine_stats import MachineStats, ReadCost
+from localgen.backends.machine_stats import EndedRequest, MachineStats, ReadCost
 from localgen.backends.model_info import LoadOptions
+from localgen.backends.prefix_break import PrefixBreak
 from localgen.backends.types import Finished, Timings
+from localgen.client.snapshot import ServerSnapshot
 from localgen.machine import bandwidth, gpus, measurements
 from localgen.machine.bandwidth import Bandwidth
 from localgen.machine.gpus import Gpu, read_gpu_metrics
@@ -30,6 +33,8 @@ from localgen.server.stats.machine_watch import MAX_AGE_S, MachineWatch
 from localgen.server.stats.memory_reads import ReadCostCache, compute_read_cost
 from localgen.server.stats.recent_requests import MAX_RECENT_REQUESTS, RecentRequests
 from localgen.server.stats.request_log import RequestRecord
+from localgen.tui.top.requests import request_rows
+from localgen.tui.top.timeline import timeline_lines
 
 
 @pytest.fixture(scope="module")
@@ -98,12 +103,30 @@ def test_others_go_on_when_one_is_cancelled(served: ServerHarness) -> None:
     assert (first.reason, second.reason) == ("cancelled", "length")
 
 
+def test_the_reasoning_of_all_choices_is_ended_by_the_id_of_the_request(
+    served: ServerHarness,
+) -> None:
+    model = served.model("thinking", token_s=0.02)
+    answer = Answer(served, model, n=2)
+    wait_until(lambda: len(answer.text) > 3)
+    path = f"/v1/requests/{answer.id}/answer-now"
+    assert served.http.post("/v1/requests/nobody/answer-now").json() == {"answering": False}
+    assert served.http.post(path).json() == {"answering": True}
+    answer.thread.join(10)
+    assert answer.reason == "stop"
+    assert answer.text.count("now") == 2
+    assert served.http.post(path).json() == {"answering": False}, "it has ended"
+
+
 def test_cancelling_over_tcp_needs_a_key() -> None:
     with tcp_server(keys=[KEY]) as opened:
         path = "/v1/requests/nobody/cancel"
         assert code(opened.http.post(path)) == "unauthorized"
         assert opened.http.post(path, headers=AUTH).json() == {"cancelled": False}
         assert opened.http.get(path, headers=AUTH).status_code == 405
+        path = "/v1/requests/nobody/answer-now"
+        assert code(opened.http.post(path)) == "unauthorized"
+        assert opened.http.post(path, headers=AUTH).json() == {"answering": False}
 
 
 @pytest.mark.parametrize("path", ["//cancel", "/%2e%2e/cancel", "/a/b/cancel", "/%00/cancel"])
@@ -140,6 +163,37 @@ def test_an_ended_request_says_where_its_time_went() -> None:
     assert (phases.template_ms, phases.queue_ms, phases.cached_ms) == (10, 20, 5)
     assert (phases.prefill_ms, phases.first_step_ms, phases.decode_ms) == (75, 20, 400)
     assert 0 <= found.ended_ago_s < 5
+
+
+def test_only_local_clients_see_excerpts_of_prompts() -> None:
+    parted = PrefixBreak(
+        place="the system message", byte=4, before="a", after="b", token=9, tokens=300, ms=500.0
+    )
+    end = finish()
+    end = replace(end, timings=replace(end.timings, prefix_break=parted))
+    recent = RecentRequests()
+    recent.on_request_end(entry(finished=[end], total=end))
+    assert [each.prefix_break for each in recent.requests(with_prompts=True)] == [str(parted)]
+    assert [each.prefix_break for each in recent.requests()] == [""]
+
+
+def test_the_timeline_says_where_a_prompt_parts() -> None:
+    said = "parts at byte 4 of the system message: `a` became `b`; 300 tokens read again, 500 ms"
+    ended = EndedRequest(
+        request_id="r", model="m", client="c", outcome="stop", ended_ago_s=1.0, prefix_break=said
+    )
+    snapshot = ServerSnapshot(server_type="localgen", finished_requests=(ended,))
+    rows = request_rows(snapshot, include_ended=True)
+    assert rows
+    row = rows[0]
+    lines = [line.plain for line in timeline_lines(row, 60)]
+    begin = next(number for number, line in enumerate(lines) if line.startswith("prefix "))
+    assert all(len(line) <= 60 for line in lines[begin:])
+    assert " ".join(line[15:] for line in lines[begin:]) == said
+    assert not any(
+        line.plain.startswith("prefix")
+        for line in timeline_lines(replace(row, prefix_break=""), 60)
+    )
 
 
 def test_each_of_several_answers_is_listed_and_the_newest_come_first() -> None:

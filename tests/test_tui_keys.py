@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from scripted_client import answer
+from scripted_client import ScriptedClient, answer
 from textual.pilot import Pilot
 from textual.widgets import Collapsible, Input, Static, TextArea
 from tui_chats import Tui, notice_text, play, press, turns
@@ -358,3 +358,27 @@ def test_bye_leaves(tmp_path: Path) -> None:
         await tui.until(lambda: not tui.app.is_running)
 
     play(Tui(tmp_path), scene)
+
+
+def test_ctrl_x_ends_the_reasoning_or_cuts_the_selection(tmp_path: Path) -> None:
+    gate = threading.Event()
+
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await pilot.press("ctrl+x")
+        assert "does not reason now" in notice_text(tui)
+        await tui.type(pilot, "q")
+        await pilot.press("enter")
+        await tui.until(lambda: tui.opened.answer_stream and tui.opened.answer_stream.num_tokens)
+        await tui.until(lambda: "Ctrl+X answers now" in tui.screen_text())
+        await pilot.press("ctrl+x")
+        client = tui.opened.chat.client
+        assert isinstance(client, ScriptedClient)
+        await tui.until(lambda: client.record.answers_now == 1)
+        await pilot.press(*"cut", "shift+home", "ctrl+x")
+        assert tui.app.clipboard == "cut"
+        assert tui.prompt_text == ""
+        gate.set()
+        await tui.wait_until_idle(pilot)
+        assert client.record.answers_now == 1
+
+    play(Tui(tmp_path, (TextDelta("", 1, "hm"), gate, "done", answer())), scene)

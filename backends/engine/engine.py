@@ -6,10 +6,10 @@ import queue
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 from localgen.backends.engine.answers import Answers
 from localgen.backends.engine.embeddings import EmbeddingScheduler, EmbeddingTask
+from localgen.backends.engine.inbox import AnswerNow, Cancel, Stop
 from localgen.backends.engine.input_processor import InputProcessor
 from localgen.backends.engine.outbox import Outbox
 from localgen.backends.engine.preparation import Prepared, Preparer
@@ -18,6 +18,7 @@ from localgen.backends.engine.scheduler import Scheduler, SequenceOutput
 from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.engine.speculation.policy import Speculation
 from localgen.backends.engine.stats import StatsRecorder
+from localgen.backends.engine.thinking_budgets import ThinkingBudgets
 from localgen.backends.engine.token_budget import TokenBudget
 from localgen.backends.errors import LocalgenError
 from localgen.backends.runner.interface import (
@@ -51,17 +52,7 @@ _CANNOT_REWIND = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Cancel:
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Stop:
-    pass
-
-
-_InboxItem = Sequence | EmbeddingTask | Tokenized | _Cancel | Failed | Finished | _Stop
+_Mail = Sequence | EmbeddingTask | Tokenized | Cancel | AnswerNow | Failed | Finished
 
 
 class Engine:
@@ -99,7 +90,7 @@ class Engine:
         )
         self._stats = StatsRecorder()
         self._stats_at_s = 0.0
-        self._inbox: queue.SimpleQueue[_InboxItem] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Mail | Stop] = queue.SimpleQueue()
         self._skip_drafts_once = False  # no drafts in the next step
         self._answers = Answers(
             input_processor.tokenizer,
@@ -107,6 +98,7 @@ class Engine:
             self._stats,
             no_drafts_reason=lambda: self._speculation.reason,
         )
+        self._thinking_budgets = ThinkingBudgets(self._scheduler, input_processor.tokenizer)
         self._unpublished: list[SequenceOutput] = []
         self._is_decoding = False  # the last step computed no prompt
         # matched a stop string while a step was in flight
@@ -138,11 +130,15 @@ class Engine:
         """Cancel a request, effective within one step. Unknown ids are ignored."""
         preparers = (self._request_preparer, self._embedding_preparer)
         if not any(preparer.cancel(request_id) for preparer in preparers):
-            self._inbox.put(_Cancel(request_id))
+            self._inbox.put(Cancel(request_id))
+
+    def answer_now(self, request_id: str) -> None:
+        """End the reasoning of a request, if it reasons, as an exceeded thinking budget does."""
+        self._inbox.put(AnswerNow(request_id))
 
     def stop(self) -> None:
         """Make `run` return after the step in flight."""
-        self._inbox.put(_Stop())
+        self._inbox.put(Stop())
 
     def _prepare(self, request: AnyRequest) -> Prepared:
         match request:
@@ -180,6 +176,8 @@ class Engine:
         self._end_stopped_sequences()
         if not self._drain_inbox(wait=wait):
             return False
+        if self._thinking_budgets:
+            self._unpublished += self._thinking_budgets.enforce(self._process_unpublished)
         self._propose_drafts()
         chunks = self._scheduler.plan()
         if not chunks:
@@ -218,7 +216,7 @@ class Engine:
             with_prompts=self._scheduler.is_prefilling,
         )
         for seq, proposal in drafts.items():
-            self._scheduler.set_drafts(seq, proposal)
+            self._scheduler.set_drafts(seq, self._thinking_budgets.limited(seq, proposal))
 
     def _synchronize(self) -> float:
         """Wait for a step launched ahead; return the milliseconds."""
@@ -257,7 +255,7 @@ class Engine:
         try:
             while True:
                 mail = self._inbox.get(block=wait and idle, timeout=IDLE_STATS_INTERVAL_S)
-                if isinstance(mail, _Stop):
+                if isinstance(mail, Stop):
                     return False
                 self._handle(mail)
                 idle = False
@@ -268,19 +266,20 @@ class Engine:
         own = self._async_runner is not None and self._async_runner.prepare_while_idle()
         return own or self._speculation.prepare_while_idle()
 
-    def _handle(
-        self, item: Sequence | EmbeddingTask | Tokenized | _Cancel | Failed | Finished
-    ) -> None:
+    def _handle(self, item: _Mail) -> None:
         match item:
             case Sequence():
                 self._enqueue(item)
             case EmbeddingTask():
                 self._enqueue_embedding(item)
-            case _Cancel(request_id):
+            case Cancel(request_id):
                 seq = self._scheduler.get(request_id)
                 if seq:
                     self._cancel(seq)
                 self._embedding_scheduler.cancel(request_id)
+            case AnswerNow(request_id):
+                if seq := self._scheduler.get(request_id):
+                    self._thinking_budgets.set(seq, 0)
             case Tokenized():
                 self._outbox.add(item)
             case Failed():
@@ -297,6 +296,8 @@ class Engine:
             self._answers.fail(seq, error.code, error.message)
         else:
             self._answers.start(seq)
+            if seq.params.thinking_budget is not None:
+                self._thinking_budgets.set(seq, seq.params.thinking_budget)
 
     def _enqueue_embedding(self, task: EmbeddingTask) -> None:
         try:
@@ -362,8 +363,7 @@ class Engine:
 
         deltas_may_wait: see Outbox.publish.
         """
-        self._stopped_in_flight += self._answers.process(self._unpublished)
-        self._unpublished.clear()
+        self._process_unpublished()
         self._collect_embedded()
         now_s = time.monotonic()
         snapshot = None
@@ -377,6 +377,10 @@ class Engine:
             )
             self._stats_at_s = now_s
         self._outbox.publish(snapshot, deltas_may_wait=deltas_may_wait)
+
+    def _process_unpublished(self) -> None:
+        self._stopped_in_flight += self._answers.process(self._unpublished)
+        self._unpublished.clear()
 
     def _collect_embedded(self) -> None:
         """Move finished and failed embedding requests to the outbox."""

@@ -8,12 +8,15 @@ from dataclasses import dataclass, field, replace
 
 from localgen.backends import sampling_params
 from localgen.backends.engine.embeddings import EmbeddingTask
+from localgen.backends.engine.prompt_history import PromptHistory
 from localgen.backends.errors import ContextExceeded, InvalidRequest
 from localgen.backends.runner.interface import Limits
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.sampling_params import BASE_SAMPLING, SamplingParams
 from localgen.backends.text.grammar import GrammarCompiler
 from localgen.backends.text.prompt_renderer import PromptRenderer, RenderedPrompt
+from localgen.backends.text.response_parser import ResponseParser
+from localgen.backends.text.stabilizer import stabilize
 from localgen.backends.text.template import PromptTemplate
 from localgen.backends.text.tokenizer import Tokenizer
 from localgen.backends.types import EmbedRequest, Request, Tokenized, TokenizeRequest
@@ -22,6 +25,7 @@ MAX_STOP_STRINGS = 64
 MAX_LOGPROBS = 100
 # upper bound of characters per token: longer text is rejected before it is tokenized
 MAX_CHARS_PER_TOKEN = 256
+NO_REASONING_NOTE = "there is no reasoning in this answer: the thinking budget has no effect"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +42,7 @@ class InputProcessor:
     defaults: SamplingParams
     grammar_compiler: GrammarCompiler | None = None
     ctx_train: int = 0
+    _history: PromptHistory = field(init=False, default_factory=PromptHistory)
     _prompt_renderer: PromptRenderer | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -59,6 +64,7 @@ class InputProcessor:
         sampling_params.validate_sampling_params(params)
         ctx = self._resolve_ctx(request.ctx)
         self._require_few_messages(request, ctx)
+        request, changes = stabilize(request) if request.stabilize else (request, ())
         opening = self._render(request)
         tokens = self._tokenize(request, opening, ctx)
         has_seed = request.params.seed is not None or self.defaults.seed is not None
@@ -77,7 +83,14 @@ class InputProcessor:
             else None,
             response_parser=opening.response_parser,
             echo=self._prompt_text(request, tokens) if request.echo else None,
-            notes=opening.notes,
+            notes=(
+                *changes,
+                *opening.notes,
+                *_budget_notes(request, params, opening.response_parser),
+            ),
+            prefix_break=self._history.compare(request, opening.text, tokens)
+            if self.limits.can_rewind
+            else None,
             ctx=ctx,
             max_len=min(ctx, wanted),
             stop_ids=ends | frozenset(params.stop_token_ids),
@@ -96,7 +109,7 @@ class InputProcessor:
 
         Raises InvalidRequest, or ContextExceeded for a prompt of far more characters.
         """
-        request = asked.request
+        request = stabilize(asked.request)[0] if asked.request.stabilize else asked.request
         ctx = self._resolve_ctx(request.ctx)
         rendered = self._render(request)
         is_empty = not (rendered.text or request.prompt_tokens)
@@ -180,6 +193,8 @@ class InputProcessor:
                 f"{params.max_tokens:,}: lower it",
                 param="min_tokens",
             )
+        if params.thinking_budget is not None and params.thinking_budget < 0:
+            raise InvalidRequest("thinking_budget must be at least 0", param="thinking_budget")
         if len(params.stop) > MAX_STOP_STRINGS:
             raise InvalidRequest(f"more than {MAX_STOP_STRINGS} stop strings", param="stop")
         if params.logprobs is not None and not 0 <= params.logprobs <= MAX_LOGPROBS:
@@ -290,3 +305,14 @@ class InputProcessor:
                 f"the context is {ctx:,}: lower min_tokens, or shorten the prompt",
                 param="min_tokens",
             )
+
+
+def _budget_notes(
+    request: Request, params: SamplingParams, parser: ResponseParser | None
+) -> tuple[str, ...]:
+    """A note on a thinking budget that nothing is limited by, unless reasoning was switched off."""
+    is_off = request.thinking is False or request.reasoning_effort == "none"
+    has_reasoning = parser is not None and parser.reasoning is not None
+    if params.thinking_budget is None or has_reasoning or is_off:
+        return ()
+    return (NO_REASONING_NOTE,)

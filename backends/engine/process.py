@@ -122,6 +122,8 @@ class _EngineServer:
                         self._engine.submit_tokenize(message)
                     case wire.Cancel(request_id):
                         self._engine.cancel(request_id)
+                    case wire.AnswerNow(request_id):
+                        self._engine.answer_now(request_id)
                     case _:
                         raise ValueError(f"unexpected {type(message).__name__}")
         except (OSError, ValueError) as error:

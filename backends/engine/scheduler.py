@@ -10,24 +10,18 @@ import time
 from bisect import insort
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter
 from typing import NamedTuple
 
+from localgen.backends.engine.counters import SchedulerCounters
 from localgen.backends.engine.fair_queue import FairQueue, effective_priority
 from localgen.backends.engine.prefill import is_prefix_in_flight, prompt_chunks
 from localgen.backends.engine.speculation.drafter import DraftProposal
 from localgen.backends.engine.token_budget import TokenBudget
 from localgen.backends.errors import QueueFull
 from localgen.backends.runner.decode_step import DecodeStep
-from localgen.backends.runner.interface import (
-    Chunk,
-    ModelRunner,
-    NoRoom,
-    SampledTokens,
-    StepResult,
-)
+from localgen.backends.runner.interface import Chunk, ModelRunner, NoRoom, SampledTokens, StepResult
 from localgen.backends.runner.sequence import Sequence, SequenceState
 from localgen.backends.types import PositionLogprobs
 
@@ -48,20 +42,6 @@ class SequenceOutput(NamedTuple):
     tokens: tuple[int, ...]
     logprobs: tuple[PositionLogprobs, ...] = ()
     reason: str | None = None
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Totals since the engine started."""
-
-    preemptions: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    drafting_steps: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
 
 
 class Scheduler:
@@ -131,6 +111,25 @@ class Scheduler:
         self.queue.leave(seq)
         self._next_admission_s = 0.0
         seq.state = SequenceState.ENDED
+
+    def append_tokens(self, seq: Sequence, tokens: list[int], note: str) -> SequenceOutput | None:
+        """Append tokens that nobody sampled; they are computed like a prompt.
+
+        Leaves room for one token more. Returns None if there is none, or if the grammar forbids
+        the tokens. note: for the user. Must not be called while a step is in flight.
+        """
+        taken = tuple(tokens[: max(0, seq.max_len - len(seq.tokens) - 1)])
+        if not taken or not (seq.matcher is None or seq.matcher.accept_all(taken)):
+            return None
+        seq.tokens += taken
+        seq.notes = (*seq.notes, note)
+        self.counters.generated_tokens += len(taken)
+        if seq.state is SequenceState.RUNNING:
+            if self._runner.grow(seq, seq.num_uncomputed):
+                self._prefilling.add(seq)
+            else:
+                self._preempt(seq)
+        return SequenceOutput(seq, taken)
 
     # -- planning ---------------------------------------------------------------------------
 
@@ -263,7 +262,7 @@ class Scheduler:
         self._running[seq.id] = seq
         insort(self._in_order, seq, key=lambda s: (-s.priority, s.arrived_s))
         self._decode_seqs = ()
-        if not seq.is_decoding:
+        if not seq.is_decoding or seq.first_token_s is None:
             self._prefilling.add(seq)
         if seq.admitted_s is None:
             seq.admitted_s, seq.num_cached = started_s, cached
@@ -338,8 +337,8 @@ class Scheduler:
                     num_drafts += chunk.num_drafts
                     self._count_drafts(chunk, len(output.tokens) - 1)
             self.queue.charge(seq, size, len(sampled.tokens))
-            if seq in self._prefilling and seq.is_decoding:
-                self._prefilling.remove(seq)
+            if seq.is_decoding and seq.first_token_s is not None:
+                self._prefilling.discard(seq)
             if output and output.reason:
                 self.end(seq)
         if is_typical:

@@ -266,6 +266,7 @@ def request_timings(seq: Sequence, no_drafts_reason: str = "") -> Timings:
     prompt_n = seq.num_prompt - seq.num_cached if seq.first_token_s is not None else 0
     prompt_s, predicted_s = first_s - admitted_s, last_s - first_s
     gaps = seq.num_generated - 1
+    parted = seq.prefix_break if prompt_n else None
     has_drafts = 2 * seq.num_drafting_steps >= max(1, seq.num_decode_steps)
     return Timings(
         cache_n=seq.num_cached,
@@ -286,6 +287,8 @@ def request_timings(seq: Sequence, no_drafts_reason: str = "") -> Timings:
         draft_speedup=seq.plain_decode_ms / (seq.decode_ms or math.inf),
         draft_reason="" if has_drafts else no_drafts_reason,
         draft_by=tuple(name for name, _ in seq.drafted_by.most_common()),
+        prefix_break=parted
+        and parted.measured(cached=seq.num_cached, computed=prompt_n, prompt_ms=prompt_s * 1e3),
     )
 
 

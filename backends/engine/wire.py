@@ -1,8 +1,9 @@
 """Wire protocol between the server and an engine process: backends/messages.py over a socket pair.
 
-The server sends one ModelLoadRequest, then Submit, SubmitEmbedding, TokenizeRequest and Cancel. The
-engine sends LoadProgress messages, at least one per second, then LoadComplete or LoadError, then
-StepEvents, at most one per step. The engine process exits when either side closes the socket.
+The server sends one ModelLoadRequest, then Submit, SubmitEmbedding, TokenizeRequest, Cancel and
+AnswerNow. The engine sends LoadProgress messages, at least one per second, then LoadComplete or
+LoadError, then StepEvents, at most one per step. The engine process exits when either side closes
+the socket.
 """
 
 from __future__ import annotations
@@ -25,6 +26,13 @@ class Submit:
 @dataclass(frozen=True, slots=True)
 class Cancel:
     """Cancel a request; its final event follows. Unknown ids are ignored."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerNow:
+    """End the reasoning of a request, if it reasons. Unknown ids are ignored."""
 
     request_id: str
 
@@ -62,6 +70,7 @@ WireMessage = (
     ModelLoadRequest
     | Submit
     | Cancel
+    | AnswerNow
     | LoadProgress
     | LoadComplete
     | LoadError

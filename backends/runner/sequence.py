@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
+from localgen.backends.prefix_break import PrefixBreak
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.text.grammar import GrammarMatcher
 from localgen.backends.text.response_parser import ResponseParser
@@ -50,6 +51,7 @@ class Sequence:
     echo: text of the prompt, returned before the answer; None: it is not returned.
     scored: logprobs of the prompt's tokens from the second on, as far as they are computed.
     notes: messages for the user.
+    prefix_break: where the prompt parts from an earlier one, not measured yet.
     cached_ms: time to reuse num_cached tokens; first_step_ms: duration of the step that sampled the
     first token. Other times as in backends/types.py.
     """
@@ -86,6 +88,7 @@ class Sequence:
     echo: str | None = None
     scored: list[PositionLogprobs] = field(default_factory=list)
     notes: tuple[str, ...] = ()
+    prefix_break: PrefixBreak | None = None
     admitted_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
@@ -139,8 +142,8 @@ class Sequence:
         return length > self.num_prompt and length == self.num_computed + 1
 
 
-def common_prefix_len(a: list[int], b: list[int]) -> int:
-    """Number of leading tokens that two lists share, by binary search."""
+def common_prefix_len(a: Seq[Any], b: Seq[Any]) -> int:
+    """Number of leading tokens, or characters, that two of them share, by binary search."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,12 @@ class GrammarMatcher:
     def accept(self, token: int) -> None:
         """Advance by an allowed token."""
         self._matcher.consume_token(token)
+
+    def accept_all(self, tokens: Seq[int]) -> bool:
+        """Advance by these tokens if all are allowed in this order; else return False."""
+        if self._matcher.validate_tokens(list(tokens)) < len(tokens):
+            return False
+        return bool(self._matcher.consume_tokens(list(tokens)))
 
     def draft_masks(
         self, drafts: list[int], banned: Callable[[int], frozenset[int]] = lambda ahead: _NO_TOKENS

@@ -50,14 +50,25 @@ class ReasoningParser:
     """Extracts reasoning at the start of a response; tags elsewhere are plain text.
 
     is_open: the prompt ends with the opening tag. Whitespace around reasoning is dropped.
+    close_tag: the closing tag. has_output: some reasoning has been returned.
     """
 
     def __init__(self, tags: ThinkingTags, *, is_open: bool) -> None:
         self._open_pattern = PartialPattern((SPACE, tags.open))
-        self._close = tags.close
+        self.close_tag = tags.close
         self._state = _ReasoningState.INSIDE if is_open else _ReasoningState.BEFORE
-        self._has_output = False
+        self.has_output = False
         self._buffer = ""
+
+    @property
+    def is_open(self) -> bool:
+        """True if the text so far ends inside the reasoning."""
+        return self._state is _ReasoningState.INSIDE
+
+    @property
+    def is_over(self) -> bool:
+        """True if no reasoning can follow."""
+        return self._state in (_ReasoningState.AFTER_CLOSE, _ReasoningState.DONE)
 
     def feed(self, text: str) -> tuple[str, str]:
         """Return new reasoning text and new answer text."""
@@ -87,23 +98,23 @@ class ReasoningParser:
             self._state = _ReasoningState.DONE
 
     def _take_reasoning(self) -> str:
-        if not self._has_output:
+        if not self.has_output:
             self._buffer = self._buffer.lstrip()
-        at = self._buffer.find(self._close)
+        at = self._buffer.find(self.close_tag)
         if at >= 0:
             thoughts, self._buffer = (
                 self._buffer[:at].rstrip(),
-                self._buffer[at + len(self._close) :],
+                self._buffer[at + len(self.close_tag) :],
             )
             self._state = _ReasoningState.AFTER_CLOSE
             return thoughts
         thoughts = self._buffer[: len(self._buffer) - self._partial_close_len()].rstrip()
         self._buffer = self._buffer[len(thoughts) :]
-        self._has_output = self._has_output or bool(thoughts)
+        self.has_output = self.has_output or bool(thoughts)
         return thoughts
 
     def _partial_close_len(self) -> int:
         """Length of the longest suffix of the buffer that is a prefix of the closing tag."""
-        longest = min(len(self._close) - 1, len(self._buffer))
+        longest = min(len(self.close_tag) - 1, len(self._buffer))
         lengths = range(longest, 0, -1)
-        return next((n for n in lengths if self._close.startswith(self._buffer[-n:])), 0)
+        return next((n for n in lengths if self.close_tag.startswith(self._buffer[-n:])), 0)

@@ -20,7 +20,11 @@ class ParsedDelta:
 
 
 class ResponseParser:
-    """Parses one response. control_pieces: bytes of the control tokens to treat as text."""
+    """Parses one response.
+
+    control_pieces: bytes of the control tokens to treat as text. reasoning: None: the response has
+    none.
+    """
 
     def __init__(
         self,
@@ -29,7 +33,7 @@ class ResponseParser:
         tool_calls: ToolCallParser | None,
     ) -> None:
         self.control_pieces = control_pieces
-        self._reasoning = reasoning
+        self.reasoning = reasoning
         self._tool_calls = tool_calls
 
     @property
@@ -39,12 +43,12 @@ class ResponseParser:
 
     def feed(self, text: str) -> ParsedDelta:
         """Feed text; return the parts that can no longer change."""
-        reasoning, text = self._reasoning.feed(text) if self._reasoning else ("", text)
+        reasoning, text = self.reasoning.feed(text) if self.reasoning else ("", text)
         return self._parse(reasoning, text)
 
     def finish(self) -> ParsedDelta:
         """Return the remaining parts at the end of the response."""
-        reasoning, text = self._reasoning.finish() if self._reasoning else ("", "")
+        reasoning, text = self.reasoning.finish() if self.reasoning else ("", "")
         parts = self._parse(reasoning, text)
         if self._tool_calls is None:
             return parts

@@ -32,8 +32,53 @@ _WEATHER = {
     "function": {"name": "w", "parameters": {"type": "object", "required": ["city"]}},
 }
 _SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMAS[0]}}
+_FORMAT = {"type": "json_schema", "name": "x", "schema": SCHEMAS[0]}
 _CHAT: dict[str, Any] = {"model": "tiny", "messages": _HI, "max_tokens": 4}
+_MESSAGES: dict[str, Any] = {"model": "tiny", "messages": _HI, "max_tokens": 4}
+_TOOL = {"name": "w", "description": "a", "input_schema": {"type": "object"}}
+_PARTS = [{"type": "text", "text": "a"}]
+_TURNS = [
+    {"role": "user", "content": _PARTS},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "hm", "signature": ""},
+            {"type": "tool_use", "id": "t1", "name": "w", "input": {"city": "b"}},
+        ],
+    },
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "c"}]},
+]
+_RESPONSES: dict[str, Any] = {"model": "tiny", "input": "2+3=", "max_output_tokens": 4}
+_FUNCTION = {"type": "function", "name": "w", "parameters": {"type": "object"}}
+_ITEMS = [
+    {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+    {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+    {"type": "function_call", "call_id": "c1", "name": "w", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c1", "output": "c"},
+]
 _RANGES: dict[str, Any] = {"temperature": 0.5, "top_p": 0.9, "seed": 1, "stop": ["x"], "n": 2}
+AGENT_SAMPLES: tuple[tuple[str, str, Any], ...] = (
+    ("POST", "/v1/messages", _MESSAGES | {"temperature": 0.5, "top_k": 3, "stop_sequences": ["x"]}),
+    ("POST", "/v1/messages", _MESSAGES | {"stream": True, "system": _PARTS}),
+    ("POST", "/v1/messages", _MESSAGES | {"tools": [_TOOL], "tool_choice": {"type": "auto"}}),
+    ("POST", "/v1/messages", _MESSAGES | {"messages": _TURNS, "tools": [_TOOL]}),
+    ("POST", "/v1/messages", _MESSAGES | {"thinking": {"type": "enabled", "budget_tokens": 9}}),
+    ("POST", "/v1/messages", _MESSAGES | {"output_config": {"format": _FORMAT}}),
+    ("POST", "/v1/messages/count_tokens", {"model": "tiny", "messages": _TURNS, "tools": [_TOOL]}),
+    ("POST", "/v1/responses", _RESPONSES | {"temperature": 0.5, "metadata": {"a": "b"}}),
+    ("POST", "/v1/responses", _RESPONSES | {"stream": True, "instructions": "a", "store": False}),
+    ("POST", "/v1/responses", _RESPONSES | {"input": _ITEMS, "reasoning": {"max_tokens": 5}}),
+    ("POST", "/v1/responses", _RESPONSES | {"tools": [_FUNCTION], "tool_choice": "auto"}),
+    ("POST", "/v1/responses", _RESPONSES | {"text": {"format": _FORMAT}}),
+    ("POST", "/v1/responses", _RESPONSES | {"previous_response_id": "resp_abc"}),
+    ("GET", "/v1/responses/resp_abc", None),
+    ("DELETE", "/v1/responses/resp_abc", None),
+    ("POST", "/tokenize", {"model": "tiny", "content": "a b", "with_pieces": True}),
+    ("POST", "/tokenize", {"model": "tiny", "prompt": "a b", "add_special_tokens": False}),
+    ("POST", "/tokenize", {"model": "tiny", "messages": _HI}),
+    ("POST", "/detokenize", {"model": "tiny", "tokens": [1, 2, 300]}),
+    ("POST", "/apply-template", {"model": "tiny", "messages": _HI, "tools": [_WEATHER]}),
+)
 _SAMPLES: tuple[tuple[str, str, Any], ...] = (
     ("POST", "/v1/chat/completions", _CHAT | _RANGES | {"logprobs": True, "top_logprobs": 2}),
     ("POST", "/v1/chat/completions", _CHAT | {"stream": True, "min_p": 0.1}),
@@ -45,6 +90,7 @@ _SAMPLES: tuple[tuple[str, str, Any], ...] = (
     ("POST", "/v1/models/load", {"model": "tiny", "options": {"ctx": 512, "parallel": 2}}),
     ("POST", "/v1/models/unload", {"model": "other"}),
     ("POST", "/v1/requests/abc/cancel", {}),
+    ("POST", "/v1/requests/abc/answer-now", {}),
     ("GET", "/v1/models/tiny", None),
     ("GET", "/v1/models", None),
     ("GET", "/v1/stats", None),
@@ -59,6 +105,7 @@ _SAMPLES: tuple[tuple[str, str, Any], ...] = (
     ("DELETE", "/api/delete", {"model": "other"}),
     ("GET", "/api/tags", None),
     ("GET", "/api/ps", None),
+    *AGENT_SAMPLES,
 )  # fmt: skip
 
 

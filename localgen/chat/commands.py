@@ -321,6 +321,7 @@ def _help(_session: ChatSession, _argument: str, _: OnProgress) -> CommandResult
     rows += [
         ('"""', "starts and ends a multi-line prompt"),
         ("Ctrl+C", "stops the answer, clears the line"),
+        ("Ctrl+X", "ends the reasoning: the model answers now"),
         ("Ctrl+G", "edits the prompt in $EDITOR"),
         ("Ctrl+D", "leaves the chat"),
     ]

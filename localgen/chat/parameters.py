@@ -25,9 +25,11 @@ from localgen.backends.sampling_params import (
 
 # a chat cannot show logprobs
 PARAMETER_NAMES = tuple(field.name for field in fields(SamplingParams) if field.name != "logprobs")
-PARAMETER_ALIASES = {"n": "max_tokens", "num_predict": "max_tokens"} | {
-    alias: sampler.name for sampler in SAMPLERS for alias in sampler.aliases
-}
+PARAMETER_ALIASES = {
+    "n": "max_tokens",
+    "num_predict": "max_tokens",
+    "think_max": "thinking_budget",
+} | {alias: sampler.name for sampler in SAMPLERS for alias in sampler.aliases}
 _UNSET_WORDS = ("default", "none", "unset")
 
 

@@ -141,6 +141,7 @@ def verbose_stats_lines(completion: Completion, load_ms: float) -> list[str]:
         f"TTFT:       {format_duration(timings.ttft_ms)}, "
         f"queue {format_duration(timings.queue_ms)}, "
         f"template {format_duration(timings.template_ms)}",
+        *([f"prefix:     {timings.prefix_break}"] if timings.prefix_break else []),
         f"drafts:     {_speculation_details(timings)}",
         *(f"context:    {place}" for place in _context_usage(completion)),
     ]

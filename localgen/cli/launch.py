@@ -16,6 +16,7 @@ from localgen.backends.model_info import LoadOptions
 from localgen.cli import tables
 from localgen.cli.agents import AGENTS, Agent, AgentModel, without_proxy
 from localgen.cli.completion_values import complete_model
+from localgen.cli.options import Stabilize
 from localgen.cli.pull import run_or_offer_pull
 from localgen.hub.packaged import default_model
 
@@ -50,6 +51,7 @@ def command(
             min=1,
         ),
     ] = None,
+    stabilize: Stabilize = False,
 ) -> None:
     """Start a coding agent that uses a local model.
 
@@ -69,7 +71,9 @@ def command(
 
     with closing(LocalClient(notify=tables.print_notice, early=early)) as client:
         client.connect()
-        run_or_offer_pull(model, lambda: _run(client, chosen, program, model, ctx, arguments or []))
+        run_or_offer_pull(
+            model, lambda: _run(client, chosen, program, model, ctx, stabilize, arguments or [])
+        )
 
 
 def _find_agent(name: str) -> Agent:
@@ -85,14 +89,16 @@ def _run(
     program: str,
     model: str | None,
     ctx: int | None,
+    stabilize: bool,
     arguments: list[str],
 ) -> None:
     name = model or default_model()
     info = _load(client, name, ctx)
+    stable = ", prompts are stabilized" if stabilize else ""
     tables.print_notice(
-        f"{agent.program} uses {name} with a context of {info.ctx:,} tokens{_warning(info)}"
+        f"{agent.program} uses {name} with a context of {info.ctx:,} tokens{stable}{_warning(info)}"
     )
-    with client.private_port() as port:
+    with client.private_port(stabilize=stabilize) as port:
         told = agent.settings(AgentModel(port.url, port.key, name, info.ctx))
         environment = os.environ | told.variables | without_proxy(os.environ)
         status = _wait([program, *told.arguments, *arguments], environment)
@@ -117,7 +123,7 @@ def _load(client: LocalClient, model: str, ctx: int | None) -> ModelInfo:
     wanted = min(trained, DEFAULT_CTX) if ctx is None else ctx
     with LoadProgressLine(Console(stderr=True, highlight=False), file.name) as line:
         for running in client.running_models():
-            if running.name == file.name and running.ctx >= min(wanted, ctx or MIN_CTX):
+            if running.path == str(file.path) and running.ctx >= min(wanted, ctx or MIN_CTX):
                 return client.load(model, LoadOptions(), line.update, keep_alive=_KEEP_ALIVE)
         while True:
             try:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _PREFIX = "LOCALGEN_"
 # the variables that are not options of chat and run
 _OTHER_VARIABLES = (
+    "STABILIZE",
     *("API_KEY", "API_KEY_ENV", "CONFIG_DIR", "HANG_TIMEOUT", "HISTORY", "HOST", "KEEP_ALIVE"),
     *("MAX_QUEUE", "MEMORY_LIMIT", "MODEL", "PORT", "RUNTIME_DIR", "STATE_DIR", "URL"),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,6 +21,15 @@ from localgen.config import parse_keep_alive
 
 OnOffAuto = Literal["auto", "on", "off"]
 Backend = Literal["auto", "llamacpp", "cuda"]
+Stabilize = Annotated[
+    bool,
+    typer.Option(
+        "--stabilize",
+        help="Remove from prompts what changes with each request, so that the prefix cache serves "
+        "more: attribution headers, dates and clock times of the system message, order of tools.",
+        envvar="LOCALGEN_STABILIZE",
+    ),
+]
 _METAVARS = {list[str]: "<str>", list[int]: "<int>"}
 
 
@@ -100,6 +109,15 @@ SAMPLING_OPTIONS = (
     ),
     CliOption(
         "min_tokens", int, "--min-tokens", "Minimum number of generated tokens.", 0, lowest=0
+    ),
+    CliOption(
+        "thinking_budget",
+        int,
+        "--think-max",
+        "Maximum number of reasoning tokens, after which the model answers; -1: no limit.",
+        -1,
+        "no limit",
+        0,
     ),
     CliOption(
         "seed",
@@ -271,10 +289,30 @@ OPTION_PANELS = {
 }
 
 
+# those of `localgen serve`: it has defaults of its own for the other load options
+_SERVE_OWN = ("draft", "parallel", "max_queue")
+SERVE_PANELS = {
+    "Load options (of MODEL; without MODEL, of every model)": (
+        *(flag for flag in REQUEST_OPTIONS if flag.field == "ctx"),
+        *(flag for flag in LOAD_OPTIONS if flag.field not in _SERVE_OWN),
+    )
+}
+Panels = Mapping[str, tuple[CliOption, ...]]
+
+
 def takes_model_options(command: Callable[..., None]) -> Callable[..., None]:
     """Decorator: add the shared options to a command, which gets them as one `options` argument."""
+    return _with_options(command, OPTION_PANELS)
+
+
+def takes_serve_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Decorator: as takes_model_options, with load options only."""
+    return _with_options(command, SERVE_PANELS)
+
+
+def _with_options(command: Callable[..., None], panels: Panels) -> Callable[..., None]:
     own = inspect.signature(command, eval_str=True).parameters
-    shared = [flag.to_parameter(panel) for panel, flags in OPTION_PANELS.items() for flag in flags]
+    shared = [flag.to_parameter(panel) for panel, flags in panels.items() for flag in flags]
 
     def with_options(**given: Any) -> None:
         mine = {name: given.pop(name) for name in own if name != "options"}

@@ -45,14 +45,19 @@ def command(json: JsonFlag = False) -> None:
 
 
 def _with_aliases(running: list[RunningModel]) -> list[RunningModel]:
-    """Add the user's names of the models."""
+    """Add the user's other names of the models."""
     from dataclasses import replace
 
     from localgen.hub.resolve import installed_aliases
 
     named = installed_aliases() if running else []
     return [
-        replace(model, aliases=tuple(name for name, file in named if str(file.path) == model.path))
+        replace(
+            model,
+            aliases=tuple(
+                name for name, file in named if str(file.path) == model.path and name != model.name
+            ),
+        )
         for model in running
     ]
 

@@ -9,8 +9,12 @@ from typing import Annotated
 
 import typer
 
+from localgen.backends.errors import InvalidRequest
+from localgen.backends.model_info import LoadOptions
+from localgen.chat.parameters import ModelOptions
 from localgen.cli import completion_values
 from localgen.cli.completion_values import complete_model
+from localgen.cli.options import Stabilize, takes_serve_options
 from localgen.server.http.access import DEFAULT_PORT, MAX_BODY_BYTES
 from localgen.server.stats.request_log import LogFormat, create_log_formatter
 
@@ -18,7 +22,9 @@ _TCP_PANEL = "Over TCP"
 _LIMITS_PANEL = "Limits"
 
 
+@takes_serve_options
 def command(
+    options: ModelOptions,
     model: Annotated[
         str | None,
         typer.Argument(
@@ -44,6 +50,7 @@ def command(
             autocompletion=completion_values.option_completer("draft"),
         ),
     ] = None,
+    stabilize: Stabilize = False,
     log_format: Annotated[
         LogFormat, typer.Option(help="Log format: plain text, or one JSON object per line.")
     ] = "text",
@@ -153,7 +160,10 @@ def command(
 
     The server listens on the Unix socket that the other commands use (`localgen doctor` prints its
     path), and over TCP if --host or --port is given. If MODEL cannot be loaded, the server exits.
+    Requests that name no model get MODEL. The load options are for MODEL, also when it is loaded
+    again; without MODEL, they are for every model. A request may ask for others.
     """
+    _check_load_options(model, options.load)
     from localgen.config import ServerSettings, parse_keep_alive, parse_size
     from localgen.hub.resolve import draft_for_server, name_for_server
     from localgen.server.http.access import AccessPolicy, parse_rate_limit, read_api_keys
@@ -179,8 +189,27 @@ def command(
         rate_limit=parse_rate_limit(rate_limit),
         timeout_s=timeout,
         max_body_bytes=parse_size(max_body, "--max-body"),
+        stabilize=stabilize,
     )
     handler = logging.StreamHandler()
     handler.setFormatter(create_log_formatter(log_format))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    run_server(settings, access, idle_exit=False, model=name_for_server(model))
+    run_server(
+        settings,
+        access,
+        idle_exit=False,
+        model=name_for_server(model),
+        load_options=options.load,
+    )
+
+
+def _check_load_options(model: str | None, options: LoadOptions) -> None:
+    """Raise InvalidRequest for invalid ones, and for those of one model without a model."""
+    from localgen.backends.memory.load_limits import validate_load_options
+
+    validate_load_options(options)
+    if model is None and options.chat_template is not None:
+        raise InvalidRequest(
+            "--chat-template is for one model: name it, localgen serve MODEL --chat-template FILE",
+            param="chat_template",
+        )

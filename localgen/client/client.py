@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Self
+from urllib.parse import quote
 
 import msgspec
 
@@ -41,6 +42,7 @@ class Client:
         self._model_infos: dict[str | None, ModelInfo] = {}
         self._listed_models: list[str] = []
         self._warned_fields: set[str] = set()
+        self._running_id = ""  # of the answer that is being read
 
     def __enter__(self) -> Self:
         return self
@@ -94,6 +96,32 @@ class Client:
         """
         return self._generate(GenerationRequest(model, messages, params, ctx, priority))
 
+    @property
+    def can_answer_now(self) -> bool:
+        """True if the server is one of localgen, as known after load()."""
+        return self._compat.owned_by == "localgen"
+
+    def answer_now(self) -> bool:
+        """From another thread: end the reasoning of the answer that is being read, if it reasons.
+
+        Returns False if no part of an answer has come, or if it has ended. Raises InvalidRequest if
+        the server cannot.
+        """
+        if not self.can_answer_now:
+            raise InvalidRequest(
+                f"{self._name} cannot end the reasoning alone: Ctrl+C stops the answer"
+            )
+        if not self._running_id:
+            return False
+        path = f"requests/{quote(self._running_id, safe='')}/answer-now"
+        with self._connection.post(path, b"{}") as reply:
+            response = self._accepted(reply)
+            body = response.read()
+        try:
+            return bool(decode_json(body, dict[str, bool]).get("answering"))
+        except msgspec.DecodeError as error:
+            raise self._connection.errors.not_openai(response.media_type) from error
+
     def complete(
         self, model: str | None, prompt: str, params: SamplingParams
     ) -> Generator[TextDelta | Completion, None, None]:
@@ -120,8 +148,12 @@ class Client:
         self, request: GenerationRequest
     ) -> Generator[TextDelta | Completion, None, None]:
         with self._open(request) as response:
-            for part in read_completion(response, self._connection.errors, self._on_silence):
-                yield self._annotated(part, request) if isinstance(part, Completion) else part
+            self._running_id = response.http.headers.get("x-request-id", "")
+            try:
+                for part in read_completion(response, self._connection.errors, self._on_silence):
+                    yield self._annotated(part, request) if isinstance(part, Completion) else part
+            finally:
+                self._running_id = ""
 
     def _on_silence(self, silent_s: float) -> None:
         self._connection.notify(f"no answer of the engine for {silent_s:.0f} s; Ctrl+C stops")

@@ -204,9 +204,13 @@ class LocalClient(Client):
         return True
 
     @contextlib.contextmanager
-    def private_port(self) -> Iterator[PrivatePortReply]:
-        """A loopback port of the server with a key of its own, until the block ends."""
-        with self._post("private-port", b"{}") as reply:
+    def private_port(self, *, stabilize: bool = False) -> Iterator[PrivatePortReply]:
+        """A loopback port of the server with a key of its own, until the block ends.
+
+        stabilize: the requests that come there (backends/text/stabilizer.py).
+        """
+        query = "?stabilize=true" if stabilize else ""
+        with self._post(f"private-port{query}", b"{}") as reply:
             events = self._events(self._accepted(reply), PrivatePortReply)
             yield next(events)
 

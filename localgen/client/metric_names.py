@@ -103,4 +103,5 @@ LLAMA_SERVER = MetricNames(
         "accepted_tokens": ("llamacpp:spec_decode_num_accepted_tokens_total",),
     },
 )
-KNOWN_SERVERS = (VLLM, SGLANG, LLAMA_SERVER, LOCALGEN)
+# localgen first: it has the names of others as well
+KNOWN_SERVERS = (LOCALGEN, VLLM, SGLANG, LLAMA_SERVER)

@@ -22,6 +22,7 @@ _STANDARD_FIELDS = {
     "stop",
 }
 _HF_NAMES = {sampler.name: sampler.hf_key for sampler in SAMPLERS if sampler.hf_key}
+_THINKING_BUDGET_NAMES = {"llamacpp": "thinking_budget_tokens", "vllm": "thinking_token_budget"}
 # `owned_by` of servers that use llama.cpp's name, repeat_penalty
 _LLAMA_CPP_OWNERS = {"llamacpp", "localgen"}
 
@@ -54,6 +55,8 @@ class OpenAICompat:
         """The server's name of a field of SamplingParams."""
         if field == "max_tokens":
             return self.max_tokens_field
+        if field == "thinking_budget":
+            return _THINKING_BUDGET_NAMES.get(self.owned_by, field)
         return field if self.owned_by in _LLAMA_CPP_OWNERS else _HF_NAMES.get(field, field)
 
 

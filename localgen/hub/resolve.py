@@ -95,7 +95,7 @@ def installed_aliases() -> list[tuple[str, ModelFile]]:
 def _alias_target(alias: str, model: str) -> ModelTarget:
     plain = without_latest(model)
     # `cp` stores absolute paths: `a/b` is a repository, whatever the current folder has
-    return ModelTarget(plain, _is_path_by_text(plain), alias)
+    return ModelTarget(plain, is_path_text(plain), alias)
 
 
 def _resolve_target(
@@ -116,7 +116,7 @@ def reject_path(name: str) -> None:
     """
     plain = without_latest(name)
     steps = {".", ".."} & set(re.split(r"[/\\]", plain))
-    if steps or plain.startswith("\\") or _is_path_by_text(plain):
+    if steps or plain.startswith("\\") or is_path_text(plain):
         raise InvalidRequest(
             "give a model name, not a path: `localgen cp PATH NAME` creates an alias",
             param="model",
@@ -175,7 +175,7 @@ def is_path(name: str) -> bool:
 
     It looks at the disk, so a client's name must not get here: see find_target.
     """
-    if _is_path_by_text(name):
+    if is_path_text(name):
         return True
     if name.startswith(HUB_PREFIXES) or name in PACKAGED_MODELS or "\0" in name:
         return False
@@ -185,7 +185,7 @@ def is_path(name: str) -> bool:
     return "/" in name and Path(name).exists()
 
 
-def _is_path_by_text(name: str) -> bool:
+def is_path_text(name: str) -> bool:
     """Return True if a name can only be a path."""
     if name.startswith(("/", "./", "../", "~")) or name in (".", ".."):
         return True

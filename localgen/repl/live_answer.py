@@ -26,7 +26,7 @@ class LiveAnswer:
 
     A thread renders at a fixed rate, independent of the token rate. Reasoning is printed dimmed,
     line by line. On exit the whole text is printed and the live part is removed. shows_figures: the
-    live part ends with the statistics so far.
+    live part ends with the statistics so far. reasoning_hint: shown with them during the reasoning.
     """
 
     def __init__(
@@ -36,9 +36,11 @@ class LiveAnswer:
         used_tokens: int,
         max_context: int | None,
         shows_figures: bool = True,
+        reasoning_hint: str = "",
     ) -> None:
         self._console = console
         self._shows_figures = shows_figures
+        self._reasoning_hint = reasoning_hint
         self._used_tokens = used_tokens
         self._max_context = max_context
         self._live = LiveRows(console)
@@ -52,6 +54,7 @@ class LiveAnswer:
         self._printed_any = False
         self._notice = ""
         self._tokens = 0
+        self._is_reasoning = False
         self._estimated = False
         self._started_s = time.monotonic()
         self._ttft_s: float | None = None
@@ -67,6 +70,7 @@ class LiveAnswer:
             self._ttft_s = time.monotonic() - self._started_s
         self._tokens = num_tokens
         self._estimated = estimated
+        self._is_reasoning = bool(reasoning) and not text
         self._notice = ""
         self._unprinted.append((reasoning, text))
 
@@ -161,7 +165,11 @@ class LiveAnswer:
         fitting = rows[-max(1, self._console.size.height - reserved) :]
         has_gap = rows and self._printed_any and not self._reasoning
         gap: list[Row] = [[]] if has_gap else []
-        stats = report.live_stats_line(self.figures()) if self._shows_figures else ""
+        parts = (
+            self._reasoning_hint if self._is_reasoning else "",
+            report.live_stats_line(self.figures()) if self._shows_figures else "",
+        )
+        stats = " · ".join(part for part in parts if part)
         below = [(one_line(self._notice), "yellow"), (stats, "dim")]
         lines = [Text(text, style=style, no_wrap=True) for text, style in below if text]
         status = [row for line in lines for row in self._console.render_lines(line, pad=False)]

@@ -24,6 +24,7 @@ from localgen.chat.parameters import ModelOptions
 from localgen.chat.session import DEFAULT_BRANCH, ChatSession
 from localgen.client import Completion, TextDelta
 from localgen.machine.busy_processes import busy_programs
+from localgen.repl.answer_key import ANSWER_NOW_KEY, on_answer_now
 from localgen.repl.live_answer import LiveAnswer
 from localgen.repl.load_progress import LoadProgressLine
 from localgen.repl.typed_ahead import hide_typed_ahead
@@ -195,9 +196,10 @@ class Repl:
             used_tokens=used,
             max_context=self.session.ctx,
             shows_figures=self.session.options.figures,
+            reasoning_hint=self._reasoning_hint(),
         )
         try:
-            with shown, self.notices.notices_to(shown.show_notice), closing(stream):
+            with shown, self._notices_to(shown), closing(stream):
                 for event in stream:
                     match event:
                         case TextDelta(text, tokens, reasoning):
@@ -214,6 +216,24 @@ class Repl:
         except LocalgenError as failure:
             error = failure
         return ReplAnswer("".join(pieces), "".join(thoughts), None, shown.figures(), error)
+
+    def _reasoning_hint(self) -> str:
+        """How to end the reasoning; empty if the server cannot, or if nobody types."""
+        can = self.session.client.can_answer_now and self.console.is_terminal
+        return f"{ANSWER_NOW_KEY} answers now" if can else ""
+
+    @contextlib.contextmanager
+    def _notices_to(self, shown: LiveAnswer) -> Iterator[None]:
+        """Show notices below the answer. The key that ends its reasoning is active meanwhile."""
+
+        def answer_now() -> None:
+            try:
+                self.session.client.answer_now()
+            except LocalgenError as error:
+                shown.show_notice(error.message)
+
+        with self.notices.notices_to(shown.show_notice), on_answer_now(answer_now):
+            yield
 
     def _ensure_loaded(self) -> None:
         with LoadProgressLine(self.console, self.session.model.name) as loading:

@@ -10,6 +10,8 @@ import tty
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from localgen.repl.answer_key import ANSWER_NOW_CODE
+
 
 @contextmanager
 def hide_typed_ahead() -> Iterator[None]:
@@ -19,6 +21,7 @@ def hide_typed_ahead() -> Iterator[None]:
     shows what it reads itself. Ctrl+C does not discard them, as it does by default. Keys that are
     still unread when the process is suspended or the block ends are discarded: a shell would run
     them.
+    ANSWER_NOW_KEY becomes a signal, ignored except in on_answer_now().
     Has no effect if standard input is not a terminal.
     """
     stdin = sys.stdin.fileno()
@@ -31,6 +34,7 @@ def hide_typed_ahead() -> Iterator[None]:
     on_suspend = signal.getsignal(signal.SIGTSTP)
     if on_suspend is signal.SIG_DFL:  # else its parent ignores it
         signal.signal(signal.SIGTSTP, lambda *_: _suspend(stdin))
+    on_quit = signal.signal(signal.SIGQUIT, lambda *_: None)
     _set_modes(stdin)
     try:
         yield
@@ -39,6 +43,7 @@ def hide_typed_ahead() -> Iterator[None]:
             termios.tcsetattr(stdin, termios.TCSAFLUSH, before)
         signal.signal(signal.SIGCONT, on_resume)
         signal.signal(signal.SIGTSTP, on_suspend)
+        signal.signal(signal.SIGQUIT, on_quit)
 
 
 def _suspend(terminal: int) -> None:
@@ -61,4 +66,5 @@ def _resume(terminal: int) -> None:
 def _set_modes(terminal: int) -> None:
     modes = termios.tcgetattr(terminal)
     modes[tty.LFLAG] = modes[tty.LFLAG] & ~termios.ECHO | termios.NOFLSH
+    modes[tty.CC][termios.VQUIT] = ANSWER_NOW_CODE
     termios.tcsetattr(terminal, termios.TCSADRAIN, modes)

@@ -6,7 +6,6 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +24,7 @@ from localgen.server.anthropic.routes import AnthropicApi
 from localgen.server.http.access import AccessPolicy
 from localgen.server.http.error_handlers import add_error_handlers
 from localgen.server.http.guard import GuardMiddleware, RequestRefused
+from localgen.server.http.openapi import DescribedApp
 from localgen.server.http.private_ports import Listener, PrivatePorts
 from localgen.server.http.rate_limit import RateLimiter
 from localgen.server.llama_server.routes import LlamaServerApi
@@ -44,7 +44,7 @@ from localgen.server.openai.schema import (
     normalize_embedding_input,
 )
 from localgen.server.requests.caller import Caller, is_local_request
-from localgen.server.requests.choices import fan_out_requests
+from localgen.server.requests.choices import fan_out_requests, requests_of_prompts
 from localgen.server.requests.embeddings import EmbeddingJob, EmbeddingResponse
 from localgen.server.requests.generation import GenerationJob, GenerationResponse
 from localgen.server.requests.protocol import ResponseSerializer, encode_json
@@ -73,7 +73,9 @@ def create_app(
     is_shutting_down: True once it has begun.
     """
     rates = RateLimiter(access.rate_limit)
-    app = FastAPI(title="localgen", version=localgen.__version__, docs_url=None, redoc_url=None)
+    app = DescribedApp(
+        title="localgen", version=localgen.__version__, docs_url=None, redoc_url=None
+    )
     metrics = Metrics(lambda: _engine_stats(manager), manager.count_waiting)
     manager.on_load = metrics.on_load
     add_error_handlers(app)
@@ -87,19 +89,22 @@ def create_app(
     app.include_router(OllamaApi(manager, journal, access.timeout_s).router())
     app.include_router(AnthropicApi(manager, journal, access.timeout_s).router())
     app.include_router(ResponsesApi(manager, journal, access.timeout_s).router())
-    app.include_router(LlamaServerApi(manager, access.timeout_s).router())
+    app.include_router(LlamaServerApi(manager, journal, access.timeout_s).router())
     ports = PrivatePorts(listen)
     _add_private_port_route(app, manager, ports, is_shutting_down)
-    return _with_arrival(GuardMiddleware(app, access, rates, ports))
+    guarded = GuardMiddleware(app, access, rates, ports)
+    return _with_arrival(guarded, lambda port: access.stabilize or ports.stabilizes(port))
 
 
-def _with_arrival(app: ASGIApp) -> ASGIApp:
+def _with_arrival(app: ASGIApp, stabilizes: Callable[[int], bool]) -> ASGIApp:
     """Record the arrival time before the body is read, so that TTFT includes reading it.
 
-    Gives each request an id, which every response has as X-Request-Id.
+    Gives each request an id, which every response has as X-Request-Id. stabilizes: True for a port
+    whose requests are stabilized.
     """
 
     async def arrive(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["stabilize"] = stabilizes((scope.get("server") or ("", 0))[1] or 0)
         scope["arrived_s"] = time.monotonic()
         scope["request_id"] = request_id = uuid.uuid4().hex[:24]
 
@@ -130,6 +135,7 @@ def _add_generation_routes(
     app: FastAPI, manager: ModelManager, journal: RequestLog, timeout_s: float | None
 ) -> None:
     @app.post("/v1/chat/completions", response_model=None)
+    @app.post("/chat/completions", response_model=None)  # as in llama-server
     async def chat(body: ChatRequest, http: HttpRequest) -> Response:
         caller = Caller.from_request(http, body.user)
         request = caller.new_request(
@@ -151,12 +157,7 @@ def _add_generation_routes(
             ctx=body.ctx,
             cache_salt=body.cache_salt or "",
         )
-        requests = [
-            replace(request, prompt=prompt)
-            if isinstance(prompt, str)
-            else replace(request, prompt_tokens=tuple(prompt))
-            for prompt in body.prompts
-        ]
+        requests = requests_of_prompts(request, body.prompts)
         return respond(body, requests, caller, CompletionSerializer.from_metadata)
 
     def respond(
@@ -200,6 +201,7 @@ def _add_embedding_routes(
 
 def _add_model_routes(app: FastAPI, manager: ModelManager, state: ServerState) -> None:
     @app.get("/v1/models", response_model=None)
+    @app.get("/models", response_model=None)  # as in llama-server
     async def models(http: HttpRequest) -> Response:
         cards = await asyncio.to_thread(state.list_models, with_paths=is_local_request(http.scope))
         return _json_response({"object": "list", "data": cards})
@@ -227,6 +229,10 @@ def _add_request_routes(app: FastAPI, manager: ModelManager) -> None:
     @app.post("/v1/requests/{request_id}/cancel", response_model=None)
     async def cancel(request_id: str) -> Response:
         return _json_response({"cancelled": manager.cancel(request_id)})
+
+    @app.post("/v1/requests/{request_id}/answer-now", response_model=None)
+    async def answer_now(request_id: str) -> Response:
+        return _json_response({"answering": manager.answer_now(request_id)})
 
 
 async def _load_events(
@@ -287,10 +293,10 @@ def _add_server_routes(
 
     @app.get("/v1/stats", response_model=None)
     async def stats(http: HttpRequest, stream: bool = False) -> Response:
-        with_paths = is_local_request(http.scope)
+        is_local = is_local_request(http.scope)
         if stream:
-            return EventStreamResponse(snapshots(with_paths), responses.SSE)
-        return _json_response(state.stats(with_paths=with_paths))
+            return EventStreamResponse(snapshots(is_local), responses.SSE)
+        return _json_response(state.stats(is_local=is_local))
 
     @app.post("/v1/shutdown", response_model=None)
     async def shutdown(http: HttpRequest) -> Response:
@@ -298,11 +304,11 @@ def _add_server_routes(
         request_shutdown()
         return _json_response({"status": "shutting down"})
 
-    async def snapshots(with_paths: bool) -> AsyncGenerator[dict[str, Any], None]:
-        yield state.stats(with_paths=with_paths)
+    async def snapshots(is_local: bool) -> AsyncGenerator[dict[str, Any], None]:
+        yield state.stats(is_local=is_local)
         while not is_shutting_down():
             await asyncio.sleep(STATS_PERIOD_S)
-            yield state.stats(with_paths=with_paths)
+            yield state.stats(is_local=is_local)
 
 
 def _add_private_port_route(
@@ -312,14 +318,17 @@ def _add_private_port_route(
     is_shutting_down: Callable[[], bool],
 ) -> None:
     @app.post("/v1/private-port", response_model=None)
-    async def private_port(http: HttpRequest) -> Response:
-        """A loopback port with a key, as long as the client reads the stream."""
-        _require_local(http, "localgen launch opens ports over the Unix socket only")
-        return EventStreamResponse(opened(), responses.SSE)
+    async def private_port(http: HttpRequest, stabilize: bool = False) -> Response:
+        """A loopback port with a key, as long as the client reads the stream.
 
-    async def opened() -> AsyncGenerator[dict[str, str], None]:
+        stabilize: the requests that come there.
+        """
+        _require_local(http, "localgen launch opens ports over the Unix socket only")
+        return EventStreamResponse(opened(stabilize), responses.SSE)
+
+    async def opened(stabilize: bool) -> AsyncGenerator[dict[str, str], None]:
         with manager.activity():  # the server does not exit while the program may call it
-            async with ports.open() as port:
+            async with ports.open(stabilize=stabilize) as port:
                 yield {"url": port.url, "key": port.key}
                 while not is_shutting_down():
                     await asyncio.sleep(STATS_PERIOD_S)

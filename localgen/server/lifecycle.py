@@ -20,9 +20,10 @@ from types import TracebackType
 from typing import IO
 
 from localgen.backends.errors import LocalgenError, ServerUnavailable
+from localgen.backends.model_info import LoadOptions
 from localgen.backends.terminal_text import one_line
 from localgen.config import ServerSettings
-from localgen.server.http.access import AccessPolicy, open_tcp_socket
+from localgen.server.http.access import AccessPolicy, host_and_port, open_tcp_socket
 from localgen.server.log_file import LogFile
 from localgen.server.models.engine_process import (
     LLAMACPP_ENGINE,
@@ -64,10 +65,12 @@ def run_server(
     idle_exit: bool,
     engine_command: EngineCommand = LLAMACPP_ENGINE,
     model: str | None = None,
+    load_options: LoadOptions = LoadOptions(),
 ) -> None:
     """Serve until a signal, a shutdown request or, with idle_exit, the idle timeout.
 
     model: loaded at startup; if that fails, the server exits and the error is raised.
+    load_options: for this model, else for every model, unless a request says otherwise.
 
     Raises ServerUnavailable if a server is already running; BadSetting if access is insecure or
     its port cannot be bound.
@@ -82,8 +85,10 @@ def run_server(
         sockets = [sock]
         if access.port is not None:
             sockets.append(stack.enter_context(open_tcp_socket(access)))
-            place = "{}:{}".format(*sockets[-1].getsockname()[:2])
-            _log.info("listening on http://%s", place)
+            host, port = sockets[-1].getsockname()[:2]
+            _log.info("listening on http://%s", host_and_port(host, port))
+        if access.stabilize:
+            _log.info("prompts are stabilized: attribution headers, dates, order of tools")
         spare = EngineProcess.start(engine_command)
         from localgen.server.serving import serve
 
@@ -99,6 +104,7 @@ def run_server(
             engine_command=engine_command,
             spare=spare,
             model=model,
+            load_options=load_options,
         )
         _log.info("server %d exits", os.getpid())
 

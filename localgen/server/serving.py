@@ -10,6 +10,7 @@ import signal
 import socket
 import time
 from dataclasses import dataclass
+from http import HTTPStatus
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -21,10 +22,12 @@ from localgen.server import serving
 from localgen.server.app import create_app
 from localgen.server.http.access import AccessPolicy, open_tcp_socket
 from localgen.server.http.errors import error_response
+from localgen.server.http.unchunked import send_unchunked
 from localgen.server.models.engine_process import EngineCommand, EngineProcess
 from localgen.server.models.engine_watch import EngineWatch
 from localgen.server.models.manager import ModelManager
 from localgen.server.models.preload import Preload
+from localgen.server.models.serve_options import ServeOptions
 from localgen.server.requests.caller import LOCAL_CLIENT
 from localgen.server.stats.server_state import ServerState
 
@@ -73,17 +76,20 @@ def serve(
     engine_command: EngineCommand,
     spare: EngineProcess | None,
     model: str | None = None,
+    load_options: LoadOptions = LoadOptions(),
 ) -> None:
     """Serve on listening sockets until shutdown. All engine processes have ended on return.
 
     model: loaded at startup; if that fails, the server shuts down and the error is raised.
+    load_options: for this model, else for every model.
     """
     serving.raise_open_file_limit()
     # uvicorn re-raises the signals it caught when it is done; ignore them then
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     manager = ModelManager(settings, engine_command=engine_command, spare=spare)
-    server = _UvicornServer(settings, access, manager, model)
+    manager.serve_options = ServeOptions(load=load_options, model=model)
+    server = _UvicornServer(settings, access, manager)
     engine_watch = EngineWatch(lambda: manager.residents, settings.hang_timeout_s)
     asyncio.run(_serve(server, manager, sockets, engine_watch, idle_exit))
     server.preload.raise_if_failed()
@@ -115,10 +121,9 @@ class _UvicornServer(uvicorn.Server):
         settings: ServerSettings,
         access: AccessPolicy,
         manager: ModelManager,
-        model: str | None,
     ) -> None:
-        options = LoadOptions(draft=settings.draft)
-        self.preload = Preload(manager, model, self._request_shutdown, options)
+        options = manager.serve_options
+        self.preload = Preload(manager, options, self._request_shutdown, settings.draft)
         app = create_app(
             manager,
             ServerState(settings, manager, is_preloading=lambda: self.preload.is_pending),
@@ -269,11 +274,19 @@ class _HttpConnection(HttpToolsProtocol):
             self.transport.abort()
 
     def _refuse_headers(self) -> None:
-        """Answer 431; close once the client has had time to read it."""
         message = f"the headers exceed {MAX_HEADER_BYTES:,} bytes: shorten them"
-        body = error_response("", "headers_too_large", message, status=431).body
+        self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "headers_too_large", message)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is not HTTP. msg: of uvicorn."""
+        message = "this is not an HTTP request that can be parsed: check its first line and headers"
+        self._refuse(HTTPStatus.BAD_REQUEST, "invalid_request", message)
+
+    def _refuse(self, status: HTTPStatus, code: str, message: str) -> None:
+        """Answer without the application; close once the client has had time to read it."""
+        body = error_response("", code, message, status=status).body
         head = (
-            "HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Type: application/json\r\n"
+            f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         )
         self._is_refused = True
@@ -304,6 +317,8 @@ class _HttpConnection(HttpToolsProtocol):
             self._header_timer.cancel()
             self._header_timer = None
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            send_unchunked(self.cycle)
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
         self._cycles.append(self.cycle)
 

@@ -113,6 +113,13 @@ class ActiveSession:
             return True
         return self.stop_command()
 
+    def answer_now(self) -> None:
+        """End the reasoning of the answer in progress. Raises InvalidRequest if there is none."""
+        answering = self.answer_stream
+        if answering is None or not answering.is_reasoning:
+            raise InvalidRequest("the model does not reason now: there is nothing to end")
+        self.chat.client.answer_now()
+
     def stop_command(self) -> bool:
         """Stop the command in progress, without waiting; False if there was none."""
         if not self.running_command:

@@ -69,6 +69,11 @@ class AnswerStream:
     def is_stopping(self) -> bool:
         return self._stop_requested.is_set()
 
+    @property
+    def is_reasoning(self) -> bool:
+        """True if the answer so far is reasoning."""
+        return bool(self._reasoning_chunks) and not self._text_chunks and not self.ended.is_set()
+
     def chunks_since(self, position: StreamPosition) -> tuple[str, str, StreamPosition]:
         """Return reasoning and text after a position, and the new position."""
         now = StreamPosition(len(self._reasoning_chunks), len(self._text_chunks))
@@ -95,7 +100,11 @@ class AnswerStream:
         about = "~" if self.is_estimated else ""
         limit = self._session.ctx
         figures = report.LiveFigures(waited_s, self.ttft_s, self.num_tokens, used, limit, about)
-        return report.live_stats_line(figures)
+        line = report.live_stats_line(figures)
+        can_end = self.is_reasoning and self._session.client.can_answer_now
+        return (
+            f"Ctrl+X answers now · {line}" if can_end else line
+        )  # first, so that it is not cut off
 
     def tokens_per_s(self) -> float:
         """Decode speed so far; 0 if unknown."""

@@ -43,6 +43,7 @@ _MAX_HISTORY = 500
 _MAIN_SCREEN_ACTIONS = (
     *("new", "model", "settings", "search", "compare", "export", "editor"),
     *("step", "rename", "fork", "delete", "restore", "copy", "regenerate", "quantize"),
+    "answer_now",
 )
 
 
@@ -70,6 +71,7 @@ class ChatApp(BaseApp):
         Binding("ctrl+b", "compare", "Compare"),
         Binding("ctrl+c", "stop", "Stop", priority=True),
         Binding("ctrl+r", "regenerate", "Regenerate", show=False),
+        Binding("ctrl+x", "answer_now", "End the reasoning: answer now", show=False),
         Binding("ctrl+s", "export", "Export the transcript", show=False),
         Binding("ctrl+g", "editor", "Prompt in $EDITOR", show=False),
         Binding("ctrl+up", "step(-1)", "Previous session", show=False),
@@ -353,6 +355,12 @@ class ChatApp(BaseApp):
         else:
             self._last_stop_s = time.monotonic()
             self.show_message("nothing to stop; Ctrl+C again or Ctrl+Q quits")
+
+    @work(group="answer_now")
+    async def action_answer_now(self) -> None:
+        """End the reasoning of the answer, which then continues."""
+        opened = self.session_actions.current_session
+        await self.session_actions.run_in_thread(opened.answer_now)
 
     @work(group="ask")
     async def action_regenerate(self) -> None:

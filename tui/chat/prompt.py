@@ -37,6 +37,7 @@ class Prompt(TextField):
         # keys that TextArea binds to editing functions a prompt does not need
         Binding("ctrl+f", "app.search", "Search"),
         Binding("ctrl+y", "app.copy", "Copy the last answer", show=False),
+        Binding("ctrl+x", "cut_or_answer", "End the reasoning: answer now", show=False),
         Binding("pageup", "screen.scroll(-1)", "Scroll back", show=False),
         Binding("pagedown", "screen.scroll(1)", "Scroll forward", show=False),
         Binding("f6", "screen.toggle_gauges", "Show or hide gauges", show=False),
@@ -102,6 +103,13 @@ class Prompt(TextField):
         """Select the submitted text, so that typing replaces it."""
         if self.full_text == text:
             self.select_all()
+
+    async def action_cut_or_answer(self) -> None:
+        """Cut what is selected; without a selection, end the reasoning of the answer."""
+        if self.selected_text:
+            self.action_cut()
+        else:
+            await self.run_action("app.answer_now")
 
     def action_newline(self) -> None:
         self.insert("\n")

@@ -44,6 +44,7 @@ class RequestRow:
     ctx: int
     age_s: float
     phases: RequestPhases
+    prefix_break: str = ""
 
     @property
     def context_fraction(self) -> float | None:
@@ -224,6 +225,7 @@ def _ended_row(ended: EndedRequest) -> RequestRow:
         ctx=ended.ctx,
         age_s=ended.ended_ago_s,
         phases=ended.phases,
+        prefix_break=one_line(ended.prefix_break),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+from itertools import chain, repeat
 from typing import ClassVar
 
 from textual.app import ComposeResult
@@ -78,7 +80,7 @@ def timeline_lines(row: RequestRow, width: int) -> list[Content]:
             lines.append(
                 Content.styled(" " * (_NAME_COLUMNS + _DURATION_COLUMNS + 1) + detail, "$muted")
             )
-    return [*lines, Content(""), *_summary(row, whole_ms)]
+    return [*lines, Content(""), *_summary(row, whole_ms), *_prefix_break(row, width)]
 
 
 def _bar(before_ms: float, ms: float, total_ms: float, width: int) -> str:
@@ -106,6 +108,15 @@ def _summary(row: RequestRow, total_ms: float) -> list[Content]:
     return [
         Content.assemble((f"{name:<{_NAME_COLUMNS}}", "$muted"), (value, ""))
         for name, value in facts
+    ]
+
+
+def _prefix_break(row: RequestRow, width: int) -> list[Content]:
+    """Where the prompt parts from an earlier one, if it does."""
+    lines = textwrap.wrap(row.prefix_break, max(_MIN_BAR_COLUMNS, width - _NAME_COLUMNS))
+    return [
+        Content.assemble((f"{name:<{_NAME_COLUMNS}}", "$muted"), (line, "$warning"))
+        for name, line in zip(chain(["prefix"], repeat("")), lines, strict=False)
     ]
 
 

@@ -66,6 +66,10 @@ class DraftProposal:
     tokens: list[int] = field(default_factory=list)
     draft_probs: list[Any] = field(default_factory=list)
 
+    def shortened(self, count: int) -> DraftProposal:
+        """The first `count` draft tokens, at most."""
+        return DraftProposal(self.tokens[:count], self.draft_probs[:count])
+
 
 class Drafter(ABC):
     """Called by the engine thread before a step, acceptance_probs for all sequences first.

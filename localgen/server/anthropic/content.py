@@ -10,11 +10,14 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.types import Message, Tool, ToolCall
-from localgen.server.openai.tools import MAX_TOOLS
+from localgen.server.openai.tools import require_tool_names
 from localgen.server.requests.body import StrictModel, drop_fields, drop_nulls
+from localgen.server.requests.parts import refusal_of_part
 
 # marks where Anthropic may cache, and what an answer was written from: neither changes a token
 _HARMLESS = ("cache_control", "citations", "caller")
+# longer than OpenAI's: agents put the names of servers and plugins before those of tools
+_MAX_NAME_CHARS = 128
 # blocks of one message are paragraphs
 _BLOCK_SEPARATOR = "\n"
 
@@ -122,13 +125,8 @@ class AnthropicTool(_Block):
 
 
 def parse_anthropic_tools(tools: Sequence[AnthropicTool]) -> tuple[Tool, ...]:
-    """Convert tools. Raises InvalidRequest if a name occurs twice, or there are too many."""
-    if len(tools) > MAX_TOOLS:
-        raise InvalidRequest(f"more than {MAX_TOOLS} tools", param="tools")
-    names = [tool.name for tool in tools]
-    for at, name in enumerate(names):
-        if name in names[:at]:
-            raise InvalidRequest(f"tools[{at}].name: duplicate tool {name}", param="tools")
+    """Convert tools. Raises InvalidRequest as require_tool_names."""
+    require_tool_names([tool.name for tool in tools], "tools[{}].name", _MAX_NAME_CHARS)
     return tuple(
         Tool(tool.name, tool.description, json.dumps(tool.input_schema, ensure_ascii=False))
         for tool in tools
@@ -223,10 +221,7 @@ def _result_text(block: ToolResultBlock, place: str) -> str:
 
 def _wrong_block(block: Any, place: str, role: str) -> InvalidRequest:
     if isinstance(block, OtherBlock):
-        reason = {
-            "image": "this server reads no images",
-            "document": "this server reads no documents: send their text",
-        }.get(block.type, f"block type {block.type!r} is not supported")
+        reason = refusal_of_part(block.type)
     else:
         reason = f"a {block.type} block is not valid in a message of {role}"
     return InvalidRequest(f"{place}: {reason}", param=place)

@@ -177,6 +177,8 @@ class MessageSerializer:
                 return "model_context_window_exceeded"
             case "length":
                 return "max_tokens"
+            case "cancelled":  # the client may send the answer back, and the model continues it
+                return "pause_turn"
             case _:
                 return "end_turn" if stop is None else "stop_sequence"
 

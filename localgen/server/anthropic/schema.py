@@ -43,10 +43,10 @@ class ToolChoice(StrictModel):
 
 
 class Thinking(StrictModel):
-    """Reasoning. enabled, adaptive: as the model does by default; budget_tokens has no effect."""
+    """Reasoning. enabled, adaptive: as the model does by default, up to budget_tokens."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
+    budget_tokens: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     display: str | None = None
 
 
@@ -109,6 +109,7 @@ class MessagesRequest(_PromptRequest):
         wanted = self.output_config.format if self.output_config else None
         return SamplingParams(
             max_tokens=self.max_tokens,
+            thinking_budget=self.thinking.budget_tokens if self.thinking else None,
             stop=tuple(self.stop_sequences or ()),
             temperature=self.temperature,
             top_k=self.top_k,

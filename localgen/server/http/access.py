@@ -31,7 +31,7 @@ class AccessPolicy:
     port: None to listen on the Unix socket only. keys: accepted API keys; empty: none required.
     cors_origins: allowed web origins, `*` for all. allowed_hosts: accepted Host headers, in
     addition to addresses, localhost, `host` and the machine's hostname. timeout_s: maximum
-    duration of a request.
+    duration of a request. stabilize: all requests, as in Request.
     """
 
     host: str = "127.0.0.1"
@@ -42,6 +42,7 @@ class AccessPolicy:
     rate_limit: RateLimit = RateLimit()
     timeout_s: float | None = None
     max_body_bytes: int = MAX_BODY_BYTES
+    stabilize: bool = False
 
     def validate(self) -> None:
         """Raise BadSetting for a weak API key, or a non-loopback host without keys."""
@@ -129,5 +130,11 @@ def open_tcp_socket(access: AccessPolicy) -> socket.socket:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise BadSetting(f"cannot listen on {access.host}:{access.port}: {reason}") from error
+        place = host_and_port(access.host, access.port)
+        raise BadSetting(f"cannot listen on {place}: {reason}") from error
     return sock
+
+
+def host_and_port(host: str, port: int) -> str:
+    """Format as in a URL: an IPv6 address has brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

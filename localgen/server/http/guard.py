@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from localgen.server.http import json_limits
 from localgen.server.http.access import AccessPolicy
 from localgen.server.http.errors import error_response
+from localgen.server.http.head import answer_head
 from localgen.server.http.private_ports import PrivatePorts
 from localgen.server.http.rate_limit import RateLimiter
 from localgen.server.requests.caller import KEY_ACCOUNT_PREFIX, is_local_request
@@ -35,7 +36,7 @@ _PUBLIC_PATHS = frozenset({"/health", "/livez"})
 # not counted by --rate-limit: what reads the state of the server and computes nothing, and what
 # relieves it
 _UNCOUNTED_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-_CANCEL_PATH = re.compile(r"/v1/requests/[^/]+/cancel")
+_RELIEVING_PATH = re.compile(r"/v1/requests/[^/]+/(cancel|answer-now)")
 
 
 class RequestRefused(HTTPException):
@@ -72,7 +73,7 @@ class GuardMiddleware:
     ) -> None:
         self._access, self._rate_limiter = access, rate_limiter
         self._private_ports = private_ports
-        self._app = app
+        self._app = answer_head(app)
         self._turns = LargeBodyTurns()
         self._tcp_app: ASGIApp = self._handle_tcp
         if access.cors_origins:
@@ -114,6 +115,7 @@ class GuardMiddleware:
 
         try:
             check(scope)
+            _require_plain_body(scope)
             body.check_length(scope)
         except RequestRefused as refused:
             await refused.to_response(scope["path"])(scope, body.receive, send_lingering)
@@ -174,7 +176,7 @@ def _given_keys(headers: Mapping[bytes, str]) -> list[str]:
 
 def is_rate_limited(method: str, path: str) -> bool:
     """Return True if --rate-limit counts this request, whether or not there is such a route."""
-    return method not in _UNCOUNTED_METHODS and _CANCEL_PATH.fullmatch(path) is None
+    return method not in _UNCOUNTED_METHODS and _RELIEVING_PATH.fullmatch(path) is None
 
 
 def _require_host(scope: Scope) -> None:
@@ -183,6 +185,19 @@ def _require_host(scope: Scope) -> None:
     if num_hosts > 1 or (num_hosts == 0 and scope["http_version"] != "1.0"):
         message = f"the request has {num_hosts or 'no'} Host headers: send one"
         raise RequestRefused(400, "invalid_request", message)
+
+
+def _require_plain_body(scope: Scope) -> None:
+    """Raise RequestRefused for a compressed body, whose size is unknown until it is unpacked."""
+    for name, value in scope["headers"]:
+        encoding = value.decode("latin-1").strip()
+        if name.lower() == b"content-encoding" and encoding.lower() not in ("", "identity"):
+            raise RequestRefused(
+                415,
+                "unsupported_encoding",
+                f"Content-Encoding {encoding[:40]!r} is not supported: send the body uncompressed",
+                {"Accept-Encoding": "identity"},
+            )
 
 
 class LargeBodyTurns:

@@ -36,12 +36,17 @@ class PrivatePorts:
     def __init__(self, listen: Callable[[], Awaitable[Listener]]) -> None:
         self._listen = listen
         self._keys: dict[int, str | None] = {}  # None: closed
+        self._stabilizing: set[int] = set()
 
     @contextlib.asynccontextmanager
-    async def open(self) -> AsyncIterator[PrivatePort]:
-        """Listen on a free port until the block ends. Raises OSError."""
+    async def open(self, *, stabilize: bool = False) -> AsyncIterator[PrivatePort]:
+        """Listen on a free port until the block ends. Raises OSError.
+
+        stabilize: for the requests that come there, as in Request.
+        """
         listener = await self._listen()
         port = listener.port
+        (self._stabilizing.add if stabilize else self._stabilizing.discard)(port)
         key = self._keys[port] = secrets.token_urlsafe(_KEY_BYTES)
         try:
             yield PrivatePort(f"http://127.0.0.1:{port}", key)
@@ -52,6 +57,10 @@ class PrivatePorts:
     def has(self, port: int) -> bool:
         """Return True for a private port, open or closed."""
         return port in self._keys
+
+    def stabilizes(self, port: int) -> bool:
+        """Return True if requests that come to this port are stabilized."""
+        return port in self._stabilizing
 
     def accepts_key(self, port: int, api_key: str) -> bool:
         key = self._keys.get(port)

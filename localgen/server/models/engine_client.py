@@ -237,14 +237,18 @@ class EngineClient(asyncio.Protocol):
             self._send(wire.Cancel(request_id))
 
     def cancel_request(self, request_id: str) -> bool:
-        """Cancel a generation request: it keeps its partial answer and finishes as cancelled.
-
-        Returns False if it has ended.
-        """
+        """Cancel a generation request: it finishes, as cancelled. Returns False if it has ended."""
         if request_id not in self._streams:
             return False
         self._send(wire.Cancel(request_id))
         return True
+
+    def answer_now(self, request_id: str) -> bool:
+        """End the reasoning of a generation request, of all its choices. False if it has ended."""
+        running = [one for one in self._streams if f"{one}-".startswith(f"{request_id}-")]
+        for one in running:
+            self._send(wire.AnswerNow(one))
+        return bool(running)
 
     def fail_all(self, code: str, message: str) -> None:
         """Cancel every request and fail its stream with this error."""

@@ -21,7 +21,6 @@ from localgen.backends.memory.load_limits import validate_load_options
 from localgen.backends.model_info import DRAFT_KEYWORDS, LoadOptions, ModelInfo
 from localgen.config import ServerSettings
 from localgen.hub.packaged import default_model
-from localgen.hub.resolve import resolve_model
 from localgen.placement.backend_choice import Hardware, detect_hardware
 from localgen.server.models.draft_choice import DraftChoice, resolve_draft_model
 from localgen.server.models.engine_pool import EnginePool, OnLoad
@@ -32,17 +31,22 @@ from localgen.server.models.engine_process import (
     EngineStarter,
 )
 from localgen.server.models.memory_budget import MemoryBudget
+from localgen.server.models.names import UniqueNames, resolve_named
 from localgen.server.models.resident import (
     KeepAlive,
     ResidentModel,
     find_by_resolved_name,
     find_by_short_name,
 )
+from localgen.server.models.serve_options import ServeOptions
 from localgen.server.models.swap_queue import DEFAULT_WAIT_S, MemoryWait, MustWait, SwapQueue
 
 
 class ModelManager:
-    """Owns all engine processes of a server. Not thread-safe. on_load: called after each load."""
+    """Owns all engine processes of a server. Not thread-safe.
+
+    on_load: called after each load. serve_options: of `localgen serve`.
+    """
 
     def __init__(
         self,
@@ -50,7 +54,7 @@ class ModelManager:
         *,
         engine_command: EngineCommand = LLAMACPP_ENGINE,
         spare: EngineProcess | None = None,
-        resolve_file: Callable[..., ModelFile] = resolve_model,
+        resolve_file: Callable[..., ModelFile] = resolve_named,
         probe_hardware: Callable[[], Hardware] = detect_hardware,
     ) -> None:
         self._settings = settings
@@ -69,10 +73,12 @@ class ModelManager:
             self._pool.unload,
             probe_hardware,
         )
+        self._names = UniqueNames()
         self._admission = asyncio.Lock()
         self._num_open = 0
         self._last_used_s = time.monotonic()
         self._closing = False
+        self.serve_options = ServeOptions()
         self.on_load: OnLoad = lambda name, outcome, load_s: None
 
     @property
@@ -93,6 +99,11 @@ class ModelManager:
     def count_waiting(self) -> dict[str, int]:
         """Requests that wait for memory, by model name."""
         return self._swap_queue.count_waiting()
+
+    @property
+    def default_name(self) -> str:
+        """The model of requests that name none; may be a path."""
+        return self.serve_options.model or default_model()
 
     @contextlib.contextmanager
     def activity(self) -> Iterator[None]:
@@ -124,11 +135,11 @@ class ModelManager:
     ) -> AsyncIterator[tuple[ResidentModel, ModelInfo]]:
         """Hold a model for the duration of the block, loading it if needed.
 
-        name: None for the default model. keep_alive: new idle time of the model; None keeps the
-        current one, initially that of the settings. allow_paths: accept a path as name; must be
-        False for remote clients. deadline_s: until when to wait for memory of models in use and
-        for the load (monotonic seconds); None: for DEFAULT_WAIT_S, and until it has ended. on_wait:
-        see MemoryWait.
+        name: None for the model of `localgen serve MODEL`, else the default model. keep_alive: new
+        idle time of the model; None keeps the current one, initially that of the settings.
+        allow_paths: accept a path as name; must be False for remote clients. deadline_s: until when
+        to wait for memory of models in use and for the load (monotonic seconds); None: for
+        DEFAULT_WAIT_S, and until it has ended. on_wait: see MemoryWait.
 
         Raises InvalidRequest for an invalid option, ModelNotFound, ModelBusy if it is loaded with
         other options, MemoryInUse and QueueFull if it cannot be loaded in time, TimedOut,
@@ -155,7 +166,7 @@ class ModelManager:
         wait: MemoryWait,
     ) -> tuple[ResidentModel, ModelInfo]:
         while True:
-            wanted, may_be_path = (default_model(), True) if name is None else (name, allow_paths)
+            wanted, may_be_path = (self.default_name, True) if name is None else (name, allow_paths)
             resident = await self._find_or_load(wanted, options, may_be_path, wait)
             if resident is None or resident not in self.residents:
                 continue
@@ -239,14 +250,7 @@ class ModelManager:
         allow_paths: as in acquire(). Returns False if it is not loaded; raises InvalidRequest if
         the name is ambiguous.
         """
-        found = find_by_resolved_name(self.residents, name, allow_paths)
-        found = found or find_by_short_name(self.residents, name, allow_paths)
-        if found is None:
-            try:
-                path = (await self._resolve_file(name, allow_paths)).path
-            except LocalgenError:
-                return False
-            found = next((r for r in self.residents if r.file.path == path), None)
+        found = await self.find_loaded(name, allow_paths)
         if found is None:
             return False
         if when_idle and not found.is_idle:
@@ -256,6 +260,19 @@ class ModelManager:
             async with self._admission:  # its memory is free before another load is placed
                 await self._pool.unload(found, reason)
         return True
+
+    async def find_loaded(self, name: str, allow_paths: bool) -> ResidentModel | None:
+        """The resident of a name. Raises InvalidRequest if the name is ambiguous."""
+        found = find_by_resolved_name(self.residents, name, allow_paths)
+        if found is not None:
+            return found
+        try:
+            path = (await self._resolve_file(name, allow_paths)).path
+        except ModelNotFound:
+            return find_by_short_name(self.residents, name, allow_paths)
+        except LocalgenError:
+            return None
+        return next((r for r in self.residents if r.file.path == path), None)
 
     def forget_name(self, name: str) -> None:
         """Drop the cached resolution of a name, which now means another model or none."""
@@ -280,6 +297,10 @@ class ModelManager:
     def cancel(self, request_id: str) -> bool:
         """Cancel a running or waiting generation request. Returns False if there is none."""
         return any(resident.engine.cancel_request(request_id) for resident in self.residents)
+
+    def answer_now(self, request_id: str) -> bool:
+        """End the reasoning of a running or waiting request. Returns False if there is none."""
+        return any(resident.engine.answer_now(request_id) for resident in self.residents)
 
     def fail_all(self, code: str, message: str) -> None:
         """Fail every request with this error."""
@@ -309,6 +330,7 @@ class ModelManager:
             if resident is None:
                 raise
             file = resident.file
+        file = self._names.claim(file, self.residents)
         start_load = partial(self._start_load_once, file, options, allow_paths)
         resident = await self._swap_queue.run(file, start_load, wait)
         if resident is not None:
@@ -332,6 +354,7 @@ class ModelManager:
         self, file: ModelFile, options: LoadOptions, allow_paths: bool
     ) -> ResidentModel:
         """Return the resident of a file. Concurrent requests share one load."""
+        options = self.serve_options.complete(file, options)
         async with self._admission:
             for resident in self.residents:
                 if resident.file.path == file.path:

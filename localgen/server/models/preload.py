@@ -5,26 +5,32 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from localgen.backends.errors import LocalgenError
-from localgen.backends.model_info import LoadOptions
 from localgen.server.models.manager import ModelManager
+from localgen.server.models.serve_options import ServeOptions
 
 _log = logging.getLogger("localgen.server")
 
 
 class Preload:
-    """Loads a model at startup. name: None to load nothing. request_shutdown: called on failure."""
+    """Loads the model of `localgen serve MODEL` at startup.
+
+    options: its name, None to load nothing, and the load options. request_shutdown: called on
+    failure.
+    """
 
     def __init__(
         self,
         manager: ModelManager,
-        name: str | None,
+        options: ServeOptions,
         request_shutdown: Callable[[], None],
-        options: LoadOptions = LoadOptions(),
+        draft: str | None = None,
     ) -> None:
-        self._manager, self._name, self._request_shutdown = manager, name, request_shutdown
-        self._options = options
+        """draft: default of the server, which the model must have."""
+        self._manager, self._options, self._request_shutdown = manager, options, request_shutdown
+        self._name, self._draft = options.model, draft
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -48,8 +54,10 @@ class Preload:
             self._task.result()
 
     async def _load(self, name: str) -> None:
-        async with self._manager.acquire(name, self._options, allow_paths=True):
-            pass
+        load = replace(self._options.load, draft=self._draft)
+        async with self._manager.acquire(name, load, allow_paths=True) as (resident, _):
+            # when it is loaded again, too
+            self._manager.serve_options = replace(self._options, path=resident.file.path)
 
     def _on_load_done(self, task: asyncio.Task[None]) -> None:
         if task.cancelled() or (error := task.exception()) is None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from localgen.backends.errors import InvalidRequest, ModelBusy, TimedOut
-from localgen.backends.formats.model_files import ModelFile
+from localgen.backends.formats.model_files import ModelFile, stem_of
 from localgen.backends.memory.kv_sizing import require_trained_ctx
 from localgen.backends.memory.load_limits import validate_cache_types
 from localgen.backends.model_info import DRAFT_AUTO, LoadOptions, ModelInfo, option_flag
@@ -33,7 +33,7 @@ class ResidentModel:
     """A model with its engine process.
 
     requested_options: options of the request that loaded it, the draft option resolved.
-    id: that of the file when its load began.
+    file: by its unique name. id: that of the file when its load began. file_name: see plain_name.
     estimated_bytes: RAM estimate until it is loaded; 0 on a GPU. resolved_names: names that resolve
     to this file, each with allow_paths, because `a/b` is a path only for local clients.
     keep_alive_s: idle time until it is unloaded; None: no limit. num_users: requests that hold it.
@@ -49,6 +49,7 @@ class ResidentModel:
     estimated_bytes: int
     load_future: asyncio.Future[ModelInfo]
     id: str = field(init=False)
+    file_name: str = field(init=False)
     resolved_names: set[tuple[str, bool]] = field(default_factory=set)
     keep_alive_s: float | None
     num_users: int = 0
@@ -61,6 +62,7 @@ class ResidentModel:
     def __post_init__(self) -> None:
         # once: the disk may change, or not answer any more
         self.id = model_id(self.file)
+        self.file_name = plain_name(self.file)
 
     @property
     def info(self) -> ModelInfo | None:
@@ -193,13 +195,24 @@ def find_by_resolved_name(
 def find_by_short_name(
     residents: Iterable[ResidentModel], name: str, allow_paths: bool
 ) -> ResidentModel | None:
-    """Return the resident with this short name. Raises InvalidRequest if there are several."""
-    found = [r for r in residents if r.file.name == name]
+    """Return the resident with this name, else the one whose file has it.
+
+    Raises InvalidRequest if there are several.
+    """
+    loaded = tuple(residents)
+    found = [r for r in loaded if r.file.name == name]
+    found = found or [r for r in loaded if r.file_name == name]
     if len(found) > 1:
-        paths = "use a path: " + ", ".join(str(r.file.path) for r in found)
-        remedy = paths if allow_paths else "`localgen cp PATH NAME` gives each another name"
-        raise InvalidRequest(f"{len(found)} models are named {name}, {remedy}")
+        places = [str(r.file.path) if allow_paths else r.file.name for r in found]
+        raise InvalidRequest(
+            f"{len(found)} models are named {name}, use one of {', '.join(places)}"
+        )
     return found[0] if found else None
+
+
+def plain_name(file: ModelFile) -> str:
+    """Name of a file or folder on the disk, which several models may have."""
+    return stem_of(file.path) if file.is_gguf else file.path.absolute().name
 
 
 def model_id(file: ModelFile) -> str:

@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from localgen.backends.types import Message, ToolCall, ToolCallDelta
 from localgen.server.openai.tools import FunctionTool
 from localgen.server.requests.body import StrictModel, reject_unsupported_fields
+from localgen.server.requests.parts import reject_images
 
 
 class OllamaTool(FunctionTool):
@@ -52,7 +53,7 @@ class OllamaChatMessage(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _reject_unsupported(cls, message: Any) -> Any:
-        return reject_unsupported_fields(message, {"images": ([],)})
+        return reject_unsupported_fields(reject_images(message), {"images": ([],)})
 
 
 def from_ollama_messages(messages: Sequence[OllamaChatMessage]) -> tuple[Message, ...]:

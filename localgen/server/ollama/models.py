@@ -14,8 +14,8 @@ from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.text.reasoning import detect_thinking_tags
 from localgen.backends.units import format_params
 from localgen.hub.metadata import ModelMetadata, catalog_entry_of, read_metadata
-from localgen.hub.resolve import installed_aliases, installed_models, resolve_model
 from localgen.placement import free_memory
+from localgen.server.models.names import find_listed, listed_models
 from localgen.server.models.resident import ResidentModel, model_id
 from localgen.server.ollama.responses import format_timestamp
 
@@ -24,11 +24,9 @@ _MAX_DURATION_S = 2**63 / 1e9
 
 
 def tags_response(residents: tuple[ResidentModel, ...]) -> dict[str, Any]:
-    """List installed models, models loaded by path, and aliases. Reads the disk."""
-    files = {file.path: file for file in installed_models()}
-    files |= {resident.file.path: resident.file for resident in residents}
-    named = [*((file.name, file) for file in files.values()), *installed_aliases()]
-    return {"models": [_tag_entry(name, file) for name, file in named if file.path.exists()]}
+    """List every name that a client may ask for. Reads the disk."""
+    listed = listed_models(residents).items()
+    return {"models": [_tag_entry(name, file) for name, file in listed if file.path.exists()]}
 
 
 def ps_response(residents: tuple[ResidentModel, ...]) -> dict[str, Any]:
@@ -36,9 +34,9 @@ def ps_response(residents: tuple[ResidentModel, ...]) -> dict[str, Any]:
     return {"models": [_ps_entry(resident) for resident in residents if resident.info]}
 
 
-def show_response(name: str) -> dict[str, Any]:
+def show_response(name: str, residents: tuple[ResidentModel, ...]) -> dict[str, Any]:
     """Describe a model. Reads the disk. Raises ModelNotFound, LoadFailed."""
-    file = resolve_model(name, allow_paths=False)
+    file = find_listed(name, residents, allow_paths=False)
     facts = _model_metadata(file)
     entry = catalog_entry_of(file)
     return {

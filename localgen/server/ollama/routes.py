@@ -171,7 +171,6 @@ class OllamaApi:
             return EmbeddingResponse(self.manager, self.journal, job, ollama_embeddings_body)
 
     def _add_model_routes(self, router: APIRouter) -> None:
-        @router.head("/api/tags", include_in_schema=False)
         @router.get("/api/tags", response_model=None)
         async def tags() -> Response:
             return _json_response(
@@ -187,7 +186,9 @@ class OllamaApi:
         @router.post("/api/show", response_model=None)
         async def show(body: ShowRequest) -> Response:
             return _json_response(
-                await asyncio.to_thread(models.show_response, body.requested_name)
+                await asyncio.to_thread(
+                    models.show_response, body.requested_name, self.manager.residents
+                )
             )
 
     def _add_file_routes(self, router: APIRouter) -> None:
@@ -225,7 +226,8 @@ class OllamaApi:
     async def _copy_model(self, source: str, destination: str) -> None:
         """Add an alias. Raises InvalidRequest if the name already means a model."""
         name = without_latest(destination)
-        if any(resident.file.name == name for resident in self.manager.residents):
+        loaded = self.manager.residents
+        if any(name in (resident.file.name, resident.file_name) for resident in loaded):
             raise InvalidRequest(f"{name} is the name of another model: choose another name")
         await asyncio.to_thread(_add_alias, source, name)
         self._forget_name(name)
@@ -245,12 +247,10 @@ class OllamaApi:
         await asyncio.to_thread(found.execute)
 
     def _add_version_routes(self, router: APIRouter) -> None:
-        @router.head("/", include_in_schema=False)
         @router.get("/", response_model=None)
         async def greeting() -> Response:
             return PlainTextResponse(GREETING)
 
-        @router.head("/api/version", include_in_schema=False)
         @router.get("/api/version", response_model=None)
         async def version() -> Response:
             return _json_response({"version": localgen.__version__})

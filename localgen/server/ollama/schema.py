@@ -16,6 +16,7 @@ from localgen.server.ollama.messages import OllamaChatMessage, OllamaTool, from_
 from localgen.server.ollama.options import OllamaOptions, parse_ollama_keep_alive
 from localgen.server.openai.tools import parse_tools
 from localgen.server.requests.body import RequestBody, reject_unsupported_fields
+from localgen.server.requests.parts import reject_images
 
 # only meaningful where prompts are truncated or contexts shifted, which never happens here
 _UNSUPPORTED_TRUNCATION: dict[str, tuple[object, ...]] = {"truncate": (False,), "shift": (False,)}
@@ -113,7 +114,7 @@ class OllamaGenerateRequest(_OllamaGenerationRequest):
     @model_validator(mode="before")
     @classmethod
     def _reject_unsupported(cls, body: Any) -> Any:
-        return reject_unsupported_fields(body, _UNSUPPORTED_IN_GENERATE)
+        return reject_unsupported_fields(reject_images(body), _UNSUPPORTED_IN_GENERATE)
 
     def to_request_fields(self) -> dict[str, Any]:
         """Keyword arguments for Request. Raises InvalidRequest for invalid fields."""

@@ -10,6 +10,7 @@ from localgen.backends.errors import InvalidRequest
 from localgen.backends.types import Message
 from localgen.server.openai.tools import MessageToolCall, parse_tool_calls
 from localgen.server.requests.body import StrictModel, drop_fields, reject_unsupported_fields
+from localgen.server.requests.parts import refusal_of_part
 
 _UNSUPPORTED_IN_MESSAGES: dict[str, tuple[object, ...]] = {
     "refusal": (),
@@ -44,8 +45,7 @@ class TextPart(StrictModel):
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind != "text":
             raise InvalidRequest(
-                f"content part {kind} is not supported: this server reads text only",
-                param="messages",
+                f"messages: content part {kind[:40]}: {refusal_of_part(kind)}", param="messages"
             )
         return drop_fields(part, _HARMLESS_IN_PARTS)
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from localgen import __version__
 from localgen.backends.types import Delta, Finished, PositionLogprobs, TokenLogprob
 from localgen.server.openai import tools
 from localgen.server.requests.choices import FinishedChoice
@@ -36,7 +37,8 @@ class SseFraming:
 
 
 SSE = SseFraming()
-
+# another version may give another text for the same seed
+SYSTEM_FINGERPRINT = f"localgen-{__version__}"
 
 # a comment of a stream, which clients ignore
 KEEP_ALIVE_COMMENT = b": computing\n\n"
@@ -128,7 +130,8 @@ class ChatCompletionSerializer:
         }
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return head | {"system_fingerprint": SYSTEM_FINGERPRINT}
 
     def _chunk(
         self, index: int, delta: dict[str, Any], finish_reason: str | None = None
@@ -198,6 +201,7 @@ class CompletionSerializer:
             "object": "text_completion",
             "created": self.created,
             "model": self.model,
+            "system_fingerprint": SYSTEM_FINGERPRINT,
             "choices": choices,
         }
 
@@ -229,14 +233,14 @@ class CompletionSerializer:
 
 
 def _top_logprobs(position: PositionLogprobs) -> dict[str, float] | None:
-    """Logprobs of the most likely tokens by text, of the best of those with the same text.
+    """Logprobs of the most likely tokens and the token itself, as at OpenAI, by text.
 
-    None: of the first token of a prompt.
+    Of tokens with the same text the best. None: of the first token of a prompt.
     """
     if position.is_first:
         return None
     best: dict[str, float] = {}
-    for token in position.top:
+    for token in (*position.top, position.chosen):
         best.setdefault(token.text, token.logprob)
     return best
 

@@ -12,7 +12,12 @@ from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.sampling_params import ANY_JSON_OBJECT, SAMPLERS, SamplingParams
 from localgen.config import BadSetting, parse_keep_alive
-from localgen.server.openai.messages import ChatMessage, ChatTemplateKwargs
+from localgen.server.openai.messages import ChatMessage
+from localgen.server.openai.reasoning import (
+    ReasoningFields,
+    ThinkingBudgetFields,
+    no_limit_if_negative,
+)
 from localgen.server.openai.tools import FunctionTool, parse_tool_choice, parse_tools
 from localgen.server.requests.body import (
     Int32,
@@ -122,10 +127,6 @@ def _off_if_negative(top_k: Any) -> Any:
     return 0 if type(top_k) is int and top_k == -1 else top_k
 
 
-def _no_limit_if_negative(max_tokens: Any) -> Any:
-    return None if type(max_tokens) is int and max_tokens == -1 else max_tokens
-
-
 def _as_list(stop: Any) -> Any:
     return [stop] if isinstance(stop, str) else stop
 
@@ -136,7 +137,7 @@ else:
     _SamplerFields = with_sampler_fields(RequestBody, SAMPLERS)
 
 
-class _GenerationRequest(_SamplerFields):
+class _GenerationRequest(ThinkingBudgetFields, _SamplerFields):
     """Fields of chat and completion requests. The engine validates sampling parameters."""
 
     model: str | None = None
@@ -147,7 +148,7 @@ class _GenerationRequest(_SamplerFields):
     priority: Int64 = 0
     ctx: Count | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
-    max_tokens: Annotated[Count | None, BeforeValidator(_no_limit_if_negative)] = None
+    max_tokens: Annotated[Count | None, BeforeValidator(no_limit_if_negative)] = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**63)] = 0
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list)] | None = (
         None
@@ -194,12 +195,13 @@ class _GenerationRequest(_SamplerFields):
         return str(self.json_schema) if plain else json.dumps(self.json_schema)
 
     def _to_sampling_params(
-        self, *, max_tokens: int | None, logprobs: int | None
+        self, *, max_tokens: int | None, logprobs: int | None, thinking_budget: int | None
     ) -> SamplingParams:
         """Build sampling parameters. Raises InvalidRequest if two aliases have different values."""
         special = {
             "max_tokens": max_tokens,
             "logprobs": logprobs,
+            "thinking_budget": thinking_budget,
             "repeat_penalty": _one_of_synonyms(self, "repeat_penalty", "repetition_penalty"),
             "stop": tuple(self.stop or ()),
             "logit_bias": self.logit_bias or {},
@@ -213,33 +215,25 @@ class _GenerationRequest(_SamplerFields):
         return SamplingParams(**plain, **special)
 
 
-class ChatPrompt(RequestBody):
+class ChatPrompt(ReasoningFields):
     """The fields of a chat request that make the prompt."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: list[FunctionTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
-        None
-    )
-    chat_template_kwargs: ChatTemplateKwargs | None = None
 
     def to_request_fields(self) -> dict[str, Any]:
         """Keyword arguments for Request: messages, tools, reasoning."""
         tools = parse_tools(self.tools or ())
-        settings = self.chat_template_kwargs or ChatTemplateKwargs()
-        if settings.enable_thinking is not None and self.reasoning_effort is not None:
-            raise InvalidRequest(
-                "give reasoning_effort or enable_thinking, not both", param="reasoning_effort"
-            )
+        thinking, effort = self.reasoning_settings()
         return {
             "messages": tuple(turn.to_message(at) for at, turn in enumerate(self.messages)),
             "tools": tools,
             "tool_choice": parse_tool_choice(self.tool_choice, tools),
             "parallel_tool_calls": self.parallel_tool_calls is not False,
-            "thinking": settings.enable_thinking,
-            "reasoning_effort": self.reasoning_effort,
+            "thinking": thinking,
+            "reasoning_effort": effort,
         }
 
 
@@ -256,21 +250,23 @@ class ChatRequest(ChatPrompt, _GenerationRequest):
         return self._to_sampling_params(
             max_tokens=_one_of_synonyms(self, "max_tokens", "max_completion_tokens"),
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            thinking_budget=self.chosen_thinking_budget(
+                self.reasoning.max_tokens if self.reasoning else None
+            ),
         )
 
 
 class CompletionRequest(_GenerationRequest):
     """POST /v1/completions. prompt: a string, token ids, or a list of either.
 
-    echo: the answer begins with the prompt, and its logprobs with those of the prompt; max_tokens
-    may then be 0.
+    echo: answer and logprobs begin with those of the prompt; max_tokens may then be 0.
     """
 
     prompt: str | list[int] | list[str] | list[list[int]]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool = False
     max_tokens: Annotated[
-        Annotated[int, Field(ge=0, lt=2**63)] | None, BeforeValidator(_no_limit_if_negative)
+        Annotated[int, Field(ge=0, lt=2**63)] | None, BeforeValidator(no_limit_if_negative)
     ] = None
 
     @model_validator(mode="after")
@@ -298,7 +294,11 @@ class CompletionRequest(_GenerationRequest):
         return [prompt for prompt in self.prompt if not isinstance(prompt, int)]
 
     def to_sampling_params(self) -> SamplingParams:
-        return self._to_sampling_params(max_tokens=self.max_tokens, logprobs=self.logprobs)
+        return self._to_sampling_params(
+            max_tokens=self.max_tokens,
+            logprobs=self.logprobs,
+            thinking_budget=self.chosen_thinking_budget(),
+        )
 
 
 class EmbeddingRequest(RequestBody):

@@ -14,7 +14,8 @@ from localgen.backends.types import Delta, Tool, ToolCall, ToolCallDelta
 from localgen.server.requests.body import StrictModel
 
 MAX_TOOLS = 256
-_FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+_FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.\-]+")
+_MAX_NAME_CHARS = 64
 # name of the only argument of a call that was cut
 INCOMPLETE_ARGUMENTS = "incomplete_arguments"
 _TOOL_CHOICE_MODES = ("auto", "none", "required")
@@ -55,19 +56,27 @@ class MessageToolCall(StrictModel):
 
 def parse_tools(function_tools: Sequence[FunctionTool]) -> tuple[Tool, ...]:
     """Validate and convert tools. Raises InvalidRequest for invalid or duplicate names."""
-    if len(function_tools) > MAX_TOOLS:
-        raise InvalidRequest(f"more than {MAX_TOOLS} tools", param="tools")
-    names: set[str] = set()
-    for at, tool in enumerate(function_tools):
-        name, param = tool.function.name, f"tools[{at}].function.name"
-        if not _FUNCTION_NAME.fullmatch(name):
-            raise InvalidRequest(
-                f"{param} {name!r}: use 1 to 64 letters, digits, _, - or .", param=param
-            )
-        if name in names:
-            raise InvalidRequest(f"{param}: duplicate tool {name}", param=param)
-        names.add(name)
+    require_tool_names([tool.function.name for tool in function_tools], "tools[{}].function.name")
     return tuple(_to_tool(tool.function) for tool in function_tools)
+
+
+def require_tool_names(names: Sequence[str], place: str, max_chars: int = _MAX_NAME_CHARS) -> None:
+    """Raise InvalidRequest if there are too many names, or one is invalid or there twice.
+
+    place: format of the path of a name, with {} for its index.
+    """
+    if len(names) > MAX_TOOLS:
+        raise InvalidRequest(f"more than {MAX_TOOLS} tools", param="tools")
+    seen: set[str] = set()
+    for at, name in enumerate(names):
+        param = place.format(at)
+        if len(name) > max_chars or not _FUNCTION_NAME.fullmatch(name):
+            raise InvalidRequest(
+                f"{param} {name!r}: use 1 to {max_chars} letters, digits, _, - or .", param=param
+            )
+        if name in seen:
+            raise InvalidRequest(f"{param}: duplicate tool {name}", param=param)
+        seen.add(name)
 
 
 def _to_tool(function: FunctionDefinition) -> Tool:

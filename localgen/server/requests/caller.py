@@ -23,6 +23,7 @@ class Caller:
 
     request_id: of the HTTP request. client: unit of fair queueing. account: unit of rate limits.
     arrived_s: monotonic seconds. is_local: connected over the Unix socket.
+    stabilize: as in Request.
     """
 
     request_id: str
@@ -30,6 +31,7 @@ class Caller:
     account: str
     arrived_s: float
     is_local: bool
+    stabilize: bool = False
 
     @classmethod
     def from_request(cls, http: HttpRequest, user: str | None = None) -> Caller:
@@ -38,15 +40,24 @@ class Caller:
         client = user or _client_name(http, account)
         scope = http.scope
         is_local = is_local_request(scope)
-        return cls(scope["request_id"], client, account, scope["arrived_s"], is_local)
+        return cls(
+            scope["request_id"],
+            client,
+            account,
+            scope["arrived_s"],
+            is_local,
+            scope["stabilize"],
+        )
 
     def new_request(self, params: SamplingParams, **fields: Any) -> Request:
         """The request of this caller. fields: other fields of Request."""
         return Request(
             id=self.request_id,
             client=self.client,
+            account=self.account,
             arrived_s=self.arrived_s,
             params=params,
+            stabilize=self.stabilize,
             **fields,
         )
 

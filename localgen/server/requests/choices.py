@@ -5,7 +5,7 @@ The engine computes shared prompt prefixes only once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from localgen.backends.types import Delta, Finished, Request, Timings
@@ -19,6 +19,16 @@ class FinishedChoice:
 
     deltas: Sequence[Delta]
     finished: Finished
+
+
+def requests_of_prompts(request: Request, prompts: Iterable[str | Sequence[int]]) -> list[Request]:
+    """The request for each prompt, a text or token ids."""
+    return [
+        replace(request, prompt=prompt)
+        if isinstance(prompt, str)
+        else replace(request, prompt_tokens=tuple(prompt))
+        for prompt in prompts
+    ]
 
 
 def fan_out_requests(requests: Sequence[Request], n: int) -> tuple[Request, ...]:
@@ -86,6 +96,7 @@ def _merge_timings(all_timings: Sequence[Timings], num_cached_tokens: int) -> Ti
         template_ms=max(timings.template_ms for timings in all_timings),
         cached_ms=max(timings.cached_ms for timings in all_timings),
         first_step_ms=max(timings.first_step_ms for timings in all_timings),
+        prefix_break=next(filter(None, (timings.prefix_break for timings in all_timings)), None),
     )
 
 

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -16,6 +16,7 @@ from localgen.backends.model_info import LoadOptions, ModelInfo
 from localgen.backends.types import Embedded, EmbedRequest, Finished
 from localgen.server.models.engine_client import EngineClient
 from localgen.server.models.manager import ModelManager
+from localgen.server.models.names import answered_name
 from localgen.server.models.resident import KeepAlive
 from localgen.server.requests.protocol import encode_json
 from localgen.server.requests.streaming import cancel_on_disconnect
@@ -52,7 +53,7 @@ class EmbeddingJob:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingVectors:
-    """Embeddings in input order. model: resolved name.
+    """Embeddings in input order. model: its name in the answer.
 
     dimensions: requested elements per embedding, at most `output.width`. load_ms: time until the
     model was loaded; total_ms: since the request arrived.
@@ -107,12 +108,13 @@ async def compute_embeddings(
         )
         async with acquired as (resident, info):
             entry.model = resident.file.name
+            entry.answered_model = answered_name(job.model, resident.file)
             load_ms = (time.monotonic() - asked_s) * 1e3
             dimensions = _resolve_dimensions(job, info)
             done = await _embed_with_timeout(resident.engine, job)
             entry.outcome, entry.total = EMBEDDED_REASON, _to_finished(done, info.ctx)
             total_ms = (time.monotonic() - request.arrived_s) * 1e3
-            return EmbeddingVectors(entry.model, done, dimensions, load_ms, total_ms)
+            return EmbeddingVectors(entry.answered_model, done, dimensions, load_ms, total_ms)
     except LocalgenError as error:
         entry.outcome = error.code
         raise
@@ -167,7 +169,7 @@ class EmbeddingResponse(Response):
         manager: ModelManager,
         journal: RequestLog,
         job: EmbeddingJob,
-        build_body: Callable[[EmbeddingVectors], dict[str, Any]],
+        build_body: Callable[[EmbeddingVectors], object],
     ) -> None:
         super().__init__()
         self._manager, self._journal, self._job = manager, journal, job

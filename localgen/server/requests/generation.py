@@ -16,18 +16,19 @@ from localgen.backends.types import Delta, Failed, Finished, Request
 from localgen.server.models.disk_paths import error_message
 from localgen.server.models.engine_client import EngineSilent, RequestEvent, RequestStream
 from localgen.server.models.manager import ModelManager
+from localgen.server.models.names import answered_name
 from localgen.server.models.resident import KeepAlive
 from localgen.server.requests.choices import FinishedChoice, merge_finished
 from localgen.server.requests.protocol import Framing, ResponseMetadata, ResponseSerializer
 from localgen.server.requests.streaming import (
-    SilentLoadNotices,
+    LoadNotices,
     cancel_on_disconnect,
     send_json_response,
     send_stream_headers,
 )
 from localgen.server.stats.request_log import RequestLog, RequestRecord
 
-# once its model is loaded, a stream without any bytes for longer than this gets some
+# a stream without any bytes for longer than this gets some, also while its model loads
 KEEP_ALIVE_S = 15.0
 
 
@@ -83,7 +84,9 @@ class GenerationResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         job, asked_s = self._job, time.monotonic()
         unnamed = job.make_serializer(self._metadata())
-        waiting = SilentLoadNotices(send, unnamed)
+        waiting = LoadNotices(send, unnamed)
+        if job.stream:
+            waiting.keep_alive(KEEP_ALIVE_S)
         try:
             acquired = self._manager.acquire(
                 job.model,
@@ -95,11 +98,12 @@ class GenerationResponse(Response):
             )
             async with cancel_on_disconnect(receive), acquired as (resident, _):
                 self._record.model = resident.file.name
+                self._record.answered_model = answered_name(job.model, resident.file)
                 load_ms = (time.monotonic() - asked_s) * 1e3
                 stream = resident.engine.submit(*job.requests)
                 late = self._start_timeout(stream)
                 try:
-                    self._has_begun = await waiting.has_begun_stream()
+                    self._has_begun = await waiting.stop()
                     serializer = job.make_serializer(self._metadata(load_ms))
                     await self._respond(stream, serializer, send)
                 finally:
@@ -108,7 +112,7 @@ class GenerationResponse(Response):
                         late.cancel()
         except LocalgenError as error:
             self._record.outcome = error.code
-            if not self._has_begun and not await waiting.has_begun_stream():
+            if not self._has_begun and not await waiting.stop():
                 raise
             body = self._encode_error(unnamed.framing, error.code, error.message, error.param)
             await send({"type": "http.response.body", "body": body})
@@ -116,12 +120,13 @@ class GenerationResponse(Response):
             self._record.outcome = LocalgenError.code
             raise
         finally:
+            await waiting.stop()
             self._journal.close(self._record)
 
     def _metadata(self, load_ms: float = 0.0) -> ResponseMetadata:
         record = self._record
         return ResponseMetadata(
-            id=record.id, model=record.model, arrived_s=record.arrived_s, load_ms=load_ms
+            id=record.id, model=record.answered_model, arrived_s=record.arrived_s, load_ms=load_ms
         )
 
     def _start_timeout(self, stream: RequestStream) -> asyncio.TimerHandle | None:

@@ -90,7 +90,7 @@ class ResponseSerializer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseMetadata:
-    """Metadata of a response. model: resolved name. load_ms: time until the model was loaded."""
+    """Metadata of a response. model: its name there. load_ms: time until the model was loaded."""
 
     id: str
     model: str

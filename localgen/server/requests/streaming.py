@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -65,32 +65,52 @@ async def cancel_on_disconnect(receive: Receive) -> AsyncIterator[None]:
         watcher.cancel()
 
 
-class SilentLoadNotices:
-    """Begins a stream with notices while the engine that loads its model is silent."""
+class LoadNotices:
+    """Begins a stream while its model loads: with bytes that clients ignore, for those that give up
+    a stream without any, and with notices while the engine is silent."""
 
     def __init__(self, send: Send, serializer: ResponseSerializer) -> None:
         self._send, self._serializer = send, serializer
         self._has_begun = False
         self._told_s = 0.0
         self._telling: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def keep_alive(self, interval_s: float) -> None:
+        """Send something at this interval from now on, until `stop`."""
+
+        def tell() -> None:
+            self._tell(self._serializer.keep_alive)
+            self._timer = loop.call_later(interval_s, tell)
+
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(interval_s, tell)
 
     def update(self, resident: ResidentModel) -> None:
         """Tell the client each time that the silence has doubled. Call this during the load."""
         silent_s = silence_s(resident)
-        is_telling = self._telling is not None and not self._telling.done()
-        if silent_s is None or silent_s < 2 * self._told_s or is_telling:
+        if silent_s is None or silent_s < 2 * self._told_s:
             return
-        self._told_s = silent_s
-        self._telling = asyncio.create_task(self._tell(self._serializer.silence_notice(silent_s)))
+        if self._tell(lambda: self._serializer.silence_notice(silent_s)):
+            self._told_s = silent_s
 
-    async def _tell(self, notice: bytes) -> None:
+    def _tell(self, encode: Callable[[], bytes]) -> bool:
+        """Begin to send something; False if the client has not taken the last one yet."""
+        if self._telling is not None and not self._telling.done():
+            return False
+        self._telling = asyncio.create_task(self._send_notice(encode()))
+        return True
+
+    async def _send_notice(self, notice: bytes) -> None:
         if not self._has_begun:
             self._has_begun = True
             await send_stream_headers(self._send, self._serializer.framing)
         await self._send({"type": "http.response.body", "body": notice, "more_body": True})
 
-    async def has_begun_stream(self) -> bool:
-        """Return True if the stream has begun. Call this after the load."""
+    async def stop(self) -> bool:
+        """Send nothing more; return True if the stream has begun. May be called again."""
+        if self._timer is not None:
+            self._timer.cancel()
         if self._telling is not None:
             await self._telling
         return self._has_begun

@@ -12,6 +12,7 @@ from localgen.backends.errors import InvalidRequest
 from localgen.backends.types import Message, ToolCall
 from localgen.server.openai.tools import parse_arguments
 from localgen.server.requests.body import StrictModel, drop_nulls
+from localgen.server.requests.parts import refusal_of_part
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 
@@ -161,8 +162,7 @@ def _text(content: str | Sequence[ContentPart], place: str) -> str:
     for at, part in enumerate(content):
         if part.type not in _TEXT_PARTS:
             raise InvalidRequest(
-                f"{place}[{at}]: {part.type} is not supported, this server reads text only",
-                param=f"{place}[{at}]",
+                f"{place}[{at}]: {refusal_of_part(part.type)}", param=f"{place}[{at}]"
             )
     return "\n".join(part.text or part.refusal or "" for part in content)
 

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.sampling_params import ANY_JSON_OBJECT, SamplingParams
 from localgen.backends.types import Message
+from localgen.server.openai.reasoning import Effort, TokenBudget
 from localgen.server.openai.tools import (
     FunctionDefinition,
     FunctionTool,
@@ -112,9 +113,10 @@ class TextOptions(StrictModel):
 
 
 class ReasoningOptions(StrictModel):
-    """summary: no effect, reasoning is given whole."""
+    """summary: no effect, reasoning is given whole. max_tokens: of reasoning, as in OpenRouter."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
+    max_tokens: TokenBudget = None
     summary: str | None = None
     generate_summary: str | None = None
 
@@ -194,6 +196,7 @@ class ResponsesRequest(RequestBody):
         wanted = self.text.format if self.text else None
         return SamplingParams(
             max_tokens=self.max_output_tokens,
+            thinking_budget=self.reasoning.max_tokens if self.reasoning else None,
             temperature=self.temperature,
             top_p=self.top_p,
             json_schema=None if wanted is None else wanted.schema_text(),

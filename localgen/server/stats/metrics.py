@@ -15,6 +15,7 @@ from localgen.backends.types import (
     Finished,
     SpeculationStats,
 )
+from localgen.server.stats.metric_aliases import AliasCollector
 from localgen.server.stats.request_log import EMBEDDED_REASON, RequestRecord
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -51,6 +52,8 @@ class Metrics:
         self, engine_stats: EngineStatsSource, count_waiting: Callable[[], Mapping[str, int]]
     ) -> None:
         self._registry = CollectorRegistry()
+        self._aliases = CollectorRegistry(auto_describe=False)
+        self._aliases.register(AliasCollector(self._registry))
         self._registry.register(_EngineCollector(engine_stats))
         self._registry.register(_WaitingCollector(count_waiting))
         self._ttft = self._histogram(
@@ -77,6 +80,9 @@ class Metrics:
         )
         self._decode = self._histogram(
             "request_decode_time_seconds", "Decode time in seconds.", _REQUEST_BUCKETS_S
+        )
+        self._inference = self._histogram(
+            "request_inference_time_seconds", "Prefill and decode in seconds.", _REQUEST_BUCKETS_S
         )
         self._prompt_tokens = self._histogram(
             "request_prompt_tokens", "Prompt tokens per request.", _TOKEN_COUNT_BUCKETS
@@ -146,14 +152,15 @@ class Metrics:
         if finished.reason == EMBEDDED_REASON:  # no generated tokens, no prefix cache
             return
         self._decode.labels(model).observe(timings.predicted_ms / 1e3)
+        self._inference.labels(model).observe((timings.prompt_ms + timings.predicted_ms) / 1e3)
         self._generation_tokens.labels(model).observe(finished.completion_tokens)
         self._generation_tokens_total.labels(model).inc(finished.completion_tokens)
         self._cache_queries.labels(model).inc(finished.prompt_tokens)
         self._cache_hits.labels(model).inc(timings.cache_n)
 
     def render(self) -> bytes:
-        """Return all metrics in the Prometheus text format."""
-        return generate_latest(self._registry)
+        """Return all metrics in the Prometheus text format, then again by other servers' names."""
+        return generate_latest(self._registry) + generate_latest(self._aliases)
 
 
 class _EngineCollector(Collector):

@@ -23,10 +23,17 @@ class RecentRequests:
         for each in _ended_requests(record):
             self._ended.appendleft((record.ended_s, each))
 
-    def requests(self) -> list[EndedRequest]:
-        """Return ended requests, newest first."""
+    def requests(self, *, with_prompts: bool = False) -> list[EndedRequest]:
+        """Return ended requests, newest first. with_prompts: with excerpts of their prompts."""
         now_s = time.monotonic()
-        return [replace(each, ended_ago_s=now_s - at_s) for at_s, each in self._ended]
+        return [
+            replace(
+                each,
+                ended_ago_s=now_s - at_s,
+                prefix_break=each.prefix_break if with_prompts else "",
+            )
+            for at_s, each in self._ended
+        ]
 
 
 def _ended_requests(record: RequestRecord) -> list[EndedRequest]:
@@ -62,6 +69,7 @@ def _from_finished(finished: Finished, model: str, client: str) -> EndedRequest:
         draft_tokens=timings.draft_n,
         accepted_tokens=timings.draft_n_accepted,
         phases=_phases(timings),
+        prefix_break=str(timings.prefix_break or ""),
     )
 
 

@@ -26,11 +26,12 @@ LogFormat = Literal["text", "json"]
 class RequestRecord:
     """A generation or embedding request. Times are monotonic seconds.
 
-    requested_model: the client's name of the model. model: the resolved name. account: charged for
-    its tokens. outcome: the finish reason, an error code, or `gone` if the client disconnected.
-    total: merged result of all answers; finished: result of each. token_gaps_s: (seconds per token,
-    tokens) of each delta after the first. last_delta: by request id, the tokens so far and when the
-    last delta arrived.
+    requested_model: the client's name of the model. model: the unique name of the loaded one, for
+    metrics. answered_model: the name in the answer and the log; empty: the requested one. account:
+    charged for its tokens. outcome: the finish reason, an error code, or `gone` if the client
+    disconnected. total: merged result of all answers; finished: result of each. token_gaps_s:
+    (seconds per token, tokens) of each delta after the first. last_delta: by request id, the tokens
+    so far and when the last delta arrived.
     """
 
     id: str
@@ -39,6 +40,7 @@ class RequestRecord:
     account: str
     arrived_s: float
     model: str = UNKNOWN_MODEL
+    answered_model: str = ""
     outcome: str = "gone"
     total: Finished | None = None
     finished: list[Finished] = field(default_factory=list)
@@ -96,7 +98,7 @@ def log_fields(record: RequestRecord) -> dict[str, str | int | float]:
     """Return the log fields of a request. Times are in milliseconds."""
     fields: dict[str, str | int | float] = {
         "id": record.id,
-        "model": record.requested_model if record.model == UNKNOWN_MODEL else record.model,
+        "model": record.answered_model or record.requested_model,
         "client": record.client,
         "outcome": record.outcome,
         "total_ms": _ms(record.ended_s - record.arrived_s),
@@ -104,17 +106,22 @@ def log_fields(record: RequestRecord) -> dict[str, str | int | float]:
     if record.total is None:
         return fields | {"answer_tokens": record.num_tokens}
     timings = record.total.timings
-    return fields | {
-        "queue_ms": round(timings.queue_ms, 1),
-        "template_ms": round(timings.template_ms, 1),
-        "prefill_ms": round(timings.prompt_ms, 1),
-        "decode_ms": round(timings.predicted_ms, 1),
-        "ttft_ms": round(timings.ttft_ms, 1),
-        "cached_tokens": timings.cache_n,
-        "new_tokens": timings.prompt_n,
-        "answer_tokens": record.total.completion_tokens,
-        "tokens_per_s": round(timings.predicted_per_second, 1),
-    }
+    parted = timings.prefix_break
+    return (
+        fields
+        | {
+            "queue_ms": round(timings.queue_ms, 1),
+            "template_ms": round(timings.template_ms, 1),
+            "prefill_ms": round(timings.prompt_ms, 1),
+            "decode_ms": round(timings.predicted_ms, 1),
+            "ttft_ms": round(timings.ttft_ms, 1),
+            "cached_tokens": timings.cache_n,
+            "new_tokens": timings.prompt_n,
+            "answer_tokens": record.total.completion_tokens,
+            "tokens_per_s": round(timings.predicted_per_second, 1),
+        }
+        | ({"prefix_break": str(parted)} if parted else {})
+    )
 
 
 def _ms(seconds: float) -> float:

@@ -17,12 +17,12 @@ from localgen.backends.memory.system import available_memory_bytes
 from localgen.backends.model_info import ModelInfo
 from localgen.backends.types import EngineStats
 from localgen.config import ServerSettings
-from localgen.hub.resolve import installed_aliases, installed_models, resolve_model
 from localgen.machine.gpus import process_gpu_bytes
 from localgen.server.models.disk_paths import without_paths
 from localgen.server.models.engine_client import EngineClient
 from localgen.server.models.engine_watch import is_silent, silence_s
 from localgen.server.models.manager import ModelManager
+from localgen.server.models.names import find_listed, listed_models
 from localgen.server.models.resident import ResidentModel, model_id
 from localgen.server.stats.machine_watch import MachineWatch
 from localgen.server.stats.memory_reads import ReadCostCache
@@ -79,18 +79,16 @@ class ServerState:
         }
 
     def list_models(self, *, with_paths: bool) -> list[dict[str, Any]]:
-        """Installed models, models loaded by path, and aliases of both. Reads the disk."""
-        files = {file.path: file for file in installed_models()}
-        files |= {resident.file.path: resident.file for resident in self._manager.residents}
-        named = [*((file.name, file) for file in files.values()), *installed_aliases()]
-        return [self._build_card(file, name, with_paths) for name, file in named]
+        """Card of every name that a client may ask for. Reads the disk."""
+        listed = listed_models(self._manager.residents)
+        return [self._build_card(file, name, with_paths) for name, file in listed.items()]
 
     def model_card(self, name: str, *, allow_paths: bool) -> dict[str, Any]:
         """Card of one model, with the requested name as id. Reads the disk.
 
         allow_paths: take and give paths, for local clients. Raises ModelNotFound, InvalidRequest.
         """
-        file = resolve_model(name, allow_paths=allow_paths)
+        file = find_listed(name, self._manager.residents, allow_paths=allow_paths)
         return self._build_card(file, name, allow_paths)
 
     def _build_card(self, file: ModelFile, name: str, with_paths: bool) -> dict[str, Any]:
@@ -107,7 +105,8 @@ class ServerState:
             "hash": model_id(file),
         }
 
-    def stats(self, *, with_paths: bool) -> dict[str, Any]:
+    def stats(self, *, is_local: bool) -> dict[str, Any]:
+        """Statistics. is_local: for a client of this user, with paths and excerpts of prompts."""
         return {
             "server": self.health()
             | {
@@ -119,8 +118,8 @@ class ServerState:
                 "waiting_for_memory": self._manager.count_waiting(),
             },
             "machine": self._machine.latest,
-            "models": [self._model_stats(each, with_paths) for each in self._manager.residents],
-            "ended": self.recent_requests.requests(),
+            "models": [self._model_stats(each, is_local) for each in self._manager.residents],
+            "ended": self.recent_requests.requests(with_prompts=is_local),
         }
 
     def _model_stats(self, resident: ResidentModel, with_paths: bool) -> dict[str, Any]:

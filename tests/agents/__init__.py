@@ -1,0 +1,1 @@
+"""Coding agents, run end to end (make test-agents)."""
