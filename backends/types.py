@@ -67,6 +67,8 @@ class Request:
     prefill: beginning of the answer, which the model continues; only with messages.
     thinking: enable or disable reasoning; reasoning_effort: none, low, medium or high.
     None: the default of the model's template.
+    echo: return the prompt before the answer, with params.logprobs also the logprobs of its tokens;
+    not with messages. Only then may params.max_tokens be 0.
     """
 
     id: str
@@ -79,6 +81,7 @@ class Request:
     reasoning_effort: str | None = None
     prompt: str | None = None
     prompt_tokens: tuple[int, ...] | None = None
+    echo: bool = False
     params: SamplingParams = SamplingParams()
     client: str = ""
     priority: int = 0
@@ -129,10 +132,14 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class PositionLogprobs:
-    """The sampled token of one position and the most likely tokens, best first."""
+    """The token of one position, sampled or of a prompt, and the most likely tokens, best first.
+
+    is_first: of a prompt; nothing comes before, so its logprob is 0 and `top` is empty.
+    """
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...]
+    is_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +159,8 @@ class ToolCallDelta:
 class Delta:
     """New output of one request. num_tokens: tokens generated so far.
 
-    reasoning: new reasoning text, not included in `text`.
+    reasoning: new reasoning text, not included in `text`. With Request.echo, text and logprobs of
+    the first delta begin with those of the prompt, which num_tokens does not count.
     """
 
     request_id: str

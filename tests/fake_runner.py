@@ -27,6 +27,7 @@ from localgen.backends.runner.interface import (
     SampledTokens,
 )
 from localgen.backends.runner.sequence import Sequence, common_prefix_len
+from localgen.backends.types import PositionLogprobs, TokenLogprob
 
 VOCAB = 97
 END = 0
@@ -35,6 +36,11 @@ END = 0
 def next_token(tokens: list[int]) -> int:
     """The model: a fixed function of the whole sequence."""
     return zlib.crc32(bytes(tokens)) % VOCAB
+
+
+def score_of(tokens: list[int]) -> float:
+    """The logprob of the token after these: a fixed function of them."""
+    return -float(zlib.crc32(bytes(tokens)))
 
 
 def generate(prompt: list[int], limit: int, *, ends: bool = True) -> list[int]:
@@ -57,12 +63,18 @@ class FakeRunner:
     """ModelRunner with a pool of `kv_tokens`; cached prefixes are evicted as a whole."""
 
     def __init__(
-        self, *, kv_tokens: int = 256, max_seqs: int = 4, batch: int = 16, rewinds: bool = True
+        self,
+        *,
+        kv_tokens: int = 256,
+        max_seqs: int = 4,
+        batch: int = 16,
+        outputs: int | None = None,
+        rewinds: bool = True,
     ) -> None:
         self.limits = Limits(
             max_seqs=max_seqs,
             max_batch_tokens=batch,
-            max_outputs=batch,
+            max_outputs=outputs or batch,
             max_len=kv_tokens,
             kv_tokens=kv_tokens,
             can_rewind=rewinds,
@@ -89,7 +101,7 @@ class FakeRunner:
         assert not self.in_flight
         assert len(self.cache) < self.limits.max_seqs
         sources = [*self.cache.values(), *self.donors] if self.limits.can_rewind else []
-        cached = max((common_prefix_len(s, seq.tokens[:-1]) for s in sources), default=0)
+        cached = max((common_prefix_len(s, seq.reusable_tokens) for s in sources), default=0)
         if sum(self.room.values()) + len(seq.tokens) + spare > self.limits.kv_tokens:
             raise NoRoom
         self._reclaim(len(seq.tokens) + spare)
@@ -109,6 +121,7 @@ class FakeRunner:
     def launch(self, chunks: Seq[Chunk]) -> list[Chunk]:
         assert not self.in_flight
         assert 0 < sum(map(len, chunks)) <= self.limits.max_batch_tokens
+        assert sum(chunk.num_outputs for chunk in chunks) <= self.limits.max_outputs
         assert len({chunk.seq.id for chunk in chunks}) == len(chunks)
         self.in_flight = True
         self.steps.append([(chunk.seq.id, len(chunk)) for chunk in chunks])
@@ -124,8 +137,13 @@ class FakeRunner:
         cache += chunk.tokens
         self.computed += len(chunk)
         assert len(cache) <= self.room[chunk.seq], "room was asked for"
+        ends = range(len(cache) - chunk.num_outputs + 1, len(cache) + 1)[: chunk.num_scored]
+        scored = tuple(
+            PositionLogprobs(TokenLogprob(token, "", score_of(cache[:end])), ())
+            for end, token in zip(ends, chunk.scored_tokens, strict=True)
+        )
         if not chunk.is_sampled:
-            return SampledTokens()
+            return SampledTokens(scored=scored)
         assert len(cache) - chunk.num_drafts == len(chunk.seq.tokens)
         sampled: list[int] = []
         drafts = chunk.tokens[len(chunk) - chunk.num_drafts :]
@@ -133,7 +151,7 @@ class FakeRunner:
             sampled.append(next_token(cache[: len(cache) - chunk.num_drafts + offset]))
             if offset < chunk.num_drafts and drafts[offset] != sampled[-1]:
                 break
-        return SampledTokens(tuple(sampled))
+        return SampledTokens(tuple(sampled), scored=scored)
 
     def rewind(self, seq: Sequence, length: int) -> None:
         assert self.limits.can_rewind

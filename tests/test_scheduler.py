@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from fake_runner import END, VOCAB, FakeRunner, generate
+from fake_runner import END, VOCAB, FakeRunner, generate, score_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -86,14 +86,24 @@ prompts = st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=50), min_siz
 def test_text_depends_on_nothing_but_the_prompt(
     prompts: list[list[int]], kv_tokens: int, max_seqs: int, batch: int, rewinds: bool, seed: int
 ) -> None:
-    """Chunks, batch mates, preemption, prefix hits, priorities, late arrivals, drafts, cancels."""
+    """Chunks, batch mates, preemption, prefix hits, priorities, late arrivals, drafts, cancels.
+
+    Nor do the logprobs of prompts, each of which is returned once.
+    """
     rng = random.Random(seed)
-    runner = FakeRunner(kv_tokens=kv_tokens, max_seqs=max_seqs, batch=batch, rewinds=rewinds)
+    outputs = rng.randint(max_seqs, batch)
+    runner = FakeRunner(
+        kv_tokens=kv_tokens, max_seqs=max_seqs, batch=batch, outputs=outputs, rewinds=rewinds
+    )
     scheduler = make(runner)
     waiting = [
         sequence(str(i), prompt, client=rng.choice("abc"), priority=rng.choice([0, 0, 1]))
         for i, prompt in enumerate(prompts)
     ]
+    for seq in waiting:
+        if rng.random() < 0.4:
+            seq.echo, seq.params = "", SamplingParams(logprobs=0)
+            seq.max_len = rng.choice([seq.num_prompt, seq.max_len])
     cancelled = set()
     everyone = list(waiting)
     for _ in range(100_000):
@@ -116,6 +126,10 @@ def test_text_depends_on_nothing_but_the_prompt(
         answer = seq.tokens[seq.num_prompt :]
         assert seq.state is SequenceState.ENDED
         assert answer == (expected[: len(answer)] if seq.id in cancelled else expected)
+        scores = [position.chosen.logprob for position in seq.scored]
+        ends = range(1, seq.num_prompt) if seq.is_scored else ()
+        exact = [score_of(seq.tokens[:end]) for end in ends]
+        assert scores == (exact[: len(scores)] if seq.id in cancelled else exact)
     runner.check()
 
 

@@ -58,7 +58,9 @@ class InputProcessor:
                 "use another model, or POST /v1/embeddings",
                 param="model",
             )
-        params = self._resolve_params(request.params)
+        if request.echo and request.messages is not None:
+            raise InvalidRequest("echo is for plain prompts, not for messages", param="echo")
+        params = self._resolve_params(request.params, min_tokens=0 if request.echo else 1)
         sampling_params.validate_sampling_params(params)
         ctx = self._resolve_ctx(request.ctx)
         self._require_few_messages(request, ctx)
@@ -66,7 +68,8 @@ class InputProcessor:
         opening = self._render(request)
         tokens = self._tokenize(request, opening, ctx)
         has_seed = request.params.seed is not None or self.defaults.seed is not None
-        self._require_prompt_fits(len(tokens), ctx)
+        # a prompt without an answer may fill the context
+        self._require_prompt_fits(len(tokens), ctx + (params.max_tokens == 0))
         self._require_min_tokens_fit(len(tokens), params.min_tokens, ctx)
         wanted = ctx if params.max_tokens is None else len(tokens) + params.max_tokens
         ends = frozenset() if params.ignore_eos else self.tokenizer.eos_token_ids
@@ -79,6 +82,7 @@ class InputProcessor:
             if self.grammar_compiler
             else None,
             response_parser=opening.response_parser,
+            echo=self._prompt_text(request, tokens) if request.echo else None,
             notes=(
                 *changes,
                 *opening.notes,
@@ -115,8 +119,14 @@ class InputProcessor:
         pieces = tuple(map(self.tokenizer.piece, tokens))
         text = rendered.text
         if request.prompt_tokens is not None:
-            text = b"".join(pieces).decode(errors="replace")
+            text = self._prompt_text(request, tokens)
         return Tokenized(request.id, text, tuple(tokens), pieces)
+
+    def _prompt_text(self, request: Request, tokens: list[int]) -> str:
+        """The prompt as it was given, or the text of its tokens."""
+        if request.prompt is not None:
+            return request.prompt
+        return b"".join(map(self.tokenizer.piece, tokens)).decode(errors="replace")
 
     def prepare_embedding(self, request: EmbedRequest) -> EmbeddingTask:
         """Return a request's tokenized inputs. Raises InvalidRequest or ContextExceeded."""
@@ -159,15 +169,22 @@ class InputProcessor:
             )
         return tokens
 
-    def _resolve_params(self, requested: SamplingParams) -> SamplingParams:
-        """Validate the requested parameters and fill in defaults, including a random seed."""
+    def _resolve_params(self, requested: SamplingParams, *, min_tokens: int) -> SamplingParams:
+        """Validate the requested parameters and fill in defaults, including a random seed.
+
+        min_tokens: least max_tokens.
+        """
         sampling_params.reject_mirostat_conflicts(requested)
         for name in self.limits.unsupported:
             if getattr(requested, name) not in (None, getattr(BASE_SAMPLING, name)):
                 raise InvalidRequest(f"this backend does not support {name}", param=name)
         params = requested.with_defaults(self.defaults).with_defaults(BASE_SAMPLING)
-        if params.max_tokens is not None and params.max_tokens < 1:
-            raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
+        if params.max_tokens is not None and params.max_tokens < min_tokens:
+            raise InvalidRequest(
+                f"max_tokens must be at least {min_tokens}"
+                + (", or 0 for a prompt with echo: true" if min_tokens else ""),
+                param="max_tokens",
+            )
         if params.min_tokens < 0:
             raise InvalidRequest("min_tokens must be at least 0", param="min_tokens")
         if params.max_tokens is not None and params.min_tokens > params.max_tokens:

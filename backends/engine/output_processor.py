@@ -10,7 +10,7 @@ from localgen.backends.text.detokenize import Detokenizer
 from localgen.backends.text.response_parser import ParsedDelta
 from localgen.backends.text.stop import StopStringMatcher
 from localgen.backends.text.tokenizer import Tokenizer
-from localgen.backends.types import Delta, PositionLogprobs, ToolCallDelta
+from localgen.backends.types import Delta, PositionLogprobs, TokenLogprob, ToolCallDelta
 
 
 class OutputProcessor:
@@ -31,7 +31,8 @@ class OutputProcessor:
         self._stop_matcher = StopStringMatcher(seq.params.stop)
         # all text of the model is content, and nothing but an incomplete character is held back
         self._is_plain = seq.response_parser is None and not seq.params.stop
-        self.can_wait = self._is_plain and seq.params.logprobs is None
+        self._echoes_next = seq.echo is not None
+        self.can_wait = self._is_plain and seq.params.logprobs is None and seq.echo is None
         self._logprobs: list[PositionLogprobs] = []
         self.num_tokens = 0
 
@@ -53,10 +54,11 @@ class OutputProcessor:
         tokens, ends = output.tokens, output.reason == "stop"
         if self.can_wait:
             return self.read()
+        text = [self._echo()] if self._echoes_next else []
         if self._is_plain:
             self._logprobs += output.logprobs
-            return self._make_delta(self._plain_text(tokens))
-        text, before = [], self.num_tokens
+            return self._make_delta("".join(text) + self._plain_text(tokens))
+        before = self.num_tokens
         for token in tokens:
             if self.matched_stop is not None:
                 break
@@ -73,6 +75,17 @@ class OutputProcessor:
             text.append(self._flush_text())
         return self._make_delta("".join(text))
 
+    def _echo(self) -> str:
+        """Return the text of the prompt; its logprobs are kept for the next delta."""
+        self._echoes_next = False
+        assert self.seq.echo is not None
+        if self.seq.is_scored:
+            first = self.seq.tokens[0]
+            text = self._token_bytes(first).decode("utf-8", "replace")
+            start = PositionLogprobs(TokenLogprob(first, text, 0.0), (), is_first=True)
+            self._logprobs = [start, *self.seq.scored]
+        return self.seq.echo
+
     def read(self) -> Delta | None:
         """Return the delta for all tokens since the last one, if `can_wait`.
 
@@ -85,7 +98,7 @@ class OutputProcessor:
     def _plain_text(self, tokens: Seq[int]) -> str:
         """Text of new tokens; a stop token, which is the last one, has none."""
         self.num_tokens += len(tokens)
-        if tokens[-1] in self.seq.stop_ids:
+        if tokens and tokens[-1] in self.seq.stop_ids:
             tokens = tokens[:-1]
         return self._detokenizer.feed(b"".join([self._token_bytes(token) for token in tokens]))
 

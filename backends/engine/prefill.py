@@ -35,14 +35,18 @@ def prompt_chunks(prefilling: Seq[Sequence], budget: int, outputs_left: int) -> 
     for seq in (oldest, *others):
         samples = shares[seq.id] == seq.num_uncomputed
         if shares[seq.id] and (outputs_left or not samples):
-            chunks.append(Chunk.of_uncomputed(seq, shares[seq.id]))
-            outputs_left -= samples
+            chunk = Chunk.of_uncomputed(seq, shares[seq.id])
+            if chunk.num_outputs > outputs_left:  # of a prompt that is scored: cut it
+                chunk = Chunk.of_uncomputed(seq, len(chunk) - chunk.num_outputs + outputs_left)
+            if len(chunk):
+                chunks.append(chunk)
+                outputs_left -= chunk.num_outputs
     return chunks
 
 
 def is_prefix_in_flight(seq: Sequence, prefilling: Iterable[Sequence]) -> bool:
     """True if one of these sequences is computing a prefix that `seq` can share."""
-    usable = seq.tokens[:-1]
+    usable = seq.reusable_tokens
     return any(
         common_prefix_len(other.tokens, usable) - other.num_computed >= MIN_SHARED_TOKENS
         for other in prefilling

@@ -326,6 +326,7 @@ class Scheduler:
                 decode_tokens += size
                 seq.num_decode_steps += 1
             self._advance(chunk, len(sampled.tokens))
+            seq.scored += sampled.scored
             output = None
             if sampled.tokens:
                 if seq.first_token_s is None:
@@ -379,9 +380,9 @@ class Scheduler:
 
     def _append_tokens(self, seq: Sequence, sampled: SampledTokens, now_s: float) -> SequenceOutput:
         """Append new tokens, up to the first one that ends the answer."""
-        reason = None
+        reason = "length" if seq.max_len == seq.num_prompt else None  # no answer requested
         taken, count = 0, len(sampled.tokens)
-        for token in sampled.tokens:
+        for token in () if reason else sampled.tokens:
             seq.tokens.append(token)
             taken += 1
             if token in seq.stop_ids:

@@ -127,7 +127,7 @@ class StatsRecorder:
         self._step_ms = step_ms
         self._step_sequences[len(chunks)] += 1
         prompt_tokens = sum(map(len, prompts))
-        first_tokens = sum(chunk.is_sampled for chunk in prompts)
+        first_tokens = sum(chunk.is_sampled and chunk.seq.num_generated > 0 for chunk in prompts)
         decoded = sum([len(output.tokens) for output in outputs]) - first_tokens
         if prompt_tokens:
             self._prefill.add(prompt_tokens, step_ms / 1e3)

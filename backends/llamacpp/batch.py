@@ -39,7 +39,8 @@ class LlamaBatch:
     def fill(self, chunks: Sequence[Chunk], seq_ids: Sequence[int]) -> list[int]:
         """Write one step. Returns the batch index of the first sampled position of each chunk.
 
-        A chunk that is not sampled gets -1. seq_ids: llama.cpp's sequence id of each chunk.
+        In a chunk that is not sampled, that is the index after its last. seq_ids: llama.cpp's
+        sequence id of each chunk.
         """
         end = 0
         rows = []
@@ -50,10 +51,8 @@ class LlamaBatch:
             self._pos[begin:end] += chunk.start
             self._seq[begin:end] = seq_id
             self._output[begin:end] = 0
-            first = end - 1 - chunk.num_drafts
-            if chunk.is_sampled:
-                self._output[first:end] = 1
-            rows.append(first if chunk.is_sampled else -1)
+            self._output[end - chunk.num_outputs : end] = 1
+            rows.append(end - chunk.num_outputs + chunk.num_scored)
         self.native.n_tokens = end
         return rows
 

@@ -42,7 +42,7 @@ class LlamaStepTicket:
     """A step in flight.
 
     batch_order: the chunks in batch order. first_rows: batch index of the first sampled row of
-    each, or -1.
+    each that is sampled.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class LlamaRunner:
 
     def launch(self, chunks: Seq[Chunk]) -> LlamaStepTicket:
         tokens = sum(map(len, chunks))
-        outputs = sum(1 + chunk.num_drafts for chunk in chunks if chunk.is_sampled)
+        outputs = sum([chunk.num_outputs for chunk in chunks])
         # llama.cpp aborts the process on these
         assert 0 < tokens <= self.limits.max_batch_tokens, tokens
         assert outputs <= self.limits.max_outputs, outputs
@@ -135,12 +135,12 @@ class LlamaRunner:
             raise NoRoom
         if status:
             raise StepFailed(f"llama_decode failed ({status}): {llama_library().reason()}")
-        outputs = sum(1 + chunk.num_drafts for chunk in ticket.batch_order if chunk.is_sampled)
+        outputs = sum([chunk.num_outputs for chunk in ticket.batch_order])
         logits = self._logits(outputs)
         work, row = [], 0
         for chunk, index in zip(ticket.batch_order, ticket.first_rows, strict=True):
-            work.append((chunk, index, logits[row : row + 1 + chunk.num_drafts]))
-            row += 1 + chunk.num_drafts if chunk.is_sampled else 0
+            work.append((chunk, index, logits[row : row + chunk.num_outputs]))
+            row += chunk.num_outputs
         if outputs > 1 and outputs * self._tokenizer.vocab_size >= _MIN_THREADED_CANDIDATES:
             size = -(-len(work) // self._threads)  # one share per thread: each hand-over costs time
             shares = [work[at : at + size] for at in range(0, len(work), size)]
@@ -157,7 +157,7 @@ class LlamaRunner:
         return [by_seq[chunk.seq] for chunk in ticket.chunks]
 
     def _logits(self, outputs: int) -> Logits:
-        """Logits of the sampled positions in batch order: float32 [outputs, vocab], not copied."""
+        """Logits of the output positions in batch order: float32 [outputs, vocab], not copied."""
         shape = (outputs, self._tokenizer.vocab_size)
         if not outputs:
             return np.empty(shape, np.float32)
@@ -169,8 +169,11 @@ class LlamaRunner:
 
     def _sample(self, chunk: Chunk, index: int, logits: Logits) -> SampledTokens:
         """Sample after the last token, then after each draft token while drafts are accepted."""
+        scored: tuple[PositionLogprobs, ...] = ()
+        if chunk.num_scored:
+            scored, logits = self._score(chunk, logits), logits[chunk.num_scored :]
         if not chunk.is_sampled:
-            return SampledTokens()
+            return SampledTokens(scored=scored)
         chooser = self._samplers[chunk.seq]
         drafts = chunk.tokens[len(chunk) - chunk.num_drafts :]
         tokens: list[int] = []
@@ -197,7 +200,18 @@ class LlamaRunner:
             complete = matcher is not None and matcher.is_done
             if complete or offset == chunk.num_drafts or drafts[offset] != token:
                 break
-        return SampledTokens(tuple(tokens), tuple(positions))
+        return SampledTokens(tuple(tokens), tuple(positions), scored=scored)
+
+    def _score(self, chunk: Chunk, logits: Logits) -> tuple[PositionLogprobs, ...]:
+        """Logprobs of the chunk's scored tokens. logits: of all its outputs."""
+        count = chunk.seq.params.logprobs
+        assert count is not None
+        return tuple(
+            [
+                sampler.position_logprobs(row, token, count, self._text)
+                for row, token in zip(logits, chunk.scored_tokens, strict=False)
+            ]
+        )
 
     def _text(self, token: int) -> str:
         return self._tokenizer.piece(token).decode("utf-8", "replace")

@@ -120,9 +120,9 @@ class SlotCache(Protocol):
 def longest_prefix(seq: Sequence, slots: Iterable[AnySlot]) -> tuple[AnySlot | None, int]:
     """Return the slot of the same salt with the longest common prefix with `seq`, and that length.
 
-    The last token of `seq` is never counted, so that at least one is left to compute.
+    Only Sequence.reusable_tokens count, so that at least one is left to compute.
     """
-    usable = seq.tokens[:-1]
+    usable = seq.reusable_tokens
     best: AnySlot | None = None
     longest = 0
     for slot in slots:

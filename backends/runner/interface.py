@@ -20,7 +20,7 @@ class Limits:
 
     max_seqs: maximum number of running sequences.
     max_batch_tokens: maximum number of tokens in a step.
-    max_outputs: maximum number of sampled positions in a step.
+    max_outputs: maximum number of positions in a step that are sampled or scored.
     max_len: maximum length of a sequence in tokens.
     kv_tokens: size of the KV cache in tokens, at least max_len.
     can_rewind: the KV cache can be truncated and shared; without it there is no speculative
@@ -52,6 +52,8 @@ class Chunk:
     tokens: at positions start, start + 1, …; the last num_drafts of them are draft tokens.
     is_sampled: the chunk reaches the end of the sequence, so its last 1 + num_drafts positions are
     sampled.
+    num_scored: positions before the sampled ones after which the logprob of the prompt's next token
+    is returned; see Sequence.is_scored.
     draft_probs: for each draft token the distribution it was sampled from, in the form of
     SampledTokens.probs; empty: greedy drafts.
     return_probs: return the distribution of the sampled token.
@@ -64,6 +66,7 @@ class Chunk:
     tokens: list[int]
     num_drafts: int = 0
     is_sampled: bool
+    num_scored: int = 0
     draft_probs: Seq[Any] = ()
     return_probs: bool = False
 
@@ -77,8 +80,20 @@ class Chunk:
             start=start,
             tokens=seq.tokens[start : start + count],
             is_sampled=is_sampled,
+            num_scored=seq.num_unscored(start, start + count) if seq.is_scored else 0,
             return_probs=is_sampled and return_probs,
         )
+
+    @property
+    def num_outputs(self) -> int:
+        """Positions whose logits are needed, sampled or scored: the last ones."""
+        return self.num_scored + self.is_sampled + self.num_drafts
+
+    @property
+    def scored_tokens(self) -> list[int]:
+        """The token of the prompt after each scored position."""
+        after = self.start + len(self.tokens) - self.num_outputs + 1
+        return self.seq.tokens[after : after + self.num_scored]
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -95,11 +110,13 @@ class SampledTokens(NamedTuple):
 
     probs: the distribution that the last token was sampled from, if Chunk.return_probs is set, in a
     format private to the runner.
+    scored: the logprobs of Chunk.scored_tokens.
     """
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[PositionLogprobs, ...] = ()
     probs: Any = None
+    scored: tuple[PositionLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

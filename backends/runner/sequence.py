@@ -13,6 +13,7 @@ from localgen.backends.prefix_break import PrefixBreak
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.text.grammar import GrammarMatcher
 from localgen.backends.text.response_parser import ResponseParser
+from localgen.backends.types import PositionLogprobs
 
 _NO_TOKENS: frozenset[int] = frozenset()
 
@@ -47,6 +48,8 @@ class Sequence:
     drafted_by: draft tokens by drafter.
     matcher: the grammar that constrains the answer; advanced by the runner.
     response_parser: separates reasoning and tool calls from content; None: all text is content.
+    echo: text of the prompt, returned before the answer; None: it is not returned.
+    scored: logprobs of the prompt's tokens from the second on, as far as they are computed.
     notes: messages for the user.
     prefix_break: where the prompt parts from an earlier one, not measured yet.
     cached_ms: time to reuse num_cached tokens; first_step_ms: duration of the step that sampled the
@@ -82,6 +85,8 @@ class Sequence:
     drafted_by: Counter[str] = field(default_factory=Counter)
     matcher: GrammarMatcher | None = None
     response_parser: ResponseParser | None = None
+    echo: str | None = None
+    scored: list[PositionLogprobs] = field(default_factory=list)
     notes: tuple[str, ...] = ()
     prefix_break: PrefixBreak | None = None
     admitted_s: float | None = None
@@ -104,6 +109,31 @@ class Sequence:
         """Tokens that would end the answer before min_tokens, counting `num_ahead` more tokens."""
         early = self.num_generated + num_ahead < self.params.min_tokens
         return self.stop_ids if early else _NO_TOKENS
+
+    @property
+    def is_scored(self) -> bool:
+        """True if logprobs of the prompt's tokens are requested."""
+        return self.echo is not None and self.params.logprobs is not None
+
+    def num_unscored(self, start: int, end: int) -> int:
+        """Number of positions from start to end that a scored sequence still has to score.
+
+        None was sampled before all are scored, so they are the last ones before a sampled one.
+        """
+        return max(0, min(end, self.num_prompt - 1) - max(start, len(self.scored)))
+
+    @property
+    def reusable_tokens(self) -> list[int]:
+        """The leading tokens that may come from the prefix cache.
+
+        One is left to compute, and each position that must be scored.
+        """
+        return self.tokens[: len(self.scored)] if self.must_score else self.tokens[:-1]
+
+    @property
+    def must_score(self) -> bool:
+        """True if logprobs of the prompt's tokens are left to compute."""
+        return self.is_scored and len(self.scored) < self.num_prompt - 1
 
     @property
     def is_decoding(self) -> bool:

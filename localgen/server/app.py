@@ -152,6 +152,7 @@ def _add_generation_routes(
         caller = Caller.from_request(http, body.user)
         request = caller.new_request(
             body.to_sampling_params(),
+            echo=body.echo,
             priority=body.priority,
             ctx=body.ctx,
             cache_salt=body.cache_salt or "",

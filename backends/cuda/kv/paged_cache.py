@@ -97,7 +97,7 @@ class PagedCache:
     def admit(self, seq: Sequence, *, spare: int) -> int:
         for other in self._sequences:
             self._publish(other)
-        known = self._tree.match(seq.tokens[:-1], seq.cache_salt) if self._prefix_cache else []
+        known = self._tree.match(seq.reusable_tokens, seq.cache_salt) if self._prefix_cache else []
         needed = pages_for(len(seq.tokens)) - len(known)
         self._pool.acquire(known)  # before eviction, which could free them
         if not self._has_free_pages(needed + pages_for(spare)):

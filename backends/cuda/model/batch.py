@@ -98,7 +98,7 @@ class StepBatch:
 class ChunkArrays:
     """Chunks of a step as arrays, int32 [chunks].
 
-    starts: position of the first token. num_tokens. num_outputs: sampled positions, the last ones.
+    starts: position of the first token. num_tokens. num_outputs: see Chunk.
     """
 
     starts: Int32Array
@@ -111,7 +111,7 @@ class ChunkArrays:
         return cls(
             np.array([chunk.start for chunk in chunks], np.int32),
             np.array([len(chunk.tokens) for chunk in chunks], np.int32),
-            np.array([chunk.is_sampled + chunk.num_drafts for chunk in chunks], np.int32),
+            np.array([chunk.num_outputs for chunk in chunks], np.int32),
         )
 
     @property
@@ -120,7 +120,7 @@ class ChunkArrays:
         return self.starts + self.num_tokens
 
     def output_lengths(self) -> Int64Array:
-        """Number of tokens before each position to sample, int64 [outputs]."""
+        """Number of tokens before the token of each output, int64 [outputs]."""
         return last_of_each(self.ends.astype(np.int64) + 1, self.num_outputs)
 
 

@@ -22,9 +22,9 @@ def apply_grammar_masks(chunks: Seq[Chunk], logits: Tensor) -> Tensor:
         if chunk.is_sampled and chunk.seq.matcher is not None:
             drafts = chunk.tokens[len(chunk) - chunk.num_drafts :]
             allowed = chunk.seq.matcher.draft_masks(drafts, chunk.seq.banned_tokens)
-            starts.append(row)
+            starts.append(row + chunk.num_scored)
             banned.append(~np.stack(allowed))
-        row += 1 + chunk.num_drafts if chunk.is_sampled else 0
+        row += chunk.num_outputs
     if not banned:
         return logits
     held = logits.clone()

@@ -27,13 +27,15 @@ from localgen.backends.cuda.steps.sampling_slots import SamplingSlots
 from localgen.backends.runner.interface import Chunk, SampledTokens, StepResult
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.sampling_params import uses_penalties
+from localgen.backends.types import PositionLogprobs
 
 
 @dataclass(slots=True, eq=False)
 class CudaStepTicket:
     """A step in flight.
 
-    tokens: tokens of all sampled rows, on the host after `done_event`.
+    tokens: tokens of all output rows, on the host after `done_event`; those of scored rows, which
+    are sampled with the others, mean nothing.
     first_rows: first sampled row of each chunk.
     is_plain: one row for each chunk, in their order, of sequences that need nothing but its token.
     logprobs: requested log probabilities, on the host after `done_event`.
@@ -89,12 +91,13 @@ class StepSampler:
     def sample(self, chunks: Seq[Chunk], logits: Tensor, first_row: int) -> CudaStepTicket:
         """Launch the sampling of these chunks.
 
-        logits: float32 [sampled, vocab], of their rows. first_row: the first of them in the step.
+        logits: float32 [outputs, vocab], of their rows. first_row: the first of them in the step.
         """
         arrays = ChunkArrays.of(chunks)
         counts = arrays.num_outputs
         ends = np.cumsum(counts)
-        first_rows: list[int] = (ends - counts + first_row).tolist()
+        num_scored = np.array([chunk.num_scored for chunk in chunks], np.int32)
+        first_rows: list[int] = (ends - counts + num_scored + first_row).tolist()
         last_rows: list[int] = (ends - 1).tolist()
         if last_rows[-1] < 0:
             none = torch.empty(0, dtype=torch.int64, device=logits.device)
@@ -142,8 +145,11 @@ class StepSampler:
         self, chunk: Chunk, tokens: list[int], ticket: CudaStepTicket, row: int
     ) -> SampledTokens:
         """Accept leading draft tokens that equal the sampled ones, and the next sampled token."""
+        scored: tuple[PositionLogprobs, ...] = ()
+        if chunk.num_scored:
+            scored = tuple(self._logprobs(ticket, row - chunk.num_scored, chunk.scored_tokens))
         if not chunk.is_sampled:
-            return SampledTokens()
+            return SampledTokens(scored=scored)
         drafts = chunk.tokens[len(chunk) - chunk.num_drafts :]
         right = next(
             (i for i, (a, b) in enumerate(zip(drafts, tokens, strict=False)) if a != b), len(drafts)
@@ -155,16 +161,18 @@ class StepSampler:
                 if chunk.seq.matcher.is_done:
                     taken = taken[:count]
                     break
-        found = (
-            logprobs.for_row(row + i, token, self._token_text)
-            for i, token in enumerate(taken)
-            for logprobs in ticket.logprobs
-        )
-        return SampledTokens(
-            taken,
-            tuple(each for each in found if each is not None),
-            ticket.probs_by_row.get(row),
-        )
+        logprobs = tuple(self._logprobs(ticket, row, taken))
+        return SampledTokens(taken, logprobs, ticket.probs_by_row.get(row), scored)
+
+    def _logprobs(
+        self, ticket: CudaStepTicket, row: int, tokens: Seq[int]
+    ) -> Generator[PositionLogprobs]:
+        """Yield the logprobs of tokens in consecutive rows of the step, if they were requested."""
+        for at, token in enumerate(tokens, row):
+            for logprobs in ticket.logprobs:
+                found = logprobs.for_row(at, token, self._token_text)
+                if found is not None:
+                    yield found
 
 
 def joined_tickets(parts: Seq[CudaStepTicket], chunks: Seq[Chunk]) -> CudaStepTicket:

@@ -224,14 +224,25 @@ class CompletionSerializer:
             self.text_offsets[index] += len(position.chosen.text)
         return {
             "tokens": [position.chosen.text for position in positions],
-            "token_logprobs": [position.chosen.logprob for position in positions],
-            # the drawn token is always one of them, as at OpenAI
-            "top_logprobs": [
-                {token.text: token.logprob for token in (*position.top, position.chosen)}
-                for position in positions
+            "token_logprobs": [
+                None if position.is_first else position.chosen.logprob for position in positions
             ],
+            "top_logprobs": [_top_logprobs(position) for position in positions],
             "text_offset": offsets,
         }
+
+
+def _top_logprobs(position: PositionLogprobs) -> dict[str, float] | None:
+    """Logprobs of the most likely tokens and the token itself, as at OpenAI, by text.
+
+    Of tokens with the same text the best. None: of the first token of a prompt.
+    """
+    if position.is_first:
+        return None
+    best: dict[str, float] = {}
+    for token in (*position.top, position.chosen):
+        best.setdefault(token.text, token.logprob)
+    return best
 
 
 def _delta_fields(delta: Delta) -> dict[str, Any]:

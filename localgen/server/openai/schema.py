@@ -167,7 +167,10 @@ class _GenerationRequest(ThinkingBudgetFields, _SamplerFields):
     @model_validator(mode="before")
     @classmethod
     def _reject_unsupported(cls, body: Any) -> Any:
-        return drop_fields(reject_unsupported_fields(body, _UNSUPPORTED), _HARMLESS)
+        unsupported = {
+            name: values for name, values in _UNSUPPORTED.items() if name not in cls.model_fields
+        }
+        return drop_fields(reject_unsupported_fields(body, unsupported), _HARMLESS)
 
     @model_validator(mode="after")
     def _require_stream(self) -> Self:
@@ -254,10 +257,17 @@ class ChatRequest(ChatPrompt, _GenerationRequest):
 
 
 class CompletionRequest(_GenerationRequest):
-    """POST /v1/completions. prompt: a string, token ids, or a list of either."""
+    """POST /v1/completions. prompt: a string, token ids, or a list of either.
+
+    echo: answer and logprobs begin with those of the prompt; max_tokens may then be 0.
+    """
 
     prompt: str | list[int] | list[str] | list[list[int]]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool = False
+    max_tokens: Annotated[
+        Annotated[int, Field(ge=0, lt=2**63)] | None, BeforeValidator(no_limit_if_negative)
+    ] = None
 
     @model_validator(mode="after")
     def _validate_prompts(self) -> Self:
