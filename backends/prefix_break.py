@@ -19,7 +19,8 @@ class PrefixBreak:
     """The place where a prompt parts from an earlier prompt with which it shares most text.
 
     place: the system message, the tools, message N (ROLE), or the prompt. byte: UTF-8 offset in it.
-    before, after: short excerpts of the earlier and of this prompt, on one line. token: number of
+    before, after: short excerpts of the earlier and of this prompt, on one line; before is empty
+    where the client may not see it. token: number of
     tokens before the place. tokens: tokens of shared text behind it that were computed again
     (estimated from samples of the text). ms: their share of the time of the prompt.
     """

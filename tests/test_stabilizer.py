@@ -157,3 +157,27 @@ def test_a_server_stabilizes_all_requests() -> None:
     with real_server(LOCALGEN_STABILIZE="1") as server:
         assert "stabilized: clock time" in ask(f"{server.url}/v1/chat/completions")
         assert "prompts are stabilized" in server.log.read_text()
+
+
+def test_an_earlier_prompt_is_quoted_to_local_clients_only(settings: ServerSettings) -> None:
+    rules = " ".join(f"Rule {rule}: answer in {rule + 3} words." for rule in range(60))
+
+    def broken(http: httpx.Client, head: str) -> dict[str, Any]:
+        system = {"role": "system", "content": f"secret={head} {rules}"}
+        body = {"model": "tiny", "max_tokens": 2}
+        body |= {"messages": [system, {"role": "user", "content": "hi"}]}
+        whole = http.post("/v1/chat/completions", json=body).json()["timings"]["prefix_break"]
+        return whole or {}
+
+    with LocalClient(settings) as client:
+        client.connect()
+        with client.private_port() as port:
+            key = {"x-api-key": port.key}
+            with httpx.Client(base_url=port.url, headers=key, trust_env=False, timeout=60) as http:
+                assert broken(http, "alpha-word") == {}
+                found = broken(http, "other-word")
+        assert (found["before"], "other-word" in found["after"]) == ("", True)
+        socket = httpx.HTTPTransport(uds=str(settings.socket_path))
+        with httpx.Client(transport=socket, base_url="http://localgen", timeout=60) as http:
+            broken(http, "third-word")
+            assert "third-word" in broken(http, "fourth-word")["before"]

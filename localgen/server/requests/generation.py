@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -183,7 +183,9 @@ class GenerationResponse(Response):
             ended = self._total is not None or isinstance(events[-1], Failed)
             if self._total is not None:
                 body += (
-                    b"".join(map(framing.encode_event, serializer.stream_end(self._total)))
+                    b"".join(
+                        map(framing.encode_event, serializer.stream_end(self._shown(self._total)))
+                    )
                     + framing.terminator
                 )
             await send({"type": "http.response.body", "body": body, "more_body": not ended})
@@ -207,6 +209,17 @@ class GenerationResponse(Response):
             body = serializer.keep_alive()
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
+    def _shown(self, finished: Finished) -> Finished:
+        """What the client gets: another program's prompt is quoted to local clients only.
+
+        Without keys, and behind a proxy, the prompts of several people are one account's.
+        """
+        parted = finished.timings.prefix_break
+        if parted is None or self._job.allow_paths:
+            return finished
+        timings = replace(finished.timings, prefix_break=replace(parted, before=""))
+        return replace(finished, timings=timings)
+
     def _choice_starts(self, serializer: ResponseSerializer) -> list[object]:
         return [event for index in self._index.values() for event in serializer.choice_start(index)]
 
@@ -219,7 +232,8 @@ class GenerationResponse(Response):
             case Delta():
                 return b"".join(map(framing.encode_event, serializer.choice_delta(index, event)))
             case Finished():
-                return b"".join(map(framing.encode_event, serializer.choice_end(index, event)))
+                ended = serializer.choice_end(index, self._shown(event))
+                return b"".join(map(framing.encode_event, ended))
             case Failed(_, code, message, param):
                 return self._encode_error(framing, code, message, param)
 
@@ -244,10 +258,10 @@ class GenerationResponse(Response):
             events = await self._next_events(stream)
             _raise_if_failed(events)
         choices = [
-            FinishedChoice(parts, self._finished[request_id])
+            FinishedChoice(parts, self._shown(self._finished[request_id]))
             for request_id, parts in deltas.items()
         ]
-        await send_json_response(send, serializer.full_response(choices, self._total))
+        await send_json_response(send, serializer.full_response(choices, self._shown(self._total)))
 
 
 def _until_failure(events: list[RequestEvent]) -> list[RequestEvent]:
