@@ -6,10 +6,10 @@ import queue
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 from localgen.backends.engine.answers import Answers
 from localgen.backends.engine.embeddings import EmbeddingScheduler, EmbeddingTask
-from localgen.backends.engine.inbox import AnswerNow, Cancel, Stop
 from localgen.backends.engine.input_processor import InputProcessor
 from localgen.backends.engine.outbox import Outbox
 from localgen.backends.engine.preparation import Prepared, Preparer
@@ -20,6 +20,7 @@ from localgen.backends.engine.speculation.policy import Speculation
 from localgen.backends.engine.stats import StatsRecorder
 from localgen.backends.engine.thinking_budgets import ThinkingBudgets
 from localgen.backends.engine.token_budget import TokenBudget
+from localgen.backends.engine.wire import AnswerNow, Cancel
 from localgen.backends.errors import LocalgenError
 from localgen.backends.runner.interface import (
     AsyncRunner,
@@ -50,6 +51,11 @@ _CANNOT_REWIND = (
     "impossible: computed tokens cannot be removed from the KV cache "
     "(model architecture, or --no-prefix-cache)"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    pass
 
 
 _Mail = Sequence | EmbeddingTask | Tokenized | Cancel | AnswerNow | Failed | Finished
@@ -90,7 +96,7 @@ class Engine:
         )
         self._stats = StatsRecorder()
         self._stats_at_s = 0.0
-        self._inbox: queue.SimpleQueue[_Mail | Stop] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Mail | _Stop] = queue.SimpleQueue()
         self._skip_drafts_once = False  # no drafts in the next step
         self._answers = Answers(
             input_processor.tokenizer,
@@ -138,7 +144,7 @@ class Engine:
 
     def stop(self) -> None:
         """Make `run` return after the step in flight."""
-        self._inbox.put(Stop())
+        self._inbox.put(_Stop())
 
     def _prepare(self, request: AnyRequest) -> Prepared:
         match request:
@@ -255,7 +261,7 @@ class Engine:
         try:
             while True:
                 mail = self._inbox.get(block=wait and idle, timeout=IDLE_STATS_INTERVAL_S)
-                if isinstance(mail, Stop):
+                if isinstance(mail, _Stop):
                     return False
                 self._handle(mail)
                 idle = False
