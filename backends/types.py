@@ -59,7 +59,7 @@ class Request:
     priority: higher runs first.
     ctx: limit on prompt + completion in tokens; None: the model's context length.
     cache_salt: only requests with the same salt share cached prefixes.
-    account: whose prompts it may be compared with; see engine/prompt_history.py.
+    account: whose prompts it may be compared with; see engine/recent_prompts.py.
     arrived_s: when the server received the request; TTFT and queue time are measured from here.
     stabilize: remove from the prompt what changes without a meaning (backends/text/stabilizer.py).
     tools: only with messages. tool_choice: auto, none, required or a function name.

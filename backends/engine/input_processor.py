@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from localgen.backends import sampling_params
 from localgen.backends.engine.embeddings import EmbeddingTask
-from localgen.backends.engine.prompt_history import PromptHistory
+from localgen.backends.engine.recent_prompts import RecentPrompts
 from localgen.backends.errors import ContextExceeded, InvalidRequest
 from localgen.backends.runner.interface import Limits
 from localgen.backends.runner.sequence import Sequence
@@ -42,7 +42,7 @@ class InputProcessor:
     defaults: SamplingParams
     grammar_compiler: GrammarCompiler | None = None
     ctx_train: int = 0
-    _history: PromptHistory = field(init=False, default_factory=PromptHistory)
+    _recent_prompts: RecentPrompts = field(init=False, default_factory=RecentPrompts)
     _prompt_renderer: PromptRenderer | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -88,7 +88,7 @@ class InputProcessor:
                 *opening.notes,
                 *_budget_notes(request, params, opening.response_parser),
             ),
-            prefix_break=self._history.compare(request, opening.text, tokens)
+            prefix_break=self._recent_prompts.compare(request, opening.text, tokens)
             if self.limits.can_rewind
             else None,
             ctx=ctx,

@@ -24,7 +24,7 @@ TokenBudget = Annotated[
 ]
 
 
-class ReasoningOptions(StrictModel):
+class OpenRouterReasoning(StrictModel):
     """OpenRouter's `reasoning`. exclude: the answer always has its reasoning, so only false."""
 
     effort: Effort | None = None
@@ -57,13 +57,13 @@ class ReasoningFields(RequestBody):
     """Whether to reason, and how much: of OpenAI, of OpenRouter, of vLLM and llama-server."""
 
     reasoning_effort: Effort | None = None
-    reasoning: ReasoningOptions | None = None
+    reasoning: OpenRouterReasoning | None = None
     chat_template_kwargs: ChatTemplateKwargs | None = None
 
     def reasoning_settings(self) -> tuple[bool | None, Effort | None]:
         """Whether to reason, and with which effort. Raises InvalidRequest if both are given."""
         settings = self.chat_template_kwargs or ChatTemplateKwargs()
-        nested = self.reasoning or ReasoningOptions()
+        nested = self.reasoning or OpenRouterReasoning()
         thinking = nested.enabled if settings.enable_thinking is None else settings.enable_thinking
         if self.reasoning_effort and nested.effort and self.reasoning_effort != nested.effort:
             raise InvalidRequest(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from localgen.backends.engine.prompt_history import MAX_PROMPTS, PromptHistory
+from localgen.backends.engine.recent_prompts import MAX_PROMPTS, RecentPrompts
 from localgen.backends.prefix_break import PrefixBreak
 from localgen.backends.types import Message, Request, Tool
 
@@ -15,14 +15,14 @@ BODY = "\n".join(f"Rule {number}: keep item {number * 7919 % 1013}." for number 
 TOOLS = (Tool("read"), Tool("write"))
 
 
-def compare(history: PromptHistory, request: Request) -> PrefixBreak | None:
+def compare(prompts: RecentPrompts, request: Request) -> PrefixBreak | None:
     """Compare a prompt whose template writes role and content, one token per character."""
     tools = "".join(f"[{tool.name}] {BODY}\n" for tool in request.tools)
     text = request.prompt or "".join(
         f"<{each.role}>{each.content}\n{tools if each.role == 'system' else ''}"
         for each in request.messages or ()
     )
-    return history.compare(request, text, [ord(char) for char in text])
+    return prompts.compare(request, text, [ord(char) for char in text])
 
 
 def chat(system: str, *turns: str, **fields: Any) -> Request:
@@ -32,9 +32,9 @@ def chat(system: str, *turns: str, **fields: Any) -> Request:
 
 
 def test_a_changed_header_is_named() -> None:
-    history = PromptHistory()
-    assert compare(history, chat(f"cch=9f1; é ok\n{BODY}", "hi", BODY, "go")) is None
-    found = compare(history, chat(f"cch=a10; é ok\n{BODY}", "hi", BODY, "go", "ok", "on"))
+    prompts = RecentPrompts()
+    assert compare(prompts, chat(f"cch=9f1; é ok\n{BODY}", "hi", BODY, "go")) is None
+    found = compare(prompts, chat(f"cch=a10; é ok\n{BODY}", "hi", BODY, "go", "ok", "on"))
     assert found is not None
     assert (found.place, found.byte) == ("the system message", 4)
     assert (found.before, found.after) == ("<system>cch=9f1;", "<system>cch=a10;")
@@ -42,17 +42,17 @@ def test_a_changed_header_is_named() -> None:
 
 
 def test_a_change_of_the_tools_is_named() -> None:
-    history = PromptHistory()
-    compare(history, chat("be kind", "hi", BODY, "go", tools=TOOLS))
-    found = compare(history, chat("be kind", "hi", BODY, "go", tools=TOOLS[::-1]))
+    prompts = RecentPrompts()
+    compare(prompts, chat("be kind", "hi", BODY, "go", tools=TOOLS))
+    found = compare(prompts, chat("be kind", "hi", BODY, "go", tools=TOOLS[::-1]))
     assert found is not None
     assert found.place == "the tools"
 
 
 def test_a_byte_of_a_plain_prompt_is_named() -> None:
-    history = PromptHistory()
-    compare(history, Request(id="a", prompt=f"é 1\t{BODY}"))
-    found = compare(history, Request(id="b", prompt=f"é 2\t{BODY}"))
+    prompts = RecentPrompts()
+    compare(prompts, Request(id="a", prompt=f"é 1\t{BODY}"))
+    found = compare(prompts, Request(id="b", prompt=f"é 2\t{BODY}"))
     assert found is not None
     assert (found.place, found.byte, found.before, found.after) == ("the prompt", 3, "1", "2")
 
@@ -70,17 +70,17 @@ def test_a_byte_of_a_plain_prompt_is_named() -> None:
     ],
 )
 def test_what_is_not_reported(later: Request) -> None:
-    history = PromptHistory()
-    compare(history, chat(BODY, "hi", BODY, "go"))
-    assert compare(history, later) is None
+    prompts = RecentPrompts()
+    compare(prompts, chat(BODY, "hi", BODY, "go"))
+    assert compare(prompts, later) is None
 
 
 def test_old_prompts_are_forgotten() -> None:
-    history = PromptHistory()
-    compare(history, chat("1" + BODY, "hi", BODY, "go"))
+    prompts = RecentPrompts()
+    compare(prompts, chat("1" + BODY, "hi", BODY, "go"))
     for number in range(MAX_PROMPTS):
-        compare(history, chat(f"{number}", "hi", account="other"))
-    assert compare(history, chat("2" + BODY, "hi", BODY, "go")) is None
+        compare(prompts, chat(f"{number}", "hi", account="other"))
+    assert compare(prompts, chat("2" + BODY, "hi", BODY, "go")) is None
 
 
 def test_an_evicted_prefix_is_not_reported() -> None:

@@ -40,7 +40,7 @@ class _Prompt:
         return sys.getsizeof(self.text) + sys.getsizeof(self.tokens)
 
 
-class PromptHistory:
+class RecentPrompts:
     """At most MAX_PROMPTS prompts and MAX_BYTES, the oldest leave first. Thread-safe."""
 
     def __init__(self) -> None:
