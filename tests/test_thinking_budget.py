@@ -19,6 +19,7 @@ from tool_templates import FAMILIES
 
 from localgen.backends.engine.engine import Engine
 from localgen.backends.engine.input_processor import NO_REASONING_NOTE, InputProcessor
+from localgen.backends.engine.scheduler import Scheduler, SequenceOutput
 from localgen.backends.engine.thinking_budgets import LAST_WORDS
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
@@ -108,7 +109,8 @@ def expected(prompt: str, budget: int, limit: int) -> tuple[str, str]:
         tokens.append(next_token(tokens))
     thoughts, _ = parser.feed(b"".join(map(tokenizer.piece, tokens[len(known) :])).decode())
     forced = tokenizer.encode((LAST_WORDS if thoughts else "") + CLOSE)
-    tokens += forced[: max(0, limit - budget - 1)]
+    if budget + len(forced) < limit:  # else there is no room for an answer
+        tokens += forced
     while len(tokens) < len(known) + limit:
         tokens.append(next_token(tokens))
     rest = tokens[len(known) + min(budget, limit) :]
@@ -188,6 +190,32 @@ def test_answer_now_ends_the_reasoning_in_the_next_step() -> None:
     assert (log.reasoning["a"], log.text["a"]) == expected("x<think>", count, 200)
     assert any(f"after {count} tokens" in note for note in log.ends["a"].notes)
     assert log.text["b"] == "", "the other one reasons on"
+
+
+def test_an_end_that_is_refused_comes_with_the_next_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    append, refused = Scheduler.append_tokens, []
+
+    def refuse_once(self: Scheduler, *arguments: Any) -> SequenceOutput | None:
+        if not refused:
+            refused.append(arguments)
+            return None
+        return append(self, *arguments)
+
+    monkeypatch.setattr(Scheduler, "append_tokens", refuse_once)
+    log = Log()
+    engine = engine_of(FakeRunner(), log, "<think>")
+    submit(engine, "a", "x", thinking_budget=5, max_tokens=60)
+    run_until_ended(engine, log, 1)
+    assert (log.reasoning["a"], log.text["a"]) == expected("x<think>", 6, 60)
+
+
+def test_reasoning_without_room_for_an_answer_goes_on() -> None:
+    log = Log()
+    engine = engine_of(FakeRunner(), log, "<think>")
+    submit(engine, "a", "x", thinking_budget=5, max_tokens=20)
+    run_until_ended(engine, log, 1)
+    assert (log.reasoning["a"], log.text["a"]) == expected("x<think>", 20, 20)
+    assert not any("was ended" in note for note in log.ends["a"].notes)
 
 
 OPEN = FAMILIES["open-thinking"]

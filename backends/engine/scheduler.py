@@ -113,23 +113,24 @@ class Scheduler:
         seq.state = SequenceState.ENDED
 
     def append_tokens(self, seq: Sequence, tokens: list[int], note: str) -> SequenceOutput | None:
-        """Append tokens that nobody sampled; they are computed like a prompt.
+        """Append tokens to the answer without sampling them; they are computed like a prompt.
 
-        Leaves room for one token more. Returns None if there is none, or if the grammar forbids
-        the tokens. note: for the user. Must not be called while a step is in flight.
+        note: for the user. Returns None, and appends none, unless the grammar allows them all and
+        one more token fits behind them. Must not be called while a step is in flight.
         """
-        taken = tuple(tokens[: max(0, seq.max_len - len(seq.tokens) - 1)])
-        if not taken or not (seq.matcher is None or seq.matcher.accept_all(taken)):
+        if len(seq.tokens) + len(tokens) >= seq.max_len:
             return None
-        seq.tokens += taken
+        if seq.matcher is not None and not seq.matcher.accept_all(tokens):
+            return None
+        seq.tokens += tokens
         seq.notes = (*seq.notes, note)
-        self.counters.generated_tokens += len(taken)
+        self.counters.generated_tokens += len(tokens)
         if seq.state is SequenceState.RUNNING:
             if self._runner.grow(seq, seq.num_uncomputed):
                 self._prefilling.add(seq)
             else:
                 self._preempt(seq)
-        return SequenceOutput(seq, taken)
+        return SequenceOutput(seq, tuple(tokens))
 
     # -- planning ---------------------------------------------------------------------------
 

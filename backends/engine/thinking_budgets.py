@@ -80,8 +80,12 @@ class ThinkingBudgets:
             budget.next_check = budget.began_at + budget.tokens
             if length < budget.next_check:
                 return None
-        del self._budgets[seq]
-        return None if reasoning.is_over else self._end_reasoning(seq, reasoning)
+        output = None if reasoning.is_over else self._end_reasoning(seq, reasoning)
+        if output is None and not reasoning.is_over:
+            budget.next_check = length + 1  # a grammar forbids the end within a character
+        else:
+            del self._budgets[seq]
+        return output
 
     def _end_reasoning(self, seq: Sequence, reasoning: ReasoningParser) -> SequenceOutput | None:
         text = (LAST_WORDS if reasoning.has_output else "") + reasoning.close_tag
