@@ -168,3 +168,22 @@ def test_slots_show_running_requests_without_their_prompts(served: ServerHarness
     assert found[0]["n_ctx"] == 2048
     assert "secret" not in served.http.get("/slots").text
     events.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"echo": True}, "echo is not supported"),
+        ({"max_tokens": 5}, "give n_predict or max_tokens, not both"),
+        ({"max_tokens": 5, "n_predict": -1}, "give n_predict or max_tokens, not both"),
+    ],
+)
+def test_fields_without_effect_are_refused(
+    http: httpx.Client, fields: dict[str, Any], reason: str
+) -> None:
+    body = {"prompt": PROMPT, "n_predict": 8} | fields
+    reply = http.post("/completion", json=body)
+    assert reply.status_code == 400
+    assert reason in reply.json()["error"]["message"]
+    same = http.post("/completion", json=body | {"n_predict": 5, "max_tokens": 5, "echo": False})
+    assert same.json()["tokens_predicted"] <= 5

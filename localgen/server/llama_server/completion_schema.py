@@ -22,6 +22,7 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "timings_per_token": (False,),
     "return_progress": (False,),
     "logprobs": (),
+    "echo": (False,),
     "lora": ([],),
     "image_data": ([],),
     "multimodal_data": ([],),
@@ -77,7 +78,10 @@ class NativeCompletionRequest(CompletionRequest):
             )
         if self.n_predict is None:
             return self.max_tokens
-        return None if self.n_predict == -1 else self.n_predict
+        limit = None if self.n_predict == -1 else self.n_predict
+        if "max_tokens" in self.model_fields_set and self.max_tokens != limit:
+            raise InvalidRequest("give n_predict or max_tokens, not both", param="n_predict")
+        return limit
 
     def to_sampling_params(self) -> SamplingParams:
         # the ids of the answer come with its logprobs
