@@ -7,6 +7,7 @@ import io
 import os
 import pty
 import select
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -335,3 +336,30 @@ def test_the_key_that_ends_reasoning_keeps_what_was_typed_and_else_does_nothing(
     await_word(b"ends")
     assert process.wait(30) == 0
     os.close(keyboard)
+
+
+@pytest.mark.parametrize(
+    ("command", "is_alone"),
+    [("exec {0}", True), ("{0}; exit $?", False), ("{0} | cat", False)],
+    ids=["by itself", "in a script", "in a pipe"],
+)
+def test_the_key_is_there_only_if_no_other_program_gets_its_signal(
+    command: str, is_alone: bool, tmp_path: Path
+) -> None:
+    found = tmp_path / "found"
+    code = (
+        "import pathlib, sys; from localgen.repl.answer_key import has_answer_key; "
+        "pathlib.Path(sys.argv[1]).write_text(str(has_answer_key()))"
+    )
+    keyboard, terminal = pty.openpty()
+    subprocess.run(
+        ["sh", "-c", command.format(shlex.join([sys.executable, "-c", code, str(found)]))],
+        stdin=terminal,
+        stdout=terminal,
+        env=python_environment(),
+        start_new_session=True,
+        check=True,
+    )
+    os.close(terminal)
+    os.close(keyboard)
+    assert found.read_text() == str(is_alone)

@@ -5,12 +5,22 @@ So nothing reads the terminal during an answer, and what is typed is kept for th
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 ANSWER_NOW_KEY, ANSWER_NOW_CODE = "Ctrl+X", b"\x18"
+
+
+def has_answer_key() -> bool:
+    """Return True if the key's signal reaches no other program.
+
+    The terminal sends it to all processes of the job: to `tee` in a pipe, or to a script that has
+    started localgen, which would end by it.
+    """
+    return os.getpgrp() == os.getpid() and os.isatty(1)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from localgen.chat.parameters import ModelOptions
 from localgen.chat.session import DEFAULT_BRANCH, ChatSession
 from localgen.client import Completion, TextDelta
 from localgen.machine.busy_processes import busy_programs
-from localgen.repl.answer_key import ANSWER_NOW_KEY, on_answer_now
+from localgen.repl.answer_key import ANSWER_NOW_KEY, has_answer_key, on_answer_now
 from localgen.repl.live_answer import LiveAnswer
 from localgen.repl.load_progress import LoadProgressLine
 from localgen.repl.typed_ahead import hide_typed_ahead
@@ -218,8 +218,8 @@ class Repl:
         return ReplAnswer("".join(pieces), "".join(thoughts), None, shown.figures(), error)
 
     def _reasoning_hint(self) -> str:
-        """How to end the reasoning; empty if the server cannot, or if nobody types."""
-        can = self.session.client.can_answer_now and self.console.is_terminal
+        """The key that ends the reasoning; empty if the server or the terminal has none."""
+        can = self.session.client.can_answer_now and has_answer_key()
         return f"{ANSWER_NOW_KEY} answers now" if can else ""
 
     @contextlib.contextmanager

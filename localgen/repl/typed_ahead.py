@@ -10,7 +10,7 @@ import tty
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from localgen.repl.answer_key import ANSWER_NOW_CODE
+from localgen.repl.answer_key import ANSWER_NOW_CODE, has_answer_key
 
 
 @contextmanager
@@ -21,7 +21,7 @@ def hide_typed_ahead() -> Iterator[None]:
     shows what it reads itself. Ctrl+C does not discard them, as it does by default. Keys that are
     still unread when the process is suspended or the block ends are discarded: a shell would run
     them.
-    ANSWER_NOW_KEY becomes a signal, ignored except in on_answer_now().
+    ANSWER_NOW_KEY becomes a signal if has_answer_key(), ignored except in on_answer_now().
     Has no effect if standard input is not a terminal.
     """
     stdin = sys.stdin.fileno()
@@ -66,5 +66,6 @@ def _resume(terminal: int) -> None:
 def _set_modes(terminal: int) -> None:
     modes = termios.tcgetattr(terminal)
     modes[tty.LFLAG] = modes[tty.LFLAG] & ~termios.ECHO | termios.NOFLSH
-    modes[tty.CC][termios.VQUIT] = ANSWER_NOW_CODE
+    if has_answer_key():
+        modes[tty.CC][termios.VQUIT] = ANSWER_NOW_CODE
     termios.tcsetattr(terminal, termios.TCSADRAIN, modes)
