@@ -95,11 +95,19 @@ def _find_break(new: _Prompt, earlier: list[_Prompt], request: Request) -> Prefi
 
 
 def _share_found(old: str, new: str, at: int) -> float:
-    """The share of old[at:] that is in new[at:], by samples at even distances."""
-    rest = new[at:]
+    """The share of old[at:] that is in new[at:], by samples at even distances.
+
+    0 once it cannot reach _MIN_SHARE: unrelated prompts cost a few searches each.
+    """
     step = max(1, (len(old) - at) // _NUM_PROBES)
-    probes = [old[i : i + _PROBE_CHARS] for i in range(at + step // 2, len(old), step)]
-    return sum(probe in rest for probe in probes) / max(1, len(probes))
+    starts = range(at + step // 2, len(old), step)
+    misses_left = int((1 - _MIN_SHARE) * len(starts))
+    misses = 0
+    for start in starts:
+        misses += new.find(old[start : start + _PROBE_CHARS], at) < 0
+        if misses > misses_left:
+            return 0.0
+    return 1 - misses / len(starts) if starts else 0.0
 
 
 def _place(text: str, at: int, request: Request) -> tuple[int, str]:
