@@ -328,6 +328,20 @@ def test_the_effort_may_be_nested() -> None:
         both.to_request_fields()
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reasoning": {"enabled": False}, "reasoning_effort": "high"},
+        {"reasoning": {"enabled": True, "effort": "none"}},
+        {"reasoning": {"enabled": False}, "chat_template_kwargs": {"enable_thinking": True}},
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(fields: dict[str, Any]) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}]} | fields
+    with pytest.raises(InvalidRequest, match="give "):
+        ChatRequest.model_validate(body).to_request_fields()
+
+
 def test_the_responses_api_has_it_too() -> None:
     request = ResponsesRequest.model_validate({"input": "hi", "reasoning": {"max_tokens": 7}})
     assert request.to_sampling_params().thinking_budget == 7

@@ -54,14 +54,21 @@ class ThinkingBudgetFields(RequestBody):
 
 
 class ReasoningFields(RequestBody):
-    """Whether to reason, and how much: of OpenAI, of OpenRouter, of vLLM and llama-server."""
+    """Fields that switch reasoning on and off or set its effort.
+
+    reasoning_effort is OpenAI's, reasoning OpenRouter's, chat_template_kwargs vLLM's and
+    llama-server's.
+    """
 
     reasoning_effort: Effort | None = None
     reasoning: OpenRouterReasoning | None = None
     chat_template_kwargs: ChatTemplateKwargs | None = None
 
     def reasoning_settings(self) -> tuple[bool | None, Effort | None]:
-        """Whether to reason, and with which effort. Raises InvalidRequest if both are given."""
+        """Return the switch and the effort, each None if not given.
+
+        Raises InvalidRequest if the fields contradict each other.
+        """
         settings = self.chat_template_kwargs or ChatTemplateKwargs()
         nested = self.reasoning or OpenRouterReasoning()
         thinking = nested.enabled if settings.enable_thinking is None else settings.enable_thinking
@@ -69,9 +76,18 @@ class ReasoningFields(RequestBody):
             raise InvalidRequest(
                 "give reasoning_effort or reasoning.effort, not both", param="reasoning_effort"
             )
+        if None not in (settings.enable_thinking, nested.enabled) and thinking != nested.enabled:
+            raise InvalidRequest(
+                "give reasoning.enabled or enable_thinking, not both", param="reasoning"
+            )
         effort = self.reasoning_effort or nested.effort
         if settings.enable_thinking is not None and effort is not None:
             raise InvalidRequest(
                 "give reasoning_effort or enable_thinking, not both", param="reasoning_effort"
+            )
+        if effort is not None and thinking is (effort == "none"):
+            raise InvalidRequest(
+                f"reasoning.enabled is {str(thinking).lower()} and the effort {effort}: give one",
+                param="reasoning",
             )
         return thinking, effort
