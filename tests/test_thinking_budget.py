@@ -193,7 +193,8 @@ def test_answer_now_ends_the_reasoning_in_the_next_step() -> None:
 
 
 def test_an_end_that_is_refused_comes_with_the_next_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    append, refused = Scheduler.append_tokens, []
+    append = Scheduler.append_tokens
+    refused: list[object] = []
 
     def refuse_once(self: Scheduler, *arguments: Any) -> SequenceOutput | None:
         if not refused:

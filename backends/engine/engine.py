@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from localgen.backends.engine.answers import Answers
 from localgen.backends.engine.embeddings import EmbeddingScheduler, EmbeddingTask
+from localgen.backends.engine.inbox import AnswerNow, Cancel
 from localgen.backends.engine.input_processor import InputProcessor
 from localgen.backends.engine.outbox import Outbox
 from localgen.backends.engine.preparation import Prepared, Preparer
@@ -20,7 +21,6 @@ from localgen.backends.engine.speculation.policy import Speculation
 from localgen.backends.engine.stats import StatsRecorder
 from localgen.backends.engine.thinking_budgets import ThinkingBudgets
 from localgen.backends.engine.token_budget import TokenBudget
-from localgen.backends.engine.wire import AnswerNow, Cancel
 from localgen.backends.errors import LocalgenError
 from localgen.backends.runner.interface import (
     AsyncRunner,

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import get_args
 
+from localgen.backends.engine.inbox import AnswerNow as AnswerNow
+from localgen.backends.engine.inbox import Cancel as Cancel
 from localgen.backends.messages import MessageCodec
 from localgen.backends.model_info import ModelInfo, ModelLoadRequest
 from localgen.backends.types import EmbedRequest, Request, StepEvents, TokenizeRequest
@@ -21,20 +23,6 @@ class Submit:
     """Submit a request; it ends with exactly one Finished or Failed event."""
 
     request: Request
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    """Cancel a request; its final event follows. Unknown ids are ignored."""
-
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerNow:
-    """End the reasoning of a request, if it reasons. Unknown ids are ignored."""
-
-    request_id: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,11 +100,9 @@ class AnswerStream:
         about = "~" if self.is_estimated else ""
         limit = self._session.ctx
         figures = report.LiveFigures(waited_s, self.ttft_s, self.num_tokens, used, limit, about)
-        line = report.live_stats_line(figures)
         can_end = self.is_reasoning and self._session.client.can_answer_now
-        return (
-            f"Ctrl+X answers now · {line}" if can_end else line
-        )  # first, so that it is not cut off
+        hint = "Ctrl+X answers now · " if can_end else ""  # first, so that it is not cut off
+        return hint + report.live_stats_line(figures)
 
     def tokens_per_s(self) -> float:
         """Decode speed so far; 0 if unknown."""

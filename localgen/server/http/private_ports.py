@@ -46,12 +46,14 @@ class PrivatePorts:
         """
         listener = await self._listen()
         port = listener.port
-        (self._stabilizing.add if stabilize else self._stabilizing.discard)(port)
+        if stabilize:
+            self._stabilizing.add(port)
         key = self._keys[port] = secrets.token_urlsafe(_KEY_BYTES)
         try:
             yield PrivatePort(f"http://127.0.0.1:{port}", key)
         finally:
             self._keys[port] = None
+            self._stabilizing.discard(port)
             listener.close()
 
     def has(self, port: int) -> bool:

@@ -105,7 +105,7 @@ class NativeCompletionSerializer:
         }
 
     def _settings(self, finished: Finished) -> dict[str, Any]:
-        """What applied to this answer: the limits, the seed, and the samplers of the request."""
+        """Build generation_settings: limits, seed, and the samplers that the request set."""
         given = self.body.to_sampling_params()
         limit = self.body.max_predicted
         own = {

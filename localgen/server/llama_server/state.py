@@ -36,7 +36,7 @@ async def find_loaded(
 
 
 def props_body(resident: ResidentModel, info: ModelInfo, name: str | None) -> dict[str, Any]:
-    """Build the response of /props. name: that was asked for."""
+    """Build the response of /props. name: the model's name in the request, if any."""
     shown = answered_name(name, resident.file)
     return {
         "default_generation_settings": {"n_ctx": info.ctx, "params": _default_params(info)},

@@ -210,9 +210,10 @@ class GenerationResponse(Response):
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
     def _shown(self, finished: Finished) -> Finished:
-        """What the client gets: another program's prompt is quoted to local clients only.
+        """Return the result without the excerpt of an earlier prompt, except for local clients.
 
-        Without keys, and behind a proxy, the prompts of several people are one account's.
+        The earlier prompt may be another person's: without keys, or behind a proxy, several share
+        an account.
         """
         parted = finished.timings.prefix_break
         if parted is None or self._job.allow_paths:
