@@ -38,6 +38,12 @@ def obey(session: ChatSession, line: str) -> str:
     return outcome.text
 
 
+def test_a_parameter_has_the_name_that_was_typed(session: ChatSession) -> None:
+    assert obey(session, "/set parameter think_max 500") == "think_max = 500"
+    assert session.options.params.thinking_budget == 500
+    assert obey(session, "/set parameter thinking_budget 5") == "thinking_budget = 5"
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [

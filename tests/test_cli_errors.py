@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[1]
     ("arguments", "piped", "status", "complaint"),
     [
         (["run"], b"", 3, "no prompt"),
+        (["run", ""], b"", 3, "no prompt: give it as an argument or on standard input\n"),
         (["run", "tiny"], b" \n", 3, "no prompt: give it as an argument or on standard input\n"),
         (
             ["run", "--url", "http://gpu:1/v1", "--api-key-env", "KEY", "hi"],

@@ -169,3 +169,18 @@ def test_it_brings_sampling_parameters(packages: Path) -> None:
     assert sampling is not None
     assert (sampling.temperature, sampling.top_p, sampling.repeat_penalty) == (0.2, 0.9, 1.1)
     assert packaged_sampling(resolve_model("tiny")) is None
+
+
+def test_show_has_the_parameters_that_it_is_loaded_with(
+    packages: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (packages / FILE).write_bytes(BUILT_IN_PATH.read_bytes())
+    assert run_command_line(["show", "smollm2", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)["sampling"]
+    assert shown == {"temperature": 0.2, "top_p": 0.9, "repeat_penalty": 1.1}
+
+
+@pytest.mark.parametrize("command", ["pull", "search"])
+def test_a_misspelt_name_is_corrected(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run_command_line([command, "smolm2"])
+    assert "Did you mean smollm2, smollm3" in capsys.readouterr().err

@@ -87,7 +87,7 @@ def test_commands_for_the_own_server_are_rejected(chat: Chat) -> None:
 
 def test_settings_are_the_users_or_unknown(chat: Chat) -> None:
     screen = chat.type("/set parameter temp 0.5", "/show parameters")
-    assert "temperature = 0.5" in screen
+    assert "temp = 0.5" in screen
     rows = [line.split() for line in screen.splitlines()]
     assert ["temperature", "0.5", "yours"] in rows
     assert ["top_k", "-"] in rows

@@ -115,8 +115,8 @@ def _set_parameter(session: ChatSession, rest: str) -> CommandResult:
         raise InvalidRequest("/set parameter: give a name and a value; default resets it")
     session.set_parameter(name, text.strip())
     field = parameters.resolve_parameter_name(name)
-    rows = effective_parameter_rows(session)
-    return CommandOutput(next(f"{row} = {value}" for row, value, _ in rows if row == field))
+    values = {row: value for row, value, _ in effective_parameter_rows(session)}
+    return CommandOutput(one_line(f"{name} = {values[field]}"))
 
 
 def _set_format(session: ChatSession, text: str) -> CommandResult:

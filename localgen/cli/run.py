@@ -66,7 +66,8 @@ def command(
     model, prompt = split_model_and_prompt(arguments, default, model=named_model, prompt=prompt)
 
     def advice() -> str:
-        if not may_be_prompt or (endpoint is None and is_model_name(arguments[0])):
+        is_empty = not may_be_prompt or not arguments[0].strip()
+        if is_empty or (endpoint is None and is_model_name(arguments[0])):
             return ""
         return _default_model_advice(arguments, _server_options(context, url, api_key_env))
 

@@ -61,12 +61,11 @@ def _table_row(model: FoundModel) -> tuple[str, ...]:
 
 
 def _no_match_text(words: list[str]) -> str:
-    from localgen.hub import catalog
-    from localgen.hub.resolve import did_you_mean
+    from localgen.hub.resolve import did_you_mean, pullable_spellings
 
     text = " ".join(words)
     return (
-        f"No model of the catalog matches {text!r}.{did_you_mean(text, catalog.spellings())} "
+        f"No model of the catalog matches {text!r}.{did_you_mean(text, pullable_spellings())} "
         "`localgen pull owner/name` downloads a repository of the hub that has .gguf files or "
         "safetensors."
     )

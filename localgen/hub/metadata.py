@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from localgen.backends.formats.gguf.reader import GgufReader
 from localgen.backends.formats.hf.folder import read_chat_template, read_optional_json
 from localgen.backends.formats.model_files import ModelFile, stem_of
-from localgen.backends.sampling_params import SAMPLERS
+from localgen.backends.sampling_params import SAMPLERS, SamplingParams
 from localgen.hub.catalog import CatalogEntry, entry_by_repo
+from localgen.hub.packaged import packaged_sampling
 from localgen.hub.quants import quant_of
 
 _SAMPLING_PREFIX = "general.sampling."
@@ -36,7 +37,13 @@ class ModelMetadata:
 
 def read_metadata(file: ModelFile) -> ModelMetadata:
     """Read the metadata of a model. Raises LoadFailed if its files are damaged."""
-    return _from_gguf(file) if file.is_gguf else _from_folder(file.path)
+    found = _from_gguf(file) if file.is_gguf else _from_folder(file.path)
+    ours = packaged_sampling(file)
+    if ours is None:
+        return found
+    unset = asdict(SamplingParams())
+    given = {name: value for name, value in asdict(ours).items() if value != unset[name]}
+    return replace(found, sampling=given)
 
 
 def catalog_entry_of(file: ModelFile) -> CatalogEntry | None:

@@ -22,6 +22,7 @@ from localgen.hub.aliases import load_aliases
 from localgen.hub.cache import CachedModel, cached_models
 from localgen.hub.packaged import (
     PACKAGED_MODELS,
+    SMOLLM2,
     default_model,
     installed_packaged_models,
     packaged_model,
@@ -350,10 +351,15 @@ def model_not_found(
 def not_in_catalog(name: str) -> ModelNotFound:
     """The error for a name that cannot be pulled, with close matches of the catalog."""
     return ModelNotFound(
-        f"Model {name!r} not found in the catalog.{did_you_mean(name, catalog.spellings())} "
+        f"Model {name!r} not found in the catalog.{did_you_mean(name, pullable_spellings())} "
         "`localgen search` lists its models; or pull a repository of the hub: owner/name",
         param="model",
     )
+
+
+def pullable_spellings() -> dict[str, str]:
+    """All short names that can be pulled, by their spelling in lower case."""
+    return catalog.spellings() | {SMOLLM2: SMOLLM2}
 
 
 def did_you_mean(name: str, spellings: dict[str, str]) -> str:
