@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+
+DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
+
 
 class LocalgenError(Exception):
     """Base class of all errors shown to the user.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import platformdirs
 
-from localgen.backends.errors import LocalgenError
+from localgen.backends.errors import DISK_FULL_ERRNOS, DiskFull, LocalgenError
 
 # name of the model that is part of the package
 BUILT_IN_MODEL = "tiny"
@@ -226,7 +226,7 @@ def _require_short_path(socket_path: Path) -> None:
 def make_private_dir(folder: Path, variable: str) -> None:
     """Create a folder that only this user can access (0700), or check an existing one.
 
-    variable: the setting that names it. Raises BadSetting if unsafe or not writable.
+    variable: the setting that names it. Raises BadSetting if unsafe or not writable, DiskFull.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -259,9 +259,10 @@ def require_private_dir(folder: Path, variable: str) -> None:
         raise _unusable_dir(folder, variable, error) from error
 
 
-def _unusable_dir(folder: Path, variable: str, error: OSError) -> BadSetting:
+def _unusable_dir(folder: Path, variable: str, error: OSError) -> LocalgenError:
     reason = error.strerror or str(error)
-    return BadSetting(f"cannot use the folder {folder} ({reason}): set {variable}")
+    kind = DiskFull if error.errno in DISK_FULL_ERRNOS else BadSetting
+    return kind(f"cannot use the folder {folder} ({reason}): set {variable}")
 
 
 def _require_safe_parents(folder: Path, variable: str) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from localgen.backends.errors import InvalidRequest
+from localgen.backends.errors import DISK_FULL_ERRNOS, DiskFull, InvalidRequest, LocalgenError
 from localgen.config import BadSetting, make_private_dir
 from localgen.locked_file import LockedFile
 
@@ -40,7 +40,7 @@ class TomlStore:
     def locked(self) -> Iterator[None]:
         """Keep other processes from changing the file between reading and writing it.
 
-        Raises BadSetting if the folder is unsafe or not writable.
+        Raises BadSetting if the folder is unsafe or not writable, DiskFull if its disk is full.
         """
         make_private_dir(self.path.parent, self.dir_variable)
         with contextlib.ExitStack() as stack:
@@ -81,8 +81,9 @@ class TomlStore:
     def _file(self) -> LockedFile:
         return LockedFile(self.path)
 
-    def _not_writable(self, error: OSError) -> BadSetting:
-        return BadSetting(f"cannot write {self.path}: {error.strerror}")
+    def _not_writable(self, error: OSError) -> LocalgenError:
+        kind = DiskFull if error.errno in DISK_FULL_ERRNOS else BadSetting
+        return kind(f"cannot write {self.path}: {error.strerror}")
 
 
 def toml_string(text: str) -> str:

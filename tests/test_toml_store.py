@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from localgen.backends.errors import InvalidRequest
+from localgen.backends.errors import DiskFull, InvalidRequest
 from localgen.client.endpoints import endpoints_path, load_endpoints
 from localgen.config import BadSetting
 from localgen.hub.aliases import add_alias, aliases_path, load_aliases
@@ -83,16 +84,20 @@ def test_a_lock_file_of_a_killed_process_is_no_obstacle() -> None:
     assert [path.name for path in aliases_path().parent.iterdir()] == ["models.toml"]
 
 
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [(errno.ENOSPC, DiskFull), (errno.EDQUOT, DiskFull), (errno.EIO, BadSetting)],
+)
 def test_a_failed_write_keeps_the_file_and_leaves_no_other(
-    store: TomlStore, monkeypatch: pytest.MonkeyPatch
+    store: TomlStore, monkeypatch: pytest.MonkeyPatch, reason: int, kind: type[Exception]
 ) -> None:
     def fail(fd: int) -> None:
-        raise OSError(28, "No space left on device")
+        raise OSError(reason, os.strerror(reason))
 
     with store.locked():
         store.append('a = "1"\n')
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(BadSetting, match="No space left on device"), store.locked():
+    with pytest.raises(kind, match=os.strerror(reason)), store.locked():
         store.append('b = "2"\n')
     assert store.read() == {"a": "1"}
     assert [path.name for path in store.path.parent.iterdir()] == ["names.toml"]
@@ -126,3 +131,12 @@ def test_a_name_that_is_not_unicode(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="not valid Unicode"):
         add_alias("odd", os.fsdecode(b"/models/\xff.gguf"))
     assert load_aliases() == {"work": "tiny"}
+
+
+def test_a_folder_that_cannot_be_created(store: TomlStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_arguments: object, **_named: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "mkdir", fail)
+    with pytest.raises(DiskFull, match="No space left on device"), store.locked():
+        pass

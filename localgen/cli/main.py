@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from localgen import __version__
-from localgen.backends.errors import InvalidRequest, LocalgenError
+from localgen.backends.errors import DISK_FULL_ERRNOS, InvalidRequest, LocalgenError
 from localgen.backends.terminal_text import one_line
 from localgen.cli import errors, messages
 from localgen.cli.commands import SPELLINGS, LazyGroup
@@ -24,10 +24,9 @@ _EPILOG = (
 # what other tools have taught people to type
 _SPELLINGS = {name: f"--{name}" for name in SPELLINGS}
 # what the system refuses is not an internal error: a full disk, a file without permission
-_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
-_FILE_ERRORS = _DISK_FULL | {errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
+_FILE_ERRORS = DISK_FULL_ERRNOS | {errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 # of a descriptor without a name: standard output
-_STREAM_ERRORS = _DISK_FULL | {errno.EBADF, errno.EIO}
+_STREAM_ERRORS = DISK_FULL_ERRNOS | {errno.EBADF, errno.EIO}
 
 app = typer.Typer(
     cls=LazyGroup,
@@ -145,7 +144,7 @@ def _handle_broken_pipe() -> int:
 
 
 def _handle_os_error(error: OSError) -> int:
-    is_full = error.errno in _DISK_FULL
+    is_full = error.errno in DISK_FULL_ERRNOS
     if error.filename and error.errno in _FILE_ERRORS:
         place = str(error.filename)
     elif error.errno in _STREAM_ERRORS:

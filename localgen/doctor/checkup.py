@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import platform
 import tempfile
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localgen import __version__
-from localgen.backends.errors import LocalgenError
+from localgen.backends.errors import DISK_FULL_ERRNOS, LocalgenError
 from localgen.config import BadSetting, ServerSettings
 from localgen.doctor.findings import Finding, collect_findings
 from localgen.machine import system_info
@@ -96,7 +95,7 @@ def _folder_findings(settings: ServerSettings) -> list[Finding]:
     except LocalgenError as error:
         return [Finding(error.message, again, error=True)]
     except OSError as error:
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        is_full = error.errno in DISK_FULL_ERRNOS
         remedy = "free space there, or set LOCALGEN_STATE_DIR" if is_full else "allow it"
         reason = "the disk is full" if is_full else error.strerror
         message = f"cannot write to the folder {settings.state_dir}: {reason}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TypeVar
 
-from localgen.backends.errors import LocalgenError, ModelNotFound
+from localgen.backends.errors import DISK_FULL_ERRNOS, LocalgenError, ModelNotFound
 from localgen.backends.formats.model_files import gguf_models_in, shards_of, stem_of
 from localgen.hub import catalog, quants
 from localgen.hub.hf_client import (
@@ -269,7 +268,7 @@ def _network_reason(error: BaseException) -> str:
 
 
 def _from_os_error(error: OSError, repo: str) -> LocalgenError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in DISK_FULL_ERRNOS:
         return DiskFull(
             "the disk is full: make room and pull again to resume; "
             f"or localgen rm {repo} removes the unfinished download"
