@@ -93,6 +93,20 @@ def test_session_keeps_its_own_model(make_tui: MakeTui) -> None:
     assert make_tui().manager.get(opened.id).chat.requested_model == "other"
 
 
+def test_a_session_keeps_the_model_that_was_the_default(
+    make_tui: MakeTui, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCALGEN_MODEL", "tiny")
+    tui = make_tui(("a", answer()))
+    opened = tui.manager.open_empty()
+    assert tui.store.read(opened.id).model is None
+    opened.ask("q")
+    wait_for_answer(tui, opened)
+    monkeypatch.setenv("LOCALGEN_MODEL", "other")
+    assert tui.store.read(opened.id).model == "tiny"
+    assert make_tui().manager.get(opened.id).chat.requested_name == "tiny"
+
+
 def test_commands_change_what_is_kept(make_tui: MakeTui) -> None:
     tui = make_tui()
     opened = tui.manager.open_empty()

@@ -16,6 +16,7 @@ from localgen.chat.conversation import Conversation, Turn
 from localgen.chat.parameters import ModelOptions
 from localgen.client.snapshot import ModelSnapshot, parse_localgen_stats
 from localgen.hub.packaged import default_model
+from localgen.hub.resolve import name_for_server
 
 if TYPE_CHECKING:
     from localgen.client import Client, Completion, TextDelta
@@ -95,6 +96,12 @@ class ChatSession:
             info = self.model_info
             return self.requested_model or (info.name if info is not None else "")
         return self.requested_model or default_model()
+
+    @property
+    def stored_name(self) -> str | None:
+        """The name to store: a relative path would not be found from another folder."""
+        name = self.requested_name or None
+        return name if self.is_remote else name_for_server(name)
 
     @property
     def ctx(self) -> int | None:

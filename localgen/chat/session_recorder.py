@@ -15,7 +15,6 @@ from localgen.chat.session_store import (
     SessionStore,
 )
 from localgen.chat.stored_sessions import options_to_reopen
-from localgen.hub.resolve import name_for_server
 
 _TITLE_CHARS = 48
 
@@ -122,11 +121,9 @@ class SessionRecorder:
     def _to_record(self, record: SessionRecord) -> SessionRecord:
         """The current state of the chat, as a new version of the record."""
         chat = self._chat
-        name = chat.requested_name or None
         return replace(
             record,
-            # a relative path would not be found from another folder
-            model=name if chat.is_remote else name_for_server(name),
+            model=chat.stored_name,
             server_url=chat.client.url,
             params=chat.options.params,
             ctx=chat.options.ctx,

@@ -33,7 +33,7 @@ class AppContext:
 
     make_client: creates a client with a callback for notices to the user; one per session, because
     aborting a request closes its client. server_url: the remote server; empty: the local one.
-    model: model of new sessions; None: the default model.
+    model: model of new sessions; None: the default model. notice: for the user, at the start.
     """
 
     store: SessionStore
@@ -42,6 +42,7 @@ class AppContext:
     state_dir: Path
     server_url: str = ""
     model: str | None = None
+    notice: str = ""
     clock: Callable[[], float] = time.monotonic
 
 
@@ -269,7 +270,8 @@ class ActiveSession:
         answering.start()
 
     def _begin_turn(self, prompt: str) -> None:
-        wanted = replace(self.to_record(), name=self.record.name or title_from_prompt(prompt))
+        name = self.record.name or title_from_prompt(prompt)
+        wanted = replace(self.to_record(), name=name, model=self.chat.stored_name)
         self._ended_turn = None
         try:
             self.record = self._context.store.begin_turn(wanted, prompt)
@@ -279,6 +281,8 @@ class ActiveSession:
         except LocalgenError as error:  # answer even if the disk is full
             self.record = replace(self.record, name=wanted.name)
             self._is_turn_begun, self.save_error = False, error.message
+        # it stays the session's model when the default is another one
+        self.chat.requested_model = wanted.model
 
     def _record_turn(self, stream: AnswerStream) -> None:
         turn = self._ended_turn = stream.to_turn()
