@@ -89,3 +89,10 @@ def test_chat_goes_on_without_storing(localgen: Run) -> None:
     assert shown.count("conversation not stored: cannot write to ") == 1
     assert shown.count("prompts of this chat are not kept") == 1
     assert "Traceback" not in shown
+
+
+def test_history_without_a_database_is_empty(localgen: Run) -> None:
+    status, shown = localgen("history", "--json")
+    assert status == 0
+    assert shown.endswith("[]\r\n")
+    assert localgen("history", "trip")[0] == 3

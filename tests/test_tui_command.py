@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from localgen.backends.errors import InvalidRequest
 from localgen.cli.main import run_command_line
 
 
@@ -61,3 +62,30 @@ def test_damaged_store_is_one_line(
     assert f"{store} is damaged" in told
     assert told.count("\n") == 1
     assert store.read_bytes() == before
+
+
+def test_a_store_that_cannot_be_written_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from localgen.chat.database import WriterLock
+    from localgen.tui.chat.app import ChatApp
+
+    pretend_terminal(monkeypatch)
+    state_dir, open_writer = tmp_path / "state", WriterLock.__init__
+    notices: list[str] = []
+
+    def refuse(self: WriterLock, folder: Path) -> None:
+        if folder.parent == state_dir:
+            raise InvalidRequest("cannot write to it")
+        open_writer(self, folder)
+
+    def run(app: ChatApp) -> None:
+        app.session_manager.open_empty()
+        notices.append(app.session_manager.context.notice)
+
+    monkeypatch.setattr(WriterLock, "__init__", refuse)
+    monkeypatch.setattr(ChatApp, "run", run)
+    assert run_command_line(["tui"]) == 0
+    assert notices == ["conversations are not kept: cannot write to it"]
+    assert capsys.readouterr().err == f"{notices[0]}\n"
+    assert list(state_dir.iterdir()) == []

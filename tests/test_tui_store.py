@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from scripted_client import answer
-from tui_chats import MakeTui, wait, wait_for_answer
+from textual.pilot import Pilot
+from tui_chats import MakeTui, Tui, play, wait, wait_for_answer
 
 from localgen.backends.errors import DiskFull
 from localgen.chat.conversation import Turn
@@ -185,6 +186,13 @@ def test_disk_that_fills_up_during_an_answer(
     tui.manager.sync_store()
     assert tui.store.read(opened.id).conversation.turns == (turn,)
     assert tui.store.list_sessions()[0].is_generating is False
+
+
+def test_a_store_that_is_not_kept_is_announced(tmp_path: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        assert "conversations are not kept" in tui.screen_text()
+
+    play(Tui(tmp_path, notice="conversations are not kept"), scene)
 
 
 def test_a_name_given_by_another_program_stays(make_tui: MakeTui) -> None:

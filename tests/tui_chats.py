@@ -110,6 +110,7 @@ class Tui:
         options: ModelOptions | None = None,
         watch: Callable[[], ServerMonitor] = NoServerMonitor,
         url: str = "",
+        notice: str = "",
     ) -> None:
         self.scripts: list[Sequence[object]] = list(scripts)
         self.clients: list[PacedClient] = []
@@ -124,6 +125,7 @@ class Tui:
             state_dir=folder,
             server_url=url,
             model=model,
+            notice=notice,
             clock=lambda: 0.0,
         )
         self.manager = SessionManager(self.context)

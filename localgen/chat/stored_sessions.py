@@ -26,8 +26,8 @@ def open_store(state_dir: Path) -> Iterator[SessionStore]:
 
 
 @contextlib.contextmanager
-def open_for_reading(state_dir: Path, on_copy: Callable[[str], None]) -> Iterator[SessionStore]:
-    """The store of all chats, or a copy of it where nothing can be written.
+def open_store_or_copy(state_dir: Path, on_copy: Callable[[str], None]) -> Iterator[SessionStore]:
+    """The store of all chats, or a temporary copy of it where nothing can be written.
 
     SQLite writes even to read. on_copy: gets the reason for a copy. Raises as open_store.
     """
@@ -47,13 +47,13 @@ def open_for_reading(state_dir: Path, on_copy: Callable[[str], None]) -> Iterato
 
 
 def _copy_store(state_dir: Path, stack: contextlib.ExitStack) -> Path | None:
-    """Copy the database to a temporary folder. Returns None if that fails."""
+    """Copy the database, if there is one, to a temporary folder. Returns None if that fails."""
     try:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="localgen-")))
-        shutil.copyfile(state_dir / STORE_NAME, folder / STORE_NAME)
-        with contextlib.suppress(FileNotFoundError):
-            # transactions that are not in the database file yet
-            shutil.copyfile(state_dir / f"{STORE_NAME}-wal", folder / f"{STORE_NAME}-wal")
+        # the second has transactions that are not in the first yet
+        for name in (STORE_NAME, f"{STORE_NAME}-wal"):
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copyfile(state_dir / name, folder / name)
     except OSError:
         return None
     return folder

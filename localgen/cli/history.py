@@ -33,7 +33,7 @@ def command(
 
     With NAME, print that one as Markdown; with --json, in the format of /save.
     """
-    from localgen.chat.stored_sessions import open_for_reading, open_store, require_session
+    from localgen.chat.stored_sessions import open_store, open_store_or_copy, require_session
     from localgen.cli.tables import print_notice
     from localgen.config import ServerSettings
 
@@ -48,7 +48,9 @@ def command(
     with (
         open_store(settings.state_dir)
         if delete
-        else open_for_reading(settings.state_dir, lambda why: print_notice(f"{why}: shows a copy"))
+        else open_store_or_copy(
+            settings.state_dir, lambda why: print_notice(f"{why}: shows a copy")
+        )
     ) as store:
         if name is None:
             _print_sessions(store, as_json=json)

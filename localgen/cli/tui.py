@@ -45,7 +45,8 @@ def command(
     if endpoint is not None:
         endpoint.api_key()  # report a missing key before the screen opens
     gc.disable()  # imports make no garbage; BaseApp enables it after the first paint
-    from localgen.chat.stored_sessions import open_store
+    from localgen.chat.stored_sessions import open_store_or_copy
+    from localgen.cli.tables import print_notice
     from localgen.config import ServerSettings
     from localgen.hub.resolve import name_for_server
     from localgen.tui.base_app import BaseApp
@@ -56,7 +57,9 @@ def command(
 
     settings = ServerSettings.from_environment()
     settings.create_state_dir()
-    with open_store(settings.state_dir) as store:
+    unwritable: list[str] = []
+    with open_store_or_copy(settings.state_dir, unwritable.append) as store:
+        notice = f"conversations are not kept: {unwritable[0]}" if unwritable else ""
         app_context = AppContext(
             store=store,
             make_client=lambda notify: create_client(endpoint, notify),
@@ -64,8 +67,11 @@ def command(
             state_dir=settings.state_dir,
             server_url="" if endpoint is None else endpoint.url,
             model=name_for_server(model) if endpoint is None else model,
+            notice=notice,
         )
         where = "this machine" if endpoint is None else endpoint.display_name
         choice = ThemeChoice(BaseApp.theme_file(settings.state_dir))
         make_monitor = partial(create_monitor, endpoint, settings)
         ChatApp(SessionManager(app_context), make_monitor, where, choice).run()
+        if notice:
+            print_notice(notice)

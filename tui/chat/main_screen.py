@@ -131,6 +131,7 @@ class MainScreen(Screen[None]):
     def on_mount(self) -> None:
         self.query_one(Prompt).focus()
         self._show_server()  # the status may already be known
+        self.show_message(self._manager.context.notice, is_error=True)
 
     def on_resize(self, event: events.Resize) -> None:
         self._update_layout_classes(event.size.width)
