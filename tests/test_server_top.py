@@ -210,6 +210,22 @@ def test_each_of_several_answers_is_listed_and_the_newest_come_first() -> None:
     )
 
 
+def test_a_request_whose_client_has_gone_has_its_figures(served: ServerHarness) -> None:
+    model = served.model("left alone", token_s=0.02)
+    events = served.events(model, MANY_WORDS)
+    for _ in range(5):
+        next(events)
+    events.close()
+
+    wait_until(lambda: "left alone" in [each["model"] for each in ended(served)])
+    found = ended(served)[0]
+    assert found["outcome"] == "gone"
+    assert found["prompt_tokens"] > 0
+    assert found["generated_tokens"] >= 3
+    assert found["ttft_ms"] > 0
+    assert found["ctx"] > 0
+
+
 def test_only_the_last_requests_are_kept() -> None:
     recent = RecentRequests()
     for number in range(MAX_RECENT_REQUESTS + 20):

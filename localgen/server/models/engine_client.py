@@ -122,6 +122,11 @@ class RequestStream:
         for request_id in self._request_ids:
             self._engine.abort(request_id)
 
+    def cancel(self) -> None:
+        """Cancel the unfinished requests; they finish as cancelled."""
+        for request_id in self._request_ids:
+            self._engine.cancel_request(request_id)
+
     def fail(self, code: str, message: str) -> None:
         """Cancel the unfinished requests, with a Failed as the last event."""
         self.abort()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,10 +27,12 @@ from localgen.server.requests.streaming import (
     send_json_response,
     send_stream_headers,
 )
-from localgen.server.stats.request_log import RequestLog, RequestRecord
+from localgen.server.stats.request_log import GONE, RequestLog, RequestRecord
 
 # a stream without any bytes for longer than this gets some, also while its model loads
 KEEP_ALIVE_S = 15.0
+# how long a request whose client has disconnected waits for its figures
+_CANCEL_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +90,7 @@ class GenerationResponse(Response):
         waiting = LoadNotices(send, unnamed)
         if job.stream:
             waiting.keep_alive(KEEP_ALIVE_S)
+        left: RequestStream | None = None
         try:
             acquired = self._manager.acquire(
                 job.model,
@@ -106,10 +110,17 @@ class GenerationResponse(Response):
                     self._has_begun = await waiting.stop()
                     serializer = job.make_serializer(self._metadata(load_ms))
                     await self._respond(stream, serializer, send)
+                except asyncio.CancelledError:  # the client has disconnected
+                    left = stream
+                    stream.cancel()
+                    raise
                 finally:
-                    stream.abort()
+                    if left is None:
+                        stream.abort()
                     if late is not None:
                         late.cancel()
+            if left is not None:  # the model is released before
+                await self._record_cancelled(left)
         except LocalgenError as error:
             self._record.outcome = error.code
             if not self._has_begun and not await waiting.stop():
@@ -145,6 +156,16 @@ class GenerationResponse(Response):
         if self._total is not None:
             self._record.finish(self._total)
         return events
+
+    async def _record_cancelled(self, stream: RequestStream) -> None:
+        """Record the figures of cancelled requests, which come at the end of a step."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CANCEL_TIMEOUT_S):
+                events: list[RequestEvent] = []
+                while self._total is None and not (events and isinstance(events[-1], Failed)):
+                    events = await self._next_events(stream)
+        stream.abort()
+        self._record.outcome = GONE
 
     @property
     def _total(self) -> Finished | None:

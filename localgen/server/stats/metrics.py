@@ -16,7 +16,7 @@ from localgen.backends.types import (
     SpeculationStats,
 )
 from localgen.server.stats.metric_aliases import AliasCollector
-from localgen.server.stats.request_log import EMBEDDED_REASON, RequestRecord
+from localgen.server.stats.request_log import EMBEDDED_REASON, GONE, RequestRecord
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LABEL = "model_name"
@@ -124,7 +124,7 @@ class Metrics:
             for _ in range(tokens):
                 self._itl.labels(model).observe(gap_s)
         self._e2e.labels(model).observe(record.ended_s - record.arrived_s)
-        if record.total is None:
+        if record.total is None or record.outcome == GONE:
             self._failure.labels(model, record.outcome).inc()
             self._generation_tokens_total.labels(model).inc(record.num_tokens)
             return

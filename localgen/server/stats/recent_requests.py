@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from localgen.backends.machine_stats import EndedRequest
 from localgen.backends.types import Finished, RequestPhases, Timings
-from localgen.server.stats.request_log import UNKNOWN_MODEL, RequestRecord
+from localgen.server.stats.request_log import GONE, UNKNOWN_MODEL, RequestRecord
 
 MAX_RECENT_REQUESTS = 50
 
@@ -40,7 +40,7 @@ def _ended_requests(record: RequestRecord) -> list[EndedRequest]:
     model = record.requested_model if record.model == UNKNOWN_MODEL else record.model
     ends = record.finished or ([record.total] if record.total else [])
     if ends:
-        return [_from_finished(end, model, record.client) for end in ends]
+        return [_from_finished(end, model, record) for end in ends]
     cut = EndedRequest(
         request_id=record.id,
         model=model,
@@ -52,13 +52,14 @@ def _ended_requests(record: RequestRecord) -> list[EndedRequest]:
     return [cut]
 
 
-def _from_finished(finished: Finished, model: str, client: str) -> EndedRequest:
+def _from_finished(finished: Finished, model: str, record: RequestRecord) -> EndedRequest:
     timings = finished.timings
+    is_gone = finished.reason == "cancelled" and record.outcome == GONE
     return EndedRequest(
         request_id=finished.request_id,
         model=model,
-        client=client,
-        outcome=finished.reason,
+        client=record.client,
+        outcome=GONE if is_gone else finished.reason,
         ended_ago_s=0.0,
         prompt_tokens=finished.prompt_tokens,
         cached_tokens=timings.cache_n,

@@ -16,6 +16,8 @@ from localgen.server.models.engine_client import RequestEvent
 
 # finish reason of embedding requests
 EMBEDDED_REASON = "embedded"
+# outcome if the client has disconnected
+GONE = "gone"
 # names that match no model must not become metric labels
 UNKNOWN_MODEL = "unknown"
 _log = logging.getLogger("localgen.requests")
@@ -41,7 +43,7 @@ class RequestRecord:
     arrived_s: float
     model: str = UNKNOWN_MODEL
     answered_model: str = ""
-    outcome: str = "gone"
+    outcome: str = GONE
     total: Finished | None = None
     finished: list[Finished] = field(default_factory=list)
     token_gaps_s: list[tuple[float, int]] = field(default_factory=list)
