@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import os
+import pty
 import re
+import select
 import signal
 from collections.abc import Callable, Generator
 from dataclasses import replace
@@ -118,6 +120,27 @@ def test_ctrl_c_before_any_text_keeps_nothing(chat: Callable[..., Chat]) -> None
     assert talk.session.conversation.turns == ()
 
 
+def test_ctrl_c_discards_a_line_typed_ahead(
+    chat: Callable[..., Chat], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keyboard, terminal = pty.openpty()
+    with os.fdopen(terminal) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+
+        def stopped() -> Generator[TextDelta | Completion, None, None]:
+            yield TextDelta("half", 1)
+            os.write(keyboard, b"next\r")
+            assert select.select([terminal], [], [], 10)[0], "it has arrived"
+            raise KeyboardInterrupt
+
+        talk = chat()
+        talk.client.scripts = [stopped()]  # type: ignore[list-item]
+        assert "stopped" in talk.type("hi")
+        os.write(keyboard, b"later\r")
+        assert stdin.readline() == "later\n"
+    os.close(keyboard)
+
+
 def test_ctrl_c_at_the_prompt_says_how_to_leave(chat: Callable[..., Chat]) -> None:
     assert "Ctrl+D or /bye leaves" in chat().type(KeyboardInterrupt)
 
@@ -177,6 +200,8 @@ def test_error_keeps_the_partial_answer(chat: Callable[..., Chat], error: Localg
     why = f"interrupted: {error.message}"
     assert talk.session.conversation.turns == (Turn("hi", half, True, summary=why),)
     assert error.message in screen.splitlines()
+    assert "interrupted: /regen sends the prompt again" in screen.splitlines()
+    assert "stopped" not in screen
 
 
 def test_partial_answer_is_kept_if_the_server_cannot_be_restarted(

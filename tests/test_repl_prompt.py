@@ -10,6 +10,7 @@ import select
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,8 +28,8 @@ from localgen.chat.session import ChatSession
 from localgen.client import ModelCard
 from localgen.locked_file import LockedFile
 from localgen.machine.python_process import python_environment
+from localgen.repl.line_reader import create_line_reader
 from localgen.repl.prompt import ChatCompleter, create_prompt_session, has_open_quotes, strip_quotes
-from localgen.repl.repl import _create_line_reader
 from localgen.repl.typed_ahead import hide_typed_ahead
 
 
@@ -189,7 +190,7 @@ def test_a_line_typed_ahead_is_the_next_prompt_and_not_shown(
     os.close(keyboard)
 
 
-def test_ctrl_c_keeps_a_line_typed_ahead_and_no_shell_gets_it(
+def test_the_terminal_keeps_a_line_typed_ahead_and_no_shell_gets_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     keyboard, terminal = pty.openpty()
@@ -258,6 +259,32 @@ def test_a_history_that_cannot_be_read_is_said_once(tmp_path: Path) -> None:
     assert history_errors(tmp_path) == [errno.EISDIR]
 
 
+def test_a_history_that_fails_is_said_below_the_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = io.StringIO()
+
+    class Editor:
+        def __init__(self, on_failure: Callable[[OSError], None]) -> None:
+            self._on_failure = on_failure
+
+        def prompt(self, text: str) -> str:
+            self._on_failure(OSError(errno.ENOSPC, "No space left on device"))
+            screen.write(f"{text}hi\n")
+            return "hi"
+
+    monkeypatch.setattr(
+        "localgen.repl.prompt.create_prompt_session",
+        lambda *_arguments, on_failure, **_named: Editor(on_failure),
+    )
+    session = ChatSession(ScriptedClient(), tmp_path, ModelOptions())
+    read = create_line_reader(session, Console(file=screen, width=200))
+    assert read(">>> ") == "hi"
+    first, second = screen.getvalue().splitlines()
+    assert first == ">>> hi"
+    assert "No space left on device" in second
+
+
 def test_models_are_looked_up_once_a_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,7 +311,7 @@ def test_models_are_looked_up_once_a_prompt(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(client, "models", models)
     monkeypatch.setattr("localgen.repl.prompt.create_prompt_session", editor)
-    read = _create_line_reader(ChatSession(client, tmp_path, ModelOptions()), Console())
+    read = create_line_reader(ChatSession(client, tmp_path, ModelOptions()), Console())
     assert read(">>> ") == "m1 m1"
     assert read(">>> ") == "m2 m2"
 

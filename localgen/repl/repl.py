@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import signal
 import threading
@@ -25,9 +24,10 @@ from localgen.chat.session import DEFAULT_BRANCH, ChatSession
 from localgen.client import Completion, TextDelta
 from localgen.machine.busy_processes import busy_programs
 from localgen.repl.answer_key import ANSWER_NOW_KEY, has_answer_key, on_answer_now
+from localgen.repl.line_reader import create_line_reader
 from localgen.repl.live_answer import LiveAnswer
 from localgen.repl.load_progress import LoadProgressLine
-from localgen.repl.typed_ahead import hide_typed_ahead
+from localgen.repl.typed_ahead import discard_typed_ahead, hide_typed_ahead
 
 if TYPE_CHECKING:
     from localgen.chat.chat_storage import ChatStorage
@@ -116,6 +116,7 @@ class Repl:
         except LocalgenError as error:
             self._print(one_line(error.message), "red")
         except KeyboardInterrupt:
+            discard_typed_ahead()
             self._print("stopped", "yellow")
         return True
 
@@ -213,6 +214,7 @@ class Repl:
             error: LocalgenError | None = ServerUnavailable("the answer was interrupted")
         except KeyboardInterrupt:
             error = None
+            discard_typed_ahead()
         except LocalgenError as failure:
             error = failure
         return ReplAnswer("".join(pieces), "".join(thoughts), None, shown.figures(), error)
@@ -243,7 +245,8 @@ class Repl:
         if answer.completion is None:
             if answer.error is not None:
                 self._print(one_line(answer.error.message), "red")
-            self._print("stopped", "yellow")
+            remedy = "interrupted: /regen sends the prompt again"
+            self._print("stopped" if answer.error is None else remedy, "yellow")
             if self.session.options.figures:
                 self._print_dim(report.stopped_line(answer.figures))
             if self.session.options.verbose:
@@ -353,38 +356,8 @@ def start_chat(
         for line in filter(None, (failure, storage.warning)):
             console.print(Text(one_line(line), style="yellow"))
         recorder = storage.recorder(session)
-        read_line = _create_line_reader(session, console, keeps_prompts=storage.keeps_history)
+        read_line = create_line_reader(session, console, keeps_prompts=storage.keeps_history)
         Repl(session, console, read_line, recorder, progress_line, storage.failure).run()
-
-
-def _create_line_reader(
-    session: ChatSession, console: Console, *, keeps_prompts: bool = True
-) -> Callable[[str], str]:
-    from localgen.chat import saved_chats
-    from localgen.repl.prompt import ChatCompleter, create_prompt_session
-
-    # completion runs at every key press, and listing a large model cache is slow
-    @functools.cache
-    def models() -> list[str]:
-        try:
-            return [card.name for card in session.client.models()]
-        except LocalgenError:
-            return []  # the completion menu cannot show that the server is unavailable
-
-    completions = ChatCompleter(lambda: saved_chats.saved_chat_names(session.state_dir), models)
-    history = session.state_dir / "chat_history"
-
-    def warn(error: OSError) -> None:
-        reason = f"cannot use {history} ({error.strerror}): prompts of this chat are not kept"
-        console.print(Text(one_line(reason), style="yellow"), soft_wrap=False)
-
-    editor = create_prompt_session(history, completions, on_failure=warn, can_write=keeps_prompts)
-
-    def read(prompt: str) -> str:
-        models.cache_clear()
-        return editor.prompt(prompt)
-
-    return read
 
 
 @contextlib.contextmanager

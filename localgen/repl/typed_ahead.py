@@ -18,9 +18,9 @@ def hide_typed_ahead() -> Iterator[None]:
     """Stop the terminal from showing the keys that it receives, until the end of the block.
 
     It would write them, and the line break of Enter, into the text at the cursor. The line editor
-    shows what it reads itself. Ctrl+C does not discard them, as it does by default. Keys that are
-    still unread when the process is suspended or the block ends are discarded: a shell would run
-    them.
+    shows what it reads itself. Ctrl+C and ANSWER_NOW_KEY do not discard them, as they do by
+    default: discard_typed_ahead() does. Keys that are still unread when the process is suspended or
+    the block ends are discarded: a shell would run them.
     ANSWER_NOW_KEY becomes a signal if has_answer_key(), ignored except in on_answer_now().
     Has no effect if standard input is not a terminal.
     """
@@ -44,6 +44,12 @@ def hide_typed_ahead() -> Iterator[None]:
         signal.signal(signal.SIGCONT, on_resume)
         signal.signal(signal.SIGTSTP, on_suspend)
         signal.signal(signal.SIGQUIT, on_quit)
+
+
+def discard_typed_ahead() -> None:
+    """Discard what was typed so far: after Ctrl+C, a line typed before it must not be sent."""
+    with suppress(OSError, termios.error):  # no terminal
+        termios.tcflush(sys.stdin.fileno(), termios.TCIFLUSH)
 
 
 def _suspend(terminal: int) -> None:

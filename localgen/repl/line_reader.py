@@ -1,0 +1,50 @@
+"""Reads the lines of a chat, with a history and completion."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.text import Text
+
+from localgen.backends.errors import LocalgenError
+from localgen.backends.terminal_text import one_line
+from localgen.chat.session import ChatSession
+
+
+def create_line_reader(
+    session: ChatSession, console: Console, *, keeps_prompts: bool = True
+) -> Callable[[str], str]:
+    """What reads the next line of a chat with the line editor, at a given prompt."""
+    from localgen.chat import saved_chats
+    from localgen.repl.prompt import ChatCompleter, create_prompt_session
+
+    # completion runs at every key press, and listing a large model cache is slow
+    @functools.cache
+    def models() -> list[str]:
+        try:
+            return [card.name for card in session.client.models()]
+        except LocalgenError:
+            return []  # the completion menu cannot show that the server is unavailable
+
+    completions = ChatCompleter(lambda: saved_chats.saved_chat_names(session.state_dir), models)
+    history = session.state_dir / "chat_history"
+    failures: list[OSError] = []
+    editor = create_prompt_session(
+        history, completions, on_failure=failures.append, can_write=keeps_prompts
+    )
+
+    def read(prompt: str) -> str:
+        models.cache_clear()
+        try:
+            return editor.prompt(prompt)
+        finally:
+            # not before: the editor is still drawing the line
+            for error in failures:
+                reason = f"cannot use {history} ({error.strerror})"
+                text = one_line(f"{reason}: prompts of this chat are not kept")
+                console.print(Text(text, style="yellow"), soft_wrap=False)
+            failures.clear()
+
+    return read
