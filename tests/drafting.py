@@ -15,7 +15,6 @@ from localgen.backends.engine.speculation.drafter import (
     DecayedRatio,
     Drafter,
     DraftProposal,
-    SequenceAcceptance,
 )
 from localgen.backends.engine.speculation.policy import Allocation, DraftOption, Speculation
 from localgen.backends.engine.step_costs import StepCosts
@@ -95,13 +94,13 @@ class Guesser(Drafter):
         self.alpha, self.ms = alpha, ms
         self._chance = random.Random(seed)
         self._shared = DecayedRatio(prior, 12.0)
-        self._known: dict[Sequence, SequenceAcceptance] = {}
+        self._known: dict[Sequence, DecayedRatio] = {}
         self.proposed: dict[Sequence, list[int]] = {}
         self.closed = False
 
     def acceptance_probs(self, seq: Sequence, max_drafts: int) -> list[float]:
-        known = self._known.setdefault(seq, SequenceAcceptance(self._shared))
-        return [known.probability] * max_drafts
+        known = self._known.setdefault(seq, self._shared.of_one_sequence())
+        return [known.value] * max_drafts
 
     def draft_ms(self) -> float:
         return self.ms

@@ -12,7 +12,6 @@ from drafting import Guesser, Steps, Unprefilled, decoding, speculation_of
 from localgen.backends.engine.speculation.drafter import (
     DecayedRatio,
     DraftProposal,
-    SequenceAcceptance,
 )
 from localgen.backends.engine.speculation.policy import (
     MAX_SLOWDOWN,
@@ -384,13 +383,13 @@ def test_statistics_of_drafts() -> None:
 def test_other_sequences_count_until_one_knows_better() -> None:
     shared, chance = DecayedRatio(0.5), random.Random(1)
     for _ in range(200):
-        SequenceAcceptance(shared).add(chance.random() < 0.9)
-    fresh = SequenceAcceptance(shared)
-    assert fresh.probability == pytest.approx(0.9, abs=0.07)
+        shared.of_one_sequence().add(chance.random() < 0.9)
+    fresh = shared.of_one_sequence()
+    assert fresh.value == pytest.approx(0.9, abs=0.07)
     for _ in range(60):
-        fresh.add(is_accepted=False)
-    assert fresh.probability < 0.25
-    assert SequenceAcceptance(shared).probability > 0.5
+        fresh.add(False)
+    assert fresh.value < 0.25
+    assert shared.of_one_sequence().value > 0.5
 
 
 def test_prices_are_interpolated_between_sizes() -> None:

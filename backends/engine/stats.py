@@ -25,8 +25,6 @@ from localgen.backends.types import (
 
 WINDOW_S = 60.0
 MAX_SAMPLES = 4096
-# weight of earlier decode steps in averages with each new one
-RECENT_DECAY = 0.98
 # sorting more samples than this on every call would delay steps: sort once per interval instead
 MAX_ALWAYS_SORTED = 256
 SORT_INTERVAL_S = 1.0
@@ -103,7 +101,7 @@ class StatsRecorder:
         self._ttft_ms, self._itl_ms = RecentSamples(), RecentSamples()
         self._last_token_s: dict[str, float] = {}
         self._drafting_share, self._acceptance, self._tokens_per_step = (
-            DecayedRatio(decay=RECENT_DECAY) for _ in range(3)
+            DecayedRatio(decay=DecayedRatio.RECENT) for _ in range(3)
         )
 
     def record_step(

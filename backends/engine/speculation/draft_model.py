@@ -10,12 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from localgen.backends.engine.speculation.drafter import (
-    DecayedRatio,
-    Drafter,
-    DraftProposal,
-    SequenceAcceptance,
-)
+from localgen.backends.engine.speculation.drafter import DecayedRatio, Drafter, DraftProposal
 from localgen.backends.runner.interface import (
     AsyncRunner,
     Chunk,
@@ -29,8 +24,8 @@ from localgen.backends.sampling_params import BASE_SAMPLING, SamplingParams
 
 # a sequence with more uncomputed tokens than this is prefilled before it gets drafts
 _MAX_UNCOMPUTED = 64
-# initial acceptance, its weight in drafts, and the weight of other sequences' acceptance
-_PRIOR, _PRIOR_WEIGHT, _SHARED_WEIGHT = 0.6, 4.0, 12.0
+# initial acceptance, and its weight in drafts
+_PRIOR, _PRIOR_WEIGHT = 0.6, 4.0
 _GREEDY = SamplingParams(temperature=0.0).with_defaults(BASE_SAMPLING)
 _log = logging.getLogger(__name__)
 
@@ -43,7 +38,7 @@ class _DraftSequence:
     """
 
     seq: Sequence
-    acceptance: SequenceAcceptance
+    acceptance: DecayedRatio
     drafts: DraftProposal = field(default_factory=DraftProposal)
 
     @property
@@ -81,7 +76,7 @@ class ModelDrafter(Drafter):
     def acceptance_probs(self, seq: Sequence, max_drafts: int) -> list[float]:
         copy = None if self.failure else self._synced_copy(seq)
         room = self._runner.limits.max_len - len(seq.tokens)
-        return [copy.acceptance.probability] * min(max_drafts, room) if copy else []
+        return [copy.acceptance.value] * min(max_drafts, room) if copy else []
 
     def draft_ms(self) -> float:
         return median(self._round_ms) if self._round_ms else 0.0
@@ -89,24 +84,22 @@ class ModelDrafter(Drafter):
     def propose(
         self, requests: Mapping[Sequence, int], max_prefill_tokens: int
     ) -> dict[Sequence, DraftProposal]:
-        copies = {seq: self._copies[seq] for seq in requests}
-        remaining = {copies[seq]: count for seq, count in requests.items()}
+        remaining = {self._copies[seq]: count for seq, count in requests.items()}
         # the policy wanted drafts for all: some alone would delay the others
         if self._prefill(remaining, max_prefill_tokens):
             while (batch := self._batch(remaining)) and not self.failure:
                 for copy, sampled in self._compute(batch):
                     remaining[copy] -= 1
-                    if self._has_padding(sampled.tokens):
-                        remaining[copy] = 0
-                        continue
-                    copy.drafts.tokens.extend(sampled.tokens)
-                    copy.seq.tokens.extend(sampled.tokens)
-                    if copy.seq.can_sample_drafts:
-                        copy.drafts.draft_probs.append(sampled.probs)
-                    if sampled.tokens[-1] in copy.seq.stop_ids:
+                    is_padding = self._has_padding(sampled.tokens)
+                    if not is_padding:
+                        copy.drafts.tokens.extend(sampled.tokens)
+                        copy.seq.tokens.extend(sampled.tokens)
+                        if copy.seq.can_sample_drafts:
+                            copy.drafts.draft_probs.append(sampled.probs)
+                    if is_padding or sampled.tokens[-1] in copy.seq.stop_ids:
                         remaining[copy] = 0
                 remaining = {copy: n for copy, n in remaining.items() if n and copy.is_active}
-        return {seq: copy.drafts for seq, copy in copies.items() if copy.drafts.tokens}
+        return {seq: own for seq in requests if (own := self._copies[seq].drafts).tokens}
 
     def observe(self, seq: Sequence, new_tokens: Seq[int]) -> None:
         if copy := self._copies.get(seq):
@@ -121,9 +114,8 @@ class ModelDrafter(Drafter):
             self._evict(copy, keep=True)
 
     def prepare_while_idle(self) -> bool:
-        if self.failure or self._async_runner is None:
-            return False
-        return self._async_runner.prepare_while_idle()
+        runner = None if self.failure else self._async_runner
+        return runner is not None and runner.prepare_while_idle()
 
     def close(self) -> None:
         self._runner.close()
@@ -172,9 +164,8 @@ class ModelDrafter(Drafter):
         except NoRoom:
             return None
         own.state = SequenceState.RUNNING
-        acceptance = SequenceAcceptance(self._shared[is_sampled], _SHARED_WEIGHT)
-        copy = self._copies[seq] = _DraftSequence(own, acceptance)
-        return copy
+        self._copies[seq] = _DraftSequence(own, self._shared[is_sampled].of_one_sequence())
+        return self._copies[seq]
 
     def _has_padding(self, tokens: Seq[int]) -> bool:
         return self._vocab_size is not None and max(tokens, default=0) >= self._vocab_size

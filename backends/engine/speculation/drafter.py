@@ -7,56 +7,47 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
+from typing import Any, Self
 
 from localgen.backends.runner.sequence import Sequence
 
-# decay of old observations per new one; faster for one sequence, because its text changes
-_SEQUENCE_DECAY, _SHARED_DECAY = 0.98, 0.995
+# weight of all sequences' acceptance in the estimate for one, in drafts
+_SHARED_WEIGHT = 8.0
 
 
 class DecayedRatio:
     """A ratio of two sums, of which earlier terms weigh less with each new one.
 
-    prior: initial value, as if `weight` terms of it had been added.
+    prior: initial value, as if `weight` terms of it had been added. shared: ratio over all
+    sequences, which gets each term as well, and is a prior that does not decay. decay: of earlier
+    terms, per new one.
     """
 
+    # decay for recent steps, and for one sequence, whose text changes
+    RECENT = 0.98
+
     def __init__(
-        self, prior: float = 0.0, weight: float = 0.0, *, decay: float = _SHARED_DECAY
+        self, prior: float = 0, weight: float = 0, decay: float = 0.995, shared: Self | None = None
     ) -> None:
-        self.numerator, self.weight, self._decay = weight * prior, weight, decay
+        self.numerator, self.weight = weight * prior, weight
+        self._shared, self._decay = shared, decay
 
     def add(self, numerator: float, denominator: float = 1.0) -> None:
         """Add a term to each sum."""
         self.numerator = self._decay * self.numerator + numerator
         self.weight = self._decay * self.weight + denominator
+        if self._shared:
+            self._shared.add(numerator, denominator)
 
     @property
     def value(self) -> float:
         """The ratio; 0 without terms."""
-        return self.numerator / (self.weight or inf)
+        prior, weight = (self._shared.value, _SHARED_WEIGHT) if self._shared else (0.0, 0.0)
+        return (self.numerator + weight * prior) / (self.weight + weight or inf)
 
-
-class SequenceAcceptance:
-    """Acceptance rate of one sequence's drafts.
-
-    shared: the rate of all sequences, a prior that weighs as much as `weight` drafts.
-    """
-
-    def __init__(self, shared: DecayedRatio, weight: float = 6.0) -> None:
-        self._shared, self._weight = shared, weight
-        self._own = DecayedRatio(decay=_SEQUENCE_DECAY)
-
-    def add(self, is_accepted: bool) -> None:
-        """Record one draft, verified or hypothetical."""
-        self._own.add(is_accepted)
-        self._shared.add(is_accepted)
-
-    @property
-    def probability(self) -> float:
-        """The acceptance probability of the next draft."""
-        own, prior = self._own, self._shared.value
-        return (own.numerator + self._weight * prior) / (own.weight + self._weight)
+    def of_one_sequence(self) -> DecayedRatio:
+        """Return the ratio for a sequence of its own, with this one as `shared`."""
+        return DecayedRatio(shared=self, decay=self.RECENT)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

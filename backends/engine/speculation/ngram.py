@@ -6,12 +6,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from weakref import WeakKeyDictionary
 
-from localgen.backends.engine.speculation.drafter import (
-    DecayedRatio,
-    Drafter,
-    DraftProposal,
-    SequenceAcceptance,
-)
+from localgen.backends.engine.speculation.drafter import DecayedRatio, Drafter, DraftProposal
 from localgen.backends.runner.sequence import Sequence
 
 # shortest match, and the length from which on matches count as equally long
@@ -39,7 +34,7 @@ class NgramDrafter(Drafter):
 
     def acceptance_probs(self, seq: Sequence, max_drafts: int) -> list[float]:
         if seq not in self._indexes:
-            rates = [SequenceAcceptance(shared) for shared in self._shared]
+            rates = [shared.of_one_sequence() for shared in self._shared]
             self._indexes[seq] = _NgramIndex(seq.tokens, rates)
         return self._indexes[seq].acceptance_probs(max_drafts)
 
@@ -60,7 +55,7 @@ class _NgramIndex:
     rates: acceptance by length of match, one for each power of two from 2 on.
     """
 
-    def __init__(self, tokens: list[int], rates: list[SequenceAcceptance]) -> None:
+    def __init__(self, tokens: list[int], rates: list[DecayedRatio]) -> None:
         self._tokens, self._rates = tokens, rates
         self._positions: dict[tuple[int, int], list[int]] = {}
         self._indexed = 1  # pairs that end before this position are in _positions
@@ -70,7 +65,7 @@ class _NgramIndex:
         length, _ = self._longest_match(len(self._tokens))
         if not length:
             return []
-        probs = [rate.probability for rate in self._rates]
+        probs = [rate.value for rate in self._rates]
         growing = [probs[each.bit_length() - 2] for each in range(length, _MAX_MATCH)]
         return (growing + probs[-1:] * max_drafts)[: max(0, max_drafts)]
 

@@ -29,8 +29,6 @@ PLAIN_EVERY = 32
 BUDGET_SHARE, BUDGET_STEPS = 0.005, 32
 # number of drafts in a probe
 _FEW_DRAFTS = 4
-# decay of earlier steps in the speed-up of recent ones
-_RECENT_DECAY = 0.98
 
 
 class DraftOption(NamedTuple):
@@ -110,7 +108,7 @@ class Speculation:
     ) -> None:
         self.drafters, self._max_drafts, self.costs = drafters, max_drafts, costs
         self._synchronize, self._clock = synchronize, clock
-        self.speedup = DecayedRatio(decay=_RECENT_DECAY)
+        self.speedup = DecayedRatio(decay=DecayedRatio.RECENT)
         self._seqs: list[Sequence] = []
         self.reason = "" if drafters else disabled_reason
         self._steps_since_plain = 0
@@ -146,7 +144,7 @@ class Speculation:
         options = [self._option(seq, min(limit, self._max_drafts)) for seq in seqs]
         counts = self._num_drafts(options, limit)
         if counts is None:
-            self._propose_ms = self._ms_since(started_s)
+            self._propose_ms = (self._clock() - started_s) * 1e3
             most_ms = PLAIN_EVERY * BUDGET_SHARE * self.costs.ms(len(seqs))
             self._unpaid_ms = min(self._propose_ms, most_ms)
             return {}
@@ -165,7 +163,7 @@ class Speculation:
         if not drafts:
             self.reason = "prefill first: the draft model computes a prompt"
             self.waited_ms = waited_ms
-        self._propose_ms = self._ms_since(started_s) - waited_ms
+        self._propose_ms = (self._clock() - started_s) * 1e3 - waited_ms
         return drafts
 
     def _is_lookup_due(self, count: int) -> bool:
@@ -247,9 +245,6 @@ class Speculation:
             for drafter in self.drafters:
                 drafter.release(seq)
         self._seqs, self._unpaid_ms = seqs, 0.0
-
-    def _ms_since(self, started_s: float) -> float:
-        return (self._clock() - started_s) * 1e3
 
     def prepare_while_idle(self) -> bool:
         """See AsyncRunner.prepare_while_idle."""
