@@ -61,7 +61,7 @@ class EndedRequest:
 
     outcome: a finish reason (stop, length, tool_calls, cancelled), embedded, an error code, or gone
     if the client disconnected. ended_ago_s: seconds since the end. prefix_break: where its prompt
-    parts from an earlier one; empty: nowhere, or not for this client to know.
+    parts from an earlier one, or empty if nowhere, or not for this client to know.
     """
 
     request_id: str

@@ -83,8 +83,8 @@ class DraftModelRequest:
 class ModelLoadRequest:
     """A model to load, its name and its options.
 
-    memory_bytes: limit for weights and KV cache; None: the machine's available memory.
-    draft: the draft model that options.draft resolves to; None: no draft model.
+    memory_bytes: limit for weights and KV cache, or None for the machine's available memory.
+    draft: the draft model that options.draft resolves to, or None for no draft model.
     sampling: defaults of the model, if its file has none.
     """
 
@@ -98,7 +98,7 @@ class ModelLoadRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUsage:
-    """Bytes allocated by a runner; None: unknown. work: compute buffers."""
+    """Bytes allocated by a runner, or None if unknown. work: compute buffers."""
 
     weights: int | None = None
     kv: int | None = None
@@ -126,11 +126,11 @@ class ModelInfo:
     ctx: context length.
     kv_tokens: size of the KV cache in tokens.
     processor: as shown by `ps`, e.g. `100% CPU`.
-    options: the resolved load options; None: the backend does not have that option.
+    options: the resolved load options, or None if the backend does not have that option.
     notes: explanations and warnings for the user.
     backend_reason: why this backend was chosen.
     generates: False for an embedding-only model.
-    embedding_width: dimensions of an embedding; 0: embeddings are not supported.
+    embedding_width: dimensions of an embedding, or 0 if embeddings are not supported.
     url: address of a remote server, empty for the local one; values that a remote server does not
     report are 0 or empty.
     kv_bytes, work_bytes: estimates made before loading; memory: bytes allocated.

@@ -17,11 +17,10 @@ ANY_JSON_OBJECT = '{"type": "object"}'
 class Sampler:
     """A row of the table.
 
-    default: where neither the request nor the model says otherwise. lowest, highest: inclusive;
-    None: no number. flag: command-line option. hf_key: in generation_config.json. gguf_key: in a
-    GGUF file, after `general.sampling.`. in_ollama: an option of Ollama's API. in_openai: a
-    field of OpenAI's API. aliases: other names that users know. name, value_type: those of the
-    field.
+    default: where neither the request nor the model says otherwise. lowest, highest: inclusive, or
+    None for no number. flag: command-line option. hf_key: in generation_config.json. gguf_key: in a
+    GGUF file, after `general.sampling.`. in_ollama: an option of Ollama's API. in_openai: a field
+    of OpenAI's API. aliases: other names that users know. name, value_type: those of the field.
     """
 
     default: float | tuple[str, ...]
@@ -58,7 +57,7 @@ class SamplingParams:
     repeat_last_n and dry_penalty_last_n count tokens; -1 is the whole context.
     logprobs: None for none, n for the n best at each position besides the chosen one.
     min_tokens: no end of text and no stop string before that many tokens.
-    thinking_budget: most tokens of reasoning, after which it is ended; None: no limit.
+    thinking_budget: most tokens of reasoning, after which it is ended, or None for no limit.
     json_schema, regex, grammar (GBNF or Lark): constrain the answer; at most one of them.
     """
 

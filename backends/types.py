@@ -57,7 +57,7 @@ class Request:
 
     client: identifies the client; waiting clients are scheduled fairly.
     priority: higher runs first.
-    ctx: limit on prompt + completion in tokens; None: the model's context length.
+    ctx: limit on prompt + completion in tokens, or None for the model's context length.
     cache_salt: only requests with the same salt share cached prefixes.
     account: whose prompts it may be compared with; see engine/recent_prompts.py.
     arrived_s: when the server received the request; TTFT and queue time are measured from here.
@@ -181,10 +181,10 @@ class Timings:
     predicted_ms: from the first token to the last.
     draft_n: draft tokens verified; draft_n_accepted: draft tokens accepted.
     draft_steps: steps after the first token.
-    draft_speedup: speedup over plain decode steps measured over the same period; 0: unknown.
+    draft_speedup: speedup over plain decode steps measured over the same period, or 0 if unknown.
     draft_reason: why most steps had no draft tokens.
     draft_by: drafters used (`n-gram` or the name of a draft model), the one with most tokens first.
-    prefix_break: where the prompt parts from an earlier one; None: it does not.
+    prefix_break: where the prompt parts from an earlier one, or None if it does not.
     """
 
     cache_n: int = 0
@@ -213,8 +213,8 @@ class Finished:
     """Successful end of a request. reason: stop, length, tool_calls or cancelled.
 
     stop: the stop string or end token that was matched. ctx: the context limit applied.
-    notes: messages for the user (preempted, context full). seed: seed that reproduces the text;
-    None: not reproducible, because draft tokens were sampled.
+    notes: messages for the user (preempted, context full). seed: seed that reproduces the text,
+    or None if not reproducible, because draft tokens were sampled.
     """
 
     request_id: str
@@ -332,7 +332,7 @@ class EngineStats:
     """Snapshot of the engine: current gauges, then totals since it started.
 
     kv_*: tokens of the KV cache; kv_used: by running requests, kv_cached: by the prefix cache.
-    threads: that compute now, threads_max: when no other process needs a core; 0: none does.
+    threads: that compute now, threads_max: when no other process needs a core, or 0 if none does.
     step_sequences[n]: number of steps that computed n sequences (index 0 unused).
     step_tokens: histogram of tokens per step, with the buckets STEP_TOKENS_BOUNDS.
     *_per_s, ttft_* and itl_* cover at most the last minute; *_last_ms: the latest value, 0 if there

@@ -54,10 +54,10 @@ class StepExecutor(Protocol):
         """Compute the next step of the sequences of the last one, which had a row for each.
 
         Nothing else is copied to the device. Returns the logits as `run` does, or None if `run` is
-        needed: the step has no CUDA graph, for example.
-        tokens: int64 [sequences], sampled after the last step, on the device. new_pages: int32
-        [sequences], the page that the token of a sequence begins; -1: none. None: no token does.
-        All other pages are those of the last step.
+        needed: the step has no CUDA graph, for example. tokens: int64 [sequences], sampled after
+        the last step, on the device. new_pages: int32 [sequences], the page that the token of a
+        sequence begins, or -1 if none. None: no token does. All other pages are those of the last
+        step.
         """
         ...
 

@@ -32,7 +32,7 @@ NO_REASONING_NOTE = "there is no reasoning in this answer: the thinking budget h
 class InputProcessor:
     """Converts requests for one loaded model to sequences. Thread-safe.
 
-    grammar_compiler: compiles grammars; None: requests are not constrained by a grammar.
+    grammar_compiler: compiles grammars, or None if requests are not constrained by a grammar.
     ctx_train: the context length the model was trained with, which may exceed the loaded one.
     """
 

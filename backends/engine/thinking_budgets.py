@@ -17,7 +17,7 @@ LAST_WORDS = "\n\nI must answer now.\n"
 
 @dataclass(slots=True)
 class _Budget:
-    """tokens: of reasoning. began_at: generated tokens before it; None: it has not begun.
+    """tokens: of reasoning. began_at: generated tokens before it, or None if it has not begun.
 
     next_check: number of generated tokens at which the answer is looked at again.
     """
@@ -43,7 +43,7 @@ class ThinkingBudgets:
     def set(self, seq: Sequence, tokens: int) -> None:
         """Set the budget of a live request; without effect on an answer without reasoning.
 
-        tokens: of reasoning, in all; 0: it ends at once.
+        tokens: of reasoning, in all, or 0 if it ends at once.
         """
         if _reasoning_of(seq) is not None:
             self._budgets[seq] = _Budget(tokens)

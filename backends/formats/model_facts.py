@@ -19,7 +19,7 @@ class ModelFacts:
     """The known facts of a model. source: files, hub or catalog.
 
     read_bytes: bytes of weights read per token. missing: unknown facts; without a shape the context
-    cannot be planned. path: local file or folder; None: the model is not installed.
+    cannot be planned. path: local file or folder, or None if the model is not installed.
     """
 
     name: str

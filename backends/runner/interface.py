@@ -55,7 +55,7 @@ class Chunk:
     num_scored: positions before the sampled ones after which the logprob of the prompt's next token
     is returned; see Sequence.is_scored.
     draft_probs: for each draft token the distribution it was sampled from, in the form of
-    SampledTokens.probs; empty: greedy drafts.
+    SampledTokens.probs, or empty for greedy drafts.
     return_probs: return the distribution of the sampled token.
 
     draft_probs and return_probs require Limits.can_sample_drafts.

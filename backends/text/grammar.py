@@ -88,7 +88,8 @@ class GrammarMatcher:
 class GrammarCompiler:
     """Compiles grammars for one vocabulary. Thread-safe.
 
-    sandbox: where a grammar is compiled first, within limits of time and memory; None: nowhere.
+    sandbox: where a grammar is compiled first, within limits of time and memory, or None if
+    nowhere.
     """
 
     def __init__(self, tokenizer: Tokenizer, sandbox: Sandbox | None = None) -> None:

@@ -36,9 +36,9 @@ class SessionBusy(InvalidRequest):
 class SessionRecord:
     """A session as read from the database.
 
-    model: name given by the user; None: the default model. server_url: URL of the remote server;
-    empty: the local server. unfinished_turn: the turn being written; it is not part of the
-    conversation yet.
+    model: name given by the user, or None for the default model. server_url: URL of the remote
+    server, or empty for the local server. unfinished_turn: the turn being written; it is not part
+    of the conversation yet.
     """
 
     id: int

@@ -91,7 +91,7 @@ def command(
 
 
 def _require_model(words: list[str], default: str | None, named: str | None) -> str | None:
-    """The model to load; None: the server's default. Raises InvalidRequest for a prompt."""
+    """The model to load, or None for the server's default. Raises InvalidRequest for a prompt."""
     model, sentence = split_model_and_prompt(words, default, model=named)
     if sentence is not None:
         raise InvalidRequest("chat takes a model, not a prompt: use localgen run for one prompt")

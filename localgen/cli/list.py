@@ -22,8 +22,8 @@ _NOT_INSTALLED, _UNFINISHED = "not installed", "unfinished"
 class ListedModel:
     """A model with all its names, an alias of a model that is not installed, or a download.
 
-    size_bytes: of the whole model; None: unknown. downloaded_bytes: those on this disk. also: other
-    names; for an alias of a model that is not installed, that model.
+    size_bytes: of the whole model, or None if unknown. downloaded_bytes: those on this disk. also:
+    other names; for an alias of a model that is not installed, that model.
     """
 
     name: str

@@ -72,8 +72,8 @@ class Client:
         """Look a model up in the server's list, once for each name. Only LocalClient loads it.
 
         model: None for the default, or the only one of a server at a URL. on_progress: called with
-        values from 0 to 1. keep_alive: how long an idle model stays loaded, e.g. `30s`; None: the
-        server's default.
+        values from 0 to 1. keep_alive: how long an idle model stays loaded, e.g. `30s`, or None for
+        the server's default.
         """
         assert options == LoadOptions(), "remote servers take no load options"
         assert keep_alive is None, "remote servers have their own keep-alive time"
@@ -262,7 +262,8 @@ class Client:
 
 
 def _context_length(card: dict[str, Any]) -> int:
-    """The context length as vLLM and SGLang, OpenRouter, or llama-server report it; 0: unknown."""
+    """The context length as vLLM and SGLang, OpenRouter, or llama-server report it, or 0 if
+    unknown."""
     meta = card.get("meta")
     inner = meta.get("n_ctx") if isinstance(meta, dict) else None
     reported = (card.get("max_model_len"), card.get("context_length"), inner)

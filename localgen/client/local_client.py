@@ -138,7 +138,8 @@ class LocalClient(Client):
     def embed(
         self, model: str | None, texts: Sequence[str], dimensions: int | None = None
     ) -> Iterator[list[float]]:
-        """Yield the embeddings of texts, of length 1. dimensions: elements of each; None: all."""
+        """Yield the embeddings of texts, of length 1. dimensions: elements of each, or None for
+        all."""
         for start in range(0, len(texts), _EMBED_TEXTS):
             batch = texts[start : start + _EMBED_TEXTS]
             try:

@@ -53,8 +53,8 @@ class PrivatePortReply(msgspec.Struct):
 class LoadEvent(msgspec.Struct):
     """An event of POST /v1/models/load: the progress, at last the model.
 
-    waiting: why the model waits for memory; empty: it does not. silent_s: how long the engine that
-    loads it has sent nothing; None: it is not silent.
+    waiting: why the model waits for memory, or empty if it does not. silent_s: how long the engine
+    that loads it has sent nothing, or None if it is not silent.
     """
 
     progress: float = 0.0

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PullableModel:
-    """A model with an alias. size_bytes: of the default quantization; None: unknown."""
+    """A model with an alias. size_bytes: of the default quantization, or None if unknown."""
 
     name: str
     title: str

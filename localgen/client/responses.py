@@ -23,7 +23,7 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The end of an answer. Fields as in Finished; None: not reported by the server.
+    """The end of an answer. Fields as in Finished, or None if not reported by the server.
 
     estimated: completion_tokens is the number of chunks. client_measured: timings are measured by
     the client, including the network; then only ttft_ms, predicted_ms, predicted_per_second and
@@ -69,9 +69,9 @@ class RunningModel:
     """A loaded or loading model. draft: its draft model, if any. pid: of its engine process.
 
     size_bytes: of the weights. memory_bytes: RAM and GPU memory that the engine process takes now.
-    until_s: seconds until it is unloaded if it stays idle; None: never. silent_s: how long its
-    engine has sent nothing, although it should; None: it answers. state: loaded, or loading with
-    `progress` (0 to 1); processor and ctx are empty then. aliases: filled in by `localgen ps`.
+    until_s: seconds until it is unloaded if it stays idle, or None if never. silent_s: how long its
+    engine has sent nothing, although it should, or None if it answers. state: loaded, or loading
+    with `progress` (0 to 1); processor and ctx are empty then. aliases: filled in by `localgen ps`.
     """
 
     name: str

@@ -48,7 +48,7 @@ class ModelSnapshot:
     path: of its file; empty if the server does not report it. kv_usage: share of the KV cache that
     running requests use. kv_tokens, kv_used, kv_cached, kv_free: tokens. memory_bytes: RAM and GPU
     memory of the engine process. until_s: seconds until it is unloaded if it stays idle; None also
-    means never. silent_s: how long its engine has sent nothing, although it should; None: it
+    means never. silent_s: how long its engine has sent nothing, although it should, or None if it
     answers. threads: that compute now; threads_max: when no other process needs a core.
     """
 

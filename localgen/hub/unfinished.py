@@ -21,7 +21,8 @@ from localgen.locked_file import LockedFile
 
 @dataclass(frozen=True, slots=True)
 class UnfinishedDownload:
-    """name: for `localgen pull`. size_bytes: of the whole download; None: another program's."""
+    """name: for `localgen pull`. size_bytes: of the whole download, or None if it is another
+    program's."""
 
     name: str
     downloaded_bytes: int

@@ -70,8 +70,8 @@ def free_memory_bytes(
 ) -> int:
     """Memory in bytes for more models; negative if overcommitted.
 
-    limit: for all models together; None: the machine's memory. loading: estimates for models being
-    loaded.
+    limit: for all models together, or None for the machine's memory. loading: estimates for models
+    being loaded.
     """
     reserved = sum(loading)
     if limit is not None:

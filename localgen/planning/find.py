@@ -235,7 +235,8 @@ def remote_model_facts(
     is_gguf: bool = True,
     source: str = "catalog",
 ) -> ModelFacts:
-    """Facts of a model that is not installed. shape: from the hub; None: from the catalog."""
+    """Facts of a model that is not installed. shape: from the hub, or None for that of the
+    catalog."""
     missing: tuple[str, ...] = () if size_bytes else ("the size of its weights",)
     if shape is None:
         shape = entry.shape if entry else None

@@ -44,8 +44,8 @@ _EXCERPT_CHARS = 200
 class ReplAnswer:
     """The answer to one prompt.
 
-    completion: None if it was stopped. figures: as measured by the client. error: what stopped it;
-    None: Ctrl+C.
+    completion: None if it was stopped. figures: as measured by the client. error: what stopped it,
+    or None for Ctrl+C.
     """
 
     text: str
@@ -59,9 +59,9 @@ class Repl:
     """The chat loop of a session on a console.
 
     read_line: reads the next line with the given prompt; raises EOFError to leave and
-    KeyboardInterrupt at Ctrl+C. recorder: stores the conversation; None: it is not stored, because
-    of storage_failure if there is one. notices: where the client's notices go, shown below an
-    answer while it streams.
+    KeyboardInterrupt at Ctrl+C. recorder: stores the conversation, or None if it is not stored,
+    because of storage_failure if there is one. notices: where the client's notices go, shown below
+    an answer while it streams.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ class QuantizeRequest:
         act_order: bool | None = None,
         calibrate: bool,
     ) -> QuantizeRequest:
-        """Copy with the recipe and mode that the options mean; None: the method's default.
+        """Copy with the recipe and mode that the options mean, or None for the method's default.
 
         group_size: negative for a whole row. calibrate: calibration was requested explicitly.
         Raises InvalidRequest for no method, or options that exclude each other.

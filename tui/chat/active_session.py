@@ -32,8 +32,8 @@ class AppContext:
     """Dependencies shared by all sessions of the app.
 
     make_client: creates a client with a callback for notices to the user; one per session, because
-    aborting a request closes its client. server_url: the remote server; empty: the local one.
-    model: model of new sessions; None: the default model. notice: for the user, at the start.
+    aborting a request closes its client. server_url: the remote server, or empty for the local one.
+    model: model of new sessions, or None for the default model. notice: for the user, at the start.
     """
 
     store: SessionStore

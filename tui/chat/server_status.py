@@ -14,7 +14,7 @@ from localgen.tui.feed import ServerLost
 class ServerStatus:
     """label: LIVE, LOST, WAITING, or NO FIGURES if the server responds but reports no statistics.
 
-    notice: the problem and what is done about it; empty: none.
+    notice: the problem and what is done about it, or empty if none.
     """
 
     label: str = "WAITING"

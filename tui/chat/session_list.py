@@ -23,7 +23,7 @@ _ACTION_LINKS = " ".join(
 
 @dataclass(frozen=True, slots=True)
 class SessionRow:
-    """A session as listed. activity: what it is doing; empty: idle."""
+    """A session as listed. activity: what it is doing, or empty if idle."""
 
     id: int
     name: str

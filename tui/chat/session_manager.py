@@ -20,7 +20,7 @@ MAX_HITS = 200
 
 @dataclass(frozen=True, slots=True)
 class SearchHit:
-    """A search result. turn_index: the matching turn; None: the session's name."""
+    """A search result. turn_index: the matching turn, or None for the session's name."""
 
     session_id: int
     name: str

@@ -118,7 +118,7 @@ class RadioChoices(Widget, can_focus=True):
 class NamePicker(Picker[str]):
     """Chooses a name. Closes with it, or None.
 
-    rows: (name, description). hint: describes free text that is accepted too; empty: none is.
+    rows: (name, description). hint: describes free text that is accepted too, or empty if none is.
     """
 
     DEFAULT_CSS = """

@@ -38,9 +38,9 @@ def advance_decode_inputs(
 ) -> None:
     """Move the first rows on by one token each, in place.
 
-    sampled: int64 [at most rows], their tokens. new_pages: int32, of the same size: the page that
-    a token begins, which is added to the table of its row; -1: none. None: no token begins a page.
-    page_tokens: tokens of a page.
+    sampled: int64 [at most rows], their tokens. new_pages: int32, of the same size: the page that a
+    token begins, which is added to the table of its row, or -1 if none. None: no token begins a
+    page. page_tokens: tokens of a page.
     """
     kernel = choose_kernel("decode_inputs", sampled)
     is_triton = kernel is Kernel.ADVANCE_DECODE_INPUTS

@@ -59,7 +59,7 @@ class Kernel(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A kernel and what it serves: up to max_rows rows of inputs; None: any number.
+    """A kernel and what it serves: up to max_rows rows of inputs, or None for any number.
 
     Rows of attention are the query rows of a sequence. min_arch: lowest compute capability.
     any_dtype: also inputs that are not bf16 or fp16. how: a line for the documentation.

@@ -74,7 +74,7 @@ class PagedCache:
         return self._tables.pages_at(slots, positions // PAGE_TOKENS)
 
     def writable_tokens(self, seq: Sequence) -> int:
-        """Length up to which `grow` has provided pages that can be written; 0: not known."""
+        """Length up to which `grow` has provided pages that can be written, or 0 if not known."""
         return self._sequences[seq].writable_tokens
 
     def copy_pending(self, copy: Callable[[list[tuple[int, int]]], object]) -> None:

@@ -183,7 +183,7 @@ class Decoder:
     ) -> tuple[Tensor | Fp8Rows, Tensor]:
         """Norm of x + residual, and the sum: the residual stream.
 
-        weight: None: no norm. linear: that the norm is for; None: experts.
+        weight: None: no norm. linear: that the norm is for, or None for experts.
         """
         x = self._scaled(x, residual)
         if weight is not None:
@@ -222,7 +222,7 @@ class Decoder:
     ) -> Tensor:
         """Attention of a layer, [rows, heads * head size].
 
-        queries: after RoPE. query_factors: [rows, 1, 1], multiply them; None: 1.
+        queries: after RoPE. query_factors: [rows, 1, 1], multiply them, or None for 1.
         """
         spec = self.spec
         if query_factors is not None:

@@ -52,8 +52,8 @@ class ModelSource(Protocol):
     def load_tokenizer(self, sandbox: Sandbox | None = None) -> HfTokenizer:
         """Load the tokenizer. Raises LoadFailed if there is none or it does not match the model.
 
-        sandbox: where text is encoded if the model brings regular expressions of its own; None: in
-        this process.
+        sandbox: where text is encoded if the model brings regular expressions of its own, or None
+        to run in this process.
         """
         ...
 

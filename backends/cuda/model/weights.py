@@ -102,7 +102,7 @@ def load_weights(
 ) -> DecoderWeights:
     """Load the weights of a Hugging Face folder, tensor by tensor straight to the device.
 
-    dtype: of all weights that are not quantized. shard: the part to load; None: all.
+    dtype: of all weights that are not quantized. shard: the part to load, or None for all.
 
     Raises LoadFailed if a file is missing or damaged, or if a tensor is missing, unexpected, or has
     the wrong shape or type. Raises OutOfMemory.

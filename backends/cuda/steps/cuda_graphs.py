@@ -198,7 +198,7 @@ class DeviceExecutor:
 
     @property
     def next_capture(self) -> GraphShape | None:
-        """The shape that ran most often without a graph; None: none is missing."""
+        """The shape that ran most often without a graph, or None if none is missing."""
         if self._capture is None:
             return None
         waiting = {s: n for s, n in self._eager_runs.items() if n > 0 and s not in self._graphs}

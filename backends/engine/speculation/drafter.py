@@ -74,7 +74,7 @@ class Drafter(ABC):
     @abstractmethod
     def acceptance_probs(self, seq: Sequence, max_drafts: int) -> Seq[float]:
         """Return the acceptance probability of each next draft, given that those before it are
-        accepted; empty: no drafts."""
+        accepted, or empty for no drafts."""
 
     @abstractmethod
     def propose(
@@ -91,7 +91,8 @@ class Drafter(ABC):
         """Learn from new_tokens, which are now at the end of seq, drafted or not."""
 
     def draft_ms(self) -> float:
-        """Milliseconds of one drafting round, one draft for each sequence; 0: unknown or none."""
+        """Milliseconds of one drafting round, one draft for each sequence, or 0 if unknown or
+        none."""
         return 0.0
 
     def prepare_while_idle(self) -> bool:

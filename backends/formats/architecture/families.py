@@ -38,7 +38,7 @@ class Family:
     windows: layers with a sliding window; "upper": from max_window_layers on; "alternating": all
     but every full_attention_every-th; "listed": by layer_types only. pattern_in_config:
     sliding_window_pattern replaces full_attention_every. default_window: for files that
-    give none; 0: no default. window_needs_flag: the window of a config.json applies only with
+    give none, or 0 for no default. window_needs_flag: the window of a config.json applies only with
     use_sliding_window. gguf_windows: GGUF files of this architecture have windows.
     without_rope: layers without positions; "listed": by no_rope_layers; "full": those with full
     attention in a model with windows.

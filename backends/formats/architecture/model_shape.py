@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class LayerCacheShape:
     """The KV cache of one layer, per token: a key and a value for each key-value head.
 
-    key_dim, value_dim: elements per head. window: number of latest tokens attended to; None: all.
-    Both runners keep older tokens as well, since another request may share them.
+    key_dim, value_dim: elements per head. window: number of latest tokens attended to, or None for
+    all. Both runners keep older tokens as well, since another request may share them.
     """
 
     num_kv_heads: int
@@ -28,7 +28,8 @@ class LayerCacheShape:
 class ModelShape:
     """active_intermediate_size: MLP width computed per token, summed over its active experts.
     layer_caches: layers with a KV cache. state_bytes: size of the recurrent state of a sequence.
-    ctx_train: trained context length; 0: unknown. has_int4_weights: of an AWQ or GPTQ checkpoint.
+    ctx_train: trained context length, or 0 if unknown. has_int4_weights: of an AWQ or GPTQ
+    checkpoint.
     """
 
     num_layers: int

@@ -21,9 +21,10 @@ class QuantizationConfig:
     """method: awq (GEMM layout) and gptq are integers with a scale per group of inputs; fp8 (e4m3)
     and int8 have a scale per row.
 
-    group_size: inputs that share a scale and a zero point; None: the whole row. zero_point: zero
-    points are stored and may differ from the middle of the range. desc_act: groups follow g_idx
-    instead of the order of inputs. zero_offset: added to a stored zero point, modulo 2 ** bits.
+    group_size: inputs that share a scale and a zero point, or None for the whole row. zero_point:
+    zero points are stored and may differ from the middle of the range. desc_act: groups follow
+    g_idx instead of the order of inputs. zero_offset: added to a stored zero point, modulo 2 **
+    bits.
     """
 
     method: QuantMethod
@@ -64,8 +65,8 @@ class ModelSpec:
     rope: of layers with full attention. local_rope: of layers with a window, if it differs.
     layers_without_rope: indices of layers that do not rotate q and k.
     interleaved_rope: in the checkpoint, neighbours are rotated together instead of halves.
-    sliding_windows: for each layer, number of positions up to its own that a token attends to;
-    None: all.
+    sliding_windows: for each layer, number of positions up to its own that a token attends to,
+    or None for all.
     embed_scale: exact; applied rounded to the dtype of the embeddings.
     query_scaling: by position, after RoPE.
     residual_scale: factor of the outputs of attention and MLP. logit_divisor: divides the logits.

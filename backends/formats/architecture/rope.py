@@ -163,8 +163,9 @@ def read_rope(
 ) -> Rope:
     """Return the RoPE of a config.json, as written by transformers 5 or earlier.
 
-    theta: default of rope_theta; None: it is required. partial: default of partial_rotary_factor.
-    Raises LoadFailed if a value is missing or invalid, or the type of scaling is not supported.
+    theta: default of rope_theta, or None if it is required. partial: default of
+    partial_rotary_factor. Raises LoadFailed if a value is missing or invalid, or the type of
+    scaling is not supported.
     """
     own = config.section("rope_parameters") or config.section("rope_scaling")
     return parse_rope(config, own, head_dim=head_dim, theta=theta, partial=partial)

@@ -131,7 +131,7 @@ class ModelShard:
         return _vocab_shard_size(self.spec, self.tp_size)
 
     def slice_of(self, name: str, shape: tuple[int, ...]) -> ShardSlice | None:
-        """The rank's slice of a stored tensor of this shape; None: the whole tensor."""
+        """The rank's slice of a stored tensor of this shape, or None for the whole tensor."""
         if self.tp_size == 1:
             return None
         *path, kind = name.split(".")

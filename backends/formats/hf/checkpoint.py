@@ -88,7 +88,7 @@ class SafetensorsCheckpoint:
         """Read a tensor to the device.
 
         shape: expected shape. allowed_dtypes: dtypes it may have in the file. dtype: dtype to
-        convert to; None: as in the file.
+        convert to, or None for that of the file.
         """
         whole = self._full_shape(name)
         cut = self._shard.slice_of(name, whole)

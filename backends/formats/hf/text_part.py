@@ -50,7 +50,7 @@ def read_text_config(config: ConfigFields) -> ConfigFields:
 
 
 def text_tensor_name(stored: str) -> str | None:
-    """Name that a tensor has in a model of text only; None: it is not part of it.
+    """Name that a tensor has in a model of text only, or None if it is not part of it.
 
     stored: as published (language_model.model.…) or as in transformers (model.language_model.…).
     """

@@ -119,7 +119,7 @@ class HfTokenizer:
     ) -> HfTokenizer:
         """Load a folder's tokenizer. Raises LoadFailed if a file is missing or damaged.
 
-        sandbox: where text is encoded; None: in this process, without limits.
+        sandbox: where text is encoded, or None to run in this process, without limits.
         """
         path = folder / "tokenizer.json"
         if not path.is_file():

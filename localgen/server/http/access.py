@@ -28,9 +28,9 @@ class RateLimit:
 class AccessPolicy:
     """Access rules for TCP clients, and request limits.
 
-    port: None to listen on the Unix socket only. keys: accepted API keys; empty: none required.
-    cors_origins: allowed web origins, `*` for all. allowed_hosts: accepted Host headers, in
-    addition to addresses, localhost, `host` and the machine's hostname. timeout_s: maximum
+    port: None to listen on the Unix socket only. keys: accepted API keys, or empty if none is
+    required. cors_origins: allowed web origins, `*` for all. allowed_hosts: accepted Host headers,
+    in addition to addresses, localhost, `host` and the machine's hostname. timeout_s: maximum
     duration of a request. stabilize: all requests, as in Request.
     """
 
@@ -101,7 +101,7 @@ def read_api_keys(path: Path) -> tuple[str, ...]:
 
 
 def parse_rate_limit(text: str) -> RateLimit:
-    """Parse `REQUESTS` or `REQUESTS,TOKENS` per minute; 0: no limit.
+    """Parse `REQUESTS` or `REQUESTS,TOKENS` per minute, or 0 for no limit.
 
     Raises BadSetting if the text has another form.
     """

@@ -71,7 +71,8 @@ class Silence:
 
     hung_s: the part of it that counts towards the hang timeout: while loading, the time since it
     last used the processor or the disk; then the time with unfinished requests, of which the time
-    in which it computes counts less. usage: when it was last read; None: not during this silence.
+    in which it computes counts less. usage: when it was last read, or None if not during this
+    silence.
     """
 
     silent_s: float = 0.0

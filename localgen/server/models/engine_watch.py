@@ -117,7 +117,7 @@ def is_silent(resident: ResidentModel) -> bool:
 
 
 def silence_s(resident: ResidentModel) -> float | None:
-    """Seconds for which the engine of a model has sent nothing; None: it is not silent."""
+    """Seconds for which the engine of a model has sent nothing, or None if it is not silent."""
     return resident.engine.silence.silent_s if is_silent(resident) else None
 
 

@@ -138,7 +138,7 @@ class ModelManager:
         name: None for the model of `localgen serve MODEL`, else the default model. keep_alive: new
         idle time of the model; None keeps the current one, initially that of the settings.
         allow_paths: accept a path as name; must be False for remote clients. deadline_s: until when
-        to wait for memory of models in use and for the load (monotonic seconds); None: for
+        to wait for memory of models in use and for the load (monotonic seconds), or None for
         DEFAULT_WAIT_S, and until it has ended. on_wait: see MemoryWait.
 
         Raises InvalidRequest for an invalid option, ModelNotFound, ModelBusy if it is loaded with

@@ -32,14 +32,14 @@ class KeepAlive:
 class ResidentModel:
     """A model with its engine process.
 
-    requested_options: options of the request that loaded it, the draft option resolved.
-    file: by its unique name. id: that of the file when its load began. file_name: see plain_name.
+    requested_options: options of the request that loaded it, the draft option resolved. file: by
+    its unique name. id: that of the file when its load began. file_name: see plain_name.
     estimated_bytes: RAM estimate until it is loaded; 0 on a GPU. resolved_names: names that resolve
     to this file, each with allow_paths, because `a/b` is a path only for local clients.
-    keep_alive_s: idle time until it is unloaded; None: no limit. num_users: requests that hold it.
-    created_s, loaded_s, last_used_s: when its load began and ended, and when the last request
-    released it (monotonic seconds). has_made_room: its load ran out of memory, and room was made
-    for another attempt. is_ending: it was removed, but its engine has not exited yet.
+    keep_alive_s: idle time until it is unloaded, or None for no limit. num_users: requests that
+    hold it. created_s, loaded_s, last_used_s: when its load began and ended, and when the last
+    request released it (monotonic seconds). has_made_room: its load ran out of memory, and room was
+    made for another attempt. is_ending: it was removed, but its engine has not exited yet.
     """
 
     file: ModelFile
@@ -85,7 +85,7 @@ class ResidentModel:
         return self.info is not None and self.num_users == 0 and not self.is_ending
 
     def expires_in_s(self) -> float | None:
-        """Seconds until it is unloaded if no request uses it; None: never."""
+        """Seconds until it is unloaded if no request uses it, or None if never."""
         if self.keep_alive_s is None:
             return None
         since = time.monotonic() if self.num_users or self.info is None else self.last_used_s
@@ -103,7 +103,7 @@ class ResidentModel:
         """Wait for the load. Cancelling the waiter does not cancel it. Raises its error.
 
         on_progress: called several times a second. deadline_s: when TimedOut is raised (monotonic
-        seconds); None: never.
+        seconds), or None if never.
         """
         while not self.load_future.done():
             if deadline_s is not None and time.monotonic() >= deadline_s:

@@ -51,7 +51,7 @@ class MemoryWait:
 
     deadline_s: until when for memory (monotonic seconds). on_wait: called with the reason when that
     begins, and with an empty text when it ends. load_deadline_s: until when for the load of its
-    model; None: until that has ended.
+    model, or None until that has ended.
     """
 
     deadline_s: float

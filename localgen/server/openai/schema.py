@@ -317,7 +317,7 @@ class EmbeddingRequest(RequestBody):
 class LoadRequest(RequestBody):
     """POST /v1/models/load. stream: send progress events, then the model.
 
-    keep_alive: idle time until the model is unloaded, such as `30s`; None: no change.
+    keep_alive: idle time until the model is unloaded, such as `30s`, or None for no change.
     """
 
     model: str | None = None
@@ -326,7 +326,7 @@ class LoadRequest(RequestBody):
     stream: bool = False
 
     def keep_alive_s(self) -> float | None:
-        """Parse keep_alive, which must be set. Returns seconds; None: never unload.
+        """Parse keep_alive, which must be set. Returns seconds, or None to never unload.
 
         Raises InvalidRequest if it is not a duration.
         """

@@ -32,7 +32,7 @@ class EmbeddingJob:
     """An embedding request with its model.
 
     account: charged for its tokens. timeout_s: maximum duration since arrival. dimensions: elements
-    per embedding; None: all of the model's. options, keep_alive, allow_paths: see
+    per embedding, or None for all of the model's. options, keep_alive, allow_paths: see
     ModelManager.acquire.
     """
 
@@ -47,7 +47,7 @@ class EmbeddingJob:
 
     @property
     def deadline_s(self) -> float | None:
-        """When the request times out (monotonic seconds); None: never."""
+        """When the request times out (monotonic seconds), or None if never."""
         return None if self.timeout_s is None else self.request.arrived_s + self.timeout_s
 
 

@@ -58,7 +58,7 @@ class GenerationJob:
 
     @property
     def deadline_s(self) -> float | None:
-        """When the request times out (monotonic seconds); None: never."""
+        """When the request times out (monotonic seconds), or None if never."""
         return None if self.timeout_s is None else self.requests[0].arrived_s + self.timeout_s
 
 

@@ -35,7 +35,7 @@ class TokenizeJob:
 
     @property
     def deadline_s(self) -> float | None:
-        """When the request times out (monotonic seconds); None: never."""
+        """When the request times out (monotonic seconds), or None if never."""
         return None if self.timeout_s is None else self.request.request.arrived_s + self.timeout_s
 
 

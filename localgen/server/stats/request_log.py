@@ -29,11 +29,11 @@ class RequestRecord:
     """A generation or embedding request. Times are monotonic seconds.
 
     requested_model: the client's name of the model. model: the unique name of the loaded one, for
-    metrics. answered_model: the name in the answer and the log; empty: the requested one. account:
-    charged for its tokens. outcome: the finish reason, an error code, or `gone` if the client
-    disconnected. total: merged result of all answers; finished: result of each. token_gaps_s:
-    (seconds per token, tokens) of each delta after the first. last_delta: by request id, the tokens
-    so far and when the last delta arrived.
+    metrics. answered_model: the name in the answer and the log, or empty for the requested one.
+    account: charged for its tokens. outcome: the finish reason, an error code, or `gone` if the
+    client disconnected. total: merged result of all answers; finished: result of each.
+    token_gaps_s: (seconds per token, tokens) of each delta after the first. last_delta: by request
+    id, the tokens so far and when the last delta arrived.
     """
 
     id: str
