@@ -71,7 +71,7 @@ def _original_file(name: str) -> ModelFile:
             raise (missing if "localgen pull" in missing.message else error) from None
         if found.is_gguf and "localgen pull" in missing.message:
             raise ModelNotFound(
-                f"only a GGUF file of {name} is here, which is already quantized or converted: "
+                f"only a GGUF file of {name} is installed, already quantized or converted: "
                 f"localgen pull {plain}{_SAFETENSORS_TAG} downloads the original",
                 param="model",
             ) from None

@@ -309,7 +309,7 @@ def test_slow_load_times_out() -> None:
         loading = opened.harness.named("loading", load_s=3600)
         reply = opened.http.post("/v1/chat/completions", json=chat_body(loading))
         assert (reply.status_code, code(reply)) == (504, "timeout")
-        assert "while loading was loading, which goes on" in reply.text
+        assert "while loading was loading, which continues" in reply.text
         embedding = {"model": loading, "input": "a"}
         assert code(opened.http.post("/v1/embeddings", json=embedding)) == "timeout"
         assert opened.harness.loaded() == ["loading"]

@@ -106,7 +106,7 @@ def test_stop_asks_and_run_resumes(tmp_path: Path) -> None:
         await tui.beat(pilot)
         shown = tui.screen_text()
         assert "2 of 6 layers are done" in shown
-        assert "Go on (Ctrl+R)" in shown
+        assert "Resume (Ctrl+R)" in shown
         await tui.begin(pilot)
         await tui.ended(pilot)
         assert [asked.resume for asked in tui.asked_runs] == [False, True]

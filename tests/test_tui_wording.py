@@ -66,7 +66,7 @@ def test_every_message_speaks_of_the_screen() -> None:
         ),
         (
             "1 GB are free: make room and run again with --resume",
-            "1 GB are free: make room and press Ctrl+R to go on",
+            "1 GB are free: make room and press Ctrl+R to resume",
         ),
         ("groups of 128 do not: use --group-size 64 or 32", "groups of 128 do not: use groups of "
          "64 or 32"),

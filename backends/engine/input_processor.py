@@ -104,17 +104,17 @@ class InputProcessor:
             template_ms=(time.monotonic() - started_s) * 1e3,
         )
 
-    def tokenize(self, asked: TokenizeRequest) -> Tokenized:
+    def tokenize(self, message: TokenizeRequest) -> Tokenized:
         """Return the prompt of a request as text and tokens; it may exceed the context.
 
         Raises InvalidRequest, or ContextExceeded for a prompt of far more characters.
         """
-        request = stabilize(asked.request)[0] if asked.request.stabilize else asked.request
+        request = stabilize(message.request)[0] if message.request.stabilize else message.request
         ctx = self._resolve_ctx(request.ctx)
         rendered = self._render(request)
         is_empty = not (rendered.text or request.prompt_tokens)
         tokens = [] if is_empty else self._tokenize(request, rendered, ctx)
-        if not asked.add_special and not rendered.text.startswith(self.tokenizer.bos or "\0"):
+        if not message.add_special and not rendered.text.startswith(self.tokenizer.bos or "\0"):
             tokens = tokens[len(self.tokenizer.encode("")) :]
         pieces = tuple(map(self.tokenizer.piece, tokens))
         text = rendered.text

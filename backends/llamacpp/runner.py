@@ -181,14 +181,14 @@ class LlamaRunner:
         matcher = chunk.seq.matcher
         for offset in range(1 + chunk.num_drafts):
             row = own = logits[offset]
-            barred = chunk.seq.banned_tokens(offset)
-            if matcher is not None or barred:
+            banned = chunk.seq.banned_tokens(offset)
+            if matcher is not None or banned:
                 # logprobs are reported for the unmasked distribution
                 own = row.copy() if chooser.num_logprobs is not None else row
             if matcher is not None:
-                row[~matcher.allowed_mask(barred)] = -np.inf
-            elif barred:
-                row[list(barred)] = -np.inf
+                row[~matcher.allowed_mask(banned)] = -np.inf
+            elif banned:
+                row[list(banned)] = -np.inf
             token = chooser.sample(self._context.handle, index + offset, row)
             tokens.append(token)
             if matcher is not None:

@@ -99,9 +99,9 @@ def _run(
         f"{agent.program} uses {name} with a context of {info.ctx:,} tokens{stable}{_warning(info)}"
     )
     with client.private_port(stabilize=stabilize) as port:
-        told = agent.settings(AgentModel(port.url, port.key, name, info.ctx))
-        environment = os.environ | told.variables | without_proxy(os.environ)
-        status = _wait([program, *told.arguments, *arguments], environment)
+        settings = agent.settings(AgentModel(port.url, port.key, name, info.ctx))
+        environment = os.environ | settings.variables | without_proxy(os.environ)
+        status = _wait([program, *settings.arguments, *arguments], environment)
     raise typer.Exit(status)
 
 

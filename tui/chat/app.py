@@ -273,18 +273,18 @@ class ChatApp(BaseApp):
         """Show a new sample."""
         if self.main_screen.server_status.label == "LOST":
             self.notify("The server is back.", timeout=4)
-        is_elsewhere = bool(self.session_manager.context.server_url)
+        is_remote = bool(self.session_manager.context.server_url)
         self.main_screen.server_status = live_server_status(
-            message.sample.snapshot, is_remote=is_elsewhere
+            message.sample.snapshot, is_remote=is_remote
         )
         if self.main_screen.is_composed:
             self.main_screen.query_one(GaugePanel).sample = message.sample
 
     def on_server_lost(self, message: ServerLost) -> None:
         """Show the status; the feed retries."""
-        is_elsewhere = bool(self.session_manager.context.server_url)
+        is_remote = bool(self.session_manager.context.server_url)
         self.main_screen.server_status = self.main_screen.server_status.after_loss(
-            message, is_remote=is_elsewhere
+            message, is_remote=is_remote
         )
 
     # --- keys ---

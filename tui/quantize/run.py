@@ -63,7 +63,7 @@ class StepEta:
 
 # the screen has fields and keys for some options; the others are named with their command
 _CLI_TO_TUI = (
-    ("run again with --resume", "press Ctrl+R to go on"),
+    ("run again with --resume", "press Ctrl+R to resume"),
     ("--resume continues", "Ctrl+R continues"),
     ("another --out", "another name under Result"),
     ("an --out on another disk", "a folder on another disk under Result"),

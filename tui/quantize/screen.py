@@ -72,7 +72,7 @@ class QuantizeScreen(Screen[str | None]):
         self._form_panel = QuantizeFormPanel(runner.initial_form())
         self._estimate_panel, self._progress_panel = EstimatePanel(), ProgressPanel()
         self._result_panel = QuantizeResultPanel()
-        self._run_button = Button("Run", id="run", variant="primary", compact=True)
+        self._run_button = Button("Run (Ctrl+R)", id="run", variant="primary", compact=True)
         self._stop_button = Button("Stop (Ctrl+C)", id="stop", variant="warning", compact=True)
         self._chat_button = Button(
             "Chat with it (Ctrl+T)", id="chat", variant="success", compact=True
@@ -194,14 +194,14 @@ class QuantizeScreen(Screen[str | None]):
     @work(group="run")
     async def action_run(self) -> None:
         """Start the run, or resume the unfinished one."""
-        reckoning = self._estimate_panel.estimate
-        if reckoning.error:
-            self.show_message(reckoning.error)
-        elif not reckoning.can_run:
+        estimate = self._estimate_panel.estimate
+        if estimate.error:
+            self.show_message(estimate.error)
+        elif not estimate.can_run:
             self.show_message("still estimating: try again in a moment")
         else:
             self.show_message("")
-            await self._start_run(self._form_panel.form, resume=reckoning.unfinished is not None)
+            await self._start_run(self._form_panel.form, resume=estimate.unfinished is not None)
 
     def action_stop(self) -> None:
         """Copy the selection, or stop the run after confirmation."""
@@ -315,11 +315,13 @@ class QuantizeScreen(Screen[str | None]):
         if run is not None and has_verdict:
             self._result_panel.show_run(run)
         self._estimate_panel.display = not is_running and not (has_verdict and self._has_result)
-        reckoning = self._estimate_panel.estimate
-        label = "Go on" if reckoning.unfinished is not None else "Run"
-        self._run_button.label = f"{label} (Ctrl+R)"
+        estimate = self._estimate_panel.estimate
+        label = f"{'Resume' if estimate.unfinished is not None else 'Run'} (Ctrl+R)"
+        if str(self._run_button.label) != label:
+            self._run_button.label = label
+            self._run_button.refresh(layout=True)  # the labels differ in width
         self._run_button.display = self._estimate_panel.display
-        self._run_button.disabled = not reckoning.can_run
+        self._run_button.disabled = not estimate.can_run
         self._stop_button.display = is_running
         self._chat_button.display = has_verdict and self._has_result
         if is_running != self._was_running:

@@ -51,13 +51,13 @@ def main(fd: int) -> int:
     except EOFError:
         return 1
     except LocalgenError as error:
-        trouble = WorkerError(error.code, error.message)
+        failure = WorkerError(error.code, error.message)
     except Exception as error:  # on any bug here, rank 0 must not wait for this step
-        trouble = WorkerError("internal_error", f"{type(error).__name__}: {error}")
+        failure = WorkerError("internal_error", f"{type(error).__name__}: {error}")
     else:
         return 0
     with contextlib.suppress(OSError):
-        rank_0.send(pickle.dumps(trouble))
+        rank_0.send(pickle.dumps(failure))
     return 1
 
 

@@ -108,7 +108,7 @@ class ResidentModel:
         while not self.load_future.done():
             if deadline_s is not None and time.monotonic() >= deadline_s:
                 raise TimedOut(
-                    f"the request timed out while {self.file.name} was loading, which goes on: "
+                    f"the request timed out while {self.file.name} was loading, which continues: "
                     "try again later"
                 )
             if on_progress is not None:
