@@ -42,9 +42,11 @@ class ServerSettings:
     keep_alive_s: idle time before models are unloaded and the server exits, or None if never.
     memory_limit: bytes for all models together, or None for the machine's available memory.
     max_queue: waiting requests per model before new ones are rejected, or None for the engine's
-    default. parallel: requests per model computed at once, or None for the engine's default. draft:
-    default of LoadOptions.draft, used where it suits the model. hang_timeout_s: an engine that
-    sends nothing for so long while it has requests or loads a model is killed, or None if never.
+    default.
+    parallel: requests per model computed at once, or None for the engine's default.
+    draft: default of LoadOptions.draft, used where it suits the model.
+    hang_timeout_s: an engine that sends nothing for so long while it has requests or loads a model
+    is killed, or None if never.
     """
 
     runtime_dir: Path

@@ -17,12 +17,14 @@ DEFAULT_CTX = 8192
 class KVPoolRules:
     """How a runner sizes its KV cache.
 
-    granularity_tokens: the size is rounded up to a multiple of this. memory_fraction: fraction of
-    the free memory that a default-sized KV cache may use. default_max_tokens: upper limit of the
-    default size unless the context is larger, or None if only memory_fraction limits it.
-    default_ctx: context length if none is requested, or None for the largest that fits. num_parts:
-    number of equal parts that the KV cache is split into. memory_location: suffix for error
-    messages, e.g. ` on cuda:0`. reduce_hint: how to reduce memory usage, for error messages.
+    granularity_tokens: the size is rounded up to a multiple of this.
+    memory_fraction: fraction of the free memory that a default-sized KV cache may use.
+    default_max_tokens: upper limit of the default size unless the context is larger, or None if
+    only memory_fraction limits it.
+    default_ctx: context length if none is requested, or None for the largest that fits.
+    num_parts: number of equal parts that the KV cache is split into.
+    memory_location: suffix for error messages, e.g. ` on cuda:0`.
+    reduce_hint: how to reduce memory usage, for error messages.
     """
 
     granularity_tokens: int

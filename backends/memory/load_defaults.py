@@ -9,9 +9,11 @@ from dataclasses import dataclass
 class LoadDefaults:
     """Defaults of one runner.
 
-    parallel: maximum number of running sequences. num_cached_prefixes: additional sequence ids for
-    cached prefixes. cache_type: data type of cached keys and values. weight_element_bytes: bytes
-    per element of dequantized weights, or None if weights stay quantized.
+    parallel: maximum number of running sequences.
+    num_cached_prefixes: additional sequence ids for cached prefixes.
+    cache_type: data type of cached keys and values.
+    weight_element_bytes: bytes per element of dequantized weights, or None if weights stay
+    quantized.
     """
 
     parallel: int

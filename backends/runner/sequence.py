@@ -30,23 +30,31 @@ class SequenceState(enum.Enum):
 class Sequence:
     """A request as token ids: the prompt followed by the generated tokens.
 
-    tokens: prompt + answer so far. params: sampling parameters, with all defaults filled in. ctx:
-    the context limit of the request. max_len: maximum number of tokens, at most ctx. stop_ids:
-    token ids that end the answer. cache_salt: only sequences with the same salt share cached
-    prefixes. num_computed: number of tokens whose KV is computed. num_cached: prompt tokens found
-    in the prefix cache. drafts: draft tokens to verify in the next step, then cleared. draft_probs:
-    the distribution each draft token was sampled from, or empty for greedy drafts.
+    tokens: prompt + answer so far.
+    params: sampling parameters, with all defaults filled in.
+    ctx: the context limit of the request.
+    max_len: maximum number of tokens, at most ctx.
+    stop_ids: token ids that end the answer.
+    cache_salt: only sequences with the same salt share cached prefixes.
+    num_computed: number of tokens whose KV is computed.
+    num_cached: prompt tokens found in the prefix cache.
+    drafts: draft tokens to verify in the next step, then cleared.
+    draft_probs: the distribution each draft token was sampled from, or empty for greedy drafts.
     can_sample_drafts: draft tokens may be sampled; the text then depends on more than the seed.
-    used_sampled_drafts: draft tokens were sampled. num_drafted, num_accepted: draft tokens verified
-    and accepted. num_decode_steps, num_drafting_steps: steps after the first token, and those with
-    drafts. decode_ms, plain_decode_ms: time of measured decode steps, and of plain ones for as many
-    tokens. drafted_by: draft tokens by drafter. matcher: the grammar that constrains the answer;
-    advanced by the runner. response_parser: separates reasoning and tool calls from content, or
-    None if all text is content. echo: text of the prompt, returned before the answer, or None if it
-    is not returned. scored: logprobs of the prompt's tokens from the second on, as far as they are
-    computed. notes: messages for the user. prefix_break: where the prompt parts from an earlier
-    one, not measured yet. cached_ms: time to reuse num_cached tokens; first_step_ms: duration of
-    the step that sampled the first token. Other times as in backends/types.py.
+    used_sampled_drafts: draft tokens were sampled.
+    num_drafted, num_accepted: draft tokens verified and accepted.
+    num_decode_steps, num_drafting_steps: steps after the first token, and those with drafts.
+    decode_ms, plain_decode_ms: time of measured decode steps, and of plain ones for as many tokens.
+    drafted_by: draft tokens by drafter.
+    matcher: the grammar that constrains the answer; advanced by the runner.
+    response_parser: separates reasoning and tool calls from content, or None if all text is
+    content.
+    echo: text of the prompt, returned before the answer, or None if it is not returned.
+    scored: logprobs of the prompt's tokens from the second on, as far as they are computed.
+    notes: messages for the user.
+    prefix_break: where the prompt parts from an earlier one, not measured yet.
+    cached_ms: time to reuse num_cached tokens; first_step_ms: duration of the step that sampled the
+    first token. Other times as in backends/types.py.
     """
 
     id: str

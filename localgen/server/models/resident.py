@@ -32,14 +32,15 @@ class KeepAlive:
 class ResidentModel:
     """A model with its engine process.
 
-    requested_options: options of the request that loaded it, the draft option resolved. file: by
-    its unique name. id: that of the file when its load began. file_name: see plain_name.
+    requested_options: options of the request that loaded it, the draft option resolved.
+    file: by its unique name. id: that of the file when its load began. file_name: see plain_name.
     estimated_bytes: RAM estimate until it is loaded; 0 on a GPU. resolved_names: names that resolve
     to this file, each with allow_paths, because `a/b` is a path only for local clients.
     keep_alive_s: idle time until it is unloaded, or None for no limit. num_users: requests that
-    hold it. created_s, loaded_s, last_used_s: when its load began and ended, and when the last
-    request released it (monotonic seconds). has_made_room: its load ran out of memory, and room was
-    made for another attempt. is_ending: it was removed, but its engine has not exited yet.
+    hold it.
+    created_s, loaded_s, last_used_s: when its load began and ended, and when the last request
+    released it (monotonic seconds). has_made_room: its load ran out of memory, and room was made
+    for another attempt. is_ending: it was removed, but its engine has not exited yet.
     """
 
     file: ModelFile
