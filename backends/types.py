@@ -51,6 +51,30 @@ class Message:
     name: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class InfillFile:
+    """A part of a file that the model reads before an infill prompt."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Infill:
+    """What an answer is written into: it follows the prompt and precedes the suffix.
+
+    files: parts of other files.
+    """
+
+    suffix: str
+    files: tuple[InfillFile, ...] = ()
+
+    @property
+    def num_chars(self) -> int:
+        """Characters of all its texts."""
+        return len(self.suffix) + sum(len(file.name) + len(file.text) for file in self.files)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """A generation request. Exactly one of messages, prompt and prompt_tokens is set.
@@ -69,6 +93,7 @@ class Request:
     None: the default of the model's template.
     echo: return the prompt before the answer, with params.logprobs also the logprobs of its tokens;
     not with messages. Only then may params.max_tokens be 0.
+    infill: only with prompt or prompt_tokens, which are then the text before the answer.
     """
 
     id: str
@@ -82,6 +107,7 @@ class Request:
     prompt: str | None = None
     prompt_tokens: tuple[int, ...] | None = None
     echo: bool = False
+    infill: Infill | None = None
     params: SamplingParams = SamplingParams()
     client: str = ""
     priority: int = 0

@@ -20,6 +20,7 @@ class NumberTokenizer:
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.bos = self.eos = ""
+        self.infill_tokens = None
         self.eos_token_ids: frozenset[int] = frozenset()
 
     def encode(self, text: str) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from models import TINY_GGUF
 
 FLOAT32, STRING = gguf.GGUFValueType.FLOAT32, gguf.GGUFValueType.STRING
-UINT32 = gguf.GGUFValueType.UINT32
+UINT32, ARRAY = gguf.GGUFValueType.UINT32, gguf.GGUFValueType.ARRAY
 Change = tuple[Any, gguf.GGUFValueType] | None
 
 
@@ -23,6 +23,24 @@ def rewrite(target: Path, changes: Mapping[str, Change], **writer_options: Any) 
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
     return _write(writer, target)
+
+
+def infill(target: Path, texts: Sequence[str], **metadata: int) -> Path:
+    """The built-in model with control tokens of these texts at the end of its vocabulary.
+
+    metadata: tokenizer.ggml.NAME_token_id for fim_pre, fim_suf, …
+    """
+    fields, count = gguf.GGUFReader(TINY_GGUF).fields, len(texts)
+    tokens = fields["tokenizer.ggml.tokens"].contents()[:-count] + list(texts)
+    types = fields["tokenizer.ggml.token_type"].contents()[:-count]
+    changes: dict[str, Change] = {
+        "tokenizer.ggml.tokens": (tokens, ARRAY),
+        "tokenizer.ggml.token_type": (types + [int(gguf.TokenType.CONTROL)] * count, ARRAY),
+        # the last merges make the last tokens
+        "tokenizer.ggml.merges": (fields["tokenizer.ggml.merges"].contents()[:-count], ARRAY),
+    }
+    ids = {f"tokenizer.ggml.{name}_token_id": (each, UINT32) for name, each in metadata.items()}
+    return rewrite(target, changes | ids)
 
 
 def bert(target: Path, pooling: int | None = None) -> Path:

@@ -28,6 +28,7 @@ class LetterTokenizer:
     eos_token_ids = frozenset({END})
     bos = ""
     eos = ""
+    infill_tokens = None
 
     def encode(self, text: str) -> list[int]:
         return [1 + ord(letter) % (VOCAB - 1) for letter in text]

@@ -49,6 +49,7 @@ class Bytes:
     vocab_size = VOCAB
     eos_token_ids = frozenset({0})
     bos = eos = ""
+    infill_tokens = None
 
     def encode(self, text: str) -> list[int]:
         return [ord(character) % VOCAB for character in text]

@@ -50,6 +50,7 @@ NAMING = {
     ("POST", "/chat/completions"): Named(("model",), {"messages": MESSAGES}),
     ("POST", "/completion"): Named(("model",), {"prompt": "a"}),
     ("POST", "/completions"): Named(("model",), {"prompt": "a"}),
+    ("POST", "/infill"): Named(("model",), {"input_prefix": "a", "input_suffix": "b"}),
     ("POST", "/embedding"): Named(("model",), {"content": "a"}),
     ("POST", "/embeddings"): Named(("model",), {"content": "a"}),
     ("GET", "/props"): Named(("model",), {}),

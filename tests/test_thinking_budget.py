@@ -41,6 +41,7 @@ class CharacterTokenizer:
     vocab_size = VOCAB
     eos_token_ids = frozenset({END})
     bos = eos = ""
+    infill_tokens = None
 
     def encode(self, text: str) -> list[int]:
         return [95 if letter == "\n" else ord(letter) - 32 for letter in text]

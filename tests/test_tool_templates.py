@@ -203,6 +203,7 @@ def test_control_tokens_count_as_text(tokenizer: HfTokenizer) -> None:
 
         vocab_size, eos_token_ids = tokenizer.vocab_size, tokenizer.eos_token_ids
         bos, eos = tokenizer.bos, tokenizer.eos
+        infill_tokens = None
 
         def encode(self, text: str) -> list[int]:
             return [special[text]] if text in special else tokenizer.encode(text)

@@ -19,7 +19,7 @@ from localgen.backends.text.response_parser import ResponseParser
 from localgen.backends.text.stabilizer import stabilize
 from localgen.backends.text.template import PromptTemplate
 from localgen.backends.text.tokenizer import Tokenizer
-from localgen.backends.types import EmbedRequest, Request, Tokenized, TokenizeRequest
+from localgen.backends.types import EmbedRequest, Infill, Request, Tokenized, TokenizeRequest
 
 MAX_STOP_STRINGS = 64
 MAX_LOGPROBS = 100
@@ -88,8 +88,9 @@ class InputProcessor:
                 *opening.notes,
                 *_budget_notes(request, params, opening.response_parser),
             ),
+            # prompts with a suffix part in their middle each time
             prefix_break=self._recent_prompts.compare(request, opening.text, tokens)
-            if self.limits.can_rewind
+            if self.limits.can_rewind and request.infill is None
             else None,
             ctx=ctx,
             max_len=min(ctx, wanted),
@@ -230,16 +231,42 @@ class InputProcessor:
         return self._render_chat(request)
 
     def _tokenize(self, request: Request, rendered: RenderedPrompt, ctx: int) -> list[int]:
-        if request.prompt_tokens is not None:
-            return self._validate_tokens(list(request.prompt_tokens))
         text = rendered.text
-        if len(text) > ctx * MAX_CHARS_PER_TOKEN:
+        num_chars = len(text) + (request.infill.num_chars if request.infill else 0)
+        if num_chars > ctx * MAX_CHARS_PER_TOKEN:
             raise ContextExceeded(
-                f"the prompt is {len(text):,} characters, far more than {ctx:,} tokens of context: "
+                f"the prompt is {num_chars:,} characters, far more than {ctx:,} tokens of context: "
                 "shorten it",
                 param="prompt",
             )
+        if request.infill is not None:
+            return self._infill_prompt(request, request.infill)
+        if request.prompt_tokens is not None:
+            return self._validate_tokens(list(request.prompt_tokens))
         return self._validate_tokens(self.tokenizer.encode(text))
+
+    def _infill_prompt(self, request: Request, infill: Infill) -> list[int]:
+        """The tokens of a prompt whose answer precedes a suffix. Raises InvalidRequest."""
+        if request.messages is not None or request.echo:
+            raise InvalidRequest("a suffix is for plain prompts, without echo", param="suffix")
+        known = self.tokenizer.infill_tokens
+        if known is None:
+            raise InvalidRequest(
+                "this model has no tokens for infill (fill in the middle), so it cannot write in "
+                "front of a suffix: use a code model that was trained for it",
+                param="suffix",
+            )
+        bos = self.tokenizer.encode("")
+
+        def encode(text: str) -> list[int]:
+            return self.tokenizer.encode(text)[len(bos) :]
+
+        before = (
+            encode(request.prompt or "")
+            if request.prompt_tokens is None
+            else self._validate_tokens(list(request.prompt_tokens))
+        )
+        return bos + known.prompt(before, infill, encode)
 
     def _validate_token_id(self, token: int, param: str) -> None:
         if not 0 <= token < self.tokenizer.vocab_size:

@@ -58,4 +58,5 @@ def _num_chars(request: AnyRequest) -> int:
         request = request.request
     messages = request.messages or ()
     in_messages = sum(len(message.content) + _MESSAGE_CHARS for message in messages)
-    return in_messages + len(request.prompt or request.prompt_tokens or ())
+    in_infill = request.infill.num_chars if request.infill else 0
+    return in_messages + in_infill + len(request.prompt or request.prompt_tokens or ())

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from typing import Any
 
 import llama_cpp.llama_cpp as C
 import numpy as np
 
 from localgen.backends.errors import InvalidRequest
+from localgen.backends.infill import infill_tokens
 from localgen.backends.llamacpp.native import LlamaModel
 
 _PIECE_BYTES = 256
@@ -27,6 +30,17 @@ class LlamaCppTokenizer:
         self.bos = self._text(self._bos_id)
         self.eos = self._text(int(C.llama_vocab_eos(self._handle)))
         self._pieces: dict[int, bytes] = {}
+        self.infill_tokens = infill_tokens(
+            self._special(C.llama_vocab_fim_pre),
+            self._special(C.llama_vocab_fim_suf),
+            self._special(C.llama_vocab_fim_mid),
+            repository=self._special(C.llama_vocab_fim_rep),
+            file=self._special(C.llama_vocab_fim_sep),
+        )
+
+    def _special(self, get: Callable[[Any], int]) -> int | None:
+        token = int(get(self._handle))
+        return token if token >= 0 else None
 
     def _text(self, token: int) -> str:
         if token < 0:

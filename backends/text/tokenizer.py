@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from localgen.backends.infill import InfillTokens
+
 
 class Tokenizer(Protocol):
     """Converts text to token ids and back; implemented by each runner. Thread-safe."""
@@ -26,6 +28,11 @@ class Tokenizer(Protocol):
     @property
     def eos(self) -> str:
         """Text of the end-of-sequence token; empty if there is none."""
+        ...
+
+    @property
+    def infill_tokens(self) -> InfillTokens | None:
+        """Ids of the tokens for infill, or None if the model has none."""
         ...
 
     def encode(self, text: str) -> list[int]:

@@ -34,14 +34,13 @@ from localgen.server.models.manager import ModelManager
 from localgen.server.models.resident import KeepAlive, ResidentModel
 from localgen.server.ollama.routes import OllamaApi
 from localgen.server.openai import responses
+from localgen.server.openai.embedding_schema import EmbeddingRequest, normalize_embedding_input
 from localgen.server.openai.responses import ChatCompletionSerializer, CompletionSerializer
 from localgen.server.openai.schema import (
     ChatRequest,
     CompletionRequest,
-    EmbeddingRequest,
     LoadRequest,
     UnloadRequest,
-    normalize_embedding_input,
 )
 from localgen.server.requests.caller import Caller, is_local_request
 from localgen.server.requests.choices import fan_out_requests, requests_of_prompts
@@ -153,6 +152,7 @@ def _add_generation_routes(
         request = caller.new_request(
             body.to_sampling_params(),
             echo=body.echo,
+            infill=body.infill,
             priority=body.priority,
             ctx=body.ctx,
             cache_salt=body.cache_salt or "",

@@ -108,6 +108,11 @@ def read_gguf_tokenizer(file: GgufFile, vocab_size: int) -> HfTokenizer:
         hidden_ids=frozenset(
             i for i, kind in enumerate(vocabulary.types) if kind not in _VISIBLE_TYPES
         ),
+        infill={
+            name: token
+            for name in ("pre", "suf", "mid", "rep", "sep")
+            if (token := vocabulary.special_token(fields, f"fim_{name}_token_id")) is not None
+        },
     )
 
 

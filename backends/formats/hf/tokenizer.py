@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import tokenizers
 
 from localgen.backends.errors import InvalidRequest, LoadFailed
 from localgen.backends.formats.hf.folder import read_json, read_optional_json
+from localgen.backends.infill import find_infill_tokens
 from localgen.backends.sandbox import LimitExceeded, Sandbox
 from localgen.backends.sandbox_worker import CallLimits
 
@@ -79,7 +82,8 @@ class HfTokenizer:
     source: file to name in errors. vocab_size: rows of the embedding, which may exceed the number
     of tokens; LoadFailed is raised if it is smaller. bos, eos: as in Tokenizer. byte_level: tokens
     are spelled in GPT-2's byte alphabet. hidden_ids: tokens without text, besides special ones.
-    encoder: encodes in place of the tokenizer, with the same result.
+    encoder: encodes in place of the tokenizer, with the same result. infill: ids by name, as
+    find_infill_tokens takes them.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class HfTokenizer:
         byte_level: bool,
         hidden_ids: frozenset[int] = frozenset(),
         encoder: TextEncoder | None = None,
+        infill: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         if tokenizer.get_vocab_size() > vocab_size:
             raise LoadFailed(
@@ -112,6 +117,7 @@ class HfTokenizer:
         added = tokenizer.get_added_tokens_decoder()
         self._hidden_ids = hidden_ids.union(token for token, what in added.items() if what.special)
         self._added = {token: what.content for token, what in added.items()}
+        self.infill_tokens = find_infill_tokens(tokenizer.token_to_id, infill.get)
 
     @classmethod
     def from_folder(

@@ -8,8 +8,14 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import Infill, InfillFile
 from localgen.server.openai.schema import CompletionRequest
-from localgen.server.requests.body import Int32, drop_fields, reject_unsupported_fields
+from localgen.server.requests.body import (
+    Int32,
+    StrictModel,
+    drop_fields,
+    reject_unsupported_fields,
+)
 
 # accepted without effect: prompts are always cached, for every slot, and a context is never shifted
 _HARMLESS = ("id_slot", "n_keep", "n_discard")
@@ -23,6 +29,7 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "return_progress": (False,),
     "logprobs": (),
     "echo": (False,),
+    "suffix": ("",),
     "lora": ([],),
     "image_data": ([],),
     "multimodal_data": ([],),
@@ -91,3 +98,31 @@ class NativeCompletionRequest(CompletionRequest):
             logprobs=self.n_probs if wants_tokens else None,
             thinking_budget=self.chosen_thinking_budget(),
         )
+
+
+class ExtraFile(StrictModel):
+    """A part of another file, as context."""
+
+    text: str
+    filename: str = "tmp"
+
+
+class InfillRequest(NativeCompletionRequest):
+    """POST /infill. prompt: the beginning of the answer, behind input_prefix.
+
+    input_extra: other files.
+    """
+
+    prompt: str = ""
+    input_prefix: str
+    input_suffix: str
+    input_extra: list[ExtraFile] = Field(default_factory=list)
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        return [self.input_prefix + self.prompt]
+
+    @property
+    def infill(self) -> Infill:
+        files = tuple(InfillFile(each.filename, each.text) for each in self.input_extra)
+        return Infill(self.input_suffix, files)

@@ -7,7 +7,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, model_validator
 
 from localgen.backends.errors import InvalidRequest
-from localgen.server.openai.schema import normalize_embedding_input, validate_embedding_input
+from localgen.server.openai.embedding_schema import (
+    normalize_embedding_input,
+    validate_embedding_input,
+)
 from localgen.server.requests.body import RequestBody
 from localgen.server.requests.embeddings import EmbeddingVectors
 

@@ -14,7 +14,7 @@ import localgen
 from localgen.backends.model_info import ModelInfo
 from localgen.backends.types import Tokenized
 from localgen.server.llama_server.completion import NativeCompletionSerializer
-from localgen.server.llama_server.completion_schema import NativeCompletionRequest
+from localgen.server.llama_server.completion_schema import InfillRequest, NativeCompletionRequest
 from localgen.server.llama_server.embeddings import NativeEmbeddingRequest, native_embedding_body
 from localgen.server.llama_server.schema import ApplyTemplateBody, DetokenizeBody, TokenizeBody
 from localgen.server.llama_server.state import find_loaded, props_body, slots_body
@@ -51,9 +51,14 @@ class LlamaServerApi:
         async def completion(body: NativeCompletionRequest, http: HttpRequest) -> Response:
             return self._complete(body, Caller.from_request(http, body.user))
 
+        @router.post("/infill", response_model=None)
+        async def infill(body: InfillRequest, http: HttpRequest) -> Response:
+            return self._complete(body, Caller.from_request(http, body.user))
+
     def _complete(self, body: NativeCompletionRequest, caller: Caller) -> Response:
         request = caller.new_request(
             body.to_sampling_params(),
+            infill=body.infill,
             priority=body.priority,
             ctx=body.ctx,
             cache_salt=body.cache_salt or "",

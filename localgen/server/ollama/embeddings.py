@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from localgen.backends.errors import InvalidRequest
 from localgen.server.ollama.options import OllamaOptions, parse_ollama_keep_alive
-from localgen.server.openai.schema import validate_embedding_input
+from localgen.server.openai.embedding_schema import validate_embedding_input
 from localgen.server.requests.body import RequestBody, reject_unsupported_fields
 from localgen.server.requests.caller import Caller
 from localgen.server.requests.embeddings import EmbeddingJob, EmbeddingVectors

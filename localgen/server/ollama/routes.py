@@ -107,7 +107,7 @@ class OllamaApi:
 
         @router.post("/api/generate", response_model=None)
         async def generate(body: OllamaGenerateRequest, http: HttpRequest) -> Response:
-            if not body.prompt:
+            if not (body.prompt or body.suffix):
                 return await self._load_only(body, generate_content, http)
             return self._generate(body, generate_content, http)
 

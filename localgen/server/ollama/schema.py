@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.sampling_params import ANY_JSON_OBJECT, SamplingParams
-from localgen.backends.types import Message
+from localgen.backends.types import Infill, Message
 from localgen.server.models.resident import KeepAlive
 from localgen.server.ollama.messages import OllamaChatMessage, OllamaTool, from_ollama_messages
 from localgen.server.ollama.options import OllamaOptions, parse_ollama_keep_alive
@@ -22,7 +22,6 @@ from localgen.server.requests.parts import reject_images
 _UNSUPPORTED_TRUNCATION: dict[str, tuple[object, ...]] = {"truncate": (False,), "shift": (False,)}
 _UNSUPPORTED = _UNSUPPORTED_TRUNCATION | {"_debug_render_only": (False,)}
 _UNSUPPORTED_IN_GENERATE = _UNSUPPORTED | {
-    "suffix": ("",),
     "template": ("",),
     "context": ([],),
     "images": ([],),
@@ -104,10 +103,12 @@ class OllamaChatRequest(_OllamaGenerationRequest):
 class OllamaGenerateRequest(_OllamaGenerationRequest):
     """POST /api/generate. Without a prompt the model is only loaded, or unloaded.
 
-    raw: use the prompt without the chat template.
+    raw: use the prompt without the chat template. suffix: the text after the answer; the prompt is
+    then the text before it, without the template.
     """
 
     prompt: str | None = None
+    suffix: str | None = None
     system: str | None = None
     raw: bool | None = None
 
@@ -124,6 +125,12 @@ class OllamaGenerateRequest(_OllamaGenerationRequest):
             )
         if self.raw and self.think:
             raise InvalidRequest("raw prompts do not support think: leave it out", param="think")
+        if self.suffix:
+            if self.system or self.think:
+                raise InvalidRequest(
+                    "a suffix is for plain prompts: leave system and think out", param="suffix"
+                )
+            return {"prompt": self.prompt or "", "infill": Infill(self.suffix)}
         if self.raw:
             return {"prompt": self.prompt}
         system = (Message("system", self.system),) if self.system else ()

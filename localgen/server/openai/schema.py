@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.sampling_params import ANY_JSON_OBJECT, SAMPLERS, SamplingParams
+from localgen.backends.types import Infill
 from localgen.config import BadSetting, parse_keep_alive
 from localgen.server.openai.messages import ChatMessage
 from localgen.server.openai.reasoning import (
@@ -58,8 +59,6 @@ _HARMLESS = (
     *("metadata", "service_tier", "store", "verbosity", "cache_prompt"),
     *("prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
 )
-# per request, as in the OpenAI API
-MAX_EMBEDDING_INPUTS = 2048
 
 
 class StreamOptions(StrictModel):
@@ -260,11 +259,13 @@ class CompletionRequest(_GenerationRequest):
     """POST /v1/completions. prompt: a string, token ids, or a list of either.
 
     echo: answer and logprobs begin with those of the prompt; max_tokens may then be 0.
+    suffix: the text after the answer, for models that have tokens for infill.
     """
 
     prompt: str | list[int] | list[str] | list[list[int]]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool = False
+    suffix: str | None = None
     max_tokens: Annotated[
         Annotated[int, Field(ge=0, lt=2**63)] | None, BeforeValidator(no_limit_if_negative)
     ] = None
@@ -293,25 +294,17 @@ class CompletionRequest(_GenerationRequest):
             return [tokens]
         return [prompt for prompt in self.prompt if not isinstance(prompt, int)]
 
+    @property
+    def infill(self) -> Infill | None:
+        """What the answer is written into, or None for a plain continuation."""
+        return Infill(self.suffix) if self.suffix else None
+
     def to_sampling_params(self) -> SamplingParams:
         return self._to_sampling_params(
             max_tokens=self.max_tokens,
             logprobs=self.logprobs,
             thinking_budget=self.chosen_thinking_budget(),
         )
-
-
-class EmbeddingRequest(RequestBody):
-    """POST /v1/embeddings. input: a string, token ids, or a list of either."""
-
-    model: str | None = None
-    input: Annotated[
-        str | list[str] | list[int] | list[list[int] | str],
-        BeforeValidator(validate_embedding_input),
-    ]
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Count | None = None
-    user: str | None = None
 
 
 class LoadRequest(RequestBody):
@@ -366,35 +359,3 @@ def _one_of_synonyms(body: BaseModel, name: str, other: str) -> Any:
 
 def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
-
-
-def validate_embedding_input(value: Any) -> Any:
-    """Return the value. Raises InvalidRequest if it is not texts or token ids, or too many."""
-    inputs = [value] if _is_single_input(value) else value
-    if not isinstance(inputs, list) or not inputs:
-        raise InvalidRequest(
-            "input must be a string, token ids, or a list of either", param="input"
-        )
-    if len(inputs) > MAX_EMBEDDING_INPUTS:
-        raise InvalidRequest(
-            f"input has {len(inputs):,} texts, "
-            f"the limit is {MAX_EMBEDDING_INPUTS:,}: send several requests",
-            param="input",
-        )
-    for at, each in enumerate(inputs):
-        if not _is_single_input(each):
-            place = f"input[{at}]"
-            raise InvalidRequest(f"{place} is neither a string nor token ids", param=place)
-    return value
-
-
-def normalize_embedding_input(value: Any) -> tuple[str | tuple[int, ...], ...]:
-    """Convert a validated input to one item per embedding."""
-    inputs = [value] if _is_single_input(value) else value
-    return tuple(each if isinstance(each, str) else tuple(each) for each in inputs)
-
-
-def _is_single_input(value: Any) -> bool:
-    if isinstance(value, list):
-        return bool(value) and all(type(token) is int and 0 <= token < 2**31 for token in value)
-    return isinstance(value, str)
