@@ -83,7 +83,7 @@ class Request:
     priority: higher runs first.
     ctx: limit on prompt + completion in tokens, or None for the model's context length.
     cache_salt: only requests with the same salt share cached prefixes.
-    account: whose prompts it may be compared with; see engine/recent_prompts.py.
+    account: whose prompts it may be compared with; see engine/prefix_breaks.py.
     arrived_s: when the server received the request; TTFT and queue time are measured from here.
     stabilize: remove from the prompt what changes without a meaning (backends/text/stabilizer.py).
     tools: only with messages. tool_choice: auto, none, required or a function name.

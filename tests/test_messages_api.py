@@ -14,8 +14,8 @@ from real_server import RealServer, real_server
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.types import Delta, Finished, Message, Timings, ToolCall, ToolCallDelta
 from localgen.server.anthropic.content import AnthropicMessage, to_messages
-from localgen.server.anthropic.responses import MessageSerializer, anthropic_error_body
 from localgen.server.anthropic.schema import MessagesRequest
+from localgen.server.anthropic.serializer import MessageSerializer, anthropic_error_body
 from localgen.server.requests.choices import FinishedChoice
 
 QUESTION: Any = {"role": "user", "content": "What is 17 + 25?"}

@@ -14,8 +14,8 @@ from localgen.backends.types import Delta, Finished, Timings, ToolCall, ToolCall
 from localgen.server.ollama import options
 from localgen.server.ollama.messages import serialize_tool_calls
 from localgen.server.ollama.models import gpu_fraction
-from localgen.server.ollama.responses import OllamaSerializer, chat_content, generate_content
 from localgen.server.ollama.schema import OllamaChatRequest, OllamaGenerateRequest
+from localgen.server.ollama.serializer import OllamaSerializer, chat_content, generate_content
 from localgen.server.requests.choices import FinishedChoice
 from localgen.server.requests.protocol import ResponseMetadata
 

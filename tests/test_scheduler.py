@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localgen.backends.engine.fair_queue import AGING_S
-from localgen.backends.engine.prefill import MIN_SHARED_TOKENS
+from localgen.backends.engine.prompt_chunks import MIN_SHARED_TOKENS
 from localgen.backends.engine.scheduler import ADMISSION_INTERVAL_S, Scheduler
 from localgen.backends.engine.token_budget import MIN_PROMPT_TOKENS, TokenBudget
 from localgen.backends.errors import QueueFull

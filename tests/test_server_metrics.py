@@ -17,7 +17,7 @@ from serving import ServerHarness, chat_body, server_harness, wait_until
 from localgen.backends.types import EmbedRequest, Request
 from localgen.client.prometheus import MetricsParser
 from localgen.server.models.manager import ModelManager
-from localgen.server.openai.responses import CompletionSerializer
+from localgen.server.openai.serializer import CompletionSerializer
 from localgen.server.requests.embeddings import EmbeddingJob, compute_embeddings
 from localgen.server.requests.generation import GenerationJob, GenerationResponse
 from localgen.server.stats.recent_requests import RecentRequests

@@ -33,7 +33,7 @@ from localgen.server.stats.machine_watch import MAX_AGE_S, MachineWatch
 from localgen.server.stats.memory_reads import ReadCostCache, compute_read_cost
 from localgen.server.stats.recent_requests import MAX_RECENT_REQUESTS, RecentRequests
 from localgen.server.stats.request_log import RequestRecord
-from localgen.tui.top.requests import request_rows
+from localgen.tui.top.request_rows import request_rows
 from localgen.tui.top.timeline import timeline_lines
 
 

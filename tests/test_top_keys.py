@@ -30,8 +30,8 @@ from localgen.tui.themes import LIGHT, THEME_NAMES
 from localgen.tui.top.app import TopApp
 from localgen.tui.top.banner import Banner
 from localgen.tui.top.dashboard import Dashboard
-from localgen.tui.top.requests import REQUEST_COLUMNS
-from localgen.tui.top.table import RequestTable
+from localgen.tui.top.request_rows import REQUEST_COLUMNS
+from localgen.tui.top.request_table import RequestTable
 from localgen.tui.top.timeline import TimelineScreen
 from localgen.tui.widgets.dialog import ConfirmDialog
 

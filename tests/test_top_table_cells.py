@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.text import Text
 
-from localgen.tui.top.table import TextCell
+from localgen.tui.top.request_table import TextCell
 
 TEXTS = ("", "llama-8b", "12,345", "日本語のモデル", "e\u0301tude", "[bold]not markup[/]")
 

@@ -18,7 +18,7 @@ from localgen.tui.gauges.sample_builder import SampleBuilder
 from localgen.tui.gauges.samples import ServerSample
 from localgen.tui.top.app import TopApp
 from localgen.tui.top.dashboard import Dashboard
-from localgen.tui.top.table import RequestTable
+from localgen.tui.top.request_table import RequestTable
 
 Script = Callable[[Pilot[None], TopApp], Coroutine[Any, Any, None]]
 

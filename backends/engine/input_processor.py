@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from localgen.backends import sampling_params
 from localgen.backends.engine.embeddings import EmbeddingTask
-from localgen.backends.engine.recent_prompts import RecentPrompts
+from localgen.backends.engine.prefix_breaks import RecentPrompts
 from localgen.backends.errors import ContextExceeded, InvalidRequest
 from localgen.backends.runner.interface import Limits
 from localgen.backends.runner.sequence import Sequence

@@ -21,7 +21,7 @@ from localgen.backends.types import (
 
 # a model with shorter steps sends several tokens at once: the server and its client compute on the
 # same cores for each event, and so slow the next step down. A chat draws fifteen times a second.
-PUBLISH_INTERVAL_S = 0.05
+PUBLISH_INTERVAL_S = 1 / 15
 
 
 class Outbox:

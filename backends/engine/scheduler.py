@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from localgen.backends.engine.counters import SchedulerCounters
 from localgen.backends.engine.fair_queue import FairQueue, effective_priority
-from localgen.backends.engine.prefill import is_prefix_in_flight, prompt_chunks
+from localgen.backends.engine.prompt_chunks import is_prefix_in_flight, prompt_chunks
 from localgen.backends.engine.speculation.drafter import DraftProposal
 from localgen.backends.engine.token_budget import TokenBudget
 from localgen.backends.errors import QueueFull

@@ -33,15 +33,15 @@ from localgen.server.models.engine_watch import silence_s
 from localgen.server.models.manager import ModelManager
 from localgen.server.models.resident import KeepAlive, ResidentModel
 from localgen.server.ollama.routes import OllamaApi
-from localgen.server.openai import responses
+from localgen.server.openai import serializer
 from localgen.server.openai.embedding_schema import EmbeddingRequest, normalize_embedding_input
-from localgen.server.openai.responses import ChatCompletionSerializer, CompletionSerializer
 from localgen.server.openai.schema import (
     ChatRequest,
     CompletionRequest,
     LoadRequest,
     UnloadRequest,
 )
+from localgen.server.openai.serializer import ChatCompletionSerializer, CompletionSerializer
 from localgen.server.requests.caller import Caller, is_local_request
 from localgen.server.requests.choices import fan_out_requests, requests_of_prompts
 from localgen.server.requests.embeddings import EmbeddingJob, EmbeddingResponse
@@ -195,7 +195,7 @@ def _add_embedding_routes(
             dimensions=body.dimensions,
             allow_paths=caller.is_local,
         )
-        shown = partial(responses.embedding_list_body, as_base64=body.encoding_format == "base64")
+        shown = partial(serializer.embedding_list_body, as_base64=body.encoding_format == "base64")
         return EmbeddingResponse(manager, journal, job, shown)
 
 
@@ -216,7 +216,7 @@ def _add_model_routes(app: FastAPI, manager: ModelManager, state: ServerState) -
     async def load(body: LoadRequest, http: HttpRequest) -> Response:
         events = _load_events(manager, body, allow_paths=is_local_request(http.scope))
         if body.stream:
-            return EventStreamResponse(events, responses.SSE)
+            return EventStreamResponse(events, serializer.SSE)
         return LastEventResponse(events)
 
     @app.post("/v1/models/unload", response_model=None)
@@ -295,7 +295,7 @@ def _add_server_routes(
     async def stats(http: HttpRequest, stream: bool = False) -> Response:
         is_local = is_local_request(http.scope)
         if stream:
-            return EventStreamResponse(snapshots(is_local), responses.SSE)
+            return EventStreamResponse(snapshots(is_local), serializer.SSE)
         return _json_response(state.stats(is_local=is_local))
 
     @app.post("/v1/shutdown", response_model=None)
@@ -324,7 +324,7 @@ def _add_private_port_route(
         stabilize: the requests that come there.
         """
         _require_local(http, "localgen launch opens ports over the Unix socket only")
-        return EventStreamResponse(opened(stabilize), responses.SSE)
+        return EventStreamResponse(opened(stabilize), serializer.SSE)
 
     async def opened(stabilize: bool) -> AsyncGenerator[dict[str, str], None]:
         with manager.activity():  # the server does not exit while the program may call it

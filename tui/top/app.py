@@ -17,8 +17,8 @@ from localgen.tui.feed import FIRST_RETRY_S, SampleFeed, SampleReceived, ServerL
 from localgen.tui.gauges.samples import ServerSample
 from localgen.tui.themes import ThemeChoice
 from localgen.tui.top.dashboard import Dashboard
-from localgen.tui.top.requests import RequestRow
-from localgen.tui.top.table import RequestTable
+from localgen.tui.top.request_rows import RequestRow
+from localgen.tui.top.request_table import RequestTable
 from localgen.tui.top.timeline import TimelineScreen
 from localgen.tui.widgets.dialog import ConfirmDialog
 

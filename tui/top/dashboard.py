@@ -17,8 +17,8 @@ from localgen.tui.gauges.samples import ServerSample
 from localgen.tui.gauges.speculation import SpeculationGauge
 from localgen.tui.gauges.speed import SpeedGauge
 from localgen.tui.top.banner import Banner
-from localgen.tui.top.requests import request_rows
-from localgen.tui.top.table import RequestTable
+from localgen.tui.top.request_rows import request_rows
+from localgen.tui.top.request_table import RequestTable
 from localgen.tui.widgets.footer import KeyFooter
 from localgen.tui.widgets.notice import Notice
 

@@ -14,7 +14,7 @@ from textual.widgets import Static
 
 from localgen.backends.terminal_text import one_line
 from localgen.tui.gauges.samples import ServerSample
-from localgen.tui.top.requests import RequestRow, request_rows
+from localgen.tui.top.request_rows import RequestRow, request_rows
 from localgen.tui.widgets.dialog import Dialog
 from localgen.tui.widgets.numbers import (
     UNKNOWN_TEXT,

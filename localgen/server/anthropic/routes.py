@@ -9,8 +9,8 @@ from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
-from localgen.server.anthropic.responses import PATH, MessageSerializer, count_body
 from localgen.server.anthropic.schema import CountTokensRequest, MessagesRequest
+from localgen.server.anthropic.serializer import PATH, MessageSerializer, count_body
 from localgen.server.models.manager import ModelManager
 from localgen.server.requests.caller import Caller
 from localgen.server.requests.generation import GenerationJob, GenerationResponse

@@ -7,9 +7,9 @@ from typing import Any
 
 from starlette.responses import Response
 
-from localgen.server.anthropic import responses as anthropic
-from localgen.server.ollama import responses as ollama
-from localgen.server.openai import responses as openai
+from localgen.server.anthropic import serializer as anthropic
+from localgen.server.ollama import serializer as ollama
+from localgen.server.openai import serializer as openai
 from localgen.server.requests.protocol import encode_json, http_status_for_code
 
 

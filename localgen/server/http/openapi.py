@@ -6,8 +6,8 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from localgen.server.anthropic.responses import PATH as ANTHROPIC_PATH
-from localgen.server.ollama.responses import API_PREFIX as OLLAMA_PREFIX
+from localgen.server.anthropic.serializer import PATH as ANTHROPIC_PATH
+from localgen.server.ollama.serializer import API_PREFIX as OLLAMA_PREFIX
 
 _TEXT = {"type": "string"}
 _TEXT_OR_NULL = {"anyOf": [_TEXT, {"type": "null"}]}

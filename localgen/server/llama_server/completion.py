@@ -8,7 +8,7 @@ from typing import Any
 
 from localgen.backends.types import Delta, Finished, PositionLogprobs, TokenLogprob
 from localgen.server.llama_server.completion_schema import NativeCompletionRequest
-from localgen.server.openai.responses import KEEP_ALIVE_COMMENT, SseFraming, silence_comment
+from localgen.server.openai.serializer import KEEP_ALIVE_COMMENT, SseFraming, silence_comment
 from localgen.server.requests.choices import FinishedChoice
 from localgen.server.requests.protocol import Framing, ResponseMetadata, extension_fields
 

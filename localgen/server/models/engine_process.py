@@ -22,9 +22,9 @@ EngineCommand = list[str]
 LLAMACPP_ENGINE: EngineCommand = python_command("localgen.backends.llamacpp")
 CUDA_ENGINE: EngineCommand = python_command("localgen.backends.cuda")
 
-# how long a thread of GCC's OpenMP waits at a barrier before it sleeps, about 0.1 ms: thirty times
-# less than its default, which takes the core from a thread that the others wait for
-_OPENMP_SPINS = "10000"
+# how often a thread of GCC's OpenMP looks at a barrier before it sleeps, for about a millisecond: a
+# third of its default, which takes the core from a thread that the others wait for
+_OPENMP_SPINS = "100000"
 # how long a spare engine waits for a model
 SPARE_TIMEOUT_S = 30.0
 _MAX_LAST_LINES = 20

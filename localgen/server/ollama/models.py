@@ -17,7 +17,7 @@ from localgen.hub.metadata import ModelMetadata, catalog_entry_of, read_metadata
 from localgen.placement import free_memory
 from localgen.server.models.names import find_listed, listed_models
 from localgen.server.models.resident import ResidentModel, model_id
-from localgen.server.ollama.responses import format_timestamp
+from localgen.server.ollama.serializer import format_timestamp
 
 # no expiry: the largest duration of Go (int64 nanoseconds)
 _MAX_DURATION_S = 2**63 / 1e9

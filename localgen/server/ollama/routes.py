@@ -37,14 +37,6 @@ from localgen.server.ollama.embeddings import (
     ollama_embeddings_body,
 )
 from localgen.server.ollama.pull import PullEvent, stream_pull
-from localgen.server.ollama.responses import (
-    NDJSON,
-    ContentBuilder,
-    OllamaSerializer,
-    chat_content,
-    generate_content,
-    load_response,
-)
 from localgen.server.ollama.schema import (
     CopyRequest,
     DeleteRequest,
@@ -52,6 +44,14 @@ from localgen.server.ollama.schema import (
     OllamaGenerateRequest,
     PullRequest,
     ShowRequest,
+)
+from localgen.server.ollama.serializer import (
+    NDJSON,
+    ContentBuilder,
+    OllamaSerializer,
+    chat_content,
+    generate_content,
+    load_response,
 )
 from localgen.server.requests.caller import Caller
 from localgen.server.requests.embeddings import EmbeddingResponse

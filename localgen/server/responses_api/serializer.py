@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from localgen.backends.types import Delta, Finished, Message
-from localgen.server.openai.responses import KEEP_ALIVE_COMMENT, silence_comment
+from localgen.server.openai.serializer import KEEP_ALIVE_COMMENT, silence_comment
 from localgen.server.openai.tools import merge_tool_call_deltas, parse_arguments
 from localgen.server.requests.choices import FinishedChoice
 from localgen.server.requests.protocol import (

@@ -3,12 +3,12 @@
 Two launches. `scan_logits_kernel` reads every logit once and stores the maximum of each group of
 GROUP_TOKENS tokens and, for rows without truncation, the sampled token of each chunk.
 `sample_token_kernel` runs one program per row. Top-k and top-p become a threshold on the logits,
-found by a multi-pivot search over their bits as integers: first over the group maxima, which gives
-a lower bound and leaves few candidate groups (at most k groups hold any of the k best tokens), then
-over the tokens of these groups, in registers, until the bounds differ in their lower 16 bits only.
-Few values are left between them, one if the logits were bfloat16, so the bounds move to these. If
-too many groups remain (a large k, or a flat distribution under top-p alone), their logits are read
-again for every NUM_PIVOTS pivots.
+found by a multi-pivot search over their bits as integers. The first search is over the group
+maxima. It gives a lower bound and leaves few candidate groups, since at most k groups hold any of
+the k best tokens. The second is over the tokens of these groups, in registers, until the bounds
+differ in their lower 16 bits only. Few values are left between them, one if the logits were
+bfloat16, so the bounds move to these. If too many groups remain (a large k, or a flat distribution
+under top-p alone), their logits are read again for every NUM_PIVOTS pivots.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"

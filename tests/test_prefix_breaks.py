@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from localgen.backends.engine.recent_prompts import MAX_PROMPTS, RecentPrompts
+from localgen.backends.engine.prefix_breaks import MAX_PROMPTS, RecentPrompts
 from localgen.backends.prefix_break import PrefixBreak
 from localgen.backends.types import Message, Request, Tool
 

@@ -16,7 +16,12 @@ from textual.binding import Binding, BindingType
 from textual.message import Message
 from textual.widgets import DataTable
 
-from localgen.tui.top.requests import REQUEST_COLUMNS, RequestColumn, RequestRow, sort_request_rows
+from localgen.tui.top.request_rows import (
+    REQUEST_COLUMNS,
+    RequestColumn,
+    RequestRow,
+    sort_request_rows,
+)
 
 _ELLIPSIS = "…"
 
