@@ -120,10 +120,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedRequest:
-    """An embedding request for texts or token lists. Other fields as in Request."""
+    """An embedding request for texts or token lists. Other fields as in Request.
+
+    query: rank the inputs, which are texts, by their relevance for it: the vectors are scores.
+    """
 
     id: str
     inputs: tuple[str | tuple[int, ...], ...]
+    query: str | None = None
     client: str = ""
     arrived_s: float = 0.0
 
@@ -258,8 +262,8 @@ class Finished:
 class Embedded:
     """Successful end of an EmbedRequest.
 
-    vectors: float32 little-endian [inputs, width], normalized to length 1. prompt_tokens: tokens of
-    each input.
+    vectors: float32 little-endian [inputs, width], normalized to length 1, or for a query the
+    scores, [inputs, 1]. prompt_tokens: tokens of each input.
     """
 
     request_id: str

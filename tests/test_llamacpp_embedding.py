@@ -197,7 +197,7 @@ def test_memory_is_flat() -> None:
 
 def test_a_causal_model_that_ranks_says_so(tmp_path: Path) -> None:
     model = loaded(causal(tmp_path / "rank.gguf", RANK))
-    with pytest.raises(InvalidRequest, match=r"rank\.gguf is a reranking model"):
+    with pytest.raises(InvalidRequest, match=r"rank\.gguf is a reranking model without"):
         ours(model, TEXTS)
     model.runner.close()
 

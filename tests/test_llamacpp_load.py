@@ -271,7 +271,7 @@ def test_a_model_of_nan_is_refused(tmp_path: Path, tensor: str) -> None:
 
 def test_reranker_is_rejected(tmp_path: Path) -> None:
     path = files.bert(tmp_path / "rank.gguf", C.LLAMA_POOLING_TYPE_RANK)
-    assert "it is a reranking model, not an embedding model" in refusal(path)
+    assert "is a reranking model without a classifier" in refusal(path)
 
 
 def test_an_embedding_model_loads_and_refuses_to_chat(tmp_path: Path) -> None:

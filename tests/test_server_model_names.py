@@ -51,6 +51,10 @@ NAMING = {
     ("POST", "/completion"): Named(("model",), {"prompt": "a"}),
     ("POST", "/completions"): Named(("model",), {"prompt": "a"}),
     ("POST", "/infill"): Named(("model",), {"input_prefix": "a", "input_suffix": "b"}),
+    **{
+        ("POST", path): Named(("model",), {"query": "a", "documents": ["b"]})
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank", "/reranking", "/v1/reranking")
+    },
     ("POST", "/embedding"): Named(("model",), {"content": "a"}),
     ("POST", "/embeddings"): Named(("model",), {"content": "a"}),
     ("GET", "/props"): Named(("model",), {}),

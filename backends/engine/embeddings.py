@@ -34,13 +34,15 @@ _ITL_FRACTION = 0.5
 class EmbeddingTask:
     """A tokenized embedding request and its progress. Times as in backends/types.py.
 
-    num_scheduled: number of inputs computed or in the current batch.
+    num_scheduled: number of inputs computed or in the current batch. is_ranked: the vectors are
+    scores.
     """
 
     id: str
     inputs: list[list[int]]
     arrived_s: float = 0.0
     tokenize_ms: float = 0.0
+    is_ranked: bool = False
     num_scheduled: int = 0
     vectors: list[EmbeddingArray] = field(default_factory=list)
     started_s: float | None = None
@@ -185,9 +187,10 @@ class EmbeddingScheduler:
     # -- ends -------------------------------------------------------------------------------
 
     def _store_vectors(self, tasks: list[EmbeddingTask], vectors: EmbeddingArray) -> None:
-        for texts, vector in zip(tasks, l2_normalize(vectors), strict=True):
+        for texts, raw, normal in zip(tasks, vectors, l2_normalize(vectors), strict=True):
             if texts.is_ended:
                 continue
+            vector = raw if texts.is_ranked else normal
             texts.vectors.append(vector)
             if not np.isfinite(vector).all():
                 self._fail(texts, "internal_error", "the embeddings contain NaN or infinity")

@@ -18,7 +18,7 @@ from localgen.backends.text.prompt_renderer import PromptRenderer, RenderedPromp
 from localgen.backends.text.response_parser import ResponseParser
 from localgen.backends.text.stabilizer import stabilize
 from localgen.backends.text.template import PromptTemplate
-from localgen.backends.text.tokenizer import Tokenizer
+from localgen.backends.text.tokenizer import PairTokenizer, Tokenizer
 from localgen.backends.types import EmbedRequest, Infill, Request, Tokenized, TokenizeRequest
 
 MAX_STOP_STRINGS = 64
@@ -54,7 +54,10 @@ class InputProcessor:
         started_s = time.monotonic()
         if not self.limits.can_generate:
             raise InvalidRequest(
-                "this is an embedding model, which does not generate text: "
+                "this is a reranking model, which does not generate text: "
+                "use another model, or POST /v1/rerank"
+                if self.limits.can_rank
+                else "this is an embedding model, which does not generate text: "
                 "use another model, or POST /v1/embeddings",
                 param="model",
             )
@@ -134,9 +137,9 @@ class InputProcessor:
         started_s = time.monotonic()
         if not request.inputs:
             raise InvalidRequest("input is empty: give a text", param="input")
-        one = len(request.inputs) == 1
+        self._require_ranking(request.query is not None)
         inputs = [
-            self._tokenize_input(given, "input" if one else f"input[{at}]")
+            self._tokenize_input(given, request.query, at if len(request.inputs) > 1 else None)
             for at, given in enumerate(request.inputs)
         ]
         return EmbeddingTask(
@@ -144,21 +147,47 @@ class InputProcessor:
             inputs=inputs,
             arrived_s=request.arrived_s or started_s,
             tokenize_ms=(time.monotonic() - started_s) * 1e3,
+            is_ranked=request.query is not None,
         )
 
-    def _tokenize_input(self, text_or_tokens: str | tuple[int, ...], param: str) -> list[int]:
-        """Return the tokens of one input. param: its name in error messages."""
+    def _require_ranking(self, wanted: bool) -> None:
+        """Raise InvalidRequest if the model is (wanted: is not) a reranking model."""
+        if wanted and not self.limits.can_rank:
+            raise InvalidRequest(
+                "this is no reranking model: use the GGUF file of one (pooling type rank, with a "
+                "classifier), such as bge-reranker-v2-m3",
+                param="model",
+            )
+        if self.limits.can_rank and not wanted:
+            raise InvalidRequest(
+                "this is a reranking model and has no embeddings: use an embedding model, or "
+                "POST /v1/rerank",
+                param="model",
+            )
+
+    def _tokenize_input(
+        self, text_or_tokens: str | tuple[int, ...], query: str | None, at: int | None
+    ) -> list[int]:
+        """Return the tokens of one input, with a query of the pair.
+
+        at: its number, or None for a single one.
+        """
+        name = "input" if query is None else "documents"
+        param = name if at is None else f"{name}[{at}]"
         most = self.limits.max_len
-        if len(text_or_tokens) > most * (
-            MAX_CHARS_PER_TOKEN if isinstance(text_or_tokens, str) else 1
-        ):
+        size = len(text_or_tokens) + len(query or "")
+        if size > most * (MAX_CHARS_PER_TOKEN if isinstance(text_or_tokens, str) else 1):
             what = "characters" if isinstance(text_or_tokens, str) else "tokens"
             raise ContextExceeded(
-                f"{param} is {len(text_or_tokens):,} {what}, "
-                f"the context is {most:,} tokens: shorten it",
+                f"{param} is {size:,} {what}, the context is {most:,} tokens: shorten it",
                 param=param,
             )
-        if isinstance(text_or_tokens, str):
+        if query is not None:
+            assert isinstance(text_or_tokens, str)
+            assert isinstance(self.tokenizer, PairTokenizer)
+            tokens = self.tokenizer.encode_pair(query, text_or_tokens)
+            param = f"{param} with the query"
+        elif isinstance(text_or_tokens, str):
             tokens = self.tokenizer.encode_for_embedding(text_or_tokens) if text_or_tokens else []
         else:
             tokens = list(text_or_tokens)

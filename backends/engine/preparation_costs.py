@@ -53,7 +53,7 @@ def _constraint_hash(request: AnyRequest) -> int | None:
 
 def _num_chars(request: AnyRequest) -> int:
     if isinstance(request, EmbedRequest):
-        return sum(map(len, request.inputs))
+        return sum(map(len, request.inputs)) + len(request.query or "") * len(request.inputs)
     if isinstance(request, TokenizeRequest):
         request = request.request
     messages = request.messages or ()

@@ -40,14 +40,16 @@ class LlamaEmbedder:
     """Embeds texts with the weights of a model, in that model's compute thread.
 
     A causal model is computed in slices whose hidden states are pooled here. With bidirectional
-    attention, all texts of a request are computed in one batch.
+    attention, and of a reranking model, all texts of a request are computed in one batch.
     """
 
     def __init__(
         self, model: LlamaModel, options: LlamaOptions, executor: ThreadPoolExecutor
     ) -> None:
         self._model, self._options, self._executor = model, options, executor
-        self._is_bidirectional = not model.is_causal
+        self._ranks = model.can_rank
+        # all tokens of a text in one batch
+        self._is_whole = self._ranks or not model.is_causal
         self._free_cores = FreeCores(options.threads) if options.adapts_threads else None
         self._handle: Any = None
         self._batch = LlamaBatch(1)
@@ -56,21 +58,24 @@ class LlamaEmbedder:
     def embed(
         self, inputs: list[list[int]], max_tokens: Callable[[], int]
     ) -> Generator[EmbedSlice, None, None]:
-        """See Embedder.embed. Raises InvalidRequest for a reranking model, or OutOfMemory."""
-        if self._model.pooling_type == C.LLAMA_POOLING_TYPE_RANK:
+        """See Embedder.embed: of a reranking model, the inputs are pairs, the vectors scores.
+
+        Raises InvalidRequest for a reranking model without its classifier, or OutOfMemory.
+        """
+        if self._model.pooling_type == C.LLAMA_POOLING_TYPE_RANK and not self._ranks:
             raise InvalidRequest(
-                f"{self._model.path.name} is a reranking model and has no embeddings: "
-                "use an embedding model",
+                f"{self._model.path.name} is a reranking model without a classifier "
+                "(cls.weight, cls.output.weight): use another file",
                 param="model",
             )
         total = sum(map(len, inputs))
         self._ensure_context(total)
-        if self._is_bidirectional:
-            yield from self._embed_bidirectional(inputs, total)
+        if self._is_whole:
+            yield from self._embed_whole(inputs, total)
         else:
             yield from self._embed_causal(unscheduled_sequences(inputs), max_tokens)
 
-    def _embed_bidirectional(
+    def _embed_whole(
         self, inputs: list[list[int]], num_tokens: int
     ) -> Generator[EmbedSlice, None, None]:
         try:
@@ -150,13 +155,13 @@ class LlamaEmbedder:
         options = self._options
         params = C.llama_context_default_params()
         params.n_ctx = size
-        params.n_batch = params.n_ubatch = size if self._is_bidirectional else SLICE_TOKENS
+        params.n_batch = params.n_ubatch = size if self._is_whole else SLICE_TOKENS
         params.n_seq_max = MAX_INPUTS
         params.n_threads, params.n_threads_batch = options.threads, options.threads_batch
         params.flash_attn_type = FLASH_ATTN[options.flash_attn]
         params.kv_unified = params.swa_full = params.no_perf = True
         params.embeddings = True
-        pooled = self._model.pooling_type if self._is_bidirectional else C.LLAMA_POOLING_TYPE_NONE
+        pooled = self._model.pooling_type if self._is_whole else C.LLAMA_POOLING_TYPE_NONE
         params.pooling_type = pooled
         return params
 
@@ -184,7 +189,9 @@ class LlamaEmbedder:
 
     def _pooled_embedding(self, seq_id: int) -> EmbeddingArray:
         pointer = C.llama_get_embeddings_seq(self._handle, seq_id)
-        return _array(pointer, (self._model.embedding_width,)).copy()
+        # of several classes the first is `yes`
+        width = 1 if self._ranks else self._model.embedding_width
+        return _array(pointer, (width,)).copy()
 
     def _clear(self) -> None:
         memory = C.llama_get_memory(self._handle) if self._handle else None

@@ -7,7 +7,6 @@ from collections.abc import Callable, Generator
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 
-import llama_cpp.llama_cpp as C
 import numpy as np
 
 from localgen.backends.engine.loaded_model import LoadedModel
@@ -29,6 +28,9 @@ from localgen.backends.runner.interface import (
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.sampling_params import SamplingParams
 
+_EMBEDDING_NOTE = "an embedding model: it serves /v1/embeddings and cannot chat"
+_RANKING_NOTE = "a reranking model: it serves /v1/rerank and cannot chat"
+
 
 class EncoderRunner:
     """A ModelRunner and Embedder for a model without a KV cache: `admit` always raises NoRoom."""
@@ -45,6 +47,7 @@ class EncoderRunner:
             kv_tokens=0,
             can_rewind=False,
             can_generate=False,
+            can_rank=model.can_rank,
         )
 
     def embed(
@@ -87,11 +90,7 @@ def load_encoder(
     *,
     started_s: float,
 ) -> LoadedModel:
-    """Load an encoder and test-run it. Raises LoadFailed if it ranks texts or cannot run."""
-    if model.pooling_type == C.LLAMA_POOLING_TYPE_RANK:
-        raise LoadFailed(
-            f"cannot load {model.path}: it is a reranking model, not an embedding model"
-        )
+    """Load an encoder and test-run it. Raises LoadFailed if it cannot run."""
     ctx = min(options.ctx or model.ctx_train, model.ctx_train)
     runner = EncoderRunner(model, options, ctx)
     _test_run(runner, model)
@@ -116,9 +115,9 @@ def load_encoder(
         chat_template=None,
         sampling=SamplingParams(),
         options=options.to_load_options(ctx, 0),
-        notes=("an embedding model: it serves /v1/embeddings and cannot chat",),
+        notes=(_RANKING_NOTE if model.can_rank else _EMBEDDING_NOTE,),
         generates=False,
-        embedding_width=model.embedding_width,
+        embedding_width=0 if model.can_rank else model.embedding_width,
     )
     return LoadedModel(info=info, runner=runner, tokenizer=tokenizer, template=None)
 

@@ -95,7 +95,7 @@ def load_llamacpp_model(
         options=draft_loader.resolved_options(
             options.to_load_options(size.ctx, context.kv_tokens), draft
         ),
-        embedding_width=model.embedding_width,
+        embedding_width=0 if runner.limits.can_rank else model.embedding_width,
         notes=(
             *size.notes,
             *sampling_notes,

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localgen.backends.errors import InvalidRequest, LoadFailed
+from localgen.backends.formats.gguf.file import GgufFile
 from localgen.backends.formats.gguf.limits import check_gguf_numbers
 from localgen.backends.formats.gguf.reader import read_gguf_header
 from localgen.backends.llamacpp.free_cores import FreeCores
@@ -43,6 +44,7 @@ _POOLINGS = (
     C.LLAMA_POOLING_TYPE_LAST,
     C.LLAMA_POOLING_TYPE_RANK,
 )
+_CLASSIFIERS = {"cls.weight", "cls.output.weight"}
 # the second word of a description; 8x7B and 30B.A3B are no numbers
 _NAMED_SIZE = re.compile(r"(?<= )(?:(\d+(?:\.\d+)?)([KMB])|\?B)(?= |$)")
 _SIZE_UNITS = {"K": 1e3, "M": 1e6, "B": 1e9}
@@ -145,6 +147,13 @@ class LlamaModel:
         """LLAMA_POOLING_TYPE_* from the metadata; mean pooling if it is absent or unknown."""
         pooling = int(self.metadata_number(f"{self.architecture}.pooling_type") or 0)
         return pooling if pooling in _POOLINGS else C.LLAMA_POOLING_TYPE_MEAN
+
+    @property
+    def can_rank(self) -> bool:
+        """True for a reranking model with its classifier, without which llama.cpp aborts."""
+        if self.pooling_type != C.LLAMA_POOLING_TYPE_RANK:
+            return False
+        return not _CLASSIFIERS.isdisjoint(GgufFile(self.path).tensor_names())
 
     @property
     def is_causal(self) -> bool:

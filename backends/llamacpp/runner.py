@@ -83,6 +83,7 @@ class LlamaRunner:
             max_len=max_len,
             kv_tokens=context.kv_tokens,
             can_rewind=can_rewind,
+            can_rank=model.can_rank,
         )
         self.kv_cache = kv_cache
         self._batch = LlamaBatch(context.n_batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,14 @@ class LlamaCppTokenizer:
             file=self._special(C.llama_vocab_fim_sep),
         )
 
+        template = C.llama_model_chat_template(model.handle, b"rerank")
+        self._rerank_template = template.decode("utf-8", "replace") if template else ""
+        # WordPiece ends each text with its separator
+        ends_with_it = C.llama_vocab_type(self._handle) == C.LLAMA_VOCAB_TYPE_WPM
+        separator = self._special(C.llama_vocab_sep)
+        adds_it = bool(C.llama_vocab_get_add_sep(self._handle)) and not ends_with_it
+        self._separator = [separator] if adds_it and separator is not None else []
+
     def _special(self, get: Callable[[Any], int]) -> int | None:
         token = int(get(self._handle))
         return token if token >= 0 else None
@@ -57,6 +66,22 @@ class LlamaCppTokenizer:
     def encode_for_embedding(self, text: str) -> list[int]:
         """See Tokenizer.encode_for_embedding. Raises InvalidRequest like `encode`."""
         return self._tokens(text, add_special=True, parse_special=False)
+
+    def encode_pair(self, query: str, document: str) -> list[int]:
+        """See PairTokenizer. Raises InvalidRequest like `encode`.
+
+        By the model's own template, which has no special tokens for BERT: [CLS] query [SEP]
+        document [SEP], and for RoBERTa: <s> query </s> </s> document </s>.
+        """
+        if self._rerank_template:
+            marks = {"{query}": query, "{document}": document}
+            parts = re.split(r"(\{query\}|\{document\})", self._rerank_template)
+            text = "".join(marks.get(part, part) for part in parts)
+            return self._tokens(text, add_special=False, parse_special=True)
+        first, second = map(self.encode_for_embedding, (query, document))
+        if self._add_bos and second[:1] == [self._bos_id]:
+            del second[0]
+        return [*first, *self._separator, *second]
 
     def _tokens(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         try:

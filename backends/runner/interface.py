@@ -27,6 +27,8 @@ class Limits:
     decoding and no prefix cache.
     unsupported: fields of SamplingParams that this runner rejects.
     can_generate: False for an embedding-only model.
+    can_rank: a reranking model, whose Embedder returns one score for each pair of query and
+    document, and no embeddings; its tokenizer is a PairTokenizer.
     can_sample_drafts: can return the distribution that a token was sampled from, and verify sampled
     draft tokens against theirs.
     runs_ahead: launches the next decode step before it is requested, and discards it if drafts are
@@ -41,6 +43,7 @@ class Limits:
     can_rewind: bool
     unsupported: frozenset[str] = frozenset()
     can_generate: bool = True
+    can_rank: bool = False
     can_sample_drafts: bool = False
     runs_ahead: bool = False
 

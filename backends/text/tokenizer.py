@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from localgen.backends.infill import InfillTokens
 
@@ -49,4 +49,13 @@ class Tokenizer(Protocol):
 
     def piece(self, token: int) -> bytes:
         """Bytes of a token in the generated text; empty for control tokens."""
+        ...
+
+
+@runtime_checkable
+class PairTokenizer(Protocol):
+    """Tokenizer of a reranking model."""
+
+    def encode_pair(self, query: str, document: str) -> list[int]:
+        """Encode a query and a document in the form that the model was trained with."""
         ...

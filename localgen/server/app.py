@@ -47,6 +47,7 @@ from localgen.server.requests.choices import fan_out_requests, requests_of_promp
 from localgen.server.requests.embeddings import EmbeddingJob, EmbeddingResponse
 from localgen.server.requests.generation import GenerationJob, GenerationResponse
 from localgen.server.requests.protocol import ResponseSerializer, encode_json
+from localgen.server.requests.reranking import RerankApi
 from localgen.server.requests.streaming import EventStreamResponse, LastEventResponse
 from localgen.server.responses_api.routes import ResponsesApi
 from localgen.server.stats.metrics import CONTENT_TYPE, Metrics
@@ -88,6 +89,7 @@ def create_app(
     app.include_router(OllamaApi(manager, journal, access.timeout_s).router())
     app.include_router(AnthropicApi(manager, journal, access.timeout_s).router())
     app.include_router(ResponsesApi(manager, journal, access.timeout_s).router())
+    app.include_router(RerankApi(manager, journal, access.timeout_s).router())
     app.include_router(LlamaServerApi(manager, journal, access.timeout_s).router())
     ports = PrivatePorts(listen)
     _add_private_port_route(app, manager, ports, is_shutting_down)

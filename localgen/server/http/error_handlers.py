@@ -69,8 +69,9 @@ _JSON_TYPES = {
 
 def _validation_message(problem: Any) -> tuple[str, str | None]:
     """Return a one-line message for a pydantic error, and the path of its field if any."""
-    steps = [step for step in problem["loc"] if step not in ("body", "query", "str")]
-    steps = [step for step in steps if not str(step).startswith("list[")]
+    source, *inner = problem["loc"]
+    assert source in ("body", "query", "path", "header"), source
+    steps = [step for step in inner if step != "str" and not str(step).startswith("list[")]
     field = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
     field = field.removeprefix(".")
     match problem["type"]:

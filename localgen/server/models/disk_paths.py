@@ -12,7 +12,9 @@ from localgen.backends.model_info import ModelInfo
 # so a component ends only before `: ` and the next path: rather too much is taken than too little.
 _START = r"""[\s(\[{<"'`=,:]"""
 _COMPONENT = rf"(?:(?!:\s|{_START}~?/)[^/\n])+"
-_FOLDERS = re.compile(rf"(?:^|(?<={_START}))~?/(?![/\s])(?:{_COMPONENT}/)*")
+# routes that messages name
+_ROUTES = r"v1/(?:embeddings|rerank)(?![^\s,;])"
+_FOLDERS = re.compile(rf"(?:^|(?<={_START}))~?/(?![/\s])(?!{_ROUTES})(?:{_COMPONENT}/)*")
 # errors about other fields quote what the client sent
 _FIELDS_WITH_PATHS = (None, "model", "draft", "options")
 

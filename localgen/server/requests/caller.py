@@ -65,9 +65,15 @@ class Caller:
         """A request for the tokens of a prompt. fields: as in new_request."""
         return TokenizeRequest(self.new_request(SamplingParams(), **fields), add_special)
 
-    def new_embed_request(self, inputs: tuple[str | tuple[int, ...], ...]) -> EmbedRequest:
+    def new_embed_request(
+        self, inputs: tuple[str | tuple[int, ...], ...], query: str | None = None
+    ) -> EmbedRequest:
         return EmbedRequest(
-            id=self.request_id, client=self.client, arrived_s=self.arrived_s, inputs=inputs
+            id=self.request_id,
+            client=self.client,
+            arrived_s=self.arrived_s,
+            inputs=inputs,
+            query=query,
         )
 
 

@@ -70,6 +70,14 @@ class EmbeddingVectors:
         """Total tokens of all inputs."""
         return sum(self.output.prompt_tokens)
 
+    def scores(self) -> list[float]:
+        """The scores of a request with a query, in input order."""
+        import numpy as np  # lazy, as below
+
+        assert self.output.width == 1
+        scores: list[float] = np.frombuffer(self.output.vectors, "<f4").tolist()
+        return scores
+
     def to_array(self) -> NDArray[np.float32]:
         """Return float32 little-endian [inputs, dimensions], rows normalized to unit length."""
         import numpy as np  # lazy: servers without embeddings do not need it
