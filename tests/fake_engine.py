@@ -228,13 +228,14 @@ class FakeEngine:
         return tuple(done)
 
     def embedded(self, request: EmbedRequest) -> Embedded:
-        vectors = [struct.pack(f"<{WIDTH}f", *vector_of(text)) for text in request.inputs]
+        width = WIDTH if request.query is None else 1
+        vectors = [struct.pack(f"<{width}f", *vector_of(text)[:width]) for text in request.inputs]
         counts = tuple(map(len, request.inputs))
         timings = Timings(prompt_n=sum(counts), prompt_ms=3.0, queue_ms=1.0)
         return Embedded(
             request_id=request.id,
             vectors=b"".join(vectors),
-            width=WIDTH,
+            width=width,
             prompt_tokens=counts,
             timings=timings,
         )

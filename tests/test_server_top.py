@@ -431,3 +431,25 @@ def test_missing_gpu_metrics_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", cast(Any, broken))
     assert gpus.read_gpu_metrics() == ()
     assert broken.open == 0
+
+
+def test_a_key_ends_only_its_own_requests() -> None:
+    other = {"x-api-key": "another-key-of-some-length"}
+    with tcp_server(keys=[KEY, other["x-api-key"]]) as opened:
+        harness = opened.harness
+        model = harness.named("slow", token_s=0.02)
+        for headers, what, ending in (
+            (AUTH, "cancel", "cancelled"),
+            (AUTH, "answer-now", "answering"),
+            ({}, "cancel", "cancelled"),
+        ):
+            body = chat_body(model, MANY_WORDS, stream=True)
+            with opened.http.stream(
+                "POST", "/v1/chat/completions", json=body, headers=AUTH
+            ) as reply:
+                path = f"/v1/requests/{reply.headers['x-request-id']}/{what}"
+                assert opened.http.post(path, headers=other).json() == {ending: False}
+                owner = opened.http if headers else harness.http  # else over the Unix socket
+                assert owner.post(path, headers=headers).json() == {ending: True}
+                reason = "stop" if what == "answer-now" else "cancelled"
+                assert f'"finish_reason":"{reason}"' in reply.read().decode()

@@ -233,7 +233,7 @@ def test_a_stopped_server_does_not_take_its_engines_for_hung() -> None:
 
 def test_a_stream_is_told_each_time_that_the_silence_has_doubled() -> None:
     engine: Any = None
-    stream = RequestStream(engine, ["a"])
+    stream = RequestStream(engine, ["a"], "")
     for second in range(10, 200):
         stream.announce_silence(float(second))
     events = asyncio.run(stream.next_events())

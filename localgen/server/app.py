@@ -229,12 +229,14 @@ def _add_model_routes(app: FastAPI, manager: ModelManager, state: ServerState) -
 
 def _add_request_routes(app: FastAPI, manager: ModelManager) -> None:
     @app.post("/v1/requests/{request_id}/cancel", response_model=None)
-    async def cancel(request_id: str) -> Response:
-        return _json_response({"cancelled": manager.cancel(request_id)})
+    async def cancel(request_id: str, http: HttpRequest) -> Response:
+        owner = Caller.from_request(http).key_account
+        return _json_response({"cancelled": manager.cancel(request_id, owner)})
 
     @app.post("/v1/requests/{request_id}/answer-now", response_model=None)
-    async def answer_now(request_id: str) -> Response:
-        return _json_response({"answering": manager.answer_now(request_id)})
+    async def answer_now(request_id: str, http: HttpRequest) -> Response:
+        owner = Caller.from_request(http).key_account
+        return _json_response({"answering": manager.answer_now(request_id, owner)})
 
 
 async def _load_events(

@@ -83,10 +83,10 @@ class Silence:
 class RequestStream:
     """Ordered events of one or more requests. The last event of each is Finished or Failed."""
 
-    __slots__ = ("_announced_s", "_engine", "_events", "_has_events", "_request_ids")
+    __slots__ = ("_announced_s", "_engine", "_events", "_has_events", "_request_ids", "account")
 
-    def __init__(self, engine: EngineClient, request_ids: Sequence[str]) -> None:
-        self._engine = engine
+    def __init__(self, engine: EngineClient, request_ids: Sequence[str], account: str) -> None:
+        self._engine, self.account = engine, account
         self._request_ids = request_ids
         self._events: list[RequestEvent] = []
         self._has_events = asyncio.Event()
@@ -198,7 +198,7 @@ class EngineClient(asyncio.Protocol):
                 f"{self._max_requests}: try again later"
             )
         frames = [self._encode_frame(wire.Submit(request)) for request in requests]
-        stream = RequestStream(self, [request.id for request in requests])
+        stream = RequestStream(self, [each.id for each in requests], requests[0].account)
         self._streams |= dict.fromkeys((request.id for request in requests), stream)
         self._write(b"".join(frames))
         return stream
@@ -242,16 +242,24 @@ class EngineClient(asyncio.Protocol):
         if self._streams.pop(request_id, None) is not None:
             self._send(wire.Cancel(request_id))
 
-    def cancel_request(self, request_id: str) -> bool:
-        """Cancel a generation request: it finishes, as cancelled. Returns False if it has ended."""
-        if request_id not in self._streams:
+    def cancel_request(self, request_id: str, account: str | None = None) -> bool:
+        """Cancel a generation request: it finishes, as cancelled.
+
+        account: of its owner, or None if it does not matter. Returns False if it has ended.
+        """
+        stream = self._streams.get(request_id)
+        if stream is None or account not in (None, stream.account):
             return False
         self._send(wire.Cancel(request_id))
         return True
 
-    def answer_now(self, request_id: str) -> bool:
-        """End the reasoning of a generation request, of all its choices. False if it has ended."""
-        running = [one for one in self._streams if f"{one}-".startswith(f"{request_id}-")]
+    def answer_now(self, request_id: str, account: str | None = None) -> bool:
+        """End the reasoning of a request, of all its choices; otherwise as cancel_request."""
+        running = [
+            one
+            for one, stream in self._streams.items()
+            if f"{one}-".startswith(f"{request_id}-") and account in (None, stream.account)
+        ]
         for one in running:
             self._send(wire.AnswerNow(one))
         return bool(running)

@@ -294,13 +294,16 @@ class ModelManager:
         self._closing = True
         self._swap_queue.close()
 
-    def cancel(self, request_id: str) -> bool:
-        """Cancel a running or waiting generation request. Returns False if there is none."""
-        return any(resident.engine.cancel_request(request_id) for resident in self.residents)
+    def cancel(self, request_id: str, account: str | None) -> bool:
+        """Cancel a running or waiting generation request.
 
-    def answer_now(self, request_id: str) -> bool:
-        """End the reasoning of a running or waiting request. Returns False if there is none."""
-        return any(resident.engine.answer_now(request_id) for resident in self.residents)
+        account: of its owner, or None for any. Returns False if there is none.
+        """
+        return any(each.engine.cancel_request(request_id, account) for each in self.residents)
+
+    def answer_now(self, request_id: str, account: str | None) -> bool:
+        """End the reasoning of a running or waiting request; otherwise as cancel()."""
+        return any(each.engine.answer_now(request_id, account) for each in self.residents)
 
     def fail_all(self, code: str, message: str) -> None:
         """Fail every request with this error."""

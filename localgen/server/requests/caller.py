@@ -49,6 +49,11 @@ class Caller:
             scope["stabilize"],
         )
 
+    @property
+    def key_account(self) -> str | None:
+        """The account of an API key, whose requests alone it may end. None without a key."""
+        return self.account if self.account.startswith(KEY_ACCOUNT_PREFIX) else None
+
     def new_request(self, params: SamplingParams, **fields: Any) -> Request:
         """The request of this caller. fields: other fields of Request."""
         return Request(
