@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,50 @@ def test_a_request_without_a_model_gets_that_of_serve(tmp_path: Path) -> None:
         assert options_of(server, "copied")["ctx"] == 300
 
 
+def pulled(cache: Path, revision: str) -> None:
+    """A model in the cache, as a download of this commit leaves it."""
+    repo = cache / "models--acme--Chat-GGUF"
+    file = repo / "snapshots" / revision / "chat-F16.gguf"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(resolve_model("tiny").path.read_bytes())
+    (repo / "refs").mkdir(exist_ok=True)
+    (repo / "refs" / "main").write_text(revision)
+
+
+def test_a_model_stays_the_same_when_a_newer_commit_is_pulled(tmp_path: Path) -> None:
+    """Its options, its name in lists and metrics, and that it is loaded."""
+    name = "acme/Chat-GGUF:F16"
+    pulled(tmp_path, "1" * 40)
+    with real_server("acme/chat-gguf", "--ctx", "300", HF_HUB_CACHE=str(tmp_path)) as server:
+        assert ctx_of_answer(server) == 300
+        pulled(tmp_path, "2" * 40)
+        for spelling in (name, "acme/chat-gguf", "chat-F16"):
+            assert ctx_of_answer(server, model=spelling) == 300
+        loaded = httpx.get(f"{server.url}/v1/stats").json()["models"]
+        assert [each["name"] for each in loaded] == [name]
+        cards = httpx.get(f"{server.url}/v1/models").json()["data"]
+        assert [each["state"] for each in cards if each["id"] == name] == ["loaded"]
+        unload = httpx.post(f"{server.url}/v1/models/unload", json={"model": "chat-F16"})
+        assert unload.json() == {"unloaded": True}
+        assert ctx_of_answer(server) == 300
+        assert options_of(server, name)["ctx"] == 300
+        metrics = httpx.get(f"{server.url}/metrics").text
+        assert set(re.findall(r'model_name="([^"]*)"', metrics)) == {name}
+        assert "2222" in server.log.read_text(), "the newer file was loaded"
+
+
+def test_a_context_for_every_model_is_at_most_what_it_was_trained_for() -> None:
+    with real_server("--ctx", "100000") as server:
+        assert ctx_of_answer(server) == 2048
+        assert options_of(server)["ctx"] == 2048
+        said = "tiny was trained for 2,048 tokens: its context is that, not 100,000 as in --ctx"
+        assert said in server.log.read_text()
+        # what a request asks for is not changed
+        load = {"model": "tiny", "options": {"ctx": 100000}}
+        reply = httpx.post(f"{server.url}/v1/models/load", json=load, timeout=60)
+        assert (reply.status_code, "use 1 to 2,048" in reply.text) == (400, True), reply.text
+
+
 def test_an_option_of_one_model_needs_a_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,9 +157,18 @@ def test_what_is_requested_comes_first() -> None:
     assert every.complete(file, LoadOptions()) == mine
     assert every.complete(file, LoadOptions(ctx=5)) == LoadOptions(ctx=5, threads=2)
     assert every.complete(other, LoadOptions(prefix_cache=False)).prefix_cache is False
-    one = ServeOptions(load=mine, model="a", path=file.path)
+    one = ServeOptions(load=mine, model="a", identity=file.identity)
     assert one.complete(file, LoadOptions(threads=1)) == LoadOptions(ctx=10, threads=1)
     assert one.complete(other, LoadOptions()) == LoadOptions()
+
+
+def test_files_of_one_quantization_are_several_models() -> None:
+    first, second = (
+        ModelFile("a/b:Q8_0", Path(f"/c/{commit}/{stem}-Q8_0.gguf"), 0, (), "cache")
+        for commit, stem in (("1", "x"), ("1", "y"))
+    )
+    newer = replace(first, path=Path("/c/2/x-Q8_0.gguf"))
+    assert first.identity == newer.identity != second.identity
 
 
 def test_error_texts_name_options_that_serve_has() -> None:

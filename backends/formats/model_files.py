@@ -32,6 +32,17 @@ class ModelFile:
         """Otherwise it is a folder with config.json and safetensors."""
         return self.path.suffix.lower() == ".gguf"
 
+    @property
+    def identity(self) -> str:
+        """What a model keeps when a download brings a newer commit: names, without the commit's.
+
+        Elsewhere than in the cache the path.
+        """
+        if self.source != "cache":
+            return str(self.path)
+        # a repository may have several files of one quantization, which share a name
+        return f"{self.name} {stem_of(self.path) if self.is_gguf else ''}"
+
 
 def stem_of(path: Path) -> str:
     """Name of a model file without `.gguf` and the shard number."""

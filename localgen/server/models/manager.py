@@ -267,12 +267,12 @@ class ModelManager:
         if found is not None:
             return found
         try:
-            path = (await self._resolve_file(name, allow_paths)).path
+            file = await self._resolve_file(name, allow_paths)
         except ModelNotFound:
             return find_by_short_name(self.residents, name, allow_paths)
         except LocalgenError:
             return None
-        return next((r for r in self.residents if r.file.path == path), None)
+        return next((r for r in self.residents if r.file.identity == file.identity), None)
 
     def forget_name(self, name: str) -> None:
         """Drop the cached resolution of a name, which now means another model or none."""
@@ -357,10 +357,10 @@ class ModelManager:
         self, file: ModelFile, options: LoadOptions, allow_paths: bool
     ) -> ResidentModel:
         """Return the resident of a file. Concurrent requests share one load."""
-        options = self.serve_options.complete(file, options)
+        options = await asyncio.to_thread(self.serve_options.complete, file, options)
         async with self._admission:
             for resident in self.residents:
-                if resident.file.path == file.path:
+                if resident.file.identity == file.identity:
                     self._swap_queue.require_turn(resident)
                     return resident
             await self._pool.wait_for_exits()

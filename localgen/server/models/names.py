@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 
 from localgen.backends.errors import InvalidRequest, ModelNotFound
 from localgen.backends.formats.model_files import ModelFile
@@ -89,13 +88,13 @@ class UniqueNames:
     """
 
     def __init__(self) -> None:
-        self._paths: dict[str, set[Path]] = {}
+        self._identities: dict[str, set[str]] = {}
 
     def claim(self, file: ModelFile, residents: Iterable[ResidentModel]) -> ModelFile:
         """The file by its unique name; a resident of the same name is renamed."""
-        paths = self._paths.setdefault(file.name, set())
-        paths.add(file.path)
-        if len(paths) == 1:
+        identities = self._identities.setdefault(file.name, set())
+        identities.add(file.identity)
+        if len(identities) == 1:
             return file
         for resident in residents:
             if resident.file.name == file.name:

@@ -57,7 +57,7 @@ class Preload:
         load = replace(self._options.load, draft=self._draft)
         async with self._manager.acquire(name, load, allow_paths=True) as (resident, _):
             # when it is loaded again, too
-            self._manager.serve_options = replace(self._options, path=resident.file.path)
+            self._manager.serve_options = replace(self._options, identity=resident.file.identity)
 
     def _on_load_done(self, task: asyncio.Task[None]) -> None:
         if task.cancelled() or (error := task.exception()) is None:

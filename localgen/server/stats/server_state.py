@@ -92,7 +92,7 @@ class ServerState:
         return self._build_card(file, name, allow_paths)
 
     def _build_card(self, file: ModelFile, name: str, with_paths: bool) -> dict[str, Any]:
-        loaded = {resident.file.path: resident for resident in self._manager.residents}
+        loaded = {resident.file.identity: resident for resident in self._manager.residents}
         return {
             "id": name,
             "object": "model",
@@ -100,7 +100,7 @@ class ServerState:
             "owned_by": "localgen",
             "path": str(file.path) if with_paths else "",
             "size_bytes": file.size_bytes,
-            "state": loaded[file.path].state if file.path in loaded else "available",
+            "state": loaded[file.identity].state if file.identity in loaded else "available",
             "source": file.source,
             "hash": model_id(file),
         }
