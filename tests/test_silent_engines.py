@@ -39,14 +39,10 @@ from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import Message
 from localgen.client import Completion, TextDelta
 from localgen.client.stream import _read_comment, iter_sse_data
-from localgen.server.models.engine_client import (
-    EngineSilent,
-    ProcessUsage,
-    RequestStream,
-    Silence,
-)
+from localgen.server.models.engine_client import ProcessUsage, Silence
 from localgen.server.models.engine_process import EngineProcess
 from localgen.server.models.engine_watch import SILENT_AFTER_S, EngineWatch
+from localgen.server.models.request_stream import EngineSilent, RequestStream
 
 # a hang guard: what is waited for happens within seconds on an idle machine
 LONG_S = 60.0
@@ -232,8 +228,8 @@ def test_a_stopped_server_does_not_take_its_engines_for_hung() -> None:
 
 
 def test_a_stream_is_told_each_time_that_the_silence_has_doubled() -> None:
-    engine: Any = None
-    stream = RequestStream(engine, ["a"], "")
+    nothing: Any = None
+    stream = RequestStream(["a"], "", abort=nothing, cancel=nothing)
     for second in range(10, 200):
         stream.announce_silence(float(second))
     events = asyncio.run(stream.next_events())

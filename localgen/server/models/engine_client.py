@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,6 @@ from localgen.backends.errors import (
 from localgen.backends.messages import MAX_FRAME_BYTES, FrameDecoder, encode_frame
 from localgen.backends.model_info import ModelInfo, ModelLoadRequest
 from localgen.backends.types import (
-    Delta,
     Embedded,
     EmbedRequest,
     EngineStats,
@@ -34,16 +33,7 @@ from localgen.backends.types import (
     TokenizeRequest,
 )
 from localgen.server.models.engine_process import EngineLogPipe, EngineProcess, describe_exit_status
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSilent:
-    """The engine has sent nothing for so long; no end of a request."""
-
-    silent_s: float
-
-
-RequestEvent = Delta | Finished | Failed | EngineSilent
+from localgen.server.models.request_stream import RequestStream
 
 # after the socket closes, streams wait this long for the exit status of the process
 _EXIT_STATUS_TIMEOUT_S = 0.3
@@ -78,60 +68,6 @@ class Silence:
     silent_s: float = 0.0
     hung_s: float = 0.0
     usage: ProcessUsage | None = None
-
-
-class RequestStream:
-    """Ordered events of one or more requests. The last event of each is Finished or Failed."""
-
-    __slots__ = ("_announced_s", "_engine", "_events", "_has_events", "_request_ids", "account")
-
-    def __init__(self, engine: EngineClient, request_ids: Sequence[str], account: str) -> None:
-        self._engine, self.account = engine, account
-        self._request_ids = request_ids
-        self._events: list[RequestEvent] = []
-        self._has_events = asyncio.Event()
-        self._announced_s = 0.0
-
-    def put(self, event: RequestEvent) -> None:
-        self._events.append(event)
-        self._has_events.set()
-
-    async def next_events(self) -> list[RequestEvent]:
-        """Wait for and return all events since the last call, at least one."""
-        await self._has_events.wait()
-        self._has_events.clear()
-        events, self._events = self._events, []
-        return events
-
-    async def wait(self, timeout_s: float) -> bool:
-        """Wait for an event. Returns False after the timeout."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._has_events.wait()
-        except TimeoutError:
-            return False
-        return True
-
-    def announce_silence(self, silent_s: float) -> None:
-        """Put an EngineSilent each time that the silence has doubled."""
-        if silent_s >= 2 * self._announced_s:
-            self._announced_s = silent_s
-            self.put(EngineSilent(silent_s))
-
-    def abort(self) -> None:
-        """Cancel the unfinished requests; no event follows."""
-        for request_id in self._request_ids:
-            self._engine.abort(request_id)
-
-    def cancel(self) -> None:
-        """Cancel the unfinished requests; they finish as cancelled."""
-        for request_id in self._request_ids:
-            self._engine.cancel_request(request_id)
-
-    def fail(self, code: str, message: str) -> None:
-        """Cancel the unfinished requests, with a Failed as the last event."""
-        self.abort()
-        self.put(Failed(self._request_ids[0], code, message))
 
 
 class EngineClient(asyncio.Protocol):
@@ -198,7 +134,12 @@ class EngineClient(asyncio.Protocol):
                 f"{self._max_requests}: try again later"
             )
         frames = [self._encode_frame(wire.Submit(request)) for request in requests]
-        stream = RequestStream(self, [each.id for each in requests], requests[0].account)
+        stream = RequestStream(
+            [each.id for each in requests],
+            requests[0].account,
+            abort=self.abort,
+            cancel=self.cancel_request,
+        )
         self._streams |= dict.fromkeys((request.id for request in requests), stream)
         self._write(b"".join(frames))
         return stream

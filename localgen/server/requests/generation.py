@@ -15,9 +15,9 @@ from localgen.backends.errors import LocalgenError, TimedOut, error_from_code
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import Delta, Failed, Finished, Request
 from localgen.server.models.disk_paths import error_message
-from localgen.server.models.engine_client import EngineSilent, RequestEvent, RequestStream
 from localgen.server.models.manager import ModelManager
 from localgen.server.models.names import answered_name
+from localgen.server.models.request_stream import EngineSilent, RequestEvent, RequestStream
 from localgen.server.models.resident import KeepAlive
 from localgen.server.requests.choices import FinishedChoice, merge_finished
 from localgen.server.requests.protocol import Framing, ResponseMetadata, ResponseSerializer

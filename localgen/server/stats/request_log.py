@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 from localgen.backends.terminal_text import one_line
 from localgen.backends.types import Delta, Failed, Finished
-from localgen.server.models.engine_client import RequestEvent
+from localgen.server.models.request_stream import RequestEvent
 
 # finish reason of embedding requests
 EMBEDDED_REASON = "embedded"
