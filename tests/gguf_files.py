@@ -157,12 +157,27 @@ def _random(
     arrays: Mapping[str, list[int]] = {},
 ) -> Path:
     """A model with random weights and the built-in model's vocabulary."""
+    random = np.random.default_rng(0)
+    weights = {name: random.normal(size=shape) for name, shape in shapes.items()}
+    return with_weights(target, architecture, changes, weights, arrays)
+
+
+def with_weights(
+    target: Path,
+    architecture: str,
+    changes: Mapping[str, Change],
+    weights: Mapping[str, Any],
+    arrays: Mapping[str, Sequence[Any]] = {},
+) -> Path:
+    """A model with these weights and the built-in model's vocabulary. weights: without `.weight`.
+
+    arrays: more metadata.
+    """
     writer = _writer(target, gguf.GGUFReader(TINY_GGUF), changes, architecture, {})
     for key, values in arrays.items():
         writer.add_array(key, values)
-    random = np.random.default_rng(0)
-    for name, shape in shapes.items():
-        writer.add_tensor(f"{name}.weight", random.normal(size=shape).astype(np.float32))
+    for name, weight in weights.items():
+        writer.add_tensor(f"{name}.weight", np.asarray(weight, np.float32))
     return _write(writer, target)
 
 

@@ -15,6 +15,7 @@ from real_server import real_server
 
 pytest.importorskip("torch")
 
+from causal_reranker import CausalReranker
 from reranker import Reranker, make_reranker
 
 from localgen.backends.llamacpp.native import LlamaModel
@@ -113,6 +114,20 @@ def test_what_is_refused(http: httpx.Client) -> None:
     ):
         reply = http.post(path, json=body)
         assert (reply.status_code, said in reply.text) == (400, True), (body, reply.text)
+
+
+def test_a_decoder_gives_the_probability_of_yes(tmp_path: Path) -> None:
+    """As Qwen3-Reranker: two classes, the last token's."""
+    causal = CausalReranker(tmp_path, "<|im_start|>{query}\n{document}<|im_end|>")
+    model, tokenizer = pair_tokenizer(causal.path)
+    pairs = [tokenizer.encode_pair(QUERY, document) for document in DOCUMENTS]
+    model.close()
+    expected = [causal.score(tokens) for tokens in pairs]
+    assert max(expected) - min(expected) > 0.2, "the documents differ"
+    with real_server(str(causal.path)) as server, httpx.Client(base_url=server.url) as client:
+        results = rerank(client, model="causal")["results"]
+    scores = {each["index"]: each["relevance_score"] for each in results}
+    assert [scores[at] for at in range(len(DOCUMENTS))] == pytest.approx(expected, abs=TOLERANCE)
 
 
 def pair_tokenizer(path: Path) -> tuple[LlamaModel, LlamaCppTokenizer]:
