@@ -9,8 +9,8 @@ from localgen.backends.units import format_duration, format_elapsed
 
 # fewer tokens than this are not worth a report
 MIN_TOKENS_AGAIN = 256
-# a cache of pages holds up to a page less than the common prefix
-_PAGE_SLACK = 32
+# a cache of pages holds whole pages of the common prefix
+_PAGE_TOKENS = 16
 _LONG_MS = 10_000
 
 
@@ -34,12 +34,14 @@ class PrefixBreak:
     ms: float = 0.0
 
     def measured(self, *, cached: int, computed: int, prompt_ms: float) -> PrefixBreak | None:
-        """With what the prompt took; None if the earlier prefix was evicted, or little was lost.
+        """With what the prompt took, or None if the earlier prefix was evicted, or little was lost.
 
-        cached, computed: prompt tokens from the prefix cache, and computed.
+        cached, computed: prompt tokens from the prefix cache, and computed. Without a cached token
+        nothing shows that the earlier prompt was still there.
         """
         tokens = min(self.tokens, computed)
-        if cached < self.token - _PAGE_SLACK or tokens < MIN_TOKENS_AGAIN:
+        whole_pages = self.token // _PAGE_TOKENS * _PAGE_TOKENS
+        if cached < max(1, whole_pages) or tokens < MIN_TOKENS_AGAIN:
             return None
         return replace(self, tokens=tokens, ms=prompt_ms * tokens / computed)
 

@@ -91,3 +91,13 @@ def test_an_evicted_prefix_is_not_reported() -> None:
     assert str(measured) == (
         "parts at byte 2 of the tools: `a` became `b`; 4,000 tokens read again, 40 s"
     )
+
+
+@pytest.mark.parametrize(
+    ("token", "cached", "is_reported"),
+    [(3, 0, False), (3, 3, True), (31, 0, False), (31, 15, False), (31, 16, True), (16, 16, True)],
+)
+def test_an_evicted_prefix_of_a_few_tokens(token: int, cached: int, is_reported: bool) -> None:
+    found = PrefixBreak(place="the tools", byte=2, before="a", after="b", token=token, tokens=4000)
+    measured = found.measured(cached=cached, computed=6000, prompt_ms=60_000)
+    assert (measured is not None) is is_reported
