@@ -362,6 +362,7 @@ class EngineStats:
     """Snapshot of the engine: current gauges, then totals since it started.
 
     kv_*: tokens of the KV cache; kv_used: by running requests, kv_cached: by the prefix cache.
+    kv_page_tokens: it is allocated in pages of this many tokens.
     threads: that compute now, threads_max: when no other process needs a core, or 0 if none does.
     step_sequences[n]: number of steps that computed n sequences (index 0 unused).
     step_tokens: histogram of tokens per step, with the buckets STEP_TOKENS_BOUNDS.
@@ -375,6 +376,7 @@ class EngineStats:
     kv_used: int = 0
     kv_cached: int = 0
     kv_free: int = 0
+    kv_page_tokens: int = 1
     token_budget: int = 0
     threads: int = 0
     threads_max: int = 0

@@ -14,17 +14,22 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serving import ServerHarness, chat_body, server_harness, wait_until
 
-from localgen.backends.types import EmbedRequest, Request
+from localgen.backends.types import EmbedRequest, EngineStats, Request
 from localgen.client.prometheus import MetricsParser
 from localgen.server.models.manager import ModelManager
 from localgen.server.openai.serializer import CompletionSerializer
 from localgen.server.requests.embeddings import EmbeddingJob, compute_embeddings
 from localgen.server.requests.generation import GenerationJob, GenerationResponse
+from localgen.server.stats.metrics import Metrics
 from localgen.server.stats.recent_requests import RecentRequests
 from localgen.server.stats.request_log import RequestLog, create_log_formatter
 
-GAUGES = {
-    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_threads"),
+OURS_ALONE = {
+    *("num_threads", "kv_cache_tokens", "prefill_tokens_per_second", "decode_tokens_per_second"),
+    "sequences_per_step",
+}
+GAUGES = OURS_ALONE | {
+    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
 }
 COUNTERS = {
     *("prompt_tokens_total", "generation_tokens_total", "prefix_cache_queries_total"),
@@ -36,7 +41,8 @@ HISTOGRAMS = {
     *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
     *("request_time_per_output_token_seconds", "request_queue_time_seconds"),
     *("request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens"),
-    "request_inference_time_seconds",
+    *("request_inference_time_seconds", "request_max_num_generation_tokens", "request_params_n"),
+    *("request_prefill_kv_computed_tokens", "request_params_max_tokens"),
     *("request_generation_tokens", "iteration_tokens_total"),
 }
 
@@ -69,7 +75,7 @@ def log(served: ServerHarness) -> list[str]:
 def test_requests_are_counted(served: ServerHarness) -> None:
     model = served.model()
     for _ in range(3):
-        served.chat(model, "hello my world")
+        served.chat(model, "hello my world", max_tokens=50)
     wait_until(lambda: sum("model=echo " in line for line in log(served)) == 3)
     found = figures(served)
     names = {name.split()[0] for name in found}
@@ -95,27 +101,81 @@ def test_dashboards_of_other_servers_find_their_names(served: ServerHarness) -> 
         for suffix in ("count", "sum"):
             own = found.get(f"{name}_{suffix} {label}")
             assert found.get(f"vllm:{name}_{suffix} {label}") == own
-    for name in (GAUGES | COUNTERS) - {"num_threads", "request_success_total"}:
+    for name in (GAUGES | COUNTERS) - OURS_ALONE - {"request_success_total"}:
         assert found[f"vllm:{name} {label}"] == found[f"{name} {label}"]
     assert found[f"vllm:request_success_total finished_reason=stop {label}"] == 1
     for theirs, ours in {
         "vllm:time_per_output_token_seconds_count": "inter_token_latency_seconds_count",
         "vllm:gpu_cache_usage_perc": "kv_cache_usage_perc",
-        "llamacpp:prompt_tokens_total": "prompt_tokens_total",
+        "vllm:prompt_tokens_cached_total": "prefix_cache_hits_total",
+        "llamacpp:prompt_tokens_total": "request_prefill_kv_computed_tokens_sum",
+        "llamacpp:prompt_tokens_cached_total": "prefix_cache_hits_total",
+        "llamacpp:spec_decode_num_accepted_tokens_total": "spec_decode_num_accepted_tokens_total",
         "llamacpp:prompt_seconds_total": "request_prefill_time_seconds_sum",
         "llamacpp:tokens_predicted_total": "generation_tokens_total",
         "llamacpp:tokens_predicted_seconds_total": "request_decode_time_seconds_sum",
         "llamacpp:n_decode_total": "iteration_tokens_total_count",
         "llamacpp:requests_processing": "num_requests_running",
         "llamacpp:requests_deferred": "num_requests_waiting",
+        "llamacpp:kv_cache_tokens": "kv_cache_tokens",
+        "llamacpp:prompt_tokens_seconds": "prefill_tokens_per_second",
+        "llamacpp:predicted_tokens_seconds": "decode_tokens_per_second",
+        "llamacpp:n_busy_slots_per_decode": "sequences_per_step",
     }.items():
         assert found[f"{theirs} {label}"] == found[f"{ours} {label}"], theirs
-    assert not [name for name in found if name.startswith("vllm:") and "threads" in name]
+    assert not [
+        name
+        for name in found
+        if name.removeprefix("vllm:").split()[0] in OURS_ALONE and name.startswith("vllm:")
+    ]
     # a page has each name once, and is still that of localgen
     page = served.http.get("/metrics").text
     kinds = [line for line in page.splitlines() if line.startswith("# TYPE")]
     assert len({kind.split()[2] for kind in kinds}) == len(kinds)
     assert MetricsParser().parse(page, 0.0).server_type == "localgen"
+
+
+def test_parameters_of_requests_are_counted(served: ServerHarness) -> None:
+    model = served.model("params")
+    served.chat(model, "hello my world", n=3, max_tokens=2)
+    served.chat(model, "hello my world")
+    label = "model_name=params"
+    wait_until(lambda: figures(served).get(f"request_params_n_count {label}") == 2)
+    found = figures(served)
+    assert found[f"request_params_n_sum {label}"] == 4
+    assert found[f"request_params_max_tokens_count {label}"] == 1
+    assert found[f"request_params_max_tokens_sum {label}"] == 2
+    assert found[f"request_max_num_generation_tokens_sum {label}"] == 2 + 3
+    # the fake engine computes the words of each answer's prompt
+    assert found[f"request_prefill_kv_computed_tokens_sum {label}"] == 3 * 3 + 3
+
+
+def test_figures_of_an_engine() -> None:
+    stats = EngineStats(
+        kv_tokens=4096,
+        kv_used=512,
+        kv_page_tokens=16,
+        prefill_tokens_per_s=900.0,
+        decode_tokens_per_s=30.0,
+        steps_total=4,
+        step_sequences=(0, 3, 0, 1),
+    )
+    page = Metrics(lambda: [("paged", stats)], dict).render().decode()
+    found = {
+        sample.name: sample
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+    }
+    assert found["llamacpp:kv_cache_tokens"].value == 512
+    assert found["llamacpp:prompt_tokens_seconds"].value == 900
+    assert found["llamacpp:predicted_tokens_seconds"].value == 30
+    assert found["llamacpp:n_busy_slots_per_decode"].value == 1.5
+    cache = found["vllm:cache_config_info"]
+    assert (cache.value, cache.labels["model_name"]) == (1, "paged")
+    assert (cache.labels["block_size"], cache.labels["num_gpu_blocks"]) == ("16", "256")
+    # which `top --url` reads
+    (model,) = MetricsParser().parse(page, 0.0).models
+    assert (model.kv_tokens, model.kv_used) == (4096, 512)
 
 
 def test_loads_are_counted(served: ServerHarness) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from localgen.backends.cuda.embeddings import Pooler, embed_sequences
-from localgen.backends.cuda.kv.page_pool import pages_for
+from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS, pages_for
 from localgen.backends.cuda.kv.paged_cache import PagedCache
 from localgen.backends.cuda.model.batch import ChunkArrays, Int32Array, StepInputs, step_inputs
 from localgen.backends.cuda.steps.cuda_graphs import PreviousStepTokens
@@ -281,6 +281,7 @@ def cuda_limits(
         max_len=max_len,
         kv_tokens=kv_tokens,
         can_rewind=prefix_cache,
+        page_tokens=PAGE_TOKENS,
         unsupported=UNSUPPORTED_PARAMS,
         can_sample_drafts=True,
     )

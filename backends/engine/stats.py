@@ -175,6 +175,7 @@ class StatsRecorder:
             kv_used=usage.used,
             kv_cached=usage.cached,
             kv_free=usage.free,
+            kv_page_tokens=runner.limits.page_tokens,
             token_budget=token_budget,
             threads=threads.now,
             threads_max=threads.most,

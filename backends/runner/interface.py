@@ -23,6 +23,7 @@ class Limits:
     max_outputs: maximum number of positions in a step that are sampled or scored.
     max_len: maximum length of a sequence in tokens.
     kv_tokens: size of the KV cache in tokens, at least max_len.
+    page_tokens: the KV cache is allocated in pages of this many tokens.
     can_rewind: the KV cache can be truncated and shared; without it there is no speculative
     decoding and no prefix cache.
     unsupported: fields of SamplingParams that this runner rejects.
@@ -41,6 +42,7 @@ class Limits:
     max_len: int
     kv_tokens: int
     can_rewind: bool
+    page_tokens: int = 1
     unsupported: frozenset[str] = frozenset()
     can_generate: bool = True
     can_rank: bool = False

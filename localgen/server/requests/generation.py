@@ -82,6 +82,8 @@ class GenerationResponse(Response):
             client=job.requests[0].client,
             account=job.account,
             arrived_s=job.requests[0].arrived_s,
+            n=job.n,
+            max_tokens=job.requests[0].params.max_tokens,
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

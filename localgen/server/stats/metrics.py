@@ -36,6 +36,7 @@ _TOKEN_COUNT_BUCKETS = (
     *(1, 2, 5, 10, 20, 50, 100, 200, 500),
     *(1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000),
 )
+_N_BUCKETS = (1, 2, 5, 10, 20)
 
 # yields (model name, engine statistics) of each loaded model
 EngineStatsSource = Callable[[], Iterable[tuple[str, EngineStats]]]
@@ -90,6 +91,22 @@ class Metrics:
         self._generation_tokens = self._histogram(
             "request_generation_tokens", "Generated tokens per request.", _TOKEN_COUNT_BUCKETS
         )
+        self._longest_answer = self._histogram(
+            "request_max_num_generation_tokens",
+            "Generated tokens of the longest answer of a request.",
+            _TOKEN_COUNT_BUCKETS,
+        )
+        self._computed_tokens = self._histogram(
+            "request_prefill_kv_computed_tokens",
+            "Prompt tokens per request that were not in the prefix cache.",
+            _TOKEN_COUNT_BUCKETS,
+        )
+        self._params_n = self._histogram(
+            "request_params_n", "Answers per prompt that a request asks for.", _N_BUCKETS
+        )
+        self._params_max_tokens = self._histogram(
+            "request_params_max_tokens", "max_tokens of the requests with it.", _TOKEN_COUNT_BUCKETS
+        )
         self._prompt_tokens_total = self._counter("prompt_tokens", "Prompt tokens.")
         self._generation_tokens_total = self._counter("generation_tokens", "Generated tokens.")
         self._cache_queries = self._counter(
@@ -134,6 +151,8 @@ class Metrics:
                 self._tpot.labels(model).observe(each_s)
         self._success.labels(model, record.total.reason).inc()
         self._record_finished(model, record.total)
+        if record.finished:  # not of embeddings
+            self._record_parameters(model, record)
 
     def on_load(self, model: str, outcome: str, load_s: float) -> None:
         """Record a model load. outcome: `loaded` or an error code."""
@@ -149,6 +168,7 @@ class Metrics:
         self._prefill.labels(model).observe(timings.prompt_ms / 1e3)
         self._prompt_tokens.labels(model).observe(finished.prompt_tokens)
         self._prompt_tokens_total.labels(model).inc(finished.prompt_tokens)
+        self._computed_tokens.labels(model).observe(timings.prompt_n)
         if finished.reason == EMBEDDED_REASON:  # no generated tokens, no prefix cache
             return
         self._decode.labels(model).observe(timings.predicted_ms / 1e3)
@@ -157,6 +177,14 @@ class Metrics:
         self._generation_tokens_total.labels(model).inc(finished.completion_tokens)
         self._cache_queries.labels(model).inc(finished.prompt_tokens)
         self._cache_hits.labels(model).inc(timings.cache_n)
+
+    def _record_parameters(self, model: str, record: RequestRecord) -> None:
+        self._longest_answer.labels(model).observe(
+            max(answer.completion_tokens for answer in record.finished)
+        )
+        self._params_n.labels(model).observe(record.n)
+        if record.max_tokens is not None:
+            self._params_max_tokens.labels(model).observe(record.max_tokens)
 
     def render(self) -> bytes:
         """Return all metrics in the Prometheus text format, then again by other servers' names."""
@@ -182,6 +210,16 @@ class _EngineCollector(Collector):
                 "Fraction of the KV cache used by running requests, 0 to 1.",
                 lambda s: s.kv_used / s.kv_tokens if s.kv_tokens else 0.0,
             ),
+            "kv_cache_tokens": ("Tokens of running requests in the KV cache.", lambda s: s.kv_used),
+            "prefill_tokens_per_second": (
+                "Prompt tokens per second of the latest steps with prompts.",
+                lambda s: s.prefill_tokens_per_s,
+            ),
+            "decode_tokens_per_second": (
+                "Generated tokens per second of the latest steps with answers.",
+                lambda s: s.decode_tokens_per_s,
+            ),
+            "sequences_per_step": ("Mean number of sequences per step.", _sequences_per_step),
         }
         for name, (says, value) in gauges.items():
             gauge = GaugeMetricFamily(f"localgen:{name}", says, labels=[_LABEL])
@@ -199,6 +237,7 @@ class _EngineCollector(Collector):
             steps.add_metric([model], _cumulative_buckets(stats), stats.step_tokens_total)
         yield from (preempted, steps)
         yield from _speculation_counters(found)
+        yield _cache_config(found)
 
 
 class _WaitingCollector(Collector):
@@ -216,6 +255,24 @@ class _WaitingCollector(Collector):
         for model, count in self._count_waiting().items():
             gauge.add_metric([model], count)
         yield gauge
+
+
+def _cache_config(engines: Iterable[tuple[str, EngineStats]]) -> Metric:
+    """The size of the KV cache in vLLM's form: 1, with the size in labels."""
+    gauge = GaugeMetricFamily(
+        "localgen:cache_config_info",
+        "Blocks of the KV cache, and tokens per block.",
+        labels=[_LABEL, "block_size", "num_gpu_blocks"],
+    )
+    for model, stats in engines:
+        blocks = stats.kv_tokens // stats.kv_page_tokens
+        gauge.add_metric([model, str(stats.kv_page_tokens), str(blocks)], 1)
+    return gauge
+
+
+def _sequences_per_step(stats: EngineStats) -> float:
+    sequences = sum(n * steps for n, steps in enumerate(stats.step_sequences))
+    return sequences / stats.steps_total if stats.steps_total else 0.0
 
 
 def _speculation_counters(engines: Iterable[tuple[str, EngineStats]]) -> Iterator[Metric]:

@@ -33,7 +33,8 @@ class RequestRecord:
     account: charged for its tokens. outcome: the finish reason, an error code, or `gone` if the
     client disconnected. total: merged result of all answers; finished: result of each.
     token_gaps_s: (seconds per token, tokens) of each delta after the first. last_delta: by request
-    id, the tokens so far and when the last delta arrived.
+    id, the tokens so far and when the last delta arrived. n: answers per prompt. max_tokens: of an
+    answer, or None if the request has no limit.
     """
 
     id: str
@@ -50,6 +51,8 @@ class RequestRecord:
     last_delta: dict[str, tuple[int, float]] = field(default_factory=dict)
     ended_s: float = 0.0
     num_tokens: int = 0
+    n: int = 1
+    max_tokens: int | None = None
 
     def add_events(self, events: list[RequestEvent]) -> None:
         """Record events that have just arrived."""
