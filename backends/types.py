@@ -187,7 +187,7 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New output of one request. num_tokens: tokens generated so far.
+    """New output of one request. num_tokens: tokens generated so far. prompt_tokens: of its prompt.
 
     reasoning: new reasoning text, not included in `text`. With Request.echo, text and logprobs of
     the first delta begin with those of the prompt, which num_tokens does not count.
@@ -199,6 +199,7 @@ class Delta:
     logprobs: tuple[PositionLogprobs, ...] = ()
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -264,7 +264,7 @@ class FakeEngine:
                     os._exit(9)
                 if words[done] == "!spin":
                     spin(self.script["spin_s"])
-                deltas.append(self.delta(request, words[done], done))
+                deltas.append(self.delta(request, words, done))
                 self.running[request_id] = (request, words, done + 1)
             else:
                 del self.running[request_id]
@@ -287,13 +287,13 @@ class FakeEngine:
             age_s=time.monotonic() - request.arrived_s,
         )
 
-    def delta(self, request: Request, word: str, done: int) -> Delta:
-        text = word if done == 0 else f" {word}"
+    def delta(self, request: Request, words: list[str], done: int) -> Delta:
+        text = words[done] if done == 0 else f" {words[done]}"
         logprobs: tuple[PositionLogprobs, ...] = ()
         if request.params.logprobs is not None:
             chosen = TokenLogprob(done, text, -0.5)
             logprobs = (PositionLogprobs(chosen, (chosen,) * request.params.logprobs),)
-        return Delta(request.id, text, done + 1, logprobs)
+        return Delta(request.id, text, done + 1, logprobs, prompt_tokens=len(words) + 2)
 
     def finished(self, request: Request, words: list[str], done: int) -> Finished:
         ttft_ms = (time.monotonic() - request.arrived_s) * 1e3

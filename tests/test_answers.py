@@ -62,18 +62,22 @@ class Bench:
         return self.events[before:]
 
 
+def answered(request_id: str, text: str, num_tokens: int) -> Delta:
+    return Delta(request_id, text, num_tokens, prompt_tokens=2)
+
+
 def test_tokens_of_several_steps_are_one_delta_each() -> None:
     bench = Bench()
     one, other = bench.start("one"), bench.start("other")
     assert bench.step({one: b"a", other: b"b"}) == [
-        StepEvents((Delta("one", "a", 1), Delta("other", "b", 1)))
+        StepEvents((answered("one", "a", 1), answered("other", "b", 1)))
     ]
     steps = [bench.step({one: b"x", other: b"yz"}) for _ in range(9)]
     assert [len(events) for events in steps] == [0] * 8 + [1]
     assert steps[-1] == [
-        StepEvents((Delta("one", "x" * 9, 10), Delta("other", "yz" * 9, 19))),
+        StepEvents((answered("one", "x" * 9, 10), answered("other", "yz" * 9, 19))),
     ]
-    assert bench.step({one: b"!"}, may_wait=False) == [StepEvents((Delta("one", "!", 11),))]
+    assert bench.step({one: b"!"}, may_wait=False) == [StepEvents((answered("one", "!", 11),))]
     assert not bench.step({}, may_wait=False), "nothing is read twice"
 
 
@@ -82,7 +86,7 @@ def test_a_part_of_a_character_publishes_nothing() -> None:
     seq = bench.start("a")
     assert not bench.step({seq: SNOWMAN[:1]}, may_wait=False)
     assert not bench.step({seq: SNOWMAN[1:2]}, may_wait=False)
-    assert bench.step({seq: SNOWMAN[2:]}, may_wait=False) == [StepEvents((Delta("a", "☃", 3),))]
+    assert bench.step({seq: SNOWMAN[2:]}, may_wait=False) == [StepEvents((answered("a", "☃", 3),))]
 
 
 @pytest.mark.parametrize(("last", "reason"), [(bytes([END]), "stop"), (b"c", "length")])
@@ -92,7 +96,7 @@ def test_an_end_brings_the_text_before_it(last: bytes, reason: str) -> None:
     bench.step({seq: b"a"})
     assert not bench.step({seq: b"b"})
     (events,) = bench.step({seq: last}, reason=reason)
-    assert events.deltas == (Delta("a", "b" if reason == "stop" else "bc", 3),)
+    assert events.deltas == (answered("a", "b" if reason == "stop" else "bc", 3),)
     assert [(end.reason, end.completion_tokens) for end in events.finished] == [(reason, 3)]
     assert seq not in bench.answers
 

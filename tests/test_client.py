@@ -112,7 +112,8 @@ def test_chat_streams_text_and_ends_with_a_completion(running: ServerHarness) ->
     client.connect()
     params = SamplingParams(temperature=0.0, stop=("x",), seed=5, logit_bias={7: 1.0})
     *texts, answer = client.chat(running.model(), ask("hello my world"), params, ctx=99)
-    assert texts == [TextDelta("hello", 1), TextDelta(" my", 2), TextDelta(" world", 3)]
+    words = enumerate(("hello", " my", " world"), 1)
+    assert texts == [TextDelta(word, count, prompt_tokens=5) for count, word in words]
     assert isinstance(answer, Completion)
     assert answer.model == "echo"
     assert answer.finish_reason == "stop"

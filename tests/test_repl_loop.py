@@ -315,6 +315,17 @@ def test_a_stopped_answer_ends_with_the_line_of_a_finished_one(chat: Callable[..
     assert re.search(r"\nTTFT .+ · 1 token · context ~1/2,048\n", verbose)
 
 
+def test_the_context_of_a_stopped_answer_is_what_the_server_counted(
+    chat: Callable[..., Chat],
+) -> None:
+    talk = chat((TextDelta("half", 3, prompt_tokens=40), KeyboardInterrupt()))
+    screen = talk.type("hi")
+    assert " · 43 of 2,048" in screen
+    assert talk.session.used_tokens == talk.session.estimate_used_tokens() == 43
+    talk.type("/undo")
+    assert talk.session.used_tokens is None
+
+
 @pytest.mark.parametrize(
     ("threads", "programs", "line"),
     [

@@ -410,3 +410,13 @@ def test_rate_limit_refills_over_time() -> None:
     assert rates.admit("b") is None
     now_s[0] = 36.7
     assert rates.admit("a") is None
+
+
+def test_a_port_in_use_is_one_line_with_the_remedy() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(BadSetting) as refused:
+            open_tcp_socket(AccessPolicy(host="127.0.0.1", port=port))
+    assert str(refused.value) == (
+        f"127.0.0.1:{port} is in use by another program: choose another --port"
+    )

@@ -119,6 +119,7 @@ def _one(parts: list[Delta]) -> Delta:
         tuple(chain.from_iterable([part.logprobs for part in parts])),
         "".join([part.reasoning for part in parts]),
         _joined_calls(chain.from_iterable([part.tool_calls for part in parts])),
+        last.prompt_tokens,
     )
 
 

@@ -124,10 +124,13 @@ class OutputProcessor:
 
     def _make_delta(self, text: str) -> Delta | None:
         if self._is_plain and not self._logprobs:
-            return Delta(self.seq.id, text, self.num_tokens) if text else None
+            prompt = self.seq.num_prompt
+            return Delta(self.seq.id, text, self.num_tokens, prompt_tokens=prompt) if text else None
         reasoning, calls = "".join(self._reasoning), tuple(self._tool_calls)
         if not (text or self._logprobs or reasoning or calls):
             return None
         logprobs, self._logprobs = tuple(self._logprobs), []
         self._reasoning, self._tool_calls = [], []
-        return Delta(self.seq.id, text, self.num_tokens, logprobs, reasoning, calls)
+        return Delta(
+            *(self.seq.id, text, self.num_tokens, logprobs, reasoning, calls, self.seq.num_prompt)
+        )

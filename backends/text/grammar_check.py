@@ -7,6 +7,7 @@ limits count neither. Hence it is first compiled in the sandbox.
 from __future__ import annotations
 
 import hashlib
+import re
 import threading
 from collections import OrderedDict
 from types import ModuleType
@@ -21,6 +22,9 @@ MAX_GRAMMAR_CHARS = 1 << 20
 _CHECK_LIMITS = CallLimits(seconds=1.0)
 _IMPORT_LIMITS = CallLimits(seconds=30.0)
 _MAX_VALIDATED = 1024
+# the regular expression again, with a mark below the error
+_REGEX_DRAWING = re.compile(r" \(in regex\): regex parse error:\n.*?\nerror: ", re.DOTALL)
+_POSITION = re.compile(r"^at \d+\(\d+\): ")
 
 
 class LlguidanceChecker:
@@ -108,6 +112,9 @@ class GrammarChecker:
 
 def invalid_grammar(kind: str, reason: str) -> InvalidRequest:
     """The error for a grammar. reason: llguidance's, shown in one line."""
+    reason = _REGEX_DRAWING.sub(": ", reason)
+    if kind == "regex":  # it is in a grammar of one line, which the user has not written
+        reason = _POSITION.sub("", reason.partition("\n")[0])
     text = " ".join(reason.split())[:500]
     if "panic" in text[:40].lower():
         text = f"it is too large or not supported: simplify it ({text})"

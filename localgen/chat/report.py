@@ -25,8 +25,8 @@ _MIN_SHOWN_GAIN = 1.1
 class LiveFigures:
     """Figures of an answer without a completion, as measured by the client.
 
-    ttft_s: None before the first token. context_tokens: estimate of the context in use.
-    max_context: None if unknown. approx_mark: prefix of an estimated token count.
+    ttft_s: None before the first token. context_tokens: the context in use. max_context: None if
+    unknown. approx_mark, context_mark: prefix of num_tokens and of context_tokens if estimated.
     """
 
     elapsed_s: float
@@ -35,6 +35,12 @@ class LiveFigures:
     context_tokens: int
     max_context: int | None
     approx_mark: str = ""
+    context_mark: str = "~"
+
+    @property
+    def exact_context(self) -> int | None:
+        """Tokens of the context, or None if they are estimated."""
+        return None if self.context_mark else self.context_tokens
 
     @property
     def rate(self) -> str:
@@ -106,7 +112,7 @@ def busy_cores(model: ModelSnapshot, programs: Sequence[BusyProgram]) -> str:
 def live_stats_line(figures: LiveFigures) -> str:
     """Statistics of an answer that is being generated, in one line."""
     limit = f"/{figures.max_context:,}" if figures.max_context is not None else ""
-    context = f"context ~{figures.context_tokens:,}{limit}"
+    context = f"context {figures.context_mark}{figures.context_tokens:,}{limit}"
     if figures.ttft_s is None:
         return f"waiting {figures.elapsed_s:.1f} s · {context} · Ctrl+C stops"
     rate = f" at {figures.rate}/s" if figures.rate else ""
@@ -120,7 +126,7 @@ def stopped_line(figures: LiveFigures) -> str:
     parts = (
         f"{figures.rate} tok/s" if figures.rate else "",
         f"first token {format_duration(figures.ttft_s * 1000)}" if figures.ttft_s else "",
-        f"~{figures.context_tokens:,}{limit}",
+        f"{figures.context_mark}{figures.context_tokens:,}{limit}",
     )
     return " · ".join(part for part in parts if part)
 

@@ -29,7 +29,9 @@ OnProgress = Callable[[float], None]
 class ChatSession:
     """A chat with one model: the current conversation and the branches forked from it.
 
-    model_info, last_completion: another thread may reset them at any moment, so read them once.
+    used_tokens: of the conversation, as the server reported, or None if not known.
+    model_info, last_completion, used_tokens: another thread may reset them at any moment, so read
+    them once.
     """
 
     def __init__(self, client: Client, state_dir: Path, options: ModelOptions) -> None:
@@ -44,6 +46,7 @@ class ChatSession:
             None  # name given by the user; other files may share the model's own name
         )
         self.last_completion: Completion | None = None
+        self.used_tokens: int | None = None
 
     @property
     def options(self) -> ModelOptions:
@@ -189,26 +192,36 @@ class ChatSession:
             raise InvalidRequest(f"{error.message}; {reset} ends it", param=name) from error
 
     def add_turn(
-        self, turn: Turn, completion: Completion | None, *, replace_last: bool = False
+        self,
+        turn: Turn,
+        completion: Completion | None,
+        used_tokens: int | None = None,
+        *,
+        replace_last: bool = False,
     ) -> None:
         """Append a turn. completion: None if the answer was stopped.
 
-        replace_last: replace the last turn.
+        used_tokens: of the conversation with a stopped answer. replace_last: replace the last turn.
         """
         conversation = self.conversation.undo() if replace_last else self.conversation
         self.set_conversation(conversation.with_turn(turn))
         self.last_completion = completion
+        self.used_tokens = used_tokens if completion is None else completion.total_tokens
 
-    def add_regenerated(self, turn: Turn, completion: Completion | None) -> None:
+    def add_regenerated(
+        self, turn: Turn, completion: Completion | None, used_tokens: int | None = None
+    ) -> None:
         """Replace the last turn; an answer that was stopped is added below a better one."""
         is_better = not turn.stopped or self.conversation.turns[-1].is_unanswered
         if is_better or not turn.is_unanswered:
-            self.add_turn(turn, completion, replace_last=is_better)
+            # one that is added below another is not in the prompt that was counted
+            counted = used_tokens if is_better else None
+            self.add_turn(turn, completion, counted, replace_last=is_better)
 
     def set_conversation(self, conversation: Conversation) -> None:
         """Replace the conversation of this branch and forget the last completion."""
         self.branches[self.branch] = conversation
-        self.last_completion = None
+        self.last_completion = self.used_tokens = None
 
     def fork(self, name: str | None) -> str:
         """Copy this branch, switch to the copy, and return its name.
@@ -227,7 +240,7 @@ class ChatSession:
         if name not in self.branches:
             raise InvalidRequest(f"no branch {name}, branches are {', '.join(self.branches)}")
         self.branch = name
-        self.last_completion = None
+        self.last_completion = self.used_tokens = None
 
     def deterministic_reason(self) -> str | None:
         """Return why the same prompt gives the same answer, or None if it may differ."""
@@ -237,10 +250,10 @@ class ChatSession:
         return "the seed is set" if params.seed is not None else None
 
     def estimate_used_tokens(self) -> int:
-        """Estimate the tokens of the conversation; exact after a completed answer."""
-        completion = self.last_completion
-        if completion is not None and completion.total_tokens is not None:
-            return completion.total_tokens
+        """`used_tokens`, or an estimate."""
+        used = self.used_tokens
+        if used is not None:
+            return used
         letters = sum(len(message.content) for message in self.conversation.messages())
         return letters // 4
 

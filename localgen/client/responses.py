@@ -12,13 +12,14 @@ class TextDelta:
     """New text of an answer. num_tokens: tokens generated so far.
 
     reasoning: new reasoning text. estimated: num_tokens is the number of chunks, because the server
-    reports no token counts.
+    reports no token counts. prompt_tokens: of the whole prompt, or None if not reported.
     """
 
     text: str
     num_tokens: int
     reasoning: str = ""
     estimated: bool = False
+    prompt_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

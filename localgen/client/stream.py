@@ -128,9 +128,10 @@ class _Usage(msgspec.Struct):
 
 
 class _LocalgenFields(msgspec.Struct):
-    """localgen's extensions: tokens so far in each chunk, the rest in the last one."""
+    """localgen's extensions: tokens so far and of the prompt in each chunk, the rest at the end."""
 
     num_tokens: int | None = None
+    prompt_tokens: int | None = None
     ctx: int | None = None
     seed: int | None = None
     stop: str | None = None
@@ -238,8 +239,9 @@ class CompletionStreamParser:
         self._num_deltas += 1
         self._num_first_deltas += self._last_delta_s == self._first_delta_s
         self._has_reasoning = self._has_reasoning or bool(reasoning)
-        counted = self._localgen.num_tokens
-        yield TextDelta(text, counted or self._num_deltas, reasoning, estimated=counted is None)
+        counted, prompt_tokens = self._localgen.num_tokens, self._localgen.prompt_tokens
+        tokens = counted or self._num_deltas
+        yield TextDelta(text, tokens, reasoning, counted is None, prompt_tokens)
 
     def _completion(self) -> Completion:
         usage, served = self._usage, self._localgen

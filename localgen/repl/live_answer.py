@@ -25,8 +25,9 @@ class LiveAnswer:
     """Streams one answer to a console; a context manager.
 
     A thread renders at a fixed rate, independent of the token rate. Reasoning is printed dimmed,
-    line by line. On exit the whole text is printed and the live part is removed. shows_figures: the
-    live part ends with the statistics so far. reasoning_hint: shown with them during the reasoning.
+    line by line. On exit the whole text is printed and the live part is removed. used_tokens: an
+    estimate for the prompt and the conversation before it. shows_figures: the live part ends with
+    the statistics so far. reasoning_hint: shown with them during the reasoning.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class LiveAnswer:
         self._console = console
         self._shows_figures = shows_figures
         self._reasoning_hint = reasoning_hint
-        self._used_tokens = used_tokens
+        self._used_tokens, self._context_mark = used_tokens, "~"
         self._max_context = max_context
         self._live = LiveRows(console)
         self._render_thread = threading.Thread(target=self._render_loop, daemon=True)
@@ -60,12 +61,21 @@ class LiveAnswer:
         self._ttft_s: float | None = None
 
     def feed(
-        self, text: str, num_tokens: int, reasoning: str = "", *, estimated: bool = False
+        self,
+        text: str,
+        num_tokens: int,
+        reasoning: str = "",
+        *,
+        estimated: bool = False,
+        prompt_tokens: int | None = None,
     ) -> None:
         """Append text and reasoning.
 
         num_tokens: total tokens of the answer so far. estimated: num_tokens is an estimate.
+        prompt_tokens: replaces the estimate of used_tokens.
         """
+        if prompt_tokens is not None:
+            self._used_tokens, self._context_mark = prompt_tokens, ""
         if self._ttft_s is None:
             self._ttft_s = time.monotonic() - self._started_s
         self._tokens = num_tokens
@@ -87,6 +97,7 @@ class LiveAnswer:
             self._used_tokens + self._tokens,
             self._max_context,
             "~" if self._estimated else "",
+            self._context_mark,
         )
 
     def __enter__(self) -> LiveAnswer:

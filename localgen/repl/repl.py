@@ -176,7 +176,7 @@ class Repl:
             self._print("stopped", "yellow")
             return
         add = self.session.add_regenerated if regenerate else self.session.add_turn
-        add(self._to_turn(prompt, reply), reply.completion)
+        add(self._to_turn(prompt, reply), reply.completion, reply.figures.exact_context)
         self._print_stats(reply)
 
     def _to_turn(self, prompt: str, reply: ReplAnswer) -> Turn:
@@ -203,10 +203,14 @@ class Repl:
             with shown, self._notices_to(shown), closing(stream):
                 for event in stream:
                     match event:
-                        case TextDelta(text, tokens, reasoning):
+                        case TextDelta(text, tokens, reasoning, estimated, prompt_tokens):
                             pieces.append(text)
                             thoughts.append(reasoning)
-                            shown.feed(text, tokens, reasoning, estimated=event.estimated)
+                            shown.feed(
+                                *(text, tokens, reasoning),
+                                estimated=estimated,
+                                prompt_tokens=prompt_tokens,
+                            )
                         case Completion():
                             return ReplAnswer(
                                 "".join(pieces), "".join(thoughts), event, shown.figures()

@@ -287,7 +287,7 @@ class ActiveSession:
     def _record_turn(self, stream: AnswerStream) -> None:
         turn = self._ended_turn = stream.to_turn()
         add = self.chat.add_regenerated if stream.is_regeneration else self.chat.add_turn
-        add(turn, stream.completion)
+        add(turn, stream.completion, stream.used_tokens)
 
     def _save(self) -> None:
         store = self._context.store

@@ -27,7 +27,8 @@ class StreamPosition:
 class AnswerStream:
     """Requests an answer and collects its chunks in a thread, the only writer of its state.
 
-    num_tokens: tokens so far; is_estimated: whether that is an estimate. load_progress: fraction of
+    num_tokens: tokens so far; is_estimated: whether that is an estimate. prompt_tokens: of the
+    prompt; None before the first token, or not reported. load_progress: fraction of
     the model loaded, while it loads (read it once: it becomes None at any moment). error: why the
     answer is incomplete. ended: set last. regenerate: the answer replaces that of the last turn.
     """
@@ -44,6 +45,7 @@ class AnswerStream:
         self.is_regeneration = regenerate
         self.num_tokens = 0
         self.is_estimated = False
+        self.prompt_tokens: int | None = None
         self.load_progress: float | None = None
         self.ttft_s: float | None = None
         self.completion: Completion | None = None
@@ -96,13 +98,21 @@ class AnswerStream:
         if (loaded := self.load_progress) is not None:
             return f"loading {self._session.name} {loaded:.0%}"
         waited_s = self._clock() - self._started_s
-        used = self._session.estimate_used_tokens() + len(self.prompt) // 4 + self.num_tokens
-        about = "~" if self.is_estimated else ""
-        limit = self._session.ctx
-        figures = report.LiveFigures(waited_s, self.ttft_s, self.num_tokens, used, limit, about)
+        used, about = self.used_tokens, "~" if self.is_estimated else ""
+        context_mark = "~" if used is None else ""
+        if used is None:
+            used = self._session.estimate_used_tokens() + len(self.prompt) // 4 + self.num_tokens
+        figures = report.LiveFigures(
+            *(waited_s, self.ttft_s, self.num_tokens, used, self._session.ctx, about, context_mark)
+        )
         can_end = self.is_reasoning and self._session.client.can_answer_now
         hint = "Ctrl+X answers now · " if can_end else ""  # first, so that it is not cut off
         return hint + report.live_stats_line(figures)
+
+    @property
+    def used_tokens(self) -> int | None:
+        """Tokens of the conversation with this answer so far; None if not reported."""
+        return None if self.prompt_tokens is None else self.prompt_tokens + self.num_tokens
 
     def tokens_per_s(self) -> float:
         """Decode speed so far; 0 if unknown."""
@@ -184,6 +194,7 @@ class AnswerStream:
         if self.ttft_s is None:
             self.ttft_s = self._clock() - self._started_s
         self.num_tokens, self.is_estimated = delta.num_tokens, delta.estimated
+        self.prompt_tokens = delta.prompt_tokens
         if delta.reasoning:
             self._reasoning_chunks.append(delta.reasoning)
         if delta.text:

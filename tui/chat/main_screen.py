@@ -387,6 +387,6 @@ def session_status(active: ActiveSession) -> tuple[str, bool]:
         # advice first, so that it is not cut off
         return f"Ctrl+R asks again · {one_line(last.error)}", True
     used, limit = active.chat.estimate_used_tokens(), active.chat.ctx
-    exact = active.chat.last_completion is not None
-    context = f"context {'' if exact else '~'}{used:,}" + (f"/{limit:,}" if limit else "")
+    about = "~" if active.chat.used_tokens is None else ""
+    context = f"context {about}{used:,}" + (f"/{limit:,}" if limit else "")
     return context, False

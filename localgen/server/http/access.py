@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hmac
 import ipaddress
 import re
@@ -129,8 +130,12 @@ def open_tcp_socket(access: AccessPolicy) -> socket.socket:
         # without it, the body of a response waits for the acknowledgement of its headers
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
         place = host_and_port(access.host, access.port)
+        if getattr(error, "errno", None) == errno.EADDRINUSE:
+            remedy = "is in use by another program: choose another --port"
+            raise BadSetting(f"{place} {remedy}") from error
+        # asyncio's text repeats the address
+        reason = str(getattr(error, "strerror", None) or error).partition(" (while attempting")[0]
         raise BadSetting(f"cannot listen on {place}: {reason}") from error
     return sock
 

@@ -59,6 +59,10 @@ def openai_error_body(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+def _counts(delta: Delta) -> dict[str, int]:
+    return {"num_tokens": delta.num_tokens, "prompt_tokens": delta.prompt_tokens}
+
+
 def usage_fields(finished: Finished) -> dict[str, Any]:
     """Build the `usage` object."""
     return {
@@ -94,7 +98,7 @@ class ChatCompletionSerializer:
         chunk = self._chunk(index, _delta_fields(delta))
         if delta.logprobs:
             chunk["choices"][0]["logprobs"] = _chat_logprobs(delta.logprobs)
-        chunk["localgen"] = {"num_tokens": delta.num_tokens}
+        chunk["localgen"] = _counts(delta)
         return [chunk]
 
     def choice_end(self, index: int, finished: Finished) -> list[object]:
@@ -164,7 +168,7 @@ class CompletionSerializer:
     def choice_delta(self, index: int, delta: Delta) -> list[object]:
         """A chunk with new text."""
         choice = self._choice(index, delta.text, self._logprobs(index, delta.logprobs), None)
-        return [{**self._body([choice]), "localgen": {"num_tokens": delta.num_tokens}}]
+        return [{**self._body([choice]), "localgen": _counts(delta)}]
 
     def choice_end(self, index: int, finished: Finished) -> list[object]:
         """The last chunk of a choice, with the finish reason and timings."""
