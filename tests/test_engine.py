@@ -197,7 +197,21 @@ def test_the_context_is_a_cap_per_request() -> None:
 @pytest.mark.parametrize(
     ("bad", "code", "text"),
     [
-        (request("r", "x" * 300), "context_length_exceeded", "300 tokens, the context is 256"),
+        (
+            request("r", "x" * 300),
+            "context_length_exceeded",
+            "the prompt is too long: 300 tokens, the context is 256",
+        ),
+        (
+            request("r", "x" * 66_000),
+            "context_length_exceeded",
+            "the prompt is too long: 66,000 characters",
+        ),
+        (
+            Request(id="r", messages=(Message("user", "a"),) * 300),
+            "context_length_exceeded",
+            "the prompt is too long: 300 messages",
+        ),
         (Request(id="r", prompt="hi", ctx=1000), "invalid_request", "ctx 1,000 is more than"),
         (request("r", ""), "invalid_request", "the prompt is empty"),
         (request("r", "hi", max_tokens=0), "invalid_request", "max_tokens must be at least 1"),

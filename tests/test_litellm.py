@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,8 @@ import litellm  # type: ignore[import-not-found]
 from real_server import real_server
 
 ASKED: Any = {"messages": [{"role": "user", "content": "What is 17 + 25?"}], "max_tokens": 20}
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
 ANSWER = "17 + 25 = 42."
 
 
@@ -52,9 +55,27 @@ def test_messages_responses_and_embeddings(url: str) -> None:
     ] == [256, 256]
 
 
+@pytest.mark.parametrize("protocol", ["openai", "anthropic"])
+def test_errors_are_those_that_litellm_knows(url: str, protocol: str) -> None:
+    """With them it falls back to another model, or an agent shortens its chat."""
+    given = settings(url, protocol) | ASKED
+    with pytest.raises(litellm.ContextWindowExceededError, match="2,048"):
+        litellm.completion(**given | {"messages": [{"role": "user", "content": "word " * 3000}]})
+    with pytest.raises(litellm.NotFoundError, match="nope"):
+        litellm.completion(**given | {"model": f"{protocol}/nope"})
+
+
+def test_a_streamed_call(url: str) -> None:
+    for protocol in ("openai", "anthropic"):
+        given = settings(url, protocol) | ASKED | {"max_tokens": 300, "temperature": 0}
+        chunks = litellm.completion(**given, tools=[TOOL], tool_choice="required", stream=True)
+        whole = litellm.stream_chunk_builder(list(chunks))
+        (call, *_) = whole.choices[0].message.tool_calls
+        assert call.function.name == "add"
+        assert set(json.loads(call.function.arguments)) == {"a"}
+
+
 def test_a_forced_call(url: str) -> None:
-    parameters = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
-    tool = {"type": "function", "function": {"name": "add", "parameters": parameters}}
     given = settings(url, "openai") | ASKED | {"max_tokens": 300, "temperature": 0}
-    reply = litellm.completion(**given, tools=[tool], tool_choice="required")
+    reply = litellm.completion(**given, tools=[TOOL], tool_choice="required")
     assert reply.choices[0].message.tool_calls[0].function.name == "add"

@@ -197,4 +197,4 @@ def test_what_makes_no_sense_is_refused(make: Callable[..., LoadedBench]) -> Non
     said = [end.message for end in ends if isinstance(end, Failed)]
     assert "not for messages" in said[0]
     assert "or 0 for a prompt with echo" in said[1]
-    assert "the prompt is 9 tokens, the context is 8" in said[2]
+    assert "the prompt is too long: 9 tokens, the context is 8" in said[2]

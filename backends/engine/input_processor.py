@@ -25,6 +25,8 @@ MAX_STOP_STRINGS = 64
 MAX_LOGPROBS = 100
 # upper bound of characters per token: longer text is rejected before it is tokenized
 MAX_CHARS_PER_TOKEN = 256
+# Claude Code and litellm know an exceeded context by "prompt is too long"
+_TOO_LONG = "the prompt is too long"
 NO_REASONING_NOTE = "there is no reasoning in this answer: the thinking budget has no effect"
 
 
@@ -264,7 +266,7 @@ class InputProcessor:
         num_chars = len(text) + (request.infill.num_chars if request.infill else 0)
         if num_chars > ctx * MAX_CHARS_PER_TOKEN:
             raise ContextExceeded(
-                f"the prompt is {num_chars:,} characters, far more than {ctx:,} tokens of context: "
+                f"{_TOO_LONG}: {num_chars:,} characters, far more than {ctx:,} tokens of context: "
                 "shorten it",
                 param="prompt",
             )
@@ -331,15 +333,15 @@ class InputProcessor:
         count = len(request.messages or ())
         if count > ctx:
             raise ContextExceeded(
-                f"there are {count:,} messages of at least one token each, the context is {ctx:,} "
-                f"tokens: send fewer messages{self._fit_hint(ctx)}",
+                f"{_TOO_LONG}: {count:,} messages of at least one token each, the context is "
+                f"{ctx:,} tokens: send fewer messages{self._fit_hint(ctx)}",
                 param="messages",
             )
 
     def _require_prompt_fits(self, prompt_tokens: int, ctx: int) -> None:
         if prompt_tokens >= ctx:
             raise ContextExceeded(
-                f"the prompt is {prompt_tokens:,} tokens, the context is {ctx:,} and must hold "
+                f"{_TOO_LONG}: {prompt_tokens:,} tokens, the context is {ctx:,} and must hold "
                 f"the answer too: shorten the prompt{self._fit_hint(ctx)}",
                 param="messages",
             )
