@@ -163,16 +163,7 @@ def serving(model: Path, backend: str, *, stabilize: bool) -> Iterator[httpx.Cli
         own = {"LOCALGEN_RUNTIME_DIR": f"{folder}/run", "LOCALGEN_STATE_DIR": f"{folder}/state"}
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "localgen.cli.main",
-                    "serve",
-                    str(model),
-                    "--port",
-                    port,
-                    *options,
-                ],
+                [sys.executable, "-m", "localgen.cli.main", "serve", str(model), *options],
                 env=os.environ | own | {"XDG_RUNTIME_DIR": folder},
                 stdout=output,
                 stderr=output,
