@@ -219,6 +219,7 @@ def split(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda **numbers: replace(choose(**numbers), num_splits=splits)
 
     monkeypatch.setattr(decode, "choose_decode_tile", chosen(choose_decode_tile))
+    monkeypatch.setattr(decode, "_launcher", decode._launcher.__wrapped__)  # not cached
     monkeypatch.setattr(prefill, "choose_prefill_tile", chosen(choose_prefill_tile))
 
 

@@ -60,6 +60,7 @@ def test_kernels_compile_without_spills_and_within_shared_memory(
         "gemm.qkv_rope",
         "gemm.int4",
         "gemm.int4_format",
+        "gemm.int4_qkv_rope",
         "gemm.int4_wide",
         "gemm.fp8",
         "moe.fused_experts",

@@ -52,8 +52,10 @@ META = torch.device("meta")
 
 
 @pytest.fixture(autouse=True)
-def all_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def all_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(dispatch, "_switched_off", set())
+    yield
+    dispatch._look_up.cache_clear()
 
 
 def rows_of(count: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

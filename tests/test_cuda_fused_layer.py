@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from localgen.backends.cuda import kernels
+from localgen.backends.cuda.kernels.gemm.int4_format import dequantize_int4, pack_grid, pack_int4
+from localgen.backends.cuda.kernels.gemm.int4_qkv_rope import int4_project_and_store_kv_triton
 from localgen.backends.cuda.kernels.gemm.qkv_rope import project_and_store_kv_triton
 from localgen.backends.cuda.kernels.kv_cache import LayerKV
 from localgen.backends.cuda.kernels.launch import KernelLaunch, record_launches
@@ -29,6 +31,7 @@ from localgen.backends.cuda.model.batch import inputs_to_device
 from localgen.backends.cuda.model.decoder import Decoder, KVCache
 from localgen.backends.cuda.model.fused_layer import MAX_FUSED_ROWS
 from localgen.backends.cuda.model.weights import random_weights
+from localgen.backends.formats.architecture.model_spec import QuantizationConfig
 from localgen.backends.formats.hf.config import read_hf_config
 
 META = torch.device("meta")
@@ -127,6 +130,19 @@ def test_launches_of_a_layer_that_is_not_fused(
 def test_launches_of_a_layer_with_drafts(tmp_path: Path) -> None:
     found = layer_kernels("llama", tmp_path, rows=5)
     assert found == [name.replace("gemv", "skinny_gemm") for name in NINE]
+
+
+def test_launches_of_an_int4_layer_with_one_row(tmp_path: Path) -> None:
+    spec = read_hf_config(write_config(tmp_path, "llama", hidden_size=256, intermediate_size=256))
+    quant = QuantizationConfig(method="awq", bits=4, group_size=64, zero_point=True)
+    spec = replace(spec, quant=quant, num_layers=1, sliding_windows=(None,))
+    with record_launches(90, 132) as recorded, torch.inference_mode():
+        weights = random_weights(spec, device=META, dtype=torch.bfloat16, seed=0)
+        pages = KVCache.zeros(spec, 1, device=META, dtype=torch.bfloat16)
+        inputs = inputs_to_device(decode_inputs(1, 1024), META)
+        Decoder(spec, weights, 1).forward(inputs, pages)
+    names = [each.kernel.fn.__name__ for each in recorded.launches]
+    assert names[:6] == ["_int4_qkv_rope_kernel", *ATTENTION, *["_int4_gemm_kernel"] * 3]
 
 
 def test_a_fused_layer_launches_nothing_but_its_kernels(tmp_path: Path) -> None:
@@ -240,6 +256,45 @@ def test_projection_with_rope_equals_the_references(
         untouched = theirs == 9.0
         assert untouched.any()
         assert (mine[untouched] == 9.0).all()
+
+
+@pytest.mark.parametrize("slot", [37, -1])
+@pytest.mark.parametrize(
+    ("ins", "heads", "kv_heads", "size", "group"), [(256, 4, 2, 16, 64), (384, 3, 1, 64, 32)]
+)
+def test_int4_projection_with_rope_equals_the_references(
+    ins: int,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    group: int,
+    slot: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    outs = (heads + 2 * kv_heads) * size
+    codes = torch.randint(0, 16, (outs, ins), generator=torch.Generator().manual_seed(1))
+    packed = pack_int4(codes.to(torch.uint8))
+    shape = (outs, ins // group)
+    grid = pack_grid(drawn(2, *shape).abs() / 50 + 0.01, torch.full(shape, 7, dtype=torch.uint8))
+    weight = dequantize_int4(packed, grid, torch.float64)
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    x, scale, bias = drawn(3, 1, ins) / 16, drawn(4, ins), drawn(5, outs)
+    angles = torch.arange(50)[:, None] / 1e2 ** (torch.arange(size // 2) * 2 / size)
+    cos_sin, positions = (angles.cos(), angles.sin()), torch.tensor([29], dtype=torch.int32)
+    slots = torch.tensor([slot])
+    ours, exact = (
+        LayerKV(*(torch.full((3, kv_heads, 16, size), 9.0, dtype=kind) for _ in range(2)))
+        for kind in (torch.float32, torch.float64)
+    )
+    queries = int4_project_and_store_kv_triton(
+        x, RMSNorm(scale, 4e-3), packed, grid, bias, positions, cos_sin, ours, slots
+    )
+    normed, _ = rms_norm_reference(x.double(), scale.double(), 4e-3, offset=False, residual=None)
+    qkv = normed @ weight.T + bias.double()
+    expected = rope_and_store_kv_reference(qkv, positions, cos_sin, None, exact, slots)
+    same(queries, expected, 3e-5)
+    same(ours.keys, exact.keys, 3e-5)
+    same(ours.values, exact.values, 3e-5)
 
 
 def poisoned(make: Any) -> Any:

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 import torch
 from torch import Tensor
 
+from localgen.backends.cuda.kernels.activation import gated_activation_reference
 from localgen.backends.cuda.kernels.fp8_rows import quantize_rows_fp8
 from localgen.backends.cuda.kernels.gemm import dense, fp8, int4, int4_format, int4_wide
 from localgen.backends.cuda.kernels.norm import RMSNorm, rms_norm_reference
@@ -69,6 +70,8 @@ def test_the_tiles_of_many_outputs(rows: int, monkeypatch: pytest.MonkeyPatch) -
     )
     monkeypatch.setattr(dense, "choose_skinny_gemm_tile", lambda *_: thin)
     monkeypatch.setattr(dense, "choose_gemv_tile", lambda *_: one)
+    for name in ("_skinny_gemm_launcher", "_gemv_launcher"):
+        monkeypatch.setattr(dense, name, getattr(dense, name).__wrapped__)  # not cached
     x, weight = drawn(1, rows, 592), drawn(2, 70, 592)
     same(dense.matmul_triton(x, weight), dense.matmul_reference(*wide(x, weight)))
     ours = dense.matmul_triton(x, weight, activation="silu")
@@ -230,6 +233,36 @@ def test_int4_product_equals_the_reference(
     limit = 3e-5 if dtype is torch.float32 else None
     same(ours, x.double() @ weight.T + bias.double(), limit)
     same(int4.int4_matmul_reference(*wide(x, packed, grid, bias)), exact_of(x, weight, bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("ins", "outs", "group"), [(1024, 24, 128), (1152, 18, 32), (384, 16, 96)])
+def test_int4_product_of_a_normed_row_equals_the_reference(
+    ins: int, outs: int, group: int, dtype: torch.dtype
+) -> None:
+    """The mean square is near eps, so that eps counts; or the products of x and scale overflow."""
+    packed, grid, weight = int4_parts(1, ins, outs, group)
+    for size, by in ((1 / 16, 1.0), (2000.0, 30.0)):
+        x = drawn(2, 1, ins, dtype=dtype) * size
+        scale, residual = drawn(3, ins, dtype=dtype) * by, drawn(4, 1, outs, dtype=dtype)
+        norm = RMSNorm(scale, 4e-3)
+        normed, _ = rms_norm_reference(
+            x.double(), scale.double(), norm.eps, offset=False, residual=None
+        )
+        limit = 3e-5 if dtype is torch.float32 else None
+        ours = int4.int4_matmul_triton(x, packed, grid, None, residual, norm=norm)
+        same(ours, normed @ weight.T + residual.double(), limit)
+        gated = int4.int4_matmul_triton(x, packed, grid, activation="silu", norm=norm)
+        exact = gated_activation_reference(normed @ weight.T, "silu")
+        same(gated, exact, LIMIT[torch.float16] * 5)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 20])
+def test_gated_int4_product_equals_the_reference(rows: int) -> None:
+    packed, grid, weight = int4_parts(1, 256, 40, 64)
+    x = drawn(2, rows, 256)
+    ours = int4.int4_matmul_triton(x, packed, grid, activation="gelu_tanh")
+    same(ours, gated_activation_reference(x.double() @ weight.T, "gelu_tanh"), 1e-4)
 
 
 def test_the_int4_tiles_of_many_outputs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from localgen.backends.cuda.device.options import CudaOptions
 from localgen.backends.cuda.kernels.launch import (
     argument_kind,
     ceil_div,
-    launch_on_device,
+    launch,
     next_power_of_2,
 )
 from localgen.backends.cuda.launch_plan import LaunchPlanner
@@ -87,7 +87,7 @@ def test_later_launches_are_those_of_triton(driver: RecordingDriver) -> None:
     for _ in range(3):
         driver.calls.clear()
         for grid, args, options in launches:
-            launch_on_device(_scale_kernel, grid)(*args, **options)
+            launch(_scale_kernel, grid)(*args, **options)
             _scale_kernel[grid](*args, **options)
         for ours, theirs in zip(driver.calls[::2], driver.calls[1::2], strict=True):
             assert len(ours) == len(theirs) == 9 + 6
@@ -129,12 +129,12 @@ def test_all_launches_can_be_direct(name: str, changes: dict[str, Any], tmp_path
     planner = LaunchPlanner(ModelShard(spec), options, torch.float16, arch=90, num_sms=132)
     launches = [*planner.first_answer_launches(), *planner.later_launches()]
     assert launches
-    for launch in launches:
-        params = inspect.signature(launch.kernel.fn).parameters.values()
+    for each in launches:
+        params = inspect.signature(each.kernel.fn).parameters.values()
         is_constant = ["constexpr" in str(param.annotation) for param in params]
-        assert is_constant == sorted(is_constant), launch.kernel
-        assert is_constant.count(False) == len(launch.args), launch.kernel
-        assert isinstance(launch.args[0], torch.dtype), "a tensor names the device"
+        assert is_constant == sorted(is_constant), each.kernel
+        assert is_constant.count(False) == len(each.args), each.kernel
+        assert isinstance(each.args[0], torch.dtype), "a tensor names the device"
 
 
 def test_sizes_equal_tritons() -> None:
@@ -147,7 +147,7 @@ def test_known_launches_keep_no_tensors(driver: RecordingDriver) -> None:
     x: Tensor | None = torch.ones(64)
     alive = weakref.ref(x)
     for _ in range(2):
-        launch_on_device(_scale_kernel, (1,))(x, x, 2.0, 32, block=64, offset=2, num_warps=4)
+        launch(_scale_kernel, (1,))(x, x, 2.0, 32, block=64, offset=2, num_warps=4)
     assert len(driver.calls) == 2
     driver.calls.clear()
     x = None

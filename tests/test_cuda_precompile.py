@@ -20,9 +20,8 @@ from torch import Tensor
 from localgen.backends.cuda import kernels, launch_plan
 from localgen.backends.cuda.device.options import CudaOptions
 from localgen.backends.cuda.embeddings import Pooler
-from localgen.backends.cuda.kernels import launch as launch_module
 from localgen.backends.cuda.kernels.decode_inputs import advance_decode_inputs
-from localgen.backends.cuda.kernels.launch import KernelLaunch, record_launches
+from localgen.backends.cuda.kernels.launch import KernelLaunch, Launcher, record_launches
 from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS
 from localgen.backends.cuda.kv.paged_cache import PagedCache
 from localgen.backends.cuda.launch_plan import FakeTensorParallelGroup, LaunchPlanner
@@ -75,13 +74,11 @@ class Recorder:
             module = importlib.import_module(found.name)
             if hasattr(module, "can_use_triton"):
                 patch.setattr(module, "can_use_triton", lambda x: True)
-            if module is not launch_module and hasattr(module, "launch"):
-                patch.setattr(module, "launch", self.launch)
 
-    def launch(self, kernel: Any, grid: tuple[int, ...]) -> Any:
-        def recorded(*args: Any, **options: Any) -> None:
+        def record(launcher: Launcher, grid: tuple[int, ...], *args: Any) -> None:
+            kernel = launcher.kernel
             kinds = tuple(arg.dtype if isinstance(arg, Tensor) else arg for arg in args)
-            self.launches.append(KernelLaunch(kernel, kinds, options))
+            self.launches.append(KernelLaunch(kernel, kinds, launcher.options))
             anywhere = kernel.kwargs.get("do_not_specialize_on_alignment") or ()
             for name, arg in zip(kernel.arg_names, args, strict=False):
                 if isinstance(arg, Tensor) and arg.data_ptr() % 16 and name not in anywhere:
@@ -89,7 +86,7 @@ class Recorder:
                 if name == "sampled_tokens":
                     arg.zero_()  # a token that there is
 
-        return recorded
+        patch.setattr(Launcher, "__call__", record)
 
 
 def spec_of(name: str, folder: Path) -> ModelSpec:

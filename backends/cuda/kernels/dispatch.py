@@ -6,9 +6,10 @@ products with a weight that is dequantized at each call.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -38,6 +39,7 @@ class Kernel(StrEnum):
 
     GEMV = "gemv"
     SKINNY_GEMM = "skinny_gemm"
+    INT4_GEMV = "int4_gemv"
     INT4_GEMM = "int4_gemm"
     INT4_WIDE = "int4_wide"
     INT4_DEQUANTIZE = "int4_dequantize"
@@ -78,6 +80,7 @@ ROUTES = (
     Route("dense", Kernel.GEMV, 1, "sums of each thread, no tensor cores"),
     Route("dense", Kernel.SKINNY_GEMM, 8, "tensor cores, rows padded to 8"),
     Route("dense", Kernel.REFERENCE, None, "cuBLAS", any_dtype=True),
+    Route("int4", Kernel.INT4_GEMV, 1, "as int4_gemm, with the norm before it"),
     Route("int4", Kernel.INT4_GEMM, 64, "tensor cores on the codes, scaled by group"),
     Route("int4", Kernel.INT4_WIDE, 256, "dequantized in registers, tiles of up to 128 rows"),
     Route("int4", Kernel.INT4_DEQUANTIZE, None, "dequantized at each call, cuBLAS", any_dtype=True),
@@ -108,17 +111,26 @@ def choose_kernel(
     *,
     rows: int | None = None,
     fits: bool = True,
-    unfit: Collection[Kernel] = (),
+    unfit: tuple[Kernel, ...] = (),
 ) -> Kernel:
     """Return the kernel for an operation on x, [rows, ...].
 
     rows: those that the table counts, if they are not the rows of x. fits: the weight's layout
     suits the kernels of its format. unfit: those that it does not suit.
     """
-    rows = x.shape[0] if rows is None else rows
-    if not (fits and can_use_triton(x) and rows):
+    if not (fits and can_use_triton(x)):
         return Kernel.REFERENCE
-    arch, is_half = compute_capability(x.device), x.dtype in (torch.bfloat16, torch.float16)
+    rows = x.shape[0] if rows is None else rows
+    return _look_up(operation, rows, compute_capability(x.device), x.dtype, unfit)
+
+
+@lru_cache(1024)
+def _look_up(
+    operation: Operation, rows: int, arch: int, dtype: torch.dtype, unfit: tuple[Kernel, ...]
+) -> Kernel:
+    if not rows:
+        return Kernel.REFERENCE
+    is_half = dtype in (torch.bfloat16, torch.float16)
     for route in _ROUTES_OF[operation]:
         if (
             (route.max_rows is None or rows <= route.max_rows)
@@ -146,3 +158,4 @@ def kernels_of(operation: Operation) -> frozenset[Kernel]:
 def switch_off(kernels: Iterable[Kernel]) -> None:
     """Do not choose these kernels in this process: for benchmarks, if they compute wrong values."""
     _switched_off.update(kernels)
+    _look_up.cache_clear()

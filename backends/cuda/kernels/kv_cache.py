@@ -26,6 +26,9 @@ class LayerKV:
     key_scales: Tensor | None = None
     value_scales: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        assert all(part.is_contiguous() for part in self.tensors)
+
     @classmethod
     def zeros(
         cls, shape: tuple[int, int, int, int], *, device: torch.device | str, dtype: torch.dtype

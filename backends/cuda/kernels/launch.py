@@ -6,15 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
-# by kernel, device, kinds of the arguments, and options
-_known_launches: dict[tuple[Any, ...], _KnownLaunch] = {}
+# by kernel and options; then by device and kinds of the arguments
+_known_launches: dict[tuple[Any, ...], dict[tuple[Any, ...], _KnownLaunch]] = {}
 _recording: ContextVar[LaunchRecording | None] = ContextVar("recording", default=None)
 _dependent: ContextVar[bool] = ContextVar("dependent", default=False)
 
@@ -109,41 +108,55 @@ def next_power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
-    """Return a callable that launches the kernel with its arguments, or records the launch."""
-    planned = _recording.get()
-    run = launch_on_device(kernel, grid) if planned is None else partial(_record, planned, kernel)
-    if _dependent.get() and "pdl" in kernel.arg_names:
-        return partial(run, pdl=True, launch_pdl=True)
-    return run
+class Launcher:
+    """Launches a kernel with the same options each time: constexpr arguments, num_warps and so on.
 
-
-def _record(planned: LaunchRecording, kernel: Any, *args: Any, **options: Any) -> None:
-    kinds = tuple(arg.dtype if isinstance(arg, Tensor) else arg for arg in args)
-    planned.launches.append(KernelLaunch(kernel, kinds, options))
-
-
-def launch_on_device(kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
-    """Return a callable that launches the kernel with its arguments: tensors first, then numbers.
-
-    Triton finds the compiled kernel for the arguments of a launch in some tens of microseconds.
-    Later launches with arguments of the same kinds go to its launcher directly, without the hooks
-    of Triton's own profiler.
+    Made once for each configuration and kept, because options are a large part of what a launch
+    costs. Triton finds the compiled kernel for the arguments of a launch in some tens of
+    microseconds. Later launches with arguments of the same kinds go to its launcher directly,
+    without the hooks of Triton's own profiler.
     """
 
-    def run(*args: Any, **options: Any) -> None:
+    __slots__ = ("_dependent", "_known", "kernel", "options")
+
+    def __init__(self, kernel: Any, **options: Any) -> None:
+        self.kernel, self.options = kernel, options
+        self._known = _known_launches.setdefault((id(kernel), *options.items()), {})
+        waits = "pdl" in kernel.arg_names and "pdl" not in options
+        self._dependent = {"pdl": True, "launch_pdl": True} if waits else None
+
+    def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
+        """Launch the kernel, or record the launch. args: tensors first, then numbers."""
+        if self._dependent and _dependent.get():
+            Launcher(self.kernel, **self.options, **self._dependent)(grid, *args)
+            return
+        planned = _recording.get()
+        if planned is not None:
+            kinds = tuple(arg.dtype if isinstance(arg, Tensor) else arg for arg in args)
+            planned.launches.append(KernelLaunch(self.kernel, kinds, self.options))
+            return
         device = args[0].get_device()
-        key = (id(kernel), device, *map(argument_kind, args), *options.items())
-        known = _known_launches.get(key)
+        kinds = (device, *map(argument_kind, args))
+        known = self._known.get(kinds)
         if known is None:
-            compiled = kernel[grid](*args, **options)
+            compiled = self.kernel[grid](*args, **self.options)
             if isinstance(compiled, CompiledKernel):  # not with Triton's interpreter
-                _known_launches[key] = _KnownLaunch.of(compiled, kernel, len(args), options)
+                self._known[kinds] = _KnownLaunch.of(compiled, self.kernel, len(args), self.options)
             return
         x, y, z = (*grid, 1, 1)[:3]
         stream = driver.active.get_current_stream(device)
         fixed = (x, y, z, stream, known.function, known.metadata, None, None, None)
         known.launcher(*fixed, *args, *known.constants)
+
+
+def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
+    """Return a callable that launches the kernel with its arguments and options; see Launcher.
+
+    For kernels that a decode step does not launch in each layer.
+    """
+
+    def run(*args: Any, **options: Any) -> None:
+        Launcher(kernel, **options)(grid, *args)
 
     return run
 
@@ -179,11 +192,12 @@ def argument_kind(arg: Any) -> object:
     Numbers: 1, multiples of 16, and those that need 64 bits. Tensors: dtype, and 16-byte alignment.
     """
     kind = type(arg)
+    if kind is Tensor:  # asking a tensor's class about other things takes long
+        return (arg.dtype, "unaligned") if arg.data_ptr() & 15 else arg.dtype
     if kind is int:
         if arg == 1 or arg.bit_length() > 31:
             return arg
         return "i32" if arg & 15 else "i32 of 16"
-    # asking a tensor's class about other things takes long
-    if kind is Tensor or not (arg is None or kind is float or kind is bool):
-        return (arg.dtype, "unaligned") if arg.data_ptr() & 15 else arg.dtype
-    return kind if kind is float else (kind, arg)
+    if arg is None or kind is float or kind is bool:
+        return kind if kind is float else (kind, arg)
+    return (arg.dtype, "unaligned") if arg.data_ptr() & 15 else arg.dtype

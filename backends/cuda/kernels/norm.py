@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from localgen.backends.cuda.kernels.fp8_rows import (
     fp8_row_scale,
     quantize_rows_fp8_reference,
 )
-from localgen.backends.cuda.kernels.launch import Variant, launch, next_power_of_2
+from localgen.backends.cuda.kernels.launch import Launcher, Variant, next_power_of_2
 
 # one program holds a whole row in registers
 MAX_SIZE = 16384
@@ -105,9 +106,9 @@ def _launch_rms_norm(
     size = x.shape[-1]
     assert size <= MAX_SIZE, f"hidden size {size} exceeds the kernel's maximum of {MAX_SIZE}"
     x = x.contiguous()
-    summed = x if residual is None else torch.empty_like(x)
-    block, num_warps = _block_and_warps(size)
-    launch(_rms_norm_kernel, (x.numel() // size,))(
+    summed = x if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+    _launcher(size, offset, residual is not None)(
+        (x.numel() // size,),
         x,
         x if residual is None else residual.contiguous(),
         weight,
@@ -115,13 +116,21 @@ def _launch_rms_norm(
         scales,
         summed,
         eps,
+    )
+    return summed
+
+
+@cache
+def _launcher(size: int, offset: bool, has_residual: bool) -> Launcher:
+    block, num_warps = _block_and_warps(size)
+    return Launcher(
+        _rms_norm_kernel,
         size=size,
         offset=offset,
-        has_residual=residual is not None,
+        has_residual=has_residual,
         block=block,
         num_warps=num_warps,
     )
-    return summed
 
 
 def _block_and_warps(size: int) -> tuple[int, int]:

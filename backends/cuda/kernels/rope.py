@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -16,7 +18,7 @@ from localgen.backends.cuda.kernels.dependent_launch import wait_for_previous_ke
 from localgen.backends.cuda.kernels.device import upcast
 from localgen.backends.cuda.kernels.dispatch import Kernel, choose_kernel
 from localgen.backends.cuda.kernels.kv_cache import QUANTIZED_MAX, LayerKV, quantize_kv
-from localgen.backends.cuda.kernels.launch import Variant, ceil_div, launch, next_power_of_2
+from localgen.backends.cuda.kernels.launch import Launcher, Variant, ceil_div, next_power_of_2
 from localgen.backends.cuda.kernels.norm import rms_norm_reference
 
 
@@ -112,15 +114,22 @@ def rope_and_store_kv_triton(
     """Triton implementation of `rope_and_store_kv`: one program per row and block of heads."""
     _, kv_heads, page_tokens, size = layer_kv.keys.shape
     rows, heads = len(qkv), qkv.shape[1] // size - 2 * kv_heads
-    assert all(
-        part.is_contiguous() for part in (*layer_kv.tensors, *cos_sin, slot_mapping, positions)
-    )
-    queries = torch.empty((rows, heads, size), dtype=qkv.dtype, device=qkv.device)
     cos, sin = cos_sin
+    assert slot_mapping.is_contiguous()
+    assert positions.is_contiguous()
+    assert cos.is_contiguous()
+    assert sin.is_contiguous()
+    queries = torch.empty((rows, heads, size), dtype=qkv.dtype, device=qkv.device)
     # placeholder pointers for absent tensors: the kernel does not read them
     scales = cos if layer_kv.key_scales is None else layer_kv.key_scales
     heads_block, num_warps = _heads_and_warps(rows, size)
-    launch(_rope_and_store_kv_kernel, (rows, ceil_div(heads + 2 * kv_heads, heads_block)))(
+    norm_kind = None if qk_norm is None else qk_norm.offset
+    launcher = _launcher(
+        *(heads, kv_heads, size, cos.shape[1], page_tokens),
+        *(layer_kv.keys.dtype, norm_kind, heads_block, num_warps),
+    )
+    launcher(
+        (rows, ceil_div(heads + 2 * kv_heads, heads_block)),
         qkv.contiguous(),
         positions,
         cos,
@@ -134,12 +143,30 @@ def rope_and_store_kv_triton(
         scales,
         scales if layer_kv.value_scales is None else layer_kv.value_scales,
         0.0 if qk_norm is None else qk_norm.eps,
+    )
+    return queries
+
+
+@cache
+def _launcher(
+    heads: int,
+    kv_heads: int,
+    size: int,
+    half_rotary_dim: int,
+    page_tokens: int,
+    dtype: torch.dtype,
+    norm_offset: bool | None,
+    heads_block: int,
+    num_warps: int,
+) -> Launcher:
+    """dtype: of the cache. norm_offset: offset of the QK norm; None: there is none."""
+    return Launcher(
+        _rope_and_store_kv_kernel,
         heads=heads,
         num_warps=num_warps,
         heads_block=heads_block,
-        **_rope_constants(size, cos.shape[1], kv_heads, page_tokens, layer_kv.keys.dtype, qk_norm),
+        **_rope_constants(size, half_rotary_dim, kv_heads, page_tokens, dtype, norm_offset),
     )
-    return queries
 
 
 def _heads_and_warps(rows: int, size: int) -> tuple[int, int]:
@@ -159,8 +186,8 @@ def _rope_constants(
     kv_heads: int,
     page_tokens: int,
     dtype: torch.dtype,
-    qk_norm: QKNorm | None,
-) -> dict[str, int | float | bool]:
+    norm_offset: bool | None,
+) -> dict[str, Any]:
     rest = head_dim - 2 * half_rotary_dim
     return {
         "kv_heads": kv_heads,
@@ -169,8 +196,8 @@ def _rope_constants(
         "half_rotary_dim": half_rotary_dim,
         "half_block": next_power_of_2(half_rotary_dim),
         "rest_block": next_power_of_2(rest) if rest else 0,
-        "has_qk_norm": qk_norm is not None,
-        "offset": qk_norm is not None and qk_norm.offset,
+        "has_qk_norm": norm_offset is not None,
+        "offset": bool(norm_offset),
         "quantized_max": QUANTIZED_MAX.get(dtype, 0.0),
         "is_int": dtype is torch.int8,
     }
@@ -345,12 +372,10 @@ def variants() -> Iterator[Variant]:
         (512, 8, 4, 256, 256, torch.int8, True),
         (1, 8, 4, 256, 256, torch.bfloat16, True),
     ):
-        weight = torch.empty(0)
-        norms = QKNorm(weight, weight, 1e-6, False) if normed else None
         heads_block, num_warps = _heads_and_warps(rows, size)
         constants = {
             "heads": heads,
-            **_rope_constants(size, rotated // 2, kv_heads, 16, dtype, norms),
+            **_rope_constants(size, rotated // 2, kv_heads, 16, dtype, False if normed else None),
             "heads_block": heads_block,
         }
         pages = _TRITON_POINTER_TYPES[dtype]

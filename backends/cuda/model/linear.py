@@ -12,16 +12,17 @@ from torch import Tensor
 from localgen.backends.cuda.kernels.activation import gated_activation
 from localgen.backends.cuda.kernels.dispatch import Kernel
 from localgen.backends.cuda.kernels.fp8_rows import Fp8Rows, quantize_rows_fp8
-from localgen.backends.cuda.kernels.gemm.dense import gated_matmul, matmul
+from localgen.backends.cuda.kernels.gemm.dense import gated_matmul, matmul, normed
 from localgen.backends.cuda.kernels.gemm.fp8 import (
     choose_fp8_kernel,
     dequantize_fp8,
     fp8_matmul,
     fp8_rows_matmul,
 )
-from localgen.backends.cuda.kernels.gemm.int4 import int4_matmul
+from localgen.backends.cuda.kernels.gemm.int4 import int4_gated_matmul, int4_matmul
 from localgen.backends.cuda.kernels.gemm.int4_format import dequantize_int4
 from localgen.backends.cuda.kernels.gemm.tile import ActivationKind
+from localgen.backends.cuda.kernels.norm import RMSNorm
 
 
 class Linear(Protocol):
@@ -51,8 +52,8 @@ class DenseLinear:
     def out_features(self) -> int:
         return self.weight.shape[0]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return matmul(x, self.weight, self.bias)
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return matmul(x, self.weight, self.bias, residual)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,9 +84,9 @@ class Int4Linear:
         """Number of inputs that share a scale."""
         return self.in_features // self.grid.shape[1]
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         x = x if self.input_order is None else x[:, self.input_order]
-        return int4_matmul(x, self.packed, self.grid, self.bias)
+        return int4_matmul(x, self.packed, self.grid, self.bias, residual)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The dense weight, [out, in], with columns in packed order."""
@@ -171,14 +172,19 @@ def gated_mlp(
     return down(gated_activation(both, activation))
 
 
-def gated_linear(gate_up: Linear, x: Tensor, activation: ActivationKind) -> Tensor:
-    """act(gate) * up, [rows, out / 2].
+def gated_linear(
+    gate_up: Linear, x: Tensor, activation: ActivationKind, norm: RMSNorm | None = None
+) -> Tensor:
+    """act(gate) * up of norm(x), [rows, out / 2].
 
     gate_up: linear whose outputs are all of gate, then all of up.
     """
-    if isinstance(gate_up, DenseLinear) and gate_up.bias is None:
-        return gated_matmul(x, gate_up.weight, activation)
-    return gated_activation(gate_up(x), activation)
+    match gate_up:
+        case DenseLinear(weight, bias=None):
+            return gated_matmul(x, weight, activation, norm=norm)
+        case Int4Linear(packed, grid, bias=None, input_order=None):
+            return int4_gated_matmul(x, packed, grid, activation, norm=norm)
+    return gated_activation(gate_up(normed(x, norm)), activation)
 
 
 def merge_linears(parts: Sequence[Linear]) -> Linear:

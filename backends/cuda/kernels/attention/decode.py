@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -31,7 +33,7 @@ from localgen.backends.cuda.kernels.dependent_launch import wait_for_previous_ke
 from localgen.backends.cuda.kernels.device import ARCHS, compute_capability, count_sms
 from localgen.backends.cuda.kernels.dispatch import Kernel, max_rows
 from localgen.backends.cuda.kernels.kv_cache import QUANTIZED_MAX, LayerKV
-from localgen.backends.cuda.kernels.launch import Variant, launch, next_power_of_2
+from localgen.backends.cuda.kernels.launch import Launcher, Variant, next_power_of_2
 
 # a token and the drafts after it; sequences with more rows are prefills
 MAX_DECODE_ROWS = max_rows(Kernel.DECODE_ATTENTION)
@@ -112,36 +114,63 @@ def decode_attention_triton(
     softcap: float | None,
 ) -> None:
     """Write the rows of `out` whose sequences have at most MAX_DECODE_ROWS rows."""
-    _, heads, size = queries.shape
+    heads = queries.shape[1]
     sequences, kv_heads = len(metadata.seq_lens), layer_kv.keys.shape[1]
     rows = rows_per_seq(metadata.max_query_len)
-    tile = choose_decode_tile(
-        num_seqs=sequences,
-        max_query_len=metadata.max_query_len,
-        max_seq_len=min(metadata.max_seq_len, (window or metadata.max_seq_len) + MAX_DECODE_ROWS),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=size,
-        quantized=layer_kv.keys.dtype in QUANTIZED_MAX,
-        arch=compute_capability(queries.device),
-        num_sms=count_sms(queries.device),
+    launcher, num_splits = _launcher(
+        *(sequences, metadata.max_query_len, metadata.max_seq_len, heads),
+        *(layer_kv.keys.shape, layer_kv.keys.dtype, window, softcap is not None),
+        *(compute_capability(queries.device), count_sms(queries.device)),
     )
-    partials = empty_partials(sequences * rows, out, tile.num_splits)
-    launch(_decode_attention_kernel, (sequences, kv_heads, tile.num_splits))(
+    partials = empty_partials(sequences * rows, out, num_splits)
+    launcher(
+        (sequences, kv_heads, num_splits),
         *attention_pointers(queries, layer_kv, metadata, out),
         *partials,
         scale,
         softcap or 1.0,
         metadata.page_tables.stride(0),
-        tile.num_splits,
-        max_rows=rows,
-        **attention_constants(heads, layer_kv, window, softcap, tile),
+        num_splits,
+    )
+    if num_splits > 1:
+        combine_splits(partials, metadata, out, max_decode_rows=MAX_DECODE_ROWS, rows_per_seq=rows)
+
+
+# for the layers of a step, which have a few kinds: lengths differ between steps
+@lru_cache(64)
+def _launcher(
+    num_seqs: int,
+    max_query_len: int,
+    max_seq_len: int,
+    num_heads: int,
+    cache_shape: torch.Size,
+    cache_dtype: torch.dtype,
+    window: int | None,
+    has_softcap: bool,
+    arch: int,
+    num_sms: int,
+) -> tuple[Launcher, int]:
+    """The launcher and the number of splits."""
+    tile = choose_decode_tile(
+        num_seqs=num_seqs,
+        max_query_len=max_query_len,
+        max_seq_len=min(max_seq_len, (window or max_seq_len) + MAX_DECODE_ROWS),
+        num_heads=num_heads,
+        num_kv_heads=cache_shape[1],
+        head_dim=cache_shape[3],
+        quantized=cache_dtype in QUANTIZED_MAX,
+        arch=arch,
+        num_sms=num_sms,
+    )
+    launcher = Launcher(
+        _decode_attention_kernel,
+        max_rows=rows_per_seq(max_query_len),
+        **attention_constants(num_heads, cache_shape, cache_dtype, window, has_softcap, tile),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         maxnreg=tile.max_registers,
     )
-    if tile.num_splits > 1:
-        combine_splits(partials, metadata, out, max_decode_rows=MAX_DECODE_ROWS, rows_per_seq=rows)
+    return launcher, tile.num_splits
 
 
 @triton.jit(
@@ -206,7 +235,9 @@ def variants() -> Iterator[Variant]:
             )
             compiled = {
                 "max_rows": rows_per_seq(rows),
-                **attention_constants(heads, cache, window, softcap, tile),
+                **attention_constants(
+                    *(heads, cache.keys.shape, cache.keys.dtype, window, softcap is not None, tile)
+                ),
             }
             types = attention_pointer_types(kind)
             partial = "*fp32" if tile.num_splits > 1 else types["out"]

@@ -77,13 +77,14 @@ def attention_pointer_types(cache_type: str) -> dict[str, str]:
 
 def attention_constants(
     num_heads: int,
-    layer_kv: LayerKV,
+    cache_shape: torch.Size,
+    cache_dtype: torch.dtype,
     window: int | None,
-    softcap: float | None,
+    has_softcap: bool,
     tile: AttentionTile,
 ) -> dict[str, object]:
-    """Return the constexpr arguments of both kernels."""
-    _, kv_heads, page_tokens, size = layer_kv.keys.shape
+    """Return the constexpr arguments of both kernels. cache_shape: that of the keys."""
+    _, kv_heads, page_tokens, size = cache_shape
     return {
         "num_heads": num_heads,
         "num_kv_heads": kv_heads,
@@ -93,8 +94,8 @@ def attention_constants(
         "tile_rows": tile.rows,
         "block_tokens": tile.block_tokens,
         "window": window or 0,
-        "quantized": layer_kv.keys.dtype in QUANTIZED_MAX,
-        "has_softcap": softcap is not None,
+        "quantized": cache_dtype in QUANTIZED_MAX,
+        "has_softcap": has_softcap,
         "is_split": tile.num_splits > 1,
     }
 

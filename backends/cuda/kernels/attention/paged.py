@@ -30,9 +30,12 @@ def paged_attention(
     None. softcap: attention scores become tanh(score / softcap) * softcap (Gemma 2).
     """
     longest = _longest_query(queries, metadata)
-    if choose_kernel("attention", queries, rows=longest) is Kernel.REFERENCE:
+    kernel = choose_kernel("attention", queries, rows=longest)
+    if kernel is Kernel.PREFILL_ATTENTION:  # perhaps with short sequences beside the longest
+        kernel = choose_kernel("attention", queries, rows=1)
+    if kernel is Kernel.REFERENCE:
         chosen = paged_attention_reference
-    elif choose_kernel("attention", queries, rows=1) is Kernel.DECODE_ATTENTION:
+    elif kernel is Kernel.DECODE_ATTENTION:
         chosen = paged_attention_triton
     else:
         chosen = partial(paged_attention_triton, max_decode_rows=0)

@@ -116,7 +116,9 @@ def prefill_attention_triton(
         tile.num_splits,
         sequences,
         max_decode_rows,
-        **attention_constants(heads, layer_kv, window, softcap, tile),
+        **attention_constants(
+            *(heads, layer_kv.keys.shape, layer_kv.keys.dtype, window, softcap is not None, tile)
+        ),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         maxnreg=tile.max_registers,
@@ -188,7 +190,9 @@ def variants() -> Iterator[Variant]:
                 arch=arch,
                 num_sms=132,
             )
-            compiled = attention_constants(heads, cache, window, softcap, tile)
+            compiled = attention_constants(
+                *(heads, cache.keys.shape, cache.keys.dtype, window, softcap is not None, tile)
+            )
             types = attention_pointer_types(kind)
             partial = "*fp32" if tile.num_splits > 1 else types["out"]
             yield Variant(

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 import triton
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from localgen.backends.cuda.kernels.attention_metadata import AttentionMetadata
 from localgen.backends.cuda.kernels.dependent_launch import wait_for_previous_kernel
-from localgen.backends.cuda.kernels.launch import Variant, launch, next_power_of_2
+from localgen.backends.cuda.kernels.launch import Launcher, Variant, next_power_of_2
 
 MAX_SPLITS = 64
 
@@ -56,14 +57,22 @@ def combine_splits(
     """
     split_out, split_lse = partials
     rows, heads, splits, size = split_out.shape
-    launch(_combine_splits_kernel, (rows, heads))(
+    _launcher(heads, size, rows_per_seq or 0, splits)(
+        (rows, heads),
         split_out,
         split_lse,
         metadata.query_starts,
         out,
         len(metadata.seq_lens),
         max_decode_rows,
-        **_constants(heads, size, rows_per_seq or 0, splits),
+    )
+
+
+@cache
+def _launcher(heads: int, size: int, rows_per_seq: int, splits: int) -> Launcher:
+    return Launcher(
+        _combine_splits_kernel,
+        **_constants(heads, size, rows_per_seq, splits),
         num_warps=_num_warps(splits, size),
     )
 

@@ -14,6 +14,7 @@ squares next to the products, and scales the result.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from localgen.backends.cuda.kernels.gemm.tile import (
     gemm_epilogue,
     weight_row_ids,
 )
-from localgen.backends.cuda.kernels.launch import Variant, ceil_div, launch
+from localgen.backends.cuda.kernels.launch import Launcher, Variant, ceil_div
 from localgen.backends.cuda.kernels.norm import RMSNorm, rms_norm
 
 # more rows use cuBLAS
@@ -87,8 +88,8 @@ def matmul(
         case Kernel.GEMV:
             return matmul_triton(x, weight, bias, residual, norm=norm)
         case Kernel.SKINNY_GEMM:
-            return skinny_gemm_triton(_normed(x, norm), weight, None, bias, residual)
-    return matmul_reference(_normed(x, norm), weight, bias, residual)
+            return skinny_gemm_triton(normed(x, norm), weight, None, bias, residual)
+    return matmul_reference(normed(x, norm), weight, bias, residual)
 
 
 def gated_matmul(
@@ -99,11 +100,12 @@ def gated_matmul(
         case Kernel.GEMV:
             return matmul_triton(x, weight, activation=activation, norm=norm)
         case Kernel.SKINNY_GEMM:
-            return skinny_gemm_triton(_normed(x, norm), weight, None, activation=activation)
-    return gated_activation(linear(_normed(x, norm), weight), activation)
+            return skinny_gemm_triton(normed(x, norm), weight, None, activation=activation)
+    return gated_activation(linear(normed(x, norm), weight), activation)
 
 
-def _normed(x: Tensor, norm: RMSNorm | None) -> Tensor:
+def normed(x: Tensor, norm: RMSNorm | None) -> Tensor:
+    """norm(x), by a kernel of its own; x if there is no norm."""
     if norm is None:
         return x
     return rms_norm(x, norm.weight, norm.eps, offset=False, residual=None)[0]
@@ -153,15 +155,15 @@ def matmul_triton(
     """Triton implementation of `matmul`, or of `gated_matmul` if activation is set."""
     if x.shape[0] > 1:
         return skinny_gemm_triton(
-            _normed(x, norm), weight, None, bias, residual, activation=activation
+            normed(x, norm), weight, None, bias, residual, activation=activation
         )
-    (outs, ins), x = weight.shape, x.contiguous()
+    outs, ins = weight.shape
+    launcher, grid = _gemv_launcher(ins, outs, activation, norm is not None)
     outs = outs if activation is None else outs // 2
-    tile = choose_gemv_tile(ins, weight.shape[0])
     out = torch.empty((1, outs), dtype=x.dtype, device=x.device)
-    step = tile.inputs * tile.num_warps
-    launch(_gemv_kernel, (ceil_div(weight.shape[0], tile.outputs),))(
-        x,
+    launcher(
+        grid,
+        x.contiguous(),
         weight,
         bias,
         None if residual is None else residual.contiguous(),
@@ -170,14 +172,27 @@ def matmul_triton(
         0.0 if norm is None else norm.eps,
         ins // INPUT_MULTIPLE,
         outs,
+    )
+    return out
+
+
+@cache
+def _gemv_launcher(
+    ins: int, outs: int, activation: ActivationKind | None, normed: bool
+) -> tuple[Launcher, tuple[int, ...]]:
+    """The launcher and the grid."""
+    tile = choose_gemv_tile(ins, outs)
+    step = tile.inputs * tile.num_warps
+    launcher = Launcher(
+        _gemv_kernel,
         activation=activation,
         outputs=tile.outputs,
         step=step,
         even=ins % step == 0,
         num_warps=tile.num_warps,
-        maxnreg=None if norm is None else NORMED_REGISTERS,
+        maxnreg=NORMED_REGISTERS if normed else None,
     )
-    return out
+    return launcher, (ceil_div(outs, tile.outputs),)
 
 
 def skinny_gemm_triton(
@@ -195,12 +210,13 @@ def skinny_gemm_triton(
     None.
     """
     rows, (outs, ins) = x.shape[0], weight.shape
-    tile = choose_skinny_gemm_tile(rows, outs, weight.element_size())
+    launcher, grid = _skinny_gemm_launcher(
+        rows, ins, outs, weight.element_size(), dot_dtype(x), activation
+    )
     outs = outs if activation is None else outs // 2
     out = torch.empty((rows, outs), dtype=x.dtype, device=x.device)
-    # programs that read the same weights are adjacent, so that they hit L2
-    grid = (ceil_div(rows, tile.rows), ceil_div(weight.shape[0], tile.outputs))
-    launch(_skinny_gemm_kernel, grid)(
+    launcher(
+        grid,
         x.contiguous(),
         weight,
         scale,
@@ -210,7 +226,24 @@ def skinny_gemm_triton(
         rows,
         ins // INPUT_MULTIPLE,
         outs,
-        dot_dtype=dot_dtype(x),
+    )
+    return out
+
+
+@cache
+def _skinny_gemm_launcher(
+    rows: int,
+    ins: int,
+    outs: int,
+    item_bytes: int,
+    dtype: Any,
+    activation: ActivationKind | None,
+) -> tuple[Launcher, tuple[int, ...]]:
+    """The launcher and the grid. dtype: of tl.dot."""
+    tile = choose_skinny_gemm_tile(rows, outs, item_bytes)
+    launcher = Launcher(
+        _skinny_gemm_kernel,
+        dot_dtype=dtype,
         activation=activation,
         outputs=tile.outputs,
         inputs=tile.inputs,
@@ -220,7 +253,8 @@ def skinny_gemm_triton(
         even=ins % (tile.inputs * tile.num_warps) == 0,
         num_warps=tile.num_warps,
     )
-    return out
+    # programs that read the same weights are adjacent, so that they hit L2
+    return launcher, (ceil_div(rows, tile.rows), ceil_div(outs, tile.outputs))
 
 
 @triton.jit

@@ -1,7 +1,8 @@
 """Matrix products with 4-bit weights of int4_format, up to about 64 rows: memory-bound.
 
 The exponent that turns codes into floats is an offset, subtracted at the end of a group, using a
-product with ones; scales multiply sums of integers, in float32. More rows: see int4_wide.
+product with ones; scales multiply sums of integers, in float32. One row: each program also
+computes the RMSNorm before the product. More rows: see int4_wide.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, operator"
@@ -9,6 +10,7 @@ product with ones; scales multiply sums of integers, in float32. More rows: see 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,9 +19,13 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from localgen.backends.cuda.kernels.activation import (
+    gated_activation,
+    gated_activation_reference,
+)
 from localgen.backends.cuda.kernels.device import ARCHS, compute_capability
 from localgen.backends.cuda.kernels.dispatch import Kernel, choose_kernel
-from localgen.backends.cuda.kernels.gemm.dense import linear
+from localgen.backends.cuda.kernels.gemm.dense import matmul_reference, normed
 from localgen.backends.cuda.kernels.gemm.int4_format import (
     PART_INPUTS,
     TILE_INPUTS,
@@ -31,33 +37,87 @@ from localgen.backends.cuda.kernels.gemm.int4_format import (
     split_float_pairs,
 )
 from localgen.backends.cuda.kernels.gemm.int4_wide import int4_wide_matmul_triton
-from localgen.backends.cuda.kernels.gemm.tile import GemmTile, dot_dtype, store_transposed
-from localgen.backends.cuda.kernels.launch import Variant, ceil_div, launch
+from localgen.backends.cuda.kernels.gemm.tile import (
+    ActivationKind,
+    GemmTile,
+    dot_dtype,
+    gemm_epilogue,
+    weight_row_ids,
+)
+from localgen.backends.cuda.kernels.launch import Launcher, Variant, ceil_div, next_power_of_2
+from localgen.backends.cuda.kernels.norm import RMSNorm
 
 
-def int4_matmul(x: Tensor, packed: Tensor, grid: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x @ weight.T + bias, [rows, outs] in x's dtype, accumulated in float32.
+def int4_matmul(
+    x: Tensor,
+    packed: Tensor,
+    grid: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    norm: RMSNorm | None = None,
+) -> Tensor:
+    """Return norm(x) @ weight.T + bias + residual, [rows, outs] in x's dtype, summed in float32.
 
     x: [rows, ins], inputs in the order of the packed weight. packed: uint8 [outs, ins / 2] from
-    `pack_int4`. grid: [outs, groups, 2] from `pack_grid`. bias: [outs].
+    `pack_int4`. grid: [outs, groups, 2] from `pack_grid`. bias: [outs]. residual: [rows, outs]. One
+    launch with one row, otherwise one more for the norm.
     """
+    match choose_int4_kernel(x, packed, grid):
+        case Kernel.INT4_GEMV:
+            return int4_matmul_triton(x, packed, grid, bias, residual, norm=norm)
+        case Kernel.INT4_GEMM:
+            return int4_matmul_triton(normed(x, norm), packed, grid, bias, residual)
+        case Kernel.INT4_WIDE:
+            out = int4_wide_matmul_triton(normed(x, norm), packed, grid, bias)
+        case Kernel.INT4_DEQUANTIZE:
+            weight = dequantize_int4_triton(packed, grid, x.dtype)
+            out = functional.linear(normed(x, norm), weight, bias)
+        case _:
+            return int4_matmul_reference(normed(x, norm), packed, grid, bias, residual)
+    return out if residual is None else out + residual
+
+
+def int4_gated_matmul(
+    x: Tensor,
+    packed: Tensor,
+    grid: Tensor,
+    activation: ActivationKind,
+    *,
+    norm: RMSNorm | None = None,
+) -> Tensor:
+    """Return act(gate) * up of norm(x), [rows, outs / 2]. packed, grid: gate rows, then up rows."""
+    match choose_int4_kernel(x, packed, grid):
+        case Kernel.INT4_GEMV:
+            return int4_matmul_triton(x, packed, grid, activation=activation, norm=norm)
+        case Kernel.INT4_GEMM:
+            return int4_matmul_triton(normed(x, norm), packed, grid, activation=activation)
+    return gated_activation(int4_matmul(x, packed, grid, norm=norm), activation)
+
+
+def choose_int4_kernel(x: Tensor, packed: Tensor, grid: Tensor) -> Kernel:
+    """Return the kernel of `int4_matmul`."""
     ins = 2 * packed.shape[1]
     fits = is_tiled(ins) and ins // grid.shape[1] % PART_INPUTS == 0 and packed.is_contiguous()
-    match choose_kernel("int4", x, fits=fits):
-        case Kernel.INT4_GEMM:
-            return int4_matmul_triton(x, packed, grid, bias)
-        case Kernel.INT4_WIDE:
-            return int4_wide_matmul_triton(x, packed, grid, bias)
-        case Kernel.INT4_DEQUANTIZE:
-            return functional.linear(x, dequantize_int4_triton(packed, grid, x.dtype), bias)
-    return int4_matmul_reference(x, packed, grid, bias)
+    return choose_kernel("int4", x, fits=fits)
 
 
 def int4_matmul_reference(
-    x: Tensor, packed: Tensor, grid: Tensor, bias: Tensor | None = None
+    x: Tensor,
+    packed: Tensor,
+    grid: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """PyTorch reference of `int4_matmul`; the dequantized weight is rounded to x's dtype."""
-    return linear(x, dequantize_int4(packed, grid, x.dtype), bias)
+    """PyTorch reference of `int4_matmul` without a norm; the weight is rounded to x's dtype."""
+    return matmul_reference(x, dequantize_int4(packed, grid, x.dtype), bias, residual)
+
+
+def int4_gated_matmul_reference(
+    x: Tensor, packed: Tensor, grid: Tensor, activation: ActivationKind
+) -> Tensor:
+    """PyTorch reference of `int4_gated_matmul` without a norm."""
+    return gated_activation_reference(int4_matmul_reference(x, packed, grid), activation)
 
 
 def choose_int4_tile(rows: int, outs: int, group_size: int, arch: int) -> GemmTile:
@@ -83,36 +143,90 @@ def choose_int4_tile(rows: int, outs: int, group_size: int, arch: int) -> GemmTi
 
 
 def int4_matmul_triton(
-    x: Tensor, packed: Tensor, grid: Tensor, bias: Tensor | None = None
+    x: Tensor,
+    packed: Tensor,
+    grid: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    activation: ActivationKind | None = None,
+    norm: RMSNorm | None = None,
 ) -> Tensor:
-    """Triton implementation of `int4_matmul` for up to about 64 rows, one launch."""
+    """Triton implementation of `int4_matmul`, or of `int4_gated_matmul` if activation is set.
+
+    Up to about 64 rows, one if there is a norm; one launch.
+    """
     rows, (outs, ins) = x.shape[0], (packed.shape[0], 2 * packed.shape[1])
+    assert norm is None or rows == 1
     group = ins // grid.shape[1]
-    tile = choose_int4_tile(rows, outs, group, compute_capability(x.device))
+    launcher, blocks = _launcher(
+        *(rows, ins, outs, group, x.dtype, grid.dtype, dot_dtype(x), activation),
+        *(norm is not None, compute_capability(x.device)),
+    )
+    outs = outs if activation is None else outs // 2
     out = torch.empty((rows, outs), dtype=x.dtype, device=x.device)
-    launch(_int4_gemm_kernel, (ceil_div(rows, tile.rows), ceil_div(outs, tile.outputs)))(
+    launcher(
+        blocks,
         x.contiguous(),
         packed.view(torch.int32),
         grid.view(torch.int32),
         bias,
+        None if residual is None else residual.contiguous(),
+        None if norm is None else norm.weight,
         out,
+        0.0 if norm is None else norm.eps,
         rows,
         ins // TILE_INPUTS,
         outs,
         group,
-        float_type=float_type(x.dtype),
-        grid_type=float_type(grid.dtype),
-        dot_dtype=dot_dtype(x),
-        dots_per_group=parts_per_group(group),
+    )
+    return out
+
+
+@cache
+def _launcher(
+    rows: int,
+    ins: int,
+    outs: int,
+    group: int,
+    dtype: torch.dtype,
+    grid_dtype: torch.dtype,
+    operand_dtype: Any,
+    activation: ActivationKind | None,
+    has_norm: bool,
+    arch: int,
+) -> tuple[Launcher, tuple[int, ...]]:
+    """The launcher and the grid. operand_dtype: of tl.dot."""
+    tile = choose_int4_tile(rows, outs, group, arch)
+    launcher = Launcher(
+        _int4_gemm_kernel,
+        activation=activation,
+        **int4_constants(tile, ins, group, float_type(dtype), float_type(grid_dtype), has_norm),
+        dot_dtype=operand_dtype,
         outputs=tile.outputs,
         padded_rows=tile.rows,
-        warps=tile.num_warps,
-        stages=tile.num_stages,
-        even=ins % (TILE_INPUTS * tile.num_warps) == 0,
         num_warps=tile.num_warps,
         maxnreg=tile.max_registers,
     )
-    return out
+    return launcher, (ceil_div(rows, tile.rows), ceil_div(outs, tile.outputs))
+
+
+def int4_constants(
+    tile: GemmTile, ins: int, group: int, code_type: Any, grid_type: Any, has_norm: bool
+) -> dict[str, Any]:
+    """Return constexpr arguments of `accumulate_int4`; dot_dtype is left out.
+
+    code_type: of the floats that codes are put into. grid_type: of scales and zeros.
+    """
+    return {
+        "float_type": code_type,
+        "grid_type": grid_type,
+        "dots_per_group": parts_per_group(group),
+        "warps": tile.num_warps,
+        "stages": tile.num_stages,
+        "even": ins % (TILE_INPUTS * tile.num_warps) == 0,
+        "norm_block": next_power_of_2(ins) if has_norm else 0,
+    }
 
 
 @triton.jit
@@ -121,49 +235,43 @@ def _interleave(low, high):
     return tl.reshape(tl.join(low, high), [low.shape[0], low.shape[1], 2 * low.shape[2]])
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _int4_gemm_kernel(
-    x,
-    words,
-    grid,
-    bias,
-    out,
-    rows,
-    tiles,
-    outs,
-    group_size,
-    float_type: tl.constexpr,
-    grid_type: tl.constexpr,
-    dot_dtype: tl.constexpr,
-    dots_per_group: tl.constexpr,
-    outputs: tl.constexpr,
-    padded_rows: tl.constexpr,
-    warps: tl.constexpr,
-    stages: tl.constexpr,
-    even: tl.constexpr,
-):
-    """Warp w computes tiles w, w + warps, ...: [warps, outputs, 32] @ [warps, 32, padded rows]."""
+@triton.jit
+def accumulate_int4(
+    x, norm, words, grid, own, row, rows, tiles, group_size, eps,
+    float_type: tl.constexpr, grid_type: tl.constexpr, dot_dtype: tl.constexpr,
+    dots_per_group: tl.constexpr, warps: tl.constexpr, stages: tl.constexpr, even: tl.constexpr,
+    norm_block: tl.constexpr,
+):  # fmt: skip
+    """Return norm(x) @ weight.T of the weight rows `own`, float32 [outputs, padded rows].
+
+    Warp w computes tiles w, w + warps, ...: [warps, outputs, 32] @ [warps, 32, padded rows]. norm:
+    None, or [ins] if x is one row; norm_block: power of two that is not below its size.
+    """
     exponent: tl.constexpr = 0x4300 if float_type == tl.bfloat16 else 0x6400
     one: tl.constexpr = 0x3F80 if float_type == tl.bfloat16 else 0x3C00
     surplus: tl.constexpr = 128.0 if float_type == tl.bfloat16 else 1024.0
+    outputs: tl.constexpr = own.shape[0]
+    padded_rows: tl.constexpr = row.shape[0]
     ins = tiles * 128
     groups = ins // group_size
-    block = tl.program_id(1)
-    row = tl.program_id(0) * padded_rows + tl.arange(0, padded_rows)
-    own = tl.minimum(block * outputs + tl.arange(0, outputs), outs - 1)
     warp = tl.arange(0, warps)
     w_at = (
         words
         + own.to(tl.int64)[None, :, None] * (tiles * 16)
         + (warp[:, None, None] * 16 + tl.arange(0, 16)[None, None, :])
     )
-    x_at = (
-        x
-        + row.to(tl.int64)[None, None, :] * ins
-        + (warp[:, None, None] * 128 + tl.arange(0, 32)[None, :, None])
-    )
+    x_k = warp[:, None, None] * 128 + tl.arange(0, 32)[None, :, None]
+    x_at = x + row.to(tl.int64)[None, None, :] * ins + x_k
     g_at = grid + own.to(tl.int64)[None, :] * groups
     given = (row < rows)[None, None, :]
+    if norm is not None:
+        at = tl.arange(0, norm_block)
+        values = tl.load(x + at, mask=at < ins, other=0.0).to(tl.float32)
+        factor = tl.rsqrt(tl.sum(values * values) / ins + eps)
+        # inputs are scaled by a power of two, which rounds nothing and keeps them in range; the
+        # rest of the factor scales the result
+        power = tl.exp2(tl.floor(tl.log2(factor)))
+        norm_at = norm + x_k
     # zeros derived from loaded words: a constant would get a different register layout
     none = (tl.load(words + tl.arange(0, 16)) & 0xFFFF) >> 16
     some = tl.broadcast_to((none | (one << 16 | one))[None, None, :], [warps, outputs, 16])
@@ -186,7 +294,11 @@ def _int4_gemm_kernel(
             summed = tl.zeros([warps, outputs, padded_rows], tl.float32)
             inputs = tl.zeros([warps, outputs, padded_rows], tl.float32)
             for i in tl.static_range(dots_per_group):
-                a = tl.load(x_at + tile * 128 + (part + i) * 32, mask=here, other=0.0).to(dot_dtype)
+                k = tile * 128 + (part + i) * 32
+                a = tl.load(x_at + k, mask=here, other=0.0).to(dot_dtype)
+                if norm is not None:
+                    by = tl.load(norm_at + k, mask=x_k < ins - k, other=0.0).to(dot_dtype)
+                    a = a * power.to(dot_dtype) * by
                 digits = ((w >> (4 * (part + i))) & 0x000F000F) | (exponent << 16 | exponent)
                 low, high = split_float_pairs(digits, float_type)
                 summed = tl.dot(
@@ -195,61 +307,85 @@ def _int4_gemm_kernel(
                 inputs = tl.dot(ones, a, inputs, input_precision="ieee")
             total += scale.to(tl.float32) * (summed - (zero.to(tl.float32) + surplus) * inputs)
     result = tl.sum(total, 0)
-    to = block * outputs + tl.arange(0, outputs)
-    if bias is not None:
-        result += tl.load(bias + to, mask=to < outs, other=0.0).to(tl.float32)[:, None]
-    store_transposed(result, out, row, rows, to, outs)
+    if norm is not None:
+        result *= factor / power
+    return result
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _int4_gemm_kernel(
+    x, words, grid, bias, residual, norm, out, eps, rows, tiles, outs, group_size,
+    activation: tl.constexpr, float_type: tl.constexpr, grid_type: tl.constexpr,
+    dots_per_group: tl.constexpr, warps: tl.constexpr, stages: tl.constexpr, even: tl.constexpr,
+    norm_block: tl.constexpr, dot_dtype: tl.constexpr, outputs: tl.constexpr,
+    padded_rows: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(1)
+    row = tl.program_id(0) * padded_rows + tl.arange(0, padded_rows)
+    own = weight_row_ids(block, outs, outputs, activation is not None)
+    result = accumulate_int4(
+        x, norm, words, grid, own, row, rows, tiles, group_size, eps, float_type, grid_type,
+        dot_dtype, dots_per_group, warps, stages, even, norm_block,
+    )  # fmt: skip
+    gemm_epilogue(result, None, bias, residual, out, block, own, row, rows, outs, activation)
 
 
 def variants() -> Iterator[Variant]:
     """Shapes of an 8B model by rows and group size; some with a remainder, one in float16."""
-    for rows, ins, outs, group, kind in (
-        (1, 4096, 4096, 128, "*bf16"),
-        (1, 4096, 28672, 128, "*bf16"),
-        (1, 4096, 6144, 64, "*bf16"),
-        (8, 896, 9728, 32, "*bf16"),
-        (8, 14336, 4096, 128, "*fp16"),
-        (16, 4096, 4096, 128, "*bf16"),
-        (64, 4096, 4096, 128, "*bf16"),
-        (64, 896, 4864, 32, "*bf16"),
+    for rows, ins, outs, group, kind, activation, has_norm in (
+        (1, 4096, 4096, 128, "*bf16", None, False),
+        (1, 4096, 28672, 128, "*bf16", None, False),
+        (1, 4096, 28672, 128, "*bf16", "silu", True),
+        (1, 4096, 28672, 128, "*fp16", "silu", True),
+        (1, 4096, 6144, 64, "*bf16", None, False),
+        (1, 4096, 6144, 32, "*bf16", None, True),
+        (1, 896, 9728, 32, "*bf16", "gelu_tanh", True),
+        (1, 8192, 57344, 128, "*bf16", "silu", True),
+        (8, 896, 9728, 32, "*bf16", "silu", False),
+        (8, 14336, 4096, 128, "*fp16", None, False),
+        (16, 4096, 4096, 128, "*bf16", None, False),
+        (64, 4096, 4096, 128, "*bf16", None, False),
+        (64, 4096, 28672, 128, "*bf16", "silu", False),
+        (64, 896, 4864, 32, "*bf16", None, False),
+        (64, 896, 9728, 32, "*bf16", "silu", False),
     ):
         tiles = {arch: choose_int4_tile(rows, outs, group, arch) for arch in ARCHS}
         for tile in dict.fromkeys(tiles.values()):
             archs = frozenset(arch for arch in ARCHS if tiles[arch] == tile)
-            yield _int4_gemm_variant(tile, rows, ins, outs, group, kind, archs)
+            name = f"int4-{rows}-{ins}-{outs}-{group}-{kind}"
+            name += ("" if activation is None else f"-{activation}") + "-normed" * has_norm
+            of = tl.float16 if kind == "*fp16" else tl.bfloat16
+            constants = {
+                "activation": activation,
+                **int4_constants(tile, ins, group, of, tl.float16, has_norm),
+                "dot_dtype": of,
+                "outputs": tile.outputs,
+                "padded_rows": tile.rows,
+            }
+            yield _variant(name, tile, kind, constants, has_norm, archs)
 
 
-def _int4_gemm_variant(
+def _variant(
+    name: str,
     tile: GemmTile,
-    rows: int,
-    ins: int,
-    outs: int,
-    group_size: int,
     input_type: str,
+    constants: dict[str, Any],
+    has_norm: bool,
     archs: frozenset[int],
 ) -> Variant:
-    """Return the variant that int4_matmul_triton launches. input_type: Triton pointer type of x."""
-    of = tl.float16 if input_type == "*fp16" else tl.bfloat16
-    constants: dict[str, Any] = {
-        "float_type": of,
-        "grid_type": tl.float16,
-        "dot_dtype": of,
-        "dots_per_group": parts_per_group(group_size),
-        "outputs": tile.outputs,
-        "padded_rows": tile.rows,
-        "warps": tile.num_warps,
-        "stages": tile.num_stages,
-        "even": ins % (TILE_INPUTS * tile.num_warps) == 0,
+    """Return a variant. input_type: Triton pointer type of x. constants: constexpr arguments."""
+    constants = constants if has_norm else constants | {"norm": None}
+    types = {
+        **dict.fromkeys(("x", "bias", "residual", "norm", "out"), input_type),
+        **dict.fromkeys(("words", "grid"), "*i32"),
+        "eps": "fp32",
+        **dict.fromkeys(("rows", "tiles", "outs", "group_size"), "i32"),
+        **dict.fromkeys(constants, "constexpr"),
     }
-    pointers = {"x": input_type, "words": "*i32", "grid": "*i32"}
-    numbers = dict.fromkeys(("rows", "tiles", "outs", "group_size"), "i32")
     return Variant(
-        name=f"int4-{rows}-{ins}-{outs}-{group_size}-{input_type}",
+        name=name,
         kernel=_int4_gemm_kernel,
-        signature=pointers
-        | {"bias": input_type, "out": input_type}
-        | numbers
-        | dict.fromkeys(constants, "constexpr"),
+        signature={argument: types[argument] for argument in _int4_gemm_kernel.arg_names},
         constants=constants,
         num_warps=tile.num_warps,
         max_registers=tile.max_registers,

@@ -9,6 +9,7 @@ instead of three, those of the norm, of a GEMV and of the kernel in `rope`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from localgen.backends.cuda.kernels.gemm.dense import (
     supports_triton_gemm,
 )
 from localgen.backends.cuda.kernels.kv_cache import LayerKV
-from localgen.backends.cuda.kernels.launch import Variant, launch
+from localgen.backends.cuda.kernels.launch import Launcher, Variant
 from localgen.backends.cuda.kernels.norm import RMSNorm
 from localgen.backends.cuda.kernels.rope import QKNorm, rope_and_store_kv
 
@@ -47,7 +48,11 @@ def project_and_store_kv(
     The first arguments are those of `matmul`, the others those of `rope_and_store_kv`.
     """
     kernel = choose_kernel("dense", x, fits=supports_triton_gemm(x, weight))
-    if kernel is Kernel.GEMV and qk_norm is None and _has_whole_heads(cos_sin, layer_kv, x.dtype):
+    if (
+        kernel is Kernel.GEMV
+        and qk_norm is None
+        and rotates_whole_heads(cos_sin, layer_kv, x.dtype)
+    ):
         return project_and_store_kv_triton(
             x, norm, weight, bias, positions, cos_sin, layer_kv, slot_mapping
         )
@@ -55,7 +60,9 @@ def project_and_store_kv(
     return rope_and_store_kv(qkv, positions, cos_sin, qk_norm, layer_kv, slot_mapping)
 
 
-def _has_whole_heads(cos_sin: tuple[Tensor, Tensor], layer_kv: LayerKV, dtype: torch.dtype) -> bool:
+def rotates_whole_heads(
+    cos_sin: tuple[Tensor, Tensor], layer_kv: LayerKV, dtype: torch.dtype
+) -> bool:
     """True if all of a head is rotated, and stored as it is; and consists of whole programs."""
     size = layer_kv.keys.shape[3]
     return 2 * cos_sin[0].shape[1] == size and size % 4 == 0 and layer_kv.keys.dtype is dtype
@@ -78,29 +85,42 @@ def project_and_store_kv_triton(
     _, kv_heads, page_tokens, size = layer_kv.keys.shape
     outs, ins = weight.shape
     heads = outs // size - 2 * kv_heads
-    assert all(
-        part.is_contiguous() for part in (*layer_kv.tensors, *cos_sin, slot_mapping, positions)
-    )
+    cos, sin = cos_sin
+    assert slot_mapping.is_contiguous()
+    assert positions.is_contiguous()
+    assert cos.is_contiguous()
+    assert sin.is_contiguous()
     queries = torch.empty((1, heads, size), dtype=x.dtype, device=x.device)
-    constants, num_warps = _constants(ins, heads, kv_heads, size, page_tokens)
-    launch(_qkv_rope_kernel, (outs // constants["outputs"],))(
+    launcher, grid = _launcher(ins, heads, kv_heads, size, page_tokens)
+    launcher(
+        grid,
         x.contiguous(),
         norm.weight,
         weight,
         bias,
         positions,
-        *cos_sin,
+        cos,
+        sin,
         slot_mapping,
         queries,
         layer_kv.keys,
         layer_kv.values,
         norm.eps,
         ins // INPUT_MULTIPLE,
-        **constants,
-        num_warps=num_warps,
-        maxnreg=NORMED_REGISTERS,
     )
     return queries
+
+
+@cache
+def _launcher(
+    ins: int, heads: int, kv_heads: int, size: int, page_tokens: int
+) -> tuple[Launcher, tuple[int, ...]]:
+    """The launcher and the grid."""
+    constants, num_warps = _constants(ins, heads, kv_heads, size, page_tokens)
+    launcher = Launcher(
+        _qkv_rope_kernel, **constants, num_warps=num_warps, maxnreg=NORMED_REGISTERS
+    )
+    return launcher, ((heads + 2 * kv_heads) * size // constants["outputs"],)
 
 
 def _constants(
@@ -121,28 +141,30 @@ def _constants(
     return constants, tile.num_warps
 
 
-# views of a packed buffer: their alignment varies and must not trigger a recompilation
-@triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
-def _qkv_rope_kernel(
-    x, norm, weight, bias, positions, cos, sin, slot_mapping, queries, keys, values, eps, ins_16,
+@triton.jit
+def paired_output_ids(block, outputs: tl.constexpr, head_dim: tl.constexpr):
+    """Return a program's outputs: pairs of element i of a head and element i + head_dim / 2."""
+    half: tl.constexpr = head_dim // 2
+    at = tl.arange(0, outputs)
+    pair = block * (outputs // 2) + at // 2
+    return pair // half * head_dim + pair % half + at % 2 * half
+
+
+@triton.jit
+def rotate_and_store_pairs(
+    qkv, block, own, bias, positions, cos, sin, slot_mapping, queries, keys, values,
     heads: tl.constexpr, kv_heads: tl.constexpr, head_dim: tl.constexpr, page_tokens: tl.constexpr,
-    outputs: tl.constexpr, step: tl.constexpr, even: tl.constexpr, pdl: tl.constexpr = False,
 ):  # fmt: skip
-    """Each program computes outputs / 2 pairs: element i of a head and element i + head_dim / 2."""
+    """Add the bias to qkv, float32 [outputs], rotate and store it. own: `paired_output_ids`."""
+    outputs: tl.constexpr = own.shape[0]
     half: tl.constexpr = head_dim // 2
     kind = queries.dtype.element_ty
-    first_pair, ins = tl.program_id(0) * (outputs // 2), ins_16 * 16
-    at = tl.arange(0, outputs)
-    pair = first_pair + at // 2
-    own = pair // half * head_dim + pair % half + at % 2 * half
-    total, squares = accumulate_gemv(x, norm, weight, own, ins, step, even, pdl)
-    qkv = tl.sum(total, 1) * tl.rsqrt(tl.sum(squares) / ins + eps)
     if bias is not None:
         qkv += tl.load(bias + own).to(tl.float32)
     # rounded as by a projection of its own
     first, second = tl.split(tl.reshape(qkv.to(kind).to(tl.float32), [outputs // 2, 2]))
 
-    pair = first_pair + tl.arange(0, outputs // 2)
+    pair = block * (outputs // 2) + tl.arange(0, outputs // 2)
     head, element = pair // half, pair % half
     turn = tl.load(positions).to(tl.int64) * half + element
     c, s = tl.load(cos + turn), tl.load(sin + turn)
@@ -166,6 +188,23 @@ def _qkv_rope_kernel(
     tl.store(keys + target + half, second, mask=is_k)
     tl.store(values + target, first, mask=is_v)
     tl.store(values + target + half, second, mask=is_v)
+
+
+# views of a packed buffer: their alignment varies and must not trigger a recompilation
+@triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
+def _qkv_rope_kernel(
+    x, norm, weight, bias, positions, cos, sin, slot_mapping, queries, keys, values, eps, ins_16,
+    heads: tl.constexpr, kv_heads: tl.constexpr, head_dim: tl.constexpr, page_tokens: tl.constexpr,
+    outputs: tl.constexpr, step: tl.constexpr, even: tl.constexpr, pdl: tl.constexpr = False,
+):  # fmt: skip
+    block, ins = tl.program_id(0), ins_16 * 16
+    own = paired_output_ids(block, outputs, head_dim)
+    total, squares = accumulate_gemv(x, norm, weight, own, ins, step, even, pdl)
+    qkv = tl.sum(total, 1) * tl.rsqrt(tl.sum(squares) / ins + eps)
+    rotate_and_store_pairs(
+        qkv, block, own, bias, positions, cos, sin, slot_mapping, queries, keys, values,
+        heads, kv_heads, head_dim, page_tokens,
+    )  # fmt: skip
 
 
 def variants() -> Iterator[Variant]:
