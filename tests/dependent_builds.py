@@ -19,7 +19,8 @@ _KERNELS = "localgen.backends.cuda.kernels"
 _MODULES = (
     "norm",
     "rope",
-    "gemm.dense",
+    "gemm.gemv",
+    "gemm.skinny_gemm",
     "gemm.qkv_rope",
     "gemm.fp8",
     "attention.decode",

@@ -56,9 +56,10 @@ def test_kernels_compile_without_spills_and_within_shared_memory(
         "attention.splits",
         "sampling.sample",
         "sampling.rejection",
-        "gemm.dense",
+        "gemm.gemv",
+        "gemm.skinny_gemm",
         "gemm.qkv_rope",
-        "gemm.int4",
+        "gemm.int4_gemm",
         "gemm.int4_format",
         "gemm.int4_qkv_rope",
         "gemm.int4_wide",
@@ -73,7 +74,7 @@ def test_every_kernel_lists_its_variants(compiled: list[Build], module: str) -> 
     assert {build.arch for build in compiled if build.module == name} >= {90, 100, 120}
 
 
-@pytest.mark.parametrize("module", ["gemm.int4", "gemm.int4_wide"])
+@pytest.mark.parametrize("module", ["gemm.int4_gemm", "gemm.int4_wide"])
 def test_int4_loops_copy_codes_scales_and_zeros_while_they_compute(
     with_loops: list[Build], module: str
 ) -> None:

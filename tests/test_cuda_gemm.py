@@ -15,7 +15,16 @@ from torch import Tensor
 
 from localgen.backends.cuda.kernels.activation import gated_activation_reference
 from localgen.backends.cuda.kernels.fp8_rows import quantize_rows_fp8
-from localgen.backends.cuda.kernels.gemm import dense, fp8, int4, int4_format, int4_wide
+from localgen.backends.cuda.kernels.gemm import (
+    dense,
+    fp8,
+    gemv,
+    int4,
+    int4_format,
+    int4_gemm,
+    int4_wide,
+    skinny_gemm,
+)
 from localgen.backends.cuda.kernels.norm import RMSNorm, rms_norm_reference
 from localgen.backends.cuda.model.linear import DenseLinear, Int4Linear, gated_linear
 
@@ -63,15 +72,18 @@ def test_dense_product_equals_the_reference(
 @pytest.mark.parametrize("rows", [1, 3, 11, 35])
 def test_the_tiles_of_many_outputs(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With fewer outputs than real models have, to save time."""
-    thin, one = dense.choose_skinny_gemm_tile(rows, 28672, 2), dense.choose_gemv_tile(592, 28672)
-    assert (thin, one) != (
-        dense.choose_skinny_gemm_tile(rows, 70, 2),
-        dense.choose_gemv_tile(592, 70),
+    thin, one = (
+        skinny_gemm.choose_skinny_gemm_tile(rows, 28672, 2),
+        gemv.choose_gemv_tile(592, 28672),
     )
-    monkeypatch.setattr(dense, "choose_skinny_gemm_tile", lambda *_: thin)
-    monkeypatch.setattr(dense, "choose_gemv_tile", lambda *_: one)
-    for name in ("_skinny_gemm_launcher", "_gemv_launcher"):
-        monkeypatch.setattr(dense, name, getattr(dense, name).__wrapped__)  # not cached
+    assert (thin, one) != (
+        skinny_gemm.choose_skinny_gemm_tile(rows, 70, 2),
+        gemv.choose_gemv_tile(592, 70),
+    )
+    monkeypatch.setattr(skinny_gemm, "choose_skinny_gemm_tile", lambda *_: thin)
+    monkeypatch.setattr(gemv, "choose_gemv_tile", lambda *_: one)
+    for module, name in ((skinny_gemm, "_skinny_gemm_launcher"), (gemv, "_gemv_launcher")):
+        monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)  # not cached
     x, weight = drawn(1, rows, 592), drawn(2, 70, 592)
     same(dense.matmul_triton(x, weight), dense.matmul_reference(*wide(x, weight)))
     ours = dense.matmul_triton(x, weight, activation="silu")
@@ -148,7 +160,7 @@ def test_a_row_of_nan_harms_no_other() -> None:
     packed, grid, weight = int4_parts(1, 384, 20, 64)
     x = drawn(3, 3, 384)
     x[1] = math.nan
-    same(int4.int4_matmul_triton(x, packed, grid)[::2], x[::2].double() @ weight.T, 3e-5)
+    same(int4_gemm.int4_matmul_triton(x, packed, grid)[::2], x[::2].double() @ weight.T, 3e-5)
     same(int4_wide.int4_wide_matmul_triton(x, packed, grid)[::2], x[::2].double() @ weight.T, 3e-5)
 
 
@@ -227,7 +239,7 @@ def test_int4_product_equals_the_reference(
 ) -> None:
     packed, grid, weight = int4_parts(rows, ins, outs, group)
     x, bias = drawn(5, rows, ins, dtype=dtype), drawn(6, outs, dtype=dtype)
-    ours = int4.int4_matmul_triton(x, packed, grid, bias)
+    ours = int4_gemm.int4_matmul_triton(x, packed, grid, bias)
     assert ours.dtype is dtype
     # sums with the exponents' 1024 in them cost 7 bits of float32
     limit = 3e-5 if dtype is torch.float32 else None
@@ -250,9 +262,9 @@ def test_int4_product_of_a_normed_row_equals_the_reference(
             x.double(), scale.double(), norm.eps, offset=False, residual=None
         )
         limit = 3e-5 if dtype is torch.float32 else None
-        ours = int4.int4_matmul_triton(x, packed, grid, None, residual, norm=norm)
+        ours = int4_gemm.int4_matmul_triton(x, packed, grid, None, residual, norm=norm)
         same(ours, normed @ weight.T + residual.double(), limit)
-        gated = int4.int4_matmul_triton(x, packed, grid, activation="silu", norm=norm)
+        gated = int4_gemm.int4_matmul_triton(x, packed, grid, activation="silu", norm=norm)
         exact = gated_activation_reference(normed @ weight.T, "silu")
         same(gated, exact, LIMIT[torch.float16] * 5)
 
@@ -261,17 +273,17 @@ def test_int4_product_of_a_normed_row_equals_the_reference(
 def test_gated_int4_product_equals_the_reference(rows: int) -> None:
     packed, grid, weight = int4_parts(1, 256, 40, 64)
     x = drawn(2, rows, 256)
-    ours = int4.int4_matmul_triton(x, packed, grid, activation="gelu_tanh")
+    ours = int4_gemm.int4_matmul_triton(x, packed, grid, activation="gelu_tanh")
     same(ours, gated_activation_reference(x.double() @ weight.T, "gelu_tanh"), 1e-4)
 
 
 def test_the_int4_tiles_of_many_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    tile = int4.choose_int4_tile(2, 28672, 128, 90)
-    assert tile != int4.choose_int4_tile(2, 70, 128, 90)
-    monkeypatch.setattr(int4, "choose_int4_tile", lambda *_: tile)
+    tile = int4_gemm.choose_int4_tile(2, 28672, 128, 90)
+    assert tile != int4_gemm.choose_int4_tile(2, 70, 128, 90)
+    monkeypatch.setattr(int4_gemm, "choose_int4_tile", lambda *_: tile)
     packed, grid, weight = int4_parts(1, 640, 70, 64)
     x = drawn(2, 2, 640)
-    same(int4.int4_matmul_triton(x, packed, grid), x.double() @ weight.T, 3e-5)
+    same(int4_gemm.int4_matmul_triton(x, packed, grid), x.double() @ weight.T, 3e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -311,7 +323,7 @@ def test_scales_of_bfloat16_and_float32() -> None:
         grid = int4_format.pack_grid(scales.to(kind), zeros.to(torch.uint8))
         assert grid.dtype is (torch.bfloat16 if kind is torch.bfloat16 else torch.float16)
         weight = int4_format.dequantize_int4(packed, grid, torch.float64)
-        for product in (int4.int4_matmul_triton, int4_wide.int4_wide_matmul_triton):
+        for product in (int4_gemm.int4_matmul_triton, int4_wide.int4_wide_matmul_triton):
             same(product(x, packed, grid), x.double() @ weight.T, 3e-5)
         same(int4_format.dequantize_int4_triton(packed, grid, torch.float32), weight, 1e-7)
 
@@ -347,7 +359,7 @@ def test_fp8_product_equals_the_reference(
     scale, bias = drawn(2, outs).abs() / 10, drawn(3, outs, dtype=dtype)
     x = drawn(4, rows, ins, dtype=dtype)
     exact = exact_of(x, weight.double() * scale.double()[:, None], bias)
-    same(dense.skinny_gemm_triton(x, weight, scale, bias), exact)
+    same(skinny_gemm.skinny_gemm_triton(x, weight, scale, bias), exact)
     same(fp8.fp8_matmul(*wide(x, weight, scale, bias)), exact)
 
 

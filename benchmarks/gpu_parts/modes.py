@@ -37,8 +37,8 @@ class Mode:
 # operation of each function that the groups of kernel checks check
 _CHECKED: dict[str, dict[str, Operation]] = {
     "products": {"matmul": "dense", "gated_matmul": "dense"},
-    "fused": {"project_and_store_kv": "dense"},
-    "int4_products": {"int4_matmul": "int4"},
+    "fused": {"project_and_store_kv": "dense", "int4_project_and_store_kv": "int4"},
+    "int4_products": {"int4_matmul": "int4", "int4_gated_matmul": "int4"},
     "fp8_products": {"fp8_matmul": "fp8"},
     "mixtures": {"fused_experts": "experts"},
     "norms": {"rms_norm": "norm", "rms_norm_fp8": "norm", "quantize_rows_fp8": "fp8_rows"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from benchmarks.gpu_parts.case import BF16, ROUNDED_ROWS, KernelCase, Sizes, kernel_case
 from benchmarks.gpu_parts.inputs import Inputs, doubled
@@ -39,19 +40,27 @@ def _products(sizes: Sizes) -> Iterator[tuple[int, int, int]]:
 
 
 def int4_products(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
-    sides = int4.int4_matmul, int4.int4_matmul_reference
+    plain = int4.int4_matmul, int4.int4_matmul_reference
+    gated = int4.int4_gated_matmul, int4.int4_gated_matmul_reference
     for group in (128, 32):
         for rows, ins, outs in _products(sizes):
-            scales = (make.normal(outs, ins // group).abs() * 0.01 + 0.001).to(torch.float16)
-            zeros = make.integers(0, 16, outs, ins // group, dtype=torch.uint8)
             given = (
-                make.normal(rows, ins),
-                pack_int4(make.integers(0, 16, outs, ins, dtype=torch.uint8)),
-                pack_grid(scales, zeros),
-                make.normal(outs),
+                *(make.normal(rows, ins), *int4_weight(make, outs, ins, group)),
+                *(make.normal(outs), make.normal(rows, outs)),
             )
+            exact = tuple(map(doubled, given))
             name = f"{rows} × {ins} → {outs}, groups of {group}"
-            yield kernel_case("int4_matmul", name, sides, given, tuple(map(doubled, given)))
+            yield kernel_case("int4_matmul", name, plain, given, exact)
+            ends = (*given[:3], "silu"), (*exact[:3], "silu")
+            yield kernel_case("int4_gated_matmul", name, gated, *ends)
+
+
+def int4_weight(make: Inputs, outs: int, ins: int, group: int) -> tuple[Tensor, Tensor]:
+    """Return packed codes and the grid of scales and zeros of a random weight, [outs, ins]."""
+    scales = (make.normal(outs, ins // group).abs() * 0.01 + 0.001).to(torch.float16)
+    zeros = make.integers(0, 16, outs, ins // group, dtype=torch.uint8)
+    codes = make.integers(0, 16, outs, ins, dtype=torch.uint8)
+    return pack_int4(codes), pack_grid(scales, zeros)
 
 
 def fp8_products(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:

@@ -9,12 +9,8 @@ from torch import Tensor
 
 from localgen.backends.cuda.kernels.dispatch import Kernel, choose_kernel
 from localgen.backends.cuda.kernels.fp8_rows import Fp8Rows, quantize_rows_fp8
-from localgen.backends.cuda.kernels.gemm.dense import (
-    linear,
-    skinny_gemm_triton,
-    skinny_gemm_variant,
-    supports_triton_gemm,
-)
+from localgen.backends.cuda.kernels.gemm.dense import linear, supports_triton_gemm
+from localgen.backends.cuda.kernels.gemm.skinny_gemm import skinny_gemm_triton, skinny_gemm_variant
 from localgen.backends.cuda.kernels.launch import Variant
 
 # torch._scaled_mm needs a multiple of this number of outputs

@@ -15,14 +15,13 @@ from torch import Tensor
 
 from localgen.backends.cuda.kernels.device import ARCHS, compute_capability
 from localgen.backends.cuda.kernels.dispatch import Kernel
-from localgen.backends.cuda.kernels.gemm.int4 import (
+from localgen.backends.cuda.kernels.gemm.int4 import choose_int4_kernel, int4_matmul
+from localgen.backends.cuda.kernels.gemm.int4_format import TILE_INPUTS, float_type
+from localgen.backends.cuda.kernels.gemm.int4_gemm import (
     accumulate_int4,
-    choose_int4_kernel,
     choose_int4_tile,
     int4_constants,
-    int4_matmul,
 )
-from localgen.backends.cuda.kernels.gemm.int4_format import TILE_INPUTS, float_type
 from localgen.backends.cuda.kernels.gemm.qkv_rope import (
     paired_output_ids,
     rotate_and_store_pairs,

@@ -18,14 +18,13 @@ import triton.language as tl
 from torch import Tensor
 
 from localgen.backends.cuda.kernels.dispatch import Kernel, choose_kernel
-from localgen.backends.cuda.kernels.gemm.dense import (
-    INPUT_MULTIPLE,
+from localgen.backends.cuda.kernels.gemm.dense import matmul, supports_triton_gemm
+from localgen.backends.cuda.kernels.gemm.gemv import (
     NORMED_REGISTERS,
     accumulate_gemv,
     choose_gemv_tile,
-    matmul,
-    supports_triton_gemm,
 )
+from localgen.backends.cuda.kernels.gemm.tile import INPUT_MULTIPLE
 from localgen.backends.cuda.kernels.kv_cache import LayerKV
 from localgen.backends.cuda.kernels.launch import Launcher, Variant
 from localgen.backends.cuda.kernels.norm import RMSNorm

@@ -16,6 +16,8 @@ from localgen.backends.cuda.kernels.activation import apply_activation
 from localgen.backends.cuda.kernels.device import can_use_triton
 
 ActivationKind = Literal["silu", "gelu_tanh"]
+# the number of inputs must be a multiple of this, for 16-byte loads
+INPUT_MULTIPLE = 16
 
 
 @dataclass(frozen=True, slots=True)

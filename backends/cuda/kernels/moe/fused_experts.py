@@ -18,13 +18,10 @@ from torch import Tensor
 
 from localgen.backends.cuda.kernels.activation import gated_activation_reference
 from localgen.backends.cuda.kernels.dispatch import Kernel, choose_kernel
-from localgen.backends.cuda.kernels.gemm.dense import (
-    INPUT_MULTIPLE,
-    accumulate_gemv,
-    choose_gemv_tile,
-    linear,
-)
+from localgen.backends.cuda.kernels.gemm.dense import linear
+from localgen.backends.cuda.kernels.gemm.gemv import accumulate_gemv, choose_gemv_tile
 from localgen.backends.cuda.kernels.gemm.tile import (
+    INPUT_MULTIPLE,
     ActivationKind,
     GemmTile,
     dot_dtype,

@@ -19,8 +19,12 @@ import triton.language as tl
 from torch import Tensor
 
 from localgen.backends.cuda.kernels.activation import apply_activation
-from localgen.backends.cuda.kernels.gemm.dense import INPUT_MULTIPLE
-from localgen.backends.cuda.kernels.gemm.tile import ActivationKind, dot_dtype, weight_row_ids
+from localgen.backends.cuda.kernels.gemm.tile import (
+    INPUT_MULTIPLE,
+    ActivationKind,
+    dot_dtype,
+    weight_row_ids,
+)
 from localgen.backends.cuda.kernels.launch import Variant, ceil_div, launch, next_power_of_2
 
 # slots per iteration of the sort kernel; elements per program of the weighted sum
