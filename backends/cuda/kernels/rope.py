@@ -159,7 +159,7 @@ def _launcher(
     heads_block: int,
     num_warps: int,
 ) -> Launcher:
-    """dtype: of the cache. norm_offset: offset of the QK norm; None: there is none."""
+    """dtype: of the cache. norm_offset: offset of the QK norm, or None if there is none."""
     return Launcher(
         _rope_and_store_kv_kernel,
         heads=heads,
@@ -206,33 +206,13 @@ def _rope_constants(
 # views of a packed buffer: their alignment varies and must not trigger a recompilation
 @triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
 def _rope_and_store_kv_kernel(
-    qkv,
-    positions,
-    cos,
-    sin,
-    q_weight,
-    k_weight,
-    slot_mapping,
-    queries,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    eps,
-    heads: tl.constexpr,
-    kv_heads: tl.constexpr,
-    page_tokens: tl.constexpr,
-    head_dim: tl.constexpr,
-    half_rotary_dim: tl.constexpr,
-    half_block: tl.constexpr,
-    rest_block: tl.constexpr,
-    has_qk_norm: tl.constexpr,
-    offset: tl.constexpr,
-    quantized_max: tl.constexpr,
-    is_int: tl.constexpr,
-    heads_block: tl.constexpr,
-    pdl: tl.constexpr = False,
-):
+    qkv, positions, cos, sin, q_weight, k_weight, slot_mapping, queries, keys, values, key_scales,
+    value_scales, eps,
+    heads: tl.constexpr, kv_heads: tl.constexpr, page_tokens: tl.constexpr, head_dim: tl.constexpr,
+    half_rotary_dim: tl.constexpr, half_block: tl.constexpr, rest_block: tl.constexpr,
+    has_qk_norm: tl.constexpr, offset: tl.constexpr, quantized_max: tl.constexpr,
+    is_int: tl.constexpr, heads_block: tl.constexpr, pdl: tl.constexpr = False,
+):  # fmt: skip
     """A head is loaded in three parts: the two rotated halves and the unrotated rest."""
     wait_for_previous_kernel(pdl)
     row = tl.program_id(0).to(tl.int64)
