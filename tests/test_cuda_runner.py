@@ -275,3 +275,12 @@ def test_steps_with_requests_of_every_kind_are_launched_ahead() -> None:
     assert ahead.count(False) <= 2 * len(kinds) < ahead.count(True)
     plain.close()
     bench.close()
+
+
+def test_statistics_have_the_size_of_a_page() -> None:
+    bench = CudaBench()
+    bench.ask_one_by_one(CHATS[:1], GREEDY)
+    stats = bench.stats
+    assert stats.kv_page_tokens == PAGE_TOKENS
+    assert stats.kv_tokens % PAGE_TOKENS == 0 < stats.kv_tokens
+    bench.close()
