@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from scripted_client import Script, ScriptedClient, answer
+from scripted_client import TIMINGS, Script, ScriptedClient, answer
 from serving import wait_until
 
 from localgen.backends.errors import (
@@ -352,6 +352,26 @@ def test_programs_that_took_cores_are_named(
     monkeypatch.setattr("localgen.repl.repl.busy_programs", lambda: programs)
     screen = talk.type("hi")
     assert (f"49 of 2,048 · {line}" in screen) if line else ("cores" not in screen)
+
+
+def test_what_busy_cores_cost_is_shown_once_it_is_known(
+    chat: Callable[..., Chat], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = answer(timings=replace(TIMINGS, predicted_per_second=9.0))
+    talk = chat(("a", slow), ("b", answer()), ("c", slow))
+    threads = iter((2, 1, 2, 1))  # at the start, and after each answer
+
+    def stats() -> dict[str, object]:
+        shown = {"threads": next(threads), "threads_max": 2}
+        return {"server": {}, "models": [{"name": "tiny", "stats": shown}]}
+
+    monkeypatch.setattr(talk.client, "stats", stats)
+    monkeypatch.setattr(
+        "localgen.repl.repl.busy_programs", lambda: (BusyProgram("python3.11", 0.9),)
+    )
+    first, _, rest = talk.type("x", "y", "z").partition("41.2 tok/s")
+    assert "1 of 2 cores busy with another python3.11\n" in first
+    assert "another python3.11: 9.0 instead of 41.2 tokens/s" in rest
 
 
 def test_a_wrong_command_is_told_and_the_chat_goes_on(chat: Callable[..., Chat]) -> None:

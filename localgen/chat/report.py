@@ -101,12 +101,22 @@ def completion_line(completion: Completion) -> str:
     return " · ".join(part for part in parts if part)
 
 
-def busy_cores(model: ModelSnapshot, programs: Sequence[BusyProgram]) -> str:
-    """Why a model computes with fewer threads than the processor has cores; programs: the busiest
-    first."""
+def busy_cores(
+    model: ModelSnapshot, programs: Sequence[BusyProgram], rate: float, full_rate: float
+) -> str:
+    """Why a model computes with fewer threads than the processor has cores, and what that costs.
+
+    programs: the busiest first. rate, full_rate: tokens per second of this answer, and of the
+    latest one with all cores, or 0 if unknown.
+    """
     cores, free = model.threads_max or 0, model.threads or 0
     name = programs[0].name if programs else "other programs"
-    return f"{cores - free} of {format_count(cores, 'core')} busy with {name}"
+    if name.startswith("python"):  # as localgen is
+        name = f"another {name}"
+    busy = f"{cores - free} of {format_count(cores, 'core')} busy with {name}"
+    if not 0 < rate < full_rate:
+        return busy
+    return f"{busy}: {format_rate(rate)} instead of {format_rate(full_rate)} tokens/s"
 
 
 def live_stats_line(figures: LiveFigures) -> str:

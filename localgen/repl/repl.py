@@ -78,6 +78,8 @@ class Repl:
         self.read_line = read_line
         self.recorder, self.storage_failure = recorder, storage_failure
         self.notices = notices or LoadProgressLine(console, "")
+        # by model: tokens per second of the latest answer that had all cores
+        self._full_rates: dict[str, float] = {}
 
     def run(self) -> None:
         """Read and handle lines until the user leaves."""
@@ -260,7 +262,7 @@ class Repl:
         for warning in report.completion_warnings(answer.completion):
             self._print(one_line(warning), "yellow")
         if self.session.options.figures:
-            parts = (report.completion_line(answer.completion), self._busy_cores())
+            parts = (report.completion_line(answer.completion), self._busy_cores(answer.completion))
             self._print_dim(" · ".join(part for part in parts if part))
         if self.session.options.verbose:
             load_ms = self.session.model.load_ms
@@ -269,12 +271,16 @@ class Repl:
                 self._print_dim(line)
         self.console.print()
 
-    def _busy_cores(self) -> str:
+    def _busy_cores(self, completion: Completion) -> str:
         """Programs that used cores during the model's last steps; empty if it had all cores."""
         found = self._model_snapshot()
-        if found is None or not found.lacks_cores:
+        if found is None:
             return ""
-        return report.busy_cores(found, busy_programs())
+        rate = completion.timings.predicted_per_second
+        if not found.lacks_cores:
+            self._full_rates[found.name] = rate
+            return ""
+        return report.busy_cores(found, busy_programs(), rate, self._full_rates.get(found.name, 0))
 
     def _model_snapshot(self) -> ModelSnapshot | None:
         try:
