@@ -73,7 +73,7 @@ def llama_cpp_tokenizer(path: Path) -> Iterator[LlamaCppTokenizer]:
     params.vocab_only = True
     model = C.llama_model_load_from_file(str(path).encode(), params)
     assert model, llama_library().reason()
-    handles: Any = SimpleNamespace(vocab=C.llama_model_get_vocab(model))
+    handles: Any = SimpleNamespace(handle=model, vocab=C.llama_model_get_vocab(model))
     yield LlamaCppTokenizer(handles)
     C.llama_model_free(model)
 

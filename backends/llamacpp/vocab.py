@@ -38,7 +38,6 @@ class LlamaCppTokenizer:
             repository=self._special(C.llama_vocab_fim_rep),
             file=self._special(C.llama_vocab_fim_sep),
         )
-
         template = C.llama_model_chat_template(model.handle, b"rerank")
         self._rerank_template = template.decode("utf-8", "replace") if template else ""
         # WordPiece ends each text with its separator
