@@ -61,7 +61,7 @@ class InfillFile:
 
 @dataclass(frozen=True, slots=True)
 class Infill:
-    """What an answer is written into: it follows the prompt and precedes the suffix.
+    """The text around an infill answer, which follows the prompt and precedes the suffix.
 
     files: parts of other files.
     """

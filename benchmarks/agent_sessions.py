@@ -119,7 +119,7 @@ class Recording:
 
     @staticmethod
     def _work(number: int) -> list[dict[str, Any]]:
-        """What the assistant did after the last request: a call and its result, then a text."""
+        """The messages after a request: a tool call and its result, then a text."""
         arguments = json.dumps({"path": f"{number}.py", "line": number})
         call = {"name": f"tool_{number % NUM_TOOLS}", "arguments": arguments}
         result = "\n".join(f"{line}: value = {line * number % 89}" for line in range(8))

@@ -34,7 +34,7 @@ class ModelFile:
 
     @property
     def identity(self) -> str:
-        """What a model keeps when a download brings a newer commit: names, without the commit's.
+        """Names of the model without its commit: the same after a download of a newer one.
 
         Elsewhere than in the cache the path.
         """

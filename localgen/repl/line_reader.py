@@ -16,7 +16,7 @@ from localgen.chat.session import ChatSession
 def create_line_reader(
     session: ChatSession, console: Console, *, keeps_prompts: bool = True
 ) -> Callable[[str], str]:
-    """What reads the next line of a chat with the line editor, at a given prompt."""
+    """Return a function that reads a line of a chat with the line editor, at a given prompt."""
     from localgen.chat import saved_chats
     from localgen.repl.prompt import ChatCompleter, create_prompt_session
 

@@ -296,7 +296,7 @@ class CompletionRequest(_GenerationRequest):
 
     @property
     def infill(self) -> Infill | None:
-        """What the answer is written into, or None for a plain continuation."""
+        """The text around the answer, or None for a plain continuation."""
         return Infill(self.suffix) if self.suffix else None
 
     def to_sampling_params(self) -> SamplingParams:

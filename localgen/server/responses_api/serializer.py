@@ -231,7 +231,7 @@ class ResponsesSerializer:
 
 
 def new_response_id() -> str:
-    """Not the id of the request, which statistics show: whoever knows it may read the response."""
+    """Return a random id. That of the request is in statistics, and who knows an id may read it."""
     return _ID_PREFIX + secrets.token_hex(16)
 
 
