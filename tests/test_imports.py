@@ -276,6 +276,18 @@ def test_the_client_is_imported_without_the_command_line_of_httpx() -> None:
     assert {"click", "pygments", "rich"} & loaded == set()
 
 
+def test_the_engine_of_llama_cpp_needs_no_torch() -> None:
+    """Users of GGUF files do not install it."""
+    program = (
+        "import sys, localgen.backends.engine.process, localgen.backends.llamacpp.loader\n"
+        "print({'torch', 'triton', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "set()\n", done.stderr
+
+
 def test_the_server_starts_without_what_it_may_not_need() -> None:
     program = (
         "import sys, localgen.server.app\n"

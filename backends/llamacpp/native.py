@@ -17,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localgen.backends.errors import InvalidRequest, LoadFailed
-from localgen.backends.formats.gguf.file import GgufFile
 from localgen.backends.formats.gguf.limits import check_gguf_numbers
-from localgen.backends.formats.gguf.reader import read_gguf_header
+from localgen.backends.formats.gguf.reader import GgufReader, read_gguf_header
 from localgen.backends.llamacpp.free_cores import FreeCores
 from localgen.backends.llamacpp.library import (
     CACHE_TYPES,
@@ -153,7 +152,7 @@ class LlamaModel:
         """True for a reranking model with its classifier, without which llama.cpp aborts."""
         if self.pooling_type != C.LLAMA_POOLING_TYPE_RANK:
             return False
-        return not _CLASSIFIERS.isdisjoint(GgufFile(self.path).tensor_names())
+        return any(tensor.name in _CLASSIFIERS for tensor in GgufReader(self.path).tensors)
 
     @property
     def is_causal(self) -> bool:
