@@ -43,6 +43,15 @@ def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def few_rows(
+    x: Tensor, weight: Tensor, *ends: Tensor | None, norm: RMSNorm | None = None, **options: Any
+) -> Tensor:
+    """The product by the Triton kernel for the number of rows."""
+    if len(x) == 1:
+        return gemv.gemv_triton(x, weight, *ends, norm=norm, **options)
+    return skinny_gemm.skinny_gemm_triton(dense.normed(x, norm), weight, None, *ends, **options)
+
+
 def same(ours: Tensor, exact: Tensor, limit: float | None = None) -> None:
     assert exact.dtype is torch.float64
     assert ours.shape == exact.shape
@@ -64,7 +73,7 @@ def test_dense_product_equals_the_reference(
     x, weight = drawn(1, rows, ins, dtype=dtype), drawn(2, outs, ins, dtype=dtype)
     bias = drawn(3, outs, dtype=dtype) * 20 if adds else None
     residual = drawn(4, rows, outs, dtype=dtype) * 20 if adds else None
-    ours = dense.matmul_triton(x, weight, bias, residual)
+    ours = few_rows(x, weight, bias, residual)
     assert ours.dtype is dtype
     same(ours, dense.matmul_reference(*wide(x, weight, bias, residual)))
 
@@ -85,8 +94,8 @@ def test_the_tiles_of_many_outputs(rows: int, monkeypatch: pytest.MonkeyPatch) -
     for module, name in ((skinny_gemm, "_skinny_gemm_launcher"), (gemv, "_gemv_launcher")):
         monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)  # not cached
     x, weight = drawn(1, rows, 592), drawn(2, 70, 592)
-    same(dense.matmul_triton(x, weight), dense.matmul_reference(*wide(x, weight)))
-    ours = dense.matmul_triton(x, weight, activation="silu")
+    same(few_rows(x, weight), dense.matmul_reference(*wide(x, weight)))
+    ours = few_rows(x, weight, activation="silu")
     same(ours, dense.gated_matmul_reference(x.double(), weight.double(), "silu"), 1e-5)
 
 
@@ -97,7 +106,7 @@ def test_gated_product_equals_the_reference(
 ) -> None:
     for seed in range(3):
         x, weight = drawn(seed, rows, ins), drawn(9 + seed, 2 * size, ins) / 8
-        ours = dense.matmul_triton(x, weight, activation=kind)
+        ours = few_rows(x, weight, activation=kind)
         same(ours, dense.gated_matmul_reference(x.double(), weight.double(), kind), 1e-5)
 
 
@@ -113,11 +122,11 @@ def test_product_of_a_normed_row_equals_the_reference(
     normed, _ = rms_norm_reference(
         x.double(), scale.double(), norm.eps, offset=False, residual=None
     )
-    ours = dense.matmul_triton(x, weight, None, residual, norm=norm)
+    ours = few_rows(x, weight, None, residual, norm=norm)
     assert ours.dtype is dtype
     same(ours, normed @ weight.double().T + residual.double())
     same(
-        dense.matmul_triton(x, weight, activation="silu", norm=norm),
+        few_rows(x, weight, activation="silu", norm=norm),
         dense.gated_matmul_reference(normed, weight.double(), "silu"),
         LIMIT[dtype] * 5,
     )
@@ -131,7 +140,7 @@ def test_norms_outside_the_kernel_equal_the_reference(rows: int) -> None:
     same(dense.matmul(x, weight, norm=norm), normed @ weight.T, 1e-14)
     gated = dense.gated_matmul_reference(normed, weight, "silu")
     same(dense.gated_matmul(x, weight, "silu", norm=norm), gated, 1e-14)
-    ours = dense.matmul_triton(x.float(), weight.float(), norm=RMSNorm(scale.float(), 1e-3))
+    ours = few_rows(x.float(), weight.float(), norm=RMSNorm(scale.float(), 1e-3))
     same(ours, normed @ weight.T)
 
 
@@ -140,21 +149,21 @@ def test_bfloat16_product_equals_the_reference(rows: int) -> None:
     x, weight = (
         drawn(seed, *shape).bfloat16() for seed, shape in ((1, (rows, 272)), (2, (21, 272)))
     )
-    same(dense.matmul_triton(x, weight), dense.matmul_reference(x.double(), weight.double()))
+    same(few_rows(x, weight), dense.matmul_reference(x.double(), weight.double()))
 
 
 def test_every_number_of_rows() -> None:
     x, weight = drawn(1, 9, 160), drawn(2, 20, 160)
     whole = x.double() @ weight.double().T
     for rows in range(1, 10):
-        same(dense.matmul_triton(x[:rows], weight), whole[:rows])
+        same(few_rows(x[:rows], weight), whole[:rows])
 
 
 def test_a_row_of_nan_harms_no_other() -> None:
     """The next row does not leak in where the inputs are no multiple of a block."""
     x, weight = drawn(1, 3, 144), drawn(2, 20, 144)
     x[1] = math.nan
-    ours = dense.matmul_triton(x, weight)
+    ours = few_rows(x, weight)
     assert bool(ours[1].isnan().all())
     same(ours[::2], x[::2].double() @ weight.double().T)
     packed, grid, weight = int4_parts(1, 384, 20, 64)

@@ -38,7 +38,7 @@ def matmul(
     """
     match choose_kernel("dense", x, fits=supports_triton_gemm(x, weight)):
         case Kernel.GEMV:
-            return matmul_triton(x, weight, bias, residual, norm=norm)
+            return gemv_triton(x, weight, bias, residual, norm=norm)
         case Kernel.SKINNY_GEMM:
             return skinny_gemm_triton(normed(x, norm), weight, None, bias, residual)
     return matmul_reference(normed(x, norm), weight, bias, residual)
@@ -50,7 +50,7 @@ def gated_matmul(
     """Return act(gate) * up of norm(x), [rows, outs / 2]. weight: gate rows, then up rows."""
     match choose_kernel("dense", x, fits=supports_triton_gemm(x, weight)):
         case Kernel.GEMV:
-            return matmul_triton(x, weight, activation=activation, norm=norm)
+            return gemv_triton(x, weight, activation=activation, norm=norm)
         case Kernel.SKINNY_GEMM:
             return skinny_gemm_triton(normed(x, norm), weight, None, activation=activation)
     return gated_activation(linear(normed(x, norm), weight), activation)
@@ -93,20 +93,3 @@ def matmul_reference(
 def gated_matmul_reference(x: Tensor, weight: Tensor, activation: ActivationKind) -> Tensor:
     """PyTorch reference of `gated_matmul` without a norm."""
     return gated_activation_reference(linear(x, weight), activation)
-
-
-def matmul_triton(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    *,
-    activation: ActivationKind | None = None,
-    norm: RMSNorm | None = None,
-) -> Tensor:
-    """Triton implementation of `matmul`, or of `gated_matmul` if activation is set."""
-    if x.shape[0] > 1:
-        return skinny_gemm_triton(
-            normed(x, norm), weight, None, bias, residual, activation=activation
-        )
-    return gemv_triton(x, weight, bias, residual, activation=activation, norm=norm)
