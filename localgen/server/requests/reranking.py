@@ -46,7 +46,7 @@ def _as_documents(value: Any) -> Any:
 
 
 class RerankRequest(RequestBody):
-    """POST /v1/rerank. top_n: give only so many of the documents, the best."""
+    """POST /v1/rerank. top_n: maximum number of documents in the answer, the most relevant ones."""
 
     model: str | None = None
     query: Annotated[str, Field(min_length=1)]
