@@ -11,12 +11,13 @@ from collections.abc import Sequence as Seq
 import pytest
 
 from localgen.backends.engine.speculation import policy
+from localgen.backends.engine.speculation.allocation import Allocation, DraftOption
 from localgen.backends.engine.speculation.drafter import (
     DecayedRatio,
     Drafter,
     DraftProposal,
 )
-from localgen.backends.engine.speculation.policy import Allocation, DraftOption, Speculation
+from localgen.backends.engine.speculation.policy import Speculation
 from localgen.backends.engine.step_costs import StepCosts
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence
@@ -99,7 +100,7 @@ class Guesser(Drafter):
         self.closed = False
 
     def acceptance_probs(self, seq: Sequence, max_drafts: int) -> list[float]:
-        known = self._known.setdefault(seq, self._shared.of_one_sequence())
+        known = self._known.setdefault(seq, DecayedRatio(decay=0.98, shared=self._shared))
         return [known.value] * max_drafts
 
     def draft_ms(self) -> float:

@@ -11,7 +11,7 @@ from drafting import Guesser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localgen.backends.engine.speculation.policy import DraftOption, allocate
+from localgen.backends.engine.speculation.allocation import DraftOption, allocate
 
 PROBS = st.lists(st.sampled_from([0.0, 0.3, 0.5, 0.9, 1.0]), max_size=6)
 

@@ -9,16 +9,9 @@ from collections.abc import Sequence as Seq
 import pytest
 from drafting import Guesser, Steps, Unprefilled, decoding, speculation_of
 
-from localgen.backends.engine.speculation.drafter import (
-    DecayedRatio,
-    DraftProposal,
-)
-from localgen.backends.engine.speculation.policy import (
-    MAX_SLOWDOWN,
-    PLAIN_EVERY,
-    DraftOption,
-    allocate,
-)
+from localgen.backends.engine.speculation.allocation import MAX_SLOWDOWN, DraftOption, allocate
+from localgen.backends.engine.speculation.drafter import DecayedRatio, DraftProposal
+from localgen.backends.engine.speculation.policy import PLAIN_EVERY
 from localgen.backends.engine.step_costs import StepCosts
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence
@@ -383,13 +376,13 @@ def test_statistics_of_drafts() -> None:
 def test_other_sequences_count_until_one_knows_better() -> None:
     shared, chance = DecayedRatio(0.5), random.Random(1)
     for _ in range(200):
-        shared.of_one_sequence().add(chance.random() < 0.9)
-    fresh = shared.of_one_sequence()
+        DecayedRatio(decay=0.98, shared=shared).add(chance.random() < 0.9)
+    fresh = DecayedRatio(decay=0.98, shared=shared)
     assert fresh.value == pytest.approx(0.9, abs=0.07)
     for _ in range(60):
         fresh.add(False)
     assert fresh.value < 0.25
-    assert shared.of_one_sequence().value > 0.5
+    assert DecayedRatio(decay=0.98, shared=shared).value > 0.5
 
 
 def test_prices_are_interpolated_between_sizes() -> None:

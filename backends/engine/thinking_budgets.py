@@ -53,7 +53,7 @@ class ThinkingBudgets:
         if seq not in self._budgets:
             return proposal
         most = max(0, self._budgets[seq].next_check - seq.num_generated - 1)
-        return proposal.shortened(most)
+        return DraftProposal(proposal.tokens[:most], proposal.draft_probs[:most])
 
     def enforce(self, parse_all: Callable[[], None]) -> list[SequenceOutput]:
         """End reasoning whose budget is spent; returns the tokens for it. No step may be in flight.

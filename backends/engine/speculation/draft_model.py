@@ -164,7 +164,8 @@ class ModelDrafter(Drafter):
         except NoRoom:
             return None
         own.state = SequenceState.RUNNING
-        self._copies[seq] = _DraftSequence(own, self._shared[is_sampled].of_one_sequence())
+        rate = DecayedRatio(decay=DecayedRatio.RECENT, shared=self._shared[is_sampled])
+        self._copies[seq] = _DraftSequence(own, rate)
         return self._copies[seq]
 
     def _has_padding(self, tokens: Seq[int]) -> bool:

@@ -23,8 +23,7 @@ class DecayedRatio:
     terms, per new one.
     """
 
-    # decay for recent steps, and for one sequence, whose text changes
-    RECENT = 0.98
+    RECENT = 0.98  # decay for recent steps, and for one sequence, whose text changes
 
     def __init__(
         self, prior: float = 0, weight: float = 0, decay: float = 0.995, shared: Self | None = None
@@ -45,10 +44,6 @@ class DecayedRatio:
         prior, weight = (self._shared.value, _SHARED_WEIGHT) if self._shared else (0.0, 0.0)
         return (self.numerator + weight * prior) / (self.weight + weight or inf)
 
-    def of_one_sequence(self) -> DecayedRatio:
-        """Return the ratio for a sequence of its own, with this one as `shared`."""
-        return DecayedRatio(shared=self, decay=self.RECENT)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftProposal:
@@ -56,10 +51,6 @@ class DraftProposal:
 
     tokens: list[int] = field(default_factory=list)
     draft_probs: list[Any] = field(default_factory=list)
-
-    def shortened(self, count: int) -> DraftProposal:
-        """The first `count` draft tokens, at most."""
-        return DraftProposal(self.tokens[:count], self.draft_probs[:count])
 
 
 class Drafter(ABC):
@@ -91,8 +82,7 @@ class Drafter(ABC):
         """Learn from new_tokens, which are now at the end of seq, drafted or not."""
 
     def draft_ms(self) -> float:
-        """Milliseconds of one drafting round, one draft for each sequence, or 0 if unknown or
-        none."""
+        """Milliseconds of one drafting round for all sequences. 0 if it is unknown or free."""
         return 0.0
 
     def prepare_while_idle(self) -> bool:

@@ -34,7 +34,8 @@ class NgramDrafter(Drafter):
 
     def acceptance_probs(self, seq: Sequence, max_drafts: int) -> list[float]:
         if seq not in self._indexes:
-            rates = [shared.of_one_sequence() for shared in self._shared]
+            decay = DecayedRatio.RECENT
+            rates = [DecayedRatio(decay=decay, shared=shared) for shared in self._shared]
             self._indexes[seq] = _NgramIndex(seq.tokens, rates)
         return self._indexes[seq].acceptance_probs(max_drafts)
 

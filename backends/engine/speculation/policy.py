@@ -1,8 +1,4 @@
-"""The policy: before each step, how much each drafter drafts; after it, measurements.
-
-Drafts are assigned one by one, each to the sequence whose expected tokens it raises most. Of these
-allocations, the one with most tokens per millisecond is chosen that slows no sequence down.
-"""
+"""The policy: before each step, how much each drafter drafts; after it, measurements."""
 
 from __future__ import annotations
 
@@ -10,18 +6,16 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from math import inf
-from typing import NamedTuple
 
-import numpy as np
-
+from localgen.backends.engine.speculation.allocation import DraftOption, allocate
 from localgen.backends.engine.speculation.drafter import DecayedRatio, Drafter, DraftProposal
 from localgen.backends.engine.step_costs import StepCosts
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import MAX_DRAFT_TOKENS
 
-# minimum expected gain of drafts, and maximum slowdown of any one sequence, as factors
-MIN_GAIN, MAX_SLOWDOWN = 1.02, 1.05
+# minimum expected gain of drafts, as a factor
+MIN_GAIN = 1.02
 # one step in this many is plain while drafts are used: gains are measured against plain steps
 PLAIN_EVERY = 32
 # share of the time for probes that may not pay off, and as much again for lookups that find
@@ -29,62 +23,6 @@ PLAIN_EVERY = 32
 BUDGET_SHARE, BUDGET_STEPS = 0.005, 32
 # number of drafts in a probe
 _FEW_DRAFTS = 4
-
-
-class DraftOption(NamedTuple):
-    """Possible drafts of one sequence. probs: acceptance probability of each."""
-
-    drafter: Drafter
-    probs: Seq[float]
-
-
-class Allocation(NamedTuple):
-    """drafts: number for each sequence. speedup: expected, over plain decoding. ms: of the step."""
-
-    drafts: list[int]
-    speedup: float = 0.0
-    ms: float = 0.0
-
-
-def allocate(
-    options: Seq[DraftOption | None],
-    step_ms: Callable[[int], float],
-    *,
-    max_drafts: int,
-    max_slowdown: float = MAX_SLOWDOWN,
-) -> Allocation:
-    """Return the fastest allocation with at least one draft; speedup 0: there is none.
-
-    options: one per sequence. step_ms: cost by number of tokens. max_drafts: limit of the step.
-    """
-    count, most = len(options), max((len(each.probs) for each in options if each), default=0)
-    probs = np.zeros((count, most))
-    for row, option in enumerate(options):
-        if option:
-            probs[row, : len(option.probs)] = option.probs
-    # [sequences, drafts]: probability that a draft and those before it are accepted; 0: no draft
-    reached = np.cumprod(probs, axis=1)
-    expected = 1.0 + np.cumsum(reached, axis=1) - reached  # tokens, without this draft
-    gains = reached / expected
-    # of each assignment in turn: the sequence, and the number of drafts that it had before
-    order = np.argsort(-gains, axis=None, kind="stable")[: min(max_drafts, np.count_nonzero(gains))]
-    if not order.size:
-        return Allocation([0] * count)
-    rows, before = np.divmod(order, most)
-    mean_tokens = 1.0 + np.cumsum(reached.flat[order]) / count
-    # the minimum: of a sequence that gets a later draft, or of one that gets no more
-    final = 1.0 + np.bincount(rows, reached.flat[order], count).min()
-    min_tokens = np.minimum.accumulate(np.append(expected.flat[order], final)[:0:-1])[::-1]
-    ms = np.array([step_ms(count + total) for total in range(1, order.size + 1)], float)
-    for drafter in {option.drafter for option in options if option}:
-        is_own = np.array([bool(option and option.drafter is drafter) for option in options])
-        # each round drafts for all sequences of the drafter
-        ms += drafter.draft_ms() * np.maximum.accumulate(np.where(is_own[rows], before + 1, 0))
-    speedup = mean_tokens * step_ms(count) / ms
-    speedup[min_tokens * step_ms(count) * max_slowdown < ms] = 0.0
-    best = int(np.argmax(speedup))
-    drafts = np.bincount(rows[: best + 1], minlength=count)
-    return Allocation(drafts.tolist(), float(speedup[best]), float(ms[best]))
 
 
 class Speculation:
@@ -113,9 +51,8 @@ class Speculation:
         self.reason = "" if drafters else disabled_reason
         self._steps_since_plain = 0
         # for probes; and time of lookups without drafts that steps have yet to pay for
-        self._budget_ms = self._unpaid_ms = 0.0
-        # of the step to come
-        self._has_proposed, self._propose_ms, self.waited_ms = False, 0.0, 0.0
+        self._budget_ms = self._unpaid_ms = self._propose_ms = self.waited_ms = 0.0
+        self._has_proposed = False
 
     def propose(
         self,
