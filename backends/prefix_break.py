@@ -9,8 +9,6 @@ from localgen.backends.units import format_duration, format_elapsed
 
 # fewer tokens than this are not worth a report
 MIN_TOKENS_AGAIN = 256
-# a cache of pages holds whole pages of the common prefix
-_PAGE_TOKENS = 16
 _LONG_MS = 10_000
 
 
@@ -33,15 +31,14 @@ class PrefixBreak:
     tokens: int
     ms: float = 0.0
 
-    def measured(self, *, cached: int, computed: int, prompt_ms: float) -> PrefixBreak | None:
+    def measured(self, *, held: int, computed: int, prompt_ms: float) -> PrefixBreak | None:
         """With what the prompt took, or None if the earlier prefix was evicted, or little was lost.
 
-        cached, computed: prompt tokens from the prefix cache, and computed. Without a cached token
-        nothing shows that the earlier prompt was still there.
+        held: leading tokens of the earlier prompt in the prefix cache, when this one was admitted.
+        computed: tokens of this prompt that were computed.
         """
-        tokens = min(self.tokens, computed)
-        whole_pages = self.token // _PAGE_TOKENS * _PAGE_TOKENS
-        if cached < max(1, whole_pages) or tokens < MIN_TOKENS_AGAIN:
+        tokens = min(self.tokens, computed, held - self.token)
+        if tokens < MIN_TOKENS_AGAIN:
             return None
         return replace(self, tokens=tokens, ms=prompt_ms * tokens / computed)
 
@@ -52,3 +49,11 @@ class PrefixBreak:
             f"parts at byte {self.byte:,} of {self.place}: `{self.before}` became "
             f"`{self.after}`; {self.tokens:,} tokens read again, {time}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class FoundBreak:
+    """A place that is not measured yet. earlier: the tokens of the earlier prompt."""
+
+    place: PrefixBreak
+    earlier: list[int]

@@ -43,6 +43,9 @@ class ForcedOutputRunner:
     def admit(self, seq: Sequence, *, spare: int) -> int:
         return self._runner.admit(seq, spare=spare)
 
+    def num_cached(self, tokens: list[int], cache_salt: str) -> int:
+        return self._runner.num_cached(tokens, cache_salt)
+
     def grow(self, seq: Sequence, n: int) -> bool:
         return self._runner.grow(seq, n)
 

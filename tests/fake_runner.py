@@ -100,14 +100,19 @@ class FakeRunner:
     def admit(self, seq: Sequence, *, spare: int) -> int:
         assert not self.in_flight
         assert len(self.cache) < self.limits.max_seqs
-        sources = [*self.cache.values(), *self.donors] if self.limits.can_rewind else []
-        cached = max((common_prefix_len(s, seq.reusable_tokens) for s in sources), default=0)
+        cached = self.num_cached(seq.reusable_tokens, seq.cache_salt)
         if sum(self.room.values()) + len(seq.tokens) + spare > self.limits.kv_tokens:
             raise NoRoom
         self._reclaim(len(seq.tokens) + spare)
         self.cache[seq] = seq.tokens[:cached]
         self.room[seq] = len(seq.tokens)
         return cached
+
+    def num_cached(self, tokens: list[int], cache_salt: str) -> int:
+        return max((common_prefix_len(s, tokens) for s in self._sources()), default=0)
+
+    def _sources(self) -> list[list[int]]:
+        return [*self.cache.values(), *self.donors] if self.limits.can_rewind else []
 
     def grow(self, seq: Sequence, n: int) -> bool:
         assert not self.in_flight

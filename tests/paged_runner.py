@@ -82,6 +82,9 @@ class PagedRunner:
         self.seen["evicted"] += after.used - before.used > before.free
         return cached
 
+    def num_cached(self, tokens: list[int], cache_salt: str) -> int:
+        return self.cache.num_cached(tokens, cache_salt)
+
     def grow(self, seq: Sequence, n: int) -> bool:
         held = len(self.cache.page_table(seq))
         grown = self.cache.grow(seq, n)

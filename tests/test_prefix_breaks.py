@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from models import Bench, LoadedBench
 
 from localgen.backends.engine.prefix_breaks import MAX_PROMPTS, RecentPrompts
+from localgen.backends.model_info import LoadOptions
 from localgen.backends.prefix_break import PrefixBreak
+from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import Message, Request, Tool
 
 BODY = "\n".join(f"Rule {number}: keep item {number * 7919 % 1013}." for number in range(200))
+CTX, KV_TOKENS = 2048, 8192
+KV: dict[str, Any] = {"parallel": 2, "ctx": CTX, "kv_tokens": KV_TOKENS}
 TOOLS = (Tool("read"), Tool("write"))
 
 
@@ -22,7 +28,8 @@ def compare(prompts: RecentPrompts, request: Request) -> PrefixBreak | None:
         f"<{each.role}>{each.content}\n{tools if each.role == 'system' else ''}"
         for each in request.messages or ()
     )
-    return prompts.compare(request, text, [ord(char) for char in text])
+    found = prompts.compare(request, text, [ord(char) for char in text])
+    return found.place if found else None
 
 
 def chat(system: str, *turns: str, **fields: Any) -> Request:
@@ -85,19 +92,63 @@ def test_old_prompts_are_forgotten() -> None:
 
 def test_an_evicted_prefix_is_not_reported() -> None:
     found = PrefixBreak(place="the tools", byte=2, before="a", after="b", token=500, tokens=4000)
-    assert found.measured(cached=0, computed=6000, prompt_ms=60_000) is None
-    assert found.measured(cached=496, computed=100, prompt_ms=1000) is None
-    measured = found.measured(cached=496, computed=5504, prompt_ms=55_040)
+    assert found.measured(held=0, computed=6000, prompt_ms=60_000) is None
+    assert found.measured(held=6000, computed=100, prompt_ms=1000) is None
+    measured = found.measured(held=6000, computed=5504, prompt_ms=55_040)
     assert str(measured) == (
         "parts at byte 2 of the tools: `a` became `b`; 4,000 tokens read again, 40 s"
     )
 
 
 @pytest.mark.parametrize(
-    ("token", "cached", "is_reported"),
-    [(3, 0, False), (3, 3, True), (31, 0, False), (31, 15, False), (31, 16, True), (16, 16, True)],
+    ("token", "held", "lost"),
+    [(0, 0, None), (3, 258, None), (3, 259, 256), (31, 1040, 1009), (16, 9000, 4000)],
 )
-def test_an_evicted_prefix_of_a_few_tokens(token: int, cached: int, is_reported: bool) -> None:
+def test_only_what_was_still_cached_is_lost(token: int, held: int, lost: int | None) -> None:
     found = PrefixBreak(place="the tools", byte=2, before="a", after="b", token=token, tokens=4000)
-    measured = found.measured(cached=cached, computed=6000, prompt_ms=60_000)
-    assert (measured is not None) is is_reported
+    measured = found.measured(held=held, computed=6000, prompt_ms=60_000)
+    assert (measured.tokens if measured else None) == lost
+
+
+def cuda_bench() -> LoadedBench:
+    pytest.importorskip("torch")
+    from test_cuda_runner import CudaBench
+
+    return CudaBench(**KV)
+
+
+@pytest.fixture(scope="module", params=["llamacpp", "cuda"])
+def bench(request: pytest.FixtureRequest) -> Iterator[LoadedBench]:
+    loaded = Bench(LoadOptions(**KV)) if request.param == "llamacpp" else cuda_bench()
+    yield loaded
+    loaded.close()
+
+
+def break_of(bench: LoadedBench, prompt: str, **fields: Any) -> PrefixBreak | None:
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    (reply,) = bench.run([bench.submit([], params, messages=None, prompt=prompt, **fields)])
+    return reply.finished.timings.prefix_break
+
+
+def test_a_break_in_the_first_token_is_named(bench: LoadedBench) -> None:
+    """Nothing of the prompt is in the cache, and what is lost is."""
+    rules = BODY[:2000]
+    assert break_of(bench, f"1 is the number.\n{rules}") is None
+    found = break_of(bench, f"2 is the number.\n{rules}")
+    assert found is not None
+    assert (found.place, found.byte, found.before, found.after) == ("the prompt", 0, "1", "2")
+    assert found.token < 2
+    assert found.tokens > 500
+    assert break_of(bench, "3 Of something else. " * 40) is None
+    assert break_of(bench, f"4 is the number.\n{rules}", cache_salt="other") is None
+
+
+def test_an_earlier_prompt_that_was_evicted(bench: LoadedBench) -> None:
+    """Nothing is lost by the break of a prompt whose earlier one had to leave the cache."""
+    rules = BODY[3000:5000]
+    assert break_of(bench, f"5 is the number.\n{rules}") is None
+    for number in range(2 * KV_TOKENS // CTX):
+        words = " ".join(str(1000 * number + word) for word in range(CTX // 6))
+        assert break_of(bench, words, account="other") is None
+    assert break_of(bench, f"6 is the number.\n{rules}") is None
+    assert break_of(bench, f"7 is the number.\n{rules}") is not None

@@ -113,6 +113,9 @@ class CudaRunner:
         self._sampler.add(seq)
         return cached
 
+    def num_cached(self, tokens: list[int], cache_salt: str) -> int:
+        return self.kv_cache.num_cached(tokens, cache_salt)
+
     def grow(self, seq: Sequence, n: int) -> bool:
         return self.kv_cache.grow(seq, n)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from localgen.backends.prefix_break import MIN_TOKENS_AGAIN, PrefixBreak
+from localgen.backends.prefix_break import MIN_TOKENS_AGAIN, FoundBreak, PrefixBreak
 from localgen.backends.runner.sequence import common_prefix_len
 from localgen.backends.terminal_text import one_line
 from localgen.backends.types import Request
@@ -48,7 +48,7 @@ class RecentPrompts:
         self._num_bytes = 0
         self._lock = threading.Lock()
 
-    def compare(self, request: Request, text: str, tokens: Seq[int]) -> PrefixBreak | None:
+    def compare(self, request: Request, text: str, tokens: Seq[int]) -> FoundBreak | None:
         """Keep a prompt; return where it parts from an earlier one of its account and salt.
 
         text: as rendered. Returns None for a prompt that continues an earlier one, that changes
@@ -69,7 +69,7 @@ class RecentPrompts:
             self._num_bytes -= self._prompts.pop().num_bytes
 
 
-def _find_break(new: _Prompt, earlier: list[_Prompt], request: Request) -> PrefixBreak | None:
+def _find_break(new: _Prompt, earlier: list[_Prompt], request: Request) -> FoundBreak | None:
     shared = [common_prefix_len(old.tokens, new.tokens) for old in earlier]
     longest = max(shared, default=0)
     for old, token in zip(earlier, shared, strict=True):
@@ -83,7 +83,7 @@ def _find_break(new: _Prompt, earlier: list[_Prompt], request: Request) -> Prefi
         if request.messages and at >= new.text.rfind(request.messages[-1].content.strip()) >= 0:
             return None  # an edited last turn
         start, place = _place(new.text, at, request)
-        return PrefixBreak(
+        found = PrefixBreak(
             place=place,
             byte=len(new.text[start:at].encode(errors="replace")),
             before=_excerpt(old.text, at),
@@ -91,6 +91,7 @@ def _find_break(new: _Prompt, earlier: list[_Prompt], request: Request) -> Prefi
             token=token,
             tokens=tokens,
         )
+        return FoundBreak(found, old.tokens.tolist())
     return None
 
 

@@ -254,6 +254,9 @@ class Scheduler:
             return False
         spare = min(FREE_TOKENS_PER_SEQ * len(self._running), self._limits.kv_tokens // 8)
         started_s = self._clock()
+        if seq.prefix_break and seq.admitted_s is None:
+            earlier = seq.prefix_break.earlier
+            seq.num_earlier_cached = self._runner.num_cached(earlier, seq.cache_salt)
         try:
             cached = self._runner.admit(seq, spare=spare)
         except NoRoom:

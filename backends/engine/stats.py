@@ -286,8 +286,11 @@ def request_timings(seq: Sequence, no_drafts_reason: str = "") -> Timings:
         draft_speedup=seq.plain_decode_ms / (seq.decode_ms or math.inf),
         draft_reason="" if has_drafts else no_drafts_reason,
         draft_by=tuple(name for name, _ in seq.drafted_by.most_common()),
-        prefix_break=parted
-        and parted.measured(cached=seq.num_cached, computed=prompt_n, prompt_ms=prompt_s * 1e3),
+        prefix_break=parted.place.measured(
+            held=seq.num_earlier_cached, computed=prompt_n, prompt_ms=prompt_s * 1e3
+        )
+        if parted
+        else None,
     )
 
 

@@ -58,6 +58,9 @@ class EncoderRunner:
     def admit(self, seq: Sequence, *, spare: int) -> int:
         raise NoRoom
 
+    def num_cached(self, tokens: list[int], cache_salt: str) -> int:
+        return 0
+
     def grow(self, seq: Sequence, n: int) -> bool:
         return False
 

@@ -101,6 +101,9 @@ class LlamaRunner:
             )
         return cached
 
+    def num_cached(self, tokens: list[int], cache_salt: str) -> int:
+        return self.kv_cache.num_cached(tokens, cache_salt)
+
     def grow(self, seq: Sequence, n: int) -> bool:
         return self.kv_cache.grow(seq, n)
 

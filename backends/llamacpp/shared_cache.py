@@ -85,11 +85,17 @@ class SharedCache:
 
     # -- allocation and release -------------------------------------------------------------
 
-    def admit(self, seq: Sequence, *, spare: int) -> int:
+    def num_cached(self, tokens: list[int], cache_salt: str) -> int:
+        return self._longest_prefix(tokens, cache_salt)[1]
+
+    def _longest_prefix(self, tokens: list[int], cache_salt: str) -> tuple[SharedSlot | None, int]:
         candidates = (
             (*self._running.values(), *self._cached_prefixes) if self._share_prefixes else ()
         )
-        source, known = longest_prefix(seq, candidates)
+        return longest_prefix(tokens, cache_salt, candidates)
+
+    def admit(self, seq: Sequence, *, spare: int) -> int:
+        source, known = self._longest_prefix(seq.reusable_tokens, seq.cache_salt)
         length = self._reuse.reuse_tokens(known, len(seq.tokens))
         needed = len(seq.tokens) - length
         if not self._can_reclaim(needed + spare, protect=source, length=length):

@@ -100,6 +100,8 @@ class SlotCache(Protocol):
 
     def admit(self, seq: Sequence, *, spare: int) -> int: ...
 
+    def num_cached(self, tokens: list[int], cache_salt: str) -> int: ...
+
     def grow(self, seq: Sequence, n: int) -> bool: ...
 
     def rewind(self, seq: Sequence, length: int) -> None: ...
@@ -117,18 +119,16 @@ class SlotCache(Protocol):
         ...
 
 
-def longest_prefix(seq: Sequence, slots: Iterable[AnySlot]) -> tuple[AnySlot | None, int]:
-    """Return the slot of the same salt with the longest common prefix with `seq`, and that length.
-
-    Only Sequence.reusable_tokens count, so that at least one is left to compute.
-    """
-    usable = seq.reusable_tokens
+def longest_prefix(
+    tokens: list[int], cache_salt: str, slots: Iterable[AnySlot]
+) -> tuple[AnySlot | None, int]:
+    """Return the slot of that salt with the longest common prefix with tokens, and its length."""
     best: AnySlot | None = None
     longest = 0
     for slot in slots:
-        if slot.cache_salt != seq.cache_salt:
+        if slot.cache_salt != cache_salt:
             continue
-        length = common_prefix_len(slot.tokens, usable)
+        length = common_prefix_len(slot.tokens, tokens)
         if length > longest:
             best, longest = slot, length
     return best, longest

@@ -40,9 +40,15 @@ class SplitCache:
         cached = sum(len(slot.cached_tokens) for slot in self._slots)
         return PoolUsage(used, cached, self._context.kv_tokens - used - cached)
 
+    def num_cached(self, tokens: list[int], cache_salt: str) -> int:
+        return self._longest_prefix(tokens, cache_salt)[1]
+
+    def _longest_prefix(self, tokens: list[int], cache_salt: str) -> tuple[CacheSlot | None, int]:
+        return longest_prefix(tokens, cache_salt, self._slots if self._share_prefixes else ())
+
     def admit(self, seq: Sequence, *, spare: int) -> int:
         """See ModelRunner.admit. `spare` is ignored: slots do not share room."""
-        source, known = longest_prefix(seq, self._slots) if self._share_prefixes else (None, 0)
+        source, known = self._longest_prefix(seq.reusable_tokens, seq.cache_salt)
         length = self._reuse.reuse_tokens(known, len(seq.tokens))
         slot = self._choose_slot(source, known)
         if source and source is not slot:

@@ -181,6 +181,10 @@ class ModelRunner(Protocol):
         """
         ...
 
+    def num_cached(self, tokens: list[int], cache_salt: str) -> int:
+        """Return how many leading tokens are in the prefix cache. Changes nothing."""
+        ...
+
     def grow(self, seq: Sequence, n: int) -> bool:
         """Allocate KV cache for n tokens beyond the computed ones; returns False if it is full."""
         ...

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-from localgen.backends.prefix_break import PrefixBreak
+from localgen.backends.prefix_break import FoundBreak
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.text.grammar import GrammarMatcher
 from localgen.backends.text.response_parser import ResponseParser
@@ -53,6 +53,7 @@ class Sequence:
     scored: logprobs of the prompt's tokens from the second on, as far as they are computed.
     notes: messages for the user.
     prefix_break: where the prompt parts from an earlier one, not measured yet.
+    num_earlier_cached: leading tokens of that earlier one in the prefix cache at admission.
     cached_ms: time to reuse num_cached tokens; first_step_ms: duration of the step that sampled the
     first token. Other times as in backends/types.py.
     """
@@ -89,7 +90,8 @@ class Sequence:
     echo: str | None = None
     scored: list[PositionLogprobs] = field(default_factory=list)
     notes: tuple[str, ...] = ()
-    prefix_break: PrefixBreak | None = None
+    prefix_break: FoundBreak | None = None
+    num_earlier_cached: int = 0
     admitted_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None

@@ -34,7 +34,7 @@ class PagedCache:
     """Page tables of running sequences, and a tree of cached prefixes.
 
     Pages are allocated on demand, so at most PAGE_TOKENS - 1 tokens per sequence are unused. admit,
-    grow, rewind, release and usage implement those of ModelRunner.
+    num_cached, grow, rewind, release and usage implement those of ModelRunner.
 
     prefix_cache: keep and share prefixes.
     """
@@ -94,10 +94,17 @@ class PagedCache:
         used = self._pool.num_pages - free - idle
         return PoolUsage(used * PAGE_TOKENS, idle * PAGE_TOKENS, free * PAGE_TOKENS)
 
-    def admit(self, seq: Sequence, *, spare: int) -> int:
+    def num_cached(self, tokens: list[int], cache_salt: str) -> int:
+        return len(self._cached_pages(tokens, cache_salt)) * PAGE_TOKENS
+
+    def _cached_pages(self, tokens: list[int], cache_salt: str) -> list[int]:
+        """The pages of the longest cached prefix, those of running sequences included."""
         for other in self._sequences:
             self._publish(other)
-        known = self._tree.match(seq.reusable_tokens, seq.cache_salt) if self._prefix_cache else []
+        return self._tree.match(tokens, cache_salt) if self._prefix_cache else []
+
+    def admit(self, seq: Sequence, *, spare: int) -> int:
+        known = self._cached_pages(seq.reusable_tokens, seq.cache_salt)
         needed = pages_for(len(seq.tokens)) - len(known)
         self._pool.acquire(known)  # before eviction, which could free them
         if not self._has_free_pages(needed + pages_for(spare)):
