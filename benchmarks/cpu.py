@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 
-from benchmarks import constrained, footprint, llamacpp_tools, random_gguf, speed
+from benchmarks import constrained, footprint, llamacpp_tools, random_gguf, real_text, speed
 from benchmarks.llamacpp_tools import ToolFailed, Tools
 from benchmarks.measure import ModelLine, Report, command
+from benchmarks.real_text import RealTextBench
 from benchmarks.servers import Localgen, private_settings
 from benchmarks.speed import CpuBench
 from benchmarks.streams import StreamFailed
@@ -21,10 +23,10 @@ from localgen.backends.errors import LocalgenError
 from localgen.backends.llamacpp.loader import load_llamacpp_model
 from localgen.backends.model_info import LoadOptions, ModelLoadRequest
 from localgen.config import BUILT_IN_MODEL, ServerSettings
-from localgen.hub.packaged import BUILT_IN_PATH
+from localgen.hub.packaged import BUILT_IN_PATH, SMOLLM2, packaged_model
 
 CTX, KV_TOKENS = 8192, 16_384
-TESTS = ("alone", "grammar", "several", "prefix", "turn", "overhead", "help", "memory")
+TESTS = ("alone", "grammar", "several", "prefix", "turn", "overhead", "help", "memory", "drafts")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -90,6 +92,8 @@ def _measure(options: argparse.Namespace, tools: Tools | None, settings: ServerS
     _speed(bench, options.only)
     server.close()
     _footprint(report, settings, options)
+    if "drafts" in options.only:
+        _drafts(report, options)
     return report
 
 
@@ -130,6 +134,18 @@ def _footprint(report: Report, settings: ServerSettings, options: argparse.Names
         tiny = Localgen(settings, None, LoadOptions(threads=options.threads))
         footprint.memory(report, tiny)
         tiny.close()
+
+
+def _drafts(report: Report, options: argparse.Namespace) -> None:
+    """Measure what drafts gain on the texts of a real model, for which random text says nothing."""
+    try:
+        path = packaged_model(SMOLLM2).path
+    except LocalgenError as error:
+        report.not_compared.append(f"drafts: {error}")
+        return
+    bench = RealTextBench(path, options.threads, report.rounds, options.quick)
+    line, _ = bench.describe()
+    real_text.drafts(bench, replace(report, model=line))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,20 @@ _LIBRARIES = ("llama-cpp-python", "numpy", "fastapi", "uvicorn", "httpx", "msgsp
 
 
 @dataclass(frozen=True, slots=True)
+class ModelLine:
+    """Model columns of a table, as printed by llama-bench."""
+
+    name: str
+    size_bytes: int
+    params: int
+
+    def cells(self) -> tuple[str, ...]:
+        size, count = self.size_bytes / 2**20, self.params / 1e6
+        params = f"{count / 1e3:.2f} B" if count >= 1e3 else f"{count:.2f} M"
+        return self.name, f"{size:.2f} MiB", params
+
+
+@dataclass(frozen=True, slots=True)
 class Series:
     """Values of one side of a test, one per round, in `unit`."""
 
@@ -31,6 +45,7 @@ class Series:
     side: str
     unit: str
     values: tuple[float, ...]
+    model: ModelLine
 
     @property
     def median(self) -> float:
@@ -70,20 +85,6 @@ class TargetCheck:
         return self.name, f"{sign} {self.target:g}{unit}", measured, spread, met
 
 
-@dataclass(frozen=True, slots=True)
-class ModelLine:
-    """Model columns of a table, as printed by llama-bench."""
-
-    name: str
-    size_bytes: int
-    params: int
-
-    def cells(self) -> tuple[str, ...]:
-        size, count = self.size_bytes / 2**20, self.params / 1e6
-        params = f"{count / 1e3:.2f} B" if count >= 1e3 else f"{count:.2f} M"
-        return self.name, f"{size:.2f} MiB", params
-
-
 @dataclass(slots=True)
 class Report:
     """Results of a run.
@@ -105,7 +106,7 @@ class Report:
 
     def add(self, test: str, side: str, unit: str, values: Sequence[float]) -> Series:
         """Add one side of a test."""
-        entered = Series(test, side, unit, tuple(values))
+        entered = Series(test, side, unit, tuple(values), self.model)
         self.series.append(entered)
         return entered
 
@@ -138,7 +139,7 @@ class Report:
     def text(self) -> str:
         """Markdown tables: speeds in llama-bench's format, other figures, targets."""
         rates = [
-            (*self.model.cells(), s.side, s.test, f"{s.median:.2f} ± {s.deviation:.2f}")
+            (*s.model.cells(), s.side, s.test, f"{s.median:.2f} ± {s.deviation:.2f}")
             for s in self.series
             if s.unit == RATE
         ]

@@ -55,6 +55,13 @@ class RealTextBench:
         )
         return load_llamacpp_model(ModelLoadRequest("", str(self.path), options), lambda _: None)
 
+    def describe(self) -> tuple[ModelLine, int]:
+        """The model's line in a report, and the number of threads."""
+        model = self.load()
+        info = model.info
+        model.runner.close()
+        return ModelLine(info.description, info.size_bytes, info.params), info.options.threads or 0
+
     @property
     def tokens(self) -> int:
         """Maximum number of tokens of an answer."""
@@ -188,10 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
         bench = RealTextBench(
             path, options.threads, 1 if options.quick else options.rounds, options.quick
         )
-        model = bench.load()
-        line = ModelLine(model.info.description, model.info.size_bytes, model.info.params)
-        threads = model.info.options.threads or 0
-        model.runner.close()
+        line, threads = bench.describe()
         load_options = {"ctx": CTX, "kv_tokens": KV_TOKENS}
         report = Report(line, bench.rounds, options.quick, threads, load_options)
         for part in options.only:

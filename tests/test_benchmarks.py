@@ -25,7 +25,8 @@ from benchmarks.streams import (
     longest_gap_ms,
     output_rate,
 )
-from localgen.hub.packaged import BUILT_IN_PATH
+from localgen.config import BUILT_IN_MODEL
+from localgen.hub.packaged import BUILT_IN_PATH, SMOLLM2
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +90,25 @@ def test_a_quick_run_without_tools(tmp_path: Path, capsys: pytest.CaptureFixture
     # the whole first turn came from the cache
     computed = [c for c in result["checks"] if "prompt computed" in c["name"]]
     assert [c["met"] for c in computed] == [True, True], computed
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_drafts_are_a_row_of_the_model_with_real_texts(
+    installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # the built-in model stands for smollm2, which the tests do not have
+    monkeypatch.setattr(cpu, "SMOLLM2", BUILT_IN_MODEL if installed else SMOLLM2)
+    output = tmp_path / "result.json"
+    options = ["--quick", "--no-tools", "--threads", "1", "--output", str(output)]
+    assert cpu.main([*options, "--only", "drafts"]) == 0
+    result = json.loads(output.read_text())
+    rates = [series for series in result["series"] if series["unit"] == RATE]
+    assert {series["test"] for series in rates if series["side"] == "drafts"} == (
+        {"code edit", "summary", "chat", "prose"} if installed else set()
+    )
+    assert all(series["model"]["params"] < 10**7 for series in rates)
+    assert result["model"] not in [series["model"] for series in rates]
+    assert ("localgen pull smollm2" in str(result["not_compared"])) != installed
 
 
 class _FixedClient:
