@@ -57,7 +57,7 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """Resources of a kernel in one configuration on one target; error: why it does not compile.
+    """Resources of a kernel in one configuration on one target. error: why it does not compile.
 
     shared: bytes per block. local: bytes per thread that did not fit in registers. loops: empty
     unless the machine code was read.
@@ -74,7 +74,7 @@ class Build:
 
     @property
     def in_flight(self) -> int | None:
-        """Smallest number of copy groups in flight during a loop; None: no loop copies."""
+        """Smallest number of copy groups in flight during a loop, or None if no loop copies."""
         return min((min(loop.waits, default=0) for loop in self.loops if loop.copies), default=None)
 
     @property

@@ -113,7 +113,7 @@ class EvaluatedModel:
         self._trial = windows(encode(trial))[:max_windows]
 
     def loss(self, recipe: Recipe | None) -> Loss:
-        """Quantize the model with a recipe and evaluate it; None: evaluate the original."""
+        """Quantize the model with a recipe, or keep the original if None, and evaluate it."""
         layers = [self._layer(index) for index in range(self.spec.num_layers)]
         if recipe is not None:
             layers = self._quantized(layers, recipe)
@@ -191,7 +191,7 @@ def opened_model(name: str, *, swap: bool) -> Iterator[tuple[EvaluatedModel, dic
 
 
 def chosen(only: str | None) -> Iterator[str]:
-    """Yield the recipes whose names begin with one of a comma-separated list; None: all."""
+    """Yield the recipes whose names begin with one of a comma-separated list, or all if None."""
     for name in RECIPES:
         if only is None or name.startswith(tuple(only.split(","))):
             yield name

@@ -44,7 +44,7 @@ class DraftCase:
     """Requests that are answered one after the other, with and without drafts.
 
     create: returns a new drafter. prompts: those of one round. tokens: of each answer. least:
-    minimum speed-up; None: no target.
+    minimum speed-up, or None.
     """
 
     name: str

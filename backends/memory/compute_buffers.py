@@ -82,7 +82,7 @@ def cuda_max_outputs(num_seqs: int, max_drafts: int) -> int:
 
 
 def cuda_graph_rows(num_seqs: int) -> int:
-    """Return the rows of the largest CUDA graph; num_seqs: most sequences of a step."""
+    """Return the rows of the largest CUDA graph. num_seqs: most sequences of a step."""
     size = 1 << (num_seqs - 1).bit_length() if num_seqs < 16 else -(-num_seqs // 16) * 16
     return max(min(size, MAX_GRAPH_SEQS), MAX_GRAPH_SEQ_ROWS * min(size, MAX_MULTI_ROW_SEQS))
 

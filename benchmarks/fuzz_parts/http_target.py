@@ -206,7 +206,7 @@ class _Server:
                     return bytes(received)
 
     def trouble(self) -> str:
-        """Return what is wrong with the server; empty: nothing."""
+        """Return what is wrong with the server, empty if nothing is."""
         try:
             self._good()
             growth = self._bytes() - self._rss

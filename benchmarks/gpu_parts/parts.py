@@ -36,7 +36,7 @@ Sides = Callable[[GpuPlan], Sequence[str]]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """run: measures one side. most_s: time of each side. sides: names; one empty name: no sides.
+    """run: measures one side. most_s: time of each side. sides: their names, or one empty name.
 
     at_once: sides that may run at the same time, because no time is measured.
     """

@@ -79,7 +79,7 @@ class Probe:
         return self._pages[first : first + self._each]
 
     def text(self, tokens: Sequence[int], *, rows: int = 1024) -> Tensor:
-        """Return the logits after every token of a text, [tokens, vocab]; rows: per step."""
+        """Return the logits after every token of a text, [tokens, vocab]. rows: per step."""
         return torch.cat(
             [
                 self.step([(0, start, tokens[start : start + rows])])[0]

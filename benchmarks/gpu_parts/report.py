@@ -78,7 +78,7 @@ class Row:
 class CorrectnessCheck:
     """A correctness check.
 
-    error: must not exceed `most`. problem: error message in one line; empty: none. detail: of a
+    error: must not exceed `most`. problem: error message in one line, or empty. detail: of a
     failed check: traceback, output of its process, or where the largest error is.
     """
 

@@ -20,7 +20,7 @@ _NEW_SESSION = SessionRecord(0)
 
 @dataclass(frozen=True, slots=True)
 class ChatStorage:
-    """store: None: the chat is not stored. record: the session to continue; id 0: a new one.
+    """store: None: the chat is not stored. record: the session to continue. A new one has the id 0.
 
     failure: why the chat is not stored. warning: that the session is of another server.
     """

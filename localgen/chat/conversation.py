@@ -37,7 +37,7 @@ class Conversation:
     turns: tuple[Turn, ...] = ()
 
     def messages(self, *, with_reasoning: bool = False) -> tuple[Message, ...]:
-        """Return the messages, oldest first; with_reasoning: include the reasoning of answers.
+        """Return the messages, oldest first. with_reasoning: include the reasoning of answers.
 
         Unanswered prompts are left out.
         """
@@ -78,7 +78,7 @@ class Conversation:
 def conversation_from_messages(
     messages: Sequence[Message], stopped_indices: frozenset[int]
 ) -> Conversation:
-    """Build a conversation from messages; stopped_indices: messages that were cut short.
+    """Build a conversation from messages. stopped_indices: messages that were cut short.
 
     Raises InvalidRequest unless the messages are an optional system message, then user and
     assistant messages in turn.

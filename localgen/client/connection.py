@@ -272,8 +272,8 @@ class LocalConnection(Connection):
 class EndpointConnection(Connection):
     """TCP connections to an endpoint. Retries a busy server after its Retry-After.
 
-    notify: also called before each wait. sleep: waits that many seconds; default: until abort() at
-    most. Raises BadSetting if the API key or a proxy setting is invalid.
+    notify: also called before each wait. sleep: waits that many seconds, by default until abort().
+    Raises BadSetting if the API key or a proxy setting is invalid.
     """
 
     errors: EndpointErrors

@@ -152,7 +152,7 @@ class LiveAnswer:
         self._live.draw(lasting, [] if last else self._render_unfinished())
 
     def _take_reasoning_lines(self, *, last: bool) -> str:
-        """Remove and return the complete lines of reasoning; last: all of it."""
+        """Remove and return the complete lines of reasoning, or all of it if `last`."""
         cut = len(self._reasoning) if last else self._reasoning.rfind("\n") + 1
         whole, self._reasoning = self._reasoning[:cut], self._reasoning[cut:]
         return whole

@@ -162,7 +162,7 @@ class Repl:
             self._print_dim("the answer before is kept: /undo removes the stopped one")
 
     def _ask(self, prompt: str, *, regenerate: bool = False) -> None:
-        """Answer a prompt; regenerate: that of the last turn again."""
+        """Answer a prompt, or that of the last turn again if `regenerate`."""
         self._ensure_loaded()
         reply = self._stream(prompt, regenerate=regenerate)
         if isinstance(reply.error, ServerUnavailable | EngineDied):

@@ -27,7 +27,7 @@ class GgufVocabulary:
     """Tokens by id, and their metadata.
 
     tokenizer_model: llama.cpp's name, gpt2 for byte-level merges, llama for SentencePiece scores.
-    pre_tokenizer: llama.cpp's name. merges: empty for SentencePiece; scores: None for byte-level
+    pre_tokenizer: llama.cpp's name. merges: empty for SentencePiece. scores: None for byte-level
     BPE. eos_ids: all end tokens, the tokenizer's own first. add_space_prefix: for SentencePiece
     only. special_tokens_strip_right: special tokens strip the white space after them.
     """

@@ -82,7 +82,7 @@ def clipped_grid(
 ) -> QuantGrid:
     """The grid over a part of each group's range that has the smallest error.
 
-    weights: [out, groups, size]. Both ends shrink together, then each on its own; coarse: together
+    weights: [out, groups, size]. Both ends shrink together, then each on its own. coarse: together
     only, in larger steps. gram_blocks: [groups, size, size], Σ x xᵀ of each group's inputs, to
     minimize the output error Σ (Δw · x)²; None to minimize the weight error Σ Δw².
     """

@@ -69,7 +69,7 @@ class SessionList(OptionList):
         self._current = 0
 
     def show_sessions(self, rows: list[SessionRow], current: int) -> None:
-        """Show these sessions; current: id of the session on the screen."""
+        """Show these sessions. current: id of the session on the screen."""
         if (rows, current) == (self._rows, self._current):
             return
         same_ids = [row.id for row in rows] == [row.id for row in self._rows]

@@ -115,7 +115,7 @@ class Transcript(VerticalScroll):
             self.scroll_home(animate=False)
 
     def scroll_pages(self, by: int) -> None:
-        """Scroll down by a number of pages; negative: up."""
+        """Scroll down by a number of pages, up if it is negative."""
         page = self.scrollable_content_region.height
         self.scroll_to(y=self.scroll_y + by * page, animate=False)
 

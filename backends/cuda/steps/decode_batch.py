@@ -20,7 +20,7 @@ class DecodeBatch:
     slots: of their page tables and sampling parameters, int64. positions: of the tokens that the
     step computes, int32. writable: lengths up to which their pages can be written, int32.
     steps_left: number of steps after the next one that all sequences have room for within their
-    maximum length; negative: one lacks it in the next step.
+    maximum length. Negative: one lacks it in the next step.
     """
 
     seqs: tuple[Sequence, ...]

@@ -36,7 +36,7 @@ def allocate(
     max_drafts: int,
     max_slowdown: float = MAX_SLOWDOWN,
 ) -> Allocation:
-    """Return the fastest allocation with at least one draft; speedup 0: there is none.
+    """Return the fastest allocation with at least one draft. Its speedup is 0 if there is none.
 
     options: one per sequence. step_ms: cost by number of tokens. max_drafts: limit of the step.
     """

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BiasKeys:
-    """Keys of config.json that enable biases; "": there is no such key.
+    """Keys of config.json that enable biases, empty without such a key.
 
     qkv: of q, k and v. out: of the projection after attention. mlp: of the MLP.
     """

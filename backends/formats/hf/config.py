@@ -271,7 +271,7 @@ def _layer_cache(
 
 
 def _layer_windows(config: Mapping[str, Any], layers: int) -> list[int | None]:
-    """Window of each layer, or None for full attention; _RECURRENT: the layer has no KV cache."""
+    """Window of each layer, None for full attention, _RECURRENT for a layer without KV cache."""
     family = BY_MODEL_TYPE.get(str(config.get("model_type")), _UNKNOWN_FAMILY)
     flag = bool(config.get("use_sliding_window"))
     window = _count(config, "sliding_window") or None

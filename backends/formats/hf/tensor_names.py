@@ -17,7 +17,7 @@ TensorShape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerNames:
-    """Names of a layer's linears and norms, without `.weight`; "": it has no such norm.
+    """Names of a layer's linears and norms, without `.weight`. Empty: it has no such norm.
 
     attention_norm, mlp_norm: before attention and MLP; post_attention_norm, post_mlp_norm: after
     them. qkv: q, k and v, or one name if they are fused. gate_up: likewise. With experts, gate_up
