@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from localgen.backends.types import RequestPhases
+from localgen.backends.engine_stats import RequestPhases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

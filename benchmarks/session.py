@@ -11,10 +11,11 @@ from benchmarks.answers import Answer, NumberTokenizer
 from localgen.backends.engine.engine import Engine
 from localgen.backends.engine.input_processor import InputProcessor
 from localgen.backends.engine.speculation.drafter import Drafter
+from localgen.backends.engine_stats import EngineStats
 from localgen.backends.runner.interface import AsyncRunner, ModelRunner
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.text.grammar import GrammarCompiler
-from localgen.backends.types import EngineStats, Failed, Finished, Request, StepEvents
+from localgen.backends.types import Failed, Finished, Request, StepEvents
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from localgen.backends.engine import wire
+from localgen.backends.engine_stats import EngineStats, SequenceStats
 from localgen.backends.messages import FrameSocket
 from localgen.backends.model_info import (
     DraftInfo,
@@ -38,12 +39,10 @@ from localgen.backends.types import (
     Delta,
     Embedded,
     EmbedRequest,
-    EngineStats,
     Failed,
     Finished,
     PositionLogprobs,
     Request,
-    SequenceStats,
     StepEvents,
     Timings,
     Tokenized,

@@ -12,13 +12,13 @@ from localgen.backends.engine.engine import Engine
 from localgen.backends.engine.input_processor import InputProcessor
 from localgen.backends.engine.loaded_model import LoadedModel
 from localgen.backends.engine.speculation.drafter import Drafter
+from localgen.backends.engine_stats import EngineStats
 from localgen.backends.llamacpp.loader import load_llamacpp_model
 from localgen.backends.llamacpp.runner import LlamaRunner
 from localgen.backends.model_info import LoadOptions, ModelLoadRequest
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.text.grammar import GrammarCompiler
 from localgen.backends.types import (
-    EngineStats,
     Failed,
     Finished,
     Message,

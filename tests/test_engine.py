@@ -15,10 +15,11 @@ from localgen.backends.engine import stats
 from localgen.backends.engine.engine import Engine
 from localgen.backends.engine.input_processor import InputProcessor
 from localgen.backends.engine.speculation.drafter import Drafter
+from localgen.backends.engine_stats import EngineStats
 from localgen.backends.runner.interface import Chunk, NoRoom, SampledTokens, StepFailed
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.text.template import ChatTemplate
-from localgen.backends.types import EngineStats, Failed, Finished, Message, Request, StepEvents
+from localgen.backends.types import Failed, Finished, Message, Request, StepEvents
 
 
 class LetterTokenizer:

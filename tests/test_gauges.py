@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from textual.content import Content
 
+from localgen.backends.engine_stats import SpeculationStats
 from localgen.backends.machine_stats import MachineStats, ReadCost
-from localgen.backends.types import SpeculationStats
 from localgen.client.snapshot import LatencyStats, ModelCounters, ServerSnapshot
 from localgen.tui.gauges.bandwidth import BandwidthGauge
 from localgen.tui.gauges.latency import LatencyGauge

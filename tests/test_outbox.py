@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from localgen.backends.engine.outbox import PUBLISH_INTERVAL_S, Outbox
+from localgen.backends.engine_stats import EngineStats
 from localgen.backends.types import (
     Delta,
-    EngineStats,
     Failed,
     PositionLogprobs,
     StepEvents,

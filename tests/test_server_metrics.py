@@ -14,7 +14,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serving import ServerHarness, chat_body, server_harness, wait_until
 
-from localgen.backends.types import EmbedRequest, EngineStats, Request
+from localgen.backends.engine_stats import EngineStats
+from localgen.backends.types import EmbedRequest, Request
 from localgen.client.prometheus import MetricsParser
 from localgen.server.models.manager import ModelManager
 from localgen.server.openai.serializer import CompletionSerializer

@@ -10,9 +10,9 @@ from typing import Any
 
 from textual.pilot import Pilot
 
+from localgen.backends.engine_stats import RequestPhases, SequenceStats, SpeculationStats
 from localgen.backends.errors import LocalgenError
 from localgen.backends.machine_stats import EndedRequest, GpuStats, MachineStats, ReadCost
-from localgen.backends.types import RequestPhases, SequenceStats, SpeculationStats
 from localgen.client.snapshot import LatencyStats, ModelCounters, ModelSnapshot, ServerSnapshot
 from localgen.tui.gauges.sample_builder import SampleBuilder
 from localgen.tui.gauges.samples import ServerSample

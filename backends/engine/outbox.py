@@ -8,10 +8,10 @@ from dataclasses import replace
 from itertools import chain
 
 from localgen.backends.engine.output_processor import OutputProcessor
+from localgen.backends.engine_stats import EngineStats
 from localgen.backends.types import (
     Delta,
     Embedded,
-    EngineStats,
     Failed,
     Finished,
     StepEvents,

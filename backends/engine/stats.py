@@ -10,18 +10,17 @@ from collections.abc import Sequence as Seq
 from localgen.backends.engine.scheduler import Scheduler, SequenceOutput
 from localgen.backends.engine.speculation.drafter import DecayedRatio
 from localgen.backends.engine.speculation.policy import Speculation
-from localgen.backends.runner.decode_step import DecodeStep
-from localgen.backends.runner.interface import Chunk, ModelRunner, ThreadedRunner, ThreadUsage
-from localgen.backends.runner.sequence import Sequence, SequenceState
-from localgen.backends.types import (
+from localgen.backends.engine_stats import (
     STEP_TOKENS_BOUNDS,
     EngineStats,
-    Finished,
     RequestPhases,
     SequenceStats,
     SpeculationStats,
-    Timings,
 )
+from localgen.backends.runner.decode_step import DecodeStep
+from localgen.backends.runner.interface import Chunk, ModelRunner, ThreadedRunner, ThreadUsage
+from localgen.backends.runner.sequence import Sequence, SequenceState
+from localgen.backends.types import Finished, Timings
 
 WINDOW_S = 60.0
 MAX_SAMPLES = 4096

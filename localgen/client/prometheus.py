@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from localgen.backends.engine_stats import SpeculationStats
 from localgen.backends.errors import ServerUnavailable
-from localgen.backends.types import SpeculationStats
 from localgen.client.metric_names import (
     BUSY_SLOTS_PER_STEP,
     KNOWN_SERVERS,

@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
+from localgen.backends.engine_stats import EngineStats, SequenceStats, SpeculationStats
 from localgen.backends.errors import ServerUnavailable
 from localgen.backends.machine_stats import EndedRequest, MachineStats, ReadCost
 from localgen.backends.model_info import MemoryUsage
-from localgen.backends.types import EngineStats, SequenceStats, SpeculationStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import localgen
+from localgen.backends.engine_stats import EngineStats
 from localgen.backends.model_info import ModelInfo
-from localgen.backends.types import EngineStats, Request
+from localgen.backends.types import Request
 from localgen.server.anthropic.routes import AnthropicApi
 from localgen.server.http.access import AccessPolicy
 from localgen.server.http.error_handlers import add_error_handlers

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from localgen.backends.engine_stats import SpeculationStats
 from localgen.backends.machine_stats import MachineStats
 from localgen.backends.terminal_text import escape_name
-from localgen.backends.types import SpeculationStats
 from localgen.client.snapshot import LatencyStats, ModelSnapshot, ServerSnapshot
 
 # one value per plot point, oldest first; None: unknown

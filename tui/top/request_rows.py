@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from localgen.backends.engine_stats import RequestPhases, SequenceStats
 from localgen.backends.machine_stats import EndedRequest
 from localgen.backends.terminal_text import escape_name, one_line
-from localgen.backends.types import RequestPhases, SequenceStats
 from localgen.client.snapshot import ServerSnapshot
 from localgen.tui.widgets.numbers import (
     format_duration_ms,

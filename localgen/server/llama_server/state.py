@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from localgen import __version__
+from localgen.backends.engine_stats import SequenceStats
 from localgen.backends.errors import NotFound
 from localgen.backends.model_info import ModelInfo
-from localgen.backends.types import SequenceStats
 from localgen.server.models.manager import ModelManager
 from localgen.server.models.names import answered_name
 from localgen.server.models.resident import ResidentModel

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from localgen.backends.engine import wire
+from localgen.backends.engine_stats import EngineStats
 from localgen.backends.errors import (
     EngineDied,
     InvalidRequest,
@@ -24,7 +25,6 @@ from localgen.backends.model_info import ModelInfo, ModelLoadRequest
 from localgen.backends.types import (
     Embedded,
     EmbedRequest,
-    EngineStats,
     Failed,
     Finished,
     Request,

@@ -9,12 +9,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from localgen.backends.types import (
-    STEP_TOKENS_BOUNDS,
-    EngineStats,
-    Finished,
-    SpeculationStats,
-)
+from localgen.backends.engine_stats import STEP_TOKENS_BOUNDS, EngineStats, SpeculationStats
+from localgen.backends.types import Finished
 from localgen.server.stats.metric_aliases import AliasCollector
 from localgen.server.stats.request_log import EMBEDDED_REASON, GONE, RequestRecord
 

@@ -6,8 +6,9 @@ import time
 from collections import deque
 from dataclasses import replace
 
+from localgen.backends.engine_stats import RequestPhases
 from localgen.backends.machine_stats import EndedRequest
-from localgen.backends.types import Finished, RequestPhases, Timings
+from localgen.backends.types import Finished, Timings
 from localgen.server.stats.request_log import GONE, UNKNOWN_MODEL, RequestRecord
 
 MAX_RECENT_REQUESTS = 50

@@ -12,10 +12,10 @@ import psutil
 
 import localgen
 from localgen import PROTOCOL
+from localgen.backends.engine_stats import EngineStats
 from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.memory.system import available_memory_bytes
 from localgen.backends.model_info import ModelInfo
-from localgen.backends.types import EngineStats
 from localgen.config import ServerSettings
 from localgen.machine.gpus import process_gpu_bytes
 from localgen.server.models.disk_paths import without_paths
