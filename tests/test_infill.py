@@ -16,6 +16,8 @@ from llama_files import LlamaFile
 from models import TINY_GGUF
 from real_server import real_server
 
+pytest.importorskip("torch")
+
 from localgen.backends.formats.gguf.file import GgufFile
 from localgen.backends.formats.gguf.tokenizer import read_gguf_tokenizer
 from localgen.backends.formats.hf.tokenizer import HfTokenizer
