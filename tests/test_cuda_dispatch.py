@@ -118,15 +118,15 @@ def test_what_the_kernels_do_not_serve() -> None:
         max_rows(Kernel.GROUPED_EXPERTS)
 
 
-def launched(rows: int, weights: Operation) -> set[str]:
-    """Names of the kernels that a product launches."""
+def launched(rows: int, weights: Operation, groups: int = 2) -> set[str]:
+    """Names of the kernels that a product launches. groups: of inputs, of int4 weights."""
     x, outs = rows_of(rows), 64
     with record_launches(90, 132) as recording:
         if weights == "dense":
             dense.matmul(x, torch.empty(outs, 256, dtype=x.dtype, device=META))
         elif weights == "int4":
             codes = torch.empty(outs, 256, dtype=torch.uint8, device=META)
-            grid = pack_grid(torch.empty(outs, 2, device=META), codes[:, :2])
+            grid = pack_grid(torch.empty(outs, groups, device=META), codes[:, :groups])
             int4.int4_matmul(x, pack_int4(codes), grid)
         else:
             weight = torch.empty(outs, 256, dtype=torch.float8_e4m3fn, device=META)
@@ -149,6 +149,15 @@ def launched(rows: int, weights: Operation) -> set[str]:
 )
 def test_products_launch_what_the_table_says(weights: Operation, rows: int, kernel: str) -> None:
     assert launched(rows, weights) == ({kernel} if kernel else set())
+
+
+@pytest.mark.parametrize(
+    ("rows", "kernel"),
+    [(16, "_int4_gemm_kernel"), (17, "_int4_wide_kernel"), (257, "_dequantize_int4_kernel")],
+)
+def test_more_rows_of_small_int4_groups_are_dequantized(rows: int, kernel: str) -> None:
+    """Groups of 32 inputs: tiles of int4_gemm for more than 16 rows would not fit in registers."""
+    assert launched(rows, "int4", groups=8) == {kernel}
 
 
 def test_a_kernel_that_is_switched_off_leaves_the_others() -> None:

@@ -287,8 +287,8 @@ def test_gated_int4_product_equals_the_reference(rows: int) -> None:
 
 
 def test_the_int4_tiles_of_many_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    tile = int4_gemm.choose_int4_tile(2, 28672, 128, 90)
-    assert tile != int4_gemm.choose_int4_tile(2, 70, 128, 90)
+    tile = int4_gemm.choose_int4_tile(2, 28672, 128)
+    assert tile != int4_gemm.choose_int4_tile(2, 70, 128)
     monkeypatch.setattr(int4_gemm, "choose_int4_tile", lambda *_: tile)
     packed, grid, weight = int4_parts(1, 640, 70, 64)
     x = drawn(2, 2, 640)

@@ -18,7 +18,11 @@ from localgen.backends.cuda.kernels.gemm.int4_format import (
     dequantize_int4_triton,
     is_tiled,
 )
-from localgen.backends.cuda.kernels.gemm.int4_gemm import int4_matmul_triton
+from localgen.backends.cuda.kernels.gemm.int4_gemm import (
+    MAX_SMALL_GROUP_ROWS,
+    has_small_groups,
+    int4_matmul_triton,
+)
 from localgen.backends.cuda.kernels.gemm.int4_wide import int4_wide_matmul_triton
 from localgen.backends.cuda.kernels.gemm.tile import (
     ActivationKind,
@@ -76,8 +80,10 @@ def int4_gated_matmul(
 def choose_int4_kernel(x: Tensor, packed: Tensor, grid: Tensor) -> Kernel:
     """Return the kernel of `int4_matmul`."""
     ins = 2 * packed.shape[1]
-    fits = is_tiled(ins) and ins // grid.shape[1] % PART_INPUTS == 0 and packed.is_contiguous()
-    return choose_kernel("int4", x, fits=fits)
+    group = ins // grid.shape[1]
+    fits = is_tiled(ins) and group % PART_INPUTS == 0 and packed.is_contiguous()
+    too_many = has_small_groups(group) and len(x) > MAX_SMALL_GROUP_ROWS
+    return choose_kernel("int4", x, fits=fits, unfit=(Kernel.INT4_GEMM,) if too_many else ())
 
 
 def int4_matmul_reference(

@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from localgen.backends.cuda.kernels.device import ARCHS, compute_capability
 from localgen.backends.cuda.kernels.gemm.int4_format import (
     TILE_INPUTS,
     float_type,
@@ -35,8 +34,17 @@ from localgen.backends.cuda.kernels.gemm.tile import (
 from localgen.backends.cuda.kernels.launch import Launcher, Variant, ceil_div, next_power_of_2
 from localgen.backends.cuda.kernels.norm import RMSNorm
 
+# with more rows, tiles of small groups do not fit in registers: int4_wide computes them
+MAX_SMALL_GROUP_ROWS = 16
+MAX_REGISTERS = 255
 
-def choose_int4_tile(rows: int, outs: int, group_size: int, arch: int) -> GemmTile:
+
+def has_small_groups(group_size: int) -> bool:
+    """True if each part of a tile of codes has a scale of its own."""
+    return parts_per_group(group_size) == 1
+
+
+def choose_int4_tile(rows: int, outs: int, group_size: int) -> GemmTile:
     """Return the tile of a program; each warp processes TILE_INPUTS inputs at once.
 
     Above 32 rows, programs share weights through L2. stages - 2 or stages - 1 tiles of 8 KB of
@@ -50,12 +58,11 @@ def choose_int4_tile(rows: int, outs: int, group_size: int, arch: int) -> GemmTi
             if outs <= 8192
             else GemmTile(32, TILE_INPUTS, 8, 4, 4)
         )
-    if rows <= 16:
-        return GemmTile(32, TILE_INPUTS, 16, 4, 4)
-    # on sm_100, Triton 3.6 limits registers to fit a third program and spills, although shared
-    # memory has no room for a third program
-    spills = arch // 10 == 10 and group_size % TILE_INPUTS == 0
-    return GemmTile(32, TILE_INPUTS, 32, 4, 3, 255 if spills else None)
+    # at the limit, the registers of two programs fit: the compiler spills some to fit a third, for
+    # which shared memory has no room
+    if rows <= MAX_SMALL_GROUP_ROWS or has_small_groups(group_size):
+        return GemmTile(32, TILE_INPUTS, 16, 4, 4, MAX_REGISTERS)
+    return GemmTile(32, TILE_INPUTS, 32, 4, 3, MAX_REGISTERS)
 
 
 def int4_matmul_triton(
@@ -77,7 +84,7 @@ def int4_matmul_triton(
     group = ins // grid.shape[1]
     launcher, blocks = _launcher(
         *(rows, ins, outs, group, x.dtype, grid.dtype, dot_dtype(x), activation),
-        *(norm is not None, compute_capability(x.device)),
+        norm is not None,
     )
     outs = outs if activation is None else outs // 2
     out = torch.empty((rows, outs), dtype=x.dtype, device=x.device)
@@ -110,10 +117,9 @@ def _launcher(
     operand_dtype: Any,
     activation: ActivationKind | None,
     has_norm: bool,
-    arch: int,
 ) -> tuple[Launcher, tuple[int, ...]]:
     """The launcher and the grid. operand_dtype: of tl.dot."""
-    tile = choose_int4_tile(rows, outs, group, arch)
+    tile = choose_int4_tile(rows, outs, group)
     launcher = Launcher(
         _int4_gemm_kernel,
         activation=activation,
@@ -275,25 +281,25 @@ def variants() -> Iterator[Variant]:
         (8, 896, 9728, 32, "*bf16", "silu", False),
         (8, 14336, 4096, 128, "*fp16", None, False),
         (16, 4096, 4096, 128, "*bf16", None, False),
+        (16, 4096, 28672, 64, "*bf16", "silu", False),
+        (16, 896, 9728, 32, "*bf16", "silu", False),
         (64, 4096, 4096, 128, "*bf16", None, False),
         (64, 4096, 28672, 128, "*bf16", "silu", False),
-        (64, 896, 4864, 32, "*bf16", None, False),
-        (64, 896, 9728, 32, "*bf16", "silu", False),
+        (64, 4096, 28672, 64, "*fp16", "silu", False),
+        (64, 896, 4864, 64, "*bf16", None, False),
     ):
-        tiles = {arch: choose_int4_tile(rows, outs, group, arch) for arch in ARCHS}
-        for tile in dict.fromkeys(tiles.values()):
-            archs = frozenset(arch for arch in ARCHS if tiles[arch] == tile)
-            name = f"int4-{rows}-{ins}-{outs}-{group}-{kind}"
-            name += ("" if activation is None else f"-{activation}") + "-normed" * has_norm
-            of = tl.float16 if kind == "*fp16" else tl.bfloat16
-            constants = {
-                "activation": activation,
-                **int4_constants(tile, ins, group, of, tl.float16, has_norm),
-                "dot_dtype": of,
-                "outputs": tile.outputs,
-                "padded_rows": tile.rows,
-            }
-            yield _variant(name, tile, kind, constants, has_norm, archs)
+        tile = choose_int4_tile(rows, outs, group)
+        name = f"int4-{rows}-{ins}-{outs}-{group}-{kind}"
+        name += ("" if activation is None else f"-{activation}") + "-normed" * has_norm
+        of = tl.float16 if kind == "*fp16" else tl.bfloat16
+        constants = {
+            "activation": activation,
+            **int4_constants(tile, ins, group, of, tl.float16, has_norm),
+            "dot_dtype": of,
+            "outputs": tile.outputs,
+            "padded_rows": tile.rows,
+        }
+        yield _variant(name, tile, kind, constants, has_norm)
 
 
 def _variant(
@@ -302,7 +308,6 @@ def _variant(
     input_type: str,
     constants: dict[str, Any],
     has_norm: bool,
-    archs: frozenset[int],
 ) -> Variant:
     """Return a variant. input_type: Triton pointer type of x. constants: constexpr arguments."""
     constants = constants if has_norm else constants | {"norm": None}
@@ -320,5 +325,4 @@ def _variant(
         constants=constants,
         num_warps=tile.num_warps,
         max_registers=tile.max_registers,
-        archs=archs,
     )

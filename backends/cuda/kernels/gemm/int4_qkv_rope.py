@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from localgen.backends.cuda.kernels.device import ARCHS, compute_capability
 from localgen.backends.cuda.kernels.dispatch import Kernel
 from localgen.backends.cuda.kernels.gemm.int4 import choose_int4_kernel, int4_matmul
 from localgen.backends.cuda.kernels.gemm.int4_format import TILE_INPUTS, float_type
@@ -85,8 +84,7 @@ def int4_project_and_store_kv_triton(
     assert sin.is_contiguous()
     group = ins // grid.shape[1]
     launcher, num_programs, heads = _launcher(
-        *(outs, ins, group, layer_kv.keys.shape, x.dtype, grid.dtype, dot_dtype(x)),
-        compute_capability(x.device),
+        *(outs, ins, group, layer_kv.keys.shape, x.dtype, grid.dtype, dot_dtype(x))
     )
     queries = torch.empty((1, heads, layer_kv.keys.shape[3]), dtype=x.dtype, device=x.device)
     launcher(
@@ -119,12 +117,11 @@ def _launcher(
     dtype: torch.dtype,
     grid_dtype: torch.dtype,
     operand_dtype: Any,
-    arch: int,
 ) -> tuple[Launcher, int, int]:
     """The launcher, the number of programs, and of query heads. operand_dtype: of tl.dot."""
     _, kv_heads, page_tokens, size = cache_shape
     heads = outs // size - 2 * kv_heads
-    tile = choose_int4_tile(1, outs, group, arch)
+    tile = choose_int4_tile(1, outs, group)
     launcher = Launcher(
         _int4_qkv_rope_kernel,
         **_head_constants(heads, kv_heads, size, page_tokens, tile),
@@ -183,8 +180,7 @@ def variants() -> Iterator[Variant]:
     ):
         outs = (heads + 2 * kv_heads) * size
         of = tl.float16 if kind == "*fp16" else tl.bfloat16
-        tile = choose_int4_tile(1, outs, group, ARCHS[0])
-        assert {choose_int4_tile(1, outs, group, arch) for arch in ARCHS} == {tile}
+        tile = choose_int4_tile(1, outs, group)
         constants = {
             **_head_constants(heads, kv_heads, size, 16, tile),
             **int4_constants(tile, ins, group, of, tl.float16, True),
