@@ -201,6 +201,14 @@ class Delta:
     prompt_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class PromptProgress:
+    """Tokens of a prompt that are computed, the cached ones included, and their total number."""
+
+    computed: int
+    total: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
     """Timings of one request: llama-server's fields plus ttft, queue, template and draft fields.

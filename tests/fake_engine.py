@@ -263,6 +263,9 @@ class FakeEngine:
                     os._exit(9)
                 if words[done] == "!spin":
                     spin(self.script["spin_s"])
+                if words[done] == "!read":  # a step that computes one token of the prompt
+                    self.running[request_id] = (request, words, done + 1)
+                    continue
                 deltas.append(self.delta(request, words, done))
                 self.running[request_id] = (request, words, done + 1)
             else:
@@ -274,13 +277,14 @@ class FakeEngine:
         self.send(StepEvents(tuple(deltas), tuple(finished), (), stats, self.embed_step()))
 
     def sequence(self, request: Request, words: list[str], done: int) -> SequenceStats:
+        is_read = "!read" not in words[done:]
         return SequenceStats(
             request_id=request.id,
             client=request.client,
-            state="decode",
+            state="decode" if is_read else "prefill",
             prompt_tokens=len(words),
             cached_tokens=0,
-            computed_tokens=len(words) + done,
+            computed_tokens=len(words) + done if is_read else done,
             generated_tokens=done,
             ctx=request.ctx or 2048,
             age_s=time.monotonic() - request.arrived_s,

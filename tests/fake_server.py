@@ -1,7 +1,8 @@
 """The real server over fake engines: `python tests/fake_server.py [VERSION [PROTOCOL]]`.
 
 TEST_SILENT_S: when an engine counts as silent. TEST_KEEP_ALIVE_S: how often a stream without events
-gets some bytes. TEST_REAL_ENGINE: with engines of llama.cpp.
+gets some bytes, and how often one reports the progress of its prompt.
+TEST_REAL_ENGINE: with engines of llama.cpp.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def _access() -> AccessPolicy:
 def main() -> int:
     gc.disable()  # as localgen.server.__main__ does
     from localgen.server import serving
-    from localgen.server.models import engine_watch
+    from localgen.server.models import engine_watch, request_stream
     from localgen.server.requests import generation
 
     if len(sys.argv) > 1:
@@ -49,6 +50,9 @@ def main() -> int:
     engine_watch.WATCH_PERIOD_S = min(1.0, engine_watch.SILENT_AFTER_S / 10)
     serving.HEADER_TIMEOUT_S = float(os.environ.get("TEST_HEADER_S", serving.HEADER_TIMEOUT_S))
     generation.KEEP_ALIVE_S = float(os.environ.get("TEST_KEEP_ALIVE_S", generation.KEEP_ALIVE_S))
+    request_stream.PROGRESS_INTERVAL_S = min(
+        generation.KEEP_ALIVE_S, request_stream.PROGRESS_INTERVAL_S
+    )
     serving.STALL_TIMEOUT_S = float(os.environ.get("TEST_STALL_S", serving.STALL_TIMEOUT_S))
     try:
         settings = replace(ServerSettings.from_environment(), draft=os.environ.get("TEST_DRAFT"))

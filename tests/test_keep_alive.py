@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from serving import ServerHarness, chat_body, server_harness
+
+from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import Message, PromptProgress
+from localgen.client import TextDelta
 
 KEEP_ALIVE_S = 0.1
 TOKEN_S = 0.5
@@ -43,6 +48,42 @@ def test_a_stream_has_bytes_until_its_text_comes(served: ServerHarness, path: st
     assert nothing in pieces[:first]
     assert nothing in pieces[first:], "between two tokens too"
     assert b"two" in pieces
+
+
+@pytest.mark.parametrize("path", [*ROUTES, "/api/chat"])
+def test_a_stream_has_the_progress_of_its_prompt(served: ServerHarness, path: str) -> None:
+    text = "!read !read !read !read one two"
+    fields = {"prompt": text, "input": text, "messages": chat_body("", text)["messages"]}
+    given, _ = ROUTES.get(path, ({"messages": MESSAGES}, b""))
+    body = {name: fields.get(name, value) for name, value in given.items()}
+    model = served.named(f"reading{path.replace('/', '-')}", token_s=0.2)
+    with served.http.stream("POST", path, json={"model": model, "stream": True} | body) as reply:
+        pieces = b"".join(reply.iter_bytes())
+    first = pieces.index(b"one")
+    if path == "/api/chat":
+        found = re.findall(rb'"prompt_computed":(\d),"prompt_tokens":6', pieces)
+    elif path == "/v1/messages":
+        found = []
+        assert b'{"type":"ping"}' in pieces[:first]
+    else:
+        found = re.findall(rb": prompt (\d) of 6 tokens\n\n", pieces)
+    assert path == "/v1/messages" or found
+    assert set(found) <= {b"1", b"2", b"3"}, "not after the prompt"
+    assert pieces.rfind(b"prompt ", 0, first) == pieces.rfind(b"prompt ")
+
+
+def test_the_client_knows_how_much_of_the_prompt_is_computed(served: ServerHarness) -> None:
+    client = served.client()
+    answer = client.chat(
+        served.model("reading", token_s=0.2),
+        [Message("user", "!read !read !read !read one two")],
+        SamplingParams(),
+    )
+    assert client.prompt_progress is None
+    assert isinstance(next(answer), TextDelta)
+    assert client.prompt_progress == PromptProgress(3, 6)
+    assert len(list(answer)) == 2
+    assert client.prompt_progress is None
 
 
 def test_ollama_has_chunks_without_text(served: ServerHarness) -> None:

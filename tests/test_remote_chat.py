@@ -11,7 +11,7 @@ from plain_openai import PlainServer, answer, chunk, plain_server
 from rich.console import Console
 from scripted_client import answer as made_answer
 
-from localgen.backends.types import Timings
+from localgen.backends.types import PromptProgress, Timings
 from localgen.chat import report
 from localgen.chat.conversation import Turn
 from localgen.chat.parameters import ModelOptions
@@ -138,6 +138,15 @@ def test_the_live_line_marks_guesses() -> None:
     line = "TTFT 1.00 s · ~11 tokens at ~10.0/s · context ~50"
     assert report.live_stats_line(figures) == line
     assert report.stopped_line(figures) == "~10.0 tok/s · first token 1.00 s · ~50"
+
+
+def test_the_live_line_has_the_progress_of_the_prompt() -> None:
+    figures = report.LiveFigures(
+        12.34, None, 0, 4100, 8192, prompt=PromptProgress(computed=1024, total=4012)
+    )
+    line = "waiting 12.3 s · prompt 1,024 of 4,012 tokens · context ~4,100/8,192 · Ctrl+C stops"
+    assert report.live_stats_line(figures) == line
+    assert report.waiting_text(0.5, None) == "waiting 0.5 s"
 
 
 def test_a_stopped_answer_has_the_line_of_a_finished_one() -> None:

@@ -36,7 +36,7 @@ from localgen.backends.errors import EngineDied, LoadFailed
 from localgen.backends.messages import FrameSocket
 from localgen.backends.model_info import LoadOptions, ModelLoadRequest
 from localgen.backends.sampling_params import SamplingParams
-from localgen.backends.types import Message
+from localgen.backends.types import Message, PromptProgress
 from localgen.client import Completion, TextDelta
 from localgen.client.stream import _read_comment, iter_sse_data
 from localgen.server.models.engine_client import ProcessUsage, Silence
@@ -254,11 +254,12 @@ def test_a_killed_engine_takes_its_children_along() -> None:
 
 
 def test_comments_of_other_servers_say_nothing_about_an_engine() -> None:
-    heard: list[float] = []
+    heard: list[float | PromptProgress] = []
     chunks = [b": ping\n\n: engine silent for 12 s\n\n: engine silent for ", b"a s\ndata: x\n\n"]
-    found = iter_sse_data(chunks, partial(_read_comment, heard.append))
+    chunks += [b": prompt 512 of 4000 tokens\n: prompt 5 of tokens\n: prompt -1 of 5 tokens\n"]
+    found = iter_sse_data(chunks, partial(_read_comment, heard.append, heard.append))
     assert list(found) == [b"x"]
-    assert heard == [12.0]
+    assert heard == [12.0, PromptProgress(512, 4000)]
 
 
 # -- with processes ---------------------------------------------------------------------------

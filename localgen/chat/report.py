@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from localgen.backends.model_info import ModelInfo
 from localgen.backends.terminal_text import escape_name, one_line
-from localgen.backends.types import Timings
+from localgen.backends.types import PromptProgress, Timings
 from localgen.backends.units import format_count, format_duration, format_rate, format_size
 from localgen.chat.parameters import ModelOptions
 
@@ -27,6 +27,7 @@ class LiveFigures:
 
     ttft_s: None before the first token. context_tokens: the context in use. max_context: None if
     unknown. approx_mark, context_mark: prefix of num_tokens and of context_tokens if estimated.
+    prompt: how much of it is computed, if reported.
     """
 
     elapsed_s: float
@@ -36,6 +37,7 @@ class LiveFigures:
     max_context: int | None
     approx_mark: str = ""
     context_mark: str = "~"
+    prompt: PromptProgress | None = None
 
     @property
     def exact_context(self) -> int | None:
@@ -124,10 +126,19 @@ def live_stats_line(figures: LiveFigures) -> str:
     limit = f"/{figures.max_context:,}" if figures.max_context is not None else ""
     context = f"context {figures.context_mark}{figures.context_tokens:,}{limit}"
     if figures.ttft_s is None:
-        return f"waiting {figures.elapsed_s:.1f} s · {context} · Ctrl+C stops"
+        waiting = waiting_text(figures.elapsed_s, figures.prompt)
+        return f"{waiting} · {context} · Ctrl+C stops"
     rate = f" at {figures.rate}/s" if figures.rate else ""
     tokens = f"{figures.approx_mark}{format_count(figures.num_tokens, 'token')}{rate}"
     return f"TTFT {format_duration(figures.ttft_s * 1000)} · {tokens} · {context}"
+
+
+def waiting_text(elapsed_s: float, prompt: PromptProgress | None) -> str:
+    """What is known before the first token: the time, and how much of the prompt is computed."""
+    waiting = f"waiting {elapsed_s:.1f} s"
+    if prompt is None:
+        return waiting
+    return f"{waiting} · prompt {prompt.computed:,} of {prompt.total:,} tokens"
 
 
 def stopped_line(figures: LiveFigures) -> str:

@@ -13,7 +13,7 @@ import msgspec
 from localgen.backends.errors import InvalidRequest, ModelNotFound
 from localgen.backends.model_info import LoadOptions, ModelInfo
 from localgen.backends.sampling_params import SamplingParams
-from localgen.backends.types import Message
+from localgen.backends.types import Message, PromptProgress
 from localgen.client.connection import Connection, ServerResponse
 from localgen.client.errors import ErrorResponse, SentRequest, format_model_names
 from localgen.client.json_decoding import decode_json
@@ -30,10 +30,11 @@ class Client:
     """The client of the server at the other end of a connection, which may be any.
 
     Methods raise LocalgenError. url: the base URL; empty for the local server, which has more
-    operations: see LocalClient.
+    operations: see LocalClient. prompt_progress: of the running request, or None if not reported.
     """
 
     url = ""
+    prompt_progress: PromptProgress | None = None
 
     def __init__(self, connection: Connection) -> None:
         self.url = connection.url
@@ -150,13 +151,18 @@ class Client:
         with self._open(request) as response:
             self._running_id = response.http.headers.get("x-request-id", "")
             try:
-                for part in read_completion(response, self._connection.errors, self._on_silence):
+                for part in read_completion(
+                    response, self._connection.errors, self._on_silence, self._on_prompt
+                ):
                     yield self._annotated(part, request) if isinstance(part, Completion) else part
             finally:
-                self._running_id = ""
+                self._running_id, self.prompt_progress = "", None
 
     def _on_silence(self, silent_s: float) -> None:
         self._connection.notify(f"no answer of the engine for {silent_s:.0f} s; Ctrl+C stops")
+
+    def _on_prompt(self, progress: PromptProgress) -> None:
+        self.prompt_progress = progress
 
     @contextlib.contextmanager
     def _open(self, request: GenerationRequest) -> Iterator[ServerResponse]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from localgen.backends.types import Timings
+from localgen.backends.types import PromptProgress, Timings
 from localgen.client.connection import (
     MAX_MESSAGE_BYTES,
     MessageTooLong,
@@ -23,6 +23,7 @@ from localgen.client.responses import Completion, TextDelta
 
 DONE = b"[DONE]"
 _SILENCE = re.compile(rb": engine silent for (\d{1,9}) s$")
+_PROMPT = re.compile(rb": prompt (\d{1,9}) of (\d{1,9}) tokens$")
 
 
 def iter_sse_data(
@@ -64,11 +65,15 @@ def _iter_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def read_completion(
-    response: ServerResponse, errors: ServerErrors, on_silence: Callable[[float], None]
+    response: ServerResponse,
+    errors: ServerErrors,
+    on_silence: Callable[[float], None],
+    on_prompt: Callable[[PromptProgress], None],
 ) -> Iterator[TextDelta | Completion]:
     """Yield the text of a response as it arrives, then one Completion.
 
     on_silence: called when a localgen server reports how many seconds its engine has sent nothing.
+    on_prompt: called when it reports the progress of the prompt.
     Raises an error if the server reports one, or if the response ends early or is malformed.
     """
     chunks = TimedChunks(response.iter_bytes())
@@ -77,14 +82,20 @@ def read_completion(
         case "application/json":  # the server does not stream
             return parser.parse(iter((join_chunks(chunks), DONE)))
         case "text/event-stream" | "":
-            return parser.parse(iter_sse_data(chunks, partial(_read_comment, on_silence)))
+            return parser.parse(
+                iter_sse_data(chunks, partial(_read_comment, on_silence, on_prompt))
+            )
         case media_type:
             raise errors.not_openai(media_type)
 
 
-def _read_comment(on_silence: Callable[[float], None], line: bytes) -> None:
+def _read_comment(
+    on_silence: Callable[[float], None], on_prompt: Callable[[PromptProgress], None], line: bytes
+) -> None:
     if found := _SILENCE.match(line):
         on_silence(float(found[1]))
+    elif found := _PROMPT.match(line):
+        on_prompt(PromptProgress(int(found[1]), int(found[2])))
 
 
 class _Function(msgspec.Struct):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from types import TracebackType
 
 from rich.console import Console
 from rich.text import Text
 
 from localgen.backends.terminal_text import ProseStream, one_line
+from localgen.backends.types import PromptProgress
 from localgen.chat import report
 from localgen.repl.live_rows import LiveRows, Row
 from localgen.repl.markdown import render_block, split_blocks
@@ -28,6 +30,7 @@ class LiveAnswer:
     line by line. On exit the whole text is printed and the live part is removed. used_tokens: an
     estimate for the prompt and the conversation before it. shows_figures: the live part ends with
     the statistics so far. reasoning_hint: shown with them during the reasoning.
+    prompt_progress: how much of the prompt is computed, called from the thread that renders.
     """
 
     def __init__(
@@ -38,10 +41,12 @@ class LiveAnswer:
         max_context: int | None,
         shows_figures: bool = True,
         reasoning_hint: str = "",
+        prompt_progress: Callable[[], PromptProgress | None] = lambda: None,
     ) -> None:
         self._console = console
         self._shows_figures = shows_figures
         self._reasoning_hint = reasoning_hint
+        self._prompt_progress = prompt_progress
         self._used_tokens, self._context_mark = used_tokens, "~"
         self._max_context = max_context
         self._live = LiveRows(console)
@@ -98,6 +103,7 @@ class LiveAnswer:
             self._max_context,
             "~" if self._estimated else "",
             self._context_mark,
+            self._prompt_progress(),
         )
 
     def __enter__(self) -> LiveAnswer:

@@ -200,6 +200,7 @@ class Repl:
             max_context=self.session.ctx,
             shows_figures=self.session.options.figures,
             reasoning_hint=self._reasoning_hint(),
+            prompt_progress=lambda: self.session.client.prompt_progress,
         )
         try:
             with shown, self._notices_to(shown), closing(stream):

@@ -103,7 +103,8 @@ class AnswerStream:
         if used is None:
             used = self._session.estimate_used_tokens() + len(self.prompt) // 4 + self.num_tokens
         figures = report.LiveFigures(
-            *(waited_s, self.ttft_s, self.num_tokens, used, self._session.ctx, about, context_mark)
+            *(waited_s, self.ttft_s, self.num_tokens, used, self._session.ctx, about, context_mark),
+            prompt=self._session.client.prompt_progress,
         )
         can_end = self.is_reasoning and self._session.client.can_answer_now
         hint = "Ctrl+X answers now · " if can_end else ""  # first, so that it is not cut off
@@ -141,7 +142,8 @@ class AnswerStream:
         if (loaded := self.load_progress) is not None:
             return f"loading {loaded:.0%}"
         if self.ttft_s is None:
-            return f"waiting {self._clock() - self._started_s:.1f} s"
+            waited_s = self._clock() - self._started_s
+            return report.waiting_text(waited_s, self._session.client.prompt_progress)
         rate = self.tokens_per_s()
         return f"{rate:,.1f} tok/s" if rate else "writing"
 

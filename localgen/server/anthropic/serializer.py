@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from localgen.backends.types import Delta, Finished, Tokenized
+from localgen.server.models.request_stream import EngineNotice
 from localgen.server.openai.tools import merge_tool_call_deltas
 from localgen.server.requests.choices import FinishedChoice
 from localgen.server.requests.protocol import (
@@ -121,7 +122,7 @@ class MessageSerializer:
     def keep_alive(self) -> bytes:
         return self.framing.encode_event({"type": "ping"})
 
-    def silence_notice(self, silent_s: float) -> bytes:
+    def notice(self, notice: EngineNotice) -> bytes:
         return self.keep_alive()
 
     def full_response(self, choices: Sequence[FinishedChoice], total: Finished) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from typing import Any
 
 from localgen.backends.types import Delta, Finished, PositionLogprobs, TokenLogprob
 from localgen.server.llama_server.completion_schema import NativeCompletionRequest
-from localgen.server.openai.serializer import KEEP_ALIVE_COMMENT, SseFraming, silence_comment
+from localgen.server.models.request_stream import EngineNotice
+from localgen.server.openai.serializer import KEEP_ALIVE_COMMENT, SseFraming, comment
 from localgen.server.requests.choices import FinishedChoice
 from localgen.server.requests.protocol import Framing, ResponseMetadata, extension_fields
 
@@ -67,8 +68,8 @@ class NativeCompletionSerializer:
     def keep_alive(self) -> bytes:
         return KEEP_ALIVE_COMMENT
 
-    def silence_notice(self, silent_s: float) -> bytes:
-        return silence_comment(silent_s)
+    def notice(self, notice: EngineNotice) -> bytes:
+        return comment(notice)
 
     def full_response(self, choices: Sequence[FinishedChoice], total: Finished) -> object:
         """An object, or a list of them for several prompts."""

@@ -27,6 +27,7 @@ from localgen.backends.types import (
     EmbedRequest,
     Failed,
     Finished,
+    PromptProgress,
     Request,
     StepEvents,
     Tokenized,
@@ -313,6 +314,10 @@ class EngineClient(asyncio.Protocol):
     def _dispatch_events(self, events: StepEvents) -> None:
         if events.stats is not None:
             self.stats, self.stats_received_s = events.stats, time.monotonic()
+            for seq in events.stats.sequences:
+                if seq.state == "prefill" and (stream := self._streams.get(seq.request_id)):
+                    progress = PromptProgress(seq.computed_tokens, seq.prompt_tokens)
+                    stream.announce_progress(progress)
         dying = next((f.message for f in events.failed if f.code == EngineDied.code), None)
         if dying is not None and self._end_reason is None:
             # it exits in a moment: a retry must start a new engine

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from localgen.backends.types import Delta, Failed, Finished
+from localgen.backends.types import Delta, Failed, Finished, PromptProgress
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,10 @@ class EngineSilent:
     silent_s: float
 
 
-RequestEvent = Delta | Finished | Failed | EngineSilent
+EngineNotice = EngineSilent | PromptProgress
+RequestEvent = Delta | Finished | Failed | EngineNotice
+# between two reports of a prompt, and before the first one
+PROGRESS_INTERVAL_S = 1.0
 
 
 class RequestStream:
@@ -32,6 +36,7 @@ class RequestStream:
         "_cancel",
         "_events",
         "_has_events",
+        "_progress_s",
         "_request_ids",
         "account",
     )
@@ -49,6 +54,7 @@ class RequestStream:
         self._events: list[RequestEvent] = []
         self._has_events = asyncio.Event()
         self._announced_s = 0.0
+        self._progress_s = time.monotonic()
 
     def put(self, event: RequestEvent) -> None:
         self._events.append(event)
@@ -75,6 +81,13 @@ class RequestStream:
         if silent_s >= 2 * self._announced_s:
             self._announced_s = silent_s
             self.put(EngineSilent(silent_s))
+
+    def announce_progress(self, progress: PromptProgress) -> None:
+        """Put the progress of a prompt, at most every PROGRESS_INTERVAL_S."""
+        now_s = time.monotonic()
+        if now_s - self._progress_s >= PROGRESS_INTERVAL_S:
+            self._progress_s = now_s
+            self.put(progress)
 
     def abort(self) -> None:
         """Cancel the unfinished requests; no event follows."""

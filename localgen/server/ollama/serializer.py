@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from localgen.backends.types import Delta, Finished, PositionLogprobs, TokenLogprob, ToolCall
+from localgen.backends.types import (
+    Delta,
+    Finished,
+    PositionLogprobs,
+    PromptProgress,
+    TokenLogprob,
+    ToolCall,
+)
+from localgen.server.models.request_stream import EngineNotice, EngineSilent
 from localgen.server.ollama.messages import PendingToolCalls, serialize_tool_calls
 from localgen.server.openai.tools import merge_tool_call_deltas
 from localgen.server.requests.choices import FinishedChoice
@@ -118,10 +126,14 @@ class OllamaSerializer:
         """A chunk without text: NDJSON has no comments."""
         return self.framing.encode_event(self._chunk("", "", ()))
 
-    def silence_notice(self, silent_s: float) -> bytes:
+    def notice(self, notice: EngineNotice) -> bytes:
         """A chunk without text: NDJSON has no comments."""
-        silence = {"localgen": {"silent_s": round(silent_s, 1)}}
-        return self.framing.encode_event(self._chunk("", "", ()) | silence)
+        match notice:
+            case EngineSilent(silent_s):
+                fields = {"silent_s": round(silent_s, 1)}
+            case PromptProgress(computed, total):
+                fields = {"prompt_computed": computed, "prompt_tokens": total}
+        return self.framing.encode_event(self._chunk("", "", ()) | {"localgen": fields})
 
     def full_response(self, choices: Sequence[FinishedChoice], total: Finished) -> dict[str, Any]:
         (choice,) = choices

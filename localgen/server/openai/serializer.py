@@ -10,7 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from localgen import __version__
-from localgen.backends.types import Delta, Finished, PositionLogprobs, TokenLogprob
+from localgen.backends.types import (
+    Delta,
+    Finished,
+    PositionLogprobs,
+    PromptProgress,
+    TokenLogprob,
+)
+from localgen.server.models.request_stream import EngineNotice, EngineSilent
 from localgen.server.openai import tools
 from localgen.server.requests.choices import FinishedChoice
 from localgen.server.requests.embeddings import EmbeddingVectors
@@ -44,9 +51,13 @@ SYSTEM_FINGERPRINT = f"localgen-{__version__}"
 KEEP_ALIVE_COMMENT = b": computing\n\n"
 
 
-def silence_comment(silent_s: float) -> bytes:
+def comment(notice: EngineNotice) -> bytes:
     """Encode a comment of a stream, which clients ignore unless they know it."""
-    return f": engine silent for {silent_s:.0f} s\n\n".encode()
+    match notice:
+        case EngineSilent(silent_s):
+            return f": engine silent for {silent_s:.0f} s\n\n".encode()
+        case PromptProgress(computed, total):
+            return f": prompt {computed} of {total} tokens\n\n".encode()
 
 
 def openai_error_body(
@@ -113,8 +124,8 @@ class ChatCompletionSerializer:
     def keep_alive(self) -> bytes:
         return KEEP_ALIVE_COMMENT
 
-    def silence_notice(self, silent_s: float) -> bytes:
-        return silence_comment(silent_s)
+    def notice(self, notice: EngineNotice) -> bytes:
+        return comment(notice)
 
     def full_response(self, choices: Sequence[FinishedChoice], total: Finished) -> dict[str, Any]:
         return {
@@ -184,8 +195,8 @@ class CompletionSerializer:
     def keep_alive(self) -> bytes:
         return KEEP_ALIVE_COMMENT
 
-    def silence_notice(self, silent_s: float) -> bytes:
-        return silence_comment(silent_s)
+    def notice(self, notice: EngineNotice) -> bytes:
+        return comment(notice)
 
     def full_response(self, choices: Sequence[FinishedChoice], total: Finished) -> dict[str, Any]:
         printed = [

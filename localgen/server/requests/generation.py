@@ -17,7 +17,7 @@ from localgen.backends.types import Delta, Failed, Finished, Request
 from localgen.server.models.disk_paths import error_message
 from localgen.server.models.manager import ModelManager
 from localgen.server.models.names import answered_name
-from localgen.server.models.request_stream import EngineSilent, RequestEvent, RequestStream
+from localgen.server.models.request_stream import EngineNotice, RequestEvent, RequestStream
 from localgen.server.models.resident import KeepAlive
 from localgen.server.requests.choices import FinishedChoice, merge_finished
 from localgen.server.requests.protocol import Framing, ResponseMetadata, ResponseSerializer
@@ -249,8 +249,8 @@ class GenerationResponse(Response):
 
     def _encode_event(self, event: RequestEvent, serializer: ResponseSerializer) -> bytes:
         framing = serializer.framing
-        if isinstance(event, EngineSilent):
-            return serializer.silence_notice(event.silent_s)
+        if isinstance(event, EngineNotice):
+            return serializer.notice(event)
         index = self._index[event.request_id]
         match event:
             case Delta():

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from localgen.backends.types import Delta, Finished
+from localgen.server.models.request_stream import EngineNotice
 from localgen.server.requests.choices import FinishedChoice
 
 encode_json = msgspec.json.Encoder().encode
@@ -81,8 +82,8 @@ class ResponseSerializer(Protocol):
     def keep_alive(self) -> bytes:
         """Bytes that clients ignore, during a long prompt: many give up a stream without any."""
 
-    def silence_notice(self, silent_s: float) -> bytes:
-        """Encode a notice that the engine has sent nothing for so long. Clients may ignore it."""
+    def notice(self, notice: EngineNotice) -> bytes:
+        """Encode what the engine does while it sends no text. Clients may ignore it."""
 
     def full_response(self, choices: Sequence[FinishedChoice], total: Finished) -> object:
         """The whole response as one object, without streaming."""

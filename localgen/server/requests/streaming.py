@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from localgen.backends.errors import LocalgenError
 from localgen.server.models.disk_paths import error_message
 from localgen.server.models.engine_watch import silence_s
+from localgen.server.models.request_stream import EngineSilent
 from localgen.server.models.resident import ResidentModel
 from localgen.server.requests.caller import is_local_request
 from localgen.server.requests.protocol import Framing, ResponseSerializer, encode_json
@@ -91,7 +92,7 @@ class LoadNotices:
         silent_s = silence_s(resident)
         if silent_s is None or silent_s < 2 * self._told_s:
             return
-        if self._tell(lambda: self._serializer.silence_notice(silent_s)):
+        if self._tell(lambda: self._serializer.notice(EngineSilent(silent_s))):
             self._told_s = silent_s
 
     def _tell(self, encode: Callable[[], bytes]) -> bool:

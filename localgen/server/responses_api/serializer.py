@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from localgen.backends.types import Delta, Finished, Message
-from localgen.server.openai.serializer import KEEP_ALIVE_COMMENT, silence_comment
+from localgen.server.models.request_stream import EngineNotice
+from localgen.server.openai.serializer import KEEP_ALIVE_COMMENT, comment
 from localgen.server.openai.tools import merge_tool_call_deltas, parse_arguments
 from localgen.server.requests.choices import FinishedChoice
 from localgen.server.requests.protocol import (
@@ -140,8 +141,8 @@ class ResponsesSerializer:
     def keep_alive(self) -> bytes:
         return KEEP_ALIVE_COMMENT
 
-    def silence_notice(self, silent_s: float) -> bytes:
-        return silence_comment(silent_s)
+    def notice(self, notice: EngineNotice) -> bytes:
+        return comment(notice)
 
     def full_response(self, choices: Sequence[FinishedChoice], total: Finished) -> dict[str, Any]:
         (choice,) = choices
