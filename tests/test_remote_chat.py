@@ -144,7 +144,7 @@ def test_the_live_line_has_the_progress_of_the_prompt() -> None:
     figures = report.LiveFigures(
         12.34, None, 0, 4100, 8192, prompt=PromptProgress(computed=1024, total=4012)
     )
-    line = "waiting 12.3 s · prompt 1,024 of 4,012 tokens · context ~4,100/8,192 · Ctrl+C stops"
+    line = "waiting 12.3 s · prompt 1,024 of 4,012 tokens · context 4,012/8,192 · Ctrl+C stops"
     assert report.live_stats_line(figures) == line
     assert report.waiting_text(0.5, None) == "waiting 0.5 s"
 

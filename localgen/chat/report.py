@@ -125,6 +125,8 @@ def live_stats_line(figures: LiveFigures) -> str:
     """Statistics of an answer that is being generated, in one line."""
     limit = f"/{figures.max_context:,}" if figures.max_context is not None else ""
     context = f"context {figures.context_mark}{figures.context_tokens:,}{limit}"
+    if figures.prompt:
+        context = f"context {figures.prompt.total:,}{limit}"
     if figures.ttft_s is None:
         waiting = waiting_text(figures.elapsed_s, figures.prompt)
         return f"{waiting} · {context} · Ctrl+C stops"
