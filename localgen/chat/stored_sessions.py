@@ -15,6 +15,11 @@ from localgen.chat.database import STORE_NAME, StoreFailed, WriterLock
 from localgen.chat.session_store import SessionRecord, SessionStore, SessionSummary
 
 
+def has_store(state_dir: Path) -> bool:
+    """True if the folder has a store."""
+    return (state_dir / STORE_NAME).exists()
+
+
 @contextlib.contextmanager
 def open_store(state_dir: Path) -> Iterator[SessionStore]:
     """The store of all chats. Raises InvalidRequest, DiskFull or StoreFailed if it is unusable."""

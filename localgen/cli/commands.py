@@ -36,8 +36,33 @@ COMMANDS = {
 ALIASES = {"ls": "list"}
 # words that are options: `localgen version`
 SPELLINGS = ("help", "version")
+# commands of other tools, and what they are here
+_OTHER_NAMES = {
+    **dict.fromkeys(("download", "install"), "pull"),
+    **dict.fromkeys(("delete", "remove", "uninstall"), "rm"),
+    **dict.fromkeys(("ask", "complete", "generate"), "run"),
+    "info": "show",
+    "models": "list",
+    "status": "ps",
+    "kill": "stop",
+}
+# commands of other tools that localgen does not have
+_ADVICE = {
+    "bench": ": `localgen run MODEL -p PROMPT --verbose` measures an answer, "
+    "`localgen plan MODEL` estimates the speed",
+    "create": ": there are no presets: `localgen cp MODEL NAME` creates an alias, and the system "
+    "prompt and the parameters are options of chat and run",
+}
 # similarity from 0 to 1 of a suggestion: above that of create and chat
 CLOSE = 0.65
+
+
+def _similar_commands(word: str) -> str:
+    """A question that names similar commands; empty if there are none."""
+    names = (*COMMANDS, *ALIASES, *SPELLINGS)
+    other = _OTHER_NAMES.get(word)
+    close = [other] if other else difflib.get_close_matches(word, names, n=3, cutoff=CLOSE)
+    return f". Did you mean {', '.join(map(repr, close))}?" if close else ""
 
 
 class LazyGroup(TyperGroup):
@@ -54,11 +79,9 @@ class LazyGroup(TyperGroup):
         try:
             name, _, rest = super().resolve_command(ctx, known)
         except typer.TyperException as error:
-            names = (*COMMANDS, *ALIASES, *SPELLINGS)
-            close = difflib.get_close_matches(args[0], names, n=3, cutoff=CLOSE)
-            if close:
-                meant = ", ".join(map(repr, close))
-                error.message = f"{error.message.rstrip('.')}. Did you mean {meant}?"
+            advice = _ADVICE.get(args[0]) or _similar_commands(args[0])
+            if advice:
+                error.message = f"{error.message.rstrip('.')}{advice}"
             raise
         assert name is not None
         return name, load_command(name), rest

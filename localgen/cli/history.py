@@ -33,7 +33,12 @@ def command(
 
     With NAME, print that one as Markdown; with --json, in the format of /save.
     """
-    from localgen.chat.stored_sessions import open_store, open_store_or_copy, require_session
+    from localgen.chat.stored_sessions import (
+        has_store,
+        open_store,
+        open_store_or_copy,
+        require_session,
+    )
     from localgen.cli.tables import print_notice
     from localgen.config import ServerSettings
 
@@ -45,12 +50,15 @@ def command(
         raise InvalidRequest("--json and --delete exclude each other")
     settings = ServerSettings.from_environment()
     settings.create_state_dir()
+
+    def on_copy(why: str) -> None:
+        if has_store(settings.state_dir):
+            print_notice(f"{why}: shows a copy")
+
     with (
         open_store(settings.state_dir)
         if delete
-        else open_store_or_copy(
-            settings.state_dir, lambda why: print_notice(f"{why}: shows a copy")
-        )
+        else open_store_or_copy(settings.state_dir, on_copy)
     ) as store:
         if name is None:
             _print_sessions(store, as_json=json)

@@ -24,6 +24,8 @@ _OTHER_VARIABLES = (
 )
 # similarity from 0 to 1; other programs and scripts may have variables of their own
 _MISSPELT = 0.8
+# of llama.cpp's tools and others
+_IMAGE_OPTIONS = ("--image", "--images", "--mmproj", "--audio")
 _NOT_PARSED = {
     "float_parsing": "a number",
     "int_parsing": "a whole number",
@@ -72,6 +74,8 @@ def usage_message(error: typer.TyperException, arguments: Sequence[str]) -> str:
     if param is not None and problems is not None:
         name = _given_name(param.opts, param.envvar, arguments)
         message = f"{name}: {_reason(problems()[0])}"
+    if getattr(error, "option_name", "") in _IMAGE_OPTIONS:
+        message += "; localgen reads text only, no images"
     return f"{message} (see {context.command_path if context else 'localgen'} --help)"
 
 
