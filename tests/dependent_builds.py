@@ -23,6 +23,8 @@ _MODULES = (
     "gemm.skinny_gemm",
     "gemm.qkv_rope",
     "gemm.fp8",
+    "gemm.int4_gemm",
+    "gemm.int4_qkv_rope",
     "attention.decode",
     "attention.splits",
 )

@@ -18,6 +18,7 @@ from localgen.backends.cuda.launch_plan import FakeTensorParallelGroup, decode_i
 from localgen.backends.cuda.model.batch import inputs_to_device
 from localgen.backends.cuda.model.decoder import Decoder, KVCache
 from localgen.backends.cuda.model.weights import random_weights
+from localgen.backends.formats.architecture.model_spec import QuantizationConfig
 from localgen.backends.formats.architecture.sharding import ModelShard
 from localgen.backends.formats.hf.config import read_hf_config
 
@@ -66,6 +67,8 @@ def test_every_kernel_waits_once_before_it_touches_activations(codes: list[Code]
         "_gemv_kernel",
         "_qkv_rope_kernel",
         "_skinny_gemm_kernel",
+        "_int4_gemm_kernel",
+        "_int4_qkv_rope_kernel",
         "_decode_attention_kernel",
         "_combine_splits_kernel",
     }
@@ -104,10 +107,21 @@ def test_kernels_for_dependent_launch_do_not_spill(codes: list[Code]) -> None:
 # -- launches ---------------------------------------------------------------------------------
 
 
-def step(folder: Path, *, arch: int = ARCH, tp: int = 1, wanted: bool = True) -> list[KernelLaunch]:
+INT4 = QuantizationConfig(method="awq", bits=4, group_size=64, zero_point=True)
+
+
+def step(
+    folder: Path,
+    *,
+    arch: int = ARCH,
+    tp: int = 1,
+    wanted: bool = True,
+    quant: QuantizationConfig | None = None,
+) -> list[KernelLaunch]:
     """Launches of a decode step of a Llama."""
-    spec = read_hf_config(write_config(folder, "llama"))
-    spec = replace(spec, num_layers=1, sliding_windows=spec.sliding_windows[:1])
+    config = write_config(folder, "llama", hidden_size=256, intermediate_size=256)
+    spec = read_hf_config(config)
+    spec = replace(spec, num_layers=1, sliding_windows=spec.sliding_windows[:1], quant=quant)
     shard = ModelShard(spec, 0, tp)
     with record_launches(arch, 132) as recorded, torch.inference_mode():
         weights = random_weights(shard.local_spec, device=META, dtype=torch.bfloat16, seed=0)
@@ -118,8 +132,13 @@ def step(folder: Path, *, arch: int = ARCH, tp: int = 1, wanted: bool = True) ->
     return recorded.launches
 
 
-def test_all_kernels_of_a_step_are_launched_dependently(tmp_path: Path) -> None:
-    launches = step(tmp_path)
+@pytest.mark.parametrize("quant", [None, INT4], ids=["dense", "int4"])
+def test_all_kernels_of_a_step_are_launched_dependently(
+    quant: QuantizationConfig | None, tmp_path: Path
+) -> None:
+    launches = step(tmp_path, quant=quant)
+    names = {each.kernel.fn.__name__ for each in launches}
+    assert ("_int4_gemm_kernel" in names) == (quant is not None)
     assert len(launches) == 8  # of a layer six, then norm and head
     for each in launches:
         assert each.options["pdl"] is each.options["launch_pdl"] is True

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from localgen.backends.cuda.kernels.dependent_launch import wait_for_previous_kernel
 from localgen.backends.cuda.kernels.gemm.int4_format import (
     TILE_INPUTS,
     float_type,
@@ -255,8 +256,9 @@ def _int4_gemm_kernel(
     activation: tl.constexpr, float_type: tl.constexpr, grid_type: tl.constexpr,
     dots_per_group: tl.constexpr, warps: tl.constexpr, stages: tl.constexpr, even: tl.constexpr,
     norm_block: tl.constexpr, dot_dtype: tl.constexpr, outputs: tl.constexpr,
-    padded_rows: tl.constexpr,
+    padded_rows: tl.constexpr, pdl: tl.constexpr = False,
 ):  # fmt: skip
+    wait_for_previous_kernel(pdl)
     block = tl.program_id(1)
     row = tl.program_id(0) * padded_rows + tl.arange(0, padded_rows)
     own = weight_row_ids(block, outs, outputs, activation is not None)
@@ -303,7 +305,7 @@ def variants() -> Iterator[Variant]:
 
 
 def _variant(
-    name: str,
+    title: str,
     tile: GemmTile,
     input_type: str,
     constants: dict[str, Any],
@@ -319,9 +321,9 @@ def _variant(
         **dict.fromkeys(constants, "constexpr"),
     }
     return Variant(
-        name=name,
+        name=title,
         kernel=_int4_gemm_kernel,
-        signature={argument: types[argument] for argument in _int4_gemm_kernel.arg_names},
+        signature={name: types[name] for name in _int4_gemm_kernel.arg_names if name in types},
         constants=constants,
         num_warps=tile.num_warps,
         max_registers=tile.max_registers,

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from localgen.backends.cuda.kernels.dependent_launch import wait_for_previous_kernel
 from localgen.backends.cuda.kernels.dispatch import Kernel
 from localgen.backends.cuda.kernels.gemm.int4 import choose_int4_kernel, int4_matmul
 from localgen.backends.cuda.kernels.gemm.int4_format import TILE_INPUTS, float_type
@@ -156,7 +157,9 @@ def _int4_qkv_rope_kernel(
     outputs: tl.constexpr, padded_rows: tl.constexpr, float_type: tl.constexpr,
     grid_type: tl.constexpr, dots_per_group: tl.constexpr, warps: tl.constexpr,
     stages: tl.constexpr, even: tl.constexpr, norm_block: tl.constexpr, dot_dtype: tl.constexpr,
+    pdl: tl.constexpr = False,
 ):  # fmt: skip
+    wait_for_previous_kernel(pdl)
     block = tl.program_id(0)
     own = paired_output_ids(block, outputs, head_dim)
     total = accumulate_int4(
@@ -200,7 +203,9 @@ def variants() -> Iterator[Variant]:
         yield Variant(
             name=f"int4-qkv-rope-{ins}-{heads}-{kv_heads}-{size}-{group}-{kind}",
             kernel=_int4_qkv_rope_kernel,
-            signature={name: types[name] for name in _int4_qkv_rope_kernel.arg_names},
+            signature={
+                name: types[name] for name in _int4_qkv_rope_kernel.arg_names if name in types
+            },
             constants=constants,
             num_warps=tile.num_warps,
         )
