@@ -1,6 +1,6 @@
 """Check and measure localgen on a GPU: kernels, workloads, hardware limits and other engines.
 
-python -m benchmarks.gpu [--quick] [--plan A|B|C | --only PART,...] [--output FILE]
+python -m benchmarks.gpu [--quick] [--plan A|B|C | --only PART,...] [--minutes M] [--output FILE]
 
 Each part runs in a process of its own: python -m benchmarks.gpu --part PART --output FILE.
 """
@@ -50,7 +50,10 @@ def main(arguments: list[str] | None = None) -> int:
         tempfile.TemporaryDirectory() as folder,
         contextlib.closing(Processes()) as processes,
     ):
-        run = GpuRun(report, processes, Path(folder), calls=calls, output=options.output)
+        seconds = options.minutes and 60 * options.minutes
+        run = GpuRun(
+            *(report, processes, Path(folder)), calls=calls, seconds=seconds, output=options.output
+        )
         if not run.find_device():
             print("error: torch finds no GPU: --quick runs on a CPU", file=sys.stderr)
             return 2
@@ -95,6 +98,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     which.add_argument("--plan", choices=CALLS, help="parts of a call of nine minutes")
     which.add_argument("--only", type=_parts, help=", ".join(PARTS))
     which.add_argument("--part", type=_unit, help="PART or PART/SIDE, in this process")
+    parser.add_argument("--minutes", type=float, help="time of the run, which its parts share")
     parser.add_argument("--seed", type=int, help="seed of the random inputs (default: random)")
     parser.add_argument("--output", type=Path, help="result file; a Markdown table is also written")
     alone = parser.add_argument_group("with --part")

@@ -206,6 +206,24 @@ def test_a_run_that_is_ended_ends_its_processes(
 
 
 @pytest.mark.usefixtures("short_parts")
+@pytest.mark.parametrize(("minutes", "most_s"), [("1.0", 60 / 5), ("60", 30.0)])
+def test_parts_share_the_minutes_of_a_run(
+    minutes: str, most_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five parts of 30 s each."""
+    seconds: dict[str, float] = {}
+
+    def noted(unit: UnitProcess, processes: Processes) -> ProcessEnd:
+        seconds[unit.unit] = unit.seconds
+        return ProcessEnd("", ())
+
+    monkeypatch.setattr(run, "run_process", noted)
+    arguments = ["--only", ",".join(NAMES), "--output", str(tmp_path / "result.json")]
+    gpu.main(["--quick", "--minutes", minutes, *arguments])
+    assert [seconds[name] for name in NAMES] == pytest.approx([most_s] * len(NAMES), rel=0.05)
+
+
+@pytest.mark.usefixtures("short_parts")
 def test_a_run_without_time_names_what_it_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -153,9 +153,13 @@ CALLS: dict[str, tuple[str, ...]] = {
 
 
 def most_seconds(names: Sequence[str], plan: GpuPlan) -> float:
-    """Total of these parts, if all of them use up their time."""
-    rounds = {name: -(-len(PARTS[name].sides(plan)) // PARTS[name].at_once) for name in names}
-    return sum(PARTS[name].most_s * count for name, count in rounds.items())
+    """Total of these parts, or units given as PART/SIDE, if all of them use up their time."""
+    total_s = 0.0
+    for name in names:
+        part_name, _, side = name.partition("/")
+        part = PARTS[part_name]
+        total_s += part.most_s * (1 if side else -(-len(part.sides(plan)) // part.at_once))
+    return total_s
 
 
 def run_unit(unit: str, bench: GpuBench, seconds: float) -> None:

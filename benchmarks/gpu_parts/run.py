@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks.gpu_parts.clock import Clock
-from benchmarks.gpu_parts.parts import PARTS
+from benchmarks.gpu_parts.parts import PARTS, most_seconds
 from benchmarks.gpu_parts.plan import FULL, QUICK, full_plan
 from benchmarks.gpu_parts.processes import ProcessEnd, Processes
 from benchmarks.gpu_parts.progress import progress
@@ -57,8 +57,8 @@ def run_process(unit: UnitProcess, processes: Processes) -> ProcessEnd:
 class GpuRun:
     """Runs units and merges what they write into the report.
 
-    folder: for temporary files. calls: number of CALLS whose time the run may take. output: result
-    file; by default it is named for the device.
+    folder: for temporary files. seconds: time of the run; by default that of `calls` CALLS. output:
+    result file; by default it is named for the device.
     """
 
     def __init__(
@@ -68,11 +68,13 @@ class GpuRun:
         folder: Path,
         *,
         calls: int,
+        seconds: float | None = None,
         output: Path | None,
     ) -> None:
         self._report, self._processes, self._folder = report, processes, folder
         self._plan = QUICK if report.quick else FULL
-        self._clock = Clock(calls * self._plan.call_s)
+        self._clock = Clock(calls * self._plan.call_s if seconds is None else seconds)
+        self._time_share = 1.0  # of the time of each unit
         self._output = output
         self._begun = datetime.now(UTC)
         report.cut, report.path = self._clock.cut, folder / "before.json"
@@ -98,7 +100,12 @@ class GpuRun:
         return True
 
     def measure(self, names: Sequence[str]) -> None:
-        """Run parts, or units given as PART/SIDE, in this order."""
+        """Run parts, or units given as PART/SIDE, in this order.
+
+        If there is not enough time for all of them, each has the same share of its own.
+        """
+        needed_s = most_seconds(names, self._plan)
+        self._time_share = max(0.0, min(1.0, self._clock.left_s / needed_s))
         self._report.write(self.target)  # again after each unit
         for name in names:
             part_name, _, side = name.partition("/")
@@ -122,7 +129,8 @@ class GpuRun:
                 raise
 
     def _unit(self, unit: str) -> GpuReport:
-        seconds = self._clock.seconds(unit, PARTS[unit.partition("/")[0]].most_s)
+        most_s = self._time_share * PARTS[unit.partition("/")[0]].most_s
+        seconds = self._clock.seconds(unit, most_s)
         nothing = GpuReport(self._report.quick, self._report.seed, {}, {}, [])
         if seconds is None:
             return nothing
