@@ -53,9 +53,10 @@ class Inputs:
 
     def ragged(self, rows: list[int], lengths: list[int], pages: int) -> AttentionMetadata:
         """Metadata of sequences with these numbers of new rows and lengths, on shuffled pages."""
-        width = max(map(pages_for, lengths))
-        assert width * len(lengths) <= pages
-        tables = self.permutation(pages)[: width * len(lengths)].view(len(lengths), width)
+        counts = list(map(pages_for, lengths))
+        assert sum(counts) <= pages
+        own = torch.split(self.permutation(pages)[: sum(counts)], counts)
+        tables = torch.nn.utils.rnn.pad_sequence(list(own), batch_first=True)
         starts = torch.tensor([0, *rows]).cumsum(0)
         return AttentionMetadata(
             page_tables=tables.to(torch.int32),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -122,11 +123,29 @@ def _layer_bytes(model: Loaded) -> float:
 
 @dataclass(frozen=True, slots=True)
 class SequenceBatch:
-    """A batch of sequences with `tokens` tokens each, of which the last `rows` are new."""
+    """A batch of sequences with `tokens` tokens each, of which the last `rows` are new.
+
+    longest: tokens of the first sequence, if it has more. int8: the KV cache has 8 bits.
+    """
 
     sequences: int
     tokens: int
     rows: int = 1
+    longest: int = 0
+    int8: bool = False
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence."""
+        return [max(self.longest, self.tokens), *[self.tokens] * (self.sequences - 1)]
+
+    @property
+    def title(self) -> str:
+        """Name of the test."""
+        what = "decoding" if self.rows == 1 else f"{self.rows} new"
+        longest = f", one of {self.longest:,}" if self.longest else ""
+        small = ", int8 cache" if self.int8 else ""
+        return f"attention, {self.sequences} × {self.tokens:,}{longest}, {what}{small}"
 
 
 def attention(
@@ -134,12 +153,13 @@ def attention(
 ) -> None:
     """Measure one layer's attention; for SDPA keys and values are contiguous, not paged."""
     for batch in batches:
-        what = "decoding" if batch.rows == 1 else f"{batch.rows} new"
-        test = f"attention, {batch.sequences} × {batch.tokens:,}, {what}"
+        test = batch.title
         if not budget.fits(test):
             return
         case_begins(test)
         _attend(bench, test, "localgen", spec, batch, _paged)
+        if batch.longest or batch.int8:  # SDPA has neither
+            continue
         try:
             _attend(bench, test, SDPA, spec, batch, _sdpa)
         except RuntimeError as error:  # not every torch build supports every shape
@@ -154,11 +174,13 @@ def _attend(
     batch: SequenceBatch,
     maker: Callable[[Inputs, ModelSpec, SequenceBatch], Callable[[], object]],
 ) -> None:
-    kv = 2 * batch.sequences * batch.tokens * spec.num_kv_heads * spec.head_dim * DTYPE.itemsize
+    item_bytes = 1 if batch.int8 else DTYPE.itemsize
+    kv = 2 * sum(batch.lengths) * spec.num_kv_heads * spec.head_dim * item_bytes
     copies = max(1, min(16, int(_ROTATED_BYTES // kv))) if bench.device.is_gpu else 1
     took_s = bench.device.median_s([maker(bench.make, spec, batch) for _ in range(copies)])
-    seen = batch.rows * (batch.tokens - batch.rows) + batch.rows * (batch.rows + 1) / 2
-    sums = 4 * batch.sequences * spec.num_heads * spec.head_dim * seen
+    rows = batch.rows
+    seen = sum(rows * (tokens - rows) + rows * (rows + 1) / 2 for tokens in batch.lengths)
+    sums = 4 * spec.num_heads * spec.head_dim * seen
     if batch.rows == 1:
         figures = {"gb_s": kv / took_s / 1e9, **bench.ceilings.shares(kv / took_s)}
     else:
@@ -168,10 +190,11 @@ def _attend(
 
 
 def _paged(make: Inputs, spec: ModelSpec, batch: SequenceBatch) -> Callable[[], object]:
-    pages = pages_for(batch.tokens) * batch.sequences
-    cache: LayerKV = make.cache(pages, spec.num_kv_heads, spec.head_dim, make.dtype)
-    count = batch.sequences
-    ragged: AttentionMetadata = make.ragged([batch.rows] * count, [batch.tokens] * count, pages)
+    count, lengths = batch.sequences, batch.lengths
+    pages = sum(map(pages_for, lengths))
+    kind = torch.int8 if batch.int8 else make.dtype
+    cache: LayerKV = make.cache(pages, spec.num_kv_heads, spec.head_dim, kind)
+    ragged: AttentionMetadata = make.ragged([batch.rows] * count, lengths, pages)
     queries = make.normal(batch.rows * count, spec.num_heads, spec.head_dim)
     return lambda: paged_attention(
         queries, cache, ragged, scale=spec.attn_scale, window=None, softcap=None

@@ -97,6 +97,9 @@ FULL = GpuPlan(
         SequenceBatch(16, 4096),
         SequenceBatch(64, 2048),
         SequenceBatch(256, 1024),
+        SequenceBatch(64, 1024, longest=32_768),
+        SequenceBatch(64, 2048, int8=True),
+        SequenceBatch(1, 32_768, 64),
         SequenceBatch(1, 4096, 4096),
         SequenceBatch(1, 32_768, 4096),
     ),
@@ -136,6 +139,8 @@ QUICK = GpuPlan(
     attention_batches=(
         SequenceBatch(1, 256),
         SequenceBatch(4, 64),
+        SequenceBatch(4, 64, longest=256),
+        SequenceBatch(4, 64, int8=True),
         SequenceBatch(1, 64, 64),
         SequenceBatch(1, 256, 64),
     ),
