@@ -8,6 +8,7 @@ import os
 import pty
 import select
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -362,6 +363,50 @@ def test_the_key_that_ends_reasoning_keeps_what_was_typed_and_else_does_nothing(
     os.write(keyboard, b"\x18\r")  # it ends no process later
     await_word(b"ends")
     assert process.wait(30) == 0
+    os.close(keyboard)
+
+
+PROMPTING = """
+import sys
+from pathlib import Path
+from localgen.repl.prompt import ChatCompleter, create_prompt_session
+
+editor = create_prompt_session(Path(sys.argv[1]), ChatCompleter(list, list))
+print("read", editor.prompt(">>> "), flush=True)
+"""
+
+
+@pytest.mark.skipif(shutil.which("setsid") is None, reason="setsid gives a shell its terminal")
+def test_ctrl_z_suspends_at_the_prompt_and_keeps_what_was_typed(tmp_path: Path) -> None:
+    keyboard, terminal = pty.openpty()
+    child = shlex.join([sys.executable, "-c", PROMPTING, str(tmp_path / "history")])
+    shell = subprocess.Popen(
+        ["setsid", "-c", "sh", "-c", f"set -m; {child}; echo suspended; fg; echo left"],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        env=python_environment() | {"PROMPT_TOOLKIT_NO_CPR": "1"},
+    )
+    os.close(terminal)
+    shown = b""
+
+    def await_word(word: bytes) -> None:
+        nonlocal shown
+        while word not in shown:
+            assert select.select([keyboard], [], [], 60)[0], shown
+            shown += os.read(keyboard, 1000)
+        shown = shown.partition(word)[2]
+
+    await_word(b">>>")
+    os.write(keyboard, b"half")
+    await_word(b"half")
+    os.write(keyboard, b"\x1a")
+    await_word(b"suspended")
+    await_word(b"half")
+    os.write(keyboard, b" a line\r")
+    await_word(b"read half a line")
+    await_word(b"left")
+    assert shell.wait(30) == 0
     os.close(keyboard)
 
 
