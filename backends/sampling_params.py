@@ -59,6 +59,7 @@ class SamplingParams:
     min_tokens: no end of text and no stop string before that many tokens.
     thinking_budget: most tokens of reasoning, after which it is ended, or None for no limit.
     json_schema, regex, grammar (GBNF or Lark): constrain the answer; at most one of them.
+    infill_sampler: llama.cpp's, after the others: it ends the answer where no token is likely.
     """
 
     # fmt: off
@@ -140,6 +141,7 @@ class SamplingParams:
     json_schema: str | None = None
     regex: str | None = None
     grammar: str | None = None
+    infill_sampler: bool = False
 
     def with_defaults(self, defaults: SamplingParams) -> SamplingParams:
         """These settings, each None replaced by that of `defaults`."""
@@ -167,6 +169,7 @@ _MAX_BIAS = 1e6
 # each is matched against the whole vocabulary; llama.cpp silently truncates longer ones
 _MAX_SEQUENCE_BREAKERS = 32
 _MAX_SEQUENCE_BREAKER_BYTES = 40
+_MAX_INFILL_TOKENS = 100
 
 
 def validate_sampling_params(params: SamplingParams) -> None:
@@ -186,6 +189,8 @@ def validate_sampling_params(params: SamplingParams) -> None:
                 param="logit_bias",
             )
     _validate_sequence_breakers(params.dry_sequence_breakers or ())
+    if params.infill_sampler:
+        _validate_infill_sampler(params)
     if params.mirostat and not params.temperature:
         raise InvalidRequest(
             "mirostat cannot be used with temperature 0 (greedy): set one of them",
@@ -200,6 +205,24 @@ def validate_sampling_params(params: SamplingParams) -> None:
         raise InvalidRequest(
             "adaptive_target cannot be used with temperature 0 (greedy): set one of them",
             param="adaptive_target",
+        )
+
+
+def _validate_infill_sampler(params: SamplingParams) -> None:
+    """Raise InvalidRequest where an end of text, which it may choose, is not allowed.
+
+    It compares the texts of all pairs of tokens that are left.
+    """
+    for name in ("json_schema", "regex", "grammar", "min_tokens", "ignore_eos", "mirostat"):
+        if getattr(params, name):
+            raise InvalidRequest(
+                f"samplers: infill cannot be used with {name}: leave one of them out",
+                param="samplers",
+            )
+    if not 1 <= (params.top_k or 0) <= _MAX_INFILL_TOKENS:
+        raise InvalidRequest(
+            f"samplers: infill needs top_k before it, of 1 to {_MAX_INFILL_TOKENS} tokens",
+            param="samplers",
         )
 
 

@@ -75,6 +75,22 @@ class Infill:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LineLimits:
+    """Limits that end an answer at a line, as editors want them.
+
+    min_indent: the answer ends before the text of a line, other than its first, that begins with
+    fewer spaces and tabs. time_ms: it ends with the first line break later than this after the
+    first token; 0 for no limit.
+    """
+
+    min_indent: int = 0
+    time_ms: int = 0
+
+
+NO_LINE_LIMITS = LineLimits()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """A generation request. Exactly one of messages, prompt and prompt_tokens is set.
 
@@ -91,8 +107,9 @@ class Request:
     thinking: enable or disable reasoning; reasoning_effort: none, low, medium or high.
     None: the default of the model's template.
     echo: return the prompt before the answer, with params.logprobs also the logprobs of its tokens;
-    not with messages. Only then may params.max_tokens be 0.
+    not with messages.
     infill: only with prompt or prompt_tokens, which are then the text before the answer.
+    line_limits: end the answer at a line.
     """
 
     id: str
@@ -107,6 +124,7 @@ class Request:
     prompt_tokens: tuple[int, ...] | None = None
     echo: bool = False
     infill: Infill | None = None
+    line_limits: LineLimits = NO_LINE_LIMITS
     params: SamplingParams = SamplingParams()
     client: str = ""
     priority: int = 0

@@ -54,6 +54,30 @@ def top_p(logits: Vector, mass: float) -> Vector:
     return keep(logits, order[:count])
 
 
+def infill(logits: Vector, pieces: Sequence[bytes], ends: Iterable[int]) -> Vector:
+    """As llama.cpp documents it: an end token where it is likely or nothing else is.
+
+    A token and one that begins with it count as one. The rest keeps tokens of at least 20 %, then
+    those above the average.
+    """
+    p, ends = softmax(logits), set(ends)
+    left = [int(token) for token in best_first(p) if p[token] > 0]
+    end_mass = sum(p[token] for token in left if token in ends)
+    if 3 * end_mass * len(left) > 1 - end_mass:
+        return keep(logits, [token for token in left if token in ends])
+    for short in left:
+        for longer in left:
+            starts = pieces[short] and pieces[longer].startswith(pieces[short])
+            if short != longer and starts and p[short] > 0 and p[longer] > 0:
+                into, gone = (longer, short) if p[longer] > p[short] else (short, longer)
+                p[into], p[gone] = p[into] + p[gone], 0.0
+    left = [token for token in left if p[token] >= 0.2 or token in ends]
+    texts = [token for token in left if token not in ends]
+    mass = sum(p[token] for token in left)
+    fair = mass / (len(texts) + 1)
+    return keep(logits, [token for token in left if p[token] >= fair or token in ends])
+
+
 def min_p(logits: Vector, share: float) -> Vector:
     p = softmax(logits)
     return keep(logits, np.flatnonzero(p >= share * p.max()))

@@ -106,10 +106,12 @@ def llama(model: Path) -> Iterator[LlamaFile]:
     file.close()
 
 
-@pytest.fixture(scope="module")
-def http(model: Path) -> Iterator[httpx.Client]:
+@pytest.fixture(scope="module", params=[(), ("--backend", "cuda", "--device", "cpu")])
+def http(model: Path, request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
+    if request.param:
+        pytest.importorskip("torch")
     with (
-        real_server(str(model), "--ctx", "512") as server,
+        real_server(str(model), "--ctx", "512", *request.param) as server,
         httpx.Client(base_url=server.url, timeout=60) as client,
     ):
         yield client

@@ -168,6 +168,27 @@ def test_first_draws_of_mirostat(
     assert agreement(counts, softmax(bench.exact)) < LEAST_P
 
 
+@pytest.mark.parametrize("end_bias", [-100.0, -2.0, 0.0, 3.0])
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 4.0])
+def test_draws_of_infill(bench: Bench, end_bias: float, temperature: float) -> None:
+    """Of 3 tokens and an end, which end_bias makes unlikely or likely; temperature after it."""
+    ends = sorted(bench.vocab.eos_token_ids)
+    end = ends[0]
+    biased = bench.exact.copy()
+    biased[end] = bench.exact[bench.best[0]] + end_bias
+    bias = {end: biased[end] - bench.exact[end]}
+    params = replace(OFF, top_k=4, infill_sampler=True, logit_bias=bias, temperature=temperature)
+    pieces = [bench.vocab.piece(token) for token in range(len(biased))]
+    kept = ref.infill(ref.top_k(biased, 4), pieces, ends)
+    counts = bench.counts(params)
+    if np.isneginf(kept).all():  # no token is likely
+        assert counts[ends].sum() == DRAWS
+    elif temperature == 0:
+        assert counts[kept.argmax()] == DRAWS
+    else:
+        assert agreement(counts, softmax(kept / temperature)) > LEAST_P
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

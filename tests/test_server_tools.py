@@ -246,6 +246,7 @@ def test_invalid_tool_fields_are_named(
         turn("assistant", content="x", reasoning="hm"),
         {"metadata": {"a": "b"}, "service_tier": "auto", "store": True, "verbosity": "low"},
         {"prompt_cache_key": "k", "safety_identifier": "me", "cache_prompt": False},
+        {"prediction": {"type": "content", "content": "It is 42."}},
         {"skip_special_tokens": True, "add_generation_prompt": True},
         {
             "stream": True,

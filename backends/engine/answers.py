@@ -40,11 +40,11 @@ class Answers:
         self._processors[seq.id] = OutputProcessor(seq, self._tokenizer)
 
     def process(self, outputs: Seq[SequenceOutput]) -> list[Sequence]:
-        """Process the new tokens of a step; return the sequences that a stop string ended."""
+        """Process the new tokens of a step; return the sequences that their text ended."""
         stopped, unread = [], []
         for output in outputs:
             answer = self._processors.get(output.seq.id)
-            if answer is None:  # cancelled meanwhile, or ended by a stop string
+            if answer is None:  # cancelled meanwhile, or ended by its text
                 continue
             if answer.can_wait and output.reason is None:
                 unread.append(answer)
@@ -58,7 +58,7 @@ class Answers:
         delta = answer.process(output)
         if delta is not None:
             self._outbox.add(delta)
-        reason = "stop" if answer.matched_stop is not None else output.reason
+        reason = answer.end_reason or output.reason
         if reason == "stop" and answer.has_tool_calls:
             reason = "tool_calls"
         if reason is None:

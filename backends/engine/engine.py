@@ -107,7 +107,7 @@ class Engine:
         self._thinking_budgets = ThinkingBudgets(self._scheduler, input_processor.tokenizer)
         self._unpublished: list[SequenceOutput] = []
         self._is_decoding = False  # the last step computed no prompt
-        # matched a stop string while a step was in flight
+        # their text ended them while a step was in flight
         self._stopped_in_flight: list[Sequence] = []
         # separate threads: tokenizing a long prompt must not delay the loop or a cancellation, one
         # client's requests not those of others, and thousands of embedding inputs not prompts

@@ -27,6 +27,9 @@ MAX_LOGPROBS = 100
 MAX_CHARS_PER_TOKEN = 256
 # Claude Code and litellm know an exceeded context by "prompt is too long"
 _TOO_LONG = "the prompt is too long"
+NO_INFILL_SAMPLER_NOTE = (
+    "samplers: infill is left out, which only the llama.cpp backend has, for models with infill"
+)
 NO_REASONING_NOTE = "there is no reasoning in this answer: the thinking budget has no effect"
 
 
@@ -65,7 +68,8 @@ class InputProcessor:
             )
         if request.echo and request.messages is not None:
             raise InvalidRequest("echo is for plain prompts, not for messages", param="echo")
-        params = self._resolve_params(request.params, min_tokens=0 if request.echo else 1)
+        params, left_out = self._without_infill_sampler(request)
+        params = self._resolve_params(params)
         sampling_params.validate_sampling_params(params)
         ctx = self._resolve_ctx(request.ctx)
         self._require_few_messages(request, ctx)
@@ -90,6 +94,7 @@ class InputProcessor:
             echo=self._prompt_text(request, tokens) if request.echo else None,
             notes=(
                 *changes,
+                *left_out,
                 *opening.notes,
                 *_budget_notes(request, params, opening.response_parser),
             ),
@@ -97,6 +102,7 @@ class InputProcessor:
             prefix_break=self._recent_prompts.compare(request, opening.text, tokens)
             if self.limits.can_rewind and request.infill is None
             else None,
+            line_limits=request.line_limits,
             ctx=ctx,
             max_len=min(ctx, wanted),
             stop_ids=ends | frozenset(params.stop_token_ids),
@@ -201,22 +207,29 @@ class InputProcessor:
             )
         return tokens
 
-    def _resolve_params(self, requested: SamplingParams, *, min_tokens: int) -> SamplingParams:
-        """Validate the requested parameters and fill in defaults, including a random seed.
+    def _without_infill_sampler(self, request: Request) -> tuple[SamplingParams, tuple[str, ...]]:
+        """The parameters without a sampler that editors ask every model for, and a note of that.
 
-        min_tokens: least max_tokens.
+        Raises InvalidRequest for messages.
         """
+        params = request.params
+        if params.infill_sampler and request.messages is not None:
+            raise InvalidRequest(
+                "samplers: infill is for plain prompts, not for messages", param="samplers"
+            )
+        if not params.infill_sampler or "infill_sampler" not in self.limits.unsupported:
+            return params, ()
+        return replace(params, infill_sampler=False), (NO_INFILL_SAMPLER_NOTE,)
+
+    def _resolve_params(self, requested: SamplingParams) -> SamplingParams:
+        """Validate the requested parameters and fill in defaults, including a random seed."""
         sampling_params.reject_mirostat_conflicts(requested)
         for name in self.limits.unsupported:
             if getattr(requested, name) not in (None, getattr(BASE_SAMPLING, name)):
                 raise InvalidRequest(f"this backend does not support {name}", param=name)
         params = requested.with_defaults(self.defaults).with_defaults(BASE_SAMPLING)
-        if params.max_tokens is not None and params.max_tokens < min_tokens:
-            raise InvalidRequest(
-                f"max_tokens must be at least {min_tokens}"
-                + (", or 0 for a prompt with echo: true" if min_tokens else ""),
-                param="max_tokens",
-            )
+        if params.max_tokens is not None and params.max_tokens < 0:
+            raise InvalidRequest("max_tokens must be at least 0", param="max_tokens")
         if params.min_tokens < 0:
             raise InvalidRequest("min_tokens must be at least 0", param="min_tokens")
         if params.max_tokens is not None and params.min_tokens > params.max_tokens:

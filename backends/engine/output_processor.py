@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Seq
 
 from localgen.backends.engine.scheduler import SequenceOutput
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.text.detokenize import Detokenizer
+from localgen.backends.text.line_limiter import LineLimiter
 from localgen.backends.text.response_parser import ParsedDelta
 from localgen.backends.text.stop import StopStringMatcher
 from localgen.backends.text.tokenizer import Tokenizer
-from localgen.backends.types import Delta, PositionLogprobs, TokenLogprob, ToolCallDelta
+from localgen.backends.types import (
+    NO_LINE_LIMITS,
+    Delta,
+    PositionLogprobs,
+    TokenLogprob,
+    ToolCallDelta,
+)
 
 
 class OutputProcessor:
@@ -29,8 +37,10 @@ class OutputProcessor:
         self._reasoning: list[str] = []
         self._tool_calls: list[ToolCallDelta] = []
         self._stop_matcher = StopStringMatcher(seq.params.stop)
+        self._line_limiter = LineLimiter(seq.line_limits)
         # all text of the model is content, and nothing but an incomplete character is held back
-        self._is_plain = seq.response_parser is None and not seq.params.stop
+        can_end_answer = bool(seq.params.stop) or seq.line_limits != NO_LINE_LIMITS
+        self._is_plain = seq.response_parser is None and not can_end_answer
         self._echoes_next = seq.echo is not None
         self.can_wait = self._is_plain and seq.params.logprobs is None and seq.echo is None
         self._logprobs: list[PositionLogprobs] = []
@@ -40,6 +50,13 @@ class OutputProcessor:
     def matched_stop(self) -> str | None:
         """The stop string found in the text, if any."""
         return self._stop_matcher.matched
+
+    @property
+    def end_reason(self) -> str | None:
+        """The finish reason, if the text has ended the answer: by a stop string, or at a line."""
+        if self.matched_stop is not None:
+            return "stop"
+        return "length" if self._line_limiter.has_ended else None
 
     @property
     def has_tool_calls(self) -> bool:
@@ -60,7 +77,7 @@ class OutputProcessor:
             return self._make_delta("".join(text) + self._plain_text(tokens))
         before = self.num_tokens
         for token in tokens:
-            if self.matched_stop is not None:
+            if self.end_reason is not None:
                 break
             self.num_tokens += 1
             if not (ends and token in self.seq.stop_ids):
@@ -69,11 +86,16 @@ class OutputProcessor:
                     new = self._collect(self.seq.response_parser.feed(new))
                 # stop strings only match text generated after min_tokens
                 early = self.num_tokens <= self.seq.params.min_tokens
-                text.append(new if early else self._stop_matcher.feed(new))
+                text.append(self._limit(new if early else self._stop_matcher.feed(new)))
         self._logprobs += output.logprobs[: self.num_tokens - before]
-        if output.reason and self.matched_stop is None:
+        if output.reason and self.end_reason is None:
             text.append(self._flush_text())
         return self._make_delta("".join(text))
+
+    def _limit(self, text: str) -> str:
+        started_s = self.seq.first_token_s
+        elapsed_s = 0.0 if started_s is None else time.monotonic() - started_s
+        return self._line_limiter.feed(text, elapsed_s * 1e3)
 
     def _echo(self) -> str:
         """Return the text of the prompt; its logprobs are kept for the next delta."""
@@ -108,9 +130,9 @@ class OutputProcessor:
 
     def _flush_text(self) -> str:
         if self.seq.response_parser is None:
-            return self._stop_matcher.flush()
+            return self._limit(self._stop_matcher.flush())
         text = self._stop_matcher.feed(self._collect(self.seq.response_parser.finish()))
-        return text + self._stop_matcher.flush()
+        return self._limit(text + self._stop_matcher.flush())
 
     def _token_bytes_with_control(self, token: int) -> bytes:
         assert self.seq.response_parser is not None

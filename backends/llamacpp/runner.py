@@ -84,6 +84,9 @@ class LlamaRunner:
             kv_tokens=context.kv_tokens,
             can_rewind=can_rewind,
             can_rank=model.can_rank,
+            unsupported=frozenset()
+            if tokenizer.has_infill_sampler
+            else frozenset({"infill_sampler"}),
         )
         self.kv_cache = kv_cache
         self._batch = LlamaBatch(context.n_batch)

@@ -39,7 +39,10 @@ class SamplerChain:
     def __init__(self, seq: Sequence, vocab: Any, vocab_size: int, ctx: int) -> None:
         params = seq.params
         self._is_greedy = params.temperature == 0 and not (
-            params.logit_bias or uses_penalties(params) or params.dry_multiplier
+            params.logit_bias
+            or uses_penalties(params)
+            or params.dry_multiplier
+            or params.infill_sampler
         )
         self._chain = None if self._is_greedy else _build_chain(params, vocab, vocab_size, ctx)
         self.num_logprobs = params.logprobs
@@ -77,7 +80,7 @@ def _chain_samplers(params: SamplingParams, vocab: Any, vocab_size: int, ctx: in
     p: Any = params  # InputProcessor has set every field
     parts = _history_samplers(p, vocab, vocab_size, ctx)
     seed = (p.seed or 0) % _NUM_SEEDS
-    if p.temperature == 0:
+    if p.temperature == 0 and not p.infill_sampler:
         return [*parts, C.llama_sampler_init_greedy()]
     temperature = C.llama_sampler_init_temp_ext(
         max(p.temperature, _MIN_TEMPERATURE), p.dynatemp_range, p.dynatemp_exponent
@@ -105,6 +108,10 @@ def _chain_samplers(params: SamplingParams, vocab: Any, vocab_size: int, ctx: in
         ),
     ]
     parts += [make(*arguments) for wanted, make, arguments in steps if wanted]
+    if p.infill_sampler:
+        parts.append(C.llama_sampler_init_infill(vocab))
+    if p.temperature == 0:
+        return [*parts, C.llama_sampler_init_greedy()]
     if uses_adaptive_p(p):
         last = C.llama_sampler_init_adaptive_p(p.adaptive_target, p.adaptive_decay, seed)
     else:

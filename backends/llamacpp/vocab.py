@@ -15,6 +15,8 @@ from localgen.backends.infill import infill_tokens
 from localgen.backends.llamacpp.native import LlamaModel
 
 _PIECE_BYTES = 256
+# llama.cpp's infill sampler aborts at a longer piece
+_INFILL_PIECE_BYTES = 512
 
 
 class LlamaCppTokenizer:
@@ -45,6 +47,19 @@ class LlamaCppTokenizer:
         separator = self._special(C.llama_vocab_sep)
         adds_it = bool(C.llama_vocab_get_add_sep(self._handle)) and not ends_with_it
         self._separator = [separator] if adds_it and separator is not None else []
+
+    @property
+    def has_infill_sampler(self) -> bool:
+        """True if llama.cpp's sampler for infill can sample from this vocabulary."""
+        ends = (C.llama_vocab_eot, C.llama_vocab_eos)
+        if self.infill_tokens is None or all(self._special(get) is None for get in ends):
+            return False
+        buffer = ctypes.create_string_buffer(_INFILL_PIECE_BYTES)
+        pieces = (
+            C.llama_token_to_piece(self._handle, token, buffer, len(buffer), 0, False)
+            for token in range(self.vocab_size)
+        )
+        return all(size >= 0 for size in pieces)
 
     def _special(self, get: Callable[[Any], int]) -> int | None:
         token = int(get(self._handle))

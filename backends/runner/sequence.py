@@ -13,7 +13,7 @@ from localgen.backends.prefix_break import FoundBreak
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.text.grammar import GrammarMatcher
 from localgen.backends.text.response_parser import ResponseParser
-from localgen.backends.types import PositionLogprobs
+from localgen.backends.types import NO_LINE_LIMITS, LineLimits, PositionLogprobs
 
 _NO_TOKENS: frozenset[int] = frozenset()
 
@@ -50,6 +50,7 @@ class Sequence:
     response_parser: separates reasoning and tool calls from content, or None if all text is
     content.
     echo: text of the prompt, returned before the answer, or None if it is not returned.
+    line_limits: end the answer at a line.
     scored: logprobs of the prompt's tokens from the second on, as far as they are computed.
     notes: messages for the user.
     prefix_break: where the prompt parts from an earlier one, not measured yet.
@@ -88,6 +89,7 @@ class Sequence:
     matcher: GrammarMatcher | None = None
     response_parser: ResponseParser | None = None
     echo: str | None = None
+    line_limits: LineLimits = NO_LINE_LIMITS
     scored: list[PositionLogprobs] = field(default_factory=list)
     notes: tuple[str, ...] = ()
     prefix_break: FoundBreak | None = None

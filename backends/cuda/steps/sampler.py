@@ -42,6 +42,7 @@ UNSUPPORTED_PARAMS = frozenset(
         "adaptive_target",
         "mirostat",
         "dry_multiplier",
+        "infill_sampler",
     }
 )
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from localgen.backends.types import Delta, Finished, PositionLogprobs, TokenLogprob
 from localgen.server.llama_server.completion_schema import NativeCompletionRequest
 from localgen.server.models.request_stream import EngineNotice
@@ -21,6 +23,7 @@ class NativeFraming(SseFraming):
 
 
 NATIVE_SSE = NativeFraming()
+_ABSENT = object()
 
 
 @dataclass(slots=True)
@@ -84,8 +87,8 @@ class NativeCompletionSerializer:
         self, index: int, text: str, positions: Sequence[PositionLogprobs], finished: Finished
     ) -> dict[str, Any]:
         stop_type, word = _stop_type(finished, self.body.stop or ())
-        prompt = self.body.prompts[index]
-        return {
+        prompt = self.body.prompts[index // (self.body.n or 1)]
+        whole = {
             "index": index,
             "content": text,
             "tokens": self._tokens(positions),
@@ -104,6 +107,7 @@ class NativeCompletionSerializer:
             **self._probabilities(positions),
             **extension_fields(finished),
         }
+        return _chosen(whole, self.body.response_fields) if self.body.response_fields else whole
 
     def _settings(self, finished: Finished) -> dict[str, Any]:
         """Build generation_settings: limits, seed, and the samplers that the request set."""
@@ -134,6 +138,18 @@ class NativeCompletionSerializer:
                 for each in positions
             ]
         }
+
+
+def _chosen(whole: dict[str, Any], paths: Sequence[str]) -> dict[str, Any]:
+    """The value at each path that exists, by the path, as llama-server gives them."""
+    plain, chosen = msgspec.to_builtins(whole), {}
+    for path in paths:
+        value = plain
+        for name in path.split("/"):
+            value = value.get(name, _ABSENT) if isinstance(value, dict) else _ABSENT
+        if value is not _ABSENT:
+            chosen[path] = value
+    return chosen
 
 
 def _stop_type(finished: Finished, words: Sequence[str]) -> tuple[str, str]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.sampling_params import SamplingParams
-from localgen.backends.types import Infill, InfillFile
+from localgen.backends.types import Infill, InfillFile, LineLimits
 from localgen.server.openai.schema import CompletionRequest
 from localgen.server.requests.body import (
     Int32,
@@ -17,14 +17,11 @@ from localgen.server.requests.body import (
     reject_unsupported_fields,
 )
 
-# accepted without effect: prompts are always cached, for every slot, and a context is never shifted
-_HARMLESS = ("id_slot", "n_keep", "n_discard")
+# accepted without effect: a context is never shifted, and no server limits the time of a prompt
+_HARMLESS = ("n_keep", "n_discard", "t_max_prompt_ms")
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "samplers": (),
     "min_keep": (0,),
-    "t_max_predict_ms": (0, -1),
     "post_sampling_probs": (False,),
-    "response_fields": ([],),
     "timings_per_token": (False,),
     "return_progress": (False,),
     "logprobs": (),
@@ -58,13 +55,16 @@ def _as_biases(value: Any) -> Any:
 
 
 class NativeCompletionRequest(CompletionRequest):
-    """POST /completion. n_predict: -1 for no limit. return_tokens: give the ids of the answer.
+    """POST /completion. n_cmpl is another name of n.
 
-    n_probs: logprobs of so many alternatives for each token.
+    return_tokens: give the ids of the answer. n_probs: logprobs of so many alternatives for each
+    token. n_indent, t_max_predict_ms: see LineLimits. response_fields: those to return, all if it
+    is empty, as a path such as timings/prompt_n.
     """
 
-    n: Literal[1] | None = None
-    n_predict: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
+    n_indent: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    t_max_predict_ms: Annotated[int, Field(ge=-1, lt=2**31)] = -1
+    response_fields: list[str] = Field(default_factory=list)
     n_probs: Annotated[int, Field(ge=0, le=20)] = 0
     return_tokens: bool = False
     logit_bias: Annotated[
@@ -74,21 +74,19 @@ class NativeCompletionRequest(CompletionRequest):
     @model_validator(mode="before")
     @classmethod
     def _drop_harmless(cls, body: Any) -> Any:
-        return drop_fields(reject_unsupported_fields(body, _UNSUPPORTED), _HARMLESS)
+        body = drop_fields(reject_unsupported_fields(body, _UNSUPPORTED), _HARMLESS)
+        if isinstance(body, dict) and "n" not in body and "n_cmpl" in body:
+            body = {"n": body["n_cmpl"]} | drop_fields(body, ("n_cmpl",))
+        return body
 
     @property
     def max_predicted(self) -> int | None:
         """Limit of generated tokens. None: no limit. Raises InvalidRequest."""
-        if self.n_predict == 0:
-            raise InvalidRequest(
-                "n_predict is 0, it must be at least 1, or -1 for no limit", param="n_predict"
-            )
-        if self.n_predict is None:
-            return self.max_tokens
-        limit = None if self.n_predict == -1 else self.n_predict
-        if "max_tokens" in self.model_fields_set and self.max_tokens != limit:
-            raise InvalidRequest("give n_predict or max_tokens, not both", param="n_predict")
-        return limit
+        return self._max_tokens("max_tokens")
+
+    @property
+    def line_limits(self) -> LineLimits:
+        return LineLimits(min_indent=self.n_indent, time_ms=max(0, self.t_max_predict_ms))
 
     def to_sampling_params(self) -> SamplingParams:
         # the ids of the answer come with its logprobs
@@ -105,6 +103,11 @@ class ExtraFile(StrictModel):
 
     text: str
     filename: str = "tmp"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_harmless(cls, body: Any) -> Any:
+        return drop_fields(body, ("time",))  # when an editor saw it
 
 
 class InfillRequest(NativeCompletionRequest):

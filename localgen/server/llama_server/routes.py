@@ -59,16 +59,19 @@ class LlamaServerApi:
         request = caller.new_request(
             body.to_sampling_params(),
             infill=body.infill,
+            line_limits=body.line_limits,
             priority=body.priority,
             ctx=body.ctx,
             cache_salt=body.cache_salt or "",
         )
+        n = body.n or 1
         job = GenerationJob(
             id=request.id,
             model=body.model,
             account=caller.account,
             timeout_s=self.timeout_s,
-            requests=fan_out_requests(requests_of_prompts(request, body.prompts), 1),
+            requests=fan_out_requests(requests_of_prompts(request, body.prompts), n),
+            n=n,
             stream=body.stream,
             make_serializer=partial(NativeCompletionSerializer.from_metadata, body=body),
             allow_paths=caller.is_local,

@@ -29,6 +29,7 @@ from localgen.server.requests.body import (
     with_sampler_fields,
 )
 from localgen.server.requests.choices import NUM_SEEDS
+from localgen.server.requests.samplers import with_only_samplers
 
 # integers of 64 bits on the wire to the engine
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -45,7 +46,6 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "function_call": ("none",),
     "modalities": (["text"],),
     "audio": (),
-    "prediction": (),
     "web_search_options": (),
     # vLLM's and llama.cpp's, with what is always the case here
     "add_generation_prompt": (True,),
@@ -53,11 +53,12 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "echo": (False,),
     "suffix": ("",),
 }
-# accepted without effect: none of them changes a token of an answer. Nothing is stored, and prompts
-# are always cached
+# accepted without effect: none of them changes a token of an answer. Nothing is stored, prompts
+# are always cached, for every slot, and fields of a response are chosen on llama-server's routes
 _HARMLESS = (
-    *("metadata", "service_tier", "store", "verbosity", "cache_prompt"),
+    *("metadata", "service_tier", "store", "verbosity", "prediction"),
     *("prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
+    *("cache_prompt", "id_slot", "response_fields"),
 )
 
 
@@ -137,7 +138,11 @@ else:
 
 
 class _GenerationRequest(ThinkingBudgetFields, _SamplerFields):
-    """Fields of chat and completion requests. The engine validates sampling parameters."""
+    """Fields of chat and completion requests. The engine validates sampling parameters.
+
+    n_predict: llama-server's max_tokens; -1 for no limit, 0 to compute the prompt only, for later
+    ones. samplers: only these choose a token.
+    """
 
     model: str | None = None
     stream: bool = False
@@ -148,6 +153,7 @@ class _GenerationRequest(ThinkingBudgetFields, _SamplerFields):
     ctx: Count | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     max_tokens: Annotated[Count | None, BeforeValidator(no_limit_if_negative)] = None
+    n_predict: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**63)] = 0
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list)] | None = (
         None
@@ -157,6 +163,7 @@ class _GenerationRequest(ThinkingBudgetFields, _SamplerFields):
     seed: Annotated[int | None, BeforeValidator(_as_seed)] = None
     top_k: Annotated[Int32 | None, BeforeValidator(_off_if_negative)] = None
     repetition_penalty: float | None = None
+    samplers: list[str] | None = None
     logit_bias: dict[Annotated[Int32, Field(strict=False)], float] | None = None  # names in JSON
     response_format: ResponseFormat | None = None
     json_schema: dict[str, Any] | str | None = None
@@ -169,13 +176,27 @@ class _GenerationRequest(ThinkingBudgetFields, _SamplerFields):
         unsupported = {
             name: values for name, values in _UNSUPPORTED.items() if name not in cls.model_fields
         }
-        return drop_fields(reject_unsupported_fields(body, unsupported), _HARMLESS)
+        harmless = tuple(name for name in _HARMLESS if name not in cls.model_fields)
+        return drop_fields(reject_unsupported_fields(body, unsupported), harmless)
 
     @model_validator(mode="after")
     def _require_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream: true", param="stream_options")
         return self
+
+    def _max_tokens(self, *names: str) -> int | None:
+        """The limit of generated tokens by n_predict or one of these fields; None for none.
+
+        Raises InvalidRequest if they have different values.
+        """
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.n_predict is not None:
+            given["n_predict"] = None if self.n_predict == -1 else self.n_predict
+        if len(set(given.values())) > 1:
+            said = " and ".join(f"{name} is {getattr(self, name)}" for name in given)
+            raise InvalidRequest(f"{said}: give one", param=next(reversed(given)))
+        return next(iter(given.values()), None)
 
     @property
     def include_usage(self) -> bool:
@@ -205,13 +226,15 @@ class _GenerationRequest(ThinkingBudgetFields, _SamplerFields):
             "stop": tuple(self.stop or ()),
             "logit_bias": self.logit_bias or {},
             "json_schema": self._json_schema_text(),
+            "infill_sampler": False,
         }
         plain = {
             field.name: _as_tuple(getattr(self, field.name))
             for field in fields(SamplingParams)
             if field.name not in special
         }
-        return SamplingParams(**plain, **special)
+        params = SamplingParams(**plain, **special)
+        return params if self.samplers is None else with_only_samplers(params, self.samplers)
 
 
 class ChatPrompt(ReasoningFields):
@@ -247,7 +270,7 @@ class ChatRequest(ChatPrompt, _GenerationRequest):
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
         return self._to_sampling_params(
-            max_tokens=_one_of_synonyms(self, "max_tokens", "max_completion_tokens"),
+            max_tokens=self._max_tokens("max_tokens", "max_completion_tokens"),
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             thinking_budget=self.chosen_thinking_budget(
                 self.reasoning.max_tokens if self.reasoning else None
@@ -300,8 +323,13 @@ class CompletionRequest(_GenerationRequest):
         return Infill(self.suffix) if self.suffix else None
 
     def to_sampling_params(self) -> SamplingParams:
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequest(
+                "max_tokens must be at least 1, or 0 for a prompt with echo: true",
+                param="max_tokens",
+            )
         return self._to_sampling_params(
-            max_tokens=self.max_tokens,
+            max_tokens=self._max_tokens("max_tokens"),
             logprobs=self.logprobs,
             thinking_budget=self.chosen_thinking_budget(),
         )
