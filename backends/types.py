@@ -107,7 +107,8 @@ class Request:
     thinking: enable or disable reasoning; reasoning_effort: none, low, medium or high.
     None: the default of the model's template.
     echo: return the prompt before the answer, with params.logprobs also the logprobs of its tokens;
-    not with messages.
+    not with messages. Only then, or if prompt_only is set, may params.max_tokens be 0.
+    prompt_only: compute the prompt for later requests.
     infill: only with prompt or prompt_tokens, which are then the text before the answer.
     line_limits: end the answer at a line.
     """
@@ -123,6 +124,7 @@ class Request:
     prompt: str | None = None
     prompt_tokens: tuple[int, ...] | None = None
     echo: bool = False
+    prompt_only: bool = False
     infill: Infill | None = None
     line_limits: LineLimits = NO_LINE_LIMITS
     params: SamplingParams = SamplingParams()

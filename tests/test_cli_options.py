@@ -18,7 +18,7 @@ from localgen.cli.options import takes_model_options
 from localgen.config import BadSetting
 
 # not shown on a terminal; limited per request by the context
-NOT_ON_THE_COMMAND_LINE = {"logprobs"}
+NOT_ON_THE_COMMAND_LINE = {"logprobs", "infill_sampler"}
 CTX_OF_A_LOAD = {"ctx"}
 
 

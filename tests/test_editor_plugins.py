@@ -85,8 +85,8 @@ def http(
     if request.param == "cuda":
         pytest.importorskip("torch")
     model = gguf_files.infill(tmp_path_factory.mktemp("plugins") / "coder.gguf", FIM)
-    options = ("--ctx", "512", "--backend", request.param)
-    options += ("--device", "cpu") if request.param == "cuda" else ()
+    options = ["--ctx", "512", "--backend", str(request.param)]
+    options += ["--device", "cpu"] if request.param == "cuda" else []
     with (
         real_server(str(model), *options) as server,
         httpx.Client(base_url=server.url, timeout=60) as client,
@@ -151,8 +151,9 @@ def test_llama_vscode_gets_three_suggestions(http: httpx.Client) -> None:
     assert [answer["index"] for answer in answers] == [0, 1, 2]
     assert all(answer["stop"] and isinstance(answer["content"], str) for answer in answers)
     prepared = {name: VSCODE[name] for name in ("id_slot", "cache_prompt", "t_max_prompt_ms")}
-    empty = {"input_prefix": "", "input_suffix": "", "prompt": "", "input_extra": EXTRA}
-    whole = post(http, **prepared, **empty, n_predict=0, samplers=[], t_max_predict_ms=1)
+    empty: dict[str, Any] = {"input_prefix": "", "input_suffix": "", "prompt": ""}
+    warm = empty | {"input_extra": EXTRA, "n_predict": 0, "samplers": [], "t_max_predict_ms": 1}
+    whole = post(http, **prepared, **warm)
     assert (whole["content"], whole["stop_type"]) == ("", "limit")
 
 
@@ -164,7 +165,7 @@ def test_samplers_switch_others_off(http: httpx.Client) -> None:
     assert post(http, "/completion", **body, samplers=["temperature"])["content"] != greedy
     off = post(http, "/completion", **body, samplers=[])["content"]
     plain = body | {"top_k": 0, "temperature": 1.0}
-    same = {"top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0}
+    same: dict[str, Any] = {"top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0}
     assert off == post(http, "/completion", **(plain | same))["content"]
 
 

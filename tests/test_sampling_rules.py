@@ -99,7 +99,7 @@ def test_every_number_has_a_rule() -> None:
     """A new numeric field of SamplingParams needs bounds here."""
     others = {"dry_sequence_breakers", "logit_bias", "seed", "logprobs", "max_tokens", "min_tokens"}
     others |= {"stop", "stop_token_ids", "ignore_eos", "json_schema", "regex", "grammar"}
-    others |= {"thinking_budget"}
+    others |= {"thinking_budget", "infill_sampler"}
     assert {field.name for field in fields(SamplingParams)} == {*EDGES, *UNBOUNDED} | others
 
 

@@ -69,7 +69,8 @@ class InputProcessor:
         if request.echo and request.messages is not None:
             raise InvalidRequest("echo is for plain prompts, not for messages", param="echo")
         params, left_out = self._without_infill_sampler(request)
-        params = self._resolve_params(params)
+        least = 0 if request.echo or request.prompt_only else 1
+        params = self._resolve_params(params, min_tokens=least)
         sampling_params.validate_sampling_params(params)
         ctx = self._resolve_ctx(request.ctx)
         self._require_few_messages(request, ctx)
@@ -221,15 +222,22 @@ class InputProcessor:
             return params, ()
         return replace(params, infill_sampler=False), (NO_INFILL_SAMPLER_NOTE,)
 
-    def _resolve_params(self, requested: SamplingParams) -> SamplingParams:
-        """Validate the requested parameters and fill in defaults, including a random seed."""
+    def _resolve_params(self, requested: SamplingParams, *, min_tokens: int) -> SamplingParams:
+        """Validate the requested parameters and fill in defaults, including a random seed.
+
+        min_tokens: least max_tokens.
+        """
         sampling_params.reject_mirostat_conflicts(requested)
         for name in self.limits.unsupported:
             if getattr(requested, name) not in (None, getattr(BASE_SAMPLING, name)):
                 raise InvalidRequest(f"this backend does not support {name}", param=name)
         params = requested.with_defaults(self.defaults).with_defaults(BASE_SAMPLING)
-        if params.max_tokens is not None and params.max_tokens < 0:
-            raise InvalidRequest("max_tokens must be at least 0", param="max_tokens")
+        if params.max_tokens is not None and params.max_tokens < min_tokens:
+            raise InvalidRequest(
+                f"max_tokens must be at least {min_tokens}"
+                + (", or 0 for a prompt with echo: true" if min_tokens else ""),
+                param="max_tokens",
+            )
         if params.min_tokens < 0:
             raise InvalidRequest("min_tokens must be at least 0", param="min_tokens")
         if params.max_tokens is not None and params.min_tokens > params.max_tokens:

@@ -143,6 +143,7 @@ def _add_generation_routes(
         request = caller.new_request(
             body.to_sampling_params(),
             **body.to_request_fields(),
+            prompt_only=body.n_predict == 0,
             priority=body.priority,
             ctx=body.ctx,
             cache_salt=body.cache_salt or "",

@@ -60,6 +60,7 @@ class LlamaServerApi:
             body.to_sampling_params(),
             infill=body.infill,
             line_limits=body.line_limits,
+            prompt_only=body.n_predict == 0,
             priority=body.priority,
             ctx=body.ctx,
             cache_salt=body.cache_salt or "",

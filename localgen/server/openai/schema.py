@@ -323,11 +323,6 @@ class CompletionRequest(_GenerationRequest):
         return Infill(self.suffix) if self.suffix else None
 
     def to_sampling_params(self) -> SamplingParams:
-        if self.max_tokens == 0 and not self.echo:
-            raise InvalidRequest(
-                "max_tokens must be at least 1, or 0 for a prompt with echo: true",
-                param="max_tokens",
-            )
         return self._to_sampling_params(
             max_tokens=self._max_tokens("max_tokens"),
             logprobs=self.logprobs,
