@@ -29,7 +29,7 @@ help:
 	@echo 'make test-fast   the tests of tests/fast.txt, under two minutes'
 	@echo 'make test-gpu    the tests that need a GPU; PYTHON=python3 is one that has torch for CUDA, Triton,'
 	@echo '                 numpy, psutil and pytest'
-	@echo 'make test-agents  the tests that need coding agents, which it installs with npm into .venv/agents'
+	@echo 'make test-agents  the tests that need coding agents, which it installs with npm and pip into .venv/agents'
 	@echo 'make lint    check style and formatting with ruff'
 	@echo 'make types   check types with mypy'
 	@echo 'make docs    regenerate docs/cli.md and docs/gpu-models.md'
@@ -53,11 +53,15 @@ test-fast: $(VENV)/.installed-dev $(MODEL)
 test-gpu: $(GPU_SETUP)
 	@$(GPU_PYTHON) -m pytest -rs --confcutdir=tests/gpu tests/gpu $(ARGS)
 
-test-agents: $(VENV)/.installed-dev $(VENV)/agents/node_modules
+test-agents: $(VENV)/.installed-dev $(VENV)/agents/node_modules $(VENV)/agents/aider
 	@OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest -rs tests/agents $(ARGS)
 
 $(VENV)/agents/node_modules:
 	@npm install --prefix $(VENV)/agents --no-audit --no-fund $(AGENTS)
+
+# in an environment of its own: it pins other versions of what localgen uses
+$(VENV)/agents/aider:
+	@$(VENV)/bin/python -m venv $@ && $@/bin/python -m pip install --quiet aider-chat || { rm -rf $@; exit 1; }
 
 lint: $(VENV)/.installed-dev
 	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .

@@ -26,6 +26,7 @@ import gguf
 import httpx
 
 from benchmarks import measure
+from benchmarks.termination import ended_by_sigterm
 from localgen.hub.packaged import BUILT_IN_PATH
 
 RESULTS = Path(__file__).parent / "results"
@@ -257,7 +258,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--turns: at least 2")
     runs = []
     try:
-        with tempfile.TemporaryDirectory(prefix="localgen-bench-") as folder:
+        with ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="localgen-bench-") as folder:
             model = write_model(Path(folder) / "one-layer.gguf")
             for backend in options.backend:
                 for noise, stabilize in ((False, False), (True, True), (True, False)):

@@ -11,12 +11,9 @@ import argparse
 import contextlib
 import faulthandler
 import secrets
-import signal
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
 from benchmarks.gpu_parts.bench import GpuBench
 from benchmarks.gpu_parts.device import Device, versions
@@ -26,6 +23,7 @@ from benchmarks.gpu_parts.processes import Processes
 from benchmarks.gpu_parts.report import GpuReport
 from benchmarks.gpu_parts.run import GpuRun
 from benchmarks.measure import command, machine
+from benchmarks.termination import ended_by_sigterm
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -46,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     calls = 1 if options.plan or options.only else len(CALLS)
     with (
-        _ended_by_sigterm(),
+        ended_by_sigterm(),
         tempfile.TemporaryDirectory() as folder,
         contextlib.closing(Processes()) as processes,
     ):
@@ -71,20 +69,6 @@ def measure_part(options: argparse.Namespace) -> None:
     plan = full_plan(device.memory_bytes) if device.is_gpu else QUICK
     before = GpuReport.read(options.before) if options.before.is_file() else None
     run_unit(options.part, GpuBench(device, plan, report, before), options.seconds)
-
-
-@contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM raises SystemExit in the block, so that processes are ended and files removed."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    earlier = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, earlier)
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:

@@ -133,6 +133,7 @@ def _goose(model: AgentModel) -> AgentSettings:
             "GOOSE_MODEL": model.name,
             "GOOSE_CONTEXT_LIMIT": str(model.ctx),
             "OPENAI_HOST": model.url,
+            "OPENAI_BASE_PATH": "v1/chat/completions",
             "OPENAI_API_KEY": model.key,
             "OPENAI_TIMEOUT": str(_TIMEOUT_S),
         }

@@ -19,7 +19,8 @@ from serving import ServerHarness, server_harness
 
 from localgen.machine.python_process import python_environment
 
-INSTALLED = Path(sys.prefix) / "agents/node_modules/.bin"
+AGENTS = Path(sys.prefix) / "agents"
+INSTALLED = (AGENTS / "node_modules/.bin", AGENTS / "aider/bin")
 COMMAND = "printf made > made.txt"
 SAID = "The file is there now."
 PROMPT = "Make a file made.txt"
@@ -29,10 +30,11 @@ TIMEOUT_S = 300
 @dataclass(frozen=True)
 class Trial:
     """arguments: for one turn without questions. calls: of the tool that runs a command, by the
-    names that it has had, with its arguments."""
+    names that it has had, with its arguments. answer: of the model, without or after a call."""
 
     arguments: tuple[str, ...]
     calls: dict[str, dict[str, Any]]
+    answer: str = SAID
 
 
 TRIALS = {
@@ -46,6 +48,12 @@ TRIALS = {
     ),
     "opencode": Trial(
         ("run", PROMPT), {"bash": {"command": COMMAND, "description": "Makes the file"}}
+    ),
+    # it calls no tools: files are written as the answer has them
+    "aider": Trial(
+        ("--message", PROMPT, "--yes-always", "--no-git", "--edit-format", "whole", "made.txt"),
+        {},
+        f"{SAID}\n\nmade.txt\n```\nmade\n```\n",
     ),
 }
 
@@ -62,15 +70,15 @@ def served() -> Iterator[ServerHarness]:
 def test_an_agent_runs_a_command_and_answers(
     served: ServerHarness, agent: str, tmp_path: Path
 ) -> None:
-    if not (INSTALLED / agent).exists():
+    if not any((folder / agent).exists() for folder in INSTALLED):
         pytest.skip(f"{agent} is not installed: make test-agents")
     trial = TRIALS[agent]
-    model = served.named(f"model-for-{agent}", calls=trial.calls, answer=SAID)
+    model = served.named(f"model-for-{agent}", calls=trial.calls, answer=trial.answer)
     home, work = tmp_path / "home", tmp_path / "work"
     home.mkdir()
     work.mkdir()
     environment = {
-        "PATH": os.pathsep.join((str(INSTALLED), os.environ["PATH"])),
+        "PATH": os.pathsep.join((*map(str, INSTALLED), os.environ["PATH"])),
         "HOME": str(home),
         "PWD": str(work),  # opencode works there
         **{f"XDG_{kind}_HOME": str(home / kind) for kind in ("CONFIG", "DATA", "STATE", "CACHE")},
@@ -86,5 +94,5 @@ def test_an_agent_runs_a_command_and_answers(
         timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (work / "made.txt").read_text() == "made", done.stdout + done.stderr
+    assert (work / "made.txt").read_text().strip() == "made", done.stdout + done.stderr
     assert SAID in done.stdout
