@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,8 @@ def test_the_live_line_has_the_progress_of_the_prompt() -> None:
     line = "waiting 12.3 s · prompt 1,024 of 4,012 tokens · context 4,012/8,192 · Ctrl+C stops"
     assert report.live_stats_line(figures) == line
     assert report.waiting_text(0.5, None) == "waiting 0.5 s"
+    writing = replace(figures, ttft_s=12.0, num_tokens=1, context_tokens=4013, context_mark="")
+    assert report.live_stats_line(writing) == "TTFT 12.0 s · 1 token · context 4,013/8,192"
 
 
 def test_a_stopped_answer_has_the_line_of_a_finished_one() -> None:

@@ -125,9 +125,9 @@ def live_stats_line(figures: LiveFigures) -> str:
     """Statistics of an answer that is being generated, in one line."""
     limit = f"/{figures.max_context:,}" if figures.max_context is not None else ""
     context = f"context {figures.context_mark}{figures.context_tokens:,}{limit}"
-    if figures.prompt:
-        context = f"context {figures.prompt.total:,}{limit}"
     if figures.ttft_s is None:
+        if figures.prompt:
+            context = f"context {figures.prompt.total:,}{limit}"
         waiting = waiting_text(figures.elapsed_s, figures.prompt)
         return f"{waiting} · {context} · Ctrl+C stops"
     rate = f" at {figures.rate}/s" if figures.rate else ""
