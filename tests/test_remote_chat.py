@@ -149,7 +149,7 @@ def test_the_live_line_has_the_progress_of_the_prompt() -> None:
     assert report.live_stats_line(figures) == line
     assert report.waiting_text(0.5, None) == "waiting 0.5 s"
     writing = replace(figures, ttft_s=12.0, num_tokens=1, context_tokens=4013, context_mark="")
-    assert report.live_stats_line(writing) == "TTFT 12.0 s · 1 token · context 4,013/8,192"
+    assert report.live_stats_line(writing) == "TTFT 12.00 s · 1 token · context 4,013/8,192"
 
 
 def test_a_stopped_answer_has_the_line_of_a_finished_one() -> None:
