@@ -221,31 +221,6 @@ def test_a_draft_outlives_the_program(make_tui: MakeTui, tmp_path: Path) -> None
     tui.store = again.store  # close() of the fixture closes one of them
 
 
-def test_only_a_session_that_was_used_is_kept(make_tui: MakeTui) -> None:
-    tui = make_tui()
-    unused = tui.manager.open_empty()
-    named = tui.manager.fork(unused, "named")
-    unused.apply_setting("temperature", "0.5")
-    changed, unused = unused, tui.manager.open_empty()
-    tui.manager.close()
-    assert {each.id for each in tui.store.list_sessions()} == {named.id, changed.id}
-    assert unused.id not in {named.id, changed.id}
-
-
-def test_an_unsent_prompt_keeps_its_session(make_tui: MakeTui) -> None:
-    one = make_tui()
-    mine = one.manager.open_empty()
-    other = make_tui()
-    assert other.manager.open_empty().id == mine.id
-    mine.unsent_prompt = "half a thought"
-    one.manager.sync_store()
-    other.manager.close()
-    assert one.store.load_unsent_prompt(mine.id) == "half a thought"
-    mine.unsent_prompt = ""
-    one.manager.close()
-    assert one.store.list_sessions() == []
-
-
 def test_quit_stops_and_keeps_partial_answers(make_tui: MakeTui) -> None:
     tui = make_tui(("half", threading.Event()))
     opened = tui.manager.open_empty()

@@ -170,16 +170,6 @@ class SessionStore:
                 "UPDATE sessions SET deleted_s = ? WHERE id = ?", (self._clock(), session_id)
             )
 
-    def remove_if_empty(self, session_id: int) -> None:
-        """Remove a session for good if it has no name, turns or unsent prompts."""
-        with self._database.write_transaction() as sqlite:
-            sqlite.execute(
-                "DELETE FROM sessions WHERE id = ? AND name = '' AND NOT EXISTS "
-                "(SELECT session FROM turns WHERE session = id UNION ALL "
-                "SELECT session FROM drafts WHERE session = id)",
-                (session_id,),
-            )
-
     def restore(self, session_id: int) -> None:
         with self._database.write_transaction() as sqlite:
             sqlite.execute("UPDATE sessions SET deleted_s = NULL WHERE id = ?", (session_id,))

@@ -65,13 +65,22 @@ class SessionManager:
 
     def open_empty(self) -> ActiveSession:
         """Return an empty session with the app's settings, creating one if there is none."""
+        options = self.context.options
+        blank = SessionRecord(
+            0,
+            model=self.context.model,
+            server_url=self.context.server_url,
+            params=options.params,
+            ctx=options.ctx,
+            conversation=Conversation(options.system),
+        )
         for listed in self.summaries:
             if listed.num_turns or listed.name or listed.is_generating:
                 continue
             found = self.get(listed.id)
-            if self._is_blank(found):
+            if found.to_record() == replace(blank, id=found.id, revision=found.record.revision):
                 return found
-        return self._create(self._blank_record())
+        return self._create(blank)
 
     def get(self, session_id: int) -> ActiveSession:
         """Return a session by id, opening it if necessary. Raises SessionGone."""
@@ -216,34 +225,18 @@ class SessionManager:
         return hits[:MAX_HITS]
 
     def close(self) -> None:
-        """Stop all work, save and close all sessions. Those that were not used are removed."""
+        """Stop all work, save and close all sessions."""
         for each in tuple(self._active_sessions):
             each.stop()
         for each in tuple(self._active_sessions):
-            with contextlib.suppress(LocalgenError):  # shown to the user before
+            try:
                 each.close()
-                if self._is_blank(each):
-                    self.context.store.remove_if_empty(each.id)
+            except LocalgenError:
+                continue  # shown to the user before
 
     def _drop(self, active: ActiveSession) -> None:
         with contextlib.suppress(ValueError):  # another thread has removed it
             self._active_sessions.remove(active)
-
-    def _blank_record(self) -> SessionRecord:
-        """A session without turns, with the app's settings."""
-        options = self.context.options
-        return SessionRecord(
-            0,
-            model=self.context.model,
-            server_url=self.context.server_url,
-            params=options.params,
-            ctx=options.ctx,
-            conversation=Conversation(options.system),
-        )
-
-    def _is_blank(self, active: ActiveSession) -> bool:
-        revision = active.record.revision
-        return active.to_record() == replace(self._blank_record(), id=active.id, revision=revision)
 
     def _create(self, record: SessionRecord) -> ActiveSession:
         made = ActiveSession(self.context.store.create(record), self.context)
