@@ -285,7 +285,7 @@ class FakeEngine:
             prompt_tokens=len(words),
             cached_tokens=0,
             computed_tokens=len(words) + done if is_read else done,
-            generated_tokens=done,
+            generated_tokens=done if is_read else 0,
             ctx=request.ctx or 2048,
             age_s=time.monotonic() - request.arrived_s,
         )

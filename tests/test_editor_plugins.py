@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,12 @@ import gguf_files
 import httpx
 import pytest
 from real_server import real_server
+from test_answers import ByteTokenizer
 
+from localgen.backends.engine.output_processor import OutputProcessor
+from localgen.backends.engine.scheduler import SequenceOutput
+from localgen.backends.runner.sequence import Sequence
+from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.text.line_limiter import LineLimiter
 from localgen.backends.types import LineLimits
 
@@ -169,6 +175,11 @@ def test_samplers_switch_others_off(http: httpx.Client) -> None:
     assert off == post(http, "/completion", **(plain | same))["content"]
 
 
+def test_a_completion_may_compute_only_its_prompt(http: httpx.Client) -> None:
+    whole = post(http, "/v1/completions", prompt="Once upon a time", n_predict=0)
+    assert (whole["choices"][0]["text"], whole["usage"]["completion_tokens"]) == ("", 0)
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "said"),
     [
@@ -176,6 +187,7 @@ def test_samplers_switch_others_off(http: httpx.Client) -> None:
         ("/completion", {"samplers": ["top_k", "top_k"]}, "order is fixed"),
         ("/completion", {"samplers": ["best"]}, "unknown sampler best"),
         ("/completion", {"samplers": "kpt"}, "samplers"),
+        ("/completion", {"samplers": ["top_k"], "mirostat": 2}, "with mirostat"),
         ("/completion", {"n_predict": 5, "max_tokens": 6}, "give one"),
         ("/completion", {"n": 2, "n_cmpl": 3}, "n_cmpl"),
         ("/completion", {"n_cmpl": 17}, "n must be"),
@@ -245,3 +257,25 @@ def test_the_time_ends_an_answer_at_a_line_break() -> None:
     assert not limiter.has_ended
     assert [limiter.feed("c\nd", 151), limiter.feed("e\n", 152)] == ["c\nd", ""]
     assert limiter.has_ended
+
+
+def test_the_time_does_not_end_an_answer_that_the_model_has_ended() -> None:
+    """What a possible stop string held back has a line break, and comes out after the time."""
+    seq = Sequence(
+        id="a",
+        tokens=[*b"ax"],
+        num_prompt=1,
+        params=SamplingParams(stop=("\n\n",)),
+        ctx=100,
+        max_len=100,
+        stop_ids=frozenset({0}),
+        line_limits=LineLimits(time_ms=1),
+    )
+    seq.first_token_s = time.monotonic() - 10
+    processor = OutputProcessor(seq, ByteTokenizer(256))
+    delta = processor.process(SequenceOutput(seq, (*b"x\n", 0), reason="stop"))
+    assert delta is not None
+    assert (delta.text, processor.end_reason) == ("x\n", None)
+    cut = OutputProcessor(seq, ByteTokenizer(256))
+    cut.process(SequenceOutput(seq, (*b"x\ny",)))
+    assert cut.end_reason == "length"

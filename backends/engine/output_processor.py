@@ -129,10 +129,11 @@ class OutputProcessor:
         return self.read() if self.can_wait else self._make_delta(self._flush_text())
 
     def _flush_text(self) -> str:
+        """The text still held back. The time cannot end an answer that has ended."""
         if self.seq.response_parser is None:
-            return self._limit(self._stop_matcher.flush())
+            return self._line_limiter.feed(self._stop_matcher.flush(), 0.0)
         text = self._stop_matcher.feed(self._collect(self.seq.response_parser.finish()))
-        return self._limit(text + self._stop_matcher.flush())
+        return self._line_limiter.feed(text + self._stop_matcher.flush(), 0.0)
 
     def _token_bytes_with_control(self, token: int) -> bytes:
         assert self.seq.response_parser is not None

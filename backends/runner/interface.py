@@ -182,7 +182,7 @@ class ModelRunner(Protocol):
         ...
 
     def num_cached(self, tokens: list[int], cache_salt: str) -> int:
-        """Return how many leading tokens are in the prefix cache. Changes nothing."""
+        """Return how many leading tokens are in the prefix cache. Allocates and evicts nothing."""
         ...
 
     def grow(self, seq: Sequence, n: int) -> bool:

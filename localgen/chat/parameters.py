@@ -23,8 +23,9 @@ from localgen.backends.sampling_params import (
     SamplingParams,
 )
 
-# a chat cannot show logprobs
-PARAMETER_NAMES = tuple(field.name for field in fields(SamplingParams) if field.name != "logprobs")
+# a chat cannot show logprobs, and fills nothing in
+_NOT_IN_CHATS = ("logprobs", "infill_sampler")
+PARAMETER_NAMES = tuple(f.name for f in fields(SamplingParams) if f.name not in _NOT_IN_CHATS)
 PARAMETER_ALIASES = {
     "n": "max_tokens",
     "num_predict": "max_tokens",

@@ -156,6 +156,7 @@ def _add_generation_routes(
         request = caller.new_request(
             body.to_sampling_params(),
             echo=body.echo,
+            prompt_only=body.n_predict == 0,
             infill=body.infill,
             priority=body.priority,
             ctx=body.ctx,

@@ -315,7 +315,9 @@ class EngineClient(asyncio.Protocol):
         if events.stats is not None:
             self.stats, self.stats_received_s = events.stats, time.monotonic()
             for seq in events.stats.sequences:
-                if seq.state == "prefill" and (stream := self._streams.get(seq.request_id)):
+                # a preempted sequence computes its answer's tokens again, too
+                is_prompt = seq.state == "prefill" and not seq.generated_tokens
+                if is_prompt and (stream := self._streams.get(seq.request_id)):
                     progress = PromptProgress(seq.computed_tokens, seq.prompt_tokens)
                     stream.announce_progress(progress)
         dying = next((f.message for f in events.failed if f.code == EngineDied.code), None)

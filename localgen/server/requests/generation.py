@@ -184,6 +184,12 @@ class GenerationResponse(Response):
         if self._job.stream:
             await self._keep_alive_until_event(stream, serializer, send)
         events = await self._next_events(stream)
+        while self._job.stream and all(isinstance(event, EngineNotice) for event in events):
+            await self._begin_stream(serializer.framing, send)
+            body = b"".join(self._encode_event(event, serializer) for event in events)
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            await self._keep_alive_until_event(stream, serializer, send)
+            events = await self._next_events(stream)
         _raise_if_failed(events)
         if self._job.stream:
             await self._send_stream(events, stream, serializer, send)

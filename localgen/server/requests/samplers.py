@@ -26,7 +26,14 @@ _OFF: dict[str, dict[str, Any]] = {
 
 
 def with_only_samplers(params: SamplingParams, names: Sequence[str]) -> SamplingParams:
-    """These parameters with only the named samplers. Raises InvalidRequest for another order."""
+    """These parameters with only the named samplers.
+
+    Raises InvalidRequest for another order, and with mirostat, which replaces samplers by itself.
+    """
+    if params.mirostat:
+        raise InvalidRequest(
+            "samplers cannot be used with mirostat: leave one of them out", param="samplers"
+        )
     unknown = [name for name in names if name not in _OFF]
     if unknown:
         raise InvalidRequest(

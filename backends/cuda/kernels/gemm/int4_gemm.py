@@ -78,7 +78,7 @@ def int4_matmul_triton(
 ) -> Tensor:
     """Triton implementation of `int4_matmul`, or of `int4_gated_matmul` if activation is set.
 
-    Up to about 64 rows, one if there is a norm; one launch.
+    Up to about 64 rows, 16 with small groups, one if there is a norm; one launch.
     """
     rows, (outs, ins) = x.shape[0], (packed.shape[0], 2 * packed.shape[1])
     assert norm is None or rows == 1

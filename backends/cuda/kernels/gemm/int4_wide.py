@@ -1,4 +1,4 @@
-"""Matrix products of 65 to 256 rows with 4-bit weights of int4_format.
+"""Matrix products with 4-bit weights of int4_format: 65 to 256 rows, small groups from 17 on.
 
 A program dequantizes its weights in registers, where tensor cores read them, so the dequantized
 weight is never written to memory. Each of its blocks of rows dequantizes a weight again.
@@ -42,7 +42,7 @@ def choose_int4_wide_tile(outs: int, arch: int) -> GemmTile:
 def int4_wide_matmul_triton(
     x: Tensor, packed: Tensor, grid: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """Triton implementation of `int4.int4_matmul` for more than about 64 rows, one launch."""
+    """Triton implementation of `int4.int4_matmul` for more rows than `int4_gemm`, one launch."""
     rows, (outs, ins) = x.shape[0], (packed.shape[0], 2 * packed.shape[1])
     group = ins // grid.shape[1]
     tile = choose_int4_wide_tile(outs, compute_capability(x.device))
