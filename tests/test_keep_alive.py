@@ -59,7 +59,7 @@ def test_a_stream_has_the_progress_of_its_prompt(served: ServerHarness, path: st
     model = served.named(f"reading{path.replace('/', '-')}", token_s=0.2)
     with served.http.stream("POST", path, json={"model": model, "stream": True} | body) as reply:
         pieces = b"".join(reply.iter_bytes())
-    first = pieces.index(b'"one"')
+    first = pieces.index(b'" one"')
     if path == "/api/chat":
         found = re.findall(rb'"prompt_computed":(\d),"prompt_tokens":6', pieces)
     elif path == "/v1/messages":
