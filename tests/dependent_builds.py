@@ -24,6 +24,7 @@ _MODULES = (
     "gemm.qkv_rope",
     "gemm.fp8",
     "gemm.int4_gemm",
+    "gemm.int4_gemv",
     "gemm.int4_qkv_rope",
     "attention.decode",
     "attention.splits",

@@ -68,6 +68,7 @@ def test_every_kernel_waits_once_before_it_touches_activations(codes: list[Code]
         "_qkv_rope_kernel",
         "_skinny_gemm_kernel",
         "_int4_gemm_kernel",
+        "_int4_gemv_kernel",
         "_int4_qkv_rope_kernel",
         "_decode_attention_kernel",
         "_combine_splits_kernel",
@@ -138,7 +139,7 @@ def test_all_kernels_of_a_step_are_launched_dependently(
 ) -> None:
     launches = step(tmp_path, quant=quant)
     names = {each.kernel.fn.__name__ for each in launches}
-    assert ("_int4_gemm_kernel" in names) == (quant is not None)
+    assert ("_int4_gemv_kernel" in names) == (quant is not None)
     assert len(launches) == 8  # of a layer six, then norm and head
     for each in launches:
         assert each.options["pdl"] is each.options["launch_pdl"] is True

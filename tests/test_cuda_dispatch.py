@@ -118,15 +118,15 @@ def test_what_the_kernels_do_not_serve() -> None:
         max_rows(Kernel.GROUPED_EXPERTS)
 
 
-def launched(rows: int, weights: Operation, groups: int = 2) -> set[str]:
-    """Names of the kernels that a product launches. groups: of inputs, of int4 weights."""
+def launched(rows: int, weights: Operation) -> set[str]:
+    """Names of the kernels that a product launches."""
     x, outs = rows_of(rows), 64
     with record_launches(90, 132) as recording:
         if weights == "dense":
             dense.matmul(x, torch.empty(outs, 256, dtype=x.dtype, device=META))
         elif weights == "int4":
             codes = torch.empty(outs, 256, dtype=torch.uint8, device=META)
-            grid = pack_grid(torch.empty(outs, groups, device=META), codes[:, :groups])
+            grid = pack_grid(torch.empty(outs, 2, device=META), codes[:, :2])
             int4.int4_matmul(x, pack_int4(codes), grid)
         else:
             weight = torch.empty(outs, 256, dtype=torch.float8_e4m3fn, device=META)
@@ -140,30 +140,22 @@ def launched(rows: int, weights: Operation, groups: int = 2) -> set[str]:
         ("dense", 1, "_gemv_kernel"),
         ("dense", 8, "_skinny_gemm_kernel"),
         ("dense", 9, ""),
-        ("int4", 64, "_int4_gemm_kernel"),
-        ("int4", 65, "_int4_wide_kernel"),
+        ("int4", 1, "_int4_gemv_kernel"),
+        ("int4", 16, "_int4_gemm_kernel"),
+        ("int4", 256, "_int4_wide_kernel"),
         ("int4", 257, "_dequantize_int4_kernel"),
-        ("fp8", 64, "_skinny_gemm_kernel"),
-        ("fp8", 65, "_quantize_rows_kernel"),
+        ("fp8", 32, "_skinny_gemm_kernel"),
+        ("fp8", 33, "_quantize_rows_kernel"),
     ],
 )
 def test_products_launch_what_the_table_says(weights: Operation, rows: int, kernel: str) -> None:
     assert launched(rows, weights) == ({kernel} if kernel else set())
 
 
-@pytest.mark.parametrize(
-    ("rows", "kernel"),
-    [(16, "_int4_gemm_kernel"), (17, "_int4_wide_kernel"), (257, "_dequantize_int4_kernel")],
-)
-def test_more_rows_of_small_int4_groups_are_dequantized(rows: int, kernel: str) -> None:
-    """Groups of 32 inputs: tiles of int4_gemm for more than 16 rows would not fit in registers."""
-    assert launched(rows, "int4", groups=8) == {kernel}
-
-
 def test_a_kernel_that_is_switched_off_leaves_the_others() -> None:
     switch_off([Kernel.INT4_WIDE])
     assert launched(65, "int4") == {"_dequantize_int4_kernel"}
-    assert launched(64, "int4") == {"_int4_gemm_kernel"}
+    assert launched(16, "int4") == {"_int4_gemm_kernel"}
     switch_off([Kernel.GEMV])
     assert launched(1, "dense") == {"_skinny_gemm_kernel"}
     switch_off(kernels_of("int4"))
@@ -172,12 +164,12 @@ def test_a_kernel_that_is_switched_off_leaves_the_others() -> None:
 
 
 def attention_inputs(rows: list[int]) -> tuple[Tensor, LayerKV, AttentionMetadata]:
-    """Sequences of 40 tokens of which so many are queries."""
+    """Sequences of 32 tokens of which so many are queries."""
     made = torch.empty(sum(rows), 4, 64, dtype=torch.bfloat16, device=META)
     keys = torch.empty(9, 2, 16, 64, dtype=torch.bfloat16, device=META)
     tables = torch.empty(len(rows), 3, dtype=torch.int32, device=META)
     starts = torch.empty(len(rows) + 1, dtype=torch.int32, device=META)
-    return made, LayerKV(keys, keys), AttentionMetadata(tables, starts, starts[1:], max(rows), 40)
+    return made, LayerKV(keys, keys), AttentionMetadata(tables, starts, starts[1:], max(rows), 32)
 
 
 def attend(rows: list[int]) -> set[str]:

@@ -22,6 +22,7 @@ from localgen.backends.cuda.kernels.gemm import (
     int4,
     int4_format,
     int4_gemm,
+    int4_gemv,
     int4_wide,
     skinny_gemm,
 )
@@ -233,14 +234,12 @@ def test_int4_digit_positions() -> None:
 @pytest.mark.parametrize(
     ("rows", "ins", "outs", "group"),
     [
-        (1, 1024, 24, 128),
-        (1, 1152, 17, 32),
         (8, 256, 40, 64),
         (3, 384, 16, 384),
         (5, 512, 33, 256),
+        (2, 1152, 17, 32),
         (12, 640, 40, 128),
-        (21, 256, 35, 32),
-        (41, 384, 35, 96),
+        (16, 384, 35, 96),
     ],
 )
 def test_int4_product_equals_the_reference(
@@ -256,12 +255,33 @@ def test_int4_product_equals_the_reference(
     same(int4.int4_matmul_reference(*wide(x, packed, grid, bias)), exact_of(x, weight, bias))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("ins", "outs", "group"),
+    [(1024, 24, 128), (1152, 18, 32), (384, 17, 96), (4096, 9, 64), (4224, 6, 384)],
+)
+def test_int4_product_of_one_row_equals_the_reference(
+    ins: int, outs: int, group: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed, grid, weight = int4_parts(1, ins, outs, group)
+    x, bias = drawn(2, 1, ins, dtype=dtype), drawn(3, outs, dtype=dtype)
+    wanted = x.double() @ weight.T + bias.double()
+    same(int4_gemv.int4_gemv_triton(x, packed, grid, bias), wanted, LIMIT[dtype])
+    tile = int4_gemv.choose_int4_gemv_tile(28672, 128)
+    assert tile != int4_gemv.choose_int4_gemv_tile(outs, group)
+    monkeypatch.setattr(int4_gemv, "choose_int4_gemv_tile", lambda *_: tile)
+    int4_gemv._launcher.cache_clear()
+    same(int4_gemv.int4_gemv_triton(x, packed, grid, bias), wanted, LIMIT[dtype])
+    int4_gemv._launcher.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("ins", "outs", "group"), [(1024, 24, 128), (1152, 18, 32), (384, 16, 96)])
 def test_int4_product_of_a_normed_row_equals_the_reference(
     ins: int, outs: int, group: int, dtype: torch.dtype
 ) -> None:
-    """The mean square is near eps, so that eps counts; or the products of x and scale overflow."""
+    """The mean square is near eps, so that eps counts; or x times the norm's weight overflows
+    float16."""
     packed, grid, weight = int4_parts(1, ins, outs, group)
     for size, by in ((1 / 16, 1.0), (2000.0, 30.0)):
         x = drawn(2, 1, ins, dtype=dtype) * size
@@ -270,15 +290,14 @@ def test_int4_product_of_a_normed_row_equals_the_reference(
         normed, _ = rms_norm_reference(
             x.double(), scale.double(), norm.eps, offset=False, residual=None
         )
-        limit = 3e-5 if dtype is torch.float32 else None
-        ours = int4_gemm.int4_matmul_triton(x, packed, grid, None, residual, norm=norm)
-        same(ours, normed @ weight.T + residual.double(), limit)
-        gated = int4_gemm.int4_matmul_triton(x, packed, grid, activation="silu", norm=norm)
+        ours = int4_gemv.int4_gemv_triton(x, packed, grid, None, residual, norm=norm)
+        same(ours, normed @ weight.T + residual.double(), LIMIT[dtype])
+        gated = int4_gemv.int4_gemv_triton(x, packed, grid, activation="silu", norm=norm)
         exact = gated_activation_reference(normed @ weight.T, "silu")
-        same(gated, exact, LIMIT[torch.float16] * 5)
+        same(gated, exact, LIMIT[dtype] * 5)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 20])
+@pytest.mark.parametrize("rows", [2, 5, 20])
 def test_gated_int4_product_equals_the_reference(rows: int) -> None:
     packed, grid, weight = int4_parts(1, 256, 40, 64)
     x = drawn(2, rows, 256)
@@ -287,11 +306,11 @@ def test_gated_int4_product_equals_the_reference(rows: int) -> None:
 
 
 def test_the_int4_tiles_of_many_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    tile = int4_gemm.choose_int4_tile(2, 28672, 128)
-    assert tile != int4_gemm.choose_int4_tile(2, 70, 128)
+    tile = int4_gemm.choose_int4_tile(10, 28672, 64)
+    assert tile != int4_gemm.choose_int4_tile(10, 70, 64)
     monkeypatch.setattr(int4_gemm, "choose_int4_tile", lambda *_: tile)
     packed, grid, weight = int4_parts(1, 640, 70, 64)
-    x = drawn(2, 2, 640)
+    x = drawn(2, 10, 640)
     same(int4_gemm.int4_matmul_triton(x, packed, grid), x.double() @ weight.T, 3e-5)
 
 
@@ -299,10 +318,11 @@ def test_the_int4_tiles_of_many_outputs(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("rows", "ins", "outs", "group", "tile_of"),
     [
-        (70, 256, 70, 128, (4096, 90)),
-        (130, 384, 65, 32, (4096, 80)),
-        (66, 256, 33, 64, (28672, 80)),
-        (140, 384, 150, 96, (28672, 90)),
+        (30, 256, 70, 128, (32, 4096, 256, 128, 90, 1)),
+        (70, 384, 65, 32, (70, 4096, 4096, 32, 80, 1)),
+        (66, 256, 33, 64, (66, 28672, 4096, 64, 90, 132)),
+        (20, 1408, 70, 128, (20, 4096, 1408, 128, 90, 132)),
+        (70, 640, 65, 32, (70, 4096, 4096, 32, 80, 132)),
     ],
 )
 def test_int4_product_of_many_rows_equals_the_reference(
@@ -310,7 +330,7 @@ def test_int4_product_of_many_rows_equals_the_reference(
     ins: int,
     outs: int,
     group: int,
-    tile_of: tuple[int, int],
+    tile_of: tuple[int, int, int, int, int, int],
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -320,7 +340,23 @@ def test_int4_product_of_many_rows_equals_the_reference(
     x, bias = drawn(5, rows, ins, dtype=dtype), drawn(6, outs, dtype=dtype)
     ours = int4_wide.int4_wide_matmul_triton(x, packed, grid, bias)
     assert ours.dtype is dtype
-    same(ours, exact_of(x, weight, bias), 3e-5 if dtype is torch.float32 else None)
+    limit = 3e-5 if dtype is torch.float32 else None
+    same(ours, exact_of(x, weight, bias), limit)
+    residual = drawn(7, rows, outs, dtype=dtype)
+    ours = int4_wide.int4_wide_matmul_triton(x, packed, grid, bias, residual)
+    same(ours, exact_of(x, weight, bias) + residual.double(), limit)
+
+
+def test_inputs_are_divided_if_there_are_few_outputs() -> None:
+    """Until there are two programs for each SM, or one with the largest tile."""
+    for rows, outs, ins, splits in (
+        (32, 4096, 4096, 8),
+        (64, 6144, 4096, 5),
+        (128, 28672, 4096, 1),
+        (256, 4096, 14336, 4),
+        (17, 1024, 896, 1),
+    ):
+        assert int4_wide.choose_int4_wide_tile(rows, outs, ins, 128, 90, 132).splits == splits
 
 
 def test_scales_of_bfloat16_and_float32() -> None:

@@ -128,9 +128,9 @@ def _whole(run: Callable[[GpuBench, Budget], None]) -> Run:
 PARTS: dict[str, Part] = {
     # first in every call: describes the device
     "device": Part(lambda bench, budget, side: smoke.smoke(bench), 20.0),
-    "checks": Part(_check, 30.0, _other_checks, at_once=4),
+    "checks": Part(_check, 30.0, _other_checks, at_once=8),
     # after the checks: without the kernels that are wrong
-    "modes": Part(_check, 40.0, _checked_formats, at_once=4),
+    "modes": Part(_check, 40.0, _checked_formats, at_once=8),
     "ceilings": Part(_ceilings, 15.0),
     "kernels": Part(_kernels, 20.0, lambda plan: [*_formats(plan), kernel_speed.ATTENTION]),
     "step": Part(_step, 25.0, _formats),

@@ -90,7 +90,7 @@ FULL = GpuPlan(
     copy_bytes=4 << 30,
     product_side=8192,
     checked=case.FULL,
-    product_rows=(1, 2, 4, 8, 16, 64, 256),
+    product_rows=(1, 2, 4, 8, 16, 32, 64, 128, 256),
     attention_batches=(
         SequenceBatch(1, 4096),
         SequenceBatch(1, 32_768),

@@ -32,8 +32,10 @@ def products(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
 
 def _products(sizes: Sizes) -> Iterator[tuple[int, int, int]]:
     """Yield rows, input features and output features."""
-    for rows in (1, 2, 5, 8, 16, 33, 64, 130, sizes.rows):
+    for rows in (1, 2, 5, 8, 16, 20, 33, 64, 100, 130, sizes.rows):
         yield rows, sizes.hidden, sizes.hidden + 64
+    for rows in (1, 12, 200):
+        yield rows, sizes.hidden, 2 * sizes.intermediate
     for rows in (1, 7):
         yield rows, sizes.intermediate, sizes.hidden
         yield rows, 896, 1000

@@ -38,7 +38,7 @@ from localgen.backends.cuda.kernels.launch import Launcher, Variant, next_power_
 # a token and the drafts after it; sequences with more rows are prefills
 MAX_DECODE_ROWS = max_rows(Kernel.DECODE_ATTENTION)
 # minimum tokens per split, unless the sliding window is shorter
-_MIN_SPLIT_TOKENS = 128
+_MIN_SPLIT_TOKENS = 32
 # a longer sequence is split, however many others there are: the step would wait for it
 _MAX_SPLIT_TOKENS = 4096
 # partial results of these splits: about this, at most
@@ -79,13 +79,16 @@ def choose_decode_tile(
         min(-(-max_seq_len // _MAX_SPLIT_TOKENS), _MAX_PARTIAL_BYTES // partial_bytes),
         useful=-(-max_seq_len // _MIN_SPLIT_TOKENS),
     )
-    # 16 KiB of keys and of values per block, and two blocks of each
-    block = 8192 // next_power_of_2(head_dim)
+    # 8 KiB of keys and of values per block, and two blocks of each: the fastest on an H100, where
+    # an 8-bit cache, whose values are converted, is faster with two warps than with four
+    block = (8192 if quantized else 4096) // next_power_of_2(head_dim)
     # otherwise two programs do not fit on an SM, or the rows do not fit in registers
-    if arch in SMALL_SHARED_ARCHS or padded >= 64:
+    if quantized and (arch in SMALL_SHARED_ARCHS or padded >= 64):
         block //= 2
     # with 64 KiB of accumulators, four warps have no registers left for the queries
     warps = 8 if padded * next_power_of_2(head_dim) >= 16384 else 4
+    if quantized and padded == _MIN_DOT_SIZE:
+        warps = 2
     registers = MAX_REGISTERS if _may_spill(padded * block, splits, quantized, arch) else None
     return AttentionTile(padded, block, splits, warps, num_stages=3, max_registers=registers)
 

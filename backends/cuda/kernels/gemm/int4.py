@@ -18,15 +18,10 @@ from localgen.backends.cuda.kernels.gemm.int4_format import (
     dequantize_int4_triton,
     is_tiled,
 )
-from localgen.backends.cuda.kernels.gemm.int4_gemm import (
-    MAX_SMALL_GROUP_ROWS,
-    has_small_groups,
-    int4_matmul_triton,
-)
+from localgen.backends.cuda.kernels.gemm.int4_gemm import int4_matmul_triton
+from localgen.backends.cuda.kernels.gemm.int4_gemv import int4_gemv_triton
 from localgen.backends.cuda.kernels.gemm.int4_wide import int4_wide_matmul_triton
-from localgen.backends.cuda.kernels.gemm.tile import (
-    ActivationKind,
-)
+from localgen.backends.cuda.kernels.gemm.tile import ActivationKind
 from localgen.backends.cuda.kernels.norm import RMSNorm
 
 
@@ -47,11 +42,11 @@ def int4_matmul(
     """
     match choose_int4_kernel(x, packed, grid):
         case Kernel.INT4_GEMV:
-            return int4_matmul_triton(x, packed, grid, bias, residual, norm=norm)
+            return int4_gemv_triton(x, packed, grid, bias, residual, norm=norm)
         case Kernel.INT4_GEMM:
             return int4_matmul_triton(normed(x, norm), packed, grid, bias, residual)
         case Kernel.INT4_WIDE:
-            out = int4_wide_matmul_triton(normed(x, norm), packed, grid, bias)
+            return int4_wide_matmul_triton(normed(x, norm), packed, grid, bias, residual)
         case Kernel.INT4_DEQUANTIZE:
             weight = dequantize_int4_triton(packed, grid, x.dtype)
             out = functional.linear(normed(x, norm), weight, bias)
@@ -71,7 +66,7 @@ def int4_gated_matmul(
     """Return act(gate) * up of norm(x), [rows, outs / 2]. packed, grid: gate rows, then up rows."""
     match choose_int4_kernel(x, packed, grid):
         case Kernel.INT4_GEMV:
-            return int4_matmul_triton(x, packed, grid, activation=activation, norm=norm)
+            return int4_gemv_triton(x, packed, grid, activation=activation, norm=norm)
         case Kernel.INT4_GEMM:
             return int4_matmul_triton(normed(x, norm), packed, grid, activation=activation)
     return gated_activation(int4_matmul(x, packed, grid, norm=norm), activation)
@@ -82,8 +77,7 @@ def choose_int4_kernel(x: Tensor, packed: Tensor, grid: Tensor) -> Kernel:
     ins = 2 * packed.shape[1]
     group = ins // grid.shape[1]
     fits = is_tiled(ins) and group % PART_INPUTS == 0 and packed.is_contiguous()
-    too_many = has_small_groups(group) and len(x) > MAX_SMALL_GROUP_ROWS
-    return choose_kernel("int4", x, fits=fits, unfit=(Kernel.INT4_GEMM,) if too_many else ())
+    return choose_kernel("int4", x, fits=fits)
 
 
 def int4_matmul_reference(

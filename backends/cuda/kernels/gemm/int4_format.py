@@ -93,6 +93,11 @@ def parts_per_group(group: int) -> int:
     return 4 if group % TILE_INPUTS == 0 else 2 if group % (2 * PART_INPUTS) == 0 else 1
 
 
+def has_small_groups(group: int) -> bool:
+    """True if each part of a tile has a scale of its own, which takes registers."""
+    return parts_per_group(group) == 1
+
+
 def float_type(dtype: torch.dtype) -> Any:
     """Return the Triton type of the 16-bit floats that codes are put into."""
     return tl.bfloat16 if dtype is torch.bfloat16 else tl.float16

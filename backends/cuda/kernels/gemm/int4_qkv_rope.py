@@ -17,24 +17,25 @@ from localgen.backends.cuda.kernels.dependent_launch import wait_for_previous_ke
 from localgen.backends.cuda.kernels.dispatch import Kernel
 from localgen.backends.cuda.kernels.gemm.int4 import choose_int4_kernel, int4_matmul
 from localgen.backends.cuda.kernels.gemm.int4_format import TILE_INPUTS, float_type
-from localgen.backends.cuda.kernels.gemm.int4_gemm import (
-    accumulate_int4,
-    choose_int4_tile,
-    int4_constants,
+from localgen.backends.cuda.kernels.gemm.int4_gemv import (
+    accumulate_int4_row,
+    choose_int4_gemv_tile,
+    int4_gemv_constants,
+    word_view,
 )
 from localgen.backends.cuda.kernels.gemm.qkv_rope import (
     paired_output_ids,
     rotate_and_store_pairs,
     rotates_whole_heads,
 )
-from localgen.backends.cuda.kernels.gemm.tile import GemmTile, dot_dtype
+from localgen.backends.cuda.kernels.gemm.tile import GemmTile
 from localgen.backends.cuda.kernels.kv_cache import LayerKV
 from localgen.backends.cuda.kernels.launch import Launcher, Variant
 from localgen.backends.cuda.kernels.norm import RMSNorm
 from localgen.backends.cuda.kernels.rope import QKNorm, rope_and_store_kv
 
-# of a tile: most outputs, and rows
-_MAX_OUTPUTS, _ROWS = 32, 8
+# most outputs of a tile
+_MAX_OUTPUTS = 8
 
 
 def int4_project_and_store_kv(
@@ -85,13 +86,13 @@ def int4_project_and_store_kv_triton(
     assert sin.is_contiguous()
     group = ins // grid.shape[1]
     launcher, num_programs, heads = _launcher(
-        *(outs, ins, group, layer_kv.keys.shape, x.dtype, grid.dtype, dot_dtype(x))
+        *(outs, ins, group, layer_kv.keys.shape, x.dtype, grid.dtype)
     )
     queries = torch.empty((1, heads, layer_kv.keys.shape[3]), dtype=x.dtype, device=x.device)
     launcher(
         (num_programs,),
-        x.contiguous(),
-        norm.weight,
+        word_view(x),
+        word_view(norm.weight),
         packed.view(torch.int32),
         grid.view(torch.int32),
         bias,
@@ -104,7 +105,6 @@ def int4_project_and_store_kv_triton(
         layer_kv.values,
         norm.eps,
         ins // TILE_INPUTS,
-        group,
     )
     return queries
 
@@ -117,18 +117,17 @@ def _launcher(
     cache_shape: torch.Size,
     dtype: torch.dtype,
     grid_dtype: torch.dtype,
-    operand_dtype: Any,
 ) -> tuple[Launcher, int, int]:
-    """The launcher, the number of programs, and of query heads. operand_dtype: of tl.dot."""
+    """The launcher, the number of programs, and of query heads."""
     _, kv_heads, page_tokens, size = cache_shape
     heads = outs // size - 2 * kv_heads
-    tile = choose_int4_tile(1, outs, group)
+    tile = choose_int4_gemv_tile(outs, group)
     launcher = Launcher(
         _int4_qkv_rope_kernel,
         **_head_constants(heads, kv_heads, size, page_tokens, tile),
-        **int4_constants(tile, ins, group, float_type(dtype), float_type(grid_dtype), True),
-        dot_dtype=operand_dtype,
+        **int4_gemv_constants(tile, ins, group, float_type(dtype), float_type(grid_dtype)),
         num_warps=tile.num_warps,
+        maxnreg=tile.max_registers,
     )
     return launcher, outs // tile.outputs, heads
 
@@ -136,15 +135,12 @@ def _launcher(
 def _head_constants(
     heads: int, kv_heads: int, size: int, page_tokens: int, tile: GemmTile
 ) -> dict[str, Any]:
-    assert tile.rows == _ROWS
     assert tile.outputs <= _MAX_OUTPUTS
     return {
         "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": size,
         "page_tokens": page_tokens,
-        "outputs": tile.outputs,
-        "padded_rows": tile.rows,
     }
 
 
@@ -152,23 +148,22 @@ def _head_constants(
 @triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
 def _int4_qkv_rope_kernel(
     x, norm, words, grid, bias, positions, cos, sin, slot_mapping, queries, keys, values, eps,
-    tiles, group_size,
+    tiles,
     heads: tl.constexpr, kv_heads: tl.constexpr, head_dim: tl.constexpr, page_tokens: tl.constexpr,
-    outputs: tl.constexpr, padded_rows: tl.constexpr, float_type: tl.constexpr,
-    grid_type: tl.constexpr, dots_per_group: tl.constexpr, warps: tl.constexpr,
-    stages: tl.constexpr, even: tl.constexpr, norm_block: tl.constexpr, dot_dtype: tl.constexpr,
+    input_type: tl.constexpr, grid_type: tl.constexpr, group_size: tl.constexpr,
+    dots_per_group: tl.constexpr, outputs: tl.constexpr, step: tl.constexpr, even: tl.constexpr,
     pdl: tl.constexpr = False,
 ):  # fmt: skip
     wait_for_previous_kernel(pdl)
     block = tl.program_id(0)
     own = paired_output_ids(block, outputs, head_dim)
-    total = accumulate_int4(
-        x, norm, words, grid, own, tl.arange(0, padded_rows), 1, tiles, group_size, eps, float_type,
-        grid_type, dot_dtype, dots_per_group, warps, stages, even, norm_block,
+    total, squares = accumulate_int4_row(
+        x, norm, words, grid, own, tiles, input_type, grid_type, group_size, dots_per_group, step,
+        even,
     )  # fmt: skip
-    # the other rows are 0
+    summed = tl.sum(total, 1) * tl.rsqrt(tl.sum(squares) / (tiles * 128) + eps)
     rotate_and_store_pairs(
-        tl.sum(total, 1), block, own, bias, positions, cos, sin, slot_mapping, queries, keys,
+        summed, block, own, bias, positions, cos, sin, slot_mapping, queries, keys,
         values, heads, kv_heads, head_dim, page_tokens,
     )  # fmt: skip
 
@@ -183,21 +178,20 @@ def variants() -> Iterator[Variant]:
     ):
         outs = (heads + 2 * kv_heads) * size
         of = tl.float16 if kind == "*fp16" else tl.bfloat16
-        tile = choose_int4_tile(1, outs, group)
+        tile = choose_int4_gemv_tile(outs, group)
         constants = {
             **_head_constants(heads, kv_heads, size, 16, tile),
-            **int4_constants(tile, ins, group, of, tl.float16, True),
-            "dot_dtype": of,
+            **int4_gemv_constants(tile, ins, group, of, tl.float16),
         }
         if not biased:
             constants["bias"] = None
         types = {
-            **dict.fromkeys(("x", "norm", "bias", "queries", "keys", "values"), kind),
-            **dict.fromkeys(("words", "grid", "positions"), "*i32"),
+            **dict.fromkeys(("bias", "queries", "keys", "values"), kind),
+            **dict.fromkeys(("x", "norm", "words", "grid", "positions"), "*i32"),
             **dict.fromkeys(("cos", "sin"), "*fp32"),
             "slot_mapping": "*i64",
             "eps": "fp32",
-            **dict.fromkeys(("tiles", "group_size"), "i32"),
+            "tiles": "i32",
             **dict.fromkeys(constants, "constexpr"),
         }
         yield Variant(
@@ -208,4 +202,5 @@ def variants() -> Iterator[Variant]:
             },
             constants=constants,
             num_warps=tile.num_warps,
+            max_registers=tile.max_registers,
         )

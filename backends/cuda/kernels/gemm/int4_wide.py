@@ -1,7 +1,8 @@
-"""Matrix products with 4-bit weights of int4_format: 65 to 256 rows, small groups from 17 on.
+"""Matrix products of 17 to 256 rows with 4-bit weights of int4_format.
 
 A program dequantizes its weights in registers, where tensor cores read them, so the dequantized
-weight is never written to memory. Each of its blocks of rows dequantizes a weight again.
+weight is never written to memory. Each block of rows dequantizes a weight again. If there are few
+outputs, programs divide the inputs (split-K), and a second launch adds up their sums.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, operator"
@@ -9,55 +10,93 @@ weight is never written to memory. Each of its blocks of rows dequantizes a weig
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from localgen.backends.cuda.kernels.device import ARCHS, compute_capability
+from localgen.backends.cuda.kernels.device import ARCHS, compute_capability, count_sms
 from localgen.backends.cuda.kernels.gemm.int4_format import (
     TILE_INPUTS,
     float_type,
+    has_small_groups,
     parts_per_group,
     split_float_pairs,
 )
 from localgen.backends.cuda.kernels.gemm.tile import GemmTile, dot_dtype, store_transposed
 from localgen.backends.cuda.kernels.launch import Variant, ceil_div, launch
 
+_MAX_SPLITS = 8
+# tiles of inputs that a program has at least
+_MIN_SPLIT_TILES = 4
+# outputs per program that adds up the sums
+_SUMMED = 1024
 
-def choose_int4_wide_tile(outs: int, arch: int) -> GemmTile:
-    """Return the tile of a program: as many rows as fit, because each block of them dequantizes.
 
-    128 x 128 takes 118 KB of shared memory and 196 registers. Fewer outputs use smaller tiles, to
-    have programs for every SM; so do GPUs with 99 KB.
+class WideTile(NamedTuple):
+    """The tile of a program, and among how many programs its inputs are divided."""
+
+    tile: GemmTile
+    splits: int
+
+
+def choose_int4_wide_tile(
+    rows: int, outs: int, ins: int, group_size: int, arch: int, num_sms: int
+) -> WideTile:
+    """Return the tile of a program, and among how many programs its inputs are divided.
+
+    As many rows as fit, because each block of rows dequantizes again: 128 x 256 takes 216 KB of
+    shared memory, so one program fits on an SM; of smaller tiles two, and one dequantizes while the
+    other computes. Measured on an H100.
     """
-    if outs > 8192 and arch // 10 in (9, 10):
-        return GemmTile(128, TILE_INPUTS, 128, 8, 3)
-    # on sm_80 the compiler limits registers to 128 and spills; Triton 3.6 also on sm_120
-    return GemmTile(64, TILE_INPUTS, 64, 4, 4, 255 if arch in (80, 120) else None)
+    if arch // 10 in (9, 10):
+        most = 128 if has_small_groups(group_size) else 256
+        padded = next(size for size in (32, 64, 128, 256) if rows <= size or size == most)
+        tile = GemmTile(128, TILE_INPUTS, padded, 8 if padded == 256 else 4, 3)
+    else:
+        # without the limit the compiler takes 128 registers and spills
+        tile = GemmTile(64, TILE_INPUTS, 64, 4, 4, 255)
+    programs = ceil_div(rows, tile.rows) * ceil_div(outs, tile.outputs)
+    most = max(1, min(_MAX_SPLITS, ins // TILE_INPUTS // _MIN_SPLIT_TILES))
+    at_once = num_sms if tile.rows == 256 else 2 * num_sms
+    splits = min(most, max(1, at_once // programs))
+    return WideTile(tile, splits)
 
 
 def int4_wide_matmul_triton(
-    x: Tensor, packed: Tensor, grid: Tensor, bias: Tensor | None = None
+    x: Tensor,
+    packed: Tensor,
+    grid: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """Triton implementation of `int4.int4_matmul` for more rows than `int4_gemm`, one launch."""
+    """Triton implementation of `int4.int4_matmul` for more rows than `int4_gemm`.
+
+    One launch, or two if inputs are divided among programs, which write float32 sums: the second
+    adds them in a fixed order.
+    """
     rows, (outs, ins) = x.shape[0], (packed.shape[0], 2 * packed.shape[1])
     group = ins // grid.shape[1]
-    tile = choose_int4_wide_tile(outs, compute_capability(x.device))
+    arch, num_sms = compute_capability(x.device), count_sms(x.device)
+    tile, splits = choose_int4_wide_tile(rows, outs, ins, group, arch, num_sms)
     out = torch.empty((rows, outs), dtype=x.dtype, device=x.device)
+    sums = out
+    if splits > 1:
+        sums = torch.empty((splits, rows, outs), dtype=torch.float32, device=x.device)
     # programs that read the same weights are adjacent, so that they hit L2
-    launch(_int4_wide_kernel, (ceil_div(rows, tile.rows), ceil_div(outs, tile.outputs)))(
+    launch(_int4_wide_kernel, (ceil_div(rows, tile.rows), ceil_div(outs, tile.outputs), splits))(
         x.contiguous(),
         packed.view(torch.int32),
         grid.view(torch.int32),
-        bias,
-        out,
+        bias if splits == 1 else None,
+        sums,
         rows,
         ins // TILE_INPUTS,
         outs,
         group,
+        splits,
         float_type=float_type(x.dtype),
         grid_type=float_type(grid.dtype),
         dot_dtype=dot_dtype(x),
@@ -68,7 +107,15 @@ def int4_wide_matmul_triton(
         num_warps=tile.num_warps,
         maxnreg=tile.max_registers,
     )
-    return out
+    if splits > 1:
+        launch(_sum_splits_kernel, (ceil_div(rows * outs, _SUMMED),))(
+            *(sums, bias, None if residual is None else residual.contiguous(), out),
+            *(rows * outs, outs),
+            splits=splits,
+            block=_SUMMED,
+        )
+        return out
+    return out if residual is None else out + residual
 
 
 @triton.jit
@@ -103,6 +150,7 @@ def _int4_wide_kernel(
     tiles,
     outs,
     group_size,
+    splits,
     float_type: tl.constexpr,
     grid_type: tl.constexpr,
     dot_dtype: tl.constexpr,
@@ -112,6 +160,9 @@ def _int4_wide_kernel(
     stages: tl.constexpr,
 ):
     """[outputs, 128] @ [128, padded rows] per iteration. parts: 32-input parts per group."""
+    split = tl.program_id(2)
+    share = tl.cdiv(tiles, splits)
+    first = split * share
     ins = tiles * 128
     row = tl.program_id(0) * padded_rows + tl.arange(0, padded_rows)
     own = tl.minimum(tl.program_id(1) * outputs + tl.arange(0, outputs), outs - 1).to(tl.int64)
@@ -119,7 +170,7 @@ def _int4_wide_kernel(
     x_at = x + row.to(tl.int64)[None, :] * ins + tl.arange(0, 128)[:, None]
     g_at = grid + own * (ins // group_size)
     total = tl.zeros([outputs, padded_rows], tl.float32)
-    for tile in tl.range(0, tiles, num_stages=stages):
+    for tile in tl.range(first, tl.minimum(first + share, tiles), num_stages=stages):
         w = tl.load(w_at + tile * 16)
         a = tl.load(x_at + tile * 128, mask=(row < rows)[None, :], other=0.0)
         g0 = tl.load(g_at + tile * 128 // group_size)
@@ -140,28 +191,61 @@ def _int4_wide_kernel(
     to = tl.program_id(1) * outputs + tl.arange(0, outputs)
     if bias is not None:
         total += tl.load(bias + to, mask=to < outs, other=0.0).to(tl.float32)[:, None]
+    out += split.to(tl.int64) * rows * outs
     store_transposed(total, out, row, rows, to, outs)
 
 
+@triton.jit(do_not_specialize=["size"])
+def _sum_splits_kernel(
+    sums, bias, residual, out, size, outs, splits: tl.constexpr, block: tl.constexpr
+):
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = at < size
+    total = tl.load(sums + at, mask=inside, other=0.0)
+    for split in tl.static_range(1, splits):
+        total += tl.load(sums + split * size + at, mask=inside, other=0.0)
+    if bias is not None:
+        total += tl.load(bias + at % outs, mask=inside, other=0.0).to(tl.float32)
+    if residual is not None:
+        total += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+
+
 def variants() -> Iterator[Variant]:
-    """Shapes of an 8B model by group size; one in float16."""
-    for ins, outs, group, kind in (
-        (4096, 4096, 128, "*bf16"),
-        (4096, 28672, 128, "*bf16"),
-        (4096, 28672, 64, "*bf16"),
-        (896, 9728, 32, "*bf16"),
-        (14336, 4096, 32, "*fp16"),
+    """Shapes of an 8B model by rows and group size; one in float16."""
+    for rows, ins, outs, group, kind in (
+        (32, 4096, 4096, 128, "*bf16"),
+        (64, 4096, 28672, 128, "*bf16"),
+        (128, 4096, 28672, 64, "*bf16"),
+        (256, 4096, 28672, 128, "*bf16"),
+        (256, 896, 9728, 32, "*bf16"),
+        (64, 14336, 4096, 32, "*fp16"),
+        (256, 14336, 4096, 64, "*fp16"),
     ):
-        tiles = {arch: choose_int4_wide_tile(outs, arch) for arch in ARCHS}
+        tiles = {arch: choose_int4_wide_tile(rows, outs, ins, group, arch, 132) for arch in ARCHS}
         for tile in dict.fromkeys(tiles.values()):
             archs = frozenset(arch for arch in ARCHS if tiles[arch] == tile)
-            yield _int4_wide_variant(tile, f"{ins}-{outs}", group, kind, archs)
+            yield _int4_wide_variant(tile, f"{rows}-{ins}-{outs}", group, kind, archs)
+    for kind in ("*bf16", "*fp16"):
+        constants = {"splits": _MAX_SPLITS, "block": _SUMMED}
+        yield Variant(
+            name=f"int4-sum-splits-{kind}",
+            kernel=_sum_splits_kernel,
+            signature={
+                "sums": "*fp32",
+                **dict.fromkeys(("bias", "residual", "out"), kind),
+                **dict.fromkeys(("size", "outs"), "i32"),
+                **dict.fromkeys(constants, "constexpr"),
+            },
+            constants=constants,
+        )
 
 
 def _int4_wide_variant(
-    tile: GemmTile, name: str, group_size: int, input_type: str, archs: frozenset[int]
+    wide: WideTile, name: str, group_size: int, input_type: str, archs: frozenset[int]
 ) -> Variant:
     of = tl.float16 if input_type == "*fp16" else tl.bfloat16
+    tile, is_split = wide.tile, wide.splits > 1
     constants: dict[str, Any] = {
         "float_type": of,
         "grid_type": tl.float16,
@@ -171,15 +255,19 @@ def _int4_wide_variant(
         "padded_rows": tile.rows,
         "stages": tile.num_stages,
     }
-    pointers = {"x": input_type, "words": "*i32", "grid": "*i32"}
-    numbers = dict.fromkeys(("rows", "tiles", "outs", "group_size"), "i32")
+    if is_split:
+        constants["bias"] = None
+    types = {
+        **dict.fromkeys(("x", "bias"), input_type),
+        **dict.fromkeys(("words", "grid"), "*i32"),
+        "out": "*fp32" if is_split else input_type,
+        **dict.fromkeys(("rows", "tiles", "outs", "group_size", "splits"), "i32"),
+        **dict.fromkeys(constants, "constexpr"),
+    }
     return Variant(
         name=f"int4-wide-{name}-{group_size}-{input_type}",
         kernel=_int4_wide_kernel,
-        signature=pointers
-        | {"bias": input_type, "out": input_type}
-        | numbers
-        | dict.fromkeys(constants, "constexpr"),
+        signature={name: types[name] for name in _int4_wide_kernel.arg_names if name in types},
         constants=constants,
         num_warps=tile.num_warps,
         max_registers=tile.max_registers,
