@@ -16,6 +16,7 @@ import httpx
 import pytest
 from serving import settings_in, short_folder, wait_until
 
+from localgen.backends.model_info import LoadOptions
 from localgen.cli.agents import AGENTS, AgentModel, without_proxy
 from localgen.client import LocalClient
 from localgen.config import ServerSettings
@@ -27,6 +28,7 @@ PROGRAM = """\
 #!{python}
 import json, os, pathlib, sys, time
 import httpx
+from localgen.backends.model_info import LoadOptions
 from localgen.cli.agents import AGENTS
 name, folder = pathlib.Path(sys.argv[0]).name, pathlib.Path(__file__).parent
 given = {{"arguments": sys.argv[1:], "variables": dict(os.environ)}}
@@ -92,6 +94,17 @@ def test_an_agent_asks_with_its_key_while_it_runs(settings: ServerSettings, prog
         httpx.get(f"{url}/health", trust_env=False)
 
 
+def test_a_larger_context_of_a_loaded_model_is_named(
+    settings: ServerSettings, programs: Path
+) -> None:
+    with LocalClient(settings) as client:
+        client.connect()
+        client.load("tiny", LoadOptions())
+    launched = start(settings, programs, "claude", "-m", "tiny", "--ctx", "1024")
+    _, notices = launched.communicate(timeout=90)
+    assert "2,048 tokens (it is loaded with that already, --ctx asked for 1,024)" in notices
+
+
 def test_an_open_connection_ends_with_the_agent(settings: ServerSettings, programs: Path) -> None:
     launched = start(settings, programs, "claude", "-m", "tiny", "--", "wait")
     try:
@@ -132,6 +145,7 @@ def test_only_local_clients_open_ports(settings: ServerSettings, programs: Path)
         (["claude", "-m", "MODEL"], "`localgen cp PATH NAME` creates an alias"),
         (["claude", "-m", "tiny", "--ctx", "9999"], "was trained for 2,048 tokens"),
         (["claude", "-m", "tiny", "--ctx", "0"], "--ctx"),
+        (["claude", "--version"], "--version; arguments of the agent come after --"),
     ],
 )
 def test_what_cannot_be_launched(

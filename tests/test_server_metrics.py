@@ -219,6 +219,18 @@ def test_unknown_model_names_are_in_the_log_with_their_id_and_no_labels(
     assert "model=no-such-model" in log(served)[-1]
 
 
+def test_the_log_says_how_long_a_prompt_was_that_did_not_fit(served: ServerHarness) -> None:
+    body = chat_body(served.model("asked"), "hello " * 9000)
+    reply = served.http.post("/v1/chat/completions", json=body)
+    message = reply.json()["error"]["message"]
+    assert re.search(r"\d{4,}|\d,\d{3}", message)
+    name = reply.headers["x-request-id"]
+    wait_until(lambda: any(name in line for line in log(served)))
+    (line,) = [line for line in log(served) if name in line]
+    assert "outcome=context_length_exceeded" in line
+    assert message in line
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_id_of_an_answer_is_in_its_headers_and_the_log(
     served: ServerHarness, stream: bool

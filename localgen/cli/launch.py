@@ -94,9 +94,11 @@ def _run(
 ) -> None:
     name = model or default_model()
     info = _load(client, name, ctx)
-    stable = ", prompts are stabilized" if stabilize else ""
+    kept = f" (it is loaded with that already, --ctx asked for {ctx:,})" if ctx else ""
     tables.print_notice(
-        f"{agent.program} uses {name} with a context of {info.ctx:,} tokens{stable}{_warning(info)}"
+        f"{agent.program} uses {name} with a context of {info.ctx:,} tokens"
+        f"{kept if info.ctx != ctx else ''}{', prompts are stabilized' if stabilize else ''}"
+        f"{_warning(info)}"
     )
     with client.private_port(stabilize=stabilize) as port:
         settings = agent.settings(AgentModel(port.url, port.key, name, info.ctx))
@@ -138,7 +140,7 @@ def _load(client: LocalClient, model: str, ctx: int | None) -> ModelInfo:
 def _warning(info: ModelInfo) -> str:
     if info.ctx >= MIN_CTX:
         return ""
-    return f"; agents need {MIN_CTX:,} or more, so expect errors"
+    return f"; agents need {MIN_CTX:,} or more: expect errors, and answers that lead nowhere"
 
 
 def _wait(command: list[str], environment: dict[str, str]) -> int:

@@ -76,6 +76,8 @@ def usage_message(error: typer.TyperException, arguments: Sequence[str]) -> str:
         message = f"{name}: {_reason(problems()[0])}"
     if getattr(error, "option_name", "") in _IMAGE_OPTIONS:
         message += "; localgen reads text only, no images"
+    elif hasattr(error, "option_name") and context and context.info_name == "launch":
+        message += "; arguments of the agent come after --"
     return f"{message} (see {context.command_path if context else 'localgen'} --help)"
 
 

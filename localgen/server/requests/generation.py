@@ -124,7 +124,7 @@ class GenerationResponse(Response):
             if left is not None:  # the model is released before
                 await self._record_cancelled(left)
         except LocalgenError as error:
-            self._record.outcome = error.code
+            self._record.fail(error.code, error.message)
             if not self._has_begun and not await waiting.stop():
                 raise
             body = self._encode_error(unnamed.framing, error.code, error.message, error.param)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal, Protocol
 
+from localgen.backends.errors import ContextExceeded
 from localgen.backends.terminal_text import one_line
 from localgen.backends.types import Delta, Failed, Finished
 from localgen.server.models.request_stream import RequestEvent
@@ -31,7 +32,8 @@ class RequestRecord:
     requested_model: the client's name of the model. model: the unique name of the loaded one, for
     metrics. answered_model: the name in the answer and the log, or empty for the requested one.
     account: charged for its tokens. outcome: the finish reason, an error code, or `gone` if the
-    client disconnected. total: merged result of all answers; finished: result of each.
+    client disconnected. error: message of an error that has no text of the request in it, or empty.
+    total: merged result of all answers; finished: result of each.
     token_gaps_s: (seconds per token, tokens) of each delta after the first. last_delta: by request
     id, the tokens so far and when the last delta arrived. n: answers per prompt. max_tokens: of an
     answer, or None if the request has no limit.
@@ -45,6 +47,7 @@ class RequestRecord:
     model: str = UNKNOWN_MODEL
     answered_model: str = ""
     outcome: str = GONE
+    error: str = ""
     total: Finished | None = None
     finished: list[Finished] = field(default_factory=list)
     token_gaps_s: list[tuple[float, int]] = field(default_factory=list)
@@ -64,7 +67,7 @@ class RequestRecord:
                 case Finished():
                     self.finished.append(event)
                 case Failed():
-                    self.outcome = event.code
+                    self.fail(event.code, event.message)
 
     def _add_delta(self, delta: Delta, now_s: float) -> None:
         before, last_s = self.last_delta.get(delta.request_id, (0, None))
@@ -73,6 +76,12 @@ class RequestRecord:
             self.token_gaps_s.append(((now_s - last_s) / new, new))
         self.last_delta[delta.request_id] = delta.num_tokens, now_s
         self.num_tokens += new
+
+    def fail(self, code: str, message: str) -> None:
+        """Record an error."""
+        self.outcome = code
+        if code == ContextExceeded.code:  # says how many tokens the prompt has
+            self.error = message
 
     def finish(self, total: Finished) -> None:
         """Record that all answers have finished."""
@@ -108,6 +117,8 @@ def log_fields(record: RequestRecord) -> dict[str, str | int | float]:
         "outcome": record.outcome,
         "total_ms": _ms(record.ended_s - record.arrived_s),
     }
+    if record.error:
+        fields["error"] = record.error
     if record.total is None:
         return fields | {"answer_tokens": record.num_tokens}
     timings = record.total.timings
