@@ -12,6 +12,7 @@ from pathlib import Path
 
 from serving import ServerHarness, settings_in, short_folder, wait_until
 
+from localgen.config import ServerSettings
 from localgen.machine.python_process import python_environment
 
 
@@ -19,6 +20,7 @@ from localgen.machine.python_process import python_environment
 class RealServer:
     url: str
     log: Path
+    settings: ServerSettings
 
 
 @contextmanager
@@ -40,7 +42,7 @@ def real_server(*arguments: str, **environment: str) -> Iterator[RealServer]:
             harness.http.close()
             found = re.search(r"listening on (http://\S+)", log.read_text())
             assert found is not None, log.read_text()
-            yield RealServer(found[1], log)
+            yield RealServer(found[1], log, settings)
         finally:
             process.terminate()
             process.wait(20)

@@ -150,11 +150,16 @@ def test_a_port_of_launch_stabilizes_its_requests(settings: ServerSettings) -> N
         for wanted in (True, False):
             with client.private_port(stabilize=wanted) as port:
                 notes = ask(f"{port.url}/v1/chat/completions", **{"x-api-key": port.key})
+            assert port.stabilize is wanted
             assert ("stabilized: clock time" in notes) is wanted
 
 
 def test_a_server_stabilizes_all_requests() -> None:
     with real_server(LOCALGEN_STABILIZE="1") as server:
+        with LocalClient(server.settings) as client:
+            client.connect()
+            with client.private_port() as port:
+                assert port.stabilize, "launch says so"
         assert "stabilized: clock time" in ask(f"{server.url}/v1/chat/completions")
         assert "prompts are stabilized" in server.log.read_text()
 

@@ -95,12 +95,12 @@ def _run(
     name = model or default_model()
     info = _load(client, name, ctx)
     kept = f" (it is loaded with that already, --ctx asked for {ctx:,})" if ctx else ""
-    tables.print_notice(
-        f"{agent.program} uses {name} with a context of {info.ctx:,} tokens"
-        f"{kept if info.ctx != ctx else ''}{', prompts are stabilized' if stabilize else ''}"
-        f"{_warning(info)}"
-    )
     with client.private_port(stabilize=stabilize) as port:
+        tables.print_notice(
+            f"{agent.program} uses {name} with a context of {info.ctx:,} tokens"
+            f"{kept if info.ctx != ctx else ''}"
+            f"{', prompts are stabilized' if port.stabilize else ''}{_warning(info)}"
+        )
         settings = agent.settings(AgentModel(port.url, port.key, name, info.ctx))
         environment = os.environ | settings.variables | without_proxy(os.environ)
         status = _wait([program, *settings.arguments, *arguments], environment)

@@ -44,10 +44,12 @@ class Stats(msgspec.Struct):
 
 
 class PrivatePortReply(msgspec.Struct):
-    """url: base URL of a loopback port, without a path. key: its API key."""
+    """url: base URL of a loopback port, without a path. key: its API key. stabilize: its requests
+    are stabilized, as asked or because the server does so with all."""
 
     url: str
     key: str
+    stabilize: bool = False
 
 
 class LoadEvent(msgspec.Struct):

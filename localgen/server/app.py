@@ -93,7 +93,7 @@ def create_app(
     app.include_router(RerankApi(manager, journal, access.timeout_s).router())
     app.include_router(LlamaServerApi(manager, journal, access.timeout_s).router())
     ports = PrivatePorts(listen)
-    _add_private_port_route(app, manager, ports, is_shutting_down)
+    _add_private_port_route(app, manager, ports, is_shutting_down, stabilize=access.stabilize)
     guarded = GuardMiddleware(app, access, rates, ports)
     return _with_arrival(guarded, lambda port: access.stabilize or ports.stabilizes(port))
 
@@ -323,7 +323,11 @@ def _add_private_port_route(
     manager: ModelManager,
     ports: PrivatePorts,
     is_shutting_down: Callable[[], bool],
+    *,
+    stabilize: bool,
 ) -> None:
+    stabilizes_all = stabilize
+
     @app.post("/v1/private-port", response_model=None)
     async def private_port(http: HttpRequest, stabilize: bool = False) -> Response:
         """A loopback port with a key, as long as the client reads the stream.
@@ -333,10 +337,11 @@ def _add_private_port_route(
         _require_local(http, "localgen launch opens ports over the Unix socket only")
         return EventStreamResponse(opened(stabilize), serializer.SSE)
 
-    async def opened(stabilize: bool) -> AsyncGenerator[dict[str, str], None]:
+    async def opened(stabilize: bool) -> AsyncGenerator[dict[str, str | bool], None]:
         with manager.activity():  # the server does not exit while the program may call it
             async with ports.open(stabilize=stabilize) as port:
-                yield {"url": port.url, "key": port.key}
+                stabilized = stabilizes_all or stabilize
+                yield {"url": port.url, "key": port.key, "stabilize": stabilized}
                 while not is_shutting_down():
                     await asyncio.sleep(STATS_PERIOD_S)
 
