@@ -242,12 +242,16 @@ class ChatSession:
         self.branch = name
         self.last_completion = self.used_tokens = None
 
-    def deterministic_reason(self) -> str | None:
-        """Return why the same prompt gives the same answer, or None if it may differ."""
+    def repeat_notice(self) -> str | None:
+        """Return why a new answer is likely to be the same, or None if it is not.
+
+        It is not certain: rounding depends on the batch, the cache and the number of threads.
+        """
         params = self.options.params.with_defaults(self.model.sampling)
-        if params.temperature == 0:
-            return "temperature is 0"
-        return "the seed is set" if params.seed is not None else None
+        if params.temperature != 0 and params.seed is None:
+            return None
+        why = "temperature is 0" if params.temperature == 0 else "the seed is set"
+        return f"{why}, so the same settings usually give the same answer"
 
     def estimate_used_tokens(self) -> int:
         """`used_tokens`, or an estimate."""

@@ -153,9 +153,9 @@ class Repl:
         self.recorder.start_new()
 
     def _regenerate(self, prompt: str) -> None:
-        same = self.session.deterministic_reason()
-        if same is not None:
-            self._print(f"{same}, so the same settings give the same answer", "yellow")
+        notice = self.session.repeat_notice()
+        if notice is not None:
+            self._print(notice, "yellow")
         num_turns = len(self.session.conversation.turns)
         self._ask(prompt, regenerate=True)
         if len(self.session.conversation.turns) > num_turns:

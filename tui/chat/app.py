@@ -371,9 +371,9 @@ class ChatApp(BaseApp):
         session = opened.chat
         self.main_screen.show_message("")
         if await self.session_actions.run_in_thread(opened.regenerate):
-            same = session.model_info is not None and session.deterministic_reason()
-            if same:
-                self.show_message(f"{same}, so the same settings give the same answer")
+            notice = session.model_info is not None and session.repeat_notice()
+            if notice:
+                self.show_message(notice)
         await self.tick()
 
     def action_copy(self) -> None:
