@@ -84,6 +84,11 @@ def test_bad_value_is_named_by_its_flag_or_variable(
         (InvalidRequest("temperature is 9", param="temperature"), [], "--temp is 9"),
         (InvalidRequest("no top_k here", param="top_k"), [], "no top_k here"),
         (
+            InvalidRequest("stop[0] must not be empty", param="stop[0]"),
+            ["--stop", ""],
+            "--stop must not be empty",
+        ),
+        (
             ModelNotFound("model 'nope' not found"),
             ["run", "hi"],
             "LOCALGEN_MODEL=nope: model 'nope' not found",

@@ -86,7 +86,7 @@ def refusal(reply: Any, status: int, code: str) -> dict[str, Any]:
         ({"response_format": {"type": "json_schema"}}, "response_format", "needs json_schema"),
         ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "must be at most 20"),
-        ({"stop": ["a", ""]}, "stop[1]", "at least 1 character"),
+        ({"stop": ["a", ""]}, "stop[1]", "stop[1] must not be empty"),
         ({"seed": "a"}, "seed", "must be a whole number"),
         ({"messages": []}, "messages", "at least 1 item"),
         ({"messages": [{"role": "critic", "content": "x"}]}, "messages[0].role", "'user'"),

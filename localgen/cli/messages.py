@@ -91,11 +91,12 @@ def _keep_close(error: Any) -> None:
 
 def error_message(error: LocalgenError, arguments: Sequence[str]) -> str:
     """The message of an error; what a variable gave is named by the variable."""
-    message = error.message
+    message, param = error.message, error.param or ""
     for option in _shared_options():
-        if option.field == error.param:
+        # of an option that may be repeated, the server names the position: stop[0]
+        if option.field == param.partition("[")[0]:
             name = _given_name(option.names.split("/")[0].split(), option.env_var, arguments)
-            for prefix in (option.field, option.long_name):
+            for prefix in (param, option.long_name):
                 if message.startswith((f"{prefix} ", f"{prefix}:", f"{prefix}=")):
                     return name + message.removeprefix(prefix)
     for variable in ("LOCALGEN_MODEL", "LOCALGEN_URL"):

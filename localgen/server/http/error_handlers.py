@@ -83,6 +83,8 @@ def _validation_message(problem: Any) -> tuple[str, str | None]:
             return "the body must be a JSON object with Content-Type: application/json", None
         case "missing":
             return (f"{field} is missing", field) if field else ("the body is missing", None)
+        case "string_too_short" if problem["ctx"]["min_length"] == 1 and field:
+            return f"{field} must not be empty", field
         case "greater_than_equal":
             return f"{field} must be at least {problem['ctx']['ge']:,}", field
         case "less_than_equal":
