@@ -115,6 +115,7 @@ def test_the_fastest_type_here(capsys: pytest.CaptureFixture[str], offline: None
     assert "Fastest here: one stream: Q4_K_M, 3 drafts: Q4_K_M, 16 streams: Q8_0." in out
     out, _ = told(capsys, "llama-70b", "--quant", "Q4_K_M", "--quant", "Q4_0", status=9)
     assert out.count("does not fit") == 2
+    assert out.count("   none   ") == 2
     assert "Fastest here" not in out
     out, err = told(capsys, "llama-1b", "--quant", "Q8_0")
     assert "measuring" not in err
@@ -154,6 +155,14 @@ def test_plan_that_does_not_fit(capsys: pytest.CaptureFixture[str], offline: Non
     found = record(capsys, "llama-8b", "--ctx", "131072", status=OUT_OF_MEMORY)
     assert found["plans"][0]["fits"] is False
     assert found["plans"][0]["refusal"] in err
+
+
+def test_a_model_without_a_context_that_fits(
+    capsys: pytest.CaptureFixture[str], offline: None
+) -> None:
+    out, err = told(capsys, "llama-70b", status=OUT_OF_MEMORY)
+    assert rows(out)["context"] == ["256", "no context fits, the model's maximum is 131,072"]
+    assert "needs 42.9 GB, 8.6 GB are free" in err.splitlines()[-1]
 
 
 def test_quantizations_beside_each_other(capsys: pytest.CaptureFixture[str], offline: None) -> None:

@@ -129,6 +129,8 @@ def _cache_note(plan: MemoryPlan) -> str:
 def _context_note(plan: MemoryPlan) -> str:
     if plan.largest_ctx is None:
         return "largest context that fits: unknown"
+    if not plan.largest_ctx:
+        return f"no context fits, the model's maximum is {plan.ctx_train:,}"
     if plan.largest_ctx == plan.ctx_train:
         return f"{plan.largest_ctx:,} fits, the model's maximum"
     return f"{plan.largest_ctx:,} fits, the model's maximum is {plan.ctx_train:,}"
@@ -172,7 +174,7 @@ def _comparison_lines(plans: tuple[MemoryPlan, ...]) -> list[str]:
             _size_cell(plan.weights_bytes),
             _size_cell(plan.total_bytes),
             format_size(max(0, plan.free_bytes)),
-            _count_cell(plan.largest_ctx),
+            "none" if plan.largest_ctx == 0 else _count_cell(plan.largest_ctx),
             {True: plan.place, False: "does not fit", None: _UNKNOWN}[plan.fits],
             f"{format_rate(plan.speed.most_tokens_per_s)} tokens/s" if plan.speed else _UNKNOWN,
             *(tables.rate_cells(plan.rates) if fastest else ()),
