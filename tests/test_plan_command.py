@@ -76,7 +76,8 @@ def test_plan_of_the_built_in_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.startswith("tiny, local; llamacpp on the CPU: ")
     table = rows(out)
     # 6 layers of 2 heads of 64, keys and values of two bytes
-    assert table["KV cache"] == ["50.3 MB", "16,384 tokens, 3.1 MB per 1,000, f16"]
+    note = "16,384 tokens for all requests together, 3.1 MB per 1,000, f16"
+    assert table["KV cache"] == ["50.3 MB", note]
     assert table["context"] == ["2,048", "2,048 fits, the model's maximum"]
     assert table["GPU layers"][0] == "0 of 6"
     assert table["speed"][0].startswith("at most ")
@@ -101,6 +102,8 @@ def test_plan_of_a_model_on_the_hub(capsys: pytest.CaptureFixture[str], offline:
     assert "bartowski/Meta-Llama-3.1-8B-Instruct-GGUF:Q4_K_M, not downloaded" in out
     assert rows(out)["weights"] == ["4.9 GB", "Q4_K_M"]
     assert rows(out)["context"] == ["8,192", rows(out)["context"][1]]
+    out, _ = told(capsys, "llama-8b", "--ctx", "16384")
+    assert rows(out)["KV cache"][1].startswith("16,384 tokens, 131 MB per 1,000")
 
 
 def test_the_fastest_type_here(capsys: pytest.CaptureFixture[str], offline: None) -> None:

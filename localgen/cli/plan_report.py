@@ -123,7 +123,10 @@ def _cache_note(plan: MemoryPlan) -> str:
     types = plan.cache_type_k
     if plan.cache_type_v != types:
         types = f"{types} and {plan.cache_type_v}"
-    return f"{plan.kv_tokens:,} tokens, {format_size(plan.kv_bytes_per_1k)} per 1,000, {types}"
+    tokens = f"{plan.kv_tokens:,} tokens"
+    if (plan.kv_tokens or 0) > (plan.ctx or 0):
+        tokens += " for all requests together"
+    return f"{tokens}, {format_size(plan.kv_bytes_per_1k)} per 1,000, {types}"
 
 
 def _context_note(plan: MemoryPlan) -> str:
