@@ -106,6 +106,7 @@ def test_a_quick_run_has_every_part(tmp_path: Path, capsys: pytest.CaptureFixtur
     result = json.loads(text)
     assert {"date", "machine", "versions", "commands", "seed", "part_s"} <= result.keys()
     assert (result["cut"], result["skipped"]) == ([], [])
+    assert result["clocks"].keys() == result["part_s"].keys()
     assert list(result["part_s"]) == [
         unit for name in PARTS for unit in PARTS[name].units(name, QUICK)
     ]

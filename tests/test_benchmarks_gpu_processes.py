@@ -246,12 +246,17 @@ def test_real_processes_of_parts(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_a_process_ends_itself_at_its_limit(tmp_path: Path) -> None:
     """And shows where it was, although it hangs."""
-    unit = UnitProcess("device", True, 1, 60.0, 0.0, tmp_path / "none", tmp_path / "output.json")
-    command = [sys.executable, "-m", "benchmarks.gpu", *unit.arguments]
-    limited = ["0.001" if argument == "0.0" else argument for argument in command]
+    unit = UnitProcess("device", True, 1, 60.0, 1.0, tmp_path / "none", tmp_path / "output.json")
+    code = (
+        "import sys, time\n"
+        "from benchmarks import gpu\n"
+        "gpu.measure_part = lambda options: time.sleep(600)\n"
+        "gpu.main(sys.argv[1:])"
+    )
+    limited = [sys.executable, "-c", code, *unit.arguments]
     ended = Processes().run("device", limited, LONG_S)
     assert ended.problem.startswith("exit status 1: ")
-    assert "Timeout (0:00:00.001000)!" in ended.lines
+    assert "Timeout (0:00:01)!" in ended.lines
     assert any(line.endswith(" in main") for line in ended.lines)
 
 

@@ -59,8 +59,17 @@ def test_an_answer_and_what_follows_it(client: openai.OpenAI) -> None:
     assert second.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens
     assert client.responses.retrieve(second.id).output_text == second.output_text
     client.responses.delete(second.id)
-    with pytest.raises(openai.NotFoundError, match="is not stored"):
+    with pytest.raises(openai.NotFoundError, match="is not stored") as gone:
         client.responses.retrieve(second.id)
+    assert gone.value.param is None
+    assert "send the whole input" not in gone.value.message
+
+
+@pytest.mark.parametrize("nothing", ["", []])
+def test_an_empty_input_is_named(client: openai.OpenAI, nothing: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="input must not be empty") as refused:
+        client.responses.create(model="tiny", input=nothing)
+    assert refused.value.param == "input"
 
 
 def test_store_false_keeps_nothing(client: openai.OpenAI) -> None:

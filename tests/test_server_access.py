@@ -59,7 +59,7 @@ def test_valid_keys_are_accepted(keyed: TcpServer, key: str) -> None:
 )
 def test_invalid_keys_are_rejected(keyed: TcpServer, header: str) -> None:
     reply = keyed.chat(Authorization=header) if header else keyed.chat()
-    assert (reply.status_code, code(reply)) == (401, "unauthorized")
+    assert (reply.status_code, code(reply)) == (401, "invalid_api_key")
     assert reply.headers["www-authenticate"] == "Bearer"
     assert KEY not in reply.text
 

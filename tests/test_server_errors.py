@@ -88,7 +88,7 @@ def refusal(reply: Any, status: int, code: str) -> dict[str, Any]:
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "must be at most 20"),
         ({"stop": ["a", ""]}, "stop[1]", "stop[1] must not be empty"),
         ({"seed": "a"}, "seed", "must be a whole number"),
-        ({"messages": []}, "messages", "at least 1 item"),
+        ({"messages": []}, "messages", "messages must not be empty"),
         ({"messages": [{"role": "critic", "content": "x"}]}, "messages[0].role", "'user'"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
         ({"logit_bias": {"word": 1}}, "logit_bias.word.[key]", "valid integer"),

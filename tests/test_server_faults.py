@@ -230,6 +230,8 @@ def test_sigterm_lets_answers_end(served: ServerHarness) -> None:
     thread.join(timeout=5)
     assert got[-1] == "[DONE]"
     assert process.wait(timeout=5) == 0
+    log = served.settings.log_path.read_text()
+    assert "shutting down: waiting up to 5 s for 1 request" in log
     assert not psutil.pid_exists(engine)
     assert not served.settings.socket_path.exists()
 

@@ -121,11 +121,11 @@ def test_the_reasoning_of_all_choices_is_ended_by_the_id_of_the_request(
 def test_cancelling_over_tcp_needs_a_key() -> None:
     with tcp_server(keys=[KEY]) as opened:
         path = "/v1/requests/nobody/cancel"
-        assert code(opened.http.post(path)) == "unauthorized"
+        assert code(opened.http.post(path)) == "invalid_api_key"
         assert opened.http.post(path, headers=AUTH).json() == {"cancelled": False}
         assert opened.http.get(path, headers=AUTH).status_code == 405
         path = "/v1/requests/nobody/answer-now"
-        assert code(opened.http.post(path)) == "unauthorized"
+        assert code(opened.http.post(path)) == "invalid_api_key"
         assert opened.http.post(path, headers=AUTH).json() == {"answering": False}
 
 

@@ -125,6 +125,11 @@ class Device:
             return run
         return graph.replay
 
+    def clocks(self) -> str:
+        """Clocks, temperature and power at this moment; empty on a CPU."""
+        wanted = "clocks.sm,clocks.mem,temperature.gpu,power.draw"
+        return _nvidia_smi(wanted) if self.is_gpu else ""
+
     def reset_peak(self) -> None:
         """Reset the peak memory statistics."""
         if self.is_gpu:
@@ -162,19 +167,18 @@ class Device:
             "gpu_l2_bytes": getattr(own, "L2_cache_size", None),
             "gpu_capability": f"{own.major}.{own.minor}",
             "gpu_datasheet_bytes_s": self.datasheet_bytes_s,
-            "gpu_state": _nvidia_smi(),
+            "gpu_state": _nvidia_smi("driver_version,clocks.max.sm,clocks.max.mem,power.limit"),
         }
 
 
 _CPU = torch.device("cpu")
 
 
-def _nvidia_smi() -> str:
-    """Driver, clocks and power limit as printed by nvidia-smi; empty if it fails."""
-    query = "--query-gpu=driver_version,clocks.max.sm,clocks.max.mem,power.limit"
+def _nvidia_smi(fields: str) -> str:
+    """The fields as printed by nvidia-smi; empty if it fails."""
     try:
         done = subprocess.run(
-            ["nvidia-smi", query, "--format=csv,noheader"],
+            ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"],
             capture_output=True,
             text=True,
             timeout=10,

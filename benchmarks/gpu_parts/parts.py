@@ -166,8 +166,10 @@ def run_unit(unit: str, bench: GpuBench, seconds: float) -> None:
     """Run a unit in this process. Exceptions become a failed check."""
     name, _, side = unit.partition("/")
     budget = Budget(unit, time.monotonic() + seconds, bench.report.cut)
+    clocks = bench.device.clocks()
     try:
         PARTS[name].run(bench, budget, side)
     except Exception as error:
         bench.check(CorrectnessCheck.raised(lost_unit(unit), error))
+    bench.report.clocks[unit] = [clocks, bench.device.clocks()]
     bench.report.save()

@@ -148,7 +148,7 @@ class GpuReport:
     """Results of a run, or of one part of it.
 
     skipped: names and reasons. cut: tests skipped for lack of time. modes: how models ran, by name.
-    path: JSON file that is rewritten at each new result.
+    clocks: before and after each part. path: JSON file that is rewritten at each new result.
     """
 
     quick: bool
@@ -164,6 +164,7 @@ class GpuReport:
     modes: dict[str, str] = field(default_factory=dict)
     kernel_times: list[KernelTable] = field(default_factory=list)
     part_s: dict[str, float] = field(default_factory=dict)
+    clocks: dict[str, list[str]] = field(default_factory=dict)
     path: Path | None = None
 
     @classmethod
@@ -200,7 +201,7 @@ class GpuReport:
             )
             for times in found["kernel_times"]
         ]
-        report.part_s = found["part_s"]
+        report.part_s, report.clocks = found["part_s"], found["clocks"]
         return report
 
     def merge(self, part: GpuReport) -> None:
@@ -213,6 +214,7 @@ class GpuReport:
         self.modes |= part.modes
         self.kernel_times += part.kernel_times
         self.part_s |= part.part_s
+        self.clocks |= part.clocks
 
     def add(self, part: str, test: str, side: str, rounds: Sequence[Figures]) -> Row:
         """Add one side of a test: its figures in each round, all with the same names."""

@@ -170,6 +170,9 @@ class _UvicornServer(uvicorn.Server):
         self._settings.socket_path.unlink(missing_ok=True)
         self._manager.refuse_new_requests()
         self.preload.cancel()
+        if running := self._manager.active_requests:
+            requests = "1 request" if running == 1 else f"{running} requests"
+            _log.info("shutting down: waiting up to %.0f s for %s", DRAIN_TIMEOUT_S, requests)
         deadline = time.monotonic() + DRAIN_TIMEOUT_S
         while self._manager.active_requests and time.monotonic() < deadline:
             await asyncio.sleep(0.02)

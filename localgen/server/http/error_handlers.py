@@ -32,9 +32,7 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def handle_validation_error(http: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        # unknown fields first: a misspelt field also makes the right one missing
-        problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
-        message, param = _validation_message(problems[0])
+        message, param = _validation_message(min(error.errors(), key=_rank))
         return _error_response(http, "invalid_request", message, param)
 
     @app.exception_handler(HTTPException)
@@ -59,6 +57,7 @@ def add_error_handlers(app: FastAPI) -> None:
         return _error_response(http, "internal_error", message)
 
 
+_EMPTY = ("too_short", "string_too_short")
 _JSON_TYPES = {
     "int_type": "a whole number",
     "float_type": "a number",
@@ -67,11 +66,19 @@ _JSON_TYPES = {
 }
 
 
+def _rank(problem: Any) -> int:
+    """Which problem is named. An unknown field first: a misspelt one also makes the right one
+    missing. Then an empty list or text, which is also none of the other types of its field."""
+    kind = problem["type"]
+    return 0 if kind == "extra_forbidden" else 1 if kind in _EMPTY else 2
+
+
 def _validation_message(problem: Any) -> tuple[str, str | None]:
     """Return a one-line message for a pydantic error, and the path of its field if any."""
     source, *inner = problem["loc"]
     assert source in ("body", "query", "path", "header"), source
-    steps = [step for step in inner if step != "str" and not str(step).startswith("list[")]
+    # without the types of a field that may have several
+    steps = [step for step in inner if not _is_type(str(step))]
     field = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
     field = field.removeprefix(".")
     match problem["type"]:
@@ -83,7 +90,7 @@ def _validation_message(problem: Any) -> tuple[str, str | None]:
             return "the body must be a JSON object with Content-Type: application/json", None
         case "missing":
             return (f"{field} is missing", field) if field else ("the body is missing", None)
-        case "string_too_short" if problem["ctx"]["min_length"] == 1 and field:
+        case kind if kind in _EMPTY and problem["ctx"]["min_length"] == 1 and field:
             return f"{field} must not be empty", field
         case "greater_than_equal":
             return f"{field} must be at least {problem['ctx']['ge']:,}", field
@@ -99,6 +106,12 @@ def _validation_message(problem: Any) -> tuple[str, str | None]:
         case _:
             reason = str(problem["msg"])
             return (f"{field}: {reason}", field) if field else (reason, None)
+
+
+def _is_type(step: str) -> bool:
+    """True for a type in the path of a problem, as `str` or `constrained-list[Item]`."""
+    name = step.removeprefix("constrained-")
+    return name == "str" or name.startswith("list[")
 
 
 def _error_response(

@@ -161,7 +161,7 @@ class GuardMiddleware:
         if key is None:
             what = "invalid API key" if given else "an API key is required"
             message = f"{what}: send Authorization: Bearer KEY, or x-api-key: KEY"
-            raise RequestRefused(401, "unauthorized", message, {"WWW-Authenticate": "Bearer"})
+            raise RequestRefused(401, "invalid_api_key", message, {"WWW-Authenticate": "Bearer"})
         # hashed: keys must not appear in logs
         return KEY_ACCOUNT_PREFIX + hashlib.sha256(key.encode(errors="replace")).hexdigest()[:12]
 

@@ -10,6 +10,7 @@ from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
+from localgen.backends.errors import NotFound
 from localgen.backends.types import Message
 from localgen.server.models.manager import ModelManager
 from localgen.server.requests.caller import Caller
@@ -50,10 +51,18 @@ class ResponsesApi:
 
         return router
 
+    def _conversation_of(self, response_id: str, account: str) -> tuple[Message, ...]:
+        """Raises NotFound if that response is not stored."""
+        try:
+            return self.store.get(response_id, account).conversation
+        except NotFound as error:
+            message = f"{error.message}; send the whole input"
+            raise NotFound(message, param="previous_response_id") from None
+
     def _generate(self, body: ResponsesRequest, caller: Caller) -> Response:
         earlier: tuple[Message, ...] = ()
         if body.previous_response_id is not None:
-            earlier = self.store.get(body.previous_response_id, caller.account).conversation
+            earlier = self._conversation_of(body.previous_response_id, caller.account)
         conversation = body.to_conversation(earlier)
         request = caller.new_request(
             body.to_sampling_params(), **body.to_request_fields(conversation)

@@ -52,8 +52,7 @@ class ResponseStore:
         if found is None or found.account != account:
             raise NotFound(
                 f"response {response_id[:80]!r} is not stored: only the latest {MAX_RESPONSES:,} "
-                "since the server started are, unless store is false; send the whole input",
-                param="previous_response_id",
+                "since the server started are, unless store is false"
             )
         return found
 
