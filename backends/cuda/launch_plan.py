@@ -40,10 +40,10 @@ from localgen.backends.runner.sequence import Sequence
 from localgen.backends.sampling_params import BASE_SAMPLING
 
 # one value of each range in which the launchers choose the same kernel variant
-_PROMPT_LENGTHS = (8, 16, 64, 128, 512, 2048)
-_BATCH_SIZES = (1, 2, 4, 8, 16, 64, 256)
+_PROMPT_LENGTHS = (8, 16, 32, 64, 128, 256, 512, 2048)
+_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # shortest length that attention splits; steps without a graph are not padded to MIN_GRAPH_LEN
-_MIN_SPLIT_LEN = 128
+_MIN_SPLIT_LEN = 64
 _META = torch.device("meta")
 
 
@@ -106,7 +106,7 @@ class LaunchPlanner:
         # prefill after a cached prefix, which attention splits if the prompt is short
         steps += [
             prefill_inputs(rows, num_cached=length)
-            for rows in _PROMPT_LENGTHS[:4]
+            for rows in _PROMPT_LENGTHS[:5]
             for length in lengths
         ]
         launches = self._record_launches(steps, [SamplingRow(BASE_SAMPLING, [0])])

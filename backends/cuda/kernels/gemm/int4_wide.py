@@ -110,8 +110,7 @@ def int4_wide_matmul_triton(
     if splits > 1:
         launch(_sum_splits_kernel, (ceil_div(rows * outs, _SUMMED),))(
             *(sums, bias, None if residual is None else residual.contiguous(), out),
-            *(rows * outs, outs),
-            splits=splits,
+            *(rows * outs, outs, splits),
             block=_SUMMED,
         )
         return out
@@ -139,7 +138,7 @@ def _dequantized_part(
     )
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "splits"])
 def _int4_wide_kernel(
     x,
     words,
@@ -195,14 +194,12 @@ def _int4_wide_kernel(
     store_transposed(total, out, row, rows, to, outs)
 
 
-@triton.jit(do_not_specialize=["size"])
-def _sum_splits_kernel(
-    sums, bias, residual, out, size, outs, splits: tl.constexpr, block: tl.constexpr
-):
+@triton.jit(do_not_specialize=["size", "splits"])
+def _sum_splits_kernel(sums, bias, residual, out, size, outs, splits, block: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = at < size
     total = tl.load(sums + at, mask=inside, other=0.0)
-    for split in tl.static_range(1, splits):
+    for split in range(1, splits):
         total += tl.load(sums + split * size + at, mask=inside, other=0.0)
     if bias is not None:
         total += tl.load(bias + at % outs, mask=inside, other=0.0).to(tl.float32)
@@ -227,14 +224,14 @@ def variants() -> Iterator[Variant]:
             archs = frozenset(arch for arch in ARCHS if tiles[arch] == tile)
             yield _int4_wide_variant(tile, f"{rows}-{ins}-{outs}", group, kind, archs)
     for kind in ("*bf16", "*fp16"):
-        constants = {"splits": _MAX_SPLITS, "block": _SUMMED}
+        constants = {"block": _SUMMED}
         yield Variant(
             name=f"int4-sum-splits-{kind}",
             kernel=_sum_splits_kernel,
             signature={
                 "sums": "*fp32",
                 **dict.fromkeys(("bias", "residual", "out"), kind),
-                **dict.fromkeys(("size", "outs"), "i32"),
+                **dict.fromkeys(("size", "outs", "splits"), "i32"),
                 **dict.fromkeys(constants, "constexpr"),
             },
             constants=constants,
