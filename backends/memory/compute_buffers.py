@@ -12,8 +12,8 @@ _OVERHEAD_BYTES = 2 << 20
 MAX_GRAPH_SEQS, MAX_MULTI_ROW_SEQS, MAX_GRAPH_SEQ_ROWS = 256, 16, 8
 # torch's workspaces for cuBLAS on compute capability 9.0, in steps and in CUDA graphs
 CUBLAS_BYTES = 2 * (32 << 20)
-# partial results of attention that is split over keys: its limit, which is rounded up to twice that.
-# Those of int4 products, at other times, are smaller
+# partial results of attention that is split over keys: its limit, rounded up to twice that; int4
+# products have smaller ones, at other times
 _ATTENTION_SPLIT_BYTES = 2 * (32 << 20)
 # with more rows, int4 weights are dequantized at each use
 _MAX_INT4_ROWS = 256
