@@ -11,7 +11,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -32,6 +33,7 @@ from localgen.backends.errors import (
     InvalidRequest,
     LoadFailed,
     ModelBusy,
+    ModelNotFound,
     ServerUnavailable,
 )
 from localgen.backends.model_info import LoadOptions
@@ -367,6 +369,39 @@ def test_relative_model_path_is_relative_to_the_client(
     client.connect()
     assert text_of(client.chat("./here.gguf", ask("a"), SamplingParams())) == "a"
     assert text_of(client.chat("here.gguf", ask("a"), SamplingParams())) == "a"
+
+
+def test_a_server_with_another_cache_folder_is_named_for_a_missing_model(
+    running: ServerHarness, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    client = running.client()
+    client.connect()
+    theirs = running.http.get("/health").json()["cache_folder"]
+    ours = tmp_path / "hub"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(ours))
+    note = (
+        f"; the running server looks in {theirs}, not in {ours}: "
+        f"`localgen stop` ends it, and the next one looks in {ours}"
+    )
+    calls: list[Callable[[], object]] = [
+        lambda: client.load("acme/absent", LoadOptions()),
+        lambda: text_of(client.chat("acme/absent", ask("a"), SamplingParams())),
+        lambda: list(client.embed("acme/absent", ["a"])),
+    ]
+    for call in calls:
+        with pytest.raises(ModelNotFound) as raised:
+            call()
+        assert raised.value.message.startswith("Model 'acme/absent' not found")
+        assert raised.value.message.endswith(note)
+        assert raised.value.param == "model"
+    with pytest.raises(ModelNotFound, match="there is no file") as raised:
+        client.load(str(tmp_path / "absent.gguf"), LoadOptions())
+    assert "running server" not in raised.value.message
+    ours.symlink_to(theirs)
+    with pytest.raises(ModelNotFound) as raised:
+        client.load("acme/absent", LoadOptions())
+    assert "running server" not in raised.value.message
+    assert "cache_folder" not in running.http.get("/v1/stats").json()["server"]
 
 
 def test_proxies_are_not_used(running: ServerHarness, monkeypatch: pytest.MonkeyPatch) -> None:

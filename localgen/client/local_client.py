@@ -6,6 +6,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -13,11 +14,12 @@ import httpx
 
 import localgen
 from localgen import PROTOCOL
-from localgen.backends.errors import LocalgenError, ServerUnavailable
+from localgen.backends.errors import LocalgenError, ModelNotFound, ServerUnavailable
 from localgen.backends.model_info import LoadOptions, ModelInfo
 from localgen.client.client import Client
 from localgen.client.connection import HEALTH_TIMEOUT_S, LocalConnection, ServerResponse
 from localgen.client.errors import LIST_TIMEOUT_S, ErrorResponse, ServerNotAnswering
+from localgen.client.json_decoding import decode_json
 from localgen.client.launch import (
     SERVER_COMMAND,
     EarlyLaunch,
@@ -42,6 +44,7 @@ from localgen.client.request_body import OpenAICompat, encode_json
 from localgen.client.responses import Health, ModelCard, RunningModel
 from localgen.client.stream import DONE, iter_sse_data
 from localgen.config import ServerSettings
+from localgen.hub.hf_client import cache_folder
 from localgen.hub.resolve import (
     draft_for_server,
     installed_aliases,
@@ -270,7 +273,7 @@ class LocalClient(Client):
             try:
                 reply = stack.enter_context(super()._post(path, body))
                 if isinstance(reply, ErrorResponse):
-                    self._raise_if_unavailable(reply)
+                    self._check_refusal(reply, body)
             except ServerUnavailable as error:
                 if self._is_aborted() or isinstance(error.__cause__, httpx.TimeoutException):
                     raise
@@ -282,10 +285,33 @@ class LocalClient(Client):
                 reply = stack.enter_context(super()._post(path, body))
             yield reply
 
-    def _raise_if_unavailable(self, refusal: ErrorResponse) -> None:
+    def _check_refusal(self, refusal: ErrorResponse, body: bytes) -> None:
+        """Raises the error if it says that the server, or a model in its cache, is not there.
+
+        body: the refused request.
+        """
         error = self._connection.errors.refusal(refusal)
         if isinstance(error, ServerUnavailable):
             raise error
+        if not isinstance(error, ModelNotFound):
+            return
+        is_at_path = Path(decode_json(body, dict[str, Any]).get("model") or "").is_absolute()
+        if not is_at_path and (note := self._other_cache_note()):
+            raise ModelNotFound(f"{error.message}; {note}", param=error.param)
+
+    def _other_cache_note(self) -> str:
+        """Empty unless the server looks for models in another cache folder than this process."""
+        try:
+            health = self.health()
+        except LocalgenError:
+            return ""
+        ours, theirs = cache_folder().absolute(), health.cache_folder if health else ""
+        if not theirs or Path(theirs).resolve() == ours.resolve():
+            return ""
+        return (
+            f"the running server looks in {theirs}, not in {ours}: "
+            f"`localgen stop` ends it, and the next one looks in {ours}"
+        )
 
     def _events(self, response: ServerResponse, kind: type[_Reply]) -> Iterator[_Reply]:
         """The decoded events of a stream. Raises the error that one of them reports."""

@@ -96,7 +96,7 @@ class RunningModel:
 class Health:
     """A server's health. protocol: version of the API between client and server.
 
-    The first versions did not report it.
+    cache_folder: where it looks for downloaded models. The first versions did not report these.
     """
 
     status: str
@@ -104,6 +104,7 @@ class Health:
     pid: int
     active_requests: int
     protocol: int = 0
+    cache_folder: str = ""
 
 
 def silence_notice(model: str, silent_s: float) -> str:

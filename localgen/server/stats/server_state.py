@@ -17,6 +17,7 @@ from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.memory.system import available_memory_bytes
 from localgen.backends.model_info import ModelInfo
 from localgen.config import ServerSettings
+from localgen.hub.hf_client import cache_folder
 from localgen.machine.gpus import process_gpu_bytes
 from localgen.server.models.disk_paths import without_paths
 from localgen.server.models.engine_client import EngineClient
@@ -69,6 +70,10 @@ class ServerState:
         return [model.file.name for model in self._manager.residents if is_silent(model)]
 
     def health(self) -> dict[str, Any]:
+        """For clients of this user: it has a path."""
+        return self._process_state() | {"cache_folder": str(cache_folder().absolute())}
+
+    def _process_state(self) -> dict[str, Any]:
         return {
             "status": self.status,
             "version": localgen.__version__,
@@ -108,7 +113,7 @@ class ServerState:
     def stats(self, *, is_local: bool) -> dict[str, Any]:
         """Statistics. is_local: for a client of this user, with paths and excerpts of prompts."""
         return {
-            "server": self.health()
+            "server": self._process_state()
             | {
                 "uptime_s": time.monotonic() - self._started_s,
                 "rss_bytes": _rss_bytes(os.getpid()),
