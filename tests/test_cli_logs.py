@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from serving import settings_in
 
+from localgen.cli import logs
 from localgen.cli.logs import new_text
 from localgen.cli.main import run_command_line
 from localgen.config import ServerSettings
@@ -39,6 +40,17 @@ def test_last_lines_span_both_files(
     assert err == f"log: {settings.log_path}.1 and {settings.log_path}\n"
     assert run_command_line(["logs", "-n", "2"]) == 0
     assert capsys.readouterr().out == "two\nthree \ufffd\n"
+
+
+def test_the_log_of_an_earlier_server_is_named(
+    settings: ServerSettings, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings.log_path.write_text("server 12 listens on x\nserver 34 listens on x\n")
+    for running, said in ((None, False), (34, False), (56, True)):
+        monkeypatch.setattr(logs, "read_server_pid", lambda _, pid=running: pid)
+        assert run_command_line(["logs"]) == 0
+        err = capsys.readouterr().err
+        assert ("(pid 56) logs to its own terminal: this is the log of an earlier" in err) is said
 
 
 def test_missing_log_is_reported(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import os
+import re
 import sys
 import time
 from collections import deque
@@ -16,9 +17,12 @@ import typer
 
 from localgen.backends.terminal_text import escape_control_chars
 from localgen.cli import tables
+from localgen.client.launch import read_server_pid
 from localgen.config import ServerSettings
 
 _POLL_INTERVAL_S = 0.2
+# a server's first line, with its process id
+_LISTENS = re.compile(rb"server (\d+) listens on ")
 
 
 def command(
@@ -34,10 +38,12 @@ def command(
 
     A server that `localgen serve` runs logs to its own terminal.
     """
-    path = ServerSettings.from_environment().log_path
+    settings = ServerSettings.from_environment()
+    path = settings.log_path
     # the server keeps one older file
     files = [file for file in (path.with_name(f"{path.name}.1"), path) if file.exists()]
     _print_place(path, files)
+    _print_if_earlier(read_server_pid(settings), files)
     last: deque[bytes] = deque(maxlen=lines)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     with contextlib.ExitStack() as opened:
@@ -56,6 +62,16 @@ def _print_place(path: Path, files: list[Path]) -> None:
         tables.print_notice(
             f"no log at {path}: a server that a command such as `localgen run` starts writes it, "
             "`localgen serve` logs to its own terminal"
+        )
+
+
+def _print_if_earlier(running: int | None, files: list[Path]) -> None:
+    """Say that the log is not that of the running server, which has a terminal."""
+    logged = [pid for file in files for pid in _LISTENS.findall(file.read_bytes())]
+    if running is not None and logged and int(logged[-1]) != running:
+        tables.print_notice(
+            f"the running server (pid {running}) logs to its own terminal: "
+            "this is the log of an earlier one"
         )
 
 

@@ -83,7 +83,8 @@ def _validation_message(problem: Any) -> tuple[str, str | None]:
     field = field.removeprefix(".")
     match problem["type"]:
         case "json_invalid":
-            return f"the body is not valid JSON: {problem['ctx']['error']}", None
+            at = inner[0] if inner else 0
+            return f"the body is not valid JSON: {problem['ctx']['error']} at character {at}", None
         case "extra_forbidden":
             return f"unknown field {field}", field
         case "model_attributes_type" if not field:
