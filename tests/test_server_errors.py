@@ -112,7 +112,8 @@ def test_a_field_that_is_wrong_is_named(
     ("content", "says"),
     [
         (b"{not json", "not valid JSON"),
-        (b'{"messages": [],\n "n": 1 2}', "delimiter at character 25"),
+        (b'{"messages": [],\n "n": 1 2}', "Expecting ',' delimiter: line 2 column 9 (char 25)"),
+        (b'{"model": "m', "Unterminated string starting at: line 1 column 11 (char 10)"),
         (b"[1, 2]", "must be a JSON object"),
         (b"", "body is missing"),
         (b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}', "finite"),
