@@ -1,13 +1,14 @@
 # make chat needs only Python 3.11 to 3.13 and a C/C++ compiler. See make help.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help chat test test-fast test-gpu test-agents lint types docs requirements wheel clean force
+.PHONY: help chat test test-fast test-gpu test-agents test-clients lint types docs requirements wheel clean force
 
 VENV := .venv
 EXTRA := dev
 GPU_PYTHON := $(VENV)/bin/python
 GPU_SETUP := $(VENV)/.installed-dev
 AGENTS := @openai/codex opencode-ai
+CLIENTS := litellm==1.110.2 lm_eval[api]==0.4.13
 # another Python, if named on the command line, has an environment of its own without torch
 ifeq ($(origin PYTHON),command line)
 VENV := .venv-$(notdir $(PYTHON))
@@ -30,6 +31,8 @@ help:
 	@echo 'make test-gpu    the tests that need a GPU; PYTHON=python3 is one that has torch for CUDA, Triton,'
 	@echo '                 numpy, psutil and pytest'
 	@echo 'make test-agents  the tests that need coding agents, which it installs with npm and pip into .venv/agents'
+	@echo 'make test-clients  the tests that need litellm and lm-evaluation-harness, which it installs into'
+	@echo '                   .venv/clients: 750 MB'
 	@echo 'make lint    check style and formatting with ruff'
 	@echo 'make types   check types with mypy'
 	@echo 'make docs    regenerate docs/cli.md and docs/gpu-models.md'
@@ -62,6 +65,16 @@ $(VENV)/agents/node_modules:
 # in an environment of its own: it pins other versions of what localgen uses
 $(VENV)/agents/aider:
 	@$(VENV)/bin/python -m venv $@ && $@/bin/python -m pip install --quiet aider-chat || { rm -rf $@; exit 1; }
+
+test-clients: $(VENV)/.installed-dev $(VENV)/clients $(MODEL)
+	@OMP_WAIT_POLICY=PASSIVE $(VENV)/clients/bin/python -m pytest -rs tests/test_litellm.py tests/test_lm_eval.py $(ARGS)
+
+# over the packages of the tests: they need other versions of some
+$(VENV)/clients:
+	@$(VENV)/bin/python -m venv $@ && $@/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >$@/own
+	@$(VENV)/bin/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		>"$$(cat $@/own)/tests.pth"
+	@$@/bin/python -m pip install --quiet --disable-pip-version-check $(CLIENTS) || { rm -rf $@; exit 1; }
 
 lint: $(VENV)/.installed-dev
 	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .

@@ -52,17 +52,16 @@ def choose_int4_wide_tile(
     other computes. Measured on an H100.
     """
     if arch // 10 in (9, 10):
-        most = 128 if has_small_groups(group_size) else 256
-        padded = next(size for size in (32, 64, 128, 256) if rows <= size or size == most)
+        largest = 128 if has_small_groups(group_size) else 256
+        padded = next(size for size in (32, 64, 128, 256) if rows <= size or size == largest)
         tile = GemmTile(128, TILE_INPUTS, padded, 8 if padded == 256 else 4, 3)
     else:
         # without the limit the compiler takes 128 registers and spills
         tile = GemmTile(64, TILE_INPUTS, 64, 4, 4, 255)
     programs = ceil_div(rows, tile.rows) * ceil_div(outs, tile.outputs)
-    most = max(1, min(_MAX_SPLITS, ins // TILE_INPUTS // _MIN_SPLIT_TILES))
     at_once = num_sms if tile.rows == 256 else 2 * num_sms
-    splits = min(most, max(1, at_once // programs))
-    return WideTile(tile, splits)
+    useful = min(_MAX_SPLITS, ins // TILE_INPUTS // _MIN_SPLIT_TILES)
+    return WideTile(tile, max(1, min(useful, at_once // programs)))
 
 
 def int4_wide_matmul_triton(
