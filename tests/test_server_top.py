@@ -99,6 +99,7 @@ def test_others_go_on_when_one_is_cancelled(served: ServerHarness) -> None:
     model = served.model("pair", token_s=0.005)
     first, second = Answer(served, model), Answer(served, model, max_tokens=40)
     assert cancel(served, first.id)
+    first.thread.join(20)
     second.thread.join(20)
     assert (first.reason, second.reason) == ("cancelled", "length")
 
