@@ -93,7 +93,7 @@ def create_app(
     app.include_router(RerankApi(manager, journal, access.timeout_s).router())
     app.include_router(LlamaServerApi(manager, journal, access.timeout_s).router())
     ports = PrivatePorts(listen)
-    _add_private_port_route(app, manager, ports, is_shutting_down, stabilize=access.stabilize)
+    _add_private_port_route(app, manager, ports, is_shutting_down, access.stabilize)
     guarded = GuardMiddleware(app, access, rates, ports)
     return _with_arrival(guarded, lambda port: access.stabilize or ports.stabilizes(port))
 
@@ -323,11 +323,8 @@ def _add_private_port_route(
     manager: ModelManager,
     ports: PrivatePorts,
     is_shutting_down: Callable[[], bool],
-    *,
-    stabilize: bool,
+    stabilizes_all: bool,
 ) -> None:
-    stabilizes_all = stabilize
-
     @app.post("/v1/private-port", response_model=None)
     async def private_port(http: HttpRequest, stabilize: bool = False) -> Response:
         """A loopback port with a key, as long as the client reads the stream.
