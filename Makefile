@@ -66,15 +66,16 @@ $(VENV)/agents/node_modules:
 $(VENV)/agents/aider:
 	@$(VENV)/bin/python -m venv $@ && $@/bin/python -m pip install --quiet aider-chat || { rm -rf $@; exit 1; }
 
-test-clients: $(VENV)/.installed-dev $(VENV)/clients $(MODEL)
+test-clients: $(VENV)/.installed-dev $(VENV)/clients/.installed $(MODEL)
 	@OMP_WAIT_POLICY=PASSIVE $(VENV)/clients/bin/python -m pytest -rs tests/test_litellm.py tests/test_lm_eval.py $(ARGS)
 
-# over the packages of the tests: they need other versions of some
-$(VENV)/clients:
-	@$(VENV)/bin/python -m venv $@ && $@/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >$@/own
+# over the packages of the tests, because they need other versions of some; the last line marks that it is whole
+$(VENV)/clients/.installed: Makefile
+	@rm -rf $(@D) && $(VENV)/bin/python -m venv $(@D)
 	@$(VENV)/bin/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
-		>"$$(cat $@/own)/tests.pth"
-	@$@/bin/python -m pip install --quiet --disable-pip-version-check $(CLIENTS) || { rm -rf $@; exit 1; }
+		>"$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth"
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(CLIENTS)
+	@touch $@
 
 lint: $(VENV)/.installed-dev
 	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
