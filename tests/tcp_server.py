@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import httpx
 import psutil
@@ -14,10 +15,20 @@ KEY = "a-key-of-some-length"
 AUTH = {"Authorization": f"Bearer {KEY}"}
 
 
+# below the ports that the system gives to connections and to port 0, in any of the tests at once
+PORTS = range(12_000, 32_000)
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that a server can bind later: no connection of another test gets it meanwhile."""
+    for port in random.sample(PORTS, 100):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                return port
+    message = "no free port found"
+    raise AssertionError(message)
 
 
 class TcpServer:
