@@ -73,6 +73,26 @@ class SpeculationStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KVTierStats:
+    """Prefixes that are kept outside of the KV cache, in RAM or on disk.
+
+    tier: ram or disk. num_bytes: of this model's blocks. limit_bytes: of the tier, that of the disk
+    for all models together. hit_tokens_total: tokens that came from it. saved_s_total: by how much
+    longer computing them would have taken. refused_total: files that were damaged, of somebody
+    else, or of another model. error: why nothing more is written, or empty.
+    """
+
+    tier: str
+    blocks: int
+    num_bytes: int
+    limit_bytes: int
+    hit_tokens_total: int
+    saved_s_total: float
+    refused_total: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """Snapshot of the engine: current gauges, then totals since it started.
 
@@ -116,4 +136,5 @@ class EngineStats:
     num_preemptions_total: int = 0
     requests_total: dict[str, int] = field(default_factory=dict)
     speculation: SpeculationStats = SpeculationStats()
+    kv_tiers: tuple[KVTierStats, ...] = ()
     sequences: tuple[SequenceStats, ...] = ()

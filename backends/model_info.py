@@ -35,6 +35,8 @@ class LoadOptions:
     draft: source of draft tokens for speculative decoding: ngram (copied from the text), a draft
     model, none, or auto for the catalog's draft model.
     draft_max: maximum number of draft tokens per sequence and step.
+    kv_ram, kv_disk: bytes of RAM, and of disk for all models together, for prefixes that are no
+    longer in the KV cache; 0 for none.
     """
 
     backend: str | None = None
@@ -61,6 +63,8 @@ class LoadOptions:
     chat_template: str | None = None
     draft: str | None = None
     draft_max: int | None = None
+    kv_ram: int | None = None
+    kv_disk: int | None = None
 
 
 def option_flag(option: str) -> str:
@@ -86,6 +90,8 @@ class ModelLoadRequest:
     memory_bytes: limit for weights and KV cache, or None for the machine's available memory.
     draft: the draft model that options.draft resolves to, or None for no draft model.
     sampling: defaults of the model, if its file has none.
+    kv_dir: folder of the prefixes on disk, private to the user, or None to keep none outside of the
+    KV cache.
     """
 
     name: str
@@ -94,6 +100,7 @@ class ModelLoadRequest:
     memory_bytes: int | None = None
     draft: DraftModelRequest | None = None
     sampling: SamplingParams | None = None
+    kv_dir: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from localgen.backends.engine_stats import EngineStats
 from localgen.backends.prefix_break import PrefixBreak
 from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.units import format_count, format_elapsed
 
 # of one sequence in one step: with the token before them they fill a kernel's tile
 MAX_DRAFT_TOKENS = 63
@@ -229,6 +230,25 @@ class PromptProgress:
     total: int
 
 
+@dataclass(frozen=True, slots=True)
+class RestoredTokens:
+    """Tokens of a prompt whose keys and values came from outside of the KV cache.
+
+    tier: ram or disk. ms: time that it took. saved_ms: by how much longer computing them would have
+    taken, or 0 if unknown.
+    """
+
+    tier: str
+    tokens: int
+    ms: float
+    saved_ms: float
+
+    def __str__(self) -> str:
+        where = {"ram": "RAM"}.get(self.tier, self.tier)
+        saved = f" ({format_elapsed(self.saved_ms / 1e3)} saved)" if self.saved_ms >= 1e3 else ""
+        return f"{format_count(self.tokens, 'token')} from {where} in {self.ms / 1e3:.1f} s{saved}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
     """Timings of one request: llama-server's fields plus ttft, queue, template and draft fields.
@@ -243,6 +263,7 @@ class Timings:
     draft_reason: why most steps had no draft tokens.
     draft_by: drafters used (`n-gram` or the name of a draft model), the one with most tokens first.
     prefix_break: where the prompt parts from an earlier one, or None if it does not.
+    restored: the part of cache_n that was no longer in the KV cache, by tier.
     """
 
     cache_n: int = 0
@@ -264,6 +285,7 @@ class Timings:
     draft_reason: str = ""
     draft_by: tuple[str, ...] = ()
     prefix_break: PrefixBreak | None = None
+    restored: tuple[RestoredTokens, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -462,7 +462,8 @@ def test_parts_where_number_and_size_are_given(given: dict[str, Any], in_parts: 
     assert model.info.options.kv_unified is not in_parts
     said = [note for note in model.info.notes if "--kv-unified" in note]
     assert said == [
-        "the KV cache is split into 3 parts of 300 tokens; --kv-unified shares one pool"
+        "the KV cache is split into 3 parts of 300 tokens; --kv-unified shares one pool, "
+        "and keeps prefixes in RAM and on disk"
     ] * (in_parts)
 
 

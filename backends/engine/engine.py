@@ -22,11 +22,13 @@ from localgen.backends.engine.stats import StatsRecorder
 from localgen.backends.engine.thinking_budgets import ThinkingBudgets
 from localgen.backends.engine.token_budget import TokenBudget
 from localgen.backends.errors import LocalgenError
+from localgen.backends.kv_store.store import PrefixStore
 from localgen.backends.runner.interface import (
     AsyncRunner,
     Chunk,
     ModelRunner,
     NoRoom,
+    PrefixSaver,
     StepFailed,
     StepResult,
 )
@@ -45,6 +47,8 @@ from localgen.backends.types import (
 STATS_INTERVAL_S = 0.25
 # idle engines publish too: the server takes one that sends nothing for twice as long for silent
 IDLE_STATS_INTERVAL_S = 5.0
+# at the end, for prefixes that are not saved yet; the server kills an engine after 3 s
+SAVE_TIMEOUT_S = 2.0
 # one for requests that may take long to prepare, one for the others
 _PREPARATION_THREADS = 2
 _CANNOT_REWIND = (
@@ -77,13 +81,18 @@ class Engine:
         publish: Callable[[StepEvents], None],
         drafters: Seq[Drafter] = (),
         max_drafts: int = MAX_DRAFT_TOKENS,
+        prefix_store: PrefixStore | None = None,
     ) -> None:
         self._runner = runner
+        self._prefix_store = prefix_store
+        self._prefix_saver = runner if prefix_store and isinstance(runner, PrefixSaver) else None
         self._async_runner = runner if isinstance(runner, AsyncRunner) else None
         self._input_processor = input_processor
         self._outbox = Outbox(publish)
         self._budget = TokenBudget(runner.limits.max_batch_tokens, itl_target_ms)
-        self._scheduler = Scheduler(runner, budget=self._budget, max_queue=max_queue)
+        self._scheduler = Scheduler(
+            runner, budget=self._budget, max_queue=max_queue, prefix_store=prefix_store
+        )
         self._speculation = Speculation(
             drafters if runner.limits.can_rewind else (),
             self._budget.decode_costs,
@@ -166,6 +175,7 @@ class Engine:
             self._flush(idle=True)
             while self.step(wait=True):
                 pass
+            self._save_prefixes(time.monotonic() + SAVE_TIMEOUT_S)
         except StepFailed as error:
             self._fail_all(str(error))
             raise
@@ -258,11 +268,13 @@ class Engine:
         idle = not (busy or self._unpublished)
         while wait and idle and self._inbox.empty() and self._prepare_while_idle():
             pass
+        self._set_idle(wait and idle)
         try:
             while True:
                 mail = self._inbox.get(block=wait and idle, timeout=IDLE_STATS_INTERVAL_S)
                 if isinstance(mail, _Stop):
                     return False
+                self._set_idle(False)
                 self._handle(mail)
                 idle = False
         except queue.Empty:
@@ -270,7 +282,24 @@ class Engine:
 
     def _prepare_while_idle(self) -> bool:
         own = self._async_runner is not None and self._async_runner.prepare_while_idle()
-        return own or self._speculation.prepare_while_idle()
+        return own or self._speculation.prepare_while_idle() or self._save_next_block()
+
+    def _save_next_block(self) -> bool:
+        return self._prefix_saver is not None and self._prefix_saver.save_next_block()
+
+    def _set_idle(self, is_idle: bool) -> None:
+        if self._prefix_store is not None:
+            self._prefix_store.set_idle(is_idle)
+
+    def _save_prefixes(self, deadline_s: float) -> None:
+        """Save what was computed, as far as the time until the deadline allows."""
+        if self._prefix_store is None:
+            return
+        for seq in self._scheduler.running:
+            self._scheduler.end(seq)
+        while time.monotonic() < deadline_s and self._save_next_block():
+            pass
+        self._prefix_store.close(deadline_s)
 
     def _handle(self, item: _Mail) -> None:
         match item:
@@ -380,6 +409,7 @@ class Engine:
                 self._runner,
                 self._budget.prompt_tokens(1),
                 self._speculation,
+                self._prefix_store,
             )
             self._stats_at_s = now_s
         self._outbox.publish(snapshot, deltas_may_wait=deltas_may_wait)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from localgen.backends.kv_store.store import PrefixStore
 from localgen.backends.model_info import DraftInfo, ModelInfo, ModelLoadRequest
 from localgen.backends.runner.interface import ModelRunner
 from localgen.backends.sandbox import Sandbox
@@ -26,7 +27,10 @@ class LoadedDraftModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model as returned by a backend's loader. sandbox: runs what files and clients bring."""
+    """A model as returned by a backend's loader.
+
+    sandbox: runs what files and clients bring. prefix_store: keeps prefixes that the runner evicts.
+    """
 
     info: ModelInfo
     runner: ModelRunner
@@ -34,6 +38,7 @@ class LoadedModel:
     template: PromptTemplate | None
     draft: LoadedDraftModel | None = None
     sandbox: Sandbox | None = None
+    prefix_store: PrefixStore | None = None
 
 
 # loads a model, calling its second argument with the progress (0 to 1); raises LocalgenError

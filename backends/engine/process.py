@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from localgen.backends.engine import wire
 from localgen.backends.engine.draft_loading import create_drafters
-from localgen.backends.engine.engine import Engine
+from localgen.backends.engine.engine import SAVE_TIMEOUT_S, Engine
 from localgen.backends.engine.input_processor import InputProcessor
 from localgen.backends.engine.loaded_model import LoadedModel, ModelLoader
 from localgen.backends.errors import LocalgenError
@@ -43,6 +43,8 @@ class _EngineServer:
         self._sending = threading.Lock()
         self._progress = 0.0
         self._loading_ended = threading.Event()
+        self._engine_ended = threading.Event()
+        self._has_store = False
 
     def run(self) -> int:
         first = next(self._messages, None)
@@ -80,7 +82,9 @@ class _EngineServer:
             publish=self._send,
             drafters=create_drafters(model),
             max_drafts=options.draft_max or MAX_DRAFT_TOKENS,
+            prefix_store=model.prefix_store,
         )
+        self._has_store = model.prefix_store is not None
         # what was loaded stays: collections during steps, which look at all objects, can skip it
         gc.collect()
         gc.freeze()
@@ -91,6 +95,8 @@ class _EngineServer:
         except StepFailed as error:
             log.error("%s", error)
             return 1
+        finally:
+            self._engine_ended.set()
         return 0
 
     def _report_progress(self, share: float) -> None:
@@ -106,8 +112,9 @@ class _EngineServer:
         try:
             with self._sending:
                 self._socket.send(wire.CODEC.encode(message))
-        except OSError:
-            os._exit(0)  # the server is gone
+        except OSError:  # the server is gone; with a store, _read_requests ends the process
+            if not self._has_store:
+                os._exit(0)
 
     def _read_requests(self, messages: Iterator[wire.WireMessage]) -> None:
         try:
@@ -128,5 +135,8 @@ class _EngineServer:
                         raise ValueError(f"unexpected {type(message).__name__}")
         except (OSError, ValueError) as error:
             log.error("the server's socket failed: %s", error)
-        # exit without waiting for the step in flight, which may take seconds
+        # without prefixes to save, exit without waiting for the step in flight
+        if self._engine is not None and self._has_store:
+            self._engine.stop()
+            self._engine_ended.wait(SAVE_TIMEOUT_S)
         os._exit(0)

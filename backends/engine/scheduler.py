@@ -20,6 +20,7 @@ from localgen.backends.engine.prompt_chunks import is_prefix_in_flight, prompt_c
 from localgen.backends.engine.speculation.drafter import DraftProposal
 from localgen.backends.engine.token_budget import TokenBudget
 from localgen.backends.errors import QueueFull
+from localgen.backends.kv_store.store import PrefixStore
 from localgen.backends.runner.decode_step import DecodeStep
 from localgen.backends.runner.interface import Chunk, ModelRunner, NoRoom, SampledTokens, StepResult
 from localgen.backends.runner.sequence import Sequence, SequenceState
@@ -53,9 +54,10 @@ class Scheduler:
         *,
         budget: TokenBudget,
         max_queue: int,
+        prefix_store: PrefixStore | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._runner = runner
+        self._runner, self._prefix_store = runner, prefix_store
         self._limits = runner.limits
         self._budget = budget
         self._max_queue = max_queue
@@ -268,7 +270,9 @@ class Scheduler:
         self._decode_seqs = ()
         if not seq.is_decoding or seq.first_token_s is None:
             self._prefilling.add(seq)
+        restored = self._prefix_store.take_restored() if self._prefix_store else ()
         if seq.admitted_s is None:
+            seq.restored = restored
             seq.admitted_s, seq.num_cached = started_s, cached
             seq.cached_ms = (self._clock() - started_s) * 1e3
             self.counters.prefix_queries += seq.num_prompt

@@ -17,6 +17,7 @@ from localgen.backends.engine_stats import (
     SequenceStats,
     SpeculationStats,
 )
+from localgen.backends.kv_store.store import PrefixStore
 from localgen.backends.runner.decode_step import DecodeStep
 from localgen.backends.runner.interface import Chunk, ModelRunner, ThreadedRunner, ThreadUsage
 from localgen.backends.runner.sequence import Sequence, SequenceState
@@ -159,8 +160,11 @@ class StatsRecorder:
         runner: ModelRunner,
         token_budget: int,
         speculation: Speculation,
+        prefix_store: PrefixStore | None,
     ) -> EngineStats:
         """Return the current statistics."""
+        if prefix_store is not None:
+            prefix_store.prefill_per_s = self._prefill.per_s or prefix_store.prefill_per_s
         ttft_ms, itl_ms = self._ttft_ms.values(now_s), self._itl_ms.values(now_s)
         usage = runner.usage()
         threads = runner.threads() if isinstance(runner, ThreadedRunner) else ThreadUsage(0, 0)
@@ -209,6 +213,7 @@ class StatsRecorder:
                 draft_tokens_total=counters.drafted_tokens,
                 accepted_tokens_total=counters.accepted_tokens,
             ),
+            kv_tiers=prefix_store.stats() if prefix_store is not None else (),
             sequences=tuple(_sequence_stats(seq, now_s) for seq in [*running, *scheduler.queue]),
         )
 
@@ -290,6 +295,7 @@ def request_timings(seq: Sequence, no_drafts_reason: str = "") -> Timings:
         )
         if parted
         else None,
+        restored=seq.restored,
     )
 
 

@@ -6,6 +6,7 @@ import llama_cpp.llama_cpp as C
 import numpy as np
 
 from localgen.backends.errors import LoadFailed
+from localgen.backends.kv_store.store import PrefixStore
 from localgen.backends.llamacpp.batch import LlamaBatch
 from localgen.backends.llamacpp.embeddings import LlamaEmbedder
 from localgen.backends.llamacpp.library import MAX_SEQUENCES, llama_library
@@ -30,7 +31,18 @@ def max_cached_prefixes(model: LlamaModel, options: LlamaOptions) -> int:
     """
     if not options.kv_unified or not options.prefix_cache or model.is_recurrent:
         return 0
-    return min(LLAMACPP_DEFAULTS.num_cached_prefixes, MAX_SEQUENCES - options.parallel)
+    left = MAX_SEQUENCES - options.parallel - num_scratch_ids(options)
+    return min(LLAMACPP_DEFAULTS.num_cached_prefixes, max(0, left))
+
+
+def num_slots(model: LlamaModel, options: LlamaOptions) -> int:
+    """Number of sequence ids for running sequences and cached prefixes."""
+    return options.parallel + max_cached_prefixes(model, options)
+
+
+def num_scratch_ids(options: LlamaOptions) -> int:
+    """Number of sequence ids that a PrefixStore needs."""
+    return int(bool(options.kv_ram or options.kv_disk))
 
 
 def build_llama_runner(
@@ -41,13 +53,17 @@ def build_llama_runner(
     *,
     ctx: int,
     share_prefixes: bool,
+    store: PrefixStore | None = None,
 ) -> LlamaRunner:
-    """Build the runner. ctx: context length. share_prefixes: cache and reuse prompt prefixes."""
+    """Build the runner. ctx: context length. share_prefixes: cache and reuse prompt prefixes.
+
+    store: gets the prefixes that a unified cache evicts.
+    """
     return LlamaRunner(
         model,
         context,
         tokenizer,
-        kv_cache=_build_kv_cache(model, context, options, share_prefixes=share_prefixes),
+        kv_cache=_build_kv_cache(model, context, options, share_prefixes, store),
         max_seqs=options.parallel,
         max_len=ctx,
         can_rewind=share_prefixes,
@@ -57,7 +73,11 @@ def build_llama_runner(
 
 
 def _build_kv_cache(
-    model: LlamaModel, context: LlamaContext, options: LlamaOptions, *, share_prefixes: bool
+    model: LlamaModel,
+    context: LlamaContext,
+    options: LlamaOptions,
+    share_prefixes: bool,
+    store: PrefixStore | None,
 ) -> SlotCache:
     reuse = PrefixReusePolicy.for_model(model, options)
     if not options.kv_unified:
@@ -68,6 +88,7 @@ def _build_kv_cache(
         max_cached_prefixes=max_cached_prefixes(model, options),
         share_prefixes=share_prefixes,
         reuse=reuse,
+        store=store,
     )
 
 

@@ -12,7 +12,7 @@ from localgen.backends.errors import InvalidRequest
 from localgen.backends.llamacpp import sizing
 from localgen.backends.llamacpp.build_runner import (
     build_llama_runner,
-    max_cached_prefixes,
+    num_slots,
     probe_rewind,
 )
 from localgen.backends.llamacpp.native import LlamaContext, LlamaModel, NoKVCache
@@ -72,7 +72,7 @@ class LlamaDraftModel:
 
     @property
     def _num_slots(self) -> int:
-        return self._options.parallel + max_cached_prefixes(self._model, self._options)
+        return num_slots(self._model, self._options)
 
     def start_runner(
         self, options: LlamaOptions, size: KVSize, executor: ThreadPoolExecutor

@@ -16,12 +16,14 @@ from localgen.backends.formats.architecture.model_shape import ModelShape
 from localgen.backends.llamacpp import sizing
 from localgen.backends.llamacpp.build_runner import (
     build_llama_runner,
-    max_cached_prefixes,
+    num_scratch_ids,
+    num_slots,
     probe_rewind,
 )
 from localgen.backends.llamacpp.devices import gpu_free_bytes
 from localgen.backends.llamacpp.draft_model import LlamaDraftModel
 from localgen.backends.llamacpp.encoder import load_encoder
+from localgen.backends.llamacpp.kv_tiers import open_prefix_store, resolve_kv_tiers
 from localgen.backends.llamacpp.library import llama_library
 from localgen.backends.llamacpp.native import LlamaContext, LlamaModel, NoKVCache
 from localgen.backends.llamacpp.options import LlamaOptions, resolve_llama_options
@@ -48,6 +50,7 @@ def load_llamacpp_model(
     options = resolve_llama_options(request.options)
     model = LlamaModel(_require_file(path), options, on_progress)
     _validate_split_cache(model, options)
+    options, no_tiers_note = resolve_kv_tiers(model, options, request)
     mlock_failed = options.mlock and llama_library().has_warning_about("mlock")
     vocab = LlamaCppTokenizer(model)
     templates = TemplateLoader(sandbox, options.chat_template, model.template, vocab, path)
@@ -67,7 +70,10 @@ def load_llamacpp_model(
     if draft_model is not None:
         draft = draft_loader.run(partial(draft_model.start_runner, options, size, context.executor))
     share = can_rewind and options.prefix_cache
-    runner = build_llama_runner(model, context, vocab, options, ctx=size.ctx, share_prefixes=share)
+    store, options, disk_note = open_prefix_store(model, options, request, context.kv_tokens)
+    runner = build_llama_runner(
+        model, context, vocab, options, ctx=size.ctx, share_prefixes=share, store=store
+    )
     sampling_defaults, sampling_notes = _default_sampling(model)
     info = ModelInfo(
         name=request.name,
@@ -85,7 +91,7 @@ def load_llamacpp_model(
         layers=model.num_layers,
         backend="llamacpp",
         processor=_processor(model, options),
-        work_bytes=sizing.fixed_buffer_bytes(shape, options, context.n_seq_max)
+        work_bytes=sizing.fixed_buffer_bytes(shape, options, num_slots(model, options))
         + context.kv_tokens * sizing.compute_bytes_per_token(shape, options),
         memory=model.buffers.usage(),
         load_ms=(time.monotonic() - started_s) * 1e3,
@@ -99,6 +105,7 @@ def load_llamacpp_model(
         notes=(
             *size.notes,
             *sampling_notes,
+            *[note for note in (no_tiers_note, disk_note) if note],
             *_load_warnings(
                 options, request.options, size.ctx, mlock_failed, can_rewind, templates.source
             ),
@@ -108,7 +115,13 @@ def load_llamacpp_model(
     )
     template = templates.wait()
     return LoadedModel(
-        info=info, runner=runner, tokenizer=vocab, template=template, draft=draft, sandbox=sandbox
+        info=info,
+        runner=runner,
+        tokenizer=vocab,
+        template=template,
+        draft=draft,
+        sandbox=sandbox,
+        prefix_store=store,
     )
 
 
@@ -117,13 +130,13 @@ def _create_context(model: LlamaModel, options: LlamaOptions, size: KVSize) -> L
 
     Its outputs allow one sequence to verify a full draft. Raises NoKVCache for an encoder.
     """
-    num_slots = options.parallel + max_cached_prefixes(model, options)
+    slots = num_slots(model, options)
     return LlamaContext(
         model,
         options,
         kv_tokens=size.kv_tokens,
-        n_seq_max=num_slots,
-        n_outputs=max(num_slots, options.parallel + options.draft_max),
+        n_seq_max=slots + num_scratch_ids(options),
+        n_outputs=max(slots, options.parallel + options.draft_max),
     )
 
 
@@ -160,7 +173,7 @@ def _load_warnings(
         "this architecture cannot rewind its KV cache: no prefix cache": not can_rewind,
         "the model has no chat template: chat needs --chat-template FILE": template is None,
         f"the KV cache is split into {options.parallel} parts of {ctx:,} tokens; "
-        "--kv-unified shares one pool": in_parts,
+        "--kv-unified shares one pool, and keeps prefixes in RAM and on disk": in_parts,
     }
     return [note for note, so in oddities.items() if so]
 
@@ -199,9 +212,10 @@ def _resolve_size(
     draft_token_bytes = draft.pool_bytes_per_token if draft else 0.0
     requested = request.options
     has_fixed_size = None not in (requested.parallel, requested.ctx) and requested.kv_tokens is None
+    wants_tiers = requested.kv_ram or requested.kv_disk  # a split cache has none
     cannot_split = model.is_recurrent or model.has_sliding_window
-    if has_fixed_size and not cannot_split and requested.kv_unified is None:
-        in_parts = replace(options, kv_unified=False)
+    if has_fixed_size and not (cannot_split or wants_tiers) and requested.kv_unified is None:
+        in_parts = replace(options, kv_unified=False, kv_ram=0, kv_disk=0)
         with suppress(OutOfMemory):
             return in_parts, sizing.choose_llama_kv_size(
                 model, shape, in_parts, free_bytes=free, draft_token_bytes=draft_token_bytes
@@ -223,10 +237,8 @@ def _kv_budget_bytes(
 
     On a GPU the weights are already loaded; on the CPU, mmap pages them in later.
     """
-    fixed = sizing.fixed_buffer_bytes(
-        shape, options, options.parallel + max_cached_prefixes(model, options)
-    )
-    weights = model.size_bytes
+    fixed = sizing.fixed_buffer_bytes(shape, options, num_slots(model, options))
+    fixed, weights = fixed + options.kv_ram, model.size_bytes
     if draft is not None:
         fixed, weights = fixed + draft.fixed_bytes, weights + draft.weight_bytes
     gpu_free = gpu_free_bytes() if options.gpu_layers else None

@@ -321,6 +321,38 @@ class LlamaContext:
         read = C.llama_state_seq_set_data(self.handle, _uint8_pointer(state), len(state), sequence)
         assert read == len(state), llama_library().reason()
 
+    def save_range(self, source: int, scratch: int, start: int, end: int) -> NDArray[np.uint8]:
+        """Return the state of some positions of a sequence, for `restore_range`.
+
+        scratch: an unused sequence id. The cache must be unified.
+        """
+        self._check(source)
+        self._check(scratch)
+        C.llama_memory_seq_cp(self.memory, source, scratch, start, end)
+        try:
+            return self.save(scratch)
+        finally:
+            self.truncate(scratch, 0)
+
+    def restore_range(
+        self, target: int, scratch: int, start: int, end: int, state: NDArray[np.uint8]
+    ) -> bool:
+        """Append saved positions, from start to end, to a sequence that ends at start.
+
+        Returns False, and appends none, if the state does not begin there or does not fit.
+        """
+        self._check(target)
+        self._check(scratch)
+        read = C.llama_state_seq_set_data(self.handle, _uint8_pointer(state), len(state), scratch)
+        try:
+            first = int(C.llama_memory_seq_pos_min(self.memory, scratch))
+            if read != len(state) or first != start or self.last_position(scratch) < end - 1:
+                return False
+            C.llama_memory_seq_cp(self.memory, scratch, target, start, end)
+            return True
+        finally:
+            self.truncate(scratch, 0)
+
     def truncate(self, sequence: int, length: int) -> bool:
         """Remove all but the first `length` tokens. Returns False if the model cannot."""
         self._check(sequence)

@@ -43,6 +43,9 @@ class LlamaOptions:
     chat_template: str | None = None
     draft: str = DRAFT_NGRAM
     draft_max: int = MAX_DRAFT_TOKENS
+    # 0 until a PrefixStore is opened
+    kv_ram: int = 0
+    kv_disk: int = 0
 
     def to_load_options(self, ctx: int, kv_tokens: int) -> LoadOptions:
         """The resolved options, as reported to clients."""

@@ -119,6 +119,9 @@ class LlamaRunner:
     def usage(self) -> PoolUsage:
         return self.kv_cache.usage()
 
+    def save_next_block(self) -> bool:
+        return self.kv_cache.save_next_block()
+
     def threads(self) -> ThreadUsage:
         return self._context.threads
 

@@ -7,12 +7,15 @@ counts: a cell shared by several slots counts once.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from localgen.backends.kv_store.store import MIN_PREFIX_TOKENS, FoundBlock, PrefixStore
 from localgen.backends.llamacpp.native import LlamaContext
 from localgen.backends.llamacpp.slots import CacheSlot, PrefixReusePolicy, longest_prefix
 from localgen.backends.runner.interface import NoRoom, PoolUsage
@@ -28,18 +31,27 @@ CellIds = NDArray[np.int32]
 _NO_CELLS: CellIds = np.empty(0, np.int32)
 # a cached prefix is shortened by at least this much, so that one call makes room for many steps
 MIN_TRIM_TOKENS = 64
+# fewer tokens than this are computed, not loaded from the store
+MIN_LOAD_TOKENS = 32
 
 
 class SharedSlot(CacheSlot):
-    """A slot with the ids of its cells, computed or reserved."""
+    """A slot with the ids of its cells, computed or reserved.
+
+    is_saved: the store has what it can get of this prefix. was_reused: a prompt began with it.
+    """
 
     cells: CellIds = _NO_CELLS
+    is_saved = was_reused = False
 
 
 class SharedCache:
     """Slots over a unified context, for running sequences and cached prefixes.
 
     At most max_seqs sequences run and at most max_cached_prefixes are cached.
+
+    store: gets prefixes before they are evicted, and returns them; it needs one more sequence id
+    than these. None for no store.
     """
 
     def __init__(
@@ -50,7 +62,10 @@ class SharedCache:
         max_cached_prefixes: int,
         share_prefixes: bool,
         reuse: PrefixReusePolicy,
+        store: PrefixStore | None = None,
     ) -> None:
+        self._store = store
+        self._scratch_id = max_seqs + max_cached_prefixes
         self._context = context
         self._share_prefixes = share_prefixes
         self._reuse = reuse
@@ -97,18 +112,62 @@ class SharedCache:
     def admit(self, seq: Sequence, *, spare: int) -> int:
         source, known = self._longest_prefix(seq.reusable_tokens, seq.cache_salt)
         length = self._reuse.reuse_tokens(known, len(seq.tokens))
+        stored = self._stored_after(seq, length)
+        if stored:
+            length = stored[0].start
         needed = len(seq.tokens) - length
         if not self._can_reclaim(needed + spare, protect=source, length=length):
             raise NoRoom
         if source in self._cached_prefixes and not self._can_reclaim(
             needed + spare, protect=source
         ):
+            self._save(source)
             self._trim(source, length)  # free the cells after the shared prefix
         self._reclaim(needed + spare, protect=source)
         slot = self._claim_slot(source, known, length)
+        slot.was_reused = slot.is_saved = False
+        if source:
+            source.was_reused = slot.was_reused = True
         slot.start(seq)
         self._running[seq] = slot
         self._allocate(slot, needed)
+        return self._load(slot.seq_id, stored, seq.tokens) if stored else length
+
+    def _stored_after(self, seq: Sequence, length: int) -> list[FoundBlock]:
+        """Blocks of the store for the prompt's tokens from position `length` on.
+
+        The first may begin before it, since a block is loaded from its start.
+        """
+        if self._store is None or len(seq.reusable_tokens) - length < MIN_LOAD_TOKENS:
+            return []
+        found = self._store.find(seq.reusable_tokens, seq.cache_salt)
+        end = found[-1].start + found[-1].length if found else 0
+        end = self._reuse.reuse_tokens(end, len(seq.tokens))
+        if end - length < MIN_LOAD_TOKENS:
+            return []
+        return [
+            block._replace(length=min(block.length, end - block.start))
+            for block in found
+            if block.start < end and block.start + block.length > length
+        ]
+
+    def _load(self, seq_id: int, blocks: list[FoundBlock], tokens: list[int]) -> int:
+        """Append blocks to a sequence while they can be loaded; returns its length."""
+        assert self._store is not None
+        length = blocks[0].start
+        for found in blocks:
+            started_s = time.perf_counter()
+            loaded = self._store.load(found, tokens)
+            end = found.start + found.length
+            if loaded is None or not self._context.restore_range(
+                seq_id, self._scratch_id, found.start, end, loaded[0].state
+            ):
+                break
+            block, tier = loaded
+            length = end
+            ms = (time.perf_counter() - started_s) * 1e3
+            compute_ms = block.compute_ms * found.length / len(block.tokens)
+            self._store.record_restored(tier, found.length, ms, compute_ms)
         return length
 
     def _claim_slot(self, source: SharedSlot | None, prefix_tokens: int, length: int) -> SharedSlot:
@@ -152,7 +211,33 @@ class SharedCache:
         slot.last_used = next(self._clock)
         self._cached_prefixes.append(slot)
         while self._exceeds_cache_limits():
-            self._evict(self._least_recently_used(None))
+            oldest = self._least_recently_used(None)
+            self._save(oldest)
+            self._evict(oldest)
+
+    def save_next_block(self) -> bool:
+        newest_first = sorted(self._cached_prefixes, key=lambda d: d.last_used, reverse=True)
+        return any(self._save_block(slot) for slot in newest_first)
+
+    def _save_block(self, slot: SharedSlot) -> bool:
+        """Save one block of a cached prefix; returns False if the store has all it can get."""
+        tokens = slot.cached_tokens
+        is_short = len(tokens) < MIN_PREFIX_TOKENS and not slot.was_reused
+        if self._store is None or slot.is_saved or is_short:
+            return False
+        unsaved = self._store.next_unsaved(tokens, slot.cache_salt)
+        if unsaved is None:
+            slot.is_saved = True
+            return False
+        end = unsaved.start + len(unsaved.tokens)
+        copy = partial(self._context.save_range, slot.seq_id, self._scratch_id, unsaved.start, end)
+        slot.is_saved = not self._store.save(unsaved, copy)
+        return not slot.is_saved
+
+    def _save(self, slot: SharedSlot) -> None:
+        """Save a cached prefix that is about to be evicted."""
+        while self._save_block(slot):
+            pass
 
     def make_contiguous(self) -> None:
         """Do nothing: a unified cache computes any set of sequence ids together."""
@@ -204,6 +289,7 @@ class SharedCache:
         """Evict or shorten cached prefixes, LRU first. Returns False if too few cells get free."""
         while self._num_free < needed and any(d is not protect for d in self._cached_prefixes):
             cached = self._least_recently_used(protect)
+            self._save(cached)
             keep = len(cached.cached_tokens) - max(needed - self._num_free, MIN_TRIM_TOKENS)
             if keep > 0:
                 self._trim(cached, keep)
@@ -241,6 +327,8 @@ class SharedCache:
             assert length <= len(slot.cells)
             assert self._context.last_position(slot.seq_id) == length - 1
         assert (refs == self._refs).all()
+        if self._store is not None:
+            assert self._context.last_position(self._scratch_id) == -1
         assert sorted(self._free_cells[: self._num_free]) == np.flatnonzero(refs == 0).tolist()
         for slot in self._free_slots:
             assert len(slot.cells) == 0

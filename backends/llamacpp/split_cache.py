@@ -86,6 +86,10 @@ class SplitCache:
                 other.cached_tokens, other.last_used = [], 0
                 self._truncate(other, 0)
 
+    def save_next_block(self) -> bool:
+        """Return False: llama.cpp can neither save nor append a part of a sequence here."""
+        return False
+
     def make_contiguous(self) -> None:
         """Move the running slots to consecutive sequence ids.
 

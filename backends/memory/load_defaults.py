@@ -36,3 +36,12 @@ CUDA_ON_CPU_DEFAULTS = LoadDefaults(
 )
 # default number of parts of llama.cpp's split KV cache, each of one context length
 DEFAULT_SPLIT_PARTS = 4
+
+# defaults of LoadOptions.kv_ram and kv_disk; less on a machine or under a limit that is small
+DEFAULT_KV_RAM_BYTES, DEFAULT_KV_DISK_BYTES = 1 << 30, 4 << 30
+KV_RAM_SHARE = 1 / 16
+
+
+def default_kv_ram_bytes(memory_bytes: int) -> int:
+    """Default of LoadOptions.kv_ram. memory_bytes: of the machine, or the limit of the model."""
+    return min(DEFAULT_KV_RAM_BYTES, int(memory_bytes * KV_RAM_SHARE))

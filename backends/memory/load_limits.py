@@ -16,6 +16,7 @@ from localgen.backends.model_info import LoadOptions, option_flag
 _LOWEST = {
     **dict.fromkeys(("ctx", "kv_tokens", "parallel", "threads", "threads_batch", "tp"), 1),
     **dict.fromkeys(("max_batch_tokens", "itl_target_ms", "max_queue", "draft_max"), 1),
+    **dict.fromkeys(("kv_ram", "kv_disk"), 0),
     "gpu_layers": -1,
 }
 _HINTS = {"draft_max": ": --draft none for no drafts at all"}

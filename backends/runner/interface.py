@@ -242,6 +242,18 @@ class AsyncRunner(Protocol):
 
 
 @runtime_checkable
+class PrefixSaver(Protocol):
+    """Interface of a ModelRunner that can copy cached prefixes to a PrefixStore."""
+
+    def save_next_block(self) -> bool:
+        """Save one block of a cached prefix that is not stored; returns False if there is none.
+
+        Called while no request is queued or running.
+        """
+        ...
+
+
+@runtime_checkable
 class ThreadedRunner(Protocol):
     """Interface of a ModelRunner that computes with threads on the processor."""
 

@@ -13,7 +13,12 @@ from localgen.backends.prefix_break import FoundBreak
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.text.grammar import GrammarMatcher
 from localgen.backends.text.response_parser import ResponseParser
-from localgen.backends.types import NO_LINE_LIMITS, LineLimits, PositionLogprobs
+from localgen.backends.types import (
+    NO_LINE_LIMITS,
+    LineLimits,
+    PositionLogprobs,
+    RestoredTokens,
+)
 
 _NO_TOKENS: frozenset[int] = frozenset()
 
@@ -37,7 +42,8 @@ class Sequence:
     stop_ids: token ids that end the answer.
     cache_salt: only sequences with the same salt share cached prefixes.
     num_computed: number of tokens whose KV is computed.
-    num_cached: prompt tokens found in the prefix cache.
+    num_cached: prompt tokens found in the prefix cache. restored: those of them that were no longer
+    in the KV cache, but in a PrefixStore.
     drafts: draft tokens to verify in the next step, then cleared.
     draft_probs: the distribution each draft token was sampled from, or empty for greedy drafts.
     can_sample_drafts: draft tokens may be sampled; the text then depends on more than the seed.
@@ -74,6 +80,7 @@ class Sequence:
     state: SequenceState = SequenceState.QUEUED
     num_computed: int = 0
     num_cached: int = 0
+    restored: tuple[RestoredTokens, ...] = ()
     num_preemptions: int = 0
     drafts: list[int] = field(default_factory=list)
     draft_probs: Seq[Any] = ()

@@ -17,7 +17,7 @@ from localgen.backends.sampling_params import SAMPLERS, SamplingParams
 from localgen.chat import parameters
 from localgen.chat.parameters import ModelOptions
 from localgen.cli import completion_values
-from localgen.config import parse_keep_alive
+from localgen.config import parse_keep_alive, parse_size
 
 OnOffAuto = Literal["auto", "on", "off"]
 Backend = Literal["auto", "llamacpp", "cuda"]
@@ -262,6 +262,19 @@ LOAD_OPTIONS = (
         "Reuse the KV cache of earlier prompts with the same prefix (default: on).",
     ),
     CliOption(
+        "kv_ram",
+        str,
+        "--kv-ram",
+        "RAM for prefixes that no longer fit the KV cache: 512M, 2G; 0: none (default: 1G, at most "
+        "1/16 of the memory).",
+    ),
+    CliOption(
+        "kv_disk",
+        str,
+        "--kv-disk",
+        "Disk for prefixes of all models, which survive a restart: 4G; 0: none (default: 4G).",
+    ),
+    CliOption(
         "repack",
         bool,
         "--repack/--no-repack",
@@ -347,6 +360,11 @@ def build_model_options(values: dict[str, Any]) -> ModelOptions:
     if "chat_template" in loading:
         path = Path(str(loading["chat_template"]).removeprefix("@"))
         loading["chat_template"] = _read_option_file(path, "chat_template")
+    loading |= {
+        field: parse_size(loading[field], _flag_of(field))
+        for field in ("kv_ram", "kv_disk")
+        if field in loading
+    }
     asking = _values_of(REQUEST_OPTIONS, values)
     if "keep_alive" in asking:
         parse_keep_alive(asking["keep_alive"], "--keep-alive")

@@ -61,6 +61,11 @@ def loaded_model_bytes(info: ModelInfo) -> int:
     return sum(one.size_bytes + one.kv_bytes + one.work_bytes for one in _model_and_draft(info))
 
 
+def reserved_bytes(info: ModelInfo) -> int:
+    """As loaded_model_bytes, with the RAM that prefixes outside of the KV pool may take."""
+    return loaded_model_bytes(info) + (info.options.kv_ram or 0)
+
+
 def _model_and_draft(info: ModelInfo) -> tuple[ModelInfo | DraftInfo, ...]:
     return (info,) if info.draft is None else (info, info.draft)
 
@@ -75,7 +80,7 @@ def free_memory_bytes(
     """
     reserved = sum(loading)
     if limit is not None:
-        return limit - reserved - sum(loaded_model_bytes(info) for info in loaded)
+        return limit - reserved - sum(reserved_bytes(info) for info in loaded)
     # mapped weights are page cache, which the system counts as available although it is needed
     mapped = sum(
         one.size_bytes for info in loaded if info.options.mmap for one in _model_and_draft(info)

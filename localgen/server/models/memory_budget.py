@@ -195,7 +195,7 @@ class MemoryBudget:
 def _used_bytes(resident: ResidentModel) -> int:
     if resident.info is None:
         return resident.estimated_bytes
-    return free_memory.loaded_model_bytes(resident.info)
+    return free_memory.reserved_bytes(resident.info)
 
 
 def _user_name(resident: ResidentModel) -> str:

@@ -97,6 +97,7 @@ def _merge_timings(all_timings: Sequence[Timings], num_cached_tokens: int) -> Ti
         cached_ms=max(timings.cached_ms for timings in all_timings),
         first_step_ms=max(timings.first_step_ms for timings in all_timings),
         prefix_break=next(filter(None, (timings.prefix_break for timings in all_timings)), None),
+        restored=next(filter(None, (timings.restored for timings in all_timings)), ()),
     )
 
 

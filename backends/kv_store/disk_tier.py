@@ -1,0 +1,226 @@
+"""Blocks on disk: a folder for each namespace, and one budget for all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from localgen.backends.kv_store import block_file
+from localgen.backends.kv_store.block_file import BlockRefused
+from localgen.backends.kv_store.blocks import DIGEST_BYTES, KVBlock, TokenArray
+
+# what stays free on the disk for other programs
+RESERVED_DISK_BYTES = 1 << 30
+# room is made for this fraction of the budget at once, since it means to look at all files
+_ROOM_SHARE = 1 / 32
+# other processes write too: after so many writes, all files are counted again
+_WRITES_PER_SCAN = 256
+_ABOUT_NAME = "model.json"
+# an unfinished file this old belongs to a process that was killed
+_UNFINISHED_S = 3600.0
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A block on disk. used_s: when it was last written or read (st_mtime)."""
+
+    path: Path
+    parent: bytes
+    digest: bytes
+    num_bytes: int
+    used_s: float
+
+
+def stored_files(folder: Path) -> Iterator[StoredFile]:
+    """The blocks of one namespace; other files are left out."""
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            names = block_file.parse_file_name(entry.name)
+            if names is None:
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                found = entry.stat(follow_symlinks=False)
+                yield StoredFile(Path(entry.path), *names, found.st_size, found.st_mtime)
+
+
+def namespace_folders(folder: Path) -> list[Path]:
+    """Folders of all namespaces in the folder of the disk tier."""
+    with contextlib.suppress(FileNotFoundError):
+        return [each for each in folder.iterdir() if _is_namespace(each)]
+    return []
+
+
+def _is_namespace(folder: Path) -> bool:
+    is_hex = len(folder.name) == 2 * DIGEST_BYTES and set(folder.name) <= set("0123456789abcdef")
+    return is_hex and folder.is_dir() and not folder.is_symlink()
+
+
+def least_recent_first(files: Iterable[StoredFile]) -> list[StoredFile]:
+    """Order of eviction. A block counts as used when any block behind it was, and goes after it."""
+    by_digest = {file.digest: file for file in files}
+    used_s = {digest: file.used_s for digest, file in by_digest.items()}
+    depths = dict.fromkeys(by_digest, 0)
+    for file in by_digest.values():
+        chain = [file.digest]
+        while (parent := by_digest[chain[-1]].parent) in by_digest and parent not in chain:
+            used_s[parent] = max(used_s[parent], file.used_s)
+            chain.append(parent)
+        depths[file.digest] = len(chain)
+    return sorted(by_digest.values(), key=lambda f: (used_s[f.digest], -depths[f.digest]))
+
+
+class DiskTier:
+    """The blocks of one namespace on disk. Thread-safe.
+
+    folder: of all namespaces; private to the user. limit_bytes: for all namespaces together.
+    about: facts for people, such as the model's name. Raises OSError, BlockRefused.
+    """
+
+    def __init__(
+        self, folder: Path, namespace: bytes, limit_bytes: int, about: dict[str, str]
+    ) -> None:
+        self.limit_bytes = limit_bytes
+        self.num_refused = 0
+        self._root, self._namespace = folder, namespace
+        self._folder = folder / namespace.hex()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        self._key = block_file.load_key(folder)
+        self._lock = threading.Lock()
+        self._children: defaultdict[bytes, dict[bytes, int]] = defaultdict(dict)
+        self._parents: dict[bytes, bytes] = {}
+        self._tokens: dict[bytes, TokenArray] = {}
+        self._total_bytes = self._writes_left = 0
+        _remove_unfinished(self._folder)
+        for file in stored_files(self._folder):
+            self._add(file.parent, file.digest, file.num_bytes)
+        (self._folder / _ABOUT_NAME).write_text(json.dumps(about))
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._parents
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of this namespace."""
+        with self._lock:
+            return sum(size for sizes in self._children.values() for size in sizes.values())
+
+    def __len__(self) -> int:
+        return len(self._parents)
+
+    def children(self, parent: bytes) -> list[tuple[bytes, TokenArray]]:
+        """Digest and tokens of the blocks behind a block."""
+        with self._lock:
+            digests = list(self._children.get(parent, ()))
+        return [(each, tokens) for each in digests if (tokens := self._tokens_of(each)) is not None]
+
+    def _tokens_of(self, digest: bytes) -> TokenArray | None:
+        if digest not in self._tokens:
+            with self._refusing(digest):
+                self._tokens[digest] = block_file.read_tokens(self._path(digest), self._namespace)
+        return self._tokens.get(digest)
+
+    def read(self, digest: bytes) -> KVBlock | None:
+        """Return a block, or None if it is gone or refused; then it is removed."""
+        with self._refusing(digest):
+            path = self._path(digest)
+            block = block_file.read_block(path, self._namespace, self._key)
+            with contextlib.suppress(OSError):
+                os.utime(path)
+            return block
+        return None
+
+    def write(self, block: KVBlock) -> None:
+        """Write a block; the least recently used ones make room. Raises OSError."""
+        self._make_room(block.num_bytes)
+        self._folder.mkdir(mode=0o700, exist_ok=True)  # `localgen kv rm` may have removed it
+        size = block_file.write_block(self._folder, self._namespace, block, self._key)
+        self._total_bytes += size
+        with self._lock:
+            self._add(block.parent, block.digest, size)
+
+    def remove(self, digest: bytes) -> None:
+        """Remove a block if it is there."""
+        with contextlib.suppress(KeyError, OSError):
+            self._path(digest).unlink()
+        self._forget(digest)
+
+    def _path(self, digest: bytes) -> Path:
+        return self._folder / block_file.file_name(self._parents[digest], digest)
+
+    @contextlib.contextmanager
+    def _refusing(self, digest: bytes) -> Iterator[None]:
+        """Remove the block if it is refused."""
+        try:
+            yield
+        except BlockRefused as reason:
+            _log.warning("refused %s: %s; its tokens are computed again", digest.hex(), reason)
+            self.num_refused += 1
+            self.remove(digest)
+        except (OSError, KeyError):  # removed by another process
+            self._forget(digest)
+
+    def _add(self, parent: bytes, digest: bytes, size: int) -> None:
+        self._parents[digest] = parent
+        self._children[parent][digest] = size
+
+    def _forget(self, digest: bytes) -> None:
+        with self._lock:
+            self._tokens.pop(digest, None)
+            parent = self._parents.pop(digest, b"")
+            if parent in self._children:
+                self._children[parent].pop(digest, None)
+                if not self._children[parent]:
+                    del self._children[parent]
+
+    def _make_room(self, needed: int) -> None:
+        """Remove the least recently used blocks of all namespaces until a new one fits.
+
+        Raises OSError if the budget or the disk is too small for it.
+        """
+        self._writes_left -= 1
+        free = shutil.disk_usage(self._folder).free - RESERVED_DISK_BYTES
+        fits = needed <= free and self._total_bytes + needed <= self.limit_bytes
+        if fits and self._writes_left > 0:
+            return
+        files = [f for each in namespace_folders(self._root) for f in stored_files(each)]
+        self._total_bytes = sum(file.num_bytes for file in files)
+        self._writes_left = _WRITES_PER_SCAN
+        limit = min(self.limit_bytes, self._total_bytes + free)
+        if needed > limit:
+            raise OSError(f"no room for {needed:,} bytes within {limit:,}")
+        if self._total_bytes + needed <= limit:
+            return
+        for file in least_recent_first(files):
+            if self._total_bytes + needed <= limit * (1 - _ROOM_SHARE):
+                break
+            with contextlib.suppress(OSError):
+                file.path.unlink()
+            self._total_bytes -= file.num_bytes
+            self._forget(file.digest)
+
+
+def _remove_unfinished(folder: Path) -> None:
+    for path in folder.glob(f"*{block_file.UNFINISHED_SUFFIX}"):
+        with contextlib.suppress(OSError):
+            if path.lstat().st_mtime < time.time() - _UNFINISHED_S:
+                path.unlink()
+
+
+def read_about(folder: Path) -> dict[str, str]:
+    """The facts about a namespace, empty if there are none."""
+    try:
+        about = json.loads((folder / _ABOUT_NAME).read_text())
+    except (OSError, ValueError):
+        return {}
+    return about if isinstance(about, dict) else {}

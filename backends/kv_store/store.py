@@ -1,0 +1,273 @@
+"""The prefixes that an engine keeps outside of its KV cache: in RAM first, then on disk.
+
+A KV cache asks `find` for a prompt, loads what it lacks, and saves blocks of what it computed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from localgen.backends.engine_stats import KVTierStats
+from localgen.backends.kv_store.blocks import (
+    BLOCK_TOKENS,
+    MIN_BLOCK_TOKENS,
+    KVBlock,
+    State,
+    TokenArray,
+    chain_digest,
+    chain_root,
+    token_array,
+)
+from localgen.backends.kv_store.disk_tier import DiskTier
+from localgen.backends.kv_store.rates import ByteRate
+from localgen.backends.kv_store.writer import BlockWriter
+from localgen.backends.types import RestoredTokens
+
+RAM, DISK = "ram", "disk"
+# shorter prefixes are saved only if they were used again
+MIN_PREFIX_TOKENS = 512
+
+
+class FoundBlock(NamedTuple):
+    """A stored block that a prompt begins with. length: of its tokens, how many the prompt has."""
+
+    digest: bytes
+    start: int
+    length: int
+
+
+class UnsavedBlock(NamedTuple):
+    """Tokens of a prompt that are not stored: those of one block."""
+
+    parent: bytes
+    start: int
+    tokens: TokenArray
+
+
+@dataclass(slots=True)
+class _TierCounters:
+    hit_tokens: int = 0
+    saved_ms: float = 0.0
+
+
+class PrefixStore:
+    """Blocks in RAM and on disk. One thread calls it; the disk is written by another.
+
+    namespace: see blocks.namespace_of. ram_bytes: limit of the RAM tier. disk: None for no disk.
+    prefill_per_s: tokens that the engine computes per second, or 0 if unknown.
+    """
+
+    def __init__(self, namespace: bytes, *, ram_bytes: int, disk: DiskTier | None) -> None:
+        self.prefill_per_s = 0.0
+        self._namespace = namespace
+        self._ram_limit, self._ram_bytes = ram_bytes, 0
+        self._ram: OrderedDict[bytes, KVBlock] = OrderedDict()  # in order of last use
+        self._ram_children: defaultdict[bytes, set[bytes]] = defaultdict(set)
+        self._disk = disk
+        self._disk_rate = ByteRate()
+        self._writer = BlockWriter(disk, self._disk_rate) if disk is not None else None
+        self._counters = {RAM: _TierCounters(), DISK: _TierCounters()}
+        self._restored: list[RestoredTokens] = []
+
+    # -- finding and loading ----------------------------------------------------------------
+
+    def find(self, tokens: list[int], cache_salt: str) -> list[FoundBlock]:
+        """The longest stored prefix of a prompt, as blocks in order; the last may be used in part.
+
+        What a block holds is compared when it is loaded.
+        """
+        found: list[FoundBlock] = []
+        parent, start = chain_root(self._namespace, cache_salt), 0
+        ids = token_array(tokens)
+        while len(ids) - start >= BLOCK_TOKENS:
+            digest = chain_digest(parent, ids[start : start + BLOCK_TOKENS])
+            if not self._has(digest):
+                break
+            found.append(FoundBlock(digest, start, BLOCK_TOKENS))
+            parent, start = digest, start + BLOCK_TOKENS
+        best = max(
+            (
+                FoundBlock(digest, start, _common_len(held, ids[start:]))
+                for digest, held in self._children(parent)
+            ),
+            key=lambda block: block.length,
+            default=None,
+        )
+        if best is not None and best.length:
+            found.append(best)
+        self._mark_used(found)
+        return found
+
+    def _mark_used(self, found: list[FoundBlock]) -> None:
+        """Blocks are dropped before those that they follow."""
+        for block in reversed(found):
+            if block.digest in self._ram:
+                self._ram.move_to_end(block.digest)
+
+    def num_found(self, tokens: list[int], cache_salt: str) -> int:
+        """Length in tokens of what `find` returns."""
+        found = self.find(tokens, cache_salt)
+        return found[-1].start + found[-1].length if found else 0
+
+    def load(self, found: FoundBlock, tokens: list[int]) -> tuple[KVBlock, str] | None:
+        """Return a block and its tier, or None if it is gone, damaged, or not of these tokens."""
+        block, tier = self._ram.get(found.digest), RAM
+        if block is None and self._writer is not None:
+            block = self._writer.get(found.digest)
+        if block is None and self._disk is not None:
+            block, tier = self._disk.read(found.digest), DISK
+        if block is None or block.start != found.start:
+            return None
+        wanted = tokens[found.start : found.start + found.length]
+        return (block, tier) if block.tokens[: found.length].tolist() == wanted else None
+
+    def record_restored(self, tier: str, num_tokens: int, ms: float, compute_ms: float) -> None:
+        """Record that these tokens were restored in ms. compute_ms: to compute them."""
+        saved_ms = max(0.0, compute_ms - ms)
+        counters = self._counters[tier]
+        counters.hit_tokens += num_tokens
+        counters.saved_ms += saved_ms
+        self._restored.append(RestoredTokens(tier, num_tokens, ms, saved_ms))
+
+    def take_restored(self) -> tuple[RestoredTokens, ...]:
+        """What was restored since the last call, by tier."""
+        restored, self._restored = self._restored, []
+        return tuple(
+            RestoredTokens(
+                tier,
+                sum(part.tokens for part in parts),
+                sum(part.ms for part in parts),
+                sum(part.saved_ms for part in parts),
+            )
+            for tier in (RAM, DISK)
+            if (parts := [part for part in restored if part.tier == tier])
+        )
+
+    def _has(self, digest: bytes) -> bool:
+        is_near = digest in self._ram or (self._disk is not None and digest in self._disk)
+        return is_near or (self._writer is not None and self._writer.get(digest) is not None)
+
+    def _children(self, parent: bytes) -> list[tuple[bytes, TokenArray]]:
+        near = [(each, self._ram[each].tokens) for each in self._ram_children.get(parent, ())]
+        return near + (self._disk.children(parent) if self._disk is not None else [])
+
+    # -- saving -----------------------------------------------------------------------------
+
+    def next_unsaved(self, tokens: list[int], cache_salt: str) -> UnsavedBlock | None:
+        """The first block of a computed prefix that is not stored, or None."""
+        found = self.find(tokens, cache_salt)
+        full = [block for block in found if block.length == BLOCK_TOKENS]
+        start = BLOCK_TOKENS * len(full)
+        covered = found[-1].start + found[-1].length if found else 0
+        unsaved = token_array(tokens[start : start + BLOCK_TOKENS])
+        if len(tokens) == covered or len(unsaved) < MIN_BLOCK_TOKENS:
+            return None
+        parent = full[-1].digest if full else chain_root(self._namespace, cache_salt)
+        return UnsavedBlock(parent, start, unsaved)
+
+    def save(self, unsaved: UnsavedBlock, copy_state: Callable[[], State]) -> bool:
+        """Store a block; copy_state returns its keys and values. Returns False if none has room."""
+        rate = self.prefill_per_s
+        block = KVBlock(
+            parent=unsaved.parent,
+            start=unsaved.start,
+            tokens=unsaved.tokens,
+            compute_ms=len(unsaved.tokens) / rate * 1e3 if rate else 0.0,
+            state=copy_state(),
+        )
+        self._remove_beginnings_of(block)
+        is_queued = self._pays_on_disk(block) and self._queue(block)
+        if self._ram_limit:
+            self._ram[block.digest] = block
+            self._ram_children[block.parent].add(block.digest)
+            self._ram_bytes += block.num_bytes
+            self._shrink_ram()
+        return is_queued or block.digest in self._ram
+
+    def _queue(self, block: KVBlock) -> bool:
+        return self._writer is not None and self._writer.add(block)
+
+    def _pays_on_disk(self, block: KVBlock) -> bool:
+        """False if reading the block takes longer than computing it."""
+        return not block.compute_ms or self._disk_rate.ms(block.num_bytes) < block.compute_ms
+
+    def _remove_beginnings_of(self, block: KVBlock) -> None:
+        """Remove shorter blocks that hold only the first tokens of this one."""
+        for digest, tokens in self._children(block.parent):
+            count = len(tokens)
+            if count < len(block.tokens) and _common_len(tokens, block.tokens) == count:
+                self._drop_from_ram(digest)
+                if self._writer is not None:
+                    self._writer.discard(digest)
+                if self._disk is not None:
+                    self._disk.remove(digest)
+
+    def _shrink_ram(self) -> None:
+        """Drop the least recently used blocks; the disk gets those that it does not have yet."""
+        while self._ram_bytes > self._ram_limit:
+            digest, block = next(iter(self._ram.items()))
+            if self._disk is not None and digest not in self._disk and self._pays_on_disk(block):
+                self._queue(block)
+            self._drop_from_ram(digest)
+
+    def _drop_from_ram(self, digest: bytes) -> None:
+        block = self._ram.pop(digest, None)
+        if block is None:
+            return
+        self._ram_bytes -= block.num_bytes
+        self._ram_children[block.parent].discard(digest)
+        if not self._ram_children[block.parent]:
+            del self._ram_children[block.parent]
+
+    # -- the engine -------------------------------------------------------------------------
+
+    def set_idle(self, is_idle: bool) -> None:
+        """Say whether the engine has nothing to compute: then the disk is written."""
+        if self._writer is not None:
+            self._writer.set_idle(is_idle)
+
+    def close(self, deadline_s: float) -> None:
+        """Write what waits for the disk, until the deadline (monotonic seconds)."""
+        if self._writer is not None:
+            self._writer.close(max(deadline_s, time.monotonic()))
+
+    def stats(self) -> tuple[KVTierStats, ...]:
+        """The tiers that are not switched off."""
+        tiers = []
+        if self._ram_limit:
+            tiers.append(self._tier_stats(RAM, len(self._ram), self._ram_bytes, self._ram_limit))
+        if self._disk is not None:
+            error = self._writer.error if self._writer is not None else ""
+            disk = self._tier_stats(
+                DISK, len(self._disk), self._disk.num_bytes, self._disk.limit_bytes, error
+            )
+            tiers.append(disk)
+        return tuple(tiers)
+
+    def _tier_stats(
+        self, tier: str, blocks: int, num_bytes: int, limit: int, error: str = ""
+    ) -> KVTierStats:
+        counters = self._counters[tier]
+        return KVTierStats(
+            tier=tier,
+            blocks=blocks,
+            num_bytes=num_bytes,
+            limit_bytes=limit,
+            hit_tokens_total=counters.hit_tokens,
+            saved_s_total=counters.saved_ms / 1e3,
+            refused_total=self._disk.num_refused if tier == DISK and self._disk else 0,
+            error=error,
+        )
+
+
+def _common_len(a: TokenArray, b: TokenArray) -> int:
+    """Number of leading tokens that two arrays share."""
+    count = min(len(a), len(b))
+    differs = np.flatnonzero(a[:count] != b[:count])
+    return int(differs[0]) if len(differs) else count
