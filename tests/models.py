@@ -138,6 +138,7 @@ class LoadedBench:
             max_queue=1000,
             publish=self._take,
             drafters=drafters,
+            prefix_store=model.prefix_store,
         )
         self._count = 0
 
@@ -203,11 +204,12 @@ class Bench(LoadedBench):
         options: LoadOptions,
         path: Path = TINY_GGUF,
         drafters: Sequence[Drafter] = (),
+        kv_dir: Path | None = None,
     ) -> None:
-        super().__init__(
-            load_llamacpp_model(ModelLoadRequest("tiny", str(path), options), lambda _share: None),
-            drafters,
+        request = ModelLoadRequest(
+            "tiny", str(path), options, kv_dir=str(kv_dir) if kv_dir else None
         )
+        super().__init__(load_llamacpp_model(request, lambda _share: None), drafters)
         assert isinstance(self.model.runner, LlamaRunner)
         self.runner = self.model.runner
 

@@ -175,7 +175,7 @@ class Engine:
             self._flush(idle=True)
             while self.step(wait=True):
                 pass
-            self._save_prefixes(time.monotonic() + SAVE_TIMEOUT_S)
+            self.save_prefixes(time.monotonic() + SAVE_TIMEOUT_S)
         except StepFailed as error:
             self._fail_all(str(error))
             raise
@@ -291,8 +291,8 @@ class Engine:
         if self._prefix_store is not None:
             self._prefix_store.set_idle(is_idle)
 
-    def _save_prefixes(self, deadline_s: float) -> None:
-        """Save what was computed, as far as the time until the deadline allows."""
+    def save_prefixes(self, deadline_s: float) -> None:
+        """End all requests, and save what was computed until the deadline (monotonic seconds)."""
         if self._prefix_store is None:
             return
         for seq in self._scheduler.running:

@@ -54,8 +54,13 @@ def parse_file_name(name: str) -> tuple[bytes, bytes] | None:
         return None
 
 
-def write_block(folder: Path, namespace: bytes, block: KVBlock, key: bytes) -> int:
-    """Write a block durably; returns the size of the file in bytes. Raises OSError."""
+def file_size(block: KVBlock) -> int:
+    """Bytes of the file of a block."""
+    return _HEADER.size + block.num_bytes + _MAC_BYTES
+
+
+def write_block(folder: Path, namespace: bytes, block: KVBlock, key: bytes) -> None:
+    """Write a block durably. Raises OSError."""
     header = _HEADER.pack(
         _MAGIC,
         namespace,
@@ -82,7 +87,6 @@ def write_block(folder: Path, namespace: bytes, block: KVBlock, key: bytes) -> i
         with contextlib.suppress(OSError):
             unfinished.unlink()
         raise
-    return sum(map(len, parts)) + _MAC_BYTES
 
 
 def read_block(path: Path, namespace: bytes, key: bytes) -> KVBlock:

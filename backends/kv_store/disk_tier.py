@@ -22,8 +22,8 @@ from localgen.backends.kv_store.blocks import DIGEST_BYTES, KVBlock, TokenArray
 RESERVED_DISK_BYTES = 1 << 30
 # room is made for this fraction of the budget at once, since it means to look at all files
 _ROOM_SHARE = 1 / 32
-# other processes write too: after so many writes, all files are counted again
-_WRITES_PER_SCAN = 256
+# other engines write too: after so many writes, all files are counted again
+WRITES_PER_SCAN = 16
 _ABOUT_NAME = "model.json"
 # an unfinished file this old belongs to a process that was killed
 _UNFINISHED_S = 3600.0
@@ -142,9 +142,10 @@ class DiskTier:
 
     def write(self, block: KVBlock) -> None:
         """Write a block; the least recently used ones make room. Raises OSError."""
-        self._make_room(block.num_bytes)
+        size = block_file.file_size(block)
+        self._make_room(size)
         self._folder.mkdir(mode=0o700, exist_ok=True)  # `localgen kv rm` may have removed it
-        size = block_file.write_block(self._folder, self._namespace, block, self._key)
+        block_file.write_block(self._folder, self._namespace, block, self._key)
         self._total_bytes += size
         with self._lock:
             self._add(block.parent, block.digest, size)
@@ -195,7 +196,7 @@ class DiskTier:
             return
         files = [f for each in namespace_folders(self._root) for f in stored_files(each)]
         self._total_bytes = sum(file.num_bytes for file in files)
-        self._writes_left = _WRITES_PER_SCAN
+        self._writes_left = WRITES_PER_SCAN
         limit = min(self.limit_bytes, self._total_bytes + free)
         if needed > limit:
             raise OSError(f"no room for {needed:,} bytes within {limit:,}")

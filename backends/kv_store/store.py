@@ -154,19 +154,29 @@ class PrefixStore:
         return is_near or (self._writer is not None and self._writer.get(digest) is not None)
 
     def _children(self, parent: bytes) -> list[tuple[bytes, TokenArray]]:
-        near = [(each, self._ram[each].tokens) for each in self._ram_children.get(parent, ())]
-        return near + (self._disk.children(parent) if self._disk is not None else [])
+        found = [(each, self._ram[each].tokens) for each in self._ram_children.get(parent, ())]
+        if self._writer is not None:
+            found += self._writer.children(parent)
+        if self._disk is not None:
+            found += self._disk.children(parent)
+        return found
 
     # -- saving -----------------------------------------------------------------------------
 
-    def next_unsaved(self, tokens: list[int], cache_salt: str) -> UnsavedBlock | None:
-        """The first block of a computed prefix that is not stored, or None."""
+    def next_unsaved(
+        self, tokens: list[int], cache_salt: str, after: int = 0
+    ) -> UnsavedBlock | None:
+        """The first block of a computed prefix that is not stored, or None.
+
+        after: position up to which the caller has saved it. What is no longer stored of that had no
+        room, and then there is none for what follows either.
+        """
         found = self.find(tokens, cache_salt)
         full = [block for block in found if block.length == BLOCK_TOKENS]
         start = BLOCK_TOKENS * len(full)
         covered = found[-1].start + found[-1].length if found else 0
         unsaved = token_array(tokens[start : start + BLOCK_TOKENS])
-        if len(tokens) == covered or len(unsaved) < MIN_BLOCK_TOKENS:
+        if len(tokens) == covered or start < after or len(unsaved) < MIN_BLOCK_TOKENS:
             return None
         parent = full[-1].digest if full else chain_root(self._namespace, cache_salt)
         return UnsavedBlock(parent, start, unsaved)
@@ -187,7 +197,7 @@ class PrefixStore:
             self._ram[block.digest] = block
             self._ram_children[block.parent].add(block.digest)
             self._ram_bytes += block.num_bytes
-            self._shrink_ram()
+            self._shrink_ram(block)
         return is_queued or block.digest in self._ram
 
     def _queue(self, block: KVBlock) -> bool:
@@ -208,10 +218,15 @@ class PrefixStore:
                 if self._disk is not None:
                     self._disk.remove(digest)
 
-    def _shrink_ram(self) -> None:
-        """Drop the least recently used blocks; the disk gets those that it does not have yet."""
+    def _shrink_ram(self, newest: KVBlock) -> None:
+        """Drop the least recently used blocks; the disk gets those that it does not have yet.
+
+        The newest is dropped before those that it follows.
+        """
         while self._ram_bytes > self._ram_limit:
             digest, block = next(iter(self._ram.items()))
+            if digest == newest.parent:
+                digest, block = newest.digest, newest
             if self._disk is not None and digest not in self._disk and self._pays_on_disk(block):
                 self._queue(block)
             self._drop_from_ram(digest)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import OrderedDict
 
-from localgen.backends.kv_store.blocks import KVBlock
+from localgen.backends.kv_store.blocks import KVBlock, TokenArray
 from localgen.backends.kv_store.disk_tier import DiskTier
 from localgen.backends.kv_store.rates import ByteRate
 
@@ -47,6 +47,15 @@ class BlockWriter:
         """A block that is not written yet."""
         with self._changed:
             return self._waiting.get(digest)
+
+    def children(self, parent: bytes) -> list[tuple[bytes, TokenArray]]:
+        """Digest and tokens of the blocks behind a block that are not written yet."""
+        with self._changed:
+            return [
+                (digest, block.tokens)
+                for digest, block in self._waiting.items()
+                if block.parent == parent
+            ]
 
     def discard(self, digest: bytes) -> None:
         """Do not write a block that another one replaces."""

@@ -38,11 +38,12 @@ MIN_LOAD_TOKENS = 32
 class SharedSlot(CacheSlot):
     """A slot with the ids of its cells, computed or reserved.
 
-    is_saved: the store has what it can get of this prefix. was_reused: a prompt began with it.
+    num_saved: leading tokens that need not be saved any more. was_reused: a prompt began with it.
     """
 
     cells: CellIds = _NO_CELLS
-    is_saved = was_reused = False
+    num_saved = 0
+    was_reused = False
 
 
 class SharedCache:
@@ -125,7 +126,7 @@ class SharedCache:
             self._trim(source, length)  # free the cells after the shared prefix
         self._reclaim(needed + spare, protect=source)
         slot = self._claim_slot(source, known, length)
-        slot.was_reused = slot.is_saved = False
+        slot.num_saved, slot.was_reused = 0, False
         if source:
             source.was_reused = slot.was_reused = True
         slot.start(seq)
@@ -223,16 +224,17 @@ class SharedCache:
         """Save one block of a cached prefix; returns False if the store has all it can get."""
         tokens = slot.cached_tokens
         is_short = len(tokens) < MIN_PREFIX_TOKENS and not slot.was_reused
-        if self._store is None or slot.is_saved or is_short:
+        if self._store is None or slot.num_saved >= len(tokens) or is_short:
             return False
-        unsaved = self._store.next_unsaved(tokens, slot.cache_salt)
+        unsaved = self._store.next_unsaved(tokens, slot.cache_salt, slot.num_saved)
         if unsaved is None:
-            slot.is_saved = True
+            slot.num_saved = len(tokens)
             return False
         end = unsaved.start + len(unsaved.tokens)
         copy = partial(self._context.save_range, slot.seq_id, self._scratch_id, unsaved.start, end)
-        slot.is_saved = not self._store.save(unsaved, copy)
-        return not slot.is_saved
+        is_saved = self._store.save(unsaved, copy)
+        slot.num_saved = end if is_saved else len(tokens)
+        return is_saved
 
     def _save(self, slot: SharedSlot) -> None:
         """Save a cached prefix that is about to be evicted."""

@@ -1,0 +1,214 @@
+"""PrefixStore: what comes back is what was saved for these tokens, within any budget."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+from kv_blocks import NAMESPACE, STATE_BYTES, disk_tier, load_all, save_all, state_of
+from serving import wait_until
+
+from localgen.backends.kv_store import writer as writers
+from localgen.backends.kv_store.blocks import BLOCK_TOKENS
+from localgen.backends.kv_store.disk_tier import DiskTier, stored_files
+from localgen.backends.kv_store.fingerprint import files_fingerprint
+from localgen.backends.kv_store.store import PrefixStore
+
+TEXT = [7 * number % 1000 for number in range(3 * BLOCK_TOKENS + 50)]
+
+
+def ram_only(limit: int = 1 << 20) -> PrefixStore:
+    return PrefixStore(NAMESPACE, ram_bytes=limit, disk=None)
+
+
+def on_disk(folder: Path, *, ram: int = 0, limit: int = 1 << 30) -> PrefixStore:
+    return PrefixStore(NAMESPACE, ram_bytes=ram, disk=disk_tier(folder, limit))
+
+
+def close(store: PrefixStore) -> None:
+    store.close(time.monotonic() + 30)
+
+
+def test_whole_prompts_come_back(tmp_path: Path) -> None:
+    for store in (ram_only(), on_disk(tmp_path)):
+        save_all(store, TEXT)
+        assert load_all(store, TEXT) == len(TEXT)
+        assert load_all(store, [*TEXT, 1, 2, 3]) == len(TEXT)
+        assert load_all(store, TEXT[:200]) == 200, "a part of a block"
+        assert load_all(store, [*TEXT[:300], 5, *TEXT[301:]]) == 300, "up to another token"
+        assert load_all(store, TEXT, salt="of another account") == 0
+        assert load_all(store, TEXT[1:]) == 0
+        close(store)
+
+
+def test_the_disk_survives(tmp_path: Path) -> None:
+    first = on_disk(tmp_path)
+    save_all(first, TEXT)
+    close(first)
+    again = on_disk(tmp_path)
+    assert load_all(again, TEXT) == len(TEXT)
+    other = PrefixStore(bytes(16), ram_bytes=0, disk=disk_tier(tmp_path, namespace=bytes(16)))
+    assert load_all(other, TEXT) == 0, "of another model"
+    for store in (again, other):
+        close(store)
+
+
+def test_a_longer_end_replaces_a_shorter_one(tmp_path: Path) -> None:
+    store = on_disk(tmp_path, ram=1 << 20)
+    store.set_idle(True)
+    for end in (BLOCK_TOKENS + 20, BLOCK_TOKENS + 60, 2 * BLOCK_TOKENS, len(TEXT)):
+        save_all(store, TEXT[:end])
+        assert load_all(store, TEXT) == end
+        time.sleep(0.02)
+    close(store)
+    lengths = [file.num_bytes for file in stored_files(tmp_path / NAMESPACE.hex())]
+    assert len(lengths) == 4
+    assert store.stats()[0].blocks == 4
+
+
+def test_short_ends_are_not_blocks() -> None:
+    store = ram_only()
+    save_all(store, TEXT[: BLOCK_TOKENS + 5])
+    assert load_all(store, TEXT) == BLOCK_TOKENS
+    assert store.next_unsaved(TEXT[:5], "") is None
+
+
+@pytest.mark.parametrize("has_disk", [False, True])
+def test_random_schedules_within_tiny_budgets(has_disk: bool, tmp_path: Path) -> None:
+    chooser = random.Random(3)
+    size = STATE_BYTES + 4 * BLOCK_TOKENS
+    disk = disk_tier(tmp_path, 12 * (size + 200)) if has_disk else None
+    store = PrefixStore(NAMESPACE, ram_bytes=5 * size, disk=disk)
+    heads = [[chooser.randrange(50) for _ in range(chooser.randrange(600))] for _ in range(6)]
+    loaded = 0
+    for _ in range(600):
+        prompt = chooser.choice(heads)[: chooser.randrange(600)]
+        prompt = prompt + [chooser.randrange(50) for _ in range(chooser.randrange(300))]
+        salt = chooser.choice(["", "", "b"])
+        loaded += load_all(store, prompt, salt)
+        store.set_idle(chooser.random() < 0.5)
+        if chooser.random() < 0.7:
+            save_all(store, prompt, salt)
+        for tier in store.stats():
+            assert tier.num_bytes <= tier.limit_bytes
+    close(store)
+    assert loaded > 10_000
+    again = PrefixStore(
+        NAMESPACE, ram_bytes=0, disk=disk_tier(tmp_path, 12 * (size + 200)) if has_disk else None
+    )
+    assert any(load_all(again, head) for head in heads) is has_disk
+    close(again)
+
+
+def test_the_disk_is_written_only_while_the_engine_is_idle(tmp_path: Path) -> None:
+    store = on_disk(tmp_path)
+    save_all(store, TEXT)
+    time.sleep(0.1)
+    assert not list(stored_files(tmp_path / NAMESPACE.hex()))
+    assert load_all(store, TEXT) == len(TEXT), "what waits can be used"
+    store.set_idle(True)
+    wait_until(lambda: len(list(stored_files(tmp_path / NAMESPACE.hex()))) == 4)
+    close(store)
+
+
+def test_a_busy_engine_cannot_queue_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = STATE_BYTES + 4 * BLOCK_TOKENS
+    monkeypatch.setattr(writers, "MAX_WAITING_BYTES", 4 * size)
+    store = on_disk(tmp_path)
+    for number in range(50):
+        save_all(store, [number] * (2 * BLOCK_TOKENS))
+    wait_until(lambda: len(list(stored_files(tmp_path / NAMESPACE.hex()))) >= 2)
+    close(store)
+    assert 2 <= store.stats()[0].blocks <= 100
+
+
+def test_a_disk_that_fails_is_said_and_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = on_disk(tmp_path, ram=1 << 20)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(DiskTier, "write", full)
+    store.set_idle(True)
+    save_all(store, TEXT)
+    wait_until(lambda: bool(store.stats()[1].error))
+    assert store.stats()[1].error == "No space left on device"
+    save_all(store, TEXT[::-1])
+    assert load_all(store, TEXT) == len(TEXT), "the RAM goes on"
+    assert load_all(store, TEXT[::-1]) == len(TEXT)
+    close(store)
+
+
+def test_a_block_that_is_read_slower_than_computed_is_not_written(tmp_path: Path) -> None:
+    store = on_disk(tmp_path)
+    store.set_idle(True)
+    save_all(store, TEXT)
+    wait_until(lambda: store.stats()[0].blocks == 4)
+    store.prefill_per_s = 1e9
+    save_all(store, TEXT[::-1])
+    close(store)
+    assert store.stats()[0].blocks == 4
+
+
+def test_what_was_saved_is_counted(tmp_path: Path) -> None:
+    store = on_disk(tmp_path)
+    store.record_restored("disk", 100, 20.0, 5000.0)
+    store.record_restored("ram", 5, 1.0, 0.0)
+    store.record_restored("disk", 28, 10.0, 1000.0)
+    ram, disk = store.take_restored()
+    assert (disk.tier, disk.tokens, disk.ms, disk.saved_ms) == ("disk", 128, 30.0, 5970.0)
+    assert str(disk) == "128 tokens from disk in 0.0 s (6 s saved)"
+    assert (ram.tokens, ram.saved_ms, str(ram)) == (5, 0.0, "5 tokens from RAM in 0.0 s")
+    assert store.take_restored() == ()
+    (tier,) = store.stats()
+    assert (tier.hit_tokens_total, tier.saved_s_total) == (128, 5.97)
+    close(store)
+
+
+def test_a_damaged_block_ends_the_prefix(tmp_path: Path) -> None:
+    first = on_disk(tmp_path)
+    save_all(first, TEXT)
+    close(first)
+    store = on_disk(tmp_path)
+    second = store.find(TEXT, "")[1]
+    (damaged,) = [
+        file for file in stored_files(tmp_path / NAMESPACE.hex()) if file.digest == second.digest
+    ]
+    damaged.path.write_bytes(damaged.path.read_bytes()[:-1] + b"\0")
+    assert load_all(store, TEXT) == BLOCK_TOKENS
+    assert store.stats()[0].refused_total == 1
+    save_all(store, TEXT)
+    close(store)
+    assert load_all(on_disk(tmp_path), TEXT) == len(TEXT), "it is written again"
+
+
+def test_files_are_known_by_size_time_and_content(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    content = bytes(range(256)) * 4096
+    path.write_bytes(content)
+    seen = {files_fingerprint([path])}
+    times = path.stat().st_mtime_ns
+    for change in (0, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:change] + b"\xff\0"[change % 2 :][:1] + content[change + 1 :])
+    import os
+
+    os.utime(path, ns=(times, times + 1))
+    seen.add(files_fingerprint([path]))
+    path.write_bytes(content + b"\0")
+    seen.add(files_fingerprint([path]))
+    assert len(seen) == 3
+
+
+def test_states_of_kv_blocks_differ() -> None:
+    """The helper that these tests rest on."""
+    from localgen.backends.kv_store.blocks import token_array
+
+    one, two = token_array([1, 2]), token_array([1, 3])
+    assert (state_of(b"a", one) != state_of(b"a", two)).any()
+    assert (state_of(b"a", one) != state_of(b"b", one)).any()

@@ -1,0 +1,236 @@
+"""llama.cpp's keys and values come back from RAM and disk exactly as they were computed."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+from gguf_files import rewrite
+from models import TINY_GGUF, Bench, Reply
+
+from localgen.backends.errors import InvalidRequest
+from localgen.backends.kv_store.disk_tier import namespace_folders, stored_files
+from localgen.backends.llamacpp.loader import load_llamacpp_model
+from localgen.backends.llamacpp.shared_cache import SharedCache
+from localgen.backends.model_info import LoadOptions, ModelLoadRequest
+from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import Message
+
+PARAMS = SamplingParams(temperature=0, max_tokens=24, logprobs=5, ignore_eos=True)
+RAM, DISK = LoadOptions(kv_disk=0), LoadOptions(kv_ram=0)
+
+
+def text(seed: int, words: int) -> str:
+    chooser = random.Random(seed)
+    return " ".join(chooser.choice(["red", "blue", "seven", "house"]) for _ in range(words))
+
+
+HEAD = text(1, 700)
+
+
+def chat(*messages: str) -> list[Message]:
+    return [Message(role="user", content="\n".join(messages))]
+
+
+def end(bench: Bench) -> None:
+    bench.engine.save_prefixes(time.monotonic() + 30)
+    bench.close()
+
+
+def assert_same(one: Reply, other: Reply) -> None:
+    """Same tokens with the very same probabilities."""
+    assert one.text == other.text
+    assert one.logprobs == other.logprobs
+
+
+@pytest.fixture(scope="module")
+def reused() -> Reply:
+    """The answer over a prefix in the KV cache."""
+    bench = Bench(LoadOptions(prefix_cache=True))
+    bench.ask([chat(HEAD)], PARAMS)
+    (reply,) = bench.ask([chat(HEAD)], PARAMS)
+    bench.close()
+    return reply
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+def test_the_same_from_disk_after_a_restart(tmp_path: Path, kv_type: str) -> None:
+    options = LoadOptions(kv_ram=0, cache_type_k=kv_type, cache_type_v=kv_type)
+    first = Bench(options, kv_dir=tmp_path)
+    first.ask([chat(HEAD)], PARAMS)
+    (reused,) = first.ask([chat(HEAD)], PARAMS)
+    assert reused.finished.timings.restored == ()
+    end(first)
+    again = Bench(options, kv_dir=tmp_path)
+    (reply,) = again.ask([chat(HEAD)], PARAMS)
+    assert_same(reply, reused)
+    timings = reply.finished.timings
+    (restored,) = timings.restored
+    assert restored.tier == "disk"
+    assert timings.cache_n == reused.finished.timings.cache_n
+    assert timings.cache_n - 64 <= restored.tokens <= timings.cache_n
+    (tier,) = again.stats.kv_tiers
+    assert tier.hit_tokens_total == restored.tokens
+    end(again)
+
+
+def test_the_same_from_ram_after_eviction(tmp_path: Path, reused: Reply) -> None:
+    bench = Bench(LoadOptions(kv_disk=0, kv_tokens=2048, ctx=2048), kv_dir=tmp_path)
+    bench.ask([chat(HEAD)], PARAMS)
+    for seed in range(2, 6):  # take its room
+        bench.run([bench.submit(chat(text(seed, 1200)), PARAMS, cache_salt="other")])
+    (reply,) = bench.ask([chat(HEAD)], PARAMS)
+    (restored,) = reply.finished.timings.restored
+    assert restored.tier == "ram"
+    assert restored.tokens > 500
+    assert_same(reply, reused)
+    assert not list(tmp_path.iterdir()), "nothing is written without a disk tier"
+    end(bench)
+
+
+def test_a_prefix_in_the_kv_cache_is_not_loaded_again(tmp_path: Path) -> None:
+    bench = Bench(DISK, kv_dir=tmp_path)
+    bench.ask([chat(HEAD)], PARAMS)
+    while bench.runner.save_next_block():
+        pass
+    (reply,) = bench.ask([chat(HEAD, "more")], PARAMS)
+    assert reply.finished.timings.cache_n > 500
+    assert reply.finished.timings.restored == ()
+    end(bench)
+
+
+def test_accounts_do_not_share(tmp_path: Path) -> None:
+    first = Bench(DISK, kv_dir=tmp_path)
+    first.run([first.submit(chat(HEAD), PARAMS, cache_salt="a")])
+    end(first)
+    again = Bench(DISK, kv_dir=tmp_path)
+    for salt, is_restored in (("b", False), ("a", True)):
+        (reply,) = again.run([again.submit(chat(HEAD), PARAMS, cache_salt=salt)])
+        assert bool(reply.finished.timings.restored) is is_restored
+    end(again)
+
+
+def test_short_prefixes_are_saved_if_they_are_used_again(tmp_path: Path) -> None:
+    short = text(5, 100)
+    bench = Bench(DISK, kv_dir=tmp_path)
+    bench.ask([chat(short)], PARAMS)
+    assert not bench.runner.save_next_block()
+    bench.ask([chat(short, "again")], PARAMS)
+    assert bench.runner.save_next_block()
+    end(bench)
+
+
+def test_a_damaged_file_is_computed_again(tmp_path: Path, reused: Reply) -> None:
+    first = Bench(DISK, kv_dir=tmp_path)
+    first.ask([chat(HEAD)], PARAMS)
+    end(first)
+    (folder,) = namespace_folders(tmp_path)
+    for file in stored_files(folder):
+        content = bytearray(file.path.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.path.write_bytes(content)
+    again = Bench(DISK, kv_dir=tmp_path)
+    (reply,) = again.ask([chat(HEAD)], PARAMS)
+    assert reply.finished.timings.restored == ()
+    assert again.stats.kv_tiers[0].refused_total == 1
+    again.ask([chat(HEAD)], PARAMS)
+    end(again)
+    third = Bench(DISK, kv_dir=tmp_path)
+    (reply,) = third.ask([chat(HEAD)], PARAMS)
+    assert reply.finished.timings.restored
+    end(third)
+
+
+def test_another_kv_type_or_model_shares_nothing(tmp_path: Path) -> None:
+    first = Bench(DISK, kv_dir=tmp_path)
+    first.ask([chat(HEAD)], PARAMS)
+    end(first)
+    copied = rewrite(tmp_path / "other.gguf", {})
+    others = (
+        Bench(LoadOptions(kv_ram=0, cache_type_k="q8_0"), kv_dir=tmp_path),
+        Bench(DISK, copied, kv_dir=tmp_path),
+    )
+    for other in others:
+        (reply,) = other.ask([chat(HEAD)], PARAMS)
+        assert reply.finished.timings.restored == ()
+        end(other)
+    assert len(namespace_folders(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_schedules_leave_pool_and_tiers_whole(tmp_path: Path, seed: int) -> None:
+    chooser = random.Random(seed)
+    options = LoadOptions(kv_tokens=1024, ctx=1024, parallel=3, kv_ram=1_500_000, kv_disk=6_000_000)
+    bench = Bench(options, kv_dir=tmp_path)
+    cache = bench.runner.kv_cache
+    assert isinstance(cache, SharedCache)
+    heads = [text(100 + number, chooser.randrange(80, 500)) for number in range(5)]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    seen = {"ram": 0, "disk": 0}
+    for _ in range(12):
+        prompts = [
+            chat(chooser.choice(heads), text(chooser.randrange(99), chooser.randrange(60)))
+            for _ in range(chooser.randrange(1, 4))
+        ]
+        for reply in bench.ask(prompts, params):
+            for restored in reply.finished.timings.restored:
+                seen[restored.tier] += restored.tokens
+        cache.check()
+        if chooser.random() < 0.5:
+            bench.runner.save_next_block()
+        assert bench.model.prefix_store is not None
+        bench.model.prefix_store.set_idle(chooser.random() < 0.7)
+        for tier in bench.stats.kv_tiers:
+            assert tier.num_bytes <= tier.limit_bytes
+    assert seen["ram"] + seen["disk"] > 200
+    end(bench)
+
+
+def notes(options: LoadOptions, path: Path, folder: Path) -> tuple[str, ...]:
+    request = ModelLoadRequest("tiny", str(path), options, kv_dir=str(folder))
+    model = load_llamacpp_model(request, lambda _: None)
+    model.runner.close()
+    assert model.prefix_store is None
+    assert (model.info.options.kv_ram, model.info.options.kv_disk) == (0, 0)
+    return tuple(note for note in model.info.notes if "KV cache only" in note)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"), [("has_sliding_window", "sliding-window"), ("is_recurrent", "recurrent")]
+)
+def test_models_with_windows_or_state_have_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, why: str
+) -> None:
+    monkeypatch.setattr(f"localgen.backends.llamacpp.native.LlamaModel.{kind}", True)
+    (note,) = notes(LoadOptions(), TINY_GGUF, tmp_path)
+    assert why in note
+    with pytest.raises(InvalidRequest, match=f"--kv-disk does not work here: .*{why}"):
+        notes(LoadOptions(kv_disk=1 << 30), TINY_GGUF, tmp_path)
+
+
+def test_switched_off(tmp_path: Path) -> None:
+    for options in (LoadOptions(kv_ram=0, kv_disk=0), LoadOptions(prefix_cache=False)):
+        assert notes(options, TINY_GGUF, tmp_path) == ()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_split_cache_has_no_tiers(tmp_path: Path) -> None:
+    notes(LoadOptions(parallel=2, ctx=512), TINY_GGUF, tmp_path)
+    with pytest.raises(InvalidRequest, match=r"--kv-disk does not work here: .*split"):
+        notes(LoadOptions(kv_unified=False, kv_disk=1 << 30), TINY_GGUF, tmp_path)
+    bench = Bench(LoadOptions(parallel=2, ctx=512, kv_disk=1 << 30), kv_dir=tmp_path)
+    assert bench.model.info.options.kv_unified is True
+    end(bench)
+
+
+def test_a_disk_that_cannot_be_used_is_said(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("no folder")
+    bench = Bench(LoadOptions(), kv_dir=blocked)
+    assert any("prefixes are not kept on disk" in note for note in bench.model.info.notes)
+    assert [tier.tier for tier in bench.stats.kv_tiers] == []
+    bench.ask([chat("a")], PARAMS)
+    assert [tier.tier for tier in bench.stats.kv_tiers] == ["ram"]
+    end(bench)
