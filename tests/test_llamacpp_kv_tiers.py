@@ -79,8 +79,8 @@ def test_the_same_from_disk_after_a_restart(tmp_path: Path, kv_type: str) -> Non
 def test_the_same_from_ram_after_eviction(tmp_path: Path, reused: Reply) -> None:
     bench = Bench(LoadOptions(kv_disk=0, kv_tokens=2048, ctx=2048), kv_dir=tmp_path)
     bench.ask([chat(HEAD)], PARAMS)
-    for seed in range(2, 6):  # take its room
-        bench.run([bench.submit(chat(text(seed, 1200)), PARAMS, cache_salt="other")])
+    for seed in (2, 3):  # take its room
+        bench.run([bench.submit(chat(text(seed, 1200)), PARAMS, cache_salt=f"{seed}")])
     (reply,) = bench.ask([chat(HEAD)], PARAMS)
     (restored,) = reply.finished.timings.restored
     assert restored.tier == "ram"
