@@ -117,6 +117,14 @@ def test_all_that_differs_is_named_by_its_flag(served: ServerHarness) -> None:
     )
 
 
+def test_sizes_of_tiers_that_differ_are_named_with_their_units(served: ServerHarness) -> None:
+    model = served.model("big", options={"kv_ram": 1 << 30})
+    load(served, model)
+    with pytest.raises(LocalgenError) as raised:
+        load(served, model, kv_ram=1 << 31, kv_disk=4 << 30)
+    assert "with --kv-ram 1.1 GB, not 2.1 GB, without --kv-disk 4.3 GB: " in raised.value.message
+
+
 @pytest.mark.parametrize("options", [{"tp": 2}, {"device": "cuda"}])
 def test_an_option_that_needs_a_gpu_is_rejected_without_advice_to_stop_the_model(
     served: ServerHarness, options: dict[str, Any]

@@ -14,6 +14,7 @@ from localgen.backends.formats.model_files import ModelFile, stem_of
 from localgen.backends.memory.kv_sizing import require_trained_ctx
 from localgen.backends.memory.load_limits import validate_cache_types
 from localgen.backends.model_info import DRAFT_AUTO, LoadOptions, ModelInfo, option_flag
+from localgen.backends.units import format_size
 from localgen.placement.backend_choice import Placement
 from localgen.server.models.engine_client import EngineClient
 
@@ -164,6 +165,9 @@ def _difference(option: str, wanted: Any, actual: Any) -> str:
         return f"without {flag}"
     if wanted is False:
         return f"with {flag}"
+    if option in ("kv_ram", "kv_disk"):
+        wanted = format_size(wanted)
+        actual = None if actual is None else format_size(actual)
     return f"without {flag} {wanted}" if actual is None else f"with {flag} {actual}, not {wanted}"
 
 

@@ -359,7 +359,9 @@ class LoadRequest(RequestBody):
         for name, value in self.options.items():
             if name not in known:
                 raise InvalidRequest(f"unknown load option {name}", param=f"options.{name}")
-            if isinstance(value, int) and not -(2**31) <= value < 2**31:
+            # all but sizes are 32-bit numbers in an engine
+            limit = 2 ** (63 if name in ("kv_ram", "kv_disk") else 31)
+            if isinstance(value, int) and not -limit <= value < limit:
                 raise InvalidRequest(f"load option {name} is out of range", param=f"options.{name}")
         try:
             return msgspec.convert(self.options, LoadOptions)
