@@ -31,7 +31,8 @@ class RequestPhases:
 class SequenceStats:
     """State of one request in the engine. state: queued, prefill or decode.
 
-    ttft_ms: None before the first token.
+    ttft_ms: None before the first token. restored: the cached tokens that came from RAM or disk, as
+    text, or empty.
     """
 
     request_id: str
@@ -47,6 +48,7 @@ class SequenceStats:
     accepted_tokens: int = 0
     ttft_ms: float | None = None
     phases: RequestPhases = RequestPhases()
+    restored: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,11 @@ class SpeculationStats:
     drafting_steps_total: int = 0
     draft_tokens_total: int = 0
     accepted_tokens_total: int = 0
+
+
+def kv_tier_name(tier: str) -> str:
+    """A tier as people read it: RAM, disk."""
+    return "RAM" if tier == "ram" else tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

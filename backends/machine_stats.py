@@ -61,7 +61,8 @@ class EndedRequest:
 
     outcome: a finish reason (stop, length, tool_calls, cancelled), embedded, an error code, or gone
     if the client disconnected. ended_ago_s: seconds since the end. prefix_break: where its prompt
-    parts from an earlier one, or empty if nowhere, or not for this client to know.
+    parts from an earlier one, or empty if nowhere, or not for this client to know. restored: as in
+    SequenceStats.
     """
 
     request_id: str
@@ -79,3 +80,4 @@ class EndedRequest:
     accepted_tokens: int = 0
     phases: RequestPhases = field(default_factory=RequestPhases)
     prefix_break: str = ""
+    restored: str = ""

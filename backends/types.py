@@ -6,9 +6,10 @@ system-wide monotonic clock; durations are milliseconds.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from localgen.backends.engine_stats import EngineStats
+from localgen.backends.engine_stats import EngineStats, kv_tier_name
 from localgen.backends.prefix_break import PrefixBreak
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.units import format_count, format_elapsed
@@ -244,9 +245,14 @@ class RestoredTokens:
     saved_ms: float
 
     def __str__(self) -> str:
-        where = {"ram": "RAM"}.get(self.tier, self.tier)
+        where = kv_tier_name(self.tier)
         saved = f" ({format_elapsed(self.saved_ms / 1e3)} saved)" if self.saved_ms >= 1e3 else ""
         return f"{format_count(self.tokens, 'token')} from {where} in {self.ms / 1e3:.1f} s{saved}"
+
+
+def restored_text(restored: Iterable[RestoredTokens]) -> str:
+    """What came from each tier, or empty."""
+    return ", ".join(map(str, restored))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ Run as `python tests/fake_engine.py FD`. The "model" is a JSON file that sets th
 load_s, first_s, token_s, say (lines of output), fail (a message) and code, options (in force),
 kv_bytes, size_bytes, crash_repacked (die of an illegal instruction unless repacking is off), answer
 (instead of the prompt), calls (arguments by tool: the first one offered is called, unless the last
-message is its result).
+message is its result), restored (tokens from other tiers, for each prompt), kv_tiers.
 The word `!die` ends the process without a message, `!spin` is a step that computes for spin_s.
 Embedding takes token_s per word.
 """
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from localgen.backends.engine import wire
-from localgen.backends.engine_stats import EngineStats, SequenceStats
+from localgen.backends.engine_stats import EngineStats, KVTierStats, SequenceStats
 from localgen.backends.messages import FrameSocket
 from localgen.backends.model_info import (
     DraftInfo,
@@ -43,6 +43,7 @@ from localgen.backends.types import (
     Finished,
     PositionLogprobs,
     Request,
+    RestoredTokens,
     StepEvents,
     Timings,
     Tokenized,
@@ -273,7 +274,12 @@ class FakeEngine:
                 finished.append(self.finished(request, words, done))
         requests = {"cancelled": self.cancelled}
         sequences = tuple(self.sequence(*each) for each in self.running.values())
-        stats = EngineStats(running=len(self.running), requests_total=requests, sequences=sequences)
+        stats = EngineStats(
+            running=len(self.running),
+            requests_total=requests,
+            kv_tiers=tuple(KVTierStats(**tier) for tier in self.script.get("kv_tiers", ())),
+            sequences=sequences,
+        )
         self.send(StepEvents(tuple(deltas), tuple(finished), (), stats, self.embed_step()))
 
     def sequence(self, request: Request, words: list[str], done: int) -> SequenceStats:
@@ -303,7 +309,13 @@ class FakeEngine:
         return Finished(
             request_id=request.id,
             reason="stop" if done == len(words) else "length",
-            timings=Timings(cache_n=2, prompt_n=len(words), predicted_n=done, ttft_ms=ttft_ms),
+            timings=Timings(
+                cache_n=2,
+                prompt_n=len(words),
+                predicted_n=done,
+                ttft_ms=ttft_ms,
+                restored=tuple(RestoredTokens(*each) for each in self.script.get("restored", ())),
+            ),
             prompt_tokens=len(words) + 2,
             completion_tokens=done,
             ctx=request.ctx or 2048,

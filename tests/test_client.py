@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from localgen.backends.errors import (
 )
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.sampling_params import SamplingParams
-from localgen.backends.types import Message
+from localgen.backends.types import Message, RestoredTokens
 from localgen.client import Completion, LocalClient, TextDelta
 from localgen.client.launch import is_being_started, launch_early
 from localgen.config import BadSetting
@@ -88,6 +89,23 @@ def test_the_first_client_starts_a_server(served: ServerHarness) -> None:
     assert len(said) == 1
     assert client.shutdown() is True
     assert client.health() is None
+
+
+def test_tokens_from_other_tiers_reach_the_client(running: ServerHarness) -> None:
+    restored = (
+        RestoredTokens("ram", 512, ms=8.5, saved_ms=700.0),
+        RestoredTokens("disk", 4096, ms=210.0, saved_ms=54_000.0),
+    )
+    script = {"restored": [astuple(each) for each in restored]}
+    client = running.client()
+    *_, streamed = client.chat(
+        running.model("kept", **script), ask("hello my world"), SamplingParams()
+    )
+    assert isinstance(streamed, Completion)
+    assert streamed.timings.restored == restored
+    *_, computed = client.chat(running.model(), ask("hello my world"), SamplingParams())
+    assert isinstance(computed, Completion)
+    assert computed.timings.restored == ()
 
 
 def test_racing_clients_start_one_server(served: ServerHarness) -> None:

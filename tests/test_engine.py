@@ -16,7 +16,9 @@ from localgen.backends.engine.engine import Engine
 from localgen.backends.engine.input_processor import InputProcessor
 from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.engine_stats import EngineStats
+from localgen.backends.kv_store.store import PrefixStore
 from localgen.backends.runner.interface import Chunk, NoRoom, SampledTokens, StepFailed
+from localgen.backends.runner.sequence import Sequence
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.text.template import ChatTemplate
 from localgen.backends.types import Failed, Finished, Message, Request, StepEvents
@@ -66,6 +68,7 @@ def make(
     max_queue: int = 100,
     itl_target_ms: float = 1e9,
     drafters: Seq[Drafter] = (),
+    prefix_store: PrefixStore | None = None,
 ) -> Engine:
     intake = InputProcessor(
         limits=runner.limits,
@@ -80,6 +83,7 @@ def make(
         max_queue=max_queue,
         publish=log,
         drafters=drafters,
+        prefix_store=prefix_store,
     )
 
 
@@ -376,6 +380,41 @@ def test_the_phases_of_a_request_add_up_to_its_life() -> None:
     assert 0 < end.timings.first_step_ms <= end.timings.prompt_ms
     assert log.stats.ttft_last_ms == pytest.approx(end.timings.ttft_ms, abs=2.0)
     assert log.stats.itl_last_ms > 0
+
+
+class RestoringRunner(FakeRunner):
+    """Restores four tokens of each prompt that begins with `a`."""
+
+    def __init__(self, store: PrefixStore) -> None:
+        super().__init__()
+        self.store = store
+
+    def admit(self, seq: Sequence, *, spare: int) -> int:
+        cached = super().admit(seq, spare=spare)
+        if seq.tokens[0] == LetterTokenizer().encode("a")[0]:
+            self.store.record_restored("ram", 4, ms=2.0, compute_ms=3500.0)
+        return cached
+
+
+def test_what_came_from_a_tier_is_in_the_statistics_and_the_timings() -> None:
+    store = PrefixStore(b"", ram_bytes=1000, disk=None)
+    log = Log()
+    engine = make(RestoringRunner(store), log, prefix_store=store)
+    engine.submit(request("a", "abcdefgh", max_tokens=3, ignore_eos=True))
+    engine.submit(request("b", "bcdefgh", max_tokens=3, ignore_eos=True))
+    seen: dict[str, str] = {}
+    while len(log.ends) < 2:
+        engine.step(wait=False)
+        engine._flush(idle=True)
+        seen |= {each.request_id: each.restored for each in log.stats.sequences}
+    assert seen == {"a": "4 tokens from RAM in 0.0 s (3 s saved)", "b": ""}
+    (a,), (b,) = log.ends["a"], log.ends["b"]
+    assert isinstance(a, Finished)
+    assert isinstance(b, Finished)
+    assert [(each.tier, each.tokens) for each in a.timings.restored] == [("ram", 4)]
+    assert b.timings.restored == ()
+    (tier,) = log.stats.kv_tiers
+    assert (tier.tier, tier.hit_tokens_total, tier.saved_s_total) == ("ram", 4, 3.498)
 
 
 def test_contexts_are_counted_with_each_step() -> None:

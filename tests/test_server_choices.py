@@ -12,7 +12,7 @@ import pytest
 from serving import ServerHarness, server_harness, wait_until
 
 from localgen.backends.sampling_params import SamplingParams
-from localgen.backends.types import Finished, Request, Timings
+from localgen.backends.types import Finished, Request, RestoredTokens, Timings
 from localgen.server.openai.schema import MAX_CHOICES
 from localgen.server.requests.choices import fan_out_requests, merge_finished
 
@@ -173,3 +173,11 @@ def test_statistics_of_answers_are_merged() -> None:
     assert (total.timings.cache_n, total.timings.prompt_n) == (4, 11)
     assert (total.timings.predicted_ms, total.timings.ttft_ms) == (80, 0)
     assert total.notes == ("a", "b")
+
+
+def test_what_each_prompt_restored_is_summed_by_tier() -> None:
+    disk, more = RestoredTokens("disk", 512, 20.0, 900.0), RestoredTokens("disk", 128, 5.0, 300.0)
+    ram = RestoredTokens("ram", 256, 1.0, 400.0)
+    restored = [(disk,), (), (ram, more), ()]
+    total = merge_finished([end(timings=Timings(restored=each)) for each in restored], 2)
+    assert set(total.timings.restored) == {ram, RestoredTokens("disk", 640, 25.0, 1200.0)}

@@ -7,6 +7,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator
+from dataclasses import asdict, astuple
 from functools import partial
 from typing import Any, cast
 
@@ -14,9 +15,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serving import ServerHarness, chat_body, server_harness, wait_until
 
-from localgen.backends.engine_stats import EngineStats
-from localgen.backends.types import EmbedRequest, Request
+from localgen.backends.engine_stats import EngineStats, KVTierStats
+from localgen.backends.types import EmbedRequest, Request, RestoredTokens
 from localgen.client.prometheus import MetricsParser
+from localgen.client.snapshot import parse_localgen_stats
 from localgen.server.models.manager import ModelManager
 from localgen.server.openai.serializer import CompletionSerializer
 from localgen.server.requests.embeddings import EmbeddingJob, compute_embeddings
@@ -28,6 +30,10 @@ from localgen.server.stats.request_log import RequestLog, create_log_formatter
 OURS_ALONE = {
     *("num_threads", "kv_cache_tokens", "prefill_tokens_per_second", "decode_tokens_per_second"),
     "sequences_per_step",
+}
+OF_TIERS = {
+    *("kv_tier_bytes", "kv_tier_limit_bytes", "kv_tier_blocks", "kv_tier_hit_tokens_total"),
+    *("kv_tier_saved_seconds_total", "kv_tier_refused_total"),
 }
 GAUGES = OURS_ALONE | {
     *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
@@ -177,6 +183,73 @@ def test_figures_of_an_engine() -> None:
     # which `top --url` reads
     (model,) = MetricsParser().parse(page, 0.0).models
     assert (model.kv_tokens, model.kv_used) == (4096, 512)
+
+
+RAM = KVTierStats(
+    tier="ram", blocks=4, num_bytes=512, limit_bytes=1000, hit_tokens_total=30, saved_s_total=0.25
+)
+DISK = KVTierStats(
+    tier="disk",
+    blocks=9,
+    num_bytes=2048,
+    limit_bytes=4000,
+    hit_tokens_total=12_288,
+    saved_s_total=125.5,
+    refused_total=2,
+    error="No space left on device",
+)
+
+
+def test_each_tier_of_each_model_has_its_figures() -> None:
+    both, one = EngineStats(kv_tiers=(RAM, DISK)), EngineStats(kv_tiers=(RAM,))
+    page = Metrics(lambda: [("a", both), ("b", one), ("c", EngineStats())], dict).render().decode()
+    assert "vllm:kv_tier" not in page
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    kinds = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            if "tier" in sample.labels:
+                where = (sample.labels["model_name"], sample.labels["tier"])
+                name = sample.name.removeprefix("localgen:")
+                found.setdefault(where, {})[name] = sample.value
+                kinds[name] = family.type
+    assert found.keys() == {("a", "ram"), ("a", "disk"), ("b", "ram")}
+    assert all(values.keys() == OF_TIERS for values in found.values())
+    assert found["a", "disk"] == {
+        "kv_tier_bytes": 2048,
+        "kv_tier_limit_bytes": 4000,
+        "kv_tier_blocks": 9,
+        "kv_tier_hit_tokens_total": 12_288,
+        "kv_tier_saved_seconds_total": 125.5,
+        "kv_tier_refused_total": 2,
+    }
+    for name, kind in kinds.items():
+        assert kind == ("counter" if name.endswith("_total") else "gauge"), name
+
+
+def test_tiers_of_a_running_engine_are_in_the_metrics_and_the_statistics(
+    served: ServerHarness,
+) -> None:
+    model = served.model("tiers", kv_tiers=[asdict(RAM), asdict(DISK)])
+    served.chat(model, "hello my world")
+    label = "model_name=tiers tier=disk"
+    wait_until(lambda: figures(served).get(f"kv_tier_bytes {label}") == 2048)
+    assert figures(served)[f"kv_tier_hit_tokens_total {label}"] == 12_288
+    payload = served.http.get("/v1/stats").json()
+    (found,) = [each for each in parse_localgen_stats(payload).models if each.name == "tiers"]
+    assert found.kv_tiers == (RAM, DISK)
+
+
+def test_the_log_says_what_came_from_other_tiers(served: ServerHarness) -> None:
+    parts = (RestoredTokens("ram", 256, 1.5, 0.0), RestoredTokens("disk", 4096, 210.04, 54_000.0))
+    for name, restored in (("one", parts[1:]), ("both", parts), ("none", ())):
+        script = {"restored": [astuple(each) for each in restored]}
+        served.chat(served.model(f"restored {name}", **script), "hello")
+    wait_until(lambda: any('model="restored none"' in line for line in log(served)))
+    one, both, none = (line for line in log(served) if 'model="restored' in line)
+    assert " restored_tokens=4096 restored_from=disk restored_ms=210.0" in one
+    assert " restored_tokens=4352 restored_from=ram,disk restored_ms=211.5" in both
+    assert "restored_" not in none
 
 
 def test_loads_are_counted(served: ServerHarness) -> None:

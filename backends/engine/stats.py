@@ -21,7 +21,7 @@ from localgen.backends.kv_store.store import PrefixStore
 from localgen.backends.runner.decode_step import DecodeStep
 from localgen.backends.runner.interface import Chunk, ModelRunner, ThreadedRunner, ThreadUsage
 from localgen.backends.runner.sequence import Sequence, SequenceState
-from localgen.backends.types import Finished, Timings
+from localgen.backends.types import Finished, Timings, restored_text
 
 WINDOW_S = 60.0
 MAX_SAMPLES = 4096
@@ -234,6 +234,7 @@ def _sequence_stats(seq: Sequence, now_s: float) -> SequenceStats:
         accepted_tokens=seq.num_accepted,
         ttft_ms=_elapsed_ms(seq.arrived_s, seq.first_token_s),
         phases=request_phases(seq, now_s),
+        restored=restored_text(seq.restored),
     )
 
 

@@ -7,7 +7,12 @@ from typing import Any
 
 import msgspec
 
-from localgen.backends.engine_stats import EngineStats, SequenceStats, SpeculationStats
+from localgen.backends.engine_stats import (
+    EngineStats,
+    KVTierStats,
+    SequenceStats,
+    SpeculationStats,
+)
 from localgen.backends.errors import ServerUnavailable
 from localgen.backends.machine_stats import EndedRequest, MachineStats, ReadCost
 from localgen.backends.model_info import MemoryUsage
@@ -49,7 +54,8 @@ class ModelSnapshot:
     running requests use. kv_tokens, kv_used, kv_cached, kv_free: tokens. memory_bytes: RAM and GPU
     memory of the engine process. until_s: seconds until it is unloaded if it stays idle; None also
     means never. silent_s: how long its engine has sent nothing, although it should, or None if it
-    answers. threads: that compute now; threads_max: when no other process needs a core.
+    answers. threads: that compute now; threads_max: when no other process needs a core. kv_tiers:
+    prefixes kept outside of the KV cache.
     """
 
     name: str
@@ -76,6 +82,7 @@ class ModelSnapshot:
     kv_cached: int | None = None
     kv_free: int | None = None
     kv_usage: float | None = None
+    kv_tiers: tuple[KVTierStats, ...] = ()
     ttft: LatencyStats = LatencyStats()
     itl: LatencyStats = LatencyStats()
     counters: ModelCounters = ModelCounters()
@@ -217,6 +224,7 @@ def _with_stats(model: ModelSnapshot, stats: EngineStats) -> ModelSnapshot:
         kv_cached=stats.kv_cached,
         kv_free=stats.kv_free,
         kv_usage=stats.kv_used / stats.kv_tokens if stats.kv_tokens else None,
+        kv_tiers=stats.kv_tiers,
         ttft=_latency(stats.ttft_last_ms, stats.ttft_p50_ms, stats.ttft_p99_ms),
         itl=_latency(stats.itl_last_ms, stats.itl_p50_ms, stats.itl_p99_ms),
         counters=ModelCounters(

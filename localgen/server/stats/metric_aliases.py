@@ -48,6 +48,8 @@ _NOT_VLLM = (
     *("num_threads", "num_requests_waiting_for_memory", "model_loads"),
     *("model_load_time_seconds", "request_failure", "kv_cache_tokens", "sequences_per_step"),
     *("prefill_tokens_per_second", "decode_tokens_per_second"),
+    *("kv_tier_bytes", "kv_tier_limit_bytes", "kv_tier_blocks"),
+    *("kv_tier_hit_tokens", "kv_tier_saved_seconds", "kv_tier_refused"),
 )
 
 

@@ -9,7 +9,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from localgen.backends.engine_stats import STEP_TOKENS_BOUNDS, EngineStats, SpeculationStats
+from localgen.backends.engine_stats import (
+    STEP_TOKENS_BOUNDS,
+    EngineStats,
+    KVTierStats,
+    SpeculationStats,
+)
 from localgen.backends.types import Finished
 from localgen.server.stats.metric_aliases import AliasCollector
 from localgen.server.stats.request_log import EMBEDDED_REASON, GONE, RequestRecord
@@ -233,6 +238,7 @@ class _EngineCollector(Collector):
             steps.add_metric([model], _cumulative_buckets(stats), stats.step_tokens_total)
         yield from (preempted, steps)
         yield from _speculation_counters(found)
+        yield from _tier_metrics(found)
         yield _cache_config(found)
 
 
@@ -282,6 +288,36 @@ def _speculation_counters(engines: Iterable[tuple[str, EngineStats]]) -> Iterato
         for model, stats in engines:
             counter.add_metric([model], value(stats.speculation))
         yield counter
+
+
+def _tier_metrics(engines: Iterable[tuple[str, EngineStats]]) -> Iterator[Metric]:
+    """Prefixes that are kept outside of the KV cache, by model and tier."""
+    gauges: dict[str, tuple[str, Callable[[KVTierStats], float]]] = {
+        "bytes": ("Bytes of the prefixes of a model in a tier.", lambda s: s.num_bytes),
+        "limit_bytes": (
+            "Limit of a tier in bytes; that of the disk is for all models together.",
+            lambda s: s.limit_bytes,
+        ),
+        "blocks": ("Stored blocks of the prefixes of a model in a tier.", lambda s: s.blocks),
+    }
+    counters: dict[str, tuple[str, Callable[[KVTierStats], float]]] = {
+        "hit_tokens": ("Prompt tokens restored from a tier.", lambda s: s.hit_tokens_total),
+        "saved_seconds": (
+            "Seconds by which computing them would have taken longer.",
+            lambda s: s.saved_s_total,
+        ),
+        "refused": (
+            "Files of a tier that were damaged, of somebody else, or of another model.",
+            lambda s: s.refused_total,
+        ),
+    }
+    tiers = [(model, tier) for model, stats in engines for tier in stats.kv_tiers]
+    for family, metrics in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+        for name, (says, value) in metrics.items():
+            metric = family(f"localgen:kv_tier_{name}", says, labels=[_LABEL, "tier"])
+            for model, tier in tiers:
+                metric.add_metric([model, tier.tier], value(tier))
+            yield metric
 
 
 def _cumulative_buckets(stats: EngineStats) -> list[tuple[str, float]]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from localgen.backends.engine_stats import RequestPhases
 from localgen.backends.machine_stats import EndedRequest
-from localgen.backends.types import Finished, Timings
+from localgen.backends.types import Finished, Timings, restored_text
 from localgen.server.stats.request_log import GONE, UNKNOWN_MODEL, RequestRecord
 
 MAX_RECENT_REQUESTS = 50
@@ -72,6 +72,7 @@ def _from_finished(finished: Finished, model: str, record: RequestRecord) -> End
         accepted_tokens=timings.draft_n_accepted,
         phases=_phases(timings),
         prefix_break=str(timings.prefix_break or ""),
+        restored=restored_text(timings.restored),
     )
 
 

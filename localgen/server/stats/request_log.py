@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 from localgen.backends.errors import ContextExceeded
 from localgen.backends.terminal_text import one_line
-from localgen.backends.types import Delta, Failed, Finished
+from localgen.backends.types import Delta, Failed, Finished, RestoredTokens
 from localgen.server.models.request_stream import RequestEvent
 
 # finish reason of embedding requests
@@ -136,8 +136,20 @@ def log_fields(record: RequestRecord) -> dict[str, str | int | float]:
             "answer_tokens": record.total.completion_tokens,
             "tokens_per_s": round(timings.predicted_per_second, 1),
         }
+        | _restored_fields(timings.restored)
         | ({"prefix_break": str(parted)} if parted else {})
     )
+
+
+def _restored_fields(restored: Sequence[RestoredTokens]) -> dict[str, str | int | float]:
+    """Cached tokens that came from other tiers, if any did; the tiers with a comma between."""
+    if not restored:
+        return {}
+    return {
+        "restored_tokens": sum(part.tokens for part in restored),
+        "restored_from": ",".join(part.tier for part in restored),
+        "restored_ms": round(sum(part.ms for part in restored), 1),
+    }
 
 
 def _ms(seconds: float) -> float:
