@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_client import ScriptedClient, answer
+from scripted_client import ScriptedClient, answer, model_info
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.memory.kv_sizing import DEFAULT_CTX
@@ -200,6 +200,18 @@ def test_show_info(session: ChatSession) -> None:
     ):
         assert part in text
     assert obey(session, "/show") == text
+    assert "KV tiers" not in text
+
+
+def test_show_info_has_the_sizes_of_the_tiers(session: ChatSession) -> None:
+    options = LoadOptions(kv_ram=1 << 30, kv_disk=4 << 30)
+    session.model_info = model_info(options=options)
+    (line,) = [each for each in obey(session, "/show").splitlines() if "tiers" in each]
+    assert line == "KV tiers  1.1 GB of RAM · 4.3 GB of disk, for all models together"
+    session.model_info = model_info(options=replace(options, kv_ram=0))
+    assert "KV tiers  4.3 GB of disk, for all models together" in obey(session, "/show")
+    session.model_info = model_info(options=replace(options, kv_ram=0, kv_disk=0))
+    assert "KV tiers" not in obey(session, "/show")
 
 
 def test_show_parameters_names_the_source_of_each_value(session: ChatSession) -> None:
@@ -312,6 +324,18 @@ def test_short_stats(session: ChatSession, monkeypatch: pytest.MonkeyPatch) -> N
         ["memory", "130 MB"],
         ["threads", "2 of at most 2"],
         ["requests", "1 running, 0 waiting"],
+    ]
+    ram = {"tier": "ram", "blocks": 4, "num_bytes": 512_000_000, "limit_bytes": 1_000_000_000}
+    disk = {"tier": "disk", "blocks": 9, "num_bytes": 1_200_000_000, "limit_bytes": 4_000_000_000}
+    stats["kv_tiers"] = [
+        ram | {"hit_tokens_total": 0, "saved_s_total": 0.0},
+        disk | {"hit_tokens_total": 12_288, "saved_s_total": 125.0, "error": "No space left"},
+    ]
+    lines = obey(session, "/stats").splitlines()
+    assert lines[4:6] == [
+        "KV RAM       512 MB of 1.0 GB · 0 tokens reused",
+        "KV disk      1.2 GB of 4.0 GB · 12,288 tokens reused · 2 min 05 s saved · "
+        "not written any more: No space left",
     ]
     stats["threads"] = 1
     assert "threads      1 of at most 2, other programs use the rest" in obey(session, "/stats")

@@ -20,7 +20,7 @@ from localgen.backends.terminal_text import (
     escape_control_chars,
     one_line,
 )
-from localgen.backends.types import Timings
+from localgen.backends.types import RestoredTokens, Timings
 from localgen.chat import report
 from localgen.repl.live_answer import LiveAnswer
 from localgen.repl.live_rows import LiveRows
@@ -307,6 +307,31 @@ def test_draft_statistics_lines() -> None:
     lines = report.verbose_stats_lines(answer(timings=none), 0.0)
     assert "drafts:     none: the text does not repeat itself" in lines
     assert "draft" not in report.completion_line(answer(timings=none))
+
+
+def test_tokens_from_other_tiers_are_shown_with_the_time_that_they_saved() -> None:
+    disk = RestoredTokens("disk", 4096, ms=210.0, saved_ms=54_000.0)
+    told = answer(timings=replace(TIMINGS, restored=(disk,)))
+    assert report.completion_line(told) == (
+        "41.2 tok/s · first token 56 ms · disk saved 54 s · 49 of 2,048"
+    )
+    assert "restored:   4,096 tokens from disk in 0.2 s (54 s saved)" in (
+        report.verbose_stats_lines(told, 0.0)
+    )
+    ram = RestoredTokens("ram", 512, ms=8.5, saved_ms=700.0)
+    both = answer(timings=replace(TIMINGS, restored=(ram, disk)))
+    assert " · RAM and disk saved 55 s · " in report.completion_line(both)
+    shown = "512 tokens from RAM in 0.0 s, 4,096 tokens from disk in 0.2 s (54 s saved)"
+    assert f"restored:   {shown}" in report.verbose_stats_lines(both, 0.0)
+
+
+def test_tokens_that_saved_less_than_a_second_are_in_the_details_only() -> None:
+    ram = RestoredTokens("ram", 512, ms=8.5, saved_ms=700.0)
+    told = answer(timings=replace(TIMINGS, restored=(ram,)))
+    assert report.completion_line(told) == report.completion_line(answer())
+    lines = report.verbose_stats_lines(told, 0.0)
+    assert "restored:   512 tokens from RAM in 0.0 s" in lines
+    assert not [line for line in report.verbose_stats_lines(answer(), 0.0) if "restored" in line]
 
 
 def test_one_token_has_no_rate() -> None:

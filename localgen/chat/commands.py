@@ -197,6 +197,7 @@ def _model_info_text(session: ChatSession) -> str:
             "size",
             f"{units.format_size(info.size_bytes)} · KV cache {units.format_size(info.kv_bytes)}",
         ),
+        *((("KV tiers", tiers),) if (tiers := " · ".join(_tier_parts(info))) else ()),
         ("context", f"{ctx:,} in use · {info.ctx:,} loaded · {info.ctx_train:,} trained"),
         ("runs on", " · ".join(_placement_parts(info))),
         *((("drafts", _draft_text(info.draft)),) if info.draft else ()),
@@ -228,6 +229,14 @@ def _draft_text(draft: DraftInfo) -> str:
     size = units.format_size(draft.size_bytes)
     kv_size = units.format_size(draft.kv_bytes)
     return f"{draft.name} · {draft.description} · {size} · KV cache {kv_size}"
+
+
+def _tier_parts(info: ModelInfo) -> Iterator[str]:
+    """Limits of the tiers that keep prefixes outside of the KV cache."""
+    if info.options.kv_ram:
+        yield f"{units.format_size(info.options.kv_ram)} of RAM"
+    if info.options.kv_disk:
+        yield f"{units.format_size(info.options.kv_disk)} of disk, for all models together"
 
 
 def _placement_parts(info: ModelInfo) -> Iterator[str]:

@@ -6,10 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from localgen.backends.engine_stats import kv_tier_name
 from localgen.backends.model_info import ModelInfo
 from localgen.backends.terminal_text import escape_name, one_line
-from localgen.backends.types import PromptProgress, Timings
-from localgen.backends.units import format_count, format_duration, format_rate, format_size
+from localgen.backends.types import PromptProgress, Timings, restored_text
+from localgen.backends.units import (
+    format_count,
+    format_duration,
+    format_elapsed,
+    format_rate,
+    format_size,
+)
 from localgen.chat.parameters import ModelOptions
 
 if TYPE_CHECKING:
@@ -19,6 +26,8 @@ if TYPE_CHECKING:
 
 # gains of drafts below this are not shown under an answer
 _MIN_SHOWN_GAIN = 1.1
+# time saved by restored tokens below this is not shown either
+_MIN_SHOWN_SAVED_MS = 1000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +96,8 @@ def greeting_line(info: ModelInfo, memory_bytes: int | None) -> str:
 def completion_line(completion: Completion) -> str:
     """Speed, TTFT and context of an answer in one short line, without what is not known.
 
-    The gain of drafts is in it from 10 % on; the verbose lines have the rest.
+    The gain of drafts is in it from 10 % on, that of restored tokens from 1 s on; the verbose lines
+    have the rest.
     """
     timings = completion.timings
     about = "~" if completion.estimated else ""
@@ -97,6 +107,7 @@ def completion_line(completion: Completion) -> str:
     parts = (
         rate if _decode_rate(timings) else "",
         f"first token {format_duration(timings.ttft_ms)}",
+        _restored_gain(timings),
         f"{gain:.1f}× with drafts" if gain >= _MIN_SHOWN_GAIN else "",
         used[0].replace("/", " of ") if used else "",
     )
@@ -170,6 +181,7 @@ def verbose_stats_lines(completion: Completion, load_ms: float) -> list[str]:
         f"TTFT:       {format_duration(timings.ttft_ms)}, "
         f"queue {format_duration(timings.queue_ms)}, "
         f"template {format_duration(timings.template_ms)}",
+        *([f"restored:   {restored_text(timings.restored)}"] if timings.restored else []),
         *([f"prefix:     {timings.prefix_break}"] if timings.prefix_break else []),
         f"drafts:     {_speculation_details(timings)}",
         *(f"context:    {place}" for place in _context_usage(completion)),
@@ -225,6 +237,16 @@ def _context_usage(completion: Completion) -> list[str]:
         return []
     limit = f"/{completion.ctx:,}" if completion.ctx is not None else ""
     return [f"{completion.total_tokens:,}{limit}"]
+
+
+def _restored_gain(timings: Timings) -> str:
+    """Time saved by tokens that were not computed again: `disk saved 54 s`."""
+    parts = [part for part in timings.restored if part.saved_ms]
+    saved_ms = sum(part.saved_ms for part in parts)
+    if saved_ms < _MIN_SHOWN_SAVED_MS:
+        return ""
+    tiers = " and ".join(kv_tier_name(part.tier) for part in parts)
+    return f"{tiers} saved {format_elapsed(saved_ms / 1e3)}"
 
 
 def _speculation_details(timings: Timings) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from localgen.backends.engine_stats import KVTierStats, kv_tier_name
 from localgen.backends.terminal_text import one_line
-from localgen.backends.units import format_count, format_size
+from localgen.backends.units import format_count, format_elapsed, format_size
 from localgen.chat import report
 from localgen.chat.session import ChatSession
 from localgen.client.snapshot import ModelSnapshot
@@ -42,6 +43,8 @@ def _rows(session: ChatSession, model: ModelSnapshot) -> Iterator[tuple[str, str
     yield "last answer", report.completion_line(last) if last is not None else ""
     reused = _share(counters.prefix_hits, counters.prefix_queries)
     yield "cache reuse", f"{reused} of the prompt tokens since the model was loaded"
+    for tier in model.kv_tiers:
+        yield f"KV {kv_tier_name(tier.tier)}", _tier_text(tier)
     accepted = _share(counters.accepted_tokens, counters.draft_tokens)
     drafts = format_count(int(counters.draft_tokens or 0), "token")
     yield "drafts", f"{drafts}, {accepted} accepted" if counters.draft_tokens else "none yet"
@@ -50,6 +53,17 @@ def _rows(session: ChatSession, model: ModelSnapshot) -> Iterator[tuple[str, str
     threads = f"{model.threads} of at most {model.threads_max}{rest}"
     yield "threads", threads if model.threads else ""
     yield "requests", f"{model.running or 0} running, {model.waiting or 0} waiting"
+
+
+def _tier_text(tier: KVTierStats) -> str:
+    """Size, tokens that came from it, and the time that they saved."""
+    parts = (
+        f"{format_size(tier.num_bytes)} of {format_size(tier.limit_bytes)}",
+        f"{format_count(tier.hit_tokens_total, 'token')} reused",
+        f"{format_elapsed(tier.saved_s_total)} saved" if tier.saved_s_total >= 1 else "",
+        f"not written any more: {tier.error}" if tier.error else "",
+    )
+    return " · ".join(part for part in parts if part)
 
 
 def _share(part: float | None, whole: float | None) -> str:
