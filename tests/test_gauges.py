@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from textual.content import Content
 
-from localgen.backends.engine_stats import SpeculationStats
+from localgen.backends.engine_stats import KVTierStats, SpeculationStats
 from localgen.backends.machine_stats import MachineStats, ReadCost
-from localgen.client.snapshot import LatencyStats, ModelCounters, ServerSnapshot
+from localgen.client.snapshot import LatencyStats, ModelCounters, ModelSnapshot, ServerSnapshot
 from localgen.tui.gauges.bandwidth import BandwidthGauge
 from localgen.tui.gauges.latency import LatencyGauge
 from localgen.tui.gauges.memory import MemoryGauge
@@ -313,7 +313,7 @@ def test_a_plot_of_nothing_has_no_scale() -> None:
 
 def test_the_frames_say_of_what_model_and_of_what_process() -> None:
     found = top_script.reading()
-    assert LatencyGauge().border_texts(found.latency) == ("llama-8b", "")
+    assert LatencyGauge().border_texts(found.latency) == ("of llama-8b", "")
     assert MemoryGauge().border_texts(found.memory) == ("", "server 80.0 MB")
     assert MemoryGauge().border_texts(MemorySample()) == ("", "")
 
@@ -391,6 +391,74 @@ def test_unknown_gpu_metrics_are_dashes() -> None:
     drawn = lines(MemoryGauge(), MemorySample(models=(), machine=machine), 60)
     assert drawn[0] == "no model is loaded"
     assert "busy —  —/— W  — °C" in drawn[3]
+
+
+def kept(*models: ModelSnapshot) -> MemorySample:
+    return SampleBuilder().add_snapshot(0, top_script.snapshot(*models)).memory
+
+
+def tiers_only(*tiers: KVTierStats) -> MemorySample:
+    return kept(top_script.model(kv_tiers=tiers))
+
+
+def test_each_tier_has_its_size_tokens_and_saved_time() -> None:
+    found = tiers_only(top_script.RAM_TIER, top_script.DISK_TIER)
+    drawn = lines(MemoryGauge(), found, 36, 15)
+    assert drawn[3].startswith("KV RAM █")
+    assert drawn[3].endswith(" 512 MB of 1.00 GB")
+    assert (drawn[4][:19], drawn[4][-8:]) == ("4,096 tokens reused", "5s saved")
+    assert drawn[5].startswith("KV disk █")
+    assert drawn[5].endswith(" 1.20 of 4.00 GB")
+    assert (drawn[6][:20], drawn[6][-12:]) == ("12,288 tokens reused", "2m 00s saved")
+    assert drawn[7].startswith("RAM")
+    assert {len(line) for line in drawn[3:7]} == {36}
+    assert MemoryGauge().border_texts(found)[0] == "· RAM and disk saved 2m 05s"
+
+
+def test_the_frame_names_only_tiers_that_saved_time() -> None:
+    idle = replace(top_script.RAM_TIER, hit_tokens_total=0, saved_s_total=0.0)
+    found = tiers_only(idle, top_script.DISK_TIER)
+    assert MemoryGauge().border_texts(found)[0] == "· disk saved 2m 00s"
+    assert MemoryGauge().border_texts(tiers_only(idle))[0] == ""
+
+
+def test_tiers_take_no_line_of_models_and_machine() -> None:
+    """Without room for two lines each they have one, and none at the height of a small terminal."""
+    plain = lines(MemoryGauge(), kept(top_script.model()), 36, 15)
+    both = tiers_only(top_script.RAM_TIER, top_script.DISK_TIER)
+    for height in range(2, 16):
+        drawn = lines(MemoryGauge(), both, 36, height)
+        assert len(drawn) <= height
+        of_tiers = [line for line in drawn if line.startswith("KV RAM") or "disk" in line]
+        rest = lines(MemoryGauge(), kept(top_script.model()), 36, height)
+        assert len(of_tiers) == max(0, min(2, height - len(plain)))
+        assert [line for line in drawn if line in plain] == rest
+
+
+def test_a_tier_that_is_not_written_says_why_in_the_panel_and_in_its_frame() -> None:
+    full = replace(top_script.DISK_TIER, error="No space left on device")
+    found = tiers_only(top_script.RAM_TIER, full)
+    drawn = lines(MemoryGauge(), found, 36, 15)
+    assert drawn[6] == "not written: No space left on device"
+    assert MemoryGauge().border_texts(found)[0] == "· disk: No space left on device"
+
+
+def test_models_add_up_in_a_tier_and_share_the_disk() -> None:
+    a = top_script.model("a", kv_tiers=(top_script.RAM_TIER, top_script.DISK_TIER))
+    b = top_script.model("b", kv_tiers=(top_script.DISK_TIER,))
+    c = top_script.model("c", kv_tiers=(top_script.RAM_TIER,))
+    ram, disk = kept(a, b, c, top_script.model("d")).kv_tiers
+    assert (ram.num_bytes, ram.limit_bytes) == (1_024_000_000, 2_000_000_000)
+    assert (disk.num_bytes, disk.limit_bytes) == (2_400_000_000, 4_000_000_000)
+    assert (disk.hit_tokens_total, disk.saved_s_total, disk.blocks) == (24_576, 240.0, 180)
+
+
+def test_what_a_server_writes_of_its_tiers_is_inert() -> None:
+    evil = replace(top_script.DISK_TIER, tier="\x1b[2J", error="\x9b1m\u202e")
+    found = tiers_only(evil)
+    drawn = [*lines(MemoryGauge(), found, 60, 15), *MemoryGauge().border_texts(found)]
+    assert any(r"\x1b[2J" in line for line in drawn)
+    assert not set("\x1b\x9b\u202e") & set("".join(drawn))
 
 
 def test_many_models_give_way_to_the_machine() -> None:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import top_script
 from models import TINY_GGUF
 from scripted_client import model_info
 from serving import MANY_WORDS, ServerHarness, chat_body, in_thread, server_harness, wait_until
@@ -22,7 +23,7 @@ from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.machine_stats import EndedRequest, MachineStats, ReadCost
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.prefix_break import PrefixBreak
-from localgen.backends.types import Finished, Timings
+from localgen.backends.types import Finished, RestoredTokens, Timings
 from localgen.client.snapshot import ServerSnapshot
 from localgen.machine import bandwidth, gpus, measurements
 from localgen.machine.bandwidth import Bandwidth
@@ -33,7 +34,7 @@ from localgen.server.stats.machine_watch import MAX_AGE_S, MachineWatch
 from localgen.server.stats.memory_reads import ReadCostCache, compute_read_cost
 from localgen.server.stats.recent_requests import MAX_RECENT_REQUESTS, RecentRequests
 from localgen.server.stats.request_log import RequestRecord
-from localgen.tui.top.request_rows import request_rows
+from localgen.tui.top.request_rows import RequestRow, request_rows
 from localgen.tui.top.timeline import timeline_lines
 
 
@@ -195,6 +196,36 @@ def test_the_timeline_says_where_a_prompt_parts() -> None:
         line.plain.startswith("prefix")
         for line in timeline_lines(replace(row, prefix_break=""), 60)
     )
+
+
+def test_the_timeline_of_an_ended_request_says_what_came_from_other_tiers() -> None:
+    restored = (RestoredTokens("ram", 512, 8.5, 700.0), RestoredTokens("disk", 4096, 210.0, 54e3))
+    end = finish()
+    end = replace(end, timings=replace(end.timings, restored=restored))
+    recent = RecentRequests()
+    recent.on_request_end(entry(finished=[end], total=end))
+    recent.on_request_end(entry(finished=[finish("r2")], total=finish("r2")))
+    snapshot = ServerSnapshot(server_type="localgen", finished_requests=tuple(recent.requests()))
+    plain, kept = request_rows(snapshot, include_ended=True) or []
+    assert _restored_lines(kept, 110) == [str(restored[0]) + ", " + str(restored[1])]
+    narrow = _restored_lines(kept, 68)
+    assert " ".join(narrow) == str(restored[0]) + ", " + str(restored[1])
+    assert len(narrow) == 2
+    assert not any(line.plain.startswith("restored") for line in timeline_lines(plain, 68))
+
+
+def test_the_timeline_of_a_running_request_says_what_came_from_other_tiers() -> None:
+    live = top_script.request(1, restored="4,096 tokens from disk in 0.2 s\x1b")
+    snapshot = top_script.snapshot(top_script.model(sequences=(live,)), finished_requests=())
+    (row,) = request_rows(snapshot, include_ended=True) or []
+    assert _restored_lines(row, 68) == [r"4,096 tokens from disk in 0.2 s\x1b"]
+
+
+def _restored_lines(row: RequestRow, width: int) -> list[str]:
+    """The last lines of a timeline, from `restored` on."""
+    lines = [line.plain for line in timeline_lines(row, width)]
+    begin = next(number for number, line in enumerate(lines) if line.startswith("restored "))
+    return [line[15:] for line in lines[begin:]]
 
 
 def test_each_of_several_answers_is_listed_and_the_newest_come_first() -> None:

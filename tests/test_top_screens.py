@@ -12,6 +12,7 @@ from textual.pilot import Pilot
 from textual.widgets import Input, OptionList
 from top_script import reading, snapshot, top_app
 
+from localgen.backends.engine_stats import KVTierStats
 from localgen.client.snapshot import LatencyStats, ModelCounters, ModelSnapshot, ServerSnapshot
 from localgen.tui.feed import SampleReceived, ServerLost
 from localgen.tui.gauges.samples import ServerSample
@@ -42,6 +43,12 @@ def show(*keys: str, found: ServerSample | None = None) -> Callable[[Pilot[Any]]
         await pilot.pause()
 
     return run
+
+
+def tiers_reading(*tiers: KVTierStats) -> ServerSample:
+    """The sample of a busy server that keeps prefixes in these tiers."""
+    last = top_script.model(kv_tiers=tiers, counters=top_script.counters(60.5))
+    return reading(last=snapshot(last))
 
 
 def vllm() -> ServerSnapshot:
@@ -110,6 +117,28 @@ def test_many_gpus_and_models(snap_compare: Compare, size: tuple[int, int]) -> N
     models = (top_script.model(), top_script.model("qwen3-4b", running=0, sequences=()))
     many = snapshot(*models, machine=machine)
     assert snap_compare(top_app(), terminal_size=size, run_before=show(found=reading(last=many)))
+
+
+@pytest.mark.parametrize(
+    "size", [(80, 24), (120, 40), (200, 60)], ids=lambda size: f"{size[0]}x{size[1]}"
+)
+def test_tiers(snap_compare: Compare, size: tuple[int, int]) -> None:
+    found = tiers_reading(top_script.RAM_TIER, top_script.DISK_TIER)
+    assert snap_compare(top_app(), terminal_size=size, run_before=show(found=found))
+
+
+@SIZES
+def test_disk_that_is_not_written(snap_compare: Compare, size: tuple[int, int]) -> None:
+    full = replace(top_script.DISK_TIER, error="No space left on device")
+    found = tiers_reading(top_script.RAM_TIER, full)
+    assert snap_compare(top_app(), terminal_size=size, run_before=show(found=found))
+
+
+@SIZES
+def test_timeline_of_restored_tokens(snap_compare: Compare, size: tuple[int, int]) -> None:
+    live = top_script.request(1, restored="4,096 tokens from disk in 0.2 s (54 s saved)")
+    found = reading(last=snapshot(top_script.model(sequences=(live,))))
+    assert snap_compare(top_app(), terminal_size=size, run_before=show("enter", found=found))
 
 
 @SIZES

@@ -10,7 +10,12 @@ from typing import Any
 
 from textual.pilot import Pilot
 
-from localgen.backends.engine_stats import RequestPhases, SequenceStats, SpeculationStats
+from localgen.backends.engine_stats import (
+    KVTierStats,
+    RequestPhases,
+    SequenceStats,
+    SpeculationStats,
+)
 from localgen.backends.errors import LocalgenError
 from localgen.backends.machine_stats import EndedRequest, GpuStats, MachineStats, ReadCost
 from localgen.client.snapshot import LatencyStats, ModelCounters, ModelSnapshot, ServerSnapshot
@@ -41,6 +46,23 @@ PHASES = RequestPhases(
     template_ms=1.2, queue_ms=30.0, cached_ms=0.4, prefill_ms=320.0, first_step_ms=40.0,
     decode_ms=2000.0,
 )  # fmt: skip
+
+RAM_TIER = KVTierStats(
+    tier="ram",
+    blocks=4,
+    num_bytes=512_000_000,
+    limit_bytes=1_000_000_000,
+    hit_tokens_total=4096,
+    saved_s_total=5.0,
+)
+DISK_TIER = KVTierStats(
+    tier="disk",
+    blocks=90,
+    num_bytes=1_200_000_000,
+    limit_bytes=4_000_000_000,
+    hit_tokens_total=12_288,
+    saved_s_total=120.0,
+)
 
 
 def request(

@@ -44,8 +44,10 @@ class Gauge(Widget, Generic[_Sample]):
             and (frame := self.border_texts(self.sample)) != self._border_texts
         ):
             self._border_texts = frame
-            of, foot = frame
-            title = Content.assemble(self._title, (f" of {of}" if of else "", "not bold $muted"))
+            suffix, foot = frame
+            title = Content.assemble(
+                self._title, (f" {suffix}" if suffix else "", "not bold $muted")
+            )
             self.border_title, self.border_subtitle = title, Content(foot)
         if self._draw().plain != self._drawn_text:
             self.refresh()
@@ -64,7 +66,7 @@ class Gauge(Widget, Generic[_Sample]):
         return Content("\n").join(lines[:height])
 
     def border_texts(self, sample: _Sample) -> tuple[str, str]:
-        """Suffix of the title, and the text in the bottom border; control characters escaped."""
+        """What follows the title, and the text in the bottom border; control characters escaped."""
         return "", ""
 
     def lines(self, sample: _Sample, width: int, height: int) -> Sequence[Content]:

@@ -20,7 +20,7 @@ class LatencyGauge(Gauge[LatencySample]):
 
     def border_texts(self, sample: LatencySample) -> tuple[str, str]:
         """The model measured."""
-        return sample.model, ""
+        return f"of {sample.model}" if sample.model else "", ""
 
     def lines(self, sample: LatencySample, width: int, height: int) -> list[Content]:
         """The table; both plots share the remaining rows."""

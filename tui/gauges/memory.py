@@ -1,4 +1,4 @@
-"""The memory gauge: weights and KV cache per model, process memory, RAM and GPUs."""
+"""The memory gauge: weights and KV cache per model, kept prefixes, process memory, RAM and GPUs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from textual.content import Content
 
+from localgen.backends.engine_stats import KVTierStats, kv_tier_name
 from localgen.backends.machine_stats import GpuStats, MachineStats
 from localgen.backends.terminal_text import one_line
 from localgen.tui.gauges.gauge import Gauge
@@ -14,6 +15,7 @@ from localgen.tui.gauges.samples import MemorySample, ModelMemory
 from localgen.tui.widgets.numbers import (
     format_bytes,
     format_bytes_of,
+    format_duration_s,
     format_integer,
     format_number,
     format_percent,
@@ -23,18 +25,19 @@ _MIN_BAR_COLUMNS = 6
 
 
 class MemoryGauge(Gauge[MemorySample]):
-    """Models, then RAM and CPU, then GPUs."""
+    """Models, then kept prefixes, then RAM and CPU, then GPUs."""
 
     def __init__(self) -> None:
         super().__init__("Memory", id="memory")
 
     def border_texts(self, sample: MemorySample) -> tuple[str, str]:
-        """Memory of the server process itself, without the model processes."""
+        """What kept prefixes saved; memory of the server process without the model processes."""
         known = sample.server_bytes is not None
-        return "", f"server {format_bytes(sample.server_bytes)}" if known else ""
+        foot = f"server {format_bytes(sample.server_bytes)}" if known else ""
+        return _tiers_summary(sample.kv_tiers), foot
 
     def lines(self, sample: MemorySample, width: int, height: int) -> list[Content]:
-        """Up to three lines per model; machine memory below."""
+        """Up to three lines per model; machine memory below; kept prefixes in the room between."""
         models = sample.models or ()
         # at least one line per model, as long as one is left for the machine
         machine = _machine_lines(sample, width, max(1, height - max(1, len(models))))
@@ -47,7 +50,7 @@ class MemoryGauge(Gauge[MemorySample]):
         if len(lines) > room:
             hidden = len(models) - max(0, room - 1)
             lines = [*lines[: max(0, room - 1)], Content.styled(f"… {hidden} more", "$muted")]
-        return [*lines, *machine]
+        return [*lines, *_tiers_lines(sample.kv_tiers, width, room - len(lines)), *machine]
 
 
 def _model_lines(model: ModelMemory, width: int) -> list[Content]:
@@ -100,6 +103,43 @@ def _legend(used: float, cached: float, free: float, width: int) -> Content:
         (BAR_FILLS[1], "$secondary"), f" {words[1]}{sizes[1]} ",
         (BAR_EMPTY, "$muted"), f" {words[2]}{sizes[2]}",
     )  # fmt: skip
+
+
+def _tiers_summary(tiers: Sequence[KVTierStats]) -> str:
+    """Why a tier is not written any more, else the time that all of them saved."""
+    for tier in tiers:
+        if tier.error:
+            return f"· {_tier_name(tier)}: {one_line(tier.error)}"
+    saved_s = sum(tier.saved_s_total for tier in tiers)
+    if saved_s < 1:
+        return ""
+    used = [_tier_name(tier) for tier in tiers if tier.saved_s_total]
+    return f"· {' and '.join(used)} saved {format_duration_s(saved_s)}"
+
+
+def _tier_name(tier: KVTierStats) -> str:
+    return one_line(kv_tier_name(tier.tier))
+
+
+def _tiers_lines(tiers: Sequence[KVTierStats], width: int, rows: int) -> list[Content]:
+    """One or two lines per tier, as many as there are rows."""
+    each = 2 if 2 * len(tiers) <= rows else 1
+    lines = [line for tier in tiers for line in _tier_lines(tier, width)[:each]]
+    return lines[: max(0, rows)]
+
+
+def _tier_lines(tier: KVTierStats, width: int) -> list[Content]:
+    """Size; then tokens and time, or why nothing is written, which is also in the frame."""
+    size = Content(f" {format_bytes_of(tier.num_bytes, tier.limit_bytes)}")
+    share = tier.num_bytes / tier.limit_bytes if tier.limit_bytes else None
+    reused = Content.assemble(
+        (format_integer(tier.hit_tokens_total), "bold"), (" tokens reused", "$muted")
+    )
+    saved = Content.assemble((format_duration_s(tier.saved_s_total), "bold"), (" saved", "$muted"))
+    detail = align_ends(reused, saved, width)
+    if tier.error:
+        detail = Content.styled(f"not written: {one_line(tier.error)}", "$error")
+    return [_labelled_bar(f"KV {_tier_name(tier)} ", share, size, width), detail]
 
 
 def _machine_lines(sample: MemorySample, width: int, rows: int) -> list[Content]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TypeVar
 
+from localgen.backends.engine_stats import KVTierStats
 from localgen.backends.terminal_text import escape_name
 from localgen.client.snapshot import ModelCounters, ModelSnapshot, ServerSnapshot
 from localgen.tui.gauges.samples import (
@@ -132,6 +133,7 @@ class SampleBuilder:
                 models=tuple(map(model_memory, models)),
                 machine=snapshot.machine,
                 server_bytes=snapshot.rss_bytes,
+                kv_tiers=_total_tiers(models),
             ),
             speculation=self._speculation_sample(busiest),
         )
@@ -246,6 +248,29 @@ def _sum_known(values: Iterable[_Number | None]) -> _Number | None:
     """Sum of the known values; None if there is none."""
     known = [value for value in values if value is not None]
     return sum(known[1:], start=known[0]) if known else None
+
+
+def _total_tiers(models: Iterable[ModelSnapshot]) -> tuple[KVTierStats, ...]:
+    """The tiers of all models together. They share the limit of the disk."""
+    totals: dict[str, KVTierStats] = {}
+    for each in (tier for model in models for tier in model.kv_tiers):
+        before = totals.get(each.tier)
+        totals[each.tier] = each if before is None else _add_tiers(before, each)
+    return tuple(totals.values())
+
+
+def _add_tiers(a: KVTierStats, b: KVTierStats) -> KVTierStats:
+    limits = (a.limit_bytes, b.limit_bytes)
+    return replace(
+        a,
+        blocks=a.blocks + b.blocks,
+        num_bytes=a.num_bytes + b.num_bytes,
+        limit_bytes=max(limits) if a.tier == "disk" else sum(limits),
+        hit_tokens_total=a.hit_tokens_total + b.hit_tokens_total,
+        saved_s_total=a.saved_s_total + b.saved_s_total,
+        refused_total=a.refused_total + b.refused_total,
+        error=a.error or b.error,
+    )
 
 
 def _was_reset(new: ModelCounters, old: ModelCounters) -> bool:

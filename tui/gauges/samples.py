@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from localgen.backends.engine_stats import SpeculationStats
+from localgen.backends.engine_stats import KVTierStats, SpeculationStats
 from localgen.backends.machine_stats import MachineStats
 from localgen.backends.terminal_text import escape_name
 from localgen.client.snapshot import LatencyStats, ModelSnapshot, ServerSnapshot
@@ -72,11 +72,15 @@ class ModelMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySample:
-    """models: None until the server has responded. server_bytes: of the server process itself."""
+    """models: None until the server has responded. server_bytes: of the server process itself.
+
+    kv_tiers: prefixes outside of the KV cache, all models together.
+    """
 
     models: tuple[ModelMemory, ...] | None = None
     machine: MachineStats | None = None
     server_bytes: int | None = None
+    kv_tiers: tuple[KVTierStats, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

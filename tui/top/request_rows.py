@@ -45,6 +45,7 @@ class RequestRow:
     age_s: float
     phases: RequestPhases
     prefix_break: str = ""
+    restored: str = ""
 
     @property
     def context_fraction(self) -> float | None:
@@ -205,6 +206,7 @@ def _live_row(sequence: SequenceStats, model: str) -> RequestRow:
         ctx=sequence.ctx,
         age_s=sequence.age_s,
         phases=phases,
+        restored=one_line(sequence.restored),
     )
 
 
@@ -226,6 +228,7 @@ def _ended_row(ended: EndedRequest) -> RequestRow:
         age_s=ended.ended_ago_s,
         phases=ended.phases,
         prefix_break=one_line(ended.prefix_break),
+        restored=one_line(ended.restored),
     )
 
 

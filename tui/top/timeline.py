@@ -80,7 +80,13 @@ def timeline_lines(row: RequestRow, width: int) -> list[Content]:
             lines.append(
                 Content.styled(" " * (_NAME_COLUMNS + _DURATION_COLUMNS + 1) + detail, "$muted")
             )
-    return [*lines, Content(""), *_summary(row, whole_ms), *_prefix_break(row, width)]
+    return [
+        *lines,
+        Content(""),
+        *_summary(row, whole_ms),
+        *_wrapped("restored", row.restored, "", width),
+        *_wrapped("prefix", row.prefix_break, "$warning", width),
+    ]
 
 
 def _bar(before_ms: float, ms: float, total_ms: float, width: int) -> str:
@@ -111,12 +117,12 @@ def _summary(row: RequestRow, total_ms: float) -> list[Content]:
     ]
 
 
-def _prefix_break(row: RequestRow, width: int) -> list[Content]:
-    """Where the prompt parts from an earlier one, if it does."""
-    lines = textwrap.wrap(row.prefix_break, max(_MIN_BAR_COLUMNS, width - _NAME_COLUMNS))
+def _wrapped(name: str, text: str, style: str, width: int) -> list[Content]:
+    """A fact of as many lines as it takes; none if the text is empty."""
+    lines = textwrap.wrap(text, max(_MIN_BAR_COLUMNS, width - _NAME_COLUMNS))
     return [
-        Content.assemble((f"{name:<{_NAME_COLUMNS}}", "$muted"), (line, "$warning"))
-        for name, line in zip(chain(["prefix"], repeat("")), lines, strict=False)
+        Content.assemble((f"{shown:<{_NAME_COLUMNS}}", "$muted"), (line, style))
+        for shown, line in zip(chain([name], repeat("")), lines, strict=False)
     ]
 
 
