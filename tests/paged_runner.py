@@ -7,9 +7,11 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 from fake_runner import next_token
+from numpy.typing import NDArray
 
 from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS, pages_for
 from localgen.backends.cuda.kv.paged_cache import PagedCache
+from localgen.backends.kv_store.store import PrefixStore
 from localgen.backends.runner.interface import Chunk, Limits, PoolUsage, SampledTokens
 from localgen.backends.runner.sequence import Sequence
 
@@ -17,20 +19,29 @@ EMPTY = -1
 
 
 class Memory:
-    """Pages that hold tokens in place of keys and values."""
+    """Pages that hold tokens in place of keys and values. store: of the cache's prefixes."""
 
-    def __init__(self, cache: PagedCache, num_pages: int) -> None:
-        self.cache = cache
+    def __init__(self, num_pages: int, *, share: bool, store: PrefixStore | None = None) -> None:
+        self.cache = PagedCache(num_pages, prefix_cache=share, store=store, memory=self)
         self.pages = np.full((num_pages, PAGE_TOKENS), EMPTY)
 
     def copy(self) -> int:
         """Make the pending copies; returns how many."""
         copies: list[tuple[int, int]] = []
         self.cache.copy_pending(copies.extend)
-        sources, targets = [pair[0] for pair in copies], [pair[1] for pair in copies]
+        self.copy_pages(copies)
+        return len(copies)
+
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
+        sources, targets = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         assert len(set(targets)) == len(targets)
         self.pages[targets] = self.pages[sources]
-        return len(copies)
+
+    def read_pages(self, pages: Seq[int]) -> NDArray[np.uint8]:
+        return self.pages[list(pages)].view(np.uint8)
+
+    def write_pages(self, pages: Seq[int], state: NDArray[np.uint8]) -> None:
+        self.pages[list(pages)] = np.ascontiguousarray(state).view(self.pages.dtype)
 
     def write(self, seq: Sequence, start: int, tokens: Seq[int]) -> None:
         table = self.cache.page_table(seq)
@@ -51,7 +62,15 @@ class Memory:
 class PagedRunner:
     """ModelRunner that checks the pages at every call and counts events in `seen`."""
 
-    def __init__(self, *, num_pages: int, max_seqs: int, batch: int, share: bool) -> None:
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        max_seqs: int,
+        batch: int,
+        share: bool,
+        store: PrefixStore | None = None,
+    ) -> None:
         self.limits = Limits(
             max_seqs=max_seqs,
             max_batch_tokens=batch,
@@ -60,8 +79,8 @@ class PagedRunner:
             kv_tokens=num_pages * PAGE_TOKENS,
             can_rewind=share,
         )
-        self.cache = PagedCache(num_pages, prefix_cache=share)
-        self.memory = Memory(self.cache, num_pages)
+        self.memory = Memory(num_pages, share=share, store=store)
+        self.cache = self.memory.cache
         self.seen: Counter[str] = Counter()
 
     def usage(self) -> PoolUsage:

@@ -125,8 +125,8 @@ class Play:
 
     def __init__(self, rng: random.Random, num_pages: int, share: bool) -> None:
         self.rng = rng
-        self.cache = PagedCache(num_pages, prefix_cache=share)
-        self.memory = Memory(self.cache, num_pages)
+        self.memory = Memory(num_pages, share=share)
+        self.cache = self.memory.cache
         self.live: list[Sequence] = []
         self.grown: dict[Sequence, int] = {}
         self.seen: Counter[str] = Counter()

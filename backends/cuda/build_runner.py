@@ -11,9 +11,11 @@ from localgen.backends.cuda.kv.paged_cache import PagedCache
 from localgen.backends.cuda.model.dummy import DummyTokenizer
 from localgen.backends.cuda.model.source import ModelSource
 from localgen.backends.cuda.runner import CudaRunner, StepExecutor, cuda_limits
+from localgen.backends.cuda.steps.cuda_graphs import DeviceExecutor
 from localgen.backends.errors import LoadFailed
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.hf.tokenizer import HfTokenizer
+from localgen.backends.kv_store.store import PrefixStore
 from localgen.backends.memory.kv_sizing import KVSize
 from localgen.backends.sandbox import Sandbox
 from localgen.backends.units import format_params
@@ -44,11 +46,21 @@ def build_cuda_runner(
     size: KVSize,
     *,
     run_ahead: bool,
+    store: PrefixStore | None = None,
 ) -> CudaRunner:
-    """Build the runner. run_ahead: launch decode steps before they are requested."""
+    """Build the runner.
+
+    run_ahead: launch decode steps before they are requested. store: gets the prefixes that the KV
+    cache evicts.
+    """
     return CudaRunner(
         executor,
-        PagedCache(pages_for(size.kv_tokens), prefix_cache=options.prefix_cache),
+        PagedCache(
+            pages_for(size.kv_tokens),
+            prefix_cache=options.prefix_cache,
+            store=store,
+            memory=executor.cache if isinstance(executor, DeviceExecutor) else None,
+        ),
         cuda_limits(
             max_seqs=options.parallel,
             max_batch_tokens=options.max_batch_tokens,

@@ -14,6 +14,7 @@ from localgen.backends.cuda.device import sizing
 from localgen.backends.cuda.device.options import CudaOptions, resolve_cuda_options, resolve_device
 from localgen.backends.cuda.draft_model import CudaDraftModel
 from localgen.backends.cuda.kv.page_pool import pages_for
+from localgen.backends.cuda.kv_tiers import open_cuda_prefix_store, resolve_kv_tiers
 from localgen.backends.cuda.model.source import ModelSource, open_model_source
 from localgen.backends.cuda.parallel import tensor_parallel
 from localgen.backends.cuda.parallel.rank_model import RankModel
@@ -40,7 +41,9 @@ def load_cuda_model(request: ModelLoadRequest, on_progress: Callable[[float], No
     device = resolve_device(request.options)
     source = open_model_source(Path(request.path))
     spec, dtype = source.spec, source.compute_dtype(device)
-    options = resolve_cuda_options(request.options, dtype, device)
+    options, no_tiers_note = resolve_kv_tiers(
+        resolve_cuda_options(request.options, dtype, device), request
+    )
     compiling = None
     if device.type == "cuda":
         compiling = KernelPrecompiler(ModelShard(spec, 0, options.tp), options, dtype, device)
@@ -56,9 +59,11 @@ def load_cuda_model(request: ModelLoadRequest, on_progress: Callable[[float], No
     executor, size, weight_bytes = _load_executor(
         source, options, dtype, request, draft_model, on_progress
     )
+    store, disk_note = open_cuda_prefix_store(source, options, request, dtype)
     # on a CPU there is no device to keep busy
+    run_ahead = options.device != "cpu"
     runner = build_cuda_runner(
-        source, options, tokenizer, executor, size, run_ahead=options.device != "cpu"
+        source, options, tokenizer, executor, size, run_ahead=run_ahead, store=store
     )
     draft = None
     if draft_model is not None:
@@ -96,6 +101,7 @@ def load_cuda_model(request: ModelLoadRequest, on_progress: Callable[[float], No
             *tensor_parallel.tensor_parallel_notes(options),
             *source.notes,
             *notes,
+            *[note for note in (no_tiers_note, disk_note) if note],
             *_load_warnings(options, template),
             *(compiling.wait() if compiling else ()),
             *draft_loader.notes(draft, ctx=size.ctx, size_bytes=weight_bytes),
@@ -109,6 +115,7 @@ def load_cuda_model(request: ModelLoadRequest, on_progress: Callable[[float], No
         template=template,
         draft=draft,
         sandbox=sandbox,
+        prefix_store=store,
     )
 
 

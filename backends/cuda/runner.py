@@ -82,7 +82,9 @@ class StepExecutor(Protocol):
 
 
 class CudaRunner:
-    """Implements ModelRunner, AsyncRunner and Embedder; owns weights and KV cache of one model.
+    """Implements ModelRunner, AsyncRunner, PrefixSaver and Embedder.
+
+    It owns weights and KV cache of one model.
 
     token_text: text of a token, for logprobs.
     run_ahead: launch decode steps before they are requested.
@@ -115,6 +117,9 @@ class CudaRunner:
 
     def num_cached(self, tokens: list[int], cache_salt: str) -> int:
         return self.kv_cache.num_cached(tokens, cache_salt)
+
+    def save_next_block(self) -> bool:
+        return self.kv_cache.save_next_block()
 
     def grow(self, seq: Sequence, n: int) -> bool:
         return self.kv_cache.grow(seq, n)

@@ -32,6 +32,8 @@ from localgen.backends.types import RestoredTokens
 RAM, DISK = "ram", "disk"
 # shorter prefixes are saved only if they were used again
 MIN_PREFIX_TOKENS = 512
+# fewer tokens than this are computed, not loaded
+MIN_LOAD_TOKENS = 32
 
 
 class FoundBlock(NamedTuple):
@@ -126,6 +128,12 @@ class PrefixStore:
             return None
         wanted = tokens[found.start : found.start + found.length]
         return (block, tier) if block.tokens[: found.length].tolist() == wanted else None
+
+    def record_loaded(self, block: KVBlock, tier: str, num_tokens: int, started_s: float) -> None:
+        """Record that tokens of a block were restored since started_s (time.perf_counter)."""
+        compute_ms = block.compute_ms * num_tokens / len(block.tokens)
+        ms = (time.perf_counter() - started_s) * 1e3
+        self.record_restored(tier, num_tokens, ms, compute_ms)
 
     def record_restored(self, tier: str, num_tokens: int, ms: float, compute_ms: float) -> None:
         """Record that these tokens were restored in ms. compute_ms: to compute them."""

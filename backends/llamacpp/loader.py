@@ -23,7 +23,7 @@ from localgen.backends.llamacpp.build_runner import (
 from localgen.backends.llamacpp.devices import gpu_free_bytes
 from localgen.backends.llamacpp.draft_model import LlamaDraftModel
 from localgen.backends.llamacpp.encoder import load_encoder
-from localgen.backends.llamacpp.kv_tiers import open_prefix_store, resolve_kv_tiers
+from localgen.backends.llamacpp.kv_tiers import open_llama_prefix_store, resolve_kv_tiers
 from localgen.backends.llamacpp.library import llama_library
 from localgen.backends.llamacpp.native import LlamaContext, LlamaModel, NoKVCache
 from localgen.backends.llamacpp.options import LlamaOptions, resolve_llama_options
@@ -70,7 +70,7 @@ def load_llamacpp_model(
     if draft_model is not None:
         draft = draft_loader.run(partial(draft_model.start_runner, options, size, context.executor))
     share = can_rewind and options.prefix_cache
-    store, options, disk_note = open_prefix_store(model, options, request, context.kv_tokens)
+    store, disk_note = open_llama_prefix_store(model, options, request, context.kv_tokens)
     runner = build_llama_runner(
         model, context, vocab, options, ctx=size.ctx, share_prefixes=share, store=store
     )

@@ -15,7 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localgen.backends.kv_store.store import MIN_PREFIX_TOKENS, FoundBlock, PrefixStore
+from localgen.backends.kv_store.store import (
+    MIN_LOAD_TOKENS,
+    MIN_PREFIX_TOKENS,
+    FoundBlock,
+    PrefixStore,
+)
 from localgen.backends.llamacpp.native import LlamaContext
 from localgen.backends.llamacpp.slots import CacheSlot, PrefixReusePolicy, longest_prefix
 from localgen.backends.runner.interface import NoRoom, PoolUsage
@@ -31,8 +36,6 @@ CellIds = NDArray[np.int32]
 _NO_CELLS: CellIds = np.empty(0, np.int32)
 # a cached prefix is shortened by at least this much, so that one call makes room for many steps
 MIN_TRIM_TOKENS = 64
-# fewer tokens than this are computed, not loaded from the store
-MIN_LOAD_TOKENS = 32
 
 
 class SharedSlot(CacheSlot):
@@ -164,11 +167,8 @@ class SharedCache:
                 seq_id, self._scratch_id, found.start, end, loaded[0].state
             ):
                 break
-            block, tier = loaded
             length = end
-            ms = (time.perf_counter() - started_s) * 1e3
-            compute_ms = block.compute_ms * found.length / len(block.tokens)
-            self._store.record_restored(tier, found.length, ms, compute_ms)
+            self._store.record_loaded(*loaded, found.length, started_s)
         return length
 
     def _claim_slot(self, source: SharedSlot | None, prefix_tokens: int, length: int) -> SharedSlot:

@@ -51,6 +51,9 @@ class CudaOptions:
     chat_template: str | None = None
     draft: str = DRAFT_NGRAM
     draft_max: int = MAX_DRAFT_TOKENS
+    # 0 until a PrefixStore is opened
+    kv_ram: int = 0
+    kv_disk: int = 0
 
     @property
     def cache_dtype(self) -> torch.dtype:

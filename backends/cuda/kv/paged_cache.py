@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS, PagePool, pages_for
 from localgen.backends.cuda.kv.page_tables import PageTables
 from localgen.backends.cuda.kv.radix_tree import RadixTree
+from localgen.backends.cuda.kv.stored_pages import PageMemory, StoredPages
+from localgen.backends.kv_store.store import PrefixStore
 from localgen.backends.runner.interface import NoRoom, PoolUsage
 from localgen.backends.runner.sequence import Sequence
 
@@ -36,12 +38,21 @@ class PagedCache:
     Pages are allocated on demand, so at most PAGE_TOKENS - 1 tokens per sequence are unused. admit,
     num_cached, grow, rewind, release and usage implement those of ModelRunner.
 
-    prefix_cache: keep and share prefixes.
+    prefix_cache: keep and share prefixes. store: gets prefixes before they are evicted, and returns
+    them. memory: the keys and values of the pages, for the store.
     """
 
-    def __init__(self, num_pages: int, *, prefix_cache: bool) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        *,
+        prefix_cache: bool,
+        store: PrefixStore | None = None,
+        memory: PageMemory | None = None,
+    ) -> None:
         self._pool = PagePool(num_pages)
         self._tree = RadixTree(self._pool)
+        self._stored = StoredPages(store, self._tree, memory) if store and memory else None
         self._prefix_cache = prefix_cache
         self._tables = PageTables()
         self._sequences: dict[Sequence, _SequencePages] = {}
@@ -110,8 +121,26 @@ class PagedCache:
         if not self._has_free_pages(needed + pages_for(spare)):
             self._pool.release(known)
             raise NoRoom
+        if known and self._stored is not None:
+            self._stored.mark_reused(known[-1])
         self._add(seq, known, self._allocate(needed))
-        return len(known) * PAGE_TOKENS
+        return self._load(seq, len(known)) * PAGE_TOKENS
+
+    def _load(self, seq: Sequence, num_known: int) -> int:
+        """Load what the store has of a prompt; returns how many of its pages hold tokens then."""
+        if self._stored is None:
+            return num_known
+        tokens = seq.reusable_tokens
+        found = self._stored.find(tokens, seq.cache_salt, num_known)
+        if not found:
+            return num_known
+        # pages are written at once: those that others wait to copy must be copied before
+        self.copy_pending(self._stored.memory.copy_pages)
+        return self._stored.load(found, tokens, self.page_table(seq).tolist(), num_known)
+
+    def save_next_block(self) -> bool:
+        """See PrefixSaver."""
+        return self._stored is not None and self._stored.save_next_block()
 
     def admit_uncached(self, seq: Sequence) -> None:
         """Allocate pages for all tokens of `seq`, without sharing or caching. Raises NoRoom."""
@@ -187,6 +216,8 @@ class PagedCache:
             return
         own = self.page_table(seq)[:full].tolist()
         known = self._tree.insert(seq.tokens, own, start, seq.cache_salt)
+        if self._stored is not None:
+            self._stored.add([page for page in own[start:] if page in known])
         self._pool.acquire(known)
         self._pool.release(own[start:])
         self._tables.replace(pages.slot, start, known)
@@ -196,7 +227,10 @@ class PagedCache:
         return self._pool.num_free + self._pool.num_idle >= count
 
     def _allocate(self, count: int) -> list[int]:
-        self._tree.evict(count - self._pool.num_free)
+        missing = count - self._pool.num_free
+        if self._stored is not None:
+            self._stored.evict(self._pool.least_recent_idle(missing))
+        self._tree.evict(missing)
         return self._pool.allocate(count)
 
     def check(self) -> None:

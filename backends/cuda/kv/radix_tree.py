@@ -71,6 +71,15 @@ class RadixTree:
             found.append(node.page)
         return found
 
+    def prefix_of(self, page: int) -> tuple[list[int], list[int], str]:
+        """Tokens, pages and salt of the cached prefix that ends with this page."""
+        nodes = [self._nodes[page]]
+        while (parent := nodes[-1].parent) is not None and parent is not self._root:
+            nodes.append(parent)
+        nodes.reverse()
+        tokens = [token for node in nodes for token in node.key if not isinstance(token, str)]
+        return tokens, [node.page for node in nodes], str(nodes[0].key[0])
+
     def evict(self, count: int) -> None:
         """Free up to `count` idle pages, least recently used first."""
         for page in self._pool.least_recent_idle(count):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from localgen.backends.cuda.kernels.attention.paged import paged_attention
@@ -70,6 +72,29 @@ class KVCache:
             for layer in self.layers:
                 for tensor in layer.tensors:
                     tensor[targets] = tensor[sources]
+
+    def read_pages(self, pages: Seq[int]) -> NDArray[np.uint8]:
+        """Keys and values of all layers, uint8 [pages, bytes of a page], in main memory."""
+        index = torch.tensor(pages, device=self.layers[0].keys.device)
+        parts = [
+            tensor[index].flatten(1).view(torch.uint8)
+            for layer in self.layers
+            for tensor in layer.tensors
+        ]
+        state: NDArray[np.uint8] = torch.cat(parts, 1).cpu().numpy()
+        return state
+
+    def write_pages(self, pages: Seq[int], state: NDArray[np.uint8]) -> None:
+        """Replace keys and values of pages by what read_pages returned."""
+        device, at = self.layers[0].keys.device, 0
+        index = torch.tensor(pages, device=device)
+        content = torch.from_numpy(np.ascontiguousarray(state)).to(device)
+        for layer in self.layers:
+            for tensor in layer.tensors:
+                size = tensor[0].nbytes
+                part = content[:, at : at + size].contiguous().view(tensor.dtype)
+                tensor[index] = part.view(len(pages), *tensor.shape[1:])
+                at += size
 
 
 class Decoder:

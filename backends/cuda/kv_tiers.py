@@ -1,0 +1,56 @@
+"""Which prefixes of a model are kept in RAM and on disk, and under which key."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from localgen.backends.cuda.device.options import CudaOptions
+from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS
+from localgen.backends.cuda.model.source import ModelSource
+from localgen.backends.kv_store.blocks import namespace_of
+from localgen.backends.kv_store.fingerprint import files_fingerprint
+from localgen.backends.kv_store.opening import open_prefix_store, resolve_tier_sizes
+from localgen.backends.kv_store.store import PrefixStore
+from localgen.backends.model_info import ModelLoadRequest
+
+
+def resolve_kv_tiers(options: CudaOptions, request: ModelLoadRequest) -> tuple[CudaOptions, str]:
+    """Resolve kv_ram and kv_disk; see resolve_tier_sizes."""
+    reason = ""
+    if not options.prefix_cache:
+        reason = "the prefix cache is switched off (--no-prefix-cache)"
+    elif options.tp > 1:
+        reason = "the KV cache is divided among several GPUs (--tp)"
+    ram, disk, note = resolve_tier_sizes(request, reason)
+    return replace(options, kv_ram=ram, kv_disk=disk), note
+
+
+def open_cuda_prefix_store(
+    source: ModelSource, options: CudaOptions, request: ModelLoadRequest, dtype: torch.dtype
+) -> tuple[PrefixStore | None, str]:
+    """Open the store of a model; see open_prefix_store. dtype: compute type of the model."""
+    if not (options.kv_ram or options.kv_disk):
+        return None, ""
+    path = source.path
+    files = [each for each in path.iterdir() if each.is_file()] if path.is_dir() else [path]
+    namespace = namespace_of(
+        (
+            "cuda",
+            torch.__version__,
+            files_fingerprint(files),
+            str(dtype),
+            str(options.cache_dtype),
+            torch.device(options.device).type,
+            PAGE_TOKENS,
+            str(options.dummy),
+        )
+    )
+    return open_prefix_store(
+        request,
+        namespace,
+        ram_bytes=options.kv_ram,
+        disk_bytes=options.kv_disk,
+        backend="cuda",
+    )

@@ -1,0 +1,158 @@
+"""Pages that were evicted come back from RAM and disk with the keys and values they had."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from kv_blocks import NAMESPACE, disk_tier
+from models import LoadedBench, noisy
+from paged_runner import PagedRunner
+from test_cuda_kv_cache import serve
+
+from localgen.backends.cuda.kv import stored_pages
+from localgen.backends.cuda.loader import load_cuda_model
+from localgen.backends.cuda.model.decoder import KVCache
+from localgen.backends.cuda.runner import CudaRunner
+from localgen.backends.errors import InvalidRequest
+from localgen.backends.formats.hf.config import read_hf_config
+from localgen.backends.kv_store.disk_tier import namespace_folders
+from localgen.backends.kv_store.store import PrefixStore
+from localgen.backends.model_info import LoadOptions, ModelLoadRequest
+from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import Message
+
+TINY = Path(__file__).parents[1] / "localgen/models/tiny"
+PARAMS = SamplingParams(temperature=0, max_tokens=12, logprobs=2, ignore_eos=True)
+NOISE = 0.05
+
+
+class StoredBench(LoadedBench):
+    """The built-in model in the CUDA runner on the CPU, with a store."""
+
+    def __init__(self, folder: Path, **options: object) -> None:
+        asked = LoadOptions(backend="cuda", device="cpu", **options)  # type: ignore[arg-type]
+        request = ModelLoadRequest("tiny", str(TINY), asked, kv_dir=str(folder))
+        super().__init__(load_cuda_model(request, lambda _share: None))
+
+    def check(self) -> None:
+        assert isinstance(self.model.runner, CudaRunner)
+        self.model.runner.kv_cache.check()
+
+    def end(self) -> None:
+        self.engine.save_prefixes(time.monotonic() + 30)
+        self.close()
+
+
+def chat(seed: int, words: int) -> list[Message]:
+    chooser = random.Random(seed)
+    text = " ".join(chooser.choice(["red", "blue", "seven", "house"]) for _ in range(words))
+    return [Message(role="user", content=text)]
+
+
+@pytest.mark.parametrize("kv_type", ["f32", "int8"])
+def test_the_same_from_disk_after_a_restart(tmp_path: Path, kv_type: str) -> None:
+    types = {"cache_type_k": kv_type, "cache_type_v": kv_type, "kv_ram": 0}
+    first = StoredBench(tmp_path, **types)
+    first.ask([chat(1, 600)], PARAMS)
+    (reused,) = first.ask([chat(1, 600)], PARAMS)
+    first.end()
+    again = StoredBench(tmp_path, **types)
+    (reply,) = again.ask([chat(1, 600)], PARAMS)
+    assert reply.text == reused.text
+    assert reply.logprobs == reused.logprobs
+    (restored,) = reply.finished.timings.restored
+    assert restored.tier == "disk"
+    assert restored.tokens == reply.finished.timings.cache_n == reused.finished.timings.cache_n
+    again.end()
+
+
+def test_from_ram_after_eviction(tmp_path: Path) -> None:
+    bench = StoredBench(tmp_path, kv_tokens=1024, ctx=1024, kv_disk=0)
+    (computed,) = bench.ask([chat(1, 600)], PARAMS)
+    bench.ask([chat(2, 700)], PARAMS)
+    bench.ask([chat(3, 700)], PARAMS)
+    (reply,) = bench.ask([chat(1, 600)], PARAMS)
+    (restored,) = reply.finished.timings.restored
+    assert restored.tier == "ram"
+    assert restored.tokens > 500
+    assert noisy([reply], [computed], NOISE) <= 1
+    assert not list(tmp_path.iterdir())
+    bench.end()
+
+
+def test_short_prefixes_are_saved_if_they_are_used_again(tmp_path: Path) -> None:
+    bench = StoredBench(tmp_path, kv_ram=0)
+    assert isinstance(bench.model.runner, CudaRunner)
+    bench.ask([chat(1, 60)], PARAMS)
+    assert not bench.model.runner.save_next_block()
+    bench.ask([chat(1, 60)], PARAMS)
+    assert bench.model.runner.save_next_block()
+    bench.end()
+
+
+def test_another_kv_type_shares_nothing(tmp_path: Path) -> None:
+    for kv_type in ("f32", "int8"):
+        bench = StoredBench(tmp_path, cache_type_k=kv_type, cache_type_v=kv_type)
+        (reply,) = bench.ask([chat(1, 600)], PARAMS)
+        assert reply.finished.timings.restored == ()
+        bench.end()
+    assert len(namespace_folders(tmp_path)) == 2
+
+
+def test_not_without_the_prefix_cache(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="--kv-disk does not work here"):
+        StoredBench(tmp_path, prefix_cache=False, kv_disk=1 << 30)
+    bench = StoredBench(tmp_path, prefix_cache=False)
+    assert bench.model.prefix_store is None
+    assert not list(tmp_path.iterdir())
+    bench.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
+def test_pages_are_read_and_written_bit_by_bit(dtype: torch.dtype) -> None:
+    cache = KVCache.zeros(read_hf_config(TINY), 6, device="cpu", dtype=dtype)
+    generator = torch.Generator().manual_seed(1)
+    for layer in cache.layers:
+        for tensor in layer.tensors:
+            noise = torch.randint(0, 256, (tensor.nbytes,), generator=generator)
+            tensor.view(torch.uint8).view(-1).copy_(noise.to(torch.uint8))
+    state = cache.read_pages([4, 1, 3])
+    cache.write_pages([0, 2], state[1:])
+    for layer in cache.layers:
+        for tensor in layer.tensors:
+            content = tensor.view(torch.uint8)
+            assert torch.equal(content[0], content[1])
+            assert torch.equal(content[2], content[3])
+            assert not torch.equal(content[4], content[5])
+
+
+def test_random_schedules_within_tiny_budgets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each admission checks that the pages hold the tokens that they are said to hold."""
+    monkeypatch.setattr(stored_pages, "MIN_PREFIX_TOKENS", 16)
+    monkeypatch.setattr(stored_pages, "MIN_LOAD_TOKENS", 16)
+    seen: Counter[str] = Counter()
+    for seed in [*range(15), *range(15)]:
+        has_disk = seed % 2 == 1
+        store = PrefixStore(
+            NAMESPACE,
+            ram_bytes=0 if has_disk else 4000,
+            disk=disk_tier(tmp_path, 30_000) if has_disk else None,
+        )
+        store.set_idle(seed % 3 == 0)
+        runner = PagedRunner(num_pages=8, max_seqs=5, batch=40, share=True, store=store)
+        serve(runner, random.Random(seed))
+        while runner.cache.save_next_block():
+            pass
+        for tier in store.stats():
+            assert tier.num_bytes <= tier.limit_bytes
+            seen[tier.tier] += tier.hit_tokens_total
+        store.close(time.monotonic() + 30)
+    assert seen["ram"] > 200, seen
+    assert seen["disk"] > 200, seen
