@@ -247,7 +247,8 @@ class RestoredTokens:
     def __str__(self) -> str:
         where = kv_tier_name(self.tier)
         saved = f" ({format_elapsed(self.saved_ms / 1e3)} saved)" if self.saved_ms >= 1e3 else ""
-        return f"{format_count(self.tokens, 'token')} from {where} in {self.ms / 1e3:.1f} s{saved}"
+        took = f"{self.ms / 1e3:.1f} s" if self.ms >= 100 else f"{self.ms:.0f} ms"
+        return f"{format_count(self.tokens, 'token')} from {where} in {took}{saved}"
 
 
 def restored_text(restored: Iterable[RestoredTokens]) -> str:

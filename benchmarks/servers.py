@@ -7,7 +7,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -72,13 +72,22 @@ class Localgen:
 
 @contextlib.contextmanager
 def llama_server(
-    tools: Tools, model: Path, *, slots: int, slot_ctx: int, threads: int
+    tools: Tools,
+    model: Path,
+    *,
+    slots: int,
+    slot_ctx: int,
+    threads: int,
+    more: Sequence[str] = (),
 ) -> Iterator[httpx.Client]:
-    """Run llama-server with its defaults: prompt cache on, a separate context per slot."""
+    """Run llama-server with its defaults: prompt cache on, a separate context per slot.
+
+    more: arguments.
+    """
     port = _free_port()
     command = tools.command(
         "llama-server", "-m", str(model), "-np", str(slots), "-c", str(slots * slot_ctx),
-        "-t", str(threads), "--host", "127.0.0.1",
+        "-t", str(threads), "--host", "127.0.0.1", *more,
     )  # fmt: skip
     with (
         tempfile.TemporaryFile() as log,

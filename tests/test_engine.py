@@ -407,7 +407,7 @@ def test_what_came_from_a_tier_is_in_the_statistics_and_the_timings() -> None:
         engine.step(wait=False)
         engine._flush(idle=True)
         seen |= {each.request_id: each.restored for each in log.stats.sequences}
-    assert seen == {"a": "4 tokens from RAM in 0.0 s (3 s saved)", "b": ""}
+    assert seen == {"a": "4 tokens from RAM in 2 ms (3 s saved)", "b": ""}
     (a,), (b,) = log.ends["a"], log.ends["b"]
     assert isinstance(a, Finished)
     assert isinstance(b, Finished)

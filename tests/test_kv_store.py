@@ -163,8 +163,8 @@ def test_what_was_saved_is_counted(tmp_path: Path) -> None:
     store.record_restored("disk", 28, 10.0, 1000.0)
     ram, disk = store.take_restored()
     assert (disk.tier, disk.tokens, disk.ms, disk.saved_ms) == ("disk", 128, 30.0, 5970.0)
-    assert str(disk) == "128 tokens from disk in 0.0 s (6 s saved)"
-    assert (ram.tokens, ram.saved_ms, str(ram)) == (5, 0.0, "5 tokens from RAM in 0.0 s")
+    assert str(disk) == "128 tokens from disk in 30 ms (6 s saved)"
+    assert (ram.tokens, ram.saved_ms, str(ram)) == (5, 0.0, "5 tokens from RAM in 1 ms")
     assert store.take_restored() == ()
     (tier,) = store.stats()
     assert (tier.hit_tokens_total, tier.saved_s_total) == (128, 5.97)

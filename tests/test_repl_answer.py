@@ -321,7 +321,7 @@ def test_tokens_from_other_tiers_are_shown_with_the_time_that_they_saved() -> No
     ram = RestoredTokens("ram", 512, ms=8.5, saved_ms=700.0)
     both = answer(timings=replace(TIMINGS, restored=(ram, disk)))
     assert " · RAM and disk saved 55 s · " in report.completion_line(both)
-    shown = "512 tokens from RAM in 0.0 s, 4,096 tokens from disk in 0.2 s (54 s saved)"
+    shown = "512 tokens from RAM in 8 ms, 4,096 tokens from disk in 0.2 s (54 s saved)"
     assert f"restored:   {shown}" in report.verbose_stats_lines(both, 0.0)
 
 
@@ -330,7 +330,7 @@ def test_tokens_that_saved_less_than_a_second_are_in_the_details_only() -> None:
     told = answer(timings=replace(TIMINGS, restored=(ram,)))
     assert report.completion_line(told) == report.completion_line(answer())
     lines = report.verbose_stats_lines(told, 0.0)
-    assert "restored:   512 tokens from RAM in 0.0 s" in lines
+    assert "restored:   512 tokens from RAM in 8 ms" in lines
     assert not [line for line in report.verbose_stats_lines(answer(), 0.0) if "restored" in line]
 
 

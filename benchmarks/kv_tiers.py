@@ -1,0 +1,284 @@
+"""Prefixes that come back from RAM and disk: time to first token, beside llama-server's ways.
+
+`ttft`: a prompt cold; from RAM, after another one took the KV cache; from disk, after a restart and
+without the page cache. llama-server: cold, from its --cache-ram, and from a slot that is saved and
+restored by hand, the call included. `chats`: more chats in turn than the KV cache holds.
+`cost`: the speed of a chat with and without the tiers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from benchmarks import llamacpp_tools, random_gguf
+from benchmarks.llamacpp_tools import ToolFailed, Tools
+from benchmarks.measure import RATE, ModelLine, Report, command
+from benchmarks.random_vocabulary import random_words
+from benchmarks.servers import Localgen, llama_server, private_settings
+from benchmarks.streams import (
+    BenchClient,
+    HttpBenchClient,
+    LocalgenBenchClient,
+    Stream,
+    StreamFailed,
+    decode_rate,
+)
+from localgen.backends.errors import LocalgenError
+from localgen.backends.memory.system import num_physical_cores
+from localgen.backends.model_info import LoadOptions, ModelInfo
+from localgen.config import ServerSettings
+from localgen.hub.packaged import packaged_model
+
+LOCALGEN, SERVER = "localgen", "llama-server"
+PARTS = ("ttft", "chats", "cost")
+# tokens of the KV cache besides those of a prompt
+SPARE = 512
+ANSWER, COST_ANSWER = 2, 96
+TARGET_DISK, TARGET_COST, TARGET_CHATS = 100.0, 0.98, 1.0
+_TIER_BYTES = 16 << 30
+_SAVED_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierBench:
+    """What the parts share. tokens_per_word: of random words, with this model's tokenizer."""
+
+    model: Path
+    tools: Tools | None
+    report: Report
+    settings: ServerSettings
+    tokens_per_word: float
+
+    def text(self, tokens: int, seed: str) -> str:
+        """A prompt of about this many tokens, and not more."""
+        return random_words(int(0.98 * tokens / self.tokens_per_word), seed)
+
+    @contextlib.contextmanager
+    def localgen(self, kv_tokens: int, ctx: int, *, tiers: bool = True) -> Iterator[BenchClient]:
+        """A loaded model; it is unloaded at the end, so that the tiers are written."""
+        size = _TIER_BYTES if tiers else 0
+        options = LoadOptions(ctx=ctx, kv_tokens=kv_tokens, kv_ram=size, kv_disk=size, draft="none")
+        server = Localgen(self.settings, self.model, options)
+        try:
+            yield LocalgenBenchClient(server.client(), server.model)
+            _await_saved(server)
+        finally:
+            server.unload()
+            server.close()
+
+    @contextlib.contextmanager
+    def server(self, ctx: int, folder: Path, slots: int = 1) -> Iterator[httpx.Client]:
+        """llama-server with a folder for its slots."""
+        assert self.tools is not None
+        threads = num_physical_cores()
+        more = ("--slot-save-path", f"{folder}/", "--cache-ram", str(_TIER_BYTES >> 20))
+        with llama_server(
+            self.tools, self.model, slots=slots, slot_ctx=ctx, threads=threads, more=more
+        ) as http:
+            yield http
+
+    def add(self, test: str, side: str, seconds: list[float]) -> float:
+        """Enter times; returns their median."""
+        self.report.add(test, side, "s", seconds)
+        shown = statistics.median(seconds)
+        print(f"{test}: {side}: {shown:.3f} s", file=sys.stderr, flush=True)
+        return shown
+
+    def speedup(self, test: str, cold_s: float, warm_s: float) -> None:
+        """Enter how many times faster a prefix was than computing it."""
+        series = self.report.add(test, LOCALGEN, "×", [cold_s / warm_s])
+        self.report.least(series, TARGET_DISK)
+
+
+def first_token_s(stream: Stream) -> float:
+    return stream.first_s - stream.sent_s
+
+
+def time_to_first_token(bench: TierBench, length: int, *, with_ram: bool, folder: Path) -> None:
+    """Part `ttft` for a prompt of this many tokens."""
+    ours, theirs = bench.text(length, "a"), bench.text(length, "b")
+    ctx = length + SPARE
+    name = f"TTFT {length:,} tokens"
+    with bench.localgen(ctx, ctx) as client:
+        cold_s = bench.add(name, f"{LOCALGEN} cold", [first_token_s(client.ask(ours, ANSWER))])
+        bench.add(name, f"{LOCALGEN} KV cache", [first_token_s(client.ask(ours, ANSWER))])
+        if with_ram:
+            client.ask(theirs, ANSWER)
+            bench.add(name, f"{LOCALGEN} RAM", [first_token_s(client.ask(ours, ANSWER))])
+    _drop_from_page_cache(bench.settings.state_dir / "kv")
+    with bench.localgen(ctx, ctx) as client:
+        stream = client.ask(ours, ANSWER)
+        assert stream.cached_tokens > stream.prompt_tokens - 200, stream.cached_tokens
+        disk_s = bench.add(name, f"{LOCALGEN} disk, restarted", [first_token_s(stream)])
+    with bench.localgen(ctx, ctx) as client:
+        again_s = first_token_s(client.ask(ours, ANSWER))
+        bench.add(name, f"{LOCALGEN} disk, restarted, in the page cache", [again_s])
+    bench.speedup(f"{name}: cold ÷ disk", cold_s, disk_s)
+    if bench.tools is None:
+        return
+    with bench.server(ctx, folder) as http:
+        client = HttpBenchClient(http)
+        bench.add(name, f"{SERVER} cold", [first_token_s(client.ask(ours, ANSWER))])
+        _slot(http, "save")
+        if with_ram:
+            client.ask(theirs, ANSWER)
+            bench.add(name, f"{SERVER} --cache-ram", [first_token_s(client.ask(ours, ANSWER))])
+    _drop_from_page_cache(folder)
+    with bench.server(ctx, folder) as http:
+        started_s = time.perf_counter()
+        _slot(http, "restore")
+        stream = HttpBenchClient(http).ask(ours, ANSWER)
+        bench.add(name, f"{SERVER} slot restored by hand", [stream.first_s - started_s])
+
+
+def chats_in_turn(bench: TierBench, chats: int, length: int, rounds: int, folder: Path) -> None:
+    """Part `chats`: each chat again and again, with a KV cache for two of them."""
+    prompts = [bench.text(length, f"chat {number}") for number in range(chats)]
+    name = f"{chats} chats of {length:,} tokens, KV cache for 2, TTFT from the second round on"
+    ctx = length + SPARE
+
+    def play(client: BenchClient) -> list[float]:
+        seconds = []
+        for number in range(1 + rounds):
+            for index, prompt in enumerate(prompts):
+                turns = [random_words(8, f"{index} {turn}") for turn in range(number)]
+                seconds.append(first_token_s(client.ask(" ".join([prompt, *turns]), ANSWER)))
+        return seconds[chats:]
+
+    with bench.localgen(2 * ctx, ctx) as client:
+        ours = bench.report.add(name, LOCALGEN, "s", play(client))
+    if bench.tools is not None:
+        with bench.server(ctx, folder, slots=2) as http:
+            theirs = bench.report.add(name, SERVER, "s", play(HttpBenchClient(http)))
+        bench.report.ratio(ours, theirs, TARGET_CHATS, at_least=False)
+
+
+def cost_of_saving(bench: TierBench, rounds: int) -> None:
+    """Part `cost`: a chat of several turns beside one that is evicted, with and without tiers."""
+    sides: dict[str, list[float]] = {"with tiers": [], "without": []}
+    for number in range(rounds):
+        for side in list(sides)[:: 1 if number % 2 == 0 else -1]:
+            with bench.localgen(4096, 4096, tiers=side == "with tiers") as client:
+                head = bench.text(600, f"{number}")
+                streams = []
+                for turn in range(4):
+                    client.ask(bench.text(1500, f"other {number} {turn}"), ANSWER)
+                    head += " " + bench.text(40, f"{turn}")
+                    streams.append(client.ask(head, COST_ANSWER))
+            sides[side].append(statistics.median(decode_rate([each]) for each in streams))
+            print(f"cost: {side}: {sides[side][-1]:.2f}", file=sys.stderr, flush=True)
+    ours, without = (bench.report.add("a chat", side, RATE, sides[side]) for side in sides)
+    bench.report.ratio(ours, without, TARGET_COST, at_least=True)
+
+
+def _await_saved(server: Localgen) -> None:
+    """Wait until the engine has written what it saves while it is idle."""
+    deadline, before = time.monotonic() + _SAVED_S, -1
+    client = server.client()
+    client.connect()
+    while time.monotonic() < deadline:
+        (model,) = client.stats()["models"]
+        tiers = model["stats"]["kv_tiers"]
+        now = sum(tier["num_bytes"] for tier in tiers)
+        if now == before:
+            return
+        before = now
+        time.sleep(6)  # statistics of an idle engine are 5 s old
+
+
+def _drop_from_page_cache(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _slot(http: httpx.Client, action: str) -> None:
+    reply = http.post(f"/slots/0?action={action}", json={"filename": "prefix"})
+    if reply.status_code != 200:
+        raise StreamFailed(f"llama-server: slot {action}: {reply.text}")
+
+
+def _model(name: str) -> Path:
+    if name in random_gguf.SHAPES:
+        return random_gguf.cached(random_gguf.SHAPES[name])
+    return packaged_model(name).path
+
+
+def _bench(model: Path, settings: ServerSettings, tools: Tools | None) -> TierBench:
+    server = Localgen(settings, model, LoadOptions(ctx=512))
+    info: ModelInfo = server.info
+    words = 100
+    stream = LocalgenBenchClient(server.client(), server.model).ask(random_words(words, ""), ANSWER)
+    server.unload()
+    server.close()
+    line = ModelLine(info.description, info.size_bytes, info.params)
+    report = Report(line, 1, False, info.options.threads or 0, {"kv_ram": _TIER_BYTES})
+    return TierBench(
+        model=model,
+        tools=tools,
+        report=report,
+        settings=settings,
+        tokens_per_word=stream.prompt_tokens / words,
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark. Returns 0 even if a target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.kv_tiers")
+    parser.add_argument("--tools", type=Path, help="folder with llama-server")
+    parser.add_argument("--no-peer", action="store_true", help="measure localgen alone")
+    parser.add_argument("--model", choices=("1b", "tiny", "smollm2"), default="1b")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--lengths", type=int, nargs="+", default=(4096, 16384))
+    parser.add_argument("--ram-up-to", type=int, default=4096, help="longest prompt evicted to RAM")
+    parser.add_argument("--chats", type=int, default=10)
+    parser.add_argument("--chat-tokens", type=int, default=7500)
+    parser.add_argument("--rounds", type=int, default=2, help="of chats and cost")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args(arguments)
+
+    def times(bench: TierBench, folder: Path) -> None:
+        for each in options.lengths:
+            time_to_first_token(bench, each, with_ram=each <= options.ram_up_to, folder=folder)
+
+    parts: dict[str, Callable[[TierBench, Path], None]] = {
+        "ttft": times,
+        "chats": lambda bench, folder: chats_in_turn(
+            bench, options.chats, options.chat_tokens, options.rounds, folder
+        ),
+        "cost": lambda bench, _: cost_of_saving(bench, options.rounds),
+    }
+    try:
+        tools = None if options.no_peer else Tools(options.tools or llamacpp_tools.build())
+        model = _model(options.model)
+        with private_settings() as settings, tempfile.TemporaryDirectory() as folder:
+            bench = _bench(model, settings, tools)
+            for part in options.only:
+                parts[part](bench, Path(folder))
+    except (ToolFailed, StreamFailed, LocalgenError, httpx.HTTPError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    bench.report.commands += [
+        command("benchmarks.kv_tiers", arguments),
+        *(tools.commands if tools is not None else ()),
+    ]
+    print(bench.report.text())
+    bench.report.save("kv-tiers", options.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
