@@ -52,5 +52,9 @@ def open_cuda_prefix_store(
         namespace,
         ram_bytes=options.kv_ram,
         disk_bytes=options.kv_disk,
-        backend="cuda",
+        about={
+            "build": f"cuda, torch {torch.__version__}",
+            "cache_type_k": options.cache_type_k,
+            "cache_type_v": options.cache_type_v,
+        },
     )

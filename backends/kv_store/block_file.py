@@ -10,6 +10,7 @@ import contextlib
 import hmac
 import io
 import os
+import re
 import secrets
 import stat
 import struct
@@ -32,6 +33,7 @@ _MAGIC = b"lgkv0001"
 _HEADER = struct.Struct(f"<8s{DIGEST_BYTES}s{DIGEST_BYTES}sIIdQ")
 _KEY_BYTES = _MAC_BYTES = 32
 _KEY_NAME = "key"
+_UNFINISHED_NAME = re.compile(rf"\d+-[0-9a-f]{{16}}{re.escape(UNFINISHED_SUFFIX)}")
 _OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -54,6 +56,15 @@ def parse_file_name(name: str) -> tuple[bytes, bytes] | None:
         return None
 
 
+def _unfinished_name() -> str:
+    return f"{os.getpid()}-{secrets.token_hex(8)}{UNFINISHED_SUFFIX}"
+
+
+def is_unfinished(name: str) -> bool:
+    """True for the name of a file that is being written, or whose writer was killed."""
+    return _UNFINISHED_NAME.fullmatch(name) is not None
+
+
 def file_size(block: KVBlock) -> int:
     """Bytes of the file of a block."""
     return _HEADER.size + block.num_bytes + _MAC_BYTES
@@ -72,7 +83,7 @@ def write_block(folder: Path, namespace: bytes, block: KVBlock, key: bytes) -> N
     )
     parts = (header, block.tokens.tobytes(), block.state.data)
     mac = hmac.new(key, digestmod="sha256")
-    unfinished = folder / f"{os.getpid()}-{secrets.token_hex(8)}{UNFINISHED_SUFFIX}"
+    unfinished = folder / _unfinished_name()
     fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with open(fd, "wb") as file:
@@ -156,8 +167,8 @@ def load_key(folder: Path) -> bytes:
     """The user's key, created if there is none. Raises OSError, or BlockRefused."""
     path = folder / _KEY_NAME
     with contextlib.suppress(FileNotFoundError):
-        return _read_key(path)
-    unfinished = folder / f"{os.getpid()}-{secrets.token_hex(8)}{UNFINISHED_SUFFIX}"
+        return read_key(folder)
+    unfinished = folder / _unfinished_name()
     fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with open(fd, "wb") as file:
@@ -168,10 +179,12 @@ def load_key(folder: Path) -> bytes:
             path.hardlink_to(unfinished)
     finally:
         unfinished.unlink()
-    return _read_key(path)
+    return read_key(folder)
 
 
-def _read_key(path: Path) -> bytes:
+def read_key(folder: Path) -> bytes:
+    """The user's key. Raises FileNotFoundError if there is none, else as load_key."""
+    path = folder / _KEY_NAME
     with _open_own(path) as file:
         key = file.read(_KEY_BYTES + 1)
     if len(key) != _KEY_BYTES:

@@ -24,7 +24,7 @@ RESERVED_DISK_BYTES = 1 << 30
 _ROOM_SHARE = 1 / 32
 # other engines write too: after so many writes, all files are counted again
 WRITES_PER_SCAN = 16
-_ABOUT_NAME = "model.json"
+ABOUT_NAME = "model.json"
 # an unfinished file this old belongs to a process that was killed
 _UNFINISHED_S = 3600.0
 _log = logging.getLogger(__name__)
@@ -93,8 +93,9 @@ class DiskTier:
         self.num_refused = 0
         self._root, self._namespace = folder, namespace
         self._folder = folder / namespace.hex()
+        self._about = about | {"limit_bytes": str(limit_bytes)}
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._folder.mkdir(mode=0o700, exist_ok=True)
+        self._create_folder()
         self._key = block_file.load_key(folder)
         self._lock = threading.Lock()
         self._children: defaultdict[bytes, dict[bytes, int]] = defaultdict(dict)
@@ -104,7 +105,10 @@ class DiskTier:
         _remove_unfinished(self._folder)
         for file in stored_files(self._folder):
             self._add(file.parent, file.digest, file.num_bytes)
-        (self._folder / _ABOUT_NAME).write_text(json.dumps(about))
+
+    def _create_folder(self) -> None:
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        (self._folder / ABOUT_NAME).write_text(json.dumps(self._about))
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._parents
@@ -143,12 +147,19 @@ class DiskTier:
     def write(self, block: KVBlock) -> None:
         """Write a block; the least recently used ones make room. Raises OSError."""
         size = block_file.file_size(block)
-        self._make_room(size)
-        self._folder.mkdir(mode=0o700, exist_ok=True)  # `localgen kv rm` may have removed it
-        block_file.write_block(self._folder, self._namespace, block, self._key)
+        try:
+            self._write_file(block, size)
+        except FileNotFoundError:  # `localgen kv rm` removes the folder at this moment
+            self._write_file(block, size)
         self._total_bytes += size
         with self._lock:
             self._add(block.parent, block.digest, size)
+
+    def _write_file(self, block: KVBlock, size: int) -> None:
+        if not (self._folder / ABOUT_NAME).exists():  # `localgen kv rm` has removed it
+            self._create_folder()
+        self._make_room(size)
+        block_file.write_block(self._folder, self._namespace, block, self._key)
 
     def remove(self, digest: bytes) -> None:
         """Remove a block if it is there."""
@@ -221,7 +232,7 @@ def _remove_unfinished(folder: Path) -> None:
 def read_about(folder: Path) -> dict[str, str]:
     """The facts about a namespace, empty if there are none."""
     try:
-        about = json.loads((folder / _ABOUT_NAME).read_text())
+        about = json.loads((folder / ABOUT_NAME).read_text())
     except (OSError, ValueError):
         return {}
     return about if isinstance(about, dict) else {}

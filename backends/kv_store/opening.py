@@ -39,12 +39,20 @@ def resolve_tier_sizes(request: ModelLoadRequest, reason: str) -> tuple[int, int
 
 
 def open_prefix_store(
-    request: ModelLoadRequest, namespace: bytes, *, ram_bytes: int, disk_bytes: int, backend: str
+    request: ModelLoadRequest,
+    namespace: bytes,
+    *,
+    ram_bytes: int,
+    disk_bytes: int,
+    about: dict[str, str],
 ) -> tuple[PrefixStore | None, str]:
-    """Open the store of a model; returns None without tiers, and a note if the disk is unusable."""
+    """Open the store of a model; returns None without tiers, and a note if the disk is unusable.
+
+    about: facts for people on what computes the prefixes: build, cache_type_k, cache_type_v.
+    """
     note, disk = "", None
     if disk_bytes and request.kv_dir is not None:
-        about = {"model": request.name, "path": request.path, "backend": backend}
+        about = {"model": request.name, "path": request.path} | about
         try:
             disk = DiskTier(Path(request.kv_dir), namespace, disk_bytes, about)
         except (OSError, BlockRefused) as error:

@@ -48,7 +48,11 @@ def open_llama_prefix_store(
         _namespace(model, options, kv_tokens),
         ram_bytes=options.kv_ram,
         disk_bytes=options.kv_disk,
-        backend="llamacpp",
+        about={
+            "build": f"llama.cpp {llama_cpp.__version__}",
+            "cache_type_k": options.cache_type_k,
+            "cache_type_v": options.cache_type_v,
+        },
     )
 
 
