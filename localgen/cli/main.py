@@ -87,7 +87,7 @@ def run_command_line(arguments: list[str]) -> int:
         return _print_error(message, status)
     except typer.TyperException as error:
         return _print_error(messages.usage_message(error, arguments), error.exit_code)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):  # Abort: Ctrl+C or Ctrl+D at a question
         if sys.stderr.isatty():
             print(file=sys.stderr)  # the shell prompt starts on a new line
         return errors.INTERRUPTED
