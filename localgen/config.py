@@ -112,6 +112,11 @@ class ServerSettings:
         is_read_only = self.state_dir.exists() and not os.access(self.state_dir, os.W_OK)
         return (self.runtime_dir if is_read_only else self.state_dir) / "server.log"
 
+    @property
+    def kv_dir(self) -> Path:
+        """Folder of the computed prefixes (KV cache) that engines keep on disk."""
+        return self.state_dir / "kv"
+
     def is_server_listening(self) -> bool:
         """Return True if a server accepts connections on the socket."""
         with socket.socket(socket.AF_UNIX) as probe:

@@ -66,8 +66,8 @@ ASKING = {
     "stop": ["stop"],
 }
 OTHERS = {
-    *("completion", "cp", "endpoint", "history", "launch", "logs", "pull", "quantize", "search"),
-    *("serve", "show", "top", "tui"),
+    *("completion", "cp", "endpoint", "history", "kv", "launch", "logs", "pull", "quantize"),
+    *("search", "serve", "show", "top", "tui"),
 }
 UNAVAILABLE = errors.exit_status("server_unavailable")
 

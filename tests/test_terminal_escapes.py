@@ -116,6 +116,11 @@ def scene() -> Iterator[Scene]:
             names.write(f'"{_toml(HOSTILE)}" = "{_toml("owner/" + HOSTILE)}"\n')
         with (served.settings.state_dir / "endpoints.toml").open("w") as names:
             names.write(f'"{_toml(HOSTILE)}" = {{ url = "http://x/v1", model = "y" }}\n')
+        stored = served.settings.kv_dir / ("0" * 32)
+        stored.mkdir(mode=0o700, parents=True)
+        facts = ("model", "path", "build", "cache_type_k")
+        (stored / "model.json").write_text(json.dumps(dict.fromkeys(facts, HOSTILE)))
+        (stored / f"{'1' * 32}-{'2' * 32}.kv").touch()
         remote.events = answer(HOSTILE)
         env = os.environ | served.settings.to_environment()
         env |= {"TERM": "xterm", "COLUMNS": "2000", "HF_HUB_OFFLINE": "1"}
@@ -166,6 +171,11 @@ COMMANDS = [
     ("plan", HOSTILE),
     ("doctor",),
     ("endpoint", "list"),
+    ("kv", "list"),
+    ("kv", "list", "--json"),
+    ("kv", "rm", f"nothing{HOSTILE}"),
+    ("kv", "verify"),
+    ("kv", "rm", "-y", HOSTILE),
     ("endpoint", "rm", f"x{HOSTILE}"),
     ("cp", "tiny", HOSTILE),
     ("cp", HOSTILE, "other"),

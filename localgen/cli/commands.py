@@ -26,6 +26,7 @@ COMMANDS = {
     "quantize": "Quantize a 16-bit model and measure the quality loss.",
     "rm": "Remove a model or an alias.",
     "cp": "Create an alias for a model.",
+    "kv": "Manage the computed prefixes on disk: list, rm, verify.",
     "stop": "Unload a model, or stop the server.",
     "serve": "Run the server in the foreground.",
     "logs": "Print the log of the background server and its engines.",

@@ -73,6 +73,14 @@ def complete_running_model(incomplete: str) -> list[str]:
     return _filter_by_prefix(incomplete, _running_names())
 
 
+def complete_stored_model(incomplete: str) -> list[str]:
+    """Complete a model whose computed prefixes are on disk."""
+    from localgen.backends.kv_store.inventory import model_names
+    from localgen.config import ServerSettings
+
+    return _filter_by_prefix(incomplete, model_names(ServerSettings.from_environment().kv_dir))
+
+
 def complete_session(incomplete: str) -> list[str]:
     """Complete the name of a stored session."""
     from localgen.chat.database import STORE_NAME, session_names

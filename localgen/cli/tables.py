@@ -68,6 +68,14 @@ def format_expiry(until_s: float | None, active_requests: int) -> str:
     return f"{minutes} minutes from now" if minutes > 1 else f"{seconds} seconds from now"
 
 
+def format_age(seconds: float) -> str:
+    """Time since an event, in its largest unit."""
+    for unit_s, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= unit_s:
+            return f"{seconds // unit_s:,.0f} {unit} ago"
+    return f"{max(0, seconds):.0f} s ago"
+
+
 def rate_cells(rates: DecodeRates | None) -> tuple[str, ...]:
     """One cell for each of DecodeRates.USES."""
     return tuple(map(format_rate, rates)) if rates else ("–",) * len(DecodeRates.USES)

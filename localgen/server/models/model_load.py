@@ -40,7 +40,7 @@ def build_load_request(
         limit_bytes,
         draft_choice.draft_model,
         packaged_sampling(file),
-        str(settings.state_dir / "kv"),
+        str(settings.kv_dir),
     )
 
 
