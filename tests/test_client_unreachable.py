@@ -64,6 +64,7 @@ ASKING = {
     "rm": ["rm", "--yes", "tiny"],
     "run": ["run", "tiny", "a"],
     "stop": ["stop"],
+    "warm": ["warm", "tiny", "-f", __file__],
 }
 OTHERS = {
     *("completion", "cp", "endpoint", "history", "kv", "launch", "logs", "pull", "quantize"),

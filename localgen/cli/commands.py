@@ -14,6 +14,7 @@ COMMANDS = {
     "tui": "Chat full-screen in several sessions, with live statistics.",
     "history": "List, print or delete stored conversations.",
     "run": "Answer one prompt, given as an argument or on standard input.",
+    "warm": "Read a long system prompt ahead of time.",
     "launch": "Start a coding agent on a local model: claude, codex, opencode, aider, goose.",
     "embed": "Print embeddings of texts as JSON lines.",
     "ps": "List loaded models.",

@@ -1,0 +1,90 @@
+"""`localgen warm`."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from localgen.backends.errors import InvalidRequest
+from localgen.backends.model_info import LoadOptions
+from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import Message, Timings
+from localgen.backends.units import format_count
+from localgen.chat.parameters import read_text_file
+from localgen.cli.arguments import ModelArgument
+from localgen.cli.pull import run_or_offer_pull
+from localgen.cli.remote_options import create_client
+
+if TYPE_CHECKING:
+    from localgen.client import Client
+    from localgen.repl.load_progress import LoadProgressLine
+
+# one token, which is thrown away
+_ANSWER = SamplingParams(max_tokens=1, temperature=0.0)
+# used again, a prefix is kept however short it is
+_TIMES = 2
+
+
+def command(
+    model: ModelArgument = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(
+            "-f", "--prompt-file", help="System prompt to read ahead of time.", dir_okay=False
+        ),
+    ] = None,
+    ctx: Annotated[
+        int | None,
+        typer.Option("-c", "--ctx", metavar="<int>", min=1, help="Context length in tokens."),
+    ] = None,
+) -> None:
+    """Read a long system prompt ahead of time.
+
+    Chats that begin with it (chat --system @FILE) answer without computing it again, also after a
+    restart.
+    """
+    if prompt_file is None:
+        raise InvalidRequest("no prompt: give one with --prompt-file FILE", param="prompt_file")
+    system = read_text_file(prompt_file, "--prompt-file", "prompt_file").removesuffix("\n")
+    if not system.strip():
+        raise InvalidRequest(f"--prompt-file {prompt_file}: it is empty", param="prompt_file")
+    from localgen.cli.one_shot import stderr_console
+    from localgen.hub.packaged import default_model
+    from localgen.repl.load_progress import LoadProgressLine
+
+    loading = LoadProgressLine(stderr_console(), model or default_model())
+    with closing(create_client(None, loading.notify)) as client:
+        run_or_offer_pull(model, lambda: _warm(client, loading, model, system, ctx))
+
+
+def _warm(
+    client: Client, loading: LoadProgressLine, model: str | None, system: str, ctx: int | None
+) -> None:
+    with loading:
+        client.connect()
+        with loading.notices_to(loading.print_notice):
+            info = client.load(model, LoadOptions(ctx=ctx), loading.update)
+    if not info.can_rewind:
+        raise InvalidRequest(
+            f"{info.name} keeps no prefixes: not with its architecture, or --no-prefix-cache"
+        )
+    messages = [Message(role="system", content=system), Message(role="user", content=".")]
+    timings, *_ = [_ask(client, model, messages, ctx) for _ in range(_TIMES)]
+    size = format_count(timings.cache_n + timings.prompt_n, "token")
+    if timings.prompt_n > timings.cache_n:
+        print(f"{info.name} has read {size} in {timings.prompt_ms / 1e3:.1f} s")
+    else:
+        print(f"{info.name} had read {size} before")
+    if not info.options.kv_disk:
+        print("they stay until the model is unloaded: it keeps no prefixes on disk")
+
+
+def _ask(client: Client, model: str | None, messages: list[Message], ctx: int | None) -> Timings:
+    from localgen.client import Completion
+
+    *_, last = client.chat(model, messages, _ANSWER, ctx=ctx)
+    assert isinstance(last, Completion)
+    return last.timings

@@ -1,0 +1,96 @@
+"""`warm`: a system prompt is read ahead of time, and kept."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from command_line import own_folders, scripted
+from scripted_client import TIMINGS, ScriptedClient, answer, model_info
+
+from localgen.backends.model_info import ModelInfo
+from localgen.backends.types import Message
+from localgen.cli.main import run_command_line
+
+__all__ = ["own_folders", "scripted"]
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Path:
+    path = tmp_path / "head.txt"
+    path.write_text("You answer in verses about the sea and its ships. " * 20 + "\n")
+    return path
+
+
+@pytest.fixture
+def stopped_server() -> Iterator[None]:
+    yield
+    run_command_line(["stop"])
+
+
+@pytest.mark.usefixtures("stopped_server")
+def test_what_was_read_is_there_after_a_restart(
+    head: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command_line(["warm", "tiny", "--prompt-file", str(head)]) == 0
+    said = re.fullmatch(r"tiny has read (\d+) tokens in [\d.]+ s\n", capsys.readouterr().out)
+    assert said is not None
+    asking = ["run", "tiny", "Hello!", "-n", "2", "--system", f"@{head}", "--verbose"]
+    assert run_command_line(asking) == 0
+    cached = re.search(r"(\d+) cached", capsys.readouterr().err)
+    assert cached is not None
+    assert int(cached[1]) > 0.8 * int(said[1])
+    assert run_command_line(["stop"]) == 0
+    assert run_command_line(asking) == 0
+    assert re.search(r"restored: +\d+ tokens from disk", capsys.readouterr().err)
+    assert run_command_line(["warm", "tiny", "-f", str(head)]) == 0
+    assert "had read" in capsys.readouterr().out
+
+
+def test_it_is_asked_twice_with_the_context(
+    head: Path, scripted: Callable[..., ScriptedClient], capsys: pytest.CaptureFixture[str]
+) -> None:
+    timings = replace(TIMINGS, cache_n=0, prompt_n=4096, prompt_ms=54_000.0)
+    client = scripted(("a", answer(timings=timings)), ("a", answer()))
+    assert run_command_line(["warm", "tiny", "-f", str(head), "-c", "9000"]) == 0
+    assert "tiny has read 4,096 tokens in 54.0 s\n" in capsys.readouterr().out
+    one, two = client.record.asked
+    assert one == two
+    assert one.messages[0] == Message("system", head.read_text().removesuffix("\n"))
+    assert (one.ctx, one.params.max_tokens) == (9000, 1)
+    assert client.record.loaded[0][1].ctx == 9000
+
+
+def test_a_model_that_keeps_nothing_says_so(
+    head: Path,
+    scripted: Callable[..., ScriptedClient],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    scripted()
+    assert run_command_line(["warm", "tiny", "-f", str(head)]) == 0
+    assert "until the model is unloaded" in capsys.readouterr().out
+
+    def without(*_: object, **__: object) -> ModelInfo:
+        return replace(model_info("tiny"), can_rewind=False)
+
+    monkeypatch.setattr(ScriptedClient, "load", without)
+    assert run_command_line(["warm", "tiny", "-f", str(head)]) != 0
+    assert "keeps no prefixes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ([], "no prompt: give one with --prompt-file FILE"),
+        (["-f", "missing.txt"], "missing.txt: No such file"),
+        (["-f", os.devnull], "it is empty"),
+    ],
+)
+def test_wrong_prompts(given: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command_line(["warm", "tiny", *given]) != 0
+    assert error in capsys.readouterr().err
