@@ -113,6 +113,7 @@ class Request:
     prompt_only: compute the prompt for later requests.
     infill: only with prompt or prompt_tokens, which are then the text before the answer.
     line_limits: end the answer at a line.
+    save_prefix: False: its tokens are in the KV cache only, never kept in RAM or on disk after it.
     """
 
     id: str
@@ -137,6 +138,7 @@ class Request:
     account: str = ""
     arrived_s: float = 0.0
     stabilize: bool = False
+    save_prefix: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

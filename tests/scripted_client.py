@@ -79,6 +79,7 @@ class Asked:
     params: SamplingParams
     ctx: int | None
     priority: int
+    save_prefix: bool = True
 
 
 @dataclass
@@ -134,8 +135,11 @@ class ScriptedClient(LocalClient):
         *,
         ctx: int | None = None,
         priority: int = 0,
+        save_prefix: bool = True,
     ) -> Generator[TextDelta | Completion, None, None]:
-        self.record.asked.append(Asked(model or "tiny", tuple(messages), params, ctx, priority))
+        self.record.asked.append(
+            Asked(model or "tiny", tuple(messages), params, ctx, priority, save_prefix)
+        )
         script = self.scripts.pop(0) if self.scripts else (f"re: {messages[-1].content}", answer())
         return self._play(script)
 

@@ -20,7 +20,7 @@ from localgen.backends.cuda.model.decoder import KVCache
 from localgen.backends.cuda.runner import CudaRunner
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.formats.hf.config import read_hf_config
-from localgen.backends.kv_store.disk_tier import namespace_folders
+from localgen.backends.kv_store.disk_tier import namespace_folders, stored_files
 from localgen.backends.kv_store.store import PrefixStore
 from localgen.backends.model_info import LoadOptions, ModelLoadRequest
 from localgen.backends.sampling_params import SamplingParams
@@ -93,6 +93,17 @@ def test_short_prefixes_are_saved_if_they_are_used_again(tmp_path: Path) -> None
     bench.ask([chat(1, 60)], PARAMS)
     assert bench.model.runner.save_next_block()
     bench.end()
+
+
+def test_a_request_may_leave_nothing_behind(tmp_path: Path) -> None:
+    bench = StoredBench(tmp_path)
+    assert isinstance(bench.model.runner, CudaRunner)
+    for _ in range(2):
+        bench.run([bench.submit(chat(1, 600), PARAMS, save_prefix=False)])
+    assert not bench.model.runner.save_next_block()
+    bench.end()
+    (folder,) = namespace_folders(tmp_path)
+    assert not list(stored_files(folder))
 
 
 def test_another_kv_type_shares_nothing(tmp_path: Path) -> None:

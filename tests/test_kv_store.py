@@ -68,13 +68,6 @@ def test_a_longer_end_replaces_a_shorter_one(tmp_path: Path) -> None:
     assert store.stats()[0].blocks == 4
 
 
-def test_short_ends_are_not_blocks() -> None:
-    store = ram_only()
-    save_all(store, TEXT[: BLOCK_TOKENS + 5])
-    assert load_all(store, TEXT) == BLOCK_TOKENS
-    assert store.next_unsaved(TEXT[:5], "") is None
-
-
 @pytest.mark.parametrize("has_disk", [False, True])
 def test_random_schedules_within_tiny_budgets(has_disk: bool, tmp_path: Path) -> None:
     chooser = random.Random(3)

@@ -167,6 +167,21 @@ def test_short_prefixes_are_saved_if_they_are_used_again(tmp_path: Path) -> None
     end(bench)
 
 
+def test_a_request_may_leave_nothing_behind(tmp_path: Path) -> None:
+    first = Bench(LoadOptions(), kv_dir=tmp_path)
+    for _ in range(2):
+        first.run([first.submit(chat(HEAD), PARAMS, save_prefix=False)])
+    assert not first.runner.save_next_block()
+    end(first)
+    (folder,) = namespace_folders(tmp_path)
+    assert not list(stored_files(folder))
+    again = Bench(LoadOptions(), kv_dir=tmp_path)
+    again.run([again.submit(chat(HEAD), PARAMS, save_prefix=False)])
+    again.run([again.submit(chat(HEAD), PARAMS)])
+    assert again.runner.save_next_block(), "another request with these tokens may be saved"
+    end(again)
+
+
 def test_a_damaged_file_is_computed_again(tmp_path: Path, reused: Reply) -> None:
     first = Bench(DISK, kv_dir=tmp_path)
     first.ask([chat(HEAD)], PARAMS)

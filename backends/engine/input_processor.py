@@ -110,6 +110,7 @@ class InputProcessor:
             client=request.client,
             priority=request.priority,
             cache_salt=request.cache_salt,
+            save_prefix=request.save_prefix,
             can_sample_drafts=self.limits.can_sample_drafts
             and not has_seed
             and params.temperature != 0,

@@ -61,15 +61,14 @@ class RecentSamples:
 class TokenRate:
     """Token throughput over compute time, with exponential decay."""
 
-    HALF_LIFE_S = 2.0
-
-    def __init__(self) -> None:
+    def __init__(self, half_life_s: float = 2.0) -> None:
+        self._half_life_s = half_life_s
         self._tokens = 0.0
         self._busy_s = 0.0
 
     def add(self, tokens: int, busy_s: float) -> None:
         """Record a step."""
-        decay = math.exp2(-busy_s / self.HALF_LIFE_S)
+        decay = math.exp2(-busy_s / self._half_life_s)
         self._tokens = self._tokens * decay + tokens
         self._busy_s = self._busy_s * decay + busy_s
 
@@ -98,6 +97,8 @@ class StatsRecorder:
         self._step_buckets = [0] * (len(STEP_TOKENS_BOUNDS) + 1)
         self._requests: Counter[str] = Counter()
         self._prefill, self._decode = TokenRate(), TokenRate()
+        # the first tokens of a prompt are computed faster than its last ones
+        self._whole_prompts = TokenRate(half_life_s=300.0)
         self._ttft_ms, self._itl_ms = RecentSamples(), RecentSamples()
         self._last_token_s: dict[str, float] = {}
         self._drafting_share, self._acceptance, self._tokens_per_step = (
@@ -129,6 +130,7 @@ class StatsRecorder:
         decoded = sum([len(output.tokens) for output in outputs]) - first_tokens
         if prompt_tokens:
             self._prefill.add(prompt_tokens, step_ms / 1e3)
+            self._whole_prompts.add(prompt_tokens, step_ms / 1e3)
         if decoded:
             self._decode.add(decoded, step_ms / 1e3)
         # neither a prompt, nor tokens that are computed again after a preemption
@@ -164,7 +166,7 @@ class StatsRecorder:
     ) -> EngineStats:
         """Return the current statistics."""
         if prefix_store is not None:
-            prefix_store.prefill_per_s = self._prefill.per_s or prefix_store.prefill_per_s
+            prefix_store.prefill_per_s = self._whole_prompts.per_s
         ttft_ms, itl_ms = self._ttft_ms.values(now_s), self._itl_ms.values(now_s)
         usage = runner.usage()
         threads = runner.threads() if isinstance(runner, ThreadedRunner) else ThreadUsage(0, 0)

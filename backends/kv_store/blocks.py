@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 # a prefix is stored in blocks of this many tokens; only its last block may be shorter
 BLOCK_TOKENS = 128
 DIGEST_BYTES = 16
-# loading fewer tokens than this saves too little for a block of its own
-MIN_BLOCK_TOKENS = 16
 
 State = NDArray[np.uint8]
 TokenArray = NDArray[np.int32]

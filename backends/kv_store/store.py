@@ -16,7 +16,6 @@ import numpy as np
 from localgen.backends.engine_stats import KVTierStats
 from localgen.backends.kv_store.blocks import (
     BLOCK_TOKENS,
-    MIN_BLOCK_TOKENS,
     KVBlock,
     State,
     TokenArray,
@@ -33,7 +32,7 @@ RAM, DISK = "ram", "disk"
 # shorter prefixes are saved only if they were used again
 MIN_PREFIX_TOKENS = 512
 # fewer tokens than this are computed, not loaded
-MIN_LOAD_TOKENS = 32
+MIN_LOAD_TOKENS = 8
 
 
 class FoundBlock(NamedTuple):
@@ -184,7 +183,7 @@ class PrefixStore:
         start = BLOCK_TOKENS * len(full)
         covered = found[-1].start + found[-1].length if found else 0
         unsaved = token_array(tokens[start : start + BLOCK_TOKENS])
-        if len(tokens) == covered or start < after or len(unsaved) < MIN_BLOCK_TOKENS:
+        if len(tokens) == covered or start < after:
             return None
         parent = full[-1].digest if full else chain_root(self._namespace, cache_salt)
         return UnsavedBlock(parent, start, unsaved)

@@ -203,6 +203,8 @@ class SharedCache:
 
     def release(self, seq: Sequence, *, keep: bool) -> None:
         slot = self._running.pop(seq)
+        if not seq.save_prefix:
+            slot.num_saved = len(seq.tokens)
         slot.cached_tokens, slot.owner = slot.tokens if keep and self._share_prefixes else [], None
         self._truncate(slot, len(slot.cached_tokens))
         if not slot.cached_tokens:

@@ -41,6 +41,7 @@ class Sequence:
     max_len: maximum number of tokens, at most ctx.
     stop_ids: token ids that end the answer.
     cache_salt: only sequences with the same salt share cached prefixes.
+    save_prefix: a PrefixStore may keep its tokens.
     num_computed: number of tokens whose KV is computed.
     num_cached: prompt tokens found in the prefix cache. restored: those of them that were no longer
     in the KV cache, but in a PrefixStore.
@@ -75,6 +76,7 @@ class Sequence:
     client: str = ""
     priority: int = 0
     cache_salt: str = ""
+    save_prefix: bool = True
     arrived_s: float = 0.0
     template_ms: float = 0.0
     state: SequenceState = SequenceState.QUEUED

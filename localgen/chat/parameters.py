@@ -38,7 +38,8 @@ _UNSET_WORDS = ("default", "none", "unset")
 class ModelOptions:
     """Options of a chat or a single prompt: load options, sampling parameters, scheduling.
 
-    figures: show speed and context below each answer. verbose: show all measurements.
+    save_prefix: see Request. figures: show speed and context below each answer. verbose: show all
+    measurements.
     """
 
     params: SamplingParams = SamplingParams()
@@ -47,6 +48,7 @@ class ModelOptions:
     system: str | None = None
     priority: int = 0
     keep_alive: str | None = None
+    save_prefix: bool = True
     figures: bool = True
     verbose: bool = False
 

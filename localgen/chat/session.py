@@ -182,6 +182,7 @@ class ChatSession:
                 self.options.params,
                 ctx=self._requested_ctx,
                 priority=self.options.priority,
+                save_prefix=self.options.save_prefix,
             )
         except InvalidRequest as error:
             name = error.param if error.param in parameters.PARAMETER_NAMES else None

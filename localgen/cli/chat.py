@@ -59,7 +59,7 @@ def command(
     plain-text answer.
     """
     endpoint = endpoint_from_options(context, url, api_key_env)
-    options = options_for_endpoint(options, endpoint)
+    options = replace(options_for_endpoint(options, endpoint), save_prefix=history)
     if model is not None and named_model is not None:
         raise InvalidRequest(f"two models: {model!r} and that of --model")
     words = [] if model is None else [model]

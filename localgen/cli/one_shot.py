@@ -42,7 +42,12 @@ def answer_prompt(
         _print_notices(*info.notes)
     messages = Conversation(options.system).messages_with_prompt(prompt)
     stream = client.chat(
-        model, messages, options.params, ctx=options.ctx, priority=options.priority
+        model,
+        messages,
+        options.params,
+        ctx=options.ctx,
+        priority=options.priority,
+        save_prefix=options.save_prefix,
     )
     screen = _AnswerPrinter()
     with progress_line.notices_to(progress_line.print_notice):

@@ -90,12 +90,15 @@ class Client:
         *,
         ctx: int | None = None,
         priority: int = 0,
+        save_prefix: bool = True,
     ) -> Generator[TextDelta | Completion, None, None]:
         """Stream an answer to a chat, then yield one Completion.
 
-        Closing the generator cancels the request.
+        save_prefix: see Request; only the local server has it. Closing the generator cancels the
+        request.
         """
-        return self._generate(GenerationRequest(model, messages, params, ctx, priority))
+        request = GenerationRequest(model, messages, params, ctx, priority, save_prefix)
+        return self._generate(request)
 
     @property
     def can_answer_now(self) -> bool:

@@ -64,7 +64,7 @@ class OpenAICompat:
 class GenerationRequest:
     """A request for one streamed answer: to messages, or to a prompt that is continued as is.
 
-    ctx, priority: extensions of the local server.
+    ctx, priority, save_prefix: extensions of the local server.
     """
 
     model: str | None
@@ -72,6 +72,7 @@ class GenerationRequest:
     params: SamplingParams
     ctx: int | None = None
     priority: int = 0
+    save_prefix: bool = True
 
     @property
     def path(self) -> str:
@@ -96,7 +97,11 @@ class GenerationRequest:
         if compat.include_usage:
             body["stream_options"] = {"include_usage": True}
         if compat.is_local:
-            body |= {"ctx": self.ctx, "priority": self.priority}
+            body |= {
+                "ctx": self.ctx,
+                "priority": self.priority,
+                "save_prefix": self.save_prefix,
+            }
         return encode_json(body)
 
 

@@ -147,6 +147,7 @@ def _add_generation_routes(
             priority=body.priority,
             ctx=body.ctx,
             cache_salt=body.cache_salt or "",
+            save_prefix=body.save_prefix,
         )
         return respond(body, [request], caller, ChatCompletionSerializer.from_metadata)
 
@@ -161,6 +162,7 @@ def _add_generation_routes(
             priority=body.priority,
             ctx=body.ctx,
             cache_salt=body.cache_salt or "",
+            save_prefix=body.save_prefix,
         )
         requests = requests_of_prompts(request, body.prompts)
         return respond(body, requests, caller, CompletionSerializer.from_metadata)

@@ -121,7 +121,7 @@ class PagedCache:
         if not self._has_free_pages(needed + pages_for(spare)):
             self._pool.release(known)
             raise NoRoom
-        if known and self._stored is not None:
+        if known and self._stored is not None and seq.save_prefix:
             self._stored.mark_reused(known[-1])
         self._add(seq, known, self._allocate(needed))
         return self._load(seq, len(known)) * PAGE_TOKENS
@@ -216,7 +216,7 @@ class PagedCache:
             return
         own = self.page_table(seq)[:full].tolist()
         known = self._tree.insert(seq.tokens, own, start, seq.cache_salt)
-        if self._stored is not None:
+        if self._stored is not None and seq.save_prefix:
             self._stored.add([page for page in own[start:] if page in known])
         self._pool.acquire(known)
         self._pool.release(own[start:])

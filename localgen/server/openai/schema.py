@@ -141,7 +141,7 @@ class _GenerationRequest(ThinkingBudgetFields, _SamplerFields):
     """Fields of chat and completion requests. The engine validates sampling parameters.
 
     n_predict: llama-server's max_tokens; -1 for no limit, 0 to compute the prompt only, for later
-    ones. samplers: only these choose a token.
+    ones. save_prefix: see Request. samplers: only these choose a token.
     """
 
     model: str | None = None
@@ -152,6 +152,7 @@ class _GenerationRequest(ThinkingBudgetFields, _SamplerFields):
     priority: Int64 = 0
     ctx: Count | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    save_prefix: bool = True
     max_tokens: Annotated[Count | None, BeforeValidator(no_limit_if_negative)] = None
     n_predict: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**63)] = 0
