@@ -47,6 +47,7 @@ def test_every_field_has_an_option() -> None:
         "params",
         "load",
         "figures",  # a setting of a chat
+        "save_prefix",  # --no-history
     }
 
 
