@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from kv_blocks import NAMESPACE, block_of, chain, disk_tier, state_of
+from serving import wait_until
 
 from localgen.backends.kv_store import block_file
 from localgen.backends.kv_store import disk_tier as disk_tiers
@@ -181,7 +182,7 @@ def stored(name: str, parent: str, used_s: float) -> StoredFile:
         ([("a", "", 1), ("b", "a", 3), ("c", "", 2)], "cba"),
         ([("a", "", 1), ("b", "a", 1), ("c", "b", 1)], "cba"),
         ([("a", "", 9), ("b", "a", 1), ("c", "a", 2)], "bca"),
-        ([("a", "b", 1), ("b", "a", 1), ("c", "", 2)], "abc"),  # a circle is nobody's prefix
+        ([("a", "b", 1), ("b", "a", 1), ("c", "", 2)], "abc"),  # a circle of forged names
     ],
 )
 def test_order_of_eviction(files: list[tuple[str, str, float]], order: str) -> None:
@@ -204,6 +205,22 @@ def test_the_budget_is_that_of_all_models(tmp_path: Path) -> None:
     held = {file.digest for file in files}
     num_ends = sum(file.parent in held for file in files)
     assert num_ends >= len(files) // 2 - 1, "a block is removed after those behind it"
+
+
+def test_what_was_used_last_is_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, blocks = disk_tier(tmp_path), list(chain([1] * (2 * BLOCK_TOKENS)))
+    for used_s, block in enumerate([BLOCK, *blocks], 1):
+        disk.write(block)
+        (file,) = [f for f in stored_files(tmp_path / NAMESPACE.hex()) if f.digest == block.digest]
+        os.utime(file.path, (used_s, used_s))
+    read: list[str] = []
+    monkeypatch.setattr(
+        os, "posix_fadvise", lambda fd, *_: read.append(os.readlink(f"/proc/self/fd/{fd}"))
+    )
+    monkeypatch.setattr(disk_tiers, "READ_AHEAD_BYTES", 2 * block_file.file_size(BLOCK))
+    disk_tier(tmp_path)
+    wait_until(lambda: len(read) == 2)
+    assert [Path(each).name[:32] for each in read] == [block.parent.hex() for block in blocks]
 
 
 def test_a_foreign_file_is_neither_used_nor_removed(tmp_path: Path) -> None:

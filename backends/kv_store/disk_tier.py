@@ -25,6 +25,8 @@ _ROOM_SHARE = 1 / 32
 # other engines write too: after so many writes, all files are counted again
 WRITES_PER_SCAN = 16
 ABOUT_NAME = "model.json"
+# what was used last is read into the page cache when a model is loaded, so much of it
+READ_AHEAD_BYTES = 512 << 20
 # an unfinished file this old belongs to a process that was killed
 _UNFINISHED_S = 3600.0
 _log = logging.getLogger(__name__)
@@ -68,14 +70,20 @@ def _is_namespace(folder: Path) -> bool:
 def least_recent_first(files: Iterable[StoredFile]) -> list[StoredFile]:
     """Order of eviction. A block counts as used when any block behind it was, and goes after it."""
     by_digest = {file.digest: file for file in files}
+    depths: dict[bytes, int] = {}
+    for digest in by_digest:
+        chain, each = [], digest
+        while each in by_digest and each not in depths:
+            depths[each] = 0  # ends a circle of parents, which only a forged name can make
+            chain.append(each)
+            each = by_digest[each].parent
+        depth = depths.get(each, 0)
+        for count, each in enumerate(reversed(chain), 1):
+            depths[each] = depth + count
     used_s = {digest: file.used_s for digest, file in by_digest.items()}
-    depths = dict.fromkeys(by_digest, 0)
-    for file in by_digest.values():
-        chain = [file.digest]
-        while (parent := by_digest[chain[-1]].parent) in by_digest and parent not in chain:
-            used_s[parent] = max(used_s[parent], file.used_s)
-            chain.append(parent)
-        depths[file.digest] = len(chain)
+    for file in sorted(by_digest.values(), key=lambda f: -depths[f.digest]):
+        if file.parent in used_s:
+            used_s[file.parent] = max(used_s[file.parent], used_s[file.digest])
     return sorted(by_digest.values(), key=lambda f: (used_s[f.digest], -depths[f.digest]))
 
 
@@ -103,8 +111,12 @@ class DiskTier:
         self._tokens: dict[bytes, TokenArray] = {}
         self._total_bytes = self._writes_left = 0
         _remove_unfinished(self._folder)
-        for file in stored_files(self._folder):
+        files = list(stored_files(self._folder))
+        for file in files:
             self._add(file.parent, file.digest, file.num_bytes)
+        threading.Thread(
+            target=_read_ahead, args=(files,), name="kv-read-ahead", daemon=True
+        ).start()
 
     def _create_folder(self) -> None:
         self._folder.mkdir(mode=0o700, exist_ok=True)
@@ -220,6 +232,21 @@ class DiskTier:
                 file.path.unlink()
             self._total_bytes -= file.num_bytes
             self._forget(file.digest)
+
+
+def _read_ahead(files: list[StoredFile]) -> None:
+    """Have the system read what was used last, while the model is loaded."""
+    left = READ_AHEAD_BYTES
+    for file in reversed(least_recent_first(files)):
+        left -= file.num_bytes
+        if left < 0 or not hasattr(os, "posix_fadvise"):  # not on macOS
+            return
+        with contextlib.suppress(OSError):
+            fd = os.open(file.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
+            finally:
+                os.close(fd)
 
 
 def _remove_unfinished(folder: Path) -> None:
