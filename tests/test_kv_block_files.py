@@ -207,6 +207,7 @@ def test_the_budget_is_that_of_all_models(tmp_path: Path) -> None:
     assert num_ends >= len(files) // 2 - 1, "a block is removed after those behind it"
 
 
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system has none")
 def test_what_was_used_last_is_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk, blocks = disk_tier(tmp_path), list(chain([1] * (2 * BLOCK_TOKENS)))
     for used_s, block in enumerate([BLOCK, *blocks], 1):
