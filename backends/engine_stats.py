@@ -75,18 +75,19 @@ class SpeculationStats:
 
 
 def kv_tier_name(tier: str) -> str:
-    """A tier as people read it: RAM, disk."""
+    """A tier as people read it: RAM, disk, peer."""
     return "RAM" if tier == "ram" else tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVTierStats:
-    """Prefixes that are kept outside of the KV cache, in RAM or on disk.
+    """Prefixes that are kept outside of the KV cache, in RAM, on disk or by another engine.
 
-    tier: ram or disk. num_bytes: of this model's blocks. limit_bytes: of the tier, that of the disk
-    for all models together. hit_tokens_total: tokens that came from it. saved_s_total: by how much
-    longer computing them would have taken. refused_total: files that were damaged, of somebody
-    else, or of another model. error: why nothing more is written, or empty.
+    tier: ram, disk or peer. num_bytes: of this model's blocks. limit_bytes: of the tier, that of
+    the disk for all models together; both 0 for a peer. hit_tokens_total: tokens that came from it.
+    saved_s_total: by how much longer computing them would have taken. refused_total: files that
+    were damaged, of somebody else, or of another model. error: why nothing is written, or why the
+    peer gives nothing, or empty.
     """
 
     tier: str

@@ -37,6 +37,8 @@ class LoadOptions:
     draft_max: maximum number of draft tokens per sequence and step.
     kv_ram, kv_disk: bytes of RAM, and of disk for all models together, for prefixes that are no
     longer in the KV cache; 0 for none.
+    kv_listen, kv_peer: address where other engines of this model fetch such prefixes, and address
+    of the engine that this one fetches from: HOST:PORT, or the path of a Unix socket.
     """
 
     backend: str | None = None
@@ -65,6 +67,8 @@ class LoadOptions:
     draft_max: int | None = None
     kv_ram: int | None = None
     kv_disk: int | None = None
+    kv_listen: str | None = None
+    kv_peer: str | None = None
 
 
 def option_flag(option: str) -> str:

@@ -237,8 +237,8 @@ class PromptProgress:
 class RestoredTokens:
     """Tokens of a prompt whose keys and values came from outside of the KV cache.
 
-    tier: ram or disk. ms: time that it took. saved_ms: by how much longer computing them would have
-    taken, or 0 if unknown.
+    tier: as in KVTierStats. ms: time that it took. saved_ms: by how much longer computing them
+    would have taken, or 0 if unknown.
     """
 
     tier: str

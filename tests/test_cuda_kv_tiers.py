@@ -106,6 +106,21 @@ def test_a_request_may_leave_nothing_behind(tmp_path: Path) -> None:
     assert not list(stored_files(folder))
 
 
+def test_from_a_peer_as_soon_as_it_has_answered(tmp_path: Path) -> None:
+    address = str(tmp_path / "kv.sock")
+    reading = StoredBench(tmp_path, kv_disk=0, kv_listen=address)
+    writing = StoredBench(tmp_path, kv_disk=0, kv_peer=address)
+    for _ in range(2):
+        (computed,) = reading.ask([chat(1, 300)], PARAMS)
+    (reply,) = writing.ask([chat(1, 300)], PARAMS)
+    (restored,) = reply.finished.timings.restored
+    assert restored.tier == "peer"
+    assert restored.tokens == computed.finished.prompt_tokens // 128 * 128
+    assert noisy([reply], [computed], NOISE) <= 1
+    reading.end()
+    writing.end()
+
+
 def test_another_kv_type_shares_nothing(tmp_path: Path) -> None:
     for kv_type in ("f32", "int8"):
         bench = StoredBench(tmp_path, cache_type_k=kv_type, cache_type_v=kv_type)

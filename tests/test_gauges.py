@@ -443,6 +443,17 @@ def test_a_tier_that_is_not_written_says_why_in_the_panel_and_in_its_frame() -> 
     assert MemoryGauge().border_texts(found)[0] == "· disk: No space left on device"
 
 
+def test_a_peer_has_no_size() -> None:
+    peer = replace(top_script.RAM_TIER, tier="peer", num_bytes=0, limit_bytes=0)
+    drawn = lines(MemoryGauge(), tiers_only(peer), 36, 15)
+    assert drawn[3].split()[:2] == ["KV", "peer"]
+    assert "GB" not in drawn[3]
+    assert drawn[4].startswith("4,096 tokens reused")
+    failing = tiers_only(replace(peer, error="Connection refused"))
+    assert lines(MemoryGauge(), failing, 36, 15)[4] == "no answer: Connection refused"
+    assert MemoryGauge().border_texts(failing)[0] == "· peer: Connection refused"
+
+
 def test_models_add_up_in_a_tier_and_share_the_disk() -> None:
     a = top_script.model("a", kv_tiers=(top_script.RAM_TIER, top_script.DISK_TIER))
     b = top_script.model("b", kv_tiers=(top_script.DISK_TIER,))

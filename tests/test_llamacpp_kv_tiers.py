@@ -13,7 +13,7 @@ from gguf_files import rewrite
 from models import TINY_GGUF, Bench, Reply, noisy
 from numpy.typing import NDArray
 
-from localgen.backends.errors import InvalidRequest
+from localgen.backends.errors import InvalidRequest, LoadFailed
 from localgen.backends.kv_store.disk_tier import namespace_folders, stored_files
 from localgen.backends.llamacpp.loader import load_llamacpp_model
 from localgen.backends.llamacpp.shared_cache import SharedCache
@@ -217,6 +217,42 @@ def test_another_kv_type_or_model_shares_nothing(tmp_path: Path) -> None:
         assert reply.finished.timings.restored == ()
         end(other)
     assert len(namespace_folders(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("words", [200, 700])
+def test_from_a_peer_as_soon_as_it_has_answered(tmp_path: Path, words: int) -> None:
+    address = str(tmp_path / "kv.sock")
+    reading = Bench(LoadOptions(kv_disk=0, kv_listen=address), kv_dir=tmp_path)
+    writing = Bench(LoadOptions(kv_disk=0, kv_peer=address), kv_dir=tmp_path)
+    prompt = chat(text(9, words))
+    for _ in range(2):
+        (computed,) = reading.ask([prompt], PARAMS)
+    (reply,) = writing.ask([prompt], PARAMS)
+    (restored,) = reply.finished.timings.restored
+    assert restored.tier == "peer"
+    assert restored.tokens == computed.finished.prompt_tokens // 128 * 128
+    assert noisy([reply], [computed], NOISE) <= 1
+    assert writing.stats.kv_tiers[-1].hit_tokens_total == restored.tokens
+    end(reading)
+    (alone,) = writing.ask([chat("another")], PARAMS)
+    assert alone.text, "without the peer it computes by itself"
+    end(writing)
+
+
+def test_wrong_peers(tmp_path: Path) -> None:
+    def load(**options: object) -> None:
+        asked = LoadOptions(**options)  # type: ignore[arg-type]
+        request = ModelLoadRequest("tiny", str(TINY_GGUF), asked, kv_dir=str(tmp_path))
+        load_llamacpp_model(request, lambda _: None)
+
+    with pytest.raises(InvalidRequest, match="--kv-listen is '7000': give HOST:PORT"):
+        load(kv_listen="7000")
+    with pytest.raises(InvalidRequest, match="--kv-peer needs RAM or disk"):
+        load(kv_peer="localhost:7000", kv_ram=0, kv_disk=0)
+    with pytest.raises(InvalidRequest, match="--kv-peer does not work here"):
+        load(kv_peer="localhost:7000", prefix_cache=False)
+    with pytest.raises(LoadFailed, match=r"cannot use --kv-listen /nowhere/kv.sock: No such file"):
+        load(kv_listen="/nowhere/kv.sock")
 
 
 @pytest.mark.parametrize("seed", range(4))

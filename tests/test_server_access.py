@@ -223,6 +223,18 @@ def test_large_headers_are_refused(keyless: TcpServer, rest: bytes) -> None:
     assert keyless.chat().status_code == 200
 
 
+@pytest.mark.parametrize(
+    "option", [{"kv_disk": 1}, {"kv_ram": 0}, {"kv_listen": "0.0.0.0:7000"}, {"kv_peer": "x:1"}]
+)
+def test_clients_over_tcp_do_not_set_what_is_kept_or_fetched(option: dict[str, object]) -> None:
+    with tcp_server(keys=[KEY]) as opened:
+        body = {"model": opened.model, "options": option}
+        reply = opened.http.post("/v1/models/load", json=body, headers=AUTH)
+        assert reply.status_code == 400
+        assert "not for clients over TCP" in reply.json()["error"]["message"]
+        assert opened.harness.http.post("/v1/models/load", json=body).status_code == 200
+
+
 def test_slow_headers_time_out() -> None:
     with tcp_server() as opened:
         started_s = time.monotonic()

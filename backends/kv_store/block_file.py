@@ -14,6 +14,7 @@ import re
 import secrets
 import stat
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -70,8 +71,8 @@ def file_size(block: KVBlock) -> int:
     return _HEADER.size + block.num_bytes + _MAC_BYTES
 
 
-def write_block(folder: Path, namespace: bytes, block: KVBlock, key: bytes) -> None:
-    """Write a block durably. Raises OSError."""
+def block_parts(namespace: bytes, block: KVBlock, key: bytes) -> Iterator[bytes | memoryview[int]]:
+    """Yield the content of the file of a block."""
     header = _HEADER.pack(
         _MAGIC,
         namespace,
@@ -81,16 +82,32 @@ def write_block(folder: Path, namespace: bytes, block: KVBlock, key: bytes) -> N
         block.compute_ms,
         block.state.nbytes,
     )
-    parts = (header, block.tokens.tobytes(), block.state.data)
     mac = hmac.new(key, digestmod="sha256")
+    for part in (header, block.tokens.tobytes(), block.state.data):
+        mac.update(part)
+        yield part
+    yield mac.digest()
+
+
+def parse_block(content: bytes, namespace: bytes, key: bytes) -> KVBlock:
+    """Return the block with this content of a file, all of it checked. Raises BlockRefused."""
+    file = io.BytesIO(content)
+    start, compute_ms, parent, tokens, header = _read_head(file, len(content), namespace)
+    end = len(content) - _MAC_BYTES
+    if not hmac.compare_digest(hmac.digest(key, content[:end], "sha256"), content[end:]):
+        raise BlockRefused("it is damaged, or another key wrote it")
+    state = np.frombuffer(content, np.uint8, end - len(header), len(header))
+    return KVBlock(parent=parent, start=start, tokens=tokens, compute_ms=compute_ms, state=state)
+
+
+def write_block(folder: Path, namespace: bytes, block: KVBlock, key: bytes) -> None:
+    """Write a block durably. Raises OSError."""
     unfinished = folder / _unfinished_name()
     fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with open(fd, "wb") as file:
-            for part in parts:
-                mac.update(part)
+            for part in block_parts(namespace, block, key):
                 file.write(part)
-            file.write(mac.digest())
             file.flush()
             os.fsync(fd)
         unfinished.replace(folder / file_name(block.parent, block.digest))
@@ -146,7 +163,7 @@ def _open_own(path: Path) -> io.FileIO:
 
 
 def _read_head(
-    file: io.FileIO, size: int, namespace: bytes
+    file: io.FileIO | io.BytesIO, size: int, namespace: bytes
 ) -> tuple[int, float, bytes, TokenArray, bytes]:
     """Return start, compute_ms, parent and tokens of a file of this size, and the bytes read."""
     header = file.read(_HEADER.size)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from localgen.backends.errors import InvalidRequest
-from localgen.backends.kv_store.block_file import BlockRefused
+from localgen.backends.errors import InvalidRequest, LoadFailed
+from localgen.backends.kv_store.block_file import BlockRefused, load_key
 from localgen.backends.kv_store.disk_tier import DiskTier
+from localgen.backends.kv_store.peer import KVPeer, parse_address
 from localgen.backends.kv_store.store import PrefixStore
 from localgen.backends.memory.load_defaults import DEFAULT_KV_DISK_BYTES, default_kv_ram_bytes
 from localgen.backends.memory.system import total_memory_bytes
@@ -20,7 +21,11 @@ def resolve_tier_sizes(request: ModelLoadRequest, reason: str) -> tuple[int, int
     nevertheless.
     """
     requested = request.options
-    wanted = [name for name in ("kv_ram", "kv_disk") if getattr(requested, name)]
+    names = ("kv_ram", "kv_disk", "kv_listen", "kv_peer")
+    wanted = [name for name in names if getattr(requested, name)]
+    for name in ("kv_listen", "kv_peer"):
+        if address := getattr(requested, name):
+            parse_address(address, name)
     if wanted and reason:
         flag = option_flag(wanted[0])
         raise InvalidRequest(f"{flag} does not work here: {reason}", param=wanted[0])
@@ -30,12 +35,12 @@ def resolve_tier_sizes(request: ModelLoadRequest, reason: str) -> tuple[int, int
         is_expected = requested.prefix_cache is False or requested.kv_disk == 0
         return 0, 0, "" if is_expected else f"prefixes are kept in the KV cache only: {reason}"
     memory = request.memory_bytes or total_memory_bytes()
-    ram, disk = requested.kv_ram, requested.kv_disk
-    return (
-        default_kv_ram_bytes(memory) if ram is None else ram,
-        DEFAULT_KV_DISK_BYTES if disk is None else disk,
-        "",
-    )
+    ram = default_kv_ram_bytes(memory) if requested.kv_ram is None else requested.kv_ram
+    disk = DEFAULT_KV_DISK_BYTES if requested.kv_disk is None else requested.kv_disk
+    if wanted and not (ram or disk):
+        flag = option_flag(wanted[0])
+        raise InvalidRequest(f"{flag} needs RAM or disk: leave --kv-ram 0 out", param=wanted[0])
+    return ram, disk, ""
 
 
 def open_prefix_store(
@@ -57,6 +62,27 @@ def open_prefix_store(
             disk = DiskTier(Path(request.kv_dir), namespace, disk_bytes, about)
         except (OSError, BlockRefused) as error:
             note = f"prefixes are not kept on disk: {error}"
-    if disk is None and not ram_bytes:
+    if request.kv_dir is None or (disk is None and not ram_bytes):
         return None, note
-    return PrefixStore(namespace, ram_bytes=ram_bytes, disk=disk), note
+    return _open(request, Path(request.kv_dir), namespace, ram_bytes, disk), note
+
+
+def _open(
+    request: ModelLoadRequest, folder: Path, namespace: bytes, ram_bytes: int, disk: DiskTier | None
+) -> PrefixStore:
+    """Open a store with its peers. Raises LoadFailed if the address to listen on is unusable."""
+    listen, peer = request.options.kv_listen, request.options.kv_peer
+    if not (listen or peer):
+        return PrefixStore(namespace, ram_bytes=ram_bytes, disk=disk)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        key = load_key(folder)
+        source = KVPeer(parse_address(peer, "kv_peer"), namespace, key) if peer else None
+        store = PrefixStore(namespace, ram_bytes=ram_bytes, disk=disk, peer=source)
+        if listen:
+            store.listen(parse_address(listen, "kv_listen"), key)
+    except (OSError, BlockRefused) as error:
+        reason = getattr(error, "strerror", None) or error
+        where = f"--kv-listen {listen}" if listen else f"--kv-peer {peer}"
+        raise LoadFailed(f"cannot use {where}: {reason}") from error
+    return store

@@ -5,6 +5,7 @@ A KV cache asks `find` for a prompt, loads what it lacks, and saves blocks of wh
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
@@ -24,11 +25,12 @@ from localgen.backends.kv_store.blocks import (
     token_array,
 )
 from localgen.backends.kv_store.disk_tier import DiskTier
+from localgen.backends.kv_store.peer import KVPeer, PeerServer
 from localgen.backends.kv_store.rates import ByteRate
 from localgen.backends.kv_store.writer import BlockWriter
 from localgen.backends.types import RestoredTokens
 
-RAM, DISK = "ram", "disk"
+RAM, DISK, PEER = "ram", "disk", "peer"
 # shorter prefixes are saved only if they were used again
 MIN_PREFIX_TOKENS = 512
 # fewer tokens than this are computed, not loaded
@@ -58,14 +60,26 @@ class _TierCounters:
 
 
 class PrefixStore:
-    """Blocks in RAM and on disk. One thread calls it; the disk is written by another.
+    """Blocks in RAM and on disk. One thread calls it, but for `get` and `has`.
 
     namespace: see blocks.namespace_of. ram_bytes: limit of the RAM tier. disk: None for no disk.
-    prefill_per_s: tokens that the engine computes per second, or 0 if unknown.
+    peer: another engine, which is asked for what both lack.
+    prefill_per_s: tokens that the engine computes per second, or 0 if unknown. is_shared: other
+    engines fetch from it, so a prefix is saved when its request ends, whatever its length.
     """
 
-    def __init__(self, namespace: bytes, *, ram_bytes: int, disk: DiskTier | None) -> None:
+    def __init__(
+        self,
+        namespace: bytes,
+        *,
+        ram_bytes: int,
+        disk: DiskTier | None,
+        peer: KVPeer | None = None,
+    ) -> None:
         self.prefill_per_s = 0.0
+        self.is_shared = False
+        self._peer = peer
+        self._server: PeerServer | None = None
         self._namespace = namespace
         self._ram_limit, self._ram_bytes = ram_bytes, 0
         self._ram: OrderedDict[bytes, KVBlock] = OrderedDict()  # in order of last use
@@ -73,25 +87,27 @@ class PrefixStore:
         self._disk = disk
         self._disk_rate = ByteRate()
         self._writer = BlockWriter(disk, self._disk_rate) if disk is not None else None
-        self._counters = {RAM: _TierCounters(), DISK: _TierCounters()}
+        self._counters = {tier: _TierCounters() for tier in (RAM, DISK, PEER)}
         self._restored: list[RestoredTokens] = []
 
     # -- finding and loading ----------------------------------------------------------------
 
-    def find(self, tokens: list[int], cache_salt: str) -> list[FoundBlock]:
+    def find(
+        self, tokens: list[int], cache_salt: str, *, ask_peer: bool = False
+    ) -> list[FoundBlock]:
         """The longest stored prefix of a prompt, as blocks in order; the last may be used in part.
 
-        What a block holds is compared when it is loaded.
+        ask_peer: whole blocks of the peer count too. What a block holds is compared when it is
+        loaded.
         """
-        found: list[FoundBlock] = []
-        parent, start = chain_root(self._namespace, cache_salt), 0
         ids = token_array(tokens)
-        while len(ids) - start >= BLOCK_TOKENS:
-            digest = chain_digest(parent, ids[start : start + BLOCK_TOKENS])
-            if not self._has(digest):
-                break
-            found.append(FoundBlock(digest, start, BLOCK_TOKENS))
-            parent, start = digest, start + BLOCK_TOKENS
+        chain = self._chain(ids, cache_salt)
+        found = list(itertools.takewhile(lambda block: self.has(block.digest), chain))
+        missing = chain[len(found) :]
+        if ask_peer and self._peer is not None and missing:
+            found += missing[: self._peer.num_held([block.digest for block in missing])]
+        start = BLOCK_TOKENS * len(found)
+        parent = found[-1].digest if found else chain_root(self._namespace, cache_salt)
         best = max(
             (
                 FoundBlock(digest, start, _common_len(held, ids[start:]))
@@ -104,6 +120,14 @@ class PrefixStore:
             found.append(best)
         self._mark_used(found)
         return found
+
+    def _chain(self, ids: TokenArray, cache_salt: str) -> list[FoundBlock]:
+        """The whole blocks of a prompt."""
+        chain, parent = [], chain_root(self._namespace, cache_salt)
+        for start in range(0, len(ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+            parent = chain_digest(parent, ids[start : start + BLOCK_TOKENS])
+            chain.append(FoundBlock(parent, start, BLOCK_TOKENS))
+        return chain
 
     def _mark_used(self, found: list[FoundBlock]) -> None:
         """Blocks are dropped before those that they follow."""
@@ -118,15 +142,32 @@ class PrefixStore:
 
     def load(self, found: FoundBlock, tokens: list[int]) -> tuple[KVBlock, str] | None:
         """Return a block and its tier, or None if it is gone, damaged, or not of these tokens."""
-        block, tier = self._ram.get(found.digest), RAM
-        if block is None and self._writer is not None:
-            block = self._writer.get(found.digest)
+        block, tier = self._near(found.digest), RAM
         if block is None and self._disk is not None:
             block, tier = self._disk.read(found.digest), DISK
+        if block is None and self._peer is not None:
+            block, tier = self._peer.fetch(found.digest), PEER
         if block is None or block.start != found.start:
             return None
+        if tier == PEER:
+            self._add_to_ram(block)
         wanted = tokens[found.start : found.start + found.length]
         return (block, tier) if block.tokens[: found.length].tolist() == wanted else None
+
+    def get(self, digest: bytes) -> KVBlock | None:
+        """A block that is stored here. May be called from any thread."""
+        block = self._near(digest)
+        return block if block is not None or self._disk is None else self._disk.read(digest)
+
+    def has(self, digest: bytes) -> bool:
+        """True if a block is stored here. May be called from any thread."""
+        is_on_disk = self._disk is not None and digest in self._disk
+        return is_on_disk or self._near(digest) is not None
+
+    def _near(self, digest: bytes) -> KVBlock | None:
+        """A block in RAM, or on its way to the disk."""
+        block = self._ram.get(digest)
+        return block if block is not None or self._writer is None else self._writer.get(digest)
 
     def record_loaded(self, block: KVBlock, tier: str, num_tokens: int, started_s: float) -> None:
         """Record that tokens of a block were restored since started_s (time.perf_counter)."""
@@ -152,13 +193,9 @@ class PrefixStore:
                 sum(part.ms for part in parts),
                 sum(part.saved_ms for part in parts),
             )
-            for tier in (RAM, DISK)
+            for tier in self._counters
             if (parts := [part for part in restored if part.tier == tier])
         )
-
-    def _has(self, digest: bytes) -> bool:
-        is_near = digest in self._ram or (self._disk is not None and digest in self._disk)
-        return is_near or (self._writer is not None and self._writer.get(digest) is not None)
 
     def _children(self, parent: bytes) -> list[tuple[bytes, TokenArray]]:
         found = [(each, self._ram[each].tokens) for each in self._ram_children.get(parent, ())]
@@ -200,12 +237,15 @@ class PrefixStore:
         )
         self._remove_beginnings_of(block)
         is_queued = self._pays_on_disk(block) and self._queue(block)
+        self._add_to_ram(block)
+        return is_queued or block.digest in self._ram
+
+    def _add_to_ram(self, block: KVBlock) -> None:
         if self._ram_limit:
             self._ram[block.digest] = block
             self._ram_children[block.parent].add(block.digest)
             self._ram_bytes += block.num_bytes
             self._shrink_ram(block)
-        return is_queued or block.digest in self._ram
 
     def _queue(self, block: KVBlock) -> bool:
         return self._writer is not None and self._writer.add(block)
@@ -254,10 +294,19 @@ class PrefixStore:
         if self._writer is not None:
             self._writer.set_idle(is_idle)
 
+    def listen(self, address: tuple[str, int] | str, key: bytes) -> None:
+        """Let other engines fetch blocks at this address. Raises OSError."""
+        self._server = PeerServer(address, self._namespace, key, self.get, self.has)
+        self.is_shared = True
+
     def close(self, deadline_s: float) -> None:
         """Write what waits for the disk, until the deadline (monotonic seconds)."""
         if self._writer is not None:
             self._writer.close(max(deadline_s, time.monotonic()))
+        if self._server is not None:
+            self._server.close()
+        if self._peer is not None:
+            self._peer.close()
 
     def stats(self) -> tuple[KVTierStats, ...]:
         """The tiers that are not switched off."""
@@ -270,6 +319,8 @@ class PrefixStore:
                 DISK, len(self._disk), self._disk.num_bytes, self._disk.limit_bytes, error
             )
             tiers.append(disk)
+        if self._peer is not None:
+            tiers.append(self._tier_stats(PEER, 0, 0, 0, self._peer.error))
         return tuple(tiers)
 
     def _tier_stats(

@@ -46,6 +46,8 @@ class LlamaOptions:
     # 0 until a PrefixStore is opened
     kv_ram: int = 0
     kv_disk: int = 0
+    kv_listen: str | None = None
+    kv_peer: str | None = None
 
     def to_load_options(self, ctx: int, kv_tokens: int) -> LoadOptions:
         """The resolved options, as reported to clients."""

@@ -144,7 +144,7 @@ class SharedCache:
         """
         if self._store is None or len(seq.reusable_tokens) - length < MIN_LOAD_TOKENS:
             return []
-        found = self._store.find(seq.reusable_tokens, seq.cache_salt)
+        found = self._store.find(seq.reusable_tokens, seq.cache_salt, ask_peer=True)
         end = found[-1].start + found[-1].length if found else 0
         end = self._reuse.reuse_tokens(end, len(seq.tokens))
         if end - length < MIN_LOAD_TOKENS:
@@ -213,6 +213,8 @@ class SharedCache:
         self._evict_prefixes_of(slot)
         slot.last_used = next(self._clock)
         self._cached_prefixes.append(slot)
+        if self._store is not None and self._store.is_shared:
+            self._save(slot)
         while self._exceeds_cache_limits():
             oldest = self._least_recently_used(None)
             self._save(oldest)
@@ -224,9 +226,11 @@ class SharedCache:
 
     def _save_block(self, slot: SharedSlot) -> bool:
         """Save one block of a cached prefix; returns False if the store has all it can get."""
+        if self._store is None:
+            return False
         tokens = slot.cached_tokens
-        is_short = len(tokens) < MIN_PREFIX_TOKENS and not slot.was_reused
-        if self._store is None or slot.num_saved >= len(tokens) or is_short:
+        is_wanted = slot.was_reused or self._store.is_shared or len(tokens) >= MIN_PREFIX_TOKENS
+        if not is_wanted or slot.num_saved >= len(tokens):
             return False
         unsaved = self._store.next_unsaved(tokens, slot.cache_salt, slot.num_saved)
         if unsaved is None:

@@ -275,6 +275,18 @@ LOAD_OPTIONS = (
         "Disk for prefixes of all models, which survive a restart: 4G; 0: none (default: 4G).",
     ),
     CliOption(
+        "kv_listen",
+        str,
+        "--kv-listen",
+        "Let other engines of the model fetch prefixes: HOST:PORT or the path of a Unix socket.",
+    ),
+    CliOption(
+        "kv_peer",
+        str,
+        "--kv-peer",
+        "Fetch prefixes from the engine that listens at this address (--kv-listen).",
+    ),
+    CliOption(
         "repack",
         bool,
         "--repack/--no-repack",

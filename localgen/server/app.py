@@ -221,7 +221,9 @@ def _add_model_routes(app: FastAPI, manager: ModelManager, state: ServerState) -
 
     @app.post("/v1/models/load", response_model=None)
     async def load(body: LoadRequest, http: HttpRequest) -> Response:
-        events = _load_events(manager, body, allow_paths=is_local_request(http.scope))
+        is_local = is_local_request(http.scope)
+        body.require_allowed(is_local=is_local)
+        events = _load_events(manager, body, allow_paths=is_local)
         if body.stream:
             return EventStreamResponse(events, serializer.SSE)
         return LastEventResponse(events)

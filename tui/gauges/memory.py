@@ -130,15 +130,17 @@ def _tiers_lines(tiers: Sequence[KVTierStats], width: int, rows: int) -> list[Co
 
 def _tier_lines(tier: KVTierStats, width: int) -> list[Content]:
     """Size; then tokens and time, or why nothing is written, which is also in the frame."""
-    size = Content(f" {format_bytes_of(tier.num_bytes, tier.limit_bytes)}")
-    share = tier.num_bytes / tier.limit_bytes if tier.limit_bytes else None
+    limit = tier.limit_bytes
+    size = Content(f" {format_bytes_of(tier.num_bytes, limit)}") if limit else Content("")
+    share = tier.num_bytes / limit if limit else None
     reused = Content.assemble(
         (format_integer(tier.hit_tokens_total), "bold"), (" tokens reused", "$muted")
     )
     saved = Content.assemble((format_duration_s(tier.saved_s_total), "bold"), (" saved", "$muted"))
     detail = align_ends(reused, saved, width)
     if tier.error:
-        detail = Content.styled(f"not written: {one_line(tier.error)}", "$error")
+        what = "not written" if limit else "no answer"
+        detail = Content.styled(f"{what}: {one_line(tier.error)}", "$error")
     return [_labelled_bar(f"KV {_tier_name(tier)} ", share, size, width), detail]
 
 

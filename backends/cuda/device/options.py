@@ -54,6 +54,8 @@ class CudaOptions:
     # 0 until a PrefixStore is opened
     kv_ram: int = 0
     kv_disk: int = 0
+    kv_listen: str | None = None
+    kv_peer: str | None = None
 
     @property
     def cache_dtype(self) -> torch.dtype:

@@ -203,6 +203,8 @@ class PagedCache:
     def release(self, seq: Sequence, *, keep: bool) -> None:
         if keep:
             self._publish(seq)
+            if self._stored is not None:
+                self._stored.save_at_release()
         self._pool.release(self._tables.remove(self._sequences.pop(seq).slot))
 
     def _publish(self, seq: Sequence) -> None:

@@ -51,7 +51,7 @@ class StoredPages:
         known = num_known * PAGE_TOKENS
         if len(tokens) - known < MIN_LOAD_TOKENS:
             return []
-        found = self._store.find(tokens, cache_salt)
+        found = self._store.find(tokens, cache_salt, ask_peer=True)
         end = found[-1].start + found[-1].length if found else 0
         if end - known < MIN_LOAD_TOKENS:
             return []
@@ -90,6 +90,11 @@ class StoredPages:
             self._reused.add(page)
             self._unsaved[page] = 0
 
+    def save_at_release(self) -> None:
+        """Save all if other engines fetch from the store."""
+        while self._store.is_shared and self.save_next_block():
+            pass
+
     def save_next_block(self) -> bool:
         """Save one block of the newest prefix that has one to save."""
         while self._unsaved:
@@ -110,7 +115,8 @@ class StoredPages:
         """Save one block of the prefix up to a page; if there is none, forget its pages."""
         tokens, pages, salt = self._tree.prefix_of(page)
         unsaved = None
-        if len(tokens) >= MIN_PREFIX_TOKENS or not self._reused.isdisjoint(pages):
+        is_long = self._store.is_shared or len(tokens) >= MIN_PREFIX_TOKENS
+        if is_long or not self._reused.isdisjoint(pages):
             unsaved = self._store.next_unsaved(tokens, salt, self._unsaved[page])
         if unsaved is not None:
             end = unsaved.start + len(unsaved.tokens)

@@ -88,7 +88,7 @@ class KVCache:
         """Replace keys and values of pages by what read_pages returned."""
         device, at = self.layers[0].keys.device, 0
         index = torch.tensor(pages, device=device)
-        content = torch.from_numpy(np.ascontiguousarray(state)).to(device)
+        content = torch.from_numpy(np.array(state)).to(device)
         for layer in self.layers:
             for tensor in layer.tensors:
                 size = tensor[0].nbytes

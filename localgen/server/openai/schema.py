@@ -331,6 +331,10 @@ class CompletionRequest(_GenerationRequest):
         )
 
 
+# these make room on the server's disk, remove what others have there, or open connections
+_LOCAL_OPTIONS = ("kv_ram", "kv_disk", "kv_listen", "kv_peer")
+
+
 class LoadRequest(RequestBody):
     """POST /v1/models/load. stream: send progress events, then the model.
 
@@ -351,6 +355,15 @@ class LoadRequest(RequestBody):
             return parse_keep_alive(self.keep_alive or "", "keep_alive")
         except BadSetting as error:
             raise InvalidRequest(error.message, param="keep_alive") from error
+
+    def require_allowed(self, *, is_local: bool) -> None:
+        """Raise InvalidRequest for options that only clients on the Unix socket may set."""
+        denied = [name for name in _LOCAL_OPTIONS if self.options.get(name) is not None]
+        if denied and not is_local:
+            raise InvalidRequest(
+                f"load option {denied[0]} is not for clients over TCP: it is one of localgen serve",
+                param=f"options.{denied[0]}",
+            )
 
     def to_load_options(self) -> LoadOptions:
         """Convert. Raises InvalidRequest for an unknown option or a wrong type."""

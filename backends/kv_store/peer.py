@@ -1,0 +1,242 @@
+"""Blocks from another engine of the same model: it listens at an address, and others fetch.
+
+Both sides prove that they have the same key before anything else is said. What is sent is a block
+as in a file, with its HMAC. Nothing is encrypted.
+
+After the proof a client sends `?`, the namespace and digests, and gets the number of leading ones
+that the engine has (4 bytes, little-endian). Or it sends `=`, the namespace and a digest, and gets
+the block, or nothing if it is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from localgen.backends.errors import InvalidRequest
+from localgen.backends.kv_store import block_file
+from localgen.backends.kv_store.block_file import BlockRefused
+from localgen.backends.kv_store.blocks import DIGEST_BYTES, KVBlock
+from localgen.backends.messages import FrameSocket
+
+_NONCE_BYTES = 32
+_ASK, _FETCH = b"?", b"="
+# a prompt of a million tokens has half of these
+_MAX_DIGESTS = 1 << 14
+_MAX_REQUEST_BYTES = 1 + DIGEST_BYTES * (1 + _MAX_DIGESTS)
+_MAX_CONNECTIONS = 16
+# of the proof, and of a peer that does not accept connections; the engine waits meanwhile
+_CONNECT_S = 1.0
+_REPLY_S = 5.0
+# a peer that failed is left alone for this time
+RETRY_S = 10.0
+_log = logging.getLogger(__name__)
+
+
+def parse_address(text: str, option: str) -> tuple[str, int] | str:
+    """HOST:PORT, or the path of a Unix socket, which contains a slash. Raises InvalidRequest."""
+    if "/" in text:
+        return text
+    host, _, port = text.rpartition(":")
+    if not host or not port.isascii() or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        flag = "--" + option.replace("_", "-")
+        raise InvalidRequest(
+            f"{flag} is {text!r}: give HOST:PORT, or the path of a Unix socket with a slash",
+            param=option,
+        )
+    return host.strip("[]"), int(port)
+
+
+class PeerServer:
+    """Serves the blocks of one engine to peers that have the key.
+
+    find: returns a block by its digest, or None; called from threads of its own. Raises OSError if
+    the address cannot be used.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int] | str,
+        namespace: bytes,
+        key: bytes,
+        find: Callable[[bytes], KVBlock | None],
+        has: Callable[[bytes], bool],
+    ) -> None:
+        self._namespace, self._key = namespace, key
+        self._find, self._has = find, has
+        self._free = threading.Semaphore(_MAX_CONNECTIONS)
+        self._listener = _listen(address)
+        threading.Thread(target=self._accept, name="kv-peers", daemon=True).start()
+
+    def close(self) -> None:
+        """Take no more connections."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                sock, _ = self._listener.accept()
+                if self._free.acquire(blocking=False):
+                    threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
+                else:
+                    sock.close()
+
+    def _serve(self, sock: socket.socket) -> None:
+        peer = FrameSocket(sock, _MAX_REQUEST_BYTES)
+        try:
+            with sock:
+                if not self._is_trusted(peer):
+                    return
+                for request in peer:
+                    peer.send(b"".join(self._answer(request)))
+        except (OSError, EOFError, ValueError) as error:
+            _log.debug("a connection for blocks ended: %s", error)
+        finally:
+            self._free.release()
+
+    def _is_trusted(self, peer: FrameSocket) -> bool:
+        """Exchange proofs of the key."""
+        deadline_s = time.monotonic() + _CONNECT_S
+        ours = secrets.token_bytes(_NONCE_BYTES)
+        peer.send(ours, deadline_s)
+        said = peer.receive(deadline_s)
+        theirs, proof = said[:_NONCE_BYTES], said[_NONCE_BYTES:]
+        if not hmac.compare_digest(proof, _proof(self._key, b"client", ours, theirs)):
+            _log.warning("a peer with another key asked for blocks, and got none")
+            return False
+        peer.send(_proof(self._key, b"server", ours, theirs), deadline_s)
+        return True
+
+    def _answer(self, request: bytes) -> Iterator[bytes | memoryview[int]]:
+        kind, namespace = request[:1], request[1 : 1 + DIGEST_BYTES]
+        digests = [
+            request[at : at + DIGEST_BYTES]
+            for at in range(1 + DIGEST_BYTES, len(request), DIGEST_BYTES)
+        ]
+        is_ours = namespace == self._namespace
+        if kind == _ASK:
+            missing = (count for count, each in enumerate(digests) if not self._has(each))
+            yield (next(missing, len(digests)) if is_ours else 0).to_bytes(4, "little")
+        elif kind == _FETCH and is_ours and len(digests) == 1:
+            block = self._find(digests[0])
+            if block is not None:
+                yield from block_file.block_parts(self._namespace, block, self._key)
+
+
+class KVPeer:
+    """Another engine that blocks are fetched from. Called by one thread, which waits.
+
+    error: why it is not asked now, or empty.
+    """
+
+    def __init__(self, address: tuple[str, int] | str, namespace: bytes, key: bytes) -> None:
+        self.error = ""
+        self._address, self._namespace, self._key = address, namespace, key
+        self._peer: FrameSocket | None = None
+        self._retry_s = 0.0
+
+    def num_held(self, digests: list[bytes]) -> int:
+        """How many leading blocks of a chain the peer has; 0 if it does not answer."""
+        asked = digests[:_MAX_DIGESTS]
+        return int.from_bytes(self._ask(_ASK, *asked), "little") if asked else 0
+
+    def fetch(self, digest: bytes) -> KVBlock | None:
+        """Return a block, or None if the peer has it no more or does not answer."""
+        content = self._ask(_FETCH, digest)
+        if not content:
+            return None
+        try:
+            block = block_file.parse_block(content, self._namespace, self._key)
+        except BlockRefused as reason:
+            self._fail(f"refused a block: {reason}")
+            return None
+        return block if block.digest == digest else None
+
+    def close(self) -> None:
+        """End the connection."""
+        if self._peer is not None:
+            self._peer.close()
+            self._peer = None
+
+    def _ask(self, kind: bytes, *digests: bytes) -> bytes:
+        """Send a request and return its reply, which is empty if there is none."""
+        if time.monotonic() < self._retry_s:
+            return b""
+        try:
+            peer = self._peer = self._peer or self._connect()
+            deadline_s = time.monotonic() + _REPLY_S
+            peer.send(b"".join((kind, self._namespace, *digests)), deadline_s)
+            reply = peer.receive(deadline_s)
+        except (OSError, EOFError, ValueError) as error:
+            self._fail(getattr(error, "strerror", None) or str(error) or "it ended the connection")
+            return b""
+        self.error = ""
+        return reply
+
+    def _connect(self) -> FrameSocket:
+        deadline_s = time.monotonic() + _CONNECT_S
+        if isinstance(self._address, str):
+            sock = socket.socket(socket.AF_UNIX)
+            sock.settimeout(_CONNECT_S)
+            sock.connect(self._address)
+        else:
+            sock = socket.create_connection(self._address, _CONNECT_S)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        peer = FrameSocket(sock)
+        try:
+            theirs, ours = peer.receive(deadline_s), secrets.token_bytes(_NONCE_BYTES)
+            peer.send(ours + _proof(self._key, b"client", theirs, ours), deadline_s)
+            if not hmac.compare_digest(
+                peer.receive(deadline_s), _proof(self._key, b"server", theirs, ours)
+            ):
+                raise OSError("it has another key")
+        except BaseException:
+            sock.close()
+            raise
+        return peer
+
+    def _fail(self, reason: str) -> None:
+        if self.error != reason:
+            _log.warning("the peer %s gives no blocks: %s", self._address, reason)
+        self.error, self._retry_s = reason, time.monotonic() + RETRY_S
+        self.close()
+
+
+def _proof(key: bytes, role: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
+    return hmac.digest(key, b"localgen kv " + role + server_nonce + client_nonce, "sha256")
+
+
+def _listen(address: tuple[str, int] | str) -> socket.socket:
+    if not isinstance(address, str):
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        return socket.create_server(address, family=family)
+    path = Path(address)
+    if path.is_socket() and not _is_in_use(address):
+        path.unlink()  # of an engine that was killed
+    sock = socket.socket(socket.AF_UNIX)
+    old_mask = os.umask(0o177)
+    try:
+        sock.bind(address)
+    finally:
+        os.umask(old_mask)
+    sock.listen()
+    return sock
+
+
+def _is_in_use(address: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(address)
+        except OSError:
+            return False
+    return True
