@@ -3,20 +3,23 @@
 `ttft`: a prompt cold; from RAM, after another one took the KV cache; from disk, after a restart and
 without the page cache. llama-server: cold, from its --cache-ram, and from a slot that is saved and
 restored by hand, the call included. `chats`: more chats in turn than the KV cache holds.
-`cost`: the speed of a chat with and without the tiers.
+`cost`: the speed of a chat with and without the tiers. `handover`: prompts that arrive beside
+running chats, read by another engine and fetched from it, and by one engine that does both.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
@@ -37,14 +40,17 @@ from benchmarks.streams import (
 from localgen.backends.errors import LocalgenError
 from localgen.backends.memory.system import num_physical_cores
 from localgen.backends.model_info import LoadOptions, ModelInfo
+from localgen.client import LocalClient
 from localgen.config import ServerSettings
 from localgen.hub.packaged import packaged_model
 
 LOCALGEN, SERVER = "localgen", "llama-server"
-PARTS = ("ttft", "chats", "cost")
+PARTS = ("ttft", "chats", "cost", "handover")
 # tokens of the KV cache besides those of a prompt
 SPARE = 512
 ANSWER, COST_ANSWER = 2, 96
+# handover: tokens of a running chat, and prompts that arrive meanwhile
+CHAT_TOKENS, NUM_PROMPTS = 400, 4
 TARGET_DISK, TARGET_COST, TARGET_CHATS = 100.0, 0.98, 1.0
 _TIER_BYTES = 16 << 30
 _SAVED_S = 60.0
@@ -182,6 +188,70 @@ def cost_of_saving(bench: TierBench, rounds: int) -> None:
     bench.report.ratio(ours, without, TARGET_COST, at_least=True)
 
 
+def handover(bench: TierBench, length: int, chats: int) -> None:
+    """Part `handover`: as many threads as cores for one engine, half of them for each of two."""
+    threads = num_physical_cores()
+    options = LoadOptions(ctx=2048, kv_tokens=8192, kv_disk=0, draft="none", threads=threads)
+    with _engine(bench.settings, bench.model, options) as one:
+        _beside_chats(bench, "one engine", [one], length, chats)
+    with tempfile.TemporaryDirectory(prefix="kv") as folder:
+        half = replace(options, threads=max(1, threads // 2))
+        address = f"{folder}/kv.sock"
+        other = replace(bench.settings, runtime_dir=Path(folder))
+        with (
+            _engine(bench.settings, bench.model, replace(half, kv_listen=address)) as reading,
+            _engine(other, bench.model, replace(half, kv_peer=address)) as answering,
+        ):
+            _beside_chats(bench, "two engines", [reading, answering], length, chats)
+        with LocalClient(other) as client:
+            client.shutdown()
+
+
+@contextlib.contextmanager
+def _engine(settings: ServerSettings, model: Path, options: LoadOptions) -> Iterator[Localgen]:
+    server = Localgen(settings, model, options)
+    try:
+        yield server
+    finally:
+        server.unload()
+        server.close()
+
+
+def _beside_chats(
+    bench: TierBench, side: str, servers: list[Localgen], length: int, chats: int
+) -> None:
+    """Send prompts to each server in turn, while the last one answers chats."""
+    clients = [LocalgenBenchClient(each.client(), each.model) for each in servers]
+    last = servers[-1]
+    talking = [LocalgenBenchClient(last.client(), last.model) for _ in range(chats)]
+    with ThreadPoolExecutor(chats) as pool:
+        running = [
+            pool.submit(each.ask, bench.text(100, f"chat {number}"), CHAT_TOKENS)
+            for number, each in enumerate(talking)
+        ]
+        time.sleep(2)
+        seconds = []
+        for number in range(NUM_PROMPTS):
+            prompt, started_s = bench.text(length, f"prompt {number}"), time.perf_counter()
+            for client in clients[:-1]:
+                client.ask(prompt, 1)
+            seconds.append(clients[-1].ask(prompt, ANSWER).first_s - started_s)
+        ended_s = time.perf_counter()
+        streams = [each.result() for each in running]
+    gaps = sorted(
+        (after - before) * 1e3
+        for stream in streams
+        for (before, _), (after, _) in itertools.pairwise(stream.arrivals)
+        if before < ended_s
+    )
+    name = f"{NUM_PROMPTS} prompts of {length:,} tokens beside {chats} chats"
+    bench.add(f"{name}, TTFT", side, seconds)
+    for share in (0.5, 0.99):
+        value = gaps[int(share * (len(gaps) - 1))]
+        bench.report.add(f"{name}, ITL p{100 * share:.0f} of the chats", side, "ms", [value])
+        print(f"{side}: ITL p{100 * share:.0f} {value:.0f} ms", file=sys.stderr, flush=True)
+
+
 def _await_saved(server: Localgen) -> None:
     """Wait until the engine has written what it saves while it is idle."""
     deadline, before = time.monotonic() + _SAVED_S, -1
@@ -246,6 +316,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ram-up-to", type=int, default=4096, help="longest prompt evicted to RAM")
     parser.add_argument("--chats", type=int, default=10)
     parser.add_argument("--chat-tokens", type=int, default=7500)
+    parser.add_argument("--prompt-tokens", type=int, default=1500, help="of handover")
     parser.add_argument("--rounds", type=int, default=2, help="of chats and cost")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
@@ -260,6 +331,7 @@ def main(arguments: list[str] | None = None) -> int:
             bench, options.chats, options.chat_tokens, options.rounds, folder
         ),
         "cost": lambda bench, _: cost_of_saving(bench, options.rounds),
+        "handover": lambda bench, _: handover(bench, options.prompt_tokens, 2),
     }
     try:
         tools = None if options.no_peer else Tools(options.tools or llamacpp_tools.build())
