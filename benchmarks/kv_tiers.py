@@ -30,6 +30,7 @@ from benchmarks.measure import RATE, ModelLine, Report, command
 from benchmarks.random_vocabulary import random_words
 from benchmarks.servers import Localgen, llama_server, private_settings
 from benchmarks.streams import (
+    ATTEMPTS,
     BenchClient,
     HttpBenchClient,
     LocalgenBenchClient,
@@ -276,9 +277,14 @@ def _drop_from_page_cache(folder: Path) -> None:
 
 
 def _slot(http: httpx.Client, action: str) -> None:
-    reply = http.post(f"/slots/0?action={action}", json={"filename": "prefix"})
-    if reply.status_code != 200:
-        raise StreamFailed(f"llama-server: slot {action}: {reply.text}")
+    for _ in range(ATTEMPTS):
+        # llama-server closes connections that it has kept
+        with contextlib.suppress(httpx.RemoteProtocolError):
+            reply = http.post(f"/slots/0?action={action}", json={"filename": "prefix"})
+            if reply.status_code != 200:
+                raise StreamFailed(f"llama-server: slot {action}: {reply.text}")
+            return
+    raise StreamFailed(f"llama-server closed the connection at slot {action}")
 
 
 def _model(name: str) -> Path:
