@@ -9,20 +9,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from cuda_models import make
 from kv_blocks import NAMESPACE, disk_tier
 from models import LoadedBench, noisy
 from paged_runner import PagedRunner
 from test_cuda_kv_cache import serve
 
 from localgen.backends.cuda.kv import stored_pages
+from localgen.backends.cuda.kv_tiers import _rotations
 from localgen.backends.cuda.loader import load_cuda_model
+from localgen.backends.cuda.model import decoder
 from localgen.backends.cuda.model.decoder import KVCache
+from localgen.backends.cuda.model.source import open_model_source
 from localgen.backends.cuda.runner import CudaRunner
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.formats.hf.config import read_hf_config
 from localgen.backends.kv_store.disk_tier import namespace_folders, stored_files
 from localgen.backends.kv_store.store import PrefixStore
 from localgen.backends.model_info import LoadOptions, ModelLoadRequest
+from localgen.backends.runner.interface import StepFailed
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import Message
 
@@ -131,8 +136,8 @@ def test_another_kv_type_shares_nothing(tmp_path: Path) -> None:
 
 
 def test_not_without_the_prefix_cache(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="--kv-disk does not work here"):
-        StoredBench(tmp_path, prefix_cache=False, kv_disk=1 << 30)
+    with pytest.raises(InvalidRequest, match="--kv-peer does not work here"):
+        StoredBench(tmp_path, prefix_cache=False, kv_peer="localhost:7000")
     bench = StoredBench(tmp_path, prefix_cache=False)
     assert bench.model.prefix_store is None
     assert not list(tmp_path.iterdir())
@@ -155,6 +160,38 @@ def test_pages_are_read_and_written_bit_by_bit(dtype: torch.dtype) -> None:
             assert torch.equal(content[0], content[1])
             assert torch.equal(content[2], content[3])
             assert not torch.equal(content[4], content[5])
+
+
+@pytest.mark.parametrize("method", ["read_pages", "write_pages"])
+def test_a_device_without_memory_computes_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    def fails(*_: object) -> None:
+        with decoder._device_errors():
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(KVCache, method, fails)
+    for is_saved in (True, False):
+        bench = StoredBench(tmp_path)
+        (reply,) = bench.ask([chat(1, 600)], PARAMS)
+        assert reply.finished.timings.restored == ()
+        assert reply.text
+        bench.end()
+        (folder,) = namespace_folders(tmp_path)
+        assert bool(list(stored_files(folder))) is (method == "write_pages"), is_saved
+
+
+def test_other_errors_of_the_device_end_the_engine() -> None:
+    with pytest.raises(StepFailed, match="illegal memory"), decoder._device_errors():
+        raise RuntimeError("an illegal memory access was encountered")
+
+
+def test_rotations_of_long_contexts_have_a_key_of_their_own(tmp_path: Path) -> None:
+    make("phi4 mini", tmp_path)
+    source = open_model_source(tmp_path)
+    trained = source.spec.rope.scaling.trained_len  # type: ignore[union-attr]
+    short, same, long = (list(_rotations(source, each)) for each in (trained, 8, trained + 1))
+    assert short == same != long
 
 
 def test_random_schedules_within_tiny_budgets(

@@ -224,6 +224,19 @@ def test_what_was_used_last_is_read_ahead(tmp_path: Path, monkeypatch: pytest.Mo
     assert [Path(each).name[:32] for each in read] == [block.parent.hex() for block in blocks]
 
 
+def test_a_full_disk_can_still_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk_tier(tmp_path).write(BLOCK)
+    about = (tmp_path / NAMESPACE.hex() / disk_tiers.ABOUT_NAME).read_bytes()
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    disk = disk_tier(tmp_path)
+    assert disk.read(BLOCK.digest) is not None
+    assert (tmp_path / NAMESPACE.hex() / disk_tiers.ABOUT_NAME).read_bytes() == about
+
+
 def test_a_foreign_file_is_neither_used_nor_removed(tmp_path: Path) -> None:
     folder = tmp_path / NAMESPACE.hex()
     folder.mkdir(mode=0o700)

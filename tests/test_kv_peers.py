@@ -117,6 +117,51 @@ def test_a_peer_that_ends_and_comes_back(
     again.close(0.0)
 
 
+def test_a_connection_that_was_dropped_is_opened_again(
+    address: tuple[str, int] | str, source: PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "_IDLE_S", 0.05)
+    store = asking(address)
+    assert fetched(store) == WHOLE
+    time.sleep(0.2)
+    assert fetched(store) == WHOLE
+    assert error_of(store) == ""
+    assert source.is_shared
+
+
+@pytest.mark.usefixtures("source")
+def test_idle_clients_do_not_keep_others_out(
+    address: tuple[str, int] | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "_IDLE_S", 0.2)
+    monkeypatch.setattr(peers, "RETRY_S", 0.0)
+    idle = [asking(address) for _ in range(peers._MAX_CONNECTIONS)]
+    assert [fetched(store) for store in idle] == [WHOLE] * len(idle)
+    last = asking(address)
+    wait_until(lambda: fetched(last) == WHOLE)
+
+
+def test_the_service_outlives_a_lack_of_descriptors(
+    address: tuple[str, int] | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept, failed = socket.socket.accept, list[int]()
+
+    def scarce(sock: socket.socket) -> object:
+        if not failed:
+            failed.append(1)
+            raise OSError(24, "Too many open files")
+        return accept(sock)
+
+    monkeypatch.setattr(socket.socket, "accept", scarce)
+    source = PrefixStore(NAMESPACE, ram_bytes=1 << 20, disk=None)
+    source.listen(address, KEY)
+    save_all(source, TEXT)
+    assert fetched(asking(address)) == WHOLE
+    assert failed
+    source.close(0.0)
+    assert not (isinstance(address, str) and Path(address).exists())
+
+
 def test_one_that_failed_is_left_alone_for_a_while(
     address: tuple[str, int] | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from pathlib import Path
@@ -141,12 +142,84 @@ def test_a_disk_that_fails_is_said_and_left_alone(
 def test_a_block_that_is_read_slower_than_computed_is_not_written(tmp_path: Path) -> None:
     store = on_disk(tmp_path)
     store.set_idle(True)
+    store.prefill_per_s = 1e9
     save_all(store, TEXT)
     wait_until(lambda: store.stats()[0].blocks == 4)
-    store.prefill_per_s = 1e9
+    save_all(store, TEXT[:200][::-1])
+    wait_until(lambda: store.stats()[0].blocks == 6)
+    assert load_all(store, TEXT) == len(TEXT)  # takes longer than nothing
     save_all(store, TEXT[::-1])
     close(store)
-    assert store.stats()[0].blocks == 4
+    assert store.stats()[0].blocks == 6
+
+
+def test_a_prefix_larger_than_the_queue_reaches_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writers, "MAX_WAITING_BYTES", 4 * (STATE_BYTES + 4 * BLOCK_TOKENS))
+    text = [n % 997 for n in range(30 * BLOCK_TOKENS)]
+    for ram in (0, 1 << 20):
+        store, end = on_disk(tmp_path / f"{ram}", ram=ram), 0
+        store.set_idle(True)
+        while (unsaved := store.next_unsaved(text, "", end)) is not None:
+            if store.is_full:
+                wait_until(lambda store=store: not store.is_full)  # type: ignore[misc]
+            state = state_of(unsaved.parent, unsaved.tokens)
+            if store.save(unsaved, lambda state=state: state):  # type: ignore[misc]
+                end = unsaved.start + BLOCK_TOKENS
+        close(store)
+        assert load_all(on_disk(tmp_path / f"{ram}"), text) == len(text)
+
+
+def test_what_the_queue_had_no_room_for_is_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writers, "MAX_WAITING_BYTES", 2 * (STATE_BYTES + 4 * BLOCK_TOKENS))
+    store = on_disk(tmp_path, ram=1 << 20)
+    save_all(store, TEXT)
+    assert load_all(store, TEXT) == len(TEXT)
+    store.set_idle(True)
+    wait_until(lambda: store.stats()[1].blocks == 2)
+    save_all(store, TEXT)
+    wait_until(lambda: store.stats()[1].blocks == 4)
+    close(store)
+
+
+def test_a_disk_that_works_again_is_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = on_disk(tmp_path, ram=1 << 20)
+    with monkeypatch.context() as failing:
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        failing.setattr(DiskTier, "write", full)
+        store.set_idle(True)
+        save_all(store, TEXT)
+        wait_until(lambda: bool(store.stats()[1].error))
+    save_all(store, TEXT)
+    assert store.stats()[1].blocks == 0, "it rests"
+    monkeypatch.setattr(writers, "RETRY_S", 0.0)
+    store._writer._retry_s = 0.0  # type: ignore[union-attr]
+    save_all(store, TEXT)
+    wait_until(lambda: store.stats()[1].blocks == 4)
+    assert store.stats()[1].error == ""
+    close(store)
+
+
+def test_use_in_ram_counts_for_the_disk(tmp_path: Path) -> None:
+    store = on_disk(tmp_path, ram=1 << 20)
+    store.set_idle(True)
+    save_all(store, TEXT)
+    wait_until(lambda: store.stats()[1].blocks == 4)
+    files = list(stored_files(tmp_path / NAMESPACE.hex()))
+    for file in files:
+        os.utime(file.path, (1, 1))
+    assert load_all(store, TEXT) == len(TEXT)
+    used = [file.used_s > 1 for file in stored_files(tmp_path / NAMESPACE.hex())]
+    assert used.count(True) == 1, "the last block, which stands for those before it"
+    close(store)
 
 
 def test_what_was_saved_is_counted(tmp_path: Path) -> None:
@@ -189,8 +262,6 @@ def test_files_are_known_by_size_time_and_content(tmp_path: Path) -> None:
     times = path.stat().st_mtime_ns
     for change in (0, len(content) // 2, len(content) - 1):
         path.write_bytes(content[:change] + b"\xff\0"[change % 2 :][:1] + content[change + 1 :])
-    import os
-
     os.utime(path, ns=(times, times + 1))
     seen.add(files_fingerprint([path]))
     path.write_bytes(content + b"\0")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import struct
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -262,7 +263,7 @@ def test_random_schedules_leave_pool_and_tiers_whole(tmp_path: Path, seed: int) 
     bench = Bench(options, kv_dir=tmp_path)
     cache = bench.runner.kv_cache
     assert isinstance(cache, SharedCache)
-    heads = [text(100 + number, chooser.randrange(80, 500)) for number in range(5)]
+    heads = [text(100 + number, chooser.randrange(300, 800)) for number in range(5)]
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     seen = {"ram": 0, "disk": 0}
     for _ in range(12):
@@ -280,7 +281,7 @@ def test_random_schedules_leave_pool_and_tiers_whole(tmp_path: Path, seed: int) 
         bench.model.prefix_store.set_idle(chooser.random() < 0.7)
         for tier in bench.stats.kv_tiers:
             assert tier.num_bytes <= tier.limit_bytes
-    assert seen["ram"] + seen["disk"] > 200
+    assert seen["ram"] + seen["disk"] > 500
     end(bench)
 
 
@@ -300,10 +301,11 @@ def test_models_with_windows_or_state_have_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, why: str
 ) -> None:
     monkeypatch.setattr(f"localgen.backends.llamacpp.native.LlamaModel.{kind}", True)
-    (note,) = notes(LoadOptions(), TINY_GGUF, tmp_path)
-    assert why in note
-    with pytest.raises(InvalidRequest, match=f"--kv-disk does not work here: .*{why}"):
-        notes(LoadOptions(kv_disk=1 << 30), TINY_GGUF, tmp_path)
+    for options in (LoadOptions(), LoadOptions(kv_disk=1 << 30)):
+        (note,) = notes(options, TINY_GGUF, tmp_path)
+        assert why in note
+    with pytest.raises(InvalidRequest, match=f"--kv-peer does not work here: .*{why}"):
+        notes(LoadOptions(kv_peer="localhost:7000"), TINY_GGUF, tmp_path)
 
 
 def test_switched_off(tmp_path: Path) -> None:
@@ -314,11 +316,29 @@ def test_switched_off(tmp_path: Path) -> None:
 
 def test_a_split_cache_has_no_tiers(tmp_path: Path) -> None:
     notes(LoadOptions(parallel=2, ctx=512), TINY_GGUF, tmp_path)
-    with pytest.raises(InvalidRequest, match=r"--kv-disk does not work here: .*split"):
-        notes(LoadOptions(kv_unified=False, kv_disk=1 << 30), TINY_GGUF, tmp_path)
-    bench = Bench(LoadOptions(parallel=2, ctx=512, kv_disk=1 << 30), kv_dir=tmp_path)
-    assert bench.model.info.options.kv_unified is True
+    (note,) = notes(LoadOptions(kv_unified=False, kv_disk=1 << 30), TINY_GGUF, tmp_path)
+    assert "split" in note
+    with pytest.raises(InvalidRequest, match=r"--kv-listen does not work here: .*split"):
+        notes(LoadOptions(kv_unified=False, kv_listen="/x/y"), TINY_GGUF, tmp_path)
+    for wanted in (LoadOptions(kv_disk=1 << 30), LoadOptions(kv_listen=str(tmp_path / "s"))):
+        bench = Bench(replace(wanted, parallel=2, ctx=512), kv_dir=tmp_path)
+        assert bench.model.info.options.kv_unified is True
+        end(bench)
+
+
+def test_all_sequence_ids_may_be_in_use(tmp_path: Path) -> None:
+    (note,) = notes(LoadOptions(parallel=256), TINY_GGUF, tmp_path)
+    assert "--parallel 256" in note
+
+
+def test_a_common_template_is_no_reuse(tmp_path: Path) -> None:
+    bench = Bench(LoadOptions(), kv_dir=tmp_path)
+    for seed in range(6):
+        bench.ask([chat(text(seed, 30))], PARAMS)
+    assert not bench.runner.save_next_block()
     end(bench)
+    (folder,) = namespace_folders(tmp_path)
+    assert not list(stored_files(folder))
 
 
 def test_a_disk_that_cannot_be_used_is_said(tmp_path: Path) -> None:

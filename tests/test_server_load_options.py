@@ -51,6 +51,11 @@ def test_options_of_the_model_hold_when_it_is_loaded_again() -> None:
         assert options_of(server)["cache_type_k"] == "q8_0"
 
 
+def test_peers_are_of_one_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command_line(["serve", "--kv-listen", "/tmp/x/kv.sock"]) != 0
+    assert "localgen serve MODEL" in capsys.readouterr().err
+
+
 def test_options_without_a_model_are_for_every_model() -> None:
     """Those of variables, too: the built-in model, and one that only the CUDA backend runs."""
     variables = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -14,6 +15,9 @@ from localgen.backends.kv_store.fingerprint import files_fingerprint
 from localgen.backends.kv_store.opening import open_prefix_store, resolve_tier_sizes
 from localgen.backends.kv_store.store import PrefixStore
 from localgen.backends.model_info import ModelLoadRequest
+
+# of the bytes of a page, and of how keys and values are computed; raised when either changes
+PAGE_LAYOUT = 1
 
 
 def resolve_kv_tiers(options: CudaOptions, request: ModelLoadRequest) -> tuple[CudaOptions, str]:
@@ -28,9 +32,16 @@ def resolve_kv_tiers(options: CudaOptions, request: ModelLoadRequest) -> tuple[C
 
 
 def open_cuda_prefix_store(
-    source: ModelSource, options: CudaOptions, request: ModelLoadRequest, dtype: torch.dtype
+    source: ModelSource,
+    options: CudaOptions,
+    request: ModelLoadRequest,
+    dtype: torch.dtype,
+    ctx: int,
 ) -> tuple[PrefixStore | None, str]:
-    """Open the store of a model; see open_prefix_store. dtype: compute type of the model."""
+    """Open the store of a model; see open_prefix_store.
+
+    dtype: compute type of the model. ctx: context length.
+    """
     if not (options.kv_ram or options.kv_disk):
         return None, ""
     path = source.path
@@ -43,7 +54,9 @@ def open_cuda_prefix_store(
             str(dtype),
             str(options.cache_dtype),
             torch.device(options.device).type,
+            PAGE_LAYOUT,
             PAGE_TOKENS,
+            *_rotations(source, ctx),
             str(options.dummy),
         )
     )
@@ -58,3 +71,10 @@ def open_cuda_prefix_store(
             "cache_type_v": options.cache_type_v,
         },
     )
+
+
+def _rotations(source: ModelSource, ctx: int) -> Iterator[bytes]:
+    """What the rotation of keys depends on: with LongRoPE, on the context length too."""
+    for index in range(source.spec.num_layers):
+        rope = source.spec.layer_rope(index)
+        yield b"" if rope is None else rope.inv_freq(ctx).numpy().tobytes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -59,7 +60,9 @@ def load_cuda_model(request: ModelLoadRequest, on_progress: Callable[[float], No
     executor, size, weight_bytes = _load_executor(
         source, options, dtype, request, draft_model, on_progress
     )
-    store, disk_note = open_cuda_prefix_store(source, options, request, dtype)
+    store, disk_note = open_cuda_prefix_store(source, options, request, dtype, size.ctx)
+    if store is None or not store.has_disk:
+        options = replace(options, kv_disk=0)
     # on a CPU there is no device to keep busy
     run_ahead = options.device != "cpu"
     runner = build_cuda_runner(

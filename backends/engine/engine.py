@@ -297,8 +297,13 @@ class Engine:
             return
         for seq in self._scheduler.running:
             self._scheduler.end(seq)
-        while time.monotonic() < deadline_s and self._save_next_block():
-            pass
+        self._prefix_store.hurry()
+        while time.monotonic() < deadline_s:
+            if self._save_next_block():
+                continue
+            if not self._prefix_store.is_full:
+                break
+            time.sleep(0.01)  # the disk is slower
         self._prefix_store.close(deadline_s)
 
     def _handle(self, item: _Mail) -> None:

@@ -15,6 +15,7 @@ from localgen.backends.engine.engine import SAVE_TIMEOUT_S, Engine
 from localgen.backends.engine.input_processor import InputProcessor
 from localgen.backends.engine.loaded_model import LoadedModel, ModelLoader
 from localgen.backends.errors import LocalgenError
+from localgen.backends.kv_store.store import PrefixStore
 from localgen.backends.messages import FrameSocket, inherited_socket
 from localgen.backends.model_info import ModelLoadRequest
 from localgen.backends.runner.interface import StepFailed
@@ -44,7 +45,7 @@ class _EngineServer:
         self._progress = 0.0
         self._loading_ended = threading.Event()
         self._engine_ended = threading.Event()
-        self._has_store = False
+        self._prefix_store: PrefixStore | None = None
 
     def run(self) -> int:
         first = next(self._messages, None)
@@ -84,7 +85,7 @@ class _EngineServer:
             max_drafts=options.draft_max or MAX_DRAFT_TOKENS,
             prefix_store=model.prefix_store,
         )
-        self._has_store = model.prefix_store is not None
+        self._prefix_store = model.prefix_store
         # what was loaded stays: collections during steps, which look at all objects, can skip it
         gc.collect()
         gc.freeze()
@@ -113,7 +114,7 @@ class _EngineServer:
             with self._sending:
                 self._socket.send(wire.CODEC.encode(message))
         except OSError:  # the server is gone; with a store, _read_requests ends the process
-            if not self._has_store:
+            if self._prefix_store is None:
                 os._exit(0)
 
     def _read_requests(self, messages: Iterator[wire.WireMessage]) -> None:
@@ -136,7 +137,8 @@ class _EngineServer:
         except (OSError, ValueError) as error:
             log.error("the server's socket failed: %s", error)
         # without prefixes to save, exit without waiting for the step in flight
-        if self._engine is not None and self._has_store:
+        if self._engine is not None and self._prefix_store is not None:
+            self._prefix_store.hurry()
             self._engine.stop()
             self._engine_ended.wait(SAVE_TIMEOUT_S)
         os._exit(0)

@@ -57,7 +57,8 @@ def parse_file_name(name: str) -> tuple[bytes, bytes] | None:
         return None
 
 
-def _unfinished_name() -> str:
+def unfinished_name() -> str:
+    """A new name for a file that is being written."""
     return f"{os.getpid()}-{secrets.token_hex(8)}{UNFINISHED_SUFFIX}"
 
 
@@ -102,7 +103,7 @@ def parse_block(content: bytes, namespace: bytes, key: bytes) -> KVBlock:
 
 def write_block(folder: Path, namespace: bytes, block: KVBlock, key: bytes) -> None:
     """Write a block durably. Raises OSError."""
-    unfinished = folder / _unfinished_name()
+    unfinished = folder / unfinished_name()
     fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with open(fd, "wb") as file:
@@ -185,7 +186,7 @@ def load_key(folder: Path) -> bytes:
     path = folder / _KEY_NAME
     with contextlib.suppress(FileNotFoundError):
         return read_key(folder)
-    unfinished = folder / _unfinished_name()
+    unfinished = folder / unfinished_name()
     fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with open(fd, "wb") as file:

@@ -27,6 +27,8 @@ WRITES_PER_SCAN = 16
 ABOUT_NAME = "model.json"
 # what was used last is read into the page cache when a model is loaded, so much of it
 READ_AHEAD_BYTES = 512 << 20
+# a block that is used without being read is marked so at most this often
+_TOUCH_S = 60.0
 # an unfinished file this old belongs to a process that was killed
 _UNFINISHED_S = 3600.0
 _log = logging.getLogger(__name__)
@@ -109,6 +111,7 @@ class DiskTier:
         self._children: defaultdict[bytes, dict[bytes, int]] = defaultdict(dict)
         self._parents: dict[bytes, bytes] = {}
         self._tokens: dict[bytes, TokenArray] = {}
+        self._touched_s: dict[bytes, float] = {}
         self._total_bytes = self._writes_left = 0
         _remove_unfinished(self._folder)
         files = list(stored_files(self._folder))
@@ -120,7 +123,10 @@ class DiskTier:
 
     def _create_folder(self) -> None:
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        (self._folder / ABOUT_NAME).write_text(json.dumps(self._about))
+        unfinished = self._folder / block_file.unfinished_name()
+        with contextlib.suppress(OSError):  # a full disk can still be read
+            unfinished.write_text(json.dumps(self._about))
+            unfinished.replace(self._folder / ABOUT_NAME)
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._parents
@@ -155,6 +161,15 @@ class DiskTier:
                 os.utime(path)
             return block
         return None
+
+    def touch(self, digest: bytes) -> None:
+        """Note that a block was used, if it is here."""
+        now_s = time.monotonic()
+        if now_s - self._touched_s.get(digest, -_TOUCH_S) < _TOUCH_S:
+            return
+        with contextlib.suppress(OSError, KeyError):
+            os.utime(self._path(digest))
+            self._touched_s[digest] = now_s
 
     def write(self, block: KVBlock) -> None:
         """Write a block; the least recently used ones make room. Raises OSError."""
@@ -201,6 +216,7 @@ class DiskTier:
     def _forget(self, digest: bytes) -> None:
         with self._lock:
             self._tokens.pop(digest, None)
+            self._touched_s.pop(digest, None)
             parent = self._parents.pop(digest, b"")
             if parent in self._children:
                 self._children[parent].pop(digest, None)

@@ -17,23 +17,22 @@ from localgen.backends.model_info import ModelLoadRequest, option_flag
 def resolve_tier_sizes(request: ModelLoadRequest, reason: str) -> tuple[int, int, str]:
     """Bytes of RAM and of disk, and a note if they are 0 although not switched off.
 
-    reason: why the model can have no tiers, or empty. Raises InvalidRequest if they are requested
-    nevertheless.
+    reason: why the model can have no tiers, or empty. The sizes are limits, which hold then too;
+    raises InvalidRequest for a peer.
     """
     requested = request.options
-    names = ("kv_ram", "kv_disk", "kv_listen", "kv_peer")
-    wanted = [name for name in names if getattr(requested, name)]
-    for name in ("kv_listen", "kv_peer"):
-        if address := getattr(requested, name):
-            parse_address(address, name)
+    wanted = [name for name in ("kv_listen", "kv_peer") if getattr(requested, name)]
+    for name in wanted:
+        parse_address(getattr(requested, name), name)
     if wanted and reason:
         flag = option_flag(wanted[0])
         raise InvalidRequest(f"{flag} does not work here: {reason}", param=wanted[0])
     if request.kv_dir is None:
         return 0, 0, ""
     if reason:
-        is_expected = requested.prefix_cache is False or requested.kv_disk == 0
-        return 0, 0, "" if is_expected else f"prefixes are kept in the KV cache only: {reason}"
+        sizes = (requested.kv_ram, requested.kv_disk)
+        is_off = sizes == (0, 0) or (requested.prefix_cache is False and not any(sizes))
+        return 0, 0, "" if is_off else f"prefixes are kept in the KV cache only: {reason}"
     memory = request.memory_bytes or total_memory_bytes()
     ram = default_kv_ram_bytes(memory) if requested.kv_ram is None else requested.kv_ram
     disk = DEFAULT_KV_DISK_BYTES if requested.kv_disk is None else requested.kv_disk
@@ -63,6 +62,8 @@ def open_prefix_store(
         except (OSError, BlockRefused) as error:
             note = f"prefixes are not kept on disk: {error}"
     if request.kv_dir is None or (disk is None and not ram_bytes):
+        if request.options.kv_listen or request.options.kv_peer:
+            raise LoadFailed(f"cannot fetch prefixes or let others do so: {note}")
         return None, note
     return _open(request, Path(request.kv_dir), namespace, ram_bytes, disk), note
 

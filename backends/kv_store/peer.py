@@ -35,7 +35,11 @@ _MAX_REQUEST_BYTES = 1 + DIGEST_BYTES * (1 + _MAX_DIGESTS)
 _MAX_CONNECTIONS = 16
 # of the proof, and of a peer that does not accept connections; the engine waits meanwhile
 _CONNECT_S = 1.0
-_REPLY_S = 5.0
+_REPLY_S = 2.0
+# after a connection could not be taken
+_PAUSE_S = 0.2
+# a client that asks nothing for this time is disconnected; it connects again when it needs to
+_IDLE_S = 60.0
 # a peer that failed is left alone for this time
 RETRY_S = 10.0
 _log = logging.getLogger(__name__)
@@ -73,23 +77,31 @@ class PeerServer:
         self._namespace, self._key = namespace, key
         self._find, self._has = find, has
         self._free = threading.Semaphore(_MAX_CONNECTIONS)
+        self._address, self._is_closed = address, False
         self._listener = _listen(address)
         threading.Thread(target=self._accept, name="kv-peers", daemon=True).start()
 
     def close(self) -> None:
-        """Take no more connections."""
+        """Take no more connections, and remove the socket's file."""
+        self._is_closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        if isinstance(self._address, str):
+            Path(self._address).unlink(missing_ok=True)
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while True:
+        while not self._is_closed:
+            try:
                 sock, _ = self._listener.accept()
                 if self._free.acquire(blocking=False):
                     threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
                 else:
                     sock.close()
+            except (OSError, RuntimeError) as error:  # no more file descriptors or threads
+                if not self._is_closed:
+                    _log.warning("cannot take a connection for blocks: %s", error)
+                    time.sleep(_PAUSE_S)
 
     def _serve(self, sock: socket.socket) -> None:
         peer = FrameSocket(sock, _MAX_REQUEST_BYTES)
@@ -97,8 +109,9 @@ class PeerServer:
             with sock:
                 if not self._is_trusted(peer):
                     return
-                for request in peer:
-                    peer.send(b"".join(self._answer(request)))
+                while True:
+                    request = peer.receive(time.monotonic() + _IDLE_S)
+                    peer.send(b"".join(self._answer(request)), time.monotonic() + _IDLE_S)
         except (OSError, EOFError, ValueError) as error:
             _log.debug("a connection for blocks ended: %s", error)
         finally:
@@ -172,16 +185,32 @@ class KVPeer:
         """Send a request and return its reply, which is empty if there is none."""
         if time.monotonic() < self._retry_s:
             return b""
+        request = b"".join((kind, self._namespace, *digests))
         try:
-            peer = self._peer = self._peer or self._connect()
-            deadline_s = time.monotonic() + _REPLY_S
-            peer.send(b"".join((kind, self._namespace, *digests)), deadline_s)
-            reply = peer.receive(deadline_s)
+            reply = self._reuse(request)
+            if reply is None:
+                self._peer = self._connect()
+                reply = self._exchange(self._peer, request)
         except (OSError, EOFError, ValueError) as error:
             self._fail(getattr(error, "strerror", None) or str(error) or "it ended the connection")
             return b""
         self.error = ""
         return reply
+
+    def _reuse(self, request: bytes) -> bytes | None:
+        """Send a request over the open connection; None if there is none, or it has ended."""
+        if self._peer is None:
+            return None
+        try:
+            return self._exchange(self._peer, request)
+        except (ConnectionError, EOFError):
+            self.close()
+            return None
+
+    def _exchange(self, peer: FrameSocket, request: bytes) -> bytes:
+        deadline_s = time.monotonic() + _REPLY_S
+        peer.send(request, deadline_s)
+        return peer.receive(deadline_s)
 
     def _connect(self) -> FrameSocket:
         deadline_s = time.monotonic() + _CONNECT_S

@@ -35,6 +35,8 @@ RAM, DISK, PEER = "ram", "disk", "peer"
 MIN_PREFIX_TOKENS = 512
 # fewer tokens than this are computed, not loaded
 MIN_LOAD_TOKENS = 8
+# the engine loads for at most this time at once; what is left is computed
+MAX_LOAD_S = 3.0
 
 
 class FoundBlock(NamedTuple):
@@ -86,7 +88,8 @@ class PrefixStore:
         self._ram_children: defaultdict[bytes, set[bytes]] = defaultdict(set)
         self._disk = disk
         self._disk_rate = ByteRate()
-        self._writer = BlockWriter(disk, self._disk_rate) if disk is not None else None
+        self._writer = BlockWriter(disk) if disk is not None else None
+        self._last_chain: tuple[str, TokenArray, list[FoundBlock]] = ("", token_array([]), [])
         self._counters = {tier: _TierCounters() for tier in (RAM, DISK, PEER)}
         self._restored: list[RestoredTokens] = []
 
@@ -122,18 +125,24 @@ class PrefixStore:
         return found
 
     def _chain(self, ids: TokenArray, cache_salt: str) -> list[FoundBlock]:
-        """The whole blocks of a prompt."""
-        chain, parent = [], chain_root(self._namespace, cache_salt)
-        for start in range(0, len(ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+        """The whole blocks of a prompt. Those that it shares with the last one are not hashed."""
+        salt, last_ids, last = self._last_chain
+        shared = _common_len(last_ids, ids) // BLOCK_TOKENS if salt == cache_salt else 0
+        chain = last[:shared]
+        parent = chain[-1].digest if chain else chain_root(self._namespace, cache_salt)
+        for start in range(BLOCK_TOKENS * len(chain), len(ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
             parent = chain_digest(parent, ids[start : start + BLOCK_TOKENS])
             chain.append(FoundBlock(parent, start, BLOCK_TOKENS))
-        return chain
+        self._last_chain = cache_salt, ids, chain
+        return chain.copy()
 
     def _mark_used(self, found: list[FoundBlock]) -> None:
         """Blocks are dropped before those that they follow."""
         for block in reversed(found):
             if block.digest in self._ram:
                 self._ram.move_to_end(block.digest)
+        if found and self._disk is not None and found[-1].digest in self._disk:
+            self._disk.touch(found[-1].digest)
 
     def num_found(self, tokens: list[int], cache_salt: str) -> int:
         """Length in tokens of what `find` returns."""
@@ -144,7 +153,7 @@ class PrefixStore:
         """Return a block and its tier, or None if it is gone, damaged, or not of these tokens."""
         block, tier = self._near(found.digest), RAM
         if block is None and self._disk is not None:
-            block, tier = self._disk.read(found.digest), DISK
+            block, tier = self._read(self._disk, found.digest), DISK
         if block is None and self._peer is not None:
             block, tier = self._peer.fetch(found.digest), PEER
         if block is None or block.start != found.start:
@@ -153,6 +162,14 @@ class PrefixStore:
             self._add_to_ram(block)
         wanted = tokens[found.start : found.start + found.length]
         return (block, tier) if block.tokens[: found.length].tolist() == wanted else None
+
+    def _read(self, disk: DiskTier, digest: bytes) -> KVBlock | None:
+        """Read a block from disk, and measure it."""
+        started_s = time.perf_counter()
+        block = disk.read(digest)
+        if block is not None:
+            self._disk_rate.add(block.num_bytes, time.perf_counter() - started_s)
+        return block
 
     def get(self, digest: bytes) -> KVBlock | None:
         """A block that is stored here. May be called from any thread."""
@@ -207,6 +224,15 @@ class PrefixStore:
 
     # -- saving -----------------------------------------------------------------------------
 
+    @property
+    def has_disk(self) -> bool:
+        return self._disk is not None
+
+    @property
+    def is_full(self) -> bool:
+        """True if blocks should be saved later, when more of them are on disk."""
+        return self._writer is not None and self._writer.is_full
+
     def next_unsaved(
         self, tokens: list[int], cache_salt: str, after: int = 0
     ) -> UnsavedBlock | None:
@@ -215,18 +241,31 @@ class PrefixStore:
         after: position up to which the caller has saved it. What is no longer stored of that had no
         room, and then there is none for what follows either.
         """
-        found = self.find(tokens, cache_salt)
-        full = [block for block in found if block.length == BLOCK_TOKENS]
-        start = BLOCK_TOKENS * len(full)
-        covered = found[-1].start + found[-1].length if found else 0
-        unsaved = token_array(tokens[start : start + BLOCK_TOKENS])
-        if len(tokens) == covered or start < after:
+        parent, end = chain_root(self._namespace, cache_salt), 0
+        for block in self.find(tokens, cache_salt):
+            start, end = block.start, block.start + block.length
+            held = token_array(tokens[start : start + BLOCK_TOKENS])
+            is_whole = chain_digest(parent, held) == block.digest
+            if is_whole and start >= after and not self._is_kept(block.digest):
+                return UnsavedBlock(parent, start, held)
+            if not is_whole:  # only a part of the stored block is of this prompt, or the reverse
+                return None if end == len(tokens) else self._rest(tokens, parent, start, after)
+            parent = block.digest
+        return self._rest(tokens, parent, end, after)
+
+    def _rest(
+        self, tokens: list[int], parent: bytes, start: int, after: int
+    ) -> UnsavedBlock | None:
+        """The block that begins at a position, unless that is the end."""
+        if start == len(tokens) or start < after:
             return None
-        parent = full[-1].digest if full else chain_root(self._namespace, cache_salt)
-        return UnsavedBlock(parent, start, unsaved)
+        return UnsavedBlock(parent, start, token_array(tokens[start : start + BLOCK_TOKENS]))
 
     def save(self, unsaved: UnsavedBlock, copy_state: Callable[[], State]) -> bool:
         """Store a block; copy_state returns its keys and values. Returns False if none has room."""
+        known = self._ram.get(chain_digest(unsaved.parent, unsaved.tokens))
+        if known is not None:  # the disk had no room for it before
+            return self._queue(known)
         rate = self.prefill_per_s
         block = KVBlock(
             parent=unsaved.parent,
@@ -236,9 +275,27 @@ class PrefixStore:
             state=copy_state(),
         )
         self._remove_beginnings_of(block)
-        is_queued = self._pays_on_disk(block) and self._queue(block)
+        is_queued = self._wants_disk(block) and self._queue(block)
         self._add_to_ram(block)
         return is_queued or block.digest in self._ram
+
+    def _is_kept(self, digest: bytes) -> bool:
+        """True if a block is where it should be: on disk if it pays there, else in RAM."""
+        if self._disk is not None and digest in self._disk:
+            return True
+        if self._writer is not None and self._writer.get(digest) is not None:
+            return True
+        block = self._ram.get(digest)
+        return block is not None and not self._wants_disk(block)
+
+    def _wants_disk(self, block: KVBlock) -> bool:
+        """False without a disk, after an error, or if reading takes longer than computing."""
+        if self._writer is None or self._writer.is_resting:
+            return False
+        return not block.compute_ms or self._disk_rate.ms(block.num_bytes) < block.compute_ms
+
+    def _queue(self, block: KVBlock) -> bool:
+        return self._writer is not None and self._writer.add(block)
 
     def _add_to_ram(self, block: KVBlock) -> None:
         if self._ram_limit:
@@ -246,13 +303,6 @@ class PrefixStore:
             self._ram_children[block.parent].add(block.digest)
             self._ram_bytes += block.num_bytes
             self._shrink_ram(block)
-
-    def _queue(self, block: KVBlock) -> bool:
-        return self._writer is not None and self._writer.add(block)
-
-    def _pays_on_disk(self, block: KVBlock) -> bool:
-        """False if reading the block takes longer than computing it."""
-        return not block.compute_ms or self._disk_rate.ms(block.num_bytes) < block.compute_ms
 
     def _remove_beginnings_of(self, block: KVBlock) -> None:
         """Remove shorter blocks that hold only the first tokens of this one."""
@@ -274,7 +324,7 @@ class PrefixStore:
             digest, block = next(iter(self._ram.items()))
             if digest == newest.parent:
                 digest, block = newest.digest, newest
-            if self._disk is not None and digest not in self._disk and self._pays_on_disk(block):
+            if not self._is_kept(digest) and self._wants_disk(block):
                 self._queue(block)
             self._drop_from_ram(digest)
 
@@ -298,6 +348,11 @@ class PrefixStore:
         """Let other engines fetch blocks at this address. Raises OSError."""
         self._server = PeerServer(address, self._namespace, key, self.get, self.has)
         self.is_shared = True
+
+    def hurry(self) -> None:
+        """Write to the disk from now on, since the engine ends. May be called by any thread."""
+        if self._writer is not None:
+            self._writer.hurry()
 
     def close(self, deadline_s: float) -> None:
         """Write what waits for the disk, until the deadline (monotonic seconds)."""

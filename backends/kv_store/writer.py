@@ -9,33 +9,46 @@ from collections import OrderedDict
 
 from localgen.backends.kv_store.blocks import KVBlock, TokenArray
 from localgen.backends.kv_store.disk_tier import DiskTier
-from localgen.backends.kv_store.rates import ByteRate
 
 # blocks that wait for the disk, besides those of the RAM tier
 MAX_WAITING_BYTES = 256 << 20
+# after an error, such as a full disk, nothing is written for this time
+RETRY_S = 60.0
 _log = logging.getLogger(__name__)
 
 
 class BlockWriter:
     """A queue of blocks to write, and the thread that writes them. Thread-safe.
 
-    error: why no more are written, or empty.
+    error: why none are written now, or empty.
     """
 
-    def __init__(self, disk: DiskTier, rate: ByteRate) -> None:
+    def __init__(self, disk: DiskTier) -> None:
         self.error = ""
-        self._disk, self._rate = disk, rate
+        self._retry_s = 0.0
+        self._disk = disk
         self._waiting: OrderedDict[bytes, KVBlock] = OrderedDict()
         self._waiting_bytes = 0
         self._changed = threading.Condition()
-        self._is_idle = self._is_closing = False
+        self._is_idle = self._is_hurried = self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kv-writer", daemon=True)
         self._thread.start()
+
+    @property
+    def is_full(self) -> bool:
+        """True if so much waits that it is written even while the engine computes."""
+        return self._waiting_bytes > MAX_WAITING_BYTES // 2
+
+    @property
+    def is_resting(self) -> bool:
+        """True after an error."""
+        return bool(self.error) and time.monotonic() < self._retry_s
 
     def add(self, block: KVBlock) -> bool:
         """Queue a block; returns False if it cannot be written."""
         with self._changed:
-            if self.error or self._waiting_bytes + block.num_bytes > MAX_WAITING_BYTES:
+            has_room = self._waiting_bytes + block.num_bytes <= MAX_WAITING_BYTES
+            if self.is_resting or not has_room:
                 return False
             if block.digest not in self._waiting:
                 self._waiting[block.digest] = block
@@ -70,6 +83,12 @@ class BlockWriter:
             self._is_idle = is_idle
             self._changed.notify()
 
+    def hurry(self) -> None:
+        """Write from now on whether the engine is idle or not: it is about to end."""
+        with self._changed:
+            self._is_hurried = True
+            self._changed.notify()
+
     def close(self, deadline_s: float) -> None:
         """Write what waits, until the deadline (monotonic seconds), and end the thread."""
         with self._changed:
@@ -78,9 +97,8 @@ class BlockWriter:
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
 
     def _may_write(self) -> bool:
-        """Half a queue that waits means that the engine is never idle."""
-        is_pressed = self._waiting_bytes > MAX_WAITING_BYTES // 2
-        return bool(self._waiting) and (self._is_idle or self._is_closing or is_pressed)
+        is_due = self._is_idle or self._is_hurried or self._is_closing or self.is_full
+        return bool(self._waiting) and is_due
 
     def _run(self) -> None:
         while True:
@@ -90,17 +108,22 @@ class BlockWriter:
                     return
                 digest, block = next(iter(self._waiting.items()))
             try:
-                with self._rate.measure(block.num_bytes):
-                    self._disk.write(block)
-            except OSError as error:
-                _log.error("the KV cache is not kept on disk any more: %s", error)
-                with self._changed:
-                    self.error = error.strerror or str(error)
-                    self._waiting.clear()
-                    self._waiting_bytes = 0
-                return
+                self._disk.write(block)
+            except (OSError, MemoryError) as error:
+                self._rest(getattr(error, "strerror", None) or str(error) or "out of memory")
+                continue
             with self._changed:
+                self.error = ""
                 self._pop(digest)
+
+    def _rest(self, reason: str) -> None:
+        """Write nothing for a while."""
+        if reason != self.error:
+            _log.error("prefixes are not kept on disk now: %s", reason)
+        with self._changed:
+            self.error, self._retry_s = reason, time.monotonic() + RETRY_S
+            self._waiting.clear()
+            self._waiting_bytes = 0
 
     def _pop(self, digest: bytes) -> None:
         block = self._waiting.pop(digest, None)

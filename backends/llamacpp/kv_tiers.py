@@ -12,6 +12,7 @@ from localgen.backends.kv_store.blocks import namespace_of
 from localgen.backends.kv_store.fingerprint import files_fingerprint
 from localgen.backends.kv_store.opening import open_prefix_store, resolve_tier_sizes
 from localgen.backends.kv_store.store import PrefixStore
+from localgen.backends.llamacpp.library import MAX_SEQUENCES
 from localgen.backends.llamacpp.native import LlamaModel
 from localgen.backends.llamacpp.options import LlamaOptions
 from localgen.backends.model_info import ModelLoadRequest
@@ -32,6 +33,8 @@ def _impossible_reason(model: LlamaModel, options: LlamaOptions) -> str:
         return f"{model.path.name} keeps recurrent state, which cannot be stored in parts"
     if model.has_sliding_window:
         return f"{model.path.name} has sliding-window layers, whose older tokens may be missing"
+    if options.parallel >= MAX_SEQUENCES:
+        return f"--parallel {options.parallel} leaves llama.cpp no sequence id for them"
     if not options.kv_unified:
         return "llama.cpp cannot store parts of a split KV cache (--no-kv-unified)"
     return ""

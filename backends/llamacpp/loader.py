@@ -71,6 +71,8 @@ def load_llamacpp_model(
         draft = draft_loader.run(partial(draft_model.start_runner, options, size, context.executor))
     share = can_rewind and options.prefix_cache
     store, disk_note = open_llama_prefix_store(model, options, request, context.kv_tokens)
+    if store is None or not store.has_disk:
+        options = replace(options, kv_disk=0)
     runner = build_llama_runner(
         model, context, vocab, options, ctx=size.ctx, share_prefixes=share, store=store
     )
@@ -212,7 +214,8 @@ def _resolve_size(
     draft_token_bytes = draft.pool_bytes_per_token if draft else 0.0
     requested = request.options
     has_fixed_size = None not in (requested.parallel, requested.ctx) and requested.kv_tokens is None
-    wants_tiers = requested.kv_ram or requested.kv_disk  # a split cache has none
+    # a split cache has no tiers
+    wants_tiers = any((requested.kv_ram, requested.kv_disk, requested.kv_listen, requested.kv_peer))
     cannot_split = model.is_recurrent or model.has_sliding_window
     if has_fixed_size and not (cannot_split or wants_tiers) and requested.kv_unified is None:
         in_parts = replace(options, kv_unified=False, kv_ram=0, kv_disk=0)

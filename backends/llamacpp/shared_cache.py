@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localgen.backends.kv_store.store import (
+    MAX_LOAD_S,
     MIN_LOAD_TOKENS,
     MIN_PREFIX_TOKENS,
     FoundBlock,
@@ -41,7 +42,8 @@ MIN_TRIM_TOKENS = 64
 class SharedSlot(CacheSlot):
     """A slot with the ids of its cells, computed or reserved.
 
-    num_saved: leading tokens that need not be saved any more. was_reused: a prompt began with it.
+    num_saved: leading tokens that need not be saved any more. was_reused: most of it
+    was the beginning of another prompt.
     """
 
     cells: CellIds = _NO_CELLS
@@ -116,6 +118,8 @@ class SharedCache:
     def admit(self, seq: Sequence, *, spare: int) -> int:
         source, known = self._longest_prefix(seq.reusable_tokens, seq.cache_salt)
         length = self._reuse.reuse_tokens(known, len(seq.tokens))
+        if not self._can_reclaim(len(seq.tokens) - length + spare, protect=source, length=length):
+            raise NoRoom
         stored = self._stored_after(seq, length)
         if stored:
             length = stored[0].start
@@ -130,8 +134,9 @@ class SharedCache:
         self._reclaim(needed + spare, protect=source)
         slot = self._claim_slot(source, known, length)
         slot.num_saved, slot.was_reused = 0, False
-        if source:
-            source.was_reused = slot.was_reused = True
+        if source and 2 * known >= len(seq.tokens):
+            slot.was_reused = True
+            source.was_reused |= 2 * known >= len(source.tokens)
         slot.start(seq)
         self._running[seq] = slot
         self._allocate(slot, needed)
@@ -144,7 +149,7 @@ class SharedCache:
         """
         if self._store is None or len(seq.reusable_tokens) - length < MIN_LOAD_TOKENS:
             return []
-        found = self._store.find(seq.reusable_tokens, seq.cache_salt, ask_peer=True)
+        found = self._store.find(seq.reusable_tokens, seq.cache_salt, ask_peer=seq.save_prefix)
         end = found[-1].start + found[-1].length if found else 0
         end = self._reuse.reuse_tokens(end, len(seq.tokens))
         if end - length < MIN_LOAD_TOKENS:
@@ -159,8 +164,11 @@ class SharedCache:
         """Append blocks to a sequence while they can be loaded; returns its length."""
         assert self._store is not None
         length = blocks[0].start
+        deadline_s = time.perf_counter() + MAX_LOAD_S
         for found in blocks:
             started_s = time.perf_counter()
+            if started_s > deadline_s:
+                break
             loaded = self._store.load(found, tokens)
             end = found.start + found.length
             if loaded is None or not self._context.restore_range(
@@ -221,6 +229,8 @@ class SharedCache:
             self._evict(oldest)
 
     def save_next_block(self) -> bool:
+        if self._store is None or self._store.is_full:
+            return False
         newest_first = sorted(self._cached_prefixes, key=lambda d: d.last_used, reverse=True)
         return any(self._save_block(slot) for slot in newest_first)
 
@@ -239,7 +249,10 @@ class SharedCache:
         end = unsaved.start + len(unsaved.tokens)
         copy = partial(self._context.save_range, slot.seq_id, self._scratch_id, unsaved.start, end)
         is_saved = self._store.save(unsaved, copy)
-        slot.num_saved = end if is_saved else len(tokens)
+        if is_saved:
+            slot.num_saved = end
+        elif not self._store.is_full:  # else it is tried again later
+            slot.num_saved = len(tokens)
         return is_saved
 
     def _save(self, slot: SharedSlot) -> None:

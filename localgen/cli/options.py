@@ -377,6 +377,11 @@ def build_model_options(values: dict[str, Any]) -> ModelOptions:
         for field in ("kv_ram", "kv_disk")
         if field in loading
     }
+    loading |= {  # the engine has another working folder
+        field: str(Path(loading[field]).expanduser().absolute())
+        for field in ("kv_listen", "kv_peer")
+        if "/" in loading.get(field, "")
+    }
     asking = _values_of(REQUEST_OPTIONS, values)
     if "keep_alive" in asking:
         parse_keep_alive(asking["keep_alive"], "--keep-alive")

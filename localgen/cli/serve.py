@@ -208,6 +208,10 @@ def _check_load_options(model: str | None, options: LoadOptions) -> None:
     from localgen.backends.memory.load_limits import validate_load_options
 
     validate_load_options(options)
+    if model is None and (options.kv_listen or options.kv_peer):
+        raise InvalidRequest(
+            "--kv-listen and --kv-peer are of one model: localgen serve MODEL", param="kv_listen"
+        )
     if model is None and options.chat_template is not None:
         raise InvalidRequest(
             "--chat-template is for one model: name it, localgen serve MODEL --chat-template FILE",

@@ -121,7 +121,8 @@ class PagedCache:
         if not self._has_free_pages(needed + pages_for(spare)):
             self._pool.release(known)
             raise NoRoom
-        if known and self._stored is not None and seq.save_prefix:
+        is_most = 2 * len(known) * PAGE_TOKENS >= len(seq.tokens)
+        if known and is_most and self._stored is not None and seq.save_prefix:
             self._stored.mark_reused(known[-1])
         self._add(seq, known, self._allocate(needed))
         return self._load(seq, len(known)) * PAGE_TOKENS
@@ -131,7 +132,7 @@ class PagedCache:
         if self._stored is None:
             return num_known
         tokens = seq.reusable_tokens
-        found = self._stored.find(tokens, seq.cache_salt, num_known)
+        found = self._stored.find(tokens, seq.cache_salt, num_known, ask_peer=seq.save_prefix)
         if not found:
             return num_known
         # pages are written at once: those that others wait to copy must be copied before

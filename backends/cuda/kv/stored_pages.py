@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence as Seq
 from typing import Protocol
@@ -10,6 +11,7 @@ from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS
 from localgen.backends.cuda.kv.radix_tree import RadixTree
 from localgen.backends.kv_store.blocks import State
 from localgen.backends.kv_store.store import (
+    MAX_LOAD_S,
     MIN_LOAD_TOKENS,
     MIN_PREFIX_TOKENS,
     FoundBlock,
@@ -21,11 +23,17 @@ class PageMemory(Protocol):
     """The keys and values of pages."""
 
     def read_pages(self, pages: Seq[int]) -> State:
-        """Keys and values of all layers, uint8 [pages, bytes of a page], in main memory."""
+        """Keys and values of all layers, uint8 [pages, bytes of a page], in main memory.
+
+        Raises MemoryError, StepFailed.
+        """
         ...
 
     def write_pages(self, pages: Seq[int], state: State) -> None:
-        """Replace keys and values of pages by what read_pages returned, before the next step."""
+        """Replace keys and values of pages by what read_pages returned, before the next step.
+
+        Raises MemoryError, StepFailed.
+        """
         ...
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
@@ -46,12 +54,14 @@ class StoredPages:
 
     # -- loading ----------------------------------------------------------------------------
 
-    def find(self, tokens: list[int], cache_salt: str, num_known: int) -> list[FoundBlock]:
+    def find(
+        self, tokens: list[int], cache_salt: str, num_known: int, *, ask_peer: bool
+    ) -> list[FoundBlock]:
         """Stored blocks of a prompt that has its first num_known pages in the tree."""
         known = num_known * PAGE_TOKENS
         if len(tokens) - known < MIN_LOAD_TOKENS:
             return []
-        found = self._store.find(tokens, cache_salt, ask_peer=True)
+        found = self._store.find(tokens, cache_salt, ask_peer=ask_peer)
         end = found[-1].start + found[-1].length if found else 0
         if end - known < MIN_LOAD_TOKENS:
             return []
@@ -61,9 +71,11 @@ class StoredPages:
         self, found: list[FoundBlock], tokens: list[int], table: Seq[int], num_known: int
     ) -> int:
         """Load blocks into the pages of a table; returns how many of its pages hold tokens now."""
-        end = num_known
+        end, deadline_s = num_known, time.perf_counter() + MAX_LOAD_S
         for block in found:
             started_s = time.perf_counter()
+            if started_s > deadline_s:
+                break
             first = block.start // PAGE_TOKENS
             last = first + block.length // PAGE_TOKENS
             if last <= end:
@@ -73,7 +85,10 @@ class StoredPages:
                 break
             held = loaded[0]
             state = held.state.reshape(len(held.tokens) // PAGE_TOKENS, -1)
-            self.memory.write_pages(table[end:last], state[end - first : last - first])
+            try:
+                self.memory.write_pages(table[end:last], state[end - first : last - first])
+            except MemoryError:  # of the device: computing needs less
+                break
             self._store.record_loaded(*loaded, (last - end) * PAGE_TOKENS, started_s)
             end = last
         return end
@@ -85,7 +100,7 @@ class StoredPages:
         self._unsaved |= dict.fromkeys(pages, 0)
 
     def mark_reused(self, page: int) -> None:
-        """Note that a prompt began with the prefix that ends with this page."""
+        """Note that a prompt began with the prefix that ends with this page, most of it."""
         if page not in self._reused:
             self._reused.add(page)
             self._unsaved[page] = 0
@@ -97,7 +112,7 @@ class StoredPages:
 
     def save_next_block(self) -> bool:
         """Save one block of the newest prefix that has one to save."""
-        while self._unsaved:
+        while self._unsaved and not self._store.is_full:
             if self._save_block(next(reversed(self._unsaved))):
                 return True
         return False
@@ -116,14 +131,17 @@ class StoredPages:
         tokens, pages, salt = self._tree.prefix_of(page)
         unsaved = None
         is_long = self._store.is_shared or len(tokens) >= MIN_PREFIX_TOKENS
-        if is_long or not self._reused.isdisjoint(pages):
+        if is_long or not self._reused.isdisjoint(pages[len(pages) // 2 :]):
             unsaved = self._store.next_unsaved(tokens, salt, self._unsaved[page])
         if unsaved is not None:
             end = unsaved.start + len(unsaved.tokens)
             part = pages[unsaved.start // PAGE_TOKENS : end // PAGE_TOKENS]
-            if self._store.save(unsaved, lambda: self.memory.read_pages(part).ravel()):
-                self._unsaved[page] = end
-                return True
+            with contextlib.suppress(MemoryError):  # of the device
+                if self._store.save(unsaved, lambda: self.memory.read_pages(part).ravel()):
+                    self._unsaved[page] = end
+                    return True
+                if self._store.is_full:
+                    return False  # it is tried again later
         for each in pages:
             self._unsaved.pop(each, None)
         return False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -29,6 +31,7 @@ from localgen.backends.cuda.model.weights import DecoderWeights, ExpertWeights, 
 from localgen.backends.formats.architecture.model_spec import Activation, ModelSpec, MoeConfig
 from localgen.backends.formats.architecture.rope import Rope
 from localgen.backends.formats.architecture.sharding import ModelShard
+from localgen.backends.runner.interface import StepFailed
 
 
 def select_experts(x: Tensor, experts: ExpertWeights, moe: MoeConfig) -> ExpertRouting:
@@ -74,27 +77,40 @@ class KVCache:
                     tensor[targets] = tensor[sources]
 
     def read_pages(self, pages: Seq[int]) -> NDArray[np.uint8]:
-        """Keys and values of all layers, uint8 [pages, bytes of a page], in main memory."""
-        index = torch.tensor(pages, device=self.layers[0].keys.device)
-        parts = [
-            tensor[index].flatten(1).view(torch.uint8)
-            for layer in self.layers
-            for tensor in layer.tensors
-        ]
-        state: NDArray[np.uint8] = torch.cat(parts, 1).cpu().numpy()
-        return state
+        """See PageMemory.read_pages."""
+        with _device_errors():
+            index = torch.tensor(pages, device=self.layers[0].keys.device)
+            parts = [
+                tensor[index].flatten(1).view(torch.uint8)
+                for layer in self.layers
+                for tensor in layer.tensors
+            ]
+            state: NDArray[np.uint8] = torch.cat(parts, 1).cpu().numpy()
+            return state
 
     def write_pages(self, pages: Seq[int], state: NDArray[np.uint8]) -> None:
-        """Replace keys and values of pages by what read_pages returned."""
+        """See PageMemory.write_pages."""
         device, at = self.layers[0].keys.device, 0
-        index = torch.tensor(pages, device=device)
-        content = torch.from_numpy(np.array(state)).to(device)
-        for layer in self.layers:
-            for tensor in layer.tensors:
-                size = tensor[0].nbytes
-                part = content[:, at : at + size].contiguous().view(tensor.dtype)
-                tensor[index] = part.view(len(pages), *tensor.shape[1:])
-                at += size
+        with _device_errors():
+            index = torch.tensor(pages, device=device)
+            content = torch.from_numpy(np.array(state)).to(device)
+            for layer in self.layers:
+                for tensor in layer.tensors:
+                    size = tensor[0].nbytes
+                    part = content[:, at : at + size].contiguous().view(tensor.dtype)
+                    tensor[index] = part.view(len(pages), *tensor.shape[1:])
+                    at += size
+
+
+@contextlib.contextmanager
+def _device_errors() -> Iterator[None]:
+    """Raise MemoryError if the device has no memory left, and StepFailed for its other errors."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(str(error)) from error
+    except RuntimeError as error:
+        raise StepFailed(f"the GPU failed to copy the KV cache: {error}") from error
 
 
 class Decoder:

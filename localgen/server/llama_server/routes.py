@@ -64,6 +64,7 @@ class LlamaServerApi:
             priority=body.priority,
             ctx=body.ctx,
             cache_salt=body.cache_salt or "",
+            save_prefix=body.save_prefix,
         )
         n = body.n or 1
         job = GenerationJob(
