@@ -236,7 +236,7 @@ class PrefixStore:
     def next_unsaved(
         self, tokens: list[int], cache_salt: str, after: int = 0
     ) -> UnsavedBlock | None:
-        """The first block of a computed prefix that is not stored, or None.
+        """The first block of a computed prefix that is not stored, or not on disk yet, or None.
 
         after: position up to which the caller has saved it. What is no longer stored of that had no
         room, and then there is none for what follows either.
@@ -245,7 +245,7 @@ class PrefixStore:
         for block in self.find(tokens, cache_salt):
             start, end = block.start, block.start + block.length
             held = token_array(tokens[start : start + BLOCK_TOKENS])
-            is_whole = chain_digest(parent, held) == block.digest
+            is_whole = block.length == BLOCK_TOKENS or chain_digest(parent, held) == block.digest
             if is_whole and start >= after and not self._is_kept(block.digest):
                 return UnsavedBlock(parent, start, held)
             if not is_whole:  # only a part of the stored block is of this prompt, or the reverse
