@@ -16,7 +16,7 @@ from kv_blocks import chain
 from localgen.backends.kv_store import block_file
 from localgen.backends.kv_store.block_file import load_key, write_block
 from localgen.backends.kv_store.blocks import BLOCK_TOKENS, KVBlock
-from localgen.backends.kv_store.disk_tier import DiskTier, stored_files
+from localgen.backends.kv_store.disk_tier import DiskTier, NoRoomForBlock, stored_files
 from localgen.cli import errors, tables
 from localgen.cli.completion_values import complete_stored_model
 from localgen.cli.main import run_command_line
@@ -246,16 +246,18 @@ def test_a_model_goes_by_its_other_names(kv: Run, root: Path, tmp_path: Path) ->
 def test_an_engine_writes_on_after_rm(kv: Run, root: Path) -> None:
     root.parent.mkdir(mode=0o700)
     tier = DiskTier(root, ONE, LIMIT, {"model": "tiny"})
-    first, second, third = blocks_of(ONE, PROMPT)
+    first, second, _ = blocks_of(ONE, PROMPT)
     tier.write(first)
     assert kv("rm", "tiny", "-y")[0] == 0
     assert tier.read(first.digest) is None
-    tier.write(second)
+    with pytest.raises(NoRoomForBlock):
+        tier.write(second)  # useless without the first
+    tier.write(first)
     assert (root / ONE.hex() / "model.json").exists(), "the name is known again"
     assert kv("rm", "tiny", "-y")[0] == 0
     (root / ONE.hex()).mkdir(mode=0o700)  # as if rm had not removed the folder yet
-    tier.write(third)
-    assert tier.read(third.digest) is not None
+    tier.write(first)
+    assert tier.read(first.digest) is not None
     assert kv("list")[1].splitlines()[1].startswith("tiny ")
 
 

@@ -51,6 +51,30 @@ def test_what_was_read_is_there_after_a_restart(
     assert "had read" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("stopped_server")
+def test_load_options_and_their_variables_hold(
+    head: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCALGEN_KV_DISK", "0")
+    assert run_command_line(["warm", "tiny", "-f", str(head)]) == 0
+    assert "until the model is unloaded: it keeps no prefixes on disk" in capsys.readouterr().out
+    assert run_command_line(["stop", "tiny"]) == 0
+    assert run_command_line(["warm", "tiny", "-f", str(head), "--no-prefix-cache"]) != 0
+    assert "keeps no prefixes" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("stopped_server")
+def test_a_disk_that_cannot_be_used_is_named(
+    head: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "state").mkdir(mode=0o700)
+    (tmp_path / "state/kv").write_text("no folder")
+    assert run_command_line(["warm", "tiny", "-f", str(head)]) == 0
+    said = capsys.readouterr().out
+    assert "until the model is unloaded: prefixes are not kept on disk: " in said
+    assert "File exists" in said
+
+
 def test_it_is_asked_twice_with_the_context(
     head: Path, scripted: Callable[..., ScriptedClient], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -208,6 +208,36 @@ def test_a_disk_that_works_again_is_used_again(
     close(store)
 
 
+@pytest.mark.parametrize("ram", [0, 4 * 1600])
+def test_a_prompt_larger_than_a_tier_keeps_its_head(tmp_path: Path, ram: int) -> None:
+    text = [n % 997 for n in range(20 * BLOCK_TOKENS)]
+    store = on_disk(tmp_path, ram=ram, limit=8 * 1700)
+    store.set_idle(True)
+    save_all(store, text)
+    close(store)
+    assert store.stats()[-1].error == ""
+    again = on_disk(tmp_path)
+    assert 6 * BLOCK_TOKENS <= load_all(again, text) <= 8 * BLOCK_TOKENS
+    close(again)
+
+
+def test_what_other_processes_write_and_remove_is_noticed(tmp_path: Path) -> None:
+    one, other = on_disk(tmp_path), on_disk(tmp_path)
+    save_all(one, TEXT)
+    close(one)
+    assert load_all(other, TEXT) == 0
+    other.set_idle(True)
+    assert load_all(other, TEXT) == len(TEXT)
+    assert other.num_losses == 0
+    for file in stored_files(tmp_path / NAMESPACE.hex()):
+        file.path.unlink()
+    other.set_idle(True)
+    assert other.num_losses == 1
+    assert other.stats()[0].blocks == 0
+    assert other.next_unsaved(TEXT, "") is not None
+    close(other)
+
+
 def test_use_in_ram_counts_for_the_disk(tmp_path: Path) -> None:
     store = on_disk(tmp_path, ram=1 << 20)
     store.set_idle(True)

@@ -13,6 +13,7 @@ import pytest
 from gguf_files import rewrite
 from models import TINY_GGUF, Bench, Reply, noisy
 from numpy.typing import NDArray
+from serving import wait_until
 
 from localgen.backends.errors import InvalidRequest, LoadFailed
 from localgen.backends.kv_store.disk_tier import namespace_folders, stored_files
@@ -183,6 +184,25 @@ def test_a_request_may_leave_nothing_behind(tmp_path: Path) -> None:
     end(again)
 
 
+def test_what_was_removed_is_saved_again(tmp_path: Path) -> None:
+    bench = Bench(DISK, kv_dir=tmp_path)
+    bench.ask([chat(HEAD)], PARAMS)
+    store = bench.model.prefix_store
+    assert store is not None
+    (folder,) = namespace_folders(tmp_path)
+    for _ in range(2):
+        while bench.runner.save_next_block():
+            pass
+        store.set_idle(True)
+        wait_until(lambda: len(list(stored_files(folder))) > 4)
+        for file in stored_files(folder):
+            file.path.unlink()
+        store.set_idle(False)
+        store.set_idle(True)
+    end(bench)
+    assert len(list(stored_files(folder))) > 4
+
+
 def test_a_damaged_file_is_computed_again(tmp_path: Path, reused: Reply) -> None:
     first = Bench(DISK, kv_dir=tmp_path)
     first.ask([chat(HEAD)], PARAMS)
@@ -252,6 +272,8 @@ def test_wrong_peers(tmp_path: Path) -> None:
         load(kv_peer="localhost:7000", kv_ram=0, kv_disk=0)
     with pytest.raises(InvalidRequest, match="--kv-peer does not work here"):
         load(kv_peer="localhost:7000", prefix_cache=False)
+    with pytest.raises(InvalidRequest, match=r"--kv-ram is 10.0 TB, there are"):
+        load(kv_ram=10**13)
     with pytest.raises(LoadFailed, match=r"cannot use --kv-listen /nowhere/kv.sock: No such file"):
         load(kv_listen="/nowhere/kv.sock")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 from localgen.backends.kv_store import block_file
 from localgen.backends.kv_store.block_file import BlockRefused
 from localgen.backends.kv_store.blocks import DIGEST_BYTES, KVBlock, TokenArray
+from localgen.backends.units import format_size
 
 # what stays free on the disk for other programs
 RESERVED_DISK_BYTES = 1 << 30
@@ -89,6 +91,10 @@ def least_recent_first(files: Iterable[StoredFile]) -> list[StoredFile]:
     return sorted(by_digest.values(), key=lambda f: (used_s[f.digest], -depths[f.digest]))
 
 
+class NoRoomForBlock(Exception):
+    """A block does not fit besides those that it follows."""
+
+
 class DiskTier:
     """The blocks of one namespace on disk. Thread-safe.
 
@@ -112,7 +118,7 @@ class DiskTier:
         self._parents: dict[bytes, bytes] = {}
         self._tokens: dict[bytes, TokenArray] = {}
         self._touched_s: dict[bytes, float] = {}
-        self._total_bytes = self._writes_left = 0
+        self._total_bytes = self._writes_left = self._changed_ns = 0
         _remove_unfinished(self._folder)
         files = list(stored_files(self._folder))
         for file in files:
@@ -171,8 +177,31 @@ class DiskTier:
             os.utime(self._path(digest))
             self._touched_s[digest] = now_s
 
+    def refresh(self) -> bool:
+        """Take note of what other processes have written and removed; True if blocks are gone."""
+        try:
+            changed_ns = self._folder.stat().st_mtime_ns
+        except OSError:
+            changed_ns = 0
+        if changed_ns == self._changed_ns:
+            return False
+        self._changed_ns = changed_ns
+        files = {file.digest: file for file in stored_files(self._folder)}
+        gone = [digest for digest in list(self._parents) if digest not in files]
+        for digest in gone:
+            self._forget(digest)
+        with self._lock:
+            for digest, file in files.items():
+                self._add(file.parent, digest, file.num_bytes)
+        return bool(gone)
+
     def write(self, block: KVBlock) -> None:
-        """Write a block; the least recently used ones make room. Raises OSError."""
+        """Write a block; the least recently used ones make room.
+
+        Raises OSError, or NoRoomForBlock.
+        """
+        if block.start and block.parent not in self._parents:
+            raise NoRoomForBlock  # the one that it follows had none
         size = block_file.file_size(block)
         try:
             self._write_file(block, size)
@@ -185,7 +214,7 @@ class DiskTier:
     def _write_file(self, block: KVBlock, size: int) -> None:
         if not (self._folder / ABOUT_NAME).exists():  # `localgen kv rm` has removed it
             self._create_folder()
-        self._make_room(size)
+        self._make_room(size, block.parent)
         block_file.write_block(self._folder, self._namespace, block, self._key)
 
     def remove(self, digest: bytes) -> None:
@@ -223,10 +252,10 @@ class DiskTier:
                 if not self._children[parent]:
                     del self._children[parent]
 
-    def _make_room(self, needed: int) -> None:
+    def _make_room(self, needed: int, parent: bytes) -> None:
         """Remove the least recently used blocks of all namespaces until a new one fits.
 
-        Raises OSError if the budget or the disk is too small for it.
+        parent: of the new one; it and those before it stay, since it is useless without them.
         """
         self._writes_left -= 1
         free = shutil.disk_usage(self._folder).free - RESERVED_DISK_BYTES
@@ -237,17 +266,30 @@ class DiskTier:
         self._total_bytes = sum(file.num_bytes for file in files)
         self._writes_left = WRITES_PER_SCAN
         limit = min(self.limit_bytes, self._total_bytes + free)
-        if needed > limit:
-            raise OSError(f"no room for {needed:,} bytes within {limit:,}")
         if self._total_bytes + needed <= limit:
             return
+        followed = self._chain_before(parent)
         for file in least_recent_first(files):
             if self._total_bytes + needed <= limit * (1 - _ROOM_SHARE):
                 break
+            if file.digest in followed:
+                continue
             with contextlib.suppress(OSError):
                 file.path.unlink()
             self._total_bytes -= file.num_bytes
             self._forget(file.digest)
+        if self._total_bytes + needed > limit:
+            if limit < self.limit_bytes:
+                raise OSError(errno.ENOSPC, f"{format_size(RESERVED_DISK_BYTES)} stay free on it")
+            raise NoRoomForBlock
+
+    def _chain_before(self, digest: bytes) -> set[bytes]:
+        """A block, if it is here, and those that it follows."""
+        chain: set[bytes] = set()
+        while digest in self._parents and digest not in chain:
+            chain.add(digest)
+            digest = self._parents[digest]
+        return chain
 
 
 def _read_ahead(files: list[StoredFile]) -> None:

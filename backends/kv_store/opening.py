@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from localgen.backends.errors import InvalidRequest, LoadFailed
@@ -12,6 +13,9 @@ from localgen.backends.kv_store.store import PrefixStore
 from localgen.backends.memory.load_defaults import DEFAULT_KV_DISK_BYTES, default_kv_ram_bytes
 from localgen.backends.memory.system import total_memory_bytes
 from localgen.backends.model_info import ModelLoadRequest, option_flag
+from localgen.backends.units import format_size
+
+_log = logging.getLogger(__name__)
 
 
 def resolve_tier_sizes(request: ModelLoadRequest, reason: str) -> tuple[int, int, str]:
@@ -34,6 +38,11 @@ def resolve_tier_sizes(request: ModelLoadRequest, reason: str) -> tuple[int, int
         is_off = sizes == (0, 0) or (requested.prefix_cache is False and not any(sizes))
         return 0, 0, "" if is_off else f"prefixes are kept in the KV cache only: {reason}"
     memory = request.memory_bytes or total_memory_bytes()
+    if (requested.kv_ram or 0) > memory:
+        raise InvalidRequest(
+            f"--kv-ram is {format_size(requested.kv_ram or 0)}, there are {format_size(memory)}",
+            param="kv_ram",
+        )
     ram = default_kv_ram_bytes(memory) if requested.kv_ram is None else requested.kv_ram
     disk = DEFAULT_KV_DISK_BYTES if requested.kv_disk is None else requested.kv_disk
     if wanted and not (ram or disk):
@@ -60,7 +69,9 @@ def open_prefix_store(
         try:
             disk = DiskTier(Path(request.kv_dir), namespace, disk_bytes, about)
         except (OSError, BlockRefused) as error:
-            note = f"prefixes are not kept on disk: {error}"
+            reason = getattr(error, "strerror", None) or error
+            note = f"prefixes are not kept on disk: {request.kv_dir}: {reason}"
+            _log.warning("%s", note)
     if request.kv_dir is None or (disk is None and not ram_bytes):
         if request.options.kv_listen or request.options.kv_peer:
             raise LoadFailed(f"cannot fetch prefixes or let others do so: {note}")

@@ -68,6 +68,7 @@ class PrefixStore:
     peer: another engine, which is asked for what both lack.
     prefill_per_s: tokens that the engine computes per second, or 0 if unknown. is_shared: other
     engines fetch from it, so a prefix is saved when its request ends, whatever its length.
+    num_losses: grows when other processes have removed blocks, which may be saved again then.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class PrefixStore:
     ) -> None:
         self.prefill_per_s = 0.0
         self.is_shared = False
+        self.num_losses = 0
         self._peer = peer
         self._server: PeerServer | None = None
         self._namespace = namespace
@@ -341,6 +343,8 @@ class PrefixStore:
 
     def set_idle(self, is_idle: bool) -> None:
         """Say whether the engine has nothing to compute: then the disk is written."""
+        if is_idle and self._disk is not None:
+            self.num_losses += self._disk.refresh()
         if self._writer is not None:
             self._writer.set_idle(is_idle)
 

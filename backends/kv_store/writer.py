@@ -8,7 +8,7 @@ import time
 from collections import OrderedDict
 
 from localgen.backends.kv_store.blocks import KVBlock, TokenArray
-from localgen.backends.kv_store.disk_tier import DiskTier
+from localgen.backends.kv_store.disk_tier import DiskTier, NoRoomForBlock
 
 # blocks that wait for the disk, besides those of the RAM tier
 MAX_WAITING_BYTES = 256 << 20
@@ -109,6 +109,8 @@ class BlockWriter:
                 digest, block = next(iter(self._waiting.items()))
             try:
                 self._disk.write(block)
+            except NoRoomForBlock:
+                pass
             except (OSError, MemoryError) as error:
                 self._rest(getattr(error, "strerror", None) or str(error) or "out of memory")
                 continue

@@ -48,7 +48,7 @@ class SharedSlot(CacheSlot):
 
     cells: CellIds = _NO_CELLS
     num_saved = 0
-    was_reused = False
+    was_reused = is_private = False
 
 
 class SharedCache:
@@ -70,7 +70,7 @@ class SharedCache:
         reuse: PrefixReusePolicy,
         store: PrefixStore | None = None,
     ) -> None:
-        self._store = store
+        self._store, self._num_losses = store, 0
         self._scratch_id = max_seqs + max_cached_prefixes
         self._context = context
         self._share_prefixes = share_prefixes
@@ -211,8 +211,7 @@ class SharedCache:
 
     def release(self, seq: Sequence, *, keep: bool) -> None:
         slot = self._running.pop(seq)
-        if not seq.save_prefix:
-            slot.num_saved = len(seq.tokens)
+        slot.is_private = not seq.save_prefix
         slot.cached_tokens, slot.owner = slot.tokens if keep and self._share_prefixes else [], None
         self._truncate(slot, len(slot.cached_tokens))
         if not slot.cached_tokens:
@@ -231,6 +230,10 @@ class SharedCache:
     def save_next_block(self) -> bool:
         if self._store is None or self._store.is_full:
             return False
+        if self._num_losses != self._store.num_losses:
+            self._num_losses = self._store.num_losses
+            for slot in self._cached_prefixes:
+                slot.num_saved = 0
         newest_first = sorted(self._cached_prefixes, key=lambda d: d.last_used, reverse=True)
         return any(self._save_block(slot) for slot in newest_first)
 
@@ -240,7 +243,7 @@ class SharedCache:
             return False
         tokens = slot.cached_tokens
         is_wanted = slot.was_reused or self._store.is_shared or len(tokens) >= MIN_PREFIX_TOKENS
-        if not is_wanted or slot.num_saved >= len(tokens):
+        if slot.is_private or not is_wanted or slot.num_saved >= len(tokens):
             return False
         unsaved = self._store.next_unsaved(tokens, slot.cache_salt, slot.num_saved)
         if unsaved is None:

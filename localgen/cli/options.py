@@ -322,12 +322,23 @@ SERVE_PANELS = {
         *(flag for flag in LOAD_OPTIONS if flag.field not in _SERVE_OWN),
     )
 }
+LOAD_PANELS = {
+    "Load options (used if the model is not loaded yet)": (
+        *(flag for flag in REQUEST_OPTIONS if flag.field == "ctx"),
+        *LOAD_OPTIONS,
+    )
+}
 Panels = Mapping[str, tuple[CliOption, ...]]
 
 
 def takes_model_options(command: Callable[..., None]) -> Callable[..., None]:
     """Decorator: add the shared options to a command, which gets them as one `options` argument."""
     return _with_options(command, OPTION_PANELS)
+
+
+def takes_load_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Decorator: as takes_model_options, with load options only."""
+    return _with_options(command, LOAD_PANELS)
 
 
 def takes_serve_options(command: Callable[..., None]) -> Callable[..., None]:

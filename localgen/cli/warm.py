@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.model_info import LoadOptions
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import Message, Timings
 from localgen.backends.units import format_count
-from localgen.chat.parameters import read_text_file
+from localgen.chat.parameters import ModelOptions, read_text_file
 from localgen.cli.arguments import ModelArgument
+from localgen.cli.options import takes_load_options
 from localgen.cli.pull import run_or_offer_pull
 from localgen.cli.remote_options import create_client
 
@@ -28,17 +28,15 @@ _ANSWER = SamplingParams(max_tokens=1, temperature=0.0)
 _TIMES = 2
 
 
+@takes_load_options
 def command(
+    options: ModelOptions,
     model: ModelArgument = None,
     prompt_file: Annotated[
         Path | None,
         typer.Option(
             "-f", "--prompt-file", help="System prompt to read ahead of time.", dir_okay=False
         ),
-    ] = None,
-    ctx: Annotated[
-        int | None,
-        typer.Option("-c", "--ctx", metavar="<int>", min=1, help="Context length in tokens."),
     ] = None,
 ) -> None:
     """Read a long system prompt ahead of time.
@@ -57,29 +55,35 @@ def command(
 
     loading = LoadProgressLine(stderr_console(), model or default_model())
     with closing(create_client(None, loading.notify)) as client:
-        run_or_offer_pull(model, lambda: _warm(client, loading, model, system, ctx))
+        run_or_offer_pull(model, lambda: _warm(client, loading, model, system, options))
 
 
 def _warm(
-    client: Client, loading: LoadProgressLine, model: str | None, system: str, ctx: int | None
+    client: Client,
+    loading: LoadProgressLine,
+    model: str | None,
+    system: str,
+    options: ModelOptions,
 ) -> None:
     with loading:
         client.connect()
         with loading.notices_to(loading.print_notice):
-            info = client.load(model, LoadOptions(ctx=ctx), loading.update)
-    if not info.can_rewind:
+            info = client.load(model, options.load, loading.update)
+    if not info.can_rewind or info.options.prefix_cache is False:
         raise InvalidRequest(
             f"{info.name} keeps no prefixes: not with its architecture, or --no-prefix-cache"
         )
     messages = [Message(role="system", content=system), Message(role="user", content=".")]
-    timings, *_ = [_ask(client, model, messages, ctx) for _ in range(_TIMES)]
+    timings, *_ = [_ask(client, model, messages, options.ctx) for _ in range(_TIMES)]
     size = format_count(timings.cache_n + timings.prompt_n, "token")
     if timings.prompt_n > timings.cache_n:
         print(f"{info.name} has read {size} in {timings.prompt_ms / 1e3:.1f} s")
     else:
         print(f"{info.name} had read {size} before")
     if not info.options.kv_disk:
-        print("they stay until the model is unloaded: it keeps no prefixes on disk")
+        notes = [note for note in info.notes if note.startswith("prefixes are")]
+        reason = notes[0] if notes else "it keeps no prefixes on disk"
+        print(f"they stay until the model is unloaded: {reason}")
 
 
 def _ask(client: Client, model: str | None, messages: list[Message], ctx: int | None) -> Timings:

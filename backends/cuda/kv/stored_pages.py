@@ -50,6 +50,8 @@ class StoredPages:
         # pages of the tree that may have to be saved, oldest first, with the position up to which
         # their prefix was saved
         self._unsaved: dict[int, int] = {}
+        self._pages: dict[int, None] = {}  # those that may be saved, saved or not
+        self._num_losses = 0
         self._reused: set[int] = set()
 
     # -- loading ----------------------------------------------------------------------------
@@ -98,6 +100,7 @@ class StoredPages:
     def add(self, pages: Seq[int]) -> None:
         """Note pages that have come into the tree."""
         self._unsaved |= dict.fromkeys(pages, 0)
+        self._pages |= dict.fromkeys(pages)
 
     def mark_reused(self, page: int) -> None:
         """Note that a prompt began with the prefix that ends with this page, most of it."""
@@ -112,6 +115,9 @@ class StoredPages:
 
     def save_next_block(self) -> bool:
         """Save one block of the newest prefix that has one to save."""
+        if self._num_losses != self._store.num_losses:
+            self._num_losses = self._store.num_losses
+            self._unsaved |= dict.fromkeys(self._pages, 0)
         while self._unsaved and not self._store.is_full:
             if self._save_block(next(reversed(self._unsaved))):
                 return True
@@ -124,6 +130,7 @@ class StoredPages:
                 pass
         for page in pages:
             self._unsaved.pop(page, None)
+            self._pages.pop(page, None)
             self._reused.discard(page)
 
     def _save_block(self, page: int) -> bool:
