@@ -108,6 +108,8 @@ OTHER_TEXT_OPTIONS = {
     "cache_type_k",
     "cache_type_v",
     "chat_template",
+    "kv_listen",
+    "kv_peer",
 }
 
 # files below the server's working folder, each with a name of the same form that does not exist
