@@ -74,6 +74,10 @@ class SpeculationStats:
     accepted_tokens_total: int = 0
 
 
+# from the nearest to the farthest
+KV_TIERS = ("ram", "disk", "peer")
+
+
 def kv_tier_name(tier: str) -> str:
     """A tier as people read it: RAM, disk, peer."""
     return "RAM" if tier == "ram" else tier

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from localgen.backends.engine_stats import EngineStats, kv_tier_name
+from localgen.backends.engine_stats import KV_TIERS, EngineStats, kv_tier_name
 from localgen.backends.prefix_break import PrefixBreak
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.units import format_count, format_elapsed
@@ -251,6 +251,21 @@ class RestoredTokens:
         saved = f" ({format_elapsed(self.saved_ms / 1e3)} saved)" if self.saved_ms >= 1e3 else ""
         took = f"{self.ms / 1e3:.1f} s" if self.ms >= 100 else f"{self.ms:.0f} ms"
         return f"{format_count(self.tokens, 'token')} from {where} in {took}{saved}"
+
+
+def merged_restored(parts: Iterable[RestoredTokens]) -> tuple[RestoredTokens, ...]:
+    """Sums by tier, from the nearest to the farthest."""
+    given = list(parts)
+    return tuple(
+        RestoredTokens(
+            tier,
+            sum(part.tokens for part in same),
+            sum(part.ms for part in same),
+            sum(part.saved_ms for part in same),
+        )
+        for tier in KV_TIERS
+        if (same := [part for part in given if part.tier == tier])
+    )
 
 
 def restored_text(restored: Iterable[RestoredTokens]) -> str:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from localgen.backends.engine_stats import KVTierStats
+from localgen.backends.engine_stats import KV_TIERS, KVTierStats
 from localgen.backends.kv_store.blocks import (
     BLOCK_TOKENS,
     KVBlock,
@@ -28,9 +28,9 @@ from localgen.backends.kv_store.disk_tier import DiskTier
 from localgen.backends.kv_store.peer import KVPeer, PeerServer
 from localgen.backends.kv_store.rates import ByteRate
 from localgen.backends.kv_store.writer import BlockWriter
-from localgen.backends.types import RestoredTokens
+from localgen.backends.types import RestoredTokens, merged_restored
 
-RAM, DISK, PEER = "ram", "disk", "peer"
+RAM, DISK, PEER = KV_TIERS
 # shorter prefixes are saved only if they were used again
 MIN_PREFIX_TOKENS = 512
 # fewer tokens than this are computed, not loaded
@@ -146,11 +146,6 @@ class PrefixStore:
         if found and self._disk is not None and found[-1].digest in self._disk:
             self._disk.touch(found[-1].digest)
 
-    def num_found(self, tokens: list[int], cache_salt: str) -> int:
-        """Length in tokens of what `find` returns."""
-        found = self.find(tokens, cache_salt)
-        return found[-1].start + found[-1].length if found else 0
-
     def load(self, found: FoundBlock, tokens: list[int]) -> tuple[KVBlock, str] | None:
         """Return a block and its tier, or None if it is gone, damaged, or not of these tokens."""
         block, tier = self._near(found.digest), RAM
@@ -205,16 +200,7 @@ class PrefixStore:
     def take_restored(self) -> tuple[RestoredTokens, ...]:
         """What was restored since the last call, by tier."""
         restored, self._restored = self._restored, []
-        return tuple(
-            RestoredTokens(
-                tier,
-                sum(part.tokens for part in parts),
-                sum(part.ms for part in parts),
-                sum(part.saved_ms for part in parts),
-            )
-            for tier in self._counters
-            if (parts := [part for part in restored if part.tier == tier])
-        )
+        return merged_restored(restored)
 
     def _children(self, parent: bytes) -> list[tuple[bytes, TokenArray]]:
         found = [(each, self._ram[each].tokens) for each in self._ram_children.get(parent, ())]

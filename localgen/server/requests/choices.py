@@ -5,11 +5,10 @@ The engine computes shared prompt prefixes only once.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from localgen.backends.types import Delta, Finished, Request, RestoredTokens, Timings
+from localgen.backends.types import Delta, Finished, Request, Timings, merged_restored
 
 NUM_SEEDS = 2**32
 
@@ -98,23 +97,7 @@ def _merge_timings(all_timings: Sequence[Timings], num_cached_tokens: int) -> Ti
         cached_ms=max(timings.cached_ms for timings in all_timings),
         first_step_ms=max(timings.first_step_ms for timings in all_timings),
         prefix_break=next(filter(None, (timings.prefix_break for timings in all_timings)), None),
-        restored=_merge_restored([part for timings in all_timings for part in timings.restored]),
-    )
-
-
-def _merge_restored(parts: Sequence[RestoredTokens]) -> tuple[RestoredTokens, ...]:
-    """Sums by tier: what one request restores is in the KV cache for the others."""
-    by_tier: defaultdict[str, list[RestoredTokens]] = defaultdict(list)
-    for part in parts:
-        by_tier[part.tier].append(part)
-    return tuple(
-        RestoredTokens(
-            tier,
-            sum(part.tokens for part in same),
-            sum(part.ms for part in same),
-            sum(part.saved_ms for part in same),
-        )
-        for tier, same in by_tier.items()
+        restored=merged_restored([part for timings in all_timings for part in timings.restored]),
     )
 
 
