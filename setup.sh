@@ -1,6 +1,7 @@
 #!/bin/sh
-# Creates an environment and installs localgen into it: ./setup.sh [dev|test]. The Makefile calls this.
+# Creates an environment and installs localgen into it: ./setup.sh [dev|test|compiler]. The Makefile calls this.
 # dev: with all that its developers use; test: with what its tests use, but for torch.
+# compiler: installs nothing, and prints the variables that llama.cpp is compiled with.
 # What it installs has the hashes of requirements/*.txt.
 #   LLAMA_WHEEL  path or URL of a llama-cpp-python wheel, instead of compiling it; with #sha256=HASH
 #                behind it, the wheel is verified
@@ -268,7 +269,15 @@ install_localgen() {
     pip install --no-index --no-build-isolation --editable ".${extra:+[$extra]}"
 }
 
-case $extra in '' | dev | test) ;; *) fail "unknown argument $extra: it is dev, test or nothing" ;; esac
+case $extra in
+'' | dev | test) ;;
+compiler)
+    choose_compiler
+    printf '%s\n' "CC=${CC:-}" "CXX=${CXX:-}" "CFLAGS=${CFLAGS:-}" "CXXFLAGS=${CXXFLAGS:-}"
+    exit
+    ;;
+*) fail "unknown argument $extra: it is dev, test, compiler or nothing" ;;
+esac
 started=$(date +%s)
 create_venv
 download_smollm2

@@ -151,16 +151,25 @@ def _sources(wanted: str, target: Path) -> Path:
 
 def _build(sources: Path, folder: Path) -> None:
     extra = shlex.split(os.environ.get("CMAKE_ARGS", ""))  # the flags the library was built with
+    compiler = _compiler()
     # --fresh: the folder may have an earlier build from another temporary folder
-    _run(["cmake", "--fresh", "-S", str(sources), "-B", str(folder), *FLAGS, *extra])
+    _run(["cmake", "--fresh", "-S", str(sources), "-B", str(folder), *FLAGS, *extra], compiler)
     jobs = str(os.cpu_count() or 1)
-    _run(["cmake", "--build", str(folder), "-j", jobs, "--target", *NAMES])
+    _run(["cmake", "--build", str(folder), "-j", jobs, "--target", *NAMES], compiler)
 
 
-def _run(command: list[str]) -> None:
+def _compiler() -> dict[str, str]:
+    """The variables that setup.sh compiles the library with: not every GCC can use AMX."""
+    script = Path(__file__).parents[1] / "setup.sh"
+    lines = subprocess.run([script, "compiler"], check=True, stdout=subprocess.PIPE, text=True)
+    settings = dict(line.split("=", 1) for line in lines.stdout.splitlines())
+    return {name: value for name, value in settings.items() if value}
+
+
+def _run(command: list[str], environment: Mapping[str, str] = MappingProxyType({})) -> None:
     print(shlex.join(command), file=sys.stderr)
     try:
-        subprocess.run(command, check=True, stdout=sys.stderr)
+        subprocess.run(command, check=True, stdout=sys.stderr, env=os.environ | dict(environment))
     except (OSError, subprocess.CalledProcessError) as error:
         raise ToolFailed(f"{command[0]}: {error}") from error
 

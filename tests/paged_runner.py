@@ -79,6 +79,7 @@ class PagedRunner:
             kv_tokens=num_pages * PAGE_TOKENS,
             can_rewind=share,
         )
+        self.store = store
         self.memory = Memory(num_pages, share=share, store=store)
         self.cache = self.memory.cache
         self.seen: Counter[str] = Counter()
@@ -100,6 +101,20 @@ class PagedRunner:
         self.seen["hits"] += cached
         self.seen["evicted"] += after.used - before.used > before.free
         return cached
+
+    def is_loading(self, seq: Sequence) -> bool:
+        return self.cache.is_loading(seq)
+
+    def load_prefix(self, seq: Sequence, until_s: float) -> int:
+        loaded = self.cache.load_prefix(seq, until_s)
+        self.cache.check()
+        assert seq.num_computed <= loaded < len(seq.tokens)
+        assert self.memory.read(seq, loaded) == seq.tokens[:loaded]
+        self.seen["slices"] += 1
+        return loaded
+
+    def save_next_block(self) -> bool:
+        return self.cache.save_next_block()
 
     def num_cached(self, tokens: list[int], cache_salt: str) -> int:
         return self.cache.num_cached(tokens, cache_salt)

@@ -15,6 +15,7 @@ from paged_runner import Memory, PagedRunner
 from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS, PagePool
 from localgen.backends.cuda.kv.paged_cache import PagedCache
 from localgen.backends.cuda.kv.radix_tree import RadixTree
+from localgen.backends.engine.prefix_tiers import PrefixTiers
 from localgen.backends.engine.scheduler import Scheduler
 from localgen.backends.engine.token_budget import TokenBudget
 from localgen.backends.runner.interface import NoRoom
@@ -35,16 +36,19 @@ def sequence(name: str, tokens: Seq[int], *, answer: int = 20, priority: int = 0
 
 
 def scheduler_of(runner: PagedRunner) -> Scheduler:
-    batch = runner.limits.max_batch_tokens
-    return Scheduler(runner, budget=TokenBudget(batch, 1e9), max_queue=100)
+    budget = TokenBudget(runner.limits.max_batch_tokens, 1e9)
+    tiers = PrefixTiers(runner, runner.store) if runner.store is not None else None
+    return Scheduler(runner, budget=budget, max_queue=100, tiers=tiers)
 
 
 def turn(scheduler: Scheduler, runner: PagedRunner) -> bool:
     chunks = scheduler.plan()
     if chunks:
         scheduler.apply(chunks, runner.collect(runner.launch(chunks)), 1.0)
+    if runner.store is not None:
+        runner.save_next_block()
     runner.memory.check(scheduler.running)
-    return bool(chunks)
+    return bool(scheduler.running or chunks)
 
 
 def requests(rng: random.Random) -> list[Sequence]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,11 @@ from localgen.backends.cuda.model import decoder
 from localgen.backends.cuda.model.decoder import KVCache
 from localgen.backends.cuda.model.source import open_model_source
 from localgen.backends.cuda.runner import CudaRunner
+from localgen.backends.engine import prefix_tiers
+from localgen.backends.engine.prefix_tiers import PrefixTiers
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.formats.hf.config import read_hf_config
+from localgen.backends.kv_store import prefix_load
 from localgen.backends.kv_store.disk_tier import namespace_folders, stored_files
 from localgen.backends.kv_store.store import PrefixStore
 from localgen.backends.model_info import LoadOptions, ModelLoadRequest
@@ -90,13 +94,28 @@ def test_from_ram_after_eviction(tmp_path: Path) -> None:
     bench.end()
 
 
-def test_short_prefixes_are_saved_if_they_are_used_again(tmp_path: Path) -> None:
+def test_short_prefixes_are_saved_if_they_are_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PrefixTiers, "save_while_busy", lambda _: None)
     bench = StoredBench(tmp_path, kv_ram=0)
     assert isinstance(bench.model.runner, CudaRunner)
     bench.ask([chat(1, 60)], PARAMS)
     assert not bench.model.runner.save_next_block()
     bench.ask([chat(1, 60)], PARAMS)
     assert bench.model.runner.save_next_block()
+    bench.end()
+
+
+def test_what_has_ended_is_saved_while_others_run(tmp_path: Path) -> None:
+    bench = StoredBench(tmp_path, kv_disk=0)
+    bench.submit(chat(2, 5), replace(PARAMS, max_tokens=300))
+    bench.run([bench.submit(chat(1, 600), PARAMS)])
+    store = bench.model.prefix_store
+    assert store is not None
+    while not store.stats()[0].blocks:
+        bench.engine.step(wait=False)
+    assert bench.engine._scheduler.running
     bench.end()
 
 
@@ -199,7 +218,9 @@ def test_random_schedules_within_tiny_budgets(
 ) -> None:
     """Each admission checks that the pages hold the tokens that they are said to hold."""
     monkeypatch.setattr(stored_pages, "MIN_PREFIX_TOKENS", 16)
-    monkeypatch.setattr(stored_pages, "MIN_LOAD_TOKENS", 16)
+    monkeypatch.setattr(prefix_load, "MIN_LOAD_TOKENS", 16)
+    monkeypatch.setattr(prefix_tiers, "LOAD_ALONE_S", 0.0)  # a block in each step
+    monkeypatch.setattr(prefix_tiers, "LOAD_BESIDE_OTHERS_S", 0.0)
     seen: Counter[str] = Counter()
     for seed in [*range(15), *range(15)]:
         has_disk = seed % 2 == 1

@@ -180,6 +180,18 @@ def test_the_watchers_see_what_would_wait(monkeypatch: pytest.MonkeyPatch) -> No
             there.tolist()
 
 
+def test_stored_pages_are_sent_in_one_copy_that_nothing_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = read_hf_config(write_config(tmp_path, "llama"))
+    for dtype in (torch.float16, torch.int8):
+        cache = KVCache.zeros(spec, PAGES, device=META, dtype=dtype)
+        page = sum(tensor[0].nbytes for layer in cache.layers for tensor in layer.tensors)
+        with watched_copies(monkeypatch) as copies:
+            cache.write_pages([3, 1], np.zeros((2, page), np.uint8))
+        assert (copies.count, copies.blocking) == (1, [])
+
+
 def test_a_plain_step_waits_for_nothing_and_sends_what_changed(
     steps: MetaSteps, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -383,17 +383,35 @@ def test_the_phases_of_a_request_add_up_to_its_life() -> None:
 
 
 class RestoringRunner(FakeRunner):
-    """Restores four tokens of each prompt that begins with `a`."""
+    """Restores four tokens of each prompt that begins with `a`, one at a time."""
 
     def __init__(self, store: PrefixStore) -> None:
         super().__init__()
         self.store = store
+        self.loading: dict[Sequence, int] = {}
 
     def admit(self, seq: Sequence, *, spare: int) -> int:
-        cached = super().admit(seq, spare=spare)
         if seq.tokens[0] == LetterTokenizer().encode("a")[0]:
-            self.store.record_restored("ram", 4, ms=2.0, compute_ms=3500.0)
-        return cached
+            self.loading[seq] = 4
+        return super().admit(seq, spare=spare)
+
+    def is_loading(self, seq: Sequence) -> bool:
+        return seq in self.loading
+
+    def load_prefix(self, seq: Sequence, until_s: float) -> int:
+        self.loading[seq] -= 1
+        if not self.loading[seq]:
+            del self.loading[seq]
+        self.store.record_restored("ram", 1, ms=0.5, compute_ms=875.0)
+        self.cache[seq] = seq.tokens[: seq.num_computed + 1]
+        return seq.num_computed + 1
+
+    def release(self, seq: Sequence, *, keep: bool) -> None:
+        self.loading.pop(seq, None)
+        super().release(seq, keep=keep)
+
+    def save_next_block(self) -> bool:
+        return False
 
 
 def test_what_came_from_a_tier_is_in_the_statistics_and_the_timings() -> None:

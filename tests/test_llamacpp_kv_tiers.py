@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import struct
 import time
@@ -15,6 +16,8 @@ from models import TINY_GGUF, Bench, Reply, noisy
 from numpy.typing import NDArray
 from serving import wait_until
 
+from localgen.backends.engine import prefix_tiers
+from localgen.backends.engine.prefix_tiers import PrefixTiers
 from localgen.backends.errors import InvalidRequest, LoadFailed
 from localgen.backends.kv_store.disk_tier import namespace_folders, stored_files
 from localgen.backends.llamacpp.loader import load_llamacpp_model
@@ -146,6 +149,56 @@ def test_a_prefix_in_the_kv_cache_is_not_loaded_again(tmp_path: Path) -> None:
     assert reply.finished.timings.cache_n > 500
     assert reply.finished.timings.restored == ()
     end(bench)
+
+
+def test_an_answer_goes_on_while_another_prompt_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reused: Reply
+) -> None:
+    first = Bench(DISK, kv_dir=tmp_path)
+    first.ask([chat(HEAD)], PARAMS)
+    end(first)
+    monkeypatch.setattr(prefix_tiers, "LOAD_BESIDE_OTHERS_S", 0.0)  # a block in each step
+    again = Bench(DISK, kv_dir=tmp_path)
+    running = again.submit(chat("Hello"), PARAMS)
+    scheduler = again.engine._scheduler
+    while not any(seq.num_generated for seq in scheduler.running):
+        again.engine.step(wait=False)
+    (talking,) = scheduler.running
+    loading = again.submit(chat(HEAD), PARAMS)
+    seen: list[tuple[int, int, int]] = []
+    while not seen or seen[-1][0] < seen[-1][2]:
+        again.engine.step(wait=False)
+        again.runner.kv_cache.check()
+        other = [seq for seq in scheduler.running if seq is not talking]
+        seen += [(s.num_computed, talking.num_generated, s.num_prompt) for s in other]
+    steps = [step for step in seen if step[0] < step[2] - 64]
+    assert len(steps) >= 4, "a step for each block but the last"
+    for (before, said, _), (after, says, _) in itertools.pairwise(steps):
+        assert (after - before, says - said) == (128, 1)
+    _, reply = again.run([running, loading])
+    assert noisy([reply], [reused], NOISE) <= 1
+    end(again)
+
+
+def test_what_is_evicted_beside_an_answer_is_not_saved_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PrefixTiers, "save_while_busy", lambda _: None)
+    saved = []
+    for is_alone in (True, False):
+        options = LoadOptions(kv_disk=0, kv_tokens=2048, ctx=2048)
+        bench = Bench(options, kv_dir=tmp_path)
+        bench.ask([chat(HEAD)], PARAMS)
+        if not is_alone:
+            bench.submit(chat("Hello"), replace(PARAMS, max_tokens=400))
+            while not bench.engine._scheduler.running:
+                bench.engine.step(wait=False)
+        bench.run([bench.submit(chat(text(2, 1200)), PARAMS)])
+        assert bench.model.prefix_store is not None
+        saved.append(bench.model.prefix_store.stats()[0].blocks)
+        end(bench)
+    assert saved[0] > 4
+    assert saved[1] == 0
 
 
 def test_accounts_do_not_share(tmp_path: Path) -> None:

@@ -181,3 +181,27 @@ def test_everything_that_setup_installs_is_verified() -> None:
     unverified = [call for call in calls if "--require-hashes" not in call]
     assert len(calls) > len(unverified) == len(chosen)
     assert all(any(part in call for part in chosen) for call in unverified), unverified
+
+
+@pytest.mark.parametrize(
+    ("release", "breaks_amx"), [("12.2.0", True), ("13.2.1", True), ("12.4.0", False)]
+)
+def test_a_gcc_that_breaks_amx_does_without(tmp_path: Path, release: str, breaks_amx: bool) -> None:
+    compiler = tmp_path / "gcc"
+    compiler.write_text(
+        "#!/bin/sh\n"
+        "case $1 in\n"
+        "--version) echo 'Copyright (C) Free Software Foundation, Inc.' ;;\n"
+        "-dumpmachine) echo x86_64-linux-gnu ;;\n"
+        f"-dumpfullversion) echo {release} ;;\n"
+        "esac\n"
+    )
+    compiler.chmod(0o755)
+    environment = os.environ | {"CC": str(compiler), "CFLAGS": "-O3"}
+    done = subprocess.run(
+        [ROOT / "setup.sh", "compiler"], env=environment, capture_output=True, text=True, check=True
+    )
+    settings = dict(line.split("=", 1) for line in done.stdout.splitlines())
+    assert settings["CC"] == str(compiler)
+    assert settings["CFLAGS"].startswith("-O3")
+    assert ("-mno-amx-tile" in settings["CFLAGS"]) == breaks_amx

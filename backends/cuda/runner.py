@@ -82,7 +82,7 @@ class StepExecutor(Protocol):
 
 
 class CudaRunner:
-    """Implements ModelRunner, AsyncRunner, PrefixSaver and Embedder.
+    """Implements ModelRunner, AsyncRunner, TieredRunner and Embedder.
 
     It owns weights and KV cache of one model.
 
@@ -117,6 +117,12 @@ class CudaRunner:
 
     def num_cached(self, tokens: list[int], cache_salt: str) -> int:
         return self.kv_cache.num_cached(tokens, cache_salt)
+
+    def is_loading(self, seq: Sequence) -> bool:
+        return self.kv_cache.is_loading(seq)
+
+    def load_prefix(self, seq: Sequence, until_s: float) -> int:
+        return self.kv_cache.load_prefix(seq, until_s)
 
     def save_next_block(self) -> bool:
         return self.kv_cache.save_next_block()

@@ -13,6 +13,7 @@ from localgen.backends.engine.embeddings import EmbeddingScheduler, EmbeddingTas
 from localgen.backends.engine.inbox import AnswerNow, Cancel
 from localgen.backends.engine.input_processor import InputProcessor
 from localgen.backends.engine.outbox import Outbox
+from localgen.backends.engine.prefix_tiers import PrefixTiers
 from localgen.backends.engine.preparation import Prepared, Preparer
 from localgen.backends.engine.preparation_costs import AnyRequest
 from localgen.backends.engine.scheduler import Scheduler, SequenceOutput
@@ -28,9 +29,9 @@ from localgen.backends.runner.interface import (
     Chunk,
     ModelRunner,
     NoRoom,
-    PrefixSaver,
     StepFailed,
     StepResult,
+    TieredRunner,
 )
 from localgen.backends.runner.sequence import Sequence, SequenceState
 from localgen.backends.types import (
@@ -84,14 +85,15 @@ class Engine:
         prefix_store: PrefixStore | None = None,
     ) -> None:
         self._runner = runner
-        self._prefix_store = prefix_store
-        self._prefix_saver = runner if prefix_store and isinstance(runner, PrefixSaver) else None
+        self._tiers = None
+        if prefix_store is not None and isinstance(runner, TieredRunner):
+            self._tiers = PrefixTiers(runner, prefix_store)
         self._async_runner = runner if isinstance(runner, AsyncRunner) else None
         self._input_processor = input_processor
         self._outbox = Outbox(publish)
         self._budget = TokenBudget(runner.limits.max_batch_tokens, itl_target_ms)
         self._scheduler = Scheduler(
-            runner, budget=self._budget, max_queue=max_queue, prefix_store=prefix_store
+            runner, budget=self._budget, max_queue=max_queue, tiers=self._tiers
         )
         self._speculation = Speculation(
             drafters if runner.limits.can_rewind else (),
@@ -214,6 +216,8 @@ class Engine:
             self._recover_from_no_room(chunks)
             return True
         self._apply(chunks, result, started_s)
+        if self._tiers is not None:
+            self._tiers.save_while_busy()
         if self._embedding_scheduler.has_work:
             self._step_embeddings(num_decoding=len(self._scheduler.decoding))
         return True
@@ -285,26 +289,19 @@ class Engine:
         return own or self._speculation.prepare_while_idle() or self._save_next_block()
 
     def _save_next_block(self) -> bool:
-        return self._prefix_saver is not None and self._prefix_saver.save_next_block()
+        return self._tiers is not None and self._tiers.save_next_block()
 
     def _set_idle(self, is_idle: bool) -> None:
-        if self._prefix_store is not None:
-            self._prefix_store.set_idle(is_idle)
+        if self._tiers is not None:
+            self._tiers.set_idle(is_idle)
 
     def save_prefixes(self, deadline_s: float) -> None:
         """End all requests, and save what was computed until the deadline (monotonic seconds)."""
-        if self._prefix_store is None:
+        if self._tiers is None:
             return
         for seq in self._scheduler.running:
             self._scheduler.end(seq)
-        self._prefix_store.hurry()
-        while time.monotonic() < deadline_s:
-            if self._save_next_block():
-                continue
-            if not self._prefix_store.is_full:
-                break
-            time.sleep(0.01)  # the disk is slower
-        self._prefix_store.close(deadline_s)
+        self._tiers.save_all(deadline_s)
 
     def _handle(self, item: _Mail) -> None:
         match item:
@@ -414,7 +411,7 @@ class Engine:
                 self._runner,
                 self._budget.prompt_tokens(1),
                 self._speculation,
-                self._prefix_store,
+                self._tiers.store if self._tiers is not None else None,
             )
             self._stats_at_s = now_s
         self._outbox.publish(snapshot, deltas_may_wait=deltas_may_wait)

@@ -16,15 +16,15 @@ from typing import NamedTuple
 
 from localgen.backends.engine.counters import SchedulerCounters
 from localgen.backends.engine.fair_queue import FairQueue, effective_priority
+from localgen.backends.engine.prefix_tiers import PrefixTiers
 from localgen.backends.engine.prompt_chunks import is_prefix_in_flight, prompt_chunks
 from localgen.backends.engine.speculation.drafter import DraftProposal
 from localgen.backends.engine.token_budget import TokenBudget
 from localgen.backends.errors import QueueFull
-from localgen.backends.kv_store.store import PrefixStore
 from localgen.backends.runner.decode_step import DecodeStep
 from localgen.backends.runner.interface import Chunk, ModelRunner, NoRoom, SampledTokens, StepResult
 from localgen.backends.runner.sequence import Sequence, SequenceState
-from localgen.backends.types import PositionLogprobs
+from localgen.backends.types import PositionLogprobs, merged_restored
 
 # maximum number of queued sequences considered for admission in one step
 MAX_ADMISSION_SCAN = 64
@@ -54,10 +54,10 @@ class Scheduler:
         *,
         budget: TokenBudget,
         max_queue: int,
-        prefix_store: PrefixStore | None = None,
+        tiers: PrefixTiers | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._runner, self._prefix_store = runner, prefix_store
+        self._runner, self._tiers = runner, tiers
         self._limits = runner.limits
         self._budget = budget
         self._max_queue = max_queue
@@ -155,9 +155,10 @@ class Scheduler:
     def plan(self) -> Seq[Chunk]:
         """Admit queued sequences and return the chunks of the next step.
 
-        Returns an empty list if nothing is running or can be admitted.
+        Returns an empty list if nothing is running or can be admitted, or all that run are loading.
         """
         self._admit()
+        self._load_prefix()
         return self._plan_decode_step() or self._plan_chunks()
 
     def _plan_decode_step(self) -> DecodeStep | None:
@@ -182,7 +183,9 @@ class Scheduler:
                     left -= len(chunk.tokens)
         planned = sum([len(chunk.tokens) for chunk in chunks])
         budget = min(self._budget.prompt_tokens(planned), self._limits.max_batch_tokens - planned)
-        prefilling = [seq for seq in self._in_order if seq in self._prefilling]
+        prefilling = [
+            seq for seq in self._in_order if seq in self._prefilling and not self._is_loading(seq)
+        ]
         return chunks + prompt_chunks(prefilling, budget, self._limits.max_outputs - planned)
 
     def _decode_chunk(self, seq: Sequence, max_tokens: int) -> Chunk | None:
@@ -270,14 +273,36 @@ class Scheduler:
         self._decode_seqs = ()
         if not seq.is_decoding or seq.first_token_s is None:
             self._prefilling.add(seq)
-        restored = self._prefix_store.take_restored() if self._prefix_store else ()
         if seq.admitted_s is None:
-            seq.restored = restored
-            seq.admitted_s, seq.num_cached = started_s, cached
-            seq.cached_ms = (self._clock() - started_s) * 1e3
+            seq.admitted_s = started_s
             self.counters.prefix_queries += seq.num_prompt
-            self.counters.prefix_hits += cached
+            self._count_cached(seq, cached)
+        if self._tiers is not None:
+            self._tiers.admit(seq)
         return True
+
+    def _count_cached(self, seq: Sequence, num_tokens: int) -> None:
+        """Record that so many more tokens of a prompt need not be computed."""
+        assert seq.admitted_s is not None
+        seq.num_cached += num_tokens
+        seq.cached_ms = (self._clock() - seq.admitted_s) * 1e3
+        self.counters.prefix_hits += num_tokens
+
+    def _is_loading(self, seq: Sequence) -> bool:
+        return self._tiers is not None and self._tiers.is_loading(seq)
+
+    def _load_prefix(self) -> None:
+        """Load a slice of an admitted prompt from the store."""
+        loaded = self._tiers.load(len(self._running)) if self._tiers is not None else None
+        if loaded is None:
+            return
+        seq, num_loaded, restored = loaded
+        if not seq.num_preemptions:
+            seq.restored = merged_restored((*seq.restored, *restored))
+            self._count_cached(seq, num_loaded - seq.num_computed)
+        seq.num_computed = num_loaded
+        if seq.is_decoding and seq.first_token_s is not None and not self._is_loading(seq):
+            self._prefilling.discard(seq)
 
     def _preempt(self, seq: Sequence) -> None:
         """Return a running sequence to the queue; tokens evicted meanwhile are recomputed."""
@@ -291,6 +316,8 @@ class Scheduler:
     def _stop_running(self, seq: Sequence) -> None:
         """Free the KV cache of a running sequence; its computed tokens stay in the prefix cache."""
         del self._running[seq.id]
+        if self._tiers is not None:
+            self._tiers.release(seq)
         self._in_order.remove(seq)
         self._decode_seqs = ()
         self._prefilling.discard(seq)

@@ -33,10 +33,6 @@ from localgen.backends.types import RestoredTokens, merged_restored
 RAM, DISK, PEER = KV_TIERS
 # shorter prefixes are saved only if they were used again
 MIN_PREFIX_TOKENS = 512
-# fewer tokens than this are computed, not loaded
-MIN_LOAD_TOKENS = 8
-# the engine loads for at most this time at once; what is left is computed
-MAX_LOAD_S = 3.0
 
 
 class FoundBlock(NamedTuple):
@@ -182,12 +178,6 @@ class PrefixStore:
         """A block in RAM, or on its way to the disk."""
         block = self._ram.get(digest)
         return block if block is not None or self._writer is None else self._writer.get(digest)
-
-    def record_loaded(self, block: KVBlock, tier: str, num_tokens: int, started_s: float) -> None:
-        """Record that tokens of a block were restored since started_s (time.perf_counter)."""
-        compute_ms = block.compute_ms * num_tokens / len(block.tokens)
-        ms = (time.perf_counter() - started_s) * 1e3
-        self.record_restored(tier, num_tokens, ms, compute_ms)
 
     def record_restored(self, tier: str, num_tokens: int, ms: float, compute_ms: float) -> None:
         """Record that these tokens were restored in ms. compute_ms: to compute them."""

@@ -119,6 +119,12 @@ class LlamaRunner:
     def usage(self) -> PoolUsage:
         return self.kv_cache.usage()
 
+    def is_loading(self, seq: Sequence) -> bool:
+        return self.kv_cache.is_loading(seq)
+
+    def load_prefix(self, seq: Sequence, until_s: float) -> int:
+        return self.kv_cache.load_prefix(seq, until_s)
+
     def save_next_block(self) -> bool:
         return self.kv_cache.save_next_block()
 

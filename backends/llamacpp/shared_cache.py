@@ -7,7 +7,6 @@ counts: a cell shared by several slots counts once.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -15,13 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localgen.backends.kv_store.store import (
-    MAX_LOAD_S,
-    MIN_LOAD_TOKENS,
-    MIN_PREFIX_TOKENS,
-    FoundBlock,
-    PrefixStore,
-)
+from localgen.backends.kv_store.blocks import KVBlock
+from localgen.backends.kv_store.prefix_load import PrefixLoad, blocks_after
+from localgen.backends.kv_store.store import MIN_PREFIX_TOKENS, FoundBlock, PrefixStore
 from localgen.backends.llamacpp.native import LlamaContext
 from localgen.backends.llamacpp.slots import CacheSlot, PrefixReusePolicy, longest_prefix
 from localgen.backends.runner.interface import NoRoom, PoolUsage
@@ -80,6 +75,7 @@ class SharedCache:
             SharedSlot(index) for index in reversed(range(max_seqs + max_cached_prefixes))
         ]
         self._running: dict[Sequence, SharedSlot] = {}
+        self._loads: dict[Sequence, PrefixLoad] = {}
         self._cached_prefixes: list[SharedSlot] = []
         self._refs = np.zeros(context.kv_tokens, np.int32)
         self._free_cells = np.arange(context.kv_tokens, dtype=np.int32)
@@ -129,7 +125,7 @@ class SharedCache:
         if source in self._cached_prefixes and not self._can_reclaim(
             needed + spare, protect=source
         ):
-            self._save(source)
+            self._save_if_alone(source)
             self._trim(source, length)  # free the cells after the shared prefix
         self._reclaim(needed + spare, protect=source)
         slot = self._claim_slot(source, known, length)
@@ -140,44 +136,37 @@ class SharedCache:
         slot.start(seq)
         self._running[seq] = slot
         self._allocate(slot, needed)
-        return self._load(slot.seq_id, stored, seq.tokens) if stored else length
+        if self._store is not None and stored:
+            put = partial(self._put, slot.seq_id)
+            self._loads[seq] = PrefixLoad(self._store, seq.tokens, stored, length, put)
+        return length
 
     def _stored_after(self, seq: Sequence, length: int) -> list[FoundBlock]:
-        """Blocks of the store for the prompt's tokens from position `length` on.
-
-        The first may begin before it, since a block is loaded from its start.
-        """
-        if self._store is None or len(seq.reusable_tokens) - length < MIN_LOAD_TOKENS:
+        """Blocks of the store for the prompt's tokens from position `length` on."""
+        if self._store is None:
             return []
-        found = self._store.find(seq.reusable_tokens, seq.cache_salt, ask_peer=seq.save_prefix)
-        end = found[-1].start + found[-1].length if found else 0
-        end = self._reuse.reuse_tokens(end, len(seq.tokens))
-        if end - length < MIN_LOAD_TOKENS:
-            return []
-        return [
-            block._replace(length=min(block.length, end - block.start))
-            for block in found
-            if block.start < end and block.start + block.length > length
-        ]
+        return blocks_after(
+            self._store,
+            seq.reusable_tokens,
+            seq.cache_salt,
+            length,
+            usable=lambda end: self._reuse.reuse_tokens(end, len(seq.tokens)),
+            ask_peer=seq.save_prefix,
+        )
 
-    def _load(self, seq_id: int, blocks: list[FoundBlock], tokens: list[int]) -> int:
-        """Append blocks to a sequence while they can be loaded; returns its length."""
-        assert self._store is not None
-        length = blocks[0].start
-        deadline_s = time.perf_counter() + MAX_LOAD_S
-        for found in blocks:
-            started_s = time.perf_counter()
-            if started_s > deadline_s:
-                break
-            loaded = self._store.load(found, tokens)
-            end = found.start + found.length
-            if loaded is None or not self._context.restore_range(
-                seq_id, self._scratch_id, found.start, end, loaded[0].state
-            ):
-                break
-            length = end
-            self._store.record_loaded(*loaded, found.length, started_s)
-        return length
+    def _put(self, seq_id: int, block: KVBlock, start: int, end: int) -> bool:
+        """Append tokens of a block to a sequence; returns False if llama.cpp refuses them."""
+        return self._context.restore_range(seq_id, self._scratch_id, start, end, block.state)
+
+    def is_loading(self, seq: Sequence) -> bool:
+        return seq in self._loads
+
+    def load_prefix(self, seq: Sequence, until_s: float) -> int:
+        load = self._loads[seq]
+        load.advance(until_s)
+        if load.is_done:
+            del self._loads[seq]
+        return load.num_loaded
 
     def _claim_slot(self, source: SharedSlot | None, prefix_tokens: int, length: int) -> SharedSlot:
         """Take a slot and fill it with the first `length` tokens of the cached sequence, if any.
@@ -211,6 +200,7 @@ class SharedCache:
 
     def release(self, seq: Sequence, *, keep: bool) -> None:
         slot = self._running.pop(seq)
+        self._loads.pop(seq, None)
         slot.is_private = not seq.save_prefix
         slot.cached_tokens, slot.owner = slot.tokens if keep and self._share_prefixes else [], None
         self._truncate(slot, len(slot.cached_tokens))
@@ -224,7 +214,7 @@ class SharedCache:
             self._save(slot)
         while self._exceeds_cache_limits():
             oldest = self._least_recently_used(None)
-            self._save(oldest)
+            self._save_if_alone(oldest)
             self._evict(oldest)
 
     def save_next_block(self) -> bool:
@@ -259,9 +249,14 @@ class SharedCache:
         return is_saved
 
     def _save(self, slot: SharedSlot) -> None:
-        """Save a cached prefix that is about to be evicted."""
+        """Save a cached prefix."""
         while self._save_block(slot):
             pass
+
+    def _save_if_alone(self, slot: SharedSlot) -> None:
+        """Save a cached prefix that is about to be evicted, unless running sequences would wait."""
+        if not self._running:
+            self._save(slot)
 
     def make_contiguous(self) -> None:
         """Do nothing: a unified cache computes any set of sequence ids together."""
@@ -313,7 +308,7 @@ class SharedCache:
         """Evict or shorten cached prefixes, LRU first. Returns False if too few cells get free."""
         while self._num_free < needed and any(d is not protect for d in self._cached_prefixes):
             cached = self._least_recently_used(protect)
-            self._save(cached)
+            self._save_if_alone(cached)
             keep = len(cached.cached_tokens) - max(needed - self._num_free, MIN_TRIM_TOKENS)
             if keep > 0:
                 self._trim(cached, keep)

@@ -92,7 +92,8 @@ class CacheSlot:
 
 
 class SlotCache(Protocol):
-    """A KV cache divided among sequences. For the methods of ModelRunner, see there."""
+    """A KV cache divided among sequences. For the methods of ModelRunner and
+    TieredRunner, see there."""
 
     def seq_id_of(self, seq: Sequence) -> int:
         """Sequence id of a running sequence."""
@@ -109,6 +110,10 @@ class SlotCache(Protocol):
     def release(self, seq: Sequence, *, keep: bool) -> None: ...
 
     def usage(self) -> PoolUsage: ...
+
+    def is_loading(self, seq: Sequence) -> bool: ...
+
+    def load_prefix(self, seq: Sequence, until_s: float) -> int: ...
 
     def save_next_block(self) -> bool: ...
 

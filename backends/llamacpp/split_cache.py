@@ -86,8 +86,15 @@ class SplitCache:
                 other.cached_tokens, other.last_used = [], 0
                 self._truncate(other, 0)
 
+    # llama.cpp can neither save nor append a part of a sequence here
+
+    def is_loading(self, seq: Sequence) -> bool:
+        return False
+
+    def load_prefix(self, seq: Sequence, until_s: float) -> int:
+        return seq.num_computed
+
     def save_next_block(self) -> bool:
-        """Return False: llama.cpp can neither save nor append a part of a sequence here."""
         return False
 
     def make_contiguous(self) -> None:

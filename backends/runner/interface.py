@@ -176,8 +176,8 @@ class ModelRunner(Protocol):
     def admit(self, seq: Sequence, *, spare: int) -> int:
         """Allocate KV cache for all tokens of `seq`; returns how many of them are already cached.
 
-        At least one token is left to compute. Raises NoRoom if fewer than `spare` tokens of the KV
-        cache would stay free or evictable.
+        At least one token is left to compute. More may come from a store: see TieredRunner. Raises
+        NoRoom if fewer than `spare` tokens of the KV cache would stay free or evictable.
         """
         ...
 
@@ -242,14 +242,25 @@ class AsyncRunner(Protocol):
 
 
 @runtime_checkable
-class PrefixSaver(Protocol):
-    """Interface of a ModelRunner that can copy cached prefixes to a PrefixStore."""
+class TieredRunner(Protocol):
+    """Interface of a ModelRunner that loads prefixes from a PrefixStore and saves them there."""
+
+    def is_loading(self, seq: Sequence) -> bool:
+        """True if stored tokens of an admitted sequence are left to load.
+
+        Until then, no chunk of it may be launched; it may be released.
+        """
+        ...
+
+    def load_prefix(self, seq: Sequence, until_s: float) -> int:
+        """Load a block for a sequence, and more until a time (monotonic seconds).
+
+        Returns how many of its leading tokens are in the KV cache now.
+        """
+        ...
 
     def save_next_block(self) -> bool:
-        """Save one block of a cached prefix that is not stored; returns False if there is none.
-
-        Called while no request is queued or running.
-        """
+        """Save one block of a cached prefix that is not stored; returns False if there is none."""
         ...
 
 

@@ -14,6 +14,7 @@ from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS, PagePool, pages_for
 from localgen.backends.cuda.kv.page_tables import PageTables
 from localgen.backends.cuda.kv.radix_tree import RadixTree
 from localgen.backends.cuda.kv.stored_pages import PageMemory, StoredPages
+from localgen.backends.kv_store.prefix_load import PrefixLoad
 from localgen.backends.kv_store.store import PrefixStore
 from localgen.backends.runner.interface import NoRoom, PoolUsage
 from localgen.backends.runner.sequence import Sequence
@@ -56,6 +57,7 @@ class PagedCache:
         self._prefix_cache = prefix_cache
         self._tables = PageTables()
         self._sequences: dict[Sequence, _SequencePages] = {}
+        self._loads: dict[Sequence, PrefixLoad] = {}
         self._pending_copies: dict[int, int] = {}  # target -> source
 
     def slot(self, seq: Sequence) -> int:
@@ -125,22 +127,36 @@ class PagedCache:
         if known and is_most and self._stored is not None and seq.save_prefix:
             self._stored.mark_reused(known[-1])
         self._add(seq, known, self._allocate(needed))
-        return self._load(seq, len(known)) * PAGE_TOKENS
+        cached = len(known) * PAGE_TOKENS
+        if self._stored is not None:
+            load = self._stored.load(
+                seq.reusable_tokens,
+                seq.cache_salt,
+                self.page_table(seq).tolist(),
+                cached,
+                ask_peer=seq.save_prefix,
+            )
+            if load is not None:
+                self._loads[seq] = load
+        return cached
 
-    def _load(self, seq: Sequence, num_known: int) -> int:
-        """Load what the store has of a prompt; returns how many of its pages hold tokens then."""
-        if self._stored is None:
-            return num_known
-        tokens = seq.reusable_tokens
-        found = self._stored.find(tokens, seq.cache_salt, num_known, ask_peer=seq.save_prefix)
-        if not found:
-            return num_known
+    def is_loading(self, seq: Sequence) -> bool:
+        """See TieredRunner."""
+        return seq in self._loads
+
+    def load_prefix(self, seq: Sequence, until_s: float) -> int:
+        """See TieredRunner."""
+        assert self._stored is not None
         # pages are written at once: those that others wait to copy must be copied before
         self.copy_pending(self._stored.memory.copy_pages)
-        return self._stored.load(found, tokens, self.page_table(seq).tolist(), num_known)
+        load = self._loads[seq]
+        load.advance(until_s)
+        if load.is_done:
+            del self._loads[seq]
+        return load.num_loaded
 
     def save_next_block(self) -> bool:
-        """See PrefixSaver."""
+        """See TieredRunner."""
         return self._stored is not None and self._stored.save_next_block()
 
     def admit_uncached(self, seq: Sequence) -> None:
@@ -206,6 +222,7 @@ class PagedCache:
             self._publish(seq)
             if self._stored is not None:
                 self._stored.save_at_release()
+        self._loads.pop(seq, None)
         self._pool.release(self._tables.remove(self._sequences.pop(seq).slot))
 
     def _publish(self, seq: Sequence) -> None:
@@ -232,7 +249,8 @@ class PagedCache:
     def _allocate(self, count: int) -> list[int]:
         missing = count - self._pool.num_free
         if self._stored is not None:
-            self._stored.evict(self._pool.least_recent_idle(missing))
+            idle = self._pool.least_recent_idle(missing)
+            self._stored.evict(idle, save=not self._sequences)  # running ones would wait
         self._tree.evict(missing)
         return self._pool.allocate(count)
 

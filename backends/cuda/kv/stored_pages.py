@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS
 from localgen.backends.cuda.kv.radix_tree import RadixTree
-from localgen.backends.kv_store.blocks import State
-from localgen.backends.kv_store.store import (
-    MAX_LOAD_S,
-    MIN_LOAD_TOKENS,
-    MIN_PREFIX_TOKENS,
-    FoundBlock,
-    PrefixStore,
-)
+from localgen.backends.kv_store.blocks import KVBlock, State
+from localgen.backends.kv_store.prefix_load import PrefixLoad, blocks_after
+from localgen.backends.kv_store.store import MIN_PREFIX_TOKENS, PrefixStore
 
 
 class PageMemory(Protocol):
@@ -56,44 +50,36 @@ class StoredPages:
 
     # -- loading ----------------------------------------------------------------------------
 
-    def find(
-        self, tokens: list[int], cache_salt: str, num_known: int, *, ask_peer: bool
-    ) -> list[FoundBlock]:
-        """Stored blocks of a prompt that has its first num_known pages in the tree."""
-        known = num_known * PAGE_TOKENS
-        if len(tokens) - known < MIN_LOAD_TOKENS:
-            return []
-        found = self._store.find(tokens, cache_salt, ask_peer=ask_peer)
-        end = found[-1].start + found[-1].length if found else 0
-        if end - known < MIN_LOAD_TOKENS:
-            return []
-        return [block for block in found if block.start + block.length > known]
-
     def load(
-        self, found: list[FoundBlock], tokens: list[int], table: Seq[int], num_known: int
-    ) -> int:
-        """Load blocks into the pages of a table; returns how many of its pages hold tokens now."""
-        end, deadline_s = num_known, time.perf_counter() + MAX_LOAD_S
-        for block in found:
-            started_s = time.perf_counter()
-            if started_s > deadline_s:
-                break
-            first = block.start // PAGE_TOKENS
-            last = first + block.length // PAGE_TOKENS
-            if last <= end:
-                continue
-            loaded = self._store.load(block, tokens)
-            if loaded is None:
-                break
-            held = loaded[0]
-            state = held.state.reshape(len(held.tokens) // PAGE_TOKENS, -1)
+        self,
+        tokens: list[int],
+        cache_salt: str,
+        table: Seq[int],
+        num_cached: int,
+        *,
+        ask_peer: bool,
+    ) -> PrefixLoad | None:
+        """What is stored of a prompt behind its first num_cached tokens. table: its pages."""
+        blocks = blocks_after(
+            self._store,
+            tokens,
+            cache_salt,
+            num_cached,
+            usable=lambda end: end // PAGE_TOKENS * PAGE_TOKENS,
+            ask_peer=ask_peer,
+        )
+
+        def put(block: KVBlock, start: int, end: int) -> bool:
+            state = block.state.reshape(len(block.tokens) // PAGE_TOKENS, -1)
+            first, last = start // PAGE_TOKENS, end // PAGE_TOKENS
+            offset = block.start // PAGE_TOKENS
             try:
-                self.memory.write_pages(table[end:last], state[end - first : last - first])
+                self.memory.write_pages(table[first:last], state[first - offset : last - offset])
             except MemoryError:  # of the device: computing needs less
-                break
-            self._store.record_loaded(*loaded, (last - end) * PAGE_TOKENS, started_s)
-            end = last
-        return end
+                return False
+            return True
+
+        return PrefixLoad(self._store, tokens, blocks, num_cached, put) if blocks else None
 
     # -- saving -----------------------------------------------------------------------------
 
@@ -123,9 +109,9 @@ class StoredPages:
                 return True
         return False
 
-    def evict(self, pages: Seq[int]) -> None:
-        """Save what these pages are part of, and forget them: they leave the tree."""
-        for page in pages:
+    def evict(self, pages: Seq[int], *, save: bool) -> None:
+        """Forget pages, which leave the tree. save: what they are part of is saved before."""
+        for page in pages if save else ():
             while page in self._unsaved and self._save_block(page):
                 pass
         for page in pages:

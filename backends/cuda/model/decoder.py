@@ -77,9 +77,9 @@ class KVCache:
                     tensor[targets] = tensor[sources]
 
     def read_pages(self, pages: Seq[int]) -> NDArray[np.uint8]:
-        """See PageMemory.read_pages."""
+        """See PageMemory.read_pages. Waits for the steps that were launched before."""
         with _device_errors():
-            index = torch.tensor(pages, device=self.layers[0].keys.device)
+            (index,) = to_device([np.array(pages, np.int64)], self.layers[0].keys.device)
             parts = [
                 tensor[index].flatten(1).view(torch.uint8)
                 for layer in self.layers
@@ -89,15 +89,15 @@ class KVCache:
             return state
 
     def write_pages(self, pages: Seq[int], state: NDArray[np.uint8]) -> None:
-        """See PageMemory.write_pages."""
+        """See PageMemory.write_pages. Waits for nothing: later steps are launched behind it."""
         device, at = self.layers[0].keys.device, 0
         with _device_errors():
-            index = torch.tensor(pages, device=device)
-            content = torch.from_numpy(np.array(state)).to(device)
+            index, content = to_device([np.array(pages, np.int64), state.ravel()], device)
+            rows = content.view(len(pages), -1)
             for layer in self.layers:
                 for tensor in layer.tensors:
                     size = tensor[0].nbytes
-                    part = content[:, at : at + size].contiguous().view(tensor.dtype)
+                    part = rows[:, at : at + size].contiguous().view(tensor.dtype)
                     tensor[index] = part.view(len(pages), *tensor.shape[1:])
                     at += size
 

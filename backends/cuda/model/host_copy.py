@@ -16,6 +16,7 @@ HostArray = NDArray[Any]
 _ALIGNMENT = 16
 _TORCH_DTYPES = {
     np.dtype(np.bool_): torch.bool,
+    np.dtype(np.uint8): torch.uint8,
     np.dtype(np.int32): torch.int32,
     np.dtype(np.int64): torch.int64,
     np.dtype(np.float32): torch.float32,
