@@ -12,6 +12,7 @@ from localgen.backends.engine.engine import Engine
 from localgen.backends.engine.input_processor import InputProcessor
 from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.engine_stats import EngineStats
+from localgen.backends.kv_store.store import PrefixStore
 from localgen.backends.runner.interface import AsyncRunner, ModelRunner
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.text.grammar import GrammarCompiler
@@ -53,6 +54,7 @@ class Session:
         drafters: Sequence[Drafter] = (),
         clock: Callable[[], float] = time.monotonic,
         grammar_compiler: GrammarCompiler | None = None,
+        prefix_store: PrefixStore | None = None,
     ) -> None:
         self.runner, self._clock = runner, clock
         self._answers: dict[str, Answer] = {}
@@ -72,6 +74,7 @@ class Session:
             max_queue=100_000,
             publish=self._take,
             drafters=drafters,
+            prefix_store=prefix_store,
         )
 
     def __enter__(self) -> Session:

@@ -88,3 +88,22 @@ def test_only_requests_with_the_same_salt_share_a_prefix(unified: bool) -> None:
     running = [bench.submit(chat, greedy, cache_salt=salt) for salt in ("three", "four")]
     assert [reply.finished.timings.cache_n for reply in bench.run(running)] == [0, 0]
     bench.close()
+
+
+def test_what_a_prompt_does_not_share_is_evicted_by_age() -> None:
+    """A common beginning protects itself, not the whole prompt that it is of."""
+    greedy = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    bench = Bench(LoadOptions(kv_tokens=1024, ctx=1024))
+
+    def cached_tokens(*words: str) -> int:
+        chat = [Message("user", " ".join(words))]
+        (reply,) = bench.run([bench.submit(chat, greedy)])
+        bench.check()
+        return reply.finished.timings.cache_n
+
+    oldest, newer = ("red " * 350, "blue " * 350)
+    cached_tokens(oldest)
+    cached_tokens(newer)
+    assert 0 < cached_tokens("green " * 350) < 20, "the template"
+    assert cached_tokens(newer) > 300, "the oldest made room"
+    bench.close()

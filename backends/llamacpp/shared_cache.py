@@ -122,17 +122,12 @@ class SharedCache:
         needed = len(seq.tokens) - length
         if not self._can_reclaim(needed + spare, protect=source, length=length):
             raise NoRoom
-        if source in self._cached_prefixes and not self._can_reclaim(
-            needed + spare, protect=source
-        ):
-            self._save_if_alone(source)
-            self._trim(source, length)  # free the cells after the shared prefix
-        self._reclaim(needed + spare, protect=source)
-        slot = self._claim_slot(source, known, length)
-        slot.num_saved, slot.was_reused = 0, False
-        if source and 2 * known >= len(seq.tokens):
-            slot.was_reused = True
+        is_reuse = source is not None and 2 * known >= len(seq.tokens)
+        if source and is_reuse:
             source.was_reused |= 2 * known >= len(source.tokens)
+        self._reclaim(needed + spare, protect=source, length=length)
+        slot = self._claim_slot(source if length else None, known, length)
+        slot.num_saved, slot.was_reused = 0, is_reuse
         slot.start(seq)
         self._running[seq] = slot
         self._allocate(slot, needed)
@@ -190,7 +185,7 @@ class SharedCache:
         needed = seq.num_computed + n - len(slot.cells)
         if needed <= 0:
             return True
-        if not self._reclaim(needed, protect=None):
+        if not self._reclaim(needed):
             return False
         self._allocate(slot, needed)
         return True
@@ -213,7 +208,7 @@ class SharedCache:
         if self._store is not None and self._store.is_shared:
             self._save(slot)
         while self._exceeds_cache_limits():
-            oldest = self._least_recently_used(None)
+            oldest = _least_recently_used(self._cached_prefixes)
             self._save_if_alone(oldest)
             self._evict(oldest)
 
@@ -275,11 +270,6 @@ class SharedCache:
 
     # -- cached prefixes --------------------------------------------------------------------
 
-    def _least_recently_used(self, protect: SharedSlot | None) -> SharedSlot:
-        return min(
-            (d for d in self._cached_prefixes if d is not protect), key=lambda d: d.last_used
-        )
-
     def _trim(self, slot: SharedSlot, length: int) -> None:
         slot.cached_tokens = slot.cached_tokens[:length]
         self._truncate(slot, length)
@@ -304,17 +294,29 @@ class SharedCache:
             held.append(protect.cells[:length])
         return len(self._refs) - self._count_cells(held) >= needed
 
-    def _reclaim(self, needed: int, *, protect: SharedSlot | None) -> bool:
-        """Evict or shorten cached prefixes, LRU first. Returns False if too few cells get free."""
-        while self._num_free < needed and any(d is not protect for d in self._cached_prefixes):
-            cached = self._least_recently_used(protect)
+    def _reclaim(self, needed: int, *, protect: SharedSlot | None = None, length: int = 0) -> bool:
+        """Evict or shorten cached prefixes, LRU first. Returns False if too few cells get free.
+
+        length: number of tokens of the protected prefix that must stay.
+        """
+        while self._num_free < needed:
+            evictable = [
+                slot
+                for slot in self._cached_prefixes
+                if slot is not protect or len(slot.cached_tokens) > length
+            ]
+            if not evictable:
+                return False
+            cached = _least_recently_used(evictable)
             self._save_if_alone(cached)
             keep = len(cached.cached_tokens) - max(needed - self._num_free, MIN_TRIM_TOKENS)
+            if cached is protect:
+                keep = max(keep, length)
             if keep > 0:
                 self._trim(cached, keep)
             else:
                 self._evict(cached)
-        return self._num_free >= needed
+        return True
 
     # -- cells ------------------------------------------------------------------------------
 
@@ -352,3 +354,7 @@ class SharedCache:
         for slot in self._free_slots:
             assert len(slot.cells) == 0
             assert self._context.last_position(slot.seq_id) == -1
+
+
+def _least_recently_used(slots: Iterable[SharedSlot]) -> SharedSlot:
+    return min(slots, key=lambda slot: slot.last_used)

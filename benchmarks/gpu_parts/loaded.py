@@ -24,6 +24,7 @@ from localgen.backends.cuda.steps.cuda_graphs import DeviceExecutor
 from localgen.backends.cuda.steps.step_sampler import CudaStepTicket
 from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.formats.architecture.model_spec import ModelSpec
+from localgen.backends.kv_store.store import PrefixStore
 from localgen.backends.runner.interface import StepResult
 
 DTYPE = torch.bfloat16
@@ -84,10 +85,11 @@ def watched_runner(
     ahead: bool = True,
     dependent: bool = False,
     dtype: torch.dtype = DTYPE,
+    store: PrefixStore | None = None,
 ) -> WatchedRunner:
     """Create a runner as the loader does, with a KV cache of `kv_tokens`.
 
-    dependent: see modes.Mode.
+    dependent: see modes.Mode. store: of what the KV cache evicts.
     """
     settings, tokenizer = CudaOptions(), NumberTokenizer(spec.vocab_size)
     pages = pages_for(kv_tokens)
@@ -96,7 +98,7 @@ def watched_runner(
     decoder = Decoder(spec, weights, max_len, dependent_launch=dependent)
     return WatchedRunner(
         DeviceExecutor(decoder, cache, use_cuda_graphs=graphs),
-        PagedCache(pages, prefix_cache=True),
+        PagedCache(pages, prefix_cache=True, store=store, memory=cache),
         cuda_limits(
             max_seqs=settings.parallel,
             max_batch_tokens=settings.max_batch_tokens,
@@ -110,6 +112,17 @@ def watched_runner(
     )
 
 
-def engine_session(runner: CudaRunner, vocab: int, drafters: Sequence[Drafter] = ()) -> Session:
-    """Create an engine with the loader's defaults."""
-    return Session(runner, vocab, itl_target_ms=CudaOptions().itl_target_ms, drafters=drafters)
+def engine_session(
+    runner: CudaRunner,
+    vocab: int,
+    drafters: Sequence[Drafter] = (),
+    store: PrefixStore | None = None,
+) -> Session:
+    """Create an engine with the loader's defaults. store: that of the runner."""
+    return Session(
+        runner,
+        vocab,
+        itl_target_ms=CudaOptions().itl_target_ms,
+        drafters=drafters,
+        prefix_store=store,
+    )

@@ -25,6 +25,7 @@ from localgen.backends.cuda.steps.graph_capture import GraphCapture
 from localgen.backends.engine.speculation.draft_model import ModelDrafter
 from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.engine.speculation.ngram import NgramDrafter
+from localgen.backends.kv_store.store import PrefixStore
 from localgen.backends.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -36,7 +37,11 @@ every_mode = pytest.mark.parametrize("mode", ALL_MODES, ids=[mode.name for mode 
 
 
 def runner_of(
-    model: CheckedModel, device: Device, mode: Mode, kv_tokens: int = 4096
+    model: CheckedModel,
+    device: Device,
+    mode: Mode,
+    kv_tokens: int = 4096,
+    store: PrefixStore | None = None,
 ) -> WatchedRunner:
     return watched_runner(
         *(model.spec, model.weights, device),
@@ -44,6 +49,7 @@ def runner_of(
         graphs=mode.graphs,
         ahead=mode.ahead,
         dependent=mode.dependent,
+        store=store,
     )
 
 
@@ -97,6 +103,29 @@ def test_steps_launched_ahead_change_no_text(
     for graphs in (True, False):
         assert found[Mode(graphs, ahead=True)] == found[Mode(graphs, ahead=False)]
     assert found[DEPENDENT_MODE] == found[MODES[0]]
+
+
+@every_mode
+def test_a_prefix_comes_back_from_ram_as_it_was_computed(
+    model: CheckedModel, device: Device, mode: Mode
+) -> None:
+    """While another request decodes, so that the copies are between steps in flight."""
+    store = PrefixStore(b"", ram_bytes=1 << 30, disk=None)
+    runner = runner_of(model, device, mode, kv_tokens=512, store=store)
+    text, other = ([number, *model.texts[0]] * 40 for number in (1, 2))
+    text, other = text[:300], other[:480]
+    with engine_session(runner, model.spec.vocab_size, store=store) as session:
+        for _ in range(2):  # a prefix of this length is kept if it is used again
+            (computed,) = session.ask([text], ANSWER)
+        session.ask([other], ANSWER)
+        running = session.submit(model.texts[1], 4 * ANSWER)
+        (restored,) = session.ask([text], ANSWER)
+        (tier,) = restored.finished.timings.restored
+        assert tier.tokens > 250
+        session.run([running])
+        answers = [restored, computed, running]
+        assert_nearly_best(model, [text, text, model.texts[1]], answers)
+        assert_whole(runner)
 
 
 @pytest.mark.parametrize("kind", ["n-gram", "draft model"])
