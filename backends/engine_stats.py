@@ -114,7 +114,7 @@ class EngineStats:
     step_sequences[n]: number of steps that computed n sequences (index 0 unused).
     step_tokens: histogram of tokens per step, with the buckets STEP_TOKENS_BOUNDS.
     *_per_s, ttft_* and itl_* cover at most the last minute; *_last_ms: the latest value, 0 if there
-    is none. context_tokens_total: cached tokens attended to, summed over sequences and steps.
+    is none. busy_s_total: duration of all steps. context_tokens_total: cached tokens attended to, summed over sequences and steps.
     """
 
     running: int = 0
@@ -137,6 +137,7 @@ class EngineStats:
     itl_p50_ms: float = 0.0
     itl_p99_ms: float = 0.0
     steps_total: int = 0
+    busy_s_total: float = 0.0
     step_tokens_total: int = 0
     context_tokens_total: int = 0
     step_sequences: tuple[int, ...] = ()

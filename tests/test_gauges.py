@@ -150,6 +150,15 @@ def test_rates_are_what_the_counters_grow_by_lately() -> None:
     assert rates.prefill_per_s == 0
 
 
+def test_the_speed_is_that_of_the_steps_not_of_the_pauses() -> None:
+    """88 tokens in 1.5 s of steps, within two seconds of which the last is idle."""
+    counters = [
+        ModelCounters(generated_tokens=tokens, busy_s=busy_s)
+        for tokens, busy_s in ((0, 0.0), (60, 1.0), (90, 1.5), (90, 1.5), (90, 1.5))
+    ]
+    assert [grown(*counters[:end]).decode_per_s for end in range(2, 6)] == [60, 60, 60, 0]
+
+
 def test_one_snapshot_gives_no_rate() -> None:
     assert grown(ModelCounters(generated_tokens=50)).decode_per_s is None
 
@@ -203,13 +212,22 @@ def test_the_latencies_of_one_model_are_no_history_of_another() -> None:
         found = record.add_snapshot(
             second,
             top_script.snapshot(
-                top_script.model(busy, running=2, ttft=LatencyStats(last_ms=ord(busy))),
-                top_script.model(slow, running=0, ttft=LatencyStats(last_ms=ord(slow))),
+                top_script.model(busy, running=2, ttft=LatencyStats(last_ms=ord(busy) + second)),
+                top_script.model(slow, running=0, ttft=LatencyStats(last_ms=ord(slow) + second)),
             ),
         )
     assert found.latency.model == "b"
-    assert set(found.latency.ttft_series_ms) == {ord("b")}
-    assert len(found.latency.ttft_series_ms) == 6
+    assert found.latency.ttft_series_ms == tuple(ord("b") + second for second in range(6))
+
+
+def test_a_time_without_a_new_value_is_a_gap() -> None:
+    record = SampleBuilder()
+    for second, last in enumerate((None, 34.0, 34.0, 34.0, 12.0, 12.0)):
+        measured = top_script.model(ttft=LatencyStats(last_ms=last), itl=LatencyStats(last_ms=last))
+        found = record.add_snapshot(second, top_script.snapshot(measured))
+    assert found.latency.ttft_series_ms == (None, 34.0, None, None, 12.0, None)
+    assert found.latency.itl_series_ms == found.latency.ttft_series_ms
+    assert found.latency.ttft.last_ms == 12.0
 
 
 def bandwidth(*costs: ReadCost) -> BandwidthSample:
@@ -404,14 +422,15 @@ def tiers_only(*tiers: KVTierStats) -> MemorySample:
 def test_each_tier_has_its_size_tokens_and_saved_time() -> None:
     found = tiers_only(top_script.RAM_TIER, top_script.DISK_TIER)
     drawn = lines(MemoryGauge(), found, 36, 15)
-    assert drawn[3].startswith("KV RAM █")
-    assert drawn[3].endswith(" 512 MB of 1.00 GB")
-    assert (drawn[4][:19], drawn[4][-8:]) == ("4,096 tokens reused", "5s saved")
-    assert drawn[5].startswith("KV disk █")
-    assert drawn[5].endswith(" 1.20 of 4.00 GB")
-    assert (drawn[6][:20], drawn[6][-12:]) == ("12,288 tokens reused", "2m 00s saved")
-    assert drawn[7].startswith("RAM")
-    assert {len(line) for line in drawn[3:7]} == {36}
+    assert drawn[3] == "weights 4.70 GB  process 13.1 GB", "beside the name is no room"
+    assert drawn[4].startswith("KV RAM █")
+    assert drawn[4].endswith(" 512 MB of 1.00 GB")
+    assert (drawn[5][:19], drawn[5][-8:]) == ("4,096 tokens reused", "5s saved")
+    assert drawn[6].startswith("KV disk █")
+    assert drawn[6].endswith(" 1.20 of 4.00 GB")
+    assert (drawn[7][:20], drawn[7][-12:]) == ("12,288 tokens reused", "2m 00s saved")
+    assert drawn[8].startswith("RAM")
+    assert {len(line) for line in drawn[4:8]} == {36}
     assert MemoryGauge().border_texts(found)[0] == "· RAM and disk saved 2m 05s"
 
 
@@ -439,18 +458,18 @@ def test_a_tier_that_is_not_written_says_why_in_the_panel_and_in_its_frame() -> 
     full = replace(top_script.DISK_TIER, error="No space left on device")
     found = tiers_only(top_script.RAM_TIER, full)
     drawn = lines(MemoryGauge(), found, 36, 15)
-    assert drawn[6] == "not written: No space left on device"
+    assert drawn[7] == "not written: No space left on device"
     assert MemoryGauge().border_texts(found)[0] == "· disk: No space left on device"
 
 
 def test_a_peer_has_no_size() -> None:
     peer = replace(top_script.RAM_TIER, tier="peer", num_bytes=0, limit_bytes=0)
     drawn = lines(MemoryGauge(), tiers_only(peer), 36, 15)
-    assert drawn[3].split()[:2] == ["KV", "peer"]
-    assert "GB" not in drawn[3]
-    assert drawn[4].startswith("4,096 tokens reused")
+    assert drawn[4].split()[:2] == ["KV", "peer"]
+    assert "GB" not in drawn[4]
+    assert drawn[5].startswith("4,096 tokens reused")
     failing = tiers_only(replace(peer, error="Connection refused"))
-    assert lines(MemoryGauge(), failing, 36, 15)[4] == "no answer: Connection refused"
+    assert lines(MemoryGauge(), failing, 36, 15)[5] == "no answer: Connection refused"
     assert MemoryGauge().border_texts(failing)[0] == "· peer: Connection refused"
 
 

@@ -269,6 +269,18 @@ def test_inter_token_latency_is_measured(served: ServerHarness) -> None:
     assert figures(served)["inter_token_latency_seconds_sum model_name=slow"] > 0.04
 
 
+def test_counters_grow_while_an_answer_is_generated(served: ServerHarness) -> None:
+    events = served.events(served.model("live", token_s=0.2), "word " * 30)
+    tokens = "generation_tokens_total model_name=live"
+    next(events)
+    wait_until(lambda: figures(served).get(tokens, 0) >= 2)
+    found = figures(served)
+    assert found["time_to_first_token_seconds_count model_name=live"] == 1
+    assert found["inter_token_latency_seconds_count model_name=live"] == found[tokens] - 1
+    assert "e2e_request_latency_seconds_count model_name=live" not in found, "it has not ended"
+    events.close()
+
+
 def test_disconnects_are_counted(served: ServerHarness) -> None:
     model = served.model("left", token_s=0.05)
     events = served.events(model, "word " * 100)

@@ -194,7 +194,8 @@ def reading(seconds: float = 60.0, last: ServerSnapshot | None = None) -> Server
     record, found = SampleBuilder(), ServerSample()
     for half in range(int(seconds * 2) + 1):
         latency = LatencyStats(last_ms=300 + 90 * math.sin(half / 7), p50_ms=300.0, p99_ms=1230.0)
-        each = model(counters=counters(half / 2), ttft=latency)
+        gap = LatencyStats(last_ms=22.1 + half / 1000, p50_ms=21.0, p99_ms=40.0)
+        each = model(counters=counters(half / 2), ttft=latency, itl=gap)
         found = record.add_snapshot(half / 2, snapshot(each))
     return found if last is None else record.add_snapshot(seconds + 0.5, last)
 

@@ -89,7 +89,7 @@ class StatsRecorder:
     """Records steps and request ends cheaply; statistics are computed in `snapshot`."""
 
     def __init__(self) -> None:
-        self._steps = 0
+        self._steps, self._busy_s = 0, 0.0
         self._step_tokens = 0
         self._context_tokens = 0
         self._step_ms = 0.0
@@ -113,6 +113,7 @@ class StatsRecorder:
         The full duration of a step with prefill and decode tokens counts for both rates.
         """
         self._steps += 1
+        self._busy_s += step_ms / 1e3
         if isinstance(chunks, DecodeStep):
             tokens, context, drafts, prompts = len(chunks), sum(chunks.starts), 0, list[Chunk]()
         else:
@@ -194,6 +195,7 @@ class StatsRecorder:
             itl_p50_ms=percentile(itl_ms, 0.5),
             itl_p99_ms=percentile(itl_ms, 0.99),
             steps_total=self._steps,
+            busy_s_total=self._busy_s,
             step_tokens_total=self._step_tokens,
             context_tokens_total=self._context_tokens,
             step_tokens=tuple(self._step_buckets),

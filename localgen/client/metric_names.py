@@ -16,7 +16,8 @@ class MetricNames:
 
     The first name present counts: names have changed between versions. model_label: the label with
     the model's name. rank_label: the label of ranks that report the same values; only rank 0 is
-    read. counters: names by the fields of ModelCounters.
+    read. counters: names by the fields of ModelCounters. counts_at_end: its counters of tokens grow
+    when a request ends.
     """
 
     server_type: str
@@ -32,6 +33,7 @@ class MetricNames:
     itl: tuple[str, ...] = ()
     tokens_per_step: tuple[str, ...] = ()
     counters: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    counts_at_end: bool = False
 
 
 def _vllm_metric_names(prefix: str, kind: str) -> MetricNames:
@@ -102,6 +104,7 @@ LLAMA_SERVER = MetricNames(
         "draft_tokens": ("llamacpp:spec_decode_num_draft_tokens_total",),
         "accepted_tokens": ("llamacpp:spec_decode_num_accepted_tokens_total",),
     },
+    counts_at_end=True,
 )
 # localgen first: it has the names of others as well
 KNOWN_SERVERS = (LOCALGEN, VLLM, SGLANG, LLAMA_SERVER)

@@ -193,6 +193,8 @@ def _counters(metrics: MetricNames, samples: _ModelSamples) -> ModelCounters:
     busy, steps = samples.total((BUSY_SLOTS_PER_STEP,)), totals.get("steps")
     if busy is not None and steps is not None:
         totals["step_sequences"] = busy * steps
+    if metrics.counts_at_end:  # a token for each sequence of a step, meanwhile
+        totals["generated_tokens"] = totals.get("step_sequences") or steps
     return ModelCounters(**totals)
 
 

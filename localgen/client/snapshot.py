@@ -31,12 +31,13 @@ class LatencyStats:
 class ModelCounters:
     """Counters since the start of the engine.
 
-    step_sequences: sum of the sequences of all steps; context_tokens: cached tokens attended to.
+    busy_s: time of all steps; step_sequences: sum of the sequences of all steps; context_tokens: cached tokens attended to.
     """
 
     prompt_tokens: float | None = None
     generated_tokens: float | None = None
     steps: float | None = None
+    busy_s: float | None = None
     step_sequences: float | None = None
     context_tokens: float | None = None
     preemptions: float | None = None
@@ -231,6 +232,7 @@ def _with_stats(model: ModelSnapshot, stats: EngineStats) -> ModelSnapshot:
             prompt_tokens=stats.prompt_tokens_total,
             generated_tokens=stats.generation_tokens_total,
             steps=stats.steps_total,
+            busy_s=stats.busy_s_total,
             step_sequences=sequences,
             context_tokens=stats.context_tokens_total,
             preemptions=stats.num_preemptions_total,

@@ -81,7 +81,7 @@ def create_app(
     manager.on_load = metrics.on_load
     add_error_handlers(app)
     _add_metrics_route(app, metrics)
-    journal = RequestLog((metrics, rates, state.recent_requests))
+    journal = RequestLog((metrics, rates, state.recent_requests), metrics)
     _add_generation_routes(app, manager, journal, access.timeout_s)
     _add_embedding_routes(app, manager, journal, access.timeout_s)
     _add_model_routes(app, manager, state)

@@ -37,7 +37,7 @@ class MemoryGauge(Gauge[MemorySample]):
         return _tiers_summary(sample.kv_tiers), foot
 
     def lines(self, sample: MemorySample, width: int, height: int) -> list[Content]:
-        """Up to three lines per model; machine memory below; kept prefixes in the room between."""
+        """Up to four lines per model; machine memory below; kept prefixes in the room between."""
         models = sample.models or ()
         # at least one line per model, as long as one is left for the machine
         machine = _machine_lines(sample, width, max(1, height - max(1, len(models))))
@@ -45,7 +45,7 @@ class MemoryGauge(Gauge[MemorySample]):
         if not models:
             says = "no model is loaded" if sample.models is not None else ""
             return [Content.styled(says, "$muted"), *machine]
-        each = max(1, min(3, room // len(models)))
+        each = max(1, room // len(models))
         lines = [line for model in models for line in _model_lines(model, width)[:each]]
         if len(lines) > room:
             hidden = len(models) - max(0, room - 1)
@@ -63,10 +63,11 @@ def _model_lines(model: ModelMemory, width: int) -> list[Content]:
         ("weights ", "$muted"), format_bytes(model.weights_bytes),
         ("  process ", "$muted"), format_bytes(taken),
     )  # fmt: skip
-    return [
-        align_ends(Content.styled(model.name, "bold"), weights, width),
-        *_kv_cache_lines(model, width),
-    ]
+    name, kv = Content.styled(model.name, "bold"), _kv_cache_lines(model, width)
+    if name.cell_length + weights.cell_length < width:
+        return [align_ends(name, weights, width), *kv]
+    is_known = model.weights_bytes is not None or taken is not None
+    return [name, *kv, weights] if is_known else [name, *kv]
 
 
 def _kv_cache_lines(model: ModelMemory, width: int) -> list[Content]:

@@ -44,6 +44,18 @@ class TimeSeriesBuffer:
         return tuple(self._values)
 
 
+class NewValuesBuffer(TimeSeriesBuffer):
+    """The same for the last measured value, with a gap where none was measured since the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: float | None = None
+
+    def add(self, value: float | None) -> None:
+        super().add(None if value == self._last else value)
+        self._last = value
+
+
 class CounterRates:
     """Growth rates of a model's counters."""
 
@@ -77,6 +89,13 @@ class CounterRates:
         grown = self.increase(counter)
         return None if grown is None else grown[0] / grown[1]
 
+    def rate_while_busy(self, counter: str) -> float | None:
+        """Growth per second of steps; per second, if the time of the steps is unknown."""
+        grown, busy = self.increase(counter), self.increase("busy_s")
+        if grown is None or busy is None:
+            return self.rate(counter)
+        return grown[0] / busy[0] if busy[0] else 0.0
+
     def ratio(
         self, numerator: str, denominator: str, period_s: float = RATE_WINDOW_S
     ) -> float | None:
@@ -96,7 +115,7 @@ class SampleBuilder:
         self._decode_series, self._prefill_series = TimeSeriesBuffer(), TimeSeriesBuffer()
         self._utilization_series = TimeSeriesBuffer()
         # TTFT and ITL per model: values of different models must not be mixed in one plot
-        self._latency_series: dict[str, tuple[TimeSeriesBuffer, TimeSeriesBuffer]] = {}
+        self._latency_series: dict[str, tuple[NewValuesBuffer, NewValuesBuffer]] = {}
 
     def add_snapshot(self, now_s: float, snapshot: ServerSnapshot) -> ServerSample:
         """Add a snapshot and return the gauges' sample. now_s: a monotonic time."""
@@ -148,7 +167,7 @@ class SampleBuilder:
     def _add_latency_points(self, models: Iterable[ModelSnapshot]) -> None:
         before, self._latency_series = self._latency_series, {}
         for model in models:
-            tracks = before.get(_key(model)) or (TimeSeriesBuffer(), TimeSeriesBuffer())
+            tracks = before.get(_key(model)) or (NewValuesBuffer(), NewValuesBuffer())
             tracks[0].add(model.ttft.last_ms)
             tracks[1].add(model.itl.last_ms)
             self._latency_series[_key(model)] = tracks
@@ -156,10 +175,7 @@ class SampleBuilder:
     def _latency_sample(self, model: ModelSnapshot | None) -> LatencySample:
         if model is None:
             return LatencySample()
-        ttft, itl = self._latency_series.get(_key(model)) or (
-            TimeSeriesBuffer(),
-            TimeSeriesBuffer(),
-        )
+        ttft, itl = self._latency_series.get(_key(model)) or (NewValuesBuffer(), NewValuesBuffer())
         return LatencySample(
             model=escape_name(model.name),
             ttft=model.ttft,
@@ -182,7 +198,7 @@ class SampleBuilder:
         return None if model is None else compute(self._rates_of(model))
 
     def _total_rate(self, models: Iterable[ModelSnapshot], counter: str) -> float | None:
-        return _sum_known(self._rates_of(model).rate(counter) for model in models)
+        return _sum_known(self._rates_of(model).rate_while_busy(counter) for model in models)
 
     def _bandwidth_sample(self, models: Iterable[ModelSnapshot]) -> BandwidthSample:
         """Bandwidth of the memory with the highest utilization; models in it are added up."""

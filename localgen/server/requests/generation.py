@@ -153,7 +153,7 @@ class GenerationResponse(Response):
 
     async def _next_events(self, stream: RequestStream) -> list[RequestEvent]:
         events = _until_failure(await stream.next_events())
-        self._record.add_events(events)
+        self._journal.add_events(self._record, events)
         self._finished |= {end.request_id: end for end in events if isinstance(end, Finished)}
         if self._total is not None:
             self._record.finish(self._total)

@@ -138,22 +138,36 @@ class Metrics:
     def on_request_end(self, record: RequestRecord) -> None:
         """Record an ended request."""
         model = record.model
-        for gap_s, tokens in record.token_gaps_s:
-            for _ in range(tokens):
-                self._itl.labels(model).observe(gap_s)
+        self.on_tokens(record)
         self._e2e.labels(model).observe(record.ended_s - record.arrived_s)
         if record.total is None or record.outcome == GONE:
             self._failure.labels(model, record.outcome).inc()
-            self._generation_tokens_total.labels(model).inc(record.num_tokens)
             return
         for answer in record.finished:
             if answer.completion_tokens > 1:
                 each_s = answer.timings.predicted_ms / 1e3 / (answer.completion_tokens - 1)
                 self._tpot.labels(model).observe(each_s)
+        left = record.total.completion_tokens - record.num_tokens
+        self._generation_tokens_total.labels(model).inc(max(0, left))
         self._success.labels(model, record.total.reason).inc()
         self._record_finished(model, record.total)
         if record.finished:  # not of embeddings
             self._record_parameters(model, record)
+
+    def on_tokens(self, record: RequestRecord) -> None:
+        """Record the tokens that a request has got since the last call."""
+        model, gaps_s = record.model, record.token_gaps_s
+        if record.num_counted == record.num_tokens:
+            return
+        if not record.num_counted and record.first_token_s is not None:
+            self._ttft.labels(model).observe(record.first_token_s - record.arrived_s)
+        self._generation_tokens_total.labels(model).inc(record.num_tokens - record.num_counted)
+        itl = self._itl.labels(model)
+        for gap_s, tokens in gaps_s:
+            for _ in range(tokens):
+                itl.observe(gap_s)
+        gaps_s.clear()
+        record.num_counted = record.num_tokens
 
     def on_load(self, model: str, outcome: str, load_s: float) -> None:
         """Record a model load. outcome: `loaded` or an error code."""
@@ -163,8 +177,6 @@ class Metrics:
 
     def _record_finished(self, model: str, finished: Finished) -> None:
         timings = finished.timings
-        if finished.completion_tokens:
-            self._ttft.labels(model).observe(timings.ttft_ms / 1e3)
         self._queue.labels(model).observe(timings.queue_ms / 1e3)
         self._prefill.labels(model).observe(timings.prompt_ms / 1e3)
         self._prompt_tokens.labels(model).observe(finished.prompt_tokens)
@@ -175,7 +187,6 @@ class Metrics:
         self._decode.labels(model).observe(timings.predicted_ms / 1e3)
         self._inference.labels(model).observe((timings.prompt_ms + timings.predicted_ms) / 1e3)
         self._generation_tokens.labels(model).observe(finished.completion_tokens)
-        self._generation_tokens_total.labels(model).inc(finished.completion_tokens)
         self._cache_queries.labels(model).inc(finished.prompt_tokens)
         self._cache_hits.labels(model).inc(timings.cache_n)
 

@@ -34,9 +34,11 @@ class RequestRecord:
     account: charged for its tokens. outcome: the finish reason, an error code, or `gone` if the
     client disconnected. error: message of an error that has no text of the request in it, or empty.
     total: merged result of all answers; finished: result of each.
-    token_gaps_s: (seconds per token, tokens) of each delta after the first. last_delta: by request
+    token_gaps_s: (seconds per token, tokens) of the deltas after the first that are not observed
+    yet. first_token_s: when the first delta arrived, or None. last_delta: by request
     id, the tokens so far and when the last delta arrived. n: answers per prompt. max_tokens: of an
     answer, or None if the request has no limit.
+    num_tokens: of all answers so far; num_counted: those that a TokenObserver has counted.
     """
 
     id: str
@@ -51,9 +53,11 @@ class RequestRecord:
     total: Finished | None = None
     finished: list[Finished] = field(default_factory=list)
     token_gaps_s: list[tuple[float, int]] = field(default_factory=list)
+    first_token_s: float | None = None
     last_delta: dict[str, tuple[int, float]] = field(default_factory=dict)
     ended_s: float = 0.0
     num_tokens: int = 0
+    num_counted: int = 0
     n: int = 1
     max_tokens: int | None = None
 
@@ -72,6 +76,8 @@ class RequestRecord:
     def _add_delta(self, delta: Delta, now_s: float) -> None:
         before, last_s = self.last_delta.get(delta.request_id, (0, None))
         new = delta.num_tokens - before
+        if self.first_token_s is None and new:
+            self.first_token_s = now_s
         if last_s is not None and new:
             self.token_gaps_s.append(((now_s - last_s) / new, new))
         self.last_delta[delta.request_id] = delta.num_tokens, now_s
@@ -94,11 +100,25 @@ class RequestObserver(Protocol):
     def on_request_end(self, record: RequestRecord) -> None: ...
 
 
+class TokenObserver(Protocol):
+    """Gets the record of a request whenever it has new tokens."""
+
+    def on_tokens(self, record: RequestRecord) -> None: ...
+
+
 class RequestLog:
     """Logs ended requests and notifies observers."""
 
-    def __init__(self, observers: Sequence[RequestObserver]) -> None:
-        self._observers = observers
+    def __init__(
+        self, observers: Sequence[RequestObserver], token_observer: TokenObserver | None = None
+    ) -> None:
+        self._observers, self._token_observer = observers, token_observer
+
+    def add_events(self, record: RequestRecord, events: list[RequestEvent]) -> None:
+        """Record events of a request that have just arrived."""
+        record.add_events(events)
+        if self._token_observer is not None:
+            self._token_observer.on_tokens(record)
 
     def close(self, record: RequestRecord) -> None:
         """Log a request that has finished, failed or lost its client."""
