@@ -128,6 +128,11 @@ def test_a_plot_grows_at_the_right_and_keeps_its_columns() -> None:
     assert plot([2.0, 2.0, 4.0, 4.0, 8.0, 8.0], 3, 1, min_points=6) == ["▂▄█"]
 
 
+def test_dots_are_drawn_at_their_height_with_gaps() -> None:
+    drawn = plot([1.0, None, 16.0, 8.0], 4, 2, min_points=4, dots=True)
+    assert drawn == ["  • ", "•  •"]
+
+
 @pytest.mark.parametrize(("width", "text"), [(12, "left   right"), (9, "left")])
 def test_align_ends_fills_the_width(width: int, text: str) -> None:
     assert align_ends(Content("left"), Content("right"), width).plain == text
@@ -315,7 +320,7 @@ def test_each_plot_says_what_its_top_and_its_foot_are(
 ) -> None:
     drawn = lines(gauge, part, 130, 12)  # a column for each sample
     top = next(at for at, line in enumerate(drawn) if line.strip().startswith(scale))
-    assert "█" in drawn[top]
+    assert {"█", "•"} & set(drawn[top])
     foot = next(line for line in drawn[top + 1 :] if line.strip().startswith("0 "))
     assert foot.index("0") == drawn[top].index(scale) + len(scale) - 1
 

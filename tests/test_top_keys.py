@@ -22,6 +22,7 @@ from top_script import (
     until,
 )
 
+from localgen.backends.engine_stats import RequestPhases
 from localgen.backends.errors import ServerUnavailable
 from localgen.client.snapshot import ServerSnapshot
 from localgen.tui.base_app import BaseApp, KeyHelp, TerminalTooSmall
@@ -29,8 +30,8 @@ from localgen.tui.feed import SampleReceived
 from localgen.tui.themes import LIGHT, THEME_NAMES
 from localgen.tui.top.app import TopApp
 from localgen.tui.top.banner import Banner
-from localgen.tui.top.dashboard import Dashboard
-from localgen.tui.top.request_rows import REQUEST_COLUMNS
+from localgen.tui.top.dashboard import PANELS, Dashboard
+from localgen.tui.top.request_rows import REQUEST_COLUMNS, course
 from localgen.tui.top.request_table import RequestTable
 from localgen.tui.top.timeline import TimelineScreen
 from localgen.tui.widgets.dialog import ConfirmDialog
@@ -255,6 +256,49 @@ def test_space_holds_what_is_shown() -> None:
         assert app.screen.query_one(Banner).status == "LIVE"
 
     run(script)
+
+
+def test_slash_filters_the_requests_while_typing() -> None:
+    async def script(pilot: Pilot[None], app: TopApp) -> None:
+        await pilot.press("slash", *"session-1", "space", *"deco")
+        await pilot.pause()
+        assert column(app, "state") == ["decoding"]
+        await pilot.press("enter", "c")  # keys are those of the requests again
+        await pilot.pause()
+        assert isinstance(app.screen, ConfirmDialog)
+        await pilot.press("escape", "slash", *"x")
+        await pilot.pause()
+        empty = app.screen.query_one("#empty", Static)
+        assert str(empty.content) == "no request matches session-1 decox"
+        await pilot.press("escape")
+        await pilot.pause()
+        assert table(app).row_count == len(LIVE) + len(ENDED)
+        assert app.focused is table(app)
+
+    run(script)
+
+
+def test_number_keys_hide_panels_and_the_requests_get_their_room() -> None:
+    async def script(pilot: Pilot[None], app: TopApp) -> None:
+        before = table(app).size.height
+        for number, panel in enumerate(PANELS, 1):
+            await pilot.press(str(number))
+            await pilot.pause()
+            assert not app.screen.query_one(f"#{panel}").display
+        assert table(app).size.height > before + 10
+        await pilot.press("2")
+        await pilot.pause()
+        assert app.screen.query_one("#latency").display
+        assert app.screen.query_one("#gauges").display
+
+    run(script)
+
+
+def test_the_course_of_a_request_is_drawn_in_proportion() -> None:
+    phases = RequestPhases(queue_ms=250.0, cached_ms=250.0, prefill_ms=250.0, decode_ms=250.0)
+    assert course(phases) == "····░░░░▒▒▒▒████"
+    assert course(RequestPhases(queue_ms=5.0)) == 16 * "·"
+    assert course(RequestPhases()) == ""
 
 
 @pytest.mark.parametrize("key", ["q", "ctrl+q", "ctrl+c"])

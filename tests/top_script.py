@@ -95,7 +95,7 @@ def ended(number: int, outcome: str = "stop", **fields: Any) -> EndedRequest:
         "model": "llama-8b",
         "client": f"session-{number}",
         "outcome": outcome,
-        "ended_ago_s": 10.0 * number,
+        "ended_ago_s": 20.0 * number,
         "prompt_tokens": 50 * number,
         "cached_tokens": 12,
         "generated_tokens": 30 * number,

@@ -75,11 +75,18 @@ class Gauge(Widget, Generic[_Sample]):
 
 
 def series_plot(
-    values: TimeSeries, width: int, rows: int, style: str, format_value: Callable[[float], str]
+    values: TimeSeries,
+    width: int,
+    rows: int,
+    style: str,
+    format_value: Callable[[float], str],
+    *,
+    dots: bool = False,
 ) -> list[Content]:
     """A plot of the last minute, or of more if it is wide enough.
 
-    format_value: formats the maximum, which labels the top of the scale; the bottom is 0.
+    format_value: formats the maximum, which labels the top of the scale; the bottom is 0. dots:
+    for values that are measured now and then.
     """
     if rows < 1:
         return []
@@ -90,7 +97,7 @@ def series_plot(
         scale[-1] = "0"
         if most:
             scale[0] = format_value(most)
-    plotted = plot(values, room, rows, min_points=_PLOT_POINTS)
+    plotted = plot(values, room, rows, min_points=_PLOT_POINTS, dots=dots)
     return [
         Content.assemble((f"{mark:>{_SCALE_COLUMNS}} ", "$muted"), (line, style))
         for mark, line in zip(scale, plotted, strict=True)

@@ -34,7 +34,9 @@ class LatencyGauge(Gauge[LatencySample]):
         return [
             Content.styled(heading, "$muted"),
             _row("TTFT", sample.ttft, names, each, "$accent"),
-            *series_plot(sample.ttft_series_ms, width, rows // 2, "$accent", format_duration_ms),
+            *series_plot(
+                sample.ttft_series_ms, width, rows // 2, "$accent", format_duration_ms, dots=True
+            ),
             _row("ITL", sample.itl, names, each, "$primary"),
             *series_plot(
                 sample.itl_series_ms, width, (rows + 1) // 2, "$primary", format_duration_ms

@@ -14,11 +14,14 @@ BAR_FILLS = "█▓▒"
 BAR_EMPTY = "░"
 
 
-def plot(values: Sequence[float | None], width: int, rows: int, *, min_points: int) -> list[str]:
+def plot(
+    values: Sequence[float | None], width: int, rows: int, *, min_points: int, dots: bool = False
+) -> list[str]:
     """Rows of a column plot over time, newest at the right, scaled from zero to the maximum.
 
     min_points: points that must fit. Each column is the mean of as many points as that takes,
     counted from the newest. Unknown values leave a gap; known ones have at least one eighth.
+    dots: draw a dot for each column instead.
     """
     each = max(1, math.ceil(min_points / max(1, width)))
     columns = _downsample(values, each)[-width:]
@@ -26,9 +29,17 @@ def plot(values: Sequence[float | None], width: int, rows: int, *, min_points: i
     heights = [_bar_height(value, highest, rows * 8) for value in columns]
     lines = []
     for row in reversed(range(rows)):
-        cells = [_EIGHTHS[max(0, min(8, height - row * 8))] for height in heights]
+        cells = [_dot(height, row) if dots else _column(height, row) for height in heights]
         lines.append("".join(cells).rjust(width))
     return lines
+
+
+def _column(height: int, row: int) -> str:
+    return _EIGHTHS[max(0, min(8, height - row * 8))]
+
+
+def _dot(height: int, row: int) -> str:
+    return "•" if row * 8 < height <= (row + 1) * 8 else " "
 
 
 def plot_maximum(values: Sequence[float | None], width: int, *, min_points: int) -> float | None:

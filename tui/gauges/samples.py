@@ -15,7 +15,10 @@ TimeSeries = tuple[float | None, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThroughputSample:
-    """Tokens/s while steps were computed, in the last two seconds. batch_size: mean number of sequences per step."""
+    """Tokens/s while steps were computed, in the last two seconds.
+
+    batch_size: mean number of sequences per step.
+    """
 
     decode_per_s: float | None = None
     prefill_per_s: float | None = None

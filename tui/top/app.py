@@ -10,13 +10,13 @@ from textual.reactive import var
 
 from localgen.backends.errors import LocalgenError
 from localgen.backends.terminal_text import one_line
-from localgen.client.responses import silence_notice
 from localgen.client.snapshot import ServerSnapshot
 from localgen.tui.base_app import BaseApp
 from localgen.tui.feed import FIRST_RETRY_S, SampleFeed, SampleReceived, ServerLost, ServerMonitor
 from localgen.tui.gauges.samples import ServerSample
 from localgen.tui.themes import ThemeChoice
 from localgen.tui.top.dashboard import Dashboard
+from localgen.tui.top.problems import problems
 from localgen.tui.top.request_rows import RequestRow
 from localgen.tui.top.request_table import RequestTable
 from localgen.tui.top.timeline import TimelineScreen
@@ -40,6 +40,8 @@ class TopApp(BaseApp):
     TITLE = "localgen top"
     HELP_NOTES = (
         "↑ and ↓ choose a request. A click on a heading sorts by it.\n"
+        "1 to 5 hide and show the panels above.\n"
+        "Course: · waits  ░ cached  ▒ prompt  █ answer.\n"
         "█ used  ▓ cached prefixes  ░ free.\n"
         "— unknown: the server does not report it."
     )
@@ -91,12 +93,8 @@ class TopApp(BaseApp):
         self._show_live(message.sample.snapshot)
 
     def _show_live(self, snapshot: ServerSnapshot) -> None:
-        notices = [
-            silence_notice(model.name, model.silent_s)
-            for model in snapshot.models
-            if model.silent_s is not None
-        ]
-        self._dashboard.show_status("PAUSED" if self._is_paused else "LIVE", "; ".join(notices))
+        status = "PAUSED" if self._is_paused else "LIVE"
+        self._dashboard.show_status(status, "; ".join(problems(snapshot)))
 
     def on_server_lost(self, message: ServerLost) -> None:
         """Show the error and when the feed retries."""

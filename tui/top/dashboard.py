@@ -8,7 +8,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container, Vertical
 from textual.screen import Screen
-from textual.widgets import Static
+from textual.widgets import Input, Static
 
 from localgen.tui.gauges.bandwidth import BandwidthGauge
 from localgen.tui.gauges.latency import LatencyGauge
@@ -26,6 +26,19 @@ _REQUESTS_NOT_LISTED = "this server does not list its requests"
 _NO_REQUESTS = "no requests yet"
 
 
+# in the order that fills a grid of three columns; a number key hides and shows each
+PANELS = ("speed", "latency", "memory", "bandwidth", "speculation")
+
+
+class RequestFilter(Input):
+    """A line that filters the requests while it is typed into; Esc removes it."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "screen.clear_filter", "Show all"),
+        Binding("down", "screen.leave_filter", "To the requests", show=False),
+    ]
+
+
 class Dashboard(Screen[None]):
     """Lays out banner, gauges and request table, and distributes samples to them."""
 
@@ -37,8 +50,13 @@ class Dashboard(Screen[None]):
         Binding("S,r", "reverse_sort", "Reverse the order", show=False),
         Binding("e", "toggle_ended", "Ended"),
         Binding("space", "app.pause", "Pause"),
+        *(
+            Binding(str(number), f"toggle_panel('{panel}')", f"Hide or show {panel}", show=False)
+            for number, panel in enumerate(PANELS, 1)
+        ),
         Binding("t", "app.retry", "Reconnect now", show=False),
         Binding("q", "app.quit", "Quit"),
+        Binding("slash", "filter", "Filter"),
     ]
     DEFAULT_CSS = """
     Dashboard #gauges { layout: grid; grid-size: 2; grid-rows: 5 5; height: 10; }
@@ -56,6 +74,10 @@ class Dashboard(Screen[None]):
                       border-title-style: bold; border-subtitle-color: $muted; }
     Dashboard #list:focus-within { border: round $primary; }
     Dashboard RequestTable { height: 1fr; background: $background; scrollbar-size: 1 1; }
+    Dashboard RequestFilter { display: none; height: 1; }
+    Dashboard RequestFilter.-shown { display: block; }
+    Dashboard .-hidden { display: none; }
+    Dashboard.-wide #speculation.-hidden { display: none; }
     Dashboard #empty { color: $muted; padding: 0 1; height: 1fr; }
     Dashboard.-stale #gauges, Dashboard.-stale #list { opacity: 60%; }
     """
@@ -64,13 +86,13 @@ class Dashboard(Screen[None]):
         super().__init__()
         self._server_label = server_label
         self._includes_ended = True
+        self._filter = ""
         self._list_texts: tuple[str, str] = (_NO_REQUESTS, "")
 
     def compose(self) -> ComposeResult:
         yield Banner(self._server_label)
         yield Notice()
         with Container(id="gauges"):
-            # in the order that fills a grid of three columns
             yield SpeedGauge()
             yield LatencyGauge()
             yield MemoryGauge()
@@ -78,6 +100,9 @@ class Dashboard(Screen[None]):
             yield SpeculationGauge()
         with Vertical(id="list") as box:
             box.border_title = "Requests"
+            yield RequestFilter(
+                placeholder="model, state, client or id", compact=True, select_on_focus=False
+            )
             yield RequestTable()
             yield Static(_NO_REQUESTS, id="empty", markup=False)
         yield KeyFooter()
@@ -106,13 +131,19 @@ class Dashboard(Screen[None]):
 
     def _show_requests(self, sample: ServerSample) -> None:
         rows = request_rows(sample.snapshot, include_ended=self._includes_ended)
+        if rows is not None and self._filter:
+            rows = [row for row in rows if row.matches(self._filter)]
         table, empty = self.query_one(RequestTable), self.query_one("#empty", Static)
         table.show_requests(rows or [])
         live = sum(row.is_live for row in rows or ())
         counts = f"{live} live"
         if self._includes_ended:
             counts += f", {len(rows or ()) - live} ended"
-        texts = (_REQUESTS_NOT_LISTED if rows is None else _NO_REQUESTS, counts if rows else "")
+        if rows is None:
+            none = _REQUESTS_NOT_LISTED
+        else:
+            none = f"no request matches {self._filter}" if self._filter else _NO_REQUESTS
+        texts = (none, counts if rows else "")
         if table.display != bool(rows) or texts != self._list_texts:  # avoid a needless layout
             self._list_texts = texts
             table.display, empty.display = bool(rows), not rows
@@ -139,4 +170,39 @@ class Dashboard(Screen[None]):
     def action_toggle_ended(self) -> None:
         """Show or hide ended requests."""
         self._includes_ended = not self._includes_ended
+        self._show_requests_again()
+
+    def action_toggle_panel(self, panel: str) -> None:
+        """Hide or show a gauge; the requests take the room of all of them."""
+        self.query_one(f"#{panel}").toggle_class("-hidden")
+        gauges = self.query_one("#gauges")
+        gauges.set_class(all(each.has_class("-hidden") for each in gauges.children), "-hidden")
+
+    def action_filter(self) -> None:
+        """Open the line that filters the requests."""
+        field = self.query_one(RequestFilter)
+        field.add_class("-shown")
+        field.focus()
+
+    def action_clear_filter(self) -> None:
+        """Show all requests again."""
+        field = self.query_one(RequestFilter)
+        field.value = self._filter = ""
+        field.remove_class("-shown")
+        self._show_requests_again()
+        self.action_leave_filter()
+
+    def action_leave_filter(self) -> None:
+        """Go on with the keys of the requests; the filter stays."""
+        table = self.query_one(RequestTable)
+        self.set_focus(table if table.display else None)
+
+    def on_input_submitted(self) -> None:
+        self.action_leave_filter()
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        self._filter = event.value.strip()
+        self._show_requests_again()
+
+    def _show_requests_again(self) -> None:
         self._show_requests(getattr(self.app, "sample"))  # noqa: B009 - TopApp would be a circular import

@@ -19,6 +19,7 @@ from localgen.tui.widgets.numbers import (
 
 _STATE_ORDER = {"queued": 0, "prefill": 1, "decode": 2}
 _ENDED_ORDER = 3
+_COURSE_COLUMNS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,11 @@ class RequestRow:
         """Used fraction of the context, or None if its length is unknown."""
         return (self.prompt_tokens + self.generated_tokens) / self.ctx if self.ctx else None
 
+    def matches(self, text: str) -> bool:
+        """True if every word of a text is in the model, the state, the client or the id."""
+        where = f"{self.model} {self.state_text} {self.client} {self.id}".lower()
+        return all(word in where for word in text.lower().split())
+
     @property
     def state_text(self) -> str:
         """The state as displayed."""
@@ -82,6 +88,29 @@ class RequestColumn:
     format_cell: Callable[[RequestRow], str]
     sort_key: Callable[[RequestRow], float | str]
     is_numeric: bool = True
+
+
+def _course_phases(phases: RequestPhases) -> tuple[tuple[str, float], ...]:
+    """(character, milliseconds) of what is told apart in the course of a request."""
+    return (
+        ("·", phases.template_ms + phases.queue_ms),
+        ("░", phases.cached_ms),
+        ("▒", phases.prefill_ms + phases.first_step_ms),
+        ("█", phases.decode_ms),
+    )
+
+
+def course(phases: RequestPhases) -> str:
+    """A waterfall of the phases of a request, in proportion to its time so far."""
+    parts = _course_phases(phases)
+    total_ms = sum(ms for _, ms in parts)
+    if not total_ms:
+        return ""
+    text, before_ms = "", 0.0
+    for character, ms in parts:
+        before_ms += ms
+        text += character * (round(before_ms / total_ms * _COURSE_COLUMNS) - len(text))
+    return text
 
 
 def _unknown_as_minus_one(value: float | None) -> float:
@@ -148,6 +177,15 @@ REQUEST_COLUMNS = (
         90,
         lambda r: format_percent(r.context_fraction),
         lambda r: _unknown_as_minus_one(r.context_fraction),
+    ),
+    RequestColumn(
+        "course",
+        "Course",
+        _COURSE_COLUMNS,
+        140,
+        lambda r: course(r.phases),
+        lambda r: sum(ms for _, ms in _course_phases(r.phases)),
+        is_numeric=False,
     ),
     RequestColumn("age", "Age", 7, 104, lambda r: format_duration_s(r.age_s), lambda r: r.age_s),
     RequestColumn(
