@@ -12,6 +12,7 @@ from textual.widgets import Button, Input
 from tui_quantize import (
     BEGUN,
     LOOK,
+    LOOK_WITHOUT_GPU,
     NEVER,
     UNFINISHED,
     Quantizing,
@@ -21,7 +22,8 @@ from tui_quantize import (
 )
 
 from localgen.backends.errors import LoadFailed, ModelNotFound, OutOfMemory
-from localgen.quant.request.form import QuantizeForm
+from localgen.quant.advice import _PRESETS
+from localgen.quant.request.form import QuantizeForm, method_option, with_option
 from localgen.tui.quantize.choices import NamePicker, RadioChoices
 
 pytestmark = pytest.mark.usefixtures("two_originals")
@@ -100,6 +102,27 @@ def test_gguf_has_a_type_and_calibrates_where_it_must(tmp_path: Path) -> None:
         assert tui.screen._form_panel.form.gguf_calibration == "importance"
 
     play(Quantizing(tmp_path), scene)
+
+
+def test_the_method_that_suits_best_is_selected_until_one_is_chosen(tmp_path: Path) -> None:
+    async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
+        await wait_until_estimated(tui, pilot, 2)
+        form = tui.screen._form_panel.form
+        assert (form.method, form.gguf, form.gguf_calibration) == ("GGUF", "Q8_0", "nothing")
+        tui.screen._form_panel.set_values(model="other")  # is no choice of a method
+        await wait_until_estimated(tui, pilot, 3)
+        tui.screen._form_panel.set_values(method="gptq")
+        await wait_until_estimated(tui, pilot, 4)
+        tui.screen._form_panel.set_values(model="third")
+        await wait_until_estimated(tui, pilot, 5)
+        assert tui.screen._form_panel.form.method == "gptq"
+
+    play(Quantizing(tmp_path, (LOOK_WITHOUT_GPU,) * 5), scene)
+
+
+@pytest.mark.parametrize("option", [preset.option for preset in _PRESETS])
+def test_options_are_what_forms_mean(option: str) -> None:
+    assert method_option(with_option(QuantizeForm(gguf_calibration="importance"), option)) == option
 
 
 def test_new_choice_cancels_the_old_estimate(tmp_path: Path) -> None:

@@ -51,9 +51,10 @@ WAYS = (
     MethodEstimate(
         "--awq --gguf Q4_K_M", 9_600_000, 88_000_000, "CPU", "small loss; takes calibration"
     ),
-    MethodEstimate("--awq", 9_400_000, 87_000_000, None, "small loss; read by most engines"),
+    MethodEstimate("--awq", 9_400_000, 87_000_000, "GPU", "small loss; read by most engines"),
 )
-LOOK: tuple[Step, ...] = (RecommendationEvent(WAYS, "--gguf Q8_0"), NEEDS)
+LOOK: tuple[Step, ...] = (RecommendationEvent(WAYS, "--awq"), NEEDS)
+LOOK_WITHOUT_GPU: tuple[Step, ...] = (RecommendationEvent(WAYS, "--gguf Q8_0"), NEEDS)
 UNFINISHED: tuple[Step, ...] = (*LOOK, UnfinishedEvent(2, 6))
 ROWS = (
     EvalRow("tiny", "/m/tiny", 22_976_512, 32.0, 3.1234, None, 812.3),

@@ -139,6 +139,20 @@ def method_option(form: QuantizeForm) -> str:
     return f"--{form.method}{bits}"
 
 
+def with_option(form: QuantizeForm, option: str) -> QuantizeForm:
+    """The form with another method, given as method_option returns it."""
+    match option.split():
+        case ["--awq", "--gguf", gguf]:
+            return replace(form, method=GGUF, gguf=gguf, gguf_calibration="scales")
+        case ["--gguf", gguf]:
+            return replace(form, method=GGUF, gguf=gguf, gguf_calibration="nothing")
+        case [method, "--bits", bits]:
+            return replace(form, method=method.removeprefix("--"), bits=int(bits))
+        case [method]:
+            return replace(form, method=method.removeprefix("--"), bits=4)
+    raise ValueError(option)
+
+
 def save_form(form: QuantizeForm, path: Path) -> None:
     """Write the form; a failure is ignored, because a full disk must not stop a run."""
     with contextlib.suppress(OSError):

@@ -17,7 +17,7 @@ from textual.widgets import Button, Static
 from localgen.backends.errors import LocalgenError
 from localgen.backends.terminal_text import one_line
 from localgen.quant.originals import scan_originals
-from localgen.quant.request.form import QuantizeForm, method_option
+from localgen.quant.request.form import QuantizeForm, method_option, with_option
 from localgen.quant.request.gguf_types import GGUF_TYPES
 from localgen.quant.request.request import QuantizeRequest
 from localgen.tui.quantize.choices import NamePicker
@@ -82,6 +82,9 @@ class QuantizeScreen(Screen[str | None]):
         # the last run whose end this screen has handled
         self._last_ended_run = None if runner.is_running else runner.current_run
         self._estimated_model = ""
+        # the method is the user's choice, or of an earlier run: else it is the one that suits best
+        self._is_method_chosen = self._form_panel.form != QuantizeForm()
+        self._shown_option = method_option(self._form_panel.form)
         self._was_running: bool | None = None
         # the app may call sync() before compose() has finished
         self._is_composed = False
@@ -154,9 +157,22 @@ class QuantizeScreen(Screen[str | None]):
             found = replace(found, error=replace_cli_options(error.message), is_complete=True)
         self._estimate_panel.estimate = found
         self.sync()
+        self._suggest_best_method(found)
+
+    def _suggest_best_method(self, estimate: QuantizeEstimate) -> None:
+        """Select the method that suits this machine best, unless the user has chosen one."""
+        advised = estimate.recommendation
+        best = advised.best_option if advised is not None else None
+        if best is not None and best != estimate.option and not self._is_method_chosen:
+            self._form_panel.show_values(with_option(self._form_panel.form, best))
+            self._shown_option = best
+            self.update_estimate()
 
     def on_quantize_form_panel_changed(self, event: QuantizeFormPanel.Changed) -> None:
         event.stop()
+        option = method_option(event.form)
+        self._is_method_chosen |= option != self._shown_option
+        self._shown_option = option
         self.show_message("")
         self._is_form_changed = True
         self.update_estimate()
