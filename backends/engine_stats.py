@@ -114,7 +114,8 @@ class EngineStats:
     step_sequences[n]: number of steps that computed n sequences (index 0 unused).
     step_tokens: histogram of tokens per step, with the buckets STEP_TOKENS_BOUNDS.
     *_per_s, ttft_* and itl_* cover at most the last minute; *_last_ms: the latest value, 0 if there
-    is none. busy_s_total: duration of all steps. context_tokens_total: cached tokens attended to, summed over sequences and steps.
+    is none. busy_s_total: duration of all steps. context_tokens_total: cached tokens attended to,
+    summed over sequences and steps.
     """
 
     running: int = 0

@@ -25,7 +25,6 @@ from localgen.backends.messages import FrameSocket
 
 KEY = bytes(range(32))
 TEXT = [3 * number % 1000 for number in range(4 * BLOCK_TOKENS + 50)]
-WHOLE = 4 * BLOCK_TOKENS
 
 
 @pytest.fixture(params=["unix", "tcp"])
@@ -66,13 +65,24 @@ def error_of(store: PrefixStore) -> str:
 
 
 @pytest.mark.usefixtures("source")
-def test_whole_blocks_come_from_the_peer(address: tuple[str, int] | str) -> None:
+def test_blocks_come_from_the_peer(address: tuple[str, int] | str) -> None:
     store = asking(address, ram=1 << 20)
-    assert fetched(store) == WHOLE
+    assert fetched(store) == len(TEXT)
     assert error_of(store) == ""
-    assert load_all(store, TEXT) == WHOLE, "they are kept"
+    assert load_all(store, TEXT) == len(TEXT), "they are kept"
     assert fetched(store, [*TEXT[:300], 5, *TEXT[301:]]) == 300
     assert fetched(asking(address), TEXT[::-1]) == 0
+    store.close(0.0)
+
+
+@pytest.mark.usefixtures("source")
+def test_a_prompt_that_parts_within_a_block_gets_its_beginning(
+    address: tuple[str, int] | str,
+) -> None:
+    store = asking(address)
+    for shared in (BLOCK_TOKENS + 5, 4 * BLOCK_TOKENS + 30):
+        assert fetched(store, [*TEXT[:shared], 10**6, *TEXT[shared:]]) == shared
+    assert fetched(store, TEXT[:200]) == 200
     store.close(0.0)
 
 
@@ -81,7 +91,7 @@ def test_without_the_key_there_is_nothing(address: tuple[str, int] | str) -> Non
     store = asking(address, key=bytes(32))
     assert fetched(store) == 0
     assert error_of(store)
-    assert fetched(asking(address)) == WHOLE, "others are still served"
+    assert fetched(asking(address)) == len(TEXT), "others are still served"
 
 
 def test_a_server_without_the_key_is_not_believed(address: tuple[str, int] | str) -> None:
@@ -101,7 +111,7 @@ def test_a_peer_that_ends_and_comes_back(
     address: tuple[str, int] | str, source: PrefixStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = asking(address)
-    assert fetched(store) == WHOLE
+    assert fetched(store) == len(TEXT)
     source.close(0.0)
     store.close(0.0)
     assert fetched(store) == 0
@@ -112,7 +122,7 @@ def test_a_peer_that_ends_and_comes_back(
     again = PrefixStore(NAMESPACE, ram_bytes=1 << 20, disk=None)
     again.listen(address, KEY)
     save_all(again, TEXT)
-    assert fetched(store) == WHOLE
+    assert fetched(store) == len(TEXT)
     assert error_of(store) == ""
     again.close(0.0)
 
@@ -122,9 +132,9 @@ def test_a_connection_that_was_dropped_is_opened_again(
 ) -> None:
     monkeypatch.setattr(peers, "_IDLE_S", 0.05)
     store = asking(address)
-    assert fetched(store) == WHOLE
+    assert fetched(store) == len(TEXT)
     time.sleep(0.2)
-    assert fetched(store) == WHOLE
+    assert fetched(store) == len(TEXT)
     assert error_of(store) == ""
     assert source.is_shared
 
@@ -136,9 +146,9 @@ def test_idle_clients_do_not_keep_others_out(
     monkeypatch.setattr(peers, "_IDLE_S", 0.2)
     monkeypatch.setattr(peers, "RETRY_S", 0.0)
     idle = [asking(address) for _ in range(peers._MAX_CONNECTIONS)]
-    assert [fetched(store) for store in idle] == [WHOLE] * len(idle)
+    assert [fetched(store) for store in idle] == [len(TEXT)] * len(idle)
     last = asking(address)
-    wait_until(lambda: fetched(last) == WHOLE)
+    wait_until(lambda: fetched(last) == len(TEXT))
 
 
 def test_the_service_outlives_a_lack_of_descriptors(
@@ -156,7 +166,7 @@ def test_the_service_outlives_a_lack_of_descriptors(
     source = PrefixStore(NAMESPACE, ram_bytes=1 << 20, disk=None)
     source.listen(address, KEY)
     save_all(source, TEXT)
-    assert fetched(asking(address)) == WHOLE
+    assert fetched(asking(address)) == len(TEXT)
     assert failed
     source.close(0.0)
     assert not (isinstance(address, str) and Path(address).exists())
@@ -239,7 +249,7 @@ def test_garbage_and_many_connections_do_not_end_the_service(
     monkeypatch.setattr(peers, "_CONNECT_S", 0.2)
     silent = [connect() for _ in range(3 * peers._MAX_CONNECTIONS)]
     # those that prove nothing are ended
-    wait_until(lambda: fetched(asking(address)) == WHOLE)
+    wait_until(lambda: fetched(asking(address)) == len(TEXT))
     for sock in silent:
         sock.close()
 
@@ -252,6 +262,9 @@ def test_odd_requests_of_one_with_the_key(
         assert client._ask(b"=", *digests) == b""
     assert client._ask(b"!", bytes(16)) == b""
     assert client.num_held([]) == 0
+    assert client.children(bytes(16)) == []
+    for digests in ([], [b"x"], [bytes(16)] * 2):
+        assert client._ask(b">", *digests) == b""
     digests = [each.digest for each in source.find(TEXT, "")[:4]]
     assert client.num_held([*digests, bytes(16), *digests]) == 4
     client.close()
@@ -268,7 +281,7 @@ def test_several_fetch_at_once(address: tuple[str, int] | str, source: PrefixSto
         save_all(source, [number] * BLOCK_TOKENS)
     for thread in threads:
         thread.join()
-    assert got == [WHOLE] * 8
+    assert got == [len(TEXT)] * 8
 
 
 def test_a_socket_that_was_left_behind_is_replaced(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ Both sides prove that they have the same key before anything else is said. What 
 as in a file, with its HMAC. Nothing is encrypted.
 
 After the proof a client sends `?`, the namespace and digests, and gets the number of leading ones
-that the engine has (4 bytes, little-endian). Or it sends `=`, the namespace and a digest, and gets
-the block, or nothing if it is gone.
+that the engine has (4 bytes, little-endian). Or it sends `>`, the namespace and a digest, and gets
+digest, number of tokens (4 bytes) and tokens (int32) of each block behind that one. Or it sends
+`=`, the namespace and a digest, and gets the block, or nothing if it is gone.
 """
 
 from __future__ import annotations
@@ -18,17 +19,23 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
+
+import numpy as np
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.kv_store import block_file
 from localgen.backends.kv_store.block_file import BlockRefused
-from localgen.backends.kv_store.blocks import DIGEST_BYTES, KVBlock
+from localgen.backends.kv_store.blocks import BLOCK_TOKENS, DIGEST_BYTES, KVBlock, TokenArray
 from localgen.backends.messages import FrameSocket
 
 _NONCE_BYTES = 32
-_ASK, _FETCH = b"?", b"="
+_ASK, _CHILDREN, _FETCH = b"?", b">", b"="
+_COUNT_BYTES = 4
+# of the many prompts that begin alike, a peer is told of this many
+_MAX_CHILDREN = 256
 # a prompt of a million tokens has half of these
 _MAX_DIGESTS = 1 << 14
 _MAX_REQUEST_BYTES = 1 + DIGEST_BYTES * (1 + _MAX_DIGESTS)
@@ -59,11 +66,22 @@ def parse_address(text: str, option: str) -> tuple[str, int] | str:
     return host.strip("[]"), int(port)
 
 
+class BlockSource(Protocol):
+    """The blocks of an engine. May be called from any thread."""
+
+    def has(self, digest: bytes) -> bool: ...
+
+    def children(self, parent: bytes) -> list[tuple[bytes, TokenArray]]:
+        """Digest and tokens of the blocks behind a block."""
+        ...
+
+    def get(self, digest: bytes) -> KVBlock | None: ...
+
+
 class PeerServer:
     """Serves the blocks of one engine to peers that have the key.
 
-    find: returns a block by its digest, or None; called from threads of its own. Raises OSError if
-    the address cannot be used.
+    Raises OSError if the address cannot be used.
     """
 
     def __init__(
@@ -71,11 +89,9 @@ class PeerServer:
         address: tuple[str, int] | str,
         namespace: bytes,
         key: bytes,
-        find: Callable[[bytes], KVBlock | None],
-        has: Callable[[bytes], bool],
+        source: BlockSource,
     ) -> None:
-        self._namespace, self._key = namespace, key
-        self._find, self._has = find, has
+        self._namespace, self._key, self._source = namespace, key, source
         self._free = threading.Semaphore(_MAX_CONNECTIONS)
         self._address, self._is_closed = address, False
         self._listener = _listen(address)
@@ -138,10 +154,14 @@ class PeerServer:
         ]
         is_ours = namespace == self._namespace
         if kind == _ASK:
-            missing = (count for count, each in enumerate(digests) if not self._has(each))
-            yield (next(missing, len(digests)) if is_ours else 0).to_bytes(4, "little")
-        elif kind == _FETCH and is_ours and len(digests) == 1:
-            block = self._find(digests[0])
+            missing = (count for count, each in enumerate(digests) if not self._source.has(each))
+            held = next(missing, len(digests)) if is_ours else 0
+            yield held.to_bytes(_COUNT_BYTES, "little")
+        elif is_ours and len(digests) == 1 and kind == _CHILDREN:
+            for digest, tokens in self._source.children(digests[0])[:_MAX_CHILDREN]:
+                yield digest + len(tokens).to_bytes(_COUNT_BYTES, "little") + tokens.tobytes()
+        elif is_ours and len(digests) == 1 and kind == _FETCH:
+            block = self._source.get(digests[0])
             if block is not None:
                 yield from block_file.block_parts(self._namespace, block, self._key)
 
@@ -162,6 +182,20 @@ class KVPeer:
         """How many leading blocks of a chain the peer has; 0 if it does not answer."""
         asked = digests[:_MAX_DIGESTS]
         return int.from_bytes(self._ask(_ASK, *asked), "little") if asked else 0
+
+    def children(self, parent: bytes) -> list[tuple[bytes, TokenArray]]:
+        """Digest and tokens of the blocks that the peer has behind a block."""
+        reply, at = self._ask(_CHILDREN, parent), 0
+        found = []
+        while len(reply) >= at + DIGEST_BYTES + _COUNT_BYTES:
+            digest, at = reply[at : at + DIGEST_BYTES], at + DIGEST_BYTES
+            count = int.from_bytes(reply[at : at + _COUNT_BYTES], "little")
+            first = at + _COUNT_BYTES
+            at = first + 4 * count
+            if count > BLOCK_TOKENS or at > len(reply):
+                break  # of another version
+            found.append((digest, np.frombuffer(reply, np.int32, count, first)))
+        return found
 
     def fetch(self, digest: bytes) -> KVBlock | None:
         """Return a block, or None if the peer has it no more or does not answer."""

@@ -98,7 +98,7 @@ class PrefixStore:
     ) -> list[FoundBlock]:
         """The longest stored prefix of a prompt, as blocks in order; the last may be used in part.
 
-        ask_peer: whole blocks of the peer count too. What a block holds is compared when it is
+        ask_peer: blocks of the peer count too. What a block holds is compared when it is
         loaded.
         """
         ids = token_array(tokens)
@@ -109,11 +109,11 @@ class PrefixStore:
             found += missing[: self._peer.num_held([block.digest for block in missing])]
         start = BLOCK_TOKENS * len(found)
         parent = found[-1].digest if found else chain_root(self._namespace, cache_salt)
+        behind = self.children(parent)
+        if ask_peer and self._peer is not None and start < len(ids):
+            behind += self._peer.children(parent)
         best = max(
-            (
-                FoundBlock(digest, start, _common_len(held, ids[start:]))
-                for digest, held in self._children(parent)
-            ),
+            (FoundBlock(digest, start, _common_len(held, ids[start:])) for digest, held in behind),
             key=lambda block: block.length,
             default=None,
         )
@@ -192,8 +192,10 @@ class PrefixStore:
         restored, self._restored = self._restored, []
         return merged_restored(restored)
 
-    def _children(self, parent: bytes) -> list[tuple[bytes, TokenArray]]:
-        found = [(each, self._ram[each].tokens) for each in self._ram_children.get(parent, ())]
+    def children(self, parent: bytes) -> list[tuple[bytes, TokenArray]]:
+        """Digest and tokens of the blocks behind a block. May be called from any thread."""
+        in_ram = [self._ram.get(each) for each in tuple(self._ram_children.get(parent, ()))]
+        found = [(block.digest, block.tokens) for block in in_ram if block is not None]
         if self._writer is not None:
             found += self._writer.children(parent)
         if self._disk is not None:
@@ -284,7 +286,7 @@ class PrefixStore:
 
     def _remove_beginnings_of(self, block: KVBlock) -> None:
         """Remove shorter blocks that hold only the first tokens of this one."""
-        for digest, tokens in self._children(block.parent):
+        for digest, tokens in self.children(block.parent):
             count = len(tokens)
             if count < len(block.tokens) and _common_len(tokens, block.tokens) == count:
                 self._drop_from_ram(digest)
@@ -326,7 +328,7 @@ class PrefixStore:
 
     def listen(self, address: tuple[str, int] | str, key: bytes) -> None:
         """Let other engines fetch blocks at this address. Raises OSError."""
-        self._server = PeerServer(address, self._namespace, key, self.get, self.has)
+        self._server = PeerServer(address, self._namespace, key, self)
         self.is_shared = True
 
     def hurry(self) -> None:
