@@ -190,10 +190,10 @@ def test_what_is_evicted_beside_an_answer_is_not_saved_first(
         bench = Bench(options, kv_dir=tmp_path)
         bench.ask([chat(HEAD)], PARAMS)
         if not is_alone:
-            bench.submit(chat("Hello"), replace(PARAMS, max_tokens=400))
+            bench.submit(chat("Hello"), replace(PARAMS, max_tokens=100))
             while not bench.engine._scheduler.running:
                 bench.engine.step(wait=False)
-        bench.run([bench.submit(chat(text(2, 1200)), PARAMS)])
+        bench.run([bench.submit(chat(text(2, 1700)), PARAMS)])
         assert bench.model.prefix_store is not None
         saved.append(bench.model.prefix_store.stats()[0].blocks)
         end(bench)
