@@ -103,7 +103,15 @@ def test_llama_server_is_watched_by_its_metrics() -> None:
     with pages(metrics=(200, "text/plain; version=0.0.4", LLAMA)) as url:
         seen = remote(url).snapshots()
         assert next(seen).server_type == "llama-server"
-        assert next(seen).models[0].running == 3
+        found = next(seen).models[0]
+        assert (found.name, found.running) == ("llama-server", 3)
+
+
+def test_the_model_of_llama_server_has_the_name_in_its_list() -> None:
+    listed = json.dumps({"object": "list", "data": [{"id": "qwen3-4b", "object": "model"}]})
+    metrics = (200, "text/plain; version=0.0.4", LLAMA)
+    with pages(metrics=metrics, v1_models=(200, "application/json", listed)) as url:
+        assert [each.name for each in next(remote(url).snapshots()).models] == ["qwen3-4b"]
 
 
 def test_remote_localgen_is_watched_by_its_stats() -> None:

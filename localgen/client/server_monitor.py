@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
@@ -100,11 +101,25 @@ class RemoteServerMonitor:
         return None
 
     def _metrics_snapshots(self) -> Iterator[ServerSnapshot]:
-        parser = MetricsParser()
+        parser, sole_name = MetricsParser(), ""
         url = self._endpoint.url.removesuffix("/v1") + "/metrics"
         while True:
-            yield parser.parse(self._fetch_metrics(url), time.monotonic())
+            snapshot = parser.parse(self._fetch_metrics(url), time.monotonic())
+            if [model.name for model in snapshot.models] == [snapshot.server_type]:  # unlabelled
+                sole_name = sole_name or self._fetch_sole_name() or snapshot.server_type
+                named = tuple(replace(model, name=sole_name) for model in snapshot.models)
+                snapshot = replace(snapshot, models=named)
+            yield snapshot
             self._sleep(METRICS_INTERVAL_S)
+
+    def _fetch_sole_name(self) -> str:
+        """The name of the only model that the server lists, or empty."""
+        with self._connection.get("models") as reply:
+            listed = _try_decode_object(reply.read()) if isinstance(reply, ServerResponse) else None
+        match listed:
+            case {"data": [{"id": str(name)}]}:
+                return name
+        return ""
 
     def _fetch_metrics(self, url: str) -> str:
         with self._connection.get(url) as reply:
