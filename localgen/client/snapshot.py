@@ -31,7 +31,8 @@ class LatencyStats:
 class ModelCounters:
     """Counters since the start of the engine.
 
-    busy_s: time of all steps; step_sequences: sum of the sequences of all steps; context_tokens: cached tokens attended to.
+    busy_s: time of all steps; step_sequences: sum of the sequences of all steps; context_tokens:
+    cached tokens attended to.
     """
 
     prompt_tokens: float | None = None
