@@ -20,6 +20,7 @@ from localgen.backends.terminal_text import escape_control_chars, escape_name, o
 from localgen.chat import commands, saved_chats
 from localgen.tui.base_app import BaseApp
 from localgen.tui.chat import quit_confirmation, slash_commands
+from localgen.tui.chat.active_session import ActiveSession
 from localgen.tui.chat.compare import CompareScreen
 from localgen.tui.chat.editor import edit_in_editor
 from localgen.tui.chat.main_screen import MainScreen
@@ -100,7 +101,8 @@ class ChatApp(BaseApp):
         self._feed = SampleFeed(make_monitor, self.post_message, first_retry_s=first_retry_s)
         self._last_stop_s = float("-inf")
         self._is_quitting = False
-        self._finalize_lock, self._sync_lock, self._settings_lock = Lock(), Lock(), Lock()
+        self._finalize_lock, self._sync_lock = Lock(), Lock()
+        self._settings_lock, self._ask_lock = Lock(), Lock()
         names = slash_commands.CompletionSources(
             models=lambda: self.session_actions.model_names,
             saved_chats=lambda: saved_chats.saved_chat_names(session_manager.context.state_dir),
@@ -208,19 +210,23 @@ class ChatApp(BaseApp):
 
     def on_prompt_submitted(self, event: Prompt.Submitted) -> None:
         if self.main_screen.defer_submit():
-            return
+            return  # keys stay held until the session is there
+        prompt = self.main_screen.query_one(Prompt)
         self.main_screen.show_message("")
         if commands.is_command(event.text):
             self._dispatch_command(event.text)
         else:
-            self._ask(event.text)
+            prompt.mark_submitted(event.text)
+            self._ask(self.session_actions.current_session, event.text)
+        prompt.release_keys()
 
     @work(group="ask")
-    async def _ask(self, text: str) -> None:
-        opened = self.session_actions.current_session
-        if await self.session_actions.run_in_thread(lambda: opened.ask(text)):
-            self.main_screen.query_one(Prompt).mark_submitted(text)
-            opened.unsent_prompt = ""
+    async def _ask(self, opened: ActiveSession, text: str) -> None:
+        async with self._ask_lock:
+            is_begun = await self.session_actions.run_in_thread(lambda: opened.ask(text))
+        if not is_begun:
+            self.main_screen.return_refused(opened, text)
+        else:
             await self.session_actions.run_in_thread(self.session_manager.reload_summaries)
             await self.tick()
 
@@ -430,7 +436,15 @@ class ChatApp(BaseApp):
     def _run_on_main_screen(self, act: Callable[[], Coroutine[object, object, None]]) -> None:
         """Run an action only if the main screen is on top."""
         if self.main_screen.is_shown and self.main_screen.current_session is not None:
-            self._run_in_worker(act())
+            prompt = self.main_screen.query_one(Prompt)
+            prompt.hold_keys()  # later keys of a burst are for what the action shows
+
+            async def run() -> None:
+                async with self._ask_lock:  # a session that is being asked is not empty
+                    prompt.release_keys()
+                await act()
+
+            self._run_in_worker(run())
 
     def _run_in_worker(self, act: Coroutine[object, object, None]) -> None:
         self.run_worker(act, group="session_actions")

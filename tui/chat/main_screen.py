@@ -177,6 +177,16 @@ class MainScreen(Screen[None]):
         if self._has_deferred_submit:
             self._has_deferred_submit = False
             prompt.action_send()
+            prompt.release_keys()
+
+    def return_refused(self, active: ActiveSession, text: str) -> None:
+        """Put a refused prompt back before what was typed since, in the session it was for."""
+        prompt = self.query_one(Prompt)
+        is_shown = active is self.current_session and not self._is_switching
+        since = prompt.full_text if is_shown else active.unsent_prompt
+        active.unsent_prompt = f"{text}\n{since}".removesuffix("\n")
+        if is_shown:
+            prompt.set_text(active.unsent_prompt)
 
     def defer_submit(self) -> bool:
         """Return True if a submitted prompt must wait until the session switch is complete."""
@@ -193,10 +203,7 @@ class MainScreen(Screen[None]):
         self._show_status()
 
     def show_message(self, message: str, *, is_error: bool = False, title: str = "") -> None:
-        """Show a message above the prompt until the next prompt; a long one opens a dialog.
-
-        title: of the dialog.
-        """
+        """Show a message above the prompt until the next; a long one in a dialog of that title."""
         text = Content(message)
         width = self.query_one("#centre").size.width - 4
         most = min(_MAX_MESSAGE_LINES, self.size.height // 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Callable
 from typing import ClassVar, cast
 
@@ -71,6 +72,8 @@ class Prompt(TextField):
         self._history: list[str] = []
         self._history_index = 0
         self._draft_text = ""
+        self._num_holds = 0
+        self._held_keys: deque[events.Key | events.Paste] = deque()
 
     @property
     def full_text(self) -> str:
@@ -91,7 +94,22 @@ class Prompt(TextField):
     def action_send(self) -> None:
         text = self.full_text
         if text.strip():
+            self.hold_keys()
             self.post_message(self.Submitted(text))
+
+    def hold_keys(self) -> None:
+        """Keep the keys from now on until as many calls of release_keys()."""
+        self._num_holds += 1
+
+    def release_keys(self) -> None:
+        """Handle the keys that were held, in order, once nothing holds them."""
+        self._num_holds -= 1
+        self.call_next(self._replay_keys)
+
+    async def _replay_keys(self) -> None:
+        while self._held_keys and not self._num_holds:
+            event = self._held_keys.popleft()
+            await (self._act_on_key(event) if isinstance(event, events.Key) else self._paste(event))
 
     def mark_submitted(self, text: str) -> None:
         """Add the submitted text to the history and clear the prompt."""
@@ -150,21 +168,34 @@ class Prompt(TextField):
         return key == "question_mark" and not self.text
 
     async def _on_key(self, event: events.Key) -> None:
+        event.prevent_default().stop()
+        if self._num_holds or self._held_keys:
+            self._held_keys.append(event)
+        else:
+            await self._act_on_key(event)
+
+    async def _act_on_key(self, event: events.Key) -> None:
+        """Edit, or run the key's binding at once: bubbling would let the next key overtake it."""
         if event.key == "enter":
-            event.prevent_default().stop()
             self.action_send()
         elif self._is_help_key(event.key):
-            event.prevent_default().stop()
             await self.run_action("app.keys")
         elif event.key == "shift+\r":  # Shift+Enter from xterm and tmux
-            event.prevent_default().stop()
             self.action_newline()
-        else:
+        elif event.is_printable:
             await super()._on_key(event)
+        else:
+            await self.app._check_bindings(event.key)
 
     async def _on_paste(self, event: events.Paste) -> None:
-        text = event.text.replace("\r\n", "\n").replace("\r", "\n")
         event.prevent_default().stop()
+        if self._num_holds or self._held_keys:
+            self._held_keys.append(event)
+        else:
+            await self._paste(event)
+
+    async def _paste(self, event: events.Paste) -> None:
+        text = event.text.replace("\r\n", "\n").replace("\r", "\n")
         self.insert(text if len(text) <= FOLD_PASTE_CHARS else self._fold_paste(text))
         self.focus()
 
