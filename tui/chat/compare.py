@@ -243,16 +243,18 @@ class CompareScreen(Screen[None]):
             await column.sync()
 
     def on_prompt_submitted(self, event: Prompt.Submitted) -> None:
-        event.stop()
-        self.ask(event.text)
-
-    @work(group="ask")
-    async def ask(self, text: str) -> None:
         """Send a prompt to all sessions, unless one is still answering."""
+        event.stop()
+        prompt = self.query_one(Prompt)
         if any(opened.answer_stream is not None for opened, _ in self._labelled_sessions):
             self._show_message("an answer is being written: Ctrl+C stops all")
-            return
-        self.query_one(Prompt).mark_submitted(text)
+        else:
+            prompt.mark_submitted(event.text)
+            self._ask(event.text)
+        prompt.release_keys()
+
+    @work(group="ask")
+    async def _ask(self, text: str) -> None:
         await self._for_each_session(lambda opened: opened.ask(text))
 
     @work(group="ask")
