@@ -39,6 +39,7 @@ class StoredRunner(FakeRunner):
         self.store, self.clock, self.blocks = store, clock, blocks
         self.loading: list[Sequence] = []
         self.slices_s: list[float] = []
+        self.num_looks = 0
 
     def admit(self, seq: Sequence, *, spare: int) -> int:
         cached = super().admit(seq, spare=spare)
@@ -65,6 +66,8 @@ class StoredRunner(FakeRunner):
 
     def save_next_block(self) -> bool:
         if not self.blocks:
+            self.clock.now_s += 0.0001  # to find that there is none
+            self.num_looks += 1
             return False
         self.blocks -= 1
         self.clock.now_s += 0.004
@@ -167,6 +170,14 @@ def test_a_busy_engine_saves_for_a_small_share_of_the_time() -> None:
     elapsed_s = rig.clock.now_s - Clock.now_s
     num_saved = 1000 - rig.runner.blocks
     assert 0.8 * MAX_SAVING_SHARE < num_saved * 0.004 / elapsed_s <= MAX_SAVING_SHARE
+
+
+def test_a_busy_engine_does_not_look_for_blocks_in_each_step() -> None:
+    rig = Rig()
+    for _ in range(1000):
+        rig.tiers.save_while_busy()
+        rig.clock.now_s += 0.001
+    assert 80 < rig.runner.num_looks < 100
 
 
 @pytest.fixture
