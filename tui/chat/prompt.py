@@ -108,8 +108,18 @@ class Prompt(TextField):
 
     async def _replay_keys(self) -> None:
         while self._held_keys and not self._num_holds:
-            event = self._held_keys.popleft()
-            await (self._act_on_key(event) if isinstance(event, events.Key) else self._paste(event))
+            await self._act_on(self._held_keys.popleft())
+
+    async def _act_in_order(self, event: events.Key | events.Paste) -> None:
+        """Act on a key or a paste, after those that are held."""
+        event.prevent_default().stop()
+        if self._num_holds or self._held_keys:
+            self._held_keys.append(event)
+        else:
+            await self._act_on(event)
+
+    async def _act_on(self, event: events.Key | events.Paste) -> None:
+        await (self._act_on_key(event) if isinstance(event, events.Key) else self._paste(event))
 
     def mark_submitted(self, text: str) -> None:
         """Add the submitted text to the history and clear the prompt."""
@@ -168,11 +178,7 @@ class Prompt(TextField):
         return key == "question_mark" and not self.text
 
     async def _on_key(self, event: events.Key) -> None:
-        event.prevent_default().stop()
-        if self._num_holds or self._held_keys:
-            self._held_keys.append(event)
-        else:
-            await self._act_on_key(event)
+        await self._act_in_order(event)
 
     async def _act_on_key(self, event: events.Key) -> None:
         """Edit, or run the key's binding at once: bubbling would let the next key overtake it."""
@@ -188,11 +194,7 @@ class Prompt(TextField):
             await self.app._check_bindings(event.key)
 
     async def _on_paste(self, event: events.Paste) -> None:
-        event.prevent_default().stop()
-        if self._num_holds or self._held_keys:
-            self._held_keys.append(event)
-        else:
-            await self._paste(event)
+        await self._act_in_order(event)
 
     async def _paste(self, event: events.Paste) -> None:
         text = event.text.replace("\r\n", "\n").replace("\r", "\n")
