@@ -33,7 +33,7 @@ from benchmarks.measure import ModelLine, Report, Series, command
 COLUMNS, LINES = 120, 40
 # each key is a letter that no answer contains, so that its echo can be told apart
 _LETTERS = "БГДЖЗИЛПФЦЧШЩЫЭЮЯ"
-_KEY_PAUSE_S, _ECHO_CUTOFF_S = 0.1, 5.0
+_KEY_PAUSE_S, _ECHO_CUTOFF_S, _START_CUTOFF_S = 0.1, 5.0, 60.0
 _PAGE = """## Part {n}: what was measured
 
 The cache holds **keys and values** of each token, so that `decode` reads them once a step.
@@ -153,7 +153,7 @@ class Terminal:
         self._usage = psutil.Process(self._process.pid)
 
     def read(self, timeout_s: float) -> bytes:
-        """What was written, or b"" after timeout_s."""
+        """Output of the TUI since the last call; empty if there is none for timeout_s."""
         if not select.select([self._terminal], [], [], timeout_s)[0]:
             return b""
         return os.read(self._terminal, 1 << 16)
@@ -162,9 +162,14 @@ class Terminal:
         os.write(self._terminal, keys.encode())
 
     def first_paint_s(self) -> float:
-        """Wait for the prompt, whose first letter is the cursor; returns s since the start."""
+        """Wait for the prompt, whose first letter is the cursor; returns s since the start.
+
+        Raises TimeoutError.
+        """
         seen = b""
         while b"sk something" not in seen:
+            if time.monotonic() - self._started_s > _START_CUTOFF_S:
+                raise TimeoutError(f"no prompt within {_START_CUTOFF_S:.0f} s")
             seen += self.read(0.025)
         return time.monotonic() - self._started_s
 
