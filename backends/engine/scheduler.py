@@ -282,7 +282,7 @@ class Scheduler:
         return True
 
     def _count_cached(self, seq: Sequence, num_tokens: int) -> None:
-        """Record that so many more tokens of a prompt need not be computed."""
+        """Add prompt tokens to those that came from the prefix cache or the store."""
         assert seq.admitted_s is not None
         seq.num_cached += num_tokens
         seq.cached_ms = (self._clock() - seq.admitted_s) * 1e3

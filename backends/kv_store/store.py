@@ -188,7 +188,7 @@ class PrefixStore:
         self._restored.append(RestoredTokens(tier, num_tokens, ms, saved_ms))
 
     def take_restored(self) -> tuple[RestoredTokens, ...]:
-        """What was restored since the last call, by tier."""
+        """Return the tokens restored since the last call, summed by tier."""
         restored, self._restored = self._restored, []
         return merged_restored(restored)
 

@@ -91,7 +91,7 @@ class RequestColumn:
 
 
 def _course_phases(phases: RequestPhases) -> tuple[tuple[str, float], ...]:
-    """(character, milliseconds) of what is told apart in the course of a request."""
+    """(character of the waterfall, milliseconds) of waiting, cached prefill, prefill and decode."""
     return (
         ("·", phases.template_ms + phases.queue_ms),
         ("░", phases.cached_ms),

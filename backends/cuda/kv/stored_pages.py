@@ -59,7 +59,10 @@ class StoredPages:
         *,
         ask_peer: bool,
     ) -> PrefixLoad | None:
-        """What is stored of a prompt behind its first num_cached tokens. table: its pages."""
+        """The stored blocks of a prompt after its first num_cached tokens; None if there are none.
+
+        table: page table of the sequence that they are loaded into.
+        """
         blocks = blocks_after(
             self._store,
             tokens,
