@@ -188,12 +188,21 @@ class DiskTier:
         self._changed_ns = changed_ns
         files = {file.digest: file for file in stored_files(self._folder)}
         gone = [digest for digest in list(self._parents) if digest not in files]
+        gone = [digest for digest in gone if not self._has_file(digest)]
         for digest in gone:
             self._forget(digest)
         with self._lock:
             for digest, file in files.items():
-                self._add(file.parent, digest, file.num_bytes)
+                # the writer may have removed it since, and forgets it with this lock
+                if digest not in self._parents and file.path.exists():
+                    self._add(file.parent, digest, file.num_bytes)
         return bool(gone)
+
+    def _has_file(self, digest: bytes) -> bool:
+        try:
+            return self._path(digest).exists()
+        except KeyError:
+            return False
 
     def write(self, block: KVBlock) -> None:
         """Write a block; the least recently used ones make room.
