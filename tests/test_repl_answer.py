@@ -22,10 +22,11 @@ from localgen.backends.terminal_text import (
 )
 from localgen.backends.types import RestoredTokens, Timings
 from localgen.chat import report
+from localgen.chat.markup import split_blocks
 from localgen.repl.live_answer import LiveAnswer
 from localgen.repl.live_rows import LiveRows
 from localgen.repl.load_progress import LoadProgressLine
-from localgen.repl.markdown import render_block, split_blocks
+from localgen.repl.markdown import render_block
 
 RICH_TEXT = """# A title
 

@@ -14,8 +14,9 @@ from rich.text import Text
 from localgen.backends.terminal_text import ProseStream, one_line
 from localgen.backends.types import PromptProgress
 from localgen.chat import report
+from localgen.chat.markup import split_blocks
 from localgen.repl.live_rows import LiveRows, Row
-from localgen.repl.markdown import render_block, split_blocks
+from localgen.repl.markdown import render_block
 
 RENDER_INTERVAL_S = 0.08
 # idle time per render time: a long block is slow to render, and the model needs the cores
