@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Generator
 from dataclasses import replace
@@ -11,15 +12,18 @@ from typing import TYPE_CHECKING, Any
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.memory.kv_sizing import DEFAULT_CTX
 from localgen.backends.model_info import DRAFT_KEYWORDS, LoadOptions, ModelInfo
+from localgen.backends.types import Message
 from localgen.chat import parameters
 from localgen.chat.conversation import Conversation, Turn
 from localgen.chat.parameters import ModelOptions
+from localgen.client.responses import TextDelta
 from localgen.client.snapshot import ModelSnapshot, parse_localgen_stats
 from localgen.hub.packaged import default_model
 from localgen.hub.resolve import name_for_server
 
 if TYPE_CHECKING:
-    from localgen.client import Client, Completion, TextDelta
+    from localgen.client import Client, Completion
+    from localgen.client.responses import TokenAlternative
 
 DEFAULT_BRANCH = "main"
 
@@ -165,20 +169,18 @@ class ChatSession:
         self.load(self.requested_model, on_progress)
 
     def stream(
-        self, prompt: str, *, regenerate: bool = False
+        self, prompt: str, *, regenerate: bool = False, beginning: str = ""
     ) -> Generator[TextDelta | Completion, None, None]:
         """Stream an answer to a prompt. The conversation is unchanged until add_turn().
 
-        regenerate: leave out the last turn. Raises the errors of Client.chat; that of a parameter
-        which is set says how to reset it.
+        regenerate: leave out the last turn. beginning: of the answer, which is continued.
+        Raises the errors of Client.chat; that of a parameter which is set says how to reset it.
         """
         conversation = self.conversation.undo() if regenerate else self.conversation
         try:
             yield from self.client.chat(
                 self.requested_model,
-                conversation.messages_with_prompt(
-                    prompt, with_reasoning=self._template_uses_reasoning()
-                ),
+                self._messages(conversation, prompt, beginning),
                 self.options.params,
                 ctx=self._requested_ctx,
                 priority=self.options.priority,
@@ -191,6 +193,35 @@ class ChatSession:
             is_format = name == "json_schema"
             reset = "/set format text" if is_format else f"/set parameter {name} default"
             raise InvalidRequest(f"{error.message}; {reset} ends it", param=name) from error
+
+    def next_tokens(
+        self, turn_index: int, beginning: str, count: int
+    ) -> tuple[TokenAlternative, ...]:
+        """The most probable tokens after a beginning of a turn's answer; none where it would end.
+
+        Raises the errors of Client.chat.
+        """
+        turns = self.conversation.turns
+        before = replace(self.conversation, turns=turns[:turn_index])
+        params = replace(
+            self.options.params, max_tokens=1, logprobs=count, temperature=0.0, json_schema=None
+        )
+        messages = self._messages(before, turns[turn_index].prompt, beginning)
+        events = self.client.chat(
+            self.requested_model, messages, params, ctx=self._requested_ctx, save_prefix=False
+        )
+        with contextlib.closing(events):
+            for event in events:
+                if isinstance(event, TextDelta):
+                    return event.alternatives
+        return ()
+
+    def _messages(
+        self, conversation: Conversation, prompt: str, beginning: str
+    ) -> tuple[Message, ...]:
+        with_reasoning = self._template_uses_reasoning()
+        messages = conversation.messages_with_prompt(prompt, with_reasoning=with_reasoning)
+        return (*messages, Message("assistant", beginning)) if beginning else messages
 
     def add_turn(
         self,

@@ -64,6 +64,7 @@ class OpenAICompat:
 class GenerationRequest:
     """A request for one streamed answer: to messages, or to a prompt that is continued as is.
 
+    The answer continues an assistant's message at the end.
     ctx, priority, save_prefix: extensions of the local server.
     """
 
@@ -89,6 +90,8 @@ class GenerationRequest:
             body["prompt"] = self.prompt
         else:
             body["messages"] = [_message_body(message, compat) for message in self.prompt]
+            if self.prompt[-1].role == "assistant":  # as vLLM has it
+                body |= {"continue_final_message": True, "add_generation_prompt": False}
         chosen = sampling_fields(self.params, chat=not isinstance(self.prompt, str))
         schema = None if compat.is_local else chosen.pop("json_schema", None)
         body |= {compat.wire_name(field): value for field, value in chosen.items()}

@@ -8,11 +8,20 @@ from localgen.backends.types import Timings
 
 
 @dataclass(frozen=True, slots=True)
+class TokenAlternative:
+    """A token that was possible at some place. probability: of the model, from 0 to 1."""
+
+    text: str
+    probability: float
+
+
+@dataclass(frozen=True, slots=True)
 class TextDelta:
     """New text of an answer. num_tokens: tokens generated so far.
 
     reasoning: new reasoning text. estimated: num_tokens is the number of chunks, because the server
     reports no token counts. prompt_tokens: of the whole prompt, or None if not reported.
+    alternatives: at the place of its first token, the most probable first, if requested.
     """
 
     text: str
@@ -20,6 +29,7 @@ class TextDelta:
     reasoning: str = ""
     estimated: bool = False
     prompt_tokens: int | None = None
+    alternatives: tuple[TokenAlternative, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +20,7 @@ from localgen.client.connection import (
 )
 from localgen.client.errors import ServerErrors
 from localgen.client.json_decoding import decode_json
-from localgen.client.responses import Completion, TextDelta
+from localgen.client.responses import Completion, TextDelta, TokenAlternative
 
 DONE = b"[DONE]"
 _SILENCE = re.compile(rb": engine silent for (\d{1,9}) s$")
@@ -116,11 +117,22 @@ class _Delta(msgspec.Struct):
     tool_calls: list[_ToolCall] | None = None
 
 
+class _TokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    top_logprobs: list[_TokenLogprob] = []
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_TokenLogprob] | None = None
+
+
 class _Choice(msgspec.Struct):
     delta: _Delta | None = None
     message: _Delta | None = None
     text: str | None = None
     finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
 
 
 class _PromptDetails(msgspec.Struct):
@@ -156,6 +168,16 @@ class _Chunk(msgspec.Struct):
     timings: dict[str, Any] | None = None
     localgen: _LocalgenFields | None = None
     error: Any = None
+
+
+def _alternatives(logprobs: _Logprobs | None) -> tuple[TokenAlternative, ...]:
+    """The most probable tokens at the first place, the chosen one included."""
+    if logprobs is None or not logprobs.content:
+        return ()
+    chosen = logprobs.content[0]
+    listed = {token.token: token.logprob for token in (chosen, *chosen.top_logprobs)}
+    ordered = sorted(listed.items(), key=lambda each: -each[1])
+    return tuple(TokenAlternative(text, math.exp(min(0.0, value))) for text, value in ordered)
 
 
 class TimedChunks:
@@ -235,9 +257,11 @@ class CompletionStreamParser:
         for choice in chunk.choices or ():
             self._finish_reason = choice.finish_reason or self._finish_reason
             delta = choice.delta or choice.message or _Delta(choice.text)
-            yield from self._parse_delta(delta)
+            yield from self._parse_delta(delta, _alternatives(choice.logprobs))
 
-    def _parse_delta(self, delta: _Delta) -> Iterator[TextDelta]:
+    def _parse_delta(
+        self, delta: _Delta, alternatives: tuple[TokenAlternative, ...]
+    ) -> Iterator[TextDelta]:
         text = delta.content or delta.refusal or ""
         reasoning = delta.reasoning_content or delta.reasoning or ""
         calls = [call.function.name for call in delta.tool_calls or () if call.function]
@@ -252,7 +276,7 @@ class CompletionStreamParser:
         self._has_reasoning = self._has_reasoning or bool(reasoning)
         counted, prompt_tokens = self._localgen.num_tokens, self._localgen.prompt_tokens
         tokens = counted or self._num_deltas
-        yield TextDelta(text, tokens, reasoning, counted is None, prompt_tokens)
+        yield TextDelta(text, tokens, reasoning, counted is None, prompt_tokens, alternatives)
 
     def _completion(self) -> Completion:
         usage, served = self._usage, self._localgen

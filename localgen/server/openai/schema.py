@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.sampling_params import ANY_JSON_OBJECT, SAMPLERS, SamplingParams
-from localgen.backends.types import Infill
+from localgen.backends.types import Infill, Message
 from localgen.config import BadSetting, parse_keep_alive
 from localgen.server.openai.messages import ChatMessage
 from localgen.server.openai.reasoning import (
@@ -48,7 +48,6 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "audio": (),
     "web_search_options": (),
     # vLLM's and llama.cpp's, with what is always the case here
-    "add_generation_prompt": (True,),
     "skip_special_tokens": (True,),
     "echo": (False,),
     "suffix": ("",),
@@ -239,9 +238,15 @@ class _GenerationRequest(ThinkingBudgetFields, _SamplerFields):
 
 
 class ChatPrompt(ReasoningFields):
-    """The fields of a chat request that make the prompt."""
+    """The fields of a chat request that make the prompt.
+
+    continue_final_message: vLLM's: the last message, an assistant's, is the beginning of the
+    answer, which then is the rest. add_generation_prompt: false with it, and only then.
+    """
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -250,14 +255,38 @@ class ChatPrompt(ReasoningFields):
         """Keyword arguments for Request: messages, tools, reasoning."""
         tools = parse_tools(self.tools or ())
         thinking, effort = self.reasoning_settings()
+        messages = tuple(turn.to_message(at) for at, turn in enumerate(self.messages))
+        beginning = self._beginning_of_answer(messages[-1])
         return {
-            "messages": tuple(turn.to_message(at) for at, turn in enumerate(self.messages)),
+            "messages": messages if beginning is None else messages[:-1],
+            "prefill": beginning or "",
             "tools": tools,
             "tool_choice": parse_tool_choice(self.tool_choice, tools),
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "thinking": thinking,
             "reasoning_effort": effort,
         }
+
+    def _beginning_of_answer(self, last: Message) -> str | None:
+        """The text of the last message if the answer is to continue it. Raises InvalidRequest."""
+        if not self.continue_final_message:
+            if self.add_generation_prompt is False:
+                raise InvalidRequest(
+                    "add_generation_prompt: false needs continue_final_message: true",
+                    param="add_generation_prompt",
+                )
+            return None
+        if self.add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt exclude each other",
+                param="add_generation_prompt",
+            )
+        if last.role != "assistant" or last.tool_calls:
+            raise InvalidRequest(
+                "continue_final_message needs an assistant message without tool calls at the end",
+                param="continue_final_message",
+            )
+        return last.content
 
 
 class ChatRequest(ChatPrompt, _GenerationRequest):
