@@ -21,6 +21,7 @@ QUESTIONS = (
     "What is 17 + 25?",
     "Tell me a story.",
 )
+CODE = "Write a Python function for the Fibonacci numbers, with an example."
 LONG = "Tell me a very long story about a fox, a bear and the sea."
 WAIT_S, RUN_S, STOP_S = 30.0, 600.0, 5.0
 
@@ -98,14 +99,13 @@ def tui(folder: str) -> None:
     """Two sessions, the second while it answers."""
     screen = Screen("tui", 140, 38)
     screen.run(folder, "tui")
-    screen.shows(lambda text: "Type below" in text)
-    for question in QUESTIONS[:2]:
-        screen.type(question, "Enter")
-        time.sleep(4)
+    screen.shows(lambda text: "at most" in text or "to download" in text)
+    screen.type(LONG, "Enter")
+    time.sleep(8)
     screen.type("C-n")
     time.sleep(1)
-    screen.type(LONG, "Enter")
-    time.sleep(1.5)
+    screen.type(CODE, "Enter")
+    time.sleep(8)
     screen.draw()
 
 
@@ -129,7 +129,7 @@ def quantize(folder: str) -> None:
     """Quantize the built-in model and wait for the verdict."""
     screen = Screen("quantize", 120, 36)
     screen.run(folder, "tui")
-    screen.shows(lambda text: "Type below" in text)
+    screen.shows(lambda text: "What shall we talk about" in text)
     screen.type("F10")
     screen.shows(lambda text: "suits this machine" in text)
     screen.type("C-r")

@@ -41,7 +41,7 @@ def test_a_path_is_stored_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     pretend_terminal(monkeypatch)
     started: list[ChatApp] = []
-    monkeypatch.setattr(ChatApp, "run", lambda app: started.append(app))
+    monkeypatch.setattr(ChatApp, "run", lambda app, inline: started.append(app))
     monkeypatch.chdir(tmp_path)
     for model in ("./model.gguf", "tiny"):
         assert run_command_line(["tui", model]) == 0
@@ -79,7 +79,8 @@ def test_a_store_that_cannot_be_written_is_said(
             raise InvalidRequest("cannot write to it")
         open_writer(self, folder)
 
-    def run(app: ChatApp) -> None:
+    def run(app: ChatApp, *, inline: bool) -> None:
+        assert not inline
         app.session_manager.open_empty()
         notices.append(app.session_manager.context.notice)
 

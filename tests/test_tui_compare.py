@@ -36,7 +36,7 @@ def test_comparing_by_keys(tmp_path: Path) -> None:
         for gate in gates:
             gate.set()
         await tui.wait_until_idle(pilot)
-        await tui.app.tick()
+        tui.app.tick()
         assert tui.screen_text().count("TTFT 56 ms · 41.2 tok/s") == 2
         await pilot.press(*"more", "enter")
         await tui.until(

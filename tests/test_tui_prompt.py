@@ -15,7 +15,7 @@ from tui_chats import Tui, notice_text, play, press
 from localgen.backends.errors import InvalidRequest
 from localgen.tui.chat import app as chat_app
 from localgen.tui.chat.prompt import FOLD_PASTE_CHARS, CommandSuggestions
-from localgen.tui.chat.turn_view import TurnView
+from localgen.tui.chat.transcript import Transcript
 
 
 def test_enter_sends_and_the_answer_stands_there(tmp_path: Path) -> None:
@@ -24,8 +24,8 @@ def test_enter_sends_and_the_answer_stands_there(tmp_path: Path) -> None:
         await press(tui, pilot, "enter")
         assert tui.asked == ["hi there"]
         assert tui.prompt.text == ""
-        (view,) = tui.main.query(TurnView)
-        assert view.turn.answer == "re: hi there"
+        (shown,) = tui.main.query_one(Transcript).shown_turns
+        assert shown.turn.answer == "re: hi there"
         assert "re: hi there" in tui.screen_text()
         assert "first token 56 ms" in tui.screen_text()
 

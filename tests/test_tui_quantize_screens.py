@@ -14,7 +14,7 @@ from tui_quantize import BEGUN, DONE, LOOK, UNFINISHED, Quantizing, wait_for_lay
 from localgen.backends.errors import DiskFull, InvalidRequest
 from localgen.quant.originals import OriginalModel
 
-SIZES = pytest.mark.parametrize("size", [(80, 24), (200, 60)], ids=str)
+SIZES = pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)], ids=str)
 Scene = Callable[[Quantizing, Pilot[None]], Awaitable[None]]
 
 

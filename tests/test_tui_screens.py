@@ -22,7 +22,7 @@ from localgen.tui.chat.model_picker import PullCancelled
 from localgen.tui.feed import SampleReceived
 from localgen.tui.widgets.dialog import ConfirmDialog, ScrollableTextDialog
 
-SIZES = pytest.mark.parametrize("size", [(80, 24), (200, 60)], ids=str)
+SIZES = pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)], ids=str)
 ANSWER = """Sorting keeps *equal* elements in their order:
 
 1. **Stable** sorts do.
@@ -82,7 +82,7 @@ def test_writing_in_two_sessions(snap_tui: Callable[..., None], size: tuple[int,
             await tui.until(
                 lambda: tui.opened.answer_stream and tui.opened.answer_stream.num_tokens == 2
             )
-        await tui.app.tick()
+        tui.app.tick()
         await pilot.pause()
 
     never = threading.Event()

@@ -17,7 +17,7 @@ from localgen.backends.errors import ServerUnavailable
 from localgen.tui.feed import SampleReceived, ServerLost
 from localgen.tui.widgets.notice import Notice
 
-SIZES = pytest.mark.parametrize("size", [(80, 24), (200, 60)], ids=str)
+SIZES = pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)], ids=str)
 ENDS = pytest.mark.parametrize("size", [(60, 20), (250, 80)], ids=str)
 GONE = "the server went away in mid-answer: see /home/me/.local/state/localgen/server.log"
 LOST = ServerLost("no server answers on /run/user/1000/localgen/server.sock", 2.0, 3)

@@ -129,9 +129,7 @@ def test_client_messages_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         await pilot.press("enter")
         said = "the running server is 9.8.7, this is 0.1.0: restarting it"
         await tui.until(lambda: f"{said} · waiting" in tui.screen_text())
-        (toast,) = tui.app._notifications
-        assert toast.message == said
-        assert toast.timeout <= 3, "it would cover the answer"
+        assert not tui.app._notifications, "it would cover the answer"
         gate.set()
         await tui.wait_until_idle(pilot)
 

@@ -21,9 +21,9 @@ from localgen.tui.chat.compare import parse_variants
 
 def test_model_change_resets_the_context(make_tui: MakeTui) -> None:
     opened = make_tui().manager.open_empty()
-    opened.load_model("other", lambda _: None)
+    opened.load_model("other")
     opened.apply_setting(CTX_SETTING, "512")
-    opened.load_model("tiny", lambda _: None)
+    opened.load_model("tiny")
     assert opened.chat.options.ctx is None
 
 
@@ -86,9 +86,9 @@ def test_settings_of_a_session_come_back_with_it(make_tui: MakeTui) -> None:
 def test_session_keeps_its_own_model(make_tui: MakeTui) -> None:
     tui = make_tui()
     opened = tui.manager.open_empty()
-    opened.load_model("other", lambda _: None)
+    opened.load_model("other")
     with pytest.raises(ModelNotFound):
-        opened.load_model("nonsense", lambda _: None)
+        opened.load_model("nonsense")
     assert opened.chat.name == "other"
     assert make_tui().manager.get(opened.id).chat.requested_model == "other"
 

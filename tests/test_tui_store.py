@@ -44,7 +44,7 @@ def test_a_session_that_another_program_writes_in_is_left_alone(make_tui: MakeTu
     for change in (
         lambda: seen.apply_setting("temperature", "0.5"),
         lambda: seen.run_command("/clear"),
-        lambda: seen.load_model("other", lambda _: None),
+        lambda: seen.load_model("other"),
     ):
         with pytest.raises(SessionBusy):
             change()

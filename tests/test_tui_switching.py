@@ -121,7 +121,7 @@ def test_scroll_position_is_kept_while_an_answer_is_written(tmp_path: Path, way:
         await tui.type(pilot, "new")
         await pilot.press("enter")
         await tui.until(lambda: tui.opened.answer_stream and tui.opened.answer_stream.num_tokens)
-        await tui.app.tick()
+        tui.app.tick()
         transcript = tui.main.query_one(Transcript)
         if way == "hit":
             await pilot.press("ctrl+f")
@@ -139,12 +139,12 @@ def test_scroll_position_is_kept_while_an_answer_is_written(tmp_path: Path, way:
             lambda: tui.opened.answer_stream and tui.opened.answer_stream.num_tokens >= 3
         )
         for _ in range(3):
-            await tui.app.tick()
+            tui.app.tick()
             await pilot.pause()
         assert transcript.scroll_y == y
         assert tui.screen_text().split("╭─ Speed")[0] == read
         await pilot.press("ctrl+end")
-        await tui.app.tick()
+        tui.app.tick()
         await pilot.pause()
         assert "some more" in tui.screen_text()
         gates[1].set()

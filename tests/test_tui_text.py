@@ -13,13 +13,12 @@ import pytest
 from scripted_client import answer
 from textual.pilot import Pilot
 from textual.widgets import OptionList
-from textual.widgets.markdown import MarkdownFence
 from tui_chats import PacedClient, Tui, play, press
 
+from localgen.chat.markup import code_blocks
 from localgen.client import ModelCard, TextDelta, pullable_models
-from localgen.tui.chat.markdown import ModelMarkdown
 from localgen.tui.chat.model_picker import ModelPicker
-from localgen.tui.chat.turn_view import TurnView
+from localgen.tui.chat.transcript import Transcript
 
 SIZE = (120, 60)
 HOSTILE = (
@@ -78,7 +77,8 @@ def test_a_carriage_return_is_shown_unless_it_ends_a_line(tmp_path: Path) -> Non
         assert r"half\rdone" in tui.screen_text()
         assert r"ends\r" in tui.screen_text()
         assert r"line\r" not in tui.screen_text()
-        assert tui.main.query(MarkdownFence).first()._highlighted_code.plain == "code"
+        assert code_blocks("".join(pieces).replace("\r\n", "\n")) == ["code\n"]
+        assert " code\n" in tui.main.query_one(Transcript).text
 
     pieces = ["half\r", "done\n\nline\r", "\n```py\r\ncode\r", "\n```\r\nends\r"]
     play(Tui(tmp_path, (*pieces, answer())), scene, SIZE)
@@ -168,7 +168,7 @@ def test_a_backslash_in_a_name_is_no_escape(
         for name in names:
             tui.manager.context.store.create(replace(tui.opened.to_record(), name=name))
         tui.manager.reload_summaries()
-        await tui.main.sync()
+        tui.main.sync()
         await tui.until(lambda: r"one\x1b" in tui.screen_text())
         assert_both(tui.screen_text())
         await press(tui, pilot, "ctrl+o")
@@ -192,24 +192,16 @@ def test_markdown_is_drawn_and_hides_nothing(tmp_path: Path) -> None:
         for whole in (
             "Title [b]",
             "code [x]",
-            "[link](http://example.org)",
+            "link (http://example.org)",
             "def f(x: int) -> int:  # [red]",
-            "<b>html</b> &amp; ![image](x.png)",
+            "<b>html</b> &amp; !image (x.png)",
         ):
             assert whole in shown
         assert "**bold**" not in shown
-        fence = tui.main.query(MarkdownFence).first()
-        assert len({str(span.style) for span in fence._highlighted_code.spans}) > 2
+        row = next(row for row in tui.main.query_one(Transcript).rows if "def f" in row.text)
+        assert len({segment.style and segment.style.color for segment in row}) > 2
 
     play(Tui(tmp_path, (MARKDOWN, answer())), scene, SIZE)
-
-
-def blocks(widget: ModelMarkdown) -> list[str]:
-    """The text of the widget, block by block."""
-    return [
-        f"{type(block).__name__}: {getattr(block, '_content', '')}"
-        for block in widget.query("MarkdownBlock")
-    ]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -232,15 +224,14 @@ def test_a_stream_ends_as_the_whole_would(tmp_path: Path, seed: int) -> None:
         for gate in gates:
             gate.set()
             await asyncio.sleep(0.03)
-            await tui.app.tick()
+            tui.app.tick()
         await tui.wait_until_idle(pilot)
-        view = tui.main.query(TurnView).first()
-        streamed = blocks(view._answer_markdown)
-        assert view.turn.answer == text
-        whole = ModelMarkdown(text)
-        await tui.main.query_one("#centre").mount(whole)
-        await pilot.pause()
-        assert streamed == blocks(whole)
-        assert len(streamed) > 20
+        transcript = tui.main.query_one(Transcript)
+        (shown,) = transcript.shown_turns
+        assert shown.turn.answer == text
+        streamed = transcript.text
+        transcript.show_session(tui.opened)  # renders the whole at once
+        assert streamed == transcript.text
+        assert len(streamed.splitlines()) > 40
 
     play(Tui(tmp_path, (*pieces, answer())), scene, SIZE)

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 from textual.pilot import Pilot
-from tui_chats import Tui, play, press
+from tui_chats import Tui, notice_text, play, press
 
 from localgen.chat.conversation import Conversation, Turn
 from localgen.chat.session_store import SessionRecord
 from localgen.tui.chat.transcript import Transcript
-from localgen.tui.chat.turn_view import TurnView
 
 
 @pytest.mark.parametrize("line", ["/clear", "/undo 2", "/undo"])
@@ -62,7 +61,7 @@ def test_a_conflict_leaves_the_user_where_he_is(tmp_path: Path) -> None:
         await tui.wait_until_idle(pilot)
         assert tui.opened is mine
         assert tui.manager.active_by_id[mine.id] is mine
-        assert any("continues as 'one (2)'" in each.message for each in tui.app._notifications)
+        assert "continues as 'one (2)'" in notice_text(tui)
         await press(tui, pilot, "ctrl+l", "down", "enter")
         await tui.until(lambda: tui.opened.id == session)
         assert [t.prompt for t in tui.opened.chat.conversation.turns] == ["one", "theirs"]
@@ -81,19 +80,19 @@ def test_going_to_an_early_turn_draws_only_what_is_near(tmp_path: Path) -> None:
         )
         await tui.app.session_actions.open(made.id)
         transcript = tui.main.query_one(Transcript)
-        await transcript.scroll_to_turn(3)
+        transcript.scroll_to_turn(3)
         await pilot.pause()
         assert "prompt 3" in tui.screen_text()
-        assert len(tui.main.query(TurnView)) < 20
-        assert "later turns: Ctrl+End shows them" in str(transcript.query(".note").last().render())
-        await transcript.sync()
-        assert len(tui.main.query(TurnView)) < 20
+        assert len(transcript.shown_turns) < 20
+        assert "later turns: Ctrl+End shows them" in transcript.text
+        transcript.sync()
+        assert len(transcript.shown_turns) < 20
         await press(tui, pilot, "ctrl+end")
         assert "prompt 59" in tui.screen_text()
-        await transcript.scroll_to_turn(3)
+        transcript.scroll_to_turn(3)
         await tui.ask(pilot, "new")  # an answer is shown wherever one was
         assert "re: new" in tui.screen_text()
         assert "prompt 59" in tui.screen_text()
-        assert len(tui.main.query(TurnView)) < 20
+        assert len(transcript.shown_turns) < 20
 
     play(Tui(tmp_path), scene)

@@ -22,6 +22,7 @@ from localgen.chat.session import OnProgress
 from localgen.chat.session_store import SessionStore
 from localgen.client import ModelCard, TextDelta
 from localgen.client.snapshot import ServerSnapshot
+from localgen.client.suggested_models import SuggestedModel
 from localgen.tui.chat.active_session import ActiveSession, AppContext
 from localgen.tui.chat.app import ChatApp
 from localgen.tui.chat.main_screen import MainScreen
@@ -29,6 +30,10 @@ from localgen.tui.chat.prompt import Prompt
 from localgen.tui.chat.session_manager import SessionManager
 from localgen.tui.feed import ServerMonitor
 
+SUGGESTED = (
+    SuggestedModel("smollm2", "SmolLM2 135M Instruct", 98_362_432, True, 180.0),
+    SuggestedModel("big-8b", "Big 8B Instruct", 4_900_000_000, False),
+)
 Say = str | TextDelta | BaseException | threading.Event
 
 Play = Callable[["Tui", Pilot[None]], Awaitable[None]]
@@ -126,7 +131,9 @@ class Tui:
             server_url=url,
             model=model,
             notice=notice,
+            suggest_models=lambda: SUGGESTED,
             clock=lambda: 0.0,
+            now_s=lambda: 1000.0 + 7 * 60.0,
         )
         self.manager = SessionManager(self.context)
         self.app = ChatApp(self.manager, watch, "this machine", first_retry_s=1000.0)
@@ -202,7 +209,7 @@ class Tui:
         await pilot.pause()
         await self.until(lambda: not self.app.workers._workers or self._only_waits())
         await self.until(lambda: not self.manager.answering_sessions)
-        await self.app.tick()
+        self.app.tick()
         await pilot.pause()
 
     def screen_text(self) -> str:

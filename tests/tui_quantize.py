@@ -179,7 +179,7 @@ class Quantizing(Tui):
 
     async def beat(self, pilot: Pilot[None]) -> None:
         """One refresh, as the program does many times a second."""
-        await self.app.tick()
+        self.app.tick()
         await pilot.pause()
 
     async def begin(self, pilot: Pilot[None]) -> None:

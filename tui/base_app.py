@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
 from textual import events
-from textual.app import App, ComposeResult, SystemCommand
+from textual.app import App, ComposeResult
 from textual.binding import ActiveBinding, Binding, BindingType
-from textual.command import CommandPalette
 from textual.content import Content
 from textual.driver import Driver
 from textual.drivers.linux_driver import LinuxDriver
 from textual.geometry import Size
 from textual.screen import ModalScreen, Screen
 from textual.theme import BUILTIN_THEMES
-from textual.widgets import Input, Static
+from textual.widgets import Input, Static, TextArea
 
-from localgen.backends.terminal_text import escape_control_chars
-from localgen.tui.terminal import TerminalDriver
+from localgen.backends.terminal_text import escape_control_chars, one_line
+from localgen.tui.key_file import names_of, read_key_file, with_names
+from localgen.tui.terminal import InlineTerminalDriver, TerminalDriver
+from localgen.tui.terminal_signals import TerminalSignals
 from localgen.tui.themes import THEME_NAMES, THEMES, ThemeChoice
+from localgen.tui.widgets.command_palette import Command, CommandPalette
 from localgen.tui.widgets.dialog import ScrollableTextDialog
 
 MIN_COLUMNS, MIN_ROWS = 60, 20
-_KEY_COLUMNS = 19
+_KEY_COLUMNS, _NUM_RECENT = 19, 5
 
 
 def _enable_gc() -> None:
@@ -94,28 +96,46 @@ class BaseApp(App[None]):
 
     theme_choice: loads and saves the selected theme.
 
-    HELP_NOTES: text below the key list. Bindings with a description are shown in the key help and
-    in the command palette.
+    KEY_TABLE: the app's table in the user's key file. KEY_OWNERS: lists of bindings with names,
+    whose keys can be set there; UNAVAILABLE_KEYS: not these. HELP_NOTES: text below the key list.
+    Bindings with a description are shown in the key help and in the command palette.
     """
 
     HELP_NOTES: ClassVar[str] = ""
-    BINDINGS: ClassVar[list[BindingType]] = [
+    KEY_TABLE: ClassVar[str] = ""
+    KEY_OWNERS: ClassVar[tuple[Sequence[BindingType], ...]] = ()
+    UNAVAILABLE_KEYS: ClassVar[frozenset[str]] = frozenset()
+    BINDINGS: ClassVar[list[BindingType]] = with_names(
         # F1 has priority and works everywhere; in a text field `?` is an ordinary character
         Binding("f1", "keys", "Keys", key_display="F1", priority=True),
         Binding("question_mark", "keys", "Keys"),
         Binding("f2", "next_theme", "Next theme", show=False),
         Binding("ctrl+q", "quit", "Quit", show=False, priority=True),
-    ]
+        Binding("alt+m", "toggle_mouse", "Leave the mouse to the terminal, or not", show=False),
+    )
     CSS = """
     Screen { background: $background; color: $foreground; }
+    Screen:inline { height: 80vh; border: none; }
     ToastRack { dock: top; align: right top; margin: 1 0 0 0; }
     Footer.-compact FooterKey.-command-palette { margin-right: 0; padding-right: 1; }
+    OptionList:nocolor > .option-list--option-highlighted { text-style: reverse; }
+    DataTable:nocolor > .datatable--cursor { text-style: reverse; }
+    Input:nocolor > .input--cursor, Input:nocolor > .input--selection { text-style: reverse; }
+    TextArea:nocolor > .text-area--cursor, TextArea:nocolor > .text-area--selection {
+        text-style: reverse;
+    }
+    Button:nocolor:focus { text-style: reverse; }
+    Screen:nocolor > .screen--selection { text-style: reverse; }
     """
 
     def __init__(self, theme_choice: ThemeChoice | None = None) -> None:
         self._theme_choice = theme_choice or ThemeChoice(None)
-        first = self._theme_choice.load()  # before App removes NO_COLOR from the environment
-        super().__init__()
+        first = self._theme_choice.load()
+        # with NO_COLOR the terminal's own two colours are drawn; else as the theme has it
+        super().__init__(ansi_color=True if self._theme_choice.no_color else None)
+        self._recent_commands: list[str] = []
+        self._has_mouse = True
+        self.signals = TerminalSignals(self._write_to_terminal)
         for theme in THEMES:
             self.register_theme(theme)
         self.theme = first
@@ -135,10 +155,24 @@ class BaseApp(App[None]):
         super().copy_to_clipboard(escape_control_chars(text))
 
     def on_mount(self) -> None:
-        """Save theme changes from now on, and enable garbage collection after the first paint."""
+        """Set the user's keys; save theme changes; collect garbage after the first paint."""
+        found = read_key_file(
+            self.KEY_TABLE, names_of(BaseApp.BINDINGS, *self.KEY_OWNERS), self.UNAVAILABLE_KEYS
+        )
+        self.set_keymap(found.keys)
+        if found.problem:
+            self.notify(one_line(found.problem), severity="error", timeout=15, markup=False)
         self.theme_changed_signal.subscribe(self, lambda theme: self._theme_choice.save(theme.name))
         if not gc.isenabled():  # the CLI disables it for a faster start
             self.call_after_refresh(_enable_gc)
+
+    def _write_to_terminal(self, sequence: str) -> None:
+        if self._driver is not None and not self.is_headless:
+            self._driver.write(sequence)
+            self._driver.flush()
+
+    def on_unmount(self) -> None:
+        self.signals.restore_title()
 
     @staticmethod
     def theme_file(state_dir: Path) -> Path:
@@ -149,6 +183,15 @@ class BaseApp(App[None]):
         """Replace Textual's Linux driver with TerminalDriver."""
         found = super().get_driver_class()
         return TerminalDriver if found is LinuxDriver else found
+
+    def _build_driver(
+        self, headless: bool, inline: bool, mouse: bool, size: tuple[int, int] | None
+    ) -> Driver:
+        """Replace Textual's inline driver, for which it has no public way."""
+        if headless or not inline:
+            return super()._build_driver(headless, inline, mouse, size)
+        self._driver = InlineTerminalDriver(self, mouse=mouse, size=size)
+        return self._driver
 
     def on_resize(self, event: events.Resize) -> None:
         """Show TerminalTooSmall while the terminal is too small."""
@@ -166,21 +209,48 @@ class BaseApp(App[None]):
             notes = "" if self.screen.is_modal else self.HELP_NOTES
             self.push_screen(KeyHelp(self._key_help_rows(self.screen), notes))
 
+    def action_toggle_mouse(self) -> None:
+        """Leave the mouse to the terminal, whose selection then works, or take it back."""
+        driver = self._driver
+        if isinstance(driver, TerminalDriver | InlineTerminalDriver):
+            self._has_mouse = not self._has_mouse
+            driver.set_mouse(is_ours=self._has_mouse)
+            self.notify(
+                "The mouse is the program's." if self._has_mouse else "The mouse is the terminal's."
+            )
+
     def action_next_theme(self) -> None:
         self.theme = THEME_NAMES[(THEME_NAMES.index(self.theme) + 1) % len(THEME_NAMES)]
 
-    def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
-        """Command palette entries: every binding with a description, and each theme."""
-        offered = set()
-        for active in self._described_bindings(screen):
+    def action_command_palette(self) -> None:
+        """Open the palette and run what is chosen there."""
+        if isinstance(self.screen, CommandPalette):
+            return
+
+        def run(command: Command | None) -> None:
+            if command is not None:
+                names = [name for name in self._recent_commands if name != command.name]
+                self._recent_commands = [command.name, *names][:_NUM_RECENT]
+                self.call_later(command.run)
+
+        self.push_screen(CommandPalette(self._palette_commands(self.screen)), run)
+
+    def _palette_commands(self, screen: Screen[object]) -> list[Command]:
+        """The bindings with a description and the themes; used last, then in the footer, first."""
+        offered: dict[str, Command] = {}
+        for active in sorted(
+            self._described_bindings(screen), key=lambda active: not active.binding.show
+        ):
             says = active.binding.description
-            if says not in offered and active.binding.action != "command_palette":
-                offered.add(says)
-                yield SystemCommand(
-                    says, f"Key: {self._key_label(active)}", self._binding_callback(active)
-                )
+            # keys that edit a text are for the hand alone
+            is_editing = isinstance(active.node, TextArea) and "." not in active.binding.action
+            if not is_editing and active.binding.action != "command_palette":
+                offered[says] = Command(says, self._key_label(active), self._callback(active))
         for name in THEME_NAMES:
-            yield SystemCommand(f"Theme: {name}", "Colours of the screen", self._theme_setter(name))
+            says = f"Theme: {name}"
+            offered[says] = Command(says, "", self._theme_setter(name))
+        recent = [offered.pop(says) for says in self._recent_commands if says in offered]
+        return [*recent, *offered.values()]
 
     def _key_help_rows(self, screen: Screen[object]) -> list[tuple[str, str]]:
         """Rows of (keys, description); footer keys first, one row per description."""
@@ -207,7 +277,7 @@ class BaseApp(App[None]):
     def _key_label(self, active: ActiveBinding) -> str:
         return self.get_key_display(active.binding)
 
-    def _binding_callback(self, active: ActiveBinding) -> Callable[[], Awaitable[None]]:
+    def _callback(self, active: ActiveBinding) -> Callable[[], Awaitable[None]]:
         async def run() -> None:
             await self.run_action(active.binding.action, active.node)
 

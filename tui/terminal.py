@@ -5,11 +5,15 @@ from __future__ import annotations
 import codecs
 import os
 import selectors
+import threading
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from textual._xterm_parser import BRACKETED_PASTE_END, BRACKETED_PASTE_START, XTermParser
+from textual.driver import Driver
 from textual.drivers.linux_driver import LinuxDriver
-from textual.events import Paste
+from textual.drivers.linux_inline_driver import LinuxInlineDriver
+from textual.events import CursorPosition, Paste
 from textual.message import Message
 
 _ESC = "\x1b"
@@ -71,8 +75,25 @@ class PasteSafeParser(XTermParser):
         return text.replace(_ESC, _ESC_PLACEHOLDER) + end, rest
 
 
-class TerminalDriver(LinuxDriver):
-    """Textual's Linux driver with PasteSafeParser; invalid UTF-8 is replaced, not fatal."""
+class _PasteSafeInput(Driver):
+    """Reads the terminal with PasteSafeParser; invalid UTF-8 is replaced, not fatal."""
+
+    exit_event: threading.Event
+    fileno: int
+    if TYPE_CHECKING:  # both drivers have them
+
+        def _enable_mouse_support(self) -> None: ...
+
+        def _disable_mouse_support(self) -> None: ...
+
+    def set_mouse(self, *, is_ours: bool) -> None:
+        """Have the mouse reported to the app, or leave it to the terminal."""
+        if is_ours:
+            self._mouse = True
+            self._enable_mouse_support()
+        else:
+            self._disable_mouse_support()
+            self._mouse = False
 
     def run_input_thread(self) -> None:
         """Read and process input until the driver stops or the terminal is closed."""
@@ -93,3 +114,18 @@ class TerminalDriver(LinuxDriver):
         if text:  # empty after half a character; an empty piece would end the input
             for message in parser.feed(text):
                 self.process_message(message)
+
+
+class TerminalDriver(_PasteSafeInput, LinuxDriver):
+    """Textual's Linux driver with this input."""
+
+
+class InlineTerminalDriver(_PasteSafeInput, LinuxInlineDriver):
+    """Textual's driver below the shell's prompt with this input."""
+
+    def process_message(self, message: Message) -> None:
+        """Take in where the screen begins, which the terminal was asked for."""
+        if isinstance(message, CursorPosition):
+            self.cursor_origin = (message.x, message.y)
+        else:
+            super().process_message(message)

@@ -80,15 +80,15 @@ THEME_NAMES = tuple(theme.name for theme in THEMES)
 
 
 class ThemeChoice:
-    """The selected theme, stored in a file of the state folder. NO_COLOR overrides it."""
+    """The selected theme, stored in a file of the state folder. no_color: NO_COLOR overrides it."""
 
     def __init__(self, path: Path | None, environ: Mapping[str, str] = os.environ) -> None:
         self._path = path
-        self._no_color = bool(environ.get("NO_COLOR"))
+        self.no_color = bool(environ.get("NO_COLOR"))
 
     def load(self) -> str:
         """Name of the theme to start with; dark if none is stored or the file is unreadable."""
-        if self._no_color:
+        if self.no_color:
             return MONOCHROME
         if self._path is None:
             return DARK
@@ -100,7 +100,7 @@ class ThemeChoice:
 
     def save(self, name: str) -> None:
         """Store the theme. Write errors are ignored."""
-        if self._path is None or self._no_color:
+        if self._path is None or self.no_color:
             return
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -146,6 +146,11 @@ def live_stats_line(figures: LiveFigures) -> str:
     return f"TTFT {format_duration(figures.ttft_s * 1000)} · {tokens} · {context}"
 
 
+def loading_text(fraction: float) -> str:
+    """Progress of loading a model: once its file is read, the engine makes ready."""
+    return f"loading {fraction:.0%}" if fraction < 0.995 else "loaded, getting ready"
+
+
 def waiting_text(elapsed_s: float, prompt: PromptProgress | None) -> str:
     """What is known before the first token: the time, and how much of the prompt is computed."""
     waiting = f"waiting {elapsed_s:.1f} s"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from functools import partial
+from typing import Annotated
 
 import typer
 
@@ -21,6 +22,8 @@ from localgen.cli.remote_options import (
     options_for_endpoint,
 )
 
+_NUM_SUGGESTED = 5
+
 
 @takes_model_options
 def command(
@@ -29,6 +32,9 @@ def command(
     model: ModelArgument = None,
     url: UrlOption = None,
     api_key_env: KeyEnvOption = None,
+    inline: Annotated[
+        bool, typer.Option("--inline", help="Draw below the shell's prompt, not full-screen.")
+    ] = False,
 ) -> None:
     """Chat full-screen in several sessions. The options apply to new sessions."""
     endpoint = endpoint_from_options(context, url, api_key_env)
@@ -47,6 +53,7 @@ def command(
     gc.disable()  # imports make no garbage; BaseApp enables it after the first paint
     from localgen.chat.stored_sessions import open_store_or_copy
     from localgen.cli.tables import print_notice
+    from localgen.client.suggested_models import suggested_models
     from localgen.config import ServerSettings
     from localgen.hub.resolve import name_for_server
     from localgen.tui.base_app import BaseApp
@@ -68,10 +75,11 @@ def command(
             server_url="" if endpoint is None else endpoint.url,
             model=name_for_server(model) if endpoint is None else model,
             notice=notice,
+            suggest_models=partial(suggested_models, _NUM_SUGGESTED),
         )
         where = "this machine" if endpoint is None else endpoint.display_name
         choice = ThemeChoice(BaseApp.theme_file(settings.state_dir))
         make_monitor = partial(create_monitor, endpoint, settings)
-        ChatApp(SessionManager(app_context), make_monitor, where, choice).run()
+        ChatApp(SessionManager(app_context), make_monitor, where, choice).run(inline=inline)
         if notice:
             print_notice(notice)

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,10 +14,12 @@ from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.chat import commands
 from localgen.chat.conversation import Turn
 from localgen.chat.parameters import ModelOptions
-from localgen.chat.session import ChatSession, OnProgress
+from localgen.chat.session import ChatSession
 from localgen.chat.session_recorder import create_copy, title_from_prompt
 from localgen.chat.session_store import SessionBusy, SessionChanged, SessionRecord, SessionStore
 from localgen.client import Client
+from localgen.client.responses import TokenAlternative
+from localgen.client.suggested_models import SuggestedModel
 from localgen.tui.chat.answer_stream import AnswerStream
 
 UNNAMED_SESSION = "New session"
@@ -34,6 +36,7 @@ class AppContext:
     make_client: creates a client with a callback for notices to the user; one per session, because
     aborting a request closes its client. server_url: the remote server, or empty for the local one.
     model: model of new sessions, or None for the default model. notice: for the user, at the start.
+    suggest_models: models to propose, may take a second. clock: for durations; now_s: Unix time.
     """
 
     store: SessionStore
@@ -43,7 +46,9 @@ class AppContext:
     server_url: str = ""
     model: str | None = None
     notice: str = ""
+    suggest_models: Callable[[], Sequence[SuggestedModel]] = tuple
     clock: Callable[[], float] = time.monotonic
+    now_s: Callable[[], float] = time.time
 
 
 class CommandStopped(Exception):
@@ -56,7 +61,7 @@ class ActiveSession:
     save_error: why the last save failed; the session stays in memory. unsent_prompt: typed text.
     running_command: the command in progress; load_progress: fraction of its model loaded.
     client_message: the client's last notice since the current request began. messages: notices
-    waiting to be shown to the user.
+    waiting to be shown to the user. queued_prompts: to be sent when the session is idle again.
     """
 
     def __init__(self, record: SessionRecord, context: AppContext) -> None:
@@ -68,6 +73,7 @@ class ActiveSession:
         self.load_progress: float | None = None
         self.client_message = ""
         self.messages: deque[str] = deque()
+        self.queued_prompts: deque[str] = deque()
         self.unsent_prompt = context.store.load_unsent_prompt(record.id)
         self._saved_unsent_prompt = self.unsent_prompt
         self._context = context
@@ -91,11 +97,27 @@ class ActiveSession:
         answering = self.answer_stream  # read once: another thread may reset it
         return answering is not None and not answering.ended.is_set()
 
-    def ask(self, prompt: str) -> None:
-        """Start an answer. Raises SessionChanged, SessionBusy or SessionGone if it may not."""
+    @property
+    def is_busy(self) -> bool:
+        """True if a prompt would be refused for now: an answer or a command is in progress."""
+        return self.answer_stream is not None or bool(self.running_command)
+
+    def ask(self, prompt: str, *, beginning: str = "") -> None:
+        """Start an answer, or continue its beginning.
+
+        Raises SessionChanged, SessionBusy or SessionGone if it may not.
+        """
         with self._lock:
             self._require_idle()
-            self._start_answer(prompt)
+            self._start_answer(prompt, beginning=beginning)
+
+    def next_tokens(
+        self, turn_index: int, beginning: str, count: int
+    ) -> tuple[TokenAlternative, ...]:
+        """See ChatSession.next_tokens()."""
+        with self._command_running("looking at tokens"):
+            self.chat.ensure_loaded(self._on_load_progress)
+            return self.chat.next_tokens(turn_index, beginning, count)
 
     def regenerate(self) -> None:
         """Answer the last prompt again; a partial new answer does not replace the old one."""
@@ -167,12 +189,12 @@ class ActiveSession:
                 self.chat.set_parameter(setting, text or "default")
             self.save()
 
-    def load_model(self, name: str | None, on_progress: OnProgress) -> None:
+    def load_model(self, name: str | None) -> None:
         """Load a model and switch to it; on an error the session keeps its model."""
         with self._command_running(f"/model {name or ''}"):
             self._require_not_generating()
             self.chat.client.connect()
-            self.chat.load(name, on_progress)
+            self.chat.load(name, self._on_load_progress)
             self._is_other_server = False
 
     def rename(self, name: str) -> None:
@@ -262,10 +284,12 @@ class ActiveSession:
     def _on_load_progress(self, fraction: float) -> None:
         self.load_progress = fraction
 
-    def _start_answer(self, prompt: str, *, regenerate: bool = False) -> None:
+    def _start_answer(self, prompt: str, *, regenerate: bool = False, beginning: str = "") -> None:
         self._is_other_server, self.client_message = False, ""
         self._begin_turn(prompt)
-        answering = AnswerStream(self.chat, prompt, self._context.clock, regenerate=regenerate)
+        answering = AnswerStream(
+            self.chat, prompt, self._context.clock, regenerate=regenerate, beginning=beginning
+        )
         self.last_stream = self.answer_stream = answering
         answering.start()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -24,13 +25,42 @@ class StreamPosition:
     text_chunks: int = 0
 
 
+class RateHistory:
+    """Tokens/s in each of the last periods that are over. clock: in seconds."""
+
+    def __init__(self, clock: Callable[[], float], period_s: float = 0.5, periods: int = 5) -> None:
+        self._clock, self._period_s = clock, period_s
+        self._counts: deque[int] = deque([0], maxlen=periods + 1)
+        self._began_s = clock()
+        self._lock = threading.Lock()
+
+    def add(self, tokens: int) -> None:
+        """Count tokens that have come now."""
+        with self._lock:
+            self._advance()
+            self._counts[-1] += tokens
+
+    def values(self) -> tuple[float, ...]:
+        """The rates, oldest first."""
+        with self._lock:
+            self._advance()
+            return tuple(count / self._period_s for count in list(self._counts)[:-1])
+
+    def _advance(self) -> None:
+        now_s = self._clock()
+        while now_s - self._began_s >= self._period_s:
+            self._began_s += self._period_s
+            self._counts.append(0)
+
+
 class AnswerStream:
     """Requests an answer and collects its chunks in a thread, the only writer of its state.
 
     num_tokens: tokens so far; is_estimated: whether that is an estimate. prompt_tokens: of the
     prompt; None before the first token, or not reported. load_progress: fraction of
     the model loaded, while it loads (read it once: it becomes None at any moment). error: why the
-    answer is incomplete. ended: set last. regenerate: the answer replaces that of the last turn.
+    answer is incomplete. ended: set last. rates: the speed lately.
+    regenerate: the answer replaces that of the last turn. beginning: of the answer, continued.
     """
 
     def __init__(
@@ -40,8 +70,10 @@ class AnswerStream:
         clock: Callable[[], float] = time.monotonic,
         *,
         regenerate: bool = False,
+        beginning: str = "",
     ) -> None:
         self.prompt = prompt
+        self._beginning = beginning
         self.is_regeneration = regenerate
         self.num_tokens = 0
         self.is_estimated = False
@@ -51,12 +83,14 @@ class AnswerStream:
         self.completion: Completion | None = None
         self.error = ""
         self.ended = threading.Event()
+        self.rates = RateHistory(clock)
         self._session = session
         self._clock = clock
         self._started_s = clock()
+        self._ended_s: float | None = None
         self._stop_requested = threading.Event()
         self._reasoning_chunks: list[str] = []
-        self._text_chunks: list[str] = []
+        self._text_chunks: list[str] = [beginning] if beginning else []
         self._thread = threading.Thread(target=self._run, name="answer", daemon=True)
 
     def start(self) -> None:
@@ -86,6 +120,10 @@ class AnswerStream:
             now,
         )
 
+    def took_s(self) -> float:
+        """Time since the request, up to the end of the answer."""
+        return (self._clock() if self._ended_s is None else self._ended_s) - self._started_s
+
     def to_turn(self) -> Turn:
         """The turn so far; complete once the answer has ended."""
         thought, text, _ = self.chunks_since(StreamPosition())
@@ -96,7 +134,7 @@ class AnswerStream:
         if self.is_stopping:
             return "stopping"
         if (loaded := self.load_progress) is not None:
-            return f"loading {self._session.name} {loaded:.0%}"
+            return f"{self._session.name}: {report.loading_text(loaded)}"
         waited_s = self._clock() - self._started_s
         used, about = self.used_tokens, "~" if self.is_estimated else ""
         context_mark = "~" if used is None else ""
@@ -140,12 +178,26 @@ class AnswerStream:
         if self.is_stopping:
             return "stopping"
         if (loaded := self.load_progress) is not None:
-            return f"loading {loaded:.0%}"
+            return report.loading_text(loaded)
         if self.ttft_s is None:
             waited_s = self._clock() - self._started_s
             return report.waiting_text(waited_s, self._session.client.prompt_progress)
         rate = self.tokens_per_s()
         return f"{rate:,.1f} tok/s" if rate else "writing"
+
+    def short_progress_text(self) -> str:
+        """Progress in a dozen columns."""
+        if self.is_stopping:
+            return "stopping"
+        if (loaded := self.load_progress) is not None:
+            return f"load {loaded:.0%}"
+        if self.ttft_s is None:
+            waited_s = self._clock() - self._started_s
+            read = self._session.client.prompt_progress
+            if read is not None and read.total:
+                return f"prompt {read.computed / read.total:.0%}"
+            return f"{waited_s:.0f} s …"
+        return f"{self.tokens_per_s():,.0f}"
 
     def _summary(self) -> str:
         if self.completion is not None:
@@ -163,21 +215,24 @@ class AnswerStream:
         except Exception as error:  # report it; other sessions must keep running
             self.error = f"internal error ({type(error).__name__}: {error})"
         finally:
-            self.load_progress = None
+            self.load_progress, self._ended_s = None, self._clock()
             self.ended.set()
 
     def _stream_with_retry(self) -> None:
         try:
             self._stream()
         except (ServerUnavailable, EngineDied):
-            if self._stop_requested.is_set() or self._text_chunks or self._reasoning_chunks:
+            if self._stop_requested.is_set() or self.num_tokens:
                 raise
             self._stream()  # nothing received: the server was gone; it restarts
 
     def _stream(self) -> None:
         self._session.ensure_loaded(self._on_load_progress)
         self.load_progress = None
-        with closing(self._session.stream(self.prompt, regenerate=self.is_regeneration)) as events:
+        stream = self._session.stream(
+            self.prompt, regenerate=self.is_regeneration, beginning=self._beginning
+        )
+        with closing(stream) as events:
             for event in events:
                 match event:
                     case TextDelta():
@@ -195,6 +250,7 @@ class AnswerStream:
     def _append(self, delta: TextDelta) -> None:
         if self.ttft_s is None:
             self.ttft_s = self._clock() - self._started_s
+        self.rates.add(delta.num_tokens - self.num_tokens)
         self.num_tokens, self.is_estimated = delta.num_tokens, delta.estimated
         self.prompt_tokens = delta.prompt_tokens
         if delta.reasoning:

@@ -15,9 +15,11 @@ from textual.binding import Binding, BindingType
 from textual.screen import Screen
 from textual.widgets import TextArea
 
+from localgen.backends import units
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.terminal_text import escape_control_chars, escape_name, one_line
 from localgen.chat import commands, saved_chats
+from localgen.chat.markup import code_blocks
 from localgen.tui.base_app import BaseApp
 from localgen.tui.chat import quit_confirmation, slash_commands
 from localgen.tui.chat.active_session import ActiveSession
@@ -30,21 +32,25 @@ from localgen.tui.chat.session_actions import SessionActions
 from localgen.tui.chat.session_list import SessionList
 from localgen.tui.chat.session_manager import SessionManager
 from localgen.tui.chat.settings import SettingEdit, SettingsPanel
+from localgen.tui.chat.transcript import Transcript
 from localgen.tui.feed import FIRST_RETRY_S, SampleFeed, SampleReceived, ServerLost, ServerMonitor
 from localgen.tui.gauges.panel import GaugePanel
+from localgen.tui.key_file import with_names
 from localgen.tui.quantize.runner import QuantizeRunner
 from localgen.tui.quantize.screen import QuantizeScreen
 from localgen.tui.themes import ThemeChoice
 from localgen.tui.widgets.dialog import ConfirmDialog
 
-TICK_S, SYNC_PERIOD_S = 1 / 15, 1.0
-_DOUBLE_PRESS_S = 2.0
-_SHORT_TOAST_S, _TOAST_S = 3, 10
+TICK_S, SYNC_PERIOD_S = 1 / 12, 1.0
+_TICKS_PER_IDLE_TICK = 6
+_DOUBLE_PRESS_S, _REPEAT_S = 2.0, 5.0
+# an answer that took longer is announced to a user who is in another window
+_LONG_ANSWER_S = 10.0
 _MAX_HISTORY = 500
 _MAIN_SCREEN_ACTIONS = (
     *("new", "model", "settings", "search", "compare", "export", "editor"),
     *("step", "rename", "fork", "delete", "restore", "copy", "regenerate", "quantize"),
-    "answer_now",
+    *("answer_now", "tokens"),
 )
 
 
@@ -64,7 +70,7 @@ class ChatApp(BaseApp):
         + "\n".join(f"{name:<9} {usage}" for name, usage, _ in slash_commands.command_table())
     )
     # only Ctrl+C has priority: a priority key would overtake characters typed before it
-    BINDINGS: ClassVar[list[BindingType]] = [
+    BINDINGS: ClassVar[list[BindingType]] = with_names(
         Binding("ctrl+n", "new", "New"),
         Binding("ctrl+o", "model", "Model"),
         Binding("ctrl+t", "settings", "Settings"),
@@ -75,16 +81,20 @@ class ChatApp(BaseApp):
         Binding("ctrl+x", "answer_now", "End the reasoning: answer now", show=False),
         Binding("ctrl+s", "export", "Export the transcript", show=False),
         Binding("ctrl+g", "editor", "Prompt in $EDITOR", show=False),
-        Binding("ctrl+up", "step(-1)", "Previous session", show=False),
-        Binding("ctrl+down", "step(1)", "Next session", show=False),
+        Binding("ctrl+up", "step(-1)", "Previous session", show=False, id="previous_session"),
+        Binding("ctrl+down", "step(1)", "Next session", show=False, id="next_session"),
         Binding("f3", "rename", "Rename the session", show=False),
         Binding("f4", "fork", "Fork the session", show=False),
         Binding("f8", "delete", "Delete the session", show=False),
         Binding("f9", "restore", "Restore what was deleted", show=False),
-        Binding("ctrl+y", "copy", "Copy the last answer", show=False),
+        Binding("ctrl+y", "copy", "Copy the last answer, then its code", show=False),
         Binding("f12", "retry", "Reconnect now", show=False),
         Binding("f10", "quantize", "Quantize a model", show=False),
-    ]
+        Binding("f11,alt+t", "tokens", "Tokens of the answer and alternatives", show=False),
+    )
+    KEY_TABLE = "tui"
+    KEY_OWNERS = (BINDINGS, MainScreen.BINDINGS, Prompt.BINDINGS)
+    UNAVAILABLE_KEYS = Prompt.EDITING_KEYS
 
     def __init__(
         self,
@@ -100,7 +110,9 @@ class ChatApp(BaseApp):
         self.session_manager = session_manager
         self._feed = SampleFeed(make_monitor, self.post_message, first_retry_s=first_retry_s)
         self._last_stop_s = float("-inf")
-        self._is_quitting = False
+        self._num_ticks = 0
+        self._last_copy_s, self._num_copies = float("-inf"), 0
+        self._is_quitting, self._is_in_focus = False, True
         self._finalize_lock, self._sync_lock = Lock(), Lock()
         self._settings_lock, self._ask_lock = Lock(), Lock()
         names = slash_commands.CompletionSources(
@@ -124,14 +136,22 @@ class ChatApp(BaseApp):
 
     def on_ready(self) -> None:
         """Start the timers and the server feed after the first paint."""
-        self.set_interval(TICK_S, self.tick)
+        self.set_interval(TICK_S, self._tick_unless_idle)
         self.set_interval(SYNC_PERIOD_S, self.sync_store)
         self._feed.start()
         self.sync_store()
         self._load_prompt_history()
+        if not self.session_manager.context.server_url:
+            self._load_suggestions()
 
     def on_unmount(self) -> None:
         self._feed.stop()
+
+    def on_app_focus(self) -> None:
+        self._is_in_focus = True
+
+    def on_app_blur(self) -> None:
+        self._is_in_focus = False
 
     # The store may be locked for seconds. Whatever waits for it runs in a worker, since the app
     # would not process keys while it waits.
@@ -144,29 +164,40 @@ class ChatApp(BaseApp):
             )
             self.main_screen.query_one(Prompt).set_history(prompts)
 
-    async def tick(self) -> None:
+    @work(group="suggestions")
+    async def _load_suggestions(self) -> None:
+        suggest = self.session_manager.context.suggest_models
+        self.main_screen.show_suggested(await asyncio.to_thread(suggest))
+
+    def _tick_unless_idle(self) -> None:
+        """Tick; less often while no session does anything, as that takes CPU as well."""
+        self._num_ticks += 1
+        manager = self.session_manager
+        is_busy = bool(manager.answering_sessions or manager.busy_sessions)
+        if is_busy or self._num_ticks % _TICKS_PER_IDLE_TICK == 0:
+            self.tick()
+
+    def tick(self) -> None:
         """Update the current screen with new text and progress."""
         if self._is_quitting or not self.screen_stack:
             return
-        for opened, line in self.session_manager.drain_messages():
-            is_current = opened is self.main_screen.current_session
-            name = "" if is_current else f"{escape_name(opened.name)}: "
-            # the status line shows it as well, and a toast covers the answer
-            is_in_status = is_current and line == opened.client_message
-            self.notify(
-                one_line(f"{name}{line}"),
-                timeout=_SHORT_TOAST_S if is_in_status else _TOAST_S,
-                markup=False,
-            )
+        current = self.main_screen.current_session
+        news = [
+            one_line(line if opened is current else f"{escape_name(opened.name)}: {line}")
+            for opened, line in self.session_manager.drain_messages()
+            if opened is not current or line != opened.client_message  # in the status line
+        ]
+        if news:
+            self.show_message("\n".join(news))
+        self._ask_queued()
         if any(not each.is_answering for each in self.session_manager.answering_sessions):
             self._finalize_answers()
-        if isinstance(self.screen, CompareScreen):
-            await self.screen.sync()
-        elif isinstance(self.screen, QuantizeScreen):
+        if isinstance(self.screen, CompareScreen | QuantizeScreen):
             self.screen.sync()
         elif self.main_screen.is_shown:
-            await self.main_screen.sync()
+            self.main_screen.sync()
         self._show_quantize_status()
+        self._show_window_title()
 
     def _show_quantize_status(self) -> None:
         if self.main_screen.is_shown:
@@ -182,8 +213,26 @@ class ChatApp(BaseApp):
     @work(group="finalize")
     async def _finalize_answers(self) -> None:
         if not self._finalize_lock.locked():
+            ended = [
+                each for each in self.session_manager.answering_sessions if not each.is_answering
+            ]
             async with self._finalize_lock:
                 await self.session_actions.run_in_thread(self.session_manager.finalize_answers)
+            self._announce(ended)
+
+    def _announce(self, ended: list[ActiveSession]) -> None:
+        """Tell a user who is in another window that long answers are done."""
+        for opened in ended:
+            last = opened.last_stream
+            if last is not None and last.took_s() > _LONG_ANSWER_S and not self._is_in_focus:
+                self.signals.notify(f"localgen: {escape_name(opened.name)}: the answer is there")
+
+    def _show_window_title(self) -> None:
+        opened = self.main_screen.current_session
+        if opened is not None:
+            writing = len(self.session_manager.answering_sessions)
+            mark = "● " if writing else ""
+            self.signals.set_title(f"{mark}localgen · {escape_name(opened.name)}")
 
     @work(group="sync")
     async def sync_store(self) -> None:
@@ -217,18 +266,43 @@ class ChatApp(BaseApp):
             self._dispatch_command(event.text)
         else:
             prompt.mark_submitted(event.text)
-            self._ask(self.session_actions.current_session, event.text)
+            opened = self.session_actions.current_session
+            opened.queued_prompts.append(event.text)
+            self._ask_next(opened)
         prompt.release_keys()
 
     @work(group="ask")
-    async def _ask(self, opened: ActiveSession, text: str) -> None:
+    async def _ask_next(self, opened: ActiveSession) -> None:
+        """Send the first queued prompt, unless the session is busy: then it waits."""
         async with self._ask_lock:
-            is_begun = await self.session_actions.run_in_thread(lambda: opened.ask(text))
-        if not is_begun:
-            self.main_screen.return_refused(opened, text)
-        else:
-            await self.session_actions.run_in_thread(self.session_manager.reload_summaries)
-            await self.tick()
+            if opened.is_busy or not opened.queued_prompts:
+                return
+            text = opened.queued_prompts.popleft()
+            is_begun = await self.session_actions.require_model(
+                opened
+            ) and await self.session_actions.run_in_thread(lambda: opened.ask(text))
+            if not is_begun:
+                opened.queued_prompts.appendleft(text)
+                self._return_queued(opened)
+                return
+        await self.session_actions.run_in_thread(self.session_manager.reload_summaries)
+        self.tick()
+
+    def _return_queued(self, opened: ActiveSession) -> None:
+        """Put the queued prompts of a session back into its prompt."""
+        if opened.queued_prompts:
+            self.main_screen.return_refused(opened, "\n".join(opened.queued_prompts))
+            opened.queued_prompts.clear()
+
+    def _ask_queued(self) -> None:
+        """Send what waited for an answer that has ended; after a failure, give it back."""
+        for opened in self.session_manager.active_by_id.values():
+            if opened.queued_prompts and not opened.is_busy and not self._ask_lock.locked():
+                last = opened.last_stream
+                if last is not None and last.error:
+                    self._return_queued(opened)
+                else:
+                    self._ask_next(opened)
 
     def _dispatch_command(self, line: str) -> None:
         try:
@@ -278,7 +352,7 @@ class ChatApp(BaseApp):
     def on_sample_received(self, message: SampleReceived) -> None:
         """Show a new sample."""
         if self.main_screen.server_status.label == "LOST":
-            self.notify("The server is back.", timeout=4)
+            self.show_message("the server is back")
         is_remote = bool(self.session_manager.context.server_url)
         self.main_screen.server_status = live_server_status(
             message.sample.snapshot, is_remote=is_remote
@@ -303,6 +377,9 @@ class ChatApp(BaseApp):
 
     def action_quantize(self) -> None:
         self._run_on_main_screen(lambda: self.session_actions.quantize(self.quantize_runner))
+
+    def action_tokens(self) -> None:
+        self._run_on_main_screen(self.session_actions.explore_tokens)
 
     def action_search(self) -> None:
         self._run_on_main_screen(self.session_actions.search)
@@ -346,15 +423,15 @@ class ChatApp(BaseApp):
         if isinstance(self.screen, CompareScreen | QuantizeScreen):
             self.screen.action_stop()
             return
+        opened = self.main_screen.current_session
         selected = self.screen.get_selected_text() or _selected_text(self.focused)
         if selected:
             self.copy_to_clipboard(selected)
-            self.notify("Copied.", timeout=2)
+            self.show_message("copied")
             if isinstance(self.focused, Prompt):  # or a refused command could only be copied again
                 self.focused.move_cursor(self.focused.cursor_location)
-        elif (
-            self.main_screen.current_session is not None and self.main_screen.current_session.stop()
-        ):
+        elif opened is not None and opened.stop():
+            self._return_queued(opened)
             self._last_stop_s = float("-inf")
         elif time.monotonic() - self._last_stop_s < _DOUBLE_PRESS_S:
             self.call_later(self.action_quit)
@@ -380,13 +457,31 @@ class ChatApp(BaseApp):
             notice = session.model_info is not None and session.repeat_notice()
             if notice:
                 self.show_message(notice)
-        await self.tick()
+        self.tick()
 
     def action_copy(self) -> None:
+        """Copy the last answer; pressed again, its code blocks, the last one first."""
         turns = self.session_actions.current_session.chat.conversation.turns
-        if turns:
-            self.copy_to_clipboard(turns[-1].answer)
-            self.notify("The last answer is copied.", timeout=3)
+        if not turns:
+            return
+        answer = turns[-1].answer
+        copies = [answer, *reversed(code_blocks(answer))]
+        now_s = time.monotonic()
+        is_again = now_s - self._last_copy_s < _REPEAT_S
+        self._num_copies, self._last_copy_s = self._num_copies + 1 if is_again else 0, now_s
+        at = self._num_copies % len(copies)
+        self.copy_to_clipboard(copies[at])
+        more = "; Ctrl+Y again: its last code block" if at == 0 and len(copies) > 1 else ""
+        self.show_message(
+            f"copied the last answer{more}"
+            if at == 0
+            else f"copied {units.format_count(copies[at].count(chr(10)), 'line')} of code, "
+            f"block {len(copies) - at} of {len(copies) - 1}"
+        )
+
+    def on_transcript_copy_requested(self, event: Transcript.CopyRequested) -> None:
+        self.copy_to_clipboard(event.code)
+        self.show_message(f"copied {units.format_count(event.code.count(chr(10)) + 1, 'line')}")
 
     def action_editor(self) -> None:
         """Edit the prompt in $EDITOR."""
@@ -421,6 +516,8 @@ class ChatApp(BaseApp):
     @work(group="leave", exclusive=True)
     async def _save_and_exit(self) -> None:
         self._is_quitting = True
+        for each in self.session_manager.active_by_id.values():
+            self._return_queued(each)
         opened = self.main_screen.current_session
         if opened is not None:
             opened.unsent_prompt = self.main_screen.query_one(Prompt).full_text

@@ -19,10 +19,11 @@ from textual.widgets import Button, Static, TextArea
 from localgen.backends import units
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.sampling_params import SamplingParams
-from localgen.backends.terminal_text import escape_name, one_line
-from localgen.chat import parameters
+from localgen.backends.terminal_text import escape_control_chars, escape_name, one_line
+from localgen.chat import parameters, report
 from localgen.chat.session_store import SessionRecord
 from localgen.tui.chat.active_session import ActiveSession
+from localgen.tui.chat.differences import DifferencesView, marked_answers
 from localgen.tui.chat.prompt import Prompt
 from localgen.tui.chat.transcript import TRANSCRIPT_BINDINGS, Transcript
 from localgen.tui.widgets.dialog import Dialog
@@ -157,30 +158,44 @@ class CompareColumn(Vertical):
     CompareColumn:focus-within { border: round $primary; }
     CompareColumn > .speed { height: 1; padding: 0 1; color: $success; text-wrap: nowrap; }
     CompareColumn > .speed.-error { color: $error; }
+    CompareColumn.-differences > Transcript { display: none; }
+    CompareColumn.-differences > DifferencesView { display: block; }
     """
 
     def __init__(self, active: ActiveSession, label: str) -> None:
         super().__init__()
         self.active = active
-        self.transcript = Transcript()
+        self.transcript, self._differences = Transcript(), DifferencesView()
         self._speed_line = Static("ready", classes="speed", markup=False)
         self.border_title = Content(escape_name(label))
         self._speed_text = ""
 
     def compose(self) -> ComposeResult:
         yield self.transcript
+        yield self._differences
         yield self._speed_line
 
-    async def on_mount(self) -> None:
-        await self.transcript.show_session(self.active)
+    def on_mount(self) -> None:
+        self.transcript.show_session(self.active)
 
-    async def sync(self) -> None:
-        await self.transcript.sync()
+    @property
+    def last_answer(self) -> str:
+        turns = self.active.chat.conversation.turns
+        return escape_control_chars(turns[-1].answer) if turns else ""
+
+    def show_differences(self, answer: Content | None) -> None:
+        """Show the last answer with its differing words lit; None: the transcript again."""
+        self.set_class(answer is not None, "-differences")
+        if answer is not None:
+            self._differences.show_answer(answer)
+
+    def sync(self) -> None:
+        self.transcript.sync()
         text = self._current_speed_text()
         if text != self._speed_text:
             self._speed_text = text
             line = self._speed_line
-            line.update(Content(text))
+            line.update(Content(text), layout=False)
             last = self.active.last_stream
             line.set_class(bool(last and last.error and not last.is_stopping), "-error")
 
@@ -193,10 +208,19 @@ class CompareColumn(Vertical):
         if last.error:
             return one_line(last.error)
         if (loaded := last.load_progress) is not None:
-            return f"loading {loaded:.0%}"
+            return report.loading_text(loaded)
         mark = "▸ " if self.active.is_answering else ""
         tokens = last.completion.completion_tokens if last.completion else last.num_tokens
-        return f"{mark}{last.speed_text()} · {units.format_count(tokens, 'token')}"
+        parts = (last.speed_text(), units.format_count(tokens, "token"), self._memory_text())
+        return mark + " · ".join(part for part in parts if part)
+
+    def _memory_text(self) -> str:
+        """Memory that the model was loaded with; empty if the server does not report it."""
+        info = self.active.chat.model_info
+        if info is None:
+            return ""
+        total = sum(part or 0 for part in (info.memory.weights, info.memory.kv, info.memory.work))
+        return f"{units.format_size(total)} of memory" if total else ""
 
 
 class CompareScreen(Screen[None]):
@@ -206,6 +230,7 @@ class CompareScreen(Screen[None]):
         Binding("escape", "back", "Back"),
         Binding("ctrl+c", "stop", "Stop all", priority=True),
         Binding("ctrl+r", "regenerate", "Ask again"),
+        Binding("ctrl+d", "differences", "Differences", priority=True),
         *TRANSCRIPT_BINDINGS,
     ]
     DEFAULT_CSS = """
@@ -238,9 +263,9 @@ class CompareScreen(Screen[None]):
     def on_screen_resume(self) -> None:
         self.refresh_bindings()  # the main screen's bindings are gone only now
 
-    async def sync(self) -> None:
+    def sync(self) -> None:
         for column in self.query(CompareColumn):
-            await column.sync()
+            column.sync()
 
     def on_prompt_submitted(self, event: Prompt.Submitted) -> None:
         """Send a prompt to all sessions, unless one is still answering."""
@@ -250,6 +275,7 @@ class CompareScreen(Screen[None]):
             self._show_message("an answer is being written: Ctrl+C stops all")
         else:
             prompt.mark_submitted(event.text)
+            self._hide_differences()
             self._ask(event.text)
         prompt.release_keys()
 
@@ -259,12 +285,36 @@ class CompareScreen(Screen[None]):
 
     @work(group="ask")
     async def action_regenerate(self) -> None:
+        self._hide_differences()
         await self._for_each_session(lambda opened: opened.regenerate())
 
     def action_stop(self) -> None:
         stopped = [opened.stop() for opened, _ in self._labelled_sessions]
         if not any(stopped):
             self._show_message("nothing to stop; Esc goes back, Ctrl+Q quits")
+
+    def action_differences(self) -> None:
+        """Light up the words in which the last answers differ, or show the transcripts again."""
+        columns = list(self.query(CompareColumn))
+        if columns[0].has_class("-differences"):
+            self._hide_differences()
+        elif any(opened.answer_stream is not None for opened, _ in self._labelled_sessions):
+            self._show_message("an answer is being written: the differences come after it")
+        elif not all(column.last_answer for column in columns):
+            self._show_message("ask something first: the answers are compared")
+        else:
+            self._mark_differences(columns)
+
+    @work(group="differences", exclusive=True)
+    async def _mark_differences(self, columns: list[CompareColumn]) -> None:
+        answers = [column.last_answer for column in columns]
+        marked = await asyncio.to_thread(marked_answers, answers)
+        for column, answer in zip(columns, marked, strict=True):
+            column.show_differences(answer)
+
+    def _hide_differences(self) -> None:
+        for column in self.query(CompareColumn):
+            column.show_differences(None)
 
     def action_toggle_reasoning(self) -> None:
         for transcript in self.query(Transcript):
@@ -275,13 +325,13 @@ class CompareScreen(Screen[None]):
         for transcript in self.query(Transcript):
             transcript.scroll_pages(by)
 
-    async def action_show_earlier(self) -> None:
+    def action_show_earlier(self) -> None:
         for transcript in self.query(Transcript):
-            await transcript.scroll_to_start()
+            transcript.scroll_to_start()
 
-    async def action_show_latest(self) -> None:
+    def action_show_latest(self) -> None:
         for transcript in self.query(Transcript):
-            await transcript.show_latest()
+            transcript.show_latest()
 
     def action_back(self) -> None:
         self.dismiss(None)

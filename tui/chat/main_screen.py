@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from textual import events
@@ -13,8 +14,11 @@ from textual.reactive import reactive
 from textual.screen import Screen
 from textual.widgets import Static, TextArea
 
+from localgen.backends import units
 from localgen.backends.terminal_text import escape_name, one_line
 from localgen.chat import commands, report
+from localgen.client.suggested_models import SuggestedModel
+from localgen.config import BUILT_IN_MODEL
 from localgen.hub.packaged import default_model
 from localgen.tui.chat.active_session import ActiveSession
 from localgen.tui.chat.prompt import CommandSuggestions, Prompt
@@ -27,9 +31,11 @@ from localgen.tui.chat.slash_commands import (
     command_completions,
     command_suggestions,
 )
+from localgen.tui.chat.start_view import STARTERS, StartView
 from localgen.tui.chat.transcript import TRANSCRIPT_BINDINGS, Transcript
 from localgen.tui.gauges.panel import GaugePanel
-from localgen.tui.gauges.plots import align_ends
+from localgen.tui.key_file import with_names
+from localgen.tui.widgets.alignment import align_ends
 from localgen.tui.widgets.dialog import ScrollableTextDialog
 from localgen.tui.widgets.footer import KeyFooter
 from localgen.tui.widgets.notice import Notice
@@ -64,13 +70,13 @@ class MainScreen(Screen[None]):
 
     # each gauge needs a few lines
     VERTICAL_BREAKPOINTS = [(0, "-short"), (22, "-mid"), (27, "-tall")]  # noqa: RUF012
-    BINDINGS: ClassVar[list[BindingType]] = [
+    BINDINGS: ClassVar[list[BindingType]] = with_names(
         Binding("f7", "toggle_sessions", "Show or hide sessions", show=False),
         Binding("f6", "toggle_gauges", "Show or hide gauges", show=False),
         *TRANSCRIPT_BINDINGS,
         Binding("ctrl+l", "focus_sessions", "To the list of sessions", show=False),
         Binding("escape", "focus_prompt", "Back to the prompt", show=False),
-    ]
+    )
     DEFAULT_CSS = """
     MainScreen #title { height: 1; background: $panel; padding: 0 1; text-wrap: nowrap; }
     MainScreen #body { height: 1fr; }
@@ -88,6 +94,9 @@ class MainScreen(Screen[None]):
     MainScreen.-settings SettingsPanel { display: block; }
     MainScreen.-settings GaugePanel { display: none; }
     MainScreen SessionList { display: none; }
+    MainScreen StartView { display: none; }
+    MainScreen.-start StartView { display: block; }
+    MainScreen.-start Transcript { display: none; }
     MainScreen.-sessions SessionList { display: block; }
     """
     server_status: reactive[ServerStatus] = reactive(ServerStatus())
@@ -104,6 +113,7 @@ class MainScreen(Screen[None]):
         self.current_session: ActiveSession | None = None
         # attributes, not queries: a tick may still draw while the screen is being removed
         self._session_list, self._transcript = SessionList(), Transcript()
+        self._start_view = StartView()
         self._title_line = Static(id="title", markup=False)
         self._status_line = Static(id="status", markup=False)
         self._quantize_status_line = QuantizeStatusLine(markup=False)
@@ -113,12 +123,14 @@ class MainScreen(Screen[None]):
         self._shown_status = ""
 
     def compose(self) -> ComposeResult:
+        self.add_class("-start")
         self._update_layout_classes(self.app.size.width)  # changed later, they style all again
         yield self._title_line
         yield Notice()
         with Horizontal(id="body"):
             yield self._session_list
             with Vertical(id="centre"):
+                yield self._start_view
                 yield self._transcript
                 yield Static(id="message", markup=False)
                 yield CommandSuggestions()
@@ -129,7 +141,9 @@ class MainScreen(Screen[None]):
         yield KeyFooter(compact=True)
 
     def on_mount(self) -> None:
-        self.query_one(Prompt).focus()
+        prompt = self.query_one(Prompt)
+        prompt.starters = STARTERS
+        prompt.focus()
         self._show_server()  # the status may already be known
         self.show_message(self._manager.context.notice, is_error=True)
 
@@ -155,12 +169,12 @@ class MainScreen(Screen[None]):
             self._is_switching = True
             prompt.set_text("")
 
-    async def cancel_switch(self) -> None:
+    def cancel_switch(self) -> None:
         """Return to the current session, since the other one could not be opened."""
         if self.current_session is not None and self._is_switching:
-            await self.show_session(self.current_session)
+            self.show_session(self.current_session)
 
-    async def show_session(self, active: ActiveSession) -> None:
+    def show_session(self, active: ActiveSession) -> None:
         """Switch to a session; unsent prompts stay with their sessions."""
         if self.has_class("-settings"):
             self.query_one(SettingsPanel).submit_edits()
@@ -171,13 +185,26 @@ class MainScreen(Screen[None]):
         if active.unsent_prompt:  # else the prompt already has the text
             prompt.set_text(active.unsent_prompt + typed)
         self.refresh_bindings()  # some keys need a session
-        await self._transcript.show_session(active)
+        self._transcript.show_session(active)
         self.show_settings()
-        await self.sync()
+        self.sync()
         if self._has_deferred_submit:
             self._has_deferred_submit = False
             prompt.action_send()
             prompt.release_keys()
+
+    def show_suggested(self, models: Sequence[SuggestedModel]) -> None:
+        """Show models that fit, on the start view."""
+        self._start_view.show_suggested(models, default_model())
+
+    def action_submit(self, text: str) -> None:
+        """Submit a prompt or a command, as if it had been typed."""
+        prompt = self.query_one(Prompt)
+        if prompt.text and prompt.text not in prompt.starters:
+            self.show_message("send or clear what is in the prompt first")
+            return
+        prompt.set_text(text)
+        prompt.action_send()
 
     def return_refused(self, active: ActiveSession, text: str) -> None:
         """Put a refused prompt back before what was typed since, in the session it was for."""
@@ -193,11 +220,12 @@ class MainScreen(Screen[None]):
         self._has_deferred_submit = self.current_session is None or self._is_switching
         return self._has_deferred_submit
 
-    async def sync(self) -> None:
+    def sync(self) -> None:
         """Show changes of the session and the session list."""
         if self.current_session is None:
             return
-        await self._transcript.sync()
+        self._transcript.sync()
+        self._show_start(self.current_session)
         self._session_list.show_sessions(self._session_rows(), self.current_session.id)
         self._show_title()
         self._show_status()
@@ -281,11 +309,11 @@ class MainScreen(Screen[None]):
     def action_scroll(self, by: int) -> None:
         self._transcript.scroll_pages(by)
 
-    async def action_show_earlier(self) -> None:
-        await self._transcript.scroll_to_start()
+    def action_show_earlier(self) -> None:
+        self._transcript.scroll_to_start()
 
-    async def action_show_latest(self) -> None:
-        await self._transcript.show_latest()
+    def action_show_latest(self) -> None:
+        self._transcript.show_latest()
 
     def action_focus_sessions(self) -> None:
         if not self.has_class("-sessions"):
@@ -302,7 +330,8 @@ class MainScreen(Screen[None]):
 
     def _update_layout_classes(self, width: int) -> None:
         """Show the panels that fit, unless the user has toggled them."""
-        gauges = self._visibility_overrides.get("-gauges", width >= _GAUGES_MIN_COLUMNS)
+        has_gauges = width >= _GAUGES_MIN_COLUMNS and not self.has_class("-start")
+        gauges = self._visibility_overrides.get("-gauges", has_gauges)
         side = gauges or self.has_class("-settings")
         least = _GAUGES_MIN_COLUMNS if side else _SESSIONS_MIN_COLUMNS
         sessions = self._visibility_overrides.get("-sessions", width >= least)
@@ -314,16 +343,26 @@ class MainScreen(Screen[None]):
     def _session_rows(self) -> list[SessionRow]:
         assert self.current_session is not None
         rows, open_now = [], self._manager.active_by_id
-        default = "the server's" if self.current_session.chat.is_remote else default_model()
+        now_s = self._manager.context.now_s()
         for listed in self._manager.summaries:
             opened = open_now.get(listed.id)
-            state = _activity_text(opened) if opened is not None else ""
+            state, rates = _activity(opened) if opened is not None else ("", ())
             if not state and listed.is_generating:
-                state = "answering elsewhere"
+                state = "elsewhere"
             name = opened.name if opened is not None else listed.name
-            model = opened.chat.requested_model if opened is not None else listed.model
-            rows.append(SessionRow(listed.id, name, model or default, listed.num_turns, state))
+            age = _age_text(now_s - listed.changed_s) if listed.num_turns else ""
+            rows.append(SessionRow(listed.id, name, age, state, rates))
         return rows
+
+    def _show_start(self, active: ActiveSession) -> None:
+        """Show the welcome as long as the session is empty; the gauges come with the first turn."""
+        is_start = self._transcript.is_empty
+        if is_start:
+            self._start_view.show_model(_model_introduction(active))
+        if is_start != self.has_class("-start"):
+            self.set_class(is_start, "-start")
+            self.query_one(Prompt).starters = STARTERS if is_start else ()
+            self._update_layout_classes(self.size.width)
 
     def _show_title(self) -> None:
         if self.current_session is None:
@@ -345,7 +384,7 @@ class MainScreen(Screen[None]):
         right = Content.styled(f"● {status} {self._server_label}", _STATUS_STYLES[status])
         room = max(20, self.size.width - 2 - right.cell_length - 1)
         line = align_ends(left.truncate(room, ellipsis=True), right, self.size.width - 2)
-        self._title_line.update(line)
+        self._title_line.update(line, layout=False)
 
     def _show_server(self) -> None:
         self.query_one(Notice).show_message(self.server_status.notice)
@@ -362,20 +401,45 @@ class MainScreen(Screen[None]):
             return
         self._shown_status = status
         line = self._status_line
-        line.update(Content(status))
+        line.update(Content(status), layout=False)
         line.set_class(fault, "-error")
 
 
-def _activity_text(active: ActiveSession) -> str:
-    """Activity of an open session in a few words."""
+def _model_introduction(active: ActiveSession) -> str:
+    """Which model answers, in a sentence."""
+    session = active.chat
+    name = one_line(session.name)
+    if session.is_remote:
+        return f"{name} answers, at {one_line(session.client.url)}."
+    if name == BUILT_IN_MODEL:
+        return f"{name} answers: a demo of 6M parameters. Ctrl+O gets a real model."
+    return f"{name} answers, on this machine."
+
+
+def _activity(active: ActiveSession) -> tuple[str, tuple[float, ...]]:
+    """Activity of an open session in a few words, and its speed lately in tokens/s."""
     answering = active.answer_stream  # read once: another thread may reset it
     if answering is not None:
-        return answering.progress_text()
-    return "not saved" if active.save_error else ""
+        return answering.short_progress_text(), answering.rates.values()
+    return ("not saved" if active.save_error else ""), ()
+
+
+def _age_text(seconds: float) -> str:
+    """A time that has passed in its largest unit: 3m, 2h, 5d; empty below a minute."""
+    for unit, length_s in (("d", 86_400), ("h", 3_600), ("m", 60)):
+        if seconds >= length_s:
+            return f"{seconds / length_s:.0f}{unit}"
+    return ""
 
 
 def session_status(active: ActiveSession) -> tuple[str, bool]:
     """Status line of a session, and whether it is an error."""
+    line, is_error = _status(active)
+    queued = len(active.queued_prompts)
+    return (f"{units.format_count(queued, 'prompt')} queued · {line}" if queued else line), is_error
+
+
+def _status(active: ActiveSession) -> tuple[str, bool]:
     answering, busy, share = active.answer_stream, active.running_command, active.load_progress
     if active.save_error:
         return f"not saved: {one_line(active.save_error)}", True
@@ -384,7 +448,7 @@ def session_status(active: ActiveSession) -> tuple[str, bool]:
         parts = (
             active.client_message if answering is None or not answering.num_tokens else "",
             line,
-            "" if answering is not None or share is None else f"loading {share:.0%}",
+            "" if answering is not None or share is None else report.loading_text(share),
         )
         return one_line(" · ".join(part for part in parts if part)), False
     if active.record.unfinished_turn is not None:

@@ -1,4 +1,4 @@
-"""The model picker: installed and downloadable models, with download and load progress."""
+"""The model picker: installed and downloadable models, with download progress."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Protocol
 
 from textual import work
@@ -16,11 +17,11 @@ from textual.content import Content
 from textual.widgets import Input, OptionList, ProgressBar, Static
 
 from localgen.backends import units
-from localgen.backends.errors import InvalidRequest, LocalgenError, ModelNotFound
+from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.terminal_text import escape_name, one_line
 from localgen.client import ModelCard, pullable_models
 from localgen.client.pullable_models import PullableModel
-from localgen.tui.chat.active_session import ActiveSession, CommandStopped
+from localgen.tui.chat.active_session import ActiveSession
 from localgen.tui.widgets.picker import Picker, matches_query, name_row
 
 _LOADING_TEXT, _NO_MATCH_TEXT = "loading the list", "No match in the list."
@@ -45,12 +46,6 @@ class ModelService(Protocol):
     def pull(self, name: str, on_progress: Callable[[int, int], None]) -> str:
         """Download a model; returns its installed name. on_progress: downloaded and total bytes."""
 
-    def load(self, name: str, on_progress: Callable[[float], None]) -> None:
-        """Load a model for the session."""
-
-    def stop_loading(self) -> None:
-        """Abort load() from another thread."""
-
 
 @dataclass(frozen=True, slots=True)
 class ModelPickerRow:
@@ -62,7 +57,7 @@ class ModelPickerRow:
 
 
 class ModelPicker(Picker[str]):
-    """Closes with the name of the loaded model. is_busy: a model is being downloaded or loaded."""
+    """Closes with the name of a model to load. is_busy: one is being looked up or downloaded."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "cancel", "Stop, or close")]
     DEFAULT_CSS = """
@@ -80,7 +75,7 @@ class ModelPicker(Picker[str]):
         self._rows: list[ModelPickerRow] = []
         self._cancelled = threading.Event()
         self.is_busy = False
-        self._loaded_model: str | None = None
+        self._chosen: str | None = None
         self._offered_pull = ""
 
     def compose(self) -> ComposeResult:
@@ -131,72 +126,59 @@ class ModelPicker(Picker[str]):
             self.select_item(typed)
 
     def on_screen_resume(self) -> None:
-        """Close if a model was loaded while another screen was on top."""
-        if self._loaded_model is not None:
-            self.dismiss(self._loaded_model)
+        """Close if a model was downloaded while another screen was on top."""
+        if self._chosen is not None:
+            self.dismiss(self._chosen)
 
     def action_cancel(self) -> None:
         if self.is_busy:
-            self._stop()
+            self._cancelled.set()
         else:
             self.dismiss(None)
 
     def select_item(self, item: str) -> None:
-        """Load a model; download it first if it is listed as downloadable."""
+        """Close with an installed model; download one that is listed as downloadable first."""
         if self.is_busy:
             return
         offered = next((each for each in self._rows if each.name == item), None)
-        is_sure = self._offered_pull == item or (offered is not None and not offered.is_installed)
+        if offered is not None and offered.is_installed:
+            self.dismiss(item)
+            return
+        is_sure = self._offered_pull == item or offered is not None
         self.is_busy = True
         self.add_class("-busy")
         self._cancelled.clear()
-        self._pull_and_load(item, is_sure)
+        self._choose(item, is_sure)
 
     @work(exclusive=True, group="pull")
-    async def _pull_and_load(self, name: str, pull: bool) -> None:
+    async def _choose(self, name: str, pull: bool) -> None:
+        """Download a model if it is not installed; without `pull`, offer to."""
         try:
-            await asyncio.to_thread(self._pull_and_load_in_thread, name, pull)
+            can_pull = await asyncio.to_thread(self._model_service.can_pull, name)
+            if can_pull and not pull:
+                self._offered_pull = name
+                self._show_message(
+                    f"{escape_name(name)} is not installed: Enter again downloads it"
+                )
+            else:
+                if can_pull:
+                    self._show_message(f"looking up {escape_name(name)} on the hub")
+                    progress = partial(self._on_pull_progress, name)
+                    await asyncio.to_thread(self._model_service.pull, name, progress)
+                self._chosen = name
         except asyncio.CancelledError:  # the app is quitting and would wait for the thread
-            self._stop()
+            self._cancelled.set()
             raise
         except PullCancelled:
             self._show_message(f"stopped: downloading {escape_name(name)} again resumes it")
-        except ModelNotFound as error:
-            await self._offer_pull(name, error)
         except LocalgenError as error:
-            reason = "stopped" if self._cancelled.is_set() else error.message
-            self._show_message(reason, is_error=not self._cancelled.is_set())
-        else:
-            self._loaded_model = name
+            self._show_message(error.message, is_error=True)
         finally:
             self.is_busy = False
             self.remove_class("-busy")
         # only the topmost screen can be dismissed
-        if self._loaded_model is not None and self.app.screen is self:
-            self.dismiss(self._loaded_model)
-
-    def _stop(self) -> None:
-        self._cancelled.set()
-        self._model_service.stop_loading()
-
-    async def _offer_pull(self, name: str, error: ModelNotFound) -> None:
-        if await asyncio.to_thread(self._model_service.can_pull, name):
-            self._offered_pull = name
-            self._show_message(f"{escape_name(name)} is not installed: Enter again downloads it")
-        else:
-            self._show_message(error.message, is_error=True)
-
-    def _pull_and_load_in_thread(self, name: str, pull: bool) -> None:
-        """Download a model if necessary, then load it; runs in a thread."""
-        if pull and self._model_service.can_pull(name):
-            self.call_later(self._show_message, f"looking up {escape_name(name)} on the hub")
-            self._model_service.pull(
-                name, lambda here, total: self._on_pull_progress(name, here, total)
-            )
-        if self._cancelled.is_set():
-            raise PullCancelled
-        self.call_later(self._show_message, f"loading {escape_name(name)}")
-        self._model_service.load(name, self._on_load_progress)
+        if self._chosen is not None and self.app.screen is self:
+            self.dismiss(self._chosen)
 
     def _on_pull_progress(self, name: str, downloaded_bytes: int, total_bytes: int) -> None:
         if self._cancelled.is_set():
@@ -205,15 +187,11 @@ class ModelPicker(Picker[str]):
         size = f"{units.format_size(downloaded_bytes)} of {units.format_size(total_bytes)}"
         self.call_later(self._show_progress, share, f"downloading {escape_name(name)}: {size}")
 
-    def _on_load_progress(self, fraction: float) -> None:
-        self.call_later(self._show_progress, fraction, None)
-
-    def _show_progress(self, fraction: float, line: str | None) -> None:
+    def _show_progress(self, fraction: float, line: str) -> None:
         if not self.is_busy:  # a late update, after the work has ended
             return
         self.query_one(ProgressBar).update(progress=fraction)
-        if line is not None:
-            self._show_message(line)
+        self._show_message(line)
 
     def _filter_rows(self, query: str) -> None:
         found = [
@@ -280,13 +258,3 @@ class SessionModelService:
         if self._is_remote:
             raise InvalidRequest("a remote server downloads its own models")
         return pullable_models.pull_model(name, on_progress)
-
-    def load(self, name: str, on_progress: Callable[[float], None]) -> None:
-        """Load a model into the session. Raises InvalidRequest if the user stops it."""
-        try:
-            self._active.load_model(name, on_progress)
-        except CommandStopped as stopped:
-            raise InvalidRequest("stopped") from stopped
-
-    def stop_loading(self) -> None:
-        self._active.stop_command()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar, cast
 
 from textual import events
@@ -13,10 +13,11 @@ from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.keys import Keys
 from textual.message import Message
-from textual.widgets import OptionList
+from textual.widgets import OptionList, TextArea
 from textual.widgets.option_list import Option
 
 from localgen.backends.terminal_text import escape_name
+from localgen.tui.key_file import with_names
 from localgen.tui.widgets.text_field import TextField
 
 # Alt+Enter as terminals send it; Textual would read it as Enter
@@ -26,24 +27,35 @@ FOLD_PASTE_CHARS = 4_000
 _FOLDED_PASTE = re.compile(r"⟦paste (\d+): [\d,]+ characters⟧")
 
 
+def _keys_of(bindings: Sequence[BindingType]) -> frozenset[str]:
+    listed = [each.key.split(",") for each in bindings if isinstance(each, Binding)]
+    return frozenset(key for keys in listed for key in keys)
+
+
 class Prompt(TextField):
     """Posts Submitted on Enter. completions: returns completions of a text that starts with `/`."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "send", "Send", show=False),
-        Binding("ctrl+j,shift+enter,alt+enter", "newline", "New line", show=False),
-        Binding("tab", "complete", "Complete a command", show=False),
-        Binding("up", "previous_prompt", "Earlier prompt, on the first line", show=False),
-        Binding("down", "next_prompt", "Later prompt, on the last line", show=False),
-        # keys that TextArea binds to editing functions a prompt does not need
-        Binding("ctrl+f", "app.search", "Search"),
-        Binding("ctrl+y", "app.copy", "Copy the last answer", show=False),
-        Binding("ctrl+x", "cut_or_answer", "End the reasoning: answer now", show=False),
-        Binding("pageup", "screen.scroll(-1)", "Scroll back", show=False),
-        Binding("pagedown", "screen.scroll(1)", "Scroll forward", show=False),
-        Binding("f6", "screen.toggle_gauges", "Show or hide gauges", show=False),
-        Binding("f7", "screen.toggle_sessions", "Show or hide sessions", show=False),
+        *with_names(
+            Binding("ctrl+j,shift+enter,alt+enter", "newline", "New line", show=False),
+            Binding("tab", "complete", "Complete a command", show=False),
+            Binding("up", "previous_prompt", "Earlier prompt, on the first line", show=False),
+            Binding("down", "next_prompt", "Later prompt, on the last line", show=False),
+            # keys that TextArea binds to editing functions a prompt does not need
+            Binding("ctrl+f", "app.search", "Search"),
+            Binding("ctrl+y", "app.copy", "Copy the last answer, then its code", show=False),
+            Binding("ctrl+x", "cut_or_answer", "End the reasoning: answer now", show=False),
+            Binding("pageup", "screen.scroll(-1)", "Scroll back", show=False, id="scroll_back"),
+            Binding(
+                "pagedown", "screen.scroll(1)", "Scroll forward", show=False, id="scroll_forward"
+            ),
+            Binding("f6", "screen.toggle_gauges", "Show or hide gauges", show=False),
+            Binding("f7", "screen.toggle_sessions", "Show or hide sessions", show=False),
+        ),
     ]
+    # with which the text is edited
+    EDITING_KEYS = _keys_of(TextArea.BINDINGS) - _keys_of(BINDINGS)
     DEFAULT_CSS = """
     Prompt {
         height: auto; min-height: 3; max-height: 10; border: round $border;
@@ -68,6 +80,7 @@ class Prompt(TextField):
             placeholder="Ask something, / for commands, ? for keys",
         )
         self._completions = completions
+        self.starters: Sequence[str] = ()  # texts that Tab puts into an empty prompt, in turn
         self._pastes: dict[int, str] = {}
         self._history: list[str] = []
         self._history_index = 0
@@ -146,9 +159,16 @@ class Prompt(TextField):
         """Insert the only completion, or the common prefix of all."""
         found = self._completions(self.text)
         if not found:
+            if not self.text or self.text in self.starters:
+                self._insert_starter()
             return
         begin = _common_prefix(found)
         self.set_text(begin + (" " if len(found) == 1 else ""))
+
+    def _insert_starter(self) -> None:
+        if self.starters:
+            at = self.starters.index(self.text) + 1 if self.text else 0
+            self.set_text(self.starters[at % len(self.starters)])
 
     def action_previous_prompt(self) -> None:
         row, column = self.cursor_location
@@ -188,7 +208,7 @@ class Prompt(TextField):
             await self.run_action("app.keys")
         elif event.key == "shift+\r":  # Shift+Enter from xterm and tmux
             self.action_newline()
-        elif event.is_printable:
+        elif event.is_printable and not event.key.startswith("alt+"):
             await super()._on_key(event)
         else:
             await self.app._check_bindings(event.key)

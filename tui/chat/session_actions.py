@@ -7,6 +7,7 @@ import contextlib
 import os
 import shlex
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
@@ -22,6 +23,7 @@ from localgen.tui.chat.prompt import Prompt
 from localgen.tui.chat.search import SearchScreen
 from localgen.tui.chat.session_manager import SearchHit, SessionManager
 from localgen.tui.chat.text_dialog import TextInputDialog
+from localgen.tui.chat.token_screen import NUM_ALTERNATIVES, TokenScreen
 from localgen.tui.chat.transcript import Transcript
 from localgen.tui.quantize.runner import QuantizeRunner
 from localgen.tui.quantize.screen import QuantizeScreen
@@ -29,7 +31,13 @@ from localgen.tui.widgets.dialog import ConfirmDialog
 
 ShowMessage = Callable[..., None]
 # commands that run the app action of a key
-_KEY_ACTIONS = {"/regen": "regenerate", "/help": "keys", "/bye": "quit", "/quantize": "quantize"}
+_KEY_ACTIONS = {
+    "/regen": "regenerate",
+    "/help": "keys",
+    "/bye": "quit",
+    "/quantize": "quantize",
+    "/tokens": "tokens",
+}
 
 
 class SessionActions:
@@ -72,11 +80,11 @@ class SessionActions:
         except LocalgenError as error:
             self._show_message(error.message, is_error=True)
             if number == self._num_shows:
-                await self._main_screen.cancel_switch()
+                self._main_screen.cancel_switch()
             return False
         if number != self._num_shows:
             return False
-        await self._main_screen.show_session(opened)
+        self._main_screen.show_session(opened)
         return True
 
     async def open(self, session_id: int) -> None:
@@ -115,7 +123,7 @@ class SessionActions:
             name = given or ""
         if name:
             await self.run_in_thread(lambda: self._manager.rename(session_id, name))
-            await self._main_screen.sync()
+            self._main_screen.sync()
 
     async def fork(self, session_id: int, name: str = "") -> None:
         await self.show_session(lambda: self._manager.fork(self._manager.get(session_id), name))
@@ -168,18 +176,50 @@ class SessionActions:
             return
         await self.open(hit.session_id)
         if hit.turn_index is not None:
-            await self._main_screen.query_one(Transcript).scroll_to_turn(hit.turn_index)
+            self._main_screen.query_one(Transcript).scroll_to_turn(hit.turn_index)
 
     async def pick_model(self, requested: str = "") -> None:
-        """Open the model picker. requested: loaded at once if such a model exists."""
-        opened = self.current_session
-        picker = ModelPicker(SessionModelService(opened), requested, opened.chat.requested_name)
-        name = await self._main_screen.app.push_screen_wait(picker)
+        """Load a model into the session, in the background. Asks for one if none is requested, or
+        if it must be downloaded."""
+        opened, name = self.current_session, requested or None
+        models = SessionModelService(opened)
+        if name is None or await asyncio.to_thread(models.can_pull, name):
+            picker = ModelPicker(models, requested, opened.chat.requested_name)
+            name = await self._main_screen.app.push_screen_wait(picker)
+        if name is not None:
+            await self._load_model(opened, name)
+        await self._refresh_model_names(opened)
+
+    async def require_model(self, opened: ActiveSession) -> bool:
+        """Have the user choose if a remote server has several models and none is named.
+
+        Returns False if none was chosen.
+        """
+        chat = opened.chat
+        if not chat.is_remote or chat.requested_name:
+            return True
+        with contextlib.suppress(LocalgenError):  # the request reports it
+            if len(await asyncio.to_thread(chat.client.models)) > 1:
+                await self.pick_model()
+                return bool(chat.requested_name)
+        return True
+
+    async def _load_model(self, opened: ActiveSession, name: str) -> None:
+        try:
+            await asyncio.to_thread(opened.load_model, name)
+        except asyncio.CancelledError:  # the app is quitting and would wait for the thread
+            opened.stop_command()
+            raise
+        except CommandStopped:
+            self._show_message("stopped: the session keeps its model")
+            return
+        except LocalgenError as error:
+            self._show_message(error.message, is_error=True)
+            return
         info = opened.chat.model_info
-        if name is not None and info is not None:
+        if info is not None:
             self._show_message("\n".join(map(one_line, (f"now using {name}", *info.notes))))
         self._main_screen.show_settings()
-        await self._refresh_model_names(opened)
 
     async def compare(self) -> None:
         """Ask for the variants, then open the comparison."""
@@ -201,6 +241,24 @@ class SessionActions:
             return
         columns = list(zip(made, (each.label for each in compared), strict=True))
         await self._main_screen.app.push_screen(CompareScreen(columns, self._show_message))
+
+    async def explore_tokens(self) -> None:
+        """Show the alternatives to each token of the last answer, and continue from one."""
+        opened = self.current_session
+        turns = opened.chat.conversation.turns
+        if not turns or not turns[-1].answer:
+            self._show_message("ask something first: its answer is looked at token by token")
+            return
+        at = len(turns) - 1
+        look = partial(opened.next_tokens, at, count=NUM_ALTERNATIVES)
+        screen = TokenScreen(turns[-1].answer, look)
+        beginning: str | None = await self._main_screen.app.push_screen_wait(screen)
+        if beginning is None:
+            return
+        prompt = turns[-1].prompt
+        if await self.show_session(lambda: self._manager.fork_before(opened, at)):
+            forked = self.current_session
+            await self.run_in_thread(lambda: forked.ask(prompt, beginning=beginning))
 
     async def quantize(self, runner: QuantizeRunner) -> None:
         """Open the quantize screen; if the user chooses so, chat with its result afterwards."""

@@ -1,35 +1,43 @@
-"""The session list, most recent first: name, model and activity of each session."""
+"""The session list, most recent first: name and age of each, or what it is doing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
+from textual import events
 from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.message import Message
 from textual.widgets import OptionList
 from textual.widgets.option_list import Option
 
-from localgen.backends import units
 from localgen.backends.terminal_text import escape_name
 from localgen.tui.chat.active_session import UNNAMED_SESSION
+from localgen.tui.gauges.plots import plot
+from localgen.tui.widgets.alignment import align_ends
 
 # mouse links at the bottom of the list
 _ACTION_LINKS = " ".join(
     f"[@click=request('{act}')][u]{act}[/][/]" for act in ("rename", "fork", "delete")
 )
+_PLOT_COLUMNS = 5
+# columns of what is left of a long name
+_MIN_NAME = 8
 
 
 @dataclass(frozen=True, slots=True)
 class SessionRow:
-    """A session as listed. activity: what it is doing, or empty if idle."""
+    """A session as listed. age: since the last change, or empty.
+
+    activity: what it is doing, or empty if idle; rates: tokens/s lately, if it is answering.
+    """
 
     id: int
     name: str
-    model: str
-    num_turns: int
+    age: str = ""
     activity: str = ""
+    rates: tuple[float, ...] = ()
 
 
 class SessionList(OptionList):
@@ -37,6 +45,10 @@ class SessionList(OptionList):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "select", "Open the session", show=False),
+        Binding("j", "cursor_down", "Next", show=False),
+        Binding("k", "cursor_up", "Previous", show=False),
+        Binding("g", "first", "First", show=False),
+        Binding("G", "last", "Last", show=False),
         Binding("r", "request('rename')", "Rename", show=False),
         Binding("f", "request('fork')", "Fork", show=False),
         Binding("delete,d", "request('delete')", "Delete", show=False),
@@ -45,9 +57,10 @@ class SessionList(OptionList):
     SessionList {
         width: 28; height: 1fr; border: round $border; padding: 0; background: $background;
         border-title-color: $primary; border-title-style: bold; scrollbar-size-vertical: 1;
-        border-subtitle-color: $text-muted;
+        scrollbar-gutter: stable; border-subtitle-color: $text-muted;
         text-wrap: nowrap; text-overflow: ellipsis;
     }
+    SessionList > .option-list--option { padding: 0; }
     SessionList:focus { border: round $primary; }
     """
 
@@ -72,22 +85,26 @@ class SessionList(OptionList):
         """Show these sessions. current: id of the session on the screen."""
         if (rows, current) == (self._rows, self._current):
             return
-        same_ids = [row.id for row in rows] == [row.id for row in self._rows]
-        moved = current != self._current
-        under = self._cursor_session_id()
+        before, previous, under = self._rows, self._current, self._cursor_session_id()
         self._rows, self._current = rows, current
         self.border_title = f"Sessions {len(rows):,}" if len(rows) > 9 else "Sessions"
-        if same_ids:
-            for row in rows:
-                self.replace_option_prompt(str(row.id), self._row_content(row))
+        if [row.id for row in rows] == [row.id for row in before]:
+            for row, old in zip(rows, before, strict=True):
+                if row != old or (row.id in (previous, current) and current != previous):
+                    self._draw_row(row)
         else:
             self.clear_options()
             self.add_options([Option(self._row_content(row), id=str(row.id)) for row in rows])
-        wanted = current if moved or under is None else under
+        wanted = current if current != previous or under is None else under
         if not self.has_focus:
             wanted = current
         at = next((at for at, row in enumerate(rows) if row.id == wanted), None)
         self.highlighted = at
+
+    def on_resize(self, event: events.Resize) -> None:
+        """Draw the rows for the new width."""
+        for row in self._rows:
+            self._draw_row(row)
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         event.stop()
@@ -104,15 +121,22 @@ class SessionList(OptionList):
         at = self.highlighted
         return self._rows[at].id if at is not None and at < len(self._rows) else None
 
+    def _draw_row(self, row: SessionRow) -> None:
+        self.replace_option_prompt(str(row.id), self._row_content(row))
+
     def _row_content(self, row: SessionRow) -> Content:
-        mark = "▌" if row.id == self._current else " "
-        about = [
-            escape_name(row.model),
-            *([units.format_count(row.num_turns, "turn")] if row.num_turns else []),
-        ]
-        second = (f"▸ {row.activity}", "$success") if row.activity else (" · ".join(about), "dim")
-        name = escape_name(row.name) or UNNAMED_SESSION
-        return Content.assemble(
-            (mark, "$primary"), (name, "bold" if row.id == self._current else ""), "\n",
-            (mark, "$primary"), second,
-        )  # fmt: skip
+        width = max(_MIN_NAME, self.scrollable_content_region.width or 25)
+        is_current = row.id == self._current
+        state = _activity_content(row) if row.activity else Content.styled(row.age, "$muted")
+        state = state.truncate(width - 2 - _MIN_NAME, ellipsis=True)
+        name = Content.styled(
+            escape_name(row.name) or UNNAMED_SESSION, "bold" if is_current else ""
+        ).truncate(width - 2 - state.cell_length, ellipsis=True)
+        mark = Content.styled("▌" if is_current else " ", "$primary")
+        return align_ends(Content.assemble(mark, name), state, width)
+
+
+def _activity_content(row: SessionRow) -> Content:
+    """The speed as a small plot and a number, or what else the session does."""
+    (line,) = plot(row.rates, _PLOT_COLUMNS, 1, min_points=1) if row.rates else ("",)
+    return Content.styled(f"{line} {row.activity}".strip(), "$success")

@@ -96,6 +96,19 @@ class SessionManager:
         called = name or self._unique_name(source.name)
         return self._create(replace(source.to_record(), name=called, unfinished_turn=None))
 
+    def fork_before(self, source: ActiveSession, turn_index: int) -> ActiveSession:
+        """Create a copy of a session that ends before a turn."""
+        record = source.to_record()
+        turns = record.conversation.turns[:turn_index]
+        return self._create(
+            replace(
+                record,
+                name=self._unique_name(source.name),
+                conversation=replace(record.conversation, turns=turns),
+                unfinished_turn=None,
+            )
+        )
+
     def compare(self, source: ActiveSession, variants: list[CompareVariant]) -> list[ActiveSession]:
         """Create a session per variant, each continuing the source's conversation."""
         base = replace(source.to_record(), server_url=self.context.server_url)

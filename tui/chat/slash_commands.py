@@ -19,6 +19,7 @@ SCREEN_COMMANDS = {
     "/export": ("[PATH]", "writes the transcript: Markdown, or .json for /load"),
     "/compare": ("", "sends one prompt to several models or settings"),
     "/quantize": ("", "quantizes a 16-bit model"),
+    "/tokens": ("", "shows what else was likely at each token of the last answer"),
     "/model": ("[NAME]", "switches to another model; without a name, lists them"),
     "/regen": ("", "sends the last prompt again"),
     "/help": ("", "shows the keys and these commands"),

@@ -8,8 +8,9 @@ from textual.content import Content
 from textual.widgets import Static
 
 from localgen.backends.terminal_text import escape_name, one_line
-from localgen.tui.gauges.plots import align_ends, bar
+from localgen.tui.gauges.plots import bar
 from localgen.tui.quantize.run import QuantizeRun
+from localgen.tui.widgets.alignment import align_ends
 from localgen.tui.widgets.numbers import format_bytes, format_duration_s, format_percent
 
 _NAME_COLUMNS = 10

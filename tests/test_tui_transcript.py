@@ -1,0 +1,162 @@
+"""The transcript: what is finished is drawn once, and the view stays where the user put it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+from scripted_client import answer
+from textual.pilot import Pilot
+from tui_chats import Tui, notice_text, play, press
+
+from localgen.tui.chat.markdown import RowRenderer
+from localgen.tui.chat.transcript import Transcript
+from localgen.tui.themes import DARK, THEMES
+
+PAGE = """## Part {n}
+
+Some **bold** text with `code` in it.
+
+| left | right |
+|:-----|------:|
+| a    | 1     |
+
+```python
+def part(): return {n}
+```
+
+"""
+PAGES = [PAGE.format(n=number) for number in range(40)]
+
+
+@pytest.fixture
+def rendered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Lengths of the blocks that are rendered."""
+    lengths: list[int] = []
+    real: Callable[[RowRenderer, str], object] = RowRenderer.markdown
+
+    def counted(renderer: RowRenderer, source: str) -> object:
+        lengths.append(len(source))
+        return real(renderer, source)
+
+    monkeypatch.setattr(RowRenderer, "markdown", counted)
+    return lengths
+
+
+def is_in(transcript: Transcript, text: str) -> bool:
+    return text in transcript.text
+
+
+def test_finished_blocks_are_rendered_once(tmp_path: Path, rendered: list[int]) -> None:
+    gates = [threading.Event() for _ in PAGES]
+    script = [step for gate, page in zip(gates, PAGES, strict=True) for step in (gate, page)]
+
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.type(pilot, "q")
+        await pilot.press("enter")
+        transcript = tui.main.query_one(Transcript)
+        for number, gate in enumerate(gates):
+            gate.set()
+            await tui.until(partial(is_in, transcript, f"return {number}"))
+        await tui.wait_until_idle(pilot)
+        assert max(rendered) < 2 * len(PAGES[0])
+        assert sum(rendered) < 3 * len("".join(PAGES))
+
+    play(Tui(tmp_path, (*script, answer())), scene)
+
+
+def test_the_view_stays_where_the_user_put_it(tmp_path: Path) -> None:
+    gate = threading.Event()
+
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.type(pilot, "q")
+        await pilot.press("enter")
+        transcript = tui.main.query_one(Transcript)
+        await tui.until(lambda: "return 19" in transcript.text)
+        await pilot.pause()
+        assert "return 19" in tui.screen_text()
+        await pilot.press("pageup", "pageup")
+        await pilot.pause()
+        top, shown = transcript.scroll_y, tui.screen_text()
+        gate.set()
+        await tui.wait_until_idle(pilot)
+        assert "return 39" in transcript.text
+        assert transcript.scroll_y == top
+        assert "return 39" not in tui.screen_text()
+        first_line = next(line for line in shown.splitlines() if "Part" in line)
+        assert first_line.split("│")[0].strip() in tui.screen_text()
+        await pilot.press("ctrl+end")
+        await pilot.pause()
+        assert "return 39" in tui.screen_text()
+
+    play(Tui(tmp_path, (*PAGES[:20], gate, *PAGES[20:], answer())), scene)
+
+
+def test_the_end_is_followed_while_the_terminal_changes(tmp_path: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.ask(pilot, "q")
+        for size in ((80, 24), (120, 40), (200, 60), (60, 20)):
+            await pilot.resize_terminal(*size)
+            await pilot.pause()
+            transcript = tui.main.query_one(Transcript)
+            assert "return 39" in tui.screen_text()
+            assert transcript.is_vertical_scroll_end
+
+    play(Tui(tmp_path, (*PAGES, answer())), scene)
+
+
+CODE = "Two:\n\n```python\nprint(1)\n```\n\nand\n\n```\nplain\ntext\n```\n"
+
+
+def test_code_is_copied_by_a_click_and_by_a_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        copied: list[str] = []
+        monkeypatch.setattr(tui.app, "copy_to_clipboard", copied.append)
+        await tui.ask(pilot, "q")
+        lines = tui.screen_text().splitlines()
+        row = next(at for at, line in enumerate(lines) if "python" in line)
+        await pilot.click(offset=(lines[row].index("copy") + 1, row))
+        await pilot.pause()
+        assert copied == ["print(1)"]
+        await press(tui, pilot, "ctrl+y", "ctrl+y")
+        assert "copied 2 lines of code, block 2 of 2" in notice_text(tui)
+        await press(tui, pilot, "ctrl+y", "ctrl+y")
+        assert copied[1:] == [CODE, "plain\ntext\n", "print(1)\n", CODE]
+
+    play(Tui(tmp_path, (CODE, answer())), scene)
+
+
+def test_selected_text_is_that_of_the_rows(tmp_path: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.ask(pilot, "q")
+        lines = tui.screen_text().splitlines()
+        row = next(at for at, line in enumerate(lines) if "middle words" in line)
+        column = lines[row].index("middle")
+        await pilot.mouse_down(offset=(column, row))
+        await pilot.hover(offset=(column + 5, row))
+        await pilot.mouse_up(offset=(column + 5, row))
+        await pilot.pause()
+        assert tui.app.screen.get_selected_text() == "middle"
+
+    play(Tui(tmp_path, ("first\n\nthe middle words\n\nlast", answer())), scene)
+
+
+def test_headings_and_tables_can_be_told_apart() -> None:
+    (dark,) = (theme for theme in THEMES if theme.name == DARK)
+    renderer = RowRenderer(60, {**dark.to_color_system().generate(), **dark.variables})
+    (first,), (second,) = renderer.markdown("# One"), renderer.markdown("## One")
+    assert first.text == second.text
+    assert list(first)[-1].style != list(second)[-1].style
+    table = [
+        row.text.rstrip()
+        for row in renderer.markdown("| a | b |\n|:--|--:|\n| 1 | 2 |\n| long | 30 |")
+    ]
+    assert table[-2:] == [row for row in table[-2:] if row]
+    assert table[-2].endswith(" 2")
+    assert table[-1].endswith("30")
+    assert table[-1].index("30") + 1 == table[-2].index("2")

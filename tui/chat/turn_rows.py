@@ -1,0 +1,140 @@
+"""The rows of one turn: prompt, reasoning, answer and summary line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rich.style import Style
+from rich.text import Text
+from textual.strip import Strip
+
+from localgen.backends.terminal_text import ProseStream, escape_control_chars
+from localgen.chat.conversation import Turn
+from localgen.chat.markup import split_blocks
+from localgen.tui.chat.markdown import FOLD, MUTED, PROMPT, WARNING, RowRenderer, SafeMarkdown
+
+_PROMPT_LINES = 12
+_PROMPT_CHARS = 2_000
+
+
+class TurnRows:
+    """A complete turn, or one in progress: append() adds to it, finish() completes it."""
+
+    def __init__(self, turn: Turn) -> None:
+        self.turn = turn
+        self._is_folded = True  # only the head of the reasoning is shown
+        self._safe_reasoning, self._safe_answer = ProseStream(), SafeMarkdown()
+        self._reasoning = _GrowingRows(_split_lines, RowRenderer.reasoning)
+        self._answer = _GrowingRows(split_blocks, RowRenderer.markdown, has_gaps=True)
+        self._renderer: RowRenderer | None = None
+        self._prompt_rows: list[Strip] = []
+        self._rows: list[Strip] = []  # empty: something has changed
+        self.append(turn.reasoning, turn.answer)
+        self.finish(turn)
+
+    def append(self, reasoning: str, text: str) -> None:
+        """Append to an answer in progress."""
+        self._rows = []
+        self._reasoning.append(self._safe_reasoning.feed(reasoning, last=bool(text)))
+        self._answer.append(self._safe_answer.feed(text))
+
+    def finish(self, turn: Turn) -> None:
+        """Complete the answer and show its summary."""
+        self.turn, self._rows = turn, []
+        self._reasoning.append(self._safe_reasoning.feed("", last=True))
+        self._answer.append(self._safe_answer.feed("", last=True))
+
+    def toggle_reasoning(self) -> None:
+        self._is_folded, self._rows = not self._is_folded, []
+
+    def rows(self, renderer: RowRenderer) -> list[Strip]:
+        """The rows; a blank one is the last. What has not changed is not rendered again."""
+        if renderer is not self._renderer:
+            self._renderer, self._rows = renderer, []
+            self._prompt_rows = renderer.text(_prompt_text(self.turn.prompt), PROMPT)
+            self._reasoning.clear_rows()
+            self._answer.clear_rows()
+        if not self._rows:
+            self._rows = self._prompt_rows + self._reasoning_rows(renderer)
+            self._rows += self._answer.rows(renderer)
+            if self.turn.summary:
+                style = WARNING if self.turn.stopped else MUTED
+                self._rows += renderer.text(Text(escape_control_chars(self.turn.summary)), style)
+            self._rows.append(Strip.blank(renderer.width))
+        return self._rows
+
+    def _reasoning_rows(self, renderer: RowRenderer) -> list[Strip]:
+        if not self._reasoning.text:
+            return []
+        head = renderer.text(self._reasoning_head(), MUTED)
+        return head if self._is_folded else head + self._reasoning.rows(renderer)
+
+    def _reasoning_head(self) -> Text:
+        mark = "▶" if self._is_folded else "▼"
+        words = len(self._reasoning.text.split())
+        return Text(f"{mark} reasoning, {words:,} words", Style.from_meta({FOLD: True}))
+
+
+class _GrowingRows:
+    """Rows of a text that grows. Those of finished blocks are kept.
+
+    split: returns the blocks that can no longer change, and the rest. has_gaps: a blank row between
+    blocks.
+    """
+
+    def __init__(
+        self,
+        split: Callable[[str], tuple[list[str], str]],
+        render: Callable[[RowRenderer, str], list[Strip]],
+        *,
+        has_gaps: bool = False,
+    ) -> None:
+        self.text = ""
+        self._split, self._render, self._has_gaps = split, render, has_gaps
+        self._rest = ""
+        self._finished: list[Strip] = []
+        self._last: list[Strip] = []
+        self._is_changed = False
+
+    def append(self, piece: str) -> None:
+        if piece:
+            self.text += piece
+            self._rest += piece
+            self._is_changed = True
+
+    def clear_rows(self) -> None:
+        """Have all rows rendered again."""
+        self._rest, self._finished, self._last = self.text, [], []
+        self._is_changed = True
+
+    def rows(self, renderer: RowRenderer) -> list[Strip]:
+        if self._is_changed:
+            self._is_changed = False
+            blocks, self._rest = self._split(self._rest)
+            for block in blocks:
+                self._finished += self._with_gap(self._render(renderer, block), renderer)
+            self._last = self._with_gap(self._render(renderer, self._rest), renderer)
+        return self._finished + self._last
+
+    def _with_gap(self, rows: list[Strip], renderer: RowRenderer) -> list[Strip]:
+        if rows and self._finished and self._has_gaps:
+            return [Strip.blank(renderer.width), *rows]
+        return rows
+
+
+def _split_lines(text: str) -> tuple[list[str], str]:
+    *lines, rest = text.split("\n")
+    return lines, rest
+
+
+def _prompt_text(prompt: str) -> Text:
+    """The prompt, or the first lines of a long one."""
+    shown = escape_control_chars(prompt)
+    lines = shown.split("\n")
+    begin = "\n".join(lines[:_PROMPT_LINES])[:_PROMPT_CHARS]
+    rest = len(shown) - len(begin)
+    mark = ("› ", "prompt.mark")
+    if rest <= 0:
+        return Text.assemble(mark, (begin, "bold"))
+    more = f"\n… {rest:,} characters more, {len(lines):,} lines in all"
+    return Text.assemble(mark, (begin, "bold"), (more, MUTED))
