@@ -16,7 +16,7 @@ from localgen.client.snapshot import LatencyStats, ModelCounters, ModelSnapshot,
 from localgen.tui.gauges.bandwidth import BandwidthGauge
 from localgen.tui.gauges.latency import LatencyGauge
 from localgen.tui.gauges.memory import MemoryGauge
-from localgen.tui.gauges.plots import BAR_EMPTY, BAR_FILLS, align_ends, bar, plot, stacked_bar
+from localgen.tui.gauges.plots import BAR_EMPTY, BAR_FILLS, bar, plot, stacked_bar
 from localgen.tui.gauges.sample_builder import SampleBuilder
 from localgen.tui.gauges.samples import (
     BandwidthSample,
@@ -28,6 +28,7 @@ from localgen.tui.gauges.samples import (
 )
 from localgen.tui.gauges.speculation import SpeculationGauge
 from localgen.tui.gauges.speed import SpeedGauge
+from localgen.tui.widgets.alignment import align_ends
 from localgen.tui.widgets.numbers import (
     format_bytes,
     format_bytes_of,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from textual.binding import Binding
 from textual.pilot import Pilot
@@ -27,13 +30,17 @@ from localgen.backends.errors import ServerUnavailable
 from localgen.client.snapshot import ServerSnapshot
 from localgen.tui.base_app import BaseApp, KeyHelp, TerminalTooSmall
 from localgen.tui.feed import SampleReceived
+from localgen.tui.gauges.gauge import Gauge
+from localgen.tui.gauges.speed import SpeedGauge
 from localgen.tui.themes import LIGHT, THEME_NAMES
 from localgen.tui.top.app import TopApp
 from localgen.tui.top.banner import Banner
+from localgen.tui.top.column_choice import ColumnChoice
 from localgen.tui.top.dashboard import PANELS, Dashboard
 from localgen.tui.top.request_rows import REQUEST_COLUMNS, course
 from localgen.tui.top.request_table import RequestTable
 from localgen.tui.top.timeline import TimelineScreen
+from localgen.tui.widgets.command_palette import CommandPalette
 from localgen.tui.widgets.dialog import ConfirmDialog
 
 
@@ -338,15 +345,21 @@ def test_help_names_every_key(key: str) -> None:
 
 def test_the_palette_offers_every_command_and_theme() -> None:
     async def script(pilot: Pilot[None], app: TopApp) -> None:
-        offered = {command.title for command in app.get_system_commands(app.screen)}
-        assert {"Timeline", "Cancel", "Sort", "Ended", "Pause", "Quit", "Keys"} <= offered
-        assert {f"Theme: {name}" for name in THEME_NAMES} <= offered
         await pilot.press("ctrl+p")
-        await until(pilot, lambda: app.screen is not app._dashboard)
-        await pilot.press(*"Theme: light")
-        await pilot.pause(0.3)
+        palette = app.screen
+        assert isinstance(palette, CommandPalette)
+        offered = [command.name for command in palette._commands]
+        assert {"Timeline", "Cancel", "Sort", "Ended", "Pause", "Quit", "Keys"} <= {*offered}
+        assert {f"Theme: {name}" for name in THEME_NAMES} <= {*offered}
+        await pilot.press(*"theme light")
+        await pilot.pause()
         await pilot.press("enter")
         await until(pilot, lambda: app.theme == LIGHT)
+        await pilot.press("ctrl+p")
+        palette = app.screen
+        assert isinstance(palette, CommandPalette)
+        assert palette._commands[0].name == "Theme: light"
+        await pilot.press("escape")
 
     run(script)
 
@@ -396,5 +409,52 @@ def test_the_foot_of_the_screen_is_for_the_mouse() -> None:
             await pilot.click(offset=(1, 1))  # beside it
             await until(pilot, lambda: isinstance(app.screen, Dashboard))
             await pilot.pause()
+
+    run(script)
+
+
+def test_columns_are_chosen() -> None:
+    async def script(pilot: Pilot[None], app: TopApp) -> None:
+        await pilot.press("o")
+        await until(pilot, lambda: isinstance(app.screen, ColumnChoice))
+        await pilot.press("down", "space", "enter")  # the second: prompt
+        await until(pilot, lambda: app.screen is app._dashboard)
+        keys = [str(key.value) for key in table(app).columns]
+        assert "prompt" not in keys
+        assert {"model", "state", "answer"} <= {*keys}
+        await pilot.press("o")
+        await until(pilot, lambda: isinstance(app.screen, ColumnChoice))
+        await pilot.press("down", "space", "escape")
+        await until(pilot, lambda: app.screen is app._dashboard)
+        assert [str(key.value) for key in table(app).columns] == keys
+
+    run(script)
+
+
+def test_plots_go_back_as_far_as_is_wanted() -> None:
+    async def script(pilot: Pilot[None], app: TopApp) -> None:
+        gauges = list(app._dashboard.query(Gauge))
+        assert {gauge.time_span for gauge in gauges} == {"1 min"}
+        for key, span in (("minus", "5 min"), ("minus", "15 min"), ("minus", "15 min")):
+            await pilot.press(key)
+            assert {gauge.time_span for gauge in gauges} == {span}
+        assert "of 15 min" in str(app._dashboard.query_one(SpeedGauge).border_title)
+        for span in ("5 min", "1 min", "1 min"):
+            await pilot.press("plus")
+            assert {gauge.time_span for gauge in gauges} == {span}
+
+    run(script)
+
+
+def test_the_figures_are_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    async def script(pilot: Pilot[None], app: TopApp) -> None:
+        await pilot.press("x")
+        await pilot.pause()
+        (path,) = tmp_path.glob("localgen-top-*.json")
+        exported = json.loads(path.read_text(encoding="utf-8"))
+        assert exported["throughput"]["running"] == app.sample.throughput.running
+        assert str(path) in notifications(app)[0]
 
     run(script)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from textual.content import Content
 
 from localgen.backends.terminal_text import one_line
-from localgen.tui.gauges.gauge import Gauge, series_plot
-from localgen.tui.gauges.plots import align_ends, bar
+from localgen.tui.gauges.gauge import Gauge
+from localgen.tui.gauges.plots import bar
 from localgen.tui.gauges.samples import BandwidthSample
+from localgen.tui.widgets.alignment import align_ends
 from localgen.tui.widgets.numbers import UNKNOWN_TEXT, format_bytes, format_bytes_of, format_percent
 
 
@@ -40,7 +41,7 @@ class BandwidthGauge(Gauge[BandwidthSample]):
         rows = height - len(lines)
         return [
             *lines,
-            *series_plot(sample.utilization_series, width, rows, "$success", format_percent),
+            *self.series_plot(sample.utilization_series, width, rows, "$success", format_percent),
         ]
 
 

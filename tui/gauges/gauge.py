@@ -12,8 +12,9 @@ from textual.widget import Widget
 from localgen.tui.gauges.plots import plot, plot_maximum
 from localgen.tui.gauges.samples import TimeSeries
 
-# one minute, at one point per half second
-_PLOT_POINTS = 120
+# points of a plot by the name of its time span, at one point per half second
+DEFAULT_SPAN = "1 min"
+TIME_SPANS = {DEFAULT_SPAN: 120, "5 min": 600, "15 min": 1800}
 _SCALE_COLUMNS = 7
 _Sample = TypeVar("_Sample")
 
@@ -30,6 +31,8 @@ class Gauge(Widget, Generic[_Sample]):
     }
     """
     sample: reactive[_Sample | None] = reactive(None, repaint=False)
+    # of the plots, a key of TIME_SPANS
+    time_span: reactive[str] = reactive(DEFAULT_SPAN)
 
     def __init__(self, title: str, *, id: str | None = None) -> None:
         super().__init__(id=id)
@@ -73,32 +76,32 @@ class Gauge(Widget, Generic[_Sample]):
         """Draw the sample in `width` columns and `height` rows; plots fill the remaining rows."""
         return ()
 
+    def series_plot(
+        self,
+        values: TimeSeries,
+        width: int,
+        rows: int,
+        style: str,
+        format_value: Callable[[float], str],
+        *,
+        dots: bool = False,
+    ) -> list[Content]:
+        """A plot of a time span up to now, or of more if it is wide enough.
 
-def series_plot(
-    values: TimeSeries,
-    width: int,
-    rows: int,
-    style: str,
-    format_value: Callable[[float], str],
-    *,
-    dots: bool = False,
-) -> list[Content]:
-    """A plot of the last minute, or of more if it is wide enough.
-
-    format_value: formats the maximum, which labels the top of the scale; the bottom is 0. dots:
-    for values that are measured now and then.
-    """
-    if rows < 1:
-        return []
-    room = max(1, width - _SCALE_COLUMNS - 1)
-    most = plot_maximum(values, room, min_points=_PLOT_POINTS)
-    scale = [""] * rows
-    if most is not None:
-        scale[-1] = "0"
-        if most:
-            scale[0] = format_value(most)
-    plotted = plot(values, room, rows, min_points=_PLOT_POINTS, dots=dots)
-    return [
-        Content.assemble((f"{mark:>{_SCALE_COLUMNS}} ", "$muted"), (line, style))
-        for mark, line in zip(scale, plotted, strict=True)
-    ]
+        format_value: formats the maximum, which labels the top of the scale; the bottom is 0. dots:
+        for values that are measured now and then.
+        """
+        if rows < 1:
+            return []
+        room, points = max(1, width - _SCALE_COLUMNS - 1), TIME_SPANS[self.time_span]
+        most = plot_maximum(values, room, min_points=points)
+        scale = [""] * rows
+        if most is not None:
+            scale[-1] = "0"
+            if most:
+                scale[0] = format_value(most)
+        plotted = plot(values, room, rows, min_points=points, dots=dots)
+        return [
+            Content.assemble((f"{mark:>{_SCALE_COLUMNS}} ", "$muted"), (line, style))
+            for mark, line in zip(scale, plotted, strict=True)
+        ]

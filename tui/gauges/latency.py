@@ -5,7 +5,7 @@ from __future__ import annotations
 from textual.content import Content
 
 from localgen.client.snapshot import LatencyStats
-from localgen.tui.gauges.gauge import Gauge, series_plot
+from localgen.tui.gauges.gauge import Gauge
 from localgen.tui.gauges.samples import LatencySample
 from localgen.tui.widgets.numbers import format_duration_ms
 
@@ -34,12 +34,21 @@ class LatencyGauge(Gauge[LatencySample]):
         return [
             Content.styled(heading, "$muted"),
             _row("TTFT", sample.ttft, names, each, "$accent"),
-            *series_plot(
-                sample.ttft_series_ms, width, rows // 2, "$accent", format_duration_ms, dots=True
+            *self.series_plot(
+                sample.ttft_series_ms,
+                width,
+                rows // 2,
+                "$accent",
+                format_duration_ms,
+                dots=True,
             ),
             _row("ITL", sample.itl, names, each, "$primary"),
-            *series_plot(
-                sample.itl_series_ms, width, (rows + 1) // 2, "$primary", format_duration_ms
+            *self.series_plot(
+                sample.itl_series_ms,
+                width,
+                (rows + 1) // 2,
+                "$primary",
+                format_duration_ms,
             ),
         ]
 

@@ -10,8 +10,9 @@ from localgen.backends.engine_stats import KVTierStats, kv_tier_name
 from localgen.backends.machine_stats import GpuStats, MachineStats
 from localgen.backends.terminal_text import one_line
 from localgen.tui.gauges.gauge import Gauge
-from localgen.tui.gauges.plots import BAR_EMPTY, BAR_FILLS, align_ends, bar, stacked_bar
+from localgen.tui.gauges.plots import BAR_EMPTY, BAR_FILLS, bar, stacked_bar
 from localgen.tui.gauges.samples import MemorySample, ModelMemory
+from localgen.tui.widgets.alignment import align_ends
 from localgen.tui.widgets.numbers import (
     format_bytes,
     format_bytes_of,

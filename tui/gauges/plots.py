@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from textual.content import Content
-
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _LEFT_EIGHTHS = " ▏▎▍▌▋▊▉"
 # fills of the parts of a stacked bar, distinct without colours
@@ -90,11 +88,3 @@ def stacked_bar(parts: Sequence[float], total: float, width: int) -> list[str]:
         pieces.append(fill * cells)
         left -= cells
     return [*pieces, BAR_EMPTY * left]
-
-
-def align_ends(left: Content, right: Content, width: int) -> Content:
-    """One line with left and right text; only the left one if both do not fit."""
-    gap = width - left.cell_length - right.cell_length
-    if gap < 1:
-        return left
-    return Content.assemble(left, " " * gap, right)

@@ -24,7 +24,7 @@ from localgen.tui.gauges.samples import (
 RATE_WINDOW_S = 2.0
 # seconds between two points of a plot
 PLOT_INTERVAL_S = 0.5
-MAX_PLOT_POINTS = 240
+MAX_PLOT_POINTS = 1800
 _LONG_WINDOW_S = 20.0
 _Number = TypeVar("_Number", int, float)
 _COUNTER_NAMES = tuple(field.name for field in fields(ModelCounters))

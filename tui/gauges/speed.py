@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from textual.content import Content
 
-from localgen.tui.gauges.gauge import Gauge, series_plot
-from localgen.tui.gauges.plots import align_ends
+from localgen.tui.gauges.gauge import DEFAULT_SPAN, Gauge
 from localgen.tui.gauges.samples import ThroughputSample
+from localgen.tui.widgets.alignment import align_ends
 from localgen.tui.widgets.numbers import format_integer, format_number, format_rate
 
 
@@ -15,6 +15,10 @@ class SpeedGauge(Gauge[ThroughputSample]):
 
     def __init__(self) -> None:
         super().__init__("Speed", id="speed")
+
+    def border_texts(self, sample: ThroughputSample) -> tuple[str, str]:
+        """How far the plots go back, if it is not a minute."""
+        return "" if self.time_span == DEFAULT_SPAN else f"of {self.time_span}", ""
 
     def lines(self, sample: ThroughputSample, width: int, height: int) -> list[Content]:
         """Three lines of figures; both plots share the remaining rows."""
@@ -30,9 +34,15 @@ class SpeedGauge(Gauge[ThroughputSample]):
         batch = Content.assemble((format_number(sample.batch_size), "bold"), (" a step", "$muted"))
         return [
             decode,
-            *series_plot(sample.decode_series, width, (rows + 1) // 2, "$success", format_rate),
+            *self.series_plot(
+                sample.decode_series,
+                width,
+                (rows + 1) // 2,
+                "$success",
+                format_rate,
+            ),
             prefill,
-            *series_plot(sample.prefill_series, width, rows // 2, "$secondary", format_rate),
+            *self.series_plot(sample.prefill_series, width, rows // 2, "$secondary", format_rate),
             align_ends(counts, batch, width),
         ]
 

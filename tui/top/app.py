@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
 from typing import ClassVar, Protocol
 
 from textual.binding import Binding, BindingType
@@ -40,7 +44,7 @@ class TopApp(BaseApp):
     TITLE = "localgen top"
     HELP_NOTES = (
         "↑ and ↓ choose a request. A click on a heading sorts by it.\n"
-        "1 to 5 hide and show the panels above.\n"
+        "1 to 5 hide and show the panels above. + and - change how far the plots go back.\n"
         "Course: · waits  ░ cached  ▒ prompt  █ answer.\n"
         "█ used  ▓ cached prefixes  ░ free.\n"
         "— unknown: the server does not report it."
@@ -48,6 +52,8 @@ class TopApp(BaseApp):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("ctrl+c", "quit", "Quit", show=False, priority=True)
     ]
+    KEY_TABLE = "top"
+    KEY_OWNERS = (Dashboard.BINDINGS,)
     # var, not reactive: a reactive would repaint the whole screen on each sample
     sample: var[ServerSample] = var(ServerSample(), init=False)
 
@@ -109,6 +115,17 @@ class TopApp(BaseApp):
         self._is_paused = not self._is_paused
         if not self._is_lost:
             self._show_live(self.sample.snapshot)
+
+    def action_export(self) -> None:
+        """Write the figures on the screen to a JSON file in the current folder."""
+        path = Path(time.strftime("localgen-top-%Y%m%d-%H%M%S.json")).absolute()
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                json.dump(asdict(self.sample), file, indent=1)
+        except OSError as error:
+            self.notify(f"cannot write {path}: {error.strerror}", severity="error", markup=False)
+        else:
+            self.notify(f"written to {path}", timeout=6, markup=False)
 
     def action_retry(self) -> None:
         self._feed.retry()

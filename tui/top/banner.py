@@ -9,7 +9,7 @@ from textual.widget import Widget
 import localgen
 from localgen.backends.terminal_text import one_line
 from localgen.client.snapshot import ServerSnapshot
-from localgen.tui.gauges.plots import align_ends
+from localgen.tui.widgets.alignment import align_ends
 from localgen.tui.widgets.numbers import format_duration_s
 
 _STYLES = {

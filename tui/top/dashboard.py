@@ -11,12 +11,15 @@ from textual.screen import Screen
 from textual.widgets import Input, Static
 
 from localgen.tui.gauges.bandwidth import BandwidthGauge
+from localgen.tui.gauges.gauge import TIME_SPANS, Gauge
 from localgen.tui.gauges.latency import LatencyGauge
 from localgen.tui.gauges.memory import MemoryGauge
 from localgen.tui.gauges.samples import ServerSample
 from localgen.tui.gauges.speculation import SpeculationGauge
 from localgen.tui.gauges.speed import SpeedGauge
+from localgen.tui.key_file import with_names
 from localgen.tui.top.banner import Banner
+from localgen.tui.top.column_choice import ColumnChoice
 from localgen.tui.top.request_rows import request_rows
 from localgen.tui.top.request_table import RequestTable
 from localgen.tui.widgets.footer import KeyFooter
@@ -44,20 +47,30 @@ class Dashboard(Screen[None]):
 
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]  # noqa: RUF012
     VERTICAL_BREAKPOINTS = [(0, "-short"), (23, "-mid"), (36, "-tall"), (52, "-high")]  # noqa: RUF012
-    BINDINGS: ClassVar[list[BindingType]] = [
+    BINDINGS: ClassVar[list[BindingType]] = with_names(
         Binding("c,delete", "app.cancel_request", "Cancel"),
         Binding("s", "sort", "Sort"),
         Binding("S,r", "reverse_sort", "Reverse the order", show=False),
         Binding("e", "toggle_ended", "Ended"),
         Binding("space", "app.pause", "Pause"),
         *(
-            Binding(str(number), f"toggle_panel('{panel}')", f"Hide or show {panel}", show=False)
+            Binding(
+                str(number),
+                f"toggle_panel('{panel}')",
+                f"Hide or show {panel}",
+                show=False,
+                id=f"toggle_{panel}",
+            )
             for number, panel in enumerate(PANELS, 1)
         ),
         Binding("t", "app.retry", "Reconnect now", show=False),
         Binding("q", "app.quit", "Quit"),
         Binding("slash", "filter", "Filter"),
-    ]
+        Binding("o", "columns", "Choose columns", show=False),
+        Binding("plus,equals_sign", "zoom(-1)", "Shorter plots", show=False, id="zoom_in"),
+        Binding("minus", "zoom(1)", "Longer plots", show=False, id="zoom_out"),
+        Binding("x", "app.export", "Export the figures to a file", show=False),
+    )
     DEFAULT_CSS = """
     Dashboard #gauges { layout: grid; grid-size: 2; grid-rows: 5 5; height: 10; }
     Dashboard #gauges > * { height: 100%; }
@@ -177,6 +190,24 @@ class Dashboard(Screen[None]):
         self.query_one(f"#{panel}").toggle_class("-hidden")
         gauges = self.query_one("#gauges")
         gauges.set_class(all(each.has_class("-hidden") for each in gauges.children), "-hidden")
+
+    def action_columns(self) -> None:
+        """Have the user choose the columns of the requests."""
+        table = self.query_one(RequestTable)
+
+        def chosen(hidden: frozenset[str] | None) -> None:
+            if hidden is not None:
+                table.hide_columns(hidden)
+
+        self.app.push_screen(ColumnChoice(table.hidden_columns), chosen)
+
+    def action_zoom(self, by: int) -> None:
+        """Show a longer (1) or shorter (-1) time in the plots."""
+        spans = list(TIME_SPANS)
+        for gauge in self.query(Gauge):
+            at = spans.index(gauge.time_span) + by
+            gauge.time_span = spans[max(0, min(at, len(spans) - 1))]
+            gauge.watch_sample()
 
     def action_filter(self) -> None:
         """Open the line that filters the requests."""

@@ -68,7 +68,13 @@ class RequestTable(DataTable[TextCell]):
             super().__init__()
             self.row = row
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "select_cursor", "Timeline")]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "select_cursor", "Timeline"),
+        Binding("j", "cursor_down", "Next", show=False),
+        Binding("k", "cursor_up", "Previous", show=False),
+        Binding("g", "scroll_top", "First", show=False),
+        Binding("G", "scroll_bottom", "Last", show=False),
+    ]
 
     def __init__(self) -> None:
         super().__init__(cursor_type="row", zebra_stripes=False, id="requests")
@@ -76,6 +82,7 @@ class RequestTable(DataTable[TextCell]):
         self._shown_texts: dict[str, tuple[str, ...]] = {}
         self._last_update_s = 0.0
         self._shown_columns: tuple[RequestColumn, ...] = ()
+        self.hidden_columns: frozenset[str] = frozenset()  # by key
         self._sort_column, self._descending = REQUEST_COLUMNS[1], False
 
     @property
@@ -108,6 +115,11 @@ class RequestTable(DataTable[TextCell]):
                 return False
         self._last_update_s = now_s
         return True
+
+    def hide_columns(self, keys: frozenset[str]) -> None:
+        """Hide these columns, and show all others that fit."""
+        self.hidden_columns = keys
+        self._make_columns()
 
     def sort_by(self, key: str) -> None:
         """Sort by a column, or reverse the order if it already is the sort column."""
@@ -145,7 +157,9 @@ class RequestTable(DataTable[TextCell]):
         """Add the columns that fit the terminal."""
         room, screen = self.content_size.width, self.app.size.width
         columns = tuple(
-            column for column in REQUEST_COLUMNS if column.min_terminal_columns <= screen
+            column
+            for column in REQUEST_COLUMNS
+            if column.min_terminal_columns <= screen and column.key not in self.hidden_columns
         )
         fixed = sum(column.width + 2 * self.cell_padding for column in columns)
         model = min(_MAX_MODEL_COLUMNS, max(_MIN_MODEL_COLUMNS, room - fixed - 1))
