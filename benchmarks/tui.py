@@ -12,6 +12,7 @@ import json
 import os
 import pty
 import select
+import shlex
 import statistics
 import struct
 import subprocess
@@ -33,6 +34,9 @@ from benchmarks.measure import ModelLine, Report, Series, command
 COLUMNS, LINES = 120, 40
 # each key is a letter that no answer contains, so that its echo can be told apart
 _LETTERS = "БГДЖЗИЛПФЦЧШЩЫЭЮЯ"
+_LOCALGEN = [sys.executable, "-m", "localgen"]
+# a write of so many bytes is a screen; less are questions to the terminal
+_SCREEN_BYTES, _SETTLE_S, _IDLE_S = 1_000, 4.0, 5.0
 _KEY_PAUSE_S, _ECHO_CUTOFF_S, _START_CUTOFF_S = 0.1, 5.0, 60.0
 _PAGE = """## Part {n}: what was measured
 
@@ -128,9 +132,9 @@ class Window:
 
 
 class Terminal:
-    """`localgen tui` in a pseudo terminal."""
+    """A program in a pseudo terminal, with folders of its own for localgen's files."""
 
-    def __init__(self, url: str, folder: Path) -> None:
+    def __init__(self, arguments: list[str], folder: Path) -> None:
         self._terminal, child = pty.openpty()
         fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
         environment = os.environ | {
@@ -142,7 +146,7 @@ class Terminal:
         }
         self._started_s = time.monotonic()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "localgen", "tui", "--url", url],
+            arguments,
             stdin=child,
             stdout=child,
             stderr=child,
@@ -172,6 +176,25 @@ class Terminal:
                 raise TimeoutError(f"no prompt within {_START_CUTOFF_S:.0f} s")
             seen += self.read(0.025)
         return time.monotonic() - self._started_s
+
+    def first_screen_s(self) -> float:
+        """Wait for the first screen, a write of some length; returns s since the start.
+
+        Raises TimeoutError.
+        """
+        while time.monotonic() - self._started_s < _START_CUTOFF_S:
+            if len(self.read(0.005)) >= _SCREEN_BYTES:
+                return time.monotonic() - self._started_s
+        raise TimeoutError(f"no screen within {_START_CUTOFF_S:.0f} s")
+
+    def idle_cores(self, seconds: float) -> float:
+        """CPU time per second while nothing is typed."""
+        before, began_s = self._cpu_s(), time.monotonic()
+        self.settle(seconds)
+        return (self._cpu_s() - before) / (time.monotonic() - began_s)
+
+    def rss_bytes(self) -> int:
+        return int(self._usage.memory_info().rss)
 
     def settle(self, seconds: float) -> None:
         """Read what the start still writes; the blinking cursor never ends."""
@@ -205,7 +228,7 @@ class Terminal:
                     pending = b""
         window.gaps_s.append(time.monotonic() - last_s)
         window.cpu_s, window.wall_s = self._cpu_s() - cpu_before, time.monotonic() - began_s
-        window.rss_bytes = self._usage.memory_info().rss
+        window.rss_bytes = self.rss_bytes()
         return window
 
     def close(self) -> None:
@@ -229,7 +252,7 @@ def measure(tokens: int, rate: float, window_s: float) -> dict[str, list[float]]
         tempfile.TemporaryDirectory() as folder,
         scripted_server(markdown_tokens(tokens), rate) as url,
     ):
-        terminal = Terminal(url, Path(folder))
+        terminal = Terminal([*_LOCALGEN, "tui", "--url", url], Path(folder))
         try:
             figures["start to first paint, s"] = [terminal.first_paint_s()]
             terminal.settle(2.0)
@@ -243,6 +266,24 @@ def measure(tokens: int, rate: float, window_s: float) -> dict[str, list[float]]
             with suppress(ProcessLookupError):
                 terminal.close()
     return figures
+
+
+def start_and_idle(command: list[str]) -> dict[str, float]:
+    """First screen, then CPU and memory of a program that waits."""
+    with tempfile.TemporaryDirectory() as folder:
+        terminal = Terminal(command, Path(folder))
+        try:
+            first_s = terminal.first_screen_s()
+            terminal.settle(_SETTLE_S)
+            idle = terminal.idle_cores(_IDLE_S)
+            return {
+                "start to first screen, s": first_s,
+                "idle CPU, cores": idle,
+                "idle RSS, MB": terminal.rss_bytes() / 1e6,
+            }
+        finally:
+            with suppress(ProcessLookupError):
+                terminal.close()
 
 
 def _figures(window: Window, rate: float) -> dict[str, float]:
@@ -268,6 +309,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rates", default="100,1000", help="tokens/s, comma separated")
     parser.add_argument("--tokens", type=int, default=0, help="0: as many as 20 s take")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each window")
+    parser.add_argument(
+        "--peers", nargs="*", default=[], help="other programs to start, beside localgen's two"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="of starting")
     parser.add_argument("--side", default="localgen tui", help="name of what is measured")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
@@ -281,6 +326,15 @@ def main(arguments: list[str] | None = None) -> int:
             figure, unit = name.rsplit(", ", 1) if ", " in name else (name, "bytes")
             test = f"{figure}, {tokens:,} tokens at {rate:,.0f}/s"
             report.series.append(Series(test, options.side, unit, tuple(values), line))
+    programs = {f"localgen {name}": [*_LOCALGEN, name] for name in ("tui", "top")}
+    programs |= {peer: shlex.split(peer) for peer in options.peers}
+    for side, program in programs.items():
+        rounds = [start_and_idle(program) for _ in range(1 if options.quick else options.rounds)]
+        print(side, rounds, flush=True)
+        for name in rounds[0]:
+            figure, unit = name.rsplit(", ", 1)
+            timed = tuple(each[name] for each in rounds)
+            report.series.append(Series(figure, Path(side).name, unit, timed, line))
     report.commands.append(command("benchmarks.tui", arguments))
     report.save("tui", options.output)
     return 0
