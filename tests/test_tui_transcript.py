@@ -111,6 +111,20 @@ def test_the_end_is_followed_while_the_terminal_changes(tmp_path: Path) -> None:
 CODE = "Two:\n\n```python\nprint(1)\n```\n\nand\n\n```\nplain\ntext\n```\n"
 
 
+def test_a_scrollbar_that_appears_shows_where_the_view_is(tmp_path: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.ask(pilot, "q")
+        await tui.open_new(pilot)
+        await tui.ask(pilot, "short")
+        transcript = tui.main.query_one(Transcript)
+        assert not transcript.show_vertical_scrollbar
+        await press(tui, pilot, "ctrl+down")
+        await tui.until(lambda: transcript.show_vertical_scrollbar)
+        assert transcript.vertical_scrollbar.position == transcript.scroll_y > 0
+
+    play(Tui(tmp_path, ("".join(PAGES), answer()), ("Yes.", answer())), scene, (60, 20))
+
+
 def test_code_is_copied_by_a_click_and_by_a_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -153,6 +153,11 @@ class Transcript(ScrollView, can_focus=True):
         super().watch_scroll_y(old_value, new_value)
         self._is_following = self.is_vertical_scroll_end
 
+    def watch_show_vertical_scrollbar(self, is_shown: bool) -> None:
+        """A scrollbar that appears starts where the view is: it was told of no scroll before."""
+        if is_shown:
+            self.vertical_scrollbar.position = self.scroll_y
+
     def notify_style_update(self) -> None:
         """Render in the new colours."""
         super().notify_style_update()
