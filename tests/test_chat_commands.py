@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 from scripted_client import ScriptedClient, answer, model_info
 
-from localgen.backends.errors import InvalidRequest, LocalgenError
+from localgen.backends.errors import (
+    ContextExceeded,
+    InvalidRequest,
+    LocalgenError,
+    ServerUnavailable,
+)
 from localgen.backends.memory.kv_sizing import DEFAULT_CTX
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.sampling_params import ANY_JSON_OBJECT
@@ -24,8 +29,12 @@ TURNS = (Turn("one", "1"), Turn("two", "2"))
 
 @pytest.fixture
 def session(tmp_path: Path) -> ChatSession:
+    return chat_with(ScriptedClient(), tmp_path)
+
+
+def chat_with(client: ScriptedClient, state_dir: Path) -> ChatSession:
     options = ModelOptions(system="be brief", load=LoadOptions(threads=2, chat_template="x"))
-    made = ChatSession(ScriptedClient(), tmp_path, options)
+    made = ChatSession(client, state_dir, options)
     made.load(None, lambda _: None)
     made.set_conversation(Conversation("be brief", TURNS))
     return made
@@ -254,6 +263,56 @@ def test_load_says_when_the_model_is_another(session: ChatSession) -> None:
 def test_clear_keeps_the_system_prompt(session: ChatSession) -> None:
     obey(session, "/clear")
     assert session.conversation == Conversation("be brief")
+
+
+def test_compact_replaces_the_turns_by_a_summary(tmp_path: Path) -> None:
+    client = ScriptedClient(("  They asked", " one and two. ", answer()))
+    session = chat_with(client, tmp_path)
+    session.used_tokens = 900
+    text = obey(session, "/compact")
+    (turn,) = session.conversation.turns
+    assert turn.answer == "They asked one and two."
+    assert session.conversation.system == "be brief"
+    (asked,) = client.record.asked
+    contents = [message.content for message in asked.messages]
+    assert contents == ["be brief", "one", "1", "two", "2", turn.prompt]
+    assert not asked.save_prefix
+    used = session.estimate_used_tokens()
+    assert text == f"2 turns became a summary: about {used} tokens instead of 900"
+
+
+def test_compact_leaves_out_what_does_not_fit(tmp_path: Path) -> None:
+    exceeded = ContextExceeded("the prompt does not fit")
+    client = ScriptedClient((exceeded,), ("Only two.", answer()))
+    session = chat_with(client, tmp_path)
+    assert obey(session, "/compact").endswith(
+        "; without the first 1, which did not fit the context"
+    )
+    assert [message.content for message in client.record.asked[1].messages][1:3] == ["two", "2"]
+    assert session.conversation.turns[0].answer == "Only two."
+
+
+@pytest.mark.parametrize(
+    ("scripts", "error"),
+    [
+        (((ContextExceeded("too long"),),) * 2, "too long"),
+        (((" ", answer()),), "wrote no summary"),
+        ((("half", ServerUnavailable("gone")),), "gone"),
+    ],
+)
+def test_compact_that_fails_changes_nothing(tmp_path: Path, scripts: Any, error: str) -> None:
+    session = chat_with(ScriptedClient(*scripts), tmp_path)
+    with pytest.raises(LocalgenError, match=error):
+        obey(session, "/compact")
+    assert session.conversation == Conversation("be brief", TURNS)
+
+
+def test_compact_needs_an_answer_and_no_argument(session: ChatSession) -> None:
+    with pytest.raises(InvalidRequest, match="usage: /compact"):
+        obey(session, "/compact all")
+    obey(session, "/clear")
+    with pytest.raises(InvalidRequest, match="no answer to summarize"):
+        obey(session, "/compact")
 
 
 def test_model_command_keeps_turns_and_drops_the_old_template(session: ChatSession) -> None:

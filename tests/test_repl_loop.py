@@ -247,6 +247,21 @@ def test_a_stopped_regen_is_added_below_the_old_answer(chat: Callable[..., Chat]
     assert [len(asked.messages) for asked in talk.client.record.asked] == [1, 1, 3]
 
 
+def test_mentioned_files_are_sent(
+    chat: Callable[..., Chat], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("text\n")
+    (tmp_path / "b.bin").write_bytes(b"\0")
+    talk = chat()
+    assert "attached a.txt (1 line)" in talk.type("sum up @a.txt")
+    talk.type("/regen")
+    sent = [asked.messages[-1].content for asked in talk.client.record.asked]
+    assert sent == ["sum up @a.txt\n\na.txt:\n```txt\ntext\n```"] * 2
+    assert "b.bin is not a text file" in talk.type("sum up @b.bin")
+    assert len(talk.client.record.asked) == 2
+
+
 def test_ctrl_c_in_the_figures_keeps_the_new_answer(
     chat: Callable[..., Chat], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,6 +103,15 @@ def test_keys_edit_the_line(keys: str, line: str, tmp_path: Path) -> None:
         assert editor.prompt() == line
 
 
+def test_completion_of_mentioned_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("main.py", "my notes.md"):
+        (tmp_path / name).write_text("")
+    assert complete("explain @") == ["@main.py", '@"my notes.md"']
+    assert complete("/set system as in @mpy") == ["@main.py"]
+    assert complete("me@") == []
+
+
 @pytest.mark.parametrize(
     ("command", "problem"),
     [("no-such-editor -w", "command not found"), ("vim '", "No closing quotation")],

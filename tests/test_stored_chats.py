@@ -137,6 +137,17 @@ def test_clear_and_load_begin_another_session(open_chat: OpenChat, store: Sessio
     assert prompts == [["one", "two"], ["three"], ["one", "two", "four"]]
 
 
+def test_compact_begins_another_session(open_chat: OpenChat, store: SessionStore) -> None:
+    chat = open_chat(NEW, ("1", answer()), ("It was about one.", answer()))
+    screen = chat.type("one", "/compact")
+    assert "Ctrl+C stops it" in screen
+    assert "1 turn became a summary" in screen
+    assert "'one' stays stored" in screen
+    chat.type("two")
+    assert [turn.prompt for turn in store.turns(1)] == ["one"]
+    assert [turn.answer for turn in store.turns(2)] == ["It was about one.", "re: two"]
+
+
 def test_undo_and_regen_change_the_stored_session(open_chat: OpenChat, store: SessionStore) -> None:
     chat = open_chat(NEW, ("first", answer()), ("second", answer()))
     chat.type("one", "/regen")

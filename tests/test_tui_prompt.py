@@ -14,7 +14,8 @@ from tui_chats import Tui, notice_text, play, press
 
 from localgen.backends.errors import InvalidRequest
 from localgen.tui.chat import app as chat_app
-from localgen.tui.chat.prompt import FOLD_PASTE_CHARS, CommandSuggestions
+from localgen.tui.chat.prompt import FOLD_PASTE_CHARS
+from localgen.tui.chat.suggestions import Suggestions
 from localgen.tui.chat.transcript import Transcript
 
 
@@ -108,7 +109,7 @@ def test_history_outlives_the_program(tmp_path: Path) -> None:
 
 def test_tab_completes_commands(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
-        suggestions = tui.main.query_one(CommandSuggestions)
+        suggestions = tui.main.query_one(Suggestions)
         assert not suggestions.display
         await pilot.press(*"/ren")
         await pilot.pause()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
+from scripted_client import answer
 from textual.pilot import Pilot
 from tui_chats import Tui, notice_text, play, press
 
@@ -13,7 +15,7 @@ from localgen.chat.session_store import SessionRecord
 from localgen.tui.chat.transcript import Transcript
 
 
-@pytest.mark.parametrize("line", ["/clear", "/undo 2", "/undo"])
+@pytest.mark.parametrize("line", ["/clear", "/undo 2", "/undo", "/compact"])
 def test_f9_restores_removed_turns(tmp_path: Path, line: str) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         for text in "ab":
@@ -27,6 +29,26 @@ def test_f9_restores_removed_turns(tmp_path: Path, line: str) -> None:
         assert tui.store.read(tui.opened.id).conversation == before
 
     play(Tui(tmp_path), scene)
+
+
+def test_a_summary_that_is_stopped_changes_nothing(tmp_path: Path) -> None:
+    gate = threading.Event()
+
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.ask(pilot, "a")
+        before = tui.opened.chat.conversation
+        await tui.type(pilot, "/compact")
+        await pilot.press("enter")
+        await tui.until(lambda: tui.opened.running_command)
+        await pilot.pause()
+        assert "/compact" in tui.screen_text()
+        await pilot.press("ctrl+c")
+        await tui.until(lambda: notice_text(tui) == "stopped")
+        assert tui.opened.chat.conversation == before
+        await tui.ask(pilot, "b")
+        assert len(tui.opened.chat.conversation.turns) == 2
+
+    play(Tui(tmp_path, ("A.", answer()), ("Half", gate, answer()), ("B.", answer())), scene)
 
 
 def test_turns_that_come_back_take_nothing_away(tmp_path: Path) -> None:

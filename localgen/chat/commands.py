@@ -70,7 +70,13 @@ def run_command(session: ChatSession, line: str, on_progress: OnProgress) -> Com
 
 def needs_model(line: str) -> bool:
     """Return True if a command needs the model to be loaded."""
-    return line.split() in (["/show"], ["/show", "info"], ["/show", "template"])
+    shows_model = line.split() in (["/show"], ["/show", "info"], ["/show", "template"])
+    return shows_model or asks_model(line)
+
+
+def asks_model(line: str) -> bool:
+    """Return True if the model answers a command, which may take a while."""
+    return line.split() == ["/compact"]
 
 
 def find_command(word: str) -> SlashCommand:
@@ -278,6 +284,18 @@ def _clear(session: ChatSession, _argument: str, _: OnProgress) -> CommandResult
     )
 
 
+def _compact(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
+    if argument:
+        raise _usage_error("/compact", argument)
+    done = session.compact()
+    after = session.estimate_used_tokens()
+    turns = units.format_count(done.num_turns, "turn")
+    text = f"{turns} became a summary: about {after:,} tokens instead of {done.used_tokens:,}"
+    if done.num_unread:
+        text += f"; without the first {done.num_unread:,}, which did not fit the context"
+    return CommandOutput(text, is_new_conversation=True)
+
+
 def _model(session: ChatSession, argument: str, on_progress: OnProgress) -> CommandResult:
     if not argument:
         return CommandOutput(_text(card.name for card in session.client.models()))
@@ -329,6 +347,7 @@ def _help(_session: ChatSession, _argument: str, _: OnProgress) -> CommandResult
     rows = [row for command in SLASH_COMMANDS.values() for row in _help_rows(command)]
     rows += [
         ('"""', "starts and ends a multi-line prompt"),
+        ("@FILE @FILE:10-40", "sends the file, or these lines of it, with the prompt"),
         ("Ctrl+C", "stops the answer, clears the line"),
         ("Ctrl+X", "ends the reasoning: the model answers now"),
         ("Ctrl+G", "edits the prompt in $EDITOR"),
@@ -389,6 +408,7 @@ _COMMANDS = (
         "/load", "[NAME or PATH]", "loads a saved chat; without a name, lists them", _load
     ),
     SlashCommand("/clear", "", "starts a new conversation, keeps the system prompt", _clear),
+    SlashCommand("/compact", "", "replaces the turns by a summary, which frees context", _compact),
     SlashCommand(
         "/model", "[NAME]", "switches to another model; without a name, lists them", _model
     ),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Generator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localgen.backends.errors import InvalidRequest
+from localgen.backends.errors import ContextExceeded, InvalidRequest
 from localgen.backends.memory.kv_sizing import DEFAULT_CTX
 from localgen.backends.model_info import DRAFT_KEYWORDS, LoadOptions, ModelInfo
+from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import Message
 from localgen.chat import parameters
 from localgen.chat.conversation import Conversation, Turn
@@ -28,6 +29,23 @@ if TYPE_CHECKING:
 DEFAULT_BRANCH = "main"
 
 OnProgress = Callable[[float], None]
+_SUMMARY_PROMPT = (
+    "Summarize our conversation so far, so that it can be continued from the summary alone: what "
+    "was asked, what was found and decided, names, numbers and code that matter, what is open."
+)
+_MAX_SUMMARY_TOKENS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class CompactedTurns:
+    """What a summary replaces. num_unread: the oldest turns, which did not fit the context.
+
+    used_tokens: of the conversation before, estimated if it was not known.
+    """
+
+    num_turns: int
+    num_unread: int
+    used_tokens: int
 
 
 class ChatSession:
@@ -207,14 +225,52 @@ class ChatSession:
             self.options.params, max_tokens=1, logprobs=count, temperature=0.0, json_schema=None
         )
         messages = self._messages(before, turns[turn_index].prompt, beginning)
-        events = self.client.chat(
-            self.requested_model, messages, params, ctx=self._requested_ctx, save_prefix=False
-        )
-        with contextlib.closing(events):
+        with contextlib.closing(self._chat(messages, params)) as events:
             for event in events:
                 if isinstance(event, TextDelta):
                     return event.alternatives
         return ()
+
+    def compact(self) -> CompactedTurns:
+        """Replace all turns by one, with a summary that the model writes.
+
+        The oldest turns are left out if the conversation does not fit the context. Raises
+        InvalidRequest if there is nothing to summarize, or if the summary is empty; the errors of
+        Client.chat. The conversation is unchanged then.
+        """
+        turns = self.conversation.turns
+        if not any(turn.answer for turn in turns):
+            raise InvalidRequest("there is no answer to summarize yet")
+        before = self.estimate_used_tokens()
+        params = replace(
+            self.options.params, max_tokens=_MAX_SUMMARY_TOKENS, json_schema=None, logprobs=None
+        )
+        read = turns
+        while True:
+            conversation = replace(self.conversation, turns=read)
+            messages = self._messages(conversation, _SUMMARY_PROMPT, "")
+            try:
+                with contextlib.closing(self._chat(messages, params)) as events:
+                    summary = "".join(each.text for each in events if isinstance(each, TextDelta))
+                break
+            except ContextExceeded:
+                if len(read) == 1:
+                    raise
+                read = read[(len(read) + 1) // 2 :]
+        if not summary.strip():
+            raise InvalidRequest("the model wrote no summary: the conversation is unchanged")
+        self.set_conversation(
+            replace(self.conversation, turns=(Turn(_SUMMARY_PROMPT, summary.strip()),))
+        )
+        return CompactedTurns(len(turns), len(turns) - len(read), before)
+
+    def _chat(
+        self, messages: tuple[Message, ...], params: SamplingParams
+    ) -> Generator[TextDelta | Completion, None, None]:
+        """Stream the answer to a request beside the conversation."""
+        return self.client.chat(
+            self.requested_model, messages, params, ctx=self._requested_ctx, save_prefix=False
+        )
 
     def _messages(
         self, conversation: Conversation, prompt: str, beginning: str

@@ -22,8 +22,10 @@ from prompt_toolkit.output import Output
 
 from localgen.chat import parameters
 from localgen.chat.commands import SLASH_COMMANDS
+from localgen.chat.file_mentions import list_files, matching_files, mention_of, typed_mention
 from localgen.locked_file import LockedFile
 
+_MAX_MENTIONS = 50
 TRIPLE_QUOTES = '"""'
 _PREFIXES = ("", "/set system ")
 # those that prompt_toolkit tries after $VISUAL and $EDITOR
@@ -53,16 +55,24 @@ def _is_closed(quoted: str) -> bool:
 
 
 class ChatCompleter(Completer):
-    """Completes commands, their arguments, parameters, saved chats, models and file names."""
+    """Completes commands, their arguments, parameters, saved chats, models and file names.
+
+    A word that begins with `@` anywhere in a prompt: files below the current folder.
+    """
 
     def __init__(
         self, chats: Callable[[], Iterable[str]], models: Callable[[], Iterable[str]]
     ) -> None:
         self._name_sources = {"/save": chats, "/load": chats, "/model": models}
         self._paths = PathCompleter(expanduser=True)
+        self._files: list[str] = []
 
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterator[Completion]:
         before = document.text_before_cursor
+        mention = typed_mention(before)
+        if mention is not None:
+            yield from self._mentions(*mention, len(before))
+            return
         if not before.startswith("/") or "\n" in before:
             return
         word, space, argument = before.partition(" ")
@@ -73,6 +83,12 @@ class ChatCompleter(Completer):
         if word in ("/save", "/load", "/model"):
             rest = Document(argument, len(argument))
             yield from self._paths.get_completions(rest, event)
+
+    def _mentions(self, start: int, typed: str, end: int) -> Iterator[Completion]:
+        if not typed or not self._files:  # a new mention: files may have been added
+            self._files = list_files(Path.cwd())
+        for path in matching_files(self._files, typed, _MAX_MENTIONS):
+            yield Completion(mention_of(path), start_position=start - end, display=path)
 
     def _choices(self, word: str, argument: str) -> Iterable[str]:
         if word == "/set" and argument.startswith("parameter "):
@@ -101,7 +117,7 @@ def create_prompt_session(
     return PromptSession(
         history=PromptHistory(history_path, on_failure, can_write=can_write),
         completer=completer,
-        complete_while_typing=Condition(lambda: get_app().current_buffer.text.startswith("/")),
+        complete_while_typing=Condition(_has_completions),
         multiline=Condition(lambda: has_open_quotes(get_app().current_buffer.text)),
         prompt_continuation=_continuation,
         key_bindings=_key_bindings(),
@@ -110,6 +126,11 @@ def create_prompt_session(
         output=output,
         enable_suspend=True,
     )
+
+
+def _has_completions() -> bool:
+    buffer = get_app().current_buffer
+    return buffer.text.startswith("/") or bool(typed_mention(buffer.document.text_before_cursor))
 
 
 class PromptHistory(FileHistory):

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -19,6 +20,7 @@ from localgen.backends.terminal_text import collapse, escape_control_chars, one_
 from localgen.backends.units import format_count
 from localgen.chat import commands, report
 from localgen.chat.conversation import Turn
+from localgen.chat.file_mentions import expand_mentions
 from localgen.chat.parameters import ModelOptions
 from localgen.chat.session import DEFAULT_BRANCH, ChatSession
 from localgen.client import Completion, TextDelta
@@ -114,7 +116,7 @@ class Repl:
         try:
             if commands.is_command(line):
                 return self._run_command(line)
-            self._ask(strip_quotes(line))
+            self._ask(self._with_files(strip_quotes(line)))
         except LocalgenError as error:
             self._print(one_line(error.message), "red")
         except KeyboardInterrupt:
@@ -122,7 +124,17 @@ class Repl:
             self._print("stopped", "yellow")
         return True
 
+    def _with_files(self, prompt: str) -> str:
+        """The prompt with the text of the files that it mentions."""
+        expanded = expand_mentions(prompt, Path.cwd())
+        for notice in expanded.notices:
+            self._print_dim(notice)
+        return expanded.text
+
     def _run_command(self, line: str) -> bool:
+        if commands.asks_model(line):
+            self._ensure_loaded()
+            self._print_dim("the model answers this command; Ctrl+C stops it")
         with LoadProgressLine(self.console, line.partition(" ")[2]) as loading:
             outcome = commands.run_command(self.session, line, loading.update)
         match outcome:

@@ -26,7 +26,7 @@ UNNAMED_SESSION = "New session"
 # setting names that are not sampling parameters
 SYSTEM_SETTING, CTX_SETTING = "system", "ctx"
 # commands that change the stored record
-_MUTATING_COMMANDS = ("/set", "/load", "/clear", "/undo")
+_MUTATING_COMMANDS = ("/set", "/load", "/clear", "/undo", "/compact")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

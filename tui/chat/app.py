@@ -7,6 +7,7 @@ import contextlib
 import time
 from asyncio import Lock
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from textual import work
@@ -19,6 +20,7 @@ from localgen.backends import units
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.terminal_text import escape_control_chars, escape_name, one_line
 from localgen.chat import commands, saved_chats
+from localgen.chat.file_mentions import expand_mentions
 from localgen.chat.markup import code_blocks
 from localgen.tui.base_app import BaseApp
 from localgen.tui.chat import quit_confirmation, slash_commands
@@ -32,6 +34,7 @@ from localgen.tui.chat.session_actions import SessionActions
 from localgen.tui.chat.session_list import SessionList
 from localgen.tui.chat.session_manager import SessionManager
 from localgen.tui.chat.settings import SettingEdit, SettingsPanel
+from localgen.tui.chat.shell_command import is_shell_line
 from localgen.tui.chat.transcript import Transcript
 from localgen.tui.feed import FIRST_RETRY_S, SampleFeed, SampleReceived, ServerLost, ServerMonitor
 from localgen.tui.gauges.panel import GaugePanel
@@ -63,7 +66,9 @@ class ChatApp(BaseApp):
     TITLE = "localgen tui"
     HELP_NOTES = (
         "Enter sends; Ctrl+J, Alt+Enter or Shift+Enter starts a line.\n"
-        "Up and Down go through earlier prompts; Tab completes commands.\n"
+        "Up and Down go through earlier prompts; Tab completes commands and files.\n"
+        "@FILE or @FILE:10-40 sends a file, or lines of it, with the prompt.\n"
+        "!COMMAND runs in the shell; its output comes into the prompt.\n"
         "Ctrl+A and Ctrl+E go to the start and end of a line; Ctrl+W deletes a word,\n"
         "Ctrl+U and Ctrl+K the text before and after the cursor; Ctrl+Z undoes.\n"
         "In the list of sessions: r renames, f forks, d deletes.\n\n"
@@ -264,12 +269,26 @@ class ChatApp(BaseApp):
         self.main_screen.show_message("")
         if commands.is_command(event.text):
             self._dispatch_command(event.text)
-        else:
+        elif is_shell_line(event.text):
             prompt.mark_submitted(event.text)
-            opened = self.session_actions.current_session
-            opened.queued_prompts.append(event.text)
-            self._ask_next(opened)
+            self._run_in_worker(self.session_actions.run_shell(event.text))
+        else:
+            self._submit_prompt(event.text)
         prompt.release_keys()
+
+    def _submit_prompt(self, typed: str) -> None:
+        """Queue a prompt with the text of the files it mentions, and send it if nothing waits."""
+        try:
+            expanded = expand_mentions(typed, Path.cwd())
+        except InvalidRequest as error:
+            self.show_message(error.message, is_error=True)
+            return
+        if expanded.notices:
+            self.show_message("\n".join(map(one_line, expanded.notices)))
+        self.main_screen.query_one(Prompt).mark_submitted(typed)
+        opened = self.session_actions.current_session
+        opened.queued_prompts.append(expanded.text)
+        self._ask_next(opened)
 
     @work(group="ask")
     async def _ask_next(self, opened: ActiveSession) -> None:
@@ -291,7 +310,7 @@ class ChatApp(BaseApp):
     def _return_queued(self, opened: ActiveSession) -> None:
         """Put the queued prompts of a session back into its prompt."""
         if opened.queued_prompts:
-            self.main_screen.return_refused(opened, "\n".join(opened.queued_prompts))
+            self.main_screen.put_before(opened, "\n".join(opened.queued_prompts))
             opened.queued_prompts.clear()
 
     def _ask_queued(self) -> None:
@@ -430,6 +449,8 @@ class ChatApp(BaseApp):
             self.show_message("copied")
             if isinstance(self.focused, Prompt):  # or a refused command could only be copied again
                 self.focused.move_cursor(self.focused.cursor_location)
+        elif self.session_actions.stop_shell():
+            pass  # its output so far comes into the prompt
         elif opened is not None and opened.stop():
             self._return_queued(opened)
             self._last_stop_s = float("-inf")

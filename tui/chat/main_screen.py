@@ -21,17 +21,14 @@ from localgen.client.suggested_models import SuggestedModel
 from localgen.config import BUILT_IN_MODEL
 from localgen.hub.packaged import default_model
 from localgen.tui.chat.active_session import ActiveSession
-from localgen.tui.chat.prompt import CommandSuggestions, Prompt
+from localgen.tui.chat.prompt import Prompt
 from localgen.tui.chat.server_status import ServerStatus
 from localgen.tui.chat.session_list import SessionList, SessionRow
 from localgen.tui.chat.session_manager import SessionManager
 from localgen.tui.chat.settings import SettingsPanel
-from localgen.tui.chat.slash_commands import (
-    CompletionSources,
-    command_completions,
-    command_suggestions,
-)
+from localgen.tui.chat.slash_commands import CompletionSources, command_completions
 from localgen.tui.chat.start_view import STARTERS, StartView
+from localgen.tui.chat.suggestions import Suggestions
 from localgen.tui.chat.transcript import TRANSCRIPT_BINDINGS, Transcript
 from localgen.tui.gauges.panel import GaugePanel
 from localgen.tui.key_file import with_names
@@ -113,7 +110,7 @@ class MainScreen(Screen[None]):
         self.current_session: ActiveSession | None = None
         # attributes, not queries: a tick may still draw while the screen is being removed
         self._session_list, self._transcript = SessionList(), Transcript()
-        self._start_view = StartView()
+        self._start_view, self._suggestions = StartView(), Suggestions(completion_sources)
         self._title_line = Static(id="title", markup=False)
         self._status_line = Static(id="status", markup=False)
         self._quantize_status_line = QuantizeStatusLine(markup=False)
@@ -133,10 +130,13 @@ class MainScreen(Screen[None]):
                 yield self._start_view
                 yield self._transcript
                 yield Static(id="message", markup=False)
-                yield CommandSuggestions()
+                yield self._suggestions
                 yield self._quantize_status_line
                 yield self._status_line
-                yield Prompt(lambda text: command_completions(text, self._completion_sources))
+                yield Prompt(
+                    lambda text: command_completions(text, self._completion_sources),
+                    self._suggestions.files,
+                )
             yield GaugePanel()
         yield KeyFooter(compact=True)
 
@@ -206,8 +206,8 @@ class MainScreen(Screen[None]):
         prompt.set_text(text)
         prompt.action_send()
 
-    def return_refused(self, active: ActiveSession, text: str) -> None:
-        """Put a refused prompt back before what was typed since, in the session it was for."""
+    def put_before(self, active: ActiveSession, text: str) -> None:
+        """Put text before what is in the prompt: a refused prompt of that session, for example."""
         prompt = self.query_one(Prompt)
         is_shown = active is self.current_session and not self._is_switching
         since = prompt.full_text if is_shown else active.unsent_prompt
@@ -284,15 +284,15 @@ class MainScreen(Screen[None]):
             return
         if self.current_session is not None and not self._is_switching:
             self.current_session.unsent_prompt = prompt.full_text
-        self.query_one(CommandSuggestions).show_suggestions(
-            command_suggestions(prompt.text, self._completion_sources)[:50]
-        )
+        self._suggestions.show_for(prompt.text, prompt.text_before_cursor)
 
-    def on_option_list_option_selected(self, event: CommandSuggestions.OptionSelected) -> None:
-        if isinstance(event.option_list, CommandSuggestions) and event.option.id is not None:
-            prompt = self.query_one(Prompt)
-            prompt.set_text(event.option.id + " ")
-            prompt.focus()
+    def on_suggestions_chosen(self, event: Suggestions.Chosen) -> None:
+        prompt = self.query_one(Prompt)
+        if event.is_file:
+            prompt.insert_file(event.text)
+        else:
+            prompt.set_text(event.text + " ")
+        prompt.focus()
 
     async def on_settings_panel_closed(self) -> None:
         await self.toggle_settings()

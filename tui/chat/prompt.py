@@ -10,13 +10,11 @@ from typing import ClassVar, cast
 from textual import events
 from textual._ansi_sequences import ANSI_SEQUENCES_KEYS
 from textual.binding import Binding, BindingType
-from textual.content import Content
 from textual.keys import Keys
 from textual.message import Message
-from textual.widgets import OptionList, TextArea
-from textual.widgets.option_list import Option
+from textual.widgets import TextArea
 
-from localgen.backends.terminal_text import escape_name
+from localgen.chat.file_mentions import mention_of, typed_mention
 from localgen.tui.key_file import with_names
 from localgen.tui.widgets.text_field import TextField
 
@@ -33,13 +31,17 @@ def _keys_of(bindings: Sequence[BindingType]) -> frozenset[str]:
 
 
 class Prompt(TextField):
-    """Posts Submitted on Enter. completions: returns completions of a text that starts with `/`."""
+    """Posts Submitted on Enter.
+
+    completions: returns completions of a text that starts with `/`. find_files: returns files that
+    match what is typed after `@`, the best first.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "send", "Send", show=False),
         *with_names(
             Binding("ctrl+j,shift+enter,alt+enter", "newline", "New line", show=False),
-            Binding("tab", "complete", "Complete a command", show=False),
+            Binding("tab", "complete", "Complete a command or a file", show=False),
             Binding("up", "previous_prompt", "Earlier prompt, on the first line", show=False),
             Binding("down", "next_prompt", "Later prompt, on the last line", show=False),
             # keys that TextArea binds to editing functions a prompt does not need
@@ -71,7 +73,11 @@ class Prompt(TextField):
             super().__init__()
             self.text = text
 
-    def __init__(self, completions: Callable[[str], list[str]]) -> None:
+    def __init__(
+        self,
+        completions: Callable[[str], list[str]],
+        find_files: Callable[[str], list[str]] = lambda _: [],
+    ) -> None:
         super().__init__(
             id="prompt",
             compact=False,
@@ -79,7 +85,7 @@ class Prompt(TextField):
             highlight_cursor_line=False,
             placeholder="Ask something, / for commands, ? for keys",
         )
-        self._completions = completions
+        self._completions, self._find_files = completions, find_files
         self.starters: Sequence[str] = ()  # texts that Tab puts into an empty prompt, in turn
         self._pastes: dict[int, str] = {}
         self._history: list[str] = []
@@ -155,8 +161,25 @@ class Prompt(TextField):
     def action_newline(self) -> None:
         self.insert("\n")
 
+    @property
+    def text_before_cursor(self) -> str:
+        return self.document.get_text_range((0, 0), self.cursor_location)
+
+    def insert_file(self, path: str) -> None:
+        """Complete the mention before the cursor to a path."""
+        mention = typed_mention(self.text_before_cursor)
+        if mention is not None:
+            row, column = self.cursor_location
+            typed = len(self.text_before_cursor) - mention[0]
+            self.replace(mention_of(path) + " ", (row, column - typed), (row, column))
+
     def action_complete(self) -> None:
-        """Insert the only completion, or the common prefix of all."""
+        """Insert the best file, the only completion, or the common prefix of all."""
+        mention = typed_mention(self.text_before_cursor)
+        if mention is not None:
+            for path in self._find_files(mention[1])[:1]:
+                self.insert_file(path)
+            return
         found = self._completions(self.text)
         if not found:
             if not self.text or self.text in self.starters:
@@ -232,32 +255,6 @@ class Prompt(TextField):
 
     def _expand_paste(self, found: re.Match[str]) -> str:
         return self._pastes.get(int(found[1]), found[0])
-
-
-class CommandSuggestions(OptionList):
-    """Completions of the typed command, above the prompt. Tab or a click accepts one."""
-
-    can_focus = False
-    DEFAULT_CSS = """
-    CommandSuggestions {
-        height: auto; max-height: 8; border: none; padding: 0 2; margin: 0;
-        background: $panel; color: $text-muted; display: none;
-        text-wrap: nowrap; text-overflow: ellipsis;
-    }
-    """
-
-    def show_suggestions(self, rows: list[tuple[str, str]]) -> None:
-        """Show (text, meaning) rows; none hides the list."""
-        self.display = bool(rows)
-        self.clear_options()
-        width = max((len(text) for text, _ in rows), default=0)
-        for text, meaning in rows:
-            self.add_option(Option(_suggestion_content(text, meaning, width), id=text))
-
-
-def _suggestion_content(text: str, meaning: str, width: int) -> Content:
-    name = (f"{escape_name(text):<{width}}", "bold $foreground")
-    return Content.assemble(name, f"  {meaning}")
 
 
 def _common_prefix(found: list[str]) -> str:

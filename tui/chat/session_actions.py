@@ -22,6 +22,7 @@ from localgen.tui.chat.model_picker import ModelPicker, SessionModelService
 from localgen.tui.chat.prompt import Prompt
 from localgen.tui.chat.search import SearchScreen
 from localgen.tui.chat.session_manager import SearchHit, SessionManager
+from localgen.tui.chat.shell_command import ShellCommand
 from localgen.tui.chat.text_dialog import TextInputDialog
 from localgen.tui.chat.token_screen import NUM_ALTERNATIVES, TokenScreen
 from localgen.tui.chat.transcript import Transcript
@@ -51,6 +52,7 @@ class SessionActions:
         self._undo_stack: list[Callable[[], Awaitable[object]]] = []
         self._opening_id: int | None = None  # the session that is being opened
         self._num_shows = 0
+        self._shell_command: ShellCommand | None = None
 
     @property
     def current_session(self) -> ActiveSession:
@@ -288,6 +290,33 @@ class SessionActions:
             text = f"{text}; F9 undoes it"
         self._show_message(text, title=one_line(line))
         self._main_screen.show_settings()
+
+    async def run_shell(self, line: str) -> None:
+        """Run a line of the shell, and put its output into the prompt of the session."""
+        opened, command = self.current_session, line.removeprefix("!").strip()
+        if self._shell_command is not None:
+            message = f"!{self._shell_command.command} is still running: Ctrl+C stops it"
+            self._show_message(message, is_error=True)
+            self._main_screen.put_before(opened, line)
+            return
+        self._shell_command = ShellCommand(command, Path.cwd())
+        self._show_message(f"{one_line(line)} is running; Ctrl+C stops it")
+        try:
+            output = await self._shell_command.run()
+        except InvalidRequest as error:
+            self._show_message(error.message, is_error=True)
+            return
+        finally:
+            self._shell_command = None
+        self._show_message("")
+        self._main_screen.put_before(opened, output + "\n")
+
+    def stop_shell(self) -> bool:
+        """Stop the line of the shell that is running; False if there is none."""
+        if self._shell_command is None:
+            return False
+        self._shell_command.stop()
+        return True
 
     async def run_screen_command(self, name: str, argument: str) -> None:
         """Run a command of the screen."""

@@ -1,0 +1,155 @@
+"""Files and output of the shell in the prompt of the TUI."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from scripted_client import answer
+from textual.pilot import Pilot
+from tui_chats import Tui, notice_text, play
+
+from localgen.tui.chat.suggestions import Suggestions
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "main.py").write_text("print(1)\nprint(2)\n")
+    (folder / "my notes.md").write_text("Notes\n")
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("SHELL", "/bin/sh")
+    return folder
+
+
+def suggested(tui: Tui) -> list[str]:
+    listed = tui.main.query_one(Suggestions)
+    return [str(option.id) for option in listed.options] if listed.display else []
+
+
+async def type_keys(pilot: Pilot[None], text: str) -> None:
+    await pilot.press(*text)
+
+
+def test_a_mentioned_file_is_completed_and_sent(tmp_path: Path, folder: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.type(pilot, "explain @")
+        await tui.until(lambda: suggested(tui) == ["main.py", "my notes.md"])
+        await pilot.press("m", "p", "y")
+        assert suggested(tui) == ["main.py"]
+        await pilot.press("tab")
+        assert tui.prompt_text == "explain @main.py "
+        assert suggested(tui) == []
+        await pilot.press("enter")
+        await tui.wait_until_idle(pilot)
+        assert tui.asked == ["explain @main.py \n\nmain.py:\n```py\nprint(1)\nprint(2)\n```"]
+        assert notice_text(tui) == "attached main.py (2 lines)"
+        await pilot.press("up")
+        assert tui.prompt_text == "explain @main.py "
+
+    play(Tui(tmp_path, ("It prints.", answer())), scene)
+
+
+def test_a_file_is_chosen_in_the_middle_of_a_prompt(tmp_path: Path, folder: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.type(pilot, "sum up  please")
+        await pilot.press(*["left"] * 7, "@")
+        await tui.until(lambda: "my notes.md" in suggested(tui))
+        tui.main.query_one(Suggestions).action_select()  # nothing is highlighted: no effect
+        await pilot.click(Suggestions, offset=(4, 1))
+        await pilot.pause()
+        assert tui.prompt_text == 'sum up @"my notes.md"  please'
+        await type_keys(pilot, "x")
+        assert tui.prompt_text == 'sum up @"my notes.md" x please'
+
+    play(Tui(tmp_path), scene)
+
+
+def test_files_are_listed_anew_for_each_mention(tmp_path: Path, folder: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.type(pilot, "@new")
+        await pilot.pause()
+        assert suggested(tui) == []
+        (folder / "new.txt").write_text("")
+        await tui.type(pilot, " @new")
+        await tui.until(lambda: suggested(tui) == ["new.txt"])
+
+    play(Tui(tmp_path), scene)
+
+
+def test_a_file_that_cannot_be_sent_leaves_the_prompt(tmp_path: Path, folder: Path) -> None:
+    (folder / "picture.png").write_bytes(b"\x89PNG\r\n\x00")
+
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.ask(pilot, "what is on @picture.png")
+        assert "picture.png is not a text file" in notice_text(tui)
+        assert tui.prompt_text == "what is on @picture.png"
+        assert tui.asked == []
+
+    play(Tui(tmp_path), scene)
+
+
+def test_output_of_the_shell_comes_into_the_prompt(tmp_path: Path, folder: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.type(pilot, "!ls; printf '\\033[1mbold\\033[0m'; exit 3")
+        assert suggested(tui) == ["!COMMAND"]
+        await pilot.press("enter")
+        await tui.until(lambda: tui.prompt_text)
+        block = "main.py\nmy notes.md\nbold\n[exit status 3]\n```\n"
+        assert tui.prompt_text.endswith(block)
+        assert tui.prompt_text.startswith("```console\n$ ls; printf")
+        assert notice_text(tui) == ""
+        assert tui.asked == []
+        await type_keys(pilot, "why")
+        assert tui.prompt_text.endswith("```\nwhy")
+
+    play(Tui(tmp_path), scene)
+
+
+def test_a_shell_line_is_stopped_with_its_children(tmp_path: Path, folder: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.type(pilot, "!echo begun; sleep 1000 | cat")
+        await pilot.press("enter")
+        await tui.until(lambda: "Ctrl+C stops it" in notice_text(tui))
+        await tui.type(pilot, "!true")
+        await pilot.press("enter")
+        await tui.until(lambda: "is still running" in notice_text(tui))
+        assert tui.prompt_text == "!true"
+        await pilot.press("ctrl+c")
+        await tui.until(lambda: "begun" in tui.prompt_text)
+        assert "[exit status -9]" in tui.prompt_text
+        assert tui.prompt_text.endswith("!true")
+
+    play(Tui(tmp_path), scene)
+
+
+def test_a_leading_space_sends_the_line(tmp_path: Path, folder: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.ask(pilot, " !ls")
+        assert tui.asked == [" !ls"]
+
+    play(Tui(tmp_path, ("Yes.", answer())), scene)
+
+
+def test_long_output_is_cut_at_its_start(tmp_path: Path, folder: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.type(pilot, "!seq 100000")
+        await pilot.press("enter")
+        await tui.until(lambda: tui.opened.unsent_prompt)
+        text = tui.main.query_one("#prompt").full_text  # type: ignore[attr-defined]
+        assert "bytes before this left out]" in text
+        assert text.endswith("\n99999\n100000\n```\n")
+        assert len(text) < 101_000
+
+    play(Tui(tmp_path), scene)
+
+
+def test_without_a_shell(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHELL", "/nowhere/sh")
+
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.ask(pilot, "!ls")
+        await tui.until(lambda: "cannot run /nowhere/sh" in notice_text(tui))
+
+    play(Tui(tmp_path), scene)

@@ -1,0 +1,78 @@
+"""A line of the shell (`!make test`), whose output goes into the prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+from rich.text import Text
+
+from localgen.backends.errors import InvalidRequest
+from localgen.backends.terminal_text import escape_control_chars
+from localgen.chat.file_mentions import fenced
+
+MAX_OUTPUT_BYTES = 100_000
+_CHUNK_BYTES = 65_536
+
+
+def is_shell_line(line: str) -> bool:
+    """Return True for `!command`. A leading space sends the line as a prompt."""
+    return line.startswith("!") and bool(line[1:].strip())
+
+
+class ShellCommand:
+    """A command of the user's shell, without a terminal. run() may be awaited once."""
+
+    def __init__(self, command: str, folder: Path) -> None:
+        self.command = command
+        self._folder = folder
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def run(self) -> str:
+        """Return the command and its output as a code block, for a prompt.
+
+        Of an output above MAX_OUTPUT_BYTES the end is kept. Raises InvalidRequest if the shell
+        cannot be run.
+        """
+        shell = os.environ.get("SHELL") or "/bin/sh"
+        try:
+            self._process = process = await asyncio.create_subprocess_exec(
+                *(shell, "-c", self.command),
+                cwd=self._folder,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,  # it must not read keys, and is stopped with its children
+            )
+        except OSError as error:
+            raise InvalidRequest(f"cannot run {shell}: {error.strerror}") from error
+        try:
+            output, num_dropped = await _read_end(process)
+            status = await process.wait()
+        finally:
+            self.stop()
+        text = escape_control_chars(Text.from_ansi(output.decode(errors="replace")).plain)
+        lines = [f"$ {self.command}"]
+        lines += [f"[{num_dropped:,} bytes before this left out]"] if num_dropped else []
+        lines += [text.rstrip("\n")] if text.strip() else []
+        lines += [f"[exit status {status}]"] if status else []
+        return fenced("\n".join(lines), "console")
+
+    def stop(self) -> None:
+        """Kill the command and its children, if it still runs."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+
+async def _read_end(process: asyncio.subprocess.Process) -> tuple[bytes, int]:
+    """The end of the output, and how many bytes before it are left out."""
+    assert process.stdout is not None
+    output, num_read = b"", 0
+    while chunk := await process.stdout.read(_CHUNK_BYTES):
+        num_read += len(chunk)
+        output = (output + chunk)[-MAX_OUTPUT_BYTES:]
+    return output, num_read - len(output)
