@@ -182,7 +182,7 @@ def test_no_models(snap_compare: Compare) -> None:
     )
 
 
-@pytest.mark.parametrize("themes", [1, 2, 3])
+@pytest.mark.parametrize("themes", [1, 2, 3, 4])
 def test_themes(snap_compare: Compare, themes: int) -> None:
     assert snap_compare(top_app(), terminal_size=(80, 24), run_before=show(*["f2"] * themes))
 

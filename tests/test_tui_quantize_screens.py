@@ -136,7 +136,7 @@ def test_chats_during_a_run(check: Callable[..., None], size: tuple[int, int]) -
     check(scene, size, (LOOK,), ((*BEGUN, threading.Event()),))
 
 
-@pytest.mark.parametrize("theme", ["light", "high-contrast", "monochrome"])
+@pytest.mark.parametrize("theme", ["light", "high-contrast", "monochrome", "terminal"])
 def test_themes(check: Callable[..., None], theme: str) -> None:
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
         tui.app.theme = theme

@@ -309,7 +309,7 @@ def test_smallest_size(snap_tui: Callable[..., None]) -> None:
     snap_tui(talk, (60, 20), *SCRIPTS)
 
 
-@pytest.mark.parametrize("theme", ["light", "high-contrast", "monochrome"])
+@pytest.mark.parametrize("theme", ["light", "high-contrast", "monochrome", "terminal"])
 def test_themes(snap_tui: Callable[..., None], theme: str) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         tui.app.theme = theme

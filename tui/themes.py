@@ -1,4 +1,4 @@
-"""The four themes of both apps, and loading and saving the user's choice."""
+"""The themes of both apps, and loading and saving the user's choice."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from textual.theme import Theme
 from localgen.locked_file import LockedFile
 
 DARK, LIGHT, HIGH_CONTRAST, MONOCHROME = "dark", "light", "high-contrast", "monochrome"
+TERMINAL = "terminal"  # the colours that the terminal is set to
 
 THEMES = (
     Theme(
@@ -74,6 +75,32 @@ THEMES = (
         error="#ffffff",
         dark=True,
         variables={"border": "#606060", "border-blurred": "#404040", "muted": "#989898"},
+    ),
+    Theme(
+        name=TERMINAL,
+        ansi=True,
+        primary="ansi_blue",
+        secondary="ansi_cyan",
+        accent="ansi_magenta",
+        foreground="ansi_default",
+        background="ansi_default",
+        surface="ansi_default",
+        panel="ansi_default",
+        success="ansi_green",
+        warning="ansi_yellow",
+        error="ansi_red",
+        variables={
+            "border": "ansi_bright_black",
+            "border-blurred": "ansi_bright_black",
+            "muted": "ansi_bright_black",
+            "ansi-background": "ansi_default",
+            "ansi-foreground": "ansi_default",
+            "block-cursor-background": "ansi_blue",
+            "block-cursor-foreground": "ansi_bright_white",
+            "scrollbar-background": "ansi_default",
+            "scrollbar-background-hover": "ansi_default",
+            "scrollbar-background-active": "ansi_default",
+        },
     ),
 )
 THEME_NAMES = tuple(theme.name for theme in THEMES)

@@ -44,6 +44,7 @@ class RowRenderer:
 
     def __init__(self, width: int, colours: Mapping[str, str]) -> None:
         self.width = max(width, 8)
+        colours = {name: _rich_colour(colour) for name, colour in colours.items()}
         self._console = Console(
             width=self.width,
             file=io.StringIO(),
@@ -149,6 +150,11 @@ class _Document(markup.Document):
     def __init__(self, source: str, code_style: _CodeStyle) -> None:
         super().__init__(source)
         self.code_style = code_style
+
+
+def _rich_colour(colour: str) -> str:
+    """Rich's name of a colour of Textual, which begins with `ansi_` if it is the terminal's."""
+    return "default" if colour == "transparent" else colour.removeprefix("ansi_")
 
 
 def _rich_theme(colours: Mapping[str, str]) -> Theme:
