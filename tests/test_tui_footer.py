@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
 from rich.cells import cell_len
+from scripted_client import answer
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
+from textual.pilot import Pilot
 from textual.widgets._footer import FooterKey
+from tui_chats import Tui, play
 
 from localgen.tui.widgets.footer import KeyFooter
 
@@ -59,3 +64,21 @@ def test_no_key_is_cut(compact: bool) -> None:
 
 def shown(app: App[None]) -> list[str]:
     return [key.description for key in app.query(FooterKey)][:-1]
+
+
+def test_stop_takes_the_place_of_quit_while_there_is_something_to_stop(tmp_path: Path) -> None:
+    gate = threading.Event()
+
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.until(lambda: "Quit" in shown(tui.app))
+        assert "Stop" not in shown(tui.app)
+        await tui.type(pilot, "q")
+        await pilot.press("enter")
+        await tui.until(lambda: "Stop" in shown(tui.app))
+        assert "Quit" not in shown(tui.app)
+        gate.set()
+        await tui.wait_until_idle(pilot)
+        await tui.until(lambda: "Quit" in shown(tui.app))
+        assert "Stop" not in shown(tui.app)
+
+    play(Tui(tmp_path, ("Yes", gate, answer())), scene)

@@ -12,8 +12,10 @@ from scripted_client import answer
 from textual.pilot import Pilot
 from tui_chats import Tui, notice_text, play, press
 
+from localgen.chat.conversation import Turn
 from localgen.tui.chat.markdown import RowRenderer
 from localgen.tui.chat.transcript import Transcript
+from localgen.tui.chat.turn_rows import TurnRows
 from localgen.tui.themes import DARK, THEMES
 
 PAGE = """## Part {n}
@@ -44,6 +46,11 @@ def rendered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(RowRenderer, "markdown", counted)
     return lengths
+
+
+def dark_renderer(width: int) -> RowRenderer:
+    (dark,) = (theme for theme in THEMES if theme.name == DARK)
+    return RowRenderer(width, {**dark.to_color_system().generate(), **dark.variables})
 
 
 def is_in(transcript: Transcript, text: str) -> bool:
@@ -161,8 +168,7 @@ def test_selected_text_is_that_of_the_rows(tmp_path: Path) -> None:
 
 
 def test_headings_and_tables_can_be_told_apart() -> None:
-    (dark,) = (theme for theme in THEMES if theme.name == DARK)
-    renderer = RowRenderer(60, {**dark.to_color_system().generate(), **dark.variables})
+    renderer = dark_renderer(60)
     (first,), (second,) = renderer.markdown("# One"), renderer.markdown("## One")
     assert first.text == second.text
     assert list(first)[-1].style != list(second)[-1].style
@@ -174,3 +180,30 @@ def test_headings_and_tables_can_be_told_apart() -> None:
     assert table[-2].endswith(" 2")
     assert table[-1].endswith("30")
     assert table[-1].index("30") + 1 == table[-2].index("2")
+
+
+def test_the_line_below_an_answer_has_the_figures_that_fit() -> None:
+    summary = (
+        "tiny · 41.2 tok/s · first token 56 ms · 169 of 2,048\nnote: a long line that is wrapped"
+    )
+
+    def rows(width: int, *, stopped: bool = False) -> list[str]:
+        turn = Turn("q", "Yes.", stopped, summary=summary)
+        return [row.text.strip() for row in TurnRows(turn).rows(dark_renderer(width))[2:-1]]
+
+    assert rows(60) == summary.splitlines()
+    assert rows(50)[0] == "tiny · 41.2 tok/s · first token 56 ms"
+    assert rows(20)[0] == "tiny · 41.2 tok/s"
+    assert " ".join(rows(20)[1:]) == "note: a long line that is wrapped"
+    assert " ".join(rows(20, stopped=True)) == " ".join(summary.splitlines())
+
+
+def test_all_figures_by_a_key(tmp_path: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await press(tui, pilot, "alt+i")
+        assert "no figures of this answer" in notice_text(tui)
+        await tui.ask(pilot, "q")
+        await press(tui, pilot, "alt+i")
+        assert "prompt:     46 tokens, 12 cached" in notice_text(tui)
+
+    play(Tui(tmp_path, ("Yes.", answer())), scene)

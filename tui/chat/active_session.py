@@ -102,6 +102,11 @@ class ActiveSession:
         """True if a prompt would be refused for now: an answer or a command is in progress."""
         return self.answer_stream is not None or bool(self.running_command)
 
+    @property
+    def can_stop(self) -> bool:
+        """True if an answer or a command is in progress."""
+        return self.is_answering or bool(self.running_command)
+
     def ask(self, prompt: str, *, beginning: str = "") -> None:
         """Start an answer, or continue its beginning.
 

@@ -22,6 +22,7 @@ from localgen.backends.terminal_text import escape_control_chars, escape_name, o
 from localgen.chat import commands, saved_chats
 from localgen.chat.file_mentions import expand_mentions
 from localgen.chat.markup import code_blocks
+from localgen.chat.report import verbose_stats_lines
 from localgen.tui.base_app import BaseApp
 from localgen.tui.chat import quit_confirmation, slash_commands
 from localgen.tui.chat.active_session import ActiveSession
@@ -53,7 +54,7 @@ _MAX_HISTORY = 500
 _MAIN_SCREEN_ACTIONS = (
     *("new", "model", "settings", "search", "compare", "export", "editor"),
     *("step", "rename", "fork", "delete", "restore", "copy", "regenerate", "quantize"),
-    *("answer_now", "tokens"),
+    *("answer_now", "tokens", "figures"),
 )
 
 
@@ -82,6 +83,7 @@ class ChatApp(BaseApp):
         Binding("ctrl+f", "search", "Search"),
         Binding("ctrl+b", "compare", "Compare"),
         Binding("ctrl+c", "stop", "Stop", priority=True),
+        Binding("ctrl+q", "quit", "Quit", priority=True),
         Binding("ctrl+r", "regenerate", "Regenerate", show=False),
         Binding("ctrl+x", "answer_now", "End the reasoning: answer now", show=False),
         Binding("ctrl+s", "export", "Export the transcript", show=False),
@@ -95,6 +97,7 @@ class ChatApp(BaseApp):
         Binding("ctrl+y", "copy", "Copy the last answer, then its code", show=False),
         Binding("f12", "retry", "Reconnect now", show=False),
         Binding("f10", "quantize", "Quantize a model", show=False),
+        Binding("alt+i", "figures", "All figures of the last answer", show=False),
         Binding("f11,alt+t", "tokens", "Tokens of the answer and alternatives", show=False),
     )
     KEY_TABLE = "tui"
@@ -479,6 +482,16 @@ class ChatApp(BaseApp):
             if notice:
                 self.show_message(notice)
         self.tick()
+
+    def action_figures(self) -> None:
+        """Show all figures of the last answer."""
+        session = self.session_actions.current_session.chat
+        completion, info = session.last_completion, session.model_info
+        if completion is None or info is None:
+            self.show_message("no figures of this answer: it was stopped, or written before the start")
+        else:
+            lines = verbose_stats_lines(completion, info.load_ms)
+            self.show_message("\n".join(map(one_line, lines)), title="Figures of the last answer")
 
     def action_copy(self) -> None:
         """Copy the last answer; pressed again, its code blocks, the last one first."""

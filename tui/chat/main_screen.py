@@ -118,6 +118,7 @@ class MainScreen(Screen[None]):
         self._visibility_overrides: dict[str, bool] = {}
         self._shown_title = ("", "", 0)
         self._shown_status = ""
+        self._can_stop = False
 
     def compose(self) -> ComposeResult:
         self.add_class("-start")
@@ -138,7 +139,7 @@ class MainScreen(Screen[None]):
                     self._suggestions.files,
                 )
             yield GaugePanel()
-        yield KeyFooter(compact=True)
+        yield KeyFooter(compact=True, has_effect=self._has_effect)
 
     def on_mount(self) -> None:
         prompt = self.query_one(Prompt)
@@ -229,6 +230,13 @@ class MainScreen(Screen[None]):
         self._session_list.show_sessions(self._session_rows(), self.current_session.id)
         self._show_title()
         self._show_status()
+        if self._can_stop != self.current_session.can_stop:
+            self._can_stop = not self._can_stop
+            self.refresh_bindings()
+
+    def _has_effect(self, action: str) -> bool:
+        """True if the key of an action has an effect now; that of Stop makes room for Quit."""
+        return action != ("quit" if self._can_stop else "stop")
 
     def show_message(self, message: str, *, is_error: bool = False, title: str = "") -> None:
         """Show a message above the prompt until the next; a long one in a dialog of that title."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from rich.cells import cell_len
 from rich.style import Style
 from rich.text import Text
 from textual.strip import Strip
@@ -15,6 +16,7 @@ from localgen.tui.chat.markdown import FOLD, MUTED, PROMPT, WARNING, RowRenderer
 
 _PROMPT_LINES = 12
 _PROMPT_CHARS = 2_000
+_FIGURE_SEPARATOR = " · "
 
 
 class TurnRows:
@@ -59,7 +61,8 @@ class TurnRows:
             self._rows += self._answer.rows(renderer)
             if self.turn.summary:
                 style = WARNING if self.turn.stopped else MUTED
-                self._rows += renderer.text(Text(escape_control_chars(self.turn.summary)), style)
+                summary = _summary_text(self.turn, renderer.width - 2)
+                self._rows += renderer.text(Text(summary), style)
             self._rows.append(Strip.blank(renderer.width))
         return self._rows
 
@@ -120,6 +123,15 @@ class _GrowingRows:
         if rows and self._finished and self._has_gaps:
             return [Strip.blank(renderer.width), *rows]
         return rows
+
+
+def _summary_text(turn: Turn, width: int) -> str:
+    """The summary. Of its first line, the figures, as many as fit: the first ones matter most."""
+    summary = escape_control_chars(turn.summary)
+    figures, line_end, rest = summary.partition("\n")
+    while not turn.stopped and cell_len(figures) > width and _FIGURE_SEPARATOR in figures:
+        figures = figures.rpartition(_FIGURE_SEPARATOR)[0]
+    return figures + line_end + rest
 
 
 def _split_lines(text: str) -> tuple[list[str], str]:

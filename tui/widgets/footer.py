@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rich.cells import cell_len
 from textual import events
 from textual.app import ComposeResult
@@ -12,16 +14,24 @@ _PALETTE = "-command-palette"
 
 
 class KeyFooter(Footer):
-    """Textual's footer with only the keys that fit completely.
+    """Textual's footer with only the keys that fit completely, and that have an effect now.
 
-    The command palette, at the right, lists all of them.
+    The command palette, at the right, lists all of them. has_effect: tells of an action whether
+    it would do anything at this moment; after a change call the screen's refresh_bindings().
     """
 
     _composed: object = None
 
+    def __init__(
+        self, *, compact: bool = False, has_effect: Callable[[str], bool] = lambda _: True
+    ) -> None:
+        super().__init__(compact=compact)
+        self._has_effect = has_effect
+
     def compose(self) -> ComposeResult:
         self._composed = self._composed_from()
-        keys = [key for key in super().compose() if isinstance(key, FooterKey)]
+        every = [key for key in super().compose() if isinstance(key, FooterKey)]
+        keys = [key for key in every if self._has_effect(key.action)]
         fixed = [key for key in keys if key.has_class(_PALETTE)]
         for key in keys:
             # otherwise set after mounting, which styles the key a second time
@@ -48,7 +58,11 @@ class KeyFooter(Footer):
     def _composed_from(self) -> object:
         """All that the composed keys depend on."""
         bindings = self.screen.active_bindings
-        keys = [active[1:] for active in bindings.values() if active.binding.show]
+        keys = [
+            active[1:]
+            for active in bindings.values()
+            if active.binding.show and self._has_effect(active.binding.action)
+        ]
         palette = bindings.get(self.app.COMMAND_PALETTE_BINDING)
         return self._bindings_ready, self.app.size.width, keys, palette and palette[1:]
 
