@@ -36,6 +36,14 @@ class Sampler:
     name: str = ""
     value_type: Any = float
 
+    @property
+    def bounds(self) -> str:
+        """The range in words; empty if it has none."""
+        if self.lowest is None or self.highest is None:
+            return ""
+        is_open = self.highest == math.inf
+        return f"at least {self.lowest:g}" if is_open else f"{self.lowest:g} to {self.highest:g}"
+
 
 def _sampler(
     default: float | tuple[str, ...],
@@ -163,6 +171,20 @@ def _read_table() -> tuple[Sampler, ...]:
 SAMPLERS = _read_table()
 _defaults: dict[str, Any] = {sampler.name: sampler.default for sampler in SAMPLERS}
 BASE_SAMPLING = SamplingParams(**_defaults)
+# what the parameters do that are not in the table
+PARAMETER_HELP = {
+    "logit_bias": "ID=BIAS added to a logit",
+    "seed": "Seed of the random stream",
+    "max_tokens": "Maximum number of generated tokens",
+    "min_tokens": "Minimum number of generated tokens",
+    "thinking_budget": "Maximum number of reasoning tokens, after which the model answers",
+    "stop": "Stop string that ends the answer",
+    "stop_token_ids": "Stop token id that ends the answer",
+    "ignore_eos": "Ignore the end-of-sequence token",
+    "json_schema": "JSON schema for the answer",
+    "regex": "Regular expression for the answer",
+    "grammar": "GBNF or Lark grammar for the answer",
+}
 
 # an infinite logit leaves no probabilities
 _MAX_BIAS = 1e6
@@ -180,8 +202,7 @@ def validate_sampling_params(params: SamplingParams) -> None:
             continue
         value = getattr(params, name)
         if not lowest <= value <= highest:  # NaN fails too
-            bounds = f"at least {lowest:g}" if highest == math.inf else f"{lowest:g} to {highest:g}"
-            raise InvalidRequest(f"{name} is {value:g}, it must be {bounds}", param=name)
+            raise InvalidRequest(f"{name} is {value:g}, it must be {sampler.bounds}", param=name)
     for token, bias in params.logit_bias.items():
         if not bias <= _MAX_BIAS:  # NaN fails too; -inf is allowed and bans the token
             raise InvalidRequest(

@@ -80,7 +80,7 @@ def test_important_text_is_never_cut_off(tmp_path: Path, size: tuple[int, int]) 
             f"interrupted: {GONE}",
             "Ctrl+R asks again · the server went away",
             "Ask something, / for commands, ? for keys",
-            "^c Stop",
+            "^q Quit",
             "F1 Keys",
             "▏^p palette",
         ):

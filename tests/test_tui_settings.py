@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from scripted_client import answer
 from textual.pilot import Pilot
-from textual.widgets import Input, TextArea
+from textual.widgets import Collapsible, Input, Static, TextArea
 from tui_chats import Tui, play, press
 
 from localgen.backends.sampling_params import SamplingParams
+from localgen.chat import parameters
 from localgen.tui.chat.active_session import ActiveSession
 
 
@@ -115,3 +116,28 @@ def test_a_system_prompt_may_be_set_while_an_answer_is_written(tmp_path: Path) -
         assert tui.main.query_one("#system", TextArea).text == "be brief"
 
     play(Tui(tmp_path, ("a", gate, answer())), scene)
+
+
+def test_settings_are_in_groups_and_described(tmp_path: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await press(tui, pilot, "ctrl+t")
+        hint = tui.main.query_one("#hint", Static)
+        assert str(hint.content) == "Temperature; 0: greedy. 0 to 100."
+        groups = list(tui.main.query(Collapsible))
+        assert [group.collapsed for group in groups] == [True, True]
+        await press(tui, pilot, "escape")
+        await tui.ask(pilot, "/set parameter mirostat 2")
+        await press(tui, pilot, "ctrl+t")
+        assert [group.collapsed for group in groups] == [False, True]
+        field(tui, "mirostat").focus()
+        await pilot.pause()
+        assert str(hint.content).endswith("0: off. 0 to 2.")
+
+    play(Tui(tmp_path), scene)
+
+
+def test_each_parameter_is_in_one_group() -> None:
+    groups = (parameters.USUAL_PARAMETERS, parameters.MORE_SAMPLERS, parameters.RARE_PARAMETERS)
+    listed = [name for group in groups for name in group]
+    assert sorted(listed) == sorted(parameters.PARAMETER_NAMES)
+    assert all(parameters.describe(name) for name in listed)

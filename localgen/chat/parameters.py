@@ -19,6 +19,7 @@ from localgen.backends.model_info import LoadOptions
 from localgen.backends.sampling_params import (
     ANY_JSON_OBJECT,
     BASE_SAMPLING,
+    PARAMETER_HELP,
     SAMPLERS,
     SamplingParams,
 )
@@ -31,6 +32,12 @@ PARAMETER_ALIASES = {
     "num_predict": "max_tokens",
     "think_max": "thinking_budget",
 } | {alias: sampler.name for sampler in SAMPLERS for alias in sampler.aliases}
+# those that most users set, and the other samplers; what is in neither is rarely needed
+USUAL_PARAMETERS = ("temperature", "max_tokens", "seed", "top_k", "top_p", "min_p", "stop")
+MORE_SAMPLERS = tuple(s.name for s in SAMPLERS if s.name not in USUAL_PARAMETERS)
+RARE_PARAMETERS = tuple(
+    name for name in PARAMETER_NAMES if name not in (*USUAL_PARAMETERS, *MORE_SAMPLERS)
+)
 _UNSET_WORDS = ("default", "none", "unset")
 
 
@@ -112,6 +119,14 @@ def effective_parameters(
         )
         table.append((name, _format_value(getattr(owner, name)), origin))
     return table
+
+
+def describe(name: str) -> str:
+    """What a parameter does, and its range."""
+    sampler = next((each for each in SAMPLERS if each.name == name), None)
+    if sampler is None:
+        return PARAMETER_HELP[name] + "."
+    return f"{sampler.help} {sampler.bounds}".strip() + ("." if sampler.bounds else "")
 
 
 def parse_logit_bias(pairs: Iterable[str]) -> dict[int, float]:

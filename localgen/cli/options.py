@@ -13,7 +13,7 @@ import typer
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
-from localgen.backends.sampling_params import SAMPLERS, SamplingParams
+from localgen.backends.sampling_params import PARAMETER_HELP, SAMPLERS, SamplingParams
 from localgen.chat import parameters
 from localgen.chat.parameters import ModelOptions
 from localgen.cli import completion_values
@@ -102,19 +102,17 @@ SAMPLING_OPTIONS = (
         "max_tokens",
         int,
         "-n --max-tokens",
-        "Maximum number of generated tokens; -1: no limit.",
+        PARAMETER_HELP["max_tokens"] + "; -1: no limit.",
         -1,
         "no limit",
         1,
     ),
-    CliOption(
-        "min_tokens", int, "--min-tokens", "Minimum number of generated tokens.", 0, lowest=0
-    ),
+    CliOption("min_tokens", int, "--min-tokens", PARAMETER_HELP["min_tokens"] + ".", 0, lowest=0),
     CliOption(
         "thinking_budget",
         int,
         "--think-max",
-        "Maximum number of reasoning tokens, after which the model answers; -1: no limit.",
+        PARAMETER_HELP["thinking_budget"] + "; -1: no limit.",
         -1,
         "no limit",
         0,
@@ -123,7 +121,7 @@ SAMPLING_OPTIONS = (
         "seed",
         int,
         "-s --seed",
-        "Seed of the random stream; -1: a new one each time.",
+        PARAMETER_HELP["seed"] + "; -1: a new one each time.",
         -1,
         "a new one each time",
         0,
@@ -138,26 +136,27 @@ SAMPLING_OPTIONS = (
         for sampler in SAMPLERS
     ),
     CliOption(
-        "logit_bias", list[str], "--logit-bias", "ID=BIAS added to a logit (may be repeated)."
+        "logit_bias",
+        list[str],
+        "--logit-bias",
+        PARAMETER_HELP["logit_bias"] + " (may be repeated).",
     ),
     CliOption(
         "json_schema",
         str,
         "-j --format --json-schema",
-        "JSON schema for the answer; @FILE reads a file; json: any JSON object.",
+        PARAMETER_HELP["json_schema"] + "; @FILE reads a file; json: any JSON object.",
     ),
-    CliOption("regex", str, "--regex", "Regular expression for the answer; @FILE reads a file."),
-    CliOption(
-        "grammar", str, "--grammar", "GBNF or Lark grammar for the answer; @FILE reads a file."
-    ),
-    CliOption("stop", list[str], "--stop", "Stop string that ends the answer (may be repeated)."),
+    CliOption("regex", str, "--regex", PARAMETER_HELP["regex"] + "; @FILE reads a file."),
+    CliOption("grammar", str, "--grammar", PARAMETER_HELP["grammar"] + "; @FILE reads a file."),
+    CliOption("stop", list[str], "--stop", PARAMETER_HELP["stop"] + " (may be repeated)."),
     CliOption(
         "stop_token_ids",
         list[int],
         "--stop-token",
-        "Stop token id that ends the answer (may be repeated).",
+        PARAMETER_HELP["stop_token_ids"] + " (may be repeated).",
     ),
-    CliOption("ignore_eos", bool, "--ignore-eos", "Ignore the end-of-sequence token."),
+    CliOption("ignore_eos", bool, "--ignore-eos", PARAMETER_HELP["ignore_eos"] + "."),
 )
 LOAD_OPTIONS = (
     CliOption(

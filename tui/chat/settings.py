@@ -12,11 +12,17 @@ from textual.containers import Horizontal, VerticalScroll
 from textual.content import Content
 from textual.message import Message
 from textual.widget import Widget
-from textual.widgets import Input, Label, Static, TextArea
+from textual.widgets import Collapsible, Input, Label, Static, TextArea
 
 from localgen.chat import parameters
 from localgen.tui.chat.active_session import CTX_SETTING, SYSTEM_SETTING
 from localgen.tui.widgets.text_field import TextField
+
+
+_FOLDED_GROUPS = {
+    "more samplers": parameters.MORE_SAMPLERS,
+    "rarely needed": parameters.RARE_PARAMETERS,
+}
 
 
 class SettingField(Horizontal):
@@ -77,6 +83,12 @@ class SettingsPanel(Widget):
     SettingsPanel TextArea {
         height: 5; border: none; padding: 0; background: $panel; margin-bottom: 1;
     }
+    SettingsPanel Collapsible {
+        border: none; padding: 0; background: $background; height: auto;
+    }
+    SettingsPanel Collapsible > Contents { padding: 0; }
+    SettingsPanel CollapsibleTitle { padding: 0; color: $text-muted; }
+    SettingsPanel #hint { height: 2; color: $text-muted; }
     SettingsPanel #error { height: auto; color: $error; display: none; }
     SettingsPanel #error.-shown { display: block; }
     """
@@ -105,8 +117,13 @@ class SettingsPanel(Widget):
             yield Label("system prompt", markup=False)
             yield TextField(id="system", show_line_numbers=False, compact=True)
             yield SettingField(CTX_SETTING)
-            for name in parameters.PARAMETER_NAMES:
+            for name in parameters.USUAL_PARAMETERS:
                 yield SettingField(name)
+            for title, names in _FOLDED_GROUPS.items():
+                with Collapsible(title=title):
+                    for name in names:
+                        yield SettingField(name)
+        yield Static(id="hint", markup=False)
 
     def show_settings(
         self, session_id: int, system: str, ctx: str | None, rows: list[tuple[str, str, str]]
@@ -128,6 +145,9 @@ class SettingsPanel(Widget):
         }
         for name, value_and_usual in shown.items():
             self.query_one(f"#set-{name}", SettingField).show_value(*value_and_usual)
+        for group in self.query(Collapsible):
+            if any(self._values[field.setting] for field in group.query(SettingField)):
+                group.collapsed = False
         for name in self._values:
             if name not in edited:
                 self._fill_field(name)
@@ -166,6 +186,13 @@ class SettingsPanel(Widget):
     def on_input_blurred(self, event: Input.Blurred) -> None:
         event.stop()
         self._submit_field(event.input)
+
+    def on_descendant_focus(self, event: events.DescendantFocus) -> None:
+        """Describe the setting that has the focus."""
+        field = event.widget.parent
+        setting = field.setting if isinstance(field, SettingField) else ""
+        described = parameters.describe(setting) if setting in parameters.PARAMETER_NAMES else ""
+        self.query_one("#hint", Static).update(Content(described))
 
     def on_descendant_blur(self, event: events.DescendantBlur) -> None:
         if isinstance(event.widget, TextArea):
