@@ -175,14 +175,14 @@ from pathlib import Path
 from localgen.backends.errors import LocalgenError
 from localgen.hub.aliases import add_alias
 from localgen.machine import measurements
-from localgen.tui.themes import ThemeChoice
+from localgen.tui.preferences import Preferences
 
 folder = Path(sys.argv[1])
 measurements.measurements_path = lambda: folder / "state" / "measurements.json"
 measurements.is_machine_busy = lambda: False
 add_alias("kept", "tiny")
 resource.setrlimit(resource.RLIMIT_FSIZE, (4, 4))
-ThemeChoice(folder / "state" / "theme.json").save("light")
+Preferences(folder / "state" / "theme.json").save_theme("light")
 measurements.cached_or_measured("rate", int, lambda: 1, remeasure=False)
 try:
     add_alias("lost", "tiny")

@@ -10,8 +10,8 @@ import pytest
 from textual.events import Key, Paste
 from textual.message import Message
 
+from localgen.tui.preferences import Preferences
 from localgen.tui.terminal import PasteSafeParser, TerminalDriver
-from localgen.tui.themes import ThemeChoice
 from localgen.tui.top.app import TopApp
 
 # parsed by Textual as Ctrl+G, Ctrl+Q, Enter, the start of a paste and half of its end
@@ -91,4 +91,4 @@ def test_invalid_utf8_does_not_end_input(pipe: tuple[int, int]) -> None:
 
 def test_both_programs_use_the_terminal_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("textual.constants.DRIVER", None)
-    assert TopApp(lambda: None, "", "", ThemeChoice(None)).driver_class is TerminalDriver  # type: ignore
+    assert TopApp(lambda: None, "", "", Preferences(None)).driver_class is TerminalDriver  # type: ignore

@@ -22,7 +22,8 @@ from localgen.backends.terminal_text import escape_control_chars, one_line
 from localgen.tui.key_file import names_of, read_key_file, with_names
 from localgen.tui.terminal import InlineTerminalDriver, TerminalDriver
 from localgen.tui.terminal_signals import TerminalSignals
-from localgen.tui.themes import THEME_NAMES, THEMES, ThemeChoice
+from localgen.tui.preferences import Preferences
+from localgen.tui.themes import THEME_NAMES, THEMES
 from localgen.tui.widgets.command_palette import Command, CommandPalette
 from localgen.tui.widgets.dialog import ScrollableTextDialog
 
@@ -94,7 +95,7 @@ def _is_textual_default(active: ActiveBinding) -> bool:
 class BaseApp(App[None]):
     """Base of `localgen tui` and `localgen top`.
 
-    theme_choice: loads and saves the selected theme.
+    preferences: what the user has chosen before; it is kept there.
 
     KEY_TABLE: the app's table in the user's key file. KEY_OWNERS: lists of bindings with names,
     whose keys can be set there; UNAVAILABLE_KEYS: not these. HELP_NOTES: text below the key list.
@@ -128,11 +129,11 @@ class BaseApp(App[None]):
     Screen:nocolor > .screen--selection { text-style: reverse; }
     """
 
-    def __init__(self, theme_choice: ThemeChoice | None = None) -> None:
-        self._theme_choice = theme_choice or ThemeChoice(None)
-        first = self._theme_choice.load()
+    def __init__(self, preferences: Preferences | None = None) -> None:
+        self.preferences = preferences or Preferences(None)
+        first = self.preferences.theme()
         # with NO_COLOR the terminal's own two colours are drawn; else as the theme has it
-        super().__init__(ansi_color=True if self._theme_choice.no_color else None)
+        super().__init__(ansi_color=True if self.preferences.no_color else None)
         self._recent_commands: list[str] = []
         self._has_mouse = True
         self.signals = TerminalSignals(self._write_to_terminal)
@@ -162,7 +163,7 @@ class BaseApp(App[None]):
         self.set_keymap(found.keys)
         if found.problem:
             self.notify(one_line(found.problem), severity="error", timeout=15, markup=False)
-        self.theme_changed_signal.subscribe(self, lambda theme: self._theme_choice.save(theme.name))
+        self.theme_changed_signal.subscribe(self, lambda theme: self.preferences.save_theme(theme.name))
         if not gc.isenabled():  # the CLI disables it for a faster start
             self.call_after_refresh(_enable_gc)
 
@@ -175,8 +176,8 @@ class BaseApp(App[None]):
         self.signals.restore_title()
 
     @staticmethod
-    def theme_file(state_dir: Path) -> Path:
-        """Path of the file that stores the selected theme."""
+    def preferences_file(state_dir: Path) -> Path:
+        """Path of the file of Preferences."""
         return state_dir / "tui.json"
 
     def get_driver_class(self) -> type[Driver]:

@@ -1,16 +1,8 @@
-"""The themes of both apps, and loading and saving the user's choice."""
+"""The themes of both apps."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-from collections.abc import Mapping
-from pathlib import Path
-
 from textual.theme import Theme
-
-from localgen.locked_file import LockedFile
 
 DARK, LIGHT, HIGH_CONTRAST, MONOCHROME = "dark", "light", "high-contrast", "monochrome"
 TERMINAL = "terminal"  # the colours that the terminal is set to
@@ -104,31 +96,3 @@ THEMES = (
     ),
 )
 THEME_NAMES = tuple(theme.name for theme in THEMES)
-
-
-class ThemeChoice:
-    """The selected theme, stored in a file of the state folder. no_color: NO_COLOR overrides it."""
-
-    def __init__(self, path: Path | None, environ: Mapping[str, str] = os.environ) -> None:
-        self._path = path
-        self.no_color = bool(environ.get("NO_COLOR"))
-
-    def load(self) -> str:
-        """Name of the theme to start with; dark if none is stored or the file is unreadable."""
-        if self.no_color:
-            return MONOCHROME
-        if self._path is None:
-            return DARK
-        try:
-            name = json.loads(self._path.read_text(encoding="utf-8"))["theme"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return DARK
-        return name if name in THEME_NAMES else DARK
-
-    def save(self, name: str) -> None:
-        """Store the theme. Write errors are ignored."""
-        if self._path is None or self.no_color:
-            return
-        with contextlib.suppress(OSError):
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            LockedFile(self._path).store(json.dumps({"theme": name}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from functools import partial
+from typing import Annotated
 
 import typer
 
@@ -18,7 +19,18 @@ from localgen.cli.remote_options import (
 
 
 def command(
-    context: typer.Context, url: UrlOption = None, api_key_env: KeyEnvOption = None
+    context: typer.Context,
+    url: UrlOption = None,
+    api_key_env: KeyEnvOption = None,
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--goodput",
+            metavar="METRIC:MS",
+            help="Latency goal, ttft:500 or itl:50; shows the share of requests that meet it (may "
+            "be repeated).",
+        ),
+    ] = None,
 ) -> None:
     """Monitor the server: speed, latency, memory, requests. Does not start the server."""
     endpoint = endpoint_from_options(context, url, api_key_env)
@@ -30,12 +42,14 @@ def command(
     gc.disable()  # imports make no garbage; BaseApp enables it after the first paint
     from localgen.config import ServerSettings
     from localgen.tui.base_app import BaseApp
-    from localgen.tui.themes import ThemeChoice
+    from localgen.tui.preferences import Preferences
     from localgen.tui.top.app import TopApp
+    from localgen.tui.top.service_level import parse_goals
 
+    goals = parse_goals(goodput or ())
     settings = ServerSettings.from_environment()
     make_monitor = partial(create_monitor, endpoint, settings)
     start_hint = "localgen chat or localgen serve starts one." if endpoint is None else ""
     where = "this machine" if endpoint is None else endpoint.display_name
-    theme = ThemeChoice(BaseApp.theme_file(settings.state_dir))
-    TopApp(make_monitor, where, start_hint, theme).run()
+    preferences = Preferences(BaseApp.preferences_file(settings.state_dir))
+    TopApp(make_monitor, where, start_hint, preferences, goals=goals).run()

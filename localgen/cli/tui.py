@@ -60,7 +60,7 @@ def command(
     from localgen.tui.chat.active_session import AppContext
     from localgen.tui.chat.app import ChatApp
     from localgen.tui.chat.session_manager import SessionManager
-    from localgen.tui.themes import ThemeChoice
+    from localgen.tui.preferences import Preferences
 
     settings = ServerSettings.from_environment()
     settings.create_state_dir()
@@ -78,8 +78,8 @@ def command(
             suggest_models=partial(suggested_models, _NUM_SUGGESTED),
         )
         where = "this machine" if endpoint is None else endpoint.display_name
-        choice = ThemeChoice(BaseApp.theme_file(settings.state_dir))
+        preferences = Preferences(BaseApp.preferences_file(settings.state_dir))
         make_monitor = partial(create_monitor, endpoint, settings)
-        ChatApp(SessionManager(app_context), make_monitor, where, choice).run(inline=inline)
+        ChatApp(SessionManager(app_context), make_monitor, where, preferences).run(inline=inline)
         if notice:
             print_notice(notice)

@@ -42,7 +42,7 @@ from localgen.tui.gauges.panel import GaugePanel
 from localgen.tui.key_file import with_names
 from localgen.tui.quantize.runner import QuantizeRunner
 from localgen.tui.quantize.screen import QuantizeScreen
-from localgen.tui.themes import ThemeChoice
+from localgen.tui.preferences import Preferences
 from localgen.tui.widgets.dialog import ConfirmDialog
 
 TICK_S, SYNC_PERIOD_S = 1 / 12, 1.0
@@ -109,12 +109,12 @@ class ChatApp(BaseApp):
         session_manager: SessionManager,
         make_monitor: Callable[[], ServerMonitor],
         server_label: str,
-        theme_choice: ThemeChoice | None = None,
+        preferences: Preferences | None = None,
         *,
         first_retry_s: float = FIRST_RETRY_S,
         quantize_runner: QuantizeRunner | None = None,
     ) -> None:
-        super().__init__(theme_choice)
+        super().__init__(preferences)
         self.session_manager = session_manager
         self._feed = SampleFeed(make_monitor, self.post_message, first_retry_s=first_retry_s)
         self._last_stop_s = float("-inf")

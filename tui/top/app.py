@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import ClassVar, Protocol
@@ -18,11 +18,12 @@ from localgen.client.snapshot import ServerSnapshot
 from localgen.tui.base_app import BaseApp
 from localgen.tui.feed import FIRST_RETRY_S, SampleFeed, SampleReceived, ServerLost, ServerMonitor
 from localgen.tui.gauges.samples import ServerSample
-from localgen.tui.themes import ThemeChoice
+from localgen.tui.preferences import Preferences
 from localgen.tui.top.dashboard import Dashboard
 from localgen.tui.top.problems import problems
 from localgen.tui.top.request_rows import RequestRow
 from localgen.tui.top.request_table import RequestTable
+from localgen.tui.top.service_level import LatencyGoal
 from localgen.tui.top.timeline import TimelineScreen
 from localgen.tui.widgets.dialog import ConfirmDialog
 
@@ -38,7 +39,8 @@ class TopApp(BaseApp):
     """The `localgen top` app.
 
     make_monitor: connects to the server; called in a thread. server_label: the server's name in the
-    title line. start_hint: advice shown while no server responds.
+    title line. start_hint: advice shown while no server responds. goals: of latency, of which the
+    share of requests that meet them is shown.
     """
 
     TITLE = "localgen top"
@@ -62,16 +64,17 @@ class TopApp(BaseApp):
         make_monitor: Callable[[], TopServerMonitor],
         server_label: str,
         start_hint: str,
-        theme_choice: ThemeChoice | None = None,
+        preferences: Preferences | None = None,
         *,
         first_retry_s: float = FIRST_RETRY_S,
+        goals: Sequence[LatencyGoal] = (),
     ) -> None:
-        super().__init__(theme_choice)
+        super().__init__(preferences)
         self._make_monitor = make_monitor
         self._start_hint = start_hint
         self._monitor: TopServerMonitor | None = None
         self._has_connected = self._is_lost = self._is_paused = False
-        self._dashboard = Dashboard(server_label)
+        self._dashboard = Dashboard(server_label, self.preferences, goals)
         self._feed = SampleFeed(self._open_monitor, self.post_message, first_retry_s=first_retry_s)
 
     def get_default_screen(self) -> Dashboard:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container, Vertical
+from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import Input, Static
 
@@ -18,15 +20,18 @@ from localgen.tui.gauges.samples import ServerSample
 from localgen.tui.gauges.speculation import SpeculationGauge
 from localgen.tui.gauges.speed import SpeedGauge
 from localgen.tui.key_file import with_names
+from localgen.tui.preferences import Preferences
 from localgen.tui.top.banner import Banner
 from localgen.tui.top.column_choice import ColumnChoice
 from localgen.tui.top.request_rows import request_rows
 from localgen.tui.top.request_table import RequestTable
+from localgen.tui.top.service_level import LatencyGoal, service_level
 from localgen.tui.widgets.footer import KeyFooter
 from localgen.tui.widgets.notice import Notice
 
 _REQUESTS_NOT_LISTED = "this server does not list its requests"
 _NO_REQUESTS = "no requests yet"
+_REQUESTS = "Requests"
 
 
 # in the order that fills a grid of three columns; a number key hides and shows each
@@ -95,11 +100,13 @@ class Dashboard(Screen[None]):
     Dashboard.-stale #gauges, Dashboard.-stale #list { opacity: 60%; }
     """
 
-    def __init__(self, server_label: str) -> None:
+    def __init__(
+        self, server_label: str, preferences: Preferences, goals: Sequence[LatencyGoal] = ()
+    ) -> None:
         super().__init__()
-        self._server_label = server_label
+        self._server_label, self._preferences, self._goals = server_label, preferences, goals
         self._includes_ended = True
-        self._filter = ""
+        self._filter = self._service_level = ""
         self._list_texts: tuple[str, str] = (_NO_REQUESTS, "")
 
     def compose(self) -> ComposeResult:
@@ -112,11 +119,11 @@ class Dashboard(Screen[None]):
             yield BandwidthGauge()
             yield SpeculationGauge()
         with Vertical(id="list") as box:
-            box.border_title = "Requests"
+            box.border_title = _REQUESTS
             yield RequestFilter(
                 placeholder="model, state, client or id", compact=True, select_on_focus=False
             )
-            yield RequestTable()
+            yield RequestTable(self._preferences.hidden_columns())
             yield Static(_NO_REQUESTS, id="empty", markup=False)
         yield KeyFooter()
 
@@ -135,6 +142,12 @@ class Dashboard(Screen[None]):
         if sample.snapshot.server_type:
             self.query_one(Banner).show(sample.snapshot)
         self._show_requests(sample)
+        level = service_level(sample.snapshot, self._goals)
+        if level != self._service_level:
+            self._service_level = level
+            self.query_one("#list").border_title = Content.assemble(
+                _REQUESTS, (f"  {level}" if level else "", "not bold $muted")
+            )
 
     def show_status(self, status: str, notice: str = "") -> None:
         """Show the connection status; figures of a lost server are dimmed."""
@@ -198,6 +211,7 @@ class Dashboard(Screen[None]):
         def chosen(hidden: frozenset[str] | None) -> None:
             if hidden is not None:
                 table.hide_columns(hidden)
+                self._preferences.save_hidden_columns(hidden)
 
         self.app.push_screen(ColumnChoice(table.hidden_columns), chosen)
 

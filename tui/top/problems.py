@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from localgen.backends.engine_stats import kv_tier_name
+from localgen.backends.machine_stats import EndedRequest
 from localgen.backends.terminal_text import escape_name, one_line
 from localgen.client.responses import silence_notice
 from localgen.client.snapshot import ModelSnapshot, ServerSnapshot
@@ -27,14 +28,24 @@ def problems(snapshot: ServerSnapshot) -> tuple[str, ...]:
     )
 
 
+def recently_ended(snapshot: ServerSnapshot) -> list[EndedRequest]:
+    """Requests that ended in the last minute."""
+    return [each for each in snapshot.finished_requests or () if each.ended_ago_s < _RECENT_S]
+
+
+def recently_failed(ended: Iterable[EndedRequest]) -> list[EndedRequest]:
+    """Those that an error of the server ended."""
+    return [each for each in ended if each.outcome not in _GOOD_ENDS]
+
+
 def _of_engine(model: ModelSnapshot) -> Iterator[str]:
     if model.silent_s is not None:
         yield silence_notice(model.name, model.silent_s)
 
 
 def _of_requests(snapshot: ServerSnapshot) -> Iterator[str]:
-    ended = [each for each in snapshot.finished_requests or () if each.ended_ago_s < _RECENT_S]
-    failed = Counter(each.outcome for each in ended if each.outcome not in _GOOD_ENDS)
+    ended = recently_ended(snapshot)
+    failed = Counter(each.outcome for each in recently_failed(ended))
     if failed:
         causes = ", ".join(f"{one_line(why).replace('_', ' ')} {n}" for why, n in failed.items())
         yield f"{failed.total()} of {len(ended)} requests of the last minute failed: {causes}"

@@ -76,13 +76,13 @@ class RequestTable(DataTable[TextCell]):
         Binding("G", "scroll_bottom", "Last", show=False),
     ]
 
-    def __init__(self) -> None:
+    def __init__(self, hidden_columns: frozenset[str] = frozenset()) -> None:
         super().__init__(cursor_type="row", zebra_stripes=False, id="requests")
         self._rows: dict[str, RequestRow] = {}
         self._shown_texts: dict[str, tuple[str, ...]] = {}
         self._last_update_s = 0.0
         self._shown_columns: tuple[RequestColumn, ...] = ()
-        self.hidden_columns: frozenset[str] = frozenset()  # by key
+        self.hidden_columns = hidden_columns  # by key
         self._sort_column, self._descending = REQUEST_COLUMNS[1], False
 
     @property

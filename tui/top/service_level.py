@@ -1,0 +1,75 @@
+"""How the requests of the last minute went: failures, time in the queue, and latency goals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from localgen.backends.errors import InvalidRequest
+from localgen.backends.machine_stats import EndedRequest
+from localgen.client.snapshot import ServerSnapshot
+from localgen.tui.top.problems import recently_ended, recently_failed
+from localgen.tui.widgets.numbers import format_duration_ms
+
+# by the names that vLLM's benchmark uses for its goodput
+_METRICS = {"ttft": "TTFT", "itl": "ITL", "tpot": "ITL"}
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyGoal:
+    """A latency that requests should not exceed. metric: TTFT or ITL."""
+
+    metric: str
+    limit_ms: float
+
+    def is_met(self, request: EndedRequest) -> bool | None:
+        """None if the request has no such latency: it has no token, or only one."""
+        rate = request.tokens_per_s
+        value = request.ttft_ms if self.metric == "TTFT" else 1e3 / rate if rate else None
+        return None if value is None else value <= self.limit_ms
+
+
+def parse_goals(texts: Iterable[str]) -> tuple[LatencyGoal, ...]:
+    """Goals from texts such as `ttft:500`, in ms. Raises InvalidRequest if one is invalid."""
+    goals = []
+    for text in texts:
+        name, _, limit = text.partition(":")
+        metric, limit_ms = _METRICS.get(name.lower()), _positive(limit)
+        if metric is None or limit_ms is None:
+            raise InvalidRequest(
+                f"--goodput {text}: give ttft:MS or itl:MS, such as --goodput ttft:500"
+            )
+        goals.append(LatencyGoal(metric, limit_ms))
+    return tuple(goals)
+
+
+def service_level(snapshot: ServerSnapshot, goals: Sequence[LatencyGoal]) -> str:
+    """One line about the last minute; empty if no request has ended in it."""
+    ended = recently_ended(snapshot)
+    if not ended:
+        return ""
+    failed = len(recently_failed(ended))
+    queued_ms = sorted(each.phases.queue_ms for each in ended)
+    parts = [
+        f"last minute: {len(ended)} ended",
+        f"{failed} failed ({failed / len(ended):.0%})" if failed else "none failed",
+        *(_goal_text(goal, ended) for goal in goals),
+        f"queued {format_duration_ms(median(queued_ms))}, longest "
+        f"{format_duration_ms(queued_ms[-1])}",
+    ]
+    return " · ".join(parts)
+
+
+def _goal_text(goal: LatencyGoal, ended: Sequence[EndedRequest]) -> str:
+    met = [is_met for each in ended if (is_met := goal.is_met(each)) is not None]
+    share = f"{sum(met) / len(met):.0%}" if met else "—"
+    return f"{share} {goal.metric} ≤ {format_duration_ms(goal.limit_ms)}"
+
+
+def _positive(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if 0 < value < float("inf") else None
