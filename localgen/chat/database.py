@@ -54,6 +54,7 @@ SESSIONS_SCHEMA = (
     )
     """,
     "ALTER TABLE sessions ADD COLUMN server TEXT NOT NULL DEFAULT ''",
+    "ALTER TABLE sessions ADD COLUMN forked_from INTEGER",
 )
 
 

@@ -26,7 +26,7 @@ def title_from_prompt(prompt: str) -> str:
 
 def create_copy(store: SessionStore, record: SessionRecord) -> SessionRecord:
     """Store a version that another process has overtaken as a session of its own."""
-    return store.create(replace(record, name=f"{record.name} (2)"))
+    return store.create(replace(record, name=f"{record.name} (2)", forked_from=record.id))
 
 
 class SessionRecorder:
@@ -83,7 +83,9 @@ class SessionRecorder:
         source, branch = self.record, self._chat.branch
         if branch not in self._records:
             name = f"{source.name} ({one_line(branch)})" if source.name else ""
-            self._records[branch] = replace(self._to_record(source), id=0, name=name)
+            self._records[branch] = replace(
+                self._to_record(source), id=0, name=name, forked_from=source.id or None
+            )
             self._known[branch] = self._state()
         self._branch = branch
 

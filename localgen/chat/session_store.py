@@ -38,7 +38,8 @@ class SessionRecord:
 
     model: name given by the user, or None for the default model. server_url: URL of the remote
     server, or empty for the local server. unfinished_turn: the turn being written; it is not part
-    of the conversation yet.
+    of the conversation yet. forked_from: id of the session it was copied from, which may be
+    deleted.
     """
 
     id: int
@@ -50,11 +51,15 @@ class SessionRecord:
     conversation: Conversation = _EMPTY_CONVERSATION
     revision: int = 0
     unfinished_turn: Turn | None = None
+    forked_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SessionSummary:
-    """A session in a list. is_generating: an answer is being written in it."""
+    """A session in a list. is_generating: an answer is being written in it.
+
+    depth: in the tree of forks, 0 for one that is no fork of a listed session.
+    """
 
     id: int
     name: str
@@ -62,6 +67,8 @@ class SessionSummary:
     num_turns: int
     changed_s: float
     is_generating: bool
+    forked_from: int | None = None
+    depth: int = 0
 
 
 class SessionStore:
@@ -94,13 +101,21 @@ class SessionStore:
         """Return all sessions, most recently changed first."""
         with self._database.read_transaction() as sqlite:
             rows = sqlite.execute(
-                "SELECT id, name, model, COUNT(place), changed_s, MAX(writer) "
+                "SELECT id, name, model, COUNT(place), changed_s, MAX(writer), forked_from "
                 "FROM sessions LEFT JOIN turns ON session = id WHERE deleted_s IS NULL "
                 "GROUP BY id ORDER BY changed_s DESC, id DESC"
             )
             return [
-                SessionSummary(session, name, model, turns, changed_s, self._is_generating(writer))
-                for session, name, model, turns, changed_s, writer in rows
+                SessionSummary(
+                    session,
+                    name,
+                    model,
+                    turns,
+                    changed_s,
+                    self._is_generating(writer),
+                    forked_from,
+                )
+                for session, name, model, turns, changed_s, writer, forked_from in rows
             ]
 
     def read(self, session_id: int) -> SessionRecord:
@@ -288,13 +303,14 @@ class SessionStore:
         system = record.conversation.system
         sqlite.execute(
             "UPDATE sessions SET name = CASE name WHEN '' THEN ? ELSE name END, model = ?, "
-            "server = ?, system = ?, params = ?, ctx = ?, revision = ?, changed_s = ? "
+            "server = ?, system = ?, params = ?, ctx = ?, forked_from = ?, revision = ?, "
+            "changed_s = ? "
             "WHERE id = ?",
             (
                 *(_replace_surrogates(record.name), record.model, record.server_url),
                 None if system is None else _replace_surrogates(system),
                 msgspec.json.encode(record.params).decode(),
-                *(record.ctx, record.revision, self._clock(), record.id),
+                *(record.ctx, record.forked_from, record.revision, self._clock(), record.id),
             ),
         )
         named = sqlite.execute("SELECT name FROM sessions WHERE id = ?", (record.id,))
@@ -303,8 +319,9 @@ class SessionStore:
 
 def _read_session(sqlite: sqlite3.Connection, session_id: int) -> SessionRecord:
     _require_exists(sqlite, session_id)
-    name, model, server, system, params, ctx, revision = sqlite.execute(
-        "SELECT name, model, server, system, params, ctx, revision FROM sessions WHERE id = ?",
+    name, model, server, system, params, ctx, revision, forked_from = sqlite.execute(
+        "SELECT name, model, server, system, params, ctx, revision, forked_from FROM sessions "
+        "WHERE id = ?",
         (session_id,),
     ).fetchone()
     rows = sqlite.execute(
@@ -325,6 +342,7 @@ def _read_session(sqlite: sqlite3.Connection, session_id: int) -> SessionRecord:
         conversation,
         revision,
         growing,
+        forked_from,
     )
 
 

@@ -359,7 +359,7 @@ class MainScreen(Screen[None]):
                 state = "elsewhere"
             name = opened.name if opened is not None else listed.name
             age = _age_text(now_s - listed.changed_s) if listed.num_turns else ""
-            rows.append(SessionRow(listed.id, name, age, state, rates))
+            rows.append(SessionRow(listed.id, name, age, state, rates, listed.depth))
         return rows
 
     def _show_start(self, active: ActiveSession) -> None:

@@ -24,6 +24,7 @@ _ACTION_LINKS = " ".join(
 _PLOT_COLUMNS = 5
 # columns of what is left of a long name
 _MIN_NAME = 8
+_MAX_INDENTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class SessionRow:
     """A session as listed. age: since the last change, or empty.
 
     activity: what it is doing, or empty if idle; rates: tokens/s lately, if it is answering.
+    depth: in the tree of forks.
     """
 
     id: int
@@ -38,6 +40,7 @@ class SessionRow:
     age: str = ""
     activity: str = ""
     rates: tuple[float, ...] = ()
+    depth: int = 0
 
 
 class SessionList(OptionList):
@@ -129,8 +132,11 @@ class SessionList(OptionList):
         is_current = row.id == self._current
         state = _activity_content(row) if row.activity else Content.styled(row.age, "$muted")
         state = state.truncate(width - 2 - _MIN_NAME, ellipsis=True)
-        name = Content.styled(
-            escape_name(row.name) or UNNAMED_SESSION, "bold" if is_current else ""
+        # a deep tree must leave room for names
+        branch = "  " * (min(row.depth, _MAX_INDENTS) - 1) + "└ " if row.depth else ""
+        name = Content.assemble(
+            (branch, "$muted"),
+            (escape_name(row.name) or UNNAMED_SESSION, "bold" if is_current else ""),
         ).truncate(width - 2 - state.cell_length, ellipsis=True)
         mark = Content.styled("▌" if is_current else " ", "$primary")
         return align_ends(Content.assemble(mark, name), state, width)

@@ -11,6 +11,7 @@ from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.terminal_text import collapse, escape_name
 from localgen.chat.conversation import Conversation, Turn
 from localgen.chat.session_store import SessionGone, SessionRecord, SessionSummary
+from localgen.chat.session_tree import in_tree_order
 from localgen.tui.chat.active_session import ActiveSession, AppContext
 from localgen.tui.chat.compare import CompareVariant, variant_records
 
@@ -60,8 +61,8 @@ class SessionManager:
         return [each for each in tuple(self._active_sessions) if each.save_error]
 
     def reload_summaries(self) -> None:
-        """Read the session list from the store again."""
-        self.summaries = self.context.store.list_sessions()
+        """Read the session list from the store again; forks are below their source."""
+        self.summaries = in_tree_order(self.context.store.list_sessions())
 
     def open_empty(self) -> ActiveSession:
         """Return an empty session with the app's settings, creating one if there is none."""
@@ -94,7 +95,11 @@ class SessionManager:
     def fork(self, source: ActiveSession, name: str = "") -> ActiveSession:
         """Create a copy of a session."""
         called = name or self._unique_name(source.name)
-        return self._create(replace(source.to_record(), name=called, unfinished_turn=None))
+        return self._create(
+            replace(
+                source.to_record(), name=called, unfinished_turn=None, forked_from=source.id
+            )
+        )
 
     def fork_before(self, source: ActiveSession, turn_index: int) -> ActiveSession:
         """Create a copy of a session that ends before a turn."""
@@ -106,12 +111,15 @@ class SessionManager:
                 name=self._unique_name(source.name),
                 conversation=replace(record.conversation, turns=turns),
                 unfinished_turn=None,
+                forked_from=source.id,
             )
         )
 
     def compare(self, source: ActiveSession, variants: list[CompareVariant]) -> list[ActiveSession]:
         """Create a session per variant, each continuing the source's conversation."""
-        base = replace(source.to_record(), server_url=self.context.server_url)
+        base = replace(
+            source.to_record(), server_url=self.context.server_url, forked_from=source.id
+        )
         return [self._create(kept) for kept in variant_records(base, variants)]
 
     def undo_command(
@@ -121,7 +129,12 @@ class SessionManager:
         if active.id in self.active_by_id and active.undo_command(before, after):
             return active
         return self._create(
-            replace(before, name=self._unique_name(active.name), unfinished_turn=None)
+            replace(
+                before,
+                name=self._unique_name(active.name),
+                unfinished_turn=None,
+                forked_from=active.id,
+            )
         )
 
     def rename(self, session_id: int, name: str) -> None:
