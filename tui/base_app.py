@@ -16,6 +16,7 @@ from textual.drivers.linux_driver import LinuxDriver
 from textual.geometry import Size
 from textual.screen import ModalScreen, Screen
 from textual.theme import BUILTIN_THEMES
+from textual.widget import Widget
 from textual.widgets import Input, Static, TextArea
 
 from localgen.backends.terminal_text import escape_control_chars, one_line
@@ -26,6 +27,7 @@ from localgen.tui.preferences import Preferences
 from localgen.tui.themes import THEME_NAMES, THEMES
 from localgen.tui.widgets.command_palette import Command, CommandPalette
 from localgen.tui.widgets.dialog import ScrollableTextDialog
+from localgen.tui.widgets.jump import JumpOverlay
 
 MIN_COLUMNS, MIN_ROWS = 60, 20
 _KEY_COLUMNS, _NUM_RECENT = 19, 5
@@ -112,6 +114,7 @@ class BaseApp(App[None]):
         Binding("question_mark", "keys", "Keys"),
         Binding("f2", "next_theme", "Next theme", show=False),
         Binding("ctrl+q", "quit", "Quit", show=False, priority=True),
+        Binding("alt+j", "jump", "Jump to a part of the screen", show=False),
         Binding("alt+m", "toggle_mouse", "Leave the mouse to the terminal, or not", show=False),
     )
     CSS = """
@@ -209,6 +212,18 @@ class BaseApp(App[None]):
         elif not isinstance(self.screen, TerminalTooSmall | CommandPalette):
             notes = "" if self.screen.is_modal else self.HELP_NOTES
             self.push_screen(KeyHelp(self._key_help_rows(self.screen), notes))
+
+    def action_jump(self) -> None:
+        """Show a letter on each part of the screen; the one that is pressed gets the focus."""
+
+        def jump(widget: Widget | None) -> None:
+            if widget is not None and widget.is_attached:
+                widget.focus()
+
+        if not isinstance(self.screen, JumpOverlay | TerminalTooSmall):
+            overlay = JumpOverlay(self.screen)
+            if overlay.targets:
+                self.push_screen(overlay, jump)
 
     def action_toggle_mouse(self) -> None:
         """Leave the mouse to the terminal, whose selection then works, or take it back."""

@@ -50,6 +50,7 @@ class RequestFilter(Input):
 class Dashboard(Screen[None]):
     """Lays out banner, gauges and request table, and distributes samples to them."""
 
+    AUTO_FOCUS = ""  # after a dialog it would be the hidden filter, if nothing has the focus
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]  # noqa: RUF012
     VERTICAL_BREAKPOINTS = [(0, "-short"), (23, "-mid"), (36, "-tall"), (52, "-high")]  # noqa: RUF012
     BINDINGS: ClassVar[list[BindingType]] = with_names(
