@@ -33,7 +33,7 @@ PARAMETER_ALIASES = {
     "think_max": "thinking_budget",
 } | {alias: sampler.name for sampler in SAMPLERS for alias in sampler.aliases}
 # those that most users set, and the other samplers; what is in neither is rarely needed
-USUAL_PARAMETERS = ("temperature", "max_tokens", "seed", "top_k", "top_p", "min_p", "stop")
+USUAL_PARAMETERS = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "seed", "stop")
 MORE_SAMPLERS = tuple(s.name for s in SAMPLERS if s.name not in USUAL_PARAMETERS)
 RARE_PARAMETERS = tuple(
     name for name in PARAMETER_NAMES if name not in (*USUAL_PARAMETERS, *MORE_SAMPLERS)
