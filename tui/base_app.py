@@ -119,6 +119,8 @@ class BaseApp(App[None]):
     )
     CSS = """
     Screen { background: $background; color: $foreground; }
+    Dialog { background: $background 60%; }
+    Dialog:ansi, JumpOverlay { background: transparent; }
     Screen:inline { height: 80vh; border: none; }
     ToastRack { dock: top; align: right top; margin: 1 0 0 0; }
     Footer.-compact FooterKey.-command-palette { margin-right: 0; padding-right: 1; }

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from localgen.backends import units
 from localgen.backends.errors import InvalidRequest
+from localgen.chat.fences import fenced
 
 MAX_FILE_CHARS = 1_000_000
 _MAX_FILES = 20_000  # of a folder are offered
@@ -142,13 +143,6 @@ def _read(path: Path, name: str, lines: tuple[int, int] | None) -> tuple[str, st
     if not text:
         raise InvalidRequest(f"{name}:{first}: the file has fewer lines")
     return f"{name}, lines {first} to {first + len(text.splitlines()) - 1}", text
-
-
-def fenced(body: str, language: str) -> str:
-    """The text as a code block; its fence is longer than any in the text."""
-    longest = max((len(run) for run in re.findall(r"`{3,}", body)), default=2)
-    fence = "`" * (longest + 1)
-    return f"{fence}{language}\n{body.removesuffix(chr(10))}\n{fence}"
 
 
 def _walk(folder: Path) -> Iterator[str]:

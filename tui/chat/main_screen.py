@@ -158,9 +158,8 @@ class MainScreen(Screen[None]):
 
     @property
     def is_shown(self) -> bool:
-        """True if the screen is visible. Textual's is_current is also True below a modal screen."""
-        top = self.app.screen
-        return self.is_current and (top is self or top.styles.background.a < 1)
+        """True if no other screen is on top. Textual's is_current is also True below a modal one."""
+        return self.app.screen is self
 
     def begin_switch(self) -> None:
         """Start a switch: text typed from now on belongs to the session shown next."""

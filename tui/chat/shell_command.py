@@ -12,7 +12,7 @@ from rich.text import Text
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.terminal_text import escape_control_chars
-from localgen.chat.file_mentions import fenced
+from localgen.chat.fences import fenced
 
 MAX_OUTPUT_BYTES = 100_000
 _CHUNK_BYTES = 65_536

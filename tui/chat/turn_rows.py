@@ -11,11 +11,13 @@ from textual.strip import Strip
 
 from localgen.backends.terminal_text import ProseStream, escape_control_chars
 from localgen.chat.conversation import Turn
+from localgen.chat.fences import with_short_blocks
 from localgen.chat.markup import split_blocks
 from localgen.tui.chat.markdown import FOLD, MUTED, PROMPT, WARNING, RowRenderer, SafeMarkdown
 
 _PROMPT_LINES = 12
 _PROMPT_CHARS = 2_000
+_CODE_LINES = 4
 _FIGURE_SEPARATOR = " · "
 
 
@@ -140,8 +142,8 @@ def _split_lines(text: str) -> tuple[list[str], str]:
 
 
 def _prompt_text(prompt: str) -> Text:
-    """The prompt, or the first lines of a long one."""
-    shown = escape_control_chars(prompt)
+    """The prompt, or the first lines of a long one, and of each of its code blocks."""
+    shown = with_short_blocks(escape_control_chars(prompt), _CODE_LINES)
     lines = shown.split("\n")
     begin = "\n".join(lines[:_PROMPT_LINES])[:_PROMPT_CHARS]
     rest = len(shown) - len(begin)

@@ -19,7 +19,7 @@ class Dialog(ModalScreen[_Result]):
     """Base of modal dialogs. F1 shows its keys; a click outside closes it as Esc does."""
 
     DEFAULT_CSS = """
-    Dialog { align: center middle; background: $background 60%; }
+    Dialog { align: center middle; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("f1", "app.keys", "Keys", show=False, key_display="F1"),

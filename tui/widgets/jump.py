@@ -25,7 +25,6 @@ class JumpOverlay(ModalScreen[Widget | None]):
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "Cancel")]
     DEFAULT_CSS = """
-    JumpOverlay { background: transparent; layout: vertical; }
     JumpOverlay Label {
         position: absolute; width: 3; padding: 0 1; background: $accent; color: $background;
         text-style: bold;
