@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from localgen.backends.errors import ServerUnavailable
 from localgen.client.prometheus import MetricsParser
 from localgen.client.snapshot import LatencyStats, ModelCounters, ModelSnapshot, ServerSnapshot
+from localgen.tui.gauges.sample_builder import SampleBuilder
 
 LLAMA = """\
 # HELP llamacpp:prompt_tokens_total Number of prompt tokens processed.
@@ -171,3 +172,52 @@ def test_pages_without_metrics_are_rejected(text: str) -> None:
 def test_values_that_are_not_numbers_are_unknown() -> None:
     text = '# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{model_name="m"} NaN\n'
     assert MetricsParser().parse(text, 0).models == ()
+
+
+def vllm_page(at_s: float, rate: float, ttft_s: float) -> str:
+    """A server that answers requests of 20 tokens one after another, at `rate` tokens/s."""
+    tokens = int(at_s * rate)
+    requests = 1 + tokens // 20
+    labels = '{engine="0",model_name="m"}'
+    return f"""\
+# TYPE vllm:generation_tokens_total counter
+vllm:generation_tokens_total{labels} {tokens}
+# TYPE vllm:iteration_tokens_total histogram
+vllm:iteration_tokens_total_bucket{{engine="0",model_name="m",le="+Inf"}} {tokens}
+vllm:iteration_tokens_total_sum{labels} {tokens}
+vllm:iteration_tokens_total_count{labels} {tokens}
+# TYPE vllm:time_to_first_token_seconds histogram
+vllm:time_to_first_token_seconds_bucket{{engine="0",model_name="m",le="0.1"}} {requests}
+vllm:time_to_first_token_seconds_bucket{{engine="0",model_name="m",le="+Inf"}} {requests}
+vllm:time_to_first_token_seconds_sum{labels} {requests * ttft_s}
+vllm:time_to_first_token_seconds_count{labels} {requests}
+"""
+
+
+def llama_page(at_s: float, rate: float) -> str:
+    """llama-server counts the tokens of an answer at its end, but its steps at once."""
+    return f"""\
+# TYPE llamacpp:tokens_predicted_total counter
+llamacpp:tokens_predicted_total 0
+# TYPE llamacpp:n_decode_total counter
+llamacpp:n_decode_total {int(at_s * rate)}
+# TYPE llamacpp:n_busy_slots_per_decode gauge
+llamacpp:n_busy_slots_per_decode 1
+"""
+
+
+@pytest.mark.parametrize("rate", [7.7, 40.0, 235.0, 1234.0])
+@pytest.mark.parametrize("server", ["vLLM", "llama-server"])
+def test_the_gauges_show_the_speed_of_a_server_within_three_percent(
+    server: str, rate: float
+) -> None:
+    parser, builder, shown = MetricsParser(), SampleBuilder(), []
+    for at_s in (n * 0.5 for n in range(60)):
+        page = vllm_page(at_s, rate, 0.056) if server == "vLLM" else llama_page(at_s, rate)
+        shown.append(builder.add_snapshot(at_s, parser.parse(page, at_s)))
+    speeds = [sample.throughput.decode_per_s for sample in shown[5:]]
+    # a sample may miss the token that is being generated
+    assert all(speed == pytest.approx(rate, rel=0.03, abs=0.5) for speed in speeds)
+    assert sum(filter(None, speeds)) / len(speeds) == pytest.approx(rate, rel=0.03)
+    if server == "vLLM":
+        assert shown[-1].latency.ttft.last_ms == pytest.approx(56, abs=5)
