@@ -17,6 +17,7 @@ from tui_chats import PacedClient, Tui, play, press
 
 from localgen.chat.markup import code_blocks
 from localgen.client import ModelCard, TextDelta, pullable_models
+from localgen.tui.chat.markdown import row_text
 from localgen.tui.chat.model_picker import ModelPicker
 from localgen.tui.chat.transcript import Transcript
 
@@ -198,7 +199,7 @@ def test_markdown_is_drawn_and_hides_nothing(tmp_path: Path) -> None:
         ):
             assert whole in shown
         assert "**bold**" not in shown
-        row = next(row for row in tui.main.query_one(Transcript).rows if "def f" in row.text)
+        row = next(row for row in tui.main.query_one(Transcript).rows if "def f" in row_text(row))
         assert len({segment.style and segment.style.color for segment in row}) > 2
 
     play(Tui(tmp_path, (MARKDOWN, answer())), scene, SIZE)

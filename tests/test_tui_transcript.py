@@ -13,7 +13,7 @@ from textual.pilot import Pilot
 from tui_chats import Tui, notice_text, play, press
 
 from localgen.chat.conversation import Turn
-from localgen.tui.chat.markdown import RowRenderer
+from localgen.tui.chat.markdown import RowRenderer, row_text
 from localgen.tui.chat.transcript import Transcript
 from localgen.tui.chat.turn_rows import TurnRows
 from localgen.tui.themes import DARK, THEMES
@@ -170,11 +170,10 @@ def test_selected_text_is_that_of_the_rows(tmp_path: Path) -> None:
 def test_headings_and_tables_can_be_told_apart() -> None:
     renderer = dark_renderer(60)
     (first,), (second,) = renderer.markdown("# One"), renderer.markdown("## One")
-    assert first.text == second.text
-    assert list(first)[-1].style != list(second)[-1].style
+    assert row_text(first) == row_text(second)
+    assert first[-1].style != second[-1].style
     table = [
-        row.text.rstrip()
-        for row in renderer.markdown("| a | b |\n|:--|--:|\n| 1 | 2 |\n| long | 30 |")
+        row_text(row) for row in renderer.markdown("| a | b |\n|:--|--:|\n| 1 | 2 |\n| long | 30 |")
     ]
     assert table[-2:] == [row for row in table[-2:] if row]
     assert table[-2].endswith(" 2")
@@ -189,7 +188,7 @@ def test_the_line_below_an_answer_has_the_figures_that_fit() -> None:
 
     def rows(width: int, *, stopped: bool = False) -> list[str]:
         turn = Turn("q", "Yes.", stopped, summary=summary)
-        return [row.text.strip() for row in TurnRows(turn).rows(dark_renderer(width))[2:-1]]
+        return [row_text(row).strip() for row in TurnRows(turn).rows(dark_renderer(width))[2:-1]]
 
     assert rows(60) == summary.splitlines()
     assert rows(50)[0] == "tiny · 41.2 tok/s · first token 56 ms"

@@ -1,9 +1,9 @@
-"""Answers as rows of strips: Markdown, reasoning, and what else a turn consists of."""
+"""Answers as rows of segments: Markdown, reasoning, and what else a turn consists of."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from rich.color import Color
@@ -16,7 +16,6 @@ from rich.syntax import ANSISyntaxTheme, Syntax
 from rich.table import Table
 from rich.text import Text
 from rich.theme import Theme
-from textual.strip import Strip
 
 from localgen.backends.terminal_text import ProseStream
 from localgen.chat import markup
@@ -36,8 +35,12 @@ class SafeMarkdown(ProseStream):
         return super().feed(piece, last=last).translate(_LINE_ENDS)
 
 
+# not a Strip, which has seven caches: of a long answer the garbage collector would visit all
+Row = tuple[Segment, ...]
+
+
 class RowRenderer:
-    """Renders to strips of a width in cells, in the colours of a theme.
+    """Renders to rows of a width in cells, in the colours of a theme.
 
     colours: `theme_variables` of the app.
     """
@@ -54,21 +57,32 @@ class RowRenderer:
             theme=_rich_theme(colours),
         )
         self._code = _CodeStyle(colours)
+        self._styles: dict[Style | None, Style | None] = {}  # equal ones are kept once
 
-    def text(self, text: Text, style: str, *, indent: int = 1) -> list[Strip]:
+    def text(self, text: Text, style: str, *, indent: int = 1) -> list[Row]:
         """Rows of a text that is wrapped. style: of the whole rows, a name in the theme below."""
         rows = self._console.render_lines(Padding(text, (0, 1, 0, indent), style=style))
-        return [Strip(row) for row in rows]
+        return [self._row(row) for row in rows]
 
-    def reasoning(self, text: str) -> list[Strip]:
+    def reasoning(self, text: str) -> list[Row]:
         """Rows of a piece of reasoning."""
         return self.text(Text(text), MUTED, indent=3)
 
-    def markdown(self, source: str) -> list[Strip]:
+    def markdown(self, source: str) -> list[Row]:
         """Rows of a block of Markdown."""
         document = _Document(source, self._code)
         rows = markup.document_rows(self._console, document, self.width - 2)
-        return [Strip([Segment(" "), *row]) for row in rows]
+        return [self._row((Segment(" "), *row)) for row in rows]
+
+    def _row(self, segments: Iterable[Segment]) -> Row:
+        return tuple(
+            Segment(text, self._styles.setdefault(style, style)) for text, style, _ in segments
+        )
+
+
+def row_text(row: Row) -> str:
+    """The text of a row, without trailing spaces."""
+    return "".join(segment.text for segment in row).rstrip()
 
 
 class _CodeStyle:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from textual import events
@@ -25,6 +26,8 @@ _PLOT_COLUMNS = 5
 # columns of what is left of a long name
 _MIN_NAME = 8
 _MAX_INDENTS = 3
+# between two repaints for the speed of answers: a list is drawn as a whole
+_ACTIVITY_PERIOD_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +86,21 @@ class SessionList(OptionList):
         self.border_subtitle = _ACTION_LINKS
         self._rows: list[SessionRow] = []
         self._current = 0
+        self._next_activity_s = 0.0
 
     def show_sessions(self, rows: list[SessionRow], current: int) -> None:
         """Show these sessions. current: id of the session on the screen."""
         if (rows, current) == (self._rows, self._current):
             return
+        now_s = time.monotonic()
+        is_early = now_s < self._next_activity_s and _differ_in_speed_only(rows, self._rows)
+        if is_early and current == self._current:
+            return
+        self._next_activity_s = now_s + _ACTIVITY_PERIOD_S
         before, previous, under = self._rows, self._current, self._cursor_session_id()
         self._rows, self._current = rows, current
-        self.border_title = f"Sessions {len(rows):,}" if len(rows) > 9 else "Sessions"
+        if len(rows) != len(before):  # setting it draws the list anew
+            self.border_title = f"Sessions {len(rows):,}" if len(rows) > 9 else "Sessions"
         if [row.id for row in rows] == [row.id for row in before]:
             for row, old in zip(rows, before, strict=True):
                 if row != old or (row.id in (previous, current) and current != previous):
@@ -140,6 +150,15 @@ class SessionList(OptionList):
         ).truncate(width - 2 - state.cell_length, ellipsis=True)
         mark = Content.styled("▌" if is_current else " ", "$primary")
         return align_ends(Content.assemble(mark, name), state, width)
+
+
+def _differ_in_speed_only(rows: list[SessionRow], before: list[SessionRow]) -> bool:
+    """True if the same sessions answer as before."""
+    return len(rows) == len(before) and all(
+        row == old or (replace(row, activity="", rates=()) == replace(old, activity="", rates=())
+                       and bool(row.rates) and bool(old.rates))
+        for row, old in zip(rows, before, strict=True)
+    )
 
 
 def _activity_content(row: SessionRow) -> Content:

@@ -75,6 +75,8 @@ class Suggestions(OptionList):
             self._show_rows([(path, "") for path in self.files(self._mention[1])])
 
     def _show_rows(self, rows: list[tuple[str, str]], *, disabled: bool = False) -> None:
+        if not rows and not self.display:
+            return  # as at most keys
         self.display = bool(rows)
         self.clear_options()
         width = max((len(text) for text, _ in rows), default=0)

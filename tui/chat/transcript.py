@@ -22,7 +22,7 @@ from textual.strip import Strip
 from localgen.chat.conversation import Turn
 from localgen.tui.chat.active_session import ActiveSession
 from localgen.tui.chat.answer_stream import AnswerStream, StreamPosition
-from localgen.tui.chat.markdown import COPY, FOLD, MUTED, RowRenderer
+from localgen.tui.chat.markdown import COPY, FOLD, MUTED, Row, RowRenderer, row_text
 from localgen.tui.chat.turn_rows import TurnRows
 
 # bindings of screens that show transcripts
@@ -85,7 +85,7 @@ class Transcript(ScrollView, can_focus=True):
         self._renderer: RowRenderer | None = None
         self._is_following = True  # the end
         self._wanted_turn: int | None = None  # to scroll to once the rows are made
-        self.rows: list[Strip] = []
+        self.rows: list[Row] = []
         self._turn_starts: list[int] = []  # index of each turn's first row
 
     @property
@@ -170,7 +170,7 @@ class Transcript(ScrollView, can_focus=True):
         at = self.scroll_offset.y + y
         if at >= len(self.rows):
             return Strip.blank(width, base)
-        strip = self.rows[at]
+        strip = Strip(self.rows[at])
         span = self.text_selection.get_span(at) if self.text_selection is not None else None
         if span is not None:
             strip = self._with_selection(strip, *span)
@@ -179,7 +179,7 @@ class Transcript(ScrollView, can_focus=True):
     @property
     def text(self) -> str:
         """The text of all rows."""
-        return "\n".join(row.text.rstrip() for row in self.rows)
+        return "\n".join(map(row_text, self.rows))
 
     def get_selection(self, selection: Selection) -> tuple[str, str] | None:
         """The selected text."""
@@ -234,7 +234,7 @@ class Transcript(ScrollView, can_focus=True):
             self.scroll_to(y=self._turn_starts[turn_at_top] + into_turn, animate=False, force=True)
         self._refresh_changed(before)
 
-    def _refresh_changed(self, before: list[Strip]) -> None:
+    def _refresh_changed(self, before: list[Row]) -> None:
         """Draw the visible rows from the first on that differs; a scroll has drawn them all."""
         top = self.scroll_offset.y
         bottom = min(top + self.size.height, max(len(before), len(self.rows)))
@@ -247,7 +247,7 @@ class Transcript(ScrollView, can_focus=True):
         self._is_following = True
         self.scroll_end(animate=False, immediate=True, force=True, x_axis=False)
 
-    def _note_rows(self, renderer: RowRenderer, *, above: bool) -> list[Strip]:
+    def _note_rows(self, renderer: RowRenderer, *, above: bool) -> list[Row]:
         """A row that says what is not shown above, or below."""
         if not above:
             assert self._active is not None

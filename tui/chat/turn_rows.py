@@ -7,13 +7,20 @@ from collections.abc import Callable
 from rich.cells import cell_len
 from rich.style import Style
 from rich.text import Text
-from textual.strip import Strip
 
 from localgen.backends.terminal_text import ProseStream, escape_control_chars
 from localgen.chat.conversation import Turn
 from localgen.chat.fences import with_short_blocks
 from localgen.chat.markup import split_blocks
-from localgen.tui.chat.markdown import FOLD, MUTED, PROMPT, WARNING, RowRenderer, SafeMarkdown
+from localgen.tui.chat.markdown import (
+    FOLD,
+    MUTED,
+    PROMPT,
+    WARNING,
+    Row,
+    RowRenderer,
+    SafeMarkdown,
+)
 
 _PROMPT_LINES = 12
 _PROMPT_CHARS = 2_000
@@ -31,8 +38,8 @@ class TurnRows:
         self._reasoning = _GrowingRows(_split_lines, RowRenderer.reasoning)
         self._answer = _GrowingRows(split_blocks, RowRenderer.markdown, has_gaps=True)
         self._renderer: RowRenderer | None = None
-        self._prompt_rows: list[Strip] = []
-        self._rows: list[Strip] = []  # empty: something has changed
+        self._prompt_rows: list[Row] = []
+        self._rows: list[Row] = []  # empty: something has changed
         self.append(turn.reasoning, turn.answer)
         self.finish(turn)
 
@@ -51,7 +58,7 @@ class TurnRows:
     def toggle_reasoning(self) -> None:
         self._is_folded, self._rows = not self._is_folded, []
 
-    def rows(self, renderer: RowRenderer) -> list[Strip]:
+    def rows(self, renderer: RowRenderer) -> list[Row]:
         """The rows; a blank one is the last. What has not changed is not rendered again."""
         if renderer is not self._renderer:
             self._renderer, self._rows = renderer, []
@@ -65,10 +72,10 @@ class TurnRows:
                 style = WARNING if self.turn.stopped else MUTED
                 summary = _summary_text(self.turn, renderer.width - 2)
                 self._rows += renderer.text(Text(summary), style)
-            self._rows.append(Strip.blank(renderer.width))
+            self._rows.append(())
         return self._rows
 
-    def _reasoning_rows(self, renderer: RowRenderer) -> list[Strip]:
+    def _reasoning_rows(self, renderer: RowRenderer) -> list[Row]:
         if not self._reasoning.text:
             return []
         head = renderer.text(self._reasoning_head(), MUTED)
@@ -90,15 +97,15 @@ class _GrowingRows:
     def __init__(
         self,
         split: Callable[[str], tuple[list[str], str]],
-        render: Callable[[RowRenderer, str], list[Strip]],
+        render: Callable[[RowRenderer, str], list[Row]],
         *,
         has_gaps: bool = False,
     ) -> None:
         self.text = ""
         self._split, self._render, self._has_gaps = split, render, has_gaps
         self._rest = ""
-        self._finished: list[Strip] = []
-        self._last: list[Strip] = []
+        self._finished: list[Row] = []
+        self._last: list[Row] = []
         self._is_changed = False
 
     def append(self, piece: str) -> None:
@@ -112,18 +119,18 @@ class _GrowingRows:
         self._rest, self._finished, self._last = self.text, [], []
         self._is_changed = True
 
-    def rows(self, renderer: RowRenderer) -> list[Strip]:
+    def rows(self, renderer: RowRenderer) -> list[Row]:
         if self._is_changed:
             self._is_changed = False
             blocks, self._rest = self._split(self._rest)
             for block in blocks:
-                self._finished += self._with_gap(self._render(renderer, block), renderer)
-            self._last = self._with_gap(self._render(renderer, self._rest), renderer)
+                self._finished += self._with_gap(self._render(renderer, block))
+            self._last = self._with_gap(self._render(renderer, self._rest))
         return self._finished + self._last
 
-    def _with_gap(self, rows: list[Strip], renderer: RowRenderer) -> list[Strip]:
+    def _with_gap(self, rows: list[Row]) -> list[Row]:
         if rows and self._finished and self._has_gaps:
-            return [Strip.blank(renderer.width), *rows]
+            return [(), *rows]
         return rows
 
 
