@@ -19,7 +19,7 @@ LOCALGEN = f"{sys.executable} -m localgen.cli.main"
 QUESTIONS = (
     "What is a KV cache?",
     "What is 17 + 25?",
-    "Tell me a story.",
+    "Write two lines about the sea.",
 )
 CODE = "Write a Python function for the Fibonacci numbers, with an example."
 LONG = "Tell me a very long story about a fox, a bear and the sea."
@@ -113,14 +113,14 @@ def top(folder: str) -> None:
     """Requests that overlap."""
     screen = Screen("top", 120, 36)
     planned = Screen("plan", 80, 24)
-    planned.run(folder, "plan", "tiny")
+    planned.run(folder, "plan", "smollm2")
     time.sleep(5)
     screen.run(folder, "top")
     for batch in range(5):
         for number in range(3):
             tokens = 200 + 100 * number if batch < 4 else 1800
             asking = Screen(f"{batch}-{number}", 80, 24)
-            asking.run(folder, "run", "tiny", f"'{LONG}'", "--ignore-eos", "-n", str(tokens))
+            asking.run(folder, "run", "smollm2", f"'{LONG}'", "--ignore-eos", "-n", str(tokens))
         time.sleep(4)
     screen.draw()
 
@@ -129,7 +129,7 @@ def quantize(folder: str) -> None:
     """Quantize the built-in model and wait for the verdict."""
     screen = Screen("quantize", 120, 36)
     screen.run(folder, "tui")
-    screen.shows(lambda text: "What shall we talk about" in text)
+    screen.shows(lambda text: "Ask something" in text)
     screen.type("F10")
     screen.shows(lambda text: "suits this machine" in text)
     screen.type("C-r")

@@ -102,6 +102,30 @@ def test_the_view_stays_where_the_user_put_it(tmp_path: Path) -> None:
     play(Tui(tmp_path, (*PAGES[:20], gate, *PAGES[20:], answer())), scene)
 
 
+def test_a_queued_prompt_leaves_the_view_where_it_is(tmp_path: Path) -> None:
+    gate = threading.Event()
+
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.type(pilot, "q")
+        await pilot.press("enter")
+        transcript = tui.main.query_one(Transcript)
+        await tui.until(lambda: "return 39" in transcript.text)
+        await pilot.press("pageup", "pageup")
+        await tui.type(pilot, "next")
+        await pilot.press("enter")
+        await pilot.pause()
+        top = transcript.scroll_y
+        gate.set()
+        await tui.until(lambda: "Second answer" in transcript.text)
+        await tui.wait_until_idle(pilot)
+        assert transcript.scroll_y == top
+        await tui.ask(pilot, "and one more")
+        assert "Third answer" in tui.screen_text()
+
+    scripts = (("".join(PAGES), gate, answer()), ("Second answer", answer()))
+    play(Tui(tmp_path, *scripts, ("Third answer", answer())), scene)
+
+
 def test_the_end_is_followed_while_the_terminal_changes(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await tui.ask(pilot, "q")

@@ -290,6 +290,8 @@ class ChatApp(BaseApp):
             self.show_message("\n".join(map(one_line, expanded.notices)))
         self.main_screen.query_one(Prompt).mark_submitted(typed)
         opened = self.session_actions.current_session
+        if not opened.is_busy:  # one that is queued leaves the view where it is
+            self.main_screen.action_show_latest()
         opened.queued_prompts.append(expanded.text)
         self._ask_next(opened)
 
@@ -477,6 +479,7 @@ class ChatApp(BaseApp):
         opened = self.session_actions.current_session
         session = opened.chat
         self.main_screen.show_message("")
+        self.main_screen.action_show_latest()
         if await self.session_actions.run_in_thread(opened.regenerate):
             notice = session.model_info is not None and session.repeat_notice()
             if notice:

@@ -78,8 +78,6 @@ class Transcript(ScrollView, can_focus=True):
         self._is_at_end = True
         self._live: TurnRows | None = None
         self._answer_stream: AnswerStream | None = None
-        # the last stream shown, even if its rows are gone
-        self._last_shown_stream: AnswerStream | None = None
         self._position = StreamPosition()
         self._next_repaint_s = 0.0
         self._renderer: RowRenderer | None = None
@@ -95,7 +93,7 @@ class Transcript(ScrollView, can_focus=True):
 
     def show_session(self, active: ActiveSession) -> None:
         """Show another session."""
-        self._active, self._last_shown_stream = active, None
+        self._active = active
         self._show_turns(max(0, len(_turns_of(active)) - _TURNS_SHOWN))
         self.sync()
 
@@ -274,16 +272,11 @@ class Transcript(ScrollView, can_focus=True):
     def _sync_answer(self, active: ActiveSession) -> None:
         answering = active.answer_stream
         if answering is not self._answer_stream and answering is not None:
-            is_new = answering is not self._last_shown_stream
-            if is_new:
-                self._show_end()
-            elif not self._is_at_end:  # the user is reading earlier turns
+            if not self._is_at_end:  # the user is reading earlier turns
                 return
-            self._last_shown_stream = answering
             self._sync_turns(active)
             self._live, self._answer_stream = TurnRows(Turn(answering.prompt, "")), answering
             self._position, self._next_repaint_s = StreamPosition(), 0.0
-            self._is_following = self._is_following or is_new
             self._lay_out()
         if self._live is None or self._answer_stream is None:
             return

@@ -45,15 +45,20 @@ class TimeSeriesBuffer:
 
 
 class NewValuesBuffer(TimeSeriesBuffer):
-    """The same for the last measured value, with a gap where none was measured since the last."""
+    """The same for the last measured value, with a gap where none was measured since the last.
+
+    The first one is a gap too: it may have been measured long before.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._last: float | None = None
+        self._has_begun = False
 
     def add(self, value: float | None) -> None:
-        super().add(None if value == self._last else value)
-        self._last = value
+        is_new = self._has_begun and value != self._last
+        super().add(value if is_new else None)
+        self._last, self._has_begun = value, True
 
 
 class CounterRates:
