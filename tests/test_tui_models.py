@@ -21,7 +21,7 @@ def test_choosing_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(
         pullable_models,
         "pullable_models",
-        lambda: [PullableModel("big", "Big 70B", 40_000_000_000)],
+        lambda: [PullableModel("big", "Big 70B", 40_000_000_000, fits=False)],
     )
 
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
@@ -29,7 +29,7 @@ def test_choosing_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         screen = tui.app.screen
         assert isinstance(screen, ModelPicker)
         await tui.until(lambda: screen.query_one(OptionList).option_count == 3)
-        assert "not downloaded" in tui.screen_text()
+        assert "does not fit here · not downloaded" in tui.screen_text()
         await pilot.press(*"oth", "enter")
         await tui.until(lambda: tui.main.is_active)
         assert tui.opened.chat.requested_model == "other"

@@ -44,7 +44,7 @@ THOUGHT = TextDelta("", 1, "They ask about stability. Say which sorts are stable
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
-    offers = [PullableModel("llama-8b", "Llama 3.1 8B Instruct", 4_900_000_000)]
+    offers = [PullableModel("llama-8b", "Llama 3.1 8B Instruct", 4_900_000_000, fits=True)]
     monkeypatch.setattr(pullable_models, "pullable_models", lambda: offers)
 
 

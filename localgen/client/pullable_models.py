@@ -12,25 +12,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PullableModel:
-    """A model with an alias. size_bytes: of the default quantization, or None if unknown."""
+    """A model with an alias. size_bytes: of the default quantization, or None if unknown.
+
+    fits: whether the memory that is free now has room for it; None if its size is unknown.
+    """
 
     name: str
     title: str
     size_bytes: int | None
+    fits: bool | None = None
 
 
 def pullable_models() -> list[PullableModel]:
     """smollm2 and the catalog's models, installed or not."""
     from localgen.hub import catalog
     from localgen.hub.packaged import SMOLLM2, SMOLLM2_TITLE, SMOLLM2_WHEEL_BYTES
+    from localgen.hub.quant_choice import QuantOption, available_memory, fit_quants
 
-    return [
-        PullableModel(SMOLLM2, SMOLLM2_TITLE, SMOLLM2_WHEEL_BYTES),
-        *(
-            PullableModel(entry.alias, entry.title, entry.gguf.size(entry.gguf.quant))
-            for entry in catalog.catalog_entries()
-        ),
-    ]
+    memory = available_memory()
+    models = [PullableModel(SMOLLM2, SMOLLM2_TITLE, SMOLLM2_WHEEL_BYTES, fits=True)]
+    for entry in catalog.catalog_entries():
+        size_bytes, fits = entry.gguf.size(entry.gguf.quant), None
+        if size_bytes:
+            (fit,) = fit_quants([QuantOption(entry.gguf.quant, size_bytes)], memory, entry)
+            fits = fit.place is not None
+        models.append(PullableModel(entry.alias, entry.title, size_bytes, fits))
+    return models
 
 
 def can_pull(name: str) -> bool:

@@ -232,10 +232,14 @@ def _pullable_rows(cards: list[ModelCard], offers: list[PullableModel]) -> Itera
     names = {card.name for card in cards}
     for offer in offers:
         if offer.name not in names:
-            size = f" · {units.format_size(offer.size_bytes)}" if offer.size_bytes else ""
-            yield ModelPickerRow(
-                offer.name, f"{offer.title}{size} · not downloaded", is_installed=False
+            parts = (
+                offer.title,
+                units.format_size(offer.size_bytes) if offer.size_bytes else "",
+                {True: "fits here", False: "does not fit here", None: ""}[offer.fits],
+                "not downloaded",
             )
+            description = " · ".join(part for part in parts if part)
+            yield ModelPickerRow(offer.name, description, is_installed=False)
 
 
 class SessionModelService:
