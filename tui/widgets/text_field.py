@@ -18,8 +18,12 @@ class TextField(TextArea):
     """A TextArea that draws a symbol of one cell for each control character.
 
     It writes no escapes as read-only text has them: those would be edited and sent as typed, and
-    the text that is sent keeps its characters.
+    the text that is sent keeps its characters. Its cursor does not blink: that took more CPU than
+    all else while nothing happens, and wrote to the terminal all the time.
     """
+
+    def on_mount(self) -> None:
+        self.cursor_blink = False
 
     def get_line(self, line_index: int) -> Text:
         """The line as drawn: with symbols for control characters."""
