@@ -18,7 +18,7 @@ from localgen.backends.errors import (
 )
 from localgen.backends.memory.kv_sizing import DEFAULT_CTX
 from localgen.backends.model_info import LoadOptions
-from localgen.backends.sampling_params import ANY_JSON_OBJECT
+from localgen.backends.sampling_params import ANY_JSON_OBJECT, SamplingParams
 from localgen.chat import commands
 from localgen.chat.conversation import Conversation, Turn
 from localgen.chat.parameters import ModelOptions
@@ -292,10 +292,28 @@ def test_compact_leaves_out_what_does_not_fit(tmp_path: Path) -> None:
     assert session.conversation.turns[0].answer == "Only two."
 
 
+def test_compact_asks_for_a_summary_whatever_answers_have_to_be(tmp_path: Path) -> None:
+    client = ScriptedClient(("A summary.", answer()))
+    session = chat_with(client, tmp_path)
+    strict = SamplingParams(temperature=0.5, regex="yes|no", stop=("x",), min_tokens=9, seed=3)
+    session.set_options(params=strict)
+    obey(session, "/compact")
+    assert client.record.asked[0].params == SamplingParams(temperature=0.5, seed=3, max_tokens=1024)
+    assert session.options.params == strict
+
+
+def test_a_summary_that_becomes_too_long_is_kept_and_reported(tmp_path: Path) -> None:
+    cut = answer(finish_reason="length", completion_tokens=1024)
+    session = chat_with(ScriptedClient(("So long", cut)), tmp_path)
+    assert obey(session, "/compact").endswith("the summary was cut, as it became too long")
+    assert session.conversation.turns[0].answer == "So long"
+
+
 @pytest.mark.parametrize(
     ("scripts", "error"),
     [
-        (((ContextExceeded("too long"),),) * 2, "too long"),
+        (((ContextExceeded("too long"),),) * 2, "no room for a summary"),
+        ((("half", answer(finish_reason="length")),) * 2, "no room for a summary"),
         (((" ", answer()),), "wrote no summary"),
         ((("half", ServerUnavailable("gone")),), "gone"),
     ],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from localgen.chat.fences import fenced, with_short_blocks, without_blocks
+from localgen.chat.fences import fenced, with_file, with_short_blocks, without_blocks
 from localgen.chat.session_recorder import title_from_prompt
 
 BLOCK = fenced("\n".join(f"line {n}" for n in range(1, 9)), "console")
@@ -11,7 +11,7 @@ BLOCK = fenced("\n".join(f"line {n}" for n in range(1, 9)), "console")
 def test_a_fence_is_longer_than_those_inside() -> None:
     assert fenced("a\n", "py") == "```py\na\n```"
     assert fenced("````\nx\n````", "") == "`````\n````\nx\n````\n`````"
-    assert without_blocks(fenced("```\nx\n```", "md") + "\nafter") == "\nafter"
+    assert without_blocks(fenced("```\nx\n```", "md") + "\nafter") == "after"
 
 
 def test_long_blocks_are_shortened() -> None:
@@ -26,3 +26,4 @@ def test_long_blocks_are_shortened() -> None:
 def test_a_session_is_named_for_the_question_not_for_the_code() -> None:
     assert title_from_prompt(f"{BLOCK}\nWhat is  wrong?") == "What is wrong?"
     assert title_from_prompt(BLOCK).startswith("```console line 1")
+    assert title_from_prompt(with_file("explain @a.py", "a.py", BLOCK)) == "explain @a.py"

@@ -11,6 +11,7 @@ import pytest
 from localgen.backends.errors import InvalidRequest
 from localgen.chat.file_mentions import (
     MAX_FILE_CHARS,
+    ExpandedPrompt,
     expand_mentions,
     list_files,
     matching_files,
@@ -53,10 +54,32 @@ def test_names_with_spaces_and_longer_fences(folder: Path) -> None:
     assert text.endswith("\n\nmy notes.md:\n````md\n# Notes\n```\ncode\n```\n````")
 
 
-def test_absolute_and_home_paths(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(folder))
-    assert "one\ntwo" in expand_mentions(f"@{folder}/a.py", Path("/")).text
-    assert "one\ntwo" in expand_mentions("@~/a.py", Path("/")).text
+def test_only_files_below_the_folder_are_sent(folder: Path) -> None:
+    assert "one\ntwo" in expand_mentions(f"@{folder}/a.py", folder).text
+    (folder / "src" / "link").symlink_to(folder / "a.py")
+    for mention in ("@../a.py", f"@{folder}/a.py", "@link"):
+        sent = expand_mentions(mention, folder / "src")
+        assert sent.text == mention
+        assert sent.notices == (f"{mention[1:]} is not below this folder: sent as text",)
+
+
+def test_a_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert expand_mentions("hello").text == "hello"
+    assert list_files() == []
+    with pytest.raises(InvalidRequest, match="the current folder is gone"):
+        expand_mentions("hello @a.py")
+
+
+def test_code_is_not_searched_and_nothing_is_sent_twice(folder: Path) -> None:
+    quoted = "why?\n```\ncc @a.py\n```"
+    assert expand_mentions(quoted, folder).text == quoted
+    (folder / "src" / "b.py").write_text("# see @a.py\n")
+    once = expand_mentions("explain @src/b.py", folder).text
+    assert expand_mentions(once, folder) == ExpandedPrompt(once)
+    assert "one\ntwo" not in once
 
 
 def test_a_file_is_sent_once_and_ranges_of_it_each(folder: Path) -> None:
@@ -69,13 +92,15 @@ def test_a_file_is_sent_once_and_ranges_of_it_each(folder: Path) -> None:
     assert len(sent.notices) == 3
 
 
-@pytest.mark.parametrize("text", ["@property", "me@a.py", "a @ b", "@", "@src", "no @someone."])
+@pytest.mark.parametrize(
+    "text", ["@property", "me@a.py", "a @ b", "@", "@src", "no @someone.", "@a:"]
+)
 def test_other_words_are_left_alone(folder: Path, text: str) -> None:
     sent = expand_mentions(text, folder)
     assert (sent.text, sent.notices) == (text, ())
 
 
-@pytest.mark.parametrize("word", ["@types/node", "@gone.py:1-2", "@src/gone.py"])
+@pytest.mark.parametrize("word", ["@types/node", "@gone.py:1-2", "@src/gone.py", "@mian.py"])
 def test_a_path_that_does_not_exist_is_reported(folder: Path, word: str) -> None:
     sent = expand_mentions(f"what is {word}", folder)
     assert sent.text == f"what is {word}"
@@ -91,7 +116,9 @@ def test_a_path_that_does_not_exist_is_reported(folder: Path, word: str) -> None
         (b"a\nb\n", "@x:3-4", "has fewer lines"),
         (b"a\nb\n", "@x:2-1", "give the first line and the last"),
         (b"a\nb\n", "@x:0-1", "give the first line and the last"),
+        (b"a\nb\n", "@x:5-999999999", "has fewer lines"),
     ],
+    ids=["utf-16", "nul", "long", "after-the-end", "backwards", "zero", "large-numbers"],
 )
 def test_files_that_cannot_be_sent(
     tmp_path: Path, content: bytes, mention: str, message: str
@@ -127,6 +154,7 @@ def test_lines_far_into_a_large_file(tmp_path: Path) -> None:
         ("see @a.py ", None),
         ("me@a.py", None),
         ('see @"my notes.md"', None),
+        ("see @a.py\n", None),
     ],
 )
 def test_typed_mention(text: str, found: tuple[int, str] | None) -> None:
@@ -163,3 +191,41 @@ def test_best_match_first() -> None:
     assert matching_files(files, "CORE", 1) == ["core.py"]
     assert matching_files(files, "", 2) == ["core.py", "README.md"]
     assert matching_files(files, "zz", 2) == []
+    assert matching_files(["a" * 4000], "a" * 30 + "z", 2) == []  # at once
+
+
+def test_lines_are_those_of_an_editor(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("one\x0cstill\u2028one\ntwo\nthree\n", encoding="utf-8")
+    sent = expand_mentions("@x:1-2", tmp_path)
+    assert "x, lines 1 to 2:" in sent.text
+    assert sent.notices == ("attached x (2 lines)",)
+
+
+def test_line_numbers_without_end_are_no_range(folder: Path) -> None:
+    assert expand_mentions("@a.py:1-" + "9" * 5000, folder).text.startswith("@a.py:1-999")
+
+
+def test_a_path_with_a_conflict_is_listed_once(tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        command = ["git", "-c", "user.name=n", "-c", "user.email=e@e", *arguments]
+        subprocess.run(command, cwd=tmp_path, check=arguments[0] != "merge", capture_output=True)
+
+    def commit(text: str) -> None:
+        (tmp_path / "f.txt").write_text(text)
+        git("add", "f.txt")
+        git("commit", "-qm", text)
+
+    git("init", "-q", "-b", "main")
+    commit("a")
+    git("checkout", "-q", "-b", "other")
+    commit("b")
+    git("checkout", "-q", "main")
+    commit("c")
+    git("merge", "other")
+    assert list_files(tmp_path) == ["f.txt"]
+
+
+def test_names_that_cannot_be_mentioned_are_not_offered(tmp_path: Path) -> None:
+    for name in ('a "b" c', "a\nb", "good"):
+        (tmp_path / name).write_text("")
+    assert list_files(tmp_path) == ["good"]

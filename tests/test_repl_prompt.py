@@ -108,8 +108,8 @@ def test_completion_of_mentioned_files(tmp_path: Path, monkeypatch: pytest.Monke
     for name in ("main.py", "my notes.md"):
         (tmp_path / name).write_text("")
     assert complete("explain @") == ["@main.py", '@"my notes.md"']
-    assert complete("/set system as in @mpy") == ["@main.py"]
-    assert complete("me@") == []
+    assert complete("as in @mpy") == ["@main.py"]
+    assert complete("me@") == complete("/set system as in @mpy") == complete("see @m\n") == []
 
 
 @pytest.mark.parametrize(

@@ -51,8 +51,10 @@ def test_share_that_meets_a_goal() -> None:
         ended(ttft_ms=501.0, tokens_per_s=19.9),
         ended(ttft_ms=None, tokens_per_s=None),
     )
-    text = level(*requests, goals=("ttft:500", "ITL:50"))
-    assert "none failed · 50% TTFT ≤ 500 ms · 50% ITL ≤ 50.0 ms · queued" in text
+    text = level(*requests, goals=("ttft:500", "TPOT:50"))
+    assert "none failed · 50% TTFT ≤ 500 ms · 50% TPOT ≤ 50.0 ms · queued" in text
+    failed = level(requests[0], ended("out_of_memory"), goals=("ttft:500",))
+    assert "1 failed (50%) · 50% TTFT" in failed
     assert " · — TTFT ≤ 500 ms · " in level(requests[-1], goals=("ttft:500",))
 
 
@@ -68,5 +70,5 @@ def test_goals_that_are_refused(text: str) -> None:
         parse_goals([text])
 
 
-def test_goals_by_the_names_of_other_tools() -> None:
-    assert parse_goals(["tpot:50"]) == parse_goals(["itl:50"]) == (LatencyGoal("ITL", 50.0),)
+def test_goals_have_the_names_of_vllm() -> None:
+    assert parse_goals(["tpot:50"]) == (LatencyGoal("TPOT", 50.0),)

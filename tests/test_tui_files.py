@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 from scripted_client import answer
 from textual.pilot import Pilot
+from textual.widgets._footer import FooterKey
 from tui_chats import Tui, notice_text, play
 
 from localgen.tui.chat.suggestions import Suggestions
@@ -21,6 +23,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(folder)
     monkeypatch.setenv("SHELL", "/bin/sh")
     return folder
+
+
+def footer(tui: Tui) -> list[str]:
+    return [key.description for key in tui.main.query(FooterKey)]
 
 
 def suggested(tui: Tui) -> list[str]:
@@ -68,10 +74,10 @@ def test_a_file_is_chosen_in_the_middle_of_a_prompt(tmp_path: Path, folder: Path
 
 def test_files_are_listed_anew_for_each_mention(tmp_path: Path, folder: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
-        await tui.type(pilot, "@new")
-        await pilot.pause()
-        assert suggested(tui) == []
+        await tui.type(pilot, "@m")
+        await tui.until(lambda: suggested(tui) == ["main.py", "my notes.md"])
         (folder / "new.txt").write_text("")
+        (folder / "main.py").unlink()
         await tui.type(pilot, " @new")
         await tui.until(lambda: suggested(tui) == ["new.txt"])
 
@@ -118,10 +124,88 @@ def test_a_shell_line_is_stopped_with_its_children(tmp_path: Path, folder: Path)
         assert tui.prompt_text == "!true"
         await pilot.press("ctrl+c")
         await tui.until(lambda: "begun" in tui.prompt_text)
-        assert "[exit status -9]" in tui.prompt_text
+        assert "[stopped]" in tui.prompt_text
         assert tui.prompt_text.endswith("!true")
 
     play(Tui(tmp_path), scene)
+
+
+@pytest.mark.parametrize(
+    ("command", "output"),
+    [("printf 'a: 1\\r\\nb: 2\\r\\n'", "a: 1\nb: 2"), ("printf '10%%\\r99%%'", "99%")],
+)
+def test_line_ends_of_other_systems(
+    tmp_path: Path, folder: Path, command: str, output: str
+) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.type(pilot, f"!{command}")
+        await pilot.press("enter")
+        await tui.until(lambda: tui.prompt_text)
+        assert tui.prompt_text == f"```console\n$ {command}\n{output}\n```\n"
+
+    play(Tui(tmp_path), scene)
+
+
+def test_a_child_in_the_background_is_stopped(tmp_path: Path, folder: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.type(pilot, "!sleep 1000 & echo $!")
+        await pilot.press("enter")
+        await tui.until(lambda: "Ctrl+C stops it" in notice_text(tui))
+        await tui.until(lambda: "Stop" in footer(tui))
+        await pilot.press("ctrl+q")
+        await tui.until(lambda: "sleep 1000 & echo $! is still running" in tui.screen_text())
+        await pilot.press("n")
+        await pilot.press("ctrl+c")
+        await tui.until(lambda: "[stopped]" in tui.prompt_text)
+        await tui.until(lambda: "Quit" in footer(tui))
+
+    play(Tui(tmp_path), scene)
+
+
+def test_a_line_that_no_shell_can_run(tmp_path: Path, folder: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.type(pilot, "!echo \0")
+        await pilot.press("enter")
+        await tui.until(lambda: "cannot run this line" in notice_text(tui))
+
+    play(Tui(tmp_path), scene)
+
+
+def test_several_lines_are_a_prompt(tmp_path: Path, folder: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.ask(pilot, "!echo a\nimport this")
+        assert tui.asked == ["!echo a\nimport this"]
+
+    play(Tui(tmp_path, ("Yes.", answer())), scene)
+
+
+def test_neither_the_shell_nor_a_command_reads_mentions(tmp_path: Path, folder: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        for text in ("!cat @main", "/set system see @main"):
+            tui.prompt.text = ""
+            await tui.type(pilot, text)
+            await pilot.press("tab")
+            assert tui.prompt_text == text
+
+    play(Tui(tmp_path), scene)
+
+
+def test_a_prompt_that_comes_back_sends_its_file_once(tmp_path: Path, folder: Path) -> None:
+    gate = threading.Event()
+
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.type(pilot, "first")
+        await pilot.press("enter")
+        await tui.until(lambda: tui.asked == ["first"])
+        await tui.type(pilot, "see @main.py")
+        await pilot.press("enter", "ctrl+c")
+        await tui.until(lambda: tui.prompt_text == "see @main.py")
+        await tui.wait_until_idle(pilot)
+        await pilot.press("enter")
+        await tui.wait_until_idle(pilot)
+        assert tui.asked[-1].count("print(1)") == 1
+
+    play(Tui(tmp_path, (gate, answer()), ("Yes.", answer())), scene)
 
 
 def test_a_leading_space_sends_the_line(tmp_path: Path, folder: Path) -> None:

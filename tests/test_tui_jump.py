@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from textual.events import Key
 from textual.pilot import Pilot
 from textual.widgets import Label
 from top_script import reading, top_app
@@ -50,6 +51,20 @@ def test_other_keys_and_a_new_size_close_it(tmp_path: Path) -> None:
         await press(tui, pilot, "alt+j")
         await pilot.resize_terminal(100, 30)
         await tui.until(lambda: not isinstance(tui.app.screen, JumpOverlay))
+
+    play(Tui(tmp_path), scene)
+
+
+def test_quick_keys_close_it_once(tmp_path: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await press(tui, pilot, "alt+j")
+        overlay = tui.app.screen
+        assert isinstance(overlay, JumpOverlay)
+        for key in ("a", "s", "escape"):
+            overlay.post_message(Key(key, key))
+        await tui.until(lambda: tui.app.screen is not overlay)
+        await pilot.pause()
+        assert tui.main.is_shown
 
     play(Tui(tmp_path), scene)
 

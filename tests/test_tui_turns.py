@@ -27,6 +27,9 @@ def test_f9_restores_removed_turns(tmp_path: Path, line: str) -> None:
         await press(tui, pilot, "f9")
         assert tui.opened.chat.conversation == before
         assert tui.store.read(tui.opened.id).conversation == before
+        copies = [each for each in tui.store.list_sessions() if each.forked_from == tui.opened.id]
+        assert len(copies) == (line == "/compact")
+        assert all(tui.store.read(each.id).conversation == before for each in copies)
 
     play(Tui(tmp_path), scene)
 

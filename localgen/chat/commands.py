@@ -293,6 +293,8 @@ def _compact(session: ChatSession, argument: str, _: OnProgress) -> CommandResul
     text = f"{turns} became a summary: about {after:,} tokens instead of {done.used_tokens:,}"
     if done.num_unread:
         text += f"; without the first {done.num_unread:,}, which did not fit the context"
+    if done.is_cut:
+        text += "; the summary was cut, as it became too long"
     return CommandOutput(text, is_new_conversation=True)
 
 

@@ -122,7 +122,7 @@ def effective_parameters(
 
 
 def describe(name: str) -> str:
-    """What a parameter does, and its range."""
+    """What a parameter does, and the range of a sampler."""
     sampler = next((each for each in SAMPLERS if each.name == name), None)
     if sampler is None:
         return PARAMETER_HELP[name] + "."

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from localgen.backends.errors import ContextExceeded, InvalidRequest
 from localgen.backends.memory.kv_sizing import DEFAULT_CTX
 from localgen.backends.model_info import DRAFT_KEYWORDS, LoadOptions, ModelInfo
-from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.sampling_params import SAMPLERS, SamplingParams
 from localgen.backends.types import Message
 from localgen.chat import parameters
 from localgen.chat.conversation import Conversation, Turn
@@ -40,12 +40,20 @@ _MAX_SUMMARY_TOKENS = 1024
 class CompactedTurns:
     """What a summary replaces. num_unread: the oldest turns, which did not fit the context.
 
-    used_tokens: of the conversation before, estimated if it was not known.
+    used_tokens: of the conversation before, estimated if it was not known. is_cut: the summary is
+    not complete.
     """
 
     num_turns: int
     num_unread: int
     used_tokens: int
+    is_cut: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Summary:
+    text: str
+    is_cut: bool
 
 
 class ChatSession:
@@ -242,27 +250,43 @@ class ChatSession:
         if not any(turn.answer for turn in turns):
             raise InvalidRequest("there is no answer to summarize yet")
         before = self.estimate_used_tokens()
-        params = replace(
-            self.options.params, max_tokens=_MAX_SUMMARY_TOKENS, json_schema=None, logprobs=None
-        )
-        read = turns
-        while True:
-            conversation = replace(self.conversation, turns=read)
-            messages = self._messages(conversation, _SUMMARY_PROMPT, "")
-            try:
-                with contextlib.closing(self._chat(messages, params)) as events:
-                    summary = "".join(each.text for each in events if isinstance(each, TextDelta))
-                break
-            except ContextExceeded:
-                if len(read) == 1:
-                    raise
-                read = read[(len(read) + 1) // 2 :]
-        if not summary.strip():
+        read, summary = turns, None
+        while summary is None:
+            summary = self._summary_of(replace(self.conversation, turns=read))
+            if summary is None and len(read) == 1:
+                raise InvalidRequest("the context has no room for a summary: /undo makes some")
+            read = read if summary is not None else read[(len(read) + 1) // 2 :]
+        if not summary.text.strip():
             raise InvalidRequest("the model wrote no summary: the conversation is unchanged")
-        self.set_conversation(
-            replace(self.conversation, turns=(Turn(_SUMMARY_PROMPT, summary.strip()),))
+        turn = Turn(_SUMMARY_PROMPT, summary.text.strip())
+        self.set_conversation(replace(self.conversation, turns=(turn,)))
+        return CompactedTurns(len(turns), len(turns) - len(read), before, summary.is_cut)
+
+    def _summary_of(self, conversation: Conversation) -> _Summary | None:
+        """The model's summary; None if the context has no room for it and the conversation."""
+        params = SamplingParams(
+            **{each.name: getattr(self.options.params, each.name) for each in SAMPLERS},
+            seed=self.options.params.seed,
+            max_tokens=_MAX_SUMMARY_TOKENS,
+            # of a model that reasons, half of it is for the summary
+            thinking_budget=(
+                _MAX_SUMMARY_TOKENS // 2 if any(t.reasoning for t in conversation.turns) else None
+            ),
         )
-        return CompactedTurns(len(turns), len(turns) - len(read), before)
+        text, is_cut = "", False
+        messages = self._messages(conversation, _SUMMARY_PROMPT, "")
+        try:
+            with contextlib.closing(self._chat(messages, params)) as events:
+                for event in events:
+                    if isinstance(event, TextDelta):
+                        text += event.text
+                        continue
+                    is_cut = event.finish_reason == "length"
+                    if is_cut and event.completion_tokens < _MAX_SUMMARY_TOKENS:
+                        return None
+        except ContextExceeded:
+            return None
+        return _Summary(text, is_cut)
 
     def _chat(
         self, messages: tuple[Message, ...], params: SamplingParams

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from localgen.backends.errors import LocalgenError
 from localgen.backends.terminal_text import collapse, one_line
-from localgen.chat.fences import without_blocks
+from localgen.chat.fences import without_blocks, without_files
 from localgen.chat.session import ChatSession
 from localgen.chat.session_store import (
     SessionBusy,
@@ -23,9 +23,10 @@ _TITLE_CHARS = 48
 def title_from_prompt(prompt: str) -> str:
     """The name of a session that the user has not named: the start of its first prompt.
 
-    Code blocks are left out, unless there is nothing else.
+    Files and code blocks are left out, unless there is nothing else.
     """
-    return (collapse(without_blocks(prompt)) or collapse(prompt))[:_TITLE_CHARS].rstrip()
+    typed = collapse(without_blocks(without_files(prompt)))
+    return (typed or collapse(prompt))[:_TITLE_CHARS].rstrip()
 
 
 def create_copy(store: SessionStore, record: SessionRecord) -> SessionRecord:

@@ -27,7 +27,7 @@ def command(
         typer.Option(
             "--goodput",
             metavar="METRIC:MS",
-            help="Latency goal, ttft:500 or itl:50; shows the share of requests that meet it (may "
+            help="Latency goal, ttft:500 or tpot:50; shows the share of requests that meet it (may "
             "be repeated).",
         ),
     ] = None,

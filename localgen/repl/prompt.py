@@ -66,13 +66,13 @@ class ChatCompleter(Completer):
         self._name_sources = {"/save": chats, "/load": chats, "/model": models}
         self._paths = PathCompleter(expanduser=True)
         self._files: list[str] = []
+        self._mention_start = -1
 
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterator[Completion]:
         before = document.text_before_cursor
         mention = typed_mention(before)
-        if mention is not None:
+        if mention is not None and not before.startswith("/"):
             yield from self._mentions(*mention, len(before))
-            return
         if not before.startswith("/") or "\n" in before:
             return
         word, space, argument = before.partition(" ")
@@ -85,8 +85,8 @@ class ChatCompleter(Completer):
             yield from self._paths.get_completions(rest, event)
 
     def _mentions(self, start: int, typed: str, end: int) -> Iterator[Completion]:
-        if not typed or not self._files:  # a new mention: files may have been added
-            self._files = list_files(Path.cwd())
+        if start != self._mention_start or not typed:  # a new mention: files may have been added
+            self._mention_start, self._files = start, list_files()
         for path in matching_files(self._files, typed, _MAX_MENTIONS):
             yield Completion(mention_of(path), start_position=start - end, display=path)
 
@@ -118,6 +118,7 @@ def create_prompt_session(
         history=PromptHistory(history_path, on_failure, can_write=can_write),
         completer=completer,
         complete_while_typing=Condition(_has_completions),
+        complete_in_thread=True,  # listing the files of a large folder takes a while
         multiline=Condition(lambda: has_open_quotes(get_app().current_buffer.text)),
         prompt_continuation=_continuation,
         key_bindings=_key_bindings(),

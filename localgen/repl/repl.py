@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -126,7 +125,7 @@ class Repl:
 
     def _with_files(self, prompt: str) -> str:
         """The prompt with the text of the files that it mentions."""
-        expanded = expand_mentions(prompt, Path.cwd())
+        expanded = expand_mentions(prompt)
         for notice in expanded.notices:
             self._print_dim(notice)
         return expanded.text

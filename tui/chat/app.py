@@ -7,7 +7,6 @@ import contextlib
 import time
 from asyncio import Lock
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import ClassVar, Literal
 
 from textual import work
@@ -20,7 +19,6 @@ from localgen.backends import units
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.terminal_text import escape_control_chars, escape_name, one_line
 from localgen.chat import commands, saved_chats
-from localgen.chat.file_mentions import expand_mentions
 from localgen.chat.markup import code_blocks
 from localgen.chat.report import verbose_stats_lines
 from localgen.tui.base_app import BaseApp
@@ -75,7 +73,7 @@ class ChatApp(BaseApp):
         "In the list of sessions: r renames, f forks, d deletes.\n\n"
         + "\n".join(f"{name:<9} {usage}" for name, usage, _ in slash_commands.command_table())
     )
-    # only Ctrl+C has priority: a priority key would overtake characters typed before it
+    # few have priority: such a key overtakes characters typed before it
     BINDINGS: ClassVar[list[BindingType]] = with_names(
         Binding("ctrl+n", "new", "New"),
         Binding("ctrl+o", "model", "Model"),
@@ -280,19 +278,12 @@ class ChatApp(BaseApp):
         prompt.release_keys()
 
     def _submit_prompt(self, typed: str) -> None:
-        """Queue a prompt with the text of the files it mentions, and send it if nothing waits."""
-        try:
-            expanded = expand_mentions(typed, Path.cwd())
-        except InvalidRequest as error:
-            self.show_message(error.message, is_error=True)
-            return
-        if expanded.notices:
-            self.show_message("\n".join(map(one_line, expanded.notices)))
+        """Queue a prompt, and send it if nothing waits."""
         self.main_screen.query_one(Prompt).mark_submitted(typed)
         opened = self.session_actions.current_session
         if not opened.is_busy:  # one that is queued leaves the view where it is
             self.main_screen.action_show_latest()
-        opened.queued_prompts.append(expanded.text)
+        opened.queued_prompts.append(typed)
         self._ask_next(opened)
 
     @work(group="ask")
@@ -304,7 +295,7 @@ class ChatApp(BaseApp):
             text = opened.queued_prompts.popleft()
             is_begun = await self.session_actions.require_model(
                 opened
-            ) and await self.session_actions.run_in_thread(lambda: opened.ask(text))
+            ) and await self.session_actions.ask(opened, text)
             if not is_begun:
                 opened.queued_prompts.appendleft(text)
                 self._return_queued(opened)
@@ -487,7 +478,7 @@ class ChatApp(BaseApp):
         self.tick()
 
     def action_figures(self) -> None:
-        """Show all figures of the last answer."""
+        """Show all figures of the last answer, until the conversation is changed."""
         session = self.session_actions.current_session.chat
         completion, info = session.last_completion, session.model_info
         if completion is None or info is None:
@@ -538,7 +529,10 @@ class ChatApp(BaseApp):
     async def action_quit(self) -> None:
         """Quit, after confirmation if something would be stopped or lost."""
         question = quit_confirmation.quit_question(
-            self.session_manager, self.screen_stack, self.quantize_runner
+            self.session_manager,
+            self.screen_stack,
+            self.quantize_runner,
+            self.main_screen.running_shell_line,
         )
         if not question:
             self._save_and_exit()

@@ -21,6 +21,7 @@ from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.terminal_text import escape_control_chars, escape_name, one_line
 from localgen.chat import parameters, report
+from localgen.chat.file_mentions import expand_mentions
 from localgen.chat.session_store import SessionRecord
 from localgen.tui.chat.active_session import ActiveSession
 from localgen.tui.chat.differences import DifferencesView, marked_answers
@@ -280,8 +281,15 @@ class CompareScreen(Screen[None]):
         prompt.release_keys()
 
     @work(group="ask")
-    async def _ask(self, text: str) -> None:
-        await self._for_each_session(lambda opened: opened.ask(text))
+    async def _ask(self, typed: str) -> None:
+        try:
+            prompt = await asyncio.to_thread(expand_mentions, typed)
+        except InvalidRequest as error:
+            self._show_message(error.message, is_error=True)
+            return
+        for notice in prompt.notices:
+            self._show_message(notice)
+        await self._for_each_session(lambda opened: opened.ask(prompt.text))
 
     @work(group="ask")
     async def action_regenerate(self) -> None:

@@ -119,6 +119,7 @@ class MainScreen(Screen[None]):
         self._shown_title = ("", "", 0)
         self._shown_status = ""
         self._can_stop = False
+        self.running_shell_line = ""
 
     def compose(self) -> ComposeResult:
         self.add_class("-start")
@@ -229,9 +230,15 @@ class MainScreen(Screen[None]):
         self._session_list.show_sessions(self._session_rows(), self.current_session.id)
         self._show_title()
         self._show_status()
-        if self._can_stop != self.current_session.can_stop:
-            self._can_stop = not self._can_stop
+        can_stop = self.current_session.can_stop or bool(self.running_shell_line)
+        if self._can_stop != can_stop:
+            self._can_stop = can_stop
             self.refresh_bindings()
+
+    def set_running_shell_line(self, line: str) -> None:
+        """The line of the shell that is running; empty if none is."""
+        self.running_shell_line = line
+        self.sync()
 
     def _has_effect(self, action: str) -> bool:
         """True if the key of an action has an effect now; that of Stop makes room for Quit."""

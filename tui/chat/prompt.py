@@ -176,7 +176,7 @@ class Prompt(TextField):
     def action_complete(self) -> None:
         """Insert the best file, the only completion, or the common prefix of all."""
         mention = typed_mention(self.text_before_cursor)
-        if mention is not None:
+        if mention is not None and not self.text.startswith(("!", "/")):
             for path in self._find_files(mention[1])[:1]:
                 self.insert_file(path)
             return

@@ -13,11 +13,15 @@ from localgen.tui.quantize.runner import QuantizeRunner
 
 
 def quit_question(
-    manager: SessionManager, screens: Sequence[Screen[object]], runner: QuantizeRunner
+    manager: SessionManager,
+    screens: Sequence[Screen[object]],
+    runner: QuantizeRunner,
+    shell_line: str = "",
 ) -> str:
-    """Text of the confirmation; empty if quitting stops or loses nothing."""
+    """Text of the confirmation; empty if quitting stops or loses nothing. shell_line: running."""
     parts = [
         *_unfinished_answers(len(manager.answering_sessions)),
+        *([f"{one_line(shell_line)} is still running."] if shell_line else []),
         *_running_commands(manager, screens),
         *_running_quantization(runner),
         *_unsaved_sessions(manager),

@@ -14,6 +14,7 @@ from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.terminal_text import escape_name, one_line
 from localgen.chat import commands, saved_chats
 from localgen.chat.conversation import transcript_markdown
+from localgen.chat.file_mentions import expand_mentions
 from localgen.chat.session_store import SessionRecord
 from localgen.tui.chat.active_session import UNNAMED_SESSION, ActiveSession, CommandStopped
 from localgen.tui.chat.compare import CompareDialog, CompareScreen, CompareVariant
@@ -288,8 +289,22 @@ class SessionActions:
         if after.conversation.turns[:kept] != before.conversation.turns:
             self._undo_stack.append(lambda: self._undo_command(active, before, after))
             text = f"{text}; F9 undoes it"
+            if commands.asks_model(line):  # a summary is no deletion that was asked for
+                await self.run_in_thread(lambda: self._manager.keep_copy(active, before))
+                text += ", and the whole conversation stays below this one"
         self._show_message(text, title=one_line(line))
         self._main_screen.show_settings()
+
+    async def ask(self, active: ActiveSession, typed: str) -> bool:
+        """Send a prompt with the files that it mentions; shows an error and returns False."""
+        try:
+            prompt = await asyncio.to_thread(expand_mentions, typed)
+        except InvalidRequest as error:
+            self._show_message(error.message, is_error=True)
+            return False
+        if prompt.notices:
+            self._show_message("\n".join(map(one_line, prompt.notices)))
+        return await self.run_in_thread(lambda: active.ask(prompt.text))
 
     async def run_shell(self, line: str) -> None:
         """Run a line of the shell, and put its output into the prompt of the session."""
@@ -299,7 +314,8 @@ class SessionActions:
             self._show_message(message, is_error=True)
             self._main_screen.put_before(opened, line)
             return
-        self._shell_command = ShellCommand(command, Path.cwd())
+        self._shell_command = ShellCommand(command)
+        self._main_screen.set_running_shell_line(line)
         self._show_message(f"{one_line(line)} is running; Ctrl+C stops it")
         try:
             output = await self._shell_command.run()
@@ -308,7 +324,8 @@ class SessionActions:
             return
         finally:
             self._shell_command = None
-        self._show_message("")
+            self._main_screen.set_running_shell_line("")
+        self._main_screen.show_message("")
         self._main_screen.put_before(opened, output + "\n")
 
     def stop_shell(self) -> bool:

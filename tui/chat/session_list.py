@@ -1,4 +1,4 @@
-"""The session list, most recent first: name and age of each, or what it is doing."""
+"""The session list, a tree of forks: name and age of each, or what it is doing."""
 
 from __future__ import annotations
 

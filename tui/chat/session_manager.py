@@ -101,6 +101,14 @@ class SessionManager:
             )
         )
 
+    def keep_copy(self, active: ActiveSession, record: SessionRecord) -> None:
+        """Store an earlier state of a session as a fork of it, without opening it."""
+        name = self._unique_name(active.name)
+        self.context.store.create(
+            replace(record, name=name, unfinished_turn=None, forked_from=active.id)
+        )
+        self.reload_summaries()
+
     def fork_before(self, source: ActiveSession, turn_index: int) -> ActiveSession:
         """Create a copy of a session that ends before a turn."""
         record = source.to_record()

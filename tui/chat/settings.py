@@ -108,6 +108,7 @@ class SettingsPanel(Widget):
         self.border_title = "Settings of this session"
         self.border_subtitle = "empty: model default"
         self._session_id = 0
+        self._is_shown = False
         self._values: dict[str, str] = {}
         self._rejected_edits: dict[tuple[int, str], tuple[str, str]] = {}
 
@@ -129,6 +130,7 @@ class SettingsPanel(Widget):
         self, session_id: int, system: str, ctx: str | None, rows: list[tuple[str, str, str]]
     ) -> None:
         """Show system prompt, context length (None: hidden), and effective_parameter_rows()."""
+        is_another = session_id != self._session_id
         edited = (
             {typed.setting for typed in self.pending_edits()}
             if session_id == self._session_id
@@ -145,13 +147,18 @@ class SettingsPanel(Widget):
         }
         for name, value_and_usual in shown.items():
             self.query_one(f"#set-{name}", SettingField).show_value(*value_and_usual)
-        for group in self.query(Collapsible):
-            if any(self._values[field.setting] for field in group.query(SettingField)):
-                group.collapsed = False
+        if is_another or not self._is_shown:
+            for group in self.query(Collapsible):
+                if any(self._values[field.setting] for field in group.query(SettingField)):
+                    group.collapsed = False
+        self._is_shown = True
         for name in self._values:
             if name not in edited:
                 self._fill_field(name)
         self._show_errors()
+
+    def on_hide(self) -> None:
+        self._is_shown = False
 
     def pending_edits(self) -> list[SettingEdit]:
         """Fields whose text differs from the applied value."""

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-from pathlib import Path
 
 from rich.text import Text
 
@@ -19,17 +18,17 @@ _CHUNK_BYTES = 65_536
 
 
 def is_shell_line(line: str) -> bool:
-    """Return True for `!command`. A leading space sends the line as a prompt."""
-    return line.startswith("!") and bool(line[1:].strip())
+    """Return True for `!command` of one line. A leading space sends it as a prompt."""
+    return line.startswith("!") and bool(line[1:].strip()) and "\n" not in line.rstrip("\n")
 
 
 class ShellCommand:
     """A command of the user's shell, without a terminal. run() may be awaited once."""
 
-    def __init__(self, command: str, folder: Path) -> None:
+    def __init__(self, command: str) -> None:
         self.command = command
-        self._folder = folder
         self._process: asyncio.subprocess.Process | None = None
+        self._is_stopped = False
 
     async def run(self) -> str:
         """Return the command and its output as a code block, for a prompt.
@@ -41,7 +40,6 @@ class ShellCommand:
         try:
             self._process = process = await asyncio.create_subprocess_exec(
                 *(shell, "-c", self.command),
-                cwd=self._folder,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
@@ -49,22 +47,29 @@ class ShellCommand:
             )
         except OSError as error:
             raise InvalidRequest(f"cannot run {shell}: {error.strerror}") from error
+        except ValueError as error:
+            raise InvalidRequest(f"cannot run this line: {error}") from error
         try:
             output, num_dropped = await _read_end(process)
             status = await process.wait()
-        finally:
+        except BaseException:  # the app quits
             self.stop()
-        text = escape_control_chars(Text.from_ansi(output.decode(errors="replace")).plain)
+            raise
+        shown = output.decode(errors="replace").replace("\r\n", "\n")
+        text = escape_control_chars(Text.from_ansi(shown).plain)
         lines = [f"$ {self.command}"]
         lines += [f"[{num_dropped:,} bytes before this left out]"] if num_dropped else []
         lines += [text.rstrip("\n")] if text.strip() else []
-        lines += [f"[exit status {status}]"] if status else []
+        lines += ["[stopped]"] if self._is_stopped else []
+        lines += [f"[exit status {status}]"] if status and not self._is_stopped else []
         return fenced("\n".join(lines), "console")
 
     def stop(self) -> None:
-        """Kill the command and its children, if it still runs."""
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
+        """Kill the command and its children, whose output is still read."""
+        if self._process is not None:
+            self._is_stopped = True
+            # the shell may have ended before a child in the background
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 from textual import work
 from textual.content import Content
@@ -13,6 +12,7 @@ from textual.widgets.option_list import Option
 
 from localgen.backends.terminal_text import escape_name
 from localgen.chat.file_mentions import list_files, matching_files, typed_mention
+from localgen.tui.chat.shell_command import is_shell_line
 from localgen.tui.chat.slash_commands import CompletionSources, command_suggestions
 
 _MAX_ROWS = 50
@@ -46,9 +46,12 @@ class Suggestions(OptionList):
 
     def show_for(self, text: str, before_cursor: str) -> None:
         """Show the completions of the prompt's text; none hides the list."""
-        before, self._mention = self._mention, typed_mention(before_cursor)
+        # neither the shell nor a command reads mentions
+        is_prompt = not text.startswith(("!", "/"))
+        before = self._mention
+        self._mention = typed_mention(before_cursor) if is_prompt else None
         if self._mention is None:
-            is_shell = text.startswith("!") and "\n" not in text
+            is_shell = text == "!" or is_shell_line(text)
             rows = [_SHELL_ROW] if is_shell else command_suggestions(text, self._sources)
             self._show_rows(rows[:_MAX_ROWS], disabled=is_shell)
             return
@@ -67,7 +70,7 @@ class Suggestions(OptionList):
 
     @work(group="files", exclusive=True)
     async def _load_files(self) -> None:
-        self._files = await asyncio.to_thread(list_files, Path.cwd())
+        self._files = await asyncio.to_thread(list_files)
         self._show_files()
 
     def _show_files(self) -> None:

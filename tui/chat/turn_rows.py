@@ -150,12 +150,14 @@ def _split_lines(text: str) -> tuple[list[str], str]:
 
 def _prompt_text(prompt: str) -> Text:
     """The prompt, or the first lines of a long one, and of each of its code blocks."""
-    shown = with_short_blocks(escape_control_chars(prompt), _CODE_LINES)
+    whole = escape_control_chars(prompt)
+    shown = with_short_blocks(whole, _CODE_LINES)
     lines = shown.split("\n")
     begin = "\n".join(lines[:_PROMPT_LINES])[:_PROMPT_CHARS]
     rest = len(shown) - len(begin)
     mark = ("› ", "prompt.mark")
     if rest <= 0:
         return Text.assemble(mark, (begin, "bold"))
-    more = f"\n… {rest:,} characters more, {len(lines):,} lines in all"
+    num_more, num_lines = rest + len(whole) - len(shown), whole.count("\n") + 1
+    more = f"\n… {num_more:,} characters more, {num_lines:,} lines in all"
     return Text.assemble(mark, (begin, "bold"), (more, MUTED))

@@ -12,19 +12,24 @@ from localgen.client.snapshot import ServerSnapshot
 from localgen.tui.top.problems import recently_ended, recently_failed
 from localgen.tui.widgets.numbers import format_duration_ms
 
-# by the names that vLLM's benchmark uses for its goodput
-_METRICS = {"ttft": "TTFT", "itl": "ITL", "tpot": "ITL"}
+# by the names that vLLM's benchmark uses for its goodput; TPOT: mean time per token after the first
+_METRICS = {"ttft": "TTFT", "tpot": "TPOT"}
 
 
 @dataclass(frozen=True, slots=True)
 class LatencyGoal:
-    """A latency that requests should not exceed. metric: TTFT or ITL."""
+    """A latency that requests should not exceed. metric: TTFT or TPOT."""
 
     metric: str
     limit_ms: float
 
     def is_met(self, request: EndedRequest) -> bool | None:
-        """None if the request has no such latency: it has no token, or only one."""
+        """None if the request has no such latency: it has no token, or only one.
+
+        One that failed has missed it.
+        """
+        if recently_failed([request]):
+            return False
         rate = request.tokens_per_s
         value = request.ttft_ms if self.metric == "TTFT" else 1e3 / rate if rate else None
         return None if value is None else value <= self.limit_ms
@@ -38,7 +43,7 @@ def parse_goals(texts: Iterable[str]) -> tuple[LatencyGoal, ...]:
         metric, limit_ms = _METRICS.get(name.lower()), _positive(limit)
         if metric is None or limit_ms is None:
             raise InvalidRequest(
-                f"--goodput {text}: give ttft:MS or itl:MS, such as --goodput ttft:500"
+                f"--goodput {text}: give ttft:MS or tpot:MS, such as --goodput ttft:500"
             )
         goals.append(LatencyGoal(metric, limit_ms))
     return tuple(goals)

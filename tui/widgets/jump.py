@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from textual import events
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
 from textual.errors import NoWidget
 from textual.geometry import Region
 from textual.screen import ModalScreen, Screen
@@ -23,7 +20,6 @@ class JumpOverlay(ModalScreen[Widget | None]):
     targets: widgets by their letters, only those that are visible.
     """
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "Cancel")]
     DEFAULT_CSS = """
     JumpOverlay Label {
         position: absolute; width: 3; padding: 0 1; background: $accent; color: $background;
@@ -46,17 +42,21 @@ class JumpOverlay(ModalScreen[Widget | None]):
 
     def on_key(self, event: events.Key) -> None:
         """Any other key closes it, so that nobody is caught."""
-        if event.key != "escape":
-            event.stop()
-            self.dismiss(self.targets.get(event.key))
+        event.stop()
+        self._close(self.targets.get(event.key))
 
     def on_resize(self, event: events.Resize) -> None:
         """Close, as the letters would be in the wrong places."""
-        if event.size != self._screen_size and self.is_current:
-            self.dismiss(None)
+        if event.size != self._screen_size:
+            self._close(None)
 
     def on_click(self) -> None:
-        self.dismiss(None)
+        self._close(None)
+
+    def _close(self, widget: Widget | None) -> None:
+        """Close once: a second key would close the screen below."""
+        if self.app.screen is self:
+            self.dismiss(widget)
 
 
 def _is_on_screen(widget: Widget) -> bool:
