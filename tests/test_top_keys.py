@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from textual.binding import Binding
 from textual.pilot import Pilot
-from textual.widgets import Static
+from textual.widgets import SelectionList, Static
 from textual.widgets._footer import FooterKey
 from top_script import (
     ENDED,
@@ -417,7 +417,12 @@ def test_columns_are_chosen() -> None:
     async def script(pilot: Pilot[None], app: TopApp) -> None:
         await pilot.press("o")
         await until(pilot, lambda: isinstance(app.screen, ColumnChoice))
-        await pilot.press("down", "space", "enter")  # the second: prompt
+        await pilot.press("down", "space")  # the second: prompt
+        await pilot.pause()
+        labels = [str(option.prompt) for option in app.screen.query_one(SelectionList).options]
+        assert "Prompt (hidden)" in labels
+        assert sum("hidden" in label for label in labels) == 1
+        await pilot.press("enter")
         await until(pilot, lambda: app.screen is app._dashboard)
         keys = [str(key.value) for key in table(app).columns]
         assert "prompt" not in keys

@@ -50,6 +50,11 @@ def test_what_is_wrong_is_said(key_file: Path) -> None:
     assert "new: give a key" in found.problem
     assert "old: ctrl+k edits the prompt" in found.problem
     assert read_key_file("top", {"sort"}).keys == {"sort": "o"}
+    key_file.write_text('[tui]\nnew = ["ctrl+e", "nosuchkey"]\nold = "alt+question_mark"\n[bad]\n')
+    found = read_key_file("tui", {"new", "old"})
+    assert found.keys == {"old": "alt+question_mark"}
+    assert "new: there is no key nosuchkey" in found.problem
+    assert "no table [bad]" in found.problem
 
 
 @pytest.mark.parametrize("app", [ChatApp, TopApp])

@@ -147,6 +147,21 @@ def test_a_large_paste_is_folded_and_sent_whole(tmp_path: Path, text: str) -> No
     play(Tui(tmp_path, ("ok", answer())), scene)
 
 
+def test_backspace_removes_a_folded_paste_as_a_whole(tmp_path: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await pilot.press(*"see ")
+        tui.prompt.post_message(Paste("x" * 5000))
+        await pilot.pause()
+        await pilot.press("a", "backspace")
+        assert tui.prompt.text == "see ⟦paste 1: 5,000 characters⟧"
+        await pilot.press("backspace")
+        assert tui.prompt.text == "see "
+        await pilot.press("backspace")
+        assert tui.prompt.text == "see"
+
+    play(Tui(tmp_path), scene)
+
+
 def test_a_small_paste_stands_as_it_is(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         tui.prompt.post_message(Paste("a\r\nb"))

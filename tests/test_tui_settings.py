@@ -141,3 +141,27 @@ def test_each_parameter_is_in_one_group() -> None:
     listed = [name for group in groups for name in group]
     assert sorted(listed) == sorted(parameters.PARAMETER_NAMES)
     assert all(parameters.describe(name) for name in listed)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("max_tokens", "0"), ("min_tokens", "-1"), ("seed", "-5")]
+)
+def test_numbers_that_are_too_low_are_rejected(tmp_path: Path, name: str, text: str) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.ask(pilot, f"/set parameter {name} {text}")
+        await tui.until(lambda: f"{name} is {text}, it must be at least" in tui.screen_text())
+        assert tui.opened.chat.options.params == SamplingParams()
+
+    play(Tui(tmp_path), scene)
+
+
+def test_defaults_of_a_model_that_is_not_loaded_are_not_invented(tmp_path: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await press(tui, pilot, "ctrl+t")
+        assert field(tui, "top_p").placeholder == ""
+        await press(tui, pilot, "escape")
+        await tui.ask(pilot, "q")
+        await press(tui, pilot, "ctrl+t")
+        assert field(tui, "top_p").placeholder == "0.95, localgen"
+
+    play(Tui(tmp_path), scene)

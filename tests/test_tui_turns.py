@@ -121,3 +121,16 @@ def test_going_to_an_early_turn_draws_only_what_is_near(tmp_path: Path) -> None:
         assert len(transcript.shown_turns) < 20
 
     play(Tui(tmp_path), scene)
+
+
+def test_a_summary_is_not_regenerated_without_its_turns(tmp_path: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.ask(pilot, "a")
+        await tui.ask(pilot, "/compact")
+        await tui.until(lambda: "became a summary" in tui.screen_text())
+        summary = tui.opened.chat.conversation
+        await press(tui, pilot, "ctrl+r")
+        await tui.until(lambda: "it cannot be written again" in notice_text(tui))
+        assert tui.opened.chat.conversation == summary
+
+    play(Tui(tmp_path), scene)

@@ -124,7 +124,8 @@ class BaseApp(App[None]):
     Screen:inline { height: 80vh; border: none; }
     ToastRack { dock: top; align: right top; margin: 1 0 0 0; }
     Footer.-compact FooterKey.-command-palette { margin-right: 0; padding-right: 1; }
-    OptionList:nocolor > .option-list--option-highlighted { text-style: reverse; }
+    OptionList:nocolor > .option-list--option-highlighted { text-style: bold underline; }
+    Button:ansi, Button:ansi:hover, Button:ansi:focus, Button:ansi.-active { border: none; }
     DataTable:nocolor > .datatable--cursor { text-style: reverse; }
     Input:nocolor > .input--cursor, Input:nocolor > .input--selection { text-style: reverse; }
     TextArea:nocolor > .text-area--cursor, TextArea:nocolor > .text-area--selection {

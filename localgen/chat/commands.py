@@ -135,9 +135,9 @@ def _set_format(session: ChatSession, text: str) -> CommandResult:
 
 def effective_parameter_rows(session: ChatSession) -> list[tuple[str, str, str]]:
     """Name, effective value and source of each sampling parameter of a session."""
-    # the defaults of a remote server are unknown
+    # those of a remote server, and of a model that is not loaded yet, are unknown
     known = session.model_info
-    base = SamplingParams() if session.is_remote else BASE_SAMPLING
+    base = BASE_SAMPLING if known is not None and not session.is_remote else SamplingParams()
     defaults = SamplingParams() if known is None else known.sampling
     return parameters.effective_parameters(session.options.params, defaults, base)
 
@@ -308,9 +308,7 @@ def _model(session: ChatSession, argument: str, on_progress: OnProgress) -> Comm
 
 
 def _regen(session: ChatSession, _argument: str, _: OnProgress) -> CommandResult:
-    if not session.conversation.turns:
-        raise InvalidRequest("/regen: there is no answer to regenerate yet")
-    return Regenerate(session.conversation.turns[-1].prompt)
+    return Regenerate(session.require_regenerable().prompt)
 
 
 def _fork(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:

@@ -38,6 +38,7 @@ MORE_SAMPLERS = tuple(s.name for s in SAMPLERS if s.name not in USUAL_PARAMETERS
 RARE_PARAMETERS = tuple(
     name for name in PARAMETER_NAMES if name not in (*USUAL_PARAMETERS, *MORE_SAMPLERS)
 )
+_LOWEST = {"max_tokens": 1, "min_tokens": 0, "thinking_budget": 0, "seed": 0}
 _UNSET_WORDS = ("default", "none", "unset")
 
 
@@ -73,6 +74,8 @@ def with_parameter(
     value: Any = default if text.lower() in _UNSET_WORDS else _parse_value(field, text)
     changed = replace(params, **{field: value})
     if validate and value != default:  # unsetting is always valid
+        if (lowest := _LOWEST.get(field)) is not None and value < lowest:
+            raise InvalidRequest(f"{field} is {value}, it must be at least {lowest}", param=field)
         sampling_params.validate_sampling_params(changed.with_defaults(BASE_SAMPLING))
         sampling_params.reject_mirostat_conflicts(changed)
     return changed

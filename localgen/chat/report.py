@@ -201,6 +201,8 @@ def completion_warnings(completion: Completion, *, in_chat: bool = True) -> list
     ):
         option = "/set parameter max_tokens" if in_chat else "-n"
         return [f"cut at the token limit: raise it with {option}", *completion.notes]
+    if completion.finish_reason == "cancelled":
+        return ["cancelled from another program", *completion.notes]
     return list(completion.notes)
 
 

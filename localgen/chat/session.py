@@ -303,6 +303,18 @@ class ChatSession:
         messages = conversation.messages_with_prompt(prompt, with_reasoning=with_reasoning)
         return (*messages, Message("assistant", beginning)) if beginning else messages
 
+    def require_regenerable(self) -> Turn:
+        """The last turn. Raises InvalidRequest if there is none, or if it is a summary.
+
+        What a summary was made of is not in the conversation any more.
+        """
+        turns = self.conversation.turns
+        if not turns:
+            raise InvalidRequest("there is no answer to regenerate yet")
+        if turns[-1].prompt == _SUMMARY_PROMPT:
+            raise InvalidRequest("the turns of this summary are gone: it cannot be written again")
+        return turns[-1]
+
     def add_turn(
         self,
         turn: Turn,

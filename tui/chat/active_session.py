@@ -128,10 +128,7 @@ class ActiveSession:
         """Answer the last prompt again; a partial new answer does not replace the old one."""
         with self._lock:
             self._require_idle()
-            turns = self.chat.conversation.turns
-            if not turns:
-                raise InvalidRequest("there is no answer to regenerate yet")
-            self._start_answer(turns[-1].prompt, regenerate=True)
+            self._start_answer(self.chat.require_regenerable().prompt, regenerate=True)
 
     def stop(self) -> bool:
         """Stop the answer or command in progress, without waiting; False if there was none."""

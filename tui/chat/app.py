@@ -482,7 +482,7 @@ class ChatApp(BaseApp):
         session = self.session_actions.current_session.chat
         completion, info = session.last_completion, session.model_info
         if completion is None or info is None:
-            self.show_message("no figures of this answer: it was stopped, or written before the start")
+            self.show_message("no figures: they are kept of an answer until the session is opened or changed anew")
         else:
             lines = verbose_stats_lines(completion, info.load_ms)
             self.show_message("\n".join(map(one_line, lines)), title="Figures of the last answer")

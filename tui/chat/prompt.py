@@ -23,6 +23,7 @@ cast(dict[str, object], ANSI_SEQUENCES_KEYS)["\x1b\r"] = (Keys.ControlJ,)
 # longer pastes are folded: the editor would redraw all of it on every key press
 FOLD_PASTE_CHARS = 4_000
 _FOLDED_PASTE = re.compile(r"⟦paste (\d+): [\d,]+ characters⟧")
+_FOLD_AT_END = re.compile(_FOLDED_PASTE.pattern + r"\Z")
 
 
 def _keys_of(bindings: Sequence[BindingType]) -> frozenset[str]:
@@ -157,6 +158,15 @@ class Prompt(TextField):
             self.action_cut()
         else:
             await self.run_action("app.answer_now")
+
+    def action_delete_left(self) -> None:
+        """Delete a character, or a whole folded paste."""
+        begin = _FOLD_AT_END.search(self.text_before_cursor)
+        if self.selected_text or begin is None:
+            super().action_delete_left()
+        else:
+            row, column = self.cursor_location
+            self.delete((row, column - len(begin[0])), (row, column))
 
     def action_newline(self) -> None:
         self.insert("\n")

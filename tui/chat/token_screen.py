@@ -53,11 +53,11 @@ class TokenScreen(Dialog[str | None]):
     ]
     DEFAULT_CSS = """
     TokenScreen > Vertical {
-        width: 100; max-width: 95%; height: auto; max-height: 95%; padding: 0 1;
+        width: 100; max-width: 95%; height: 22; max-height: 95%; padding: 0 1;
         border: round $primary; background: $surface; border-title-color: $primary;
         border-subtitle-color: $text-muted;
     }
-    TokenScreen #text { height: 10; margin: 0 0 1 0; }
+    TokenScreen #text { height: 1fr; max-height: 10; margin: 0 0 1 0; }
     TokenScreen #state { height: 1; color: $muted; text-wrap: nowrap; text-overflow: ellipsis; }
     TokenScreen OptionList, TokenScreen OptionList:focus {
         height: 8; border: none; background: $surface; padding: 0;

@@ -42,11 +42,27 @@ class ColumnChoice(Dialog[frozenset[str] | None]):
             box.border_subtitle = "Space: hide or show, Enter: done"
             yield SelectionList(
                 *(
-                    Selection(column.title, column.key, column.key not in self._hidden)
+                    Selection(
+                        _label(column.title, is_shown=column.key not in self._hidden),
+                        column.key,
+                        column.key not in self._hidden,
+                    )
                     for column in REQUEST_COLUMNS[1:]
                 )
             )
 
+    def on_selection_list_selection_toggled(
+        self, event: SelectionList.SelectionToggled[str]
+    ) -> None:
+        """Say it in words: the mark differs in its colour only."""
+        column, listed = REQUEST_COLUMNS[1 + event.selection_index], event.selection_list
+        label = _label(column.title, is_shown=column.key in listed.selected)
+        listed.replace_option_prompt_at_index(event.selection_index, label)
+
     def action_choose(self) -> None:
         shown = self.query_one(SelectionList).selected
         self.dismiss(frozenset(each.key for each in REQUEST_COLUMNS[1:] if each.key not in shown))
+
+
+def _label(title: str, *, is_shown: bool) -> str:
+    return title if is_shown else f"{title} (hidden)"

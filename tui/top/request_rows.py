@@ -236,7 +236,10 @@ def _live_row(sequence: SequenceStats, model: str) -> RequestRow:
         is_live=True,
         prompt_tokens=sequence.prompt_tokens,
         cached_tokens=sequence.cached_tokens,
-        prefilled_tokens=max(0, sequence.computed_tokens - sequence.cached_tokens),
+        # computed tokens include those of the answer
+        prefilled_tokens=max(
+            0, min(sequence.computed_tokens, sequence.prompt_tokens) - sequence.cached_tokens
+        ),
         generated_tokens=sequence.generated_tokens,
         ttft_ms=sequence.ttft_ms,
         tokens_per_s=gaps / phases.decode_ms * 1e3 if gaps > 0 and phases.decode_ms else None,
