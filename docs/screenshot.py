@@ -17,8 +17,8 @@ from rich.text import Text
 
 LOCALGEN = f"{sys.executable} -m localgen.cli.main"
 QUESTIONS = (
-    "What is a KV cache?",
-    "What is 17 + 25?",
+    "Why is the sky blue? One sentence.",
+    "What is the capital of France?",
     "Write two lines about the sea.",
 )
 CODE = "Write a Python function for the Fibonacci numbers, with an example."
@@ -87,7 +87,7 @@ def chat(folder: str) -> None:
     def asks(count: int) -> Callable[[str], bool]:
         return lambda text: sum(line.startswith(">>>") for line in text.splitlines()) >= count
 
-    screen.run(folder, "chat")
+    screen.run(folder, "chat", "-n", "200")
     for count, question in enumerate(QUESTIONS, start=1):
         screen.shows(asks(count))
         screen.type(question, "Enter")
@@ -118,7 +118,7 @@ def top(folder: str) -> None:
     screen.run(folder, "top")
     for batch in range(5):
         for number in range(3):
-            tokens = 200 + 100 * number if batch < 4 else 1800
+            tokens = 20 + 30 * number if batch < 4 else 400
             asking = Screen(f"{batch}-{number}", 80, 24)
             asking.run(folder, "run", "smollm2", f"'{LONG}'", "--ignore-eos", "-n", str(tokens))
         time.sleep(4)
