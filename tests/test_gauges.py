@@ -143,7 +143,7 @@ def grown(*totals: ModelCounters, every_s: float = 1.0) -> ThroughputSample:
     record = SampleBuilder()
     for at, each in enumerate(totals):
         found = record.add_snapshot(
-            at * every_s, top_script.snapshot(top_script.model(counters=each))
+            at * every_s, top_script.snapshot(top_script.model(counters=each, running=0))
         )
     return found.throughput
 
@@ -163,6 +163,21 @@ def test_the_speed_is_that_of_the_steps_not_of_the_pauses() -> None:
         for tokens, busy_s in ((0, 0.0), (60, 1.0), (90, 1.5), (90, 1.5), (90, 1.5))
     ]
     assert [grown(*counters[:end]).decode_per_s for end in range(2, 6)] == [60, 60, 60, 0]
+
+
+def test_a_step_of_several_seconds_is_no_pause() -> None:
+    record, shown = SampleBuilder(), []
+    for second in range(12):
+        steps = second // 4  # of 512 tokens in 4 s
+        counters = ModelCounters(prompt_tokens=512 * steps, busy_s=4.0 * steps)
+        model = top_script.model(counters=counters, running=1)
+        found = record.add_snapshot(second, top_script.snapshot(model))
+        shown.append(found.throughput.prefill_per_s)
+    assert shown[4:] == [128.0] * 8
+    ended = top_script.model(counters=counters, running=0)
+    for second in (12, 13):
+        found = record.add_snapshot(second, top_script.snapshot(ended))
+    assert found.throughput.prefill_per_s == 0
 
 
 def test_one_snapshot_gives_no_rate() -> None:

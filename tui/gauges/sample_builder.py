@@ -94,11 +94,18 @@ class CounterRates:
         grown = self.increase(counter)
         return None if grown is None else grown[0] / grown[1]
 
-    def rate_while_busy(self, counter: str) -> float | None:
-        """Growth per second of steps; per second, if the time of the steps is unknown."""
+    def rate_while_busy(self, counter: str, *, in_a_step: bool = False) -> float | None:
+        """Growth per second of steps; per second, if the time of the steps is unknown.
+
+        in_a_step: a step is being computed. If none has ended lately, it is one that takes longer
+        than the averaging period, and the rate is that of the steps before it.
+        """
         grown, busy = self.increase(counter), self.increase("busy_s")
         if grown is None or busy is None:
             return self.rate(counter)
+        if in_a_step and not busy[0]:
+            grown = self.increase(counter, _LONG_WINDOW_S) or grown
+            busy = self.increase("busy_s", _LONG_WINDOW_S) or busy
         return grown[0] / busy[0] if busy[0] else 0.0
 
     def ratio(
@@ -203,7 +210,10 @@ class SampleBuilder:
         return None if model is None else compute(self._rates_of(model))
 
     def _total_rate(self, models: Iterable[ModelSnapshot], counter: str) -> float | None:
-        return _sum_known(self._rates_of(model).rate_while_busy(counter) for model in models)
+        return _sum_known(
+            self._rates_of(model).rate_while_busy(counter, in_a_step=bool(model.running))
+            for model in models
+        )
 
     def _bandwidth_sample(self, models: Iterable[ModelSnapshot]) -> BandwidthSample:
         """Bandwidth of the memory with the highest utilization; models in it are added up."""
