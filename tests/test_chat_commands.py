@@ -25,6 +25,7 @@ from localgen.chat.parameters import ModelOptions
 from localgen.chat.session import ChatSession
 
 TURNS = (Turn("one", "1"), Turn("two", "2"))
+LONG_TURNS = (Turn("one", "1" * 300), Turn("two", "2" * 300))
 
 
 @pytest.fixture
@@ -265,9 +266,15 @@ def test_clear_keeps_the_system_prompt(session: ChatSession) -> None:
     assert session.conversation == Conversation("be brief")
 
 
+def long_chat_with(client: ScriptedClient, state_dir: Path) -> ChatSession:
+    session = chat_with(client, state_dir)
+    session.set_conversation(Conversation("be brief", LONG_TURNS))
+    return session
+
+
 def test_compact_replaces_the_turns_by_a_summary(tmp_path: Path) -> None:
     client = ScriptedClient(("  They asked", " one and two. ", answer()))
-    session = chat_with(client, tmp_path)
+    session = long_chat_with(client, tmp_path)
     session.used_tokens = 900
     text = obey(session, "/compact")
     (turn,) = session.conversation.turns
@@ -275,7 +282,7 @@ def test_compact_replaces_the_turns_by_a_summary(tmp_path: Path) -> None:
     assert session.conversation.system == "be brief"
     (asked,) = client.record.asked
     contents = [message.content for message in asked.messages]
-    assert contents == ["be brief", "one", "1", "two", "2", turn.prompt]
+    assert contents == ["be brief", "one", "1" * 300, "two", "2" * 300, turn.prompt]
     assert not asked.save_prefix
     used = session.estimate_used_tokens()
     assert text == f"2 turns became a summary: about {used} tokens instead of 900"
@@ -284,17 +291,20 @@ def test_compact_replaces_the_turns_by_a_summary(tmp_path: Path) -> None:
 def test_compact_leaves_out_what_does_not_fit(tmp_path: Path) -> None:
     exceeded = ContextExceeded("the prompt does not fit")
     client = ScriptedClient((exceeded,), ("Only two.", answer()))
-    session = chat_with(client, tmp_path)
+    session = long_chat_with(client, tmp_path)
     assert obey(session, "/compact").endswith(
         "; without the first 1, which did not fit the context"
     )
-    assert [message.content for message in client.record.asked[1].messages][1:3] == ["two", "2"]
+    assert [message.content for message in client.record.asked[1].messages][1:3] == [
+        "two",
+        "2" * 300,
+    ]
     assert session.conversation.turns[0].answer == "Only two."
 
 
 def test_compact_asks_for_a_summary_whatever_answers_have_to_be(tmp_path: Path) -> None:
     client = ScriptedClient(("A summary.", answer()))
-    session = chat_with(client, tmp_path)
+    session = long_chat_with(client, tmp_path)
     strict = SamplingParams(temperature=0.5, regex="yes|no", stop=("x",), min_tokens=9, seed=3)
     session.set_options(params=strict)
     obey(session, "/compact")
@@ -304,7 +314,7 @@ def test_compact_asks_for_a_summary_whatever_answers_have_to_be(tmp_path: Path) 
 
 def test_a_summary_that_becomes_too_long_is_kept_and_reported(tmp_path: Path) -> None:
     cut = answer(finish_reason="length", completion_tokens=1024)
-    session = chat_with(ScriptedClient(("So long", cut)), tmp_path)
+    session = long_chat_with(ScriptedClient(("So long", cut)), tmp_path)
     assert obey(session, "/compact").endswith("the summary was cut, as it became too long")
     assert session.conversation.turns[0].answer == "So long"
 
@@ -315,14 +325,15 @@ def test_a_summary_that_becomes_too_long_is_kept_and_reported(tmp_path: Path) ->
         (((ContextExceeded("too long"),),) * 2, "no room for a summary"),
         ((("half", answer(finish_reason="length")),) * 2, "no room for a summary"),
         (((" ", answer()),), "wrote no summary"),
+        ((("long " * 200, answer()),), "would be longer than the conversation"),
         ((("half", ServerUnavailable("gone")),), "gone"),
     ],
 )
 def test_compact_that_fails_changes_nothing(tmp_path: Path, scripts: Any, error: str) -> None:
-    session = chat_with(ScriptedClient(*scripts), tmp_path)
+    session = long_chat_with(ScriptedClient(*scripts), tmp_path)
     with pytest.raises(LocalgenError, match=error):
         obey(session, "/compact")
-    assert session.conversation == Conversation("be brief", TURNS)
+    assert session.conversation == Conversation("be brief", LONG_TURNS)
 
 
 def test_compact_needs_an_answer_and_no_argument(session: ChatSession) -> None:

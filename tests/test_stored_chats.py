@@ -138,7 +138,7 @@ def test_clear_and_load_begin_another_session(open_chat: OpenChat, store: Sessio
 
 
 def test_compact_begins_another_session(open_chat: OpenChat, store: SessionStore) -> None:
-    chat = open_chat(NEW, ("1", answer()), ("It was about one.", answer()))
+    chat = open_chat(NEW, ("1" * 400, answer()), ("It was about one.", answer()))
     screen = chat.type("one", "/compact")
     assert "Ctrl+C stops it" in screen
     assert "1 turn became a summary" in screen

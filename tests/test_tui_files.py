@@ -72,6 +72,18 @@ def test_a_file_is_chosen_in_the_middle_of_a_prompt(tmp_path: Path, folder: Path
     play(Tui(tmp_path), scene)
 
 
+def test_arrows_choose_a_file(tmp_path: Path, folder: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.type(pilot, "see @m")
+        await tui.until(lambda: suggested(tui) == ["main.py", "my notes.md"])
+        await pilot.press("down", "down", "up", "down", "tab")
+        assert tui.prompt_text == 'see @"my notes.md" '
+        await pilot.press("up")  # no list: the history, which is empty
+        assert tui.prompt_text == 'see @"my notes.md" '
+
+    play(Tui(tmp_path), scene)
+
+
 def test_files_are_listed_anew_for_each_mention(tmp_path: Path, folder: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await tui.type(pilot, "@m")
@@ -152,6 +164,7 @@ def test_a_child_in_the_background_is_stopped(tmp_path: Path, folder: Path) -> N
         await pilot.press("enter")
         await tui.until(lambda: "Ctrl+C stops it" in notice_text(tui))
         await tui.until(lambda: "Stop" in footer(tui))
+        assert "!sleep 1000 & echo $! is running · context" in tui.screen_text()
         await pilot.press("ctrl+q")
         await tui.until(lambda: "sleep 1000 & echo $! is still running" in tui.screen_text())
         await pilot.press("n")

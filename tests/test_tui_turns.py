@@ -19,7 +19,7 @@ from localgen.tui.chat.transcript import Transcript
 def test_f9_restores_removed_turns(tmp_path: Path, line: str) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         for text in "ab":
-            await tui.ask(pilot, text)
+            await tui.ask(pilot, text * 200)
         before = tui.opened.chat.conversation
         await tui.ask(pilot, line)
         await tui.until(lambda: "F9 undoes it" in tui.screen_text())
@@ -125,7 +125,7 @@ def test_going_to_an_early_turn_draws_only_what_is_near(tmp_path: Path) -> None:
 
 def test_a_summary_is_not_regenerated_without_its_turns(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
-        await tui.ask(pilot, "a")
+        await tui.ask(pilot, "a" * 400)
         await tui.ask(pilot, "/compact")
         await tui.until(lambda: "became a summary" in tui.screen_text())
         summary = tui.opened.chat.conversation

@@ -243,8 +243,8 @@ class ChatSession:
         """Replace all turns by one, with a summary that the model writes.
 
         The oldest turns are left out if the conversation does not fit the context. Raises
-        InvalidRequest if there is nothing to summarize, or if the summary is empty; the errors of
-        Client.chat. The conversation is unchanged then.
+        InvalidRequest if there is nothing to summarize, or if the summary is empty or longer than
+        that; the errors of Client.chat. The conversation is unchanged then.
         """
         turns = self.conversation.turns
         if not any(turn.answer for turn in turns):
@@ -259,6 +259,8 @@ class ChatSession:
         if not summary.text.strip():
             raise InvalidRequest("the model wrote no summary: the conversation is unchanged")
         turn = Turn(_SUMMARY_PROMPT, summary.text.strip())
+        if len(turn.prompt + turn.answer) >= sum(len(t.prompt + t.answer) for t in turns):
+            raise InvalidRequest("the summary would be longer than the conversation: unchanged")
         self.set_conversation(replace(self.conversation, turns=(turn,)))
         return CompactedTurns(len(turns), len(turns) - len(read), before, summary.is_cut)
 

@@ -172,7 +172,9 @@ class ActiveSession:
                 self._require_not_generating()
             if commands.needs_model(line):
                 self.chat.ensure_loaded(self._on_load_progress)
-            return commands.run_command(self.chat, line, self._on_load_progress)
+            outcome = commands.run_command(self.chat, line, self._on_load_progress)
+        self.last_stream = None  # its error may be mended
+        return outcome
 
     def apply_setting(self, setting: str, text: str) -> None:
         """Set SYSTEM_SETTING, CTX_SETTING or a sampling parameter, effective from the next prompt.
@@ -189,6 +191,7 @@ class ActiveSession:
                 commands.set_ctx(self.chat, text or "default")
             else:
                 self.chat.set_parameter(setting, text or "default")
+            self.last_stream = None  # its error may be mended
             self.save()
 
     def load_model(self, name: str | None) -> None:

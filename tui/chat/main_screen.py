@@ -138,6 +138,7 @@ class MainScreen(Screen[None]):
                 yield Prompt(
                     lambda text: command_completions(text, self._completion_sources),
                     self._suggestions.files,
+                    self._suggestions.move,
                 )
             yield GaugePanel()
         yield KeyFooter(compact=True, has_effect=self._has_effect)
@@ -411,6 +412,8 @@ class MainScreen(Screen[None]):
     def _show_status(self) -> None:
         assert self.current_session is not None
         status, fault = session_status(self.current_session)
+        if self.running_shell_line:
+            status = f"{one_line(self.running_shell_line)} is running · {status}"
         if status == self._shown_status:
             return
         self._shown_status = status

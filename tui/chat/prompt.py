@@ -35,7 +35,8 @@ class Prompt(TextField):
     """Posts Submitted on Enter.
 
     completions: returns completions of a text that starts with `/`. find_files: returns files that
-    match what is typed after `@`, the best first.
+    match what is typed after `@`, the best first. move_suggestion: marks the next (1) or previous
+    (-1) of them; False if none are listed.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -78,6 +79,7 @@ class Prompt(TextField):
         self,
         completions: Callable[[str], list[str]],
         find_files: Callable[[str], list[str]] = lambda _: [],
+        move_suggestion: Callable[[int], bool] = lambda _: False,
     ) -> None:
         super().__init__(
             id="prompt",
@@ -87,6 +89,7 @@ class Prompt(TextField):
             placeholder="Ask something, / for commands, ? for keys",
         )
         self._completions, self._find_files = completions, find_files
+        self._move_suggestion = move_suggestion
         self.starters: Sequence[str] = ()  # texts that Tab puts into an empty prompt, in turn
         self._pastes: dict[int, str] = {}
         self._history: list[str] = []
@@ -204,6 +207,8 @@ class Prompt(TextField):
             self.set_text(self.starters[at % len(self.starters)])
 
     def action_previous_prompt(self) -> None:
+        if self._move_suggestion(-1):
+            return
         row, column = self.cursor_location
         if (
             row > 0
@@ -217,6 +222,8 @@ class Prompt(TextField):
         self._show_history_entry(max(0, self._history_index - 1))
 
     def action_next_prompt(self) -> None:
+        if self._move_suggestion(1):
+            return
         at_end = self.cursor_location[0] == self.document.line_count - 1
         if not at_end or self._history_index >= len(self._history):
             self.action_cursor_down()

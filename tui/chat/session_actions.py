@@ -133,6 +133,9 @@ class SessionActions:
 
     async def delete(self, session_id: int) -> None:
         """Delete a session after confirmation."""
+        if (opened := self._manager.active_by_id.get(session_id)) is not None and opened.is_busy:
+            self._show_message("it is in use: Ctrl+C stops the answer or command", is_error=True)
+            return
         name = escape_name(self._session_name(session_id)) or UNNAMED_SESSION
         question = f"Delete “{name}”? F9 restores it until you quit."
         if not await self._main_screen.app.push_screen_wait(

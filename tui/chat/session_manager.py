@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -280,7 +281,7 @@ class SessionManager:
 
     def _unique_name(self, name: str) -> str:
         taken = {listed.name for listed in self.summaries}
-        base, number = name, 2
+        base, number = re.sub(r" \(\d+\)$", "", name), 2
         while f"{base} ({number})" in taken:
             number += 1
         return f"{base} ({number})"

@@ -60,8 +60,21 @@ class Suggestions(OptionList):
         self._show_files()
 
     def files(self, typed: str) -> list[str]:
-        """Files that match what is typed of a path, the best first."""
+        """Files that match what is typed of a path, the best first; or the one that is marked."""
+        marked = self.highlighted_option
+        if marked is not None and marked.id is not None and self._mention is not None:
+            return [marked.id]
         return matching_files(self._files, typed, _MAX_ROWS)
+
+    def move(self, by: int) -> bool:
+        """Mark the next (1) or previous (-1) file. Returns False if none are listed."""
+        if self._mention is None or not self.display:
+            return False
+        if by > 0:
+            self.action_cursor_down()
+        else:
+            self.action_cursor_up()
+        return True
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         event.stop()
@@ -75,7 +88,8 @@ class Suggestions(OptionList):
 
     def _show_files(self) -> None:
         if self._mention is not None:
-            self._show_rows([(path, "") for path in self.files(self._mention[1])])
+            found = matching_files(self._files, self._mention[1], _MAX_ROWS)
+            self._show_rows([(path, "") for path in found])
 
     def _show_rows(self, rows: list[tuple[str, str]], *, disabled: bool = False) -> None:
         if not rows and not self.display:
