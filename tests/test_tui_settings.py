@@ -11,6 +11,7 @@ from textual.pilot import Pilot
 from textual.widgets import Collapsible, Input, Static, TextArea
 from tui_chats import Tui, play, press
 
+from localgen.backends.errors import InvalidRequest
 from localgen.backends.sampling_params import SamplingParams
 from localgen.chat import parameters
 from localgen.tui.chat.active_session import ActiveSession
@@ -165,3 +166,13 @@ def test_defaults_of_a_model_that_is_not_loaded_are_not_invented(tmp_path: Path)
         assert field(tui, "top_p").placeholder == "0.95, localgen"
 
     play(Tui(tmp_path), scene)
+
+
+def test_an_error_is_gone_once_the_setting_is_changed(tmp_path: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.ask(pilot, "q")
+        assert "Ctrl+R asks again" in tui.screen_text()
+        await tui.ask(pilot, "/set parameter temperature 0.5")
+        await tui.until(lambda: "Ctrl+R asks again" not in tui.screen_text())
+
+    play(Tui(tmp_path, (InvalidRequest("temperature is bad"),)), scene)

@@ -224,7 +224,7 @@ def test_the_line_below_an_answer_has_the_figures_that_fit() -> None:
 def test_all_figures_by_a_key(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await press(tui, pilot, "alt+i")
-        assert "no figures of this answer" in notice_text(tui)
+        assert "no figures" in notice_text(tui)
         await tui.ask(pilot, "q")
         await press(tui, pilot, "alt+i")
         assert "prompt:     46 tokens, 12 cached" in notice_text(tui)

@@ -191,7 +191,8 @@ class ActiveSession:
                 commands.set_ctx(self.chat, text or "default")
             else:
                 self.chat.set_parameter(setting, text or "default")
-            self.last_stream = None  # its error may be mended
+            if self.answer_stream is None:
+                self.last_stream = None  # its error may be mended
             self.save()
 
     def load_model(self, name: str | None) -> None:
