@@ -21,9 +21,9 @@ from textual.widgets import Input, Static, TextArea
 
 from localgen.backends.terminal_text import escape_control_chars, one_line
 from localgen.tui.key_file import names_of, read_key_file, with_names
+from localgen.tui.preferences import Preferences
 from localgen.tui.terminal import InlineTerminalDriver, TerminalDriver
 from localgen.tui.terminal_signals import TerminalSignals
-from localgen.tui.preferences import Preferences
 from localgen.tui.themes import THEME_NAMES, THEMES
 from localgen.tui.widgets.command_palette import Command, CommandPalette
 from localgen.tui.widgets.dialog import ScrollableTextDialog
@@ -169,7 +169,9 @@ class BaseApp(App[None]):
         self.set_keymap(found.keys)
         if found.problem:
             self.notify(one_line(found.problem), severity="error", timeout=15, markup=False)
-        self.theme_changed_signal.subscribe(self, lambda theme: self.preferences.save_theme(theme.name))
+        self.theme_changed_signal.subscribe(
+            self, lambda theme: self.preferences.save_theme(theme.name)
+        )
         if not gc.isenabled():  # the CLI disables it for a faster start
             self.call_after_refresh(_enable_gc)
 

@@ -21,7 +21,6 @@ from textual.keys import Keys, _character_to_key
 
 from localgen.config import config_dir
 
-
 _TABLES = ("tui", "top")
 _MODIFIERS = ("ctrl", "shift", "alt", "super", "hyper", "meta")
 _KEYS = frozenset(

@@ -38,9 +38,9 @@ from localgen.tui.chat.transcript import Transcript
 from localgen.tui.feed import FIRST_RETRY_S, SampleFeed, SampleReceived, ServerLost, ServerMonitor
 from localgen.tui.gauges.panel import GaugePanel
 from localgen.tui.key_file import with_names
+from localgen.tui.preferences import Preferences
 from localgen.tui.quantize.runner import QuantizeRunner
 from localgen.tui.quantize.screen import QuantizeScreen
-from localgen.tui.preferences import Preferences
 from localgen.tui.widgets.dialog import ConfirmDialog
 
 TICK_S, SYNC_PERIOD_S = 1 / 12, 1.0
@@ -482,7 +482,9 @@ class ChatApp(BaseApp):
         session = self.session_actions.current_session.chat
         completion, info = session.last_completion, session.model_info
         if completion is None or info is None:
-            self.show_message("no figures: they are kept of an answer until the session is opened or changed anew")
+            self.show_message(
+                "no figures: they are kept of an answer until the session is opened or changed anew"
+            )
         else:
             lines = verbose_stats_lines(completion, info.load_ms)
             self.show_message("\n".join(map(one_line, lines)), title="Figures of the last answer")

@@ -160,7 +160,7 @@ class MainScreen(Screen[None]):
 
     @property
     def is_shown(self) -> bool:
-        """True if no other screen is on top. Textual's is_current is also True below a modal one."""
+        """True if no screen is on top. Textual's is_current is also True below a modal one."""
         return self.app.screen is self
 
     def begin_switch(self) -> None:

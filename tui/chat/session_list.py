@@ -155,8 +155,12 @@ class SessionList(OptionList):
 def _differ_in_speed_only(rows: list[SessionRow], before: list[SessionRow]) -> bool:
     """True if the same sessions answer as before."""
     return len(rows) == len(before) and all(
-        row == old or (replace(row, activity="", rates=()) == replace(old, activity="", rates=())
-                       and bool(row.rates) and bool(old.rates))
+        row == old
+        or (
+            replace(row, activity="", rates=()) == replace(old, activity="", rates=())
+            and bool(row.rates)
+            and bool(old.rates)
+        )
         for row, old in zip(rows, before, strict=True)
     )
 

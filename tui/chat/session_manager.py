@@ -97,9 +97,7 @@ class SessionManager:
         """Create a copy of a session."""
         called = name or self._unique_name(source.name)
         return self._create(
-            replace(
-                source.to_record(), name=called, unfinished_turn=None, forked_from=source.id
-            )
+            replace(source.to_record(), name=called, unfinished_turn=None, forked_from=source.id)
         )
 
     def keep_copy(self, active: ActiveSession, record: SessionRecord) -> None:

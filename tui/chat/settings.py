@@ -18,7 +18,6 @@ from localgen.chat import parameters
 from localgen.tui.chat.active_session import CTX_SETTING, SYSTEM_SETTING
 from localgen.tui.widgets.text_field import TextField
 
-
 _FOLDED_GROUPS = {
     "more samplers": parameters.MORE_SAMPLERS,
     "rarely needed": parameters.RARE_PARAMETERS,

@@ -16,7 +16,10 @@ from localgen.tui.chat.shell_command import is_shell_line
 from localgen.tui.chat.slash_commands import CompletionSources, command_suggestions
 
 _MAX_ROWS = 50
-_SHELL_ROW = ("!COMMAND", "runs in the shell, its output comes here; a leading space sends the line")
+_SHELL_ROW = (
+    "!COMMAND",
+    "runs in the shell, its output comes here; a leading space sends the line",
+)
 
 
 class Suggestions(OptionList):
