@@ -38,7 +38,7 @@ _MAX_SUMMARY_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True)
 class CompactedTurns:
-    """What a summary replaces. num_unread: the oldest turns, which did not fit the context.
+    """The turns that compact() replaced. num_unread: the oldest ones, left out of the summary.
 
     used_tokens: of the conversation before, estimated if it was not known. is_cut: the summary is
     not complete.
@@ -293,7 +293,7 @@ class ChatSession:
     def _chat(
         self, messages: tuple[Message, ...], params: SamplingParams
     ) -> Generator[TextDelta | Completion, None, None]:
-        """Stream the answer to a request beside the conversation."""
+        """Stream the answer to a request that is no turn of the conversation."""
         return self.client.chat(
             self.requested_model, messages, params, ctx=self._requested_ctx, save_prefix=False
         )

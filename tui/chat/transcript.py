@@ -152,7 +152,7 @@ class Transcript(ScrollView, can_focus=True):
         self._is_following = self.is_vertical_scroll_end
 
     def watch_show_vertical_scrollbar(self, is_shown: bool) -> None:
-        """A scrollbar that appears starts where the view is: it was told of no scroll before."""
+        """Set the position of a scrollbar that appears: Textual sets it only while it is shown."""
         if is_shown:
             self.vertical_scrollbar.position = self.scroll_y
 

@@ -41,7 +41,7 @@ class JumpOverlay(ModalScreen[Widget | None]):
             yield label
 
     def on_key(self, event: events.Key) -> None:
-        """Any other key closes it, so that nobody is caught."""
+        """Close, and focus the widget whose letter it is. Every other key closes it too."""
         event.stop()
         self._close(self.targets.get(event.key))
 
