@@ -122,6 +122,9 @@ def test_set_parameter(session: ChatSession, text: str, field: str, value: objec
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
+        ("/set parameter regex (a", "regex: invalid regex .* unclosed group"),
+        ("/set parameter grammar root ::= foo", "grammar: .* Rule 'foo' not found"),
+        ('/set format {"type": 3}', "json_schema: type must be a string"),
         ("/set parameter temperature warm", "give a number"),
         ("/set parameter top_k 1.5", "give a whole number"),
         ("/set parameter temperatur 1", "did you mean temperature"),

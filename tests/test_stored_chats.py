@@ -139,6 +139,9 @@ def test_clear_and_load_begin_another_session(open_chat: OpenChat, store: Sessio
 
 def test_compact_begins_another_session(open_chat: OpenChat, store: SessionStore) -> None:
     chat = open_chat(NEW, ("1" * 400, answer()), ("It was about one.", answer()))
+    screen = chat.type("/compact")
+    assert "there is no answer to summarize yet" in screen
+    assert "the model answers" not in screen
     screen = chat.type("one", "/compact")
     assert "Ctrl+C stops it" in screen
     assert "1 turn became a summary" in screen

@@ -135,9 +135,40 @@ def test_a_shell_line_is_stopped_with_its_children(tmp_path: Path, folder: Path)
         await tui.until(lambda: "is still running" in notice_text(tui))
         assert tui.prompt_text == "!true"
         await pilot.press("ctrl+c")
-        await tui.until(lambda: "begun" in tui.prompt_text)
-        assert "[stopped]" in tui.prompt_text
-        assert tui.prompt_text.endswith("!true")
+        await tui.until(lambda: "its output comes after this command" in notice_text(tui))
+        await pilot.press("enter")
+        await tui.until(lambda: "[stopped]" in tui.prompt_text and "$ true" in tui.prompt_text)
+        assert "begun" in tui.prompt_text
+
+    play(Tui(tmp_path), scene)
+
+
+@pytest.mark.parametrize("typed", ["/comp", "!true"])
+def test_output_waits_for_a_command_that_is_being_typed(
+    tmp_path: Path, folder: Path, typed: str
+) -> None:
+    gate = tmp_path / "gate"
+
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.type(pilot, f"!until [ -e {gate} ]; do sleep 0.01; done; echo done")
+        await pilot.press("enter")
+        await tui.until(lambda: "Ctrl+C stops it" in notice_text(tui))
+        await tui.type(pilot, typed)
+        gate.touch()
+        await tui.until(lambda: "its output comes after this command" in notice_text(tui))
+        assert tui.prompt_text == typed
+        await pilot.press("ctrl+u")
+        await tui.until(lambda: "\ndone\n```" in tui.prompt_text)
+
+    play(Tui(tmp_path), scene)
+
+
+def test_a_shell_line_without_a_command(tmp_path: Path, folder: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.type(pilot, "! ")
+        await pilot.press("enter")
+        await tui.until(lambda: "give a command after !" in notice_text(tui))
+        assert not tui.asked
 
     play(Tui(tmp_path), scene)
 
@@ -199,6 +230,11 @@ def test_neither_the_shell_nor_a_command_reads_mentions(tmp_path: Path, folder: 
             await tui.type(pilot, text)
             await pilot.press("tab")
             assert tui.prompt_text == text
+        tui.prompt.text = ""
+        await tui.type(pilot, "/usr/bin or @main")
+        await tui.until(lambda: "main.py" in tui.screen_text())
+        await pilot.press("tab")
+        assert tui.prompt_text == "/usr/bin or @main.py "
 
     play(Tui(tmp_path), scene)
 

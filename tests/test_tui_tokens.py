@@ -45,14 +45,32 @@ def test_a_fork_from_another_token(tmp_path: Path) -> None:
         asked = tui.clients[0].record.asked[-1]
         assert asked.messages[-1] == Message("assistant", "The")
         assert (asked.params.max_tokens, asked.params.logprobs) == (1, 8)
-        await pilot.press("end", "enter")
+        await pilot.press("down", "enter")
         await tui.until(lambda: "part of a character" in tui.screen_text())
-        await pilot.press("home", "enter")
+        await pilot.press("up", "up", "enter")
         await tui.until(lambda: tui.opened is not first)
         await tui.wait_until_idle(pilot)
         assert [turn.answer for turn in turns(tui)] == ["The dog barked."]
         assert [turn.answer for turn in first.chat.conversation.turns] == ["The cat sat."]
         assert tui.store.read(tui.opened.id).conversation.turns[0].answer == "The dog barked."
+
+    play(Tui(tmp_path, *scripts), scene)
+
+
+def test_home_and_end_go_to_the_ends_of_the_answer(tmp_path: Path) -> None:
+    scripts = (
+        ("The cat sat.", answer()),
+        possible(("The", 0.9)),
+        possible((" sat", 0.8)),
+        possible(("The", 0.9)),
+    )
+
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.ask(pilot, "q")
+        await pilot.press("f11")
+        for key, place in (("f11", "1 of 3"), ("end", "3 of 3"), ("home", "1 of 3")):
+            await pilot.press(key)
+            await tui.until(lambda place=place: place in tui.screen_text())  # type: ignore[misc]
 
     play(Tui(tmp_path, *scripts), scene)
 

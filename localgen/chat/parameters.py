@@ -39,6 +39,7 @@ RARE_PARAMETERS = tuple(
     name for name in PARAMETER_NAMES if name not in (*USUAL_PARAMETERS, *MORE_SAMPLERS)
 )
 _LOWEST = {"max_tokens": 1, "min_tokens": 0, "thinking_budget": 0, "seed": 0}
+_GRAMMARS = ("json_schema", "regex", "grammar")
 _UNSET_WORDS = ("default", "none", "unset")
 
 
@@ -78,6 +79,8 @@ def with_parameter(
             raise InvalidRequest(f"{field} is {value}, it must be at least {lowest}", param=field)
         sampling_params.validate_sampling_params(changed.with_defaults(BASE_SAMPLING))
         sampling_params.reject_mirostat_conflicts(changed)
+        if field in _GRAMMARS:
+            _validate_grammar(field, value)
     return changed
 
 
@@ -204,6 +207,15 @@ def _parse_value(field: str, text: str) -> Any:
     if not math.isfinite(value):
         raise InvalidRequest(f"{field} {text!r}: give a finite number", param=field)
     return value
+
+
+def _validate_grammar(field: str, text: str) -> None:
+    """Raise InvalidRequest if it is invalid or takes long to compile, as the engines do."""
+    from localgen.backends.sandbox import Sandbox
+    from localgen.backends.text.grammar_check import GrammarChecker
+
+    checker = GrammarChecker(Sandbox())
+    checker.validate(field, checker.convert(field, text))
 
 
 def _parse_words(field: str, text: str) -> tuple[str, ...] | tuple[int, ...]:

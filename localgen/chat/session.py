@@ -246,9 +246,8 @@ class ChatSession:
         InvalidRequest if there is nothing to summarize, or if the summary is empty or longer than
         that; the errors of Client.chat. The conversation is unchanged then.
         """
+        self.require_answered()
         turns = self.conversation.turns
-        if not any(turn.answer for turn in turns):
-            raise InvalidRequest("there is no answer to summarize yet")
         before = self.estimate_used_tokens()
         read, summary = turns, None
         while summary is None:
@@ -263,6 +262,11 @@ class ChatSession:
             raise InvalidRequest("the summary would be longer than the conversation: unchanged")
         self.set_conversation(replace(self.conversation, turns=(turn,)))
         return CompactedTurns(len(turns), len(turns) - len(read), before, summary.is_cut)
+
+    def require_answered(self) -> None:
+        """Raise InvalidRequest if there is nothing to summarize."""
+        if not any(turn.answer for turn in self.conversation.turns):
+            raise InvalidRequest("there is no answer to summarize yet")
 
     def _summary_of(self, conversation: Conversation) -> _Summary | None:
         """The model's summary; None if the context has no room for it and the conversation."""

@@ -133,6 +133,7 @@ class Repl:
     def _run_command(self, line: str) -> bool:
         if commands.asks_model(line):
             self._ensure_loaded()
+            self.session.require_answered()
             self._print_dim("the model answers this command; Ctrl+C stops it")
         with LoadProgressLine(self.console, line.partition(" ")[2]) as loading:
             outcome = commands.run_command(self.session, line, loading.update)

@@ -19,15 +19,16 @@ from localgen.backends import units
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.terminal_text import escape_control_chars, escape_name, one_line
 from localgen.chat import commands, saved_chats
-from localgen.chat.markup import code_blocks
 from localgen.chat.report import verbose_stats_lines
 from localgen.tui.base_app import BaseApp
 from localgen.tui.chat import quit_confirmation, slash_commands
 from localgen.tui.chat.active_session import ActiveSession
+from localgen.tui.chat.answer_copies import AnswerCopies
 from localgen.tui.chat.compare import CompareScreen
 from localgen.tui.chat.editor import edit_in_editor
 from localgen.tui.chat.main_screen import MainScreen
 from localgen.tui.chat.prompt import Prompt
+from localgen.tui.chat.prompt_queue import PromptQueue
 from localgen.tui.chat.server_status import live_server_status
 from localgen.tui.chat.session_actions import SessionActions
 from localgen.tui.chat.session_list import SessionList
@@ -45,7 +46,7 @@ from localgen.tui.widgets.dialog import ConfirmDialog
 
 TICK_S, SYNC_PERIOD_S = 1 / 12, 1.0
 _TICKS_PER_IDLE_TICK = 6
-_DOUBLE_PRESS_S, _REPEAT_S = 2.0, 5.0
+_DOUBLE_PRESS_S = 2.0
 # an answer that took longer is announced to a user who is in another window
 _LONG_ANSWER_S = 10.0
 _MAX_HISTORY = 500
@@ -117,10 +118,10 @@ class ChatApp(BaseApp):
         self._feed = SampleFeed(make_monitor, self.post_message, first_retry_s=first_retry_s)
         self._last_stop_s = float("-inf")
         self._num_ticks = 0
-        self._last_copy_s, self._num_copies = float("-inf"), 0
+        self._answer_copies = AnswerCopies()
         self._is_quitting, self._is_in_focus = False, True
         self._finalize_lock, self._sync_lock = Lock(), Lock()
-        self._settings_lock, self._ask_lock = Lock(), Lock()
+        self._settings_lock = Lock()
         names = slash_commands.CompletionSources(
             models=lambda: self.session_actions.model_names,
             saved_chats=lambda: saved_chats.saved_chat_names(session_manager.context.state_dir),
@@ -131,6 +132,7 @@ class ChatApp(BaseApp):
             session_manager.context.state_dir, is_remote=bool(session_manager.context.server_url)
         )
         self.session_actions = SessionActions(self.main_screen, session_manager, self.show_message)
+        self.prompt_queue = PromptQueue(self.main_screen, session_manager, self.session_actions)
 
     def get_default_screen(self) -> Screen[None]:
         return self.main_screen
@@ -195,7 +197,7 @@ class ChatApp(BaseApp):
         ]
         if news:
             self.show_message("\n".join(news))
-        self._ask_queued()
+        self.prompt_queue.ask_waiting()
         if any(not each.is_answering for each in self.session_manager.answering_sessions):
             self._finalize_answers()
         if isinstance(self.screen, CompareScreen | QuantizeScreen):
@@ -274,50 +276,9 @@ class ChatApp(BaseApp):
             prompt.mark_submitted(event.text)
             self._run_in_worker(self.session_actions.run_shell(event.text))
         else:
-            self._submit_prompt(event.text)
+            prompt.mark_submitted(event.text)
+            self.prompt_queue.add(event.text)
         prompt.release_keys()
-
-    def _submit_prompt(self, typed: str) -> None:
-        """Queue a prompt, and send it if nothing waits."""
-        self.main_screen.query_one(Prompt).mark_submitted(typed)
-        opened = self.session_actions.current_session
-        if not opened.is_busy:  # one that is queued leaves the view where it is
-            self.main_screen.action_show_latest()
-        opened.queued_prompts.append(typed)
-        self._ask_next(opened)
-
-    @work(group="ask")
-    async def _ask_next(self, opened: ActiveSession) -> None:
-        """Send the first queued prompt, unless the session is busy: then it waits."""
-        async with self._ask_lock:
-            if opened.is_busy or not opened.queued_prompts:
-                return
-            text = opened.queued_prompts.popleft()
-            is_begun = await self.session_actions.require_model(
-                opened
-            ) and await self.session_actions.ask(opened, text)
-            if not is_begun:
-                opened.queued_prompts.appendleft(text)
-                self._return_queued(opened)
-                return
-        await self.session_actions.run_in_thread(self.session_manager.reload_summaries)
-        self.tick()
-
-    def _return_queued(self, opened: ActiveSession) -> None:
-        """Put the queued prompts of a session back into its prompt."""
-        if opened.queued_prompts:
-            self.main_screen.put_before(opened, "\n".join(opened.queued_prompts))
-            opened.queued_prompts.clear()
-
-    def _ask_queued(self) -> None:
-        """Send what waited for an answer that has ended; after a failure, give it back."""
-        for opened in self.session_manager.active_by_id.values():
-            if opened.queued_prompts and not opened.is_busy and not self._ask_lock.locked():
-                last = opened.last_stream
-                if last is not None and last.error:
-                    self._return_queued(opened)
-                else:
-                    self._ask_next(opened)
 
     def _dispatch_command(self, line: str) -> None:
         try:
@@ -448,7 +409,7 @@ class ChatApp(BaseApp):
         elif self.session_actions.stop_shell():
             pass  # its output so far comes into the prompt
         elif opened is not None and opened.stop():
-            self._return_queued(opened)
+            self.prompt_queue.give_back(opened)
             self._last_stop_s = float("-inf")
         elif time.monotonic() - self._last_stop_s < _DOUBLE_PRESS_S:
             self.call_later(self.action_quit)
@@ -492,22 +453,10 @@ class ChatApp(BaseApp):
     def action_copy(self) -> None:
         """Copy the last answer; pressed again, its code blocks, the last one first."""
         turns = self.session_actions.current_session.chat.conversation.turns
-        if not turns:
-            return
-        answer = turns[-1].answer
-        copies = [answer, *reversed(code_blocks(answer))]
-        now_s = time.monotonic()
-        is_again = now_s - self._last_copy_s < _REPEAT_S
-        self._num_copies, self._last_copy_s = self._num_copies + 1 if is_again else 0, now_s
-        at = self._num_copies % len(copies)
-        self.copy_to_clipboard(copies[at])
-        more = "; Ctrl+Y again: its last code block" if at == 0 and len(copies) > 1 else ""
-        self.show_message(
-            f"copied the last answer{more}"
-            if at == 0
-            else f"copied {units.format_count(copies[at].count(chr(10)), 'line')} of code, "
-            f"block {len(copies) - at} of {len(copies) - 1}"
-        )
+        if turns:
+            copied, message = self._answer_copies.next(turns[-1].answer)
+            self.copy_to_clipboard(copied)
+            self.show_message(message)
 
     def on_transcript_copy_requested(self, event: Transcript.CopyRequested) -> None:
         self.copy_to_clipboard(event.code)
@@ -550,7 +499,7 @@ class ChatApp(BaseApp):
     async def _save_and_exit(self) -> None:
         self._is_quitting = True
         for each in self.session_manager.active_by_id.values():
-            self._return_queued(each)
+            self.prompt_queue.give_back(each)
         opened = self.main_screen.current_session
         if opened is not None:
             opened.unsent_prompt = self.main_screen.query_one(Prompt).full_text
@@ -570,7 +519,7 @@ class ChatApp(BaseApp):
             prompt.hold_keys()  # later keys of a burst are for what the action shows
 
             async def run() -> None:
-                async with self._ask_lock:  # a session that is being asked is not empty
+                async with self.prompt_queue.lock:  # a session that is being asked is not empty
                     prompt.release_keys()
                 await act()
 

@@ -210,12 +210,18 @@ class MainScreen(Screen[None]):
 
     def put_before(self, active: ActiveSession, text: str) -> None:
         """Put text before what is in the prompt: a refused prompt of that session, for example."""
-        prompt = self.query_one(Prompt)
-        is_shown = active is self.current_session and not self._is_switching
-        since = prompt.full_text if is_shown else active.unsent_prompt
-        active.unsent_prompt = f"{text}\n{since}".removesuffix("\n")
-        if is_shown:
-            prompt.set_text(active.unsent_prompt)
+        active.unsent_prompt = f"{text}\n{self.typed_text(active)}".removesuffix("\n")
+        if self._has_prompt(active):
+            self.query_one(Prompt).set_text(active.unsent_prompt)
+
+    def typed_text(self, active: ActiveSession) -> str:
+        """What is typed in a session, and not sent."""
+        if self._has_prompt(active):
+            return self.query_one(Prompt).full_text
+        return active.unsent_prompt
+
+    def _has_prompt(self, active: ActiveSession) -> bool:
+        return active is self.current_session and not self._is_switching
 
     def defer_submit(self) -> bool:
         """Return True if a submitted prompt must wait until the session switch is complete."""

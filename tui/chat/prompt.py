@@ -15,6 +15,7 @@ from textual.message import Message
 from textual.widgets import TextArea
 
 from localgen.chat.file_mentions import mention_of, typed_mention
+from localgen.tui.chat.shell_command import is_prompt
 from localgen.tui.key_file import with_names
 from localgen.tui.widgets.text_field import TextField
 
@@ -189,7 +190,7 @@ class Prompt(TextField):
     def action_complete(self) -> None:
         """Insert the best file, the only completion, or the common prefix of all."""
         mention = typed_mention(self.text_before_cursor)
-        if mention is not None and not self.text.startswith(("!", "/")):
+        if mention is not None and is_prompt(self.text):
             for path in self._find_files(mention[1])[:1]:
                 self.insert_file(path)
             return

@@ -23,7 +23,7 @@ from localgen.tui.chat.model_picker import ModelPicker, SessionModelService
 from localgen.tui.chat.prompt import Prompt
 from localgen.tui.chat.search import SearchScreen
 from localgen.tui.chat.session_manager import SearchHit, SessionManager
-from localgen.tui.chat.shell_command import ShellCommand
+from localgen.tui.chat.shell_command import ShellCommand, is_prompt
 from localgen.tui.chat.text_dialog import TextInputDialog
 from localgen.tui.chat.token_screen import NUM_ALTERNATIVES, TokenScreen
 from localgen.tui.chat.transcript import Transcript
@@ -32,6 +32,7 @@ from localgen.tui.quantize.screen import QuantizeScreen
 from localgen.tui.widgets.dialog import ConfirmDialog
 
 ShowMessage = Callable[..., None]
+_RETRY_S = 0.2
 # commands that run the app action of a key
 _KEY_ACTIONS = {
     "/regen": "regenerate",
@@ -312,6 +313,9 @@ class SessionActions:
     async def run_shell(self, line: str) -> None:
         """Run a line of the shell, and put its output into the prompt of the session."""
         opened, command = self.current_session, line.removeprefix("!").strip()
+        if not command:
+            self._show_message("give a command after !, such as !git diff", is_error=True)
+            return
         if self._shell_command is not None:
             message = f"!{self._shell_command.command} is still running: Ctrl+C stops it"
             self._show_message(message, is_error=True)
@@ -329,7 +333,15 @@ class SessionActions:
             self._shell_command = None
             self._main_screen.set_running_shell_line("")
         self._main_screen.show_message("")
+        await self._until_not_a_command(opened, line)
         self._main_screen.put_before(opened, output + "\n")
+
+    async def _until_not_a_command(self, opened: ActiveSession, line: str) -> None:
+        """Wait until the prompt has no unfinished command, which text before it would change."""
+        if not is_prompt(self._main_screen.typed_text(opened)):
+            self._show_message(f"{one_line(line)} is done: its output comes after this command")
+        while not is_prompt(self._main_screen.typed_text(opened)):
+            await asyncio.sleep(_RETRY_S)
 
     def stop_shell(self) -> bool:
         """Stop the line of the shell that is running; False if there is none."""

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.terminal_text import escape_control_chars
+from localgen.chat.commands import is_command
 from localgen.chat.fences import fenced
 
 MAX_OUTPUT_BYTES = 100_000
@@ -19,7 +20,12 @@ _CHUNK_BYTES = 65_536
 
 def is_shell_line(line: str) -> bool:
     """Return True for `!command` of one line. A leading space sends it as a prompt."""
-    return line.startswith("!") and bool(line[1:].strip()) and "\n" not in line.rstrip("\n")
+    return line.startswith("!") and "\n" not in line.rstrip("\n")
+
+
+def is_prompt(line: str) -> bool:
+    """Return True for text that is sent to the model: no command, and no line of the shell."""
+    return not is_shell_line(line) and not is_command(line)
 
 
 class ShellCommand:

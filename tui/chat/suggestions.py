@@ -12,7 +12,7 @@ from textual.widgets.option_list import Option
 
 from localgen.backends.terminal_text import escape_name
 from localgen.chat.file_mentions import list_files, matching_files, typed_mention
-from localgen.tui.chat.shell_command import is_shell_line
+from localgen.tui.chat.shell_command import is_prompt, is_shell_line
 from localgen.tui.chat.slash_commands import CompletionSources, command_suggestions
 
 _MAX_ROWS = 50
@@ -50,11 +50,10 @@ class Suggestions(OptionList):
     def show_for(self, text: str, before_cursor: str) -> None:
         """Show the completions of the prompt's text; none hides the list."""
         # neither the shell nor a command reads mentions
-        is_prompt = not text.startswith(("!", "/"))
         before = self._mention
-        self._mention = typed_mention(before_cursor) if is_prompt else None
+        self._mention = typed_mention(before_cursor) if is_prompt(text) else None
         if self._mention is None:
-            is_shell = text == "!" or is_shell_line(text)
+            is_shell = is_shell_line(text)
             rows = [_SHELL_ROW] if is_shell else command_suggestions(text, self._sources)
             self._show_rows(rows[:_MAX_ROWS], disabled=is_shell)
             return

@@ -29,7 +29,7 @@ _BAR_COLUMNS, _TEXT_COLUMNS = 20, 24
 _CHARS_BEFORE, _LINES_BEFORE, _CHARS_AFTER = 240, 4, 400
 # keys that come faster are skipped over, so that not each place is computed
 _LOOK_DELAY_S = 0.15
-_FAR = 20
+_FAR, _TO_END = 20, 1_000_000_000
 _WORDS = re.compile(r"\s*\S+")
 
 Look = Callable[[str], tuple[TokenAlternative, ...]]
@@ -48,6 +48,9 @@ class TokenScreen(Dialog[str | None]):
         Binding("left,h", "step(-1)", "Previous token"),
         Binding("pagedown", f"step({_FAR})", "Far on"),
         Binding("pageup", f"step({-_FAR})", "Far back"),
+        # the list has these keys too
+        Binding("home", f"step({-_TO_END})", "First token", priority=True),
+        Binding("end", f"step({_TO_END})", "Last token", priority=True),
         Binding("j", "choose(1)", show=False),
         Binding("k", "choose(-1)", show=False),
     ]
