@@ -157,3 +157,21 @@ def test_main_screen_keys_do_nothing_on_the_comparison(tmp_path: Path) -> None:
         assert notice_text(tui) == ""  # behind it nobody would see it
 
     play(Tui(tmp_path), scene)
+
+
+def test_columns_that_do_not_fit_are_reached(tmp_path: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await press(tui, pilot, "ctrl+b")
+        tui.app.screen.query_one(TextArea).text = "tiny\ntiny seed=1\ntiny seed=2"
+        await pilot.press("ctrl+s")
+        await tui.until(lambda: isinstance(tui.app.screen, CompareScreen))
+        await pilot.pause()
+        assert "seed=2" in tui.screen_text()
+        assert "out of sight" not in tui.screen_text()
+        await pilot.resize_terminal(60, 20)
+        await tui.until(lambda: "Shift+Tab goes to columns out of sight" in tui.screen_text())
+        assert "seed=2" not in tui.screen_text()
+        await pilot.press("shift+tab")
+        await tui.until(lambda: "seed=2" in tui.screen_text())
+
+    play(Tui(tmp_path), scene, (80, 24))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from textual import work
+from textual import events, work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, HorizontalScroll, Vertical
@@ -148,12 +148,15 @@ class CompareDialog(Dialog[list[CompareVariant] | None]):
             self.query_one("#error", Static).update(Content(one_line(error.message)))
 
 
+_MIN_COLUMN_WIDTH = 26
+
+
 class CompareColumn(Vertical):
     """The transcript and speed of one session."""
 
     DEFAULT_CSS = """
     CompareColumn {
-        width: 1fr; min-width: 28; height: 1fr; border: round $border;
+        height: 1fr; border: round $border;
         border-title-color: $primary; border-title-style: bold;
     }
     CompareColumn:focus-within { border: round $primary; }
@@ -253,9 +256,16 @@ class CompareScreen(Screen[None]):
         yield KeyFooter(compact=True)
 
     def on_mount(self) -> None:
-        prompt = self.query_one(Prompt)
-        prompt.placeholder = f"Ask all {len(self._labelled_sessions)}"
-        prompt.focus()
+        self.query_one(Prompt).focus()
+
+    def on_resize(self, event: events.Resize) -> None:
+        """Give the columns equal widths; those that do not fit are reached by their focus."""
+        num_columns = len(self._labelled_sessions)
+        fitting = event.size.width // num_columns
+        for column in self.query(CompareColumn):
+            column.styles.width = max(fitting, _MIN_COLUMN_WIDTH)
+        hint = "" if fitting >= _MIN_COLUMN_WIDTH else "; Shift+Tab goes to columns out of sight"
+        self.query_one(Prompt).placeholder = f"Ask all {num_columns}{hint}"
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Disable the prompt's keys for panels that this screen does not have."""
