@@ -17,8 +17,8 @@ from tui_chats import PacedClient, Tui, play, press
 
 from localgen.chat.markup import code_blocks
 from localgen.client import ModelCard, TextDelta, pullable_models
-from localgen.tui.chat.markdown import row_text
 from localgen.tui.chat.model_picker import ModelPicker
+from localgen.tui.chat.rows import row_text
 from localgen.tui.chat.transcript import Transcript
 
 SIZE = (120, 60)

@@ -13,7 +13,8 @@ from textual.pilot import Pilot
 from tui_chats import Tui, notice_text, play, press
 
 from localgen.chat.conversation import Turn
-from localgen.tui.chat.markdown import RowRenderer, row_text
+from localgen.tui.chat.markdown import RowRenderer
+from localgen.tui.chat.rows import row_text
 from localgen.tui.chat.transcript import Transcript
 from localgen.tui.chat.turn_rows import TurnRows
 from localgen.tui.themes import DARK, THEMES

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 from localgen.backends import units
-from localgen.chat.markup import code_blocks
 
 # a later key copies the whole answer again
 _REPEAT_S = 5.0
@@ -19,6 +18,8 @@ class AnswerCopies:
 
     def next(self, answer: str) -> tuple[str, str]:
         """What is copied now, and the message about it: the answer, or a block, the last first."""
+        from localgen.chat.markup import code_blocks  # the parser is slow to import
+
         blocks = code_blocks(answer)
         now_s = time.monotonic()
         is_again = now_s - self._last_s < _REPEAT_S

@@ -22,7 +22,8 @@ from textual.strip import Strip
 from localgen.chat.conversation import Turn
 from localgen.tui.chat.active_session import ActiveSession
 from localgen.tui.chat.answer_stream import AnswerStream, StreamPosition
-from localgen.tui.chat.markdown import COPY, FOLD, MUTED, Row, RowRenderer, row_text
+from localgen.tui.chat.markdown import RowRenderer
+from localgen.tui.chat.rows import COPY, FOLD, MUTED, Row, row_text
 from localgen.tui.chat.turn_rows import TurnRows
 
 # bindings of screens that show transcripts

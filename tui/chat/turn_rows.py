@@ -11,16 +11,8 @@ from rich.text import Text
 from localgen.backends.terminal_text import ProseStream, escape_control_chars
 from localgen.chat.conversation import Turn
 from localgen.chat.fences import with_short_blocks
-from localgen.chat.markup import split_blocks
-from localgen.tui.chat.markdown import (
-    FOLD,
-    MUTED,
-    PROMPT,
-    WARNING,
-    Row,
-    RowRenderer,
-    SafeMarkdown,
-)
+from localgen.tui.chat.markdown import RowRenderer, SafeMarkdown
+from localgen.tui.chat.rows import FOLD, MUTED, PROMPT, WARNING, Row
 
 _PROMPT_LINES = 12
 _PROMPT_CHARS = 2_000
@@ -36,7 +28,7 @@ class TurnRows:
         self._is_folded = True  # only the head of the reasoning is shown
         self._safe_reasoning, self._safe_answer = ProseStream(), SafeMarkdown()
         self._reasoning = _GrowingRows(_split_lines, RowRenderer.reasoning)
-        self._answer = _GrowingRows(split_blocks, RowRenderer.markdown, has_gaps=True)
+        self._answer = _GrowingRows(_split_blocks, RowRenderer.markdown, has_gaps=True)
         self._renderer: RowRenderer | None = None
         self._prompt_rows: list[Row] = []
         self._rows: list[Row] = []  # empty: something has changed
@@ -141,6 +133,12 @@ def _summary_text(turn: Turn, width: int) -> str:
     while not turn.stopped and cell_len(figures) > width and _FIGURE_SEPARATOR in figures:
         figures = figures.rpartition(_FIGURE_SEPARATOR)[0]
     return figures + line_end + rest
+
+
+def _split_blocks(text: str) -> tuple[list[str], str]:
+    from localgen.chat.markup import split_blocks  # the parser is slow to import
+
+    return split_blocks(text)
 
 
 def _split_lines(text: str) -> tuple[list[str], str]:
