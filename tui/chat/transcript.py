@@ -225,13 +225,22 @@ class Transcript(ScrollView, can_focus=True):
         follows = self._is_following and wanted is None
         if wanted is not None:
             turn_at_top, into_turn = wanted - self._first_turn, 0
-        self.virtual_size = Size(width, len(self.rows))
+        self._set_virtual_size(Size(width, len(self.rows)))
         if follows:
             self._scroll_to_end()
         elif turn_at_top < len(turns):
             # force: the scrollbar that allows it comes with the next layout
             self.scroll_to(y=self._turn_starts[turn_at_top] + into_turn, animate=False, force=True)
         self._refresh_changed(before)
+
+    def _set_virtual_size(self, size: Size) -> None:
+        """Set the size of all rows, without a layout of the screen if that stays as it is."""
+        before = self.virtual_size
+        if self.show_vertical_scrollbar and size.width == before.width and size > before:
+            self.set_reactive(Transcript.virtual_size, size)
+            self.vertical_scrollbar.window_virtual_size = size.height
+        else:
+            self.virtual_size = size
 
     def _refresh_changed(self, before: list[Row]) -> None:
         """Draw the visible rows from the first on that differs; a scroll has drawn them all."""
