@@ -6,10 +6,12 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from scripted_client import answer
 from textual.pilot import Pilot
+from textual.screen import Screen
 from tui_chats import Tui, notice_text, play, press
 
 from localgen.chat.conversation import Turn
@@ -155,6 +157,42 @@ def test_a_scrollbar_that_appears_shows_where_the_view_is(tmp_path: Path) -> Non
         assert transcript.vertical_scrollbar.position == transcript.scroll_y > 0
 
     play(Tui(tmp_path, ("".join(PAGES), answer()), ("Yes.", answer())), scene, (60, 20))
+
+
+def test_the_scrollbar_grows_with_the_answer_without_a_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more, end = threading.Event(), threading.Event()
+    layouts: list[object] = []
+
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        transcript = tui.main.query_one(Transcript)
+        await tui.type(pilot, "q")
+        await pilot.press("enter")
+        await tui.until(lambda: "Part 4" in transcript.text)
+        await tui.until(lambda: transcript.show_vertical_scrollbar)
+        await pilot.pause()
+        bar = transcript.vertical_scrollbar
+        show = Screen._refresh_layout
+
+        def counted(screen: Screen[None], *given: Any, **named: Any) -> None:
+            if not named.get("scroll"):
+                layouts.append(given)
+            show(screen, *given, **named)
+
+        monkeypatch.setattr(Screen, "_refresh_layout", counted)
+        more.set()
+        await tui.until(lambda: "Part 9" in transcript.text)
+        await pilot.pause()
+        assert not layouts
+        assert bar.window_virtual_size == transcript.virtual_size.height == len(transcript.rows)
+        assert bar.position == transcript.scroll_y == transcript.max_scroll_y
+        end.set()
+        await tui.wait_until_idle(pilot)
+        assert bar.window_virtual_size == len(transcript.rows)
+
+    script = ("".join(PAGES[:5]), more, "".join(PAGES[5:10]), end, answer())
+    play(Tui(tmp_path, script), scene, (60, 20))
 
 
 def test_code_is_copied_by_a_click_and_by_a_key(
