@@ -24,7 +24,7 @@ from benchmarks import llamacpp_tools, random_gguf
 from benchmarks.llamacpp_tools import ToolFailed, Tools
 from benchmarks.measure import RATE, ModelLine, Report, command
 from benchmarks.random_vocabulary import random_words
-from benchmarks.servers import Localgen, llama_server, private_settings
+from benchmarks.servers import Localgen, llama_server
 from benchmarks.speed import BENCH, LOCALGEN, SERVER, UNIFIED
 from benchmarks.streams import (
     BenchClient,
@@ -37,6 +37,7 @@ from benchmarks.streams import (
 from localgen.backends.errors import LocalgenError
 from localgen.backends.memory.system import num_physical_cores
 from localgen.backends.model_info import LoadOptions
+from localgen.bench.private_server import private_settings
 from localgen.hub.packaged import packaged_model
 
 CTX = 2048
@@ -199,7 +200,8 @@ def _prefill(clients: Sequence[BenchClient], *, tokens: int) -> float:
     return (answer.prompt_tokens - answer.cached_tokens) / (answer.first_s - answer.sent_s)
 
 
-def _model(name: str) -> Path:
+def named_model(name: str) -> Path:
+    """The file of a model by its name in the options."""
     if name in random_gguf.SHAPES:
         return random_gguf.cached(random_gguf.SHAPES[name])
     return packaged_model(name).path
@@ -226,7 +228,7 @@ def main(arguments: list[str] | None = None) -> int:
     rounds = 1 if options.quick else options.rounds
     try:
         tools = Tools(options.tools or llamacpp_tools.build())
-        model = _model("quick" if options.quick else options.model)
+        model = named_model("quick" if options.quick else options.model)
         threads, num_clients = num_physical_cores(), max(options.streams)
         with (
             localgen_servers(model, LoadOptions(ctx=CTX, draft="none")) as localgens,

@@ -16,12 +16,13 @@ from benchmarks import constrained, footprint, llamacpp_tools, random_gguf, real
 from benchmarks.llamacpp_tools import ToolFailed, Tools
 from benchmarks.measure import ModelLine, Report, command
 from benchmarks.real_text import RealTextBench
-from benchmarks.servers import Localgen, private_settings
+from benchmarks.servers import Localgen
 from benchmarks.speed import CpuBench
 from benchmarks.streams import StreamFailed
 from localgen.backends.errors import LocalgenError
 from localgen.backends.llamacpp.loader import load_llamacpp_model
 from localgen.backends.model_info import LoadOptions, ModelLoadRequest
+from localgen.bench.private_server import private_settings
 from localgen.config import BUILT_IN_MODEL, ServerSettings
 from localgen.hub.packaged import BUILT_IN_PATH, SMOLLM2, packaged_model
 

@@ -17,7 +17,7 @@ import httpx
 from benchmarks import llamacpp_tools, steps
 from benchmarks.llamacpp_tools import ToolFailed, Tools
 from benchmarks.measure import RATE, ModelLine, Report, command
-from benchmarks.servers import Localgen, private_settings
+from benchmarks.servers import Localgen
 from benchmarks.speed import BATCHED, BENCH, LOCALGEN
 from benchmarks.streams import (
     LocalgenBenchClient,
@@ -28,6 +28,7 @@ from benchmarks.streams import (
 from localgen.backends.errors import LocalgenError
 from localgen.backends.memory.system import num_physical_cores
 from localgen.backends.model_info import LoadOptions
+from localgen.bench.private_server import private_settings
 
 # the most common type, and the target against it
 USUAL, TARGET = "q4_k_m", 1.3

@@ -23,11 +23,12 @@ import httpx
 from benchmarks import llamacpp_tools
 from benchmarks.llamacpp_tools import ToolFailed, Tools
 from benchmarks.measure import RATE, ModelLine, Report, command
-from benchmarks.servers import Localgen, llama_server, private_settings
+from benchmarks.servers import Localgen, llama_server
 from benchmarks.streams import BenchClient, HttpBenchClient, LocalgenBenchClient, StreamFailed
 from localgen.backends.errors import LocalgenError
 from localgen.backends.memory.system import num_physical_cores
 from localgen.backends.model_info import LoadOptions
+from localgen.bench.private_server import private_settings
 from localgen.client.endpoints import resolve_endpoint
 from localgen.client.server_monitor import LocalServerMonitor, RemoteServerMonitor
 from localgen.hub.packaged import packaged_model

@@ -18,8 +18,9 @@ from typing import Any
 import httpx
 
 from benchmarks.measure import ModelLine, Report, command
-from benchmarks.servers import Localgen, private_settings
+from benchmarks.servers import Localgen
 from localgen.backends.model_info import LoadOptions
+from localgen.bench.private_server import private_settings
 from localgen.config import ServerSettings
 
 # seconds that the 99th percentile may be above that without load

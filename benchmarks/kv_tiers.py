@@ -28,7 +28,7 @@ from benchmarks import llamacpp_tools, random_gguf
 from benchmarks.llamacpp_tools import ToolFailed, Tools
 from benchmarks.measure import RATE, ModelLine, Report, command
 from benchmarks.random_vocabulary import random_words
-from benchmarks.servers import Localgen, llama_server, private_settings
+from benchmarks.servers import Localgen, llama_server
 from benchmarks.streams import (
     ATTEMPTS,
     BenchClient,
@@ -41,6 +41,7 @@ from benchmarks.streams import (
 from localgen.backends.errors import LocalgenError
 from localgen.backends.memory.system import num_physical_cores
 from localgen.backends.model_info import LoadOptions, ModelInfo
+from localgen.bench.private_server import private_settings
 from localgen.client import LocalClient
 from localgen.config import ServerSettings
 from localgen.hub.packaged import packaged_model

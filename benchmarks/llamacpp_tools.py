@@ -77,6 +77,14 @@ class Tools:
         )  # fmt: skip
         return float(answer["avg_ts"])
 
+    def prefill(self, model: Path, tokens: int, threads: int) -> float:
+        """Run llama-bench; return the speed of a prompt in tokens/s."""
+        answer = self._json(
+            "llama-bench", "-m", str(model), "-p", str(tokens), "-n", "0", "-t", str(threads),
+            "-r", "1", "-o", "jsonl",
+        )  # fmt: skip
+        return float(answer["avg_ts"])
+
     def batched(
         self,
         model: Path,

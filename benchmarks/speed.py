@@ -14,7 +14,7 @@ import httpx
 from benchmarks.llamacpp_tools import Tools
 from benchmarks.measure import RATE, Report, Series
 from benchmarks.random_vocabulary import random_words
-from benchmarks.servers import Localgen, llama_server, private_settings
+from benchmarks.servers import Localgen, llama_server
 from benchmarks.streams import (
     BenchClient,
     HttpBenchClient,
@@ -30,6 +30,7 @@ from benchmarks.streams import (
 from localgen.backends.llamacpp.slots import BLOCK_ROWS
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import Message
+from localgen.bench.private_server import private_settings
 
 NEAR = 0.97  # target: share of the speed of llama.cpp's own loop
 SHARED_PREFIX = 0.35

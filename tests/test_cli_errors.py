@@ -68,7 +68,6 @@ ROOT = Path(__file__).parents[1]
         (["quit"], b"", 2, "No such command 'quit'. (see"),
         (["download", "tiny"], b"", 2, "No such command 'download'. Did you mean 'pull'? (see"),
         (["create"], b"", 2, "'create': there are no presets: `localgen cp MODEL NAME` creates"),
-        (["bench"], b"", 2, "'bench': `localgen run MODEL -p PROMPT --verbose` measures an answer"),
         (
             ["run", "tiny", "--image", "a.png"],
             b"",

@@ -67,7 +67,18 @@ ASKING = {
     "warm": ["warm", "tiny", "-f", __file__],
 }
 OTHERS = {
-    *("completion", "cp", "endpoint", "history", "kv", "launch", "logs", "pull", "quantize"),
+    *(
+        "bench",
+        "completion",
+        "cp",
+        "endpoint",
+        "history",
+        "kv",
+        "launch",
+        "logs",
+        "pull",
+        "quantize",
+    ),
     *("search", "serve", "show", "top", "tui"),
 }
 UNAVAILABLE = errors.exit_status("server_unavailable")

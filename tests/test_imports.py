@@ -57,6 +57,7 @@ ORDER = (
     "localgen.server.http",
     "localgen.server",
     "localgen.client",
+    "localgen.bench",
     "localgen.doctor",
     "localgen.quant.request",
     "localgen.quant.files",

@@ -23,6 +23,7 @@ COMMANDS = {
     "search": "Search the catalog of models, and see which fit in memory.",
     "pull": "Download a model from the hub, or resume a download.",
     "show": "Show a model's metadata, or which quantizations of it fit.",
+    "bench": "Measure a model's speed, and how many people it serves.",
     "plan": "Estimate the memory use and speed of a model on this machine.",
     "quantize": "Quantize a 16-bit model and measure the quality loss.",
     "rm": "Remove a model or an alias.",
@@ -50,8 +51,6 @@ _OTHER_NAMES = {
 }
 # commands of other tools that localgen does not have
 _ADVICE = {
-    "bench": ": `localgen run MODEL -p PROMPT --verbose` measures an answer, "
-    "`localgen plan MODEL` estimates the speed",
     "create": ": there are no presets: `localgen cp MODEL NAME` creates an alias, and the system "
     "prompt and the parameters are options of chat and run",
 }

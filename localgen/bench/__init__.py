@@ -1,0 +1,1 @@
+"""`localgen bench`: what a server delivers, measured at its client."""

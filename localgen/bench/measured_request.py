@@ -1,0 +1,120 @@
+"""One request as its client saw it, and the client that makes it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from localgen.backends.errors import LocalgenError
+from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.types import Message, Timings
+from localgen.client import Client, Completion, TextDelta
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRequest:
+    """Times in seconds of the client's clock.
+
+    arrivals: time of each piece of the answer's text, and the tokens received by then.
+    prompt_tokens, completion_tokens: as the server counts them. timings: the engine's own, or None
+    if the server does not report them. error: why there is no answer, else empty.
+    """
+
+    sent_s: float
+    ended_s: float
+    arrivals: tuple[tuple[float, int], ...] = ()
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    timings: Timings | None = None
+    error: str = ""
+
+    @property
+    def ttft_s(self) -> float:
+        """From sending the request to the first text of the answer; the whole time if it has none.
+
+        Reasoning is no text of the answer.
+        """
+        return (self.arrivals[0][0] if self.arrivals else self.ended_s) - self.sent_s
+
+    @property
+    def e2e_s(self) -> float:
+        return self.ended_s - self.sent_s
+
+    @property
+    def tpot_s(self) -> float:
+        """Time per output token after the first, as vLLM counts it; 0 for a single token."""
+        rest = self.completion_tokens - 1
+        return (self.e2e_s - self.ttft_s) / rest if rest > 0 else 0.0
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Times between two pieces of text (inter-token latencies, if each has one token)."""
+        return [late - early for (early, _), (late, _) in pairwise(self.arrivals)]
+
+    @property
+    def prefill_rate(self) -> float:
+        """Computed prompt tokens/s, of the engine if it reports them."""
+        if self.timings is not None:
+            return self.timings.prompt_per_second
+        return (self.prompt_tokens - self.cached_tokens) / self.ttft_s
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens/s after the first, of the engine if it reports them; 0 for a single token."""
+        if self.timings is not None:
+            return self.timings.predicted_per_second
+        return 1 / self.tpot_s if self.tpot_s else 0.0
+
+
+class Target:
+    """The server and model that are measured. Thread-safe.
+
+    context: tokens of prompt and answer, or None if the server does not report it. is_chat: prompts
+    are messages, which each server takes; else texts that are continued.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        model: str | None,
+        context: int | None,
+        *,
+        is_chat: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._client, self._model, self.context, self._clock = client, model, context, clock
+        self._is_chat = is_chat
+
+    def ask(self, prompt: str, max_tokens: int) -> MeasuredRequest:
+        """A greedy answer, of exactly max_tokens tokens where the server can. Errors are in it."""
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        arrivals: list[tuple[float, int]] = []
+        sent_s, end = self._clock(), None
+        try:
+            for part in self._parts(prompt, params):
+                if isinstance(part, Completion):
+                    end = part
+                elif isinstance(part, TextDelta) and part.text:
+                    arrivals.append((self._clock(), part.num_tokens))
+        except LocalgenError as error:
+            return MeasuredRequest(sent_s, self._clock(), error=error.message)
+        ended_s = self._clock()
+        if end is None:
+            return MeasuredRequest(sent_s, ended_s, error="the answer has no end")
+        return MeasuredRequest(
+            sent_s,
+            ended_s,
+            tuple(arrivals),
+            end.prompt_tokens or 0,
+            end.cached_tokens or 0,
+            end.completion_tokens,
+            None if end.client_measured else end.timings,
+        )
+
+    def _parts(self, prompt: str, params: SamplingParams) -> Iterator[TextDelta | Completion]:
+        if self._is_chat:
+            return self._client.chat(self._model, [Message("user", prompt)], params)
+        return self._client.complete(self._model, prompt, params)

@@ -1,0 +1,133 @@
+"""Results in files: comparing two of them, and requirements for CI."""
+
+from __future__ import annotations
+
+import json
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from localgen.backends.errors import InvalidRequest
+from localgen.bench.estimates import ratio_interval
+
+_REQUIREMENT = re.compile(r"(.+?)(>=|<=|>|<)\s*(\d+(?:\.\d+)?)")
+_OPERATORS: dict[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+# what has to be the same for figures to be compared
+_SAME = ("model", "machine.cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """A bound of a figure, such as `tg128>=30`."""
+
+    text: str
+    figure: str
+    symbol: str
+    bound: float
+
+    def check(self, record: Mapping[str, Any]) -> tuple[bool, str]:
+        """Whether a result keeps it, and a line about it.
+
+        Raises InvalidRequest if the result has no such figure.
+        """
+        figures = {_key(name): value for name, value in mean_figures(record).items()}
+        if self.figure not in figures:
+            known = ", ".join(figures) or "none"
+            raise InvalidRequest(f"--require {self.text}: not measured; there are {known}")
+        value = figures[self.figure]
+        is_kept = _OPERATORS[self.symbol](value, self.bound)
+        return is_kept, f"{self.text}: {'kept' if is_kept else 'NOT kept'}, it is {value:.2f}"
+
+
+def parse_requirement(text: str) -> Requirement:
+    """Raises InvalidRequest if it is invalid."""
+    found = _REQUIREMENT.fullmatch(text.strip())
+    if found is None:
+        raise InvalidRequest(f"--require {text}: give a figure and its bound, such as tg128>=30")
+    return Requirement(text, _key(found[1]), found[2], float(found[3]))
+
+
+def mean_figures(record: Mapping[str, Any]) -> dict[str, float]:
+    """Mean tokens/s by the name of the test, and TTFTs in ms (`pp512 ttft`, `4 sessions ttft`)."""
+    found = {}
+    for test in record["tests"]:
+        if test["samples_ts"]:
+            found[test["test"]] = test["avg_ts"]
+        found[f"{test['test']} ttft"] = sum(test["ttft_ms"]) / len(test["ttft_ms"])
+    for test in record["sessions"]:
+        found[test["test"]] = test["output_throughput"]
+        if "mean_ttft_ms" in test:
+            found[f"{test['test']} ttft"] = test["mean_ttft_ms"]
+    return found
+
+
+def save(record: Mapping[str, Any], path: Path) -> None:
+    """Write a result as JSON. Raises InvalidRequest if it cannot be written."""
+    try:
+        path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InvalidRequest(f"--save {path}: {error.strerror}", param="save") from error
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read a result. Raises InvalidRequest if it is none."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        mean_figures(record)
+        return dict(record)
+    except OSError as error:
+        raise InvalidRequest(f"--compare {path}: {error.strerror}", param="compare") from error
+    except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
+        raise InvalidRequest(
+            f"--compare {path}: no result of `localgen bench --save`", param="compare"
+        ) from error
+
+
+def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each test of both results, and for what makes them hard to compare."""
+    for name in _SAME:
+        first, second = _look_up(before, name), _look_up(after, name)
+        if first != second:
+            yield f"{name.partition('.')[2] or name} differs: {first} and {second}"
+    samples = [_samples(record) for record in (before, after)]
+    names = [name for name in samples[0] if name in samples[1]]
+    if not names:
+        yield "no test is in both"
+    for name in names:
+        yield f"{name}: {difference(samples[0][name], samples[1][name])}"
+
+
+def difference(before: Sequence[float], after: Sequence[float]) -> str:
+    """For example `+4.1 % (2.9 to 5.3)`, or that none can be told (95 % interval)."""
+    found = ratio_interval(before, after)
+    if found is None:
+        return "measured once: give it more --time to tell a difference"
+    centre, low, high = (100 * (ratio - 1) for ratio in found)
+    interval = f"({low:+.1f} to {high:+.1f})"
+    if low <= 0 <= high:
+        return f"no difference that can be told {interval}"
+    return f"{centre:+.1f} % {interval}"
+
+
+def _samples(record: Mapping[str, Any]) -> dict[str, list[float]]:
+    both = [*record["tests"], *record["sessions"]]
+    return {test["test"]: test["samples_ts"] for test in both if test["samples_ts"]}
+
+
+def _look_up(record: Mapping[str, Any], path: str) -> object:
+    value: Any = record
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _key(name: str) -> str:
+    return re.sub(r"\s+", "", name).lower()

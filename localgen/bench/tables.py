@@ -1,0 +1,28 @@
+"""Markdown tables as llama-bench prints them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def markdown_table(columns: Sequence[tuple[str, int]], lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table with llama-bench's alignment; negative widths align at the left."""
+    if not lines:
+        return ""
+    widths = [
+        max(abs(width), *(len(line[at]) for line in lines)) for at, (_, width) in enumerate(columns)
+    ]
+
+    def joined(cells: Sequence[str]) -> str:
+        aligned = (
+            cell.ljust(size) if width < 0 else cell.rjust(size)
+            for cell, (_, width), size in zip(cells, columns, widths, strict=True)
+        )
+        return f"| {' | '.join(aligned)} |"
+
+    rule = [
+        "-" * size if width < 0 else "-" * (size - 1) + ":"
+        for (_, width), size in zip(columns, widths, strict=True)
+    ]
+    head = joined([name for name, _ in columns])
+    return "\n".join([head, joined(rule), *map(joined, lines)])

@@ -1,0 +1,295 @@
+"""`localgen bench`."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from localgen.backends.errors import InvalidRequest
+from localgen.chat.parameters import ModelOptions
+from localgen.cli import tables
+from localgen.cli.arguments import JsonFlag, ModelArgument
+from localgen.cli.options import takes_load_options
+from localgen.cli.pull import run_or_offer_pull
+from localgen.cli.remote_options import (
+    KeyEnvOption,
+    UrlOption,
+    create_client,
+    endpoint_from_options,
+)
+
+if TYPE_CHECKING:
+    from localgen.bench.load_report import LoadResult
+    from localgen.bench.report import BenchResult
+    from localgen.bench.run import BenchPlan
+    from localgen.bench.saved_results import Requirement
+    from localgen.client.endpoints import Endpoint
+
+    Result = BenchResult | LoadResult
+
+_MIN_SECONDS, _SECONDS, _SEARCH_SECONDS = 5.0, 60.0, 300.0
+TimeOption = Annotated[
+    float | None,
+    typer.Option(
+        "--time",
+        metavar="SECONDS",
+        help="Time for everything (default: 60; with --slo 300); what does not fit is left out.",
+        min=_MIN_SECONDS,
+    ),
+]
+LevelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--slo",
+        metavar="GOALS",
+        help="What a person should get, such as ttft=1s,tpot=125ms (the default). Given without "
+        "another load, the highest rate at which 95 % of requests keep it is searched for.",
+    ),
+]
+_PANEL = "Load (instead of the tests of one stream)"
+RateOption = Annotated[
+    float | None,
+    typer.Option(
+        "--rate", metavar="PER_S", help="Send requests at a rate.", rich_help_panel=_PANEL
+    ),
+]
+PoissonFlag = Annotated[
+    bool,
+    typer.Option(
+        "--poisson", help="Send them at random times, as people do.", rich_help_panel=_PANEL
+    ),
+]
+ConcurrencyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--concurrency",
+        metavar="N,N",
+        help="Keep so many requests running, one load after the other.",
+        rich_help_panel=_PANEL,
+    ),
+]
+TraceOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace",
+        metavar="FILE",
+        help="Send the requests of a trace in Mooncake's format, at its times.",
+        dir_okay=False,
+        rich_help_panel=_PANEL,
+    ),
+]
+PromptsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompts",
+        metavar="FILE",
+        help="Use the prompts of a file of JSON lines, or of ShareGPT, instead of random words.",
+        dir_okay=False,
+        rich_help_panel=_PANEL,
+    ),
+]
+InputOption = Annotated[
+    int | None,
+    typer.Option(
+        "--input-len",
+        metavar="TOKENS",
+        help="Length of the random prompts (default: 128).",
+        min=1,
+        rich_help_panel=_PANEL,
+    ),
+]
+OutputOption = Annotated[
+    int | None,
+    typer.Option(
+        "--output-len",
+        metavar="TOKENS",
+        help="Length of the answers (default: 64).",
+        min=1,
+        rich_help_panel=_PANEL,
+    ),
+]
+PrefixOption = Annotated[
+    str | None,
+    typer.Option(
+        "--shared-prefix",
+        metavar="TOKENSxN",
+        help="Begin the random prompts with one of N prefixes, such as 4096x8.",
+        rich_help_panel=_PANEL,
+    ),
+]
+PlotOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--plot",
+        metavar="FILE",
+        help="Draw the latencies over the load in an SVG file too.",
+        dir_okay=False,
+        rich_help_panel=_PANEL,
+    ),
+]
+SaveOption = Annotated[
+    Path | None,
+    typer.Option("--save", metavar="FILE", help="Write the result as JSON.", dir_okay=False),
+]
+CompareOption = Annotated[
+    tuple[Path, Path] | None,
+    typer.Option(
+        "--compare",
+        metavar="FILE FILE",
+        help="Compare two saved results, and measure nothing.",
+    ),
+]
+RequireOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--require",
+        metavar="BOUND",
+        help="Exit with status 1 unless a figure keeps its bound, such as tg128>=30 "
+        "(may be repeated).",
+    ),
+]
+
+
+@takes_load_options
+def command(
+    context: typer.Context,
+    options: ModelOptions,
+    model: ModelArgument = None,
+    seconds: TimeOption = None,
+    level: LevelOption = None,
+    json: JsonFlag = False,
+    save: SaveOption = None,
+    compare: CompareOption = None,
+    require: RequireOption = None,
+    rate: RateOption = None,
+    poisson: PoissonFlag = False,
+    concurrency: ConcurrencyOption = None,
+    trace: TraceOption = None,
+    prompts: PromptsOption = None,
+    input_len: InputOption = None,
+    output_len: OutputOption = None,
+    shared_prefix: PrefixOption = None,
+    plot: PlotOption = None,
+    url: UrlOption = None,
+    api_key_env: KeyEnvOption = None,
+) -> None:
+    """Measure a model's speed, and how many people it serves before it feels slow.
+
+    Speeds are in llama-bench's table, without drafts; the drafts have a row of their own. A model
+    of this machine runs in an engine of its own meanwhile.
+    """
+    from localgen.bench.saved_results import parse_requirement
+    from localgen.bench.service_level import ServiceLevel, parse_service_level
+
+    if compare is not None:
+        _print_comparison(*compare)
+        return
+    requirements = [parse_requirement(text) for text in require or ()]
+    endpoint = endpoint_from_options(context, url, api_key_env)
+    from localgen.bench.load_plan import load_plan
+    from localgen.bench.run import BenchPlan
+
+    load = load_plan(
+        rate=rate,
+        is_poisson=poisson,
+        concurrency=concurrency,
+        trace=trace,
+        prompts=prompts,
+        input_tokens=input_len,
+        output_tokens=output_len,
+        shared_prefix=shared_prefix,
+        is_search=level is not None,
+    )
+    if load is None and plot is not None:
+        raise InvalidRequest("--plot draws a load: give --slo, --rate or --concurrency as well")
+    default_s = _SECONDS if load is None or not load.is_search else _SEARCH_SECONDS
+    service_level = parse_service_level(level) if level else ServiceLevel()
+    plan = BenchPlan(seconds or default_s, service_level, load)
+    for option, path in (("--save", save), ("--plot", plot)):
+        _require_writable(option, path)
+    found: list[Result] = []
+    if endpoint is not None:
+        found.append(_bench_remote(endpoint, model or endpoint.model, plan))
+    else:
+        run_or_offer_pull(
+            model,
+            lambda: found.append(_bench_local(model, options, plan)),
+            draft=options.load.draft,
+        )
+    _show(found[0], requirements, save, plot, json_output=json)
+
+
+def _bench_local(model: str | None, options: ModelOptions, plan: BenchPlan) -> Result:
+    from localgen.bench.run import bench_local
+    from localgen.cli.one_shot import stderr_console
+    from localgen.hub.packaged import default_model
+    from localgen.repl.load_progress import LoadProgressLine
+
+    with LoadProgressLine(stderr_console(), model or default_model()) as loading:
+        return bench_local(model, options.load, plan, loading.notify, loading.update)
+
+
+def _bench_remote(endpoint: Endpoint, model: str | None, plan: BenchPlan) -> Result:
+    from localgen.bench.run import bench_remote
+
+    with closing(create_client(endpoint, tables.print_notice)) as client:
+        return bench_remote(client, model, plan, tables.print_notice)
+
+
+def _show(
+    result: Result,
+    requirements: list[Requirement],
+    save: Path | None,
+    plot: Path | None,
+    *,
+    json_output: bool,
+) -> None:
+    from localgen.bench import saved_results
+
+    record = result.record()
+    if save is not None:
+        saved_results.save(record, save)
+    if plot is not None:
+        _draw(result.text(), plot)
+    if json_output:
+        typer.echo(tables.json_text(record, indent=2))
+    else:
+        for line in result.text().split("\n"):
+            tables.print_line(line)
+    checks = [requirement.check(record) for requirement in requirements]
+    for _, line in checks:
+        tables.print_notice(line)
+    if not all(is_kept for is_kept, _ in checks):
+        raise typer.Exit(1)
+
+
+def _print_comparison(before: Path, after: Path) -> None:
+    from localgen.bench import saved_results
+
+    records = [saved_results.read(path) for path in (before, after)]
+    for line in saved_results.compare(*records):
+        tables.print_line(line)
+
+
+def _draw(text: str, path: Path) -> None:
+    """Write text as an SVG file."""
+    from rich.console import Console
+
+    lines = text.split("\n")
+    console = Console(record=True, width=max(map(len, lines)), file=StringIO())
+    console.print(text, markup=False, highlight=False)
+    path.write_text(console.export_svg(title="localgen bench"), encoding="utf-8")
+
+
+def _require_writable(option: str, path: Path | None) -> None:
+    """Raises InvalidRequest before a minute is spent, if the result could not be written."""
+    if path is None:
+        return
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise InvalidRequest(f"{option} {path}: {error.strerror}") from error
