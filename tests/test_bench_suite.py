@@ -10,6 +10,7 @@ from bench_targets import VirtualTarget
 from scripted_client import model_info
 
 from localgen.backends.errors import ServerUnavailable
+from localgen.bench.energy import Counter, Counters, joules_between, read_counters
 from localgen.bench.machine_state import MachineState
 from localgen.bench.prompts import WordPrompts
 from localgen.bench.report import BenchResult
@@ -18,8 +19,15 @@ from localgen.bench.service_level import ServiceLevel
 from localgen.bench.suite import Suite, SuiteRunner, plain_tests, prefix_tests
 
 
+def energy_at(target: VirtualTarget) -> Counters:
+    """Ten watts, counted up to 500 J."""
+    return {"package-0": Counter(10 * target.clock.now_s % 500, 500.0)}
+
+
 def run(target: VirtualTarget, seconds: float) -> Suite:
-    runner = SuiteRunner(target, WordPrompts(1), clock=target.clock)
+    runner = SuiteRunner(
+        target, WordPrompts(1), clock=target.clock, read_energy=lambda: energy_at(target)
+    )
     runner.warm_up()
     return runner.run([*plain_tests(), *prefix_tests()], target.clock.now_s + seconds)
 
@@ -135,3 +143,31 @@ def test_json_has_the_names_of_llama_bench_and_vllm(tmp_path: Path) -> None:
         *("median_ttft_ms", "std_ttft_ms", "p99_ttft_ms", "p99_tpot_ms", "p99_itl_ms"),
         *("p99_e2el_ms", "max_concurrency", "num_prompts", "completed", "duration"),
     } <= {*record["sessions"][0]}
+
+
+def test_energy_of_a_token() -> None:
+    found = result(run(VirtualTarget(1000, 50), 60))
+    generation = found.suite.find("tg128")
+    assert generation is not None
+    assert generation.joules_per_token == pytest.approx(10 / 50, rel=0.01)
+    assert "joules per token: pp512 0.01, tg128 0.199, 1 session 0.234" in found.text()
+    assert found.record()["tests"][0]["joules_per_token"] == pytest.approx(0.01, rel=0.05)
+
+
+def test_counters_of_the_processor_packages(tmp_path: Path) -> None:
+    for zone, name, energy in (
+        ("intel-rapl:0", "package-0", "5000000"),
+        ("intel-rapl:1", "package-1", "7000000"),
+        ("intel-rapl:0:0", "core", "9000000"),
+        ("intel-rapl:2", "psys", "not a number"),
+    ):
+        (tmp_path / zone).mkdir()
+        (tmp_path / zone / "name").write_text(name + "\n")
+        (tmp_path / zone / "energy_uj").write_text(energy + "\n")
+        (tmp_path / zone / "max_energy_range_uj").write_text("100000000\n")
+    found = read_counters(tmp_path)
+    assert found == {"package-0": Counter(5, 100), "package-1": Counter(7, 100)}
+    later = {"package-0": Counter(6, 100), "package-1": Counter(2, 100)}
+    assert joules_between(found, later) == pytest.approx(1 + 95)
+    assert joules_between({}, later) is None
+    assert read_counters(tmp_path / "none") == {}

@@ -425,6 +425,7 @@ class FakeNvml:
             "nvmlDeviceGetPowerUsage": 512_000,
             "nvmlDeviceGetEnforcedPowerLimit": 700_000,
             "nvmlDeviceGetTemperature": 61,
+            "nvmlDeviceGetTotalEnergyConsumption": 2_500,
         }
 
         def ask(*asked: Any) -> Any:
@@ -445,6 +446,7 @@ def test_gpu_metrics_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (gpu.name, gpu.total_bytes, gpu.used_bytes) == ("NVIDIA H200", 150, 90)
     assert (gpu.busy, gpu.power_w, gpu.power_limit_w) == (0.97, 512.0, 700.0)
     assert (gpu.temperature_c, gpu.clock_mhz, gpu.memory_clock_mhz) == (61, 1980, 3201)
+    assert gpus.gpu_energy_joules() == 2.5
     assert nvml.open == 0
 
 
@@ -462,6 +464,7 @@ def test_missing_gpu_metrics_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = FakeNvml("nvmlDeviceGetCount")
     monkeypatch.setitem(sys.modules, "pynvml", cast(Any, broken))
     assert gpus.read_gpu_metrics() == ()
+    assert gpus.gpu_energy_joules() is None
     assert broken.open == 0
 
 

@@ -101,6 +101,13 @@ class BenchResult:
                 f"first token of a prompt of {_tokens(cold)} tokens: {_ttft(cold.requests, 0.5)}; "
                 f"of the same one again: {_ttft(warm.requests, 0.5)}{hit}"
             )
+        energy = [
+            f"{test.name} {used:.3g}"
+            for test in rows(self.suite)
+            if (used := test.joules_per_token) is not None
+        ]
+        if energy:
+            yield f"joules per token: {', '.join(energy)}"
         for test in rows(self.suite):
             failed = [r.error for r in test.requests if r.error]
             if failed:
@@ -144,6 +151,7 @@ class BenchResult:
             "stddev_ts": 0.0 if test.repeats else deviation(test.rates),
             "samples_ts": [] if test.repeats else test.rates,
             "ttft_ms": [r.ttft_s * 1e3 for r in test.requests],
+            "joules_per_token": test.joules_per_token,
         }
 
 
@@ -162,6 +170,7 @@ def _session_record(test: Test) -> dict[str, Any]:
         "test": test.name,
         "max_concurrency": test.sessions,
         "samples_ts": test.rates,
+        "joules_per_token": test.joules_per_token,
     } | vllm_figures(test.requests, took_s)
 
 

@@ -199,7 +199,10 @@ def _warmed_up(
     prompts = WordPrompts(_random_seed())
     # a server at a URL may have chats only
     target = Target(client, model, info.ctx or None, is_chat=bool(client.url))
-    bench = Bench(client, info, target, SuiteRunner(target, prompts, notify), prompts, begin_s)
+    runner = SuiteRunner(target, prompts, notify)
+    if client.url:  # it is on another machine, as far as is known
+        runner = SuiteRunner(target, prompts, notify, read_energy=dict)
+    bench = Bench(client, info, target, runner, prompts, begin_s)
     bench.runner.warm_up()
     return bench
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from localgen.backends.errors import ServerUnavailable
+from localgen.bench.energy import ReadCounters, joules_between, read_counters
 from localgen.bench.measured_request import MeasuredRequest, Target
 from localgen.bench.prompts import WordPrompts, code_edit
 
@@ -31,7 +32,8 @@ class Test:
 
     name: as in llama-bench's table. prompt_tokens: computed in the test, behind `depth` tokens that
     are cached. sessions: requests sent at the same moment. text: the prompt instead of random
-    words. repeats: the prompt has just been computed, and is cached.
+    words. repeats: the prompt has just been computed, and is cached. joules: of each round, where
+    they can be read.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Test:
     text: str = ""
     repeats: bool = False
     rounds: list[tuple[MeasuredRequest, ...]] = field(default_factory=list)
+    joules: list[float] = field(default_factory=list)
     cost_s: float | None = None
 
     @property
@@ -61,6 +64,20 @@ class Test:
         if self.is_prefill:
             return [request.prefill_rate for request in self.requests]
         return [request.decode_rate for request in self.requests]
+
+    @property
+    def joules_per_token(self) -> float | None:
+        """Energy for a token: of the prompt, or of an answer.
+
+        None where it cannot be read, and where other tokens are computed in a round as well.
+        """
+        if self.depth or self.repeats:
+            return None
+        tokens = sum(
+            r.prompt_tokens - r.cached_tokens if self.is_prefill else r.completion_tokens
+            for r in self.requests
+        )
+        return sum(self.joules) / tokens if self.joules and tokens else None
 
     def needed_context(self) -> int:
         tokens = self.depth + self.prompt_tokens + _CODE_EDIT_TOKENS * bool(self.text)
@@ -136,8 +153,9 @@ class SuiteRunner:
         prompts: WordPrompts,
         on_test: Callable[[str], None] = lambda name: None,
         clock: Callable[[], float] = time.perf_counter,
+        read_energy: ReadCounters = read_counters,
     ) -> None:
-        self._target, self._prompts = target, prompts
+        self._target, self._prompts, self._read_energy = target, prompts, read_energy
         self._on_test, self._clock = on_test, clock
         self._prefix = ""
         self._prefill_rate = self._decode_rate = 0.0
@@ -183,7 +201,10 @@ class SuiteRunner:
         if begin_s + self._cost_s(test) > deadline_s:
             return False
         self._on_test(test.name)
+        before = self._read_energy()
         test.rounds.append(self._round(test))
+        if (used := joules_between(before, self._read_energy())) is not None:
+            test.joules.append(used)
         test.cost_s = self._clock() - begin_s
         return True
 

@@ -47,6 +47,20 @@ def read_gpu_metrics() -> tuple[GpuStats, ...]:
     return _query_nvml(look) or ()
 
 
+def gpu_energy_joules() -> float | None:
+    """Energy that these GPUs have used since the driver was loaded, in joules.
+
+    None without GPUs, or if the driver does not report it.
+    """
+
+    def look(nvml: Any) -> float:
+        handles = _visible([_handle(nvml, i) for i in range(nvml.nvmlDeviceGetCount())])
+        used_mj: list[int] = [nvml.nvmlDeviceGetTotalEnergyConsumption(each) for _, each in handles]
+        return sum(used_mj) / 1e3
+
+    return _query_nvml(look) or None
+
+
 def process_gpu_bytes(pid: int) -> int | None:
     """Memory in bytes that a process uses on all GPUs.
 
