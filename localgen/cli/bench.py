@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,6 +24,7 @@ from localgen.cli.remote_options import (
 )
 
 if TYPE_CHECKING:
+    from localgen.backends.model_info import LoadOptions
     from localgen.bench.load_report import LoadResult
     from localgen.bench.report import BenchResult
     from localgen.bench.run import BenchPlan
@@ -49,6 +51,19 @@ LevelOption = Annotated[
         help="What a person should get, such as ttft=1s,tpot=125ms (the default). Given without "
         "another load, the highest rate at which 95 % of requests keep it is searched for.",
     ),
+]
+MatrixOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--matrix",
+        metavar="OPTIONS",
+        help="Measure each combination of load options, such as 'threads=1,2 ctk=f16,q8_0', each "
+        "for --time seconds.",
+    ),
+]
+ResumeFlag = Annotated[
+    bool,
+    typer.Option("--resume", help="Leave out the combinations that the file of --save has."),
 ]
 _PANEL = "Load (instead of the tests of one stream)"
 RateOption = Annotated[
@@ -165,6 +180,8 @@ def command(
     save: SaveOption = None,
     compare: CompareOption = None,
     require: RequireOption = None,
+    matrix: MatrixOption = None,
+    resume: ResumeFlag = False,
     rate: RateOption = None,
     poisson: PoissonFlag = False,
     concurrency: ConcurrencyOption = None,
@@ -211,6 +228,16 @@ def command(
     plan = BenchPlan(seconds or default_s, service_level, load)
     for option, path in (("--save", save), ("--plot", plot)):
         _require_writable(option, path)
+    if resume and (matrix is None or save is None):
+        raise InvalidRequest("--resume continues a --matrix: give that and its --save FILE as well")
+    if matrix is not None:
+        if endpoint is not None or load is not None or requirements:
+            raise InvalidRequest(
+                "--matrix is about load options: leave --url, --require and the options of a load "
+                "out"
+            )
+        _bench_matrix(model, options, plan, matrix, save, resume=resume, json_output=json)
+        return
     found: list[Result] = []
     if endpoint is not None:
         found.append(_bench_remote(endpoint, model or endpoint.model, plan))
@@ -231,6 +258,37 @@ def _bench_local(model: str | None, options: ModelOptions, plan: BenchPlan) -> R
 
     with LoadProgressLine(stderr_console(), model or default_model()) as loading:
         return bench_local(model, options.load, plan, loading.notify, loading.update)
+
+
+def _bench_matrix(
+    model: str | None,
+    options: ModelOptions,
+    plan: BenchPlan,
+    matrix: list[str],
+    save: Path | None,
+    *,
+    resume: bool,
+    json_output: bool,
+) -> None:
+    from localgen.bench.matrix import matrix_table, run_matrix
+    from localgen.bench.report import BenchResult
+    from localgen.cli.bench_matrix import parse_matrix
+    from localgen.hub.packaged import default_model
+
+    combinations = parse_matrix(matrix, options)
+
+    def measure(load: LoadOptions) -> BenchResult:
+        result = _bench_local(model, replace(options, load=load), plan)
+        assert isinstance(result, BenchResult)  # no load was asked for
+        return result
+
+    name = model or default_model()
+    done = run_matrix(name, combinations, measure, save, resume=resume, notify=tables.print_notice)
+    if json_output:
+        typer.echo(tables.json_text(done, indent=2))
+    else:
+        for line in matrix_table(done).split("\n"):
+            tables.print_line(line)
 
 
 def _bench_remote(endpoint: Endpoint, model: str | None, plan: BenchPlan) -> Result:
