@@ -16,7 +16,7 @@ from localgen.bench.machine_state import MachineState
 from localgen.bench.matrix import Combination, matrix_table, run_matrix
 from localgen.bench.report import BenchResult
 from localgen.bench.service_level import ServiceLevel
-from localgen.bench.suite import Suite, Test
+from localgen.bench.suite import SpeedTest, Suite
 from localgen.chat.parameters import ModelOptions
 from localgen.cli.bench_matrix import parse_matrix
 from localgen.cli.main import run_command_line
@@ -59,7 +59,7 @@ def test_invalid_matrices(text: str, says: str) -> None:
 
 
 def result(load: LoadOptions) -> BenchResult:
-    test = Test("tg128", 1, 11)
+    test = SpeedTest("tg128", 1, 11)
     test.rounds.append((measured(0.1, 1 / (10 * (load.threads or 1))),))
     info = model_info()
     return BenchResult(info, Suite([test]), ServiceLevel(), MachineState("EPYC", 2))

@@ -13,7 +13,7 @@ from localgen.bench.estimates import deviation, percentile
 from localgen.bench.machine_state import MachineState
 from localgen.bench.measured_request import MeasuredRequest
 from localgen.bench.service_level import People, ServiceLevel, people_served
-from localgen.bench.suite import PP, TG, WARM, Suite, Test, output_rate, rows
+from localgen.bench.suite import PP, TG, WARM, SpeedTest, Suite, output_rate, rows
 from localgen.bench.tables import markdown_table
 from localgen.bench.vllm_names import vllm_figures
 
@@ -136,7 +136,7 @@ class BenchResult:
             "verdict": self.verdict(),
         }
 
-    def _test_record(self, test: Test) -> dict[str, Any]:
+    def _test_record(self, test: SpeedTest) -> dict[str, Any]:
         return {
             "test": test.name,
             "model_type": self.info.description,
@@ -164,7 +164,7 @@ def _people_sentence(people: People, level: ServiceLevel) -> str:
     return f"{begin}{who} {level.text()}{interval}."
 
 
-def _session_record(test: Test) -> dict[str, Any]:
+def _session_record(test: SpeedTest) -> dict[str, Any]:
     took_s = sum(max(r.ended_s for r in one) - min(r.sent_s for r in one) for one in test.rounds)
     return {
         "test": test.name,
@@ -180,7 +180,7 @@ def _params_text(params: int) -> str:
     return f"{params / 1e9:.2f} B" if params >= 1e9 else f"{params / 1e6:.2f} M"
 
 
-def _tokens(test: Test) -> int:
+def _tokens(test: SpeedTest) -> int:
     return round(statistics.fmean(r.prompt_tokens for r in test.requests))
 
 

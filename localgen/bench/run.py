@@ -30,8 +30,8 @@ from localgen.bench.prompts import WordPrompts
 from localgen.bench.report import BenchResult
 from localgen.bench.service_level import SHARE, ServiceLevel
 from localgen.bench.suite import (
+    SpeedTest,
     SuiteRunner,
-    Test,
     draft_tests,
     plain_tests,
     prefix_tests,
@@ -88,7 +88,7 @@ def bench_local(
     plain = replace(undrafted, prefix_cache=False)
     with _local(model, plain, notify, on_load) as (client, bench):
 
-        def run(options: LoadOptions, tests: list[Test], share: float) -> None:
+        def run(options: LoadOptions, tests: list[SpeedTest], share: float) -> None:
             client.unload(bench.info.name)
             client.load(model, options, on_load)
             suite.add(bench.runner.run(tests, bench.begin_s + share * plan.seconds))

@@ -27,7 +27,7 @@ _CONTEXT_MARGIN = 1.1
 
 
 @dataclass(slots=True)
-class Test:
+class SpeedTest:
     """What is measured, and the requests of each round.
 
     name: as in llama-bench's table. prompt_tokens: computed in the test, behind `depth` tokens that
@@ -88,7 +88,7 @@ class Test:
 class Suite:
     """The tests that were run, and why others were not."""
 
-    tests: list[Test] = field(default_factory=list)
+    tests: list[SpeedTest] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
     def add(self, more: Suite) -> None:
@@ -96,7 +96,7 @@ class Suite:
         self.tests += more.tests
         self.left_out += more.left_out
 
-    def find(self, name: str) -> Test | None:
+    def find(self, name: str) -> SpeedTest | None:
         return next((test for test in self.tests if test.name == name and test.rounds), None)
 
     @property
@@ -113,32 +113,32 @@ PP, TG, WARM = "pp512", "tg128", "pp512 again"
 CODE_EDIT, CODE_EDIT_DRAFTS = "tg128 code edit", "tg128 code edit, drafts"
 
 
-def plain_tests() -> list[Test]:
+def plain_tests() -> list[SpeedTest]:
     """The tests of llama-bench and of several sessions, each as often as it is worth it in a cycle.
 
     No prompt is used twice. A KV cache that keeps earlier prompts makes the steps slower.
     """
-    pp, tg = Test(PP, 512, 1), Test(TG, 1, 128)
+    pp, tg = SpeedTest(PP, 512, 1), SpeedTest(TG, 1, 128)
     one, four, sixteen = (
-        Test(f"{n} session{'s' * (n > 1)}", _SESSION_PROMPT, _SESSION_ANSWER, sessions=n)
+        SpeedTest(f"{n} session{'s' * (n > 1)}", _SESSION_PROMPT, _SESSION_ANSWER, sessions=n)
         for n in (1, 4, 16)
     )
-    edit = Test(CODE_EDIT, 0, 128, text=code_edit())
+    edit = SpeedTest(CODE_EDIT, 0, 128, text=code_edit())
     return [pp, tg, one, four, pp, tg, edit, sixteen]
 
 
-def prefix_tests() -> list[Test]:
+def prefix_tests() -> list[SpeedTest]:
     """The tests that need a prefix cache."""
     return [
-        Test(WARM, 512, 1, repeats=True),
-        Test(f"{PP} @ d{_DEPTH}", 512, 1, depth=_DEPTH),
-        Test(f"{TG} @ d{_DEPTH}", 1, 128, depth=_DEPTH),
+        SpeedTest(WARM, 512, 1, repeats=True),
+        SpeedTest(f"{PP} @ d{_DEPTH}", 512, 1, depth=_DEPTH),
+        SpeedTest(f"{TG} @ d{_DEPTH}", 1, 128, depth=_DEPTH),
     ]
 
 
-def draft_tests() -> list[Test]:
+def draft_tests() -> list[SpeedTest]:
     """The tests for an engine with drafts."""
-    return [Test(CODE_EDIT_DRAFTS, 0, 128, text=code_edit())]
+    return [SpeedTest(CODE_EDIT_DRAFTS, 0, 128, text=code_edit())]
 
 
 class SuiteRunner:
@@ -170,7 +170,9 @@ class SuiteRunner:
         self._prefill_rate = request.prefill_rate or 1.0
         self._decode_rate = request.decode_rate or 1.0
 
-    def run(self, tests: Sequence[Test], deadline_s: float, num_cycles: int = _MAX_CYCLES) -> Suite:
+    def run(
+        self, tests: Sequence[SpeedTest], deadline_s: float, num_cycles: int = _MAX_CYCLES
+    ) -> Suite:
         """Run the tests, which may be listed several times, in cycles of this order.
 
         Each runs once if it fits, and then again until the deadline. Raises ServerUnavailable.
@@ -188,7 +190,7 @@ class SuiteRunner:
                 suite.left_out.append(f"{test.name}: {self._reason_against(test) or takes}")
         return suite
 
-    def _reason_against(self, test: Test) -> str:
+    def _reason_against(self, test: SpeedTest) -> str:
         """Why a test cannot be run here; empty if it can."""
         context = self._target.context
         if context is None:
@@ -196,7 +198,7 @@ class SuiteRunner:
         fits = test.needed_context() <= context
         return "" if fits else f"the context has {context:,} tokens"
 
-    def _run_if_it_fits(self, test: Test, deadline_s: float) -> bool:
+    def _run_if_it_fits(self, test: SpeedTest, deadline_s: float) -> bool:
         begin_s = self._clock()
         if begin_s + self._cost_s(test) > deadline_s:
             return False
@@ -208,7 +210,7 @@ class SuiteRunner:
         test.cost_s = self._clock() - begin_s
         return True
 
-    def _cost_s(self, test: Test) -> float:
+    def _cost_s(self, test: SpeedTest) -> float:
         """What a round will take: as long as the last one."""
         if test.cost_s is not None:
             return test.cost_s
@@ -217,7 +219,7 @@ class SuiteRunner:
         step_s = math.pow(test.sessions, _BATCH_EXPONENT) / self._decode_rate
         return prompt / self._prefill_rate + test.answer_tokens * step_s
 
-    def _round(self, test: Test) -> tuple[MeasuredRequest, ...]:
+    def _round(self, test: SpeedTest) -> tuple[MeasuredRequest, ...]:
         if test.sessions > 1:
             prompts = [self._prompts.make(test.prompt_tokens) for _ in range(test.sessions)]
             return ask_at_once(self._target, prompts, test.answer_tokens)
@@ -260,6 +262,6 @@ def output_rate(requests: Sequence[MeasuredRequest]) -> float:
     return sum(r.completion_tokens for r in requests) / took_s
 
 
-def rows(suite: Suite) -> Iterator[Test]:
+def rows(suite: Suite) -> Iterator[SpeedTest]:
     """The tests that have been run."""
     return (test for test in suite.tests if test.rounds)
