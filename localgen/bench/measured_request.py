@@ -41,7 +41,8 @@ class MeasuredRequest:
 
     @property
     def e2e_s(self) -> float:
-        return self.ended_s - self.sent_s
+        """From sending the request to the last text of the answer, as vLLM counts it."""
+        return (self.arrivals[-1][0] if self.arrivals else self.ended_s) - self.sent_s
 
     @property
     def tpot_s(self) -> float:
