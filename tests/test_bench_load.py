@@ -45,6 +45,9 @@ class SlowTarget(Target):
         self.num_running = self.most_running = 0
         self.asked: list[str] = []
 
+    def abort(self) -> None:
+        """It has no connection."""
+
     def ask(self, prompt: str, max_tokens: int) -> MeasuredRequest:
         sent_s = time.perf_counter()
         with self._lock:

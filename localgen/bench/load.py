@@ -117,9 +117,10 @@ class LoadGenerator:
         return Load(f"{number} at once", tuple(ended))
 
     def close(self) -> None:
-        """Send no further queries."""
+        """Send no further queries, and end those that are running."""
         self._is_stopped.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._target.abort()
 
     def _submit(self, query: Query) -> Future[MeasuredRequest]:
         return self._pool.submit(self._target.ask, query.prompt, query.max_tokens)

@@ -115,6 +115,10 @@ class Target:
             None if end.client_measured else end.timings,
         )
 
+    def abort(self) -> None:
+        """From another thread: end all requests, now and in future."""
+        self._client.abort()
+
     def _parts(self, prompt: str, params: SamplingParams) -> Iterator[TextDelta | Completion]:
         if self._is_chat:
             return self._client.chat(self._model, [Message("user", prompt)], params)

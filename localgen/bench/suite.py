@@ -163,7 +163,8 @@ class SuiteRunner:
     def warm_up(self) -> None:
         """Ask once, and learn the speed and the tokens of words. Raises ServerUnavailable."""
         self._on_test("warm-up")
-        for tokens in (_WARM_UP_TOKENS // 4, _WARM_UP_TOKENS):
+        most = min(_WARM_UP_TOKENS, (self._target.context or _WARM_UP_TOKENS * 4) // 4)
+        for tokens in (most // 4, most):
             prompt = self._prompts.make(tokens)
             request = self._asked(prompt, _WARM_UP_ANSWER)
             self._prompts.count(prompt, request.prompt_tokens)
@@ -253,7 +254,11 @@ def ask_at_once(
         return target.ask(prompt, max_tokens)
 
     with ThreadPoolExecutor(len(prompts)) as pool:
-        return tuple(pool.map(ask, prompts))
+        try:
+            return tuple(pool.map(ask, prompts))
+        except KeyboardInterrupt:  # else the pool waits for the answers
+            target.abort()
+            raise
 
 
 def output_rate(requests: Sequence[MeasuredRequest]) -> float:
