@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from localgen.config import ServerSettings
 
 # after this time a server exits that a killed benchmark left behind
 _KEEP_ALIVE_S = 900.0
+_START_S, _POLL_S = 3.0, 0.05
 
 
 @contextlib.contextmanager
@@ -27,5 +29,14 @@ def private_settings() -> Iterator[ServerSettings]:
         try:
             yield settings
         finally:
-            with LocalClient(settings) as client:
-                client.shutdown()
+            _shut_down(settings)
+
+
+def _shut_down(settings: ServerSettings) -> None:
+    """Stop the server, also one that was interrupted while it started."""
+    deadline_s = time.monotonic() + _START_S
+    with LocalClient(settings) as client:
+        while settings.log_path.exists() and not client.shutdown():
+            if time.monotonic() > deadline_s:
+                break  # it has ended by itself
+            time.sleep(_POLL_S)
