@@ -41,14 +41,14 @@ class VirtualTarget(Target):
             times = [first_s + at / self._decode for at in range(max_tokens)]
             self.clock.now_s = times[-1]
         arrivals = tuple((at_s, number) for number, at_s in enumerate(times, 1))
-        return MeasuredRequest(sent_s, times[-1], arrivals, tokens, cached, max_tokens)
+        return MeasuredRequest(sent_s, times[-1], arrivals, first_s, tokens, cached, max_tokens)
 
 
 def measured(ttft_s: float, tpot_s: float = 0.01, tokens: int = 11) -> MeasuredRequest:
     """A request with these latencies."""
     times = [ttft_s + at * tpot_s for at in range(tokens)]
     arrivals = tuple((at_s, number) for number, at_s in enumerate(times, 1))
-    return MeasuredRequest(0.0, times[-1], arrivals, 10, 0, tokens)
+    return MeasuredRequest(0.0, times[-1], arrivals, ttft_s, 10, 0, tokens)
 
 
 def _common(one: str, other: str) -> int:

@@ -58,7 +58,7 @@ class SlowTarget(Target):
         with self._lock:
             self.num_running -= 1
         ended_s = time.perf_counter()
-        return MeasuredRequest(sent_s, ended_s, ((ended_s, max_tokens),), 1, 0, max_tokens)
+        return MeasuredRequest(sent_s, ended_s, ((ended_s, max_tokens),), ended_s, 1, 0, max_tokens)
 
 
 def queries() -> Iterator[Query]:
@@ -244,33 +244,43 @@ def test_the_latencies_are_drawn_over_the_load() -> None:
     lines = result(slow, fast).text().split("\n")
     assert [cell.strip() for cell in lines[0].strip("|").split("|")] == [
         *("load", "requests", "failed", "req/s", "t/s"),
-        *("TTFT p50", "p95", "TPOT p50", "p95", "kept"),
+        *("TTFT p50", "TTFT p95", "TPOT p50", "TPOT p95", "kept"),
     ]
     assert lines[2].startswith("| 0.5/s      |        3 |      1 |"), "in the order of the load"
     bars = [line for line in lines if "█" in line]
     assert bars[0].startswith("0.5/s █████▉ ")
     assert bars[1].count("█") == 40
     assert "0.5/s: 1 failed, the first: queue full" in lines
-    assert lines[-1] == (
-        "4/s: 0% of the requests keep their first word within 1 s and 8 tok/s each."
-    )
+    assert lines[-1] == ("4/s: 0% of the people get their first word within 1 s and 8 tok/s each.")
 
 
 def test_the_goodput_is_said_with_its_interval() -> None:
     one = Load("1/s", (measured(0.1),))
     found = Goodput(0.95, [Probe(1.0, 300, 300), Probe(2.0, 60, 100)])
     assert result(one, goodput=found).text().split("\n")[-1] == (
-        "Goodput: 1 requests/s (95 %: 1 to 2): so many people per second get their first word "
-        "within 1 s and 8 tok/s each, 95 % of them."
+        "Goodput: 1 requests/s (95 %: 1 to 2): of the people who ask at that rate, 95 % get "
+        "their first word within 1 s and 8 tok/s each."
     )
     assert result(one, goodput=found).record()["goodput"] == {"rate": 1, "low": 1, "high": 2}
     nothing = result(one, goodput=Goodput(0.95, [Probe(1.0, 0, 10)])).text()
-    assert "No rate that was tried gives 95 % of people" in nothing
+    assert "No rate that was tried gives 95 % of the people" in nothing
+    few = result(one, goodput=Goodput(0.95, [Probe(1.0, 20, 20)])).text()
+    assert "Goodput: 1 requests/s (too few requests for an interval: give it more --time)" in few
+    assert "There was no time to try a rate" in result(one, goodput=Goodput(0.95)).text()
+
+
+def test_a_narrow_terminal_gets_fewer_columns() -> None:
+    load = Load("1/s", (measured(0.1),))
+    lines = result(load, load).text(80).split("\n")
+    assert max(map(len, lines)) <= 80
+    assert [cell.strip() for cell in lines[0].strip("|").split("|")] == [
+        *("load", "requests", "failed", "req/s", "TTFT p95", "TPOT p95", "kept"),
+    ]
 
 
 def test_json_has_the_names_of_vllm() -> None:
     record = json.loads(json.dumps(result(Load("2/s", (measured(0.1), measured(0.2)))).record()))
-    (load,) = record["sessions"]
+    (load,) = record["loads"]
     assert load["completed"] == 2
     assert load["mean_ttft_ms"] == pytest.approx(150)
     assert load["request_goodput"] * load["duration"] == pytest.approx(2)

@@ -101,7 +101,9 @@ def test_service_levels(text: str, ttft_s: float, tpot_s: float) -> None:
     assert parse_service_level(text) == ServiceLevel(ttft_s, tpot_s)
 
 
-@pytest.mark.parametrize("text", ["", "ttft", "ttft=0s", "ttft=fast", "e2e=3s", "ttft=1s,", "1s"])
+@pytest.mark.parametrize(
+    "text", ["", "ttft", "ttft=0s", "ttft=fast", "e2e=3s", "ttft=1s,", "1s", "ttft=1s,ttft=2s"]
+)
 def test_invalid_service_levels(text: str) -> None:
     with pytest.raises(InvalidRequest, match="give ttft=1s,tpot=125ms"):
         parse_service_level(text)

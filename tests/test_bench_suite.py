@@ -119,6 +119,13 @@ def test_the_table_is_that_of_llama_bench() -> None:
     assert lines[2].endswith("|       2 |           pp512 |       1000.00 ± 0.00 |")
 
 
+def test_a_narrow_terminal_gets_the_model_once() -> None:
+    lines = result(run(VirtualTarget(1000, 50), 600)).text(80).split("\n")
+    assert max(map(len, lines)) <= 80
+    assert lines[0] == "llama 1B Q4_K - Medium · 762.00 MiB · 6.00 M · CPU · 2 threads"
+    assert lines[2].split() == ["|", "test", "|", "t/s", "|"]
+
+
 def test_the_last_line_is_a_sentence() -> None:
     last = result(run(VirtualTarget(2000, 50), 600)).text().split("\n")[-1]
     assert last.startswith("One person: 50.0 tok/s. ")

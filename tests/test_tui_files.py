@@ -135,7 +135,7 @@ def test_a_shell_line_is_stopped_with_its_children(tmp_path: Path, folder: Path)
         await tui.until(lambda: "is still running" in notice_text(tui))
         assert tui.prompt_text == "!true"
         await pilot.press("ctrl+c")
-        await tui.until(lambda: "its output comes after this command" in notice_text(tui))
+        await tui.until(lambda: "its output comes here" in notice_text(tui))
         await pilot.press("enter")
         await tui.until(lambda: "[stopped]" in tui.prompt_text and "$ true" in tui.prompt_text)
         assert "begun" in tui.prompt_text
@@ -155,7 +155,7 @@ def test_output_waits_for_a_command_that_is_being_typed(
         await tui.until(lambda: "Ctrl+C stops it" in notice_text(tui))
         await tui.type(pilot, typed)
         gate.touch()
-        await tui.until(lambda: "its output comes after this command" in notice_text(tui))
+        await tui.until(lambda: "its output comes here" in notice_text(tui))
         assert tui.prompt_text == typed
         await pilot.press("ctrl+u")
         await tui.until(lambda: "\ndone\n```" in tui.prompt_text)

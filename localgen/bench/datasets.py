@@ -15,6 +15,7 @@ from localgen.bench.prompts import WordPrompts
 
 # tokens of a block of Mooncake's traces
 TRACE_BLOCK_TOKENS = 512
+MAX_TOKENS = 10_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +61,12 @@ def read_trace(path: Path) -> list[TraceEntry]:
                 int(record["output_length"]),
                 tuple(int(each) for each in record.get("hash_ids", ())),
             )
-            if entry.input_length < 1 or entry.output_length < 1:
-                raise ValueError("a length below 1")
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            if (
+                not 0 < entry.input_length <= MAX_TOKENS
+                or not 0 < entry.output_length <= MAX_TOKENS
+            ):
+                raise ValueError("a length that no model has")
+        except (LookupError, TypeError, ArithmeticError, ValueError, AttributeError) as error:
             raise InvalidRequest(
                 f"--trace {path}, line {number}: give timestamp (ms), input_length, output_length "
                 "and perhaps hash_ids",

@@ -17,7 +17,7 @@ def percentile(values: Sequence[float], share: float) -> float:
     at = share * (len(ordered) - 1)
     low = math.floor(at)
     high = min(low + 1, len(ordered) - 1)
-    if ordered[low] == ordered[high]:  # also infinities, whose difference is no number
+    if at == low or ordered[low] == ordered[high]:  # with infinities, a difference is no number
         return ordered[low]
     return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from localgen.bench.measured_request import MeasuredRequest, Target
 from localgen.bench.prompts import WordPrompts
 
 _MAX_THREADS = 512
+_MAX_FAILURES = 50  # in a row
+# for requests that run when the time of a load is over
+_GRACE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +29,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A load and its requests. name: `0.5/s` or `4 at once`. took_s: from the first sent to the
-    last one's end."""
+    """A load and its requests. name: `0.5/s` or `4 at once`."""
 
     name: str
     requests: tuple[MeasuredRequest, ...]
@@ -38,6 +40,7 @@ class Load:
 
     @property
     def took_s(self) -> float:
+        """From the first request sent to the last one's end."""
         if not self.requests:
             return 0.0
         first_s = min(request.sent_s for request in self.requests)
@@ -72,33 +75,47 @@ def at_times(queries: Iterable[Query], times: Iterable[float]) -> Iterator[Query
 
 
 class LoadGenerator:
-    """Sends queries to a target, each in a thread of its own."""
+    """Sends queries to a target, each in a thread of its own.
+
+    A load ends early after 50 failures in a row. Requests that are not answered within 10 s after
+    its time are ended, and so is all that would follow.
+    """
 
     def __init__(self, target: Target, clock: Callable[[], float] = time.perf_counter) -> None:
         self._target, self._clock = target, clock
         self._pool = ThreadPoolExecutor(_MAX_THREADS)
         self._is_stopped = threading.Event()
 
+    @property
+    def is_stopped(self) -> bool:
+        """True if no further requests can be sent."""
+        return self._is_stopped.is_set()
+
     def open_loop(
         self,
         name: str,
         queries: Iterable[Query],
         seconds: float,
-        is_enough: Callable[[list[MeasuredRequest]], bool] = lambda done: False,
+        is_enough: Callable[[Sequence[MeasuredRequest]], bool] | None = None,
     ) -> Load:
         """Send each query at its time, whatever has been answered, for some seconds.
 
-        is_enough: called with the ended requests when one is due; True ends the load. Returns when
-        all are answered.
+        is_enough: called with the ended requests when one is due; True ends the load.
         """
-        begin_s, running = self._clock(), list[Future[MeasuredRequest]]()
+        begin_s = self._clock()
+        running, ended = list[Future[MeasuredRequest]](), list[MeasuredRequest]()
         for query in queries:
-            if query.at_s > seconds or self._is_stopped.is_set():
+            if query.at_s > seconds or self.is_stopped:
                 break
-            self._is_stopped.wait(max(0.0, begin_s + query.at_s - self._clock()))
-            if is_enough([one.result() for one in running if one.done()]):
+            due_s = begin_s + query.at_s
+            self._is_stopped.wait(max(0.0, due_s - self._clock()))
+            if _have_failed(ended) or (is_enough is not None and is_enough(ended)):
                 break
-            running.append(self._submit(query))
+            running.append(self._pool.submit(self._ask, query, due_s))
+            running[-1].add_done_callback(lambda one: ended.append(one.result()))
+        _, late = wait(running, max(0.0, begin_s + seconds + _GRACE_S - self._clock()))
+        if late:
+            self._end_all()
         return Load(name, tuple(one.result() for one in running))
 
     def closed_loop(self, number: int, queries: Iterable[Query], seconds: float) -> Load:
@@ -107,20 +124,36 @@ class LoadGenerator:
         At least one each; none is sent after these seconds.
         """
         begin_s, source = self._clock(), iter(queries)
-        running = {self._submit(query) for query, _ in zip(source, range(number), strict=False)}
+        firsts = (query for query, _ in zip(source, range(number), strict=False))
+        running = {self._pool.submit(self._ask, query) for query in firsts}
         ended: list[MeasuredRequest] = []
+        end_s = begin_s + seconds
         while running:
-            done, running = wait(running, return_when=FIRST_COMPLETED)
+            left_s = max(0.0, end_s + _GRACE_S - self._clock())
+            done, running = wait(running, left_s, FIRST_COMPLETED)
+            if not done:
+                self._end_all()
             ended += [one.result() for one in done]
-            if self._clock() - begin_s < seconds and not self._is_stopped.is_set():
-                running |= {self._submit(query) for query, _ in zip(source, done, strict=False)}
+            if self._clock() < end_s and not self.is_stopped and not _have_failed(ended):
+                nexts = (query for query, _ in zip(source, done, strict=False))
+                running |= {self._pool.submit(self._ask, query) for query in nexts}
         return Load(f"{number} at once", tuple(ended))
 
     def close(self) -> None:
         """Send no further queries, and end those that are running."""
-        self._is_stopped.set()
+        self._end_all()
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _end_all(self) -> None:
+        self._is_stopped.set()
         self._target.abort()
 
-    def _submit(self, query: Query) -> Future[MeasuredRequest]:
-        return self._pool.submit(self._target.ask, query.prompt, query.max_tokens)
+    def _ask(self, query: Query, due_s: float | None = None) -> MeasuredRequest:
+        """due_s: when it should be sent; a request that waits for this program counts from then."""
+        request = self._target.ask(query.prompt, query.max_tokens)
+        return request if due_s is None else replace(request, sent_s=due_s)
+
+
+def _have_failed(ended: Sequence[MeasuredRequest]) -> bool:
+    last = ended[-_MAX_FAILURES:]
+    return len(last) == _MAX_FAILURES and all(request.error for request in last)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localgen.backends.errors import InvalidRequest
-from localgen.bench.datasets import TraceEntry, read_prompts, read_trace
+from localgen.bench.datasets import MAX_TOKENS, TraceEntry, read_prompts, read_trace
 from localgen.bench.load import Query
 
 _INPUT_TOKENS, _OUTPUT_TOKENS = 128, 64
@@ -74,7 +74,8 @@ def load_plan(
         needless = [option for option, value in others.items() if value is not None]
         if needless:
             raise InvalidRequest(
-                f"{needless[0]} is about a load: give --slo, --rate or --concurrency as well"
+                f"{needless[0]} is about a load: give --slo, --rate, --concurrency or "
+                "--trace as well"
             )
         return None
     if rate is not None and not 0 < rate <= 1e4:
@@ -100,11 +101,14 @@ def _parse_concurrency(text: str) -> tuple[int, ...]:
         raise InvalidRequest(
             f"--concurrency {text}: give numbers from 1 to {_MAX_CONCURRENCY}, such as 1,2,4"
         )
-    return tuple(map(int, parts))
+    return tuple(dict.fromkeys(map(int, parts)))
 
 
 def _parse_prefix(text: str) -> tuple[int, int]:
     found = _PREFIX.fullmatch(text.strip())
     if found is None or not int(found[1]) or not int(found[2]):
         raise InvalidRequest(f"--shared-prefix {text}: give TOKENSxNUMBER, such as 4096x8")
-    return int(found[1]), int(found[2])
+    tokens, number = int(found[1]), int(found[2])
+    if tokens * number > MAX_TOKENS:
+        raise InvalidRequest(f"--shared-prefix {text}: at most {MAX_TOKENS:,} tokens in all")
+    return tokens, number

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from localgen.backends.model_info import ModelInfo
@@ -15,7 +14,7 @@ from localgen.bench.goodput import Goodput
 from localgen.bench.load import Load
 from localgen.bench.machine_state import MachineState
 from localgen.bench.service_level import SHARE, ServiceLevel
-from localgen.bench.tables import markdown_table
+from localgen.bench.tables import fits, markdown_table, wrapped
 from localgen.bench.vllm_names import vllm_figures
 
 _COLUMNS = (
@@ -25,50 +24,62 @@ _COLUMNS = (
     ("req/s", 6),
     ("t/s", 6),
     ("TTFT p50", 8),
-    ("p95", 8),
+    ("TTFT p95", 8),
     ("TPOT p50", 8),
-    ("p95", 8),
+    ("TPOT p95", 8),
     ("kept", 5),
 )
+# those that a narrow terminal shows
+_FEW = (0, 1, 2, 3, 6, 8, 9)
 _BAR_COLUMNS = 40
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """What was measured under load. goodput: if it was searched for."""
+    """What was measured under load. goodput: if it was searched for. machine: None for a URL.
+    options: of the load and of the engine that were given."""
 
     info: ModelInfo
     loads: tuple[Load, ...]
     level: ServiceLevel
-    machine: MachineState
+    machine: MachineState | None
     goodput: Goodput | None = None
     url: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
 
-    def text(self) -> str:
-        """The loads in a table, their latencies as bars, the machine, and the goodput."""
+    def text(self, width: int | None = None) -> str:
+        """The loads in a table, their latencies as bars, the machine, and the goodput.
+
+        width: of the terminal in columns, or None if the output has none.
+        """
+        lines = [self._row(load) for load in self._ordered()]
+        table = markdown_table(_COLUMNS, lines)
+        if not fits(table, width):
+            few = [[line[at] for at in _FEW] for line in lines]
+            table = markdown_table([_COLUMNS[at] for at in _FEW], few)
         parts = [
-            markdown_table(_COLUMNS, [self._row(load) for load in self._ordered()]),
+            table,
             "\n".join(self.drawing()),
             "\n".join(self._notes()),
             self.verdict(),
         ]
-        return "\n\n".join(part for part in parts if part)
+        return wrapped("\n\n".join(part for part in parts if part), width)
 
     def drawing(self) -> Iterator[str]:
         """Latencies over the load: the time to the first token of 95 %, against the longest."""
         times = {
-            load.name: percentile([r.ttft_s for r in load.answered], SHARE)
-            for load in self._ordered()
+            id(load): percentile([r.ttft_s for r in load.answered], SHARE)
+            for load in self.loads
             if load.answered
         }
         if len(times) < 2:
             return
-        longest, width = max(times.values()), max(map(len, times))
-        yield f"first token of 95 %, and the share that keeps {self.level.text()}"
+        longest, width = max(times.values()), max(len(load.name) for load in self.loads)
+        yield "TTFT p95, and the share of the requests that keep the goals"
         for load in self._ordered():
-            if load.name in times:
-                at = times[load.name]
+            if load.answered:
+                at = times[id(load)]
                 bar = _bar(at / longest)
                 yield (
                     f"{load.name:<{width}} {bar} {format_duration(at * 1e3):>8} "
@@ -82,24 +93,26 @@ class LoadResult:
         if not self.loads:
             return ""
         last = self._ordered()[-1]
-        return f"{last.name}: {self._share(last):.0%} of the requests keep {self.level.text()}."
+        return f"{last.name}: {self._share(last):.0%} of the people get {self.level.text()}."
 
     def record(self) -> dict[str, Any]:
         """As JSON, with vLLM's field names."""
         return {
             "model": self.info.name,
             "url": self.url,
-            "machine": self.machine.record(),
+            "options": self.options,
+            "machine": self.machine.record() if self.machine is not None else {},
             "tests": [],
-            "sessions": [self._record(load) for load in self._ordered() if load.requests],
+            "sessions": [],
+            "loads": [self._record(load) for load in self._ordered() if load.requests],
             "slo": {"ttft_ms": self.level.ttft_s * 1e3, "tpot_ms": self.level.tpot_s * 1e3},
             "goodput": self._goodput_record(),
             "verdict": self.verdict(),
         }
 
     def _ordered(self) -> list[Load]:
-        """The loads by their number: rates as they rise."""
-        return sorted(self.loads, key=lambda load: _number(load.name))
+        """The loads by their number: first those of requests at once, then rates as they rise."""
+        return sorted(self.loads, key=lambda load: ("/" in load.name, _number(load.name)))
 
     def _row(self, load: Load) -> tuple[str, ...]:
         answered = load.answered
@@ -136,20 +149,19 @@ class LoadResult:
             errors = [r.error for r in load.requests if r.error]
             if errors:
                 yield f"{load.name}: {len(errors)} failed, the first: {errors[0]}"
-        yield from self.machine.lines()
+        if self.machine is not None:
+            yield from self.machine.lines()
 
     def _record(self, load: Load) -> dict[str, Any]:
         kept = sum(map(self.level.is_kept, load.requests))
         low, high = wilson_interval(kept, len(load.requests))
-        record = vllm_figures(load.requests, load.took_s) | {
+        return vllm_figures(load.requests, load.took_s) | {
             "test": load.name,
             "request_goodput": kept / load.took_s,
             "share_kept": kept / len(load.requests),
             "share_kept_low": low,
             "share_kept_high": high,
         }
-        rates = [1 / r.tpot_s for r in load.answered if r.tpot_s]
-        return record | {"samples_ts": rates, "mean_ts": statistics.fmean(rates) if rates else 0.0}
 
     def _goodput_record(self) -> dict[str, Any] | None:
         found = self.goodput
@@ -159,13 +171,16 @@ class LoadResult:
         return {"rate": found.rate, "low": found.low, "high": high}
 
     def _goodput_sentence(self, found: Goodput) -> str:
-        high = "?" if math.isinf(found.high) else f"{found.high:.3g}"
-        interval = f"(95 %: {found.low:.3g} to {high})"
+        if not found.probes:
+            return "There was no time to try a rate: give it more --time."
         if not found.rate:
-            return f"No rate that was tried gives 95 % of people {self.level.text()} {interval}."
+            return f"No rate that was tried gives 95 % of the people {self.level.text()}."
+        interval = f"95 %: {found.low:.3g} to {found.high:.3g}"
+        if not found.low or math.isinf(found.high):
+            interval = "too few requests for an interval: give it more --time"
         return (
-            f"Goodput: {found.rate:.3g} requests/s {interval}: so many people per second get "
-            f"{self.level.text()}, 95 % of them."
+            f"Goodput: {found.rate:.3g} requests/s ({interval}): of the people who ask at that "
+            f"rate, 95 % get {self.level.text()}."
         )
 
 

@@ -55,7 +55,7 @@ class MachineState:
         yield " · ".join(parts)
         if self.is_busy:
             names = ", ".join(f"{name} ({cores:.1f} cores)" for name, cores in self.busy)
-            yield f"other programs compute: {names}; on a quiet machine these figures are higher"
+            yield f"other programs compute: {names}; a quiet machine is faster"
 
     def record(self) -> dict[str, Any]:
         return {

@@ -17,7 +17,8 @@ from localgen.client import Client, Completion, TextDelta
 class MeasuredRequest:
     """Times in seconds of the client's clock.
 
-    arrivals: time of each piece of the answer's text, and the tokens received by then.
+    arrivals: time of each piece of the answer, reasoning included, and the tokens received by then.
+    text_s: when the first text came that is not reasoning, or None.
     prompt_tokens, completion_tokens: as the server counts them. timings: the engine's own, or None
     if the server does not report them. error: why there is no answer, else empty.
     """
@@ -25,6 +26,7 @@ class MeasuredRequest:
     sent_s: float
     ended_s: float
     arrivals: tuple[tuple[float, int], ...] = ()
+    text_s: float | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
@@ -37,7 +39,7 @@ class MeasuredRequest:
 
         Reasoning is no text of the answer.
         """
-        return (self.arrivals[0][0] if self.arrivals else self.ended_s) - self.sent_s
+        return (self.ended_s if self.text_s is None else self.text_s) - self.sent_s
 
     @property
     def e2e_s(self) -> float:
@@ -46,9 +48,16 @@ class MeasuredRequest:
 
     @property
     def tpot_s(self) -> float:
-        """Time per output token after the first, as vLLM counts it; 0 for a single token."""
-        rest = self.completion_tokens - 1
-        return (self.e2e_s - self.ttft_s) / rest if rest > 0 else 0.0
+        """Time per token after the first; 0 for a single token.
+
+        As vLLM counts it, but from the first reasoning on. The tokens of an answer that comes in
+        one piece share the whole time.
+        """
+        if self.completion_tokens < 2:
+            return 0.0
+        if len(self.arrivals) < 2:
+            return self.e2e_s / self.completion_tokens
+        return (self.arrivals[-1][0] - self.arrivals[0][0]) / (self.completion_tokens - 1)
 
     @property
     def gaps_s(self) -> list[float]:
@@ -87,20 +96,27 @@ class Target:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._client, self._model, self.context, self._clock = client, model, context, clock
-        self._is_chat = is_chat
+        self._is_chat, self._can_ignore_eos = is_chat, True
 
     def ask(self, prompt: str, max_tokens: int) -> MeasuredRequest:
         """A greedy answer, of exactly max_tokens tokens where the server can. Errors are in it."""
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=self._can_ignore_eos
+        )
         arrivals: list[tuple[float, int]] = []
-        sent_s, end = self._clock(), None
+        sent_s, text_s, end = self._clock(), None, None
         try:
             for part in self._parts(prompt, params):
+                now_s = self._clock()
                 if isinstance(part, Completion):
                     end = part
-                elif isinstance(part, TextDelta) and part.text:
-                    arrivals.append((self._clock(), part.num_tokens))
+                elif part.text or part.reasoning:
+                    arrivals.append((now_s, part.num_tokens))
+                    text_s = now_s if text_s is None and part.text else text_s
         except LocalgenError as error:
+            if params.ignore_eos and "ignore_eos" in error.message:  # a server that refuses it
+                self._can_ignore_eos = False
+                return self.ask(prompt, max_tokens)
             return MeasuredRequest(sent_s, self._clock(), error=error.message)
         ended_s = self._clock()
         if end is None:
@@ -109,7 +125,8 @@ class Target:
             sent_s,
             ended_s,
             tuple(arrivals),
-            end.prompt_tokens or 0,
+            text_s,
+            end.prompt_tokens or len(prompt.split()),  # not each server counts
             end.cached_tokens or 0,
             end.completion_tokens,
             None if end.client_measured else end.timings,

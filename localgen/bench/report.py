@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from localgen.backends.model_info import ModelInfo
@@ -14,7 +14,7 @@ from localgen.bench.machine_state import MachineState
 from localgen.bench.measured_request import MeasuredRequest
 from localgen.bench.service_level import People, ServiceLevel, people_served
 from localgen.bench.suite import PP, TG, WARM, SpeedTest, Suite, output_rate, rows
-from localgen.bench.tables import markdown_table
+from localgen.bench.tables import fits, markdown_table, wrapped
 from localgen.bench.vllm_names import vllm_figures
 
 # llama-bench's widths and alignments
@@ -31,27 +31,36 @@ _SESSION_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """What was measured. url: of the server, empty for an engine of this machine."""
+    """What was measured. url: of the server, empty for an engine of this machine; then `machine` is
+    None. options: load options that were given."""
 
     info: ModelInfo
     suite: Suite
     level: ServiceLevel
-    machine: MachineState
+    machine: MachineState | None
     url: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def people(self) -> People | None:
         return people_served(self.suite.by_sessions, self.level)
 
-    def text(self) -> str:
-        """Markdown tables, what was left out, the machine, and the verdict as the last line."""
+    def text(self, width: int | None = None) -> str:
+        """Markdown tables, what was left out, the machine, and the verdict as the last line.
+
+        width: of the terminal in columns, or None if the output has none.
+        """
+        head, speeds = self._head(), self._speeds()
+        table = markdown_table((*_COLUMNS, *_TEST_COLUMNS), [(*head, *speed) for speed in speeds])
+        if not fits(table, width):
+            table = " · ".join(head) + " threads\n\n" + markdown_table(_TEST_COLUMNS, speeds)
         parts = [
-            markdown_table((*_COLUMNS, *_TEST_COLUMNS), self._speed_rows()),
+            table,
             markdown_table(_SESSION_COLUMNS, self._session_rows()),
             "\n".join(self._notes()),
             self.verdict(),
         ]
-        return "\n\n".join(part for part in parts if part)
+        return wrapped("\n\n".join(part for part in parts if part), width)
 
     def verdict(self) -> str:
         """One sentence for one person and one for several."""
@@ -65,16 +74,19 @@ class BenchResult:
             sentences.append(_people_sentence(people, self.level))
         return " ".join(sentences)
 
-    def _speed_rows(self) -> list[tuple[str, ...]]:
-        head = (
+    def _head(self) -> tuple[str, ...]:
+        """The model and the processor, as in llama-bench's columns."""
+        return (
             self.info.description or self.info.name,
             f"{self.info.size_bytes / 2**20:.2f} MiB" if self.info.size_bytes else "-",
             _params_text(self.info.params),
             self.info.processor.split()[-1] if self.info.processor else "-",
             str(self.info.options.threads or "-"),
         )
+
+    def _speeds(self) -> list[tuple[str, ...]]:
         return [
-            (*head, test.name, f"{statistics.fmean(test.rates):.2f} ± {deviation(test.rates):.2f}")
+            (test.name, f"{statistics.fmean(test.rates):.2f} ± {deviation(test.rates):.2f}")
             for test in rows(self.suite)
             if test.sessions == 1 and not test.repeats and "session" not in test.name
         ]
@@ -113,7 +125,8 @@ class BenchResult:
             if failed:
                 yield f"{test.name}: {len(failed)} requests failed: {failed[0]}"
         yield from (f"not measured: {line}" for line in self.suite.left_out)
-        yield from self.machine.lines()
+        if self.machine is not None:
+            yield from self.machine.lines()
 
     def record(self) -> dict[str, Any]:
         """As JSON: llama-bench's field names for its tests, vLLM's for the sessions."""
@@ -121,7 +134,8 @@ class BenchResult:
         return {
             "model": self.info.name,
             "url": self.url,
-            "machine": self.machine.record(),
+            "options": self.options,
+            "machine": self.machine.record() if self.machine is not None else {},
             "tests": [
                 self._test_record(test) for test in rows(self.suite) if "session" not in test.name
             ],
@@ -145,7 +159,7 @@ class BenchResult:
             "backends": self.info.processor,
             "n_threads": self.info.options.threads,
             "n_prompt": _tokens(test) if test.is_prefill or test.repeats else 0,
-            "n_gen": 0 if test.is_prefill or test.repeats else test.answer_tokens,
+            "n_gen": 0 if test.is_prefill or test.repeats else _answer_tokens(test),
             "n_depth": test.depth,
             "avg_ts": 0.0 if test.repeats else statistics.fmean(test.rates),
             "stddev_ts": 0.0 if test.repeats else deviation(test.rates),
@@ -182,6 +196,11 @@ def _params_text(params: int) -> str:
 
 def _tokens(test: SpeedTest) -> int:
     return round(statistics.fmean(r.prompt_tokens for r in test.requests))
+
+
+def _answer_tokens(test: SpeedTest) -> int:
+    """Fewer than were asked for, where a server ends its answers earlier."""
+    return round(statistics.fmean(r.completion_tokens for r in test.requests))
 
 
 def _each(requests: Sequence[MeasuredRequest]) -> float:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import cycle
+from types import MappingProxyType
+from typing import Any
 
-from localgen.backends.errors import InvalidRequest
+from localgen.backends.errors import InvalidRequest, ServerUnavailable
 from localgen.backends.model_info import LoadOptions, ModelInfo
+from localgen.backends.units import format_count
 from localgen.bench.datasets import trace_queries
 from localgen.bench.goodput import MIN_REQUESTS, Goodput, Probe, find_goodput
 from localgen.bench.load import (
@@ -31,6 +34,7 @@ from localgen.bench.report import BenchResult
 from localgen.bench.service_level import SHARE, ServiceLevel
 from localgen.bench.suite import (
     SpeedTest,
+    Suite,
     SuiteRunner,
     draft_tests,
     plain_tests,
@@ -64,7 +68,7 @@ class Bench:
     runner: SuiteRunner
     prompts: WordPrompts
     begin_s: float
-    machine: MachineState = field(default_factory=MachineState.read)
+    machine: MachineState | None
 
 
 def bench_local(
@@ -79,26 +83,32 @@ def bench_local(
     notify: called with what is measured now. on_load: called with the share that is loaded.
     Raises LocalgenError.
     """
-    # nothing is saved for later meanwhile
-    options = replace(options, kv_ram=0, kv_disk=0)
+    given = {name: value for name, value in asdict(options).items() if value is not None}
+    # nothing is saved for later meanwhile, unless that is asked for
+    options = replace(options, kv_ram=options.kv_ram or 0, kv_disk=options.kv_disk or 0)
     if plan.load is not None:  # as people have it, with drafts
         with _local(model, options, notify, on_load) as (_, bench):
-            return run_load(bench, plan, plan.load, notify)
+            return run_load(bench, plan, plan.load, notify, given)
     undrafted = replace(options, draft="none")
     plain = replace(undrafted, prefix_cache=False)
     with _local(model, plain, notify, on_load) as (client, bench):
 
         def run(options: LoadOptions, tests: list[SpeedTest], share: float) -> None:
-            client.unload(bench.info.name)
-            client.load(model, options, on_load)
-            suite.add(bench.runner.run(tests, bench.begin_s + share * plan.seconds))
+            deadline_s = bench.begin_s + share * plan.seconds
+            if time.perf_counter() < deadline_s:
+                client.unload(bench.info.name)
+                client.load(model, options, on_load)
+            suite.add(bench.runner.run(tests, deadline_s))
 
         suite = bench.runner.run(plain_tests(), bench.begin_s + _PLAIN_SHARE * plan.seconds)
         if options.prefix_cache is not False:
             run(undrafted, prefix_tests(), _PREFIX_SHARE)
+        else:
+            suite.left_out += [f"{test.name}: without a prefix cache" for test in prefix_tests()]
         if options.draft != "none":
             run(options, draft_tests(), _ALL)
-        return BenchResult(bench.info, suite, plan.level, bench.machine)
+        _require_some(suite)
+        return BenchResult(bench.info, suite, plan.level, bench.machine, options=given)
 
 
 def bench_remote(
@@ -108,17 +118,28 @@ def bench_remote(
     begin_s = time.perf_counter()
     client.connect()
     info = client.load(model, LoadOptions())
-    bench = _warmed_up(client, model, info, begin_s, notify)
+    bench = _warmed_up(client, model, info, begin_s, notify, None)
     if plan.load is not None:
         return run_load(bench, plan, plan.load, notify)
     tests = [*plain_tests(), *prefix_tests()]
     suite = bench.runner.run(tests, begin_s + plan.seconds)
-    return BenchResult(info, suite, plan.level, bench.machine, client.url)
+    _require_some(suite)
+    return BenchResult(info, suite, plan.level, None, client.url)
 
 
-def run_load(bench: Bench, plan: BenchPlan, load: LoadPlan, notify: Notify) -> LoadResult:
-    """Put a load on the server."""
+def run_load(
+    bench: Bench,
+    plan: BenchPlan,
+    load: LoadPlan,
+    notify: Notify,
+    given: Mapping[str, Any] = MappingProxyType({}),
+) -> LoadResult:
+    """Put a load on the server. given: load options of the engine, for the report."""
     seconds = plan.seconds - (time.perf_counter() - bench.begin_s)
+    if seconds <= 0:
+        raise InvalidRequest(
+            "loading and warming up took all of the time: give it more --time", param="time"
+        )
     prefixes = [bench.prompts.make(load.prefix_tokens) for _ in range(load.num_prefixes)]
     queries: Iterator[Query] = cycle(load.queries)
     if not load.queries:
@@ -136,13 +157,18 @@ def run_load(bench: Bench, plan: BenchPlan, load: LoadPlan, notify: Notify) -> L
         elif load.concurrency:
             loads = []
             for number in load.concurrency:
-                notify(f"{number} requests at once")
+                notify(f"{format_count(number, 'request')} at once")
                 share_s = seconds / len(load.concurrency)
                 loads.append(generator.closed_loop(number, queries, share_s))
         else:
             loads, goodput = _search(generator, queries, plan.level, seconds, notify)
-    url = bench.client.url
-    return LoadResult(bench.info, tuple(loads), plan.level, bench.machine, goodput, url)
+    url, requests = bench.client.url, [request for one in loads for request in one.requests]
+    if all(request.error for request in requests):
+        reason = requests[0].error if requests else "none was due within the time"
+        raise ServerUnavailable(f"no request was answered: {reason}")
+    plain = replace(load, queries=(), trace=())
+    options = dict(given) | asdict(plain)
+    return LoadResult(bench.info, tuple(loads), plan.level, bench.machine, goodput, url, options)
 
 
 def _search(
@@ -161,7 +187,7 @@ def _search(
 
     def probe(rate: float, goodput: Goodput) -> Probe | None:
         left_s = end_s - time.perf_counter()
-        if left_s < MIN_REQUESTS / rate:
+        if left_s < MIN_REQUESTS / rate or generator.is_stopped:
             return None
         notify(f"{rate:.3g} requests/s")
         times = arrival_times(rate, is_poisson=True, seed=len(loads))
@@ -169,7 +195,8 @@ def _search(
         def is_enough(done: Sequence[MeasuredRequest]) -> bool:
             return goodput.is_enough(sum(map(level.is_kept, done)), len(done))
 
-        load = generator.open_loop(f"{rate:.3g}/s", at_times(queries, times), left_s, is_enough)
+        name = f"{rate:.3g}/s" + " again" * any(p.rate == rate for p in goodput.probes)
+        load = generator.open_loop(name, at_times(queries, times), left_s, is_enough)
         loads.append(load)
         return Probe(rate, sum(map(level.is_kept, load.requests)), len(load.requests))
 
@@ -181,7 +208,7 @@ def _search(
 def _local(
     model: str | None, options: LoadOptions, notify: Notify, on_load: OnLoad
 ) -> Iterator[tuple[LocalClient, Bench]]:
-    begin_s = time.perf_counter()
+    begin_s, machine = time.perf_counter(), MachineState.read()
     with private_settings() as settings, LocalClient(settings) as client:
         client.connect()
         info = client.load(model, options, on_load)
@@ -189,11 +216,16 @@ def _local(
             raise InvalidRequest(
                 f"{info.name} makes embeddings only: there is no answer to measure"
             )
-        yield client, _warmed_up(client, model, info, begin_s, notify)
+        yield client, _warmed_up(client, model, info, begin_s, notify, machine)
 
 
 def _warmed_up(
-    client: Client, model: str | None, info: ModelInfo, begin_s: float, notify: Notify
+    client: Client,
+    model: str | None,
+    info: ModelInfo,
+    begin_s: float,
+    notify: Notify,
+    machine: MachineState | None,
 ) -> Bench:
     # words that no server has seen before: its prefix cache would answer for it
     prompts = WordPrompts(_random_seed())
@@ -202,9 +234,16 @@ def _warmed_up(
     runner = SuiteRunner(target, prompts, notify)
     if client.url:  # it is on another machine, as far as is known
         runner = SuiteRunner(target, prompts, notify, read_energy=dict)
-    bench = Bench(client, info, target, runner, prompts, begin_s)
+    bench = Bench(client, info, target, runner, prompts, begin_s, machine)
     bench.runner.warm_up()
     return bench
+
+
+def _require_some(suite: Suite) -> None:
+    if not any(test.rounds for test in suite.tests):
+        raise InvalidRequest(
+            f"no test fits: give it more --time ({suite.left_out[0]})", param="time"
+        )
 
 
 def _random_seed() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
 }
 # what has to be the same for figures to be compared
-_SAME = ("model", "machine.cpu")
+_SAME = ("model", "url", "machine.cpu", "options")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +35,11 @@ class Requirement:
     bound: float
 
     def check(self, record: Mapping[str, Any]) -> tuple[bool, str]:
-        """Whether a result keeps it, and a line about it.
-
-        Raises InvalidRequest if the result has no such figure.
-        """
-        figures = {_key(name): value for name, value in mean_figures(record).items()}
+        """Whether a result keeps it, and a line about it. A figure that it lacks is not kept."""
+        names = mean_figures(record)
+        figures = {_key(name): value for name, value in names.items()}
         if self.figure not in figures:
-            known = ", ".join(figures) or "none"
-            raise InvalidRequest(f"--require {self.text}: not measured; there are {known}")
+            return False, f"{self.text}: NOT measured; there are {', '.join(names) or 'none'}"
         value = figures[self.figure]
         is_kept = _OPERATORS[self.symbol](value, self.bound)
         return is_kept, f"{self.text}: {'kept' if is_kept else 'NOT kept'}, it is {value:.2f}"
@@ -56,16 +54,24 @@ def parse_requirement(text: str) -> Requirement:
 
 
 def mean_figures(record: Mapping[str, Any]) -> dict[str, float]:
-    """Mean tokens/s by the name of the test, and TTFTs in ms (`pp512 ttft`, `4 sessions ttft`)."""
+    """The figures of a result by name.
+
+    Mean tokens/s of a test, its TTFT in ms (`pp512 ttft`, `4 sessions ttft`), `people`, and the
+    `goodput` in requests/s.
+    """
     found = {}
     for test in record["tests"]:
         if test["samples_ts"]:
             found[test["test"]] = test["avg_ts"]
         found[f"{test['test']} ttft"] = sum(test["ttft_ms"]) / len(test["ttft_ms"])
-    for test in record["sessions"]:
-        found[test["test"]] = test["output_throughput"]
-        if "mean_ttft_ms" in test:
-            found[f"{test['test']} ttft"] = test["mean_ttft_ms"]
+    for load in (*record["sessions"], *record.get("loads", ())):
+        found[load["test"]] = load["output_throughput"]
+        if "mean_ttft_ms" in load:
+            found[f"{load['test']} ttft"] = load["mean_ttft_ms"]
+    if record.get("people"):
+        found["people"] = record["people"]["count"]
+    if record.get("goodput"):
+        found["goodput"] = record["goodput"]["rate"]
     return found
 
 
@@ -82,6 +88,8 @@ def read(path: Path) -> dict[str, Any]:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         mean_figures(record)
+        if not all(math.isfinite(rate) for rates in _samples(record).values() for rate in rates):
+            raise ValueError("a rate that is not finite")
         return dict(record)
     except OSError as error:
         raise InvalidRequest(f"--compare {path}: {error.strerror}", param="compare") from error
@@ -100,7 +108,7 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str
     samples = [_samples(record) for record in (before, after)]
     names = [name for name in samples[0] if name in samples[1]]
     if not names:
-        yield "no test is in both"
+        yield "no test of one stream is in both; loads are not compared"
     for name in names:
         yield f"{name}: {difference(samples[0][name], samples[1][name])}"
 
@@ -119,7 +127,7 @@ def difference(before: Sequence[float], after: Sequence[float]) -> str:
 
 def _samples(record: Mapping[str, Any]) -> dict[str, list[float]]:
     both = [*record["tests"], *record["sessions"]]
-    return {test["test"]: test["samples_ts"] for test in both if test["samples_ts"]}
+    return {test["test"]: list(test["samples_ts"]) for test in both if test["samples_ts"]}
 
 
 def _look_up(record: Mapping[str, Any], path: str) -> object:

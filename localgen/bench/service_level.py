@@ -53,7 +53,7 @@ def parse_service_level(text: str) -> ServiceLevel:
     for part in text.split(","):
         found = _GOAL.fullmatch(part.strip())
         seconds = float(found[2]) / (1 if found[3] == "s" else 1e3) if found else 0.0
-        if not found or not seconds:
+        if not found or not seconds or f"{found[1]}_s" in given:
             raise InvalidRequest(f"--slo {text}: give ttft=1s,tpot=125ms, or one of them")
         given[f"{found[1]}_s"] = seconds
     return ServiceLevel(**given)

@@ -187,7 +187,7 @@ class SuiteRunner:
                 break
         for test in distinct:
             if not test.rounds:
-                takes = f"it would take about {self._cost_s(test):.0f} s (--time)"
+                takes = f"it would take about {max(1, self._cost_s(test)):.0f} s (--time)"
                 suite.left_out.append(f"{test.name}: {self._reason_against(test) or takes}")
         return suite
 

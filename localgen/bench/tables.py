@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 
@@ -26,3 +27,19 @@ def markdown_table(columns: Sequence[tuple[str, int]], lines: Sequence[Sequence[
     ]
     head = joined([name for name, _ in columns])
     return "\n".join([head, joined(rule), *map(joined, lines)])
+
+
+def fits(table: str, width: int | None) -> bool:
+    """True if a table fits a terminal of a width in columns; None: it has no width."""
+    return width is None or len(table.split("\n", 1)[0]) <= width
+
+
+def wrapped(text: str, width: int | None) -> str:
+    """Text with its lines broken between words; those of tables and drawings stay."""
+    if width is None:
+        return text
+    lines = text.split("\n")
+    return "\n".join(
+        line if line.startswith("|") or "█" in line else textwrap.fill(line, width)
+        for line in lines
+    )

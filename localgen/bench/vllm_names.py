@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from localgen.bench.estimates import deviation, percentile
+from localgen.bench.estimates import percentile
 from localgen.bench.measured_request import MeasuredRequest
 
 _PERCENTILES = (50, 95, 99)
@@ -42,7 +42,7 @@ def vllm_figures(requests: Sequence[MeasuredRequest], took_s: float) -> dict[str
             record |= {
                 f"mean_{name}_ms": statistics.fmean(seconds) * 1e3,
                 f"median_{name}_ms": statistics.median(seconds) * 1e3,
-                f"std_{name}_ms": deviation(seconds) * 1e3,
+                f"std_{name}_ms": statistics.pstdev(seconds) * 1e3,
             } | {
                 f"p{share}_{name}_ms": percentile(seconds, share / 100) * 1e3
                 for share in _PERCENTILES

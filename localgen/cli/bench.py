@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
+import sys
 from contextlib import closing
 from dataclasses import replace
+from datetime import UTC, datetime
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import localgen
 from localgen.backends.errors import InvalidRequest
+from localgen.backends.terminal_text import one_line
 from localgen.chat.parameters import ModelOptions
 from localgen.cli import tables
 from localgen.cli.arguments import JsonFlag, ModelArgument
-from localgen.cli.options import takes_load_options
+from localgen.cli.options import takes_bench_options
 from localgen.cli.pull import run_or_offer_pull
 from localgen.cli.remote_options import (
     KeyEnvOption,
     UrlOption,
     create_client,
     endpoint_from_options,
+    is_from_command_line,
 )
 
 if TYPE_CHECKING:
@@ -48,8 +56,8 @@ LevelOption = Annotated[
     typer.Option(
         "--slo",
         metavar="GOALS",
-        help="What a person should get, such as ttft=1s,tpot=125ms (the default). Given without "
-        "another load, the highest rate at which 95 % of requests keep it is searched for.",
+        help="Search for the highest rate at which 95 % of the requests keep these goals, such as "
+        "ttft=1s,tpot=125ms (the default of the other reports). With another load: its goals.",
     ),
 ]
 MatrixOption = Annotated[
@@ -114,6 +122,7 @@ InputOption = Annotated[
         metavar="TOKENS",
         help="Length of the random prompts (default: 128).",
         min=1,
+        max=1_000_000,
         rich_help_panel=_PANEL,
     ),
 ]
@@ -124,6 +133,7 @@ OutputOption = Annotated[
         metavar="TOKENS",
         help="Length of the answers (default: 64).",
         min=1,
+        max=1_000_000,
         rich_help_panel=_PANEL,
     ),
 ]
@@ -169,7 +179,7 @@ RequireOption = Annotated[
 ]
 
 
-@takes_load_options
+@takes_bench_options
 def command(
     context: typer.Context,
     options: ModelOptions,
@@ -203,6 +213,7 @@ def command(
     from localgen.bench.service_level import ServiceLevel, parse_service_level
 
     if compare is not None:
+        _reject_others(context)
         _print_comparison(*compare)
         return
     requirements = [parse_requirement(text) for text in require or ()]
@@ -222,9 +233,11 @@ def command(
         is_search=level is not None,
     )
     if load is None and plot is not None:
-        raise InvalidRequest("--plot draws a load: give --slo, --rate or --concurrency as well")
+        raise InvalidRequest(
+            "--plot draws a load: give --slo, --rate, --concurrency or --trace as well"
+        )
     default_s = _SECONDS if load is None or not load.is_search else _SEARCH_SECONDS
-    service_level = parse_service_level(level) if level else ServiceLevel()
+    service_level = ServiceLevel() if level is None else parse_service_level(level)
     plan = BenchPlan(seconds or default_s, service_level, load)
     for option, path in (("--save", save), ("--plot", plot)):
         _require_writable(option, path)
@@ -238,6 +251,7 @@ def command(
             )
         _bench_matrix(model, options, plan, matrix, save, resume=resume, json_output=json)
         return
+    _end_like_an_interrupt()
     found: list[Result] = []
     if endpoint is not None:
         found.append(_bench_remote(endpoint, model or endpoint.model, plan))
@@ -254,10 +268,18 @@ def _bench_local(model: str | None, options: ModelOptions, plan: BenchPlan) -> R
     from localgen.bench.run import bench_local
     from localgen.cli.one_shot import stderr_console
     from localgen.hub.packaged import default_model
-    from localgen.repl.load_progress import LoadProgressLine
+    from localgen.hub.resolve import expand_alias
 
-    with LoadProgressLine(stderr_console(), model or default_model()) as loading:
-        return bench_local(model, options.load, plan, loading.notify, loading.update)
+    # the server of the benchmark has no aliases
+    model = expand_alias(model or default_model())
+    with stderr_console().status(f"loading {model}") as line:
+        return bench_local(
+            model,
+            options.load,
+            plan,
+            line.update,
+            lambda share: line.update(f"loading {model} {share:.0%}"),
+        )
 
 
 def _bench_matrix(
@@ -293,9 +315,13 @@ def _bench_matrix(
 
 def _bench_remote(endpoint: Endpoint, model: str | None, plan: BenchPlan) -> Result:
     from localgen.bench.run import bench_remote
+    from localgen.cli.one_shot import stderr_console
 
-    with closing(create_client(endpoint, tables.print_notice)) as client:
-        return bench_remote(client, model, plan, tables.print_notice)
+    with (
+        closing(create_client(endpoint, tables.print_notice)) as client,
+        stderr_console().status("connecting") as line,
+    ):
+        return bench_remote(client, model, plan, line.update)
 
 
 def _show(
@@ -308,16 +334,18 @@ def _show(
 ) -> None:
     from localgen.bench import saved_results
 
-    record = result.record()
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    record = {"date": now, "localgen": localgen.__version__} | result.record()
+    if json_output:
+        typer.echo(tables.json_text(record, indent=2))
+    else:
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        for line in result.text(width).split("\n"):
+            tables.print_line(line)
     if save is not None:
         saved_results.save(record, save)
     if plot is not None:
         _draw(result.text(), plot)
-    if json_output:
-        typer.echo(tables.json_text(record, indent=2))
-    else:
-        for line in result.text().split("\n"):
-            tables.print_line(line)
     checks = [requirement.check(record) for requirement in requirements]
     for _, line in checks:
         tables.print_notice(line)
@@ -334,20 +362,43 @@ def _print_comparison(before: Path, after: Path) -> None:
 
 
 def _draw(text: str, path: Path) -> None:
-    """Write text as an SVG file."""
+    """Write text as an SVG file. Raises InvalidRequest if it cannot be written."""
     from rich.console import Console
 
-    lines = text.split("\n")
+    lines = [one_line(line) for line in text.split("\n")]
     console = Console(record=True, width=max(map(len, lines)), file=StringIO())
-    console.print(text, markup=False, highlight=False)
-    path.write_text(console.export_svg(title="localgen bench"), encoding="utf-8")
+    console.print("\n".join(lines), markup=False, highlight=False)
+    try:
+        path.write_text(console.export_svg(title="localgen bench"), encoding="utf-8")
+    except OSError as error:
+        raise InvalidRequest(f"--plot {path}: {error.strerror}", param="plot") from error
 
 
 def _require_writable(option: str, path: Path | None) -> None:
     """Raises InvalidRequest before a minute is spent, if the result could not be written."""
     if path is None:
         return
-    try:
-        path.open("a").close()
-    except OSError as error:
-        raise InvalidRequest(f"{option} {path}: {error.strerror}") from error
+    reason = ""
+    if path.is_dir():
+        reason = "it is a folder"
+    elif not path.absolute().parent.is_dir():
+        reason = "its folder does not exist"
+    elif not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        reason = "it cannot be written"
+    if reason:
+        raise InvalidRequest(f"{option} {path}: {reason}")
+
+
+def _reject_others(context: typer.Context) -> None:
+    """Raises InvalidRequest if an option is given that a comparison would ignore."""
+    others = (name for name in context.params if name != "compare")
+    given = [name for name in others if is_from_command_line(context, name)]
+    if given:
+        raise InvalidRequest("--compare measures nothing: leave the other arguments out")
+
+
+def _end_like_an_interrupt() -> None:
+    """Have a signal that ends the program stop the server of the benchmark first."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)

@@ -327,6 +327,7 @@ LOAD_PANELS = {
         *LOAD_OPTIONS,
     )
 }
+BENCH_PANELS = {"Load options": next(iter(LOAD_PANELS.values()))}
 Panels = Mapping[str, tuple[CliOption, ...]]
 
 
@@ -338,6 +339,11 @@ def takes_model_options(command: Callable[..., None]) -> Callable[..., None]:
 def takes_load_options(command: Callable[..., None]) -> Callable[..., None]:
     """Decorator: as takes_model_options, with load options only."""
     return _with_options(command, LOAD_PANELS)
+
+
+def takes_bench_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Decorator: as takes_load_options, for a command that always loads the model itself."""
+    return _with_options(command, BENCH_PANELS)
 
 
 def takes_serve_options(command: Callable[..., None]) -> Callable[..., None]:

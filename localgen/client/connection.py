@@ -46,6 +46,8 @@ _HEALTH_URL = "http://localgen/health"
 HEALTH_TIMEOUT_S = 5.0
 # an answer takes as long as it takes
 _TIMEOUT = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
+# requests are limited by the server; httpx would send the 101st only after another has ended
+_NO_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=20)
 
 
 class MessageTooLong(Exception):
@@ -261,7 +263,9 @@ class LocalConnection(Connection):
         return httpx.Client(
             base_url="http://localgen/v1",
             # no TLS on a Unix socket: reading the certificates would take 20 ms
-            transport=httpx.HTTPTransport(verify=False, uds=str(self._settings.socket_path)),
+            transport=httpx.HTTPTransport(
+                verify=False, uds=str(self._settings.socket_path), limits=_NO_LIMITS
+            ),
             timeout=_TIMEOUT,
             headers={"X-Localgen-Session": self._session_id},
             event_hooks={"request": [self._sockets.track_request]},
@@ -303,6 +307,7 @@ class EndpointConnection(Connection):
                 base_url=endpoint.url,
                 headers=headers,
                 mounts=mounts,
+                limits=_NO_LIMITS,
                 timeout=_TIMEOUT,
                 event_hooks={"request": [self._sockets.track_request]},
             )

@@ -14,7 +14,7 @@ class AnswerCopies:
     """Goes through the copies of an answer, one for each press of the key."""
 
     def __init__(self) -> None:
-        self._last_s, self._at = float("-inf"), 0
+        self._last_s, self._at, self._answer = float("-inf"), 0, ""
 
     def next(self, answer: str) -> tuple[str, str]:
         """What is copied now, and the message about it: the answer, or a block, the last first."""
@@ -22,9 +22,9 @@ class AnswerCopies:
 
         blocks = code_blocks(answer)
         now_s = time.monotonic()
-        is_again = now_s - self._last_s < _REPEAT_S
+        is_again = now_s - self._last_s < _REPEAT_S and answer == self._answer
         self._at = (self._at + 1) % (len(blocks) + 1) if is_again else 0
-        self._last_s = now_s
+        self._last_s, self._answer = now_s, answer
         if self._at == 0:
             more = "; Ctrl+Y again: its last code block" if blocks else ""
             return answer, f"copied the last answer{more}"

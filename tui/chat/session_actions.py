@@ -339,9 +339,12 @@ class SessionActions:
     async def _until_not_a_command(self, opened: ActiveSession, line: str) -> None:
         """Wait until the prompt has no unfinished command, which text before it would change."""
         if not is_prompt(self._main_screen.typed_text(opened)):
-            self._show_message(f"{one_line(line)} is done: its output comes after this command")
-        while not is_prompt(self._main_screen.typed_text(opened)):
-            await asyncio.sleep(_RETRY_S)
+            self._show_message(
+                f"{one_line(line)} is done: send or clear the command, and its output comes here"
+            )
+            while not is_prompt(self._main_screen.typed_text(opened)):
+                await asyncio.sleep(_RETRY_S)
+            self._show_message("")
 
     def stop_shell(self) -> bool:
         """Stop the line of the shell that is running; False if there is none."""
