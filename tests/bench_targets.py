@@ -29,6 +29,9 @@ class VirtualTarget(Target):
         self.fail: Callable[[int], str] = lambda number: ""
         self._prefill, self._decode, self._lock = prefill, decode, threading.Lock()
 
+    def abort(self) -> None:
+        """It has no connection."""
+
     def ask(self, prompt: str, max_tokens: int) -> MeasuredRequest:
         with self._lock:
             cached = max((_common(prompt, earlier) for earlier in self.prompts), default=0)

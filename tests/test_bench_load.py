@@ -26,6 +26,7 @@ from localgen.bench.load import (
     Query,
     arrival_times,
     at_times,
+    rate_name,
     synthetic_queries,
 )
 from localgen.bench.load_plan import LoadPlan, load_plan
@@ -65,6 +66,10 @@ def queries() -> Iterator[Query]:
     return (Query(str(number), 4) for number in range(1_000_000))
 
 
+def test_names_of_rates() -> None:
+    assert [rate_name(rate) for rate in (0.0345, 2.5, 1234.5)] == ["0.0345/s", "2.5/s", "1,234/s"]
+
+
 def test_times_of_a_rate() -> None:
     assert list(islice(arrival_times(4, is_poisson=False), 3)) == [0, 0.25, 0.5]
     times = list(islice(arrival_times(4, is_poisson=True, seed=3), 4000))
@@ -100,6 +105,53 @@ def test_concurrency_keeps_a_number_running() -> None:
     assert len(load.requests) > 6
     assert len(once.requests) == 2
     assert load.name == "3 at once"
+
+
+class HangingTarget(SlowTarget):
+    """Answers only when it is aborted, with an error."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self._aborted = threading.Event()
+
+    def abort(self) -> None:
+        self._aborted.set()
+
+    def ask(self, prompt: str, max_tokens: int) -> MeasuredRequest:
+        sent_s = time.perf_counter()
+        assert self._aborted.wait(60)
+        return MeasuredRequest(sent_s, time.perf_counter(), error="aborted")
+
+
+def test_answers_that_do_not_come_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localgen.bench.load._GRACE_S", 0.2)
+    with closing(LoadGenerator(HangingTarget())) as generator:
+        timed = at_times(queries(), arrival_times(20, is_poisson=False))
+        hanging = generator.open_loop("x", timed, 0.2)
+        assert generator.is_stopped
+    with closing(LoadGenerator(HangingTarget())) as generator:
+        others = generator.closed_loop(2, queries(), 0.2)
+    errors = {one.error for one in (*hanging.requests, *others.requests)}
+    assert errors == {"not answered 10 s after the time was over"}
+    assert len(others.requests) == 2
+
+
+def test_a_load_on_a_dead_server_ends() -> None:
+    target = VirtualTarget(1000, 50)
+    target.fail = lambda number: "refused"
+    with closing(LoadGenerator(target)) as generator:
+        closed = generator.closed_loop(4, queries(), 60)
+        timed = at_times(queries(), arrival_times(1000, is_poisson=False))
+        opened = generator.open_loop("x", timed, 60)
+    assert 50 <= len(closed.requests) < 60
+    assert 50 <= len(opened.requests) < 5_000
+
+
+def test_a_request_counts_from_when_it_was_due() -> None:
+    timed = [Query("a", 1, 0.0), Query("b", 1, 0.0), Query("c", 1, 0.1)]
+    with closing(LoadGenerator(SlowTarget(0.01))) as generator:
+        sent = [one.sent_s for one in generator.open_loop("x", timed, 1).requests]
+    assert sent[0] == sent[1] == pytest.approx(sent[2] - 0.1)
 
 
 def test_shared_prefixes_are_used_in_turn() -> None:

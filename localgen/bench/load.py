@@ -16,6 +16,7 @@ _MAX_THREADS = 512
 _MAX_FAILURES = 50  # in a row
 # for requests that run when the time of a load is over
 _GRACE_S = 10.0
+_LATE = "not answered 10 s after the time was over"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,11 @@ class Load:
             return 0.0
         first_s = min(request.sent_s for request in self.requests)
         return max(request.ended_s for request in self.requests) - first_s
+
+
+def rate_name(rate: float) -> str:
+    """For example `0.5/s` and `1,230/s`."""
+    return f"{rate:.3g}/s" if rate < 999.5 else f"{rate:,.0f}/s"
 
 
 def synthetic_queries(
@@ -116,7 +122,10 @@ class LoadGenerator:
         _, late = wait(running, max(0.0, begin_s + seconds + _GRACE_S - self._clock()))
         if late:
             self._end_all()
-        return Load(name, tuple(one.result() for one in running))
+        requests = (
+            replace(one.result(), error=_LATE) if one in late else one.result() for one in running
+        )
+        return Load(name, tuple(requests))
 
     def closed_loop(self, number: int, queries: Iterable[Query], seconds: float) -> Load:
         """Keep a number of requests running: the next is sent when one has been answered.
@@ -133,6 +142,8 @@ class LoadGenerator:
             done, running = wait(running, left_s, FIRST_COMPLETED)
             if not done:
                 self._end_all()
+                ended += [replace(one.result(), error=_LATE) for one in running]
+                break
             ended += [one.result() for one in done]
             if self._clock() < end_s and not self.is_stopped and not _have_failed(ended):
                 nexts = (query for query, _ in zip(source, done, strict=False))

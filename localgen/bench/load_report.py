@@ -186,7 +186,7 @@ class LoadResult:
 
 def _number(name: str) -> float:
     try:
-        return float(name.split("/")[0].split()[0])
+        return float(name.split("/")[0].split()[0].replace(",", ""))
     except ValueError:
         return 0.0
 

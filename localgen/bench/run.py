@@ -22,6 +22,7 @@ from localgen.bench.load import (
     Query,
     arrival_times,
     at_times,
+    rate_name,
     synthetic_queries,
 )
 from localgen.bench.load_plan import LoadPlan
@@ -189,13 +190,13 @@ def _search(
         left_s = end_s - time.perf_counter()
         if left_s < MIN_REQUESTS / rate or generator.is_stopped:
             return None
-        notify(f"{rate:.3g} requests/s")
+        notify(f"requests at {rate_name(rate)}")
         times = arrival_times(rate, is_poisson=True, seed=len(loads))
 
         def is_enough(done: Sequence[MeasuredRequest]) -> bool:
             return goodput.is_enough(sum(map(level.is_kept, done)), len(done))
 
-        name = f"{rate:.3g}/s" + " again" * any(p.rate == rate for p in goodput.probes)
+        name = rate_name(rate) + " again" * any(p.rate == rate for p in goodput.probes)
         load = generator.open_loop(name, at_times(queries, times), left_s, is_enough)
         loads.append(load)
         return Probe(rate, sum(map(level.is_kept, load.requests)), len(load.requests))
