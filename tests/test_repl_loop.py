@@ -160,7 +160,7 @@ def test_error_of_a_set_parameter_says_how_to_reset_it(chat: Callable[..., Chat]
     limit = InvalidRequest("top_k: too large", param="top_k")
     messages = InvalidRequest("messages: too many", param="messages")
     talk = chat((wrong,), (limit,), (messages,), ("fine", answer()))
-    talk.type('/set format {"type": "foo"}', "one")
+    talk.type('/set format {"type": "object"}', "one")
     screen = talk.type("/set parameter top_k 5", "two", "three")
     assert "Invalid type: foo; /set format text ends it" in screen
     assert "top_k: too large; /set parameter top_k default ends it" in screen

@@ -161,6 +161,8 @@ def run_load(
                 notify(f"{format_count(number, 'request')} at once")
                 share_s = seconds / len(load.concurrency)
                 loads.append(generator.closed_loop(number, queries, share_s))
+                if generator.is_stopped:
+                    break
         else:
             loads, goodput = _search(generator, queries, plan.level, seconds, notify)
     url, requests = bench.client.url, [request for one in loads for request in one.requests]

@@ -241,6 +241,7 @@ def command(
     plan = BenchPlan(seconds or default_s, service_level, load)
     for option, path in (("--save", save), ("--plot", plot)):
         _require_writable(option, path)
+    _end_like_an_interrupt()
     if resume and (matrix is None or save is None):
         raise InvalidRequest("--resume continues a --matrix: give that and its --save FILE as well")
     if matrix is not None:
@@ -251,7 +252,6 @@ def command(
             )
         _bench_matrix(model, options, plan, matrix, save, resume=resume, json_output=json)
         return
-    _end_like_an_interrupt()
     found: list[Result] = []
     if endpoint is not None:
         found.append(_bench_remote(endpoint, model or endpoint.model, plan))
