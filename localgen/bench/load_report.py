@@ -37,8 +37,11 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """What was measured under load. goodput: if it was searched for. machine: None for a URL.
-    options: of the load and of the engine that were given."""
+    """The loads of a server and their requests.
+
+    goodput: None if it was not searched for. machine: None for a server at a URL. options: those of
+    the load, and the given load options of the engine.
+    """
 
     info: ModelInfo
     loads: tuple[Load, ...]

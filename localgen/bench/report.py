@@ -31,8 +31,11 @@ _SESSION_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """What was measured. url: of the server, empty for an engine of this machine; then `machine` is
-    None. options: load options that were given."""
+    """The tests of a model and their rounds.
+
+    url: of the server, empty for an engine of this machine. machine: None for a server at a URL.
+    options: the load options that were given.
+    """
 
     info: ModelInfo
     suite: Suite

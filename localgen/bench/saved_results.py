@@ -35,7 +35,7 @@ class Requirement:
     bound: float
 
     def check(self, record: Mapping[str, Any]) -> tuple[bool, str]:
-        """Whether a result keeps it, and a line about it. A figure that it lacks is not kept."""
+        """Return whether a result keeps the bound (False without the figure), and a line."""
         names = mean_figures(record)
         figures = {_key(name): value for name, value in names.items()}
         if self.figure not in figures:
@@ -114,7 +114,7 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str
 
 
 def difference(before: Sequence[float], after: Sequence[float]) -> str:
-    """For example `+4.1 % (2.9 to 5.3)`, or that none can be told (95 % interval)."""
+    """The change of the mean with its 95 % interval, such as `+4.1 % (+2.9 to +5.3)`, in words."""
     found = ratio_interval(before, after)
     if found is None:
         return "measured once: give it more --time to tell a difference"

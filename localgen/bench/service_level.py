@@ -18,7 +18,7 @@ _GOAL = re.compile(r"(ttft|tpot)[=:](\d+(?:\.\d+)?)(ms|s|)")
 
 @dataclass(frozen=True, slots=True)
 class ServiceLevel:
-    """What a person should get: the first text within ttft_s, then a token each tpot_s."""
+    """Goals of a request, in seconds: time to first token, and time per output token after it."""
 
     ttft_s: float = 1.0
     tpot_s: float = 0.125

@@ -28,7 +28,7 @@ _CONTEXT_MARGIN = 1.1
 
 @dataclass(slots=True)
 class SpeedTest:
-    """What is measured, and the requests of each round.
+    """One test of the suite, and the requests of each of its rounds.
 
     name: as in llama-bench's table. prompt_tokens: computed in the test, behind `depth` tokens that
     are cached. sessions: requests sent at the same moment. text: the prompt instead of random
@@ -212,7 +212,7 @@ class SuiteRunner:
         return True
 
     def _cost_s(self, test: SpeedTest) -> float:
-        """What a round will take: as long as the last one."""
+        """Expected seconds of the next round: those of the last one, else an estimate."""
         if test.cost_s is not None:
             return test.cost_s
         prompt = test.sessions * test.prompt_tokens + test.depth

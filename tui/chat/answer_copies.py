@@ -17,7 +17,7 @@ class AnswerCopies:
         self._last_s, self._at, self._answer = float("-inf"), 0, ""
 
     def next(self, answer: str) -> tuple[str, str]:
-        """What is copied now, and the message about it: the answer, or a block, the last first."""
+        """Return the text to copy and its message: the answer, then its blocks from the last."""
         from localgen.chat.markup import code_blocks  # the parser is slow to import
 
         blocks = code_blocks(answer)
