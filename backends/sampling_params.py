@@ -194,6 +194,10 @@ _MAX_SEQUENCE_BREAKER_BYTES = 40
 _MAX_INFILL_TOKENS = 100
 
 
+# at most one may be set
+GRAMMAR_FIELDS = ("json_schema", "regex", "grammar")
+
+
 def validate_sampling_params(params: SamplingParams) -> None:
     """Raises InvalidRequest for a value out of range or settings that exclude each other."""
     for sampler in SAMPLERS:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.sampling_params import GRAMMAR_FIELDS, SamplingParams
 from localgen.backends.sandbox import Sandbox
 from localgen.backends.text.grammar_check import GrammarChecker, invalid_grammar
 from localgen.backends.text.lark_grammar import CONTENT_RULE, TOOL_SCHEMA_OPTIONS, ResponseGrammar
@@ -20,8 +20,6 @@ from localgen.backends.text.tokenizer import Tokenizer
 from localgen.backends.text.tool_format import arguments_schema
 from localgen.backends.types import Tool
 
-# fields of SamplingParams; at most one may be set
-GRAMMAR_FIELDS = ("json_schema", "regex", "grammar")
 _NO_TOKENS: frozenset[int] = frozenset()
 
 

@@ -19,6 +19,7 @@ from localgen.backends.model_info import LoadOptions
 from localgen.backends.sampling_params import (
     ANY_JSON_OBJECT,
     BASE_SAMPLING,
+    GRAMMAR_FIELDS,
     PARAMETER_HELP,
     SAMPLERS,
     SamplingParams,
@@ -39,7 +40,6 @@ RARE_PARAMETERS = tuple(
     name for name in PARAMETER_NAMES if name not in (*USUAL_PARAMETERS, *MORE_SAMPLERS)
 )
 _LOWEST = {"max_tokens": 1, "min_tokens": 0, "thinking_budget": 0, "seed": 0}
-_GRAMMARS = ("json_schema", "regex", "grammar")
 _UNSET_WORDS = ("default", "none", "unset")
 
 
@@ -79,7 +79,7 @@ def with_parameter(
             raise InvalidRequest(f"{field} is {value}, it must be at least {lowest}", param=field)
         sampling_params.validate_sampling_params(changed.with_defaults(BASE_SAMPLING))
         sampling_params.reject_mirostat_conflicts(changed)
-        if field in _GRAMMARS:
+        if field in GRAMMAR_FIELDS:
             _validate_grammar(field, value)
     return changed
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.sampling_params import GRAMMAR_FIELDS, SamplingParams
 from localgen.backends.terminal_text import one_line
 from localgen.chat.parameters import ModelOptions
 from localgen.cli.completion_values import complete_session
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from localgen.chat.session_store import SessionRecord
 
 _PANEL = "Sessions"
-_GRAMMAR_FIELDS = {"json_schema", "regex", "grammar"}
 ContinueFlag = Annotated[
     bool,
     typer.Option(
@@ -64,8 +63,8 @@ def options_of_session(
         return is_from_command_line(context, name)
 
     names = [field.name for field in fields(SamplingParams) if is_given(field.name)]
-    if not _GRAMMAR_FIELDS.isdisjoint(names):  # at most one may be set
-        names = [*names, *_GRAMMAR_FIELDS]
+    if not set(GRAMMAR_FIELDS).isdisjoint(names):  # at most one may be set
+        names = [*names, *GRAMMAR_FIELDS]
     params = replace(record.params, **{name: getattr(options.params, name) for name in names})
     system = options.system if is_given("system") else record.conversation.system
     keeps_ctx = is_given("ctx") or not same_model
