@@ -291,17 +291,21 @@ def result(*loads: Load, goodput: Goodput | None = None) -> LoadResult:
 
 
 def test_the_latencies_are_drawn_over_the_load() -> None:
-    slow = Load("4/s", tuple(measured(2.0) for _ in range(4)))
-    fast = Load("0.5/s", (measured(0.2), measured(0.3), MeasuredRequest(0, 1, error="queue full")))
+    slow = Load("4/s", tuple(measured(2.0) for _ in range(4)), rate=4)
+    failed = MeasuredRequest(0, 1, error="queue full")
+    fast = Load("0.5/s", (measured(0.2), measured(0.2), failed), rate=0.5)
     lines = result(slow, fast).text().split("\n")
     assert [cell.strip() for cell in lines[0].strip("|").split("|")] == [
         *("load", "requests", "failed", "req/s", "t/s"),
         *("TTFT p50", "TTFT p95", "TPOT p50", "TPOT p95", "kept"),
     ]
     assert lines[2].startswith("| 0.5/s      |        3 |      1 |"), "in the order of the load"
-    bars = [line for line in lines if "█" in line]
-    assert bars[0].startswith("0.5/s █████▉ ")
-    assert bars[1].count("█") == 40
+    chart = lines[lines.index("95 % of the requests are within") :]
+    labels = ("TTFT", "TTFT goal", "TPOT goal", "TPOT")
+    drawn = [one for line in chart for one in labels if line.rstrip().endswith(f" {one}")]
+    # 2 s at the end of the line, goals of 1 s and 125 ms, 10 ms
+    assert drawn == list(labels)
+    assert [line.strip() for line in chart if "requests" in line][1:] == ["requests/s"]
     assert "0.5/s: 1 failed, the first: queue full" in lines
     assert lines[-1] == ("4/s: 0% of the people get their first word within 1 s and 8 tok/s each.")
 

@@ -399,7 +399,7 @@ def test_a_pool_fits_and_holds_its_context(
 
 
 def test_decode_rates_by_type() -> None:
-    times = StepTimes({"Q4_K_M": (5e-11, 1e-10, 2e-10)})
+    times = StepTimes({"Q4_K_M": (5e-11, 1e-10, 2e-10, 4e-10)})
     plan = plan_memory(FACTS, LoadOptions(), machine(step_times=times))
     # 4 GB are read in 0.2 s; 4 and 16 tokens take 2 and 4 times as long
     assert plan.rates is not None

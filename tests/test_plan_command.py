@@ -35,7 +35,10 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Server
     monkeypatch.setattr(bandwidth, "measure_ram_bandwidth", lambda: 20e9)
     monkeypatch.setattr(measurements, "measurements_path", lambda: tmp_path / "measurements.json")
     monkeypatch.setattr("psutil.getloadavg", lambda: (0.0, 0.0, 0.0))
-    seconds = {"Q4_K_M": (4e-11, 8e-11, 40e-11), "Q8_0": (3e-11, 12e-11, 9e-11)}
+    seconds = {
+        "Q4_K_M": (4e-11, 8e-11, 40e-11, 80e-11),
+        "Q8_0": (3e-11, 12e-11, 9e-11, 90e-11),
+    }
     seconds["Q4_0"] = seconds["Q4_K_M"]
     monkeypatch.setattr(step_times, "_measure_in_process", lambda: seconds)
     monkeypatch.setenv("LOCALGEN_STATE_DIR", str(tmp_path / "state"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from localgen.backends.errors import LoadFailed
@@ -31,16 +31,18 @@ _WORD_BITS = 32
 class WeightSizes:
     """size_bytes: of a GGUF file as stored; of a folder as the CUDA backend loads it, with weights
     that no kernel supports dequantized to 16 bits. read_bytes: bytes read per token, with active
-    experts only. params: number of weights; None for folders, whose tensors may be packed.
+    experts only. params: number of weights.
     """
 
     size_bytes: int
     read_bytes: int
-    params: int | None
+    params: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
+    """num_elements: of weights; 0 for the scales and zero points of a quantized linear."""
+
     name: str
     size_bytes: int
     num_elements: int
@@ -52,7 +54,7 @@ def read_weight_sizes(file: ModelFile, shape: ModelShape | None) -> WeightSizes:
     return WeightSizes(
         size_bytes=sum(tensor.size_bytes for tensor in tensors),
         read_bytes=round(_read_bytes(tensors, shape)),
-        params=sum(tensor.num_elements for tensor in tensors) if file.is_gguf else None,
+        params=sum(tensor.num_elements for tensor in tensors),
     )
 
 
@@ -85,7 +87,7 @@ def _from_folder(file: ModelFile) -> list[_Tensor]:
         for name, tensor in read_safetensors_header(path).items()
         if not text_only or text_tensor_name(name) is not None
     ]
-    quant = None if config is None else _read_folder_quant(config)
+    quant = None if config is None else _read_quantization(config)
     return tensors if quant is None else [_loaded_tensor(tensor, quant) for tensor in tensors]
 
 
@@ -96,7 +98,13 @@ def _read_folder_config(folder: Path) -> ConfigFields | None:
         return None  # loading reports the error
 
 
-def _read_folder_quant(config: ConfigFields) -> QuantizationConfig | None:
+def folder_quantization(folder: Path) -> QuantizationConfig | None:
+    """Return the quantization of a checkpoint; None if it has none, or none that can be read."""
+    config = _read_folder_config(folder)
+    return None if config is None else _read_quantization(config)
+
+
+def _read_quantization(config: ConfigFields) -> QuantizationConfig | None:
     try:
         return read_quantization_config(config)
     except LoadFailed:
@@ -106,12 +114,12 @@ def _read_folder_quant(config: ConfigFields) -> QuantizationConfig | None:
 def _loaded_tensor(tensor: _Tensor, quant: QuantizationConfig) -> _Tensor:
     """The tensor with its size in memory."""
     part = tensor.name.rpartition(".")[2]
-    if not (quant.dequantized_on_load or _EXPERTS.search(tensor.name)):
-        # zeros of 4 bits become floats of 16, next to their scales
-        return replace(tensor, size_bytes=4 * tensor.size_bytes) if part == "qzeros" else tensor
+    is_dequantized = quant.dequantized_on_load or _EXPERTS.search(tensor.name)
     if part in _QUANT_TENSORS:
-        return replace(tensor, size_bytes=0)
+        # zeros of 4 bits become floats of 16, next to their scales
+        factor = 0 if is_dequantized else 4 if part == "qzeros" else 1
+        return _Tensor(tensor.name, factor * tensor.size_bytes, 0)
     digits = (
         tensor.num_elements * _WORD_BITS // quant.bits if part == "qweight" else tensor.num_elements
     )
-    return replace(tensor, size_bytes=2 * digits)
+    return _Tensor(tensor.name, 2 * digits if is_dequantized else tensor.size_bytes, digits)

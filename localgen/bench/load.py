@@ -30,10 +30,16 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A load and its requests. name: `0.5/s` or `4 at once`."""
+    """A load and its requests.
+
+    name: `0.5/s`, `4 at once` or `trace`. rate: of requests per second; 0 if they came at other
+    times. concurrency: requests at any time; None if they came whatever had been answered.
+    """
 
     name: str
     requests: tuple[MeasuredRequest, ...]
+    rate: float = 0.0
+    concurrency: int | None = None
 
     @property
     def answered(self) -> list[MeasuredRequest]:
@@ -148,7 +154,7 @@ class LoadGenerator:
             if self._clock() < end_s and not self.is_stopped and not _have_failed(ended):
                 nexts = (query for query, _ in zip(source, done, strict=False))
                 running |= {self._pool.submit(self._ask, query) for query in nexts}
-        return Load(f"{number} at once", tuple(ended))
+        return Load(f"{number} at once", tuple(ended), concurrency=number)
 
     def close(self) -> None:
         """Send no further queries, and end those that are running."""

@@ -1,4 +1,4 @@
-"""The result of a load: latencies over the load, drawn, and the goodput."""
+"""The result of a load: a table, latencies over the load drawn, and the goodput."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from localgen.backends.units import format_duration, format_rate
 from localgen.bench.estimates import percentile, wilson_interval
 from localgen.bench.goodput import Goodput
 from localgen.bench.load import Load
+from localgen.bench.load_chart import latency_chart
 from localgen.bench.machine_state import MachineState
-from localgen.bench.service_level import SHARE, ServiceLevel
+from localgen.bench.service_level import ServiceLevel
 from localgen.bench.tables import fits, markdown_table, wrapped
 from localgen.bench.vllm_names import vllm_figures
 
@@ -31,8 +32,6 @@ _COLUMNS = (
 )
 # those that a narrow terminal shows
 _FEW = (0, 1, 2, 3, 6, 8, 9)
-_BAR_COLUMNS = 40
-_EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,33 +60,10 @@ class LoadResult:
         if not fits(table, width):
             few = [[line[at] for at in _FEW] for line in lines]
             table = markdown_table([_COLUMNS[at] for at in _FEW], few)
-        parts = [
-            table,
-            "\n".join(self.drawing()),
-            "\n".join(self._notes()),
-            self.verdict(),
-        ]
-        return wrapped("\n\n".join(part for part in parts if part), width)
-
-    def drawing(self) -> Iterator[str]:
-        """Latencies over the load: the time to the first token of 95 %, against the longest."""
-        times = {
-            id(load): percentile([r.ttft_s for r in load.answered], SHARE)
-            for load in self.loads
-            if load.answered
-        }
-        if len(times) < 2:
-            return
-        longest, width = max(times.values()), max(len(load.name) for load in self.loads)
-        yield "TTFT p95, and the share of the requests that keep the goals"
-        for load in self._ordered():
-            if load.answered:
-                at = times[id(load)]
-                bar = _bar(at / longest)
-                yield (
-                    f"{load.name:<{width}} {bar} {format_duration(at * 1e3):>8} "
-                    f"{self._share(load):>4.0%}"
-                )
+        goodput = self.goodput.rate if self.goodput is not None else None
+        chart = latency_chart(self._ordered(), self.level, goodput, width)
+        notes = (wrapped(text, width) for text in ("\n".join(self._notes()), self.verdict()))
+        return "\n\n".join(part for part in (table, "\n".join(chart), *notes) if part)
 
     def verdict(self) -> str:
         """One sentence."""
@@ -115,7 +91,9 @@ class LoadResult:
 
     def _ordered(self) -> list[Load]:
         """The loads by their number: first those of requests at once, then rates as they rise."""
-        return sorted(self.loads, key=lambda load: ("/" in load.name, _number(load.name)))
+        return sorted(
+            self.loads, key=lambda load: (load.rate > 0, load.rate or load.concurrency or 0)
+        )
 
     def _row(self, load: Load) -> tuple[str, ...]:
         answered = load.answered
@@ -160,6 +138,7 @@ class LoadResult:
         low, high = wilson_interval(kept, len(load.requests))
         return vllm_figures(load.requests, load.took_s) | {
             "test": load.name,
+            "max_concurrency": load.concurrency,
             "request_goodput": kept / load.took_s,
             "share_kept": kept / len(load.requests),
             "share_kept_low": low,
@@ -185,16 +164,3 @@ class LoadResult:
             f"Goodput: {found.rate:.3g} requests/s ({interval}): of the people who ask at that "
             f"rate, 95 % get {self.level.text()}."
         )
-
-
-def _number(name: str) -> float:
-    try:
-        return float(name.split("/")[0].split()[0].replace(",", ""))
-    except ValueError:
-        return 0.0
-
-
-def _bar(share: float) -> str:
-    eighths = round(share * _BAR_COLUMNS * 8)
-    bar = "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
-    return bar.ljust(_BAR_COLUMNS)

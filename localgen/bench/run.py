@@ -154,7 +154,8 @@ def run_load(
         elif load.rate is not None:
             notify(f"{load.rate:g} requests/s, for {seconds:.0f} s")
             times = arrival_times(load.rate, is_poisson=load.is_poisson)
-            loads = [generator.open_loop(f"{load.rate:g}/s", at_times(queries, times), seconds)]
+            opened = generator.open_loop(f"{load.rate:g}/s", at_times(queries, times), seconds)
+            loads = [replace(opened, rate=load.rate)]
         elif load.concurrency:
             loads = []
             for number in load.concurrency:
@@ -200,7 +201,7 @@ def _search(
 
         name = rate_name(rate) + " again" * any(p.rate == rate for p in goodput.probes)
         load = generator.open_loop(name, at_times(queries, times), left_s, is_enough)
-        loads.append(load)
+        loads.append(replace(load, rate=rate))
         return Probe(rate, sum(map(level.is_kept, load.requests)), len(load.requests))
 
     # one person who asks again at once keeps the server at half of its rate, or less

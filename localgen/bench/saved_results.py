@@ -13,6 +13,7 @@ from typing import Any
 
 from localgen.backends.errors import InvalidRequest
 from localgen.bench.estimates import ratio_interval
+from localgen.bench.suite import TG
 
 _REQUIREMENT = re.compile(r"(.+?)(>=|<=|>|<)\s*(\d+(?:\.\d+)?)")
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
@@ -21,6 +22,7 @@ _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
     "<": operator.lt,
 }
+_TG_CONTEXT = 64  # of tg128, which answers an empty prompt
 # what has to be the same for figures to be compared
 _SAME = ("model", "url", "machine.cpu", "options")
 
@@ -43,6 +45,17 @@ class Requirement:
         value = figures[self.figure]
         is_kept = _OPERATORS[self.symbol](value, self.bound)
         return is_kept, f"{self.text}: {'kept' if is_kept else 'NOT kept'}, it is {value:.2f}"
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRates:
+    """Tokens/s of all requests together, without the time of their prompts, by their number.
+
+    ctx: tokens in the KV cache of a request, on average.
+    """
+
+    rates: tuple[tuple[int, float], ...]
+    ctx: int
 
 
 def parse_requirement(text: str) -> Requirement:
@@ -75,6 +88,28 @@ def mean_figures(record: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
+def read_decode_rates(path: Path) -> DecodeRates:
+    """Read the decode rates of a result. Raises InvalidRequest if it is none, or has none."""
+    record = read(path, "bench")
+    loads = [one for one in (*record["sessions"], *record.get("loads", ())) if _is_decode(one)]
+    rates = {
+        one["max_concurrency"]: one["max_concurrency"] * 1e3 / one["median_tpot_ms"]
+        for one in loads
+    }
+    alone = mean_figures(record).get(TG)
+    if alone:
+        rates[1] = alone
+    if not rates:
+        raise InvalidRequest(f"--bench {path}: it has no tg128, sessions or --concurrency")
+    tokens = sum(one["total_input_tokens"] + one["total_output_tokens"] / 2 for one in loads)
+    ctx = round(tokens / sum(one["completed"] for one in loads)) if loads else _TG_CONTEXT
+    return DecodeRates(tuple(sorted(rates.items())), max(1, ctx))
+
+
+def _is_decode(load: Mapping[str, Any]) -> bool:
+    return bool(load.get("max_concurrency") and load.get("median_tpot_ms"))
+
+
 def save(record: Mapping[str, Any], path: Path) -> None:
     """Write a result as JSON. Raises InvalidRequest if it cannot be written."""
     try:
@@ -83,8 +118,8 @@ def save(record: Mapping[str, Any], path: Path) -> None:
         raise InvalidRequest(f"--save {path}: {error.strerror}", param="save") from error
 
 
-def read(path: Path) -> dict[str, Any]:
-    """Read a result. Raises InvalidRequest if it is none."""
+def read(path: Path, option: str = "compare") -> dict[str, Any]:
+    """Read a result. option: that named the file. Raises InvalidRequest if it is none."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         mean_figures(record)
@@ -92,10 +127,10 @@ def read(path: Path) -> dict[str, Any]:
             raise ValueError("a rate that is not finite")
         return dict(record)
     except OSError as error:
-        raise InvalidRequest(f"--compare {path}: {error.strerror}", param="compare") from error
+        raise InvalidRequest(f"--{option} {path}: {error.strerror}", param=option) from error
     except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
         raise InvalidRequest(
-            f"--compare {path}: no result of `localgen bench --save`", param="compare"
+            f"--{option} {path}: no result of `localgen bench --save`", param=option
         ) from error
 
 

@@ -35,11 +35,8 @@ def fits(table: str, width: int | None) -> bool:
 
 
 def wrapped(text: str, width: int | None) -> str:
-    """Text with its lines broken between words; those of tables and drawings stay."""
+    """Text with its lines broken between words; those of tables stay."""
     if width is None:
         return text
     lines = text.split("\n")
-    return "\n".join(
-        line if line.startswith("|") or "█" in line else textwrap.fill(line, width)
-        for line in lines
-    )
+    return "\n".join(line if line.startswith("|") else textwrap.fill(line, width) for line in lines)

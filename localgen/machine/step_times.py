@@ -24,6 +24,8 @@ from localgen.machine.python_process import python_command, python_environment
 
 # tokens of the measured steps: one stream, three drafts to verify, many streams
 _STEP_SIZES = (1, 4, 16)
+# of a prompt, which computes at the full speed of the processor
+_PROMPT_TOKENS = 64
 # of the main matrices, and of those that llama.cpp stores with more bits in some layers
 _TENSOR_TYPES = {
     "Q8_0": ("Q8_0", "Q8_0"),
@@ -38,7 +40,7 @@ _TENSOR_TYPES = {
     "Q3_K_M": ("Q3_K", "Q4_K"),
 }
 MEASURED_TYPES = frozenset(_TENSOR_TYPES)
-_REVISION = 1  # of the measurement method
+_REVISION = 2  # of the measurement method
 _LAYERS, _HIDDEN, _FFN, _HEADS, _KV_HEADS = 4, 2048, 8192, 32, 8
 _KV_SIZE = _HIDDEN // _HEADS * _KV_HEADS
 _VOCAB = 256
@@ -46,12 +48,12 @@ _VOCAB = 256
 _FILLER = 0x11
 _REPEATS = 5
 _TIMEOUT_S = 120.0
-_SecondsByType = dict[str, tuple[float, float, float]]
+_SecondsByType = dict[str, tuple[float, float, float, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds per byte of weights of a step of 1, 4 and 16 tokens, by GGUF type."""
+    """Seconds per byte of weights of a step of 1, 4 and 16 tokens and of a prompt, by GGUF type."""
 
     seconds_per_byte: _SecondsByType
 
@@ -60,8 +62,18 @@ class StepTimes:
         seconds = self.seconds_per_byte.get(gguf_type.upper())
         if seconds is None or weight_bytes <= 0:
             return None
-        pairs = zip(_STEP_SIZES, seconds, strict=True)
+        pairs = zip(_STEP_SIZES, seconds[:-1], strict=True)
         return DecodeRates(*(size / (each * weight_bytes) for size, each in pairs))
+
+    def flops(self, gguf_type: str, weight_bytes: float, flops_per_token: float) -> float | None:
+        """Return the peak of the processor in 1/s with weights of this type, from the prompt.
+
+        weight_bytes, flops_per_token: of one model of this type. None if it was not measured.
+        """
+        seconds = self.seconds_per_byte.get(gguf_type.upper())
+        if seconds is None or weight_bytes <= 0:
+            return None
+        return _PROMPT_TOKENS * flops_per_token / (seconds[-1] * weight_bytes)
 
 
 def step_times(notify: Callable[[str], None], *, remeasure: bool = False) -> StepTimes | None:
@@ -78,7 +90,7 @@ def step_times(notify: Callable[[str], None], *, remeasure: bool = False) -> Ste
         if is_machine_busy():
             notify("speed by type is not measured while other programs compute")
             return StepTimes(cached.value) if cached else None
-        notify("measuring the speed of each type on this CPU, once: about ten seconds")
+        notify("measuring the speed of each type on this CPU, once: about fifteen seconds")
     found = cached_or_measured(name, _SecondsByType, _measure_in_process, remeasure=remeasure)
     if not found.value:
         notify("speed by type could not be measured: the small model did not run in llama.cpp")
@@ -176,11 +188,11 @@ def _measure(path: Path) -> list[float]:
     options = replace(options, adapts_threads=False)
     model = LlamaModel(path, options, lambda _: None)
     context = LlamaContext(model, options, kv_tokens=256, n_seq_max=max(_STEP_SIZES))
-    batch = LlamaBatch(max(_STEP_SIZES))
+    batch = LlamaBatch(_PROMPT_TOKENS)
     seq = Sequence(id="", tokens=[], num_prompt=0, params=SamplingParams(), ctx=0, max_len=0)
 
-    def step(size: int) -> float:
-        chunk = Chunk(seq=seq, start=0, tokens=[5], is_sampled=True)
+    def step(size: int, tokens_each: int = 1) -> float:
+        chunk = Chunk(seq=seq, start=0, tokens=[5] * tokens_each, is_sampled=True)
         batch.fill([chunk] * size, range(size))
         started_s = time.perf_counter()
         status = context.decode(batch.native).result()
@@ -191,7 +203,8 @@ def _measure(path: Path) -> list[float]:
         return took_s
 
     # the first step of a size allocates
-    times = [min([step(size) for _ in range(1 + _REPEATS)][1:]) for size in _STEP_SIZES]
+    sizes = [(size, 1) for size in _STEP_SIZES] + [(1, _PROMPT_TOKENS)]
+    times = [min([step(*size) for _ in range(1 + _REPEATS)][1:]) for size in sizes]
     per_byte = [seconds / model.size_bytes for seconds in times]
     context.close()
     model.close()

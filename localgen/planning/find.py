@@ -13,6 +13,7 @@ from localgen.backends.formats.gguf.shape import shape_from_gguf
 from localgen.backends.formats.hf.config import shape_from_hf_config
 from localgen.backends.formats.model_facts import ModelFacts, local_model_facts
 from localgen.backends.formats.model_files import ModelFile
+from localgen.backends.formats.weight_sizes import folder_quantization
 from localgen.backends.model_info import DRAFT_AUTO, DRAFT_NGRAM, DRAFT_NONE
 from localgen.hub import quant_choice
 from localgen.hub.aliases import load_aliases
@@ -108,9 +109,10 @@ def _installed_file(name: str) -> ModelFile | None:
 
 
 def _quant_of_file(file: ModelFile) -> str:
-    """Quantization from the file name; empty if there is none."""
+    """Quantization from the file name, or of a folder from its config.json; empty if unknown."""
     if not file.is_gguf:
-        return "safetensors"
+        quant = folder_quantization(file.path)
+        return "safetensors" if quant is None else quant.method
     found = quant_of(file.path.stem.partition("-00001-of-")[0])
     return "" if found == file.path.stem else found
 

@@ -13,7 +13,27 @@ from localgen.hub.hf_client import Notify
 from localgen.planning.find import find_draft_facts, find_model_facts
 from localgen.planning.loaded_usage import LoadedUsage, find_loaded, with_loaded_options
 from localgen.planning.plan import MemoryPlan, plan_memory
-from localgen.planning.resources import machine_resources
+from localgen.planning.resources import MachineResources, machine_resources
+
+
+@dataclass(frozen=True, slots=True)
+class FoundModel:
+    """A model to plan, in one or several quantizations, and the machine it would run on.
+
+    others: quantizations to choose from. options: those of the loaded model where none are given.
+    loaded: usage of the model, if it is loaded; its memory then counts as free.
+    """
+
+    facts: tuple[ModelFacts, ...]
+    others: tuple[ModelFacts, ...]
+    draft: ModelFacts | None
+    options: LoadOptions
+    machine: MachineResources
+    loaded: LoadedUsage | None
+
+    def plan(self, facts: ModelFacts) -> MemoryPlan:
+        """Plan one of the quantizations on this machine. Raises like plan_memory."""
+        return plan_memory(facts, self.options, self.machine, self.others, draft=self.draft)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,32 +44,37 @@ class PlanReport:
     loaded: LoadedUsage | None
 
 
-def plan_model(
+def find_model(
     name: str | None,
     quants: Sequence[str],
     options: LoadOptions,
     stats: dict[str, Any],
     notify: Notify,
     remeasure: bool = False,
-) -> PlanReport:
-    """Plan a model by name. stats: the server's, with its loaded models.
+) -> FoundModel:
+    """Find a model by name. stats: the server's, with its loaded models.
 
-    Raises like find_model_facts, find_draft_facts and plan_memory.
+    Raises like find_model_facts and find_draft_facts.
     """
-    wanted = options.draft
-    model, notify = name, _without_repeats(notify)
-    found, others = find_model_facts(model, quants, notify)
+    notify = _without_repeats(notify)
+    found, others = find_model_facts(name, quants, notify)
     machine = machine_resources(notify, remeasure=remeasure)
+    requested = options.draft
     loaded = find_loaded(stats, found[0].path) if len(found) == 1 else None
     if loaded is not None:
         # plan as if the model were not loaded: its own memory is available to it
         machine = replace(machine, ram_bytes=machine.ram_bytes + _reclaimable_bytes(loaded))
         options = with_loaded_options(options, loaded)
-    draft = _find_draft(options, wanted, model, found[0], notify)
-    plans = tuple(plan_memory(facts, options, machine, others, draft=draft) for facts in found)
-    if loaded is not None:
-        plans = tuple(replace(one, reason=loaded.reason) for one in plans)
-    return PlanReport(plans, loaded)
+    draft = _find_draft(options, requested, name, found[0], notify)
+    return FoundModel(tuple(found), tuple(others), draft, options, machine, loaded)
+
+
+def plan_model(found: FoundModel) -> PlanReport:
+    """Plan each quantization. Raises like plan_memory."""
+    plans = tuple(map(found.plan, found.facts))
+    if found.loaded is not None:
+        plans = tuple(replace(one, reason=found.loaded.reason) for one in plans)
+    return PlanReport(plans, found.loaded)
 
 
 def _find_draft(

@@ -1,0 +1,66 @@
+"""Latencies over the load, drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from localgen.backends.units import format_duration
+from localgen.bench.estimates import percentile
+from localgen.bench.load import Load
+from localgen.bench.service_level import SHARE, ServiceLevel
+from localgen.charts import Point, Series, log_chart
+
+_ROWS = 12
+_MAX_WIDTH = 100
+
+
+def latency_chart(
+    loads: Sequence[Load], level: ServiceLevel, goodput: float | None, width: int | None
+) -> list[str]:
+    """TTFT and TPOT of 95 % of the requests over the rate, or over the requests at once.
+
+    loads: by rising load. level: its goals are drawn as lines. goodput: a rate to be marked.
+    width: of the terminal in columns. Empty for fewer than two loads of a kind.
+    """
+    rates = {load.rate: load for load in loads if load.rate and load.answered}
+    numbers = {
+        float(load.concurrency): load for load in loads if load.concurrency and load.answered
+    }
+    drawn = rates if len(rates) > 1 else numbers
+    if len(drawn) < 2:
+        return []
+    ttft = [(x, _p95([r.ttft_s for r in load.answered])) for x, load in drawn.items()]
+    tpot = [
+        (x, _p95([r.tpot_s for r in load.answered if r.completion_tokens > 1]))
+        for x, load in drawn.items()
+    ]
+    xs = list(drawn)
+    series = [
+        Series("TTFT", _positive(ttft)),
+        Series("TPOT", _positive(tpot)),
+        Series("TTFT goal", [(x, level.ttft_s * 1e3) for x in (xs[0], xs[-1])]),
+        Series("TPOT goal", [(x, level.tpot_s * 1e3) for x in (xs[0], xs[-1])]),
+    ]
+    title = "requests/s" if len(rates) > 1 else "requests at once"
+    if goodput in rates:
+        at = [(x, y) for x, y in ttft if x == goodput]
+        series.append(Series("goodput", _positive(at), "◆"))
+        title += "   ◆ goodput"
+    return log_chart(
+        series,
+        min(width or _MAX_WIDTH, _MAX_WIDTH),
+        _ROWS,
+        x_title=title,
+        y_title="95 % of the requests are within",
+        format_x=lambda x: f"{x:.3g}",
+        format_y=format_duration,
+    )
+
+
+def _p95(seconds: list[float]) -> float:
+    """In milliseconds; 0 without any."""
+    return percentile(seconds, SHARE) * 1e3 if seconds else 0.0
+
+
+def _positive(points: list[Point]) -> list[Point]:
+    return [(x, y) for x, y in points if y > 0]
