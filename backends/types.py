@@ -114,6 +114,7 @@ class Request:
     infill: only with prompt or prompt_tokens, which are then the text before the answer.
     line_limits: end the answer at a line.
     save_prefix: False: its tokens are in the KV cache only, never kept in RAM or on disk after it.
+    block_hash_key: of Finished.block_hashes, at most 64 bytes; empty: there are none.
     """
 
     id: str
@@ -139,6 +140,7 @@ class Request:
     arrived_s: float = 0.0
     stabilize: bool = False
     save_prefix: bool = True
+    block_hash_key: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,7 +320,8 @@ class Finished:
 
     stop: the stop string or end token that was matched. ctx: the context limit applied.
     notes: messages for the user (preempted, context full). seed: seed that reproduces the text,
-    or None if not reproducible, because draft tokens were sampled.
+    or None if not reproducible, because draft tokens were sampled. block_hashes: of the prompt,
+    see backends/block_hashes.py; empty unless Request.block_hash_key is set.
     """
 
     request_id: str
@@ -330,6 +333,7 @@ class Finished:
     seed: int | None = None
     stop: str | None = None
     notes: tuple[str, ...] = ()
+    block_hashes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

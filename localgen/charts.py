@@ -204,6 +204,6 @@ def _ticks(
     """Round values within an axis, as many as leave each `cells_each` characters."""
     for base, steps in ways:
         found = _powers(base, steps, low, high)
-        if found and len(found) * cells_each <= cells:
+        if len(found) > 1 and len(found) * cells_each <= cells:
             return found
     return [low, high] if high > low else [low]

@@ -47,6 +47,7 @@ class ServerSettings:
     draft: default of LoadOptions.draft, used where it suits the model.
     hang_timeout_s: an engine that sends nothing for so long while it has requests or loads a model
     is killed, or None if never.
+    record_trace: file to which a line is added for each answered prompt, or None.
     """
 
     runtime_dir: Path
@@ -57,6 +58,7 @@ class ServerSettings:
     parallel: int | None = None
     draft: str | None = None
     hang_timeout_s: float | None = DEFAULT_HANG_TIMEOUT_S
+    record_trace: Path | None = None
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> ServerSettings:

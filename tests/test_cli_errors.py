@@ -78,6 +78,7 @@ ROOT = Path(__file__).parents[1]
         (["chat", "two words"], b"", 3, "localgen run"),
         (["stop", "other"], b"", 6, "other is not loaded; loaded models: tiny"),
         (["serve", "--keep-alive", "soon"], b"", 2, "--keep-alive=soon"),
+        (["serve", "--record-trace", "/no/file"], b"", 3, "--record-trace /no/file: No such"),
         (["run", "tiny", "x", "--keep-alive", "soon"], b"", 2, "--keep-alive=soon"),
         (["run", "tiny", "x", "--temp", "nan"], b"", 3, "--temp nan"),
         (["run", "-p", "hi", "--format", "yaml"], b"", 3, "--format yaml is not JSON (line 1, "),

@@ -51,12 +51,14 @@ def test_one_request_on_a_gpu_is_bandwidth_over_bytes() -> None:
 
 def test_the_ridge_of_a_dense_model_in_16_bits_is_the_intensity_of_the_gpu() -> None:
     line = h100(ctx=1)
+    ridge = line.ridge
+    assert ridge is not None
     # 2 operations for each weight of 2 bytes: as many requests as operations per byte
-    assert line.ridge == pytest.approx(989e12 / 3.35e12, rel=0.01)
-    assert line.side(line.ridge - 1) == "memory"
-    assert line.side(line.ridge) == "compute"
-    assert line.memory_s(line.ridge) == pytest.approx(line.compute_s(line.ridge), rel=0.01)
-    assert line.tokens_per_s(10 * line.ridge) == pytest.approx(989e12 / 16e9, rel=0.01)
+    assert ridge == pytest.approx(989e12 / 3.35e12, rel=0.01)
+    assert line.side(ridge - 1) == "memory"
+    assert line.side(ridge) == "compute"
+    assert line.memory_s(ridge) == pytest.approx(line.compute_s(ridge), rel=0.01)
+    assert line.tokens_per_s(10 * ridge) == pytest.approx(989e12 / 16e9, rel=0.01)
 
 
 def test_long_contexts_keep_memory_the_limit() -> None:

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field, replace
 
 from localgen.backends import sampling_params
+from localgen.backends.block_hashes import block_hashes
 from localgen.backends.engine.embeddings import EmbeddingTask
 from localgen.backends.engine.prefix_breaks import RecentPrompts
 from localgen.backends.errors import ContextExceeded, InvalidRequest
@@ -111,6 +112,9 @@ class InputProcessor:
             priority=request.priority,
             cache_salt=request.cache_salt,
             save_prefix=request.save_prefix,
+            block_hashes=block_hashes(tokens, request.block_hash_key, request.cache_salt)
+            if request.block_hash_key
+            else (),
             can_sample_drafts=self.limits.can_sample_drafts
             and not has_seed
             and params.temperature != 0,

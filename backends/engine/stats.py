@@ -329,4 +329,5 @@ def finished_event(
         seed=None if seq.used_sampled_drafts else seq.params.seed,
         stop=stop,
         notes=tuple(notes),
+        block_hashes=seq.block_hashes,
     )

@@ -60,6 +60,7 @@ class Sequence:
     line_limits: end the answer at a line.
     scored: logprobs of the prompt's tokens from the second on, as far as they are computed.
     notes: messages for the user.
+    block_hashes: of the prompt, for Finished.
     prefix_break: where the prompt parts from an earlier one, not measured yet.
     num_earlier_cached: leading tokens of that earlier one in the prefix cache at admission.
     cached_ms: time to reuse num_cached tokens; first_step_ms: duration of the step that sampled the
@@ -98,6 +99,7 @@ class Sequence:
     matcher: GrammarMatcher | None = None
     response_parser: ResponseParser | None = None
     echo: str | None = None
+    block_hashes: tuple[int, ...] = ()
     line_limits: LineLimits = NO_LINE_LIMITS
     scored: list[PositionLogprobs] = field(default_factory=list)
     notes: tuple[str, ...] = ()

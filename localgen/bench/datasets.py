@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from localgen.backends.block_hashes import BLOCK_TOKENS
 from localgen.backends.errors import InvalidRequest
 from localgen.bench.load import Query
 from localgen.bench.prompts import WordPrompts
 
 # tokens of a block of Mooncake's traces
-TRACE_BLOCK_TOKENS = 512
 MAX_TOKENS = 10_000_000
 
 
@@ -86,10 +86,10 @@ def trace_queries(entries: list[TraceEntry], prompts: WordPrompts, seed: int) ->
     begin = entries[0].timestamp
     for entry in entries:
         parts = [
-            prompts.like(TRACE_BLOCK_TOKENS, random.Random(f"{seed} {each}"))
-            for each in entry.hash_ids[: entry.input_length // TRACE_BLOCK_TOKENS]
+            prompts.like(BLOCK_TOKENS, random.Random(f"{seed} {each}"))
+            for each in entry.hash_ids[: entry.input_length // BLOCK_TOKENS]
         ]
-        rest = entry.input_length - TRACE_BLOCK_TOKENS * len(parts)
+        rest = entry.input_length - BLOCK_TOKENS * len(parts)
         parts += [prompts.make(rest)] if rest else []
         yield Query(" ".join(parts), entry.output_length, (entry.timestamp - begin) / 1e3)
 

@@ -54,6 +54,14 @@ def command(
     log_format: Annotated[
         LogFormat, typer.Option(help="Log format: plain text, or one JSON object per line.")
     ] = "text",
+    record_trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Add a line to this file for each answered prompt, for `bench --trace`: its time, "
+            "its lengths and hashes of its blocks, no text.",
+            metavar="FILE",
+        ),
+    ] = None,
     host: Annotated[
         str | None,
         typer.Option(
@@ -168,6 +176,7 @@ def command(
     from localgen.hub.resolve import draft_for_server, name_for_server
     from localgen.server.http.access import AccessPolicy, parse_rate_limit, read_api_keys
     from localgen.server.lifecycle import run_server
+    from localgen.server.stats.trace_recorder import open_trace
 
     settings = ServerSettings.from_environment()
     if keep_alive is not None:
@@ -179,7 +188,10 @@ def command(
         parallel=parallel,
         max_queue=max_queue or settings.max_queue,
         draft=draft_for_server(draft),
+        record_trace=None if record_trace is None else record_trace.absolute(),
     )
+    if settings.record_trace is not None:
+        open_trace(settings.record_trace).close()
     access = AccessPolicy(
         host=host or "127.0.0.1",
         port=DEFAULT_PORT if port is None and host else port,

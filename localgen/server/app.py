@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from localgen.server.http import fastapi_import as fastapi_import  # before fastapi
 
@@ -55,6 +55,9 @@ from localgen.server.stats.metrics import CONTENT_TYPE, Metrics
 from localgen.server.stats.request_log import RequestLog
 from localgen.server.stats.server_state import ServerState
 
+if TYPE_CHECKING:
+    from localgen.server.stats.trace_recorder import TraceRecorder
+
 STATS_PERIOD_S = 0.25
 _PROGRESS_PERIOD_S = 0.1
 
@@ -64,14 +67,15 @@ def create_app(
     state: ServerState,
     access: AccessPolicy,
     *,
+    trace: TraceRecorder | None = None,
     listen: Callable[[], Awaitable[Listener]],
     request_shutdown: Callable[[], None],
     is_shutting_down: Callable[[], bool],
 ) -> ASGIApp:
     """Build the ASGI application, wrapped in the guard middleware.
 
-    listen: opens a loopback port. request_shutdown: starts the shutdown of the server.
-    is_shutting_down: True once it has begun.
+    trace: gets each answered prompt. listen: opens a loopback port. request_shutdown: starts the
+    shutdown of the server. is_shutting_down: True once it has begun.
     """
     rates = RateLimiter(access.rate_limit)
     app = DescribedApp(
@@ -81,7 +85,8 @@ def create_app(
     manager.on_load = metrics.on_load
     add_error_handlers(app)
     _add_metrics_route(app, metrics)
-    journal = RequestLog((metrics, rates, state.recent_requests), metrics)
+    observers = (metrics, rates, state.recent_requests, *((trace,) if trace else ()))
+    journal = RequestLog(observers, metrics, trace.block_hash_key if trace else b"")
     _add_generation_routes(app, manager, journal, access.timeout_s)
     _add_embedding_routes(app, manager, journal, access.timeout_s)
     _add_model_routes(app, manager, state)

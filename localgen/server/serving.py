@@ -11,6 +11,7 @@ import socket
 import time
 from dataclasses import dataclass
 from http import HTTPStatus
+from typing import TYPE_CHECKING
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -30,6 +31,9 @@ from localgen.server.models.preload import Preload
 from localgen.server.models.serve_options import ServeOptions
 from localgen.server.requests.caller import LOCAL_CLIENT
 from localgen.server.stats.server_state import ServerState
+
+if TYPE_CHECKING:
+    from localgen.server.stats.trace_recorder import TraceRecorder
 
 # the usual soft limit, 256 or 1,024, is too low for a server
 _TARGET_OPEN_FILES = 8192
@@ -115,6 +119,15 @@ async def _serve(
         await manager.close()
 
 
+def _trace_recorder(settings: ServerSettings) -> TraceRecorder | None:
+    if settings.record_trace is None:
+        return None
+    # not imported without it: numpy takes a tenth of a second
+    from localgen.server.stats.trace_recorder import TraceRecorder
+
+    return TraceRecorder(settings.record_trace, settings)
+
+
 class _UvicornServer(uvicorn.Server):
     def __init__(
         self,
@@ -128,6 +141,7 @@ class _UvicornServer(uvicorn.Server):
             manager,
             ServerState(settings, manager, is_preloading=lambda: self.preload.is_pending),
             access,
+            trace=_trace_recorder(settings),
             listen=self._listen,
             request_shutdown=self._request_shutdown,
             is_shutting_down=lambda: self.should_exit,

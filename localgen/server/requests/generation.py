@@ -106,7 +106,7 @@ class GenerationResponse(Response):
                 self._record.model = resident.file.name
                 self._record.answered_model = answered_name(job.model, resident.file)
                 load_ms = (time.monotonic() - asked_s) * 1e3
-                stream = resident.engine.submit(*job.requests)
+                stream = resident.engine.submit(*self._requests())
                 late = self._start_timeout(stream)
                 try:
                     self._has_begun = await waiting.stop()
@@ -135,6 +135,12 @@ class GenerationResponse(Response):
         finally:
             await waiting.stop()
             self._journal.close(self._record)
+
+    def _requests(self) -> tuple[Request, ...]:
+        key = self._journal.block_hash_key
+        if not key:
+            return self._job.requests
+        return tuple(replace(request, block_hash_key=key) for request in self._job.requests)
 
     def _metadata(self, load_ms: float = 0.0) -> ResponseMetadata:
         record = self._record

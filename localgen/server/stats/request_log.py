@@ -107,12 +107,19 @@ class TokenObserver(Protocol):
 
 
 class RequestLog:
-    """Logs ended requests and notifies observers."""
+    """Logs ended requests and notifies observers.
+
+    block_hash_key: for the requests, see Request; empty if no observer needs their hashes.
+    """
 
     def __init__(
-        self, observers: Sequence[RequestObserver], token_observer: TokenObserver | None = None
+        self,
+        observers: Sequence[RequestObserver],
+        token_observer: TokenObserver | None = None,
+        block_hash_key: bytes = b"",
     ) -> None:
         self._observers, self._token_observer = observers, token_observer
+        self.block_hash_key = block_hash_key
 
     def add_events(self, record: RequestRecord, events: list[RequestEvent]) -> None:
         """Record events of a request that have just arrived."""
