@@ -322,6 +322,9 @@ def test_the_goodput_is_said_with_its_interval() -> None:
     assert "No rate that was tried gives 95 % of the people" in nothing
     few = result(one, goodput=Goodput(0.95, [Probe(1.0, 20, 20)])).text()
     assert "Goodput: 1 requests/s (too few requests for an interval: give it more --time)" in few
+    above = Goodput(0.95, [Probe(1.0, 20, 20), Probe(2.0, 1, 20)])
+    below = result(one, goodput=above).text()
+    assert "Goodput: 1 requests/s (95 %: below 2; a lower bound takes more --time)" in below
     assert "There was no time to try a rate" in result(one, goodput=Goodput(0.95)).text()
 
 

@@ -142,6 +142,15 @@ def test_a_search_without_time_says_little_but_nothing_wrong() -> None:
     assert sum(one.low <= 3.0 <= one.high for one in found) >= 95
 
 
+@pytest.mark.parametrize("width", [0.05, 0.2])
+def test_five_minutes_find_the_knee_roughly(width: float) -> None:
+    found = [search(3.0, width, random.Random(seed), 300.0) for seed in range(100)]
+    errors = sorted(abs(math.log(one.rate / 3.0)) for one in found if one.rate)
+    assert len(errors) >= 98
+    assert errors[50] < 0.12
+    assert errors[90] < 0.5
+
+
 def test_a_server_that_never_keeps_the_level() -> None:
     found = find_goodput(lambda rate, _: Probe(rate, 0, 50), 1.0, 0.95)
     assert (found.low, found.rate) == (0.0, 0.0)

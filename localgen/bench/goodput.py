@@ -66,15 +66,21 @@ class Goodput:
             return start
         if len(self.probes) >= _MAX_PROBES:
             return None
-        low, high = self.low, self.high
-        rates = sorted({p.rate for p in self.probes if low <= p.rate <= high})
+        high = self.high
+        begin = self.low or self.rate
         if math.isinf(high):
-            return 2 * rates[-1]
-        if not low:  # more requests at a rate that none has lost yet, else fewer per second
-            spotless = [p.rate for p in self.probes if p.kept == p.total and p.rate < high]
-            return max(spotless, default=rates[0] / 2)
-        widest, begin = max((late / early, early) for early, late in pairwise(rates))
-        return begin * math.sqrt(widest) if widest > _CLOSE_ENOUGH else None
+            return 2 * max(probe.rate for probe in self.probes)
+        if not begin:
+            return min(probe.rate for probe in self.probes) / 2
+        rates = sorted({p.rate for p in self.probes if begin <= p.rate <= high})
+        widest, rate = max((late / early, early) for early, late in pairwise(rates))
+        if widest > _CLOSE_ENOUGH:
+            return rate * math.sqrt(widest)
+        if self.low:
+            return None
+        # more requests there, else fewer per second
+        total = sum(probe.total for probe in self.probes if probe.rate == begin)
+        return begin if total < 2 * _MAX_REQUESTS else begin / 2
 
     def is_enough(self, kept: int, total: int) -> bool:
         """True if a rate has had enough requests."""

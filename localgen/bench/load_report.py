@@ -158,8 +158,10 @@ class LoadResult:
         if not found.rate:
             return f"No rate that was tried gives 95 % of the people {self.level.text()}."
         interval = f"95 %: {found.low:.3g} to {found.high:.3g}"
-        if not found.low or math.isinf(found.high):
+        if math.isinf(found.high):
             interval = "too few requests for an interval: give it more --time"
+        elif not found.low:
+            interval = f"95 %: below {found.high:.3g}; a lower bound takes more --time"
         return (
             f"Goodput: {found.rate:.3g} requests/s ({interval}): of the people who ask at that "
             f"rate, 95 % get {self.level.text()}."
