@@ -34,13 +34,13 @@ from benchmarks.streams import (
     BenchClient,
     HttpBenchClient,
     LocalgenBenchClient,
-    Stream,
     StreamFailed,
     decode_rate,
 )
 from localgen.backends.errors import LocalgenError
 from localgen.backends.memory.system import num_physical_cores
 from localgen.backends.model_info import LoadOptions, ModelInfo
+from localgen.bench.measured_request import MeasuredRequest
 from localgen.bench.private_server import private_settings
 from localgen.client import LocalClient
 from localgen.config import ServerSettings
@@ -109,7 +109,7 @@ class TierBench:
         self.report.least(series, TARGET_DISK)
 
 
-def first_token_s(stream: Stream) -> float:
+def first_token_s(stream: MeasuredRequest) -> float:
     return stream.first_s - stream.sent_s
 
 

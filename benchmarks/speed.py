@@ -19,18 +19,17 @@ from benchmarks.streams import (
     BenchClient,
     HttpBenchClient,
     LocalgenBenchClient,
-    Prompt,
-    Stream,
     decode_rate,
     last_first_token_ms,
     longest_gap_ms,
-    output_rate,
     submit_concurrently,
 )
 from localgen.backends.llamacpp.slots import BLOCK_ROWS
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.types import Message
+from localgen.bench.measured_request import Prompt
 from localgen.bench.private_server import private_settings
+from localgen.bench.suite import output_rate
 
 NEAR = 0.97  # target: share of the speed of llama.cpp's own loop
 SHARED_PREFIX = 0.35
@@ -303,7 +302,7 @@ def second_turn(bench: CpuBench) -> None:
 def _next_turn(bench: CpuBench, client: BenchClient, number: int) -> Figures:
     plan = bench.plan
     first = (Message("user", random_words(plan.history, f"history {number}")),)
-    answer: Stream = client.ask(first, plan.answer)
+    answer = client.ask(first, plan.answer)
     question = Message("user", random_words(plan.question, f"second turn {number}"))
     second = client.ask((*first, Message("assistant", answer.text), question), 8)
-    return {"ms": second.ttft_ms, "computed": second.prompt_tokens - second.cached_tokens}
+    return {"ms": second.ttft_s * 1e3, "computed": second.prompt_tokens - second.cached_tokens}

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from localgen.bench.measured_request import MeasuredRequest, Target
+from localgen.bench.measured_request import MeasuredRequest, Prompt, Target
 
 
 @dataclass
@@ -32,7 +32,10 @@ class VirtualTarget(Target):
     def abort(self) -> None:
         """It has no connection."""
 
-    def ask(self, prompt: str, max_tokens: int) -> MeasuredRequest:
+    def ask(
+        self, prompt: Prompt, max_tokens: int, json_schema: str | None = None
+    ) -> MeasuredRequest:
+        assert isinstance(prompt, str)
         with self._lock:
             cached = max((_common(prompt, earlier) for earlier in self.prompts), default=0)
             self.prompts.append(prompt)

@@ -32,7 +32,7 @@ from localgen.bench.load import (
 from localgen.bench.load_plan import LoadPlan, load_plan
 from localgen.bench.load_report import LoadResult
 from localgen.bench.machine_state import MachineState
-from localgen.bench.measured_request import MeasuredRequest, Target
+from localgen.bench.measured_request import MeasuredRequest, Prompt, Target
 from localgen.bench.prompts import WordPrompts
 from localgen.bench.saved_results import mean_figures
 from localgen.bench.service_level import ServiceLevel
@@ -49,8 +49,11 @@ class SlowTarget(Target):
     def abort(self) -> None:
         """It has no connection."""
 
-    def ask(self, prompt: str, max_tokens: int) -> MeasuredRequest:
+    def ask(
+        self, prompt: Prompt, max_tokens: int, json_schema: str | None = None
+    ) -> MeasuredRequest:
         sent_s = time.perf_counter()
+        assert isinstance(prompt, str)
         with self._lock:
             self.asked.append(prompt)
             self.num_running += 1
@@ -117,7 +120,9 @@ class HangingTarget(SlowTarget):
     def abort(self) -> None:
         self._aborted.set()
 
-    def ask(self, prompt: str, max_tokens: int) -> MeasuredRequest:
+    def ask(
+        self, prompt: Prompt, max_tokens: int, json_schema: str | None = None
+    ) -> MeasuredRequest:
         sent_s = time.perf_counter()
         assert self._aborted.wait(60)
         return MeasuredRequest(sent_s, time.perf_counter(), error="aborted")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +18,13 @@ from benchmarks.speed import LOCALGEN, SERVER
 from benchmarks.streams import (
     BenchClient,
     LocalgenBenchClient,
-    Prompt,
-    Stream,
     StreamFailed,
     decode_rate,
     last_first_token_ms,
     longest_gap_ms,
-    output_rate,
 )
+from localgen.bench.measured_request import MeasuredRequest, Prompt
+from localgen.bench.suite import output_rate
 from localgen.config import BUILT_IN_MODEL
 from localgen.hub.packaged import BUILT_IN_PATH, SMOLLM2
 
@@ -44,9 +44,9 @@ def test_the_large_model_is_that_of_llama_3_2_1b() -> None:
     assert GgufTensor("token_embd.weight", (128_256, 2048), Q6_K) in tensors
 
 
-def _stream(*arrivals: tuple[float, int], sent_s: float = 0.0) -> Stream:
+def _stream(*arrivals: tuple[float, int], sent_s: float = 0.0) -> MeasuredRequest:
     last_s, tokens = arrivals[-1]
-    return Stream(sent_s=sent_s, ended_s=last_s, arrivals=list(arrivals), completion_tokens=tokens)
+    return MeasuredRequest(sent_s, last_s, arrivals, arrivals[0][0], completion_tokens=tokens)
 
 
 def test_decode_rate_counts_only_while_all_generate() -> None:
@@ -117,15 +117,15 @@ class _FixedClient:
     def __init__(self, rate: float) -> None:
         self._rate = rate
 
-    def ask(self, prompt: Prompt, max_tokens: int) -> Stream:
+    def ask(self, prompt: Prompt, max_tokens: int) -> MeasuredRequest:
         return _stream((1.0, 1), (1.0 + (max_tokens - 1) / self._rate, max_tokens))
 
 
 class _FixedReader:
     """Prefills 100 new tokens in half a second."""
 
-    def ask(self, prompt: Prompt, max_tokens: int) -> Stream:
-        return Stream(sent_s=1.0, arrivals=[(1.5, 1)], prompt_tokens=120, cached_tokens=20)
+    def ask(self, prompt: Prompt, max_tokens: int) -> MeasuredRequest:
+        return MeasuredRequest(1.0, 1.5, ((1.5, 1),), 1.5, prompt_tokens=120, cached_tokens=20)
 
 
 def test_a_comparison_beside_busy_processes(tmp_path: Path) -> None:
@@ -172,10 +172,9 @@ def test_streams_and_prompts_beside_busy_processes(tmp_path: Path) -> None:
 class _EvenClient(LocalgenBenchClient):
     """Answers with a token every 10 ms, independent of the load of the machine."""
 
-    def ask(self, prompt: Prompt, max_tokens: int) -> Stream:
-        stream = super().ask(prompt, max_tokens)
-        stream.arrivals = [(number / 100, number) for number in range(1, max_tokens + 1)]
-        return stream
+    def ask(self, prompt: Prompt, max_tokens: int) -> MeasuredRequest:
+        arrivals = tuple((number / 100, number) for number in range(1, max_tokens + 1))
+        return replace(super().ask(prompt, max_tokens), arrivals=arrivals)
 
 
 def test_the_fastest_type_against_the_usual_one(

@@ -253,7 +253,7 @@ def test_advice_as_a_user_reads_it(
     out, err = capsys.readouterr()
     assert out.splitlines()[0].split() == ["OPTION", "SIZE", "NEEDS", "RUNS", "ON", "TRADE"]
     assert err.startswith("recommended method --")
-    times = StepTimes({"Q8_0": (3e-11, 9e-11, 3e-10), "Q4_0": (4e-11, 5e-11, 7e-11)})
+    times = StepTimes({"Q8_0": (3e-11, 9e-11, 3e-10, 9e-10), "Q4_0": (4e-11, 5e-11, 7e-11, 2e-10)})
     monkeypatch.setattr(quantize_report, "step_times", lambda notify: times)
     assert run_command_line(["quantize", "tiny", "--recommend"]) == 0
     out, _ = capsys.readouterr()

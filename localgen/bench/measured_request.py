@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -11,6 +11,9 @@ from localgen.backends.errors import LocalgenError
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import Message, Timings
 from localgen.client import Client, Completion, TextDelta
+
+# a text to be continued, or a conversation
+Prompt = str | Sequence[Message]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +23,8 @@ class MeasuredRequest:
     arrivals: time of each piece of the answer, reasoning included, and the tokens received by then.
     text_s: when the first text came that is not reasoning, or None.
     prompt_tokens, completion_tokens: as the server counts them. timings: the engine's own, or None
-    if the server does not report them. error: why there is no answer, else empty.
+    if the server does not report them. text: of the answer, without its reasoning. error: why there
+    is no answer, else empty.
     """
 
     sent_s: float
@@ -31,7 +35,18 @@ class MeasuredRequest:
     cached_tokens: int = 0
     completion_tokens: int = 0
     timings: Timings | None = None
+    text: str = ""
     error: str = ""
+
+    @property
+    def first_s(self) -> float:
+        """Time of the first piece of the answer, which there is."""
+        return self.arrivals[0][0]
+
+    @property
+    def last_s(self) -> float:
+        """Time of the last piece of the answer, which there is."""
+        return self.arrivals[-1][0]
 
     @property
     def ttft_s(self) -> float:
@@ -44,7 +59,7 @@ class MeasuredRequest:
     @property
     def e2e_s(self) -> float:
         """From sending the request to the last text of the answer, as vLLM counts it."""
-        return (self.arrivals[-1][0] if self.arrivals else self.ended_s) - self.sent_s
+        return (self.last_s if self.arrivals else self.ended_s) - self.sent_s
 
     @property
     def tpot_s(self) -> float:
@@ -57,7 +72,7 @@ class MeasuredRequest:
             return 0.0
         if len(self.arrivals) < 2:
             return self.e2e_s / self.completion_tokens
-        return (self.arrivals[-1][0] - self.arrivals[0][0]) / (self.completion_tokens - 1)
+        return (self.last_s - self.first_s) / (self.completion_tokens - 1)
 
     @property
     def gaps_s(self) -> list[float]:
@@ -98,12 +113,21 @@ class Target:
         self._client, self._model, self.context, self._clock = client, model, context, clock
         self._is_chat, self._can_ignore_eos = is_chat, True
 
-    def ask(self, prompt: str, max_tokens: int) -> MeasuredRequest:
-        """A greedy answer, of exactly max_tokens tokens where the server can. Errors are in it."""
+    def ask(
+        self, prompt: Prompt, max_tokens: int, json_schema: str | None = None
+    ) -> MeasuredRequest:
+        """A greedy answer, of exactly max_tokens tokens where the server can. Errors are in it.
+
+        json_schema: that the answer follows; it may then end earlier.
+        """
         params = SamplingParams(
-            temperature=0.0, max_tokens=max_tokens, ignore_eos=self._can_ignore_eos
+            temperature=0.0,
+            max_tokens=max_tokens,
+            ignore_eos=self._can_ignore_eos and json_schema is None,
+            json_schema=json_schema,
         )
         arrivals: list[tuple[float, int]] = []
+        texts: list[str] = []
         sent_s, text_s, end = self._clock(), None, None
         try:
             for part in self._parts(prompt, params):
@@ -112,11 +136,12 @@ class Target:
                     end = part
                 elif part.text or part.reasoning:
                     arrivals.append((now_s, part.num_tokens))
+                    texts.append(part.text)
                     text_s = now_s if text_s is None and part.text else text_s
         except LocalgenError as error:
             if params.ignore_eos and "ignore_eos" in error.message:  # a server that refuses it
                 self._can_ignore_eos = False
-                return self.ask(prompt, max_tokens)
+                return self.ask(prompt, max_tokens, json_schema)
             return MeasuredRequest(sent_s, self._clock(), error=error.message)
         ended_s = self._clock()
         if end is None:
@@ -126,17 +151,24 @@ class Target:
             ended_s,
             tuple(arrivals),
             text_s,
-            end.prompt_tokens or len(prompt.split()),  # not each server counts
+            end.prompt_tokens or _num_words(prompt),  # not each server counts
             end.cached_tokens or 0,
             end.completion_tokens,
             None if end.client_measured else end.timings,
+            "".join(texts),
         )
 
     def abort(self) -> None:
         """From another thread: end all requests, now and in future."""
         self._client.abort()
 
-    def _parts(self, prompt: str, params: SamplingParams) -> Iterator[TextDelta | Completion]:
-        if self._is_chat:
-            return self._client.chat(self._model, [Message("user", prompt)], params)
-        return self._client.complete(self._model, prompt, params)
+    def _parts(self, prompt: Prompt, params: SamplingParams) -> Iterator[TextDelta | Completion]:
+        if isinstance(prompt, str) and not self._is_chat:
+            return self._client.complete(self._model, prompt, params)
+        messages = [Message("user", prompt)] if isinstance(prompt, str) else prompt
+        return self._client.chat(self._model, messages, params)
+
+
+def _num_words(prompt: Prompt) -> int:
+    texts = [prompt] if isinstance(prompt, str) else [message.content for message in prompt]
+    return sum(len(text.split()) for text in texts)
