@@ -8,7 +8,7 @@ from localgen.backends.engine_stats import RequestPhases
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.machine_stats import EndedRequest
 from localgen.client.snapshot import ServerSnapshot
-from localgen.tui.top.service_level import LatencyGoal, parse_goals, service_level
+from localgen.tui.top.service_level import LatencyGoal, latency_goals, service_level
 
 
 def ended(
@@ -32,7 +32,7 @@ def ended(
 
 def level(*requests: EndedRequest, goals: tuple[str, ...] = ()) -> str:
     snapshot = ServerSnapshot(server_type="localgen", finished_requests=requests)
-    return service_level(snapshot, parse_goals(goals))
+    return service_level(snapshot, latency_goals(goals))
 
 
 def test_counts_failures_and_time_in_the_queue() -> None:
@@ -66,9 +66,11 @@ def test_a_server_that_lists_no_requests() -> None:
     "text", ["", "ttft", "ttft:", "ttft:x", "ttft:0", "ttft:-1", "ttft:inf", "ttft:nan", "e2el:5"]
 )
 def test_goals_that_are_refused(text: str) -> None:
-    with pytest.raises(InvalidRequest, match="--goodput ttft:500"):
-        parse_goals([text])
+    with pytest.raises(InvalidRequest, match=rf"--goodput {text}: give ttft=1s,tpot=125ms"):
+        latency_goals([text])
 
 
 def test_goals_have_the_names_of_vllm() -> None:
-    assert parse_goals(["tpot:50"]) == (LatencyGoal("TPOT", 50.0),)
+    assert latency_goals(["tpot:50"]) == (LatencyGoal("TPOT", 50.0),)
+    both = LatencyGoal("TTFT", 1000.0), LatencyGoal("TPOT", 125.0)
+    assert latency_goals(["ttft=1s,tpot=125ms"]) == latency_goals(["TTFT:1000", "tpot:125"]) == both

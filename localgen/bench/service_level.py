@@ -6,10 +6,13 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from localgen.backends.errors import InvalidRequest
 from localgen.bench.estimates import bootstrap_interval, percentile
-from localgen.bench.measured_request import MeasuredRequest
+
+if TYPE_CHECKING:
+    from localgen.bench.measured_request import MeasuredRequest
 
 # of the requests keep the level
 SHARE = 0.95
@@ -45,18 +48,23 @@ class People:
 
 
 def parse_service_level(text: str) -> ServiceLevel:
-    """Parse `ttft=1s,tpot=125ms`; what is not given is as by default. Without a unit: ms.
+    """Parse `ttft=1s,tpot=125ms`; what is not given is as by default. Raises InvalidRequest."""
+    return ServiceLevel(**{f"{metric}_s": goal_s for metric, goal_s in parse_goals(text, "--slo")})
 
-    Raises InvalidRequest.
+
+def parse_goals(text: str, option: str) -> list[tuple[str, float]]:
+    """Parse `ttft=1s,tpot=125ms` or `ttft:500`, in ms without a unit.
+
+    Returns ttft and tpot with their goals in seconds. Raises InvalidRequest with the option's name.
     """
-    given = {}
+    goals: dict[str, float] = {}
     for part in text.split(","):
-        found = _GOAL.fullmatch(part.strip())
+        found = _GOAL.fullmatch(part.strip().lower())
         seconds = float(found[2]) / (1 if found[3] == "s" else 1e3) if found else 0.0
-        if not found or not seconds or f"{found[1]}_s" in given:
-            raise InvalidRequest(f"--slo {text}: give ttft=1s,tpot=125ms, or one of them")
-        given[f"{found[1]}_s"] = seconds
-    return ServiceLevel(**given)
+        if not found or not seconds or found[1] in goals:
+            raise InvalidRequest(f"{option} {text}: give ttft=1s,tpot=125ms, or one of them")
+        goals[found[1]] = seconds
+    return list(goals.items())
 
 
 def people_served(

@@ -27,8 +27,8 @@ def command(
         typer.Option(
             "--goodput",
             metavar="METRIC:MS",
-            help="Latency goal, ttft:500 or tpot:50; shows the share of requests that meet it (may "
-            "be repeated).",
+            help="Latency goal, ttft:500 or tpot:50 (ms); shows the share of requests that meet it "
+            "(may be repeated).",
         ),
     ] = None,
 ) -> None:
@@ -44,9 +44,9 @@ def command(
     from localgen.tui.base_app import BaseApp
     from localgen.tui.preferences import Preferences
     from localgen.tui.top.app import TopApp
-    from localgen.tui.top.service_level import parse_goals
+    from localgen.tui.top.service_level import latency_goals
 
-    goals = parse_goals(goodput or ())
+    goals = latency_goals(goodput or ())
     settings = ServerSettings.from_environment()
     make_monitor = partial(create_monitor, endpoint, settings)
     start_hint = "localgen chat or localgen serve starts one." if endpoint is None else ""

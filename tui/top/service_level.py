@@ -6,19 +6,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from localgen.backends.errors import InvalidRequest
 from localgen.backends.machine_stats import EndedRequest
+from localgen.bench.service_level import parse_goals
 from localgen.client.snapshot import ServerSnapshot
 from localgen.tui.top.problems import recently_ended, recently_failed
 from localgen.tui.widgets.numbers import format_duration_ms
 
-# by the names that vLLM's benchmark uses for its goodput; TPOT: mean time per token after the first
-_METRICS = {"ttft": "TTFT", "tpot": "TPOT"}
-
 
 @dataclass(frozen=True, slots=True)
 class LatencyGoal:
-    """A latency that requests should not exceed. metric: TTFT or TPOT."""
+    """A latency that requests should not exceed.
+
+    metric: TTFT, or TPOT, the mean time per token after the first.
+    """
 
     metric: str
     limit_ms: float
@@ -35,18 +35,13 @@ class LatencyGoal:
         return None if value is None else value <= self.limit_ms
 
 
-def parse_goals(texts: Iterable[str]) -> tuple[LatencyGoal, ...]:
-    """Goals from texts such as `ttft:500`, in ms. Raises InvalidRequest if one is invalid."""
-    goals = []
-    for text in texts:
-        name, _, limit = text.partition(":")
-        metric, limit_ms = _METRICS.get(name.lower()), _positive(limit)
-        if metric is None or limit_ms is None:
-            raise InvalidRequest(
-                f"--goodput {text}: give ttft:MS or tpot:MS, such as --goodput ttft:500"
-            )
-        goals.append(LatencyGoal(metric, limit_ms))
-    return tuple(goals)
+def latency_goals(texts: Iterable[str]) -> tuple[LatencyGoal, ...]:
+    """Goals from texts such as `ttft:500`. Raises InvalidRequest if one is invalid."""
+    return tuple(
+        LatencyGoal(metric.upper(), goal_s * 1e3)
+        for text in texts
+        for metric, goal_s in parse_goals(text, "--goodput")
+    )
 
 
 def service_level(snapshot: ServerSnapshot, goals: Sequence[LatencyGoal]) -> str:
@@ -70,11 +65,3 @@ def _goal_text(goal: LatencyGoal, ended: Sequence[EndedRequest]) -> str:
     met = [is_met for each in ended if (is_met := goal.is_met(each)) is not None]
     share = f"{sum(met) / len(met):.0%}" if met else "—"
     return f"{share} {goal.metric} ≤ {format_duration_ms(goal.limit_ms)}"
-
-
-def _positive(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if 0 < value < float("inf") else None
