@@ -34,7 +34,7 @@ from localgen.bench.load_report import LoadResult
 from localgen.bench.machine_state import MachineState
 from localgen.bench.measured_request import MeasuredRequest, Prompt, Target
 from localgen.bench.prompts import WordPrompts
-from localgen.bench.saved_results import mean_figures
+from localgen.bench.saved_results import mean_figures, parse_requirement
 from localgen.bench.service_level import ServiceLevel
 
 
@@ -348,7 +348,11 @@ def test_json_has_the_names_of_vllm() -> None:
     assert load["completed"] == 2
     assert load["mean_ttft_ms"] == pytest.approx(150)
     assert load["request_goodput"] * load["duration"] == pytest.approx(2)
-    assert mean_figures(record)["2/s ttft"] == pytest.approx(150)
+    figures = mean_figures(record)
+    names = ("ttft", "ttft p95", "tpot", "tpot p95", "kept")
+    assert [figures[f"2/s {name}"] for name in names] == pytest.approx([150, 195, 10, 10, 100])
+    assert parse_requirement("2/s kept >= 95").check(record)[0]
+    assert not parse_requirement("2/s ttft p95 < 150").check(record)[0]
 
 
 def test_prompts_have_the_tokens_that_were_asked_for() -> None:

@@ -23,6 +23,12 @@ _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
 }
 _TG_CONTEXT = 64  # of tg128, which answers an empty prompt
+_LATENCIES = {
+    "ttft": "mean_ttft_ms",
+    "ttft p95": "p95_ttft_ms",
+    "tpot": "mean_tpot_ms",
+    "tpot p95": "p95_tpot_ms",
+}
 # what has to be the same for figures to be compared
 _SAME = ("model", "url", "machine.cpu", "options")
 
@@ -69,8 +75,9 @@ def parse_requirement(text: str) -> Requirement:
 def mean_figures(record: Mapping[str, Any]) -> dict[str, float]:
     """The figures of a result by name.
 
-    Mean tokens/s of a test, its TTFT in ms (`pp512 ttft`, `4 sessions ttft`), `people`, and the
-    `goodput` in requests/s.
+    Mean tokens/s of a test; its latencies in ms (`pp512 ttft`, `4 sessions tpot p95`); the share of
+    a load's requests that kept the goals in percent (`2/s kept`); `people`; the `goodput` in
+    requests/s.
     """
     found = {}
     for test in record["tests"]:
@@ -79,8 +86,11 @@ def mean_figures(record: Mapping[str, Any]) -> dict[str, float]:
         found[f"{test['test']} ttft"] = sum(test["ttft_ms"]) / len(test["ttft_ms"])
     for load in (*record["sessions"], *record.get("loads", ())):
         found[load["test"]] = load["output_throughput"]
-        if "mean_ttft_ms" in load:
-            found[f"{load['test']} ttft"] = load["mean_ttft_ms"]
+        for figure, key in _LATENCIES.items():
+            if key in load:
+                found[f"{load['test']} {figure}"] = load[key]
+        if "share_kept" in load:
+            found[f"{load['test']} kept"] = 100 * load["share_kept"]
     if record.get("people"):
         found["people"] = record["people"]["count"]
     if record.get("goodput"):
