@@ -12,6 +12,7 @@ import pytest
 from command_line import own_folders
 from plain_openai import DONE, PlainServer, answer, chunk, error, plain_server
 
+from localgen.bench.load import Load, LoadGenerator
 from localgen.cli.main import run_command_line
 
 __all__ = ["own_folders"]
@@ -94,6 +95,57 @@ def test_a_server_at_a_url(plain: PlainServer, capsys: Captured) -> None:
     assert {body["temperature"] for body in plain.asked} == {0.0}
     prompts = {body["messages"][0]["content"] for body in plain.asked}
     assert len(prompts) > len(plain.asked) / 2, "its cache has none of them"
+
+
+def interrupt_second_call(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """Ctrl+C during the second load of a kind."""
+    original, calls = getattr(LoadGenerator, method), []
+
+    def load(self: LoadGenerator, *arguments: Any) -> Load:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        found: Load = original(self, *arguments)
+        return found
+
+    monkeypatch.setattr(LoadGenerator, method, load)
+
+
+@pytest.mark.parametrize(
+    ("load", "method", "measured"),
+    [
+        (["--concurrency", "1,2,4", "--time", "5"], "closed_loop", ["1 at once"]),
+        (["--slo", "ttft=1s", "--time", "20"], "open_loop", ["1 at once", "rate"]),
+    ],
+)
+def test_ctrl_c_keeps_what_has_been_measured(
+    plain: PlainServer,
+    capsys: Captured,
+    monkeypatch: pytest.MonkeyPatch,
+    load: list[str],
+    method: str,
+    measured: list[str],
+) -> None:
+    usage = {"prompt_tokens": 128, "completion_tokens": 3, "total_tokens": 131}
+    plain.events = answer("a", "b", "c", usage=usage)
+    interrupt_second_call(monkeypatch, method)
+    assert run_command_line(["bench", "--url", plain.url, *load]) == 130
+    out = capsys.readouterr().out
+    table = [line for line in out.splitlines() if line.startswith("| ") and "load" not in line]
+    assert len(table) - 1 == len(measured), out
+    assert "interrupted: the last load, and what would have followed, is left out" in out
+
+
+def test_ctrl_c_during_the_first_load_says_nothing(
+    plain: PlainServer, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any) -> Load:
+        raise KeyboardInterrupt
+
+    plain.events = answer("a")
+    monkeypatch.setattr(LoadGenerator, "closed_loop", interrupt)
+    assert run_command_line(["bench", "--url", plain.url, "--concurrency", "1,2"]) == 130
+    assert capsys.readouterr().out == ""
 
 
 def test_results_are_compared(tmp_path: Path, capsys: Captured) -> None:

@@ -90,13 +90,15 @@ class LoadGenerator:
     """Sends queries to a target, each in a thread of its own.
 
     A load ends early after 50 failures in a row. Requests that are not answered within 10 s after
-    its time are ended, and so is all that would follow.
+    its time are ended, and so is all that would follow. is_interrupted: the user ended it, and what
+    has been measured counts.
     """
 
     def __init__(self, target: Target, clock: Callable[[], float] = time.perf_counter) -> None:
         self._target, self._clock = target, clock
         self._pool = ThreadPoolExecutor(_MAX_THREADS)
         self._is_stopped = threading.Event()
+        self.is_interrupted = False
 
     @property
     def is_stopped(self) -> bool:

@@ -39,7 +39,7 @@ class LoadResult:
     """The loads of a server and their requests.
 
     goodput: None if it was not searched for. machine: None for a server at a URL. options: those of
-    the load, and the given load options of the engine.
+    the load, and the given load options of the engine. is_interrupted: the user ended it early.
     """
 
     info: ModelInfo
@@ -49,6 +49,7 @@ class LoadResult:
     goodput: Goodput | None = None
     url: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
+    is_interrupted: bool = False
 
     def text(self, width: int | None = None) -> str:
         """The loads in a table, their latencies as bars, the machine, and the goodput.
@@ -122,6 +123,8 @@ class LoadResult:
         return kept / len(load.requests) if load.requests else 0.0
 
     def _notes(self) -> Iterator[str]:
+        if self.is_interrupted:
+            yield "interrupted: the last load, and what would have followed, is left out"
         prompt = sum(r.prompt_tokens for load in self.loads for r in load.answered)
         cached = sum(r.cached_tokens for load in self.loads for r in load.answered)
         if prompt:

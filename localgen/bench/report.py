@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from localgen.backends.model_info import ModelInfo
 from localgen.backends.units import format_duration, format_rate
@@ -43,6 +43,7 @@ class BenchResult:
     machine: MachineState | None
     url: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
+    is_interrupted: ClassVar[bool] = False  # an interrupted minute has no result
 
     @property
     def people(self) -> People | None:

@@ -157,13 +157,7 @@ def run_load(
             opened = generator.open_loop(f"{load.rate:g}/s", at_times(queries, times), seconds)
             loads = [replace(opened, rate=load.rate)]
         elif load.concurrency:
-            loads = []
-            for number in load.concurrency:
-                notify(f"{format_count(number, 'request')} at once")
-                share_s = seconds / len(load.concurrency)
-                loads.append(generator.closed_loop(number, queries, share_s))
-                if generator.is_stopped:
-                    break
+            loads = list(_at_once(generator, load.concurrency, queries, seconds, notify))
         else:
             loads, goodput = _search(generator, queries, plan.level, seconds, notify)
     url, requests = bench.client.url, [request for one in loads for request in one.requests]
@@ -172,7 +166,37 @@ def run_load(
         raise ServerUnavailable(f"no request was answered: {reason}")
     plain = replace(load, queries=(), trace=())
     options = dict(given) | asdict(plain)
-    return LoadResult(bench.info, tuple(loads), plan.level, bench.machine, goodput, url, options)
+    return LoadResult(
+        bench.info,
+        tuple(loads),
+        plan.level,
+        bench.machine,
+        goodput,
+        url,
+        options,
+        is_interrupted=generator.is_interrupted,
+    )
+
+
+def _at_once(
+    generator: LoadGenerator,
+    numbers: Sequence[int],
+    queries: Iterator[Query],
+    seconds: float,
+    notify: Notify,
+) -> Iterator[Load]:
+    """A load of each number; Ctrl+C ends them after the first."""
+    for number in numbers:
+        notify(f"{format_count(number, 'request')} at once")
+        try:
+            yield generator.closed_loop(number, queries, seconds / len(numbers))
+        except KeyboardInterrupt:
+            if number == numbers[0]:
+                raise
+            generator.is_interrupted = True
+            return
+        if generator.is_stopped:
+            return
 
 
 def _search(
@@ -182,7 +206,7 @@ def _search(
     seconds: float,
     notify: Notify,
 ) -> tuple[list[Load], Goodput]:
-    """Find the goodput; people come at random."""
+    """Find the goodput; people come at random. Ctrl+C ends the search after the first rate."""
     end_s = time.perf_counter() + seconds
     notify("one request")
     loads = [generator.closed_loop(1, queries, 0.0)]
@@ -200,7 +224,13 @@ def _search(
             return goodput.is_enough(sum(map(level.is_kept, done)), len(done))
 
         name = rate_name(rate) + " again" * any(p.rate == rate for p in goodput.probes)
-        load = generator.open_loop(name, at_times(queries, times), left_s, is_enough)
+        try:
+            load = generator.open_loop(name, at_times(queries, times), left_s, is_enough)
+        except KeyboardInterrupt:
+            if not goodput.probes:
+                raise
+            generator.is_interrupted = True
+            return None
         loads.append(replace(load, rate=rate))
         return Probe(rate, sum(map(level.is_kept, load.requests)), len(load.requests))
 

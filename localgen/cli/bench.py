@@ -349,6 +349,8 @@ def _show(
     checks = [requirement.check(record) for requirement in requirements]
     for _, line in checks:
         tables.print_notice(line)
+    if result.is_interrupted:
+        raise KeyboardInterrupt
     if not all(is_kept for is_kept, _ in checks):
         raise typer.Exit(1)
 
