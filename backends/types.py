@@ -7,7 +7,7 @@ system-wide monotonic clock; durations are milliseconds.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from localgen.backends.engine_stats import KV_TIERS, EngineStats, kv_tier_name
 from localgen.backends.prefix_break import PrefixBreak
@@ -140,7 +140,7 @@ class Request:
     arrived_s: float = 0.0
     stabilize: bool = False
     save_prefix: bool = True
-    block_hash_key: bytes = b""
+    block_hash_key: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

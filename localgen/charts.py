@@ -137,14 +137,16 @@ class _Plot:
         return round(min(1.0, max(0.0, share)) * (self._y.cells * _DOT_ROWS - 1))
 
     def label_rows(self, series: Sequence[Series]) -> dict[int, str]:
-        """Names by row: beside the end of each line, or in the nearest free row."""
-        found: dict[int, str] = {}
-        for one in series:
-            row = self._row(one.points[-1][1])
-            free = [each for each in range(self._y.cells) if each not in found]
-            if free:
-                found[min(free, key=lambda each: abs(each - row))] = one.name
-        return found
+        """Names by row: beside the end of each line, or as near as their order allows."""
+        ordered = sorted(series, key=lambda one: -one.points[-1][1])[: self._y.cells]
+        rows: list[int] = []
+        for one in ordered:
+            rows.append(max(self._row(one.points[-1][1]), rows[-1] + 1 if rows else 0))
+        last = self._y.cells - len(rows)
+        return {
+            min(row, last + at): one.name
+            for at, (row, one) in enumerate(zip(rows, ordered, strict=True))
+        }
 
     def lines(
         self,

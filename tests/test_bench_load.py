@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
 
@@ -305,7 +306,7 @@ def test_the_latencies_are_drawn_over_the_load() -> None:
         *("TTFT p50", "TTFT p95", "TPOT p50", "TPOT p95", "kept"),
     ]
     assert lines[2].startswith("| 0.5/s      |        3 |      1 |"), "in the order of the load"
-    chart = lines[lines.index("95 % of the requests are within") :]
+    chart = lines[lines.index("95 % of the answered requests are within") :]
     labels = ("TTFT", "TTFT goal", "TPOT goal", "TPOT")
     drawn = [one for line in chart for one in labels if line.rstrip().endswith(f" {one}")]
     # 2 s at the end of the line, goals of 1 s and 125 ms, 10 ms
@@ -330,6 +331,8 @@ def test_the_goodput_is_said_with_its_interval() -> None:
     above = Goodput(0.95, [Probe(1.0, 20, 20), Probe(2.0, 1, 20)])
     below = result(one, goodput=above).text()
     assert "Goodput: 1 requests/s (95 %: below 2; a lower bound takes more --time)" in below
+    late = replace(result(one), num_left_out=12).text()
+    assert "left out, as it comes after the time (--time): 12 requests of the trace" in late
     assert "There was no time to try a rate" in result(one, goodput=Goodput(0.95)).text()
 
 

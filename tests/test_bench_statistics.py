@@ -95,14 +95,15 @@ def test_people_at_the_ends() -> None:
 
 @pytest.mark.parametrize(
     ("text", "ttft_s", "tpot_s"),
-    [("ttft=1s,tpot=125ms", 1, 0.125), ("tpot=50", 1, 0.05), (" ttft:0.5s ", 0.5, 0.125)],
+    [("ttft=1s,tpot=125ms", 1, 0.125), ("tpot:50", 1, 0.05), (" ttft:0.5s ", 0.5, 0.125)],
 )
 def test_service_levels(text: str, ttft_s: float, tpot_s: float) -> None:
     assert parse_service_level(text) == ServiceLevel(ttft_s, tpot_s)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "ttft", "ttft=0s", "ttft=fast", "e2e=3s", "ttft=1s,", "1s", "ttft=1s,ttft=2s"]
+    "text",
+    ["", "ttft", "ttft=1", "ttft=0s", "ttft=fast", "e2e=3s", "ttft=1s,", "1s", "ttft=1s,ttft=2s"],
 )
 def test_invalid_service_levels(text: str) -> None:
     with pytest.raises(InvalidRequest, match="give ttft=1s,tpot=125ms"):

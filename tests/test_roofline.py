@@ -24,7 +24,14 @@ from localgen.planning.roofline import Roofline, expected_tokens, speculative_sp
 
 H100 = parse_gpu("h100")
 # 8 billion parameters in 16 bits
-WIDE = replace(FACTS, is_gguf=False, weights_bytes=16 * GB, read_bytes=16 * GB, quant="safetensors")
+WIDE = replace(
+    FACTS,
+    is_gguf=False,
+    weights_bytes=16 * GB,
+    read_bytes=16 * GB,
+    read_params=8 * GB,
+    quant="safetensors",
+)
 
 
 def curves(
@@ -32,9 +39,10 @@ def curves(
     devices: Devices,
     options: LoadOptions = LoadOptions(ctx=4096),
     resources: MachineResources | None = None,
+    draft: ModelFacts | None = None,
 ) -> list[Roofline]:
-    found = FoundModel((facts,), (), None, options, resources or machine(), None)
-    return [one.roofline for one in model_curves(found, devices, lambda _: None)]
+    found = FoundModel((facts,), (), draft, options, resources or machine(), None)
+    return model_curves(found, devices, lambda _: None)
 
 
 def h100(facts: ModelFacts = WIDE, ctx: int = 4096, tp: int = 1) -> Roofline:
@@ -72,7 +80,7 @@ def test_long_contexts_keep_memory_the_limit() -> None:
 
 def test_requests_that_fit() -> None:
     line = h100()
-    free = 80e9 - 16e9 - line.costs.buffer_bytes
+    free = 79.6 * 2**30 - 16e9 - line.costs.buffer_bytes
     assert line.max_requests == int(free / (4096 * 131_072))
     assert h100(replace(WIDE, weights_bytes=90 * GB, read_bytes=90 * GB)).max_requests == 0
 
@@ -90,7 +98,8 @@ def test_the_first_point_is_the_speed_of_the_plan() -> None:
 
 def test_the_peak_of_a_cpu_is_what_a_prompt_reached() -> None:
     times = StepTimes({"Q4_K_M": (5e-11, 1e-10, 2e-10, 6.4e-10)})
-    (here,) = curves(FACTS, Devices(), resources=machine(step_times=times))
+    facts = replace(FACTS, read_params=7 * GB)
+    (here,) = curves(facts, Devices(), resources=machine(step_times=times))
     # 64 tokens took 6.4e-10 s for each byte: one takes 1e-11 s
     assert here.compute_s(1) == pytest.approx(4 * GB * 1e-11)
     assert here.compute_s(8) == pytest.approx(8 * here.compute_s(1))
@@ -180,8 +189,10 @@ def test_drafts_are_free_where_memory_limits() -> None:
     line = h100(ctx=1)
     assert speculative_speedup(line, 0.8, 4) == pytest.approx(expected_tokens(0.8, 4), rel=1e-3)
     # drafts that take a fifth of a step each: Leviathan et al. 2023, theorem 3.8
-    draft_s = line.step_s(1) / 5
-    slower = speculative_speedup(line, 0.8, 4, draft_s)
+    fifth = replace(line.costs, read_bytes=line.costs.read_bytes / 5)
+    small = replace(SHAPE, layer_caches=())
+    draft = replace(line, costs=replace(fifth, shape=small))
+    slower = speculative_speedup(replace(line, draft=draft), 0.8, 4)
     assert slower == pytest.approx(expected_tokens(0.8, 4) / (1 + 4 / 5), rel=1e-3)
 
 
@@ -203,7 +214,89 @@ def test_every_gpu_is_found_by_its_names() -> None:
     for gpu in ACCELERATORS:
         assert find_accelerator(gpu.key) is gpu
         assert find_accelerator(gpu.device_name) is gpu
-        assert accelerator_of_device(f"NVIDIA {gpu.device_name}") is gpu
+
+
+@pytest.mark.parametrize(
+    ("reported", "key"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA GeForce RTX 4090", "4090"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA A10", "a10"),
+        ("NVIDIA RTX 6000 Ada Generation", "6000-ada"),
+        ("NVIDIA A100 80GB PCIe", None),
+        ("NVIDIA L40", None),
+        ("NVIDIA A10G", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+    ],
+)
+def test_gpus_as_drivers_name_them(reported: str, key: str | None) -> None:
+    found = accelerator_of_device(reported)
+    assert (found and found.key) == key
+
+
+def test_a_draft_models_memory_counts() -> None:
+    draft = replace(WIDE, name="draft", weights_bytes=2 * GB, read_bytes=2 * GB)
+    alone, both = h100(), curves(WIDE, Devices((H100,)), draft=draft)[-1]
+    assert both.draft is not None
+    used = 2e9 + both.draft.costs.buffer_bytes
+    assert both.free_bytes == pytest.approx(alone.free_bytes - used)
+    assert both.max_requests == int(both.free_bytes / (2 * 4096 * 131_072))
+    large = replace(draft, weights_bytes=70 * GB, read_bytes=70 * GB)
+    assert not curves(WIDE, Devices((H100,)), draft=large)[-1].fits
+
+
+def test_recurrent_states_count_once_for_each_request() -> None:
+    shape = replace(SHAPE, state_bytes=150_000_000)
+    with_state, without = (h100(replace(FACTS, shape=one)) for one in (shape, SHAPE))
+    assert with_state.costs.buffer_bytes == without.costs.buffer_bytes
+    assert with_state.request_bytes == without.request_bytes + 150_000_000
+    only_state = h100(replace(FACTS, shape=replace(shape, layer_caches=())))
+    assert only_state.max_requests == int(only_state.free_bytes / 150_000_000)
+
+
+def test_a_model_without_a_cache_fits() -> None:
+    assert h100(replace(FACTS, shape=replace(SHAPE, layer_caches=()))).fits
+
+
+def test_layers_on_this_machines_gpu_have_its_memory() -> None:
+    gpu = Gpu(0, "NVIDIA GeForce RTX 4090", 24 * GB, 23 * GB, (8, 9))
+    resources = machine(64, Hardware((gpu,), (), True, lambda: True))
+    (here,) = curves(FACTS, Devices(), resources=resources)
+    assert here.device.free_bytes == 23 * GB
+    assert here.device.flops == 165e12
+
+
+def test_links_may_limit() -> None:
+    eight = curves(WIDE, Devices((parse_gpu("4090"),), tp=8), LoadOptions(ctx=512))[-1]
+    assert eight.link_s(256) > eight.memory_s(256) > eight.compute_s(256)
+    assert eight.side(256) == "links"
+    assert eight.side(1) == "memory"
+
+
+def test_a_head_is_on_one_gpu() -> None:
+    three = h100(tp=3)
+    # 8 heads of keys and values: 3 on two of the GPUs
+    assert three.memory_s(4) == pytest.approx(
+        (16e9 / 3 + 4 * three.costs.cache_read(4096) * 3 / 8) / 3.35e12
+    )
+
+
+def test_quantizations_are_compared_at_one_context() -> None:
+    small = replace(FACTS, name="large", weights_bytes=9 * GB, read_bytes=9 * GB)
+    found = FoundModel((FACTS, small), (), None, LoadOptions(), machine(10), None)
+    lines = model_curves(found, Devices(), lambda _: None)
+    assert lines[0].ctx == lines[1].ctx < 8192
+
+
+def test_an_unknown_bandwidth_is_said() -> None:
+    gpu = Gpu(0, "GPU of tomorrow", 80 * GB, 79 * GB, (9, 0))
+    resources = machine(64, Hardware((gpu,), (), True, lambda: True), gpu_rate=0)
+    with pytest.raises(InvalidRequest, match="the memory bandwidth of this machine is unknown"):
+        curves(WIDE, Devices(), resources=resources)
 
 
 @pytest.mark.parametrize(
@@ -224,8 +317,13 @@ def test_wrong_gpus(text: str, message: str) -> None:
 
 
 def test_what_cannot_be_drawn() -> None:
+    apple = Devices((parse_gpu("m4-max"),), tp=2)
     with pytest.raises(InvalidRequest, match="several m4-max cannot share a model"):
-        curves(FACTS, Devices((parse_gpu("m4-max"),), tp=2))
+        curves(FACTS, apple)
+    with pytest.raises(InvalidRequest, match="llama needs the cuda backend"):
+        curves(WIDE, replace(apple, tp=1))
+    with pytest.raises(InvalidRequest, match="it must be one of"):
+        curves(WIDE, Devices((H100,)), LoadOptions(cache_type_k="q8_0"))
     unknown = replace(FACTS, shape=None, missing=("the shape of its layers",))
     with pytest.raises(InvalidRequest, match="the shape of its layers of llama is unknown"):
         curves(unknown, Devices())
@@ -237,19 +335,18 @@ def test_a_model_that_this_machine_cannot_run() -> None:
     notices: list[str] = []
     found = FoundModel((WIDE,), (), None, LoadOptions(), machine(), None)
     (line,) = model_curves(found, Devices((H100,)), notices.append)
-    assert line.roofline.device.name == "h100"
-    assert line.roofline.ctx == 8192
+    assert line.device.name == "h100"
+    assert line.ctx == 8192
     assert notices[0].startswith("this machine: llama is a Hugging Face model")
     with pytest.raises(InvalidRequest, match="was trained for 131,072 tokens"):
         curves(WIDE, Devices((H100,)), LoadOptions(ctx=200_000))
 
 
-def test_a_gguf_file_is_widened_only_by_the_cuda_backend() -> None:
-    kept = h100(FACTS)
-    assert kept.costs.weights_bytes == 5 * GB
-    widened = curves(FACTS, Devices((H100,)), LoadOptions(ctx=4096, backend="llamacpp"))[-1]
-    assert widened.costs.weights_bytes == 5 * GB
+def test_a_gguf_file_is_widened_by_the_cuda_backend() -> None:
+    assert h100(FACTS).costs.weights_bytes == 5 * GB
     gpu = Gpu(0, "H200", 140 * GB, 130 * GB, (9, 0))
     resources = machine(64, Hardware((gpu,), (), True, lambda: True))
     options = LoadOptions(ctx=4096, backend="cuda")
     assert curves(FACTS, Devices((H100,)), options, resources)[-1].costs.weights_bytes == 16 * GB
+    # only it shares a model
+    assert h100(FACTS, tp=2).costs.weights_bytes == 16 * GB

@@ -127,23 +127,54 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
         TraceRecorder(tmp_path / "x", settings)
 
 
-def test_a_full_disk_ends_the_trace_and_says_so(
+def test_a_full_disk_costs_requests_and_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorder = TraceRecorder(tmp_path / "x", settings_in(tmp_path))
-
-    class Full:
-        def write(self, text: str) -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(recorder, "_file", Full())
+    path = tmp_path / "x"
+    recorder = TraceRecorder(path, settings_in(tmp_path))
     record = ended(finished(block_hashes=(1,)), arrived_s=0.0)
-    with caplog.at_level(logging.ERROR):
+    recorder.on_request_end(record)
+    write, free = os.write, [40]
+
+    def limited(fd: int, content: bytes) -> int:
+        part = content[: free[0]]
+        free[0] -= len(part)
+        if not part:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(fd, part)
+
+    monkeypatch.setattr(os, "write", limited)
+    with caplog.at_level(logging.WARNING):
         recorder.on_request_end(record)
+        recorder.on_request_end(record)
+        free[0] = 1 << 20
         recorder.on_request_end(record)
     assert [each.message for each in caplog.records] == [
-        f"the trace {tmp_path / 'x'} ends here: No space left on device"
+        f"requests are missing in {path}: only a part was written",
+        f"the trace {path} is written again",
     ]
+    assert len(lines_of(path)) == 2, "whole lines only"
+
+
+def test_an_incomplete_line_is_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "x"
+    path.write_text('{"timestamp": 1, "input_length": 5, "output_length": 1}\n{"timestamp": 2, "in')
+    path.chmod(0o644)
+    TraceRecorder(path, settings_in(tmp_path)).on_request_end(
+        ended(finished(block_hashes=(1,)), arrived_s=0.0)
+    )
+    assert [line["input_length"] for line in lines_of(path)] == [5, 600]
+    assert "was incomplete, and is removed" in caplog.text
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_what_is_no_trace_is_not_touched(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_text("important\n")
+    for other, says in ((path, "it is no trace"), (Path("/dev/null"), "it is no regular file")):
+        with pytest.raises(InvalidRequest, match=says):
+            TraceRecorder(other, settings_in(tmp_path))
+    assert path.read_text() == "important\n"
 
 
 def test_a_conversation_is_recorded_and_replayed(tmp_path: Path) -> None:
@@ -171,7 +202,8 @@ def test_a_conversation_is_recorded_and_replayed(tmp_path: Path) -> None:
     assert second["hash_ids"][:whole] == first["hash_ids"][:whole]
     assert second["hash_ids"][whole:] != first["hash_ids"][whole:]
     assert len(others) == 4
-    assert "secret" not in path.read_text()
+    keys = {"timestamp", "input_length", "output_length", "hash_ids", "model"}
+    assert all(line.keys() == keys for line in lines_of(path))
     replayed = list(trace_queries(read_trace(path), WordPrompts(1), 7))
     assert [query.max_tokens for query in replayed[:2]] == [
         first["output_length"],

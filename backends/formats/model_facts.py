@@ -18,8 +18,9 @@ from localgen.backends.formats.weight_sizes import read_weight_sizes
 class ModelFacts:
     """The known facts of a model. source: files, hub or catalog.
 
-    read_bytes: bytes of weights read per token. missing: unknown facts; without a shape the context
-    cannot be planned. path: local file or folder, or None if the model is not installed.
+    read_bytes: bytes of weights read per token; read_params: their number. expert_bytes: of all
+    experts of a mixture of experts; None if unknown. missing: unknown facts; without a shape the
+    context cannot be planned. path: local file or folder, or None if the model is not installed.
     """
 
     name: str
@@ -28,6 +29,8 @@ class ModelFacts:
     weights_bytes: int
     read_bytes: int
     params: int | None
+    read_params: int | None = None
+    expert_bytes: int | None = None
     shape: ModelShape | None
     source: str
     missing: tuple[str, ...] = ()
@@ -53,6 +56,8 @@ def local_model_facts(file: ModelFile, quant: str) -> ModelFacts:
         weights_bytes=weights.size_bytes,
         read_bytes=weights.read_bytes,
         params=weights.params,
+        read_params=weights.read_params,
+        expert_bytes=weights.expert_bytes,
         shape=shape,
         source="files",
         missing=() if shape else ("the shape of its layers",),

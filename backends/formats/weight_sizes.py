@@ -20,7 +20,8 @@ from localgen.backends.formats.model_files import ModelFile
 
 # only one row is read per token
 _EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight", "embed_tokens.weight")
-_HEADS = ("output.weight", "lm_head.weight")
+# not attn_output.weight
+_HEAD = re.compile(r"^output\.weight$|(^|\.)lm_head\.weight$")
 _EXPERTS = re.compile(r"_exps\.|\.experts\.")
 # tensors of a quantized linear that are dropped when it is dequantized
 _QUANT_TENSORS = ("qzeros", "scales", "g_idx", "weight_scale")
@@ -31,12 +32,15 @@ _WORD_BITS = 32
 class WeightSizes:
     """size_bytes: of a GGUF file as stored; of a folder as the CUDA backend loads it, with weights
     that no kernel supports dequantized to 16 bits. read_bytes: bytes read per token, with active
-    experts only. params: number of weights.
+    experts only. params: number of weights; read_params: of those read per token. expert_bytes: of
+    all experts.
     """
 
     size_bytes: int
     read_bytes: int
     params: int
+    read_params: int
+    expert_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +55,25 @@ class _Tensor:
 def read_weight_sizes(file: ModelFile, shape: ModelShape | None) -> WeightSizes:
     """Return the sizes from the headers of the files. Raises LoadFailed if one is damaged."""
     tensors = _from_gguf(file.shards) if file.is_gguf else _from_folder(file)
+    has_head = any(_HEAD.search(tensor.name) for tensor in tensors)
+    read = [(tensor, _read_share(tensor, shape, has_head=has_head)) for tensor in tensors]
     return WeightSizes(
         size_bytes=sum(tensor.size_bytes for tensor in tensors),
-        read_bytes=round(_read_bytes(tensors, shape)),
+        read_bytes=round(sum(share * tensor.size_bytes for tensor, share in read)),
         params=sum(tensor.num_elements for tensor in tensors),
+        read_params=round(sum(share * tensor.num_elements for tensor, share in read)),
+        expert_bytes=sum(t.size_bytes for t in tensors if _EXPERTS.search(t.name)),
     )
 
 
-def _read_bytes(tensors: list[_Tensor], shape: ModelShape | None) -> float:
-    has_head = any(tensor.name.endswith(_HEADS) for tensor in tensors)
-    active = shape.num_active_experts / shape.num_experts if shape and shape.num_experts else 1.0
-    total = 0.0
-    for tensor in tensors:
+def _read_share(tensor: _Tensor, shape: ModelShape | None, *, has_head: bool) -> float:
+    """Share of a tensor that is read per token."""
+    if tensor.name.endswith(_EMBEDDINGS):
         # a tied embedding is read as a whole, as the head
-        if tensor.name.endswith(_EMBEDDINGS) and (has_head or "per_layer" in tensor.name):
-            continue
-        total += tensor.size_bytes * (active if _EXPERTS.search(tensor.name) else 1.0)
-    return total
+        return 0.0 if has_head or "per_layer" in tensor.name else 1.0
+    if shape and shape.num_experts and _EXPERTS.search(tensor.name):
+        return shape.num_active_experts / shape.num_experts
+    return 1.0
 
 
 def _from_gguf(shards: Iterable[Path]) -> list[_Tensor]:

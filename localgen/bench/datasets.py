@@ -14,7 +14,7 @@ from localgen.backends.errors import InvalidRequest
 from localgen.bench.load import Query
 from localgen.bench.prompts import WordPrompts
 
-# tokens of a block of Mooncake's traces
+# of a prompt or an answer
 MAX_TOKENS = 10_000_000
 
 

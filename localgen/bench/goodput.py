@@ -55,7 +55,8 @@ class Goodput:
     @property
     def rate(self) -> float:
         """The highest rate whose requests kept the level, below the first that surely did not."""
-        return max((p.rate for p in self.probes if self._seems_kept(p)), default=0.0)
+        rates = {p.rate for p in self.probes if p.rate < self.high}
+        return max(filter(self._seems_kept, rates), default=0.0)
 
     def next_rate(self, start: float) -> float | None:
         """The rate to try next: twice the highest one, then in the widest gap. None: it is found.
@@ -90,8 +91,9 @@ class Goodput:
         low, high = wilson_interval(kept, total, _Z)
         return is_first or low > self.share or high < self.share or total >= _MAX_REQUESTS
 
-    def _seems_kept(self, probe: Probe) -> bool:
-        return probe.kept >= self.share * probe.total and probe.rate < self.high
+    def _seems_kept(self, rate: float) -> bool:
+        probes = [probe for probe in self.probes if probe.rate == rate]
+        return sum(p.kept for p in probes) >= self.share * sum(p.total for p in probes)
 
     def _windows(self) -> Iterator[list[Probe]]:
         """All runs of neighbouring rates."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from localgen.backends.units import format_duration
 from localgen.bench.estimates import percentile
 from localgen.bench.load import Load
+from localgen.bench.measured_request import MeasuredRequest
 from localgen.bench.service_level import SHARE, ServiceLevel
 from localgen.charts import Point, Series, log_chart
 
@@ -17,22 +18,25 @@ _MAX_WIDTH = 100
 def latency_chart(
     loads: Sequence[Load], level: ServiceLevel, goodput: float | None, width: int | None
 ) -> list[str]:
-    """TTFT and TPOT of 95 % of the requests over the rate, or over the requests at once.
+    """TTFT and TPOT of 95 % of the answered requests over the rate, or over the requests at once.
 
     loads: by rising load. level: its goals are drawn as lines. goodput: a rate to be marked.
     width: of the terminal in columns. Empty for fewer than two loads of a kind.
     """
-    rates = {load.rate: load for load in loads if load.rate and load.answered}
-    numbers = {
-        float(load.concurrency): load for load in loads if load.concurrency and load.answered
-    }
+    rates: dict[float, list[MeasuredRequest]] = {}
+    numbers: dict[float, list[MeasuredRequest]] = {}
+    for load in loads:
+        if load.rate and load.answered:
+            rates.setdefault(load.rate, []).extend(load.answered)
+        elif load.concurrency and load.answered:
+            numbers.setdefault(load.concurrency, []).extend(load.answered)
     drawn = rates if len(rates) > 1 else numbers
     if len(drawn) < 2:
         return []
-    ttft = [(x, _p95([r.ttft_s for r in load.answered])) for x, load in drawn.items()]
+    ttft = [(x, _p95([r.ttft_s for r in answered])) for x, answered in drawn.items()]
     tpot = [
-        (x, _p95([r.tpot_s for r in load.answered if r.completion_tokens > 1]))
-        for x, load in drawn.items()
+        (x, _p95([r.tpot_s for r in answered if r.completion_tokens > 1]))
+        for x, answered in drawn.items()
     ]
     xs = list(drawn)
     series = [
@@ -51,7 +55,7 @@ def latency_chart(
         min(width or _MAX_WIDTH, _MAX_WIDTH),
         _ROWS,
         x_title=title,
-        y_title="95 % of the requests are within",
+        y_title="95 % of the answered requests are within",
         format_x=lambda x: f"{x:.3g}",
         format_y=format_duration,
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from localgen.backends.model_info import ModelInfo
-from localgen.backends.units import format_duration, format_rate
+from localgen.backends.units import format_count, format_duration, format_rate
 from localgen.bench.estimates import percentile, wilson_interval
 from localgen.bench.goodput import Goodput
 from localgen.bench.load import Load
@@ -39,7 +39,8 @@ class LoadResult:
     """The loads of a server and their requests.
 
     goodput: None if it was not searched for. machine: None for a server at a URL. options: those of
-    the load, and the given load options of the engine. is_interrupted: the user ended it early.
+    the load, and the given load options of the engine. num_left_out: requests of a trace that
+    came too late. is_interrupted: the user ended it early.
     """
 
     info: ModelInfo
@@ -49,10 +50,11 @@ class LoadResult:
     goodput: Goodput | None = None
     url: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
+    num_left_out: int = 0
     is_interrupted: bool = False
 
     def text(self, width: int | None = None) -> str:
-        """The loads in a table, their latencies as bars, the machine, and the goodput.
+        """The loads in a table, their latencies drawn, the machine, and the goodput.
 
         width: of the terminal in columns, or None if the output has none.
         """
@@ -87,6 +89,7 @@ class LoadResult:
             "loads": [self._record(load) for load in self._ordered() if load.requests],
             "slo": {"ttft_ms": self.level.ttft_s * 1e3, "tpot_ms": self.level.tpot_s * 1e3},
             "goodput": self._goodput_record(),
+            "num_left_out": self.num_left_out,
             "verdict": self.verdict(),
         }
 
@@ -123,6 +126,9 @@ class LoadResult:
         return kept / len(load.requests) if load.requests else 0.0
 
     def _notes(self) -> Iterator[str]:
+        if self.num_left_out:
+            number = format_count(self.num_left_out, "request")
+            yield f"left out, as it comes after the time (--time): {number} of the trace"
         if self.is_interrupted:
             yield "interrupted: the last load, and what would have followed, is left out"
         prompt = sum(r.prompt_tokens for load in self.loads for r in load.answered)

@@ -145,12 +145,13 @@ def run_load(
     queries: Iterator[Query] = cycle(load.queries)
     if not load.queries:
         queries = synthetic_queries(bench.prompts, load.input_tokens, load.output_tokens, prefixes)
-    goodput: Goodput | None = None
+    goodput, num_left_out = None, 0
     with closing(LoadGenerator(bench.target)) as generator:
         if load.trace:
             notify(f"the trace, for {seconds:.0f} s")
             timed = trace_queries(list(load.trace), bench.prompts, _random_seed())
             loads = [generator.open_loop("trace", timed, seconds)]
+            num_left_out = len(load.trace) - len(loads[0].requests)
         elif load.rate is not None:
             notify(f"{load.rate:g} requests/s, for {seconds:.0f} s")
             times = arrival_times(load.rate, is_poisson=load.is_poisson)
@@ -174,6 +175,7 @@ def run_load(
         goodput,
         url,
         options,
+        num_left_out=num_left_out,
         is_interrupted=generator.is_interrupted,
     )
 

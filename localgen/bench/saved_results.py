@@ -60,6 +60,7 @@ class DecodeRates:
     ctx: tokens in the KV cache of a request, on average.
     """
 
+    model: str
     rates: tuple[tuple[int, float], ...]
     ctx: int
 
@@ -101,19 +102,25 @@ def mean_figures(record: Mapping[str, Any]) -> dict[str, float]:
 def read_decode_rates(path: Path) -> DecodeRates:
     """Read the decode rates of a result. Raises InvalidRequest if it is none, or has none."""
     record = read(path, "bench")
-    loads = [one for one in (*record["sessions"], *record.get("loads", ())) if _is_decode(one)]
-    rates = {
-        one["max_concurrency"]: one["max_concurrency"] * 1e3 / one["median_tpot_ms"]
-        for one in loads
-    }
-    alone = mean_figures(record).get(TG)
-    if alone:
-        rates[1] = alone
+    try:
+        loads = [one for one in (*record["sessions"], *record.get("loads", ())) if _is_decode(one)]
+        rates = {
+            int(one["max_concurrency"]): one["max_concurrency"] * 1e3 / one["median_tpot_ms"]
+            for one in loads
+        }
+        alone = mean_figures(record).get(TG)
+        if alone:
+            rates[1] = alone
+        tokens = sum(one["total_input_tokens"] + one["total_output_tokens"] / 2 for one in loads)
+        ctx = round(tokens / sum(one["completed"] for one in loads)) if loads else _TG_CONTEXT
+        if not all(0 < rate < math.inf and n > 0 for n, rate in rates.items()) or ctx < 1:
+            raise ValueError("a rate that no server has")
+    except (LookupError, TypeError, ArithmeticError, ValueError) as error:
+        message = f"--bench {path}: no result of `localgen bench --save`"
+        raise InvalidRequest(message, param="bench") from error
     if not rates:
         raise InvalidRequest(f"--bench {path}: it has no tg128, sessions or --concurrency")
-    tokens = sum(one["total_input_tokens"] + one["total_output_tokens"] / 2 for one in loads)
-    ctx = round(tokens / sum(one["completed"] for one in loads)) if loads else _TG_CONTEXT
-    return DecodeRates(tuple(sorted(rates.items())), max(1, ctx))
+    return DecodeRates(str(record.get("model", "")), tuple(sorted(rates.items())), ctx)
 
 
 def _is_decode(load: Mapping[str, Any]) -> bool:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 # of the requests keep the level
 SHARE = 0.95
-_GOAL = re.compile(r"(ttft|tpot)[=:](\d+(?:\.\d+)?)(ms|s|)")
+# a number without a unit is in ms behind a colon, as in vLLM's benchmark
+_GOAL = re.compile(r"(ttft|tpot)(?:=(?=[\d.]+m?s)|:)(\d+(?:\.\d+)?)(ms|s|)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ def parse_service_level(text: str) -> ServiceLevel:
 
 
 def parse_goals(text: str, option: str) -> list[tuple[str, float]]:
-    """Parse `ttft=1s,tpot=125ms` or `ttft:500`, in ms without a unit.
+    """Parse `ttft=1s,tpot=125ms` or `ttft:500`, which is in ms.
 
     Returns ttft and tpot with their goals in seconds. Raises InvalidRequest with the option's name.
     """

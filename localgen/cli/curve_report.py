@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from localgen.backends.units import format_count, format_rate, format_size
 from localgen.charts import Series, log_chart
 from localgen.cli import tables
-from localgen.planning.curves import ModelCurve
 from localgen.planning.roofline import Roofline, expected_tokens, speculative_speedup
 
 _CHART_ROWS = 16
@@ -16,51 +16,61 @@ _MIN_REQUESTS, _MAX_REQUESTS = 16, 1024
 _POINTS_PER_DOUBLING = 4
 _CONTEXTS = (1024, 4096, 16_384, 32_768, 131_072)
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
-DRAFTS = (1, 2, 3, 4, 6, 8)
+DRAFTS = (1, 2, 4, 8)
 
 MeasuredPoint = tuple[int, float]
 
 
-def curves_text(curves: Sequence[ModelCurve], measured: Sequence[MeasuredPoint], width: int) -> str:
+def curves_text(curves: Sequence[Roofline], measured: Sequence[MeasuredPoint], width: int) -> str:
     """The chart, the figures of each curve, and tokens per pass of speculation.
 
     measured: requests at once and their tokens/s together. width: of the terminal in columns.
     """
-    parts = [
-        _chart(curves, measured, width),
-        *(_curve_lines(one.roofline, _label(one.roofline, curves)) for one in curves),
-        _speculation_lines(curves[0]),
-    ]
+    parts = [_title(curves, width), *(_curve_lines(one, curves, width) for one in curves)]
+    fitting = [one for one in curves if one.fits]
+    if fitting:
+        parts[1:1] = [_chart(fitting, measured, width)]
+        parts += [_summary(fitting)] if len(fitting) > 1 else []
+        parts += [_speculation_lines(fitting[-1], width)]
     return "\n\n".join("\n".join(part) for part in parts)
 
 
-def curves_json(curves: Sequence[ModelCurve], measured: Sequence[MeasuredPoint]) -> str:
+def curves_json(curves: Sequence[Roofline], measured: Sequence[MeasuredPoint]) -> str:
     """One JSON object: `curves`, `speculation` and `measured`."""
     record = {
-        "curves": [_record(one.roofline) for one in curves],
+        "curves": [_record(one) for one in curves],
         "speculation": [_speculation_record(one) for one in curves],
         "measured": [{"requests": count, "tokens_per_s": rate} for count, rate in measured],
     }
     return tables.json_text(record, indent=2)
 
 
-def _label(line: Roofline, curves: Sequence[ModelCurve]) -> str:
-    """The device, and the model where several are drawn."""
-    several = len({one.roofline.name for one in curves}) > 1
+def _label(line: Roofline, curves: Sequence[Roofline]) -> str:
+    """The device, and the quantization where several are drawn."""
+    several = len({one.name for one in curves}) > 1
     quant = line.name.rpartition(":")[2]
     return f"{line.device.name} {quant}" if several else line.device.name
 
 
+def _title(curves: Sequence[Roofline], width: int) -> Iterator[str]:
+    names = dict.fromkeys(one.name for one in curves)
+    repo = next(iter(names)).rpartition(":")[0]
+    quants = ", ".join(name.rpartition(":")[2] for name in names)
+    model = f"{repo}: {quants}" if len(names) > 1 else next(iter(names))
+    tokens = format_count(curves[0].ctx, "token")
+    yield from _wrapped(f"{model}: upper limit of tokens/s, with {tokens} of context", width)
+
+
+def _wrapped(sentence: str, width: int) -> list[str]:
+    return textwrap.wrap(sentence, width)
+
+
 def _chart(
-    curves: Sequence[ModelCurve], measured: Sequence[MeasuredPoint], width: int
+    lines: Sequence[Roofline], measured: Sequence[MeasuredPoint], width: int
 ) -> Iterator[str]:
-    lines = [one.roofline for one in curves if one.roofline.fits]
-    names = ", ".join(dict.fromkeys(one.roofline.name for one in curves))
-    yield f"{names}: at most so many tokens/s, with {curves[0].roofline.ctx:,} tokens of context"
-    yield ""
     last = _last_count(lines, measured)
     drawn = [
-        Series(_label(line, curves), _points(line, min(last, line.max_requests))) for line in lines
+        Series(_label(line, lines), _points(line, min(last, line.max_requests))) for line in lines
     ]
     ridges = [
         (line.ridge, line.tokens_per_s(line.ridge))
@@ -72,7 +82,7 @@ def _chart(
     yield from log_chart(
         drawn,
         width,
-        _CHART_ROWS,
+        max(_CHART_ROWS, len(lines)),
         x_title=_x_title(bool(ridges), bool(measured)),
         y_title="tokens/s of all requests together",
         format_x=lambda count: f"{count:,.0f}",
@@ -81,7 +91,7 @@ def _chart(
 
 
 def _x_title(has_ridge: bool, has_measured: bool) -> str:
-    marks = ["◆ ridge: from here on computing limits, not memory"] * has_ridge
+    marks = ["◆ ridge: computing limits"] * has_ridge
     marks += ["● measured"] * has_measured
     return "   ".join(["requests at once", *marks])
 
@@ -101,41 +111,78 @@ def _points(line: Roofline, last: int) -> list[tuple[float, float]]:
     return [(n, line.tokens_per_s(n)) for n in [*(n for n in counts if n < last), float(last)]]
 
 
-def _curve_lines(line: Roofline, label: str) -> Iterator[str]:
+def _summary(curves: Sequence[Roofline]) -> Iterator[str]:
+    """The devices beside each other."""
+    priced = any(one.device.price is not None for one in curves)
+    head = ("DEVICE", "1 REQUEST", "MAX REQUESTS", "TOKENS/S", *(("COST OF A MILLION",) * priced))
+    rows = []
+    for one in curves:
+        count = one.max_requests
+        cost = one.cost_per_million(count)
+        cells = (
+            _label(one, curves),
+            format_rate(one.tokens_per_s(1)),
+            f"{count:,}",
+            format_rate(one.tokens_per_s(count)),
+        )
+        rows.append((*cells, _cost_cell(cost)) if priced else cells)
+    yield from tables.align_columns([head, *rows])
+
+
+def _curve_lines(line: Roofline, curves: Sequence[Roofline], width: int) -> Iterator[str]:
     device = line.device
-    yield f"{label}: {_device_text(line)}"
+    yield from _wrapped(f"{_label(line, curves)}: {_device_text(line)}", width)
     if not line.fits:
-        yield (
-            f"does not fit: its weights take {format_size(line.costs.weights_bytes)}, "
-            f"a request of {line.ctx:,} tokens {format_size(line.costs.token_bytes * line.ctx)}, "
-            f"{format_size(device.free_bytes * device.count)} are there"
+        drafts = f", its draft model {line.draft.name}" if line.draft else ""
+        yield from _wrapped(
+            f"does not fit: weights {format_size(line.costs.weights_bytes)}, buffers "
+            f"{format_size(line.costs.buffer_bytes * device.count)}{drafts}, and "
+            f"{format_size(line.request_bytes)} for a request of {line.ctx:,} tokens; it has "
+            f"{format_size(device.free_bytes * device.count)}",
+            width,
         )
         return
-    yield _ridge_sentence(line)
+    yield from _wrapped(_ridge_sentence(line), width)
     yield ""
     priced = device.price is not None
-    head = ("REQUESTS", "TOKENS/S", "EACH", "LIMIT", "KV SHARE", *(("PER MILLION",) * priced))
+    head = ("REQUESTS", "TOKENS/S", "EACH", "LIMIT", "KV SHARE", *(("COST OF A MILLION",) * priced))
     yield from tables.align_columns([head, *(_row(line, n) for n in _row_counts(line))])
     yield ""
-    head = ("CONTEXT", "KV CACHE", "KV SHARE OF ONE", "REQUESTS THAT FIT", "TOKENS/S OF THESE")
+    head = ("CONTEXT", "KV CACHE", "KV SHARE AT 1", "MAX REQUESTS", "TOKENS/S AT MAX")
     yield from tables.align_columns([head, *map(_context_row, _at_contexts(line))])
 
 
 def _device_text(line: Roofline) -> str:
     device = line.device
-    peak = f", {device.flops / 1e12:,.3g} TFLOP/s" if device.flops else ""
+    parts = [format_size(device.free_bytes), f"{device.bytes_per_s / 1e9:,.4g} GB/s"]
+    if device.flops:
+        parts.append(_flops_text(device.flops))
+    if device.count > 1 and device.link_bytes_per_s:
+        parts.append(f"links {device.link_bytes_per_s / 1e9:,.4g} GB/s")
+    if device.price is not None:
+        parts.append(f"{device.price:g} per hour")
     each = " each" if device.count > 1 else ""
-    return f"{device.bytes_per_s / 1e9:,.4g} GB/s{peak}{each} ({device.source})"
+    return f"{', '.join(parts)}{each} ({device.source})"
+
+
+def _flops_text(flops: float) -> str:
+    if flops < 1e12:
+        return f"{flops / 1e9:.3g} GFLOP/s"
+    return f"{flops / 1e12:,.0f} TFLOP/s" if flops >= 1e14 else f"{flops / 1e12:.3g} TFLOP/s"
 
 
 def _ridge_sentence(line: Roofline) -> str:
-    if line.ridge is not None:
-        beyond = "" if line.ridge <= line.max_requests else ", more than fit"
-        number = format_count(line.ridge, "request")
-        return f"ridge: {number}{beyond}; below, reading memory limits the speed"
-    if line.device.flops is None or line.costs.flops_per_token is None:
-        return "no ridge: the peak of its computing is unknown"
-    return "no ridge: reading the KV caches limits the speed at any number of requests"
+    ridge = line.ridge
+    if ridge == 1:
+        return "ridge: 1 request; computing limits the speed from the first on"
+    if ridge is not None:
+        beyond = "" if ridge <= line.max_requests else ", more than fit"
+        return f"ridge: {ridge:,} requests{beyond}; below it, reading from memory limits the speed"
+    if line.device.flops is None:
+        return "no ridge: the peak of this device is unknown"
+    if line.costs.flops_per_token is None:
+        return "no ridge: the number of the model's parameters is unknown"
+    return "no ridge: reading from memory limits the speed at any number of requests"
 
 
 def _row_counts(line: Roofline) -> list[int]:
@@ -149,15 +196,25 @@ def _row_counts(line: Roofline) -> list[int]:
 def _row(line: Roofline, count: int) -> tuple[str, ...]:
     rate = line.tokens_per_s(count)
     cost = line.cost_per_million(count)
-    note = " (all that fit)" if count == line.max_requests else ""
+    note = " (max)" if count == line.max_requests else ""
     cells = (
         f"{count:,}{note}",
         format_rate(rate),
-        format_rate(rate / count),
+        _each_cell(rate / count),
         line.side(count),
         f"{line.cache_share(count):.0%}",
     )
-    return cells if cost is None else (*cells, f"{cost:,.2f}")
+    return cells if cost is None else (*cells, _cost_cell(cost))
+
+
+def _each_cell(rate: float) -> str:
+    return format_rate(rate) if rate >= 1 else f"{rate:.2g}"
+
+
+def _cost_cell(cost: float | None) -> str:
+    if cost is None:
+        return ""
+    return f"{cost:,.0f}" if cost >= 100 else f"{cost:.3g}"
 
 
 def _at_contexts(line: Roofline) -> list[Roofline]:
@@ -169,51 +226,44 @@ def _at_contexts(line: Roofline) -> list[Roofline]:
 def _context_row(line: Roofline) -> tuple[str, ...]:
     count = line.max_requests
     rate = format_rate(line.tokens_per_s(count)) if count else ""
-    kept = line.costs.token_bytes * line.ctx + line.costs.shape.state_bytes
     return (
         f"{line.ctx:,}",
-        format_size(kept),
+        format_size(line.request_bytes),
         f"{line.cache_share(1):.0%}",
         f"{count:,}" if count else "none",
         rate,
     )
 
 
-def _speculation_lines(curve: ModelCurve) -> Iterator[str]:
-    line, draft = curve.roofline, curve.draft
-    source = "from the text itself" if draft is None else f"of {draft.name}"
-    yield f"speculation: tokens per pass with drafts {source}, and the speed of one request"
-    yield f"on {line.device.name}"
+def _speculation_lines(line: Roofline, width: int) -> Iterator[str]:
+    source = "from the text itself" if line.draft is None else f"of {line.draft.name}"
+    is_known = bool(line.compute_s(1))
+    speed = f", and the speed of one request on {line.device.name}" if is_known else ""
+    yield from _wrapped(f"speculation: tokens per pass with drafts {source}{speed}", width)
     yield ""
     head = ("ACCEPTED", *(f"{k} DRAFT{'S' * (k > 1)}" for k in DRAFTS))
-    rows = [
-        (f"{acceptance:.0%}", *(_speculation_cell(curve, acceptance, k) for k in DRAFTS))
-        for acceptance in ACCEPTANCES
-    ]
+    rows = []
+    for acceptance in ACCEPTANCES:
+        tokens = [f"{expected_tokens(acceptance, k):.2f}" for k in DRAFTS]
+        if is_known:
+            speeds = (speculative_speedup(line, acceptance, k) for k in DRAFTS)
+            tokens = [f"{each} ({x:.2f}x)" for each, x in zip(tokens, speeds, strict=True)]
+        rows.append((f"{acceptance:.0%}", *tokens))
     yield from tables.align_columns([head, *rows])
 
 
-def _speculation_cell(curve: ModelCurve, acceptance: float, drafts: int) -> str:
-    speedup = _speedup(curve, acceptance, drafts)
-    return f"{expected_tokens(acceptance, drafts):.2f} ({speedup:.2f}x)"
-
-
-def _speedup(curve: ModelCurve, acceptance: float, drafts: int) -> float:
-    draft_s = 0.0 if curve.draft is None else curve.draft.step_s(1)
-    return speculative_speedup(curve.roofline, acceptance, drafts, draft_s)
-
-
-def _speculation_record(curve: ModelCurve) -> dict[str, Any]:
+def _speculation_record(line: Roofline) -> dict[str, Any]:
+    is_known = bool(line.compute_s(1))
     return {
-        "device": curve.roofline.device.name,
-        "model": curve.roofline.name,
-        "draft": None if curve.draft is None else curve.draft.name,
+        "device": line.device.name,
+        "model": line.name,
+        "draft": None if line.draft is None else line.draft.name,
         "passes": [
             {
                 "acceptance": acceptance,
                 "drafts": k,
                 "tokens": expected_tokens(acceptance, k),
-                "speedup": _speedup(curve, acceptance, k),
+                "speedup": speculative_speedup(line, acceptance, k) if is_known else None,
             }
             for acceptance in ACCEPTANCES
             for k in DRAFTS
@@ -223,7 +273,6 @@ def _speculation_record(curve: ModelCurve) -> dict[str, Any]:
 
 def _record(line: Roofline) -> dict[str, Any]:
     device = line.device
-    last = min(line.max_requests, _MAX_REQUESTS)
     return {
         "device": device.name,
         "model": line.name,
@@ -231,21 +280,34 @@ def _record(line: Roofline) -> dict[str, Any]:
         "bandwidth_bytes_per_s": device.bytes_per_s,
         "flops": device.flops,
         "devices": device.count,
+        "memory_bytes": device.free_bytes,
+        "link_bytes_per_s": device.link_bytes_per_s if device.count > 1 else None,
+        "price": device.price,
         "source": device.source,
         "fits": line.fits,
         "max_requests": line.max_requests,
         "ridge": line.ridge,
-        "points": [_point_record(line, 1 << power) for power in range(last.bit_length())],
+        "points": [_point_record(line, count) for count in _json_counts(line)],
         "contexts": [
             {
                 "ctx": one.ctx,
-                "kv_bytes": one.costs.token_bytes * one.ctx + one.costs.shape.state_bytes,
+                "kv_bytes": one.request_bytes,
                 "kv_share": one.cache_share(1),
                 "max_requests": one.max_requests,
+                "tokens_per_s": one.tokens_per_s(one.max_requests) if one.fits else None,
             }
             for one in _at_contexts(line)
         ],
     }
+
+
+def _json_counts(line: Roofline) -> list[int]:
+    """Powers of two, the ridge, and the last number that fits."""
+    last = min(line.max_requests, _MAX_REQUESTS)
+    counts = {1 << power for power in range(last.bit_length())} | {line.max_requests}
+    if line.ridge is not None and line.ridge <= line.max_requests:
+        counts.add(line.ridge)
+    return sorted(counts - {0})
 
 
 def _point_record(line: Roofline, count: int) -> dict[str, Any]:

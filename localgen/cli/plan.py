@@ -16,7 +16,8 @@ from localgen.cli.options import Backend
 
 if TYPE_CHECKING:
     from localgen.bench.saved_results import DecodeRates
-    from localgen.planning.curves import Devices, ModelCurve
+    from localgen.planning.curves import Devices
+    from localgen.planning.roofline import Roofline
 
 CtxOption = Annotated[
     int | None,
@@ -172,16 +173,18 @@ def _read_measured(path: Path) -> DecodeRates:
 
 
 def _print_curves(
-    curves: list[ModelCurve], measured: DecodeRates | None, *, json_output: bool
+    curves: list[Roofline], measured: DecodeRates | None, *, json_output: bool
 ) -> None:
     """Raises OutOfMemory, after printing, if the model fits nowhere."""
     from localgen.cli import curve_report
 
     rates = () if measured is None else measured.rates
+    if measured is not None and measured.model not in {one.name for one in curves}:
+        tables.print_notice(f"--bench: measured with {measured.model}, not {curves[0].name}")
     if json_output:
         typer.echo(curve_report.curves_json(curves, rates))
     else:
         width = shutil.get_terminal_size().columns
         typer.echo(curve_report.curves_text(curves, rates, width))
-    if not any(one.roofline.fits for one in curves):
-        raise OutOfMemory(f"{curves[0].roofline.name} fits on none of these devices")
+    if not any(one.fits for one in curves):
+        raise OutOfMemory(f"{curves[0].name} fits on none of these devices")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -191,7 +192,7 @@ def command(
         record_trace=None if record_trace is None else record_trace.absolute(),
     )
     if settings.record_trace is not None:
-        open_trace(settings.record_trace).close()
+        os.close(open_trace(settings.record_trace))
     access = AccessPolicy(
         host=host or "127.0.0.1",
         port=DEFAULT_PORT if port is None and host else port,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.formats.model_facts import ModelFacts
 from localgen.backends.memory.kv_sizing import DEFAULT_CTX, require_trained_ctx
+from localgen.backends.memory.load_limits import validate_cache_types
 from localgen.backends.model_info import LoadOptions
 from localgen.hub.hf_client import Notify
 from localgen.machine.accelerators import (
@@ -46,14 +48,6 @@ class Devices:
     price: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ModelCurve:
-    """Roofline of a model on a device, and of its draft model there, if there is one."""
-
-    roofline: Roofline
-    draft: Roofline | None
-
-
 def parse_gpu(text: str) -> NamedGpu:
     """A GPU such as `h100`, or `h100=2.50` with its price per hour. Raises InvalidRequest."""
     name, is_priced, price = text.partition("=")
@@ -72,34 +66,67 @@ def parse_gpu(text: str) -> NamedGpu:
     return NamedGpu(gpu, value)
 
 
-def model_curves(found: FoundModel, devices: Devices, notify: Notify) -> list[ModelCurve]:
-    """Curves of each quantization, first on this machine, then on each GPU.
+def model_curves(found: FoundModel, devices: Devices, notify: Notify) -> list[Roofline]:
+    """Curves of each quantization, first on this machine, then on each GPU, all for one context.
 
     Where only this machine cannot run the model, that is a notice. Raises InvalidRequest if the
-    shape or size of a model is unknown, or GPUs cannot share it, and like plan_memory.
+    shape or size of a model is unknown, or a GPU cannot run or share it, and like plan_memory.
     """
-    for one in devices.gpus:
-        if devices.tp > 1 and one.gpu.link_bytes_per_s is None:
-            raise InvalidRequest(f"--tp {devices.tp}: several {one.gpu.key} cannot share a model")
-    return [curve for facts in found.facts for curve in _curves_of(facts, found, devices, notify)]
+    for one in (*found.facts, *([found.draft] if found.draft else ())):
+        _require_known(one)
+    for facts in found.facts:
+        _require_trained_ctx(facts, found.options.ctx)
+        for named in devices.gpus:
+            _require_runnable(named.gpu, facts, found.options, devices.tp)
+    plans = [_plan_here(facts, found, devices, notify) for facts in found.facts]
+    ctx = found.options.ctx or min(
+        [DEFAULT_CTX]
+        + [plan.ctx for plan in plans if plan is not None and plan.ctx and plan.fits]
+        + [one.shape.ctx_train for one in found.facts if one.shape and one.shape.ctx_train]
+    )
+    curves = [
+        _curve(facts, found, device, runner, ctx)
+        for facts, plan in zip(found.facts, plans, strict=True)
+        for device, runner in _limits(facts, plan, found, devices)
+    ]
+    if not curves:
+        raise InvalidRequest(f"--curve: the memory bandwidth of {THIS_MACHINE} is unknown")
+    return curves
 
 
-def _curves_of(
-    facts: ModelFacts, found: FoundModel, devices: Devices, notify: Notify
-) -> Iterator[ModelCurve]:
-    models = [one for one in (facts, found.draft) if one is not None]
-    for model in models:
-        _require_known(model)
-    assert facts.shape is not None
-    requested, trained = found.options.ctx, facts.shape.ctx_train
-    require_trained_ctx(requested, trained or requested or 0, facts.name)
-    plan = _plan_here(facts, found, devices, notify)
-    ctx = requested or (plan and plan.ctx) or min(DEFAULT_CTX, trained or DEFAULT_CTX)
-    for device, runner in _limits(facts, plan, found, devices):
-        lines = [
-            Roofline(one.name, _costs(one, runner, found.options), device, ctx) for one in models
-        ]
-        yield ModelCurve(lines[0], lines[1] if len(lines) > 1 else None)
+def _curve(
+    facts: ModelFacts, found: FoundModel, device: DeviceLimits, runner: RunnerKind, ctx: int
+) -> Roofline:
+    draft = None
+    if found.draft is not None:
+        costs = _costs(found.draft, runner, found.options)
+        draft = Roofline(found.draft.name, costs, device, ctx)
+    return Roofline(facts.name, _costs(facts, runner, found.options), device, ctx, draft)
+
+
+def _require_trained_ctx(facts: ModelFacts, ctx: int | None) -> None:
+    trained = facts.shape.ctx_train if facts.shape else 0
+    require_trained_ctx(ctx, trained or ctx or 0, facts.name)
+
+
+def _require_runnable(gpu: Accelerator, facts: ModelFacts, options: LoadOptions, tp: int) -> None:
+    """Raises InvalidRequest if localgen could not run the model on this GPU."""
+    if tp > 1 and gpu.link_bytes_per_s is None:
+        raise InvalidRequest(f"--tp {tp}: several {gpu.key} cannot share a model")
+    backend = _backend_on_gpu(facts, options, tp)
+    if backend == "cuda" and not gpu.has_cuda:
+        raise InvalidRequest(
+            f"--gpu {gpu.key}: {facts.name} needs the cuda backend, which it has not"
+        )
+    validate_cache_types(options, backend)
+
+
+def _backend_on_gpu(
+    facts: ModelFacts, options: LoadOptions, tp: int
+) -> Literal["llamacpp", "cuda"]:
+    """llama.cpp for GGUF files, unless a model is shared, which only the cuda backend can."""
+    is_cuda = options.backend == "cuda" or tp > 1 or not facts.is_gguf
+    return "cuda" if is_cuda else "llamacpp"
 
 
 def _require_known(facts: ModelFacts) -> None:
@@ -137,14 +164,23 @@ def _limits(
             bytes_per_s=plan.speed.bandwidth_bytes_per_s,
             flops=flops,
             attention_flops=None if gpu is None else gpu.flops,
-            free_bytes=plan.free_bytes,
+            free_bytes=_free_bytes(plan),
             source=f"bandwidth {plan.speed.how}, compute {peak if flops else 'unknown'}",
             price=devices.price,
         )
         yield here, runner
-    is_widened = found.options.backend == "cuda" or not facts.is_gguf
     for one in devices.gpus:
-        yield _named(one, facts, devices.tp), "cuda" if is_widened else "llamacpp"
+        backend = _backend_on_gpu(facts, found.options, devices.tp)
+        yield _named(one, facts, devices.tp), backend
+
+
+def _free_bytes(plan: MemoryPlan) -> float:
+    """Memory for the model: of the GPUs that have its layers, and main memory for the others."""
+    used = [one for one in plan.gpu_layers if one.layers]
+    if plan.backend != "llamacpp" or not used:
+        return plan.free_bytes
+    is_whole = sum(one.layers for one in used) >= used[0].of
+    return sum(one.gpu.free_bytes for one in used) + (0 if is_whole else plan.free_bytes)
 
 
 def _runner_of(plan: MemoryPlan) -> RunnerKind:
@@ -156,13 +192,19 @@ def _runner_of(plan: MemoryPlan) -> RunnerKind:
 def _costs(facts: ModelFacts, runner: RunnerKind, options: LoadOptions) -> StepCosts:
     assert facts.shape is not None
     kept = loaded_weight_bytes(facts.weights_bytes, facts.params, runner, is_gguf=facts.is_gguf)
-    footprint = estimate_footprint(kept, facts.shape, runner, options)
-    share = facts.read_bytes / facts.weights_bytes
+    # states are counted for each request
+    footprint = estimate_footprint(kept, replace(facts.shape, state_bytes=0), runner, options)
+    widened = kept / facts.weights_bytes
+    experts = facts.expert_bytes
+    if experts is None:  # what is not read for a token are the other experts
+        active = facts.shape.num_active_experts / (facts.shape.num_experts or 1)
+        experts = round((facts.weights_bytes - facts.read_bytes) / (1 - active))
     key, value = footprint.cache_types
     return StepCosts(
         weights_bytes=kept,
-        read_bytes=kept * share,
-        flops_per_token=2 * facts.params * share if facts.params else None,
+        read_bytes=widened * facts.read_bytes,
+        expert_bytes=widened * experts,
+        flops_per_token=2 * facts.read_params if facts.read_params else None,
         shape=facts.shape,
         cache_types=(key, value),
         buffer_bytes=footprint.fixed_bytes,

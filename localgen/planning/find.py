@@ -250,6 +250,7 @@ def remote_model_facts(
         weights_bytes=size_bytes,
         read_bytes=round(size_bytes * _active_fraction(entry)),
         params=entry.params if entry else None,
+        read_params=(entry.active_params or entry.params) if entry else None,
         shape=shape,
         source=source,
         missing=missing,

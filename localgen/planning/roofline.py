@@ -5,14 +5,15 @@ Upper limits: every byte is read once at full bandwidth, and all products are co
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from localgen.backends.formats.architecture.model_shape import ModelShape, kv_cache_read_bytes
 
 _MOST_REQUESTS = 1 << 20
 _LINK_ELEMENT_BYTES = 2
-Side = Literal["memory", "compute"]
+Side = Literal["memory", "compute", "links"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,13 +21,14 @@ class StepCosts:
     """What the steps of a model read and compute.
 
     weights_bytes: of all weights in memory. read_bytes: those read for one token, with its active
-    experts. flops_per_token: of the weights, without attention; None if unknown. cache_types: of
-    keys and values. buffer_bytes: buffers of any number of requests; token_bytes: of the KV cache
-    and its buffers, per token.
+    experts. expert_bytes: of all experts. flops_per_token: of the weights, without attention; None
+    if unknown. cache_types: of keys and values. buffer_bytes: buffers of any number of requests;
+    token_bytes: of the KV cache and its buffers, per token.
     """
 
     weights_bytes: float
     read_bytes: float
+    expert_bytes: float
     flops_per_token: float | None
     shape: ModelShape
     cache_types: tuple[str, str]
@@ -43,10 +45,8 @@ class StepCosts:
         if not shape.num_experts or shape.num_active_experts >= shape.num_experts:
             return self.read_bytes
         active = shape.num_active_experts / shape.num_experts
-        experts = (self.weights_bytes - self.read_bytes) / (1 - active)
-        always = self.read_bytes - active * experts
         needed = 1 - float((1 - active) ** tokens)
-        return always + experts * needed
+        return self.read_bytes + self.expert_bytes * (needed - active)
 
     def cache_read(self, ctx: int) -> float:
         """Bytes of one request's KV cache and recurrent state that a step reads."""
@@ -69,7 +69,7 @@ class StepCosts:
 class DeviceLimits:
     """Peak figures of one device, of which `count` share the model (tensor parallelism).
 
-    flops: of products with these weights, in 1/s; None if unknown. attention_flops: of products in
+    flops: of products with these weights, in operations/s; None if unknown. attention_flops: of
     attention; None if unknown, and then attention takes no time to compute. free_bytes: memory for
     the model. link_bytes_per_s: between the devices, in one direction. source: of the figures, for
     users. price: of one device per hour, in any currency; None if unknown.
@@ -90,19 +90,24 @@ class DeviceLimits:
 class Roofline:
     """Upper limits of a model on a device, all requests having the same context.
 
-    name: of the model with its quantization. ctx: tokens in the KV cache of each request.
+    name: of the model with its quantization. ctx: tokens in the KV cache of each request. draft: of
+    the draft model on the same device, whose memory counts.
     """
 
     name: str
     costs: StepCosts
     device: DeviceLimits
     ctx: int
+    draft: Roofline | None = None
 
     def memory_s(self, requests: float, tokens_each: int = 1) -> float:
         """Time to read the weights and the KV caches for a step."""
-        cache = requests * self.costs.cache_read(self.ctx) / self._cache_parts
         weights = self.costs.weights_read(requests * tokens_each) / self.device.count
-        return (weights + cache) / self.device.bytes_per_s
+        return weights / self.device.bytes_per_s + self._cache_s(requests)
+
+    def _cache_s(self, requests: float) -> float:
+        read = requests * self.costs.cache_read(self.ctx) / self._cache_parts
+        return read / self.device.bytes_per_s
 
     def compute_s(self, requests: float, tokens_each: int = 1) -> float:
         """Time to compute a step; 0 if the peak, or the number of operations, is unknown."""
@@ -132,13 +137,17 @@ class Roofline:
         return requests / self.step_s(requests)
 
     def side(self, requests: float) -> Side:
-        """What limits a step."""
-        return "compute" if self.compute_s(requests) > self.memory_s(requests) else "memory"
+        """What takes the longest of a step."""
+        sides: dict[Side, float] = {
+            "memory": self.memory_s(requests),
+            "compute": self.compute_s(requests),
+            "links": self.link_s(requests),
+        }
+        return max(sides, key=lambda side: sides[side])
 
     def cache_share(self, requests: float) -> float:
         """Share of the KV caches in the bytes that a step reads."""
-        cache = requests * self.costs.cache_read(self.ctx) / self._cache_parts
-        return cache / self.device.bytes_per_s / self.memory_s(requests)
+        return self._cache_s(requests) / self.memory_s(requests)
 
     def cost_per_million(self, requests: float) -> float | None:
         """Price of a million tokens; None without a price of the device."""
@@ -153,12 +162,30 @@ class Roofline:
         return self.max_requests >= 1
 
     @property
+    def free_bytes(self) -> float:
+        """Memory of one device that is left for KV caches; negative if the weights do not fit."""
+        drafts = 0.0 if self.draft is None else self.draft.device.free_bytes - self.draft.free_bytes
+        weights = self.costs.weights_bytes / self.device.count
+        return self.device.free_bytes - weights - self.costs.buffer_bytes - drafts
+
+    @property
+    def request_bytes(self) -> float:
+        """KV cache, recurrent state and buffers of one request, in all devices together."""
+        return self.costs.token_bytes * self.ctx + self.costs.shape.state_bytes
+
+    @property
+    def _request_part_bytes(self) -> float:
+        """The part of a request in one device, with its draft model's."""
+        drafts = 0.0 if self.draft is None else self.draft._request_part_bytes
+        return self.request_bytes / self._cache_parts + drafts
+
+    @property
     def max_requests(self) -> int:
         """Most requests of this context that fit in memory."""
-        weights = self.costs.weights_bytes / self.device.count
-        free = self.device.free_bytes - weights - self.costs.buffer_bytes
-        each = self.costs.token_bytes * self.ctx + self.costs.shape.state_bytes
-        return max(0, min(_MOST_REQUESTS, int(free / (each / self._cache_parts)))) if each else 0
+        if self.free_bytes < 0:
+            return 0
+        each = self._request_part_bytes
+        return min(_MOST_REQUESTS, int(self.free_bytes / each)) if each else _MOST_REQUESTS
 
     @property
     def ridge(self) -> int | None:
@@ -166,23 +193,28 @@ class Roofline:
 
         None: at no number, as the KV caches alone take longer to read, or if it is unknown.
         """
-        if self.side(_MOST_REQUESTS) == "memory":
+
+        def computes(requests: int) -> bool:
+            return self.compute_s(requests) >= self.memory_s(requests)
+
+        if not computes(_MOST_REQUESTS):
             return None
-        low, high = 0, _MOST_REQUESTS  # the side changes once: the weights read grow ever slower
+        low, high = 0, _MOST_REQUESTS  # it changes once: the weights read grow ever slower
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (low, middle) if self.side(middle) == "compute" else (middle, high)
+            low, high = (low, middle) if computes(middle) else (middle, high)
         return high
 
     def at_context(self, ctx: int) -> Roofline:
         """The same with another context."""
-        return Roofline(self.name, self.costs, self.device, ctx)
+        return replace(self, ctx=ctx, draft=self.draft and replace(self.draft, ctx=ctx))
 
     @property
-    def _cache_parts(self) -> int:
-        """Devices that the KV cache is divided among: a head is on one of them at least."""
-        heads = max((one.num_kv_heads for one in self.costs.shape.layer_caches), default=1)
-        return min(self.device.count, heads)
+    def _cache_parts(self) -> float:
+        """What the KV cache is divided by: a head is on one device, and on each at least one."""
+        count = self.device.count
+        heads = max((one.num_kv_heads for one in self.costs.shape.layer_caches), default=count)
+        return heads / math.ceil(heads / count)
 
 
 def expected_tokens(acceptance: float, drafts: int) -> float:
@@ -194,12 +226,11 @@ def expected_tokens(acceptance: float, drafts: int) -> float:
     return sum(acceptance**position for position in range(drafts + 1))
 
 
-def speculative_speedup(
-    roofline: Roofline, acceptance: float, drafts: int, draft_s: float = 0.0
-) -> float:
+def speculative_speedup(roofline: Roofline, acceptance: float, drafts: int) -> float:
     """Speed of one request with drafts, relative to that without.
 
-    draft_s: time of a step of the draft model; 0 for drafts from the text itself.
+    They take steps of the draft model, or no time if they come from the text itself.
     """
+    draft_s = 0.0 if roofline.draft is None else roofline.draft.step_s(1)
     step_s = roofline.step_s(1, drafts + 1) + drafts * draft_s
     return expected_tokens(acceptance, drafts) * roofline.step_s(1) / step_s

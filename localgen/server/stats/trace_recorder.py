@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import stat
 import time
 from pathlib import Path
-from typing import IO
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.kv_store.block_file import BlockRefused, load_key
 from localgen.config import BadSetting, ServerSettings
 from localgen.server.stats.request_log import RequestRecord
 
+# of each line
+_BEGIN = b'{"timestamp": '
+_MAX_LINE_BYTES = 1 << 20
+_OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC
 _log = logging.getLogger("localgen.server")
 
 
@@ -22,12 +27,12 @@ class TraceRecorder:
 
     Lines are in the order in which answers ended. block_hash_key: the user's, which stays here, so
     that traces of several days have the same hashes. Raises InvalidRequest if the file cannot be
-    written, and BadSetting if the key cannot be read.
+    continued, and BadSetting if the key cannot be read.
     """
 
     def __init__(self, path: Path, settings: ServerSettings) -> None:
-        self._path = path
-        self._file: IO[str] | None = open_trace(path)
+        self._path, self._fd = path, open_trace(path)
+        self._is_failing = False
         try:
             settings.kv_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.block_hash_key = load_key(settings.kv_dir)
@@ -51,20 +56,56 @@ class TraceRecorder:
             for finished in record.finished
             if finished.prompt_tokens and finished.block_hashes
         ]
-        if self._file is None or not lines:
-            return
+        if lines:
+            self._append("".join(f"{line}\n" for line in lines).encode())
+
+    def _append(self, content: bytes) -> None:
+        """Append whole lines or nothing. The first failure is logged, and the next success."""
+        size = os.fstat(self._fd).st_size
         try:
-            self._file.write("".join(f"{line}\n" for line in lines))
-            self._file.flush()
+            if os.write(self._fd, content) < len(content):
+                raise OSError(0, "only a part was written")
         except OSError as error:
-            _log.error("the trace %s ends here: %s", self._path, error.strerror)
-            self._file = None
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, size)
+            if not self._is_failing:
+                _log.error("requests are missing in %s: %s", self._path, error.strerror)
+            self._is_failing = True
+            return
+        if self._is_failing:
+            _log.warning("the trace %s is written again", self._path)
+        self._is_failing = False
 
 
-def open_trace(path: Path) -> IO[str]:
-    """Open a trace to be continued, for its owner only. Raises InvalidRequest."""
+def open_trace(path: Path) -> int:
+    """Open a trace to be continued, for its owner only; returns its file descriptor.
+
+    The rest of a line that was never completed is removed. Raises InvalidRequest.
+    """
     try:
-        return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w")
+        fd = os.open(
+            path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC, 0o600
+        )
     except OSError as error:
-        message = f"--record-trace {path}: {error.strerror}"
-        raise InvalidRequest(message, param="record_trace") from error
+        raise _refused(path, str(error.strerror)) from error
+    found = os.fstat(fd)
+    reason = ""
+    if not stat.S_ISREG(found.st_mode):
+        reason = "it is no regular file"
+    elif found.st_size and os.pread(fd, len(_BEGIN), 0) != _BEGIN:
+        reason = "it is no trace, and is not overwritten"
+    if reason:
+        os.close(fd)
+        raise _refused(path, reason)
+    if found.st_uid == os.getuid():
+        os.fchmod(fd, 0o600)
+    begin = max(0, found.st_size - _MAX_LINE_BYTES)
+    complete = os.pread(fd, _MAX_LINE_BYTES, begin).rfind(b"\n") + 1
+    if begin + complete < found.st_size:
+        os.ftruncate(fd, begin + complete)
+        _log.warning("the last line of %s was incomplete, and is removed", path)
+    return fd
+
+
+def _refused(path: Path, reason: str) -> InvalidRequest:
+    return InvalidRequest(f"--record-trace {path}: {reason}", param="record_trace")
