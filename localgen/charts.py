@@ -1,4 +1,4 @@
-"""Line charts with logarithmic axes as text, readable without colours."""
+"""Line charts with logarithmic axes: as text, readable without colours, and as SVG."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from xml.sax.saxutils import escape
 
 _DOT_COLUMNS, _DOT_ROWS = 2, 4
 _BRAILLE = 0x2800
@@ -34,38 +35,94 @@ class Series:
     mark: str | None = None
 
 
-def log_chart(
-    series: Sequence[Series],
-    width: int,
-    rows: int,
-    *,
-    x_title: str,
-    y_title: str,
-    format_x: Callable[[float], str],
-    format_y: Callable[[float], str],
-) -> list[str]:
-    """Lines of a chart, both axes logarithmic.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """Series with points, at least one. format_x, format_y: labels of the axes."""
 
-    width: columns of the whole chart; rows: of the plot alone. Empty if there are no points.
-    """
-    drawn = [one for one in series if one.points]
-    if not drawn:
-        return []
-    xs = [x for one in drawn for x, _ in one.points]
-    ys = [y for one in drawn for _, y in one.points]
-    low, high = min(ys) / _Y_MARGIN, max(ys) * _Y_MARGIN
-    y_labels = max(len(format_y(y)) for y in _ticks(low, high, rows, 2, _DECIMALS))
-    lines = [one for one in drawn if one.mark is None]
-    label_columns = min(_MAX_LABEL_COLUMNS, max((len(one.name) for one in lines), default=0))
-    columns = max(_MIN_PLOT_COLUMNS, width - y_labels - label_columns - 4)
-    plot = _Plot(_Axis(min(xs), max(xs), columns), _Axis(low, high, rows))
-    for index, one in enumerate(lines):
+    series: Sequence[Series]
+    x_title: str
+    y_title: str
+    format_x: Callable[[float], str]
+    format_y: Callable[[float], str]
+
+    @property
+    def lines(self) -> list[Series]:
+        return [one for one in self.series if one.mark is None]
+
+    def axes(self, columns: int, rows: int) -> tuple[_Axis, _Axis]:
+        xs = [x for one in self.series for x, _ in one.points]
+        ys = [y for one in self.series for _, y in one.points]
+        return (
+            _Axis(min(xs), max(xs), columns),
+            _Axis(min(ys) / _Y_MARGIN, max(ys) * _Y_MARGIN, rows),
+        )
+
+
+def chart_text(chart: Chart, width: int, rows: int) -> list[str]:
+    """Lines of text. width: columns of the whole chart; rows: of the plot alone."""
+    names = max((len(one.name) for one in chart.lines), default=0)
+    _, y = chart.axes(1, rows)
+    y_labels = max(len(chart.format_y(at)) for at in y.y_ticks())
+    columns = width - y_labels - min(_MAX_LABEL_COLUMNS, names) - 4
+    plot = _Plot(*chart.axes(max(_MIN_PLOT_COLUMNS, columns), rows))
+    for index, one in enumerate(chart.lines):
         plot.draw_line(one.points, _DASHES[index % len(_DASHES)])
-    for one in drawn:
+    for one in chart.series:
         if one.mark is not None:
             plot.draw_marks(one.points, one.mark)
-    names = plot.label_rows(lines)
-    return plot.lines(y_labels, names, format_x, format_y, x_title, y_title)
+    return plot.lines(chart, y_labels)
+
+
+# of the plot in pixels, and around it
+_SVG_WIDTH, _SVG_HEIGHT, _SVG_LEFT, _SVG_RIGHT, _SVG_TOP, _SVG_BOTTOM = 640, 360, 90, 150, 40, 60
+# distinct with each kind of colour vision (Okabe and Ito)
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
+
+
+def chart_svg(chart: Chart) -> str:
+    """A document in SVG."""
+    x_axis, y_axis = chart.axes(_SVG_WIDTH // 8, _SVG_HEIGHT // 20)
+
+    def x(value: float) -> float:
+        return round(_SVG_LEFT + x_axis.share(value) * _SVG_WIDTH, 1)
+
+    def y(value: float) -> float:
+        return round(_SVG_TOP + (1 - y_axis.share(value)) * _SVG_HEIGHT, 1)
+
+    bottom, right = _SVG_TOP + _SVG_HEIGHT, _SVG_LEFT + _SVG_WIDTH
+    width, height = right + _SVG_RIGHT, bottom + _SVG_BOTTOM
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" font-family="sans-serif" font-size="13">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        _svg_text(_SVG_LEFT, _SVG_TOP - 16, chart.y_title, "start"),
+        _svg_text(_SVG_LEFT, bottom + 46, chart.x_title, "start"),
+    ]
+    for at in y_axis.y_ticks():
+        parts.append(f'<path d="M{_SVG_LEFT} {y(at)}H{right}" stroke="#ddd"/>')
+        parts.append(_svg_text(_SVG_LEFT - 8, y(at) + 4, chart.format_y(at), "end"))
+    for at in x_axis.x_ticks():
+        parts.append(f'<path d="M{x(at)} {_SVG_TOP}V{bottom}" stroke="#ddd"/>')
+        parts.append(_svg_text(x(at), bottom + 20, chart.format_x(at), "middle"))
+    for index, one in enumerate(chart.lines):
+        color, dashes = _COLORS[index % len(_COLORS)], _DASHES[index % len(_DASHES)]
+        points = " ".join(f"{x(at)},{y(value)}" for at, value in one.points)
+        parts.append(
+            f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2" '
+            f'stroke-dasharray="{dashes[0]} {dashes[1]}"/>'
+        )
+        end_x, end_y = one.points[-1]
+        parts.append(_svg_text(x(end_x) + 8, y(end_y) + 4, one.name, "start", color))
+    for one in chart.series:
+        if one.mark is not None:
+            parts += [
+                _svg_text(x(at), y(value) + 5, one.mark, "middle") for at, value in one.points
+            ]
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _svg_text(x: float, y: float, text: str, anchor: str, color: str = "#222") -> str:
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{color}">{escape(text)}</text>'
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +141,12 @@ class _Axis:
 
     def cell(self, value: float) -> int:
         return round(self.share(value) * (self.cells - 1))
+
+    def x_ticks(self) -> list[float]:
+        return _ticks(self, 6, _BINARIES)
+
+    def y_ticks(self) -> list[float]:
+        return _ticks(self, 2, _DECIMALS)
 
 
 class _Plot:
@@ -148,40 +211,36 @@ class _Plot:
             for at, (row, one) in enumerate(zip(rows, ordered, strict=True))
         }
 
-    def lines(
-        self,
-        label_columns: int,
-        names: dict[int, str],
-        format_x: Callable[[float], str],
-        format_y: Callable[[float], str],
-        x_title: str,
-        y_title: str,
-    ) -> list[str]:
-        y = self._y
-        y_ticks = {self._row(at): at for at in _ticks(y.low, y.high, y.cells, 2, _DECIMALS)}
-        lines = [y_title]
-        for row in range(y.cells):
-            label = format_y(y_ticks[row]) if row in y_ticks else ""
+    def lines(self, chart: Chart, label_columns: int) -> list[str]:
+        names = self.label_rows(chart.lines)
+        y_ticks = {self._row(at): at for at in self._y.y_ticks()}
+        lines = [chart.y_title]
+        for row in range(self._y.cells):
+            label = chart.format_y(y_ticks[row]) if row in y_ticks else ""
             edge = "┤" if row in y_ticks else "│"
             cells = "".join(self._cell(row, column) for column in range(self._x.cells))
             name = names.get(row, "")[:_MAX_LABEL_COLUMNS]
             lines.append(f"{label:>{label_columns}} {edge}{cells} {name}".rstrip())
-        return lines + self._x_lines(label_columns, format_x, x_title)
+        return lines + self._x_lines(label_columns, chart)
 
     def _cell(self, row: int, column: int) -> str:
         dots = self._dots[row][column]
         return self._marks.get((row, column)) or (chr(_BRAILLE + dots) if dots else " ")
 
-    def _x_lines(self, margin: int, format_x: Callable[[float], str], title: str) -> list[str]:
+    def _x_lines(self, margin: int, chart: Chart) -> list[str]:
         x = self._x
-        ticks = [(x.cell(at), format_x(at)) for at in _ticks(x.low, x.high, x.cells, 6, _BINARIES)]
+        ticks = [(x.cell(at), chart.format_x(at)) for at in x.x_ticks()]
         rule, labels = ["─"] * x.cells, [" "] * (x.cells + 6)
         for at, text in ticks:
             rule[at] = "┴"
             begin = max(0, min(at - len(text) // 2, len(labels) - len(text)))
             labels[begin : begin + len(text)] = text
         lead = " " * (margin + 1)
-        return [f"{lead}└{''.join(rule)}", f"{lead} {''.join(labels).rstrip()}", f"{lead} {title}"]
+        return [
+            f"{lead}└{''.join(rule)}",
+            f"{lead} {''.join(labels).rstrip()}",
+            f"{lead} {chart.x_title}",
+        ]
 
 
 def _powers(base: float, steps: Sequence[float], low: float, high: float) -> list[float]:
@@ -197,15 +256,11 @@ _BINARIES = ((2, (1,)), (4, (1,)), (16, (1,)), (256, (1,)))
 
 
 def _ticks(
-    low: float,
-    high: float,
-    cells: int,
-    cells_each: int,
-    ways: Sequence[tuple[float, Sequence[float]]],
+    axis: _Axis, cells_each: int, ways: Sequence[tuple[float, Sequence[float]]]
 ) -> list[float]:
     """Round values within an axis, as many as leave each `cells_each` characters."""
     for base, steps in ways:
-        found = _powers(base, steps, low, high)
-        if len(found) > 1 and len(found) * cells_each <= cells:
+        found = _powers(base, steps, axis.low, axis.high)
+        if len(found) > 1 and len(found) * cells_each <= axis.cells:
             return found
-    return [low, high] if high > low else [low]
+    return [axis.low, axis.high] if axis.high > axis.low else [axis.low]

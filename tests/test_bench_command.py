@@ -68,14 +68,14 @@ def test_a_load_as_json(capsys: Captured) -> None:
     assert 25 <= load["total_input_tokens"] / load["completed"] <= 36
 
 
-def test_a_search_draws_an_svg(tmp_path: Path, capsys: Captured) -> None:
+def test_loads_are_drawn_as_svg(tmp_path: Path, capsys: Captured) -> None:
     path = tmp_path / "plot.svg"
-    asking = ["bench", "tiny", "--slo", "ttft=2s", "--time", "8", "--input-len", "8"]
+    asking = ["bench", "tiny", "--concurrency", "1,2", "--time", "8", "--input-len", "8"]
     assert run_command_line([*asking, "--output-len", "2", "--plot", str(path)]) == 0
-    out = capsys.readouterr().out
-    assert "--time" in out or "95 %" in out.rstrip().split("\n")[-1]
-    assert "<svg" in path.read_text()
-    assert "TTFT&#160;p95" in path.read_text()
+    assert "95 % of the answered requests are within" in capsys.readouterr().out
+    drawn = path.read_text()
+    assert drawn.startswith("<svg")
+    assert all(f">{name}</text>" in drawn for name in ("TTFT", "TPOT goal", "requests at once"))
 
 
 @pytest.fixture
@@ -178,7 +178,9 @@ def test_a_bound_that_is_not_kept(capsys: Captured) -> None:
         (["--slo", "fast"], "give ttft=1s,tpot=125ms"),
         (["--slo", ""], "give ttft=1s,tpot=125ms"),
         (["--save", "/nowhere/x.json"], "--save /nowhere/x.json: its folder does not exist"),
-        (["--plot", "x.svg"], "--plot draws a load"),
+        (["--plot", "x.svg"], "--plot draws several loads"),
+        (["--plot", "x.svg", "--rate", "2"], "--plot draws several loads"),
+        (["--plot", "x.svg", "--concurrency", "2"], "--plot draws several loads"),
         (["--poisson"], "--poisson is about the times of --rate"),
         (["--compare", "/nowhere/a", "/nowhere/b"], "leave the other arguments out"),
         (["--url", "http://127.0.0.1:1", "--ctx", "5"], "does not apply to a model on a remote"),

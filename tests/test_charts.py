@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from xml.etree import ElementTree
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localgen.charts import Series, log_chart
+from localgen.charts import Chart, Series, chart_svg, chart_text
 
 
-def chart(series: list[Series], width: int = 60, rows: int = 10) -> list[str]:
-    return log_chart(
-        series,
-        width,
-        rows,
+def chart_of(series: list[Series]) -> Chart:
+    return Chart(
+        series=series,
         x_title="requests",
         y_title="tokens/s",
         format_x=lambda x: f"{x:g}",
         format_y=lambda y: f"{y:g}",
     )
+
+
+def chart(series: list[Series], width: int = 60, rows: int = 10) -> list[str]:
+    return chart_text(chart_of(series), width, rows)
 
 
 def dots(line: str) -> int:
@@ -72,9 +76,27 @@ def test_lines_that_end_together_have_labels_in_rows_of_their_own() -> None:
     assert sorted(labelled) == ["0", "1", "2"]
 
 
-def test_nothing_to_draw() -> None:
-    assert chart([]) == []
-    assert chart([Series("empty", [])]) == []
+def test_svg() -> None:
+    fast = Series("fast & <new>", [(1, 10), (10, 100), (100, 1000)])
+    slow = Series("slow", [(1, 10), (100, 20)])
+    marks = Series("marks", [(10, 100)], "◆")
+    root = ElementTree.fromstring(chart_svg(chart_of([fast, slow, marks])))
+    name = "{http://www.w3.org/2000/svg}"
+    lines = [
+        [tuple(map(float, point.split(","))) for point in line.get("points", "").split()]
+        for line in root.iter(f"{name}polyline")
+    ]
+    (left, bottom), (middle, height), (right, top) = lines[0]
+    assert middle == (left + right) / 2
+    assert height == pytest.approx((bottom + top) / 2, abs=0.1)
+    assert lines[1][0] == lines[0][0]
+    texts = {text.text: text for text in root.iter(f"{name}text")}
+    assert {"fast & <new>", "slow", "◆", "requests", "tokens/s", "1", "64", "1000"} <= texts.keys()
+    mark = texts["◆"]
+    assert float(mark.get("x", "")) == middle
+    assert float(mark.get("y", "")) - 5 == pytest.approx(height)
+    colors = {line.get("stroke") for line in root.iter(f"{name}polyline")}
+    assert len(colors) == 2
 
 
 POINTS = st.lists(

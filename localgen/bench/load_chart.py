@@ -9,19 +9,16 @@ from localgen.bench.estimates import percentile
 from localgen.bench.load import Load
 from localgen.bench.measured_request import MeasuredRequest
 from localgen.bench.service_level import SHARE, ServiceLevel
-from localgen.charts import Point, Series, log_chart
-
-_ROWS = 12
-_MAX_WIDTH = 100
+from localgen.charts import Chart, Point, Series
 
 
 def latency_chart(
-    loads: Sequence[Load], level: ServiceLevel, goodput: float | None, width: int | None
-) -> list[str]:
+    loads: Sequence[Load], level: ServiceLevel, goodput: float | None
+) -> Chart | None:
     """TTFT and TPOT of 95 % of the answered requests over the rate, or over the requests at once.
 
     loads: by rising load. level: its goals are drawn as lines. goodput: a rate to be marked.
-    width: of the terminal in columns. Empty for fewer than two loads of a kind.
+    None for fewer than two loads of a kind.
     """
     rates: dict[float, list[MeasuredRequest]] = {}
     numbers: dict[float, list[MeasuredRequest]] = {}
@@ -32,7 +29,7 @@ def latency_chart(
             numbers.setdefault(load.concurrency, []).extend(load.answered)
     drawn = rates if len(rates) > 1 else numbers
     if len(drawn) < 2:
-        return []
+        return None
     ttft = [(x, _p95([r.ttft_s for r in answered])) for x, answered in drawn.items()]
     tpot = [
         (x, _p95([r.tpot_s for r in answered if r.completion_tokens > 1]))
@@ -50,10 +47,8 @@ def latency_chart(
         at = [(x, y) for x, y in ttft if x == goodput]
         series.append(Series("goodput", _positive(at), "◆"))
         title += "   ◆ goodput"
-    return log_chart(
-        series,
-        min(width or _MAX_WIDTH, _MAX_WIDTH),
-        _ROWS,
+    return Chart(
+        series=[one for one in series if one.points],
         x_title=title,
         y_title="95 % of the answered requests are within",
         format_x=lambda x: f"{x:.3g}",

@@ -17,7 +17,10 @@ from localgen.bench.machine_state import MachineState
 from localgen.bench.service_level import ServiceLevel
 from localgen.bench.tables import fits, markdown_table, wrapped
 from localgen.bench.vllm_names import vllm_figures
+from localgen.charts import Chart, chart_text
 
+# of the chart
+_ROWS, _MAX_WIDTH = 12, 100
 _COLUMNS = (
     ("load", -10),
     ("requests", 8),
@@ -63,10 +66,16 @@ class LoadResult:
         if not fits(table, width):
             few = [[line[at] for at in _FEW] for line in lines]
             table = markdown_table([_COLUMNS[at] for at in _FEW], few)
-        goodput = self.goodput.rate if self.goodput is not None else None
-        chart = latency_chart(self._ordered(), self.level, goodput, width)
+        chart = self.chart
+        drawn = chart_text(chart, min(width or _MAX_WIDTH, _MAX_WIDTH), _ROWS) if chart else []
         notes = (wrapped(text, width) for text in ("\n".join(self._notes()), self.verdict()))
-        return "\n\n".join(part for part in (table, "\n".join(chart), *notes) if part)
+        return "\n\n".join(part for part in (table, "\n".join(drawn), *notes) if part)
+
+    @property
+    def chart(self) -> Chart | None:
+        """Latencies over the load, or None for a single load."""
+        goodput = self.goodput.rate if self.goodput is not None else None
+        return latency_chart(self._ordered(), self.level, goodput)
 
     def verdict(self) -> str:
         """One sentence."""

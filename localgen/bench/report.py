@@ -44,6 +44,7 @@ class BenchResult:
     url: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     is_interrupted: ClassVar[bool] = False  # an interrupted minute has no result
+    chart: ClassVar[None] = None
 
     @property
     def people(self) -> People | None:

@@ -9,7 +9,6 @@ import sys
 from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
-from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +16,6 @@ import typer
 
 import localgen
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.terminal_text import one_line
 from localgen.chat.parameters import ModelOptions
 from localgen.cli import tables
 from localgen.cli.arguments import JsonFlag, ModelArgument
@@ -232,9 +230,9 @@ def command(
         shared_prefix=shared_prefix,
         is_search=level is not None,
     )
-    if load is None and plot is not None:
+    if plot is not None and (load is None or not (load.is_search or len(load.concurrency) > 1)):
         raise InvalidRequest(
-            "--plot draws a load: give --slo, --rate, --concurrency or --trace as well"
+            "--plot draws several loads: give --slo, or --concurrency 1,2,4, as well"
         )
     default_s = _SECONDS if load is None or not load.is_search else _SEARCH_SECONDS
     service_level = ServiceLevel() if level is None else parse_service_level(level)
@@ -345,7 +343,7 @@ def _show(
     if save is not None:
         saved_results.save(record, save)
     if plot is not None:
-        _draw(result.text(), plot)
+        _draw(result, plot)
     checks = [requirement.check(record) for requirement in requirements]
     for _, line in checks:
         tables.print_notice(line)
@@ -363,15 +361,14 @@ def _print_comparison(before: Path, after: Path) -> None:
         tables.print_line(line)
 
 
-def _draw(text: str, path: Path) -> None:
-    """Write text as an SVG file. Raises InvalidRequest if it cannot be written."""
-    from rich.console import Console
+def _draw(result: Result, path: Path) -> None:
+    """Write the chart of loads as SVG. Raises InvalidRequest if there is none, or no room."""
+    from localgen.charts import chart_svg
 
-    lines = [one_line(line) for line in text.split("\n")]
-    console = Console(record=True, width=max(map(len, lines)), file=StringIO())
-    console.print("\n".join(lines), markup=False, highlight=False)
+    if result.chart is None:
+        raise InvalidRequest(f"--plot {path}: fewer than two loads were answered", param="plot")
     try:
-        path.write_text(console.export_svg(title="localgen bench"), encoding="utf-8")
+        path.write_text(chart_svg(result.chart), encoding="utf-8")
     except OSError as error:
         raise InvalidRequest(f"--plot {path}: {error.strerror}", param="plot") from error
 

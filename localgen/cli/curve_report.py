@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from localgen.backends.units import format_count, format_rate, format_size
-from localgen.charts import Series, log_chart
+from localgen.charts import Chart, Series, chart_text
 from localgen.cli import tables
 from localgen.planning.roofline import Roofline, expected_tokens, speculative_speedup
 
@@ -26,12 +26,15 @@ def curves_text(curves: Sequence[Roofline], measured: Sequence[MeasuredPoint], w
 
     measured: requests at once and their tokens/s together. width: of the terminal in columns.
     """
-    parts = [_title(curves, width), *(_curve_lines(one, curves, width) for one in curves)]
+    parts: list[Iterable[str]] = [_title(curves, width)]
     fitting = [one for one in curves if one.fits]
     if fitting:
-        parts[1:1] = [_chart(fitting, measured, width)]
-        parts += [_summary(fitting)] if len(fitting) > 1 else []
-        parts += [_speculation_lines(fitting[-1], width)]
+        parts.append(_chart(fitting, measured, width))
+    parts += [_curve_lines(one, curves, width) for one in curves]
+    if len(fitting) > 1:
+        parts.append(_summary(fitting))
+    if fitting:
+        parts.append(_speculation_lines(fitting[-1], width))
     return "\n\n".join("\n".join(part) for part in parts)
 
 
@@ -65,9 +68,7 @@ def _wrapped(sentence: str, width: int) -> list[str]:
     return textwrap.wrap(sentence, width)
 
 
-def _chart(
-    lines: Sequence[Roofline], measured: Sequence[MeasuredPoint], width: int
-) -> Iterator[str]:
+def _chart(lines: Sequence[Roofline], measured: Sequence[MeasuredPoint], width: int) -> list[str]:
     last = _last_count(lines, measured)
     drawn = [
         Series(_label(line, lines), _points(line, min(last, line.max_requests))) for line in lines
@@ -79,15 +80,14 @@ def _chart(
     ]
     drawn.append(Series("ridge", ridges, "◆"))
     drawn.append(Series("measured", measured, "●"))
-    yield from log_chart(
-        drawn,
-        width,
-        max(_CHART_ROWS, len(lines)),
+    chart = Chart(
+        series=[one for one in drawn if one.points],
         x_title=_x_title(bool(ridges), bool(measured)),
         y_title="tokens/s of all requests together",
         format_x=lambda count: f"{count:,.0f}",
         format_y=_short_number,
     )
+    return chart_text(chart, width, max(_CHART_ROWS, len(lines)))
 
 
 def _x_title(has_ridge: bool, has_measured: bool) -> str:
