@@ -324,6 +324,9 @@ def test_what_cannot_be_drawn() -> None:
         curves(WIDE, replace(apple, tp=1))
     with pytest.raises(InvalidRequest, match="it must be one of"):
         curves(WIDE, Devices((H100,)), LoadOptions(cache_type_k="q8_0"))
+    experts = replace(FACTS, shape=replace(SHAPE, num_experts=8, num_active_experts=2))
+    with pytest.raises(InvalidRequest, match="the size of its active experts of llama is unknown"):
+        curves(replace(experts, read_bytes=5 * GB), Devices())
     unknown = replace(FACTS, shape=None, missing=("the shape of its layers",))
     with pytest.raises(InvalidRequest, match="the shape of its layers of llama is unknown"):
         curves(unknown, Devices())

@@ -130,10 +130,14 @@ def _backend_on_gpu(
 
 
 def _require_known(facts: ModelFacts) -> None:
-    if facts.shape is None or not facts.weights_bytes:
-        raise InvalidRequest(
-            f"--curve: {', '.join(facts.missing)} of {facts.name} is unknown: pull the model first"
-        )
+    missing = list(facts.missing)
+    if facts.shape and facts.shape.num_experts and facts.read_bytes == facts.weights_bytes:
+        missing.append("the size of its active experts")
+    elif facts.shape is not None and facts.weights_bytes:
+        return
+    raise InvalidRequest(
+        f"--curve: {', '.join(missing)} of {facts.name} is unknown: pull the model first"
+    )
 
 
 def _plan_here(
