@@ -234,15 +234,28 @@ def test_disconnect_cancels_the_request(served: ServerHarness, stream: bool) -> 
     assert served.stats(model)["stats"]["requests_total"]["cancelled"] == 1
 
 
-def test_load_with_progress_and_info(served: ServerHarness) -> None:
-    body = {"model": served.model("loading", load_s=0.5), "stream": True, "options": {"ctx": 512}}
+def load_events(served: ServerHarness, model: str) -> list[dict[str, Any]]:
+    body = {"model": model, "stream": True, "options": {"ctx": 512}}
     text = served.http.post("/v1/models/load", json=body).text
-    events = [json.loads(line[6:]) for line in text.split("\n\n")[:-2]]
+    return [json.loads(line[6:]) for line in text.split("\n\n")[:-2]]
+
+
+def test_load_with_progress_and_info(served: ServerHarness) -> None:
+    events = load_events(served, served.model("loading", load_s=0.5))
     shares = [event["progress"] for event in events[:-1]]
     assert shares == sorted(shares)
-    assert 0 < shares[-1] < 1
+    assert 0 < shares[-2] < 1
+    assert shares[-1] == 1
     assert events[-1]["model"]["name"] == "loading"
     assert events[-1]["model"]["options"]["ctx"] == 512
+
+
+def test_each_load_has_progress_and_a_loaded_model_has_none(served: ServerHarness) -> None:
+    model = served.model("short")
+    *progress, _ = load_events(served, model)
+    assert progress[-1]["progress"] == 1
+    (event,) = load_events(served, model)
+    assert event.keys() == {"model"}
 
 
 def test_usage_is_kept_with_many_at_once(served: ServerHarness) -> None:

@@ -561,7 +561,8 @@ def test_run_says_on_a_pipe_that_an_engine_is_silent() -> None:
         assert running.stdout.read(3) == "0 1"
         os.kill(served.stats(model)["pid"], signal.SIGSTOP)
         _, err = running.communicate(timeout=LONG_S)
-        first, *_, last = err.splitlines()
+        note, first, *_, last = err.splitlines()
+        assert note == "a fake", "a note of the model that it loaded"
         assert re.fullmatch(r"no answer of the engine for \d+ s; Ctrl\+C stops", first)
         assert last.startswith("localgen: ")
         assert "hang timeout 6 s" in last

@@ -256,11 +256,13 @@ async def _load_events(
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Yield `{"progress": 0.43}` while the model loads, then `{"model": ModelInfo}`.
 
+    Each load ends with a progress of 1, however short; a model that was loaded has none.
     While it waits for memory, `waiting` is the reason. `silent_s` is null unless the engine that
     loads it is silent. allow_paths: take and give paths, for local clients.
     """
     # empty until the model is found: an error before that has a status of its own
     event: dict[str, Any] = {}
+    default = {"progress": 0.0, "waiting": "", "silent_s": None}
 
     def show(resident: ResidentModel) -> None:
         event.update(progress=resident.engine.progress, silent_s=silence_s(resident))
@@ -281,8 +283,10 @@ async def _load_events(
     try:
         while not (await asyncio.wait({loading}, timeout=_PROGRESS_PERIOD_S))[0]:
             if event:
-                yield {"progress": 0.0, "waiting": "", "silent_s": None} | event
+                yield default | event
         info = loading.result()
+        if event:
+            yield default | {"progress": 1.0}
         yield {"model": info if allow_paths else without_paths(info)}
     finally:
         loading.cancel()
