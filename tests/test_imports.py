@@ -310,6 +310,9 @@ def test_the_server_starts_without_what_it_may_not_need() -> None:
 def test_the_tui_computes_nothing() -> None:
     program = (
         "import sys, localgen.tui.chat.app\n"
+        "quant = [name for name in sys.modules if name.startswith('localgen.quant')]\n"
+        "assert not quant, 'the start waits for what only F10 needs'\n"
+        "import localgen.tui.quantize.screen\n"
         "from localgen.quant.request.form import QuantizeForm\n"
         "QuantizeForm().to_request()\n"
         "QuantizeForm(method='GGUF', gguf_calibration='scales').to_request()\n"

@@ -7,7 +7,7 @@ import contextlib
 import time
 from asyncio import Lock
 from collections.abc import Callable, Coroutine
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from textual import work
 from textual.app import SuspendNotSupported
@@ -24,7 +24,6 @@ from localgen.tui.base_app import BaseApp
 from localgen.tui.chat import quit_confirmation, slash_commands
 from localgen.tui.chat.active_session import ActiveSession
 from localgen.tui.chat.answer_copies import AnswerCopies
-from localgen.tui.chat.compare import CompareScreen
 from localgen.tui.chat.editor import edit_in_editor
 from localgen.tui.chat.main_screen import MainScreen
 from localgen.tui.chat.prompt import Prompt
@@ -40,9 +39,11 @@ from localgen.tui.feed import FIRST_RETRY_S, SampleFeed, SampleReceived, ServerL
 from localgen.tui.gauges.panel import GaugePanel
 from localgen.tui.key_file import with_names
 from localgen.tui.preferences import Preferences
-from localgen.tui.quantize.runner import QuantizeRunner
-from localgen.tui.quantize.screen import QuantizeScreen
 from localgen.tui.widgets.dialog import ConfirmDialog
+from localgen.tui.widgets.tool_screen import ToolScreen
+
+if TYPE_CHECKING:
+    from localgen.tui.quantize.runner import QuantizeRunner
 
 TICK_S, SYNC_PERIOD_S = 1 / 12, 1.0
 _TICKS_PER_IDLE_TICK = 6
@@ -128,9 +129,7 @@ class ChatApp(BaseApp):
             sessions=lambda: [listed.name for listed in session_manager.summaries if listed.name],
         )
         self.main_screen = MainScreen(session_manager, server_label, names)
-        self.quantize_runner = quantize_runner or QuantizeRunner(
-            session_manager.context.state_dir, is_remote=bool(session_manager.context.server_url)
-        )
+        self.quantize_runner = quantize_runner
         self.session_actions = SessionActions(self.main_screen, session_manager, self.show_message)
         self.prompt_queue = PromptQueue(self.main_screen, session_manager, self.session_actions)
 
@@ -200,7 +199,7 @@ class ChatApp(BaseApp):
         self.prompt_queue.ask_waiting()
         if any(not each.is_answering for each in self.session_manager.answering_sessions):
             self._finalize_answers()
-        if isinstance(self.screen, CompareScreen | QuantizeScreen):
+        if isinstance(self.screen, ToolScreen):
             self.screen.sync()
         elif self.main_screen.is_shown:
             self.main_screen.sync()
@@ -208,14 +207,17 @@ class ChatApp(BaseApp):
         self._show_window_title()
 
     def _show_quantize_status(self) -> None:
+        runner = self.quantize_runner
+        if runner is None:
+            return
         if self.main_screen.is_shown:
-            run = self.quantize_runner.current_run if self.quantize_runner.is_running else None
+            run = runner.current_run if runner.is_running else None
             self.main_screen.show_quantize_status(
                 "" if run is None else f"{run.status_line()} · F10"
             )
-        if not isinstance(self.screen, QuantizeScreen) and (
-            news := self.quantize_runner.take_end_message()
-        ):
+        from localgen.tui.quantize.screen import QuantizeScreen  # not at the start: 20 ms
+
+        if not isinstance(self.screen, QuantizeScreen) and (news := runner.take_end_message()):
             self.show_message(news)
 
     @work(group="finalize")
@@ -352,7 +354,14 @@ class ChatApp(BaseApp):
         self._run_on_main_screen(self.session_actions.pick_model)
 
     def action_quantize(self) -> None:
-        self._run_on_main_screen(lambda: self.session_actions.quantize(self.quantize_runner))
+        if self.quantize_runner is None:
+            from localgen.tui.quantize.runner import QuantizeRunner
+
+            context = self.session_manager.context
+            is_remote = bool(context.server_url)
+            self.quantize_runner = QuantizeRunner(context.state_dir, is_remote=is_remote)
+        runner = self.quantize_runner
+        self._run_on_main_screen(lambda: self.session_actions.quantize(runner))
 
     def action_tokens(self) -> None:
         self._run_on_main_screen(self.session_actions.explore_tokens)
@@ -396,7 +405,7 @@ class ChatApp(BaseApp):
 
     def action_stop(self) -> None:
         """Copy the selection, stop the answer, or quit on a second press."""
-        if isinstance(self.screen, CompareScreen | QuantizeScreen):
+        if isinstance(self.screen, ToolScreen):
             self.screen.action_stop()
             return
         opened = self.main_screen.current_session
@@ -508,7 +517,8 @@ class ChatApp(BaseApp):
                 if opened.id == typed.session_id:
                     with contextlib.suppress(LocalgenError):
                         await asyncio.to_thread(opened.apply_setting, typed.setting, typed.text)
-        self.quantize_runner.stop()
+        if self.quantize_runner is not None:
+            self.quantize_runner.stop()
         await asyncio.to_thread(self.session_manager.close)
         self.exit()
 

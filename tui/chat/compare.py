@@ -13,7 +13,6 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, HorizontalScroll, Vertical
 from textual.content import Content
-from textual.screen import Screen
 from textual.widgets import Button, Static, TextArea
 
 from localgen.backends import units
@@ -30,6 +29,7 @@ from localgen.tui.chat.transcript import TRANSCRIPT_BINDINGS, Transcript
 from localgen.tui.widgets.dialog import Dialog
 from localgen.tui.widgets.footer import KeyFooter
 from localgen.tui.widgets.text_field import TextField
+from localgen.tui.widgets.tool_screen import ToolScreen
 
 MAX_VARIANTS = 8
 
@@ -227,7 +227,7 @@ class CompareColumn(Vertical):
         return f"{units.format_size(total)} of memory" if total else ""
 
 
-class CompareScreen(Screen[None]):
+class CompareScreen(ToolScreen[None]):
     """Compares sessions in columns, with one prompt for all. Closing it keeps the sessions."""
 
     BINDINGS: ClassVar[list[BindingType]] = [

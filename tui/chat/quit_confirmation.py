@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from textual.screen import Screen
 
 from localgen.backends.terminal_text import escape_name, one_line
 from localgen.tui.chat.model_picker import ModelPicker
 from localgen.tui.chat.session_manager import SessionManager
-from localgen.tui.quantize.runner import QuantizeRunner
+
+if TYPE_CHECKING:
+    from localgen.tui.quantize.runner import QuantizeRunner
 
 
 def quit_question(
     manager: SessionManager,
     screens: Sequence[Screen[object]],
-    runner: QuantizeRunner,
+    runner: QuantizeRunner | None,
     shell_line: str = "",
 ) -> str:
     """Text of the confirmation; empty if quitting stops or loses nothing. shell_line: running."""
@@ -44,9 +47,10 @@ def _running_commands(manager: SessionManager, screens: Sequence[Screen[object]]
         yield "A model is being downloaded: the download can be resumed."
 
 
-def _running_quantization(runner: QuantizeRunner) -> Iterator[str]:
-    if runner.current_run is not None and runner.current_run.is_running:
-        name, place = escape_name(runner.current_run.name), runner.current_run.step_position
+def _running_quantization(runner: QuantizeRunner | None) -> Iterator[str]:
+    run = None if runner is None else runner.current_run
+    if run is not None and run.is_running:
+        name, place = escape_name(run.name), run.step_position
         yield f"{name} is being quantized ({place}): finished layers are kept and can be resumed."
 
 

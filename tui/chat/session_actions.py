@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.terminal_text import escape_name, one_line
@@ -27,9 +28,10 @@ from localgen.tui.chat.shell_command import ShellCommand, is_prompt
 from localgen.tui.chat.text_dialog import TextInputDialog
 from localgen.tui.chat.token_screen import NUM_ALTERNATIVES, TokenScreen
 from localgen.tui.chat.transcript import Transcript
-from localgen.tui.quantize.runner import QuantizeRunner
-from localgen.tui.quantize.screen import QuantizeScreen
 from localgen.tui.widgets.dialog import ConfirmDialog
+
+if TYPE_CHECKING:
+    from localgen.tui.quantize.runner import QuantizeRunner
 
 ShowMessage = Callable[..., None]
 _RETRY_S = 0.2
@@ -271,6 +273,8 @@ class SessionActions:
         """Open the quantize screen; if the user chooses so, chat with its result afterwards."""
         if not await self.run_in_thread(runner.require_available):
             return
+        from localgen.tui.quantize.screen import QuantizeScreen  # not at the start: 20 ms
+
         made: str | None = await self._main_screen.app.push_screen_wait(QuantizeScreen(runner))
         if made is not None:
             await self.new()

@@ -11,7 +11,6 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
-from textual.screen import Screen
 from textual.widgets import Button, Static
 
 from localgen.backends.errors import LocalgenError
@@ -30,12 +29,13 @@ from localgen.tui.quantize.runner import QuantizeRunner
 from localgen.tui.widgets.dialog import ConfirmDialog
 from localgen.tui.widgets.footer import KeyFooter
 from localgen.tui.widgets.numbers import format_bytes
+from localgen.tui.widgets.tool_screen import ToolScreen
 
 DEBOUNCE_S = 0.4
 _WIDE_COLUMNS = 76
 
 
-class QuantizeScreen(Screen[str | None]):
+class QuantizeScreen(ToolScreen[str | None]):
     """Shows the runner's state; sync() is called many times a second.
 
     Closes with the result's path to chat with it, or None; a run continues in the background.
