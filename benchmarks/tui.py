@@ -246,8 +246,9 @@ def p99(values: list[float]) -> float:
 
 
 def measure(tokens: int, rate: float, window_s: float) -> dict[str, list[float]]:
-    """One answer; returns each figure by the window of the answer, in order."""
+    """One answer; returns each figure by the window of the answer, in order, and of all of it."""
     figures: dict[str, list[float]] = {}
+    echo_s: list[float] = []
     with (
         tempfile.TemporaryDirectory() as folder,
         scripted_server(markdown_tokens(tokens), rate) as url,
@@ -260,11 +261,15 @@ def measure(tokens: int, rate: float, window_s: float) -> dict[str, list[float]]
             for _ in range(max(1, round(tokens / rate / window_s))):
                 window = terminal.watch(window_s)
                 print(_line(window, rate), flush=True)
+                echo_s += window.echo_s
                 for name, value in _figures(window, rate).items():
                     figures.setdefault(name, []).append(value)
         finally:
             with suppress(ProcessLookupError):
                 terminal.close()
+    # a window has about 65 keys, so its p99 is its slowest
+    figures["echo p99 of the answer, s"] = [p99(echo_s or [_ECHO_CUTOFF_S])]
+    print(f"{len(echo_s)} keys, echo p99 {figures['echo p99 of the answer, s'][0]:.3f} s")
     return figures
 
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from textual import events
+from textual import events, work
 from textual.app import App, ComposeResult
 from textual.binding import ActiveBinding, Binding, BindingType
 from textual.content import Content
@@ -31,12 +31,6 @@ from localgen.tui.widgets.jump import JumpOverlay
 
 MIN_COLUMNS, MIN_ROWS = 60, 20
 _KEY_COLUMNS, _NUM_RECENT = 19, 5
-
-
-def _enable_gc() -> None:
-    """Enable garbage collection, without scanning the objects that exist after import."""
-    gc.freeze()
-    gc.enable()
 
 
 class TerminalTooSmall(ModalScreen[None]):
@@ -173,7 +167,16 @@ class BaseApp(App[None]):
             self, lambda theme: self.preferences.save_theme(theme.name)
         )
         if not gc.isenabled():  # the CLI disables it for a faster start
-            self.call_after_refresh(_enable_gc)
+            self.call_after_refresh(self._after_first_paint)
+
+    def warm_up(self) -> None:
+        """Load what the first screen does not need; in a thread, after the first paint."""
+
+    @work(thread=True)
+    def _after_first_paint(self) -> None:
+        self.warm_up()
+        gc.freeze()  # what exists after the imports is not scanned
+        gc.enable()
 
     def _write_to_terminal(self, sequence: str) -> None:
         if self._driver is not None and not self.is_headless:

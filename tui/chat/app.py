@@ -26,6 +26,7 @@ from localgen.tui.chat.active_session import ActiveSession
 from localgen.tui.chat.answer_copies import AnswerCopies
 from localgen.tui.chat.editor import edit_in_editor
 from localgen.tui.chat.main_screen import MainScreen
+from localgen.tui.chat.markdown import RowRenderer
 from localgen.tui.chat.prompt import Prompt
 from localgen.tui.chat.prompt_queue import PromptQueue
 from localgen.tui.chat.server_status import live_server_status
@@ -51,6 +52,7 @@ _DOUBLE_PRESS_S = 2.0
 # an answer that took longer is announced to a user who is in another window
 _LONG_ANSWER_S = 10.0
 _MAX_HISTORY = 500
+_WARM_UP_MARKDOWN = "# a\n- **b** `c`\n\n|d|\n|-|\n|e|\n\n```python\nf = 1\n```\n"
 _MAIN_SCREEN_ACTIONS = (
     *("new", "model", "settings", "search", "compare", "export", "editor"),
     *("step", "rename", "fork", "delete", "restore", "copy", "regenerate", "quantize"),
@@ -150,6 +152,10 @@ class ChatApp(BaseApp):
         self._load_prompt_history()
         if not self.session_manager.context.server_url:
             self._load_suggestions()
+
+    def warm_up(self) -> None:
+        """Render Markdown once: the first answer would wait 70 ms for its imports."""
+        RowRenderer(80, self.theme_variables).markdown(_WARM_UP_MARKDOWN)
 
     def on_unmount(self) -> None:
         self._feed.stop()
