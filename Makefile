@@ -1,7 +1,7 @@
 # make chat needs only Python 3.11 to 3.13 and a C/C++ compiler. See make help.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help chat test test-fast test-gpu test-agents test-clients lint types docs requirements wheel clean force
+.PHONY: help chat test test-fast test-gpu test-agents test-clients test-cluster lint types docs requirements wheel clean force
 
 VENV := .venv
 EXTRA := dev
@@ -9,6 +9,7 @@ GPU_PYTHON := $(VENV)/bin/python
 GPU_SETUP := $(VENV)/.installed-dev
 AGENTS := @openai/codex opencode-ai
 CLIENTS := litellm==1.110.2 lm_eval[api]==0.4.13
+CLUSTER := ray[serve]==2.60.0
 # another Python, if named on the command line, has an environment of its own without torch
 ifeq ($(origin PYTHON),command line)
 VENV := .venv-$(notdir $(PYTHON))
@@ -33,6 +34,7 @@ help:
 	@echo 'make test-agents  the tests that need coding agents, which it installs with npm and pip into .venv/agents'
 	@echo 'make test-clients  the tests that need litellm and lm-evaluation-harness, which it installs into'
 	@echo '                   .venv/clients: 750 MB'
+	@echo 'make test-cluster  the tests that need Ray, which it installs into .venv/cluster: 500 MB'
 	@echo 'make lint    check style and formatting with ruff'
 	@echo 'make types   check types with mypy'
 	@echo 'make docs    regenerate docs/cli.md and docs/gpu-models.md'
@@ -69,12 +71,17 @@ $(VENV)/agents/aider:
 test-clients: $(VENV)/.installed-dev $(VENV)/clients/.installed $(MODEL)
 	@OMP_WAIT_POLICY=PASSIVE $(VENV)/clients/bin/python -m pytest -rs tests/test_litellm.py tests/test_lm_eval.py $(ARGS)
 
+test-cluster: $(VENV)/.installed-dev $(VENV)/cluster/.installed $(MODEL)
+	@OMP_WAIT_POLICY=PASSIVE $(VENV)/cluster/bin/python -m pytest -rs tests/test_cluster_live.py $(ARGS)
+
+$(VENV)/clients/.installed: OVERLAY := $(CLIENTS)
+$(VENV)/cluster/.installed: OVERLAY := $(CLUSTER)
 # over the packages of the tests, because they need other versions of some; the last line marks that it is whole
-$(VENV)/clients/.installed: Makefile
+$(VENV)/clients/.installed $(VENV)/cluster/.installed: Makefile
 	@rm -rf $(@D) && $(VENV)/bin/python -m venv $(@D)
 	@$(VENV)/bin/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 		>"$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth"
-	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(CLIENTS)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(OVERLAY)
 	@touch $@
 
 lint: $(VENV)/.installed-dev

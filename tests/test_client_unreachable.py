@@ -69,6 +69,7 @@ ASKING = {
 OTHERS = {
     *(
         "bench",
+        "cluster",
         "completion",
         "cp",
         "endpoint",

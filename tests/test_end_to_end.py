@@ -97,12 +97,15 @@ def test_several_terminals_are_batched_and_say_what_they_say_alone(client: Local
     before = engine(client)["stats"]["step_sequences"]
     together: dict[int, str] = {}
 
+    at_once = threading.Barrier(3, timeout=60)  # on a busy machine, they would come one by one
+
     def terminal(number: int) -> None:
         with LocalClient(client._settings) as mine:
             for at in range(number, len(chats), 3):
+                at_once.wait()
                 together[at] = ask(mine, chats[at])[0]
 
-    for _ in range(5):  # a terminal that starts late on a busy machine shares few steps
+    for _ in range(5):  # an answer that is sent late on a busy machine shares few steps
         threads = [threading.Thread(target=terminal, args=(number,)) for number in range(3)]
         for thread in threads:
             thread.start()

@@ -56,6 +56,7 @@ ORDER = (
     "localgen.server.ollama",
     "localgen.server.http",
     "localgen.server",
+    "localgen.cluster",
     "localgen.client",
     "localgen.bench",
     "localgen.doctor",

@@ -28,6 +28,7 @@ COMMANDS = {
     "quantize": "Quantize a 16-bit model and measure the quality loss.",
     "rm": "Remove a model or an alias.",
     "cp": "Create an alias for a model.",
+    "cluster": "Run several engines behind one address: up, status, down.",
     "kv": "Manage the computed prefixes on disk: list, rm, verify.",
     "stop": "Unload a model, or stop the server.",
     "serve": "Run the server in the foreground.",

@@ -11,12 +11,14 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from localgen.backends.errors import InvalidRequest
-from localgen.config import BadSetting, config_dir
+from localgen.config import BadSetting, ServerSettings, config_dir
 from localgen.toml_store import TomlStore, toml_string
 
 _ENV_VAR_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 _EXAMPLE_URL = "http://host:8000/v1"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+# the name of the cluster that `localgen cluster up` started, unless the user gave it to another
+CLUSTER = "cluster"
 _FIELDS = ("url", "key_env", "model")
 
 
@@ -132,6 +134,8 @@ def resolve_endpoint(text: str) -> Endpoint:
     if not _NAME.fullmatch(text):
         return Endpoint(normalize_base_url(text))
     known = load_endpoints()
+    if text == CLUSTER and text not in known:
+        return _own_cluster()
     if text not in known:
         names = f"endpoints are {', '.join(known)}" if known else "none is defined"
         raise InvalidRequest(
@@ -139,6 +143,19 @@ def resolve_endpoint(text: str) -> Endpoint:
             f"or give a URL, e.g. {_EXAMPLE_URL}"
         )
     return known[text]
+
+
+def _own_cluster() -> Endpoint:
+    """The cluster that this user runs. Raises InvalidRequest if there is none."""
+    from localgen.cluster.running import RunningCluster
+
+    running = RunningCluster.find(ServerSettings.from_environment())
+    if running is None:
+        raise InvalidRequest(
+            "no cluster of yours runs on this machine: `localgen cluster up` starts one, or "
+            f"`localgen endpoint add {CLUSTER} URL` names another"
+        )
+    return Endpoint(normalize_base_url(running.url), CLUSTER, model=running.model)
 
 
 def add_endpoint(endpoint: Endpoint) -> None:

@@ -1,0 +1,109 @@
+"""`localgen cluster`: several engines behind one address."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from localgen.cli.arguments import JsonFlag
+from localgen.cli.completion_values import complete_model
+
+if TYPE_CHECKING:
+    from localgen.cluster.running import RunningCluster
+
+group = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+@group.callback()
+def cluster() -> None:
+    """Run several engines behind one address, on Ray Serve; needs localgen[cluster]."""
+
+
+@group.command()
+def up(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="Model that each replica loads at its start.", autocompletion=complete_model
+        ),
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option("-f", "--file", help="Settings: cluster.toml. Options replace them."),
+    ] = None,
+    replicas: Annotated[
+        int | None, typer.Option(help="Number of engines (default: 2).", metavar="<int>")
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address of the gateway (default: 127.0.0.1).")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port of the gateway (default: 8080).", metavar="<int>")
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="File with API keys that clients must send, one per line.")
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(help="Ray cluster that runs, as for `ray start` (default: one of its own)."),
+    ] = None,
+) -> None:
+    """Start a cluster, and wait until it answers. It runs until `localgen cluster down`."""
+    from localgen.cli import tables
+    from localgen.cluster import running
+    from localgen.cluster.config import ClusterConfig, read_cluster_file
+    from localgen.config import ServerSettings
+    from localgen.hub.resolve import resolve_model
+
+    config = (ClusterConfig() if file is None else read_cluster_file(file)).with_options(
+        model=model,
+        replicas=replicas,
+        host=host,
+        port=port,
+        api_key_file=None if api_key_file is None else str(api_key_file.absolute()),
+        address=address,
+    )
+    found = resolve_model(config.model)
+    settings = ServerSettings.from_environment()
+    tables.print_notice(f"starting {config.replicas} replicas; log: {running.log_path(settings)}")
+    started = running.start(config, found.name, settings)
+    tables.print_line(f"{started.url} answers: localgen chat --url cluster")
+
+
+@group.command()
+def status(json: JsonFlag = False) -> None:
+    """List the replicas: their models and requests."""
+    from localgen.cli import tables
+    from localgen.cluster.status import ReplicaStatus, fetch_status
+
+    rows = fetch_status(_find())
+    if json:
+        tables.print_json(rows)
+    else:
+        tables.print_table(ReplicaStatus.HEADER, [row.cells() for row in rows])
+
+
+@group.command()
+def down() -> None:
+    """End the cluster. Running requests have a few seconds."""
+    from localgen.cli import tables
+    from localgen.cluster import running
+    from localgen.config import ServerSettings
+
+    found = _find()
+    running.stop(found, ServerSettings.from_environment())
+    tables.print_line("cluster stopped")
+
+
+def _find() -> RunningCluster:
+    """The cluster of this user. Raises ServerUnavailable if none runs."""
+    from localgen.backends.errors import ServerUnavailable
+    from localgen.cluster.running import RunningCluster
+    from localgen.config import ServerSettings
+
+    found = RunningCluster.find(ServerSettings.from_environment())
+    if found is None:
+        raise ServerUnavailable("no cluster runs: `localgen cluster up` starts one")
+    return found

@@ -1,0 +1,1 @@
+"""Many engines behind one address, on Ray Serve: `localgen cluster`."""

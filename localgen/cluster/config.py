@@ -1,0 +1,78 @@
+"""The file of a cluster, cluster.toml, and its options."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from localgen.config import BadSetting
+from localgen.server.http.access import DEFAULT_PORT, AccessPolicy, read_api_keys
+
+MAX_REPLICAS = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """A cluster: replicas of one server behind a gateway.
+
+    model: loaded by each replica at its start, and the default of requests that name none; None for
+    the built-in default. replicas: engines. host, port: of the gateway. api_key_file: absolute, or
+    None without keys. spill: how many requests more than the least loaded replica the one with a
+    prompt's prefix may have. address: of a Ray cluster that runs, or None to start one here.
+    """
+
+    model: str | None = None
+    replicas: int = 2
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    api_key_file: str | None = None
+    spill: int = 4
+    address: str | None = None
+
+    def __post_init__(self) -> None:
+        _require_count("replicas", self.replicas, 1, MAX_REPLICAS)
+        _require_count("port", self.port, 1, 65535)
+        _require_count("spill", self.spill, 0, 1 << 16)
+
+    def access(self) -> AccessPolicy:
+        """The access policy of the gateway. Raises BadSetting if it is insecure."""
+        keys = read_api_keys(Path(self.api_key_file)) if self.api_key_file else ()
+        policy = AccessPolicy(host=self.host, port=self.port, keys=keys)
+        policy.validate()
+        return policy
+
+    def with_options(self, **options: Any) -> ClusterConfig:
+        """The options of the command line that are not None replace those of the file."""
+        return replace(
+            self, **{name: value for name, value in options.items() if value is not None}
+        )
+
+
+def read_cluster_file(path: Path) -> ClusterConfig:
+    """Read a cluster.toml. Raises BadSetting that names the line or the key."""
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadSetting(f"{path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadSetting(f"{path}: {error}") from error
+    types = {each.name: str if "str" in str(each.type) else int for each in fields(ClusterConfig)}
+    for name, value in found.items():
+        if name not in types:
+            raise BadSetting(f"{path}: unknown key {name!r}: there are {', '.join(sorted(types))}")
+        if type(value) is not types[name]:
+            kind = "a string" if types[name] is str else "a whole number"
+            raise BadSetting(f"{path}: {name} must be {kind}, not {value!r}")
+    if "api_key_file" in found:
+        found["api_key_file"] = str((path.parent / found["api_key_file"]).absolute())
+    try:
+        return ClusterConfig(**found)
+    except BadSetting as error:
+        raise BadSetting(f"{path}: {error.message}") from error
+
+
+def _require_count(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise BadSetting(f"{name} must be {least} to {most}, not {value}")

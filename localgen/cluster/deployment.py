@@ -1,0 +1,99 @@
+"""The deployments of Ray Serve: a gateway, and the replicas behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import uvicorn
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+
+from localgen.cluster.config import ClusterConfig
+from localgen.cluster.gateway import Choice, Gateway
+from localgen.cluster.replica import EngineReplica
+from localgen.server.http.access import open_tcp_socket
+from localgen.server.http.guard import GuardMiddleware
+from localgen.server.http.private_ports import Listener, PrivatePorts
+from localgen.server.http.rate_limit import RateLimiter
+
+APP_NAME = "localgen"
+REPLICAS, GATEWAY = "EngineReplica", "GatewayServer"
+# the engines queue requests themselves
+_MAX_ONGOING = 4096
+_HEALTH_PERIOD_S, _HEALTH_TIMEOUT_S = 2.0, 10.0
+_DRAIN_TIMEOUT_S = 15.0
+
+
+class GatewayServer:
+    """The gateway as an actor, which listens itself: Serve's proxy would be one hop more."""
+
+    async def __init__(self, config: ClusterConfig, replicas: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
+        access = config.access()
+        self._replicas = replicas
+        gateway = Gateway(self._choose, self._ask_all)
+        ports = PrivatePorts(_refuse_to_listen)
+        app = GuardMiddleware(gateway, access, RateLimiter(access.rate_limit), ports)
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+            )
+        )
+        self._serving = asyncio.create_task(self._server.serve([open_tcp_socket(access)]))
+
+    def check_health(self) -> None:
+        """Raises RuntimeError if it no longer listens."""
+        if self._serving.done():
+            raise RuntimeError("the gateway no longer listens")
+
+    @contextlib.asynccontextmanager
+    async def _choose(
+        self, chunks: Sequence[bytes], wanted: str | None, gone: frozenset[str]
+    ) -> AsyncIterator[Choice]:
+        chosen = self._replicas.get.choose_replica(tuple(chunks), wanted, gone)
+        async with chosen as selection:
+            yield Choice(selection.replica_id, selection.replica_metadata["url"])
+
+    async def _ask_all(self, path: str) -> Sequence[tuple[str, bytes]]:
+        answers: list[tuple[str, bytes]] = await self._replicas.broadcast(
+            "get", path
+        ).results_async()
+        return answers
+
+
+def build_app(config: ClusterConfig) -> serve.Application:
+    """The application of a cluster."""
+    replicas = serve.deployment(
+        name=REPLICAS,
+        num_replicas=config.replicas,
+        max_ongoing_requests=_MAX_ONGOING,
+        ray_actor_options={"num_cpus": 0},
+        health_check_period_s=_HEALTH_PERIOD_S,
+        health_check_timeout_s=_HEALTH_TIMEOUT_S,
+        graceful_shutdown_timeout_s=_DRAIN_TIMEOUT_S,
+        request_router_config=RequestRouterConfig(
+            request_router_class="localgen.cluster.router.PrefixRouter",
+            request_router_kwargs={"spill": config.spill},
+        ),
+    )(EngineReplica)
+    gateway = serve.deployment(
+        name=GATEWAY,
+        max_ongoing_requests=_MAX_ONGOING,
+        ray_actor_options={"num_cpus": 0},
+        health_check_period_s=_HEALTH_PERIOD_S,
+    )(GatewayServer)
+    return gateway.bind(config, replicas.bind(config))
+
+
+async def _refuse_to_listen() -> Listener:
+    raise OSError("a cluster opens no private ports")

@@ -1,0 +1,57 @@
+"""`python -m localgen.cluster.head`: the process that owns a cluster, until a signal."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+
+from localgen.cluster.config import ClusterConfig
+from localgen.cluster.running import hold_lock
+from localgen.config import ServerSettings
+
+# metrics are pushed every 10 s unless told otherwise
+_PUSH_VARIABLES = (
+    "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S",
+    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S",
+)
+_OBJECT_STORE_BYTES = 100 << 20
+
+
+def main() -> int:
+    """Argument: the ClusterConfig as JSON. Prints `ready` when all replicas are up."""
+    config = ClusterConfig(**json.loads(sys.argv[1]))
+    with hold_lock(ServerSettings.from_environment()):
+        _run(config)
+    return 0
+
+
+def _run(config: ClusterConfig) -> None:
+    os.environ.update(dict.fromkeys(_PUSH_VARIABLES, "1"))
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+    from ray import serve
+
+    from localgen.cluster.deployment import APP_NAME, build_app
+
+    if config.address is None:
+        ray.init("local", object_store_memory=_OBJECT_STORE_BYTES, include_dashboard=False)
+    else:
+        ray.init(config.address)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    serve.start(proxy_location="Disabled")
+    serve.run(build_app(config), name=APP_NAME, route_prefix=None)
+    print("ready", flush=True)
+    stop.wait()
+    serve.delete(APP_NAME)
+    if config.address is None:
+        serve.shutdown()
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""The actor of a replica: starts its server, watches it, and ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from localgen.cluster.config import ClusterConfig
+from localgen.config import ServerSettings
+from localgen.machine.python_process import python_command, python_environment
+
+_START_TIMEOUT_S = 600.0
+_POLL_S = 0.1
+_HEALTH_TIMEOUT_S = 5.0
+# for its requests to end; the server itself gives them five seconds
+_END_TIMEOUT_S = 10.0
+
+
+class ReplicaFailed(RuntimeError):
+    """The server of a replica does not start, or has ended."""
+
+
+class EngineReplica:
+    """A localgen server with its engines, as an actor of Ray Serve.
+
+    config: of the cluster. Ray calls __init__, check_health, record_replica_metadata and __del__.
+    """
+
+    async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]
+        from ray import serve
+
+        access = config.access()
+        self.name = serve.get_replica_context().replica_id.unique_id
+        self._host = "127.0.0.1" if config.address is None else _own_address()
+        self._port = _free_port(self._host)
+        self._headers = {"Authorization": f"Bearer {access.keys[0]}"} if access.keys else {}
+        self._runtime_dir = ServerSettings.from_environment().runtime_dir / f"replica-{self.name}"
+        self._runtime_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._server = _start(config, access.keys, self._host, self._port, self._runtime_dir)
+        self._client = httpx.AsyncClient(base_url=self.url, headers=self._headers)
+        await self._wait_until_ready()
+
+    @property
+    def url(self) -> str:
+        return f"http://{self._host}:{self._port}"
+
+    def record_replica_metadata(self) -> dict[str, str]:
+        """What a gateway needs to reach it."""
+        return {"url": self.url}
+
+    async def check_health(self) -> None:
+        """Raises ReplicaFailed if the server has ended, or an error of httpx if it hangs."""
+        self._require_running()
+        reply = await self._client.get("/livez", timeout=_HEALTH_TIMEOUT_S)
+        reply.raise_for_status()
+
+    async def get(self, path: str) -> tuple[str, bytes]:
+        """Its name, and the body of a GET of its server."""
+        reply = await self._client.get(path, timeout=_HEALTH_TIMEOUT_S)
+        return self.name, reply.content
+
+    def describe(self) -> dict[str, Any]:
+        """For `localgen cluster status`."""
+        return {"name": self.name, "url": self.url, "pid": self._server.pid}
+
+    def __del__(self) -> None:
+        server = getattr(self, "_server", None)
+        if server is None:
+            return
+        assert server.stdin is not None
+        server.stdin.close()
+        try:
+            server.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            server.kill()
+        with contextlib.suppress(OSError):
+            shutil.rmtree(self._runtime_dir)
+
+    async def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            self._require_running()
+            with contextlib.suppress(httpx.HTTPError):
+                reply = await self._client.get("/health")
+                if reply.json().get("status") == "ok":
+                    return
+            await asyncio.sleep(_POLL_S)
+        raise ReplicaFailed(f"the server of replica {self.name} is not ready")
+
+    def _require_running(self) -> None:
+        if (status := self._server.poll()) is not None:
+            raise ReplicaFailed(f"the server of replica {self.name} ended with status {status}")
+
+
+def _start(
+    config: ClusterConfig, keys: tuple[str, ...], host: str, port: int, folder: Path
+) -> subprocess.Popen[bytes]:
+    environment = python_environment() | {"LOCALGEN_RUNTIME_DIR": str(folder)}
+    server = subprocess.Popen(
+        python_command("localgen.cluster.replica_server", config.model or "", host, str(port)),
+        stdin=subprocess.PIPE,
+        stdout=sys.stderr,
+        env=environment,
+    )
+    assert server.stdin is not None
+    server.stdin.write(json.dumps(keys).encode() + b"\n")
+    server.stdin.flush()
+    return server
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as sock:
+        sock.bind((host, 0))
+        return int(sock.getsockname()[1])
+
+
+def _own_address() -> str:
+    import ray
+
+    return str(ray.util.get_node_ip_address())  # of the interface that the others reach

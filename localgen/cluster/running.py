@@ -1,0 +1,166 @@
+"""The cluster that this user started: started in the background, found, and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import time
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from localgen.backends.errors import LocalgenError, ServerUnavailable
+from localgen.backends.terminal_text import one_line
+from localgen.cluster.config import ClusterConfig
+from localgen.config import ServerSettings
+from localgen.machine.python_process import python_command, python_environment
+from localgen.server.http.access import host_and_port, open_tcp_socket
+
+READY = b"ready\n"
+# Serve deletes the deployments and gives their requests time to end
+_END_TIMEOUT_S = 60.0
+_POLL_S = 0.1
+_LOG_BYTES = 1 << 16
+
+
+class RayMissing(LocalgenError):
+    """ray is not installed."""
+
+    code = "load_failed"
+
+
+@dataclass(frozen=True, slots=True)
+class RunningCluster:
+    """pid: of the process that owns it. url: of the gateway. model: default of its requests.
+
+    api_key_file: as in ClusterConfig.
+    """
+
+    pid: int
+    url: str
+    model: str
+    api_key_file: str | None
+
+    @classmethod
+    def find(cls, settings: ServerSettings) -> RunningCluster | None:
+        """The cluster that runs, or None."""
+        try:
+            with open(lock_path(settings)) as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return None
+        except BlockingIOError:
+            return cls(**json.loads(_state_path(settings).read_text()))
+        except OSError:
+            return None
+
+
+def hold_lock(settings: ServerSettings) -> IO[str]:
+    """The lock that shows that a cluster runs, until the file is closed or the process ends.
+
+    Raises ServerUnavailable if another one does.
+    """
+    lock = open(lock_path(settings), "a")  # noqa: SIM115: for the life of the process
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.close()
+        raise ServerUnavailable("another cluster of yours runs or starts") from error
+    return lock
+
+
+def start(config: ClusterConfig, model: str, settings: ServerSettings) -> RunningCluster:
+    """Start a cluster and wait until all replicas are ready. model: its name, for clients.
+
+    Raises RayMissing, BadSetting for a port that is taken, ServerUnavailable if it runs already or
+    does not start.
+    """
+    if find_spec("ray") is None:
+        raise RayMissing("localgen cluster needs Ray: pip install 'localgen[cluster]'")
+    running = RunningCluster.find(settings)
+    if running is not None:
+        raise ServerUnavailable(
+            f"a cluster runs at {running.url}: `localgen cluster down` ends it first"
+        )
+    access = config.access()
+    open_tcp_socket(access).close()
+    settings.create_dirs()
+    with open(log_path(settings), "wb") as log:
+        process = subprocess.Popen(
+            python_command("localgen.cluster.head", json.dumps(asdict(config))),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=python_environment(),
+            start_new_session=True,
+        )
+    assert process.stdout is not None
+    try:
+        with process.stdout:
+            if READY not in iter(process.stdout.readline, b""):
+                raise ServerUnavailable(_failure(settings))
+    except BaseException:  # Ctrl+C as well
+        _end(psutil.Process(process.pid))
+        raise
+    url = f"http://{host_and_port(config.host, config.port)}"
+    cluster = RunningCluster(process.pid, url, model, config.api_key_file)
+    _write_state(cluster, settings)
+    return cluster
+
+
+def stop(cluster: RunningCluster, settings: ServerSettings) -> None:
+    """End a cluster: running requests have a few seconds."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        _end(psutil.Process(cluster.pid))
+    _state_path(settings).unlink(missing_ok=True)
+
+
+def log_path(settings: ServerSettings) -> Path:
+    """Log of the cluster and all its replicas on this machine."""
+    return settings.log_path.with_name("cluster.log")
+
+
+def lock_path(settings: ServerSettings) -> Path:
+    return settings.runtime_dir / "cluster.lock"
+
+
+def _state_path(settings: ServerSettings) -> Path:
+    return settings.runtime_dir / "cluster.json"
+
+
+def _write_state(cluster: RunningCluster, settings: ServerSettings) -> None:
+    path = _state_path(settings)
+    written = path.with_suffix(".tmp")
+    written.write_text(json.dumps(asdict(cluster)))
+    os.replace(written, path)
+
+
+def _end(process: psutil.Process) -> None:
+    """Ask the process to end, and kill it with its children if it does not."""
+    children = process.children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + _END_TIMEOUT_S
+    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > deadline:
+            process.kill()
+            break
+        time.sleep(_POLL_S)
+    _, alive = psutil.wait_procs(children, timeout=5.0)
+    for child in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+
+
+def _failure(settings: ServerSettings) -> str:
+    """The reason why no cluster has started: the last error in its log."""
+    path = log_path(settings)
+    lines = path.read_bytes()[-_LOG_BYTES:].decode("utf-8", "replace").splitlines()
+    errors = [line for line in lines if "error: " in line or "Error: " in line]
+    reason = one_line(errors[-1].split("rror: ", 1)[1])[:300] if errors else "it has ended"
+    return f"the cluster did not start: {reason} (log: {path})"

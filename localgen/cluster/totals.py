@@ -1,0 +1,57 @@
+"""Statistics of all replicas in the form of one server's, each model under its replica's name."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from localgen.backends.errors import ServerUnavailable
+
+# field of /v1/stats
+REPLICAS = "replicas"
+_SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (\S+)$")
+
+
+def merged_stats(answers: Sequence[tuple[str, bytes]]) -> dict[str, Any]:
+    """/v1/stats of the cluster: the first replica's, with the models and requests of all.
+
+    REPLICAS has what each replica said. Raises ServerUnavailable without any.
+    """
+    found = sorted((replica, json.loads(body)) for replica, body in answers)
+    if not found:
+        raise ServerUnavailable("no replica is ready: try again")
+    total: dict[str, Any] = dict(found[0][1])
+    total["models"] = [
+        {**model, "name": f"{model['name']}@{replica}"}
+        for replica, stats in found
+        for model in stats["models"]
+    ]
+    ended = [each for _, stats in found for each in stats.get("ended") or ()]
+    total["ended"] = sorted(ended, key=lambda each: each["ended_ago_s"])
+    total[REPLICAS] = dict(found)
+    return total
+
+
+def merged_metrics(answers: Iterable[tuple[str, bytes]]) -> str:
+    """/metrics of the cluster: all samples with a label `replica`, each family once."""
+    heads: dict[str, list[str]] = {}
+    samples: dict[str, list[str]] = {}
+    for replica, body in answers:
+        family = ""
+        for line in body.decode().splitlines():
+            if line.startswith("# "):
+                _, kind, family, *_ = line.split(" ", 3)
+                lines = heads.setdefault(family, [])
+                if line not in lines and not any(each.startswith(f"# {kind} ") for each in lines):
+                    lines.append(line)
+            elif match := _SAMPLE.match(line):
+                name, labels, value = match.groups()
+                parts = [labels] if labels else []
+                labelled = ",".join([*parts, f'replica="{replica}"'])
+                samples.setdefault(family, []).append(f"{name}{{{labelled}}} {value}")
+    lines = []
+    for family, found in samples.items():
+        lines += [*heads.get(family, ()), *found]
+    return "\n".join([*lines, ""])

@@ -1,0 +1,124 @@
+"""cluster.toml, and what `localgen cluster` says when something is wrong."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from localgen.backends.errors import InvalidRequest, ServerUnavailable
+from localgen.client.endpoints import resolve_endpoint
+from localgen.cluster import running
+from localgen.cluster.config import ClusterConfig, read_cluster_file
+from localgen.cluster.running import RayMissing, RunningCluster
+from localgen.config import BadSetting, ServerSettings
+from localgen.server.http.access import AccessPolicy, open_tcp_socket
+
+
+def config_of(tmp_path: Path, text: str) -> ClusterConfig:
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    return read_cluster_file(path)
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> ServerSettings:
+    return ServerSettings(runtime_dir=tmp_path / "run", state_dir=tmp_path / "state")
+
+
+def test_a_file_and_options(tmp_path: Path) -> None:
+    config = config_of(tmp_path, 'model = "tiny"\nreplicas = 4\napi_key_file = "keys"\nspill = 2\n')
+    assert config == ClusterConfig(
+        model="tiny", replicas=4, spill=2, api_key_file=str(tmp_path / "keys")
+    )
+    assert config.with_options(replicas=3, model=None).replicas == 3
+    assert config.with_options(replicas=3, model=None).model == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("replicas = 0", "replicas must be 1 to 1000, not 0"),
+        ("port = 70000", "port must be 1 to 65535, not 70000"),
+        ("replica = 2", "unknown key 'replica': there are address, api_key_file, host, model"),
+        ('replicas = "2"', "replicas must be a whole number, not '2'"),
+        ("replicas = true", "replicas must be a whole number, not True"),
+        ("model = 3", "model must be a string, not 3"),
+        ("replicas =", "Invalid value"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_said(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(BadSetting) as error:
+        config_of(tmp_path, text)
+    assert error.value.message.startswith(f"{tmp_path}/cluster.toml: ")
+    assert said in error.value.message
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(BadSetting, match=r"none\.toml: No such file"):
+        read_cluster_file(tmp_path / "none.toml")
+
+
+def test_other_machines_need_a_key() -> None:
+    with pytest.raises(BadSetting, match="reachable from other machines"):
+        ClusterConfig(host="0.0.0.0").access()
+
+
+def test_without_ray_the_remedy_is_said(
+    settings: ServerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "find_spec", lambda _: None)
+    with pytest.raises(RayMissing, match=r"pip install 'localgen\[cluster\]'"):
+        start(settings, 8080)
+
+
+def test_a_port_that_is_taken(settings: ServerSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "find_spec", lambda _: object())
+    with open_tcp_socket(AccessPolicy(port=0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(BadSetting, match=f"{port} is in use by another program"):
+            start(settings, port)
+
+
+def test_a_cluster_that_does_not_start_says_why(
+    settings: ServerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = "import sys; sys.exit('ValueError: no such address')"
+    monkeypatch.setattr(running, "find_spec", lambda _: object())
+    monkeypatch.setattr(running, "python_command", lambda *_: [sys.executable, "-c", program])
+    with pytest.raises(ServerUnavailable, match=r"did not start: no such address \(log: /"):
+        start(settings, _free_port())
+    assert RunningCluster.find(settings) is None
+
+
+def test_a_cluster_is_found_and_ended(
+    settings: ServerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = (
+        "import time; from localgen.cluster.running import *\n"
+        "lock = hold_lock(ServerSettings.from_environment())\n"
+        "print('ready', flush=True); time.sleep(600)"
+    )
+    monkeypatch.setenv("LOCALGEN_RUNTIME_DIR", str(settings.runtime_dir))
+    monkeypatch.setattr(running, "find_spec", lambda _: object())
+    monkeypatch.setattr(running, "python_command", lambda *_: [sys.executable, "-c", program])
+    started = start(settings, _free_port())
+    assert RunningCluster.find(settings) == started
+    with pytest.raises(ServerUnavailable, match=f"a cluster runs at {started.url}"):
+        start(settings, _free_port())
+    endpoint = resolve_endpoint("cluster")
+    assert (endpoint.url, endpoint.model) == (f"{started.url}/v1", "tiny")
+    running.stop(started, settings)
+    assert RunningCluster.find(settings) is None
+    with pytest.raises(InvalidRequest, match="no cluster of yours runs on this machine"):
+        resolve_endpoint("cluster")
+
+
+def start(settings: ServerSettings, port: int) -> RunningCluster:
+    return running.start(ClusterConfig(port=port), "tiny", settings)
+
+
+def _free_port() -> int:
+    with open_tcp_socket(AccessPolicy(port=0)) as sock:
+        return int(sock.getsockname()[1])

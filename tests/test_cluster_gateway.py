@@ -1,0 +1,291 @@
+"""The gateway in front of scripted replicas: each request ends exactly once, whatever they do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from starlette.types import Message, Scope
+
+from localgen.backends.errors import ServerUnavailable
+from localgen.cluster.gateway import Choice, Gateway
+from localgen.cluster.totals import REPLICAS, merged_metrics, merged_stats
+
+CHAT, MESSAGES, OLLAMA = "/v1/chat/completions", "/v1/messages", "/api/chat"
+LONG_S = 30.0
+
+
+class Replica(BaseHTTPRequestHandler):
+    """Answers by the path's query: whole, a stream, or a stream that breaks off."""
+
+    protocol_version = "HTTP/1.1"
+    server: ScriptedServer
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        self.server.seen.append((self.path, headers, body))
+        _, _, script = self.path.partition("?")
+        media = "application/x-ndjson" if self.path.startswith(OLLAMA) else "text/event-stream"
+        self.send_response(200)
+        self.send_header("Content-Type", media if script else "application/json")
+        self.send_header("X-Request-Id", "id1" if self.path == CHAT else "other")
+        if not script:
+            answer = json.dumps({"port": self.server.server_port}).encode()
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+            return
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        self._send(b"data: one\n\n")
+        if script == "endless":
+            self.server.closed.set() if self._send_until_closed() else None
+        elif script == "breaks":
+            linger = struct.pack("ii", 1, 0)  # a reset, as from a process that was killed
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            self.connection.close()
+            self.close_connection = True
+        else:
+            self._send(b"data: [DONE]\n\n")
+            self._send(b"")
+
+    def _send(self, piece: bytes) -> None:
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+        self.wfile.flush()
+
+    def _send_until_closed(self) -> bool:
+        try:
+            while True:
+                self._send(b"data: more\n\n")
+        except OSError:
+            self.close_connection = True
+            return True
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+class ScriptedServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Replica)
+        self.seen: list[tuple[str, dict[str, str], bytes]] = []
+        self.closed = threading.Event()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        pass
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+@contextmanager
+def scripted() -> Iterator[ScriptedServer]:
+    with ScriptedServer() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture
+def replica() -> Iterator[ScriptedServer]:
+    with scripted() as server:
+        yield server
+
+
+class Asked:
+    """Chooses the replicas in turn, and notes why."""
+
+    def __init__(self, *urls: str) -> None:
+        self.urls, self.wanted, self.chunks = list(urls), list[str | None](), list[Any]()
+        self.num_open = 0
+        self.gone: list[frozenset[str]] = []
+
+    @asynccontextmanager
+    async def choose(
+        self, chunks: Sequence[bytes], wanted: str | None, gone: frozenset[str]
+    ) -> AsyncIterator[Choice]:
+        self.gone.append(gone)
+        self.chunks.append(chunks)
+        self.wanted.append(wanted)
+        url = self.urls.pop(0) if len(self.urls) > 1 else self.urls[0]
+        self.num_open += 1
+        try:
+            yield Choice(f"r{len(self.wanted)}", url)
+        finally:
+            self.num_open -= 1
+
+    async def ask_all(self, path: str) -> Sequence[tuple[str, bytes]]:
+        raise AssertionError(path)
+
+
+def ask(
+    asked: Asked, path: str, body: Any = None, *, leaves: bool = False, **headers: str
+) -> list[Message]:
+    return asyncio.run(exchange(Gateway(asked.choose, asked.ask_all), path, body, leaves, headers))
+
+
+async def exchange(
+    gateway: Gateway, path: str, body: Any = None, leaves: bool = False, headers: Any = ()
+) -> list[Message]:
+    """What the gateway sends. leaves: the client goes after the first piece."""
+    path, _, query = path.partition("?")
+    scope: Scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "query_string": query.encode(),
+        "client": ("10.0.0.9", 1234),
+        "headers": [
+            (b"content-type", b"application/json"),
+            (b"host", b"cluster.example"),
+            *((name.encode(), value.encode()) for name, value in dict(headers).items()),
+        ],
+    }
+    whole = json.dumps(body or {"messages": []}).encode()
+    incoming = [{"type": "http.request", "body": whole}]
+    sent: list[Message] = []
+    gone = asyncio.Event()
+
+    async def receive() -> Message:
+        if incoming:
+            return incoming.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+        if leaves and message.get("body"):
+            gone.set()
+            await asyncio.sleep(0)
+
+    await asyncio.wait_for(gateway(scope, receive, send), LONG_S)
+    return sent
+
+
+def text_of(sent: list[Message]) -> str:
+    starts = [message for message in sent if message["type"] == "http.response.start"]
+    assert len(starts) == 1
+    ends = [message for message in sent[1:] if not message.get("more_body")]
+    assert ends == [sent[-1]], "ended once"
+    return b"".join(message.get("body", b"") for message in sent).decode()
+
+
+def test_a_request_is_passed_as_it_is(replica: ScriptedServer) -> None:
+    body = {"messages": [{"role": "user", "content": "ä" * 600}], "n": 1}
+    sent = ask(Asked(replica.url), CHAT, body, authorization="Bearer secret-key")
+    ((path, headers, seen),) = replica.seen
+    assert (path, json.loads(seen)) == (CHAT, body)
+    assert headers["authorization"] == "Bearer secret-key"
+    assert headers["x-localgen-session"] == "10.0.0.9:1234"
+    assert headers["host"] == f"127.0.0.1:{replica.server_port}"
+    assert sent[0]["status"] == 200
+    assert (b"x-localgen-replica", b"r1") in sent[0]["headers"]
+    assert json.loads(text_of(sent)) == {"port": replica.server_port}
+
+
+def test_a_stream_comes_in_pieces(replica: ScriptedServer) -> None:
+    asked = Asked(replica.url)
+    sent = ask(asked, f"{CHAT}?whole", {"prompt": "a" * 300})
+    assert text_of(sent) == "data: one\n\ndata: [DONE]\n\n"
+    assert len(asked.chunks[0]) == 1
+    assert asked.num_open == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "begins"),
+    [
+        (CHAT, 'data: {"error":'),
+        (MESSAGES, 'event: error\ndata: {"type":"error"'),
+        (OLLAMA, '{"error":'),
+    ],
+)
+def test_a_replica_that_dies_in_a_stream_ends_it_with_an_error(
+    replica: ScriptedServer, path: str, begins: str
+) -> None:
+    asked = Asked(replica.url)
+    first, rest = text_of(ask(asked, f"{path}?breaks")).split("data: one\n\n")
+    assert first == ""
+    assert rest.startswith(begins)
+    assert "the engine that answered has ended: try again" in rest
+    assert len(replica.seen) == 1, "what was answered in part is not asked again"
+    assert asked.num_open == 0
+
+
+def test_a_replica_that_is_gone_is_passed_over(replica: ScriptedServer) -> None:
+    with scripted() as gone:
+        url = gone.url
+    asked = Asked(url, replica.url)
+    sent = ask(asked, CHAT)
+    assert asked.gone == [frozenset(), {"r1"}]
+    assert json.loads(text_of(sent)) == {"port": replica.server_port}
+    sent = ask(Asked(url), CHAT)
+    assert sent[0]["status"] == 503
+    assert "try again" in text_of(sent)
+
+
+def test_a_client_that_leaves_ends_its_request(replica: ScriptedServer) -> None:
+    asked = Asked(replica.url)
+    ask(asked, f"{CHAT}?endless", leaves=True)
+    assert replica.closed.wait(LONG_S)
+    assert asked.num_open == 0
+
+
+def test_what_is_about_a_request_goes_to_its_replica(replica: ScriptedServer) -> None:
+    asked = Asked(replica.url)
+
+    async def run() -> None:
+        gateway = Gateway(asked.choose, asked.ask_all)
+        await exchange(gateway, CHAT)
+        for path in ("requests/id1/cancel", "responses/resp_id1", "requests/id2/cancel"):
+            await exchange(gateway, f"/v1/{path}")
+        await exchange(gateway, "/v1/responses", {"previous_response_id": "resp_id1", "input": "a"})
+
+    asyncio.run(run())
+    assert asked.wanted == [None, "r1", "r1", None, "r1"]
+
+
+def test_what_is_no_json_goes_to_a_replica_which_refuses_it(replica: ScriptedServer) -> None:
+    for body in ("text", [1], 3):
+        ask(Asked(replica.url), CHAT, body)
+    assert len(replica.seen) == 3
+
+
+def test_statistics_of_all_replicas() -> None:
+    def stats(name: str, ago: float) -> bytes:
+        models = [{"name": name, "stats": {"running": 1}}]
+        ended = [{"ended_ago_s": ago}]
+        return json.dumps({"server": {}, "models": models, "ended": ended}).encode()
+
+    total = merged_stats([("b", stats("tiny", 1.0)), ("a", stats("tiny", 2.0))])
+    assert [model["name"] for model in total["models"]] == ["tiny@a", "tiny@b"]
+    assert [each["ended_ago_s"] for each in total["ended"]] == [1.0, 2.0]
+    assert total[REPLICAS]["b"]["models"][0]["name"] == "tiny"
+    with pytest.raises(ServerUnavailable, match="no replica is ready"):
+        merged_stats([])
+
+
+def test_metrics_of_all_replicas() -> None:
+    one = b"# HELP x Requests.\n# TYPE x counter\nx 1.0\n"
+    one += b'# HELP y Y.\n# TYPE y gauge\ny{m="t"} 2.0\n'
+    assert merged_metrics([("a", one), ("b", one)]).splitlines() == [
+        "# HELP x Requests.",
+        "# TYPE x counter",
+        'x{replica="a"} 1.0',
+        'x{replica="b"} 1.0',
+        "# HELP y Y.",
+        "# TYPE y gauge",
+        'y{m="t",replica="a"} 2.0',
+        'y{m="t",replica="b"} 2.0',
+    ]

@@ -1,0 +1,126 @@
+"""A cluster of real engines with the built-in model: routing, deaths, its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from localgen.server.http.access import AccessPolicy, open_tcp_socket
+
+pytest.importorskip("ray", reason="Ray is not installed, which needs 500 MB: make test-cluster")
+LONG_S = 120.0
+
+
+class Cluster:
+    """Two replicas with folders of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.environment = os.environ | {
+            "LOCALGEN_RUNTIME_DIR": str(folder / "run"),
+            "LOCALGEN_STATE_DIR": str(folder / "state"),
+        }
+        with open_tcp_socket(AccessPolicy(port=0)) as sock:
+            self.port = sock.getsockname()[1]
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=LONG_S)
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "localgen", *arguments]
+        return subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=LONG_S
+        )
+
+    def chat(self, system: str, **fields: Any) -> httpx.Response:
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": "Hello"}]
+        body = {"max_tokens": 4, "messages": messages, **fields}
+        return self.http.post("/v1/chat/completions", json=body)
+
+    def processes(self) -> list[psutil.Process]:
+        """Those that have this cluster's folders in their environment."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                folder = process.environ().get("LOCALGEN_STATE_DIR")
+                if folder == self.environment["LOCALGEN_STATE_DIR"]:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def named(self, name: str) -> psutil.Process:
+        return next(each for each in self.processes() if name in " ".join(each.cmdline()))
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    built = Cluster(tmp_path_factory.mktemp("c"))
+    up = built.run("cluster", "up", "tiny", "--port", str(built.port))
+    assert up.returncode == 0, up.stderr
+    assert up.stdout.endswith("answers: localgen chat --url cluster\n")
+    yield built
+    built.run("cluster", "down")
+
+
+def test_a_prompt_goes_where_its_beginning_was_computed(cluster: Cluster) -> None:
+    prompts = [f"{word} " * 200 for word in ("one", "two", "three", "four")]
+    replicas: dict[str, set[str]] = {prompt: set() for prompt in prompts}
+    cached = []
+    for _ in range(3):
+        for prompt in prompts:
+            reply = cluster.chat(prompt)
+            assert reply.status_code == 200, reply.text
+            replicas[prompt].add(reply.headers["x-localgen-replica"])
+            cached.append(reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert all(len(each) == 1 for each in replicas.values())
+    assert len(set.union(*replicas.values())) == 2, "both are used"
+    assert min(cached[4:]) > 200
+
+
+def test_commands_work_with_the_name_cluster(cluster: Cluster) -> None:
+    answer = cluster.run("run", "--url", "cluster", "-p", "What is 17 + 25?")
+    assert "42" in answer.stdout, answer.stderr
+    status = json.loads(cluster.run("cluster", "status", "--json").stdout)
+    assert [each["models"] for each in status] == [["tiny"], ["tiny"]]
+    again = cluster.run("cluster", "up")
+    assert again.returncode != 0
+    assert "`localgen cluster down` ends it first" in again.stderr
+
+
+@pytest.mark.parametrize(
+    "victim", ["replica_server", "ServeReplica:localgen:EngineReplica", "GatewayServer"]
+)
+def test_a_process_that_is_killed_is_replaced(cluster: Cluster, victim: str) -> None:
+    cluster.named(victim).kill()
+    deadline = time.monotonic() + LONG_S
+    while True:
+        try:
+            reply = cluster.chat("Hello")
+            if reply.status_code == 200:
+                break
+        except httpx.TransportError:
+            pass
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    while len(json.loads(cluster.run("cluster", "status", "--json").stdout or "[]")) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+
+
+def test_nothing_is_left_when_it_ends(cluster: Cluster) -> None:
+    left = cluster.processes()
+    assert len(left) > 5
+    down = cluster.run("cluster", "down")
+    assert down.stdout == "cluster stopped\n", down.stderr
+    _, alive = psutil.wait_procs(left, timeout=LONG_S)
+    assert [each.cmdline() for each in alive] == []
+    gone = cluster.run("cluster", "status")
+    assert "no cluster runs: `localgen cluster up` starts one" in gone.stderr

@@ -1,0 +1,100 @@
+"""Which replica a request goes to: hashes of the beginning of its prompt, load, rendezvous."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from localgen.cluster.prefix_table import CHUNK_CHARS, PrefixTable, prompt_chunks
+
+SYSTEM = "You are a patient teacher of arithmetic. " * 40
+LOADS = {"a": 0, "b": 0, "c": 0}
+
+
+def chat(*texts: str, **fields: Any) -> dict[str, Any]:
+    roles = ("system", "user", "assistant")
+    messages = [{"role": roles[n % 3], "content": text} for n, text in enumerate(texts)]
+    return {"model": "tiny", "messages": messages, **fields}
+
+
+def num_shared(first: dict[str, Any], second: dict[str, Any]) -> int:
+    pairs = zip(prompt_chunks(first), prompt_chunks(second), strict=False)
+    return sum(one == other for one, other in pairs)
+
+
+def test_the_next_turn_begins_with_the_chunks_of_the_last() -> None:
+    first, second = chat(SYSTEM, "What is 2 + 2?"), chat(SYSTEM, "What is 2 + 2?", "4", "And 3?")
+    assert len(prompt_chunks(first)) >= len(SYSTEM) // CHUNK_CHARS
+    assert num_shared(first, second) == len(prompt_chunks(first))
+
+
+def test_what_changes_the_prompt_changes_the_chunks() -> None:
+    request = chat(SYSTEM, "Hello")
+    for other in (
+        chat("X" + SYSTEM, "Hello"),
+        chat(SYSTEM, "Hello", model="smollm2"),
+        chat(SYSTEM, "Hello", tools=[{"type": "function", "function": {"name": "f" * 300}}]),
+        {"model": "tiny", "prompt": SYSTEM},
+    ):
+        assert num_shared(request, other) == 0
+    assert num_shared(request, chat(SYSTEM, "Hello", temperature=1)) == len(prompt_chunks(request))
+
+
+def test_each_api_has_chunks() -> None:
+    parts = [{"type": "text", "text": SYSTEM}]
+    for body in (
+        {"messages": [{"role": "user", "content": parts}]},
+        {"system": SYSTEM, "messages": []},
+        {"instructions": SYSTEM, "input": "a"},
+        {"input": [{"role": "user", "content": SYSTEM}]},
+        {"prompt": SYSTEM},
+    ):
+        assert len(prompt_chunks(body)) >= 6
+    assert prompt_chunks({"messages": 3, "prompt": None, "system": "short"}) == ()
+    assert prompt_chunks({"prompt": "\ud800" * 300})
+
+
+def test_the_replica_with_most_chunks_is_first() -> None:
+    table, chunks = PrefixTable(), prompt_chunks(chat(SYSTEM, "a"))
+    table.add(chunks[:2], "a")
+    table.add(chunks, "b")
+    assert table.cached_chunks(chunks, LOADS) == {"a": 2, "b": len(chunks), "c": 0}
+    assert table.rank(chunks, {"a": 0, "b": 4, "c": 0}, spill=4)[0] == "b"
+
+
+def test_a_replica_that_is_too_busy_is_passed_over() -> None:
+    table, chunks = PrefixTable(), prompt_chunks(chat(SYSTEM, "a"))
+    table.add(chunks[:2], "a")
+    table.add(chunks, "b")
+    ranked = table.rank(chunks, {"a": 0, "b": 5, "c": 0}, spill=4)
+    assert ranked == ["a", "c", "b"], "of the least loaded, the one with some of the prefix"
+
+
+def test_a_replica_that_ended_is_forgotten() -> None:
+    table, chunks = PrefixTable(), prompt_chunks(chat(SYSTEM, "a"))
+    table.add(chunks, "a")
+    table.add(chunks[:1], "b")
+    table.drop("a")
+    assert table.cached_chunks(chunks, LOADS) == {"a": 0, "b": 1, "c": 0}
+    table.drop("b")
+    assert not table._owners
+
+
+def test_the_table_keeps_the_latest_chunks() -> None:
+    table = PrefixTable(max_chunks=4)
+    old, new = [b"1", b"2", b"3"], [b"4", b"5"]
+    table.add(old, "a")
+    table.add(new, "b")
+    assert table.cached_chunks(old, LOADS)["a"] == 0, "its first chunk is gone"
+    assert table.cached_chunks(new, LOADS)["b"] == 2
+
+
+def test_gateways_that_know_nothing_choose_the_same_and_spread_prompts() -> None:
+    firsts = []
+    for number in range(300):
+        chunks = prompt_chunks(chat(f"{number} {SYSTEM}", "a"))
+        ranked = PrefixTable().rank(chunks, LOADS, spill=4)
+        assert ranked == PrefixTable().rank(chunks, dict(reversed(LOADS.items())), spill=4)
+        assert sorted(ranked) == ["a", "b", "c"]
+        firsts.append(ranked[0])
+    assert min(firsts.count(name) for name in LOADS) > 60
+    assert PrefixTable().rank((), {}, spill=4) == []
