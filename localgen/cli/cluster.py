@@ -67,7 +67,9 @@ def up(
     )
     found = resolve_model(config.model)
     settings = ServerSettings.from_environment()
-    tables.print_notice(f"starting {config.replicas} replicas; log: {running.log_path(settings)}")
+    running.require_startable(config, settings)
+    replicas_text = "1 replica" if config.replicas == 1 else f"{config.replicas} replicas"
+    tables.print_notice(f"starting {replicas_text}; log: {running.log_path(settings)}")
     started = running.start(config, found.name, settings)
     tables.print_line(f"{started.url} answers: localgen chat --url cluster")
 

@@ -66,7 +66,7 @@ def hold_lock(settings: ServerSettings) -> IO[str]:
 
     Raises ServerUnavailable if another one does.
     """
-    lock = open(lock_path(settings), "a")  # noqa: SIM115: for the life of the process
+    lock = open(lock_path(settings), "a")  # noqa: SIM115
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -75,12 +75,8 @@ def hold_lock(settings: ServerSettings) -> IO[str]:
     return lock
 
 
-def start(config: ClusterConfig, model: str, settings: ServerSettings) -> RunningCluster:
-    """Start a cluster and wait until all replicas are ready. model: its name, for clients.
-
-    Raises RayMissing, BadSetting for a port that is taken, ServerUnavailable if it runs already or
-    does not start.
-    """
+def require_startable(config: ClusterConfig, settings: ServerSettings) -> None:
+    """Raise RayMissing, BadSetting for a port that is taken, ServerUnavailable if one runs."""
     if find_spec("ray") is None:
         raise RayMissing("localgen cluster needs Ray: pip install 'localgen[cluster]'")
     running = RunningCluster.find(settings)
@@ -88,8 +84,15 @@ def start(config: ClusterConfig, model: str, settings: ServerSettings) -> Runnin
         raise ServerUnavailable(
             f"a cluster runs at {running.url}: `localgen cluster down` ends it first"
         )
-    access = config.access()
-    open_tcp_socket(access).close()
+    open_tcp_socket(config.access()).close()
+
+
+def start(config: ClusterConfig, model: str, settings: ServerSettings) -> RunningCluster:
+    """Start a cluster and wait until all replicas are ready. model: its name, for clients.
+
+    Raises as require_startable(), and ServerUnavailable if it does not start.
+    """
+    require_startable(config, settings)
     settings.create_dirs()
     with open(log_path(settings), "wb") as log:
         process = subprocess.Popen(
