@@ -33,6 +33,8 @@ class Replica(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         headers = {name.lower(): value for name, value in self.headers.items()}
         self.server.seen.append((self.path, headers, body))
+        if self.server.dies:
+            return self._reset()
         _, _, script = self.path.partition("?")
         media = "application/x-ndjson" if self.path.startswith(OLLAMA) else "text/event-stream"
         self.send_response(200)
@@ -50,13 +52,17 @@ class Replica(BaseHTTPRequestHandler):
         if script == "endless":
             self.server.closed.set() if self._send_until_closed() else None
         elif script == "breaks":
-            linger = struct.pack("ii", 1, 0)  # a reset, as from a process that was killed
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-            self.connection.close()
-            self.close_connection = True
+            self._reset()
         else:
             self._send(b"data: [DONE]\n\n")
             self._send(b"")
+
+    def _reset(self) -> None:
+        """End as a process that was killed."""
+        linger = struct.pack("ii", 1, 0)
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        self.connection.close()
+        self.close_connection = True
 
     def _send(self, piece: bytes) -> None:
         self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
@@ -81,6 +87,7 @@ class ScriptedServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Replica)
         self.seen: list[tuple[str, dict[str, str], bytes]] = []
         self.closed = threading.Event()
+        self.dies = False
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         pass
@@ -233,6 +240,14 @@ def test_a_replica_that_is_gone_is_passed_over(replica: ScriptedServer) -> None:
     sent = ask(Asked(url), CHAT)
     assert sent[0]["status"] == 503
     assert "try again" in text_of(sent)
+
+
+def test_a_replica_that_dies_before_it_answers_is_passed_over(replica: ScriptedServer) -> None:
+    with scripted() as dying:
+        dying.dies = True
+        asked = Asked(dying.url, replica.url)
+        assert json.loads(text_of(ask(asked, CHAT))) == {"port": replica.server_port}
+        assert (len(dying.seen), asked.gone[1]) == (1, {"r1"})
 
 
 def test_a_client_that_leaves_ends_its_request(replica: ScriptedServer) -> None:

@@ -9,12 +9,16 @@ from typing import Any
 
 import uvicorn
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.config import RequestRouterConfig
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from localgen.backends.errors import ServerUnavailable
 from localgen.cluster.config import ClusterConfig
 from localgen.cluster.gateway import Choice, Gateway
 from localgen.cluster.replica import EngineReplica
+from localgen.cluster.totals import NO_REPLICA
 from localgen.server.http.access import open_tcp_socket
 from localgen.server.http.guard import GuardMiddleware
 from localgen.server.http.private_ports import Listener, PrivatePorts
@@ -26,6 +30,7 @@ REPLICAS, GATEWAY = "EngineReplica", "GatewayServer"
 _MAX_ONGOING = 4096
 _HEALTH_PERIOD_S, _HEALTH_TIMEOUT_S = 2.0, 10.0
 _DRAIN_TIMEOUT_S = 15.0
+_ASK_TIMEOUT_S = 10.0
 
 
 class GatewayServer:
@@ -60,15 +65,22 @@ class GatewayServer:
     async def _choose(
         self, chunks: Sequence[bytes], wanted: str | None, gone: frozenset[str]
     ) -> AsyncIterator[Choice]:
+        """A slot of a replica. Raises ServerUnavailable if there is none and none is started."""
         chosen = self._replicas.get.choose_replica(tuple(chunks), wanted, gone)
-        async with chosen as selection:
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                selection = await stack.enter_async_context(chosen)
+            except (RayError, RayServeException) as error:
+                raise ServerUnavailable(NO_REPLICA) from error
             yield Choice(selection.replica_id, selection.replica_metadata["url"])
 
     async def _ask_all(self, path: str) -> Sequence[tuple[str, bytes]]:
-        answers: list[tuple[str, bytes]] = await self._replicas.broadcast(
-            "get", path
-        ).results_async()
-        return answers
+        asked = self._replicas.broadcast("get", path)
+        try:
+            answers = await asked.results_async(timeout_s=_ASK_TIMEOUT_S, return_exceptions=True)
+        except (RayError, RayServeException, TimeoutError) as error:
+            raise ServerUnavailable(NO_REPLICA) from error
+        return [answer for answer in answers if not isinstance(answer, Exception)]
 
 
 def build_app(config: ClusterConfig) -> serve.Application:

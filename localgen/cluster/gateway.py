@@ -31,7 +31,6 @@ _HOP_HEADERS = frozenset(
     {b"host", b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"trailer"}
 )
 _OWN_ID = re.compile(r"/v1/(?:requests|responses)/(?:resp_)?([0-9a-zA-Z]+)")
-_UNREACHED = (httpx.ConnectError, httpx.ConnectTimeout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +88,14 @@ class Gateway:
                     gone.add(choice.replica)
                     await self._forward(choice, scope, body, exchange)
                 return
+            except ServerUnavailable as error:
+                await error_response(path, error.code, error.message)(scope, receive, send)
+                return
             except httpx.HTTPError as error:
                 if exchange.has_started:
                     await exchange.fail(error)
                     return
-                if not tries_left or not isinstance(error, _UNREACHED):
+                if not tries_left:
                     await error_response(path, ServerUnavailable.code, _ENDED)(scope, receive, send)
                     return
 

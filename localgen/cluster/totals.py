@@ -11,6 +11,7 @@ from localgen.backends.errors import ServerUnavailable
 
 # field of /v1/stats
 REPLICAS = "replicas"
+NO_REPLICA = "no replica is ready: try again"
 _SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (\S+)$")
 
 
@@ -21,7 +22,7 @@ def merged_stats(answers: Sequence[tuple[str, bytes]]) -> dict[str, Any]:
     """
     found = sorted((replica, json.loads(body)) for replica, body in answers)
     if not found:
-        raise ServerUnavailable("no replica is ready: try again")
+        raise ServerUnavailable(NO_REPLICA)
     total: dict[str, Any] = dict(found[0][1])
     total["models"] = [
         {**model, "name": f"{model['name']}@{replica}"}
