@@ -247,7 +247,7 @@ def test_a_replica_that_dies_before_it_answers_is_passed_over(replica: ScriptedS
         dying.dies = True
         asked = Asked(dying.url, replica.url)
         assert json.loads(text_of(ask(asked, CHAT))) == {"port": replica.server_port}
-        assert (len(dying.seen), asked.gone[1]) == (1, {"r1"})
+        assert (len(dying.seen), asked.gone[1]) == (1, frozenset({"r1"}))
 
 
 def test_a_client_that_leaves_ends_its_request(replica: ScriptedServer) -> None:
