@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import httpx
 
@@ -68,10 +67,6 @@ class EngineReplica:
         """Its name, and the body of a GET of its server."""
         reply = await self._client.get(path, timeout=_HEALTH_TIMEOUT_S)
         return self.name, reply.content
-
-    def describe(self) -> dict[str, Any]:
-        """For `localgen cluster status`."""
-        return {"name": self.name, "url": self.url, "pid": self._server.pid}
 
     def __del__(self) -> None:
         server = getattr(self, "_server", None)

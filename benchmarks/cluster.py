@@ -1,0 +1,192 @@
+"""`localgen cluster`: what the gateway adds to a request, and what routing by prefix saves.
+
+Replicas of the built-in model on this machine. The same requests go to the gateway and to the
+servers of its replicas: to one of them for what the gateway adds, to all in turn (round robin) for
+what routing saves. Needs localgen[cluster]: run it with the Python of .venv/cluster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from benchmarks.measure import ModelLine, Report, Series, command
+from localgen.backends.types import Message
+from localgen.bench.measured_request import MeasuredRequest, Target
+from localgen.client import Client
+from localgen.client.connection import EndpointConnection
+from localgen.client.endpoints import Endpoint
+from localgen.server.http.access import AccessPolicy, open_tcp_socket
+
+_MODEL, _PROMPT_WORDS, _ANSWER_TOKENS = "tiny", 700, 32
+_RATE = 500.0  # tokens/s at which the gateway's CPU is given
+_NUM_STREAMS, _STREAM_TOKENS = 4, 400
+_WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """gateway: a client of the gateway. replicas: clients of the servers behind it."""
+
+    gateway: Target
+    replicas: tuple[Target, ...]
+    gateway_process: psutil.Process
+
+
+@contextmanager
+def running_cluster(num_replicas: int) -> Iterator[Cluster]:
+    """A cluster with folders of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {
+            "LOCALGEN_RUNTIME_DIR": f"{folder}/run",
+            "LOCALGEN_STATE_DIR": f"{folder}/state",
+        }
+        with open_tcp_socket(AccessPolicy(port=0)) as sock:
+            port = sock.getsockname()[1]
+
+        def run(*arguments: str) -> None:
+            program = [sys.executable, "-m", "localgen", "cluster", *arguments]
+            subprocess.run(program, env=environment, check=True)
+
+        run("up", _MODEL, "--port", str(port), "--replicas", str(num_replicas))
+        try:
+            servers = [each for each in _own_processes(folder) if _has(each, "replica_server")]
+            (gateway,) = [each for each in _own_processes(folder) if _has(each, "GatewayServer")]
+            ports = [each.cmdline()[-1] for each in servers]
+            yield Cluster(_target(port), tuple(map(_target, ports)), gateway)
+        finally:
+            run("down")
+
+
+def _own_processes(folder: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("LOCALGEN_STATE_DIR") == f"{folder}/state":
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def _has(process: psutil.Process, word: str) -> bool:
+    return word in " ".join(process.cmdline())
+
+
+def _target(port: int | str) -> Target:
+    endpoint = Endpoint(f"http://127.0.0.1:{port}/v1")
+    return Target(Client(EndpointConnection(endpoint, print)), _MODEL, None, is_chat=True)
+
+
+def ask(target: Target, system: str, question: str, tokens: int) -> MeasuredRequest:
+    """Raises RuntimeError if there is no answer."""
+    request = target.ask([Message("system", system), Message("user", question)], tokens)
+    if request.error:
+        raise RuntimeError(request.error)
+    return request
+
+
+def ttft_ms(request: MeasuredRequest) -> float:
+    return (request.first_s - request.sent_s) * 1e3
+
+
+def added_ms(cluster: Cluster, rounds: int) -> tuple[list[float], list[float]]:
+    """Times to the first token of one short prompt that is cached: by the gateway, and directly."""
+    by_gateway, direct = [], []
+    for number in range(rounds + 3):
+        pair = [ttft_ms(ask(each, "Be brief.", "Hello", 2)) for each in _both(cluster)]
+        if number >= 3:  # caches and connections are warm
+            by_gateway.append(pair[0])
+            direct.append(pair[1])
+    return by_gateway, direct
+
+
+def _both(cluster: Cluster) -> tuple[Target, Target]:
+    return cluster.gateway, cluster.replicas[0]
+
+
+def gateway_cores(cluster: Cluster) -> tuple[float, float]:
+    """Tokens/s of several streams, and the gateway's cores at _RATE tokens/s."""
+    before, began_s = _cpu_s(cluster.gateway_process), time.monotonic()
+    with ThreadPoolExecutor(_NUM_STREAMS) as pool:
+        streams = list(
+            pool.map(
+                lambda n: ask(cluster.gateway, f"You are number {n}.", "Count.", _STREAM_TOKENS),
+                range(_NUM_STREAMS),
+            )
+        )
+    tokens = sum(stream.completion_tokens for stream in streams)
+    rate = tokens / (time.monotonic() - began_s)
+    return rate, (_cpu_s(cluster.gateway_process) - before) / tokens * _RATE
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def shared_prompts(targets: Sequence[Target], tag: str, rounds: int) -> tuple[list[float], float]:
+    """Each of eight long prompts, several times: times to the first token, and the share cached.
+
+    targets: asked in turn, beginning with another one each time: as there are even numbers of
+    prompts and targets, each prompt would come to one target by accident.
+    """
+    times, cached, total = [], 0, 0
+    for number in range(rounds):
+        for at, word in enumerate(_WORDS):
+            system = f"{tag} {word} " * (_PROMPT_WORDS // 2)
+            target = targets[(number * len(_WORDS) + at + number) % len(targets)]
+            request = ask(target, system, f"Question {number}", _ANSWER_TOKENS)
+            times.append(ttft_ms(request))
+            cached += request.cached_tokens
+            total += request.prompt_tokens
+    return times, cached / total
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; prints a line for each figure."""
+    parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.cluster")
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5, help="of each prompt")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args(arguments)
+    line = ModelLine(_MODEL, 0, 0)
+    report = Report(line, options.rounds, False, 0, {})
+
+    def add(test: str, side: str, unit: str, values: Sequence[float]) -> None:
+        print(f"{test}, {side}: median {statistics.median(values):.3f} {unit}", flush=True)
+        report.series.append(Series(test, side, unit, tuple(values), line))
+
+    with running_cluster(options.replicas) as cluster:
+        by_gateway, direct = added_ms(cluster, 40 * options.rounds)
+        add("TTFT of a short cached prompt", "gateway", "ms", by_gateway)
+        add("TTFT of a short cached prompt", "replica", "ms", direct)
+        for _ in range(2):
+            rate, cores = gateway_cores(cluster)
+        add(f"{_NUM_STREAMS} streams", "gateway", "tokens/s", [rate])
+        add(f"the gateway's CPU at {_RATE:.0f} tokens/s", "gateway", "cores", [cores])
+        test = f"8 long prompts, {options.rounds} times, {options.replicas} replicas"
+        sides = {"gateway": [cluster.gateway], "round robin": list(cluster.replicas)}
+        for side, targets in sides.items():
+            times, share = shared_prompts(targets, side.split()[0], options.rounds)
+            add(f"{test}: TTFT", side, "ms", times)
+            add(f"{test}: share of the prompts that was cached", side, "of 1", [share])
+    report.commands.append(command("benchmarks.cluster", arguments))
+    report.save("cluster", options.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
