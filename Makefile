@@ -9,7 +9,6 @@ GPU_PYTHON := $(VENV)/bin/python
 GPU_SETUP := $(VENV)/.installed-dev
 AGENTS := @openai/codex opencode-ai
 CLIENTS := litellm==1.110.2 lm_eval[api]==0.4.13
-CLUSTER := ray[serve]==2.60.0
 # another Python, if named on the command line, has an environment of its own without torch
 ifeq ($(origin PYTHON),command line)
 VENV := .venv-$(notdir $(PYTHON))
@@ -75,9 +74,9 @@ test-cluster: $(VENV)/.installed-dev $(VENV)/cluster/.installed $(MODEL)
 	@OMP_WAIT_POLICY=PASSIVE $(VENV)/cluster/bin/python -m pytest -rs tests/test_cluster_live.py $(ARGS)
 
 $(VENV)/clients/.installed: OVERLAY := $(CLIENTS)
-$(VENV)/cluster/.installed: OVERLAY := $(CLUSTER)
+$(VENV)/cluster/.installed: OVERLAY := --no-deps --require-hashes -r requirements/cluster.txt
 # over the packages of the tests, because they need other versions of some; the last line marks that it is whole
-$(VENV)/clients/.installed $(VENV)/cluster/.installed: Makefile
+$(VENV)/clients/.installed $(VENV)/cluster/.installed: Makefile requirements/cluster.txt
 	@rm -rf $(@D) && $(VENV)/bin/python -m venv $(@D)
 	@$(VENV)/bin/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 		>"$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth"

@@ -5,7 +5,8 @@
 
 A file holds the hashes of all files of a version, for every platform and Python. test.txt lists
 what tests need beyond run.txt, dev.txt what development needs beyond both, torch-cpu.txt and
-torch.txt the builds of torch, cuda.txt what that of torch.txt needs on Linux beyond dev.txt.
+torch.txt the builds of torch, cuda.txt what that of torch.txt needs on Linux beyond dev.txt,
+cluster.txt what clusters need beyond dev.txt.
 """
 
 from __future__ import annotations
@@ -60,6 +61,11 @@ def lock(options: list[str]) -> None:
         assert not rest, rest
         output.write_text("".join(locked.values()))
         cuda(output, locked)
+        kept = HERE / "cluster.txt"
+        output.write_text("".join(locked.values()) + (kept.read_text() if kept.exists() else ""))
+        needed = blocks(compile_(options, output, [str(PYPROJECT), "--extra", "cluster"]))
+        lines = [block for name, block in needed.items() if name not in locked]
+        write("cluster", "What clusters need beyond dev.txt.", lines)
     for file, (package, purpose) in SINGLE.items():
         single(options, file, purpose, (package,))
     single(options, "build", "What compiles llama-cpp-python.", BUILD)

@@ -20,7 +20,18 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
-LOCKED = ("run", "test", "dev", "torch", "torch-cpu", "cuda", "llama", "smollm2", "build")
+LOCKED = (
+    "run",
+    "test",
+    "dev",
+    "torch",
+    "torch-cpu",
+    "cuda",
+    "cluster",
+    "llama",
+    "smollm2",
+    "build",
+)
 # installed apart, or instead of what the others install
 APART = {"torch-cpu", "cuda", "build"}
 WHEEL = "llama_cpp_python-0.0.1-py3-none-any.whl"

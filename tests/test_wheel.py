@@ -95,6 +95,7 @@ def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
         "cuda",
         "quant",
         "smollm2",
+        "cluster",
         "test",
         "dev",
     }
