@@ -63,6 +63,8 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 def test_other_machines_need_a_key() -> None:
     with pytest.raises(BadSetting, match="reachable from other machines"):
         ClusterConfig(host="0.0.0.0").access()
+    with pytest.raises(BadSetting, match="with --address, give --api-key-file"):
+        ClusterConfig(address="10.0.0.1:6379").access()
 
 
 def test_without_ray_the_remedy_is_said(

@@ -41,6 +41,11 @@ class ClusterConfig:
         keys = read_api_keys(Path(self.api_key_file)) if self.api_key_file else ()
         policy = AccessPolicy(host=self.host, port=self.port, keys=keys)
         policy.validate()
+        if self.address is not None and not keys:
+            raise BadSetting(
+                "replicas on other machines must not answer anybody: with --address, give "
+                "--api-key-file, at the same path on each machine"
+            )
         return policy
 
     def with_options(self, **options: Any) -> ClusterConfig:
