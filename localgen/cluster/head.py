@@ -12,11 +12,6 @@ from localgen.cluster.config import ClusterConfig
 from localgen.cluster.running import hold_lock
 from localgen.config import ServerSettings
 
-# metrics are pushed every 10 s unless told otherwise
-_PUSH_VARIABLES = (
-    "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S",
-    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S",
-)
 _OBJECT_STORE_BYTES = 100 << 20
 
 
@@ -29,7 +24,6 @@ def main() -> int:
 
 
 def _run(config: ClusterConfig) -> None:
-    os.environ.update(dict.fromkeys(_PUSH_VARIABLES, "1"))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
     from ray import serve
