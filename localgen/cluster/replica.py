@@ -54,7 +54,7 @@ class EngineReplica:
         return f"http://{self._host}:{self._port}"
 
     def record_replica_metadata(self) -> dict[str, str]:
-        """What a gateway needs to reach it."""
+        """The URL of its server, for gateways."""
         return {"url": self.url}
 
     async def check_health(self) -> None:
