@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from localgen.backends.errors import InvalidRequest, ServerUnavailable
+from localgen.backends.errors import InvalidRequest, LoadFailed, ServerUnavailable
 from localgen.client.endpoints import resolve_endpoint
 from localgen.cluster import running
 from localgen.cluster.config import ClusterConfig, read_cluster_file
-from localgen.cluster.running import RayMissing, RunningCluster
+from localgen.cluster.running import RunningCluster, hold_lock
 from localgen.config import BadSetting, ServerSettings
 from localgen.server.http.access import AccessPolicy, open_tcp_socket
 
@@ -71,7 +71,7 @@ def test_without_ray_the_remedy_is_said(
     settings: ServerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(running, "find_spec", lambda _: None)
-    with pytest.raises(RayMissing, match=r"pip install 'localgen\[cluster\]'"):
+    with pytest.raises(LoadFailed, match=r"pip install 'localgen\[cluster\]'"):
         start(settings, 8080)
 
 
@@ -92,6 +92,21 @@ def test_a_cluster_that_does_not_start_says_why(
     with pytest.raises(ServerUnavailable, match=r"did not start: no such address \(log: /"):
         start(settings, _free_port())
     assert RunningCluster.find(settings) is None
+
+
+def test_a_cluster_that_starts_is_told_apart_from_one_that_was_killed(
+    settings: ServerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "find_spec", lambda _: object())
+    settings.create_dirs()
+    stale = settings.runtime_dir / "cluster.json"
+    stale.write_text('{"pid": 1, "url": "http://old", "model": "m", "api_key_file": null}')
+    assert RunningCluster.find(settings) is None, "its lock is free"
+    stale.unlink()
+    with hold_lock(settings):
+        assert RunningCluster.find(settings) is None
+        with pytest.raises(ServerUnavailable, match="another cluster of yours starts"):
+            start(settings, _free_port())
 
 
 def test_a_cluster_is_found_and_ended(

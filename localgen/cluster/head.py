@@ -9,7 +9,7 @@ import sys
 import threading
 
 from localgen.cluster.config import ClusterConfig
-from localgen.cluster.running import hold_lock
+from localgen.cluster.running import READY, hold_lock
 from localgen.config import ServerSettings
 
 _OBJECT_STORE_BYTES = 100 << 20
@@ -39,7 +39,7 @@ def _run(config: ClusterConfig) -> None:
         signal.signal(number, lambda *_: stop.set())
     serve.start(proxy_location="Disabled")
     serve.run(build_app(config), name=APP_NAME, route_prefix=None)
-    print("ready", flush=True)
+    print(READY, flush=True)
     stop.wait()
     serve.delete(APP_NAME)
     if config.address is None:

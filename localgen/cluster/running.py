@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import os
 import signal
 import subprocess
 import time
@@ -16,24 +15,19 @@ from typing import IO
 
 import psutil
 
-from localgen.backends.errors import LocalgenError, ServerUnavailable
+from localgen.backends.errors import LoadFailed, ServerUnavailable
 from localgen.backends.terminal_text import one_line
 from localgen.cluster.config import ClusterConfig
 from localgen.config import ServerSettings
+from localgen.locked_file import LockedFile
 from localgen.machine.python_process import python_command, python_environment
 from localgen.server.http.access import host_and_port, open_tcp_socket
 
-READY = b"ready\n"
+READY = "ready"  # printed by the process that owns the cluster
 # Serve deletes the deployments and gives their requests time to end
 _END_TIMEOUT_S = 60.0
 _POLL_S = 0.1
 _LOG_BYTES = 1 << 16
-
-
-class RayMissing(LocalgenError):
-    """ray is not installed."""
-
-    code = "load_failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +44,9 @@ class RunningCluster:
 
     @classmethod
     def find(cls, settings: ServerSettings) -> RunningCluster | None:
-        """The cluster that runs, or None."""
-        try:
-            with open(lock_path(settings)) as lock:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return None
-        except BlockingIOError:
-            return cls(**json.loads(_state_path(settings).read_text()))
-        except OSError:
-            return None
+        """The cluster that runs, or None if there is none or it still starts."""
+        text = _state_file(settings).read_text() if _is_locked(settings) else ""
+        return cls(**json.loads(text)) if text else None
 
 
 def hold_lock(settings: ServerSettings) -> IO[str]:
@@ -76,14 +64,17 @@ def hold_lock(settings: ServerSettings) -> IO[str]:
 
 
 def require_startable(config: ClusterConfig, settings: ServerSettings) -> None:
-    """Raise RayMissing, BadSetting for a port that is taken, ServerUnavailable if one runs."""
+    """Raise LoadFailed without Ray, BadSetting for a port that is taken, ServerUnavailable if a
+    cluster runs or starts."""
     if find_spec("ray") is None:
-        raise RayMissing("localgen cluster needs Ray: pip install 'localgen[cluster]'")
+        raise LoadFailed("localgen cluster needs Ray: pip install 'localgen[cluster]'")
     running = RunningCluster.find(settings)
     if running is not None:
         raise ServerUnavailable(
             f"a cluster runs at {running.url}: `localgen cluster down` ends it first"
         )
+    if _is_locked(settings):
+        raise ServerUnavailable("another cluster of yours starts: wait, or press Ctrl+C there")
     open_tcp_socket(config.access()).close()
 
 
@@ -94,6 +85,7 @@ def start(config: ClusterConfig, model: str, settings: ServerSettings) -> Runnin
     """
     require_startable(config, settings)
     settings.create_dirs()
+    _state_file(settings).path.unlink(missing_ok=True)  # of one that was killed
     with open(log_path(settings), "wb") as log:
         process = subprocess.Popen(
             python_command("localgen.cluster.head", json.dumps(asdict(config))),
@@ -106,14 +98,14 @@ def start(config: ClusterConfig, model: str, settings: ServerSettings) -> Runnin
     assert process.stdout is not None
     try:
         with process.stdout:
-            if READY not in iter(process.stdout.readline, b""):
+            if READY not in (line.decode().strip() for line in process.stdout):
                 raise ServerUnavailable(_failure(settings))
     except BaseException:  # Ctrl+C as well
         _end(psutil.Process(process.pid))
         raise
     url = f"http://{host_and_port(config.host, config.port)}"
     cluster = RunningCluster(process.pid, url, model, config.api_key_file)
-    _write_state(cluster, settings)
+    _state_file(settings).store(json.dumps(asdict(cluster)))
     return cluster
 
 
@@ -121,7 +113,7 @@ def stop(cluster: RunningCluster, settings: ServerSettings) -> None:
     """End a cluster: running requests have a few seconds."""
     with contextlib.suppress(psutil.NoSuchProcess):
         _end(psutil.Process(cluster.pid))
-    _state_path(settings).unlink(missing_ok=True)
+    _state_file(settings).path.unlink(missing_ok=True)
 
 
 def log_path(settings: ServerSettings) -> Path:
@@ -133,15 +125,20 @@ def lock_path(settings: ServerSettings) -> Path:
     return settings.runtime_dir / "cluster.lock"
 
 
-def _state_path(settings: ServerSettings) -> Path:
-    return settings.runtime_dir / "cluster.json"
+def _is_locked(settings: ServerSettings) -> bool:
+    """True while the process that owns a cluster runs."""
+    try:
+        with open(lock_path(settings)) as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
 
 
-def _write_state(cluster: RunningCluster, settings: ServerSettings) -> None:
-    path = _state_path(settings)
-    written = path.with_suffix(".tmp")
-    written.write_text(json.dumps(asdict(cluster)))
-    os.replace(written, path)
+def _state_file(settings: ServerSettings) -> LockedFile:
+    return LockedFile(settings.runtime_dir / "cluster.json")
 
 
 def _end(process: psutil.Process) -> None:
