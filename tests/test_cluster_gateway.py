@@ -39,7 +39,8 @@ class Replica(BaseHTTPRequestHandler):
         media = "application/x-ndjson" if self.path.startswith(OLLAMA) else "text/event-stream"
         self.send_response(200)
         self.send_header("Content-Type", media if script else "application/json")
-        self.send_header("X-Request-Id", "id1" if self.path == CHAT else "other")
+        if self.path == CHAT:
+            self.send_header("X-Request-Id", "id1")
         if not script:
             answer = json.dumps({"port": self.server.server_port}).encode()
             self.send_header("Content-Length", str(len(answer)))

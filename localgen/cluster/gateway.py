@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from localgen.backends.errors import ServerUnavailable
 from localgen.cluster.prefix_table import prompt_chunks
@@ -21,6 +21,8 @@ from localgen.cluster.totals import merged_metrics, merged_stats
 from localgen.server.anthropic import serializer as anthropic
 from localgen.server.http.errors import error_response
 from localgen.server.ollama import serializer as ollama
+from localgen.server.requests.protocol import encode_json
+from localgen.server.stats.metrics import CONTENT_TYPE
 
 # requests whose replica is remembered: to cancel one, or to continue an answer that it stores
 _MAX_REQUESTS = 10_000
@@ -30,6 +32,7 @@ _CONNECT_TIMEOUT_S = 2.0
 _HOP_HEADERS = frozenset(
     {b"host", b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"trailer"}
 )
+_ENDED = "the engine that answered has ended: try again"
 _OWN_ID = re.compile(r"/v1/(?:requests|responses)/(?:resp_)?([0-9a-zA-Z]+)")
 
 
@@ -79,7 +82,7 @@ class Gateway:
 
     async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         path, fields = scope["path"], _json_object(body)
-        chunks, wanted = prompt_chunks(fields), self._owner(scope["path"], fields)
+        chunks, wanted = prompt_chunks(fields), self._owner(path, fields)
         exchange = _Exchange(path, send, self._remember)
         gone: set[str] = set()
         for tries_left in reversed(range(_MAX_TRIES)):
@@ -127,22 +130,21 @@ class Gateway:
 
     def _total(self, path: str, answers: Sequence[tuple[str, bytes]]) -> Response:
         if path == "/metrics":
-            return Response(merged_metrics(answers), media_type="text/plain; version=0.0.4")
-        return Response(json.dumps(merged_stats(answers)), media_type="application/json")
+            return Response(merged_metrics(answers), headers={"Content-Type": CONTENT_TYPE})
+        return Response(encode_json(merged_stats(answers)), media_type="application/json")
 
     def _owner(self, path: str, fields: Mapping[str, Any]) -> str | None:
         """The replica that answered what the request is about, or None."""
         named = _OWN_ID.match(path)
-        request_id = named[1] if named else str(fields.get("previous_response_id") or "")
+        request_id = named[1] if named else fields.get("previous_response_id")
+        if not isinstance(request_id, str):
+            return None
         return self._replica_by_request.get(request_id.removeprefix("resp_"))
 
     def _remember(self, request_id: str, replica: str) -> None:
         self._replica_by_request[request_id] = replica
         while len(self._replica_by_request) > _MAX_REQUESTS:
             self._replica_by_request.popitem(last=False)
-
-
-_ENDED = "the engine that answered has ended: try again"
 
 
 class _Exchange:
@@ -154,7 +156,8 @@ class _Exchange:
         self.has_started = False
 
     async def start(self, replica: str, response: httpx.Response) -> None:
-        self._remember(response.headers.get("x-request-id", ""), replica)
+        if request_id := response.headers.get("x-request-id"):
+            self._remember(request_id, replica)
         self._media_type = response.headers.get("content-type", "")
         headers = [
             (name.lower(), value)
@@ -163,15 +166,15 @@ class _Exchange:
         ]
         headers.append((b"x-localgen-replica", replica.encode()))
         self.has_started = True
-        await self._write(
+        await self._send(
             {"type": "http.response.start", "status": response.status_code, "headers": headers}
         )
 
     async def write(self, piece: bytes) -> None:
-        await self._write({"type": "http.response.body", "body": piece, "more_body": True})
+        await self._send({"type": "http.response.body", "body": piece, "more_body": True})
 
     async def end(self) -> None:
-        await self._write({"type": "http.response.body", "body": b""})
+        await self._send({"type": "http.response.body", "body": b""})
 
     async def fail(self, error: httpx.HTTPError) -> None:
         """End a stream whose replica has ended with an error event; cut off any other answer."""
@@ -184,9 +187,6 @@ class _Exchange:
         else:
             raise error
         await self.end()
-
-    async def _write(self, message: Message) -> None:
-        await self._send(message)
 
 
 async def _wait_until_gone(receive: Receive) -> None:

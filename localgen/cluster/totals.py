@@ -45,7 +45,7 @@ def merged_metrics(answers: Iterable[tuple[str, bytes]]) -> str:
             if line.startswith("# "):
                 _, kind, family, *_ = line.split(" ", 3)
                 lines = heads.setdefault(family, [])
-                if line not in lines and not any(each.startswith(f"# {kind} ") for each in lines):
+                if not any(each.startswith(f"# {kind} ") for each in lines):
                     lines.append(line)
             elif match := _SAMPLE.match(line):
                 name, labels, value = match.groups()
