@@ -23,6 +23,7 @@ from localgen.server.http.access import open_tcp_socket
 from localgen.server.http.guard import GuardMiddleware
 from localgen.server.http.private_ports import Listener, PrivatePorts
 from localgen.server.http.rate_limit import RateLimiter
+from localgen.server.serving import raise_open_file_limit, uvicorn_config
 
 APP_NAME = "localgen"
 REPLICAS, GATEWAY = "EngineReplica", "GatewayServer"
@@ -42,18 +43,8 @@ class GatewayServer:
         gateway = Gateway(self._choose, self._ask_all)
         ports = PrivatePorts(_refuse_to_listen)
         app = GuardMiddleware(gateway, access, RateLimiter(access.rate_limit), ports)
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                http="httptools",
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-            )
-        )
+        raise_open_file_limit()
+        self._server = uvicorn.Server(uvicorn_config(app))
         self._serving = asyncio.create_task(self._server.serve([open_tcp_socket(access)]))
 
     def check_health(self) -> None:

@@ -14,6 +14,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from localgen.backends.errors import ServerUnavailable
@@ -128,6 +129,23 @@ def _trace_recorder(settings: ServerSettings) -> TraceRecorder | None:
     return TraceRecorder(settings.record_trace, settings)
 
 
+def uvicorn_config(app: ASGIApp) -> uvicorn.Config:
+    """How an application is served, with the limits on connections of _HttpConnection."""
+    return uvicorn.Config(
+        app,
+        http=_HttpConnection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        # do not trust X-Forwarded-For: a client could claim to be `local`
+        proxy_headers=False,
+        timeout_graceful_shutdown=_FLUSH_TIMEOUT_S,
+        backlog=_BACKLOG,
+    )
+
+
 class _UvicornServer(uvicorn.Server):
     def __init__(
         self,
@@ -146,21 +164,7 @@ class _UvicornServer(uvicorn.Server):
             request_shutdown=self._request_shutdown,
             is_shutting_down=lambda: self.should_exit,
         )
-        super().__init__(
-            uvicorn.Config(
-                app,
-                http=_HttpConnection,
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                # do not trust X-Forwarded-For: a client could claim to be `local`
-                proxy_headers=False,
-                timeout_graceful_shutdown=_FLUSH_TIMEOUT_S,
-                backlog=_BACKLOG,
-            )
-        )
+        super().__init__(uvicorn_config(app))
         self._settings = settings
         self._manager = manager
 
