@@ -271,7 +271,7 @@ def merged_restored(parts: Iterable[RestoredTokens]) -> tuple[RestoredTokens, ..
 
 
 def restored_text(restored: Iterable[RestoredTokens]) -> str:
-    """What came from each tier, or empty."""
+    """The tokens restored from each KV tier as text; empty if there are none."""
     return ", ".join(map(str, restored))
 
 

@@ -200,7 +200,7 @@ class _Plot:
         return round(min(1.0, max(0.0, share)) * (self._y.cells * _DOT_ROWS - 1))
 
     def label_rows(self, series: Sequence[Series]) -> dict[int, str]:
-        """Names by row: beside the end of each line, or as near as their order allows."""
+        """Row -> name of a line: the row of its last point, or the nearest free one in order."""
         ordered = sorted(series, key=lambda one: -one.points[-1][1])[: self._y.cells]
         rows: list[int] = []
         for one in ordered:

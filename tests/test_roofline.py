@@ -18,7 +18,7 @@ from localgen.machine.step_times import StepTimes
 from localgen.placement.backend_choice import Hardware
 from localgen.planning.curves import Devices, model_curves, parse_gpu
 from localgen.planning.plan import plan_memory
-from localgen.planning.planner import FoundModel
+from localgen.planning.planner import PlannedModel
 from localgen.planning.resources import MachineResources
 from localgen.planning.roofline import Roofline, expected_tokens, speculative_speedup
 
@@ -41,7 +41,7 @@ def curves(
     resources: MachineResources | None = None,
     draft: ModelFacts | None = None,
 ) -> list[Roofline]:
-    found = FoundModel((facts,), (), draft, options, resources or machine(), None)
+    found = PlannedModel((facts,), (), draft, options, resources or machine(), None)
     return model_curves(found, devices, lambda _: None)
 
 
@@ -287,7 +287,7 @@ def test_a_head_is_on_one_gpu() -> None:
 
 def test_quantizations_are_compared_at_one_context() -> None:
     small = replace(FACTS, name="large", weights_bytes=9 * GB, read_bytes=9 * GB)
-    found = FoundModel((FACTS, small), (), None, LoadOptions(), machine(10), None)
+    found = PlannedModel((FACTS, small), (), None, LoadOptions(), machine(10), None)
     lines = model_curves(found, Devices(), lambda _: None)
     assert lines[0].ctx == lines[1].ctx < 8192
 
@@ -336,7 +336,7 @@ def test_a_model_that_this_machine_cannot_run() -> None:
     with pytest.raises(InvalidRequest, match="which only the cuda backend runs"):
         curves(WIDE, Devices())
     notices: list[str] = []
-    found = FoundModel((WIDE,), (), None, LoadOptions(), machine(), None)
+    found = PlannedModel((WIDE,), (), None, LoadOptions(), machine(), None)
     (line,) = model_curves(found, Devices((H100,)), notices.append)
     assert line.device.name == "h100"
     assert line.ctx == 8192

@@ -54,7 +54,7 @@ class Requirement:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeRates:
+class MeasuredRates:
     """Tokens/s of all requests together, without the time of their prompts, by their number.
 
     ctx: tokens in the KV cache of a request, on average.
@@ -99,7 +99,7 @@ def mean_figures(record: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-def read_decode_rates(path: Path) -> DecodeRates:
+def read_decode_rates(path: Path) -> MeasuredRates:
     """Read the decode rates of a result. Raises InvalidRequest if it is none, or has none."""
     record = read(path, "bench")
     try:
@@ -120,7 +120,7 @@ def read_decode_rates(path: Path) -> DecodeRates:
         raise InvalidRequest(message, param="bench") from error
     if not rates:
         raise InvalidRequest(f"--bench {path}: it has no tg128, sessions or --concurrency")
-    return DecodeRates(str(record.get("model", "")), tuple(sorted(rates.items())), ctx)
+    return MeasuredRates(str(record.get("model", "")), tuple(sorted(rates.items())), ctx)
 
 
 def _is_decode(load: Mapping[str, Any]) -> bool:

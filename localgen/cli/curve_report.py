@@ -112,7 +112,7 @@ def _points(line: Roofline, last: int) -> list[tuple[float, float]]:
 
 
 def _summary(curves: Sequence[Roofline]) -> Iterator[str]:
-    """The devices beside each other."""
+    """Table with a row for each device."""
     priced = any(one.device.price is not None for one in curves)
     head = ("DEVICE", "1 REQUEST", "MAX REQUESTS", "TOKENS/S", *(("COST OF A MILLION",) * priced))
     rows = []

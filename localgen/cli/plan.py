@@ -15,7 +15,7 @@ from localgen.cli.arguments import JsonFlag, ModelArgument
 from localgen.cli.options import Backend
 
 if TYPE_CHECKING:
-    from localgen.bench.saved_results import DecodeRates
+    from localgen.bench.saved_results import MeasuredRates
     from localgen.planning.curves import Devices
     from localgen.planning.roofline import Roofline
 
@@ -166,14 +166,14 @@ def _devices(gpus: list[str] | None, tp: int | None, price: float | None) -> Dev
     return Devices(tuple(parse_gpu(one) for one in gpus or ()), tp or 1, price)
 
 
-def _read_measured(path: Path) -> DecodeRates:
+def _read_measured(path: Path) -> MeasuredRates:
     from localgen.bench.saved_results import read_decode_rates
 
     return read_decode_rates(path)
 
 
 def _print_curves(
-    curves: list[Roofline], measured: DecodeRates | None, *, json_output: bool
+    curves: list[Roofline], measured: MeasuredRates | None, *, json_output: bool
 ) -> None:
     """Raises OutOfMemory, after printing, if the model fits nowhere."""
     from localgen.cli import curve_report

@@ -20,9 +20,9 @@ from localgen.machine.accelerators import (
 )
 from localgen.placement.footprint import RunnerKind, estimate_footprint, loaded_weight_bytes
 from localgen.planning.plan import MemoryPlan
-from localgen.planning.planner import FoundModel
+from localgen.planning.planner import PlannedModel
 from localgen.planning.resources import MachineResources
-from localgen.planning.roofline import DeviceLimits, Roofline, StepCosts
+from localgen.planning.roofline import DeviceLimits, ModelCosts, Roofline
 
 THIS_MACHINE = "this machine"
 
@@ -37,7 +37,7 @@ class NamedGpu:
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """What to draw curves for, besides this machine.
+    """The GPUs to draw curves for, besides this machine.
 
     tp: number of each GPU that share the model (tensor parallelism). price: of this machine per
     hour; None if unknown.
@@ -66,7 +66,7 @@ def parse_gpu(text: str) -> NamedGpu:
     return NamedGpu(gpu, value)
 
 
-def model_curves(found: FoundModel, devices: Devices, notify: Notify) -> list[Roofline]:
+def model_curves(found: PlannedModel, devices: Devices, notify: Notify) -> list[Roofline]:
     """Curves of each quantization, first on this machine, then on each GPU, all for one context.
 
     Where only this machine cannot run the model, that is a notice. Raises InvalidRequest if the
@@ -95,7 +95,7 @@ def model_curves(found: FoundModel, devices: Devices, notify: Notify) -> list[Ro
 
 
 def _curve(
-    facts: ModelFacts, found: FoundModel, device: DeviceLimits, runner: RunnerKind, ctx: int
+    facts: ModelFacts, found: PlannedModel, device: DeviceLimits, runner: RunnerKind, ctx: int
 ) -> Roofline:
     draft = None
     if found.draft is not None:
@@ -141,7 +141,7 @@ def _require_known(facts: ModelFacts) -> None:
 
 
 def _plan_here(
-    facts: ModelFacts, found: FoundModel, devices: Devices, notify: Notify
+    facts: ModelFacts, found: PlannedModel, devices: Devices, notify: Notify
 ) -> MemoryPlan | None:
     """The plan for this machine; None if it cannot run the model, but the named GPUs may."""
     try:
@@ -154,7 +154,7 @@ def _plan_here(
 
 
 def _limits(
-    facts: ModelFacts, plan: MemoryPlan | None, found: FoundModel, devices: Devices
+    facts: ModelFacts, plan: MemoryPlan | None, found: PlannedModel, devices: Devices
 ) -> Iterator[tuple[DeviceLimits, RunnerKind]]:
     """Devices to draw curves for. This machine is left out if its bandwidth is unknown."""
     if plan is not None and plan.speed is not None:
@@ -193,7 +193,7 @@ def _runner_of(plan: MemoryPlan) -> RunnerKind:
     return "cuda" if plan.place == "GPU" else "cuda on cpu"
 
 
-def _costs(facts: ModelFacts, runner: RunnerKind, options: LoadOptions) -> StepCosts:
+def _costs(facts: ModelFacts, runner: RunnerKind, options: LoadOptions) -> ModelCosts:
     assert facts.shape is not None
     kept = loaded_weight_bytes(facts.weights_bytes, facts.params, runner, is_gguf=facts.is_gguf)
     # states are counted for each request
@@ -204,7 +204,7 @@ def _costs(facts: ModelFacts, runner: RunnerKind, options: LoadOptions) -> StepC
         active = facts.shape.num_active_experts / (facts.shape.num_experts or 1)
         experts = round((facts.weights_bytes - facts.read_bytes) / (1 - active))
     key, value = footprint.cache_types
-    return StepCosts(
+    return ModelCosts(
         weights_bytes=kept,
         read_bytes=widened * facts.read_bytes,
         expert_bytes=widened * experts,
@@ -224,7 +224,7 @@ def _known_gpu(plan: MemoryPlan) -> Accelerator | None:
     return accelerator_of_device(used[0].gpu.name)
 
 
-def _cpu_flops(plan: MemoryPlan, machine: MachineResources, costs: StepCosts) -> float | None:
+def _cpu_flops(plan: MemoryPlan, machine: MachineResources, costs: ModelCosts) -> float | None:
     """Peak of llama.cpp on the CPU with the model's type of weights; None if not measured."""
     is_cpu = plan.backend == "llamacpp" and not any(one.layers for one in plan.gpu_layers)
     if not is_cpu or costs.flops_per_token is None:

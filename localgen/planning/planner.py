@@ -17,7 +17,7 @@ from localgen.planning.resources import MachineResources, machine_resources
 
 
 @dataclass(frozen=True, slots=True)
-class FoundModel:
+class PlannedModel:
     """A model to plan, in one or several quantizations, and the machine it would run on.
 
     others: quantizations to choose from. options: those of the loaded model where none are given.
@@ -51,7 +51,7 @@ def find_model(
     stats: dict[str, Any],
     notify: Notify,
     remeasure: bool = False,
-) -> FoundModel:
+) -> PlannedModel:
     """Find a model by name. stats: the server's, with its loaded models.
 
     Raises like find_model_facts and find_draft_facts.
@@ -66,10 +66,10 @@ def find_model(
         machine = replace(machine, ram_bytes=machine.ram_bytes + _reclaimable_bytes(loaded))
         options = with_loaded_options(options, loaded)
     draft = _find_draft(options, requested, name, found[0], notify)
-    return FoundModel(tuple(found), tuple(others), draft, options, machine, loaded)
+    return PlannedModel(tuple(found), tuple(others), draft, options, machine, loaded)
 
 
-def plan_model(found: FoundModel) -> PlanReport:
+def plan_model(found: PlannedModel) -> PlanReport:
     """Plan each quantization. Raises like plan_memory."""
     plans = tuple(map(found.plan, found.facts))
     if found.loaded is not None:

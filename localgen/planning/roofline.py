@@ -17,8 +17,8 @@ Side = Literal["memory", "compute", "links"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepCosts:
-    """What the steps of a model read and compute.
+class ModelCosts:
+    """Bytes that a step of a model reads, and its floating-point operations.
 
     weights_bytes: of all weights in memory. read_bytes: those read for one token, with its active
     experts. expert_bytes: of all experts. flops_per_token: of the weights, without attention; None
@@ -36,7 +36,7 @@ class StepCosts:
     token_bytes: float
 
     def weights_read(self, tokens: float) -> float:
-        """Bytes of weights that a step of so many tokens reads.
+        """Bytes of weights that a step with this number of tokens reads.
 
         Of a mixture of experts: of the experts that at least one of the tokens needs, on average,
         if each token's experts are drawn at random.
@@ -95,7 +95,7 @@ class Roofline:
     """
 
     name: str
-    costs: StepCosts
+    costs: ModelCosts
     device: DeviceLimits
     ctx: int
     draft: Roofline | None = None
@@ -137,7 +137,7 @@ class Roofline:
         return requests / self.step_s(requests)
 
     def side(self, requests: float) -> Side:
-        """What takes the longest of a step."""
+        """The resource that limits a step: memory, compute or links."""
         sides: dict[Side, float] = {
             "memory": self.memory_s(requests),
             "compute": self.compute_s(requests),
@@ -211,7 +211,7 @@ class Roofline:
 
     @property
     def _cache_parts(self) -> float:
-        """What the KV cache is divided by: a head is on one device, and on each at least one."""
+        """Divisor of the KV cache per device; each device has a head at least."""
         count = self.device.count
         heads = max((one.num_kv_heads for one in self.costs.shape.layer_caches), default=count)
         return heads / math.ceil(heads / count)
