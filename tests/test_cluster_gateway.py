@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from starlette.types import Message, Scope
 
-from localgen.backends.errors import ServerUnavailable
+import localgen
+from localgen.client.snapshot import parse_localgen_stats
 from localgen.cluster.gateway import Choice, Gateway
 from localgen.cluster.totals import REPLICAS, merged_metrics, merged_stats
 
@@ -272,6 +273,13 @@ def test_what_is_about_a_request_goes_to_its_replica(replica: ScriptedServer) ->
     assert asked.wanted == [None, "r1", "r1", None, "r1"]
 
 
+def test_probes_need_no_replica() -> None:
+    for path in ("/health", "/livez"):
+        asked = Asked("http://127.0.0.1:1")
+        assert json.loads(text_of(ask(asked, path))) == {"status": "ok"}
+        assert asked.wanted == []
+
+
 def test_what_is_no_json_goes_to_a_replica_which_refuses_it(replica: ScriptedServer) -> None:
     for body in ("text", [1], 3):
         ask(Asked(replica.url), CHAT, body)
@@ -288,8 +296,9 @@ def test_statistics_of_all_replicas() -> None:
     assert [model["name"] for model in total["models"]] == ["tiny@a", "tiny@b"]
     assert [each["ended_ago_s"] for each in total["ended"]] == [1.0, 2.0]
     assert total[REPLICAS]["b"]["models"][0]["name"] == "tiny"
-    with pytest.raises(ServerUnavailable, match="no replica is ready"):
-        merged_stats([])
+    none = merged_stats([])
+    assert (none["models"], none["ended"], none[REPLICAS]) == ([], [], {})
+    assert parse_localgen_stats(none).version == localgen.__version__
 
 
 def test_metrics_of_all_replicas() -> None:

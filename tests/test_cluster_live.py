@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from localgen.server.http.access import AccessPolicy, open_tcp_socket
 
 pytest.importorskip("ray", reason="Ray is not installed, which needs 500 MB: make test-cluster")
 LONG_S = 120.0
+_LONG_ANSWER = 1500
 
 
 class Cluster:
-    """Two replicas with folders of their own."""
+    """A cluster with folders of its own."""
 
     def __init__(self, folder: Path) -> None:
         self.environment = os.environ | {
@@ -59,6 +61,18 @@ class Cluster:
     def named(self, name: str) -> psutil.Process:
         return next(each for each in self.processes() if name in " ".join(each.cmdline()))
 
+    def replicas(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = json.loads(
+            self.run("cluster", "status", "--json").stdout or "[]"
+        )
+        return found
+
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + LONG_S
+        while not holds():
+            assert time.monotonic() < deadline, self.replicas()
+            time.sleep(0.2)
+
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
@@ -88,8 +102,7 @@ def test_a_prompt_goes_where_its_beginning_was_computed(cluster: Cluster) -> Non
 def test_commands_work_with_the_name_cluster(cluster: Cluster) -> None:
     answer = cluster.run("run", "--url", "cluster", "-p", "What is 17 + 25?")
     assert "42" in answer.stdout, answer.stderr
-    status = json.loads(cluster.run("cluster", "status", "--json").stdout)
-    assert [each["models"] for each in status] == [["tiny"], ["tiny"]]
+    assert [each["models"] for each in cluster.replicas()] == [["tiny"], ["tiny"]]
     again = cluster.run("cluster", "up")
     assert again.returncode != 0
     assert "`localgen cluster down` ends it first" in again.stderr
@@ -110,9 +123,7 @@ def test_a_process_that_is_killed_is_replaced(cluster: Cluster, victim: str) -> 
             pass
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    while len(json.loads(cluster.run("cluster", "status", "--json").stdout or "[]")) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
+    cluster.wait_until(lambda: len(cluster.replicas()) == 2)
 
 
 def test_nothing_is_left_when_it_ends(cluster: Cluster) -> None:
@@ -124,3 +135,33 @@ def test_nothing_is_left_when_it_ends(cluster: Cluster) -> None:
     assert [each.cmdline() for each in alive] == []
     gone = cluster.run("cluster", "status")
     assert "no cluster runs: `localgen cluster up` starts one" in gone.stderr
+
+
+def test_replicas_come_with_the_load_and_leave_without_it(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    settings = f"""
+        model = "tiny"
+        port = {cluster.port}
+        replicas = 1
+        min_replicas = 0
+        max_replicas = 2
+        target_requests = 1
+        downscale_delay_s = 1
+    """
+    (tmp_path / "cluster.toml").write_text(settings)
+    up = cluster.run("cluster", "up", "-f", str(tmp_path / "cluster.toml"))
+    assert up.returncode == 0, up.stderr
+    try:
+        cluster.wait_until(lambda: cluster.replicas() == [])
+        stats = cluster.run("cluster", "status")
+        assert (stats.returncode, len(stats.stdout.splitlines())) == (0, 1)
+        assert cluster.chat("Hello").status_code == 200, "one is started for it"
+        long = {"max_tokens": _LONG_ANSWER, "ignore_eos": True}
+        with ThreadPoolExecutor(4) as pool:
+            answers = [pool.submit(cluster.chat, "Hello", **long) for _ in range(4)]
+            cluster.wait_until(lambda: len(cluster.replicas()) == 2)
+            cluster.wait_until(lambda: len(cluster.replicas()) < 2)
+        lengths = [each.result().json()["usage"]["completion_tokens"] for each in answers]
+        assert lengths == [_LONG_ANSWER] * 4, "those of the replica that left as well"
+    finally:
+        cluster.run("cluster", "down")

@@ -36,6 +36,28 @@ def up(
     replicas: Annotated[
         int | None, typer.Option(help="Number of engines (default: 2).", metavar="<int>")
     ] = None,
+    max_replicas: Annotated[
+        int | None,
+        typer.Option(
+            help="Start more engines, up to this many, when requests wait.", metavar="<int>"
+        ),
+    ] = None,
+    min_replicas: Annotated[
+        int | None,
+        typer.Option(
+            help="With --max-replicas: end idle engines, down to this many (default: 1); 0 is "
+            "possible.",
+            metavar="<int>",
+        ),
+    ] = None,
+    ttft_slo_ms: Annotated[
+        int | None,
+        typer.Option(
+            help="With --max-replicas: start one more while the p95 of the time to the first "
+            "token is longer.",
+            metavar="<int>",
+        ),
+    ] = None,
     host: Annotated[
         str | None, typer.Option(help="Address of the gateway (default: 127.0.0.1).")
     ] = None,
@@ -60,6 +82,9 @@ def up(
     config = (ClusterConfig() if file is None else read_cluster_file(file)).with_options(
         model=model,
         replicas=replicas,
+        max_replicas=max_replicas,
+        min_replicas=min_replicas,
+        ttft_slo_ms=ttft_slo_ms,
         host=host,
         port=port,
         api_key_file=None if api_key_file is None else str(api_key_file.absolute()),

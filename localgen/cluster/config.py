@@ -11,6 +11,9 @@ from localgen.config import BadSetting
 from localgen.server.http.access import DEFAULT_PORT, AccessPolicy, read_api_keys
 
 MAX_REPLICAS = 1000
+# meaningless without max_replicas
+_AUTOSCALING = ("min_replicas", "target_requests", "ttft_slo_ms", "downscale_delay_s")
+_MAX_COUNT, _MAX_MS = 1 << 16, 1 << 31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,9 +21,12 @@ class ClusterConfig:
     """A cluster: replicas of one server behind a gateway.
 
     model: loaded by each replica at its start, and the default of requests that name none; None for
-    the built-in default. replicas: engines. host, port: of the gateway. api_key_file: absolute, or
-    None without keys. spill: how many requests more than the least loaded replica the one with a
-    prompt's prefix may have. address: of a Ray cluster that runs, or None to start one here.
+    the built-in default. replicas: engines at the start. host, port: of the gateway. api_key_file:
+    absolute, or None without keys. spill: how many requests more than the least loaded replica the
+    one with a prompt's prefix may have. address: of a Ray cluster that runs, or None to start one
+    here. max_replicas: with it, their number changes with the load: see ScalingPolicy for
+    target_requests and ttft_slo_ms. downscale_delay_s: for how long one is not needed before it
+    leaves.
     """
 
     model: str | None = None
@@ -30,11 +36,31 @@ class ClusterConfig:
     api_key_file: str | None = None
     spill: int = 4
     address: str | None = None
+    min_replicas: int = 1
+    max_replicas: int | None = None
+    target_requests: int = 4
+    ttft_slo_ms: int | None = None
+    downscale_delay_s: int = 60
 
     def __post_init__(self) -> None:
         _require_count("replicas", self.replicas, 1, MAX_REPLICAS)
         _require_count("port", self.port, 1, 65535)
-        _require_count("spill", self.spill, 0, 1 << 16)
+        _require_count("spill", self.spill, 0, _MAX_COUNT)
+        _require_count("target_requests", self.target_requests, 1, _MAX_COUNT)
+        _require_count("downscale_delay_s", self.downscale_delay_s, 1, _MAX_COUNT)
+        if self.max_replicas is None:
+            self._require_defaults(*_AUTOSCALING)
+            return
+        _require_count("max_replicas", self.max_replicas, self.replicas, MAX_REPLICAS)
+        _require_count("min_replicas", self.min_replicas, 0, self.replicas)
+        if self.ttft_slo_ms is not None:
+            _require_count("ttft_slo_ms", self.ttft_slo_ms, 1, _MAX_MS)
+
+    def _require_defaults(self, *names: str) -> None:
+        """Raise BadSetting for a setting of autoscaling, if there is none."""
+        for field in fields(self):
+            if field.name in names and getattr(self, field.name) != field.default:
+                raise BadSetting(f"{field.name} is for a number that changes: set max_replicas")
 
     def access(self) -> AccessPolicy:
         """The access policy of the gateway. Raises BadSetting if it is insecure."""

@@ -10,7 +10,7 @@ from typing import Any
 import uvicorn
 from ray import serve
 from ray.exceptions import RayError
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
@@ -30,7 +30,9 @@ REPLICAS, GATEWAY = "EngineReplica", "GatewayServer"
 # the engines queue requests themselves
 _MAX_ONGOING = 4096
 _HEALTH_PERIOD_S, _HEALTH_TIMEOUT_S = 2.0, 10.0
-_DRAIN_TIMEOUT_S = 15.0
+# a replica that leaves ends its answers first
+_DRAIN_TIMEOUT_S = 600.0
+_METRICS_INTERVAL_S, _LOOK_BACK_S, _UPSCALE_DELAY_S = 1.0, 3.0, 3.0
 _ASK_TIMEOUT_S = 10.0
 
 
@@ -69,8 +71,8 @@ class GatewayServer:
         asked = self._replicas.broadcast("get", path)
         try:
             answers = await asked.results_async(timeout_s=_ASK_TIMEOUT_S, return_exceptions=True)
-        except (RayError, RayServeException, TimeoutError) as error:
-            raise ServerUnavailable(NO_REPLICA) from error
+        except (RayError, RayServeException, TimeoutError):
+            return []  # there is no replica now
         return [answer for answer in answers if not isinstance(answer, Exception)]
 
 
@@ -78,7 +80,7 @@ def build_app(config: ClusterConfig) -> serve.Application:
     """The application of a cluster."""
     replicas = serve.deployment(
         name=REPLICAS,
-        num_replicas=config.replicas,
+        **_number_of_replicas(config),
         max_ongoing_requests=_MAX_ONGOING,
         ray_actor_options={"num_cpus": 0},
         health_check_period_s=_HEALTH_PERIOD_S,
@@ -96,6 +98,33 @@ def build_app(config: ClusterConfig) -> serve.Application:
         health_check_period_s=_HEALTH_PERIOD_S,
     )(GatewayServer)
     return gateway.bind(config, replicas.bind(config))
+
+
+def end_replicas() -> None:
+    """Let all replicas end; without this, Serve would wait until their requests are answered."""
+    replicas = serve.get_deployment_handle(REPLICAS, APP_NAME)
+    with contextlib.suppress(RayError, RayServeException, TimeoutError):
+        replicas.broadcast("end").results(timeout_s=_ASK_TIMEOUT_S, return_exceptions=True)
+
+
+def _number_of_replicas(config: ClusterConfig) -> dict[str, Any]:
+    """The arguments of serve.deployment that say how many replicas there are."""
+    if config.max_replicas is None:
+        return {"num_replicas": config.replicas}
+    policy = {"target_requests": config.target_requests, "ttft_slo_ms": config.ttft_slo_ms}
+    scaling = AutoscalingConfig(
+        min_replicas=config.min_replicas,
+        initial_replicas=config.replicas,
+        max_replicas=config.max_replicas,
+        metrics_interval_s=_METRICS_INTERVAL_S,
+        look_back_period_s=_LOOK_BACK_S,
+        upscale_delay_s=_UPSCALE_DELAY_S,
+        downscale_delay_s=config.downscale_delay_s,
+        policy=AutoscalingPolicy(
+            policy_function="localgen.cluster.autoscaling:ScalingPolicy", policy_kwargs=policy
+        ),
+    )
+    return {"autoscaling_config": scaling}
 
 
 async def _refuse_to_listen() -> Listener:

@@ -33,6 +33,8 @@ _HOP_HEADERS = frozenset(
     {b"host", b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"trailer"}
 )
 _ENDED = "the engine that answered has ended: try again"
+# answered by the gateway: a probe must start no replica where there is none
+_ALIVE_PATHS, _ALIVE = frozenset({"/health", "/livez"}), encode_json({"status": "ok"})
 _OWN_ID = re.compile(r"/v1/(?:requests|responses)/(?:resp_)?([0-9a-zA-Z]+)")
 
 
@@ -64,8 +66,11 @@ class Gateway:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
+        if path in _ALIVE_PATHS:
+            await Response(_ALIVE, media_type="application/json")(scope, receive, send)
+            return
         if path in ("/v1/stats", "/metrics"):
-            await (await self._total_response(path))(scope, receive, send)
+            await self._total(path, await self._ask_all(path))(scope, receive, send)
             return
         body = await _read_body(receive)
         answering = asyncio.create_task(self._answer(scope, body, receive, send))
@@ -121,12 +126,6 @@ class Gateway:
             await exchange.end()
         finally:
             await response.aclose()
-
-    async def _total_response(self, path: str) -> Response:
-        try:
-            return self._total(path, await self._ask_all(path))
-        except ServerUnavailable as error:
-            return error_response(path, error.code, error.message)
 
     def _total(self, path: str, answers: Sequence[tuple[str, bytes]]) -> Response:
         if path == "/metrics":

@@ -28,7 +28,7 @@ def _run(config: ClusterConfig) -> None:
     import ray
     from ray import serve
 
-    from localgen.cluster.deployment import APP_NAME, build_app
+    from localgen.cluster.deployment import APP_NAME, build_app, end_replicas
 
     if config.address is None:
         ray.init("local", object_store_memory=_OBJECT_STORE_BYTES, include_dashboard=False)
@@ -41,6 +41,7 @@ def _run(config: ClusterConfig) -> None:
     serve.run(build_app(config), name=APP_NAME, route_prefix=None)
     print(READY, flush=True)
     stop.wait()
+    end_replicas()
     serve.delete(APP_NAME)
     if config.address is None:
         serve.shutdown()

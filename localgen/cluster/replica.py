@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 
+from localgen.cluster.autoscaling import scaling_stats
 from localgen.cluster.config import ClusterConfig
 from localgen.config import ServerSettings
 from localgen.machine.python_process import python_command, python_environment
@@ -32,7 +33,7 @@ class ReplicaFailed(RuntimeError):
 class EngineReplica:
     """A localgen server with its engines, as an actor of Ray Serve.
 
-    config: of the cluster. Ray calls __init__, check_health, record_replica_metadata and __del__.
+    config: of the cluster. Ray calls __init__, check_health, record_* and __del__.
     """
 
     async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]
@@ -45,6 +46,7 @@ class EngineReplica:
         self._headers = {"Authorization": f"Bearer {access.keys[0]}"} if access.keys else {}
         self._runtime_dir = ServerSettings.from_environment().runtime_dir / f"replica-{self.name}"
         self._runtime_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._is_ending = False
         self._server = _start(config, access.keys, self._host, self._port, self._runtime_dir)
         self._client = httpx.AsyncClient(base_url=self.url, headers=self._headers)
         await self._wait_until_ready()
@@ -59,21 +61,33 @@ class EngineReplica:
 
     async def check_health(self) -> None:
         """Raises ReplicaFailed if the server has ended, or an error of httpx if it hangs."""
+        if self._is_ending:
+            return
         self._require_running()
         reply = await self._client.get("/livez", timeout=_HEALTH_TIMEOUT_S)
         reply.raise_for_status()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Its load, for ScalingPolicy."""
+        reply = await self._client.get("/v1/stats", timeout=_HEALTH_TIMEOUT_S)
+        return scaling_stats(reply.json())
 
     async def get(self, path: str) -> tuple[str, bytes]:
         """Its name, and the body of a GET of its server."""
         reply = await self._client.get(path, timeout=_HEALTH_TIMEOUT_S)
         return self.name, reply.content
 
+    def end(self) -> None:
+        """Let the server end: its requests have a few seconds, and then an error event."""
+        self._is_ending = True
+        assert self._server.stdin is not None
+        self._server.stdin.close()
+
     def __del__(self) -> None:
         server = getattr(self, "_server", None)
         if server is None:
             return
-        assert server.stdin is not None
-        server.stdin.close()
+        self.end()
         try:
             server.wait(_END_TIMEOUT_S)
         except subprocess.TimeoutExpired:

@@ -7,23 +7,22 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from localgen.backends.errors import ServerUnavailable
+import localgen
 
 # field of /v1/stats
 REPLICAS = "replicas"
 NO_REPLICA = "no replica is ready: try again"
+_NO_REPLICA_STATS = {"server": {"status": "ok", "version": localgen.__version__}}
 _SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (\S+)$")
 
 
 def merged_stats(answers: Sequence[tuple[str, bytes]]) -> dict[str, Any]:
     """/v1/stats of the cluster: the first replica's, with the models and requests of all.
 
-    REPLICAS has what each replica said. Raises ServerUnavailable without any.
+    REPLICAS has what each replica said.
     """
     found = sorted((replica, json.loads(body)) for replica, body in answers)
-    if not found:
-        raise ServerUnavailable(NO_REPLICA)
-    total: dict[str, Any] = dict(found[0][1])
+    total: dict[str, Any] = dict(found[0][1]) if found else dict(_NO_REPLICA_STATS)
     total["models"] = [
         {**model, "name": f"{model['name']}@{replica}"}
         for replica, stats in found
