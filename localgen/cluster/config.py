@@ -11,6 +11,8 @@ from localgen.config import BadSetting
 from localgen.server.http.access import DEFAULT_PORT, AccessPolicy, read_api_keys
 
 MAX_REPLICAS = 1000
+_TYPE_NAMES: dict[type, str] = {str: "a string", int: "a whole number", bool: "true or false"}
+_TOML_TYPES = {each.__name__: each for each in _TYPE_NAMES}
 # meaningless without max_replicas
 _AUTOSCALING = ("min_replicas", "target_requests", "ttft_slo_ms", "downscale_delay_s")
 _MAX_COUNT, _MAX_MS = 1 << 16, 1 << 31
@@ -24,9 +26,10 @@ class ClusterConfig:
     the built-in default. replicas: engines at the start. host, port: of the gateway. api_key_file:
     absolute, or None without keys. spill: how many requests more than the least loaded replica the
     one with a prompt's prefix may have. address: of a Ray cluster that runs, or None to start one
-    here. max_replicas: with it, their number changes with the load: see ScalingPolicy for
-    target_requests and ttft_slo_ms. downscale_delay_s: for how long one is not needed before it
-    leaves.
+    here. share_prefixes: replicas fetch from each other what another has computed. prompt_replicas:
+    that compute long prompts for the others. max_replicas: with it, their number changes with the
+    load: see ScalingPolicy for target_requests and ttft_slo_ms. downscale_delay_s: for how long one
+    is not needed before it leaves.
     """
 
     model: str | None = None
@@ -36,6 +39,8 @@ class ClusterConfig:
     api_key_file: str | None = None
     spill: int = 4
     address: str | None = None
+    share_prefixes: bool = True
+    prompt_replicas: int = 0
     min_replicas: int = 1
     max_replicas: int | None = None
     target_requests: int = 4
@@ -46,6 +51,9 @@ class ClusterConfig:
         _require_count("replicas", self.replicas, 1, MAX_REPLICAS)
         _require_count("port", self.port, 1, 65535)
         _require_count("spill", self.spill, 0, _MAX_COUNT)
+        _require_count("prompt_replicas", self.prompt_replicas, 0, MAX_REPLICAS)
+        if self.prompt_replicas and not self.share_prefixes:
+            raise BadSetting("prompt_replicas need share_prefixes, by which prompts are handed on")
         _require_count("target_requests", self.target_requests, 1, _MAX_COUNT)
         _require_count("downscale_delay_s", self.downscale_delay_s, 1, _MAX_COUNT)
         if self.max_replicas is None:
@@ -89,12 +97,12 @@ def read_cluster_file(path: Path) -> ClusterConfig:
         raise BadSetting(f"{path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadSetting(f"{path}: {error}") from error
-    types = {each.name: str if "str" in str(each.type) else int for each in fields(ClusterConfig)}
+    types = {each.name: _TOML_TYPES[str(each.type).split()[0]] for each in fields(ClusterConfig)}
     for name, value in found.items():
         if name not in types:
             raise BadSetting(f"{path}: unknown key {name!r}: there are {', '.join(sorted(types))}")
         if type(value) is not types[name]:
-            kind = "a string" if types[name] is str else "a whole number"
+            kind = _TYPE_NAMES[types[name]]
             raise BadSetting(f"{path}: {name} must be {kind}, not {value!r}")
     if "api_key_file" in found:
         found["api_key_file"] = str((path.parent / found["api_key_file"]).absolute())

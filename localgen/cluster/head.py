@@ -12,6 +12,12 @@ from localgen.cluster.config import ClusterConfig
 from localgen.cluster.running import READY, hold_lock
 from localgen.config import ServerSettings
 
+# Ray reads them when it is imported; the log has each line of each replica
+_RAY_VARIABLES = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_COLOR_PREFIX": "0",
+}
 _OBJECT_STORE_BYTES = 100 << 20
 
 
@@ -24,7 +30,7 @@ def main() -> int:
 
 
 def _run(config: ClusterConfig) -> None:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.update(_RAY_VARIABLES | dict(os.environ))
     import ray
     from ray import serve
 
@@ -41,7 +47,7 @@ def _run(config: ClusterConfig) -> None:
     serve.run(build_app(config), name=APP_NAME, route_prefix=None)
     print(READY, flush=True)
     stop.wait()
-    end_replicas()
+    end_replicas(config)
     serve.delete(APP_NAME)
     if config.address is None:
         serve.shutdown()

@@ -100,18 +100,25 @@ def create_app(
     ports = PrivatePorts(listen)
     _add_private_port_route(app, manager, ports, is_shutting_down, access.stabilize)
     guarded = GuardMiddleware(app, access, rates, ports)
-    return _with_arrival(guarded, lambda port: access.stabilize or ports.stabilizes(port))
+    return _with_arrival(
+        guarded,
+        lambda port: access.stabilize or ports.stabilizes(port),
+        behind_gateway=access.behind_gateway,
+    )
 
 
-def _with_arrival(app: ASGIApp, stabilizes: Callable[[int], bool]) -> ASGIApp:
+def _with_arrival(
+    app: ASGIApp, stabilizes: Callable[[int], bool], *, behind_gateway: bool
+) -> ASGIApp:
     """Record the arrival time before the body is read, so that TTFT includes reading it.
 
     Gives each request an id, which every response has as X-Request-Id. stabilizes: True for a port
-    whose requests are stabilized.
+    whose requests are stabilized. behind_gateway: as in AccessPolicy.
     """
 
     async def arrive(scope: Scope, receive: Receive, send: Send) -> None:
         scope["stabilize"] = stabilizes((scope.get("server") or ("", 0))[1] or 0)
+        scope["behind_gateway"] = behind_gateway
         scope["arrived_s"] = time.monotonic()
         scope["request_id"] = request_id = uuid.uuid4().hex[:24]
 
