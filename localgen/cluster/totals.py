@@ -24,7 +24,8 @@ def merged_stats(answers: Sequence[tuple[str, bytes]]) -> dict[str, Any]:
     found = sorted((replica, json.loads(body)) for replica, body in answers)
     total: dict[str, Any] = dict(found[0][1]) if found else dict(_NO_REPLICA_STATS)
     total["models"] = [
-        {**model, "name": f"{model['name']}@{replica}"}
+        # clients tell models apart by their ids
+        model | {key: f"{model[key]}@{replica}" for key in ("name", "id")}
         for replica, stats in found
         for model in stats["models"]
     ]
