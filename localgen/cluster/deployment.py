@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -14,9 +16,11 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
+import localgen
 from localgen.backends.errors import ServerUnavailable
-from localgen.cluster.config import ClusterConfig
+from localgen.cluster.config import ClusterConfig, read_settings
 from localgen.cluster.gateway import Choice, Gateway
+from localgen.cluster.machines import Machines, require_version
 from localgen.cluster.replica import EngineReplica
 from localgen.cluster.totals import NO_REPLICA
 from localgen.server.http.access import open_tcp_socket
@@ -32,12 +36,19 @@ _MAX_ONGOING = 4096
 _HEALTH_PERIOD_S, _HEALTH_TIMEOUT_S = 2.0, 10.0
 _DRAIN_TIMEOUT_S = 15.0
 _ASK_TIMEOUT_S = 10.0
+# the most that Serve takes
+_MAX_PER_MACHINE = 100
+# of a machine's resource `node:ADDRESS`, of which it has 1
+_PART_OF_A_MACHINE = 0.001
 
 
 class GatewayServer:
     """The gateway as an actor, which listens itself: Serve's proxy would be one hop more."""
 
-    async def __init__(self, config: ClusterConfig, replicas: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, config: ClusterConfig, version: str, replicas: DeploymentHandle[Any]
+    ) -> None:
+        require_version(version)
         access = config.access()
         self._replicas = replicas
         gateway = Gateway(self._choose, self._ask_all)
@@ -74,11 +85,16 @@ class GatewayServer:
         return [answer for answer in answers if not isinstance(answer, Exception)]
 
 
-def build_app(config: ClusterConfig) -> serve.Application:
-    """The application of a cluster."""
+def build_app(config: ClusterConfig, machines: Machines | None = None) -> serve.Application:
+    """The application of a cluster. machines: spread it over them; by default, Ray chooses."""
+    resources, most = {}, None
+    if machines is not None:
+        resources = {f"node:{machines.gateway}": _PART_OF_A_MACHINE}
+        most = min(_MAX_PER_MACHINE, math.ceil(config.replicas / machines.count))
     replicas = serve.deployment(
         name=REPLICAS,
         num_replicas=config.replicas,
+        max_replicas_per_node=most,
         max_ongoing_requests=_MAX_ONGOING,
         ray_actor_options={"num_cpus": 0},
         health_check_period_s=_HEALTH_PERIOD_S,
@@ -92,10 +108,20 @@ def build_app(config: ClusterConfig) -> serve.Application:
     gateway = serve.deployment(
         name=GATEWAY,
         max_ongoing_requests=_MAX_ONGOING,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, "resources": resources},
         health_check_period_s=_HEALTH_PERIOD_S,
     )(GatewayServer)
-    return gateway.bind(config, replicas.bind(config))
+    version = localgen.__version__
+    return gateway.bind(config, version, replicas.bind(config, version))
+
+
+def build_from_args(args: dict[str, Any]) -> serve.Application:
+    """The application for a configuration file of Ray Serve, as RayService of KubeRay takes it.
+
+    args: the keys of a cluster.toml, with absolute paths; the cluster is the one that runs it.
+    Raises BadSetting that names the key.
+    """
+    return build_app(read_settings({"address": "auto"} | args, "args", Path("/")))
 
 
 async def _refuse_to_listen() -> Listener:

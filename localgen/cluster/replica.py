@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 
 from localgen.cluster.config import ClusterConfig
+from localgen.cluster.machines import require_version
 from localgen.config import ServerSettings
 from localgen.machine.python_process import python_command, python_environment
 
@@ -32,10 +33,12 @@ class ReplicaFailed(RuntimeError):
 class EngineReplica:
     """A localgen server with its engines, as an actor of Ray Serve.
 
-    config: of the cluster. Ray calls __init__, check_health, record_replica_metadata and __del__.
+    config: of the cluster, version: of localgen there. Ray calls __init__, check_health, record_*
+    and __del__.
     """
 
-    async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]
+    async def __init__(self, config: ClusterConfig, version: str) -> None:  # type: ignore[misc]
+        require_version(version)
         from ray import serve
 
         access = config.access()
