@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -97,19 +98,28 @@ def read_cluster_file(path: Path) -> ClusterConfig:
         raise BadSetting(f"{path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadSetting(f"{path}: {error}") from error
+    return read_settings(found, str(path), path.parent)
+
+
+def read_settings(found: Mapping[str, Any], place: str, folder: Path) -> ClusterConfig:
+    """The configuration of the keys of a cluster.toml. Raises BadSetting that names place and key.
+
+    folder: relative paths start there.
+    """
     types = {each.name: _TOML_TYPES[str(each.type).split()[0]] for each in fields(ClusterConfig)}
     for name, value in found.items():
         if name not in types:
-            raise BadSetting(f"{path}: unknown key {name!r}: there are {', '.join(sorted(types))}")
+            raise BadSetting(f"{place}: unknown key {name!r}: there are {', '.join(sorted(types))}")
         if type(value) is not types[name]:
             kind = _TYPE_NAMES[types[name]]
-            raise BadSetting(f"{path}: {name} must be {kind}, not {value!r}")
-    if "api_key_file" in found:
-        found["api_key_file"] = str((path.parent / found["api_key_file"]).absolute())
+            raise BadSetting(f"{place}: {name} must be {kind}, not {value!r}")
+    settings = dict(found)
+    if "api_key_file" in settings:
+        settings["api_key_file"] = str((folder / settings["api_key_file"]).absolute())
     try:
-        return ClusterConfig(**found)
+        return ClusterConfig(**settings)
     except BadSetting as error:
-        raise BadSetting(f"{path}: {error.message}") from error
+        raise BadSetting(f"{place}: {error.message}") from error
 
 
 def _require_count(name: str, value: int, least: int, most: int) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -15,9 +17,11 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
+import localgen
 from localgen.backends.errors import LocalgenError, ServerUnavailable
-from localgen.cluster.config import ClusterConfig
+from localgen.cluster.config import ClusterConfig, read_settings
 from localgen.cluster.gateway import Gateway
+from localgen.cluster.machines import Machines, require_version
 from localgen.cluster.replica import EngineReplica
 from localgen.cluster.route import URL, Asked, Choice, InFlight, Route
 from localgen.cluster.totals import NO_REPLICA
@@ -39,6 +43,10 @@ _DRAIN_TIMEOUT_S = 600.0
 _REPORT_PERIOD_S = 2.0
 _METRICS_INTERVAL_S, _LOOK_BACK_S, _UPSCALE_DELAY_S = 1.0, 3.0, 3.0
 _ASK_TIMEOUT_S = 10.0
+# the most that Serve takes
+_MAX_PER_MACHINE = 100
+# of a machine's resource `node:ADDRESS`, of which it has 1
+_PART_OF_A_MACHINE = 0.001
 
 
 class GatewayServer:
@@ -47,9 +55,11 @@ class GatewayServer:
     async def __init__(  # type: ignore[misc]
         self,
         config: ClusterConfig,
+        version: str,
         replicas: DeploymentHandle[Any],
         prompt_replicas: DeploymentHandle[Any] | None = None,
     ) -> None:
+        require_version(version)
         access = config.access()
         self._default_names = _default_names(config)
         self._all = [replicas] if prompt_replicas is None else [replicas, prompt_replicas]
@@ -106,24 +116,43 @@ async def _ask(replicas: DeploymentHandle[Any], path: str) -> list[tuple[str, by
     return [answer for answer in answers if not isinstance(answer, Exception)]
 
 
-def build_app(config: ClusterConfig) -> serve.Application:
-    """The application of a cluster."""
-    bound = [_replicas(REPLICAS, config, **_number_of_replicas(config))]
-    if config.prompt_replicas:
-        bound.append(_replicas(PROMPT_REPLICAS, config, num_replicas=config.prompt_replicas))
+def build_app(config: ClusterConfig, machines: Machines | None = None) -> serve.Application:
+    """The application of a cluster. machines: spread it over them; by default, Ray chooses."""
+    count = None if machines is None else machines.count
+    most = config.max_replicas or config.replicas
+    bound = [_replicas(REPLICAS, config, most, count, **_number_of_replicas(config))]
+    if most := config.prompt_replicas:
+        bound.append(_replicas(PROMPT_REPLICAS, config, most, count, num_replicas=most))
+    resources = {f"node:{machines.gateway}": _PART_OF_A_MACHINE} if machines else {}
     gateway = serve.deployment(
         name=GATEWAY,
         max_ongoing_requests=_MAX_ONGOING,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, "resources": resources},
         health_check_period_s=_HEALTH_PERIOD_S,
     )(GatewayServer)
-    return gateway.bind(config, *bound)
+    return gateway.bind(config, localgen.__version__, *bound)
 
 
-def _replicas(name: str, config: ClusterConfig, **number: Any) -> serve.Application:
-    """A deployment of replicas. number: arguments that say how many."""
+def build_from_args(args: dict[str, Any]) -> serve.Application:
+    """The application for a configuration file of Ray Serve, as RayService of KubeRay takes it.
+
+    args: the keys of a cluster.toml, with absolute paths; the cluster is the one that runs it.
+    Raises BadSetting that names the key.
+    """
+    return build_app(read_settings({"address": "auto"} | args, "args", Path("/")))
+
+
+def _replicas(
+    name: str, config: ClusterConfig, most: int, machines: int | None, **number: Any
+) -> serve.Application:
+    """A deployment of replicas, at most so many, spread over so many machines, or as Ray chooses.
+
+    number: arguments of serve.deployment that say how many there are.
+    """
+    per_machine = None if machines is None else min(_MAX_PER_MACHINE, math.ceil(most / machines))
     deployment = serve.deployment(
         name=name,
+        max_replicas_per_node=per_machine,
         max_ongoing_requests=_MAX_ONGOING,
         ray_actor_options={"num_cpus": 0},
         health_check_period_s=_HEALTH_PERIOD_S,
@@ -136,7 +165,7 @@ def _replicas(name: str, config: ClusterConfig, **number: Any) -> serve.Applicat
         ),
         **number,
     )
-    return deployment(EngineReplica).bind(config)
+    return deployment(EngineReplica).bind(config, localgen.__version__)
 
 
 def end_replicas(config: ClusterConfig) -> None:

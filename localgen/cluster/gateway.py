@@ -13,18 +13,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
+from starlette.datastructures import QueryParams
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from localgen.backends.errors import ServerUnavailable
+from localgen.backends.errors import LocalgenError, ServerUnavailable
 from localgen.cluster.prefix_table import prompt_chunks
 from localgen.cluster.route import Asked, Choice
-from localgen.cluster.totals import merged_metrics, merged_stats
+from localgen.cluster.totals import merged_loads, merged_metrics, merged_stats
 from localgen.server.anthropic import serializer as anthropic
 from localgen.server.http.errors import error_response
 from localgen.server.ollama import serializer as ollama
 from localgen.server.requests.caller import KV_PEER_HEADER, PROMPT_ONLY_HEADER
 from localgen.server.requests.protocol import encode_json
+from localgen.server.stats import loads
 from localgen.server.stats.metrics import CONTENT_TYPE
 
 # requests whose replica is remembered: to cancel one, or to continue an answer that it stores
@@ -82,6 +84,9 @@ class Gateway:
             return
         if path in ("/v1/stats", "/metrics"):
             await self._total(path, await self._ask_all(path))(scope, receive, send)
+            return
+        if path == loads.PATH:
+            await (await self._loads_response(scope))(scope, receive, send)
             return
         body = await _read_body(receive)
         answering = asyncio.create_task(self._answer(scope, body, receive, send))
@@ -160,6 +165,16 @@ class Gateway:
         if path == "/metrics":
             return Response(merged_metrics(answers), headers={"Content-Type": CONTENT_TYPE})
         return Response(encode_json(merged_stats(answers)), media_type="application/json")
+
+    async def _loads_response(self, scope: Scope) -> Response:
+        try:
+            sections = loads.read_sections(QueryParams(scope["query_string"]).get("include"))
+            total = merged_loads(await self._ask_all(loads.PATH))
+        except LocalgenError as error:
+            return error_response(scope["path"], error.code, error.message, error.param)
+        return Response(
+            encode_json(loads.loads_body(total, sections)), media_type="application/json"
+        )
 
     def _owner(self, path: str, fields: Mapping[str, Any]) -> str | None:
         """The replica that answered what the request is about, or None."""

@@ -17,6 +17,7 @@ import httpx
 
 from localgen.cluster.autoscaling import scaling_stats
 from localgen.cluster.config import ClusterConfig
+from localgen.cluster.machines import require_version
 from localgen.cluster.replica_server import ReplicaOptions
 from localgen.cluster.route import KV_ADDRESS, MODELS, URL
 from localgen.config import ServerSettings
@@ -38,10 +39,12 @@ class ReplicaFailed(RuntimeError):
 class EngineReplica:
     """A localgen server with its engines, as an actor of Ray Serve.
 
-    config: of the cluster. Ray calls __init__, check_health, record_* and __del__.
+    config: of the cluster, version: of localgen there. Ray calls __init__, check_health, record_*
+    and __del__.
     """
 
-    async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]
+    async def __init__(self, config: ClusterConfig, version: str) -> None:  # type: ignore[misc]
+        require_version(version)
         from ray import serve
 
         access = config.access()

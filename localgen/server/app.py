@@ -51,6 +51,7 @@ from localgen.server.requests.protocol import ResponseSerializer, encode_json
 from localgen.server.requests.reranking import RerankApi
 from localgen.server.requests.streaming import EventStreamResponse, LastEventResponse
 from localgen.server.responses_api.routes import ResponsesApi
+from localgen.server.stats import loads
 from localgen.server.stats.metrics import CONTENT_TYPE, Metrics
 from localgen.server.stats.request_log import RequestLog
 from localgen.server.stats.server_state import ServerState
@@ -324,6 +325,11 @@ def _add_server_routes(
         if stream:
             return EventStreamResponse(snapshots(is_local), serializer.SSE)
         return _json_response(state.stats(is_local=is_local))
+
+    @app.get(loads.PATH, response_model=None)  # as in SGLang
+    async def server_load(include: str | None = None) -> Response:
+        sections = loads.read_sections(include)
+        return _json_response(loads.loads_body(state.load(), sections))
 
     @app.post("/v1/shutdown", response_model=None)
     async def shutdown(http: HttpRequest) -> Response:
