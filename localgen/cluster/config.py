@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -27,7 +28,8 @@ class ClusterConfig:
     the built-in default. replicas: engines at the start. host, port: of the gateway. api_key_file:
     absolute, or None without keys. spill: how many requests more than the least loaded replica the
     one with a prompt's prefix may have. address: of a Ray cluster that runs, or None to start one
-    here. share_prefixes: replicas fetch from each other what another has computed. prompt_replicas:
+    here. command: of another engine with {host} and {port}, which replicas run instead of localgen.
+    share_prefixes: replicas fetch from each other what another has computed. prompt_replicas:
     that compute long prompts for the others. max_replicas: with it, their number changes with the
     load: see ScalingPolicy for target_requests and ttft_slo_ms. downscale_delay_s: for how long one
     is not needed before it leaves.
@@ -40,6 +42,7 @@ class ClusterConfig:
     api_key_file: str | None = None
     spill: int = 4
     address: str | None = None
+    command: str | None = None
     share_prefixes: bool = True
     prompt_replicas: int = 0
     min_replicas: int = 1
@@ -53,6 +56,8 @@ class ClusterConfig:
         _require_count("port", self.port, 1, 65535)
         _require_count("spill", self.spill, 0, _MAX_COUNT)
         _require_count("prompt_replicas", self.prompt_replicas, 0, MAX_REPLICAS)
+        if self.command is not None:
+            self._require_for_command()
         if self.prompt_replicas and not self.share_prefixes:
             raise BadSetting("prompt_replicas need share_prefixes, by which prompts are handed on")
         _require_count("target_requests", self.target_requests, 1, _MAX_COUNT)
@@ -64,6 +69,15 @@ class ClusterConfig:
         _require_count("min_replicas", self.min_replicas, 0, self.replicas)
         if self.ttft_slo_ms is not None:
             _require_count("ttft_slo_ms", self.ttft_slo_ms, 1, _MAX_MS)
+
+    def _require_for_command(self) -> None:
+        """Raise BadSetting for what another engine than localgen does not do."""
+        self.engine_command("", 0)
+        if self.model is None:
+            raise BadSetting("command needs model: the name by which clients ask for it")
+        for name in ("ttft_slo_ms", "prompt_replicas"):
+            if getattr(self, name):
+                raise BadSetting(f"{name} is for localgen's own engines, not for command")
 
     def _require_defaults(self, *names: str) -> None:
         """Raise BadSetting for a setting of autoscaling, if there is none."""
@@ -82,6 +96,21 @@ class ClusterConfig:
                 "--api-key-file, at the same path on each machine"
             )
         return policy
+
+    def engine_command(self, host: str, port: int) -> tuple[str, ...]:
+        """The words of `command` for an engine that listens there; none without one.
+
+        Raises BadSetting if it is no command or names no port.
+        """
+        if self.command is None:
+            return ()
+        try:
+            words = shlex.split(self.command)
+        except ValueError as error:
+            raise BadSetting(f"command: {error}") from error
+        if "{port}" not in self.command:
+            raise BadSetting("command must say where to listen: --host {host} --port {port}")
+        return tuple(word.replace("{host}", host).replace("{port}", str(port)) for word in words)
 
     def with_options(self, **options: Any) -> ClusterConfig:
         """The options of the command line that are not None replace those of the file."""

@@ -102,6 +102,8 @@ class GatewayServer:
 def _default_names(config: ClusterConfig) -> frozenset[str]:
     """Names of the model that all replicas have loaded at their start."""
     names = {"", config.model or ""}
+    if config.command is not None:
+        return frozenset(names)
     with contextlib.suppress(LocalgenError):  # on the machine of the gateway, it may not exist
         names.add(resolve_model(config.model).name)
     return frozenset(names)

@@ -45,7 +45,8 @@ def find_problem(config: ClusterConfig, version: str) -> str | None:
         require_version(version)
         if config.api_key_file is not None:
             read_api_keys(Path(config.api_key_file))
-        resolve_model(config.model)
+        if config.command is None:
+            resolve_model(config.model)
     except VersionError as error:
         return str(error)
     except LocalgenError as error:

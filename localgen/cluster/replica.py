@@ -18,11 +18,13 @@ import httpx
 from localgen.cluster.autoscaling import scaling_stats
 from localgen.cluster.config import ClusterConfig
 from localgen.cluster.machines import require_version
+from localgen.cluster.other_engine import engine_stats
 from localgen.cluster.replica_server import ReplicaOptions
 from localgen.cluster.route import KV_ADDRESS, MODELS, URL
 from localgen.config import ServerSettings
 from localgen.machine.python_process import python_command, python_environment
 from localgen.server.http.access import host_and_port
+from localgen.server.requests.protocol import encode_json
 
 _START_TIMEOUT_S = 600.0
 _POLL_S = 0.1
@@ -55,7 +57,10 @@ class EngineReplica:
         self._runtime_dir = ServerSettings.from_environment().runtime_dir / f"replica-{self.name}"
         self._runtime_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._is_ending = False
-        self._kv_address = self._own_kv_address() if config.share_prefixes else ""
+        self._model, self._command = config.model or "", config.command
+        self._health_path = "/livez" if config.command is None else "/health"
+        shares = config.share_prefixes and config.command is None
+        self._kv_address = self._own_kv_address() if shares else ""
         self._server = self._start(config, access.keys)
         self._client = httpx.AsyncClient(base_url=self.url, headers=self._headers)
         await self._wait_until_ready()
@@ -78,7 +83,7 @@ class EngineReplica:
         if self._is_ending:
             return
         self._require_running()
-        reply = await self._client.get("/livez", timeout=_HEALTH_TIMEOUT_S)
+        reply = await self._client.get(self._health_path, timeout=_HEALTH_TIMEOUT_S)
         reply.raise_for_status()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
@@ -87,6 +92,8 @@ class EngineReplica:
 
     async def get(self, path: str) -> tuple[str, bytes]:
         """Its name, and the body of a GET of its server."""
+        if self._command is not None and path == "/v1/stats":
+            return self.name, encode_json(await self._stats())
         reply = await self._client.get(path, timeout=_HEALTH_TIMEOUT_S)
         return self.name, reply.content
 
@@ -109,6 +116,10 @@ class EngineReplica:
             shutil.rmtree(self._runtime_dir)
 
     async def _stats(self) -> dict[str, Any]:
+        if self._command is not None:
+            reply = await self._client.get("/metrics", timeout=_HEALTH_TIMEOUT_S)
+            metrics = reply.text if reply.is_success else ""
+            return engine_stats(self._model, self._server.pid, metrics)
         reply = await self._client.get("/v1/stats", timeout=_HEALTH_TIMEOUT_S)
         stats: dict[str, Any] = reply.json()
         return stats
@@ -127,6 +138,7 @@ class EngineReplica:
             keys=keys,
             kv_listen=self._kv_address,
             must_share=config.prompt_replicas > 0,
+            command=config.engine_command(self._host, self._port),
         )
         server = subprocess.Popen(
             python_command("localgen.cluster.replica_server"),
@@ -145,7 +157,7 @@ class EngineReplica:
             self._require_running()
             with contextlib.suppress(httpx.HTTPError):
                 reply = await self._client.get("/health")
-                if reply.json().get("status") == "ok":
+                if reply.is_success:
                     return
             await asyncio.sleep(_POLL_S)
         raise ReplicaFailed(f"the server of replica {self.name} is not ready")

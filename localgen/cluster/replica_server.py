@@ -14,12 +14,15 @@ from typing import BinaryIO
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.terminal_text import one_line
+from localgen.cluster.other_engine import run_engine
 from localgen.config import ServerSettings
 from localgen.hub.resolve import name_for_server
 from localgen.server.http.access import AccessPolicy
 from localgen.server.lifecycle import run_server
 from localgen.server.stats.request_log import create_log_formatter
 
+# vLLM reads its API key there: on a command line, others would see it
+_VLLM_KEY_VARIABLE = "VLLM_API_KEY"
 _log = logging.getLogger("localgen.cluster")
 
 
@@ -28,7 +31,7 @@ class ReplicaOptions:
     """What the actor gives to its server.
 
     model: None for the built-in default. kv_listen: as --kv-listen, or empty. must_share: end if
-    the model's prefixes cannot be shared.
+    the model's prefixes cannot be shared. command: of another engine to run, or empty.
     """
 
     model: str | None
@@ -37,6 +40,7 @@ class ReplicaOptions:
     keys: tuple[str, ...]
     kv_listen: str
     must_share: bool
+    command: tuple[str, ...] = ()
 
 
 def main() -> int:
@@ -45,6 +49,10 @@ def main() -> int:
     The first line of standard input is ReplicaOptions as JSON. Returns the exit status.
     """
     options = ReplicaOptions(**json.loads(sys.stdin.buffer.readline()))
+    if options.command:
+        if options.keys:
+            os.environ[_VLLM_KEY_VARIABLE] = options.keys[0]
+        return run_engine(options.command, sys.stdin.buffer)
     handler = logging.StreamHandler()
     handler.setFormatter(create_log_formatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
