@@ -80,10 +80,8 @@ def is_running(pid: int) -> bool:
 def test_one_that_is_not_installed() -> None:
     process = started(ClusterConfig(model="m", command="no-such-engine --port {port}"))
     _, said = process.communicate(timeout=30)
-    assert (process.returncode, said) == (
-        127,
-        b"error: no-such-engine: No such file or directory\n",
-    )
+    assert process.returncode == 127
+    assert said == b"error: no-such-engine: No such file or directory\n"
 
 
 def test_its_metrics_are_its_statistics() -> None:
