@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -27,7 +26,7 @@ _OBJECT_STORE_BYTES = 100 << 20
 
 def main() -> int:
     """Argument: the ClusterConfig as JSON. Prints `ready` when all replicas are up."""
-    config = ClusterConfig(**json.loads(sys.argv[1]))
+    config = ClusterConfig.from_json(sys.argv[1])
     try:
         with hold_lock(ServerSettings.from_environment()):
             _run(config)
