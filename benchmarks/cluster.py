@@ -1,6 +1,7 @@
 """`localgen cluster`: what the gateway adds to a request, and what routing by prefix saves.
 
-Replicas of the built-in model on this machine. The same requests go to the gateway and to the
+Replicas of the built-in model on this machine, without a tier on disk, which they would share. The
+same requests go to the gateway and to the
 servers of its replicas: to one of them for what the gateway adds, to all in turn (round robin) for
 what routing saves. Needs localgen[cluster]: run it with the Python of .venv/cluster.
 """
@@ -30,7 +31,7 @@ from localgen.client.connection import EndpointConnection
 from localgen.client.endpoints import Endpoint
 from localgen.server.http.access import AccessPolicy, open_tcp_socket
 
-_MODEL, _PROMPT_WORDS, _ANSWER_TOKENS = "tiny", 700, 32
+_MODEL, _PROMPT_WORDS, _ANSWER_TOKENS = "tiny", 1400, 32
 _RATE = 500.0  # tokens/s at which the gateway's CPU is given
 _NUM_STREAMS, _STREAM_TOKENS = 4, 400
 _WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
@@ -60,11 +61,11 @@ def running_cluster(num_replicas: int) -> Iterator[Cluster]:
             program = [sys.executable, "-m", "localgen", "cluster", *arguments]
             subprocess.run(program, env=environment, check=True)
 
-        run("up", _MODEL, "--port", str(port), "--replicas", str(num_replicas))
+        run("up", _MODEL, "--port", str(port), "--replicas", str(num_replicas), "--kv-disk", "0")
         try:
             servers = [each for each in _own_processes(folder) if _has(each, "replica_server")]
             (gateway,) = [each for each in _own_processes(folder) if _has(each, "GatewayServer")]
-            ports = [each.cmdline()[-1] for each in servers]
+            ports = [_tcp_port(each) for each in servers]
             yield Cluster(_target(port), tuple(map(_target, ports)), gateway)
         finally:
             run("down")
@@ -81,11 +82,20 @@ def _own_processes(folder: str) -> list[psutil.Process]:
     return found
 
 
+def _tcp_port(process: psutil.Process) -> int:
+    (port,) = {
+        each.laddr.port
+        for each in process.net_connections("tcp")
+        if each.status == psutil.CONN_LISTEN
+    }
+    return int(port)
+
+
 def _has(process: psutil.Process, word: str) -> bool:
     return word in " ".join(process.cmdline())
 
 
-def _target(port: int | str) -> Target:
+def _target(port: int) -> Target:
     endpoint = Endpoint(f"http://127.0.0.1:{port}/v1")
     return Target(Client(EndpointConnection(endpoint, print)), _MODEL, None, is_chat=True)
 
