@@ -24,7 +24,7 @@ from localgen.locked_file import LockedFile
 from localgen.machine.python_process import python_command, python_environment
 from localgen.server.http.access import host_and_port, open_tcp_socket
 
-READY = "ready"  # printed by the process that owns the cluster
+READY = "ready"  # printed by the owner of the cluster
 # Serve deletes the deployments and gives their requests time to end
 _END_TIMEOUT_S = 60.0
 _POLL_S = 0.1
@@ -91,7 +91,7 @@ def start(config: ClusterConfig, model: str, settings: ServerSettings) -> Runnin
     _state_file(settings).path.unlink(missing_ok=True)  # of one that was killed
     with open(log_path(settings), "wb") as log:
         process = subprocess.Popen(
-            python_command("localgen.cluster.head", config.to_json()),
+            python_command("localgen.cluster.owner", config.to_json()),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,
