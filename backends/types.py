@@ -113,6 +113,7 @@ class Request:
     prompt_only: compute the prompt for later requests.
     infill: only with prompt or prompt_tokens, which are then the text before the answer.
     line_limits: end the answer at a line.
+    kv_peer: address of an engine that has computed the beginning of the prompt, as for --kv-peer.
     save_prefix: False: its tokens are in the KV cache only, never kept in RAM or on disk after it.
     block_hash_key: of Finished.block_hashes, at most 64 bytes; empty: there are none.
     """
@@ -140,6 +141,7 @@ class Request:
     arrived_s: float = 0.0
     stabilize: bool = False
     save_prefix: bool = True
+    kv_peer: str = ""
     block_hash_key: bytes = field(default=b"", repr=False)
 
 

@@ -17,7 +17,8 @@ from starlette.types import Message, Scope
 
 import localgen
 from localgen.client.snapshot import parse_localgen_stats
-from localgen.cluster.gateway import Choice, Gateway
+from localgen.cluster.gateway import MIN_PROMPT_CHUNKS, Gateway
+from localgen.cluster.route import Asked, Choice
 from localgen.cluster.totals import REPLICAS, merged_metrics, merged_stats
 
 CHAT, MESSAGES, OLLAMA = "/v1/chat/completions", "/v1/messages", "/api/chat"
@@ -113,25 +114,23 @@ def replica() -> Iterator[ScriptedServer]:
         yield server
 
 
-class Asked:
+class Chooser:
     """Chooses the replicas in turn, and notes why."""
 
-    def __init__(self, *urls: str) -> None:
-        self.urls, self.wanted, self.chunks = list(urls), list[str | None](), list[Any]()
+    def __init__(self, *urls: str, **choice: Any) -> None:
+        self.choice = choice
+        self.urls, self.asked = list(urls), list[Asked]()
         self.num_open = 0
         self.gone: list[frozenset[str]] = []
 
     @asynccontextmanager
-    async def choose(
-        self, chunks: Sequence[bytes], wanted: str | None, gone: frozenset[str]
-    ) -> AsyncIterator[Choice]:
+    async def choose(self, asked: Asked, gone: frozenset[str]) -> AsyncIterator[Choice]:
         self.gone.append(gone)
-        self.chunks.append(chunks)
-        self.wanted.append(wanted)
+        self.asked.append(asked)
         url = self.urls.pop(0) if len(self.urls) > 1 else self.urls[0]
         self.num_open += 1
         try:
-            yield Choice(f"r{len(self.wanted)}", url)
+            yield Choice(f"r{len(self.asked)}", url, **self.choice)
         finally:
             self.num_open -= 1
 
@@ -140,7 +139,7 @@ class Asked:
 
 
 def ask(
-    asked: Asked, path: str, body: Any = None, *, leaves: bool = False, **headers: str
+    asked: Chooser, path: str, body: Any = None, *, leaves: bool = False, **headers: str
 ) -> list[Message]:
     return asyncio.run(exchange(Gateway(asked.choose, asked.ask_all), path, body, leaves, headers))
 
@@ -193,7 +192,7 @@ def text_of(sent: list[Message]) -> str:
 
 def test_a_request_is_passed_as_it_is(replica: ScriptedServer) -> None:
     body = {"messages": [{"role": "user", "content": "ä" * 600}], "n": 1}
-    sent = ask(Asked(replica.url), CHAT, body, authorization="Bearer secret-key")
+    sent = ask(Chooser(replica.url), CHAT, body, authorization="Bearer secret-key")
     ((path, headers, seen),) = replica.seen
     assert (path, json.loads(seen)) == (CHAT, body)
     assert headers["authorization"] == "Bearer secret-key"
@@ -205,10 +204,10 @@ def test_a_request_is_passed_as_it_is(replica: ScriptedServer) -> None:
 
 
 def test_a_stream_comes_in_pieces(replica: ScriptedServer) -> None:
-    asked = Asked(replica.url)
+    asked = Chooser(replica.url)
     sent = ask(asked, f"{CHAT}?whole", {"prompt": "a" * 300})
     assert text_of(sent) == "data: one\n\ndata: [DONE]\n\n"
-    assert len(asked.chunks[0]) == 1
+    assert len(asked.asked[0].chunks) == 1
     assert asked.num_open == 0
 
 
@@ -223,7 +222,7 @@ def test_a_stream_comes_in_pieces(replica: ScriptedServer) -> None:
 def test_a_replica_that_dies_in_a_stream_ends_it_with_an_error(
     replica: ScriptedServer, path: str, begins: str
 ) -> None:
-    asked = Asked(replica.url)
+    asked = Chooser(replica.url)
     first, rest = text_of(ask(asked, f"{path}?breaks")).split("data: one\n\n")
     assert first == ""
     assert rest.startswith(begins)
@@ -235,11 +234,11 @@ def test_a_replica_that_dies_in_a_stream_ends_it_with_an_error(
 def test_a_replica_that_is_gone_is_passed_over(replica: ScriptedServer) -> None:
     with scripted() as gone:
         url = gone.url
-    asked = Asked(url, replica.url)
+    asked = Chooser(url, replica.url)
     sent = ask(asked, CHAT)
     assert asked.gone == [frozenset(), {"r1"}]
     assert json.loads(text_of(sent)) == {"port": replica.server_port}
-    sent = ask(Asked(url), CHAT)
+    sent = ask(Chooser(url), CHAT)
     assert sent[0]["status"] == 503
     assert "try again" in text_of(sent)
 
@@ -247,20 +246,20 @@ def test_a_replica_that_is_gone_is_passed_over(replica: ScriptedServer) -> None:
 def test_a_replica_that_dies_before_it_answers_is_passed_over(replica: ScriptedServer) -> None:
     with scripted() as dying:
         dying.dies = True
-        asked = Asked(dying.url, replica.url)
+        asked = Chooser(dying.url, replica.url)
         assert json.loads(text_of(ask(asked, CHAT))) == {"port": replica.server_port}
         assert (len(dying.seen), asked.gone[1]) == (1, frozenset({"r1"}))
 
 
 def test_a_client_that_leaves_ends_its_request(replica: ScriptedServer) -> None:
-    asked = Asked(replica.url)
+    asked = Chooser(replica.url)
     ask(asked, f"{CHAT}?endless", leaves=True)
     assert replica.closed.wait(LONG_S)
     assert asked.num_open == 0
 
 
 def test_what_is_about_a_request_goes_to_its_replica(replica: ScriptedServer) -> None:
-    asked = Asked(replica.url)
+    asked = Chooser(replica.url)
 
     async def run() -> None:
         gateway = Gateway(asked.choose, asked.ask_all)
@@ -270,30 +269,69 @@ def test_what_is_about_a_request_goes_to_its_replica(replica: ScriptedServer) ->
         await exchange(gateway, "/v1/responses", {"previous_response_id": "resp_id1", "input": "a"})
 
     asyncio.run(run())
-    assert asked.wanted == [None, "r1", "r1", None, "r1"]
+    assert [each.wanted for each in asked.asked] == [None, "r1", "r1", None, "r1"]
 
 
 def test_probes_need_no_replica() -> None:
     for path in ("/health", "/livez"):
-        asked = Asked("http://127.0.0.1:1")
+        asked = Chooser("http://127.0.0.1:1")
         assert json.loads(text_of(ask(asked, path))) == {"status": "ok"}
-        assert asked.wanted == []
+        assert asked.asked == []
+
+
+def test_where_a_prefix_lies_is_said_by_the_gateway_only(replica: ScriptedServer) -> None:
+    asked = Chooser(replica.url, kv_peer="10.0.0.1:7000")
+    forged: dict[str, Any] = {"x-localgen-kv-peer": "10.9.9.9:1", "x-localgen-prompt-only": "1"}
+    ask(asked, CHAT, **forged)
+    ask(Chooser(replica.url), CHAT, **forged)
+    (_, first, _), (_, second, _) = replica.seen
+    assert first["x-localgen-kv-peer"] == "10.0.0.1:7000"
+    assert "x-localgen-kv-peer" not in second
+    assert "x-localgen-prompt-only" not in {**first, **second}
+
+
+def test_a_long_prompt_is_computed_by_a_prompt_replica(replica: ScriptedServer) -> None:
+    answering = Chooser(replica.url, new_chunks=MIN_PROMPT_CHUNKS, kv_peer="a:1")
+    body = {"prompt": "a" * 3000, "model": "m", "previous_response_id": "id"}
+
+    async def run(prompts: ScriptedServer) -> Chooser:
+        preparing = Chooser(prompts.url, kv_address="b:2")
+        gateway = Gateway(answering.choose, answering.ask_all, preparing.choose)
+        await exchange(gateway, CHAT, body)
+        prompts.dies = True
+        text_of(await exchange(gateway, CHAT, body))
+        await exchange(gateway, "/v1/embeddings", body)
+        answering.choice["new_chunks"] -= 1
+        await exchange(gateway, CHAT, body)
+        return preparing
+
+    with scripted() as prompts:
+        preparing = asyncio.run(run(prompts))
+        assert len(prompts.seen) == 2, "only long prompts, and only those of answers"
+        path, headers, seen = prompts.seen[0]
+    assert (path, json.loads(seen)) == (CHAT, body)
+    assert headers["x-localgen-prompt-only"] == "1"
+    assert preparing.asked[0].chunks == answering.asked[0].chunks
+    assert (preparing.num_open, answering.num_open) == (0, 0)
+    peers = [headers["x-localgen-kv-peer"] for _, headers, _ in replica.seen]
+    assert peers == ["b:2", "a:1", "a:1", "a:1"], "it is answered without the prompt replica"
 
 
 def test_what_is_no_json_goes_to_a_replica_which_refuses_it(replica: ScriptedServer) -> None:
     for body in ("text", [1], 3):
-        ask(Asked(replica.url), CHAT, body)
+        ask(Chooser(replica.url), CHAT, body)
     assert len(replica.seen) == 3
 
 
 def test_statistics_of_all_replicas() -> None:
     def stats(name: str, ago: float) -> bytes:
-        models = [{"name": name, "stats": {"running": 1}}]
+        models = [{"name": name, "id": "x", "stats": {"running": 1}}]
         ended = [{"ended_ago_s": ago}]
         return json.dumps({"server": {}, "models": models, "ended": ended}).encode()
 
     total = merged_stats([("b", stats("tiny", 1.0)), ("a", stats("tiny", 2.0))])
     assert [model["name"] for model in total["models"]] == ["tiny@a", "tiny@b"]
+    assert [model["id"] for model in total["models"]] == ["x@a", "x@b"]
     assert [each["ended_ago_s"] for each in total["ended"]] == [1.0, 2.0]
     assert total[REPLICAS]["b"]["models"][0]["name"] == "tiny"
     none = merged_stats([])

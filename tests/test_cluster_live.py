@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import httpx
 import psutil
 import pytest
 
+from localgen.hub.packaged import packaged_model
 from localgen.server.http.access import AccessPolicy, open_tcp_socket
 
 pytest.importorskip("ray", reason="Ray is not installed, which needs 500 MB: make test-cluster")
@@ -99,6 +101,21 @@ def test_a_prompt_goes_where_its_beginning_was_computed(cluster: Cluster) -> Non
     assert min(cached[4:]) > 200
 
 
+def test_a_replica_fetches_what_another_has_computed(cluster: Cluster) -> None:
+    system = "the quick brown fox jumps over the lazy dog " * 30
+    long = {"max_tokens": 64, "temperature": 0, "ignore_eos": True}
+    first = cluster.chat(system, **long)
+    with ThreadPoolExecutor(12) as pool:
+        asked = [pool.submit(cluster.chat, system, **long) for _ in range(12)]
+    answers = [each.result() for each in asked]
+    assert len({each.headers["x-localgen-replica"] for each in answers}) == 2, "one is too busy"
+    texts = {each.json()["choices"][0]["message"]["content"] for each in (first, *answers)}
+    assert len(texts) == 1
+    fetched = [part for each in answers for part in each.json()["timings"]["restored"]]
+    assert fetched[0]["tier"] == "peer"
+    assert fetched[0]["tokens"] > 200
+
+
 def test_commands_work_with_the_name_cluster(cluster: Cluster) -> None:
     answer = cluster.run("run", "--url", "cluster", "-p", "What is 17 + 25?")
     assert "42" in answer.stdout, answer.stderr
@@ -106,6 +123,16 @@ def test_commands_work_with_the_name_cluster(cluster: Cluster) -> None:
     again = cluster.run("cluster", "up")
     assert again.returncode != 0
     assert "`localgen cluster down` ends it first" in again.stderr
+
+
+def test_another_model_is_loaded_by_one_replica(cluster: Cluster, tmp_path: Path) -> None:
+    other = tmp_path / "other.gguf"
+    shutil.copy(packaged_model("tiny").path, other)
+    cluster.run("cp", str(other), "other")
+    replies = [cluster.chat(f"Hello {number}", model="other") for number in range(4)]
+    assert [each.status_code for each in replies] == [200] * 4, replies[0].text
+    assert len({each.headers["x-localgen-replica"] for each in replies}) == 1
+    cluster.wait_until(lambda: [len(each["models"]) for each in cluster.replicas()].count(2) == 1)
 
 
 @pytest.mark.parametrize(
@@ -135,6 +162,23 @@ def test_nothing_is_left_when_it_ends(cluster: Cluster) -> None:
     assert [each.cmdline() for each in alive] == []
     gone = cluster.run("cluster", "status")
     assert "no cluster runs: `localgen cluster up` starts one" in gone.stderr
+
+
+def test_long_prompts_are_computed_by_a_prompt_replica(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    settings = f'model = "tiny"\nport = {cluster.port}\nreplicas = 1\nprompt_replicas = 1\n'
+    (tmp_path / "cluster.toml").write_text(settings)
+    up = cluster.run("cluster", "up", "-f", str(tmp_path / "cluster.toml"))
+    assert up.returncode == 0, up.stderr
+    try:
+        assert len(cluster.replicas()) == 2
+        system = "the quick brown fox jumps over the lazy dog " * 60
+        (restored,) = cluster.chat(system).json()["timings"]["restored"]
+        assert (restored["tier"], restored["tokens"] > 500) == ("peer", True)
+        again = cluster.chat(system).json()["timings"]
+        assert (again["restored"], again["cache_n"] > 500) == ([], True)
+    finally:
+        cluster.run("cluster", "down")
 
 
 def test_replicas_come_with_the_load_and_leave_without_it(tmp_path: Path) -> None:

@@ -56,8 +56,10 @@ ORDER = (
     "localgen.server.ollama",
     "localgen.server.http",
     "localgen.server",
-    "localgen.cluster",
+    "localgen.cluster.config",
+    "localgen.cluster.running",
     "localgen.client",
+    "localgen.cluster",
     "localgen.bench",
     "localgen.doctor",
     "localgen.quant.request",
@@ -195,6 +197,8 @@ def test_every_package_has_its_place() -> None:
         "localgen.locked_file",
         "localgen.config",
         "localgen.toml_store",
+        "localgen.cluster.config",
+        "localgen.cluster.running",
         "localgen.__main__",
     }
     assert set(ORDER) - packages == modules_of_their_own

@@ -45,14 +45,20 @@ def source(address: tuple[str, int] | str) -> Iterator[PrefixStore]:
 def asking(
     address: tuple[str, int] | str, key: bytes = KEY, namespace: bytes = NAMESPACE, ram: int = 0
 ) -> PrefixStore:
-    peer = KVPeer(address, namespace, key)
-    return PrefixStore(namespace, ram_bytes=ram, disk=None, peer=peer)
+    """A store whose default peer is at the address, whatever it is called."""
+    return PrefixStore(
+        namespace,
+        ram_bytes=ram,
+        disk=None,
+        connect=lambda _: KVPeer(address, namespace, key),
+        default_peer="default",
+    )
 
 
 def fetched(store: PrefixStore, tokens: list[int] = TEXT) -> int:
     """Load a prompt as an engine does; returns the tokens loaded."""
     length = 0
-    for found in store.find(tokens, "", ask_peer=True):
+    for found in store.find(tokens, "", peer=store.peer("")):
         loaded = store.load(found, tokens)
         if loaded is None:
             break

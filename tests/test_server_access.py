@@ -106,7 +106,7 @@ def test_key_in_the_query_is_rejected(keyed: TcpServer, query: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/models", "/metrics", "/v1/stats", "/openapi.json", "/nothing"]
+    "path", ["/v1/models", "/metrics", "/v1/stats", "/v1/loads", "/openapi.json", "/nothing"]
 )
 def test_every_path_needs_the_key(keyed: TcpServer, path: str) -> None:
     assert keyed.http.get(path).status_code == 401
@@ -260,7 +260,7 @@ def test_requests_per_minute_are_limited() -> None:
 UNCOUNTED = {
     *(("get", f"/{name}") for name in ("", "health", "livez", "metrics")),
     *(("get", f"/{name}") for name in ("models", "props", "slots", "version")),
-    *(("get", f"/v1/{name}") for name in ("models", "models/{name}", "stats")),
+    *(("get", f"/v1/{name}") for name in ("loads", "models", "models/{name}", "stats")),
     *(("get", f"/api/{name}") for name in ("tags", "ps", "version")),
     ("get", "/v1/responses/{response_id}"),
     *(("post", f"/v1/requests/{{request_id}}/{what}") for what in ("cancel", "answer-now")),

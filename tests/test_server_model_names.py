@@ -91,6 +91,7 @@ OTHER_ROUTES = {
     ("GET", "/metrics"),
     ("GET", "/models"),
     ("GET", "/version"),
+    ("GET", "/v1/loads"),
     ("GET", "/v1/models"),
     ("GET", "/v1/stats"),
     ("POST", "/v1/requests/{request_id}/cancel"),

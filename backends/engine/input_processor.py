@@ -112,6 +112,7 @@ class InputProcessor:
             priority=request.priority,
             cache_salt=request.cache_salt,
             save_prefix=request.save_prefix,
+            kv_peer=request.kv_peer,
             block_hashes=block_hashes(tokens, request.block_hash_key, request.cache_salt)
             if request.block_hash_key
             else (),

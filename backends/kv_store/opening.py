@@ -89,8 +89,13 @@ def _open(
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         key = load_key(folder)
-        source = KVPeer(parse_address(peer, "kv_peer"), namespace, key) if peer else None
-        store = PrefixStore(namespace, ram_bytes=ram_bytes, disk=disk, peer=source)
+        store = PrefixStore(
+            namespace,
+            ram_bytes=ram_bytes,
+            disk=disk,
+            connect=lambda address: KVPeer(parse_address(address, "kv_peer"), namespace, key),
+            default_peer=peer,
+        )
         if listen:
             store.listen(parse_address(listen, "kv_listen"), key)
     except (OSError, BlockRefused) as error:

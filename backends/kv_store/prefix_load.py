@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from localgen.backends.kv_store.blocks import KVBlock
+from localgen.backends.kv_store.peer import KVPeer
 from localgen.backends.kv_store.store import FoundBlock, PrefixStore
 
 # fewer tokens than this are computed, not loaded
@@ -22,15 +23,16 @@ def blocks_after(
     num_cached: int,
     *,
     usable: Callable[[int], int],
-    ask_peer: bool,
+    peer: KVPeer | None,
 ) -> list[FoundBlock]:
     """Stored blocks for the tokens of a prompt behind its first `num_cached` ones.
 
     The first may begin before that. usable: how many of so many leading tokens to load.
+    peer: an engine to ask for what is not stored here.
     """
     if len(tokens) - num_cached < MIN_LOAD_TOKENS:
         return []
-    found = store.find(tokens, cache_salt, ask_peer=ask_peer)
+    found = store.find(tokens, cache_salt, peer=peer)
     end = usable(found[-1].start + found[-1].length) if found else 0
     if end - num_cached < MIN_LOAD_TOKENS:
         return []

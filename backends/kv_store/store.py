@@ -33,14 +33,20 @@ from localgen.backends.types import RestoredTokens, merged_restored
 RAM, DISK, PEER = KV_TIERS
 # shorter prefixes are saved only if they were used again
 MIN_PREFIX_TOKENS = 512
+# connections to other engines, each over one file descriptor
+_MAX_PEERS = 64
 
 
 class FoundBlock(NamedTuple):
-    """A stored block that a prompt begins with. length: of its tokens, how many the prompt has."""
+    """A stored block that a prompt begins with. length: of its tokens, how many the prompt has.
+
+    peer: has it if it is not stored here.
+    """
 
     digest: bytes
     start: int
     length: int
+    peer: KVPeer | None = None
 
 
 class UnsavedBlock(NamedTuple):
@@ -61,7 +67,8 @@ class PrefixStore:
     """Blocks in RAM and on disk. One thread calls it, but for `get` and `has`.
 
     namespace: see blocks.namespace_of. ram_bytes: limit of the RAM tier. disk: None for no disk.
-    peer: another engine, which is asked for what both lack.
+    connect: to another engine of the model, by its address. default_peer: address of the one that
+    is asked for what both tiers lack, or None; a request may name another.
     prefill_per_s: tokens that the engine computes per second, or 0 if unknown. is_shared: other
     engines fetch from it, so a prefix is saved when its request ends, whatever its length.
     num_losses: grows when other processes have removed blocks, which may be saved again then.
@@ -73,12 +80,14 @@ class PrefixStore:
         *,
         ram_bytes: int,
         disk: DiskTier | None,
-        peer: KVPeer | None = None,
+        connect: Callable[[str], KVPeer] | None = None,
+        default_peer: str | None = None,
     ) -> None:
         self.prefill_per_s = 0.0
         self.is_shared = False
         self.num_losses = 0
-        self._peer = peer
+        self._connect, self._default_peer = connect, default_peer
+        self._peers: OrderedDict[str, KVPeer] = OrderedDict()  # in order of last use
         self._server: PeerServer | None = None
         self._namespace = namespace
         self._ram_limit, self._ram_bytes = ram_bytes, 0
@@ -93,25 +102,39 @@ class PrefixStore:
 
     # -- finding and loading ----------------------------------------------------------------
 
+    def peer(self, address: str) -> KVPeer | None:
+        """The engine at an address, or the default one if that is empty.
+
+        Raises InvalidRequest if it is no address.
+        """
+        address = address or self._default_peer or ""
+        if not address or self._connect is None:
+            return None
+        if address not in self._peers:
+            self._peers[address] = self._connect(address)
+            if len(self._peers) > _MAX_PEERS:
+                self._peers.popitem(last=False)[1].close()
+        self._peers.move_to_end(address)
+        return self._peers[address]
+
     def find(
-        self, tokens: list[int], cache_salt: str, *, ask_peer: bool = False
+        self, tokens: list[int], cache_salt: str, *, peer: KVPeer | None = None
     ) -> list[FoundBlock]:
         """The longest stored prefix of a prompt, as blocks in order; the last may be used in part.
 
-        ask_peer: blocks of the peer count too. What a block holds is compared when it is
-        loaded.
+        peer: its blocks count too. What a block holds is compared when it is loaded.
         """
         ids = token_array(tokens)
         chain = self._chain(ids, cache_salt)
         found = list(itertools.takewhile(lambda block: self.has(block.digest), chain))
         missing = chain[len(found) :]
-        if ask_peer and self._peer is not None and missing:
-            found += missing[: self._peer.num_held([block.digest for block in missing])]
+        if peer is not None and missing:
+            found += missing[: peer.num_held([block.digest for block in missing])]
         start = BLOCK_TOKENS * len(found)
         parent = found[-1].digest if found else chain_root(self._namespace, cache_salt)
         behind = self.children(parent)
-        if ask_peer and self._peer is not None and start < len(ids):
-            behind += self._peer.children(parent)
+        if peer is not None and start < len(ids):
+            behind += peer.children(parent)
         best = max(
             (FoundBlock(digest, start, _common_len(held, ids[start:])) for digest, held in behind),
             key=lambda block: block.length,
@@ -120,7 +143,7 @@ class PrefixStore:
         if best is not None and best.length:
             found.append(best)
         self._mark_used(found)
-        return found
+        return [block._replace(peer=peer) for block in found]
 
     def _chain(self, ids: TokenArray, cache_salt: str) -> list[FoundBlock]:
         """The whole blocks of a prompt. Those that it shares with the last one are not hashed."""
@@ -147,8 +170,8 @@ class PrefixStore:
         block, tier = self._near(found.digest), RAM
         if block is None and self._disk is not None:
             block, tier = self._read(self._disk, found.digest), DISK
-        if block is None and self._peer is not None:
-            block, tier = self._peer.fetch(found.digest), PEER
+        if block is None and found.peer is not None:
+            block, tier = found.peer.fetch(found.digest), PEER
         if block is None or block.start != found.start:
             return None
         if tier == PEER:
@@ -342,8 +365,8 @@ class PrefixStore:
             self._writer.close(max(deadline_s, time.monotonic()))
         if self._server is not None:
             self._server.close()
-        if self._peer is not None:
-            self._peer.close()
+        for peer in self._peers.values():
+            peer.close()
 
     def stats(self) -> tuple[KVTierStats, ...]:
         """The tiers that are not switched off."""
@@ -356,8 +379,9 @@ class PrefixStore:
                 DISK, len(self._disk), self._disk.num_bytes, self._disk.limit_bytes, error
             )
             tiers.append(disk)
-        if self._peer is not None:
-            tiers.append(self._tier_stats(PEER, 0, 0, 0, self._peer.error))
+        if self._default_peer is not None or self._peers:
+            error = next((peer.error for peer in self._peers.values() if peer.error), "")
+            tiers.append(self._tier_stats(PEER, 0, 0, 0, error))
         return tuple(tiers)
 
     def _tier_stats(

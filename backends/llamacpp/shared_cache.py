@@ -146,7 +146,7 @@ class SharedCache:
             seq.cache_salt,
             length,
             usable=lambda end: self._reuse.reuse_tokens(end, len(seq.tokens)),
-            ask_peer=seq.save_prefix,
+            peer=self._store.peer(seq.kv_peer) if seq.save_prefix else None,
         )
 
     def _put(self, seq_id: int, block: KVBlock, start: int, end: int) -> bool:

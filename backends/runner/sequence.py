@@ -78,6 +78,7 @@ class Sequence:
     priority: int = 0
     cache_salt: str = ""
     save_prefix: bool = True
+    kv_peer: str = ""
     arrived_s: float = 0.0
     template_ms: float = 0.0
     state: SequenceState = SequenceState.QUEUED

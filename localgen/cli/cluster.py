@@ -90,12 +90,12 @@ def up(
         api_key_file=None if api_key_file is None else str(api_key_file.absolute()),
         address=address,
     )
-    found = resolve_model(config.model)
+    name = config.model if config.command else resolve_model(config.model).name
     settings = ServerSettings.from_environment()
     running.require_startable(config, settings)
     replicas_text = "1 replica" if config.replicas == 1 else f"{config.replicas} replicas"
     tables.print_notice(f"starting {replicas_text}; log: {running.log_path(settings)}")
-    started = running.start(config, found.name, settings)
+    started = running.start(config, name or "", settings)
     tables.print_line(f"{started.url} answers: localgen chat --url cluster")
 
 

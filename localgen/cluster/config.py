@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ from localgen.config import BadSetting
 from localgen.server.http.access import DEFAULT_PORT, AccessPolicy, read_api_keys
 
 MAX_REPLICAS = 1000
+_TYPE_NAMES: dict[type, str] = {str: "a string", int: "a whole number", bool: "true or false"}
+_TOML_TYPES = {each.__name__: each for each in _TYPE_NAMES}
 # meaningless without max_replicas
 _AUTOSCALING = ("min_replicas", "target_requests", "ttft_slo_ms", "downscale_delay_s")
 _MAX_COUNT, _MAX_MS = 1 << 16, 1 << 31
@@ -24,9 +28,11 @@ class ClusterConfig:
     the built-in default. replicas: engines at the start. host, port: of the gateway. api_key_file:
     absolute, or None without keys. spill: how many requests more than the least loaded replica the
     one with a prompt's prefix may have. address: of a Ray cluster that runs, or None to start one
-    here. max_replicas: with it, their number changes with the load: see ScalingPolicy for
-    target_requests and ttft_slo_ms. downscale_delay_s: for how long one is not needed before it
-    leaves.
+    here. command: of another engine with {host} and {port}, which replicas run instead of localgen.
+    share_prefixes: replicas fetch from each other what another has computed. prompt_replicas:
+    that compute long prompts for the others. max_replicas: with it, their number changes with the
+    load: see ScalingPolicy for target_requests and ttft_slo_ms. downscale_delay_s: for how long one
+    is not needed before it leaves.
     """
 
     model: str | None = None
@@ -36,6 +42,9 @@ class ClusterConfig:
     api_key_file: str | None = None
     spill: int = 4
     address: str | None = None
+    command: str | None = None
+    share_prefixes: bool = True
+    prompt_replicas: int = 0
     min_replicas: int = 1
     max_replicas: int | None = None
     target_requests: int = 4
@@ -46,6 +55,11 @@ class ClusterConfig:
         _require_count("replicas", self.replicas, 1, MAX_REPLICAS)
         _require_count("port", self.port, 1, 65535)
         _require_count("spill", self.spill, 0, _MAX_COUNT)
+        _require_count("prompt_replicas", self.prompt_replicas, 0, MAX_REPLICAS)
+        if self.command is not None:
+            self._require_for_command()
+        if self.prompt_replicas and not self.share_prefixes:
+            raise BadSetting("prompt_replicas need share_prefixes, by which prompts are handed on")
         _require_count("target_requests", self.target_requests, 1, _MAX_COUNT)
         _require_count("downscale_delay_s", self.downscale_delay_s, 1, _MAX_COUNT)
         if self.max_replicas is None:
@@ -55,6 +69,15 @@ class ClusterConfig:
         _require_count("min_replicas", self.min_replicas, 0, self.replicas)
         if self.ttft_slo_ms is not None:
             _require_count("ttft_slo_ms", self.ttft_slo_ms, 1, _MAX_MS)
+
+    def _require_for_command(self) -> None:
+        """Raise BadSetting for what another engine than localgen does not do."""
+        self.engine_command("", 0)
+        if self.model is None:
+            raise BadSetting("command needs model: the name by which clients ask for it")
+        for name in ("ttft_slo_ms", "prompt_replicas"):
+            if getattr(self, name):
+                raise BadSetting(f"{name} is for localgen's own engines, not for command")
 
     def _require_defaults(self, *names: str) -> None:
         """Raise BadSetting for a setting of autoscaling, if there is none."""
@@ -74,6 +97,21 @@ class ClusterConfig:
             )
         return policy
 
+    def engine_command(self, host: str, port: int) -> tuple[str, ...]:
+        """The words of `command` for an engine that listens there; none without one.
+
+        Raises BadSetting if it is no command or names no port.
+        """
+        if self.command is None:
+            return ()
+        try:
+            words = shlex.split(self.command)
+        except ValueError as error:
+            raise BadSetting(f"command: {error}") from error
+        if "{port}" not in self.command:
+            raise BadSetting("command must say where to listen: --host {host} --port {port}")
+        return tuple(word.replace("{host}", host).replace("{port}", str(port)) for word in words)
+
     def with_options(self, **options: Any) -> ClusterConfig:
         """The options of the command line that are not None replace those of the file."""
         return replace(
@@ -89,19 +127,28 @@ def read_cluster_file(path: Path) -> ClusterConfig:
         raise BadSetting(f"{path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadSetting(f"{path}: {error}") from error
-    types = {each.name: str if "str" in str(each.type) else int for each in fields(ClusterConfig)}
+    return read_settings(found, str(path), path.parent)
+
+
+def read_settings(found: Mapping[str, Any], place: str, folder: Path) -> ClusterConfig:
+    """The configuration of the keys of a cluster.toml. Raises BadSetting that names place and key.
+
+    folder: relative paths start there.
+    """
+    types = {each.name: _TOML_TYPES[str(each.type).split()[0]] for each in fields(ClusterConfig)}
     for name, value in found.items():
         if name not in types:
-            raise BadSetting(f"{path}: unknown key {name!r}: there are {', '.join(sorted(types))}")
+            raise BadSetting(f"{place}: unknown key {name!r}: there are {', '.join(sorted(types))}")
         if type(value) is not types[name]:
-            kind = "a string" if types[name] is str else "a whole number"
-            raise BadSetting(f"{path}: {name} must be {kind}, not {value!r}")
-    if "api_key_file" in found:
-        found["api_key_file"] = str((path.parent / found["api_key_file"]).absolute())
+            kind = _TYPE_NAMES[types[name]]
+            raise BadSetting(f"{place}: {name} must be {kind}, not {value!r}")
+    settings = dict(found)
+    if "api_key_file" in settings:
+        settings["api_key_file"] = str((folder / settings["api_key_file"]).absolute())
     try:
-        return ClusterConfig(**found)
+        return ClusterConfig(**settings)
     except BadSetting as error:
-        raise BadSetting(f"{path}: {error.message}") from error
+        raise BadSetting(f"{place}: {error.message}") from error
 
 
 def _require_count(name: str, value: int, least: int, most: int) -> None:

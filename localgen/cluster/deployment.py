@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -14,11 +17,15 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from localgen.backends.errors import ServerUnavailable
-from localgen.cluster.config import ClusterConfig
-from localgen.cluster.gateway import Choice, Gateway
+import localgen
+from localgen.backends.errors import LocalgenError, ServerUnavailable
+from localgen.cluster.config import ClusterConfig, read_settings
+from localgen.cluster.gateway import Gateway
+from localgen.cluster.machines import Machines, require_version
 from localgen.cluster.replica import EngineReplica
+from localgen.cluster.route import URL, Asked, Choice, InFlight, Route
 from localgen.cluster.totals import NO_REPLICA
+from localgen.hub.resolve import resolve_model
 from localgen.server.http.access import open_tcp_socket
 from localgen.server.http.guard import GuardMiddleware
 from localgen.server.http.private_ports import Listener, PrivatePorts
@@ -26,23 +33,39 @@ from localgen.server.http.rate_limit import RateLimiter
 from localgen.server.serving import raise_open_file_limit, uvicorn_config
 
 APP_NAME = "localgen"
-REPLICAS, GATEWAY = "EngineReplica", "GatewayServer"
+REPLICAS, PROMPT_REPLICAS, GATEWAY = "EngineReplica", "PromptReplica", "GatewayServer"
 # the engines queue requests themselves
 _MAX_ONGOING = 4096
 _HEALTH_PERIOD_S, _HEALTH_TIMEOUT_S = 2.0, 10.0
 # a replica that leaves ends its answers first
 _DRAIN_TIMEOUT_S = 600.0
+# in which a router learns what a replica has loaded
+_REPORT_PERIOD_S = 2.0
 _METRICS_INTERVAL_S, _LOOK_BACK_S, _UPSCALE_DELAY_S = 1.0, 3.0, 3.0
 _ASK_TIMEOUT_S = 10.0
+# the most that Serve takes
+_MAX_PER_MACHINE = 100
+# of a machine's resource `node:ADDRESS`, of which it has 1
+_PART_OF_A_MACHINE = 0.001
 
 
 class GatewayServer:
     """The gateway as an actor, which listens itself: Serve's proxy would be one hop more."""
 
-    async def __init__(self, config: ClusterConfig, replicas: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self,
+        config: ClusterConfig,
+        version: str,
+        replicas: DeploymentHandle[Any],
+        prompt_replicas: DeploymentHandle[Any] | None = None,
+    ) -> None:
+        require_version(version)
         access = config.access()
-        self._replicas = replicas
-        gateway = Gateway(self._choose, self._ask_all)
+        self._default_names = _default_names(config)
+        self._all = [replicas] if prompt_replicas is None else [replicas, prompt_replicas]
+        self._in_flight = InFlight()
+        choose = [partial(self._choose, each) for each in self._all]
+        gateway = Gateway(choose[0], self._ask_all, *choose[1:])
         ports = PrivatePorts(_refuse_to_listen)
         app = GuardMiddleware(gateway, access, RateLimiter(access.rate_limit), ports)
         raise_open_file_limit()
@@ -56,31 +79,82 @@ class GatewayServer:
 
     @contextlib.asynccontextmanager
     async def _choose(
-        self, chunks: Sequence[bytes], wanted: str | None, gone: frozenset[str]
+        self, replicas: DeploymentHandle[Any], asked: Asked, gone: frozenset[str]
     ) -> AsyncIterator[Choice]:
         """A slot of a replica. Raises ServerUnavailable if there is none and none is started."""
-        chosen = self._replicas.get.choose_replica(tuple(chunks), wanted, gone)
+        model = "" if asked.model in self._default_names else asked.model
+        route = Route(asked.chunks, model, asked.wanted, gone, self._in_flight)
         async with contextlib.AsyncExitStack() as stack:
+            stack.callback(route.assign, None)
             try:
+                chosen = replicas.get.choose_replica(route)
                 selection = await stack.enter_async_context(chosen)
             except (RayError, RayServeException) as error:
                 raise ServerUnavailable(NO_REPLICA) from error
-            yield Choice(selection.replica_id, selection.replica_metadata["url"])
+            route.assign(selection.replica_id)
+            yield route.choice(selection.replica_id, selection.replica_metadata[URL])
 
     async def _ask_all(self, path: str) -> Sequence[tuple[str, bytes]]:
-        asked = self._replicas.broadcast("get", path)
-        try:
-            answers = await asked.results_async(timeout_s=_ASK_TIMEOUT_S, return_exceptions=True)
-        except (RayError, RayServeException, TimeoutError):
-            return []  # there is no replica now
-        return [answer for answer in answers if not isinstance(answer, Exception)]
+        found = await asyncio.gather(*(_ask(each, path) for each in self._all))
+        return [answer for answers in found for answer in answers]
 
 
-def build_app(config: ClusterConfig) -> serve.Application:
-    """The application of a cluster."""
-    replicas = serve.deployment(
-        name=REPLICAS,
-        **_number_of_replicas(config),
+def _default_names(config: ClusterConfig) -> frozenset[str]:
+    """Names of the model that all replicas have loaded at their start."""
+    names = {"", config.model or ""}
+    if config.command is not None:
+        return frozenset(names)
+    with contextlib.suppress(LocalgenError):  # on the machine of the gateway, it may not exist
+        names.add(resolve_model(config.model).name)
+    return frozenset(names)
+
+
+async def _ask(replicas: DeploymentHandle[Any], path: str) -> list[tuple[str, bytes]]:
+    asked = replicas.broadcast("get", path)
+    try:
+        answers = await asked.results_async(timeout_s=_ASK_TIMEOUT_S, return_exceptions=True)
+    except (RayError, RayServeException, TimeoutError):
+        return []  # there is no replica now
+    return [answer for answer in answers if not isinstance(answer, Exception)]
+
+
+def build_app(config: ClusterConfig, machines: Machines | None = None) -> serve.Application:
+    """The application of a cluster. machines: spread it over them; by default, Ray chooses."""
+    count = None if machines is None else machines.count
+    most = config.max_replicas or config.replicas
+    bound = [_replicas(REPLICAS, config, most, count, **_number_of_replicas(config))]
+    if most := config.prompt_replicas:
+        bound.append(_replicas(PROMPT_REPLICAS, config, most, count, num_replicas=most))
+    resources = {f"node:{machines.gateway}": _PART_OF_A_MACHINE} if machines else {}
+    gateway = serve.deployment(
+        name=GATEWAY,
+        max_ongoing_requests=_MAX_ONGOING,
+        ray_actor_options={"num_cpus": 0, "resources": resources},
+        health_check_period_s=_HEALTH_PERIOD_S,
+    )(GatewayServer)
+    return gateway.bind(config, localgen.__version__, *bound)
+
+
+def build_from_args(args: dict[str, Any]) -> serve.Application:
+    """The application for a configuration file of Ray Serve, as RayService of KubeRay takes it.
+
+    args: the keys of a cluster.toml, with absolute paths; the cluster is the one that runs it.
+    Raises BadSetting that names the key.
+    """
+    return build_app(read_settings({"address": "auto"} | args, "args", Path("/")))
+
+
+def _replicas(
+    name: str, config: ClusterConfig, most: int, machines: int | None, **number: Any
+) -> serve.Application:
+    """A deployment of replicas, at most so many, spread over so many machines, or as Ray chooses.
+
+    number: arguments of serve.deployment that say how many there are.
+    """
+    per_machine = None if machines is None else min(_MAX_PER_MACHINE, math.ceil(most / machines))
+    deployment = serve.deployment(
+        name=name,
+        max_replicas_per_node=per_machine,
         max_ongoing_requests=_MAX_ONGOING,
         ray_actor_options={"num_cpus": 0},
         health_check_period_s=_HEALTH_PERIOD_S,
@@ -89,22 +163,19 @@ def build_app(config: ClusterConfig) -> serve.Application:
         request_router_config=RequestRouterConfig(
             request_router_class="localgen.cluster.router.PrefixRouter",
             request_router_kwargs={"spill": config.spill},
+            request_routing_stats_period_s=_REPORT_PERIOD_S,
         ),
-    )(EngineReplica)
-    gateway = serve.deployment(
-        name=GATEWAY,
-        max_ongoing_requests=_MAX_ONGOING,
-        ray_actor_options={"num_cpus": 0},
-        health_check_period_s=_HEALTH_PERIOD_S,
-    )(GatewayServer)
-    return gateway.bind(config, replicas.bind(config))
+        **number,
+    )
+    return deployment(EngineReplica).bind(config, localgen.__version__)
 
 
-def end_replicas() -> None:
+def end_replicas(config: ClusterConfig) -> None:
     """Let all replicas end; without this, Serve would wait until their requests are answered."""
-    replicas = serve.get_deployment_handle(REPLICAS, APP_NAME)
-    with contextlib.suppress(RayError, RayServeException, TimeoutError):
-        replicas.broadcast("end").results(timeout_s=_ASK_TIMEOUT_S, return_exceptions=True)
+    for name in (REPLICAS, PROMPT_REPLICAS) if config.prompt_replicas else (REPLICAS,):
+        replicas = serve.get_deployment_handle(name, APP_NAME)
+        with contextlib.suppress(RayError, RayServeException, TimeoutError):
+            replicas.broadcast("end").results(timeout_s=_ASK_TIMEOUT_S, return_exceptions=True)
 
 
 def _number_of_replicas(config: ClusterConfig) -> dict[str, Any]:

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
+from starlette.datastructures import QueryParams
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from localgen.backends.errors import ServerUnavailable
+from localgen.backends.errors import LocalgenError, ServerUnavailable
 from localgen.cluster.prefix_table import prompt_chunks
-from localgen.cluster.totals import merged_metrics, merged_stats
+from localgen.cluster.route import Asked, Choice
+from localgen.cluster.totals import merged_loads, merged_metrics, merged_stats
 from localgen.server.anthropic import serializer as anthropic
 from localgen.server.http.errors import error_response
 from localgen.server.ollama import serializer as ollama
+from localgen.server.requests.caller import KV_PEER_HEADER, PROMPT_ONLY_HEADER
 from localgen.server.requests.protocol import encode_json
+from localgen.server.stats import loads
 from localgen.server.stats.metrics import CONTENT_TYPE
 
 # requests whose replica is remembered: to cancel one, or to continue an answer that it stores
@@ -32,33 +37,41 @@ _CONNECT_TIMEOUT_S = 2.0
 _HOP_HEADERS = frozenset(
     {b"host", b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"trailer"}
 )
+_OWN_HEADERS = _HOP_HEADERS | {KV_PEER_HEADER.encode(), PROMPT_ONLY_HEADER.encode()}
+PROMPT_ONLY = (PROMPT_ONLY_HEADER.encode(), b"1")
+# whose prompts another replica may compute
+_GENERATING_PATHS = frozenset(
+    (
+        *("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"),
+        *("/api/chat", "/api/generate", "/completion"),
+    )
+)
+# fewer new chunks are computed by the replica that answers: about 512 tokens
+MIN_PROMPT_CHUNKS = 8
 _ENDED = "the engine that answered has ended: try again"
 # answered by the gateway: a probe must start no replica where there is none
 _ALIVE_PATHS, _ALIVE = frozenset({"/health", "/livez"}), encode_json({"status": "ok"})
+_log = logging.getLogger("localgen.cluster")
 _OWN_ID = re.compile(r"/v1/(?:requests|responses)/(?:resp_)?([0-9a-zA-Z]+)")
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A replica, for the time of a request. url: of its server."""
-
-    replica: str
-    url: str
-
-
-# chunks of the prompt, the replica that must answer, or None, and those that do not
-Choose = Callable[
-    [Sequence[bytes], str | None, frozenset[str]], AbstractAsyncContextManager[Choice]
-]
+# the second argument: replicas that do not answer
+Choose = Callable[[Asked, frozenset[str]], AbstractAsyncContextManager[Choice]]
 # a path; the name and the body of each replica's answer
 AskAll = Callable[[str], Awaitable[Sequence[tuple[str, bytes]]]]
 
 
 class Gateway:
-    """An ASGI application that forwards to replicas; access is checked before it."""
+    """An ASGI application that forwards to replicas; access is checked before it.
 
-    def __init__(self, choose: Choose, ask_all: AskAll) -> None:
+    choose_for_prompt: of the replicas that compute prompts for the others; None without any.
+    """
+
+    def __init__(
+        self, choose: Choose, ask_all: AskAll, choose_for_prompt: Choose | None = None
+    ) -> None:
         self._choose, self._ask_all = choose, ask_all
+        self._choose_for_prompt = choose_for_prompt
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
         timeout = httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S)
         self._client = httpx.AsyncClient(limits=limits, timeout=timeout)
@@ -71,6 +84,9 @@ class Gateway:
             return
         if path in ("/v1/stats", "/metrics"):
             await self._total(path, await self._ask_all(path))(scope, receive, send)
+            return
+        if path == loads.PATH:
+            await (await self._loads_response(scope))(scope, receive, send)
             return
         body = await _read_body(receive)
         answering = asyncio.create_task(self._answer(scope, body, receive, send))
@@ -87,14 +103,21 @@ class Gateway:
 
     async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         path, fields = scope["path"], _json_object(body)
-        chunks, wanted = prompt_chunks(fields), self._owner(path, fields)
+        model = fields.get("model")
+        asked = Asked(
+            prompt_chunks(fields),
+            model if isinstance(model, str) else "",
+            self._owner(path, fields),
+        )
+        incoming = _Incoming(scope, body)
         exchange = _Exchange(path, send, self._remember)
         gone: set[str] = set()
         for tries_left in reversed(range(_MAX_TRIES)):
             try:
-                async with self._choose(chunks, wanted, frozenset(gone)) as choice:
+                async with self._choose(asked, frozenset(gone)) as choice:
                     gone.add(choice.replica)
-                    await self._forward(choice, scope, body, exchange)
+                    kv_peer = await self._prompt_address(asked, choice, incoming)
+                    await self._forward(choice, incoming, kv_peer, exchange)
                 return
             except ServerUnavailable as error:
                 await error_response(path, error.code, error.message)(scope, receive, send)
@@ -107,17 +130,28 @@ class Gateway:
                     await error_response(path, ServerUnavailable.code, _ENDED)(scope, receive, send)
                     return
 
+    async def _prompt_address(self, asked: Asked, choice: Choice, incoming: _Incoming) -> str:
+        """Where the chosen replica should fetch the beginning of the prompt, or empty.
+
+        If much of it is new, another replica computes it first. If that fails, the chosen one does.
+        """
+        generates = incoming.scope["path"] in _GENERATING_PATHS
+        is_long = generates and choice.new_chunks >= MIN_PROMPT_CHUNKS
+        if self._choose_for_prompt is None or not is_long:
+            return choice.kv_peer
+        try:
+            async with self._choose_for_prompt(replace(asked, wanted=None), frozenset()) as prompt:
+                request = incoming.request_to(self._client, prompt.url, prompt.kv_peer, PROMPT_ONLY)
+                reply = await self._client.send(request)
+        except (ServerUnavailable, httpx.HTTPError) as error:
+            _log.warning("a prompt is computed by the replica that answers: %s", error)
+            return choice.kv_peer
+        return prompt.kv_address if reply.is_success else choice.kv_peer
+
     async def _forward(
-        self, choice: Choice, scope: Scope, body: bytes, exchange: _Exchange
+        self, choice: Choice, incoming: _Incoming, kv_peer: str, exchange: _Exchange
     ) -> None:
-        url = httpx.URL(choice.url).copy_with(
-            path=scope["path"], query=scope["query_string"] or None
-        )
-        headers = [(name, value) for name, value in scope["headers"] if name not in _HOP_HEADERS]
-        if scope["client"] and not any(name == b"x-localgen-session" for name, _ in headers):
-            host, port = scope["client"]
-            headers.append((b"x-localgen-session", f"{host}:{port}".encode()))
-        request = self._client.build_request(scope["method"], url, headers=headers, content=body)
+        request = incoming.request_to(self._client, choice.url, kv_peer)
         response = await self._client.send(request, stream=True)
         try:
             await exchange.start(choice.replica, response)
@@ -132,6 +166,16 @@ class Gateway:
             return Response(merged_metrics(answers), headers={"Content-Type": CONTENT_TYPE})
         return Response(encode_json(merged_stats(answers)), media_type="application/json")
 
+    async def _loads_response(self, scope: Scope) -> Response:
+        try:
+            sections = loads.read_sections(QueryParams(scope["query_string"]).get("include"))
+            total = merged_loads(await self._ask_all(loads.PATH))
+        except LocalgenError as error:
+            return error_response(scope["path"], error.code, error.message, error.param)
+        return Response(
+            encode_json(loads.loads_body(total, sections)), media_type="application/json"
+        )
+
     def _owner(self, path: str, fields: Mapping[str, Any]) -> str | None:
         """The replica that answered what the request is about, or None."""
         named = _OWN_ID.match(path)
@@ -144,6 +188,30 @@ class Gateway:
         self._replica_by_request[request_id] = replica
         while len(self._replica_by_request) > _MAX_REQUESTS:
             self._replica_by_request.popitem(last=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Incoming:
+    """A request of a client."""
+
+    scope: Scope
+    body: bytes
+
+    def request_to(
+        self, client: httpx.AsyncClient, url: str, kv_peer: str, *more: tuple[bytes, bytes]
+    ) -> httpx.Request:
+        """The request to a replica's server. more: headers."""
+        scope = self.scope
+        target = httpx.URL(url).copy_with(path=scope["path"], query=scope["query_string"] or None)
+        headers = [(name, value) for name, value in scope["headers"] if name not in _OWN_HEADERS]
+        if scope["client"] and not any(name == b"x-localgen-session" for name, _ in headers):
+            host, port = scope["client"]
+            headers.append((b"x-localgen-session", f"{host}:{port}".encode()))
+        if kv_peer:
+            headers.append((KV_PEER_HEADER.encode(), kv_peer.encode()))
+        return client.build_request(
+            scope["method"], target, headers=[*headers, *more], content=self.body
+        )
 
 
 class _Exchange:

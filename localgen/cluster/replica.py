@@ -10,17 +10,25 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
+from dataclasses import asdict
+from typing import Any
 
 import httpx
 
 from localgen.cluster.autoscaling import scaling_stats
 from localgen.cluster.config import ClusterConfig
+from localgen.cluster.machines import require_version
+from localgen.cluster.other_engine import engine_stats
+from localgen.cluster.replica_server import ReplicaOptions
+from localgen.cluster.route import KV_ADDRESS, MODELS, URL
 from localgen.config import ServerSettings
 from localgen.machine.python_process import python_command, python_environment
+from localgen.server.http.access import host_and_port
+from localgen.server.requests.protocol import encode_json
 
 _START_TIMEOUT_S = 600.0
 _POLL_S = 0.1
+_LOOPBACK = "127.0.0.1"
 _HEALTH_TIMEOUT_S = 5.0
 # for its requests to end; the server itself gives them five seconds
 _END_TIMEOUT_S = 10.0
@@ -33,21 +41,27 @@ class ReplicaFailed(RuntimeError):
 class EngineReplica:
     """A localgen server with its engines, as an actor of Ray Serve.
 
-    config: of the cluster. Ray calls __init__, check_health, record_* and __del__.
+    config: of the cluster, version: of localgen there. Ray calls __init__, check_health, record_*
+    and __del__.
     """
 
-    async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]
+    async def __init__(self, config: ClusterConfig, version: str) -> None:  # type: ignore[misc]
+        require_version(version)
         from ray import serve
 
         access = config.access()
         self.name = serve.get_replica_context().replica_id.unique_id
-        self._host = "127.0.0.1" if config.address is None else _own_address()
+        self._host = _LOOPBACK if config.address is None else _own_address()
         self._port = _free_port(self._host)
         self._headers = {"Authorization": f"Bearer {access.keys[0]}"} if access.keys else {}
         self._runtime_dir = ServerSettings.from_environment().runtime_dir / f"replica-{self.name}"
         self._runtime_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._is_ending = False
-        self._server = _start(config, access.keys, self._host, self._port, self._runtime_dir)
+        self._model, self._command = config.model or "", config.command
+        self._health_path = "/livez" if config.command is None else "/health"
+        shares = config.share_prefixes and config.command is None
+        self._kv_address = self._own_kv_address() if shares else ""
+        self._server = self._start(config, access.keys)
         self._client = httpx.AsyncClient(base_url=self.url, headers=self._headers)
         await self._wait_until_ready()
 
@@ -56,24 +70,30 @@ class EngineReplica:
         return f"http://{self._host}:{self._port}"
 
     def record_replica_metadata(self) -> dict[str, str]:
-        """The URL of its server, for gateways."""
-        return {"url": self.url}
+        """For gateways; see route.py."""
+        return {URL: self.url, KV_ADDRESS: self._kv_address}
+
+    async def record_routing_stats(self) -> dict[str, list[str]]:
+        """Names of its loaded models, for routers."""
+        stats = await self._stats()
+        return {MODELS: [each[key] for each in stats["models"] for key in ("name", "id")]}
 
     async def check_health(self) -> None:
         """Raises ReplicaFailed if the server has ended, or an error of httpx if it hangs."""
         if self._is_ending:
             return
         self._require_running()
-        reply = await self._client.get("/livez", timeout=_HEALTH_TIMEOUT_S)
+        reply = await self._client.get(self._health_path, timeout=_HEALTH_TIMEOUT_S)
         reply.raise_for_status()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Its load, for ScalingPolicy."""
-        reply = await self._client.get("/v1/stats", timeout=_HEALTH_TIMEOUT_S)
-        return scaling_stats(reply.json())
+        return scaling_stats(await self._stats())
 
     async def get(self, path: str) -> tuple[str, bytes]:
         """Its name, and the body of a GET of its server."""
+        if self._command is not None and path == "/v1/stats":
+            return self.name, encode_json(await self._stats())
         reply = await self._client.get(path, timeout=_HEALTH_TIMEOUT_S)
         return self.name, reply.content
 
@@ -95,13 +115,49 @@ class EngineReplica:
         with contextlib.suppress(OSError):
             shutil.rmtree(self._runtime_dir)
 
+    async def _stats(self) -> dict[str, Any]:
+        if self._command is not None:
+            reply = await self._client.get("/metrics", timeout=_HEALTH_TIMEOUT_S)
+            metrics = reply.text if reply.is_success else ""
+            return engine_stats(self._model, self._server.pid, metrics)
+        reply = await self._client.get("/v1/stats", timeout=_HEALTH_TIMEOUT_S)
+        stats: dict[str, Any] = reply.json()
+        return stats
+
+    def _own_kv_address(self) -> str:
+        """Where other replicas fetch prefixes: on other machines too, if there may be some."""
+        if self._host == _LOOPBACK:
+            return str(self._runtime_dir / "kv.sock")
+        return host_and_port(self._host, _free_port(self._host))
+
+    def _start(self, config: ClusterConfig, keys: tuple[str, ...]) -> subprocess.Popen[bytes]:
+        options = ReplicaOptions(
+            model=config.model,
+            host=self._host,
+            port=self._port,
+            keys=keys,
+            kv_listen=self._kv_address,
+            must_share=config.prompt_replicas > 0,
+            command=config.engine_command(self._host, self._port),
+        )
+        server = subprocess.Popen(
+            python_command("localgen.cluster.replica_server"),
+            stdin=subprocess.PIPE,
+            stdout=sys.stderr,
+            env=python_environment() | {"LOCALGEN_RUNTIME_DIR": str(self._runtime_dir)},
+        )
+        assert server.stdin is not None
+        server.stdin.write(json.dumps(asdict(options)).encode() + b"\n")
+        server.stdin.flush()
+        return server
+
     async def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + _START_TIMEOUT_S
         while time.monotonic() < deadline:
             self._require_running()
             with contextlib.suppress(httpx.HTTPError):
                 reply = await self._client.get("/health")
-                if reply.json().get("status") == "ok":
+                if reply.is_success:
                     return
             await asyncio.sleep(_POLL_S)
         raise ReplicaFailed(f"the server of replica {self.name} is not ready")
@@ -109,22 +165,6 @@ class EngineReplica:
     def _require_running(self) -> None:
         if (status := self._server.poll()) is not None:
             raise ReplicaFailed(f"the server of replica {self.name} ended with status {status}")
-
-
-def _start(
-    config: ClusterConfig, keys: tuple[str, ...], host: str, port: int, folder: Path
-) -> subprocess.Popen[bytes]:
-    environment = python_environment() | {"LOCALGEN_RUNTIME_DIR": str(folder)}
-    server = subprocess.Popen(
-        python_command("localgen.cluster.replica_server", config.model or "", host, str(port)),
-        stdin=subprocess.PIPE,
-        stdout=sys.stderr,
-        env=environment,
-    )
-    assert server.stdin is not None
-    server.stdin.write(json.dumps(keys).encode() + b"\n")
-    server.stdin.flush()
-    return server
 
 
 def _free_port(host: str) -> int:

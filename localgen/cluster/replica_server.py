@@ -8,38 +8,80 @@ import os
 import signal
 import sys
 import threading
+from dataclasses import dataclass, replace
 from typing import BinaryIO
 
-from localgen.backends.errors import LocalgenError
+from localgen.backends.errors import InvalidRequest, LocalgenError
+from localgen.backends.model_info import LoadOptions
 from localgen.backends.terminal_text import one_line
+from localgen.cluster.other_engine import run_engine
 from localgen.config import ServerSettings
 from localgen.hub.resolve import name_for_server
 from localgen.server.http.access import AccessPolicy
 from localgen.server.lifecycle import run_server
 from localgen.server.stats.request_log import create_log_formatter
 
+# vLLM reads its API key there: on a command line, others would see it
+_VLLM_KEY_VARIABLE = "VLLM_API_KEY"
+_log = logging.getLogger("localgen.cluster")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaOptions:
+    """What the actor gives to its server.
+
+    model: None for the built-in default. kv_listen: as --kv-listen, or empty. must_share: end if
+    the model's prefixes cannot be shared. command: of another engine to run, or empty.
+    """
+
+    model: str | None
+    host: str
+    port: int
+    keys: tuple[str, ...]
+    kv_listen: str
+    must_share: bool
+    command: tuple[str, ...] = ()
+
 
 def main() -> int:
     """Serve until standard input ends, as it does however the actor ends.
 
-    Arguments: the model or an empty string, the host and the port to listen on. The first line of
-    standard input is a JSON list of API keys. Returns the exit status.
+    The first line of standard input is ReplicaOptions as JSON. Returns the exit status.
     """
-    model, host, port = sys.argv[1:]
-    keys: list[str] = json.loads(sys.stdin.buffer.readline())
+    options = ReplicaOptions(**json.loads(sys.stdin.buffer.readline()))
+    if options.command:
+        if options.keys:
+            os.environ[_VLLM_KEY_VARIABLE] = options.keys[0]
+        return run_engine(options.command, sys.stdin.buffer)
     handler = logging.StreamHandler()
     handler.setFormatter(create_log_formatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     threading.Thread(target=_end_with, args=(sys.stdin.buffer,), daemon=True).start()
-    access = AccessPolicy(host=host, port=int(port), keys=tuple(keys))
     try:
-        settings = ServerSettings.from_environment()
-        name = name_for_server(model or None)
-        run_server(settings, access, idle_exit=False, model=name)
+        try:
+            _serve(options)
+        except InvalidRequest as error:
+            if error.param != "kv_listen" or options.must_share:
+                raise
+            _log.warning("prefixes are not shared: %s", error.message)
+            _serve(replace(options, kv_listen=""))
     except LocalgenError as error:
         print(f"error: {one_line(error.message)}", file=sys.stderr)
         return 1
     return 0
+
+
+def _serve(options: ReplicaOptions) -> None:
+    access = AccessPolicy(
+        host=options.host, port=options.port, keys=tuple(options.keys), behind_gateway=True
+    )
+    run_server(
+        ServerSettings.from_environment(),
+        access,
+        idle_exit=False,
+        model=name_for_server(options.model),
+        load_options=LoadOptions(kv_listen=options.kv_listen or None),
+    )
 
 
 def _end_with(stream: BinaryIO) -> None:

@@ -2,62 +2,72 @@
 
 from __future__ import annotations
 
-from ray.serve.request_router import (
-    FIFOMixin,
-    PendingRequest,
-    ReplicaID,
-    RequestRouter,
-    RunningReplica,
-)
+import time
+from collections.abc import Mapping
 
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from localgen.cluster.model_table import ModelTable, serving
 from localgen.cluster.prefix_table import PrefixTable
-
-# the arguments of choose_replica(): chunks of the prompt, the replica that must answer, those that
-# do not answer
-RoutingArgs = tuple[tuple[bytes, ...], str | None, frozenset[str]]
+from localgen.cluster.route import KV_ADDRESS, MODELS, Route
 
 
-class PrefixRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
+class PrefixRouter(RequestRouter):  # type: ignore[misc]
     """spill: how many requests more than the least loaded replica the one with the prefix may have.
 
-    Named in the deployment by its import path, since Ray imports it in each gateway.
+    Without Ray's FIFOMixin, which would give the replica to the request that waits longest. Named
+    in the deployment by its import path, since Ray imports it in each gateway.
     """
 
     def initialize_state(self, spill: int = 4) -> None:
         self._spill = spill
-        self._table = PrefixTable()
+        self._prefixes, self._models = PrefixTable(), ModelTable()
 
     async def choose_replicas(
         self,
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
+        route: Route = pending_request.args[0] if pending_request else Route()
         by_id = {_name(replica.replica_id): replica for replica in candidate_replicas}
-        chunks, wanted, gone = _routing_args(pending_request)
-        if wanted in by_id and wanted not in gone:
-            return [[by_id[wanted]]]
-        loads = {
-            name: self.replica_queue_len_cache.get(replica.replica_id) or 0
-            for name, replica in by_id.items()
-        }
-        names = self._table.rank(chunks, loads, self._spill)
-        names.sort(key=gone.__contains__)  # they may answer again
-        if names:
-            self._table.add(chunks, names[0])
+        if not by_id:
+            return []
+        route.cached = self._prefixes.cached_chunks(route.chunks, by_id)
+        metadata = {name: replica.replica_metadata for name, replica in by_id.items()}
+        route.kv_addresses = {name: str(each[KV_ADDRESS]) for name, each in metadata.items()}
+        if route.wanted in by_id and route.wanted not in route.gone:
+            return [[by_id[route.wanted]]]
+        names = self._rank(route, by_id)
+        names.sort(key=route.gone.__contains__)  # they may answer again
+        self._prefixes.add(route.chunks, names[0])
+        route.assign(names[0])
+        if route.model:
+            self._models.give(route.model, names[0], time.monotonic())
         ranked = [by_id[name] for name in names]
         return [ranked[:1], ranked[1:]] if len(ranked) > 1 else [ranked]
 
+    def _rank(self, route: Route, by_id: Mapping[str, RunningReplica]) -> list[str]:
+        """All replicas, best first: those with the model, and of these the one with the prefix."""
+        # Ray forgets what a replica reported after some seconds
+        loads = {
+            name: max(
+                self.replica_queue_len_cache.get(replica.replica_id) or 0,
+                route.in_flight.count(name),
+            )
+            for name, replica in by_id.items()
+        }
+        best = loads
+        if route.model:
+            reported = {name: each.routing_stats.get(MODELS, ()) for name, each in by_id.items()}
+            best = serving(loads, self._models.holders(route.model, reported, time.monotonic()))
+        rest = {name: load for name, load in loads.items() if name not in best}
+        ranked = self._prefixes.rank(route.chunks, best, self._spill)
+        return ranked + self._prefixes.rank(route.chunks, rest, self._spill)
+
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
-        self._table.drop(_name(replica_id))
+        self._prefixes.drop(_name(replica_id))
 
 
 def _name(replica_id: ReplicaID) -> str:
     return str(replica_id.unique_id)
-
-
-def _routing_args(pending: PendingRequest | None) -> RoutingArgs:
-    if pending is None or len(pending.args) != 3:
-        return (), None, frozenset()
-    chunks, wanted, gone = pending.args
-    return chunks, wanted, gone

@@ -75,7 +75,9 @@ def require_startable(config: ClusterConfig, settings: ServerSettings) -> None:
         )
     if _is_locked(settings):
         raise ServerUnavailable("another cluster of yours starts: wait, or press Ctrl+C there")
-    open_tcp_socket(config.access()).close()
+    access = config.access()
+    if config.address is None:  # else a gateway whose owner was killed may hold the port
+        open_tcp_socket(access).close()
 
 
 def start(config: ClusterConfig, model: str, settings: ServerSettings) -> RunningCluster:

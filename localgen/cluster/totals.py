@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import localgen
+from localgen.server.stats.loads import ServerLoad
 
 # field of /v1/stats
 REPLICAS = "replicas"
@@ -24,7 +25,8 @@ def merged_stats(answers: Sequence[tuple[str, bytes]]) -> dict[str, Any]:
     found = sorted((replica, json.loads(body)) for replica, body in answers)
     total: dict[str, Any] = dict(found[0][1]) if found else dict(_NO_REPLICA_STATS)
     total["models"] = [
-        {**model, "name": f"{model['name']}@{replica}"}
+        # clients tell models apart by their ids
+        model | {key: f"{model[key]}@{replica}" for key in ("name", "id")}
         for replica, stats in found
         for model in stats["models"]
     ]
@@ -32,6 +34,11 @@ def merged_stats(answers: Sequence[tuple[str, bytes]]) -> dict[str, Any]:
     total["ended"] = sorted(ended, key=lambda each: each["ended_ago_s"])
     total[REPLICAS] = dict(found)
     return total
+
+
+def merged_loads(answers: Iterable[tuple[str, bytes]]) -> ServerLoad:
+    """The sum of the replicas' loads, from what they answered to /v1/loads."""
+    return sum((ServerLoad.from_body(json.loads(body)) for _, body in answers), ServerLoad())
 
 
 def merged_metrics(answers: Iterable[tuple[str, bytes]]) -> str:

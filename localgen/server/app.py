@@ -51,6 +51,7 @@ from localgen.server.requests.protocol import ResponseSerializer, encode_json
 from localgen.server.requests.reranking import RerankApi
 from localgen.server.requests.streaming import EventStreamResponse, LastEventResponse
 from localgen.server.responses_api.routes import ResponsesApi
+from localgen.server.stats import loads
 from localgen.server.stats.metrics import CONTENT_TYPE, Metrics
 from localgen.server.stats.request_log import RequestLog
 from localgen.server.stats.server_state import ServerState
@@ -100,18 +101,25 @@ def create_app(
     ports = PrivatePorts(listen)
     _add_private_port_route(app, manager, ports, is_shutting_down, access.stabilize)
     guarded = GuardMiddleware(app, access, rates, ports)
-    return _with_arrival(guarded, lambda port: access.stabilize or ports.stabilizes(port))
+    return _with_arrival(
+        guarded,
+        lambda port: access.stabilize or ports.stabilizes(port),
+        behind_gateway=access.behind_gateway,
+    )
 
 
-def _with_arrival(app: ASGIApp, stabilizes: Callable[[int], bool]) -> ASGIApp:
+def _with_arrival(
+    app: ASGIApp, stabilizes: Callable[[int], bool], *, behind_gateway: bool
+) -> ASGIApp:
     """Record the arrival time before the body is read, so that TTFT includes reading it.
 
     Gives each request an id, which every response has as X-Request-Id. stabilizes: True for a port
-    whose requests are stabilized.
+    whose requests are stabilized. behind_gateway: as in AccessPolicy.
     """
 
     async def arrive(scope: Scope, receive: Receive, send: Send) -> None:
         scope["stabilize"] = stabilizes((scope.get("server") or ("", 0))[1] or 0)
+        scope["behind_gateway"] = behind_gateway
         scope["arrived_s"] = time.monotonic()
         scope["request_id"] = request_id = uuid.uuid4().hex[:24]
 
@@ -317,6 +325,11 @@ def _add_server_routes(
         if stream:
             return EventStreamResponse(snapshots(is_local), serializer.SSE)
         return _json_response(state.stats(is_local=is_local))
+
+    @app.get(loads.PATH, response_model=None)  # as in SGLang
+    async def server_load(include: str | None = None) -> Response:
+        sections = loads.read_sections(include)
+        return _json_response(loads.loads_body(state.load(), sections))
 
     @app.post("/v1/shutdown", response_model=None)
     async def shutdown(http: HttpRequest) -> Response:

@@ -134,7 +134,7 @@ class PagedCache:
                 seq.cache_salt,
                 self.page_table(seq).tolist(),
                 cached,
-                ask_peer=seq.save_prefix,
+                peer=seq.kv_peer if seq.save_prefix else None,
             )
             if load is not None:
                 self._loads[seq] = load

@@ -57,11 +57,12 @@ class StoredPages:
         table: Seq[int],
         num_cached: int,
         *,
-        ask_peer: bool,
+        peer: str | None,
     ) -> PrefixLoad | None:
         """The stored blocks of a prompt after its first num_cached tokens; None if there are none.
 
-        table: page table of the sequence that they are loaded into.
+        table: page table of the sequence that they are loaded into. peer: as in PrefixStore.peer;
+        None to ask none.
         """
         blocks = blocks_after(
             self._store,
@@ -69,7 +70,7 @@ class StoredPages:
             cache_salt,
             num_cached,
             usable=lambda end: end // PAGE_TOKENS * PAGE_TOKENS,
-            ask_peer=ask_peer,
+            peer=None if peer is None else self._store.peer(peer),
         )
 
         def put(block: KVBlock, start: int, end: int) -> bool:

@@ -32,7 +32,8 @@ class AccessPolicy:
     port: None to listen on the Unix socket only. keys: accepted API keys, or empty if none is
     required. cors_origins: allowed web origins, `*` for all. allowed_hosts: accepted Host headers,
     in addition to addresses, localhost, `host` and the machine's hostname. timeout_s: maximum
-    duration of a request. stabilize: all requests, as in Request.
+    duration of a request. stabilize: all requests, as in Request. behind_gateway: the headers of a
+    gateway are obeyed; see requests/caller.py.
     """
 
     host: str = "127.0.0.1"
@@ -44,6 +45,7 @@ class AccessPolicy:
     timeout_s: float | None = None
     max_body_bytes: int = MAX_BODY_BYTES
     stabilize: bool = False
+    behind_gateway: bool = False
 
     def validate(self) -> None:
         """Raise BadSetting for a weak API key, or a non-loopback host without keys."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import Request as HttpRequest
@@ -13,6 +13,9 @@ from localgen.backends.types import EmbedRequest, Request, TokenizeRequest
 
 # client host of connections over the Unix socket
 LOCAL_CLIENT = "local"
+# set by the gateway of a cluster: the address of an engine that has computed the beginning of the
+# prompt, and, whatever its value, the wish that nothing but the prompt is computed
+KV_PEER_HEADER, PROMPT_ONLY_HEADER = "x-localgen-kv-peer", "x-localgen-prompt-only"
 # prefix of accounts that are API keys
 KEY_ACCOUNT_PREFIX = "key-"
 
@@ -23,7 +26,7 @@ class Caller:
 
     request_id: of the HTTP request. client: unit of fair queueing. account: unit of rate limits.
     arrived_s: monotonic seconds. is_local: connected over the Unix socket.
-    stabilize: as in Request.
+    stabilize, kv_peer, prompt_only: as in Request.
     """
 
     request_id: str
@@ -32,14 +35,25 @@ class Caller:
     arrived_s: float
     is_local: bool
     stabilize: bool = False
+    kv_peer: str = ""
+    prompt_only: bool = False
 
     @classmethod
     def from_request(cls, http: HttpRequest, user: str | None = None) -> Caller:
-        """user: the `user` field of the request, if any, which becomes the client."""
+        """user: the `user` field of the request, if any, which becomes the client.
+
+        Raises InvalidRequest if the gateway has named a peer that has no address.
+        """
         account: str = http.scope["account"]
         client = user or _client_name(http, account)
         scope = http.scope
         is_local = is_local_request(scope)
+        from_gateway = http.headers if scope["behind_gateway"] else {}
+        kv_peer = from_gateway.get(KV_PEER_HEADER, "")
+        if kv_peer:
+            from localgen.backends.kv_store.peer import parse_address  # numpy is heavy
+
+            parse_address(kv_peer, "kv_peer")
         return cls(
             scope["request_id"],
             client,
@@ -47,6 +61,8 @@ class Caller:
             scope["arrived_s"],
             is_local,
             scope["stabilize"],
+            kv_peer,
+            PROMPT_ONLY_HEADER in from_gateway,
         )
 
     @property
@@ -56,6 +72,9 @@ class Caller:
 
     def new_request(self, params: SamplingParams, **fields: Any) -> Request:
         """The request of this caller. fields: other fields of Request."""
+        if self.prompt_only:
+            params = replace(params, max_tokens=0)
+            fields["prompt_only"] = True
         return Request(
             id=self.request_id,
             client=self.client,
@@ -63,6 +82,7 @@ class Caller:
             arrived_s=self.arrived_s,
             params=params,
             stabilize=self.stabilize,
+            kv_peer=self.kv_peer,
             **fields,
         )
 

@@ -1,4 +1,4 @@
-"""Server state for /health, /v1/models and /v1/stats."""
+"""Server state for /health, /v1/models, /v1/stats and /v1/loads."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from localgen.server.models.engine_watch import is_silent, silence_s
 from localgen.server.models.manager import ModelManager
 from localgen.server.models.names import find_listed, listed_models
 from localgen.server.models.resident import ResidentModel, model_id
+from localgen.server.stats.loads import ServerLoad
 from localgen.server.stats.machine_watch import MachineWatch
 from localgen.server.stats.memory_reads import ReadCostCache
 from localgen.server.stats.recent_requests import RecentRequests
 
 
 class ServerState:
-    """Builds the responses of /health, /v1/models and /v1/stats.
+    """Builds the responses of /health, /v1/models and /v1/stats, and tells the load.
 
     is_preloading: True while the startup model loads. recent_requests: register it as an observer
     of the request log.
@@ -84,9 +85,17 @@ class ServerState:
         }
 
     def list_models(self, *, with_paths: bool) -> list[dict[str, Any]]:
-        """Card of every name that a client may ask for. Reads the disk."""
-        listed = listed_models(self._manager.residents)
-        return [self._build_card(file, name, with_paths) for name, file in listed.items()]
+        """Card of every name that a client may ask for, that of `localgen serve MODEL` first.
+
+        Reads the disk.
+        """
+        served = self._manager.serve_options.identity
+        listed = sorted(
+            listed_models(self._manager.residents).items(),
+            # smg takes the first as the only model of a worker
+            key=lambda named: named[1].identity != served,
+        )
+        return [self._build_card(file, name, with_paths) for name, file in listed]
 
     def model_card(self, name: str, *, allow_paths: bool) -> dict[str, Any]:
         """Card of one model, with the requested name as id. Reads the disk.
@@ -127,6 +136,13 @@ class ServerState:
             "ended": self.recent_requests.requests(with_prompts=is_local),
         }
 
+    def load(self) -> ServerLoad:
+        """Load of all engines. Requests that wait for memory or for a load have no tokens yet."""
+        total = ServerLoad(num_waiting_reqs=sum(self._manager.count_waiting().values()))
+        for resident in self._manager.residents:
+            total += _engine_load(resident)
+        return total
+
     def _model_stats(self, resident: ResidentModel, with_paths: bool) -> dict[str, Any]:
         info, pid = resident.info, resident.engine.pid
         if info is not None and not with_paths:
@@ -156,6 +172,12 @@ class ServerState:
             summary["info"] = asdict(replace(info, chat_template=None))
         stats = _current_stats(resident.engine)
         return summary | {"read": self._read_costs.lookup(resident), "stats": stats}
+
+
+def _engine_load(resident: ResidentModel) -> ServerLoad:
+    if resident.info is None or resident.engine.stats is None:
+        return ServerLoad(num_waiting_reqs=resident.num_users)
+    return ServerLoad.of_engine(resident.engine.stats, resident.info.max_seqs)
 
 
 def _current_stats(engine: EngineClient) -> EngineStats | None:

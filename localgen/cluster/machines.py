@@ -1,0 +1,96 @@
+"""The machines of a Ray cluster that runs: each must have this localgen, the model and the keys."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import localgen
+from localgen.backends.errors import LoadFailed, LocalgenError
+from localgen.backends.terminal_text import one_line
+from localgen.cluster.config import ClusterConfig
+from localgen.hub.resolve import resolve_model
+from localgen.server.http.access import read_api_keys
+
+_CHECK_TIMEOUT_S = 60.0
+_GONE = "the machine has left"
+
+
+class VersionError(RuntimeError):
+    """A machine of the cluster has another version of localgen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """gateway: address of the machine with the gateway. count: of all machines."""
+
+    gateway: str
+    count: int
+
+
+def require_version(wanted: str) -> None:
+    """Raise VersionError unless this machine has the version that built the cluster."""
+    if localgen.__version__ != wanted:
+        raise VersionError(
+            f"machine {socket.gethostname()} has localgen {localgen.__version__}, the cluster has "
+            f"{wanted}: install the same version there"
+        )
+
+
+def find_problem(config: ClusterConfig, version: str) -> str | None:
+    """Why a replica cannot start on this machine, in one line, or None."""
+    try:
+        require_version(version)
+        if config.api_key_file is not None:
+            read_api_keys(Path(config.api_key_file))
+        if config.command is None:
+            resolve_model(config.model)
+    except VersionError as error:
+        return str(error)
+    except LocalgenError as error:
+        return f"machine {socket.gethostname()}: {one_line(error.message)}"
+    return None
+
+
+def check_machines(config: ClusterConfig) -> Machines:
+    """The machines of the Ray cluster to which this process is connected.
+
+    Raises LoadFailed that names the first one on which a replica cannot start: Serve would try
+    without end.
+    """
+    import ray
+
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    asked = [(node["NodeManagerHostname"], _ask(node["NodeID"], config)) for node in nodes]
+    answers = [_answer(name, answer) for name, answer in asked]
+    for problem in answers:
+        if problem not in (None, _GONE):
+            raise LoadFailed(problem)
+    return Machines(ray.util.get_node_ip_address(), len(answers) - answers.count(_GONE))
+
+
+def _ask(node_id: str, config: ClusterConfig) -> Any:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    task = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=here)(find_problem)
+    return task.remote(config, localgen.__version__)
+
+
+def _answer(name: str, answer: Any) -> str | None:
+    import ray
+    from ray.exceptions import GetTimeoutError, RayError, TaskUnschedulableError
+
+    try:
+        problem: str | None = ray.get(answer, timeout=_CHECK_TIMEOUT_S)
+    except TaskUnschedulableError:
+        return _GONE
+    except GetTimeoutError:
+        return f"machine {name} does not answer within {_CHECK_TIMEOUT_S:.0f} s"
+    except RayError as error:  # localgen is not there, or is too old to be asked
+        reason = one_line(str(error).strip().splitlines()[-1])
+        return f"machine {name} cannot run localgen {localgen.__version__}: {reason}"
+    return problem

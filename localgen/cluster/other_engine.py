@@ -1,0 +1,60 @@
+"""An engine other than localgen as a replica, such as vLLM or llama-server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, BinaryIO
+
+import localgen
+from localgen.client.prometheus import MetricsParser
+
+# for its requests to end
+_END_TIMEOUT_S = 10.0
+
+
+def run_engine(command: Sequence[str], alive: BinaryIO) -> int:
+    """Run an engine until it ends, or until `alive` does: then end it and its children.
+
+    Returns its exit status; 127 if it cannot be started.
+    """
+    try:
+        engine = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    except OSError as error:
+        print(f"error: {command[0]}: {error.strerror}", file=sys.stderr)
+        return 127
+    threading.Thread(target=_end_after, args=(engine, alive), daemon=True).start()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: os.killpg(engine.pid, signal.SIGTERM))
+    return engine.wait()
+
+
+def _end_after(engine: subprocess.Popen[bytes], alive: BinaryIO) -> None:
+    alive.read()
+    os.killpg(engine.pid, signal.SIGTERM)
+    deadline = time.monotonic() + _END_TIMEOUT_S
+    while engine.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.killpg(engine.pid, signal.SIGKILL)
+
+
+def engine_stats(model: str, pid: int, metrics: str) -> dict[str, Any]:
+    """What is known of an engine, in the form of localgen's /v1/stats.
+
+    metrics: its /metrics, or empty. Raises ServerUnavailable if that is no page of metrics.
+    """
+    parsed = MetricsParser().parse(metrics, time.monotonic()).models if metrics else ()
+    counts = {
+        "running": sum(each.running or 0 for each in parsed),
+        "waiting": sum(each.waiting or 0 for each in parsed),
+    }
+    return {
+        "server": {"pid": pid, "status": "ok", "version": localgen.__version__},
+        "models": [{"name": model, "id": model, "memory_bytes": 0, "stats": counts}],
+        "ended": [],
+    }

@@ -1,0 +1,95 @@
+"""What a replica is chosen for, what is found out on the way, and the choice."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+# of a replica's routing_stats: names of its loaded models; of its metadata: URL of its server, and
+# where others fetch prefixes from it
+# fewer chunks that another has are computed, which is as fast as to ask for them
+MIN_FETCH_CHUNKS = 2
+MODELS, URL, KV_ADDRESS = "models", "url", "kv_address"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a replica is chosen for.
+
+    chunks: of the prompt. model: its name, or empty. wanted: the replica that must answer, or None.
+    """
+
+    chunks: tuple[bytes, ...]
+    model: str = ""
+    wanted: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A replica, for the time of a request.
+
+    url: of its server. kv_address: where others fetch prefixes from it, or empty. kv_peer: where it
+    should fetch one from, or empty. new_chunks: of the prompt, that it has to compute.
+    """
+
+    replica: str
+    url: str
+    kv_address: str = ""
+    kv_peer: str = ""
+    new_chunks: int = 0
+
+
+class InFlight:
+    """The requests of one gateway in each replica. The router's thread and the gateway's use it."""
+
+    def __init__(self) -> None:
+        self._counts = Counter[str]()
+        self._lock = threading.Lock()
+
+    def count(self, replica: str) -> int:
+        return self._counts[replica]
+
+    def move(self, old: str | None, new: str | None) -> None:
+        """Count a request for one replica instead of another; None for none."""
+        with self._lock:
+            if old is not None:
+                self._counts[old] -= 1
+            if new is not None:
+                self._counts[new] += 1
+
+
+@dataclass(slots=True)
+class Route:
+    """The argument of choose_replica(): a request, and what the router finds out about it.
+
+    chunks: of its prompt. model: its name, or empty for the one that all have. wanted: the replica
+    that must answer, or None. gone: those that do not answer. in_flight: counts it from the moment
+    it is routed, so that those which come at once are spread. cached: chunks that each replica has.
+    kv_addresses: of replicas. assigned: the replica that it counts for.
+    """
+
+    chunks: tuple[bytes, ...] = ()
+    model: str = ""
+    wanted: str | None = None
+    gone: frozenset[str] = frozenset()
+    in_flight: InFlight = field(default_factory=InFlight)
+    cached: Mapping[str, int] = field(default_factory=dict)
+    kv_addresses: Mapping[str, str] = field(default_factory=dict)
+    assigned: str | None = None
+
+    def assign(self, replica: str | None) -> None:
+        """Count it for this replica; None at its end."""
+        self.in_flight.move(self.assigned, replica)
+        self.assigned = replica
+
+    def choice(self, replica: str, url: str) -> Choice:
+        """The replica that was chosen, and which other has more of the prompt, if that is much."""
+        own = self.cached.get(replica, 0)
+        best = max(self.cached, key=self.cached.__getitem__, default=replica)
+        most = self.cached.get(best, 0)
+        kv_peer = self.kv_addresses.get(best, "") if most - own >= MIN_FETCH_CHUNKS else ""
+        has = most if kv_peer else own
+        kv_address = self.kv_addresses.get(replica, "")
+        return Choice(replica, url, kv_address, kv_peer, len(self.chunks) - has)

@@ -1,0 +1,149 @@
+"""What each machine of a Ray cluster must have, and what `localgen cluster up` says without it."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import localgen
+from localgen.backends.errors import LoadFailed
+from localgen.cluster import machines, running
+from localgen.cluster.config import ClusterConfig, read_cluster_file, read_settings
+from localgen.cluster.machines import VersionError, check_machines, find_problem, require_version
+from localgen.cluster.replica import EngineReplica
+from localgen.config import BadSetting, ServerSettings
+
+OTHER = "0.0.9"
+VERSIONS = (
+    f"machine {socket.gethostname()} has localgen {localgen.__version__}, the cluster has {OTHER}: "
+    "install the same version there"
+)
+
+
+def test_a_machine_with_another_version_says_what_to_do() -> None:
+    require_version(localgen.__version__)
+    with pytest.raises(VersionError) as raised:
+        require_version(OTHER)
+    assert str(raised.value) == VERSIONS
+
+
+def test_a_replica_refuses_another_version() -> None:
+    replica = object.__new__(EngineReplica)
+    with pytest.raises(VersionError, match="install the same version there"):
+        EngineReplica.__init__(replica, ClusterConfig(), OTHER).send(None)
+
+
+def test_the_gateway_refuses_another_version() -> None:
+    pytest.importorskip("ray", reason="Ray is not installed, which needs 500 MB: make test-cluster")
+    from localgen.cluster.deployment import GatewayServer
+
+    gateway = object.__new__(GatewayServer)
+    with pytest.raises(VersionError, match="install the same version there"):
+        GatewayServer.__init__(gateway, ClusterConfig(), OTHER, None).send(None)
+
+
+def test_problems_of_a_machine(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("a-key-of-some-length\n")
+    keys.chmod(0o600)
+    good = ClusterConfig(model="tiny", api_key_file=str(keys))
+    assert find_problem(good, localgen.__version__) is None
+    assert find_problem(good, OTHER) == VERSIONS
+    here = f"machine {socket.gethostname()}: "
+    model = find_problem(good.with_options(model="no-such-model"), localgen.__version__)
+    assert model is not None
+    assert model.startswith(f"{here}Model 'no-such-model' not found")
+    without = find_problem(
+        good.with_options(api_key_file=str(tmp_path / "gone")), localgen.__version__
+    )
+    assert without is not None
+    assert without.startswith(here)
+    assert str(tmp_path / "gone") in without
+
+
+def ray_of(monkeypatch: pytest.MonkeyPatch, answers: dict[str, Any]) -> None:
+    """A Ray cluster of machines that answer so; an exception is raised."""
+
+    class RayError(Exception):
+        pass
+
+    class Unschedulable(RayError):
+        pass
+
+    class TooLate(RayError):
+        pass
+
+    kinds = {"error": RayError, "gone": Unschedulable, "late": TooLate}
+
+    def get(answer: Any, timeout: float) -> Any:
+        assert timeout > 0
+        if isinstance(answer, tuple):
+            raise kinds[answer[0]](answer[1])
+        return answer
+
+    ray = SimpleNamespace(
+        nodes=lambda: [
+            *({"Alive": True, "NodeManagerHostname": name, "NodeID": name} for name in answers),
+            {"Alive": False, "NodeManagerHostname": "dead", "NodeID": "dead"},
+        ],
+        get=get,
+        util=SimpleNamespace(get_node_ip_address=lambda: "10.0.0.1"),
+    )
+    exceptions = SimpleNamespace(
+        RayError=RayError, TaskUnschedulableError=Unschedulable, GetTimeoutError=TooLate
+    )
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.exceptions", exceptions)
+    monkeypatch.setattr(machines, "_ask", lambda node, config: answers[node])
+
+
+def test_all_machines_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray_of(monkeypatch, {"a": None, "b": None, "c": ("gone", "")})
+    assert check_machines(ClusterConfig()) == machines.Machines("10.0.0.1", 2)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ("machine b has localgen 1", "machine b has localgen 1"),
+        (
+            ("error", "Traceback\nModuleNotFoundError: No module named 'localgen'"),
+            f"machine b cannot run localgen {localgen.__version__}: ModuleNotFoundError: No module "
+            "named 'localgen'",
+        ),
+        (("late", ""), "machine b does not answer within 60 s"),
+    ],
+)
+def test_the_first_problem_is_told(monkeypatch: pytest.MonkeyPatch, answer: Any, said: str) -> None:
+    ray_of(monkeypatch, {"a": None, "b": answer})
+    with pytest.raises(LoadFailed) as raised:
+        check_machines(ClusterConfig())
+    assert raised.value.message == said
+
+
+def test_up_tells_what_the_owner_of_the_cluster_said(tmp_path: Path) -> None:
+    settings = ServerSettings(runtime_dir=tmp_path, state_dir=tmp_path)
+    log = running.log_path(settings)
+    log.parent.mkdir(exist_ok=True)
+    log.write_text(f"INFO worker.py -- Connected.\nerror: {VERSIONS}\nINFO the end\n")
+    assert running._failure(settings) == f"the cluster did not start: {VERSIONS} (log: {log})"
+
+
+def test_arguments_are_read_as_the_file_is(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text('model = "tiny"\nreplicas = 3\napi_key_file = "keys"\n')
+    found = {"model": "tiny", "replicas": 3, "api_key_file": "keys"}
+    assert read_settings(found, "args", tmp_path) == read_cluster_file(file)
+    for wrong, said in (
+        ({"replica": 2}, "args: unknown key 'replica': there are "),
+        ({"replicas": "2"}, "args: replicas must be a whole number, not '2'"),
+        ({"replicas": 0}, "args: replicas must be 1 to 1000, not 0"),
+    ):
+        with pytest.raises(BadSetting) as raised:
+            read_settings(wrong, "args", tmp_path)
+        assert raised.value.message.startswith(said)

@@ -1,0 +1,74 @@
+"""Which replicas have a model, and from whom a replica fetches the beginning of a prompt."""
+
+from __future__ import annotations
+
+import pytest
+
+from localgen.cluster.model_table import LOAD_SPILL, ModelTable, serving
+from localgen.cluster.route import MIN_FETCH_CHUNKS, InFlight, Route
+
+CHUNKS = tuple(bytes([number]) for number in range(9))
+
+
+def test_a_model_is_where_it_is_reported_or_being_loaded() -> None:
+    table = ModelTable()
+    reported = {"a": ["tiny"], "b": ["tiny", "smollm2"], "c": []}
+    assert table.holders("smollm2", reported, 0.0) == ["b"]
+    table.give("smollm2", "c", 0.0)
+    assert table.holders("smollm2", reported, 1.0) == ["b", "c"]
+    assert table.holders("other", reported, 1.0) == []
+    assert table.holders("smollm2", reported, 60.0) == ["b"], "it was not loaded, or unloaded"
+    table.give("other", "a", 60.0)
+    assert table.holders("smollm2", {"c": []}, 60.0) == []
+
+
+@pytest.mark.parametrize(
+    ("holders", "wanted"),
+    [
+        ([], "abc"),
+        (["a"], "a"),
+        (["a", "b"], "ab"),
+        (["b"], "abc"),
+    ],
+)
+def test_replicas_without_a_model_get_no_request_before_the_others_are_full(
+    holders: list[str], wanted: str
+) -> None:
+    loads = {"a": LOAD_SPILL, "b": LOAD_SPILL + 1, "c": 0}
+    assert serving(loads, holders) == {name: loads[name] for name in wanted}
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "kv_peer", "new_chunks"),
+    [
+        (0, MIN_FETCH_CHUNKS, "b:1", 9 - MIN_FETCH_CHUNKS),
+        (3, 3 + MIN_FETCH_CHUNKS - 1, "", 6),
+        (9, 0, "", 0),
+        (0, 0, "", 9),
+    ],
+)
+def test_a_prefix_is_fetched_from_where_much_more_of_it_lies(
+    own: int, other: int, kv_peer: str, new_chunks: int
+) -> None:
+    route = Route(CHUNKS, cached={"a": own, "b": other}, kv_addresses={"a": "a:1", "b": "b:1"})
+    choice = route.choice("a", "http://a")
+    assert (choice.kv_peer, choice.new_chunks) == (kv_peer, new_chunks)
+    assert (choice.replica, choice.url, choice.kv_address) == ("a", "http://a", "a:1")
+
+
+def test_a_replica_that_shares_nothing_is_not_asked() -> None:
+    route = Route(CHUNKS, cached={"a": 0, "b": 9}, kv_addresses={"a": "", "b": ""})
+    choice = route.choice("a", "http://a")
+    assert (choice.kv_peer, choice.new_chunks) == ("", 9)
+
+
+def test_a_request_counts_for_one_replica_until_it_ends() -> None:
+    in_flight = InFlight()
+    one, other = Route(in_flight=in_flight), Route(in_flight=in_flight)
+    one.assign("a")
+    other.assign("a")
+    other.assign("b")
+    assert (in_flight.count("a"), in_flight.count("b")) == (1, 1)
+    one.assign(None)
+    other.assign(None)
+    assert (in_flight.count("a"), in_flight.count("b")) == (0, 0)
