@@ -16,10 +16,11 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import psutil
 
 from benchmarks.measure import ModelLine, Report, Series, command
@@ -38,15 +39,20 @@ _WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """gateway: a client of the gateway. replicas: clients of the servers behind it."""
+    """gateway: a client of the gateway. replicas: clients of the servers behind it.
+
+    url: of the gateway. runtime_dirs: of the servers.
+    """
 
     gateway: Target
     replicas: tuple[Target, ...]
     gateway_process: psutil.Process
+    url: str
+    runtime_dirs: tuple[Path, ...]
 
 
 @contextmanager
-def running_cluster(num_replicas: int) -> Iterator[Cluster]:
+def running_cluster(num_replicas: int, model: str = _MODEL) -> Iterator[Cluster]:
     """A cluster with folders of its own."""
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {
@@ -60,12 +66,18 @@ def running_cluster(num_replicas: int) -> Iterator[Cluster]:
             program = [sys.executable, "-m", "localgen", "cluster", *arguments]
             subprocess.run(program, env=environment, check=True)
 
-        run("up", _MODEL, "--port", str(port), "--replicas", str(num_replicas))
+        run("up", model, "--port", str(port), "--replicas", str(num_replicas))
         try:
             servers = [each for each in _own_processes(folder) if _has(each, "replica_server")]
             (gateway,) = [each for each in _own_processes(folder) if _has(each, "GatewayServer")]
-            ports = [each.cmdline()[-1] for each in servers]
-            yield Cluster(_target(port), tuple(map(_target, ports)), gateway)
+            ports = [_http_port(each) for each in servers]
+            yield Cluster(
+                _target(port, model),
+                tuple(_target(port, model) for port in ports),
+                gateway,
+                f"http://127.0.0.1:{port}",
+                tuple(Path(each.environ()["LOCALGEN_RUNTIME_DIR"]) for each in servers),
+            )
         finally:
             run("down")
 
@@ -85,9 +97,19 @@ def _has(process: psutil.Process, word: str) -> bool:
     return word in " ".join(process.cmdline())
 
 
-def _target(port: int | str) -> Target:
+def _http_port(server: psutil.Process) -> int:
+    """The port of a server that answers HTTP: its engine may listen for prefixes on another."""
+    for each in server.net_connections("tcp4"):
+        if each.status == psutil.CONN_LISTEN:
+            with suppress(httpx.HTTPError):
+                httpx.get(f"http://127.0.0.1:{each.laddr.port}/livez").raise_for_status()
+                return int(each.laddr.port)
+    raise RuntimeError(f"no port of process {server.pid} answers")
+
+
+def _target(port: int | str, model: str) -> Target:
     endpoint = Endpoint(f"http://127.0.0.1:{port}/v1")
-    return Target(Client(EndpointConnection(endpoint, print)), _MODEL, None, is_chat=True)
+    return Target(Client(EndpointConnection(endpoint, print)), model, None, is_chat=True)
 
 
 def ask(target: Target, system: str, question: str, tokens: int) -> MeasuredRequest:

@@ -60,7 +60,7 @@ def test_the_replica_with_most_chunks_is_first() -> None:
     table, chunks = PrefixTable(), prompt_chunks(chat(SYSTEM, "a"))
     table.add(chunks[:2], "a")
     table.add(chunks, "b")
-    assert table.cached_chunks(chunks, LOADS.keys()) == {"a": 2, "b": len(chunks)}
+    assert table.cached_chunks(chunks, LOADS) == {"a": 2, "b": len(chunks)}
     assert table.rank(chunks, {"a": 0, "b": 4, "c": 0}, spill=4)[0] == "b"
 
 
@@ -77,7 +77,7 @@ def test_a_replica_that_ended_is_forgotten() -> None:
     table.add(chunks, "a")
     table.add(chunks[:1], "b")
     table.drop("a")
-    assert table.cached_chunks(chunks, LOADS.keys()) == {"b": 1}
+    assert table.cached_chunks(chunks, LOADS) == {"b": 1}
     table.drop("b")
     assert not table._owners
 
@@ -87,8 +87,8 @@ def test_the_table_keeps_the_latest_chunks() -> None:
     old, new = [b"1", b"2", b"3"], [b"4", b"5"]
     table.add(old, "a")
     table.add(new, "b")
-    assert table.cached_chunks(old, LOADS.keys()) == {"a": 2}, "its last chunk is gone"
-    assert table.cached_chunks(new, LOADS.keys()) == {"b": 2}
+    assert table.cached_chunks(old, LOADS) == {"a": 2}, "its last chunk is gone"
+    assert table.cached_chunks(new, LOADS) == {"b": 2}
 
 
 def test_gateways_that_know_nothing_choose_the_same_and_spread_prompts() -> None:

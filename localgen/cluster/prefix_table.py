@@ -12,8 +12,8 @@ from typing import Any
 CHUNK_CHARS = 256
 # entries of the table: 65,536 chunks are 4 million tokens
 MAX_CHUNKS = 65_536
-# first chunks whose order of replicas is kept: 8 MB with 1,000 replicas
-_MAX_ORDERS = 1024
+# first chunks whose order of replicas is kept, and replicas in it, some of which have left: 16 MB
+_MAX_ORDERS, _MAX_VOTERS = 1024, 2048
 # the fields of a request that its prompt begins with, in the order in which templates use them
 _PROMPT_FIELDS = ("tools", "system", "instructions", "messages", "input", "prompt")
 
@@ -61,12 +61,15 @@ class PrefixTable:
 
     def drop(self, replica: str) -> None:
         """Forget a replica that has ended."""
+        if replica in self._voters:
+            self._voters -= {replica}
+            self._orders.clear()
         for chunk in [chunk for chunk, owners in self._owners.items() if replica in owners]:
             del self._owners[chunk][replica]
             if not self._owners[chunk]:
                 del self._owners[chunk]
 
-    def cached_chunks(self, chunks: Sequence[bytes], replicas: Set[str]) -> dict[str, int]:
+    def cached_chunks(self, chunks: Sequence[bytes], replicas: Iterable[str]) -> dict[str, int]:
         """The number of first chunks of each replica that has any."""
         found: dict[str, int] = {}
         having: Set[str] = self._owners.get(chunks[0], {}).keys() & replicas if chunks else set()
@@ -102,17 +105,22 @@ class PrefixTable:
         return ranked
 
     def _by_vote(self, first: bytes, loads: Mapping[str, int]) -> list[str]:
-        """The replicas in the order of rendezvous hashing; kept, as a hash takes 1 µs."""
-        if self._voters != loads.keys():
-            self._voters = frozenset(loads)
+        """The replicas in the order of rendezvous hashing.
+
+        The order of all that were ever ranked is kept, since a hash takes 1 µs, and one ranks parts
+        of them in turn.
+        """
+        if not loads.keys() <= self._voters:
+            is_full = len(self._voters) > _MAX_VOTERS
+            self._voters = loads.keys() | (() if is_full else self._voters)
             self._orders.clear()
         if first not in self._orders:
 
             def vote(replica: str) -> bytes:
                 return hashlib.blake2b(replica.encode(), key=first, digest_size=8).digest()
 
-            self._orders[first] = sorted(loads, key=vote)
+            self._orders[first] = sorted(self._voters, key=vote)
             while len(self._orders) > _MAX_ORDERS:
                 self._orders.popitem(last=False)
         self._orders.move_to_end(first)
-        return self._orders[first]
+        return list(filter(loads.__contains__, self._orders[first]))
