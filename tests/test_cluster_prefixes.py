@@ -130,7 +130,8 @@ def test_ranks_are_those_of_the_contract_while_replicas_come_and_go() -> None:
     table, owned = PrefixTable(), {f"replica-{n}": set[bytes]() for n in range(12)}
     for _ in range(2000):
         length, other = chance.randrange(7), chance.randrange(3)
-        chunks = [bytes([other if at > chance.randrange(6) else 9, at]) for at in range(length)]
+        parts = [other if at > chance.randrange(6) else 9 for at in range(length)]
+        chunks = [bytes(parts[: at + 1]) for at in range(length)]  # each includes those before it
         names = [name for name in owned if chance.random() < 0.9]
         loads = {name: chance.randrange(7) for name in names}
         assert table.rank(chunks, loads, 2) == plain_rank(owned, chunks, loads, 2)
@@ -141,3 +142,4 @@ def test_ranks_are_those_of_the_contract_while_replicas_come_and_go() -> None:
         else:
             table.add(chunks, replica)
             owned[replica].update(chunks)
+    assert any(len(each) > 10 for each in owned.values())

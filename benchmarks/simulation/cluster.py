@@ -25,6 +25,7 @@ class Fleet:
     """replicas: at the start. cores: of a machine with replicas_per_machine, or None for enough.
 
     start_s: until a new replica is ready. mean_life_s: of a replica until it dies, or None.
+    names: of the replicas at the start, as rendezvous hashing depends on them; default: numbered.
     """
 
     replicas: int
@@ -33,6 +34,7 @@ class Fleet:
     start_s: float = 0.0
     mean_life_s: float | None = None
     seed: int = 0
+    names: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -203,7 +205,7 @@ class Cluster:
             self._machines.append(Machine(self._fleet.cores, self._costs.threads))
         replica = Replica(
             self.env,
-            f"replica-{number:05d}",
+            self._fleet.names[number] if number < len(self._fleet.names) else f"replica-{number}",
             self._costs,
             self._machines[-1],
             self._on_end,

@@ -83,7 +83,7 @@ class PrefixAware:
         self._table.drop(replica)
 
     def _source(self, request: Request, loads: Mapping[str, int], first: str) -> str | None:
-        cached = self._table.cached_chunks(request.chunks, loads.keys())
+        cached = self._table.cached_chunks(request.chunks, loads)
         most = max(cached.values(), default=0)
         having = [(loads[name], name) for name, count in cached.items() if count == most]
         return min(having)[1] if most > cached.get(first, 0) else None

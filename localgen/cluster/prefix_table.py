@@ -52,7 +52,7 @@ class PrefixTable:
         self._voters: Set[str] = frozenset()
 
     def add(self, chunks: Sequence[bytes], replica: str) -> None:
-        """Note that a replica computes these chunks."""
+        """Note that a replica computes these chunks: hashes that include all that is before."""
         for chunk in reversed(chunks):  # the first is the newest: without it, the others are lost
             self._owners.setdefault(chunk, {})[replica] = None
             self._owners.move_to_end(chunk)
@@ -72,12 +72,15 @@ class PrefixTable:
     def cached_chunks(self, chunks: Sequence[bytes], replicas: Iterable[str]) -> dict[str, int]:
         """The number of first chunks of each replica that has any."""
         found: dict[str, int] = {}
-        having: Set[str] = self._owners.get(chunks[0], {}).keys() & replicas if chunks else set()
+        owners = self._owners.get(chunks[0], {}) if chunks else {}
+        having: Set[str] = owners.keys() & replicas
+        num_owners = len(owners)
         for count, chunk in enumerate(chunks):
-            owners = self._owners.get(chunk, {}).keys()
-            if not having <= owners:
-                found.update(dict.fromkeys(having - owners, count))
-                having = having & owners
+            owners = self._owners.get(chunk, {})
+            # they had the chunk before it too, as one hash includes the other: as many are the same
+            if len(owners) != num_owners:
+                found.update(dict.fromkeys(having - owners.keys(), count))
+                having, num_owners = having & owners.keys(), len(owners)
             if not having:
                 return found
         return found | dict.fromkeys(having, len(chunks))
