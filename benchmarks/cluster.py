@@ -39,15 +39,20 @@ _WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """gateway: a client of the gateway. replicas: clients of the servers behind it."""
+    """gateway: a client of the gateway. replicas: clients of the servers behind it.
+
+    url: of the gateway. runtime_dirs: of the servers.
+    """
 
     gateway: Target
     replicas: tuple[Target, ...]
     gateway_process: psutil.Process
+    url: str
+    runtime_dirs: tuple[Path, ...]
 
 
 @contextmanager
-def running_cluster(num_replicas: int) -> Iterator[Cluster]:
+def running_cluster(num_replicas: int, model: str = _MODEL) -> Iterator[Cluster]:
     """A cluster with folders of its own."""
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {
@@ -61,12 +66,18 @@ def running_cluster(num_replicas: int) -> Iterator[Cluster]:
             program = [sys.executable, "-m", "localgen", "cluster", *arguments]
             subprocess.run(program, env=environment, check=True)
 
-        run("up", _MODEL, "--port", str(port), "--replicas", str(num_replicas), "--kv-disk", "0")
+        run("up", model, "--port", str(port), "--replicas", str(num_replicas), "--kv-disk", "0")
         try:
             servers = [each for each in _own_processes(folder) if _has(each, "replica_server")]
             (gateway,) = [each for each in _own_processes(folder) if _has(each, "GatewayServer")]
             ports = [_tcp_port(each) for each in servers]
-            yield Cluster(_target(port), tuple(map(_target, ports)), gateway)
+            yield Cluster(
+                _target(port, model),
+                tuple(_target(port, model) for port in ports),
+                gateway,
+                f"http://127.0.0.1:{port}",
+                tuple(Path(each.environ()["LOCALGEN_RUNTIME_DIR"]) for each in servers),
+            )
         finally:
             run("down")
 
@@ -95,9 +106,9 @@ def _has(process: psutil.Process, word: str) -> bool:
     return word in " ".join(process.cmdline())
 
 
-def _target(port: int) -> Target:
+def _target(port: int, model: str) -> Target:
     endpoint = Endpoint(f"http://127.0.0.1:{port}/v1")
-    return Target(Client(EndpointConnection(endpoint, print)), _MODEL, None, is_chat=True)
+    return Target(Client(EndpointConnection(endpoint, print)), model, None, is_chat=True)
 
 
 def ask(target: Target, system: str, question: str, tokens: int) -> MeasuredRequest:

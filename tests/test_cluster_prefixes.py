@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import random
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from localgen.cluster.prefix_table import CHUNK_CHARS, PrefixTable, prompt_chunks
@@ -57,7 +60,7 @@ def test_the_replica_with_most_chunks_is_first() -> None:
     table, chunks = PrefixTable(), prompt_chunks(chat(SYSTEM, "a"))
     table.add(chunks[:2], "a")
     table.add(chunks, "b")
-    assert table.cached_chunks(chunks, LOADS) == {"a": 2, "b": len(chunks), "c": 0}
+    assert table.cached_chunks(chunks, LOADS) == {"a": 2, "b": len(chunks)}
     assert table.rank(chunks, {"a": 0, "b": 4, "c": 0}, spill=4)[0] == "b"
 
 
@@ -74,7 +77,7 @@ def test_a_replica_that_ended_is_forgotten() -> None:
     table.add(chunks, "a")
     table.add(chunks[:1], "b")
     table.drop("a")
-    assert table.cached_chunks(chunks, LOADS) == {"a": 0, "b": 1, "c": 0}
+    assert table.cached_chunks(chunks, LOADS) == {"b": 1}
     table.drop("b")
     assert not table._owners
 
@@ -84,8 +87,8 @@ def test_the_table_keeps_the_latest_chunks() -> None:
     old, new = [b"1", b"2", b"3"], [b"4", b"5"]
     table.add(old, "a")
     table.add(new, "b")
-    assert table.cached_chunks(old, LOADS)["a"] == 0, "its first chunk is gone"
-    assert table.cached_chunks(new, LOADS)["b"] == 2
+    assert table.cached_chunks(old, LOADS) == {"a": 2}, "its last chunk is gone"
+    assert table.cached_chunks(new, LOADS) == {"b": 2}
 
 
 def test_gateways_that_know_nothing_choose_the_same_and_spread_prompts() -> None:
@@ -98,3 +101,45 @@ def test_gateways_that_know_nothing_choose_the_same_and_spread_prompts() -> None
         firsts.append(ranked[0])
     assert min(firsts.count(name) for name in LOADS) > 60
     assert PrefixTable().rank((), {}, spill=4) == []
+
+
+def plain_rank(
+    owned: Mapping[str, set[bytes]], chunks: Sequence[bytes], loads: Mapping[str, int], spill: int
+) -> list[str]:
+    """PrefixTable.rank as its contract says it. owned: chunks of each replica."""
+
+    def cached(replica: str) -> int:
+        missing = (at for at, chunk in enumerate(chunks) if chunk not in owned[replica])
+        return next(missing, len(chunks))
+
+    def by_load(replica: str) -> tuple[int, int, bytes]:
+        first = chunks[0] if chunks else b""
+        vote = hashlib.blake2b(replica.encode(), key=first, digest_size=8).digest()
+        return loads[replica], -cached(replica), vote
+
+    ranked = sorted(loads, key=by_load)
+    best = max(ranked, key=cached, default=None)
+    if best is not None and cached(best) and loads[best] - loads[ranked[0]] <= spill:
+        ranked.remove(best)
+        ranked.insert(0, best)
+    return ranked
+
+
+def test_ranks_are_those_of_the_contract_while_replicas_come_and_go() -> None:
+    chance = random.Random(3)
+    table, owned = PrefixTable(), {f"replica-{n}": set[bytes]() for n in range(12)}
+    for _ in range(2000):
+        length, other = chance.randrange(7), chance.randrange(3)
+        parts = [other if at > chance.randrange(6) else 9 for at in range(length)]
+        chunks = [bytes(parts[: at + 1]) for at in range(length)]  # each includes those before it
+        names = [name for name in owned if chance.random() < 0.9]
+        loads = {name: chance.randrange(7) for name in names}
+        assert table.rank(chunks, loads, 2) == plain_rank(owned, chunks, loads, 2)
+        replica = chance.choice(list(owned))
+        if chance.random() < 0.05:
+            table.drop(replica)
+            owned[replica].clear()
+        else:
+            table.add(chunks, replica)
+            owned[replica].update(chunks)
+    assert any(len(each) > 10 for each in owned.values())

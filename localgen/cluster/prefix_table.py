@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 # characters of a chunk; a token has about four, and a block of KV 16 tokens or more
 CHUNK_CHARS = 256
 # entries of the table: 65,536 chunks are 4 million tokens
 MAX_CHUNKS = 65_536
+# first chunks whose order of replicas is kept, and replicas in it, some of which have left: 16 MB
+_MAX_ORDERS, _MAX_VOTERS = 1024, 2048
 # the fields of a request that its prompt begins with, in the order in which templates use them
 _PROMPT_FIELDS = ("tools", "system", "instructions", "messages", "input", "prompt")
 
@@ -46,10 +48,12 @@ class PrefixTable:
     def __init__(self, max_chunks: int = MAX_CHUNKS) -> None:
         self._owners: OrderedDict[bytes, dict[str, None]] = OrderedDict()
         self._max_chunks = max_chunks
+        self._orders: OrderedDict[bytes, list[str]] = OrderedDict()  # of _voters, by first chunk
+        self._voters: Set[str] = frozenset()
 
-    def add(self, chunks: Iterable[bytes], replica: str) -> None:
-        """Note that a replica computes these chunks."""
-        for chunk in chunks:
+    def add(self, chunks: Sequence[bytes], replica: str) -> None:
+        """Note that a replica computes these chunks: hashes that include all that is before."""
+        for chunk in reversed(chunks):  # the first is the newest: without it, the others are lost
             self._owners.setdefault(chunk, {})[replica] = None
             self._owners.move_to_end(chunk)
         while len(self._owners) > self._max_chunks:
@@ -57,21 +61,29 @@ class PrefixTable:
 
     def drop(self, replica: str) -> None:
         """Forget a replica that has ended."""
+        if replica in self._voters:
+            self._voters -= {replica}
+            self._orders.clear()
         for chunk in [chunk for chunk, owners in self._owners.items() if replica in owners]:
             del self._owners[chunk][replica]
             if not self._owners[chunk]:
                 del self._owners[chunk]
 
     def cached_chunks(self, chunks: Sequence[bytes], replicas: Iterable[str]) -> dict[str, int]:
-        """The number of first chunks that each replica has."""
-        found = dict.fromkeys(replicas, 0)
-        having = set(found)
-        for count, chunk in enumerate(chunks, 1):
-            having &= self._owners.get(chunk, {}).keys()
+        """The number of first chunks of each replica that has any."""
+        found: dict[str, int] = {}
+        owners = self._owners.get(chunks[0], {}) if chunks else {}
+        having: Set[str] = owners.keys() & replicas
+        num_owners = len(owners)
+        for count, chunk in enumerate(chunks):
+            owners = self._owners.get(chunk, {})
+            # they had the chunk before it too, as one hash includes the other: as many are the same
+            if len(owners) != num_owners:
+                found.update(dict.fromkeys(having - owners.keys(), count))
+                having, num_owners = having & owners.keys(), len(owners)
             if not having:
-                break
-            found.update(dict.fromkeys(having, count))
-        return found
+                return found
+        return found | dict.fromkeys(having, len(chunks))
 
     def rank(self, chunks: Sequence[bytes], loads: Mapping[str, int], spill: int) -> list[str]:
         """The replicas, best first.
@@ -81,16 +93,37 @@ class PrefixTable:
         chunk, the least loaded is. Equal ones are ordered by rendezvous hashing of the first chunk,
         so that gateways that know different things choose the same.
         """
-        cached = self.cached_chunks(chunks, loads)
-        first = chunks[0] if chunks else b""
-
-        def by_load(replica: str) -> tuple[int, int, bytes]:
-            vote = hashlib.blake2b(replica.encode(), key=first, digest_size=8).digest()
-            return loads[replica], -cached[replica], vote
-
-        ranked = sorted(loads, key=by_load)
-        best = max(ranked, key=lambda replica: cached[replica], default=None)
-        if best is not None and cached[best] and loads[best] - loads[ranked[0]] <= spill:
-            ranked.remove(best)
-            ranked.insert(0, best)
+        cached = self.cached_chunks(chunks, loads.keys())
+        voted = self._by_vote(chunks[0] if chunks else b"", loads)
+        having = sorted(filter(cached.__contains__, voted), key=cached.__getitem__, reverse=True)
+        others = [replica for replica in voted if replica not in cached]
+        # sorts are stable: equal loads stay in the order of chunks, and those in that of votes
+        ranked = sorted(having + others, key=loads.__getitem__)
+        if having:
+            most = [each for each in having if cached[each] == cached[having[0]]]
+            best = min(most, key=loads.__getitem__)
+            if loads[best] - loads[ranked[0]] <= spill:
+                ranked.remove(best)
+                ranked.insert(0, best)
         return ranked
+
+    def _by_vote(self, first: bytes, loads: Mapping[str, int]) -> list[str]:
+        """The replicas in the order of rendezvous hashing.
+
+        The order of all that were ever ranked is kept, since a hash takes 1 µs, and one ranks parts
+        of them in turn.
+        """
+        if not loads.keys() <= self._voters:
+            is_full = len(self._voters) > _MAX_VOTERS
+            self._voters = loads.keys() | (() if is_full else self._voters)
+            self._orders.clear()
+        if first not in self._orders:
+
+            def vote(replica: str) -> bytes:
+                return hashlib.blake2b(replica.encode(), key=first, digest_size=8).digest()
+
+            self._orders[first] = sorted(self._voters, key=vote)
+            while len(self._orders) > _MAX_ORDERS:
+                self._orders.popitem(last=False)
+        self._orders.move_to_end(first)
+        return list(filter(loads.__contains__, self._orders[first]))

@@ -1,0 +1,1 @@
+"""A discrete-event simulation of a cluster: `python -m benchmarks.simulation`."""
