@@ -9,6 +9,7 @@ what routing saves. Needs localgen[cluster]: run it with the Python of .venv/clu
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import subprocess
@@ -41,7 +42,7 @@ _WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
 class Cluster:
     """gateway: a client of the gateway. replicas: clients of the servers behind it.
 
-    url: of the gateway. runtime_dirs: of the servers.
+    url: of the gateway. runtime_dirs: of the servers. folder: of all its files.
     """
 
     gateway: Target
@@ -49,12 +50,20 @@ class Cluster:
     gateway_process: psutil.Process
     url: str
     runtime_dirs: tuple[Path, ...]
+    folder: Path
+
+    def family(self) -> list[psutil.Process]:
+        """Its owner, and all processes below."""
+        state = json.loads((self.folder / "run" / "cluster.json").read_text())
+        owner = psutil.Process(state["pid"])
+        return [owner, *owner.children(recursive=True)]
 
 
 @contextmanager
-def running_cluster(num_replicas: int, model: str = _MODEL) -> Iterator[Cluster]:
-    """A cluster with folders of its own."""
-    with tempfile.TemporaryDirectory() as folder:
+def running_cluster(num_replicas: int, model: str = _MODEL, *options: str) -> Iterator[Cluster]:
+    """A cluster with folders of its own. options: of `localgen cluster up`."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         environment = os.environ | {
             "LOCALGEN_RUNTIME_DIR": f"{folder}/run",
             "LOCALGEN_STATE_DIR": f"{folder}/state",
@@ -66,7 +75,17 @@ def running_cluster(num_replicas: int, model: str = _MODEL) -> Iterator[Cluster]
             program = [sys.executable, "-m", "localgen", "cluster", *arguments]
             subprocess.run(program, env=environment, check=True)
 
-        run("up", model, "--port", str(port), "--replicas", str(num_replicas), "--kv-disk", "0")
+        run(
+            "up",
+            model,
+            "--port",
+            str(port),
+            "--replicas",
+            str(num_replicas),
+            "--kv-disk",
+            "0",
+            *options,
+        )
         try:
             servers = [each for each in _own_processes(folder) if _has(each, "replica_server")]
             (gateway,) = [each for each in _own_processes(folder) if _has(each, "GatewayServer")]
@@ -77,12 +96,13 @@ def running_cluster(num_replicas: int, model: str = _MODEL) -> Iterator[Cluster]
                 gateway,
                 f"http://127.0.0.1:{port}",
                 tuple(Path(each.environ()["LOCALGEN_RUNTIME_DIR"]) for each in servers),
+                folder,
             )
         finally:
             run("down")
 
 
-def _own_processes(folder: str) -> list[psutil.Process]:
+def _own_processes(folder: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
