@@ -45,6 +45,13 @@ def up(
     api_key_file: Annotated[
         Path | None, typer.Option(help="File with API keys that clients must send, one per line.")
     ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Additional host name to accept in the Host header (may be repeated).",
+            metavar="<str>",
+        ),
+    ] = None,
     address: Annotated[
         str | None,
         typer.Option(help="Ray cluster that runs, as for `ray start` (default: one of its own)."),
@@ -63,6 +70,7 @@ def up(
         host=host,
         port=port,
         api_key_file=None if api_key_file is None else str(api_key_file.absolute()),
+        allow_host=",".join(allow_host) if allow_host else None,
         address=address,
     )
     found = resolve_model(config.model)

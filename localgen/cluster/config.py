@@ -22,6 +22,8 @@ class ClusterConfig:
     the built-in default. replicas: engines. host, port: of the gateway. api_key_file: absolute, or
     None without keys. spill: how many requests more than the least loaded replica the one with a
     prompt's prefix may have. address: of a Ray cluster that runs, or None to start one here.
+    allow_host: names by which clients call the gateway, separated by commas, besides those of its
+    machine.
     """
 
     model: str | None = None
@@ -31,6 +33,7 @@ class ClusterConfig:
     api_key_file: str | None = None
     spill: int = 4
     address: str | None = None
+    allow_host: str | None = None
 
     def __post_init__(self) -> None:
         _require_count("replicas", self.replicas, 1, MAX_REPLICAS)
@@ -40,7 +43,13 @@ class ClusterConfig:
     def access(self) -> AccessPolicy:
         """The access policy of the gateway. Raises BadSetting if it is insecure."""
         keys = read_api_keys(Path(self.api_key_file)) if self.api_key_file else ()
-        policy = AccessPolicy(host=self.host, port=self.port, keys=keys)
+        names = [name.strip() for name in (self.allow_host or "").split(",")]
+        policy = AccessPolicy(
+            host=self.host,
+            port=self.port,
+            keys=keys,
+            allowed_hosts=tuple(name for name in names if name),
+        )
         policy.validate()
         if self.address is not None and not keys:
             raise BadSetting(
