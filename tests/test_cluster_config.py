@@ -46,6 +46,8 @@ def test_a_file_and_options(tmp_path: Path) -> None:
         ("replica = 2", "unknown key 'replica': there are address, allow_host, api_key_file"),
         ('replicas = "2"', "replicas must be a whole number, not '2'"),
         ("replicas = true", "replicas must be a whole number, not True"),
+        ("replicas_per_machine = 1", "replicas_per_machine is for a Ray cluster that runs"),
+        ('address = "auto"\nreplicas_per_machine = 0', "replicas_per_machine must be 1 to 100"),
         ("model = 3", "model must be a string, not 3"),
         ("replicas =", "Invalid value"),
     ],

@@ -45,6 +45,14 @@ def up(
     api_key_file: Annotated[
         Path | None, typer.Option(help="File with API keys that clients must send, one per line.")
     ] = None,
+    replicas_per_machine: Annotated[
+        int | None,
+        typer.Option(
+            help="With --address: the most engines on one machine (default: they are divided "
+            "among the machines that are there).",
+            metavar="<int>",
+        ),
+    ] = None,
     allow_host: Annotated[
         list[str] | None,
         typer.Option(
@@ -67,6 +75,7 @@ def up(
     config = (ClusterConfig() if file is None else read_cluster_file(file)).with_options(
         model=model,
         replicas=replicas,
+        replicas_per_machine=replicas_per_machine,
         host=host,
         port=port,
         api_key_file=None if api_key_file is None else str(api_key_file.absolute()),

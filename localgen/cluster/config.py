@@ -12,6 +12,8 @@ from localgen.config import BadSetting
 from localgen.server.http.access import DEFAULT_PORT, AccessPolicy, read_api_keys
 
 MAX_REPLICAS = 1000
+# the most that Ray Serve takes
+MAX_PER_MACHINE = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +25,8 @@ class ClusterConfig:
     None without keys. spill: how many requests more than the least loaded replica the one with a
     prompt's prefix may have. address: of a Ray cluster that runs, or None to start one here.
     allow_host: names by which clients call the gateway, separated by commas, besides those of its
-    machine.
+    machine. replicas_per_machine: the most on one machine of the Ray cluster at address; None to
+    divide them among the machines that are there at the start.
     """
 
     model: str | None = None
@@ -34,11 +37,16 @@ class ClusterConfig:
     spill: int = 4
     address: str | None = None
     allow_host: str | None = None
+    replicas_per_machine: int | None = None
 
     def __post_init__(self) -> None:
         _require_count("replicas", self.replicas, 1, MAX_REPLICAS)
         _require_count("port", self.port, 1, 65535)
         _require_count("spill", self.spill, 0, 1 << 16)
+        if self.replicas_per_machine is not None:
+            _require_count("replicas_per_machine", self.replicas_per_machine, 1, MAX_PER_MACHINE)
+            if self.address is None:
+                raise BadSetting("replicas_per_machine is for a Ray cluster that runs: set address")
 
     def access(self) -> AccessPolicy:
         """The access policy of the gateway. Raises BadSetting if it is insecure."""

@@ -18,7 +18,7 @@ from ray.serve.handle import DeploymentHandle
 
 import localgen
 from localgen.backends.errors import ServerUnavailable
-from localgen.cluster.config import ClusterConfig, read_settings
+from localgen.cluster.config import MAX_PER_MACHINE, ClusterConfig, read_settings
 from localgen.cluster.gateway import Choice, Gateway
 from localgen.cluster.machines import Machines, require_version
 from localgen.cluster.replica import EngineReplica
@@ -36,8 +36,6 @@ _MAX_ONGOING = 4096
 _HEALTH_PERIOD_S, _HEALTH_TIMEOUT_S = 2.0, 10.0
 _DRAIN_TIMEOUT_S = 15.0
 _ASK_TIMEOUT_S = 10.0
-# the most that Serve takes
-_MAX_PER_MACHINE = 100
 # of a machine's resource `node:ADDRESS`, of which it has 1
 _PART_OF_A_MACHINE = 0.001
 
@@ -87,10 +85,11 @@ class GatewayServer:
 
 def build_app(config: ClusterConfig, machines: Machines | None = None) -> serve.Application:
     """The application of a cluster. machines: spread it over them; by default, Ray chooses."""
-    resources, most = {}, None
+    resources, most = {}, config.replicas_per_machine
     if machines is not None:
         resources = {f"node:{machines.gateway}": _PART_OF_A_MACHINE}
-        most = min(_MAX_PER_MACHINE, math.ceil(config.replicas / machines.count))
+        if most is None:
+            most = min(MAX_PER_MACHINE, math.ceil(config.replicas / machines.count))
     replicas = serve.deployment(
         name=REPLICAS,
         num_replicas=config.replicas,
