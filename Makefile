@@ -71,7 +71,7 @@ test-clients: $(VENV)/.installed-dev $(VENV)/clients/.installed $(MODEL)
 	@OMP_WAIT_POLICY=PASSIVE $(VENV)/clients/bin/python -m pytest -rs tests/test_litellm.py tests/test_lm_eval.py $(ARGS)
 
 test-cluster: $(VENV)/.installed-dev $(VENV)/cluster/.installed $(MODEL)
-	@OMP_WAIT_POLICY=PASSIVE $(VENV)/cluster/bin/python -m pytest -rs tests/test_cluster_live.py $(ARGS)
+	@OMP_WAIT_POLICY=PASSIVE $(VENV)/cluster/bin/python -m pytest -rs tests/test_cluster_*.py $(ARGS)
 
 $(VENV)/clients/.installed: OVERLAY := $(CLIENTS)
 $(VENV)/cluster/.installed: OVERLAY := --no-deps --require-hashes -r requirements/cluster.txt

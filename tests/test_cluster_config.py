@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +16,7 @@ from localgen.cluster import running
 from localgen.cluster.config import ClusterConfig, read_cluster_file
 from localgen.cluster.running import RunningCluster, hold_lock
 from localgen.config import BadSetting, ServerSettings
-from localgen.server.http.access import AccessPolicy, open_tcp_socket
+from localgen.server.http.access import AccessPolicy, open_tcp_socket, read_api_keys
 
 
 def config_of(tmp_path: Path, text: str) -> ClusterConfig:
@@ -50,7 +52,7 @@ def test_load_options(tmp_path: Path) -> None:
     [
         ("replicas = 0", "replicas must be 1 to 1000, not 0"),
         ("port = 70000", "port must be 1 to 65535, not 70000"),
-        ("replica = 2", "unknown key 'replica': there are address, api_key_file, "),
+        ("replica = 2", "unknown key 'replica': there are address, allow_host, api_key_file, "),
         ('replicas = "2"', "replicas must be a whole number, not '2'"),
         ("replicas = true", "replicas must be a whole number, not True"),
         ("replicas = 4\nmax_replicas = 2", "max_replicas must be 4 to 1000, not 2"),
@@ -69,6 +71,8 @@ def test_load_options(tmp_path: Path) -> None:
         ("[load]\nkv_disk = 'much'", "load.kv_disk"),
         ("[load]\nkv_listen = 'x:1'", "load.kv_listen is set by the cluster"),
         ("load = 1", "load must be a table of load options, not 1"),
+        ("replicas_per_machine = 1", "replicas_per_machine is for a Ray cluster that runs"),
+        ('address = "auto"\nreplicas_per_machine = 0', "replicas_per_machine must be 1 to 100"),
         ("model = 3", "model must be a string, not 3"),
         ("replicas =", "Invalid value"),
     ],
@@ -164,3 +168,42 @@ def start(settings: ServerSettings, port: int) -> RunningCluster:
 def _free_port() -> int:
     with open_tcp_socket(AccessPolicy(port=0)) as sock:
         return int(sock.getsockname()[1])
+
+
+def test_the_gateway_is_called_by_these_names(tmp_path: Path) -> None:
+    named = config_of(tmp_path, 'allow_host = "llm.example, Llm"').access()
+    assert named.allows_host("llm.example:8080")
+    assert named.allows_host("llm")
+    assert not named.allows_host("other.example")
+    assert not ClusterConfig().access().allows_host("llm.example")
+
+
+@pytest.mark.parametrize(
+    ("owner", "mode", "user", "refused"),
+    [
+        (0, 0o440, 1000, False),  # a secret that Kubernetes mounts for the pod's group
+        (0, 0o640, 1000, False),
+        (0, 0o444, 1000, True),
+        (0, 0o460, 1000, True),
+        (1000, 0o440, 1000, True),
+        (0, 0o440, 0, True),
+        (1000, 0o400, 1000, False),
+    ],
+)
+def test_who_may_read_the_keys(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: int,
+    mode: int,
+    user: int,
+    refused: bool,
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("a-key-of-some-length\n")
+    monkeypatch.setattr(Path, "stat", lambda path: SimpleNamespace(st_uid=owner, st_mode=mode))
+    monkeypatch.setattr(os, "getuid", lambda: user)
+    if refused:
+        with pytest.raises(BadSetting, match="accessible to other users, chmod 600 it"):
+            read_api_keys(keys)
+    else:
+        assert read_api_keys(keys) == ("a-key-of-some-length",)

@@ -14,7 +14,13 @@ import localgen
 from localgen.backends.errors import LoadFailed
 from localgen.cluster import machines, running
 from localgen.cluster.config import ClusterConfig, read_cluster_file, read_settings
-from localgen.cluster.machines import VersionError, check_machines, find_problem, require_version
+from localgen.cluster.machines import (
+    VersionError,
+    check_machines,
+    find_problem,
+    require_listening,
+    require_version,
+)
 from localgen.cluster.replica import EngineReplica
 from localgen.config import BadSetting, ServerSettings
 
@@ -30,6 +36,15 @@ def test_a_machine_with_another_version_says_what_to_do() -> None:
     with pytest.raises(VersionError) as raised:
         require_version(OTHER)
     assert str(raised.value) == VERSIONS
+
+
+def test_a_ray_cluster_that_does_not_answer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        require_listening(f"127.0.0.1:{port}")
+    with pytest.raises(LoadFailed, match=f"no Ray cluster answers at 127.0.0.1:{port}: Conn"):
+        require_listening(f"127.0.0.1:{port}")
+    require_listening("auto")
 
 
 def test_a_replica_refuses_another_version() -> None:

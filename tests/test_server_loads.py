@@ -183,6 +183,7 @@ def test_the_gateway_answers_for_its_replicas() -> None:
     assert (status, load["num_running_reqs"], load["token_usage"]) == (200, 4, 0.1)
     assert load["memory"] == {"token_capacity": 200}
     assert "queues" not in load
+    assert "memory" not in asked_gateway("?include=core")[1]["loads"][0]
     status, body = asked_gateway("?include=cores")
     assert (status, body["error"]["param"]) == (400, "include")
 

@@ -71,6 +71,21 @@ def up(
     api_key_file: Annotated[
         Path | None, typer.Option(help="File with API keys that clients must send, one per line.")
     ] = None,
+    replicas_per_machine: Annotated[
+        int | None,
+        typer.Option(
+            help="With --address: the most engines on one machine (default: they are divided "
+            "among the machines that are there).",
+            metavar="<int>",
+        ),
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Additional host name to accept in the Host header (may be repeated).",
+            metavar="<str>",
+        ),
+    ] = None,
     address: Annotated[
         str | None,
         typer.Option(help="Ray cluster that runs, as for `ray start` (default: one of its own)."),
@@ -89,9 +104,11 @@ def up(
         max_replicas=max_replicas,
         min_replicas=min_replicas,
         ttft_slo_ms=ttft_slo_ms,
+        replicas_per_machine=replicas_per_machine,
         host=host,
         port=port,
         api_key_file=None if api_key_file is None else str(api_key_file.absolute()),
+        allow_host=",".join(allow_host) if allow_host else None,
         address=address,
         load=options.load,
     )

@@ -17,7 +17,11 @@ from localgen.config import BadSetting, parse_size
 from localgen.server.http.access import DEFAULT_PORT, AccessPolicy, read_api_keys
 from localgen.server.openai.schema import LoadRequest
 
+# the names of the deployments in Ray Serve
+REPLICAS, PROMPT_REPLICAS, GATEWAY = "EngineReplica", "PromptReplica", "GatewayServer"
 MAX_REPLICAS = 1000
+# the most that Ray Serve takes
+MAX_PER_MACHINE = 100
 _TYPE_NAMES: dict[type, str] = {str: "a string", int: "a whole number", bool: "true or false"}
 _TOML_TYPES = {each.__name__: each for each in _TYPE_NAMES}
 # meaningless without max_replicas
@@ -30,14 +34,18 @@ class ClusterConfig:
     """A cluster: replicas of one server behind a gateway.
 
     model: loaded by each replica at its start, and the default of requests that name none; None for
-    the built-in default. replicas: engines at the start. host, port: of the gateway. api_key_file:
-    absolute, or None without keys. spill: how many requests more than the least loaded replica the
-    one with a prompt's prefix may have. address: of a Ray cluster that runs, or None to start one
-    here. command: of another engine with {host} and {port}, which replicas run instead of localgen.
-    load: how replicas load the model. share_prefixes: replicas fetch from each other what another
-    has computed. prompt_replicas: that compute long prompts for the others. max_replicas: with it,
-    their number changes with the load: see ScalingPolicy for target_requests and ttft_slo_ms.
-    downscale_delay_s: for how long one is not needed before it leaves.
+    the built-in default. load: how. replicas: engines at the start. host, port: of the gateway.
+    allow_host: names by which clients call it, separated by commas, besides those of its machine.
+    api_key_file: absolute, or None without keys. spill: how many requests more than the least
+    loaded replica the one with a prompt's prefix may have. share_prefixes: replicas fetch from each
+    other what another has computed. prompt_replicas: that compute long prompts for the others.
+    command: of another engine with {host} and {port}, which replicas run instead of localgen.
+
+    address: of a Ray cluster that runs, or None to start one here. replicas_per_machine: the most
+    on one machine of it; None to divide them among the machines that are there at the start.
+
+    max_replicas: with it, their number changes with the load: see ScalingPolicy for target_requests
+    and ttft_slo_ms. downscale_delay_s: for how long one is not needed before it leaves.
     """
 
     model: str | None = None
@@ -56,6 +64,8 @@ class ClusterConfig:
     target_requests: int = 4
     ttft_slo_ms: int | None = None
     downscale_delay_s: int = 60
+    allow_host: str | None = None
+    replicas_per_machine: int | None = None
 
     def __post_init__(self) -> None:
         _require_count("replicas", self.replicas, 1, MAX_REPLICAS)
@@ -70,6 +80,13 @@ class ClusterConfig:
             self._require_for_command()
         if self.prompt_replicas and not self.share_prefixes:
             raise BadSetting("prompt_replicas need share_prefixes, by which prompts are handed on")
+        if self.replicas_per_machine is not None:
+            _require_count("replicas_per_machine", self.replicas_per_machine, 1, MAX_PER_MACHINE)
+            if self.address is None:
+                raise BadSetting("replicas_per_machine is for a Ray cluster that runs: set address")
+        self._require_autoscaling()
+
+    def _require_autoscaling(self) -> None:
         _require_count("target_requests", self.target_requests, 1, _MAX_COUNT)
         _require_count("downscale_delay_s", self.downscale_delay_s, 1, _MAX_COUNT)
         if self.max_replicas is None:
@@ -108,7 +125,13 @@ class ClusterConfig:
     def access(self) -> AccessPolicy:
         """The access policy of the gateway. Raises BadSetting if it is insecure."""
         keys = read_api_keys(Path(self.api_key_file)) if self.api_key_file else ()
-        policy = AccessPolicy(host=self.host, port=self.port, keys=keys)
+        names = [name.strip() for name in (self.allow_host or "").split(",")]
+        policy = AccessPolicy(
+            host=self.host,
+            port=self.port,
+            keys=keys,
+            allowed_hosts=tuple(name for name in names if name),
+        )
         policy.validate()
         if self.address is not None and not keys:
             raise BadSetting(

@@ -19,7 +19,14 @@ from ray.serve.handle import DeploymentHandle
 
 import localgen
 from localgen.backends.errors import LocalgenError, ServerUnavailable
-from localgen.cluster.config import ClusterConfig, read_settings
+from localgen.cluster.config import (
+    GATEWAY,
+    MAX_PER_MACHINE,
+    PROMPT_REPLICAS,
+    REPLICAS,
+    ClusterConfig,
+    read_settings,
+)
 from localgen.cluster.gateway import Gateway
 from localgen.cluster.machines import Machines, require_version
 from localgen.cluster.replica import EngineReplica
@@ -33,7 +40,6 @@ from localgen.server.http.rate_limit import RateLimiter
 from localgen.server.serving import raise_open_file_limit, uvicorn_config
 
 APP_NAME = "localgen"
-REPLICAS, PROMPT_REPLICAS, GATEWAY = "EngineReplica", "PromptReplica", "GatewayServer"
 # the engines queue requests themselves
 _MAX_ONGOING = 4096
 # of all replicas together, before the cluster is ready: most reasons stay
@@ -45,8 +51,6 @@ _DRAIN_TIMEOUT_S = 600.0
 _REPORT_PERIOD_S = 2.0
 _METRICS_INTERVAL_S, _LOOK_BACK_S, _UPSCALE_DELAY_S = 1.0, 3.0, 3.0
 _ASK_TIMEOUT_S = 10.0
-# the most that Serve takes
-_MAX_PER_MACHINE = 100
 # of a machine's resource `node:ADDRESS`, of which it has 1
 _PART_OF_A_MACHINE = 0.001
 
@@ -153,7 +157,9 @@ def _replicas(
 
     number: arguments of serve.deployment that say how many there are.
     """
-    per_machine = None if machines is None else min(_MAX_PER_MACHINE, math.ceil(most / machines))
+    per_machine = config.replicas_per_machine
+    if per_machine is None and machines is not None:
+        per_machine = min(MAX_PER_MACHINE, math.ceil(most / machines))
     deployment = serve.deployment(
         name=name,
         max_replicas_per_node=per_machine,

@@ -10,7 +10,7 @@ import threading
 from localgen.backends.errors import LocalgenError
 from localgen.backends.terminal_text import one_line
 from localgen.cluster.config import ClusterConfig
-from localgen.cluster.machines import check_machines
+from localgen.cluster.machines import check_machines, require_listening
 from localgen.cluster.running import READY
 from localgen.server.http.access import open_tcp_socket
 
@@ -48,6 +48,7 @@ def _run(config: ClusterConfig) -> None:
     if config.address is None:
         ray.init("local", object_store_memory=_OBJECT_STORE_BYTES, include_dashboard=False)
     else:
+        require_listening(config.address)
         ray.init(config.address)
         machines = check_machines(config)
     stop = threading.Event()

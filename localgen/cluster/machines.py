@@ -14,6 +14,7 @@ from localgen.cluster.config import ClusterConfig
 from localgen.hub.resolve import resolve_model
 from localgen.server.http.access import read_api_keys
 
+_CONNECT_TIMEOUT_S = 5.0
 _CHECK_TIMEOUT_S = 60.0
 _GONE = "the machine has left"
 
@@ -28,6 +29,21 @@ class Machines:
 
     gateway: str
     count: int
+
+
+def require_listening(address: str) -> None:
+    """Raise LoadFailed if nothing listens at HOST:PORT: Ray itself would try for minutes.
+
+    `auto` is left to Ray, which says at once that none runs.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise LoadFailed(f"no Ray cluster answers at {address}: {reason}") from error
 
 
 def require_version(wanted: str) -> None:
