@@ -22,7 +22,7 @@ from localgen.config import ServerSettings
 
 _PROMPT_TOKENS = (120, 400, 800, 1500)
 _BATCHES = (1, 2, 4, 8)
-_ROUNDS, _DECODE_TOKENS, _SHORT_TOKENS, _SHORT_REQUESTS = 3, 64, 40, 20
+_ROUNDS, _DECODE_TOKENS, _SHORT_TOKENS, _SHORT_REQUESTS = 3, 256, 40, 20
 
 
 @dataclass(frozen=True, slots=True)
