@@ -1,6 +1,7 @@
 """`localgen cluster`: what the gateway adds to a request, and what routing by prefix saves.
 
-Replicas of the built-in model on this machine. The same requests go to the gateway and to the
+Replicas of the built-in model on this machine, without a tier on disk, which they would share. The
+same requests go to the gateway and to the
 servers of its replicas: to one of them for what the gateway adds, to all in turn (round robin) for
 what routing saves. Needs localgen[cluster]: run it with the Python of .venv/cluster.
 """
@@ -8,6 +9,7 @@ what routing saves. Needs localgen[cluster]: run it with the Python of .venv/clu
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import subprocess
@@ -16,11 +18,10 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import psutil
 
 from benchmarks.measure import ModelLine, Report, Series, command
@@ -31,7 +32,7 @@ from localgen.client.connection import EndpointConnection
 from localgen.client.endpoints import Endpoint
 from localgen.server.http.access import AccessPolicy, open_tcp_socket
 
-_MODEL, _PROMPT_WORDS, _ANSWER_TOKENS = "tiny", 700, 32
+_MODEL, _PROMPT_WORDS, _ANSWER_TOKENS = "tiny", 1400, 32
 _RATE = 500.0  # tokens/s at which the gateway's CPU is given
 _NUM_STREAMS, _STREAM_TOKENS = 4, 400
 _WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
@@ -41,7 +42,7 @@ _WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
 class Cluster:
     """gateway: a client of the gateway. replicas: clients of the servers behind it.
 
-    url: of the gateway. runtime_dirs: of the servers.
+    url: of the gateway. runtime_dirs: of the servers. folder: of all its files.
     """
 
     gateway: Target
@@ -49,12 +50,20 @@ class Cluster:
     gateway_process: psutil.Process
     url: str
     runtime_dirs: tuple[Path, ...]
+    folder: Path
+
+    def family(self) -> list[psutil.Process]:
+        """Its owner, and all processes below."""
+        state = json.loads((self.folder / "run" / "cluster.json").read_text())
+        owner = psutil.Process(state["pid"])
+        return [owner, *owner.children(recursive=True)]
 
 
 @contextmanager
-def running_cluster(num_replicas: int, model: str = _MODEL) -> Iterator[Cluster]:
-    """A cluster with folders of its own."""
-    with tempfile.TemporaryDirectory() as folder:
+def running_cluster(num_replicas: int, model: str = _MODEL, *options: str) -> Iterator[Cluster]:
+    """A cluster with folders of its own. options: of `localgen cluster up`."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         environment = os.environ | {
             "LOCALGEN_RUNTIME_DIR": f"{folder}/run",
             "LOCALGEN_STATE_DIR": f"{folder}/state",
@@ -66,23 +75,34 @@ def running_cluster(num_replicas: int, model: str = _MODEL) -> Iterator[Cluster]
             program = [sys.executable, "-m", "localgen", "cluster", *arguments]
             subprocess.run(program, env=environment, check=True)
 
-        run("up", model, "--port", str(port), "--replicas", str(num_replicas))
+        run(
+            "up",
+            model,
+            "--port",
+            str(port),
+            "--replicas",
+            str(num_replicas),
+            "--kv-disk",
+            "0",
+            *options,
+        )
         try:
             servers = [each for each in _own_processes(folder) if _has(each, "replica_server")]
             (gateway,) = [each for each in _own_processes(folder) if _has(each, "GatewayServer")]
-            ports = [_http_port(each) for each in servers]
+            ports = [_tcp_port(each) for each in servers]
             yield Cluster(
                 _target(port, model),
                 tuple(_target(port, model) for port in ports),
                 gateway,
                 f"http://127.0.0.1:{port}",
                 tuple(Path(each.environ()["LOCALGEN_RUNTIME_DIR"]) for each in servers),
+                folder,
             )
         finally:
             run("down")
 
 
-def _own_processes(folder: str) -> list[psutil.Process]:
+def _own_processes(folder: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
@@ -93,21 +113,20 @@ def _own_processes(folder: str) -> list[psutil.Process]:
     return found
 
 
+def _tcp_port(process: psutil.Process) -> int:
+    (port,) = {
+        each.laddr.port
+        for each in process.net_connections("tcp")
+        if each.status == psutil.CONN_LISTEN
+    }
+    return int(port)
+
+
 def _has(process: psutil.Process, word: str) -> bool:
     return word in " ".join(process.cmdline())
 
 
-def _http_port(server: psutil.Process) -> int:
-    """The port of a server that answers HTTP: its engine may listen for prefixes on another."""
-    for each in server.net_connections("tcp4"):
-        if each.status == psutil.CONN_LISTEN:
-            with suppress(httpx.HTTPError):
-                httpx.get(f"http://127.0.0.1:{each.laddr.port}/livez").raise_for_status()
-                return int(each.laddr.port)
-    raise RuntimeError(f"no port of process {server.pid} answers")
-
-
-def _target(port: int | str, model: str) -> Target:
+def _target(port: int, model: str) -> Target:
     endpoint = Endpoint(f"http://127.0.0.1:{port}/v1")
     return Target(Client(EndpointConnection(endpoint, print)), model, None, is_chat=True)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from localgen.backends.errors import InvalidRequest, LoadFailed, ServerUnavailable
+from localgen.backends.model_info import LoadOptions
 from localgen.client.endpoints import resolve_endpoint
 from localgen.cluster import running
 from localgen.cluster.config import ClusterConfig, read_cluster_file
@@ -36,6 +37,14 @@ def test_a_file_and_options(tmp_path: Path) -> None:
     assert config.with_options(replicas=3, model=None).model == "tiny"
 
 
+def test_load_options(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "[load]\nctx = 4096\nkv_disk = '1G'\ndraft = 'none'\n")
+    assert config.load == LoadOptions(ctx=4096, kv_disk=1 << 30, draft="none")
+    assert ClusterConfig.from_json(config.to_json()) == config
+    changed = config.with_options(load=LoadOptions(ctx=2048, threads=1)).load
+    assert changed == LoadOptions(ctx=2048, threads=1, kv_disk=1 << 30, draft="none")
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -54,6 +63,12 @@ def test_a_file_and_options(tmp_path: Path) -> None:
         ('model = "m"\ncommand = "v {port}"\nprompt_replicas = 1', "prompt_replicas is for loc"),
         ("share_prefixes = 1", "share_prefixes must be true or false, not 1"),
         ("share_prefixes = false\nprompt_replicas = 1", "prompt_replicas need share_prefixes"),
+        ("[load]\nctx = 'a'", "load options: Expected `int | null`, got `str`"),
+        ("[load]\ncontext = 1", "unknown load option context"),
+        ("[load]\nctx = 0", "--ctx is 0, it must be at least"),
+        ("[load]\nkv_disk = 'much'", "load.kv_disk"),
+        ("[load]\nkv_listen = 'x:1'", "load.kv_listen is set by the cluster"),
+        ("load = 1", "load must be a table of load options, not 1"),
         ("model = 3", "model must be a string, not 3"),
         ("replicas =", "Invalid value"),
     ],

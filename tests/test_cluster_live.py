@@ -136,7 +136,13 @@ def test_another_model_is_loaded_by_one_replica(cluster: Cluster, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "victim", ["replica_server", "ServeReplica:localgen:EngineReplica", "GatewayServer"]
+    "victim",
+    [
+        "replica_server",
+        "ServeReplica:localgen:EngineReplica",
+        "GatewayServer",
+        "localgen.cluster.head",
+    ],
 )
 def test_a_process_that_is_killed_is_replaced(cluster: Cluster, victim: str) -> None:
     cluster.named(victim).kill()

@@ -14,6 +14,7 @@ import psutil
 import pytest
 from serving import wait_until
 
+from localgen.backends.model_info import LoadOptions
 from localgen.cluster.autoscaling import REQUESTS, scaling_stats
 from localgen.cluster.config import ClusterConfig
 from localgen.cluster.other_engine import engine_stats
@@ -37,7 +38,7 @@ def started(config: ClusterConfig, *keys: str) -> subprocess.Popen[bytes]:
         host="10.0.0.1",
         port=7000,
         keys=keys,
-        kv_listen="",
+        load=LoadOptions(),
         must_share=False,
         command=config.engine_command("10.0.0.1", 7000),
     )

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from localgen.chat.parameters import ModelOptions
 from localgen.cli.arguments import JsonFlag
 from localgen.cli.completion_values import complete_model
+from localgen.cli.options import takes_cluster_options
 
 if TYPE_CHECKING:
     from localgen.cluster.running import RunningCluster
@@ -21,8 +23,10 @@ def cluster() -> None:
     """Run several engines behind one address, on Ray Serve; needs localgen[cluster]."""
 
 
-@group.command()
+@group.command("up")
+@takes_cluster_options
 def up(
+    options: ModelOptions,
     model: Annotated[
         str | None,
         typer.Argument(
@@ -89,6 +93,7 @@ def up(
         port=port,
         api_key_file=None if api_key_file is None else str(api_key_file.absolute()),
         address=address,
+        load=options.load,
     )
     name = config.model if config.command else resolve_model(config.model).name
     settings = ServerSettings.from_environment()

@@ -328,6 +328,13 @@ LOAD_PANELS = {
     )
 }
 BENCH_PANELS = {"Load options": next(iter(LOAD_PANELS.values()))}
+CLUSTER_PANELS = {
+    "Load options (of MODEL, in each replica)": tuple(
+        flag
+        for flag in next(iter(LOAD_PANELS.values()))
+        if flag.field not in ("kv_listen", "kv_peer")
+    )
+}
 Panels = Mapping[str, tuple[CliOption, ...]]
 
 
@@ -349,6 +356,11 @@ def takes_bench_options(command: Callable[..., None]) -> Callable[..., None]:
 def takes_serve_options(command: Callable[..., None]) -> Callable[..., None]:
     """Decorator: as takes_model_options, with load options only."""
     return _with_options(command, SERVE_PANELS)
+
+
+def takes_cluster_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Decorator: as takes_load_options, for the replicas of a cluster."""
+    return _with_options(command, CLUSTER_PANELS)
 
 
 def _with_options(command: Callable[..., None], panels: Panels) -> Callable[..., None]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from localgen.config import BadSetting
+from localgen.backends.errors import LocalgenError
+from localgen.backends.memory.load_limits import validate_load_options
+from localgen.backends.model_info import LoadOptions
+from localgen.config import BadSetting, parse_size
 from localgen.server.http.access import DEFAULT_PORT, AccessPolicy, read_api_keys
+from localgen.server.openai.schema import LoadRequest
 
 MAX_REPLICAS = 1000
 _TYPE_NAMES: dict[type, str] = {str: "a string", int: "a whole number", bool: "true or false"}
@@ -29,10 +34,10 @@ class ClusterConfig:
     absolute, or None without keys. spill: how many requests more than the least loaded replica the
     one with a prompt's prefix may have. address: of a Ray cluster that runs, or None to start one
     here. command: of another engine with {host} and {port}, which replicas run instead of localgen.
-    share_prefixes: replicas fetch from each other what another has computed. prompt_replicas:
-    that compute long prompts for the others. max_replicas: with it, their number changes with the
-    load: see ScalingPolicy for target_requests and ttft_slo_ms. downscale_delay_s: for how long one
-    is not needed before it leaves.
+    load: how replicas load the model. share_prefixes: replicas fetch from each other what another
+    has computed. prompt_replicas: that compute long prompts for the others. max_replicas: with it,
+    their number changes with the load: see ScalingPolicy for target_requests and ttft_slo_ms.
+    downscale_delay_s: for how long one is not needed before it leaves.
     """
 
     model: str | None = None
@@ -43,6 +48,7 @@ class ClusterConfig:
     spill: int = 4
     address: str | None = None
     command: str | None = None
+    load: LoadOptions = LoadOptions()
     share_prefixes: bool = True
     prompt_replicas: int = 0
     min_replicas: int = 1
@@ -55,6 +61,10 @@ class ClusterConfig:
         _require_count("replicas", self.replicas, 1, MAX_REPLICAS)
         _require_count("port", self.port, 1, 65535)
         _require_count("spill", self.spill, 0, _MAX_COUNT)
+        validate_load_options(self.load)
+        for name in ("kv_listen", "kv_peer"):
+            if getattr(self.load, name):
+                raise BadSetting(f"load.{name} is set by the cluster: see share_prefixes")
         _require_count("prompt_replicas", self.prompt_replicas, 0, MAX_REPLICAS)
         if self.command is not None:
             self._require_for_command()
@@ -85,6 +95,16 @@ class ClusterConfig:
             if field.name in names and getattr(self, field.name) != field.default:
                 raise BadSetting(f"{field.name} is for a number that changes: set max_replicas")
 
+    @classmethod
+    def from_json(cls, text: str) -> ClusterConfig:
+        """Read what to_json() has written."""
+        values = json.loads(text)
+        return cls(**values | {"load": LoadOptions(**values["load"])})
+
+    def to_json(self) -> str:
+        """For another process."""
+        return json.dumps(asdict(self))
+
     def access(self) -> AccessPolicy:
         """The access policy of the gateway. Raises BadSetting if it is insecure."""
         keys = read_api_keys(Path(self.api_key_file)) if self.api_key_file else ()
@@ -114,9 +134,11 @@ class ClusterConfig:
 
     def with_options(self, **options: Any) -> ClusterConfig:
         """The options of the command line that are not None replace those of the file."""
-        return replace(
-            self, **{name: value for name, value in options.items() if value is not None}
-        )
+        given = {name: value for name, value in options.items() if value is not None}
+        if "load" in given:
+            changed = {k: v for k, v in asdict(given["load"]).items() if v is not None}
+            given["load"] = replace(self.load, **changed)
+        return replace(self, **given)
 
 
 def read_cluster_file(path: Path) -> ClusterConfig:
@@ -135,10 +157,17 @@ def read_settings(found: Mapping[str, Any], place: str, folder: Path) -> Cluster
 
     folder: relative paths start there.
     """
-    types = {each.name: _TOML_TYPES[str(each.type).split()[0]] for each in fields(ClusterConfig)}
+    found = dict(found)
+    load = found.pop("load", {})
+    types = {
+        each.name: _TOML_TYPES[str(each.type).split()[0]]
+        for each in fields(ClusterConfig)
+        if each.name != "load"
+    }
     for name, value in found.items():
         if name not in types:
-            raise BadSetting(f"{place}: unknown key {name!r}: there are {', '.join(sorted(types))}")
+            known = ", ".join(sorted([*types, "load"]))
+            raise BadSetting(f"{place}: unknown key {name!r}: there are {known}")
         if type(value) is not types[name]:
             kind = _TYPE_NAMES[types[name]]
             raise BadSetting(f"{place}: {name} must be {kind}, not {value!r}")
@@ -146,9 +175,21 @@ def read_settings(found: Mapping[str, Any], place: str, folder: Path) -> Cluster
     if "api_key_file" in settings:
         settings["api_key_file"] = str((folder / settings["api_key_file"]).absolute())
     try:
-        return ClusterConfig(**settings)
-    except BadSetting as error:
+        return ClusterConfig(**settings, load=_read_load_options(load))
+    except LocalgenError as error:
         raise BadSetting(f"{place}: {error.message}") from error
+
+
+def _read_load_options(table: Any) -> LoadOptions:
+    """Raises BadSetting or InvalidRequest that names the option."""
+    if not isinstance(table, dict):
+        raise BadSetting(f"load must be a table of load options, not {table!r}")
+    sizes = {
+        name: parse_size(value, f"load.{name}")
+        for name, value in table.items()
+        if name in ("kv_ram", "kv_disk") and isinstance(value, str)
+    }
+    return LoadRequest(options=table | sizes).to_load_options()
 
 
 def _require_count(name: str, value: int, least: int, most: int) -> None:

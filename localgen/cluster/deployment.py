@@ -36,6 +36,8 @@ APP_NAME = "localgen"
 REPLICAS, PROMPT_REPLICAS, GATEWAY = "EngineReplica", "PromptReplica", "GatewayServer"
 # the engines queue requests themselves
 _MAX_ONGOING = 4096
+# of all replicas together, before the cluster is ready: most reasons stay
+_START_TRIES = 1
 _HEALTH_PERIOD_S, _HEALTH_TIMEOUT_S = 2.0, 10.0
 # a replica that leaves ends its answers first
 _DRAIN_TIMEOUT_S = 600.0
@@ -156,6 +158,7 @@ def _replicas(
         name=name,
         max_replicas_per_node=per_machine,
         max_ongoing_requests=_MAX_ONGOING,
+        max_constructor_retry_count=_START_TRIES,
         ray_actor_options={"num_cpus": 0},
         health_check_period_s=_HEALTH_PERIOD_S,
         health_check_timeout_s=_HEALTH_TIMEOUT_S,

@@ -1,8 +1,7 @@
-"""`python -m localgen.cluster.head`: the process that owns a cluster, until a signal."""
+"""`python -m localgen.cluster.head`: starts Ray and the application, and ends them at a signal."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -12,8 +11,7 @@ from localgen.backends.errors import LocalgenError
 from localgen.backends.terminal_text import one_line
 from localgen.cluster.config import ClusterConfig
 from localgen.cluster.machines import check_machines
-from localgen.cluster.running import READY, hold_lock
-from localgen.config import ServerSettings
+from localgen.cluster.running import READY
 from localgen.server.http.access import open_tcp_socket
 
 # Ray reads them when it is imported; the log has each line of each replica
@@ -26,11 +24,13 @@ _OBJECT_STORE_BYTES = 100 << 20
 
 
 def main() -> int:
-    """Argument: the ClusterConfig as JSON. Prints `ready` when all replicas are up."""
-    config = ClusterConfig(**json.loads(sys.argv[1]))
+    """Argument: the ClusterConfig as JSON. Prints `ready` when all replicas are up.
+
+    Ends with standard input too, as it does when its owner is killed.
+    """
+    config = ClusterConfig.from_json(sys.argv[1])
     try:
-        with hold_lock(ServerSettings.from_environment()):
-            _run(config)
+        _run(config)
     except LocalgenError as error:
         print(f"error: {one_line(error.message)}", file=sys.stderr)
         return 1
@@ -53,6 +53,7 @@ def _run(config: ClusterConfig) -> None:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
+    threading.Thread(target=_wait_for_owner, args=(stop,), daemon=True).start()
     serve.start(proxy_location="Disabled")
     if APP_NAME in serve.status().applications:  # its owner was killed
         serve.delete(APP_NAME)
@@ -65,6 +66,12 @@ def _run(config: ClusterConfig) -> None:
     if config.address is None:
         serve.shutdown()
     ray.shutdown()
+
+
+def _wait_for_owner(stop: threading.Event) -> None:
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    stop.set()
 
 
 if __name__ == "__main__":

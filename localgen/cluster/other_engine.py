@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, BinaryIO
+from typing import Any
 
 import localgen
 from localgen.client.prometheus import MetricsParser
@@ -18,8 +18,8 @@ from localgen.client.prometheus import MetricsParser
 _END_TIMEOUT_S = 10.0
 
 
-def run_engine(command: Sequence[str], alive: BinaryIO) -> int:
-    """Run an engine until it ends, or until `alive` does: then end it and its children.
+def run_engine(command: Sequence[str], alive: int) -> int:
+    """Run an engine until it ends, or until the pipe `alive` does: then end it and its children.
 
     Returns its exit status; 127 if it cannot be started.
     """
@@ -34,8 +34,9 @@ def run_engine(command: Sequence[str], alive: BinaryIO) -> int:
     return engine.wait()
 
 
-def _end_after(engine: subprocess.Popen[bytes], alive: BinaryIO) -> None:
-    alive.read()
+def _end_after(engine: subprocess.Popen[bytes], alive: int) -> None:
+    while os.read(alive, 1):
+        pass
     os.killpg(engine.pid, signal.SIGTERM)
     deadline = time.monotonic() + _END_TIMEOUT_S
     while engine.poll() is None and time.monotonic() < deadline:

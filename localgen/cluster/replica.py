@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import httpx
@@ -136,7 +136,7 @@ class EngineReplica:
             host=self._host,
             port=self._port,
             keys=keys,
-            kv_listen=self._kv_address,
+            load=replace(config.load, kv_listen=self._kv_address or None),
             must_share=config.prompt_replicas > 0,
             command=config.engine_command(self._host, self._port),
         )

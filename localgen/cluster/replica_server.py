@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 from dataclasses import dataclass, replace
-from typing import BinaryIO
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.model_info import LoadOptions
@@ -30,7 +29,7 @@ _log = logging.getLogger("localgen.cluster")
 class ReplicaOptions:
     """What the actor gives to its server.
 
-    model: None for the built-in default. kv_listen: as --kv-listen, or empty. must_share: end if
+    model: None for the built-in default. load: how to load it. must_share: end if
     the model's prefixes cannot be shared. command: of another engine to run, or empty.
     """
 
@@ -38,7 +37,7 @@ class ReplicaOptions:
     host: str
     port: int
     keys: tuple[str, ...]
-    kv_listen: str
+    load: LoadOptions
     must_share: bool
     command: tuple[str, ...] = ()
 
@@ -48,15 +47,16 @@ def main() -> int:
 
     The first line of standard input is ReplicaOptions as JSON. Returns the exit status.
     """
-    options = ReplicaOptions(**json.loads(sys.stdin.buffer.readline()))
+    given = json.loads(_read_line(sys.stdin.fileno()))
+    options = ReplicaOptions(**given | {"load": LoadOptions(**given["load"])})
     if options.command:
         if options.keys:
             os.environ[_VLLM_KEY_VARIABLE] = options.keys[0]
-        return run_engine(options.command, sys.stdin.buffer)
+        return run_engine(options.command, sys.stdin.fileno())
     handler = logging.StreamHandler()
     handler.setFormatter(create_log_formatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    threading.Thread(target=_end_with, args=(sys.stdin.buffer,), daemon=True).start()
+    threading.Thread(target=_end_with, args=(sys.stdin.fileno(),), daemon=True).start()
     try:
         try:
             _serve(options)
@@ -64,7 +64,7 @@ def main() -> int:
             if error.param != "kv_listen" or options.must_share:
                 raise
             _log.warning("prefixes are not shared: %s", error.message)
-            _serve(replace(options, kv_listen=""))
+            _serve(replace(options, load=replace(options.load, kv_listen=None)))
     except LocalgenError as error:
         print(f"error: {one_line(error.message)}", file=sys.stderr)
         return 1
@@ -80,12 +80,21 @@ def _serve(options: ReplicaOptions) -> None:
         access,
         idle_exit=False,
         model=name_for_server(options.model),
-        load_options=LoadOptions(kv_listen=options.kv_listen or None),
+        load_options=options.load,
     )
 
 
-def _end_with(stream: BinaryIO) -> None:
-    stream.read()
+def _read_line(pipe: int) -> bytes:
+    """A line, and no more: a buffer that a thread reads cannot be closed at the end."""
+    line = b""
+    while not line.endswith(b"\n") and (byte := os.read(pipe, 1)):
+        line += byte
+    return line
+
+
+def _end_with(pipe: int) -> None:
+    while os.read(pipe, 1):
+        pass
     os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import re
 import signal
 import subprocess
 import time
@@ -23,7 +24,7 @@ from localgen.locked_file import LockedFile
 from localgen.machine.python_process import python_command, python_environment
 from localgen.server.http.access import host_and_port, open_tcp_socket
 
-READY = "ready"  # printed by the process that owns the cluster
+READY = "ready"  # printed by the owner of the cluster
 # Serve deletes the deployments and gives their requests time to end
 _END_TIMEOUT_S = 60.0
 _POLL_S = 0.1
@@ -90,7 +91,7 @@ def start(config: ClusterConfig, model: str, settings: ServerSettings) -> Runnin
     _state_file(settings).path.unlink(missing_ok=True)  # of one that was killed
     with open(log_path(settings), "wb") as log:
         process = subprocess.Popen(
-            python_command("localgen.cluster.head", json.dumps(asdict(config))),
+            python_command("localgen.cluster.owner", config.to_json()),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -160,9 +161,10 @@ def _end(process: psutil.Process) -> None:
 
 
 def _failure(settings: ServerSettings) -> str:
-    """The reason why no cluster has started: the last error in its log."""
+    """The reason why no cluster has started: the last error in its log, if possible our own."""
     path = log_path(settings)
     lines = path.read_bytes()[-_LOG_BYTES:].decode("utf-8", "replace").splitlines()
-    errors = [line for line in lines if "error: " in line or "Error: " in line]
+    errors = [line for line in lines if re.match(r"(\(.*?\) )?error: ", line)]
+    errors = errors or [line for line in lines if "Error: " in line]
     reason = one_line(errors[-1].split("rror: ", 1)[1])[:300] if errors else "it has ended"
     return f"the cluster did not start: {reason} (log: {path})"
