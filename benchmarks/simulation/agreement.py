@@ -189,7 +189,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="result file")
     options = parser.parse_args(arguments)
     report = Report(ModelLine(options.model, 0, 0), 1, False, _THREADS, {})
-    costs, rows = None, []
+    costs = None
     for replicas in map(int, options.replicas.split(",")):
         with running_cluster(replicas, options.model) as cluster:
             infos = [reload(each, options.model, _THREADS) for each in cluster.runtime_dirs]
@@ -202,13 +202,12 @@ def main(arguments: list[str] | None = None) -> int:
         real = real_figures(answered)
         requests = simulated_requests(planned, answered, options.model)
         simulated = simulated_figures(requests, costs, names)
-        rows += real.rows(simulated, replicas)
+        print(table(_HEAD, real.rows(simulated, replicas)), flush=True)
         for side, figures in (("real", real), ("simulated", simulated)):
             for name in figures.__slots__:
                 report.add(f"{replicas} replicas: {name}", side, "", [getattr(figures, name)])
     if costs is not None and options.save_costs:
         costs.save(options.save_costs)
-    print(table(_HEAD, rows))
     report.commands.append(command("benchmarks.simulation.agreement", arguments))
     report.save("simulation-agreement", options.output)
     return 0

@@ -22,7 +22,7 @@ from localgen.config import ServerSettings
 
 _PROMPT_TOKENS = (120, 400, 800, 1500)
 _BATCHES = (1, 2, 4, 8)
-_ROUNDS, _DECODE_TOKENS, _SHORT_TOKENS, _SHORT_REQUESTS = 3, 64, 40, 20
+_ROUNDS, _DECODE_TOKENS, _SHORT_TOKENS, _SHORT_REQUESTS = 3, 256, 40, 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def measure_costs(cluster: Cluster, info: ModelInfo, threads: int) -> EngineCost
     words.count(probe := words.make(200), _ask(replica, probe, 2).prompt_tokens)
     decodes = [_decode(replica, words, count) for count in _BATCHES for _ in range(_ROUNDS)]
     decodes += [_decode(replica, words, 1, _PROMPT_TOKENS[-1]) for _ in range(_ROUNDS)]
-    step_s, sequence_s, context_token_s = _fit(
+    step_s, sequence_s, context_token_s = fit_factors(
         [[1.0, each.sequences, each.context] for each in decodes],
         [each.step_s for each in decodes],
     )
@@ -65,7 +65,7 @@ def measure_costs(cluster: Cluster, info: ModelInfo, threads: int) -> EngineCost
     ]
     sizes = [each.prompt_tokens - each.cached_tokens for each in prompts]
     base_s = [step_s * -(-size // options.max_batch_tokens) for size in sizes]
-    prompt_token_s, attention_s = _fit(
+    prompt_token_s, attention_s = fit_factors(
         [[size, size * size / 2] for size in sizes],
         [_prompt_s(each) - base for each, base in zip(prompts, base_s, strict=True)],
     )
@@ -114,7 +114,7 @@ def _decode(
     return _Decode(sequences, context, sequences / decode_rate(streams))
 
 
-def _fit(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
+def fit_factors(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
     """Factors of the columns, none below 0, with the least relative error (active set)."""
     matrix, wanted = np.array(rows), np.array(values)
     scaled = matrix / wanted[:, None]
