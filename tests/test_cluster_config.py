@@ -73,6 +73,7 @@ def test_load_options(tmp_path: Path) -> None:
         ("load = 1", "load must be a table of load options, not 1"),
         ("replicas_per_machine = 1", "replicas_per_machine is for a Ray cluster that runs"),
         ('address = "auto"\nreplicas_per_machine = 0', "replicas_per_machine must be 1 to 100"),
+        ("timeout_s = 0", "timeout_s must be 1 to"),
         ("model = 3", "model must be a string, not 3"),
         ("replicas =", "Invalid value"),
     ],
@@ -94,6 +95,18 @@ def test_other_machines_need_a_key() -> None:
         ClusterConfig(host="0.0.0.0").access()
     with pytest.raises(BadSetting, match="with --address, give --api-key-file"):
         ClusterConfig(address="10.0.0.1:6379").access()
+
+
+def test_limits_are_those_of_a_server() -> None:
+    config = ClusterConfig(rate_limit="60", cors_origin="https://a, https://b", allow_host="c.d")
+    access = config.access()
+    assert (access.rate_limit.requests, access.rate_limit.tokens) == (60, None)
+    assert access.cors_origins == ("https://a", "https://b")
+    assert access.allows_host("c.d:80")
+    with pytest.raises(BadSetting, match="a cluster counts requests per minute, not tokens"):
+        ClusterConfig(rate_limit="60,1000").access()
+    with pytest.raises(BadSetting, match="expected REQUESTS"):
+        ClusterConfig(rate_limit="many").access()
 
 
 def test_without_ray_the_remedy_is_said(

@@ -14,7 +14,12 @@ from localgen.backends.errors import LocalgenError
 from localgen.backends.memory.load_limits import validate_load_options
 from localgen.backends.model_info import LoadOptions
 from localgen.config import BadSetting, parse_size
-from localgen.server.http.access import DEFAULT_PORT, AccessPolicy, read_api_keys
+from localgen.server.http.access import (
+    DEFAULT_PORT,
+    AccessPolicy,
+    parse_rate_limit,
+    read_api_keys,
+)
 from localgen.server.openai.schema import LoadRequest
 
 # the names of the deployments in Ray Serve
@@ -36,6 +41,7 @@ class ClusterConfig:
     model: loaded by each replica at its start, and the default of requests that name none; None for
     the built-in default. load: how. replicas: engines at the start. host, port: of the gateway.
     allow_host: names by which clients call it, separated by commas, besides those of its machine.
+    cors_origin, rate_limit, timeout_s: as of `localgen serve`; origins are separated by commas.
     api_key_file: absolute, or None without keys. spill: how many requests more than the least
     loaded replica the one with a prompt's prefix may have. share_prefixes: replicas fetch from each
     other what another has computed. prompt_replicas: that compute long prompts for the others.
@@ -65,6 +71,9 @@ class ClusterConfig:
     ttft_slo_ms: int | None = None
     downscale_delay_s: int = 60
     allow_host: str | None = None
+    cors_origin: str | None = None
+    rate_limit: str | None = None
+    timeout_s: int | None = None
     replicas_per_machine: int | None = None
 
     def __post_init__(self) -> None:
@@ -80,6 +89,8 @@ class ClusterConfig:
             self._require_for_command()
         if self.prompt_replicas and not self.share_prefixes:
             raise BadSetting("prompt_replicas need share_prefixes, by which prompts are handed on")
+        if self.timeout_s is not None:
+            _require_count("timeout_s", self.timeout_s, 1, _MAX_COUNT)
         if self.replicas_per_machine is not None:
             _require_count("replicas_per_machine", self.replicas_per_machine, 1, MAX_PER_MACHINE)
             if self.address is None:
@@ -125,12 +136,16 @@ class ClusterConfig:
     def access(self) -> AccessPolicy:
         """The access policy of the gateway. Raises BadSetting if it is insecure."""
         keys = read_api_keys(Path(self.api_key_file)) if self.api_key_file else ()
-        names = [name.strip() for name in (self.allow_host or "").split(",")]
+        limit = parse_rate_limit(self.rate_limit or "0")
+        if limit.tokens:
+            raise BadSetting("rate_limit: a cluster counts requests per minute, not tokens")
         policy = AccessPolicy(
             host=self.host,
             port=self.port,
             keys=keys,
-            allowed_hosts=tuple(name for name in names if name),
+            cors_origins=_listed(self.cors_origin),
+            allowed_hosts=_listed(self.allow_host),
+            rate_limit=limit,
         )
         policy.validate()
         if self.address is not None and not keys:
@@ -213,6 +228,11 @@ def _read_load_options(table: Any) -> LoadOptions:
         if name in ("kv_ram", "kv_disk") and isinstance(value, str)
     }
     return LoadRequest(options=table | sizes).to_load_options()
+
+
+def _listed(text: str | None) -> tuple[str, ...]:
+    """The words of a text that are separated by commas."""
+    return tuple(word.strip() for word in (text or "").split(",") if word.strip())
 
 
 def _require_count(name: str, value: int, least: int, most: int) -> None:

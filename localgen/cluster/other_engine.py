@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -30,18 +31,23 @@ def run_engine(command: Sequence[str], alive: int) -> int:
         return 127
     threading.Thread(target=_end_after, args=(engine, alive), daemon=True).start()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: os.killpg(engine.pid, signal.SIGTERM))
+        signal.signal(number, lambda *_: _signal_group(engine, signal.SIGTERM))
     return engine.wait()
 
 
 def _end_after(engine: subprocess.Popen[bytes], alive: int) -> None:
     while os.read(alive, 1):
         pass
-    os.killpg(engine.pid, signal.SIGTERM)
+    _signal_group(engine, signal.SIGTERM)
     deadline = time.monotonic() + _END_TIMEOUT_S
     while engine.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
-    os.killpg(engine.pid, signal.SIGKILL)
+    _signal_group(engine, signal.SIGKILL)
+
+
+def _signal_group(engine: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):  # all have ended
+        os.killpg(engine.pid, number)
 
 
 def engine_stats(model: str, pid: int, metrics: str) -> dict[str, Any]:

@@ -138,6 +138,7 @@ class EngineReplica:
             keys=keys,
             load=replace(config.load, kv_listen=self._kv_address or None),
             must_share=config.prompt_replicas > 0,
+            timeout_s=config.timeout_s,
             command=config.engine_command(self._host, self._port),
         )
         server = subprocess.Popen(

@@ -29,8 +29,9 @@ _log = logging.getLogger("localgen.cluster")
 class ReplicaOptions:
     """What the actor gives to its server.
 
-    model: None for the built-in default. load: how to load it. must_share: end if
-    the model's prefixes cannot be shared. command: of another engine to run, or empty.
+    model: None for the built-in default. load: how to load it. must_share: end if the model's
+    prefixes cannot be shared. timeout_s: as of AccessPolicy. command: of another engine to run, or
+    empty.
     """
 
     model: str | None
@@ -39,6 +40,7 @@ class ReplicaOptions:
     keys: tuple[str, ...]
     load: LoadOptions
     must_share: bool
+    timeout_s: int | None = None
     command: tuple[str, ...] = ()
 
 
@@ -73,7 +75,11 @@ def main() -> int:
 
 def _serve(options: ReplicaOptions) -> None:
     access = AccessPolicy(
-        host=options.host, port=options.port, keys=tuple(options.keys), behind_gateway=True
+        host=options.host,
+        port=options.port,
+        keys=tuple(options.keys),
+        timeout_s=options.timeout_s,
+        behind_gateway=True,
     )
     run_server(
         ServerSettings.from_environment(),
