@@ -6,10 +6,11 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 from tcp_server import free_port
@@ -78,11 +79,13 @@ class RayCluster(Cluster):
 
     def servers(self) -> list[str]:
         """The addresses of the replicas' servers."""
-        lines = [each.cmdline() for each in self.processes()]
-        return sorted(line[-2] for line in lines if "localgen.cluster.replica_server" in line)
-
-    def owner(self) -> psutil.Process:
-        return self.named("localgen.cluster.head")
+        servers = [each for each in self.processes() if "replica_server" in str(each.cmdline())]
+        return sorted(
+            connection.laddr.ip
+            for server in servers
+            for connection in server.net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN
+        )
 
     def close(self) -> None:
         left = self.processes()
@@ -114,20 +117,35 @@ def test_replicas_are_spread_over_the_nodes(nodes: RayCluster) -> None:
     assert nodes.http.get("/v1/loads", headers={"Authorization": ""}).status_code == 401
 
 
-def test_a_cluster_whose_owner_was_killed_is_replaced(nodes: RayCluster) -> None:
-    before = {each.pid for each in nodes.processes() if "replica_server" in str(each.cmdline())}
-    nodes.owner().kill()
-    assert nodes.chat("Hello").status_code == 200, "it lives in Ray"
+def test_a_cluster_ends_with_its_owner(nodes: RayCluster) -> None:
+    nodes.named("localgen.cluster.owner").kill()
+    nodes.wait_until(lambda: nodes.servers() == [])
     up = nodes.up("--address", nodes.address)
     assert up.returncode == 0, up.stderr
-    after = {each.pid for each in nodes.processes() if "replica_server" in str(each.cmdline())}
-    assert len(after) == len(before) == 2
-    assert not after & before
+    assert nodes.servers() == ["127.0.0.2", "127.0.0.3"]
+
+
+def test_a_head_that_is_killed_takes_over_what_is_there(nodes: RayCluster) -> None:
+    before = _pids(nodes)
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(nodes.chat, "Hello", max_tokens=1900, ignore_eos=True, stream=True)
+        nodes.named("localgen.cluster.head").kill()
+        nodes.wait_until(lambda: len(nodes.servers()) == 2 and not before & _pids(nodes))
+        long.exception(LONG_S)
+    nodes.wait_until(lambda: _answers(nodes))
     assert nodes.run("cluster", "down").stdout == "cluster stopped\n"
-    deadline = time.monotonic() + LONG_S
-    while nodes.servers():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    nodes.wait_until(lambda: nodes.servers() == [])
+
+
+def _pids(nodes: RayCluster) -> set[int]:
+    return {each.pid for each in nodes.processes() if "replica_server" in str(each.cmdline())}
+
+
+def _answers(nodes: RayCluster) -> bool:
+    try:
+        return nodes.chat("Hello").status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def test_errors_of_up(nodes: RayCluster) -> None:

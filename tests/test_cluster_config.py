@@ -63,6 +63,7 @@ def test_load_options(tmp_path: Path) -> None:
         ('command = "vllm serve \'m --port {port}"', "command: No closing quotation"),
         ('command = "vllm serve m --port {port}"', "command needs model: the name by which"),
         ('model = "m"\ncommand = "v {port}"\nprompt_replicas = 1', "prompt_replicas is for loc"),
+        ('model = "m"\ncommand = "v {port}"\n[load]\nctx = 9', "put them into command"),
         ("share_prefixes = 1", "share_prefixes must be true or false, not 1"),
         ("share_prefixes = false\nprompt_replicas = 1", "prompt_replicas need share_prefixes"),
         ("[load]\nctx = 'a'", "load options: Expected `int | null`, got `str`"),

@@ -20,8 +20,10 @@ from localgen.client.snapshot import parse_localgen_stats
 from localgen.cluster.gateway import MIN_PROMPT_CHUNKS, Gateway
 from localgen.cluster.route import Asked, Choice
 from localgen.cluster.totals import REPLICAS, merged_metrics, merged_stats
+from localgen.server.http.guard import RequestRefused
 
 CHAT, MESSAGES, OLLAMA = "/v1/chat/completions", "/v1/messages", "/api/chat"
+RESPONSES = "/v1/responses"
 LONG_S = 30.0
 
 
@@ -39,7 +41,7 @@ class Replica(BaseHTTPRequestHandler):
             return self._reset()
         _, _, script = self.path.partition("?")
         media = "application/x-ndjson" if self.path.startswith(OLLAMA) else "text/event-stream"
-        self.send_response(200)
+        self.send_response(self.server.status)
         self.send_header("Content-Type", media if script else "application/json")
         if self.path == CHAT:
             self.send_header("X-Request-Id", "id1")
@@ -91,6 +93,7 @@ class ScriptedServer(ThreadingHTTPServer):
         self.seen: list[tuple[str, dict[str, str], bytes]] = []
         self.closed = threading.Event()
         self.dies = False
+        self.status = 200
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         pass
@@ -216,6 +219,7 @@ def test_a_stream_comes_in_pieces(replica: ScriptedServer) -> None:
     [
         (CHAT, 'data: {"error":'),
         (MESSAGES, 'event: error\ndata: {"type":"error"'),
+        (RESPONSES, 'event: error\ndata: {"type":"error","code":"server_unavailable",'),
         (OLLAMA, '{"error":'),
     ],
 )
@@ -291,30 +295,104 @@ def test_where_a_prefix_lies_is_said_by_the_gateway_only(replica: ScriptedServer
 
 
 def test_a_long_prompt_is_computed_by_a_prompt_replica(replica: ScriptedServer) -> None:
-    answering = Chooser(replica.url, new_chunks=MIN_PROMPT_CHUNKS, kv_peer="a:1")
-    body = {"prompt": "a" * 3000, "model": "m", "previous_response_id": "id"}
+    answering = Chooser(replica.url, new_chunks=MIN_PROMPT_CHUNKS, kv_peer="a:1", kv_address="c:3")
+    body = {"prompt": "a" * 3000, "model": "m:latest"}
 
     async def run(prompts: ScriptedServer) -> Chooser:
-        preparing = Chooser(prompts.url, kv_address="b:2")
-        gateway = Gateway(answering.choose, answering.ask_all, preparing.choose)
+        preparing = Chooser(prompts.url, kv_address="b:2", new_chunks=MIN_PROMPT_CHUNKS + 9)
+        gateway = Gateway(
+            answering.choose, answering.ask_all, preparing.choose, default_names={"", "m"}
+        )
         await exchange(gateway, CHAT, body)
         prompts.dies = True
         text_of(await exchange(gateway, CHAT, body))
         await exchange(gateway, "/v1/embeddings", body)
+        await exchange(gateway, CHAT, {**body, "model": "other"})
+        await exchange(gateway, CHAT, {**body, "previous_response_id": "resp_1"})
         answering.choice["new_chunks"] -= 1
         await exchange(gateway, CHAT, body)
         return preparing
 
     with scripted() as prompts:
         preparing = asyncio.run(run(prompts))
-        assert len(prompts.seen) == 2, "only long prompts, and only those of answers"
+        assert len(prompts.seen) == 2, "only long prompts, and only where that can help"
         path, headers, seen = prompts.seen[0]
     assert (path, json.loads(seen)) == (CHAT, body)
     assert headers["x-localgen-prompt-only"] == "1"
+    assert headers["x-localgen-kv-peer"] == "c:3", "the one that answers has more of it"
     assert preparing.asked[0].chunks == answering.asked[0].chunks
     assert (preparing.num_open, answering.num_open) == (0, 0)
     peers = [headers["x-localgen-kv-peer"] for _, headers, _ in replica.seen]
-    assert peers == ["b:2", "a:1", "a:1", "a:1"], "it is answered without the prompt replica"
+    assert peers == ["b:2", *["a:1"] * 5], "it is answered without the prompt replica"
+
+
+def test_a_prompt_replica_that_is_not_there_is_not_waited_for(
+    replica: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("localgen.cluster.gateway._PROMPT_CHOICE_S", 0.05)
+
+    @asynccontextmanager
+    async def never(asked: Asked, gone: frozenset[str]) -> AsyncIterator[Choice]:
+        await asyncio.Event().wait()
+        yield Choice("", "")
+
+    async def run() -> list[Message]:
+        asked = Chooser(replica.url, new_chunks=MIN_PROMPT_CHUNKS)
+        return await exchange(Gateway(asked.choose, asked.ask_all, never), CHAT)
+
+    assert json.loads(text_of(asyncio.run(run()))) == {"port": replica.server_port}
+
+
+def test_replicas_know_the_gateway_by_its_secret(replica: ScriptedServer) -> None:
+    async def run(**options: Any) -> None:
+        asked = Chooser(replica.url)
+        gateway = Gateway(asked.choose, asked.ask_all, secret="s3", **options)
+        headers = {
+            "authorization": "Bearer a",
+            "x-api-key": "b",
+            "x-localgen-gateway": "forged",
+            "origin": "https://page.example",
+        }
+        await exchange(gateway, CHAT, headers=headers)
+
+    asyncio.run(run())
+    asyncio.run(run(replica_key="the-only-one"))
+    (_, own, _), (_, other, _) = replica.seen
+    assert own["x-localgen-gateway"] == "s3"
+    assert (own["authorization"], own["x-api-key"]) == ("Bearer a", "b")
+    assert "origin" not in own, "the gateway has checked it"
+    assert other["authorization"] == "Bearer the-only-one"
+    assert "x-api-key" not in other
+
+
+def test_a_replica_that_is_ending_is_passed_over(replica: ScriptedServer) -> None:
+    with scripted() as ending:
+        ending.status = 503
+        asked = Chooser(ending.url, replica.url)
+        assert json.loads(text_of(ask(asked, CHAT))) == {"port": replica.server_port}
+        assert asked.gone == [frozenset(), {"r1"}]
+        assert ask(Chooser(ending.url), CHAT)[0]["status"] == 503
+        assert len(ending.seen) == 4, "it is asked three times if there is no other"
+
+
+def test_a_body_that_is_refused_gets_its_error() -> None:
+    async def receive() -> Message:
+        raise RequestRefused(413, "request_too_large", "the body is too large")
+
+    async def run() -> list[Message]:
+        sent: list[Message] = []
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        asked = Chooser("http://127.0.0.1:1")
+        scope: Scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
+        await Gateway(asked.choose, asked.ask_all)(scope, receive, send)
+        return sent
+
+    sent = asyncio.run(run())
+    assert sent[0]["status"] == 413
+    assert "the body is too large" in text_of(sent)
 
 
 def test_what_is_no_json_goes_to_a_replica_which_refuses_it(replica: ScriptedServer) -> None:

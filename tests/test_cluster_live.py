@@ -162,7 +162,11 @@ def test_a_process_that_is_killed_is_replaced(cluster: Cluster, victim: str) -> 
 def test_nothing_is_left_when_it_ends(cluster: Cluster) -> None:
     left = cluster.processes()
     assert len(left) > 5
-    down = cluster.run("cluster", "down")
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(cluster.chat, "Hello", max_tokens=1900, ignore_eos=True)
+        time.sleep(0.5)
+        down = cluster.run("cluster", "down")
+        assert running.exception(LONG_S) or running.result().status_code in (200, 503)
     assert down.stdout == "cluster stopped\n", down.stderr
     _, alive = psutil.wait_procs(left, timeout=LONG_S)
     assert [each.cmdline() for each in alive] == []

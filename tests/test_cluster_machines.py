@@ -15,6 +15,7 @@ from localgen.backends.errors import LoadFailed
 from localgen.cluster import machines, running
 from localgen.cluster.config import ClusterConfig, read_cluster_file, read_settings
 from localgen.cluster.machines import (
+    Build,
     VersionError,
     check_machines,
     find_problem,
@@ -50,7 +51,7 @@ def test_a_ray_cluster_that_does_not_answer() -> None:
 def test_a_replica_refuses_another_version() -> None:
     replica = object.__new__(EngineReplica)
     with pytest.raises(VersionError, match="install the same version there"):
-        EngineReplica.__init__(replica, ClusterConfig(), OTHER).send(None)
+        EngineReplica.__init__(replica, ClusterConfig(), Build(OTHER, "")).send(None)
 
 
 def test_the_gateway_refuses_another_version() -> None:
@@ -59,7 +60,7 @@ def test_the_gateway_refuses_another_version() -> None:
 
     gateway = object.__new__(GatewayServer)
     with pytest.raises(VersionError, match="install the same version there"):
-        GatewayServer.__init__(gateway, ClusterConfig(), OTHER, None).send(None)
+        GatewayServer.__init__(gateway, ClusterConfig(), Build(OTHER, ""), None).send(None)
 
 
 def test_problems_of_a_machine(tmp_path: Path) -> None:

@@ -17,16 +17,18 @@ from serving import wait_until
 from localgen.backends.model_info import LoadOptions
 from localgen.cluster.autoscaling import REQUESTS, scaling_stats
 from localgen.cluster.config import ClusterConfig
-from localgen.cluster.other_engine import engine_stats
+from localgen.cluster.other_engine import engine_stats, loads_of
 from localgen.cluster.replica_server import ReplicaOptions
 from localgen.cluster.status import ReplicaStatus
 
-# an engine with a child, which writes what it was given
+# an engine with a child that ignores signals, which writes what it was given
 ENGINE = """
 import os, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+ignoring = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", ignoring])
 with open(sys.argv[1] + ".new", "w") as file:
     print(os.getpid(), child.pid, os.environ.get("VLLM_API_KEY"), *sys.argv[2:], file=file)
+time.sleep(0.2)  # the child has begun to ignore them
 os.rename(sys.argv[1] + ".new", sys.argv[1])
 time.sleep(600)
 """
@@ -53,7 +55,7 @@ def started(config: ClusterConfig, *keys: str) -> subprocess.Popen[bytes]:
     return process
 
 
-@pytest.mark.parametrize("end", ["the pipe", "a signal"])
+@pytest.mark.parametrize("end", ["the pipe", "a signal", "the engine", "a kill"])
 def test_it_gets_its_address_and_ends_with_its_children(tmp_path: Path, end: str) -> None:
     script, told = tmp_path / "engine.py", tmp_path / "told file"
     script.write_text(ENGINE)
@@ -65,10 +67,18 @@ def test_it_gets_its_address_and_ends_with_its_children(tmp_path: Path, end: str
     assert process.stdin is not None
     if end == "the pipe":
         process.stdin.close()
-    else:
+    elif end == "a signal":
         process.terminate()
+    elif end == "the engine":
+        psutil.Process(int(pid)).kill()
+    else:
+        process.kill()
     process.wait(30)
-    wait_until(lambda: not psutil.pid_exists(int(pid)) and not is_running(int(child)))
+    wait_until(lambda: not is_running(int(pid)))
+    if end != "a kill":  # nobody is left to end the engine's own children
+        wait_until(lambda: not is_running(int(child)))
+    else:
+        psutil.Process(int(child)).kill()
 
 
 def is_running(pid: int) -> bool:
@@ -96,3 +106,5 @@ vllm:num_requests_waiting{model_name="m"} 2.0
     row = ReplicaStatus.from_stats("r", stats)
     assert (row.models, row.running, row.waiting) == (("m",), 3, 2)
     assert scaling_stats(engine_stats("m", 1, ""))[REQUESTS] == 0.0
+    (load,) = loads_of(stats)["loads"]
+    assert (load["num_running_reqs"], load["num_waiting_reqs"]) == (3, 2)

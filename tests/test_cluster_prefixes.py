@@ -42,6 +42,10 @@ def test_what_changes_the_prompt_changes_the_chunks() -> None:
     assert num_shared(request, chat(SYSTEM, "Hello", temperature=1)) == len(prompt_chunks(request))
 
 
+def test_a_name_that_is_no_text_has_chunks() -> None:
+    assert prompt_chunks(chat(SYSTEM, "Hello", model="\ud800"))
+
+
 def test_each_api_has_chunks() -> None:
     parts = [{"type": "text", "text": SYSTEM}]
     for body in (

@@ -151,7 +151,7 @@ def test_idle_clients_do_not_keep_others_out(
 ) -> None:
     monkeypatch.setattr(peers, "_IDLE_S", 0.2)
     monkeypatch.setattr(peers, "RETRY_S", 0.0)
-    idle = [asking(address) for _ in range(peers._MAX_CONNECTIONS)]
+    idle = [asking(address) for _ in range(peers.MAX_PEERS)]
     assert [fetched(store) for store in idle] == [len(TEXT)] * len(idle)
     last = asking(address)
     wait_until(lambda: fetched(last) == len(TEXT))
@@ -253,7 +253,7 @@ def test_garbage_and_many_connections_do_not_end_the_service(
         with connect() as sock:
             sock.sendall(content)
     monkeypatch.setattr(peers, "_CONNECT_S", 0.2)
-    silent = [connect() for _ in range(3 * peers._MAX_CONNECTIONS)]
+    silent = [connect() for _ in range(3 * peers.MAX_PEERS)]
     # those that prove nothing are ended
     wait_until(lambda: fetched(asking(address)) == len(TEXT))
     for sock in silent:

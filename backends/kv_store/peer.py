@@ -39,7 +39,8 @@ _MAX_CHILDREN = 256
 # a prompt of a million tokens has half of these
 _MAX_DIGESTS = 1 << 14
 _MAX_REQUEST_BYTES = 1 + DIGEST_BYTES * (1 + _MAX_DIGESTS)
-_MAX_CONNECTIONS = 16
+# to and from other engines: one file descriptor and, at the server, one thread each
+MAX_PEERS = 64
 # of the proof, and of a peer that does not accept connections; the engine waits meanwhile
 _CONNECT_S = 1.0
 _REPLY_S = 2.0
@@ -92,7 +93,7 @@ class PeerServer:
         source: BlockSource,
     ) -> None:
         self._namespace, self._key, self._source = namespace, key, source
-        self._free = threading.Semaphore(_MAX_CONNECTIONS)
+        self._free = threading.Semaphore(MAX_PEERS)
         self._address, self._is_closed = address, False
         self._listener = _listen(address)
         threading.Thread(target=self._accept, name="kv-peers", daemon=True).start()
@@ -178,6 +179,11 @@ class KVPeer:
         self._peer: FrameSocket | None = None
         self._retry_s = 0.0
 
+    @property
+    def is_resting(self) -> bool:
+        """True for some time after it has failed, in which it is not asked."""
+        return time.monotonic() < self._retry_s
+
     def num_held(self, digests: list[bytes]) -> int:
         """How many leading blocks of a chain the peer has; 0 if it does not answer."""
         asked = digests[:_MAX_DIGESTS]
@@ -217,7 +223,7 @@ class KVPeer:
 
     def _ask(self, kind: bytes, *digests: bytes) -> bytes:
         """Send a request and return its reply, which is empty if there is none."""
-        if time.monotonic() < self._retry_s:
+        if self.is_resting:
             return b""
         request = b"".join((kind, self._namespace, *digests))
         try:

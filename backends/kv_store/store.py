@@ -25,7 +25,7 @@ from localgen.backends.kv_store.blocks import (
     token_array,
 )
 from localgen.backends.kv_store.disk_tier import DiskTier
-from localgen.backends.kv_store.peer import KVPeer, PeerServer
+from localgen.backends.kv_store.peer import MAX_PEERS, KVPeer, PeerServer
 from localgen.backends.kv_store.rates import ByteRate
 from localgen.backends.kv_store.writer import BlockWriter
 from localgen.backends.types import RestoredTokens, merged_restored
@@ -33,8 +33,6 @@ from localgen.backends.types import RestoredTokens, merged_restored
 RAM, DISK, PEER = KV_TIERS
 # shorter prefixes are saved only if they were used again
 MIN_PREFIX_TOKENS = 512
-# connections to other engines, each over one file descriptor
-_MAX_PEERS = 64
 
 
 class FoundBlock(NamedTuple):
@@ -112,7 +110,7 @@ class PrefixStore:
             return None
         if address not in self._peers:
             self._peers[address] = self._connect(address)
-            if len(self._peers) > _MAX_PEERS:
+            if len(self._peers) > MAX_PEERS:
                 self._peers.popitem(last=False)[1].close()
         self._peers.move_to_end(address)
         return self._peers[address]
@@ -380,7 +378,12 @@ class PrefixStore:
             )
             tiers.append(disk)
         if self._default_peer is not None or self._peers:
-            error = next((peer.error for peer in self._peers.values() if peer.error), "")
+            resting = (
+                peer.error
+                for address, peer in self._peers.items()
+                if peer.is_resting or address == self._default_peer
+            )
+            error = next(filter(None, resting), "")
             tiers.append(self._tier_stats(PEER, 0, 0, 0, error))
         return tuple(tiers)
 

@@ -113,7 +113,9 @@ class ClusterConfig:
         self.engine_command("", 0)
         if self.model is None:
             raise BadSetting("command needs model: the name by which clients ask for it")
-        for name in ("ttft_slo_ms", "prompt_replicas"):
+        if self.load != LoadOptions():
+            raise BadSetting("load options are for localgen's own engines: put them into command")
+        for name in ("ttft_slo_ms", "prompt_replicas", "timeout_s"):
             if getattr(self, name):
                 raise BadSetting(f"{name} is for localgen's own engines, not for command")
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import secrets
+import time
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ray
 import uvicorn
 from ray import serve
 from ray.exceptions import RayError
@@ -18,7 +21,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 import localgen
-from localgen.backends.errors import LocalgenError, ServerUnavailable
+from localgen.backends.errors import LoadFailed, LocalgenError, ServerUnavailable
 from localgen.cluster.config import (
     GATEWAY,
     MAX_PER_MACHINE,
@@ -28,7 +31,7 @@ from localgen.cluster.config import (
     read_settings,
 )
 from localgen.cluster.gateway import Gateway
-from localgen.cluster.machines import Machines, require_version
+from localgen.cluster.machines import Build, Machines, require_version
 from localgen.cluster.replica import EngineReplica
 from localgen.cluster.route import URL, Asked, Choice, InFlight, Route
 from localgen.cluster.totals import NO_REPLICA
@@ -51,6 +54,7 @@ _DRAIN_TIMEOUT_S = 600.0
 _REPORT_PERIOD_S = 2.0
 _METRICS_INTERVAL_S, _LOOK_BACK_S, _UPSCALE_DELAY_S = 1.0, 3.0, 3.0
 _ASK_TIMEOUT_S = 10.0
+_END_TIMEOUT_S, _DELETE_TIMEOUT_S, _POLL_S = 20.0, 60.0, 0.2
 # of a machine's resource `node:ADDRESS`, of which it has 1
 _PART_OF_A_MACHINE = 0.001
 
@@ -61,17 +65,24 @@ class GatewayServer:
     async def __init__(  # type: ignore[misc]
         self,
         config: ClusterConfig,
-        version: str,
+        build: Build,
         replicas: DeploymentHandle[Any],
         prompt_replicas: DeploymentHandle[Any] | None = None,
     ) -> None:
-        require_version(version)
+        require_version(build.version)
         access = config.access()
-        self._default_names = _default_names(config)
         self._all = [replicas] if prompt_replicas is None else [replicas, prompt_replicas]
         self._in_flight = InFlight()
         choose = [partial(self._choose, each) for each in self._all]
-        gateway = Gateway(choose[0], self._ask_all, *choose[1:])
+        replica_key = access.keys[0] if config.command is not None and access.keys else None
+        gateway = Gateway(
+            choose[0],
+            self._ask_all,
+            choose[1] if prompt_replicas else None,
+            default_names=_default_names(config),
+            secret=build.secret,
+            replica_key=replica_key,
+        )
         ports = PrivatePorts(_refuse_to_listen)
         app = GuardMiddleware(gateway, access, RateLimiter(access.rate_limit), ports)
         raise_open_file_limit()
@@ -88,10 +99,9 @@ class GatewayServer:
         self, replicas: DeploymentHandle[Any], asked: Asked, gone: frozenset[str]
     ) -> AsyncIterator[Choice]:
         """A slot of a replica. Raises ServerUnavailable if there is none and none is started."""
-        model = "" if asked.model in self._default_names else asked.model
-        route = Route(asked.chunks, model, asked.wanted, gone, self._in_flight)
+        route = Route(asked.chunks, asked.model, asked.wanted, gone, self._in_flight)
         async with contextlib.AsyncExitStack() as stack:
-            stack.callback(route.assign, None)
+            stack.callback(route.end)
             try:
                 chosen = replicas.get.choose_replica(route)
                 selection = await stack.enter_async_context(chosen)
@@ -127,10 +137,11 @@ async def _ask(replicas: DeploymentHandle[Any], path: str) -> list[tuple[str, by
 def build_app(config: ClusterConfig, machines: Machines | None = None) -> serve.Application:
     """The application of a cluster. machines: spread it over them; by default, Ray chooses."""
     count = None if machines is None else machines.count
+    build = Build(localgen.__version__, secrets.token_hex(16))
     most = config.max_replicas or config.replicas
-    bound = [_replicas(REPLICAS, config, most, count, **_number_of_replicas(config))]
-    if most := config.prompt_replicas:
-        bound.append(_replicas(PROMPT_REPLICAS, config, most, count, num_replicas=most))
+    bound = [_replicas(REPLICAS, config, build, most, count, **_number_of_replicas(config))]
+    if prompt := config.prompt_replicas:
+        bound.append(_replicas(PROMPT_REPLICAS, config, build, prompt, count, num_replicas=prompt))
     resources = {f"node:{machines.gateway}": _PART_OF_A_MACHINE} if machines else {}
     gateway = serve.deployment(
         name=GATEWAY,
@@ -138,7 +149,7 @@ def build_app(config: ClusterConfig, machines: Machines | None = None) -> serve.
         ray_actor_options={"num_cpus": 0, "resources": resources},
         health_check_period_s=_HEALTH_PERIOD_S,
     )(GatewayServer)
-    return gateway.bind(config, localgen.__version__, *bound)
+    return gateway.bind(config, build, *bound)
 
 
 def build_from_args(args: dict[str, Any]) -> serve.Application:
@@ -151,7 +162,12 @@ def build_from_args(args: dict[str, Any]) -> serve.Application:
 
 
 def _replicas(
-    name: str, config: ClusterConfig, most: int, machines: int | None, **number: Any
+    name: str,
+    config: ClusterConfig,
+    build: Build,
+    most: int,
+    machines: int | None,
+    **number: Any,
 ) -> serve.Application:
     """A deployment of replicas, at most so many, spread over so many machines, or as Ray chooses.
 
@@ -176,15 +192,37 @@ def _replicas(
         ),
         **number,
     )
-    return deployment(EngineReplica).bind(config, localgen.__version__)
+    return deployment(EngineReplica).bind(config, build)
 
 
 def end_replicas(config: ClusterConfig) -> None:
-    """Let all replicas end; without this, Serve would wait until their requests are answered."""
+    """Let all servers end, which give their requests some seconds, and wait for that.
+
+    Without this, Serve would wait until the requests are answered.
+    """
     for name in (REPLICAS, PROMPT_REPLICAS) if config.prompt_replicas else (REPLICAS,):
-        replicas = serve.get_deployment_handle(name, APP_NAME)
         with contextlib.suppress(RayError, RayServeException, TimeoutError):
-            replicas.broadcast("end").results(timeout_s=_ASK_TIMEOUT_S, return_exceptions=True)
+            replicas = serve.get_deployment_handle(name, APP_NAME)
+            ended = replicas.broadcast("end")
+            ended.results(timeout_s=_END_TIMEOUT_S, return_exceptions=True)
+
+
+def delete_app() -> None:
+    """Delete the application from a Ray cluster that goes on, with requests that run.
+
+    Raises LoadFailed if that takes too long.
+    """
+    serve.delete(APP_NAME, _blocking=False)
+    deadline = time.monotonic() + _DELETE_TIMEOUT_S
+    while APP_NAME in serve.status().applications:
+        for actor in ray.util.list_named_actors(all_namespaces=True):
+            # else Serve waits until their requests end, also those of a gateway that was killed
+            if actor["name"].startswith(f"SERVE_REPLICA::{APP_NAME}#"):
+                with contextlib.suppress(ValueError, RayError):
+                    ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]))
+        if time.monotonic() > deadline:
+            raise LoadFailed("the cluster that was there does not end: look at `serve status`")
+        time.sleep(_POLL_S)
 
 
 def _number_of_replicas(config: ClusterConfig) -> dict[str, Any]:

@@ -7,9 +7,10 @@ import json
 import logging
 import re
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass, replace
+from http import HTTPStatus
 from typing import Any
 
 import httpx
@@ -23,8 +24,9 @@ from localgen.cluster.route import Asked, Choice
 from localgen.cluster.totals import merged_loads, merged_metrics, merged_stats
 from localgen.server.anthropic import serializer as anthropic
 from localgen.server.http.errors import error_response
+from localgen.server.http.guard import PUBLIC_PATHS, RequestRefused
 from localgen.server.ollama import serializer as ollama
-from localgen.server.requests.caller import KV_PEER_HEADER, PROMPT_ONLY_HEADER
+from localgen.server.requests.caller import GATEWAY_HEADER, KV_PEER_HEADER, PROMPT_ONLY_HEADER
 from localgen.server.requests.protocol import encode_json
 from localgen.server.stats import loads
 from localgen.server.stats.metrics import CONTENT_TYPE
@@ -37,20 +39,27 @@ _CONNECT_TIMEOUT_S = 2.0
 _HOP_HEADERS = frozenset(
     {b"host", b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"trailer"}
 )
-_OWN_HEADERS = _HOP_HEADERS | {KV_PEER_HEADER.encode(), PROMPT_ONLY_HEADER.encode()}
+# the gateway has checked the origin, and replicas know of none
+_OWN_HEADERS = _HOP_HEADERS | {b"origin"}
+_OWN_HEADERS |= {name.encode() for name in (GATEWAY_HEADER, KV_PEER_HEADER, PROMPT_ONLY_HEADER)}
+_KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
 PROMPT_ONLY = (PROMPT_ONLY_HEADER.encode(), b"1")
 # whose prompts another replica may compute
 _GENERATING_PATHS = frozenset(
     (
         *("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"),
-        *("/api/chat", "/api/generate", "/completion"),
+        *("/chat/completions", "/completions", "/completion", "/infill"),
+        *("/api/chat", "/api/generate"),
     )
 )
+# without a prompt replica for this time, the one that answers computes the prompt
+_PROMPT_CHOICE_S = 1.0
 # fewer new chunks are computed by the replica that answers: about 512 tokens
 MIN_PROMPT_CHUNKS = 8
 _ENDED = "the engine that answered has ended: try again"
 # answered by the gateway: a probe must start no replica where there is none
-_ALIVE_PATHS, _ALIVE = frozenset({"/health", "/livez"}), encode_json({"status": "ok"})
+_ALIVE = encode_json({"status": "ok"})
+_RESPONSES_PATH = "/v1/responses"
 _log = logging.getLogger("localgen.cluster")
 _OWN_ID = re.compile(r"/v1/(?:requests|responses)/(?:resp_)?([0-9a-zA-Z]+)")
 
@@ -65,13 +74,25 @@ class Gateway:
     """An ASGI application that forwards to replicas; access is checked before it.
 
     choose_for_prompt: of the replicas that compute prompts for the others; None without any.
+    default_names: of the model that all replicas have. secret: tells replicas that a request comes
+    from here. replica_key: the only key that replicas take, if they are not localgen's servers.
     """
 
     def __init__(
-        self, choose: Choose, ask_all: AskAll, choose_for_prompt: Choose | None = None
+        self,
+        choose: Choose,
+        ask_all: AskAll,
+        choose_for_prompt: Choose | None = None,
+        *,
+        default_names: Collection[str] = ("",),
+        secret: str = "",
+        replica_key: str | None = None,
     ) -> None:
         self._choose, self._ask_all = choose, ask_all
         self._choose_for_prompt = choose_for_prompt
+        self._default_names = default_names
+        self._secret = (GATEWAY_HEADER.encode(), secret.encode())
+        self._replica_key = replica_key
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
         timeout = httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S)
         self._client = httpx.AsyncClient(limits=limits, timeout=timeout)
@@ -79,7 +100,7 @@ class Gateway:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
-        if path in _ALIVE_PATHS:
+        if path in PUBLIC_PATHS:
             await Response(_ALIVE, media_type="application/json")(scope, receive, send)
             return
         if path in ("/v1/stats", "/metrics"):
@@ -88,7 +109,11 @@ class Gateway:
         if path == loads.PATH:
             await (await self._loads_response(scope))(scope, receive, send)
             return
-        body = await _read_body(receive)
+        try:
+            body = await _read_body(receive)
+        except RequestRefused as refused:
+            await refused.to_response(path)(scope, receive, send)
+            return
         answering = asyncio.create_task(self._answer(scope, body, receive, send))
         leaving = asyncio.create_task(_wait_until_gone(receive))
         try:
@@ -103,13 +128,10 @@ class Gateway:
 
     async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         path, fields = scope["path"], _json_object(body)
-        model = fields.get("model")
-        asked = Asked(
-            prompt_chunks(fields),
-            model if isinstance(model, str) else "",
-            self._owner(path, fields),
-        )
-        incoming = _Incoming(scope, body)
+        model = self._model_name(fields)
+        chunks = prompt_chunks({**fields, "model": model})
+        asked = Asked(chunks, model, self._owner(path, fields))
+        incoming = _Incoming(scope, body, fields)
         exchange = _Exchange(path, send, self._remember)
         gone: set[str] = set()
         for tries_left in reversed(range(_MAX_TRIES)):
@@ -117,7 +139,9 @@ class Gateway:
                 async with self._choose(asked, frozenset(gone)) as choice:
                     gone.add(choice.replica)
                     kv_peer = await self._prompt_address(asked, choice, incoming)
-                    await self._forward(choice, incoming, kv_peer, exchange)
+                    await self._forward(
+                        choice, incoming, kv_peer, exchange, can_retry=tries_left > 0
+                    )
                 return
             except ServerUnavailable as error:
                 await error_response(path, error.code, error.message)(scope, receive, send)
@@ -135,25 +159,38 @@ class Gateway:
 
         If much of it is new, another replica computes it first. If that fails, the chosen one does.
         """
-        generates = incoming.scope["path"] in _GENERATING_PATHS
-        is_long = generates and choice.new_chunks >= MIN_PROMPT_CHUNKS
-        if self._choose_for_prompt is None or not is_long:
+        if self._choose_for_prompt is None or not _has_long_prompt(asked, choice, incoming):
             return choice.kv_peer
         try:
-            async with self._choose_for_prompt(replace(asked, wanted=None), frozenset()) as prompt:
-                request = incoming.request_to(self._client, prompt.url, prompt.kv_peer, PROMPT_ONLY)
-                reply = await self._client.send(request)
-        except (ServerUnavailable, httpx.HTTPError) as error:
-            _log.warning("a prompt is computed by the replica that answers: %s", error)
+            async with AsyncExitStack() as stack:
+                async with asyncio.timeout(_PROMPT_CHOICE_S):
+                    choosing = self._choose_for_prompt(replace(asked, wanted=None), frozenset())
+                    prompt = await stack.enter_async_context(choosing)
+                knows_more = choice.new_chunks < prompt.new_chunks
+                kv_peer = choice.kv_address if knows_more else prompt.kv_peer
+                reply = await self._client.send(self._request(incoming, prompt.url, kv_peer, True))
+                reply.raise_for_status()
+        except (ServerUnavailable, httpx.HTTPError, TimeoutError) as error:
+            reason = str(error) or "there is no prompt replica"
+            _log.warning("a prompt is computed by the replica that answers: %s", reason)
             return choice.kv_peer
-        return prompt.kv_address if reply.is_success else choice.kv_peer
+        return prompt.kv_address
 
     async def _forward(
-        self, choice: Choice, incoming: _Incoming, kv_peer: str, exchange: _Exchange
+        self,
+        choice: Choice,
+        incoming: _Incoming,
+        kv_peer: str,
+        exchange: _Exchange,
+        *,
+        can_retry: bool,
     ) -> None:
-        request = incoming.request_to(self._client, choice.url, kv_peer)
+        """Raises httpx.HTTPError; with can_retry, also if the replica is ending."""
+        request = self._request(incoming, choice.url, kv_peer)
         response = await self._client.send(request, stream=True)
         try:
+            if response.status_code == HTTPStatus.SERVICE_UNAVAILABLE and can_retry:
+                raise httpx.HTTPStatusError(_ENDED, request=request, response=response)
             await exchange.start(choice.replica, response)
             async for piece in response.aiter_raw():
                 await exchange.write(piece)
@@ -176,6 +213,35 @@ class Gateway:
             encode_json(loads.loads_body(total, sections)), media_type="application/json"
         )
 
+    def _request(
+        self, incoming: _Incoming, url: str, kv_peer: str, prompt_only: bool = False
+    ) -> httpx.Request:
+        """The request to a replica's server."""
+        scope = incoming.scope
+        target = httpx.URL(url).copy_with(path=scope["path"], query=scope["query_string"] or None)
+        dropped = _OWN_HEADERS if self._replica_key is None else _OWN_HEADERS | _KEY_HEADERS
+        headers = [(name, value) for name, value in scope["headers"] if name not in dropped]
+        if self._replica_key is not None:
+            headers.append((b"authorization", f"Bearer {self._replica_key}".encode()))
+        if scope["client"] and not any(name == b"x-localgen-session" for name, _ in headers):
+            host, port = scope["client"]
+            headers.append((b"x-localgen-session", f"{host}:{port}".encode()))
+        headers.append(self._secret)
+        if kv_peer:
+            headers.append((KV_PEER_HEADER.encode(), kv_peer.encode()))
+        if prompt_only:
+            headers.append(PROMPT_ONLY)
+        return self._client.build_request(
+            scope["method"], target, headers=headers, content=incoming.body
+        )
+
+    def _model_name(self, fields: Mapping[str, Any]) -> str:
+        """The name of the model, empty for the one that all replicas have."""
+        name = fields.get("model")
+        # Ollama's clients add it
+        name = name.removesuffix(":latest") if isinstance(name, str) else ""
+        return "" if name in self._default_names else name
+
     def _owner(self, path: str, fields: Mapping[str, Any]) -> str | None:
         """The replica that answered what the request is about, or None."""
         named = _OWN_ID.match(path)
@@ -196,22 +262,7 @@ class _Incoming:
 
     scope: Scope
     body: bytes
-
-    def request_to(
-        self, client: httpx.AsyncClient, url: str, kv_peer: str, *more: tuple[bytes, bytes]
-    ) -> httpx.Request:
-        """The request to a replica's server. more: headers."""
-        scope = self.scope
-        target = httpx.URL(url).copy_with(path=scope["path"], query=scope["query_string"] or None)
-        headers = [(name, value) for name, value in scope["headers"] if name not in _OWN_HEADERS]
-        if scope["client"] and not any(name == b"x-localgen-session" for name, _ in headers):
-            host, port = scope["client"]
-            headers.append((b"x-localgen-session", f"{host}:{port}".encode()))
-        if kv_peer:
-            headers.append((KV_PEER_HEADER.encode(), kv_peer.encode()))
-        return client.build_request(
-            scope["method"], target, headers=[*headers, *more], content=self.body
-        )
+    fields: Mapping[str, Any]
 
 
 class _Exchange:
@@ -247,13 +298,29 @@ class _Exchange:
         """End a stream whose replica has ended with an error event; cut off any other answer."""
         body = bytes(error_response(self._path, ServerUnavailable.code, _ENDED).body)
         if self._media_type.startswith("text/event-stream"):
-            event = b"event: error\n" if self._path.startswith(anthropic.PATH) else b""
-            await self.write(event + b"data: " + body + b"\n\n")
+            is_named = self._path.startswith((anthropic.PATH, _RESPONSES_PATH))
+            if self._path.startswith(_RESPONSES_PATH):
+                failure = {"type": "error", "code": ServerUnavailable.code, "message": _ENDED}
+                body = encode_json(failure | {"param": None})
+            await self.write((b"event: error\n" if is_named else b"") + b"data: " + body + b"\n\n")
         elif self._path.startswith(ollama.API_PREFIX):
             await self.write(body + b"\n")
         else:
             raise error
         await self.end()
+
+
+def _has_long_prompt(asked: Asked, choice: Choice, incoming: _Incoming) -> bool:
+    """True if another replica could compute much of the prompt.
+
+    Only prefixes of the model that all have are fetched, and earlier answers are in one replica.
+    """
+    return (
+        incoming.scope["path"] in _GENERATING_PATHS
+        and choice.new_chunks >= MIN_PROMPT_CHUNKS
+        and not asked.model
+        and incoming.fields.get("previous_response_id") is None
+    )
 
 
 async def _wait_until_gone(receive: Receive) -> None:

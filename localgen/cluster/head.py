@@ -39,10 +39,21 @@ def main() -> int:
 
 def _run(config: ClusterConfig) -> None:
     os.environ.update(_RAY_VARIABLES | dict(os.environ))
+    stop = threading.Event()
+    is_ready = False
+
+    def end(*_: object) -> None:
+        stop.set()
+        if not is_ready:
+            raise SystemExit(0)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    threading.Thread(target=_end_with_owner, daemon=True).start()
     import ray
     from ray import serve
 
-    from localgen.cluster.deployment import APP_NAME, build_app, end_replicas
+    from localgen.cluster.deployment import APP_NAME, build_app, delete_app, end_replicas
 
     machines = None
     if config.address is None:
@@ -51,28 +62,28 @@ def _run(config: ClusterConfig) -> None:
         require_listening(config.address)
         ray.init(config.address)
         machines = check_machines(config)
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    threading.Thread(target=_wait_for_owner, args=(stop,), daemon=True).start()
     serve.start(proxy_location="Disabled")
     if APP_NAME in serve.status().applications:  # its owner was killed
-        serve.delete(APP_NAME)
+        end_replicas(config)
+        delete_app()
     open_tcp_socket(config.access()).close()
-    serve.run(build_app(config, machines), name=APP_NAME, route_prefix=None)
-    print(READY, flush=True)
-    stop.wait()
-    end_replicas(config)
-    serve.delete(APP_NAME)
-    if config.address is None:
-        serve.shutdown()
-    ray.shutdown()
+    try:
+        serve.run(build_app(config, machines), name=APP_NAME, route_prefix=None)
+        is_ready = True
+        print(READY, flush=True)
+        stop.wait()
+    finally:
+        is_ready = True  # another signal does not interrupt the end
+        end_replicas(config)
+        if config.address is not None:
+            delete_app()
+        ray.shutdown()
 
 
-def _wait_for_owner(stop: threading.Event) -> None:
+def _end_with_owner() -> None:
     while os.read(sys.stdin.fileno(), 1):
         pass
-    stop.set()
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,15 @@ class VersionError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
+class Build:
+    """What all parts of a cluster share. version: of localgen. secret: by which replicas know the
+    gateway."""
+
+    version: str
+    secret: str
+
+
+@dataclass(frozen=True, slots=True)
 class Machines:
     """gateway: address of the machine with the gateway. count: of all machines."""
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import localgen
 from localgen.client.prometheus import MetricsParser
+from localgen.server.stats import loads
 
+# linux/prctl.h
+_PR_SET_PDEATHSIG = 1
 # for its requests to end
 _END_TIMEOUT_S = 10.0
 
@@ -25,14 +29,24 @@ def run_engine(command: Sequence[str], alive: int) -> int:
     Returns its exit status; 127 if it cannot be started.
     """
     try:
-        engine = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        engine = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_end_with_parent
+        )
     except OSError as error:
         print(f"error: {command[0]}: {error.strerror}", file=sys.stderr)
         return 127
     threading.Thread(target=_end_after, args=(engine, alive), daemon=True).start()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: _signal_group(engine, signal.SIGTERM))
-    return engine.wait()
+    status = engine.wait()
+    _signal_group(engine, signal.SIGKILL)  # children that it has left
+    return status
+
+
+def _end_with_parent() -> None:
+    """Called in the engine's process: it is killed when this one is, on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _end_after(engine: subprocess.Popen[bytes], alive: int) -> None:
@@ -65,3 +79,10 @@ def engine_stats(model: str, pid: int, metrics: str) -> dict[str, Any]:
         "models": [{"name": model, "id": model, "memory_bytes": 0, "stats": counts}],
         "ended": [],
     }
+
+
+def loads_of(stats: Mapping[str, Any]) -> dict[str, Any]:
+    """The body of /v1/loads. stats: of engine_stats()."""
+    counts = stats["models"][0]["stats"]
+    load = loads.ServerLoad(num_running_reqs=counts["running"], num_waiting_reqs=counts["waiting"])
+    return loads.loads_body(load, loads.read_sections(None))

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,9 @@ from types import FrameType
 
 import psutil
 
-from localgen.cluster.running import READY, hold_lock
+from localgen.backends.errors import LocalgenError
+from localgen.backends.terminal_text import one_line
+from localgen.cluster.running import READY, REPLICA_DIRS, hold_lock
 from localgen.config import ServerSettings
 from localgen.machine.python_process import python_command, python_environment
 from localgen.server.stats.request_log import create_log_formatter
@@ -34,8 +37,15 @@ def main() -> int:
     handler.setFormatter(create_log_formatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     _adopt_orphans()
-    with hold_lock(ServerSettings.from_environment()):
-        return Owner(sys.argv[1]).run()
+    settings = ServerSettings.from_environment()
+    try:
+        with hold_lock(settings):
+            for folder in settings.runtime_dir.glob(REPLICA_DIRS):  # of actors that were killed
+                shutil.rmtree(folder, ignore_errors=True)
+            return Owner(sys.argv[1]).run()
+    except LocalgenError as error:
+        print(f"error: {one_line(error.message)}", file=sys.stderr)
+        return 1
 
 
 class Owner:
@@ -53,6 +63,8 @@ class Owner:
         was_ready = False
         while True:
             self._head = self._start()
+            if self._is_ending:  # the signal came before there was a head to tell
+                self._head.terminate()
             assert self._head.stdout is not None
             is_ready = READY in (line.decode().strip() for line in self._head.stdout)
             if is_ready and not was_ready:

@@ -25,7 +25,7 @@ def prompt_chunks(body: Mapping[str, Any]) -> tuple[bytes, ...]:
     count, and the next request of a conversation begins with the chunks of the last one.
     """
     text = "".join(_prompt_parts(body))
-    digest = hashlib.blake2b(str(body.get("model") or "").encode(), digest_size=8)
+    digest = hashlib.blake2b(str(body.get("model") or "").encode(errors="replace"), digest_size=8)
     found = []
     for start in range(0, len(text) - CHUNK_CHARS + 1, CHUNK_CHARS):
         digest.update(text[start : start + CHUNK_CHARS].encode(errors="replace"))

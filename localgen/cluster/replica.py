@@ -17,21 +17,25 @@ import httpx
 
 from localgen.cluster.autoscaling import scaling_stats
 from localgen.cluster.config import ClusterConfig
-from localgen.cluster.machines import require_version
-from localgen.cluster.other_engine import engine_stats
+from localgen.cluster.machines import Build, require_version
+from localgen.cluster.other_engine import engine_stats, loads_of
 from localgen.cluster.replica_server import ReplicaOptions
 from localgen.cluster.route import KV_ADDRESS, MODELS, URL
+from localgen.cluster.running import REPLICA_DIRS
 from localgen.config import ServerSettings
 from localgen.machine.python_process import python_command, python_environment
 from localgen.server.http.access import host_and_port
 from localgen.server.requests.protocol import encode_json
+from localgen.server.stats import loads
 
 _START_TIMEOUT_S = 600.0
 _POLL_S = 0.1
 _LOOPBACK = "127.0.0.1"
 _HEALTH_TIMEOUT_S = 5.0
-# for its requests to end; the server itself gives them five seconds
-_END_TIMEOUT_S = 10.0
+# for its requests to end; the server itself gives them five seconds, another engine ten
+_END_TIMEOUT_S = 15.0
+# of another engine than localgen, which has none
+_OWN_STATS = frozenset({"/v1/stats", loads.PATH})
 
 
 class ReplicaFailed(RuntimeError):
@@ -41,12 +45,12 @@ class ReplicaFailed(RuntimeError):
 class EngineReplica:
     """A localgen server with its engines, as an actor of Ray Serve.
 
-    config: of the cluster, version: of localgen there. Ray calls __init__, check_health, record_*
+    config, build: of the cluster. Ray calls __init__, check_health, record_*
     and __del__.
     """
 
-    async def __init__(self, config: ClusterConfig, version: str) -> None:  # type: ignore[misc]
-        require_version(version)
+    async def __init__(self, config: ClusterConfig, build: Build) -> None:  # type: ignore[misc]
+        require_version(build.version)
         from ray import serve
 
         access = config.access()
@@ -54,14 +58,17 @@ class EngineReplica:
         self._host = _LOOPBACK if config.address is None else _own_address()
         self._port = _free_port(self._host)
         self._headers = {"Authorization": f"Bearer {access.keys[0]}"} if access.keys else {}
-        self._runtime_dir = ServerSettings.from_environment().runtime_dir / f"replica-{self.name}"
+        self._runtime_dir = ServerSettings.from_environment().runtime_dir / REPLICA_DIRS.replace(
+            "*", self.name
+        )
         self._runtime_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._is_ending = False
         self._model, self._command = config.model or "", config.command
+        self._needs_metrics = config.command is not None and config.max_replicas is not None
         self._health_path = "/livez" if config.command is None else "/health"
         shares = config.share_prefixes and config.command is None
         self._kv_address = self._own_kv_address() if shares else ""
-        self._server = self._start(config, access.keys)
+        self._server = self._start(config, access.keys, build.secret)
         self._client = httpx.AsyncClient(base_url=self.url, headers=self._headers)
         await self._wait_until_ready()
 
@@ -76,7 +83,10 @@ class EngineReplica:
     async def record_routing_stats(self) -> dict[str, list[str]]:
         """Names of its loaded models, for routers."""
         stats = await self._stats()
-        return {MODELS: [each[key] for each in stats["models"] for key in ("name", "id")]}
+        found = set[str]()
+        for model in stats["models"]:
+            found |= {model["name"], model["id"], *model.get("names", ())}
+        return {MODELS: sorted(found)}
 
     async def check_health(self) -> None:
         """Raises ReplicaFailed if the server has ended, or an error of httpx if it hangs."""
@@ -91,14 +101,21 @@ class EngineReplica:
         return scaling_stats(await self._stats())
 
     async def get(self, path: str) -> tuple[str, bytes]:
-        """Its name, and the body of a GET of its server."""
-        if self._command is not None and path == "/v1/stats":
-            return self.name, encode_json(await self._stats())
+        """Its name, and the body of a GET of its server. Raises httpx.HTTPError without one."""
+        if self._command is not None and path in _OWN_STATS:
+            stats = await self._stats()
+            body = stats if path == "/v1/stats" else loads_of(stats)
+            return self.name, encode_json(body)
         reply = await self._client.get(path, timeout=_HEALTH_TIMEOUT_S)
+        reply.raise_for_status()
         return self.name, reply.content
 
-    def end(self) -> None:
-        """Let the server end: its requests have a few seconds, and then an error event."""
+    async def end(self) -> None:
+        """Let the server end: its requests have a few seconds, and then an error event. Waits."""
+        self._close_pipe()
+        await asyncio.to_thread(self._server.wait)
+
+    def _close_pipe(self) -> None:
         self._is_ending = True
         assert self._server.stdin is not None
         self._server.stdin.close()
@@ -107,7 +124,7 @@ class EngineReplica:
         server = getattr(self, "_server", None)
         if server is None:
             return
-        self.end()
+        self._close_pipe()
         try:
             server.wait(_END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -130,7 +147,9 @@ class EngineReplica:
             return str(self._runtime_dir / "kv.sock")
         return host_and_port(self._host, _free_port(self._host))
 
-    def _start(self, config: ClusterConfig, keys: tuple[str, ...]) -> subprocess.Popen[bytes]:
+    def _start(
+        self, config: ClusterConfig, keys: tuple[str, ...], secret: str
+    ) -> subprocess.Popen[bytes]:
         options = ReplicaOptions(
             model=config.model,
             host=self._host,
@@ -139,6 +158,7 @@ class EngineReplica:
             load=replace(config.load, kv_listen=self._kv_address or None),
             must_share=config.prompt_replicas > 0,
             timeout_s=config.timeout_s,
+            gateway_secret=secret,
             command=config.engine_command(self._host, self._port),
         )
         server = subprocess.Popen(
@@ -159,9 +179,13 @@ class EngineReplica:
             with contextlib.suppress(httpx.HTTPError):
                 reply = await self._client.get("/health")
                 if reply.is_success:
-                    return
+                    break
             await asyncio.sleep(_POLL_S)
-        raise ReplicaFailed(f"the server of replica {self.name} is not ready")
+        else:
+            raise ReplicaFailed(f"the server of replica {self.name} is not ready")
+        if self._needs_metrics and not (await self._client.get("/metrics")).is_success:
+            print("error: the engine has no /metrics, which max_replicas needs", file=sys.stderr)
+            raise ReplicaFailed("the engine has no /metrics")
 
     def _require_running(self) -> None:
         if (status := self._server.poll()) is not None:

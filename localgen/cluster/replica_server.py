@@ -20,8 +20,8 @@ from localgen.server.http.access import AccessPolicy
 from localgen.server.lifecycle import run_server
 from localgen.server.stats.request_log import create_log_formatter
 
-# vLLM reads its API key there: on a command line, others would see it
-_VLLM_KEY_VARIABLE = "VLLM_API_KEY"
+# vLLM and llama-server read an API key there: on a command line, others would see it
+_KEY_VARIABLES = ("VLLM_API_KEY", "LLAMA_API_KEY")
 _log = logging.getLogger("localgen.cluster")
 
 
@@ -30,8 +30,8 @@ class ReplicaOptions:
     """What the actor gives to its server.
 
     model: None for the built-in default. load: how to load it. must_share: end if the model's
-    prefixes cannot be shared. timeout_s: as of AccessPolicy. command: of another engine to run, or
-    empty.
+    prefixes cannot be shared. gateway_secret, timeout_s: of AccessPolicy. command: of another
+    engine to run, or empty.
     """
 
     model: str | None
@@ -40,6 +40,7 @@ class ReplicaOptions:
     keys: tuple[str, ...]
     load: LoadOptions
     must_share: bool
+    gateway_secret: str = ""
     timeout_s: int | None = None
     command: tuple[str, ...] = ()
 
@@ -53,7 +54,7 @@ def main() -> int:
     options = ReplicaOptions(**given | {"load": LoadOptions(**given["load"])})
     if options.command:
         if options.keys:
-            os.environ[_VLLM_KEY_VARIABLE] = options.keys[0]
+            os.environ |= dict.fromkeys(_KEY_VARIABLES, options.keys[0])
         return run_engine(options.command, sys.stdin.fileno())
     handler = logging.StreamHandler()
     handler.setFormatter(create_log_formatter())
@@ -79,7 +80,7 @@ def _serve(options: ReplicaOptions) -> None:
         port=options.port,
         keys=tuple(options.keys),
         timeout_s=options.timeout_s,
-        behind_gateway=True,
+        gateway_secret=options.gateway_secret,
     )
     run_server(
         ServerSettings.from_environment(),

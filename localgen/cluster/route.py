@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 # of a replica's routing_stats: names of its loaded models; of its metadata: URL of its server, and
 # where others fetch prefixes from it
+MODELS, URL, KV_ADDRESS = "models", "url", "kv_address"
 # fewer chunks that another has are computed, which is as fast as to ask for them
 MIN_FETCH_CHUNKS = 2
-MODELS, URL, KV_ADDRESS = "models", "url", "kv_address"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +42,14 @@ class Choice:
 
 
 class InFlight:
-    """The requests of one gateway in each replica. The router's thread and the gateway's use it."""
+    """The requests of one gateway in each replica.
+
+    lock: of all that changes, since the router runs in another thread than the gateway.
+    """
 
     def __init__(self) -> None:
-        self._counts = Counter[str]()
-        self._lock = threading.Lock()
-
-    def count(self, replica: str) -> int:
-        return self._counts[replica]
-
-    def move(self, old: str | None, new: str | None) -> None:
-        """Count a request for one replica instead of another; None for none."""
-        with self._lock:
-            if old is not None:
-                self._counts[old] -= 1
-            if new is not None:
-                self._counts[new] += 1
+        self.counts = Counter[str]()
+        self.lock = threading.Lock()
 
 
 @dataclass(slots=True)
@@ -67,7 +59,7 @@ class Route:
     chunks: of its prompt. model: its name, or empty for the one that all have. wanted: the replica
     that must answer, or None. gone: those that do not answer. in_flight: counts it from the moment
     it is routed, so that those which come at once are spread. cached: chunks that each replica has.
-    kv_addresses: of replicas. assigned: the replica that it counts for.
+    kv_addresses: of replicas. assigned: the replica that it counts for, until has_ended.
     """
 
     chunks: tuple[bytes, ...] = ()
@@ -78,10 +70,25 @@ class Route:
     cached: Mapping[str, int] = field(default_factory=dict)
     kv_addresses: Mapping[str, str] = field(default_factory=dict)
     assigned: str | None = None
+    has_ended: bool = False
 
-    def assign(self, replica: str | None) -> None:
-        """Count it for this replica; None at its end."""
-        self.in_flight.move(self.assigned, replica)
+    def assign(self, replica: str) -> None:
+        """Count it for this replica. The router may do so after its client has left."""
+        with self.in_flight.lock:
+            if not self.has_ended:
+                self._count(replica)
+
+    def end(self) -> None:
+        """Count it no more."""
+        with self.in_flight.lock:
+            self._count(None)
+            self.has_ended = True
+
+    def _count(self, replica: str | None) -> None:
+        if self.assigned is not None:
+            self.in_flight.counts[self.assigned] -= 1
+        if replica is not None:
+            self.in_flight.counts[replica] += 1
         self.assigned = replica
 
     def choice(self, replica: str, url: str) -> Choice:

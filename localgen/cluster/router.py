@@ -22,6 +22,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
     def initialize_state(self, spill: int = 4) -> None:
         self._spill = spill
         self._prefixes, self._models = PrefixTable(), ModelTable()
+        self._names = set[str]()
 
     async def choose_replicas(
         self,
@@ -32,7 +33,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         by_id = {_name(replica.replica_id): replica for replica in candidate_replicas}
         if not by_id:
             return []
-        route.cached = self._prefixes.cached_chunks(route.chunks, by_id)
+        route.cached = self._prefixes.cached_chunks(route.chunks, by_id.keys() - route.gone)
         metadata = {name: replica.replica_metadata for name, replica in by_id.items()}
         route.kv_addresses = {name: str(each[KV_ADDRESS]) for name, each in metadata.items()}
         if route.wanted in by_id and route.wanted not in route.gone:
@@ -48,14 +49,9 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
 
     def _rank(self, route: Route, by_id: Mapping[str, RunningReplica]) -> list[str]:
         """All replicas, best first: those with the model, and of these the one with the prefix."""
-        # Ray forgets what a replica reported after some seconds
-        loads = {
-            name: max(
-                self.replica_queue_len_cache.get(replica.replica_id) or 0,
-                route.in_flight.count(name),
-            )
-            for name, replica in by_id.items()
-        }
+        # not what replicas report to Ray: it forgets that after some seconds, and a gateway that is
+        # killed leaves requests there which never end
+        loads = {name: route.in_flight.counts[name] for name in by_id}
         best = loads
         if route.model:
             reported = {name: each.routing_stats.get(MODELS, ()) for name, each in by_id.items()}
@@ -63,6 +59,13 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         rest = {name: load for name, load in loads.items() if name not in best}
         ranked = self._prefixes.rank(route.chunks, best, self._spill)
         return ranked + self._prefixes.rank(route.chunks, rest, self._spill)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        names = {_name(replica.replica_id) for replica in replicas}
+        for name in self._names - names:
+            self._prefixes.drop(name)
+        self._names = names
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)

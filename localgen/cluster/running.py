@@ -24,6 +24,8 @@ from localgen.locked_file import LockedFile
 from localgen.machine.python_process import python_command, python_environment
 from localgen.server.http.access import host_and_port, open_tcp_socket
 
+# in the runtime folder
+REPLICA_DIRS = "replica-*"
 READY = "ready"  # printed by the owner of the cluster
 # Serve deletes the deployments and gives their requests time to end
 _END_TIMEOUT_S = 60.0

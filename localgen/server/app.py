@@ -104,22 +104,22 @@ def create_app(
     return _with_arrival(
         guarded,
         lambda port: access.stabilize or ports.stabilizes(port),
-        behind_gateway=access.behind_gateway,
+        gateway_secret=access.gateway_secret,
     )
 
 
 def _with_arrival(
-    app: ASGIApp, stabilizes: Callable[[int], bool], *, behind_gateway: bool
+    app: ASGIApp, stabilizes: Callable[[int], bool], *, gateway_secret: str
 ) -> ASGIApp:
     """Record the arrival time before the body is read, so that TTFT includes reading it.
 
     Gives each request an id, which every response has as X-Request-Id. stabilizes: True for a port
-    whose requests are stabilized. behind_gateway: as in AccessPolicy.
+    whose requests are stabilized. gateway_secret: as in AccessPolicy.
     """
 
     async def arrive(scope: Scope, receive: Receive, send: Send) -> None:
         scope["stabilize"] = stabilizes((scope.get("server") or ("", 0))[1] or 0)
-        scope["behind_gateway"] = behind_gateway
+        scope["gateway_secret"] = gateway_secret
         scope["arrived_s"] = time.monotonic()
         scope["request_id"] = request_id = uuid.uuid4().hex[:24]
 

@@ -8,7 +8,7 @@ import ipaddress
 import os
 import re
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from localgen.config import BadSetting
@@ -33,8 +33,8 @@ class AccessPolicy:
     port: None to listen on the Unix socket only. keys: accepted API keys, or empty if none is
     required. cors_origins: allowed web origins, `*` for all. allowed_hosts: accepted Host headers,
     in addition to addresses, localhost, `host` and the machine's hostname. timeout_s: maximum
-    duration of a request. stabilize: all requests, as in Request. behind_gateway: the headers of a
-    gateway are obeyed; see requests/caller.py.
+    duration of a request. stabilize: all requests, as in Request. gateway_secret: of the
+    gateway whose headers are obeyed, or empty; see requests/caller.py.
     """
 
     host: str = "127.0.0.1"
@@ -46,7 +46,7 @@ class AccessPolicy:
     timeout_s: float | None = None
     max_body_bytes: int = MAX_BODY_BYTES
     stabilize: bool = False
-    behind_gateway: bool = False
+    gateway_secret: str = field(default="", repr=False)
 
     def validate(self) -> None:
         """Raise BadSetting for a weak API key, or a non-loopback host without keys."""

@@ -32,7 +32,7 @@ LARGE_BODY_BYTES = 1 << 14
 _LINGER_BYTES = 1 << 20
 _LINGER_S = 1.0
 # served without a key: they reveal only that a server is running
-_PUBLIC_PATHS = frozenset({"/health", "/livez"})
+PUBLIC_PATHS = frozenset({"/health", "/livez"})
 # not counted by --rate-limit: what reads the state of the server and computes nothing, and what
 # relieves it
 _UNCOUNTED_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -127,14 +127,14 @@ class GuardMiddleware:
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
         host, origin = headers.get(b"host"), headers.get(b"origin")
         # load balancers may use HTTP/1.0; a browser always sends the host
-        is_probe = host is None and scope["path"] in _PUBLIC_PATHS
+        is_probe = host is None and scope["path"] in PUBLIC_PATHS
         if not is_probe and not self._access.allows_host(host or ""):
             message = f"host {(host or '')[:80]!r} is not allowed: add it with --allow-host"
             raise RequestRefused(403, "forbidden_host", message)
         if origin is not None and not self._access.allows_origin(origin):
             message = f"origin {origin[:80]!r} is not allowed: add it with --cors-origin"
             raise RequestRefused(403, "forbidden_origin", message)
-        if scope["path"] in _PUBLIC_PATHS:
+        if scope["path"] in PUBLIC_PATHS:
             return
         scope["account"] = self._authenticate(scope, headers)
         if is_rate_limited(scope["method"], scope["path"]):

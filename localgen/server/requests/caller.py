@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,8 +14,10 @@ from localgen.backends.types import EmbedRequest, Request, TokenizeRequest
 
 # client host of connections over the Unix socket
 LOCAL_CLIENT = "local"
-# set by the gateway of a cluster: the address of an engine that has computed the beginning of the
-# prompt, and, whatever its value, the wish that nothing but the prompt is computed
+# set by the gateway of a cluster: its secret, without which the others are not obeyed; the address
+# of an engine that has computed the beginning of the prompt; and, whatever its value, the wish that
+# nothing but the prompt is computed
+GATEWAY_HEADER = "x-localgen-gateway"
 KV_PEER_HEADER, PROMPT_ONLY_HEADER = "x-localgen-kv-peer", "x-localgen-prompt-only"
 # prefix of accounts that are API keys
 KEY_ACCOUNT_PREFIX = "key-"
@@ -48,7 +51,7 @@ class Caller:
         client = user or _client_name(http, account)
         scope = http.scope
         is_local = is_local_request(scope)
-        from_gateway = http.headers if scope["behind_gateway"] else {}
+        from_gateway = http.headers if _is_from_gateway(http) else {}
         kv_peer = from_gateway.get(KV_PEER_HEADER, "")
         if kv_peer:
             from localgen.backends.kv_store.peer import parse_address  # numpy is heavy
@@ -100,6 +103,12 @@ class Caller:
             inputs=inputs,
             query=query,
         )
+
+
+def _is_from_gateway(http: HttpRequest) -> bool:
+    secret: str = http.scope["gateway_secret"]
+    given = http.headers.get(GATEWAY_HEADER, "")
+    return bool(secret) and hmac.compare_digest(given.encode(), secret.encode())
 
 
 def _client_name(http: HttpRequest, account: str) -> str:

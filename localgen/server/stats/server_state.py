@@ -152,6 +152,7 @@ class ServerState:
         summary = {
             "name": resident.file.name,
             "id": resident.id,
+            "names": sorted(name for name, paths in resident.resolved_names if not paths),
             "path": str(resident.file.path) if with_paths else "",
             "state": resident.state,
             "progress": 1.0 if info else resident.engine.progress,
