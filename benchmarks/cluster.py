@@ -32,7 +32,7 @@ from localgen.client.connection import EndpointConnection
 from localgen.client.endpoints import Endpoint
 from localgen.server.http.access import AccessPolicy, open_tcp_socket
 
-_MODEL, _PROMPT_WORDS, _ANSWER_TOKENS = "tiny", 740, 32
+_MODEL, _PROMPT_WORDS, _ANSWER_TOKENS = "tiny", 1480, 32
 _RATE = 500.0  # tokens/s at which the gateway's CPU is given
 _NUM_STREAMS, _STREAM_TOKENS = 4, 400
 _WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
