@@ -38,7 +38,7 @@ VICTIMS = {
 _MODEL, _STREAM_TOKENS = "tiny", 300
 # the load alternates between these, for so long each
 _FEW_STREAMS, _MANY_STREAMS, _PHASE_S = 2, 8, 15.0
-_SETTINGS = "max_replicas = 3\ntarget_requests = 2\ndownscale_delay_s = 3\n"
+_SETTINGS = "min_replicas = 2\nmax_replicas = 3\ntarget_requests = 2\ndownscale_delay_s = 3\n"
 _HANG_S, _RECOVERY_S = 60.0, 120.0
 _PROBE_PERIOD_S = 0.1
 # a process that dies may take others with it some seconds later
