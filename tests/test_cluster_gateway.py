@@ -203,6 +203,7 @@ def test_a_request_is_passed_as_it_is(replica: ScriptedServer) -> None:
     assert headers["host"] == f"127.0.0.1:{replica.server_port}"
     assert sent[0]["status"] == 200
     assert (b"x-localgen-replica", b"r1") in sent[0]["headers"]
+    assert b"date" not in dict(sent[0]["headers"]), "the gateway's server adds its own"
     assert json.loads(text_of(sent)) == {"port": replica.server_port}
 
 

@@ -19,6 +19,7 @@ from localgen.cluster.machines import (
     VersionError,
     check_machines,
     find_problem,
+    require_gpus,
     require_listening,
     require_version,
 )
@@ -61,6 +62,14 @@ def test_the_gateway_refuses_another_version() -> None:
     gateway = object.__new__(GatewayServer)
     with pytest.raises(VersionError, match="install the same version there"):
         GatewayServer.__init__(gateway, ClusterConfig(), Build(OTHER, ""), None).send(None)
+
+
+def test_too_few_gpus_are_said_at_once() -> None:
+    config = ClusterConfig(replicas=3, gpus_per_replica=2)
+    require_gpus(config, 6)
+    require_gpus(ClusterConfig(replicas=3), 0)
+    with pytest.raises(LoadFailed, match="3 replicas with 2 GPUs each need 6, and Ray has found 4"):
+        require_gpus(config, 4)
 
 
 def test_problems_of_a_machine(tmp_path: Path) -> None:

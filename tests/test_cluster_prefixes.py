@@ -7,6 +7,9 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from localgen.cluster.prefix_table import CHUNK_CHARS, PrefixTable, prompt_chunks
 
 SYSTEM = "You are a patient teacher of arithmetic. " * 40
@@ -147,3 +150,33 @@ def test_ranks_are_those_of_the_contract_while_replicas_come_and_go() -> None:
             table.add(chunks, replica)
             owned[replica].update(chunks)
     assert any(len(each) > 10 for each in owned.values())
+
+
+def test_a_replica_loses_what_it_has_no_room_for() -> None:
+    table = PrefixTable()
+    shared, first, second = [b"s"], [b"s", b"1", b"11"], [b"s", b"2", b"22"]
+    table.add(first, "a", capacity=4)
+    table.add(first, "b")
+    table.add(second, "a", capacity=4)
+    assert table.cached_chunks(first, {"a", "b"}) == {"a": 2, "b": 3}, "its end is lost first"
+    assert table.cached_chunks(second, {"a"}) == {"a": 3}
+    table.add(second, "a", capacity=3)
+    assert table.cached_chunks(first, {"a"}) == {"a": 1}
+    table.drop("a")
+    assert table.cached_chunks(shared, {"a", "b"}) == {"b": 1}
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.sampled_from("abc"), st.integers(0, 9))))
+def test_what_is_known_of_a_replica_and_of_a_chunk_agree(
+    added: list[tuple[int, str, int]],
+) -> None:
+    table = PrefixTable(max_chunks=12)
+    for number, replica, capacity in added:
+        chunks = tuple(bytes([number % size]) * size for size in range(1, number % 5 + 2))
+        if capacity:
+            table.add(chunks, replica, capacity)
+        else:
+            table.drop(replica)
+        by_chunk = {(c, r) for c, owners in table._owners.items() for r in owners}
+        assert by_chunk == {(c, r) for r, held in table._held.items() for c in held}
+        assert len(table._owners) <= 12

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from localgen.cluster.model_table import LOAD_SPILL, ModelTable, serving
-from localgen.cluster.route import MIN_FETCH_CHUNKS, InFlight, Route
+from localgen.cluster.route import MIN_FETCH_CHUNKS, InFlight, Route, routing_stats
 
 CHUNKS = tuple(bytes([number]) for number in range(9))
 
@@ -60,6 +62,24 @@ def test_a_replica_that_shares_nothing_is_not_asked() -> None:
     route = Route(CHUNKS, cached={"a": 0, "b": 9}, kv_addresses={"a": "", "b": ""})
     choice = route.choice("a", "http://a")
     assert (choice.kv_peer, choice.new_chunks) == ("", 9)
+
+
+def test_what_a_replica_reports_to_routers() -> None:
+    tiers = [{"limit_bytes": 1000}, {"limit_bytes": 3000}]
+    model: dict[str, Any] = {
+        "name": "tiny",
+        "id": "tiny#1",
+        "names": ["alias"],
+        "info": {"memory": {"kv": 2000}},
+        "stats": {"kv_tokens": 100, "kv_tiers": tiers},
+    }
+    assert routing_stats({"models": [model]}) == {
+        "models": ["alias", "tiny", "tiny#1"],
+        "kv_capacity": 100 + 4000 // 20,
+    }
+    loading = {"name": "other", "id": "other#1", "stats": None}
+    assert routing_stats({"models": [model, loading]})["kv_capacity"] is None
+    assert routing_stats({"models": []}) == {"models": [], "kv_capacity": None}
 
 
 def test_a_request_counts_for_one_replica_until_it_ends() -> None:

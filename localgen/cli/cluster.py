@@ -62,6 +62,13 @@ def up(
             metavar="<int>",
         ),
     ] = None,
+    gpus_per_replica: Annotated[
+        int | None,
+        typer.Option(
+            help="GPUs that each engine has for itself (default: 0, all engines see all of them).",
+            metavar="<int>",
+        ),
+    ] = None,
     host: Annotated[
         str | None, typer.Option(help="Address of the gateway (default: 127.0.0.1).")
     ] = None,
@@ -105,6 +112,7 @@ def up(
         min_replicas=min_replicas,
         ttft_slo_ms=ttft_slo_ms,
         replicas_per_machine=replicas_per_machine,
+        gpus_per_replica=gpus_per_replica,
         host=host,
         port=port,
         api_key_file=None if api_key_file is None else str(api_key_file.absolute()),

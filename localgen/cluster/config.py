@@ -31,7 +31,7 @@ _TYPE_NAMES: dict[type, str] = {str: "a string", int: "a whole number", bool: "t
 _TOML_TYPES = {each.__name__: each for each in _TYPE_NAMES}
 # meaningless without max_replicas
 _AUTOSCALING = ("min_replicas", "target_requests", "ttft_slo_ms", "downscale_delay_s")
-_MAX_COUNT, _MAX_MS = 1 << 16, 1 << 31
+_MAX_COUNT, _MAX_MS, _MAX_GPUS = 1 << 16, 1 << 31, 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +49,7 @@ class ClusterConfig:
 
     address: of a Ray cluster that runs, or None to start one here. replicas_per_machine: the most
     on one machine of it; None to divide them among the machines that are there at the start.
+    gpus_per_replica: GPUs that Ray gives to each replica alone; with 0, all replicas see all.
 
     max_replicas: with it, their number changes with the load: see ScalingPolicy for target_requests
     and ttft_slo_ms. downscale_delay_s: for how long one is not needed before it leaves.
@@ -75,6 +76,7 @@ class ClusterConfig:
     rate_limit: str | None = None
     timeout_s: int | None = None
     replicas_per_machine: int | None = None
+    gpus_per_replica: int = 0
 
     def __post_init__(self) -> None:
         _require_count("replicas", self.replicas, 1, MAX_REPLICAS)
@@ -89,6 +91,7 @@ class ClusterConfig:
             self._require_for_command()
         if self.prompt_replicas and not self.share_prefixes:
             raise BadSetting("prompt_replicas need share_prefixes, by which prompts are handed on")
+        _require_count("gpus_per_replica", self.gpus_per_replica, 0, _MAX_GPUS)
         if self.timeout_s is not None:
             _require_count("timeout_s", self.timeout_s, 1, _MAX_COUNT)
         if self.replicas_per_machine is not None:
@@ -130,6 +133,11 @@ class ClusterConfig:
         """Read what to_json() has written."""
         values = json.loads(text)
         return cls(**values | {"load": LoadOptions(**values["load"])})
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that all replicas at the start need."""
+        return self.gpus_per_replica * (self.replicas + self.prompt_replicas)
 
     def to_json(self) -> str:
         """For another process."""

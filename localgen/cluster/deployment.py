@@ -181,7 +181,7 @@ def _replicas(
         max_replicas_per_node=per_machine,
         max_ongoing_requests=_MAX_ONGOING,
         max_constructor_retry_count=_START_TRIES,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, "num_gpus": config.gpus_per_replica},
         health_check_period_s=_HEALTH_PERIOD_S,
         health_check_timeout_s=_HEALTH_TIMEOUT_S,
         graceful_shutdown_timeout_s=_DRAIN_TIMEOUT_S,

@@ -280,7 +280,7 @@ class _Exchange:
         headers = [
             (name.lower(), value)
             for name, value in response.headers.raw
-            if name.lower() not in _HOP_HEADERS
+            if name.lower() not in _HOP_HEADERS and name.lower() != b"date"  # the gateway's own
         ]
         headers.append((b"x-localgen-replica", replica.encode()))
         self.has_started = True

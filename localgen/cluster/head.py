@@ -10,7 +10,7 @@ import threading
 from localgen.backends.errors import LocalgenError
 from localgen.backends.terminal_text import one_line
 from localgen.cluster.config import ClusterConfig
-from localgen.cluster.machines import check_machines, require_listening
+from localgen.cluster.machines import check_machines, require_gpus, require_listening
 from localgen.cluster.running import READY
 from localgen.server.http.access import open_tcp_socket
 
@@ -62,6 +62,7 @@ def _run(config: ClusterConfig) -> None:
         require_listening(config.address)
         ray.init(config.address)
         machines = check_machines(config)
+    require_gpus(config, ray.cluster_resources().get("GPU", 0))
     serve.start(proxy_location="Disabled")
     if APP_NAME in serve.status().applications:  # its owner was killed
         end_replicas(config)

@@ -79,6 +79,16 @@ def find_problem(config: ClusterConfig, version: str) -> str | None:
     return None
 
 
+def require_gpus(config: ClusterConfig, found: float) -> None:
+    """Raise LoadFailed if the machines have fewer GPUs, for which Ray would wait without end."""
+    if config.num_gpus > found:
+        count = config.replicas + config.prompt_replicas
+        raise LoadFailed(
+            f"{count} replicas with {config.gpus_per_replica} GPUs each need {config.num_gpus}, "
+            f"and Ray has found {found:.0f}: set fewer --replicas or --gpus-per-replica"
+        )
+
+
 def check_machines(config: ClusterConfig) -> Machines:
     """The machines of the Ray cluster to which this process is connected.
 

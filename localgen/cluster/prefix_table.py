@@ -10,6 +10,7 @@ from typing import Any
 
 # characters of a chunk; a token has about four, and a block of KV 16 tokens or more
 CHUNK_CHARS = 256
+TOKENS_PER_CHUNK = CHUNK_CHARS // 4
 # entries of the table: 65,536 chunks are 4 million tokens
 MAX_CHUNKS = 65_536
 # first chunks whose order of replicas is kept, and replicas in it, some of which have left: 16 MB
@@ -47,27 +48,42 @@ class PrefixTable:
 
     def __init__(self, max_chunks: int = MAX_CHUNKS) -> None:
         self._owners: OrderedDict[bytes, dict[str, None]] = OrderedDict()
+        self._held: dict[str, OrderedDict[bytes, None]] = {}  # of each replica, latest last
         self._max_chunks = max_chunks
         self._orders: OrderedDict[bytes, list[str]] = OrderedDict()  # of _voters, by first chunk
         self._voters: Set[str] = frozenset()
 
-    def add(self, chunks: Sequence[bytes], replica: str) -> None:
-        """Note that a replica computes these chunks: hashes that include all that is before."""
+    def add(self, chunks: Sequence[bytes], replica: str, capacity: int | None = None) -> None:
+        """Note that a replica computes these chunks: hashes that include all that is before.
+
+        capacity: chunks that it can keep; it is taken to lose the least recently used.
+        """
+        held = self._held.setdefault(replica, OrderedDict())
         for chunk in reversed(chunks):  # the first is the newest: without it, the others are lost
             self._owners.setdefault(chunk, {})[replica] = None
             self._owners.move_to_end(chunk)
+            held[chunk] = None
+            held.move_to_end(chunk)
+        while capacity is not None and len(held) > capacity:
+            self._forget(held.popitem(last=False)[0], replica)
         while len(self._owners) > self._max_chunks:
-            self._owners.popitem(last=False)
+            chunk, owners = self._owners.popitem(last=False)
+            for owner in owners:
+                del self._held[owner][chunk]
 
     def drop(self, replica: str) -> None:
         """Forget a replica that has ended."""
         if replica in self._voters:
             self._voters -= {replica}
             self._orders.clear()
-        for chunk in [chunk for chunk, owners in self._owners.items() if replica in owners]:
-            del self._owners[chunk][replica]
-            if not self._owners[chunk]:
-                del self._owners[chunk]
+        for chunk in self._held.pop(replica, ()):
+            self._forget(chunk, replica)
+
+    def _forget(self, chunk: bytes, replica: str) -> None:
+        owners = self._owners[chunk]
+        del owners[replica]
+        if not owners:
+            del self._owners[chunk]
 
     def cached_chunks(self, chunks: Sequence[bytes], replicas: Iterable[str]) -> dict[str, int]:
         """The number of first chunks of each replica that has any."""

@@ -20,7 +20,7 @@ from localgen.cluster.config import ClusterConfig
 from localgen.cluster.machines import Build, require_version
 from localgen.cluster.other_engine import engine_stats, loads_of
 from localgen.cluster.replica_server import ReplicaOptions
-from localgen.cluster.route import KV_ADDRESS, MODELS, URL
+from localgen.cluster.route import KV_ADDRESS, URL, routing_stats
 from localgen.cluster.running import REPLICA_DIRS
 from localgen.config import ServerSettings
 from localgen.machine.python_process import python_command, python_environment
@@ -80,13 +80,9 @@ class EngineReplica:
         """For gateways; see route.py."""
         return {URL: self.url, KV_ADDRESS: self._kv_address}
 
-    async def record_routing_stats(self) -> dict[str, list[str]]:
-        """Names of its loaded models, for routers."""
-        stats = await self._stats()
-        found = set[str]()
-        for model in stats["models"]:
-            found |= {model["name"], model["id"], *model.get("names", ())}
-        return {MODELS: sorted(found)}
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Its models and the room for their prefixes, for routers."""
+        return routing_stats(await self._stats())
 
     async def check_health(self) -> None:
         """Raises ReplicaFailed if the server has ended, or an error of httpx if it hangs."""

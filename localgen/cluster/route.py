@@ -6,10 +6,12 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-# of a replica's routing_stats: names of its loaded models; of its metadata: URL of its server, and
+# of a replica's routing_stats: names of its loaded models, tokens whose KV it can keep, or None if
+# unknown; of its metadata: URL of its server, and
 # where others fetch prefixes from it
-MODELS, URL, KV_ADDRESS = "models", "url", "kv_address"
+MODELS, KV_CAPACITY, URL, KV_ADDRESS = "models", "kv_capacity", "url", "kv_address"
 # fewer chunks that another has are computed, which is as fast as to ask for them
 MIN_FETCH_CHUNKS = 2
 
@@ -100,3 +102,27 @@ class Route:
         has = most if kv_peer else own
         kv_address = self.kv_addresses.get(replica, "")
         return Choice(replica, url, kv_address, kv_peer, len(self.chunks) - has)
+
+
+def routing_stats(stats: Mapping[str, Any]) -> dict[str, Any]:
+    """What a replica reports to routers. stats: /v1/stats of its server."""
+    names = set[str]()
+    for model in stats["models"]:
+        names |= {model["name"], model["id"], *model.get("names", ())}
+    capacities = [_kv_capacity(model) for model in stats["models"]]
+    known = [each for each in capacities if each is not None]
+    return {
+        MODELS: sorted(names),
+        KV_CAPACITY: sum(known) if known and len(known) == len(capacities) else None,
+    }
+
+
+def _kv_capacity(model: Mapping[str, Any]) -> int | None:
+    """Tokens in the KV cache of a model, and in its tiers in RAM and on disk; None if unknown."""
+    stats = model.get("stats") or {}
+    memory = (model.get("info") or {}).get("memory") or {}
+    if not stats.get("kv_tokens") or not memory.get("kv"):
+        return None
+    tokens: int = stats["kv_tokens"]
+    tiers: int = sum(tier["limit_bytes"] for tier in stats.get("kv_tiers") or ())
+    return tokens + tiers * tokens // int(memory["kv"])

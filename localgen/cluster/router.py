@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from localgen.cluster.model_table import ModelTable, serving
-from localgen.cluster.prefix_table import PrefixTable
-from localgen.cluster.route import KV_ADDRESS, MODELS, Route
+from localgen.cluster.prefix_table import TOKENS_PER_CHUNK, PrefixTable
+from localgen.cluster.route import KV_ADDRESS, KV_CAPACITY, MODELS, Route
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
@@ -40,7 +40,9 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
             return [[by_id[route.wanted]]]
         names = self._rank(route, by_id)
         names.sort(key=route.gone.__contains__)  # they may answer again
-        self._prefixes.add(route.chunks, names[0])
+        capacity = by_id[names[0]].routing_stats.get(KV_CAPACITY)
+        chunks = None if capacity is None else capacity // TOKENS_PER_CHUNK
+        self._prefixes.add(route.chunks, names[0], chunks)
         route.assign(names[0])
         if route.model:
             self._models.give(route.model, names[0], time.monotonic())
