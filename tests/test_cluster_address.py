@@ -88,7 +88,9 @@ class RayCluster(Cluster):
         )
 
     def close(self) -> None:
-        left = self.processes()
+        left = set(self.processes())
+        # Ray's agents change their titles, and with them their environment
+        left |= {child for each in left for child in each.children(recursive=True)}
         for process in left:
             process.terminate()
         for process in psutil.wait_procs(left, timeout=5.0)[1]:
