@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from localgen.cluster.model_table import LOAD_SPILL, ModelTable, serving
-from localgen.cluster.route import MIN_FETCH_CHUNKS, InFlight, Route, routing_stats
+from localgen.cluster.route import MIN_FETCH_CHUNKS, InFlight, RoutedRequest, routing_stats
 
 CHUNKS = tuple(bytes([number]) for number in range(9))
 
@@ -52,14 +52,16 @@ def test_replicas_without_a_model_get_no_request_before_the_others_are_full(
 def test_a_prefix_is_fetched_from_where_much_more_of_it_lies(
     own: int, other: int, kv_peer: str, new_chunks: int
 ) -> None:
-    route = Route(CHUNKS, cached={"a": own, "b": other}, kv_addresses={"a": "a:1", "b": "b:1"})
+    route = RoutedRequest(
+        CHUNKS, cached={"a": own, "b": other}, kv_addresses={"a": "a:1", "b": "b:1"}
+    )
     choice = route.choice("a", "http://a")
     assert (choice.kv_peer, choice.new_chunks) == (kv_peer, new_chunks)
     assert (choice.replica, choice.url, choice.kv_address) == ("a", "http://a", "a:1")
 
 
 def test_a_replica_that_shares_nothing_is_not_asked() -> None:
-    route = Route(CHUNKS, cached={"a": 0, "b": 9}, kv_addresses={"a": "", "b": ""})
+    route = RoutedRequest(CHUNKS, cached={"a": 0, "b": 9}, kv_addresses={"a": "", "b": ""})
     choice = route.choice("a", "http://a")
     assert (choice.kv_peer, choice.new_chunks) == ("", 9)
 
@@ -84,7 +86,7 @@ def test_what_a_replica_reports_to_routers() -> None:
 
 def test_a_request_counts_for_one_replica_until_it_ends() -> None:
     in_flight = InFlight()
-    one, other = Route(in_flight=in_flight), Route(in_flight=in_flight)
+    one, other = RoutedRequest(in_flight=in_flight), RoutedRequest(in_flight=in_flight)
     one.assign("a")
     other.assign("a")
     other.assign("b")

@@ -15,7 +15,7 @@ POLICIES = (ROUND_ROBIN, LEAST_LOAD, PREFIX, FETCH)
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class GatewayRoute:
     """replica: by name. source: the one that may have more of the prompt, or None."""
 
     replica: str
@@ -25,7 +25,7 @@ class Route:
 class Policy(Protocol):
     """Chooses among the replicas that get requests."""
 
-    def choose(self, request: Request, loads: Mapping[str, int]) -> Route:
+    def choose(self, request: Request, loads: Mapping[str, int]) -> GatewayRoute:
         """loads: requests of each replica; there is at least one."""
         ...
 
@@ -40,10 +40,10 @@ class RoundRobin:
     def __init__(self) -> None:
         self._next = 0
 
-    def choose(self, request: Request, loads: Mapping[str, int]) -> Route:
+    def choose(self, request: Request, loads: Mapping[str, int]) -> GatewayRoute:
         names = list(loads)
         self._next = (self._next + 1) % len(names)
-        return Route(names[self._next])
+        return GatewayRoute(names[self._next])
 
     def drop(self, replica: str) -> None:
         """Nothing is remembered."""
@@ -55,9 +55,11 @@ class LeastLoad:
     def __init__(self, chance: random.Random) -> None:
         self._chance = chance
 
-    def choose(self, request: Request, loads: Mapping[str, int]) -> Route:
+    def choose(self, request: Request, loads: Mapping[str, int]) -> GatewayRoute:
         least = min(loads.values())
-        return Route(self._chance.choice([name for name, load in loads.items() if load == least]))
+        return GatewayRoute(
+            self._chance.choice([name for name, load in loads.items() if load == least])
+        )
 
     def drop(self, replica: str) -> None:
         """Nothing is remembered."""
@@ -73,11 +75,11 @@ class PrefixAware:
         self._spill, self._fetches = spill, fetches
         self._table = PrefixTable(max_chunks)
 
-    def choose(self, request: Request, loads: Mapping[str, int]) -> Route:
+    def choose(self, request: Request, loads: Mapping[str, int]) -> GatewayRoute:
         first = self._table.rank(request.chunks, loads, self._spill)[0]
         source = self._source(request, loads, first) if self._fetches else None
         self._table.add(request.chunks, first)
-        return Route(first, source)
+        return GatewayRoute(first, source)
 
     def drop(self, replica: str) -> None:
         self._table.drop(replica)
@@ -126,7 +128,7 @@ class Gateway:
     def __init__(self, policy: Policy, loads: dict[str, int]) -> None:
         self.policy, self.loads = policy, loads
 
-    def choose(self, request: Request, gone: frozenset[str]) -> Route | None:
+    def choose(self, request: Request, gone: frozenset[str]) -> GatewayRoute | None:
         """A replica, of those that are not gone if there is another. None if there is none."""
         loads: Mapping[str, int] = self.loads
         if gone:

@@ -33,7 +33,7 @@ from localgen.cluster.config import (
 from localgen.cluster.gateway import Gateway
 from localgen.cluster.machines import Build, Machines, require_version
 from localgen.cluster.replica import EngineReplica
-from localgen.cluster.route import URL, Asked, Choice, InFlight, Route
+from localgen.cluster.route import URL, Asked, Choice, InFlight, RoutedRequest
 from localgen.cluster.totals import NO_REPLICA
 from localgen.hub.resolve import resolve_model
 from localgen.server.http.access import open_tcp_socket
@@ -99,7 +99,7 @@ class GatewayServer:
         self, replicas: DeploymentHandle[Any], asked: Asked, gone: frozenset[str]
     ) -> AsyncIterator[Choice]:
         """A slot of a replica. Raises ServerUnavailable if there is none and none is started."""
-        route = Route(asked.chunks, asked.model, asked.wanted, gone, self._in_flight)
+        route = RoutedRequest(asked.chunks, asked.model, asked.wanted, gone, self._in_flight)
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(route.end)
             try:

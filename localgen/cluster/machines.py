@@ -25,8 +25,8 @@ class VersionError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What all parts of a cluster share. version: of localgen. secret: by which replicas know the
-    gateway."""
+    """Facts that all parts of a cluster share. version: of localgen. secret: by which replicas know
+    the gateway."""
 
     version: str
     secret: str

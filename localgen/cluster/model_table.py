@@ -12,7 +12,7 @@ LOAD_SPILL = 16
 
 
 class ModelTable:
-    """What replicas report, and what they have been given since."""
+    """The models that replicas report, and those of requests that they got since."""
 
     def __init__(self) -> None:
         self._given_s: dict[tuple[str, str], float] = {}

@@ -65,7 +65,7 @@ def _signal_group(engine: subprocess.Popen[bytes], number: signal.Signals) -> No
 
 
 def engine_stats(model: str, pid: int, metrics: str) -> dict[str, Any]:
-    """What is known of an engine, in the form of localgen's /v1/stats.
+    """Statistics of an engine, in the form of localgen's /v1/stats.
 
     metrics: its /metrics, or empty. Raises ServerUnavailable if that is no page of metrics.
     """

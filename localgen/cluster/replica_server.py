@@ -27,7 +27,7 @@ _log = logging.getLogger("localgen.cluster")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaOptions:
-    """What the actor gives to its server.
+    """Options of a replica's server, from its actor.
 
     model: None for the built-in default. load: how to load it. must_share: end if the model's
     prefixes cannot be shared. gateway_secret, timeout_s: of AccessPolicy. command: of another

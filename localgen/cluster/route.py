@@ -1,4 +1,4 @@
-"""What a replica is chosen for, what is found out on the way, and the choice."""
+"""A request to be routed, what the router knows of it, and the choice of a replica."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIN_FETCH_CHUNKS = 2
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a replica is chosen for.
+    """The request for which a replica is chosen.
 
     chunks: of the prompt. model: its name, or empty. wanted: the replica that must answer, or None.
     """
@@ -55,7 +55,7 @@ class InFlight:
 
 
 @dataclass(slots=True)
-class Route:
+class RoutedRequest:
     """The argument of choose_replica(): a request, and what the router finds out about it.
 
     chunks: of its prompt. model: its name, or empty for the one that all have. wanted: the replica
@@ -105,7 +105,7 @@ class Route:
 
 
 def routing_stats(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """What a replica reports to routers. stats: /v1/stats of its server."""
+    """The routing statistics of a replica. stats: /v1/stats of its server."""
     names = set[str]()
     for model in stats["models"]:
         names |= {model["name"], model["id"], *model.get("names", ())}

@@ -9,7 +9,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from localgen.cluster.model_table import ModelTable, serving
 from localgen.cluster.prefix_table import TOKENS_PER_CHUNK, PrefixTable
-from localgen.cluster.route import KV_ADDRESS, KV_CAPACITY, MODELS, Route
+from localgen.cluster.route import KV_ADDRESS, KV_CAPACITY, MODELS, RoutedRequest
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
@@ -29,7 +29,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        route: Route = pending_request.args[0] if pending_request else Route()
+        route: RoutedRequest = pending_request.args[0] if pending_request else RoutedRequest()
         by_id = {_name(replica.replica_id): replica for replica in candidate_replicas}
         if not by_id:
             return []
@@ -49,7 +49,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         ranked = [by_id[name] for name in names]
         return [ranked[:1], ranked[1:]] if len(ranked) > 1 else [ranked]
 
-    def _rank(self, route: Route, by_id: Mapping[str, RunningReplica]) -> list[str]:
+    def _rank(self, route: RoutedRequest, by_id: Mapping[str, RunningReplica]) -> list[str]:
         """All replicas, best first: those with the model, and of these the one with the prefix."""
         # not what replicas report to Ray: it forgets that after some seconds, and a gateway that is
         # killed leaves requests there which never end
