@@ -40,9 +40,10 @@ def main() -> int:
     settings = ServerSettings.from_environment()
     try:
         with hold_lock(settings):
-            for folder in settings.runtime_dir.glob(REPLICA_DIRS):  # of actors that were killed
+            status = Owner(sys.argv[1]).run()
+            for folder in settings.runtime_dir.glob(REPLICA_DIRS):  # Ray does not wait for actors
                 shutil.rmtree(folder, ignore_errors=True)
-            return Owner(sys.argv[1]).run()
+            return status
     except LocalgenError as error:
         print(f"error: {one_line(error.message)}", file=sys.stderr)
         return 1
