@@ -137,7 +137,7 @@ def kill(cluster: Cluster, victim: str) -> float:
 
 @dataclass(slots=True)
 class Kills:
-    """What was measured, by victim. error_s: from the kill to the end of a request that ran."""
+    """Measurements by victim. error_s: from the kill to the end of a request that was running."""
 
     recovery_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     error_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -172,7 +172,7 @@ class Kills:
 
 
 def run(cluster: Cluster, kills: int, victims: list[str]) -> tuple[Kills, set[psutil.Process]]:
-    """Kill so many processes under load; returns what was measured, and all processes seen."""
+    """Kill processes under load. Returns the measurements, and all processes of the cluster."""
     found, seen = Kills(), set[psutil.Process]()
     load = Load(cluster.url)
     threads = [threading.Thread(target=load.run, args=(n,)) for n in range(_MANY_STREAMS)]

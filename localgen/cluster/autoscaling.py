@@ -31,7 +31,7 @@ class ScalingPolicy:
     ttft_slo_ms: int | None = None
 
     def desired(self, replicas: int, requests: float, ttft_p95_ms: float) -> int:
-        """The number of replicas for so many requests. replicas: ready and starting ones.
+        """The number of replicas that `requests` need. replicas: ready and starting ones.
 
         First tokens that are late while replicas are idle call for no more of them: then the prompt
         itself takes that long.
@@ -59,7 +59,7 @@ class ScalingPolicy:
 
 
 def scaling_stats(stats: Mapping[str, Any]) -> dict[str, float]:
-    """What a replica reports. stats: /v1/stats of its server.
+    """Load of a replica, for ScalingPolicy. stats: /v1/stats of its server.
 
     A request that waits for its first token counts with the time that it has waited.
     """

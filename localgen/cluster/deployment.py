@@ -169,7 +169,7 @@ def _replicas(
     machines: int | None,
     **number: Any,
 ) -> serve.Application:
-    """A deployment of replicas, at most so many, spread over so many machines, or as Ray chooses.
+    """A deployment of at most `most` replicas, spread over the machines, or as Ray chooses.
 
     number: arguments of serve.deployment that say how many there are.
     """
@@ -208,7 +208,7 @@ def end_replicas(config: ClusterConfig) -> None:
 
 
 def delete_app() -> None:
-    """Delete the application from a Ray cluster that goes on, with requests that run.
+    """Delete the application from a Ray cluster that keeps running; its requests are cut off.
 
     Raises LoadFailed if that takes too long.
     """
