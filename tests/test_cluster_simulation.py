@@ -16,6 +16,7 @@ from benchmarks.simulation.autoscaler import Autoscaler, Bounds
 from benchmarks.simulation.cluster import Cluster, Fleet
 from benchmarks.simulation.costs import FOLDER, EngineCosts, load_costs
 from benchmarks.simulation.gateway import FETCH, LEAST_LOAD, POLICIES, PREFIX, ROUND_ROBIN, Routing
+from benchmarks.simulation.machine import fair_shares
 from benchmarks.simulation.measured_costs import fit_factors
 from benchmarks.simulation.outcome import Outcome
 from benchmarks.simulation.prefix_cache import BlockCache, SlotCache
@@ -23,6 +24,7 @@ from benchmarks.simulation.request import Request, Segment
 from benchmarks.simulation.workload import Workload, conversations, recorded
 from localgen.backends.llamacpp.shared_cache import MAX_CACHED_TOKENS, MIN_CACHED_PREFIXES
 from localgen.bench.measured_request import MeasuredRequest
+from localgen.bench.prompts import WordPrompts
 from localgen.cluster.autoscaling import ScalingPolicy
 
 COSTS = EngineCosts(
@@ -113,7 +115,9 @@ def test_a_batch_takes_the_steps_that_its_costs_say() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_runs_of_steps_take_as_long_as_single_steps(policy: str) -> None:
-    fleet = Fleet(replicas=4, replicas_per_machine=2, cores=1, start_s=1.0, mean_life_s=40.0)
+    fleet = Fleet(
+        replicas=4, replicas_per_machine=2, slowdowns=(1.0, 2.0), start_s=1.0, mean_life_s=40.0
+    )
     requests = workload(1500, rate=25.0)
     outcomes = [
         Cluster(fleet, COSTS, routing(policy, gateways=2), one_by_one=one_by_one).play(requests)
@@ -207,9 +211,13 @@ def test_least_load_keeps_replicas_equally_busy() -> None:
 
 def test_replicas_on_one_core_take_twice_as_long() -> None:
     requests = [replace(each, arrival_s=0.0) for each in prompts_in_turn(2, 1, 0.0)]
-    alone = play(requests, ROUND_ROBIN, fleet=Fleet(replicas=2, replicas_per_machine=2, cores=2))
-    shared = play(requests, ROUND_ROBIN, fleet=Fleet(replicas=2, replicas_per_machine=2, cores=1))
-    assert list(shared.e2e_s) == pytest.approx([2 * each for each in alone.e2e_s])
+
+    def times_with(cores: int) -> list[float]:
+        slowdowns = fair_shares(2, 4, cores)
+        fleet = Fleet(replicas=2, replicas_per_machine=2, slowdowns=slowdowns)
+        return list(play(requests, ROUND_ROBIN, fleet=fleet).e2e_s)
+
+    assert times_with(4) == pytest.approx([2 * each for each in times_with(8)])
 
 
 def test_the_least_recently_used_segments_leave_the_blocks() -> None:
@@ -311,8 +319,8 @@ def test_the_command_prints_the_same_figures_for_a_seed(
 
 
 def test_the_requests_of_a_real_cluster_are_simulated_with_the_tokens_that_it_counted() -> None:
-    planned = plan(60, rate=1.0, seed=3)
-    assert planned == plan(60, rate=1.0, seed=3)
+    planned = plan(60, 1.0, WordPrompts(3), seed=3)
+    assert planned == plan(60, 1.0, WordPrompts(3), seed=3)
     seen = set[int]()
     answered = []
     for each in planned:
@@ -325,7 +333,7 @@ def test_the_requests_of_a_real_cluster_are_simulated_with_the_tokens_that_it_co
     chunks = {(each.system, made.chunks[0]) for each, made in zip(planned, requests, strict=True)}
     assert len(chunks) == len(seen) == 8
     costs = replace(COSTS, kv_tokens=100_000)
-    figures = simulated_figures(requests, costs, ("a", "b"))
+    figures = simulated_figures(requests, costs, (1.0, 1.3), ("a", "b"))
     computed_once = sum(1500 + number for number in seen)
     prefixes = sum(request.prompt[0].tokens for request in requests)
     assert figures.hit_rate == pytest.approx((prefixes - computed_once) / (60 * 1600), rel=0.1)

@@ -17,6 +17,7 @@ from benchmarks.simulation.autoscaler import Autoscaler, Bounds
 from benchmarks.simulation.cluster import Cluster, Fleet
 from benchmarks.simulation.costs import EngineCosts, load_costs
 from benchmarks.simulation.gateway import POLICIES, Routing
+from benchmarks.simulation.machine import fair_shares
 from benchmarks.simulation.outcome import Outcome
 from benchmarks.simulation.request import Request
 from benchmarks.simulation.workload import Workload, conversations, recorded
@@ -133,10 +134,13 @@ def simulate(
     options: argparse.Namespace, costs: EngineCosts, replicas: int, policy: str, trace: Trace
 ) -> Outcome:
     """One row of the table."""
+    slowdowns: tuple[float, ...] = ()
+    if options.cores is not None:
+        slowdowns = fair_shares(options.replicas_per_machine, costs.threads, options.cores)
     fleet = Fleet(
         replicas=replicas,
         replicas_per_machine=options.replicas_per_machine,
-        cores=options.cores,
+        slowdowns=slowdowns,
         start_s=options.start,
         mean_life_s=options.mean_life,
         seed=options.seed,

@@ -27,7 +27,12 @@ from benchmarks.measure import ModelLine, Report, command, table
 from benchmarks.simulation.cluster import Cluster, Fleet
 from benchmarks.simulation.costs import EngineCosts
 from benchmarks.simulation.gateway import PREFIX, Routing
-from benchmarks.simulation.measured_costs import measure_costs, reload
+from benchmarks.simulation.measured_costs import (
+    counted_words,
+    measure_costs,
+    measure_slowdowns,
+    reload,
+)
 from benchmarks.simulation.request import Request, Segment
 from localgen.backends.memory.system import num_physical_cores
 from localgen.backends.types import Message
@@ -58,6 +63,7 @@ class Figures:
     """Of a play of all requests."""
 
     hit_rate: float
+    ttft_mean_s: float
     ttft_p50_s: float
     ttft_p95_s: float
     took_s: float
@@ -71,9 +77,9 @@ class Figures:
         return found
 
 
-def plan(num_requests: int, rate: float, seed: int) -> list[Planned]:
+def plan(num_requests: int, rate: float, words: WordPrompts, seed: int) -> list[Planned]:
     """Questions behind one of the system prompts, at Poisson times."""
-    chance, words = random.Random(seed), WordPrompts(seed)
+    chance = random.Random(seed)
     systems = [words.make(_SYSTEM_TOKENS) for _ in range(_NUM_SYSTEMS)]
     times = arrival_times(rate, is_poisson=True, seed=seed)
     planned = []
@@ -108,6 +114,7 @@ def real_figures(answered: Sequence[MeasuredRequest]) -> Figures:
     cached = sum(each.cached_tokens for each in answered)
     return Figures(
         cached / sum(each.prompt_tokens for each in answered),
+        statistics.mean(times_s),
         statistics.median(times_s),
         float(np.percentile(times_s, 95)),
         max(each.ended_s for each in answered) - min(each.sent_s for each in answered),
@@ -148,19 +155,23 @@ def simulated_requests(
 
 
 def simulated_figures(
-    requests: Sequence[Request], costs: EngineCosts, names: tuple[str, ...]
+    requests: Sequence[Request],
+    costs: EngineCosts,
+    slowdowns: tuple[float, ...],
+    names: tuple[str, ...],
 ) -> Figures:
-    """names: of the real replicas, all on this machine."""
+    """slowdowns: of replicas that share this machine. names: of the real ones."""
     fleet = Fleet(
         replicas=len(names),
         replicas_per_machine=len(names),
-        cores=num_physical_cores(),
+        slowdowns=slowdowns,
         names=names,
     )
     routing = Routing(policy=PREFIX, spill=ClusterConfig().spill, max_chunks=MAX_CHUNKS)
     outcome = Cluster(fleet, costs, routing).play(requests)
     return Figures(
         outcome.hit_rate,
+        statistics.mean(outcome.ttft_s),
         outcome.ttft_percentile_s(50),
         outcome.ttft_percentile_s(95),
         outcome.took_s - requests[0].arrival_s + costs.request_s,
@@ -182,7 +193,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--replicas", default="2,4", help="with commas (default: 2,4)")
-    parser.add_argument("--requests", type=int, default=100)
+    parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--load", type=float, default=0.4, help="of the cores (default: 0.4)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-costs", type=Path, help="file for the measured costs")
@@ -194,14 +205,18 @@ def main(arguments: list[str] | None = None) -> int:
         with running_cluster(replicas, options.model) as cluster:
             infos = [reload(each, options.model, _THREADS) for each in cluster.runtime_dirs]
             costs = costs or measure_costs(cluster, infos[0], _THREADS)
-            print(costs, file=sys.stderr, flush=True)
-            reload(cluster.runtime_dirs[0], options.model, _THREADS)
-            planned = plan(options.requests, rate_for(costs, options.load), options.seed)
+            slowdowns = measure_slowdowns(cluster)
+            print(costs, slowdowns, file=sys.stderr, flush=True)
+            words = counted_words(cluster, options.seed)
+            for folder in cluster.runtime_dirs:
+                reload(folder, options.model, _THREADS)
+            rate = rate_for(costs, options.load)
+            planned = plan(options.requests, rate, words, options.seed)
             answered = play(cluster, planned)
             names = tuple(httpx.get(f"{cluster.url}/v1/stats").json()["replicas"])
         real = real_figures(answered)
         requests = simulated_requests(planned, answered, options.model)
-        simulated = simulated_figures(requests, costs, names)
+        simulated = simulated_figures(requests, costs, slowdowns, names)
         print(table(_HEAD, real.rows(simulated, replicas)), flush=True)
         for side, figures in (("real", real), ("simulated", simulated)):
             for name in figures.__slots__:

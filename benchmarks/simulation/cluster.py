@@ -22,7 +22,7 @@ MAX_TRIES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """replicas: at the start. cores: of a machine with replicas_per_machine, or None for enough.
+    """replicas: at the start. slowdowns: see Machine.
 
     start_s: until a new replica is ready. mean_life_s: of a replica until it dies, or None.
     names: of the replicas at the start, as rendezvous hashing depends on them; default: numbered.
@@ -30,7 +30,7 @@ class Fleet:
 
     replicas: int
     replicas_per_machine: int = 1
-    cores: int | None = None
+    slowdowns: tuple[float, ...] = ()
     start_s: float = 0.0
     mean_life_s: float | None = None
     seed: int = 0
@@ -202,7 +202,7 @@ class Cluster:
         number = self._num_created
         self._num_created += 1
         if number % self._fleet.replicas_per_machine == 0:
-            self._machines.append(Machine(self._fleet.cores, self._costs.threads))
+            self._machines.append(Machine(self._fleet.slowdowns))
         replica = Replica(
             self.env,
             self._fleet.names[number] if number < len(self._fleet.names) else f"replica-{number}",

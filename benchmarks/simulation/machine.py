@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 
@@ -14,13 +15,13 @@ class Computing(Protocol):
 
 
 class Machine:
-    """Processor sharing: more threads than cores slow all of them.
+    """All replicas that compute are slowed by the same factor.
 
-    cores: None for as many as there are threads.
+    slowdowns: how many times as long as alone a step takes with 1, 2, … of them; empty: 1.
     """
 
-    def __init__(self, cores: int | None, threads: int) -> None:
-        self._cores, self._threads = cores, threads
+    def __init__(self, slowdowns: Sequence[float]) -> None:
+        self._slowdowns = slowdowns
         self._computing: list[Computing] = []
         self.slowdown = 1.0
 
@@ -34,11 +35,16 @@ class Machine:
         self._share()
 
     def _share(self) -> None:
-        if self._cores is None:
+        if not self._slowdowns or not self._computing:
             return
-        slowdown = max(1.0, len(self._computing) * self._threads / self._cores)
+        slowdown = self._slowdowns[len(self._computing) - 1]
         if slowdown == self.slowdown:
             return
         self.slowdown = slowdown
         for replica in self._computing:
             replica.set_slowdown(slowdown)
+
+
+def fair_shares(replicas: int, threads: int, cores: int) -> tuple[float, ...]:
+    """Slowdowns of replicas with so many threads each that share cores without other losses."""
+    return tuple(max(1.0, count * threads / cores) for count in range(1, replicas + 1))

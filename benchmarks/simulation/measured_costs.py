@@ -22,6 +22,7 @@ from localgen.config import ServerSettings
 
 _PROMPT_TOKENS = (120, 400, 800, 1500)
 _BATCHES = (1, 2, 4, 8)
+_BUSY_ROUNDS = 6
 _ROUNDS, _DECODE_TOKENS, _SHORT_TOKENS, _SHORT_REQUESTS = 3, 256, 40, 20
 
 
@@ -47,10 +48,16 @@ def reload(folder: Path, model: str, threads: int) -> ModelInfo:
         return client.load(model, options, keep_alive="-1")
 
 
+def counted_words(cluster: Cluster, seed: int) -> WordPrompts:
+    """Prompts that know how many tokens a word has."""
+    words = WordPrompts(seed)
+    words.count(probe := words.make(200), _ask(cluster.replicas[0], probe, 2).prompt_tokens)
+    return words
+
+
 def measure_costs(cluster: Cluster, info: ModelInfo, threads: int) -> EngineCosts:
     """Costs of the first replica, while the others are idle. info: of its model."""
-    words, replica = WordPrompts(1), cluster.replicas[0]
-    words.count(probe := words.make(200), _ask(replica, probe, 2).prompt_tokens)
+    words, replica = counted_words(cluster, 1), cluster.replicas[0]
     decodes = [_decode(replica, words, count) for count in _BATCHES for _ in range(_ROUNDS)]
     decodes += [_decode(replica, words, 1, _PROMPT_TOKENS[-1]) for _ in range(_ROUNDS)]
     step_s, sequence_s, context_token_s = fit_factors(
@@ -88,6 +95,26 @@ def measure_costs(cluster: Cluster, info: ModelInfo, threads: int) -> EngineCost
         cache=SLOTS,
         threads=threads,
     )
+
+
+def measure_slowdowns(cluster: Cluster) -> tuple[float, ...]:
+    """How many times as long as alone prompts take with 1, 2, … replicas that compute."""
+    words, replicas = counted_words(cluster, 2), cluster.replicas
+    times_s = [_busy_prompt_s(replicas[:count], words) for count in range(1, len(replicas) + 1)]
+    return tuple(each_s / times_s[0] for each_s in times_s)
+
+
+def _busy_prompt_s(replicas: Sequence[Target], words: WordPrompts) -> float:
+    """Median time of prompts, with one in each replica at any time."""
+    prompts = [[words.make(_PROMPT_TOKENS[-1]) for _ in range(_BUSY_ROUNDS)] for _ in replicas]
+
+    def ask_all(replica: Target, mine: list[str]) -> list[float]:
+        return [_prompt_s(_ask(replica, prompt, 2)) for prompt in mine]
+
+    with ThreadPoolExecutor(len(replicas)) as pool:
+        times_s = list(pool.map(ask_all, replicas, prompts))
+    # in the last round others may have ended
+    return statistics.median(each_s for mine in times_s for each_s in mine[:-1])
 
 
 def _ask(target: Target, prompt: Prompt, tokens: int) -> MeasuredRequest:
