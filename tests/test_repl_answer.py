@@ -205,7 +205,7 @@ def test_the_live_part_never_outgrows_the_terminal() -> None:
     live = LiveAnswer(shown, used_tokens=0, max_context=100)
     live.feed("```\n" + "\n".join(map(str, range(100))), 1)
     live._print_finished()
-    rows = live._render_unfinished()
+    rows = [*live._render_unfinished(), *live._render_status()]
     assert len(rows) <= 9
     text = "\n".join("".join(segment.text for segment in row) for row in rows)
     assert "99" in text
@@ -226,12 +226,69 @@ def test_without_figures_the_live_part_is_the_answer_alone() -> None:
 def test_rows_that_a_narrower_terminal_wraps_are_removed_whole(columns: int, rows: int) -> None:
     shown = console(force_terminal=True)
     live = LiveRows(shown)
-    live.draw([], [[Segment("a" * 50)], [Segment("b" * 7)]])
+    live.draw([], [[Segment("a" * 50)]], [[Segment("b" * 7)]])
     assert isinstance(shown.file, io.StringIO)
     shown.file.truncate(shown.file.seek(0))
     shown.width = columns
-    live.draw([[Segment("lasting")]], [])
+    live.draw([[Segment("lasting")]])
     assert shown.file.getvalue() == "\r" + "\x1b[1A\x1b[2K" * rows + "lasting\n"
+
+
+class Tmux:
+    """A screen that wraps lines again at a resize, and has room at its end meanwhile: the rows that
+    this adds scroll out at the top, where nothing erases them."""
+
+    def __init__(self, columns: int) -> None:
+        self._columns, self._num_gone = columns, 0
+        self._lines = [*["above"] * 8, ""]
+
+    def _rows(self) -> list[str]:
+        rows = []
+        for line in self._lines:
+            starts = range(0, max(1, len(line)), self._columns)
+            rows += [line[start : start + self._columns] for start in starts]
+        return rows
+
+    def resize(self, columns: int) -> None:
+        before, self._columns = len(self._rows()), columns
+        self._num_gone += max(0, len(self._rows()) - before)
+
+    def write(self, output: str) -> None:
+        for part in re.findall(r"\x1b\[1A\x1b\[2K|\n|\x1b\[[?0-9;]*[a-zA-Z]|[^\x1b\n]+", output):
+            if part == "\x1b[1A\x1b[2K":
+                if len(self._rows()) - 1 > self._num_gone:
+                    *self._lines, last, _ = self._lines
+                    kept = last[: (len(last) - 1) // self._columns * self._columns] if last else ""
+                    self._lines += [kept, ""] if kept else [""]
+            elif part == "\n":
+                self._lines.append("")
+            elif part[0] != "\x1b":
+                self._lines[-1] += part.replace("\r", "")
+
+    @property
+    def text(self) -> str:
+        return "".join(self._lines).replace(" ", "").replace("above", "")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_resize_repeats_and_loses_nothing(seed: int) -> None:
+    rng = random.Random(seed)
+    words = [f"w{number}" for number in range(150)]
+    texts = [f"**{word}** " if rng.random() < 0.1 else f"{word} " for word in words]
+    texts = [text + "\n\n" * (rng.random() < 0.05) for text in texts]
+    shown = console(force_terminal=True, width=60, height=200, color_system=None)
+    terminal = Tmux(60)
+    live = LiveAnswer(shown, used_tokens=0, max_context=None, shows_figures=seed % 2 == 0)
+    assert isinstance(shown.file, io.StringIO)
+    for number, text in enumerate(texts, 1):
+        live.feed(text, number)
+        live._print_finished(last=number == len(texts))
+        terminal.write(shown.file.getvalue())
+        shown.file.truncate(shown.file.seek(0))
+        if rng.random() < 0.1:
+            shown.width = rng.randint(25, 90)
+            terminal.resize(shown.width)
+    assert terminal.text == "".join(words)
 
 
 def test_a_terminal_ends_with_the_whole_text_and_no_live_line() -> None:
@@ -405,7 +462,7 @@ def test_the_key_that_ends_the_reasoning_is_shown_meanwhile() -> None:
     live = LiveAnswer(shown, used_tokens=10, max_context=None, reasoning_hint="KEY answers now")
 
     def drawn_below() -> str:
-        return "".join(part.text for row in live._render_unfinished() for part in row)
+        return "".join(part.text for row in live._render_status() for part in row)
 
     assert "KEY" not in drawn_below()
     live.feed("", 1, THOUGHT)

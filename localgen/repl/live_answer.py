@@ -15,7 +15,7 @@ from localgen.backends.terminal_text import ProseStream, one_line
 from localgen.backends.types import PromptProgress
 from localgen.chat import report
 from localgen.chat.markup import split_blocks
-from localgen.repl.live_rows import LiveRows, Row
+from localgen.repl.live_rows import LiveRows, Row, drop_characters, num_characters
 from localgen.repl.markdown import render_block
 
 RENDER_INTERVAL_S = 0.08
@@ -58,6 +58,8 @@ class LiveAnswer:
         self._escaped_reasoning, self._escaped_text = ProseStream(), ProseStream()
         self._reasoning = ""
         self._unfinished_text = ""
+        self._num_shown = 0  # characters of what follows that a resize made lasting
+        self._is_cut = False  # the live part is only the end of what is not printed
         self._printed_any = False
         self._notice = ""
         self._tokens = 0
@@ -146,6 +148,8 @@ class LiveAnswer:
         if last:
             self._reasoning += self._escaped_reasoning.feed("", last=True)
             self._unfinished_text += self._escaped_text.feed("", last=True)
+        if not self._is_cut:
+            self._num_shown += num_characters(self._live.take_resized())
         thought = self._take_reasoning_lines(last=last or bool(self._unfinished_text))
         blocks, self._unfinished_text = split_blocks(self._unfinished_text)
         if last:
@@ -156,7 +160,12 @@ class LiveAnswer:
             self._printed_any = True
         for block in blocks:
             lasting += self._render_block(block)
-        self._live.draw(lasting, [] if last else self._render_unfinished())
+        shown, self._num_shown = self._num_shown, max(0, self._num_shown - num_characters(lasting))
+        lasting = drop_characters(lasting, shown)
+        if last:
+            self._live.draw(lasting)
+        else:
+            self._live.draw(lasting, self._render_unfinished(), self._render_status())
 
     def _take_reasoning_lines(self, *, last: bool) -> str:
         """Remove and return the complete lines of reasoning, or all of it if `last`."""
@@ -178,11 +187,16 @@ class LiveAnswer:
     def _render_unfinished(self) -> list[Row]:
         rows = self._render_thought(self._reasoning) if self._reasoning else []
         rows += render_block(self._console, self._unfinished_text)
+        has_gap = rows and self._printed_any and not (self._reasoning or self._num_shown)
+        rows = drop_characters(rows, self._num_shown)
         # rows beyond the screen height would be pushed into the scrollback at every repaint
         reserved = _RESERVED_ROWS + bool(self._notice)
         fitting = rows[-max(1, self._console.size.height - reserved) :]
-        has_gap = rows and self._printed_any and not self._reasoning
+        self._is_cut = len(fitting) < len(rows)
         gap: list[Row] = [[]] if has_gap else []
+        return [*gap, *fitting]
+
+    def _render_status(self) -> list[Row]:
         parts = (
             self._reasoning_hint if self._is_reasoning else "",
             report.live_stats_line(self.figures()) if self._shows_figures else "",
@@ -190,5 +204,4 @@ class LiveAnswer:
         stats = " · ".join(part for part in parts if part)
         below = [(one_line(self._notice), "yellow"), (stats, "dim")]
         lines = [Text(text, style=style, no_wrap=True) for text, style in below if text]
-        status = [row for line in lines for row in self._console.render_lines(line, pad=False)]
-        return [*gap, *fitting, *status]
+        return [row for line in lines for row in self._console.render_lines(line, pad=False)]
