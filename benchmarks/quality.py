@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from localgen.backends.cuda.model.source import open_gguf_source
 from localgen.backends.formats.hf.config import read_hf_config
 from localgen.backends.formats.hf.safetensors import NumpyCheckpoint
 from localgen.backends.formats.hf.tensor_names import LayerTensors
+from localgen.bench.estimates import bootstrap_interval
 from localgen.config import BUILT_IN_MODEL
 from localgen.hub.packaged import PACKAGED_MODELS, packaged_model
 from localgen.quant.calibrate.input_stats import calibration_dtype
@@ -59,6 +61,13 @@ RECIPES = {
     "gptq-8": Recipe(method="gptq", bits=8),
     "smoothquant, weights only": Recipe(method="smoothquant", bits=8),
     "fp8": Recipe(method="fp8", bits=8),
+    "symmetric gptq-4": Recipe(method="gptq", bits=4, asymmetry=0.0),
+    "symmetric gptq-3": Recipe(method="gptq", bits=3, asymmetry=0.0),
+}
+# recipes that are compared window by window, if both are measured
+COMPARED = {
+    "gptq-4": "symmetric gptq-4",
+    "gptq-3": "symmetric gptq-3",
 }
 # maximum perplexity: that of a plain prototype of each method on this text
 PERPLEXITY = {
@@ -79,10 +88,14 @@ EIGHT_BITS = 1.005
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Perplexity, and the mean KL divergence from the original model in nats per token."""
+    """Perplexity, and the KL divergence from the original model in nats per token, by window."""
 
     perplexity: float
-    divergence: float
+    divergences: tuple[float, ...]
+
+    @property
+    def divergence(self) -> float:
+        return statistics.fmean(self.divergences)
 
 
 class EvaluatedModel:
@@ -117,14 +130,13 @@ class EvaluatedModel:
         layers = [self._layer(index) for index in range(self.spec.num_layers)]
         if recipe is not None:
             layers = self._quantized(layers, recipe)
-        nats = divergence = 0.0
+        nats, divergences = 0.0, list[float]()
         for batch, original in zip(torch.split(self._trial, BATCH), self._original, strict=True):
             found = self._log_shares(layers, batch)
             nats -= float(found.gather(-1, batch[:, 1:, None]).double().sum())
-            apart = functional.kl_div(found, original, reduction="sum", log_target=True)
-            divergence += float(apart)
-        tokens = self._trial[:, 1:].numel()
-        return Loss(math.exp(nats / tokens), divergence / tokens)
+            apart = functional.kl_div(found, original, reduction="none", log_target=True)
+            divergences += apart.sum(-1).mean(-1).tolist()
+        return Loss(math.exp(nats / self._trial[:, 1:].numel()), tuple(divergences))
 
     @cached_property
     def _original(self) -> list[Tensor]:
@@ -134,12 +146,17 @@ class EvaluatedModel:
     def _quantized(self, layers: list[LayerTensors], recipe: Recipe) -> list[LayerTensors]:
         """Quantize layer by layer; each is calibrated with the outputs of the quantized ones."""
         found = []
-        hidden = embed_tokens(self.spec, self._embedding, self._calibration)
+        run = self._calibrating.run
+        hidden = original = embed_tokens(self.spec, self._embedding, self._calibration)
         for index, layer in enumerate(layers):
-            given = torch.split(hidden, BATCH)
-            taken = CalibrationLayer(index, layer, partial(iter, given), self._calibrating)
+            given, beside = torch.split(hidden, BATCH), torch.split(original, BATCH)
+            taken = CalibrationLayer(
+                index, layer, partial(iter, given), self._calibrating, partial(iter, beside)
+            )
             found.append(quantize_layer(taken, recipe).dequantize())
-            hidden = torch.cat([self._calibrating.run(index, found[-1], part) for part in given])
+            hidden = torch.cat([run(index, found[-1], part) for part in given])
+            if recipe.is_asymmetric:
+                original = torch.cat([run(index, layer, part) for part in beside])
         return found
 
     def _log_shares(self, layers: list[LayerTensors], ids: Tensor) -> Tensor:
@@ -202,6 +219,9 @@ def enter(report: Report, losses: dict[str, Loss], *, targets: bool = True) -> N
     found = {name: report.add("perplexity", name, "", [x.perplexity]) for name, x in losses.items()}
     for name, loss in losses.items():
         report.add("KL divergence", name, "mnats", [1e3 * loss.divergence])
+    for name, other in COMPARED.items():
+        if name in losses and other in losses:
+            report.add(f"KL minus that of {other}", name, "mnats", [*difference(losses, name)])
     if not targets:
         return
     for name, most in PERPLEXITY.items():
@@ -219,6 +239,15 @@ def enter(report: Report, losses: dict[str, Loss], *, targets: bool = True) -> N
             report.ratio(series, found["original"], EIGHT_BITS, at_least=False)
 
 
+def difference(losses: dict[str, Loss], name: str) -> tuple[float, float, float]:
+    """KL divergence of a recipe minus that of the one it is compared with, in thousandths of a
+    nat, and its 95 % interval: a paired bootstrap over windows."""
+    pairs = zip(losses[name].divergences, losses[COMPARED[name]].divergences, strict=True)
+    moved = [1e3 * (one - other) for one, other in pairs]
+    low, high = bootstrap_interval([moved], lambda groups: statistics.fmean(groups[0]))
+    return statistics.fmean(moved), low, high
+
+
 def text(report: Report, losses: dict[str, Loss]) -> str:
     """Return the tables of losses and of targets."""
     original = losses["original"].perplexity
@@ -231,9 +260,16 @@ def text(report: Report, losses: dict[str, Loss]) -> str:
         for check in report.checks
         for name, wanted, _, _, met in [check.row()]
     ]
+    compared = [
+        (name, other, f"{found[0]:+.2f}", "{1:+.2f} to {2:+.2f}".format(*found))
+        for name, other in COMPARED.items()
+        if name in losses and other in losses
+        for found in [difference(losses, name)]
+    ]
     return "\n".join(
         [
             table(("weights", "perplexity", "change", "KL divergence"), rows),
+            table(("weights", "beside", "KL difference, mnats", "95 % interval"), compared),
             table(("target", "wanted", "measured", "met"), checks),
         ]
     )

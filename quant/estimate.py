@@ -7,7 +7,11 @@ from dataclasses import dataclass
 import psutil
 
 from localgen.backends.formats.hf.tensor_names import linear_shapes
-from localgen.quant.calibrate.passes import gptq_factor_bytes, statistics_bytes
+from localgen.quant.calibrate.passes import (
+    gptq_factor_bytes,
+    paired_inputs_bytes,
+    statistics_bytes,
+)
 from localgen.quant.calibrate.scaling import scale_mappings
 from localgen.quant.files.packing import packing_layout
 from localgen.quant.preflight import PreparedQuantization
@@ -21,7 +25,8 @@ _ROUNDING_COPIES = 4
 class ResourceEstimate:
     """peak_bytes: peak memory of the process on the host. disk_bytes: peak disk usage.
 
-    output_bytes: weights of the result. states_bytes: activations of all windows before one layer.
+    output_bytes: weights of the result. states_bytes: activations of all windows before one layer,
+    also in the original model where the recipe compares them.
     batch_windows: windows that go through a layer together.
     """
 
@@ -39,7 +44,8 @@ def estimate_resources(
     spec = prepared.source.spec
     states = 0
     if prepared.windows is not None:
-        states = 4 * spec.hidden_size * prepared.windows.ids.numel()
+        models = 2 if prepared.recipe.is_asymmetric else 1
+        states = 4 * spec.hidden_size * prepared.windows.ids.numel() * models
     output = _written_bytes(prepared, mode)
     batch = max(1, _BATCH_TOKENS // prepared.seq_len)
     return ResourceEstimate(
@@ -113,4 +119,5 @@ def _forward_bytes(prepared: PreparedQuantization, batch_windows: int) -> int:
     width = spec.intermediate_size if spec.moe is None else spec.moe.intermediate_size
     # gate and up: separate, concatenated, activated and multiplied
     linears = 4 * batch_windows * length * 6 * (width + spec.hidden_size)
-    return linears + 8 * batch_windows * spec.num_heads * length**2
+    paired = paired_inputs_bytes(spec, prepared.recipe, batch_windows * length)
+    return linears + paired + 8 * batch_windows * spec.num_heads * length**2

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from localgen.backends.errors import DiskFull, OutOfMemory
 from localgen.backends.formats.hf.tensor_names import LayerTensors
@@ -22,14 +21,19 @@ from localgen.backends.memory.system import (
     total_memory_bytes,
 )
 from localgen.backends.units import format_size
-from localgen.quant.calibrate.activations import ActivationFile
+from localgen.quant.calibrate.activations import ActivationFiles
 from localgen.quant.calibrate.importance import (
     collect_importance,
     read_importance,
     write_importance,
 )
 from localgen.quant.calibrate.input_stats import calibration_dtype
-from localgen.quant.calibrate.layer_forward import CalibrationLayer, LayerForward, embed_windows
+from localgen.quant.calibrate.layer_forward import (
+    CalibrationLayer,
+    LayerForward,
+    LayerInputs,
+    embed_windows,
+)
 from localgen.quant.estimate import ResourceEstimate, estimate_resources
 from localgen.quant.files.packing import pack_linear, packing_layout
 from localgen.quant.files.safetensors_writer import streamed_tensor, write_safetensors
@@ -180,12 +184,15 @@ class QuantizeJob:
         resumed = self.work_folder.num_done_layers
         if self.mode == "round" and not self.work_folder.non_layer_file.is_file():
             self._write_non_layer_tensors()
-        states = self._open_activations(resumed)
+        states = self._open_activations("states")
+        originals = None
+        if self.prepared.recipe.is_asymmetric:
+            originals = self._open_activations("original-states")
         step = "quantizing" if self.mode == "round" else "calibrating"
         started_s = time.monotonic()
         for index in range(resumed, self.num_layers):
             on_event(ProgressEvent(step, index, self.num_layers, "layers"))
-            self._process_layer(index, states)
+            self._process_layer(index, states, originals)
         seconds = time.monotonic() - started_s
         on_event(ProgressEvent(step, self.num_layers, self.num_layers, "layers"))
         if self.mode == "round":
@@ -202,31 +209,42 @@ class QuantizeJob:
         )
 
     @torch.no_grad()
-    def _process_layer(self, index: int, states: ActivationFile | None) -> None:
+    def _process_layer(
+        self, index: int, states: ActivationFiles | None, originals: ActivationFiles | None
+    ) -> None:
+        """originals: states of the original model; None if the recipe does not compare them."""
         prepared = self.prepared
         spec, device = prepared.source.spec, prepared.device
         dtype = calibration_dtype(device, spec.hidden_size)
         forward = LayerForward(spec, prepared.seq_len, device, dtype)
 
-        def inputs() -> Iterator[Tensor]:
-            if states is not None:
-                for batch in states.batches():
-                    yield batch.to(device)
+        def advance(files: ActivationFiles, tensors: LayerTensors) -> None:
+            files.advance(index, lambda hidden: forward.run(index, tensors, hidden.to(device)))
 
+        def inputs(files: ActivationFiles | None) -> LayerInputs:
+            return lambda: (
+                batch.to(device) for batch in (() if files is None else files.batches(index))
+            )
+
+        tensors = prepared.source.read_layer(index, device)
+        is_last = index + 1 == self.num_layers
+        if originals is not None and not is_last:
+            advance(originals, tensors)
         found = self._compute_layer(
-            # the only reference: the original weights are freed before the next step
-            CalibrationLayer(index, prepared.source.read_layer(index, device), inputs, forward)
+            CalibrationLayer(index, tensors, inputs(states), forward, inputs(originals))
         )
+        del tensors  # the original weights are freed before the next step
         # the next layer gets the output of the written weights, bit for bit
         kept = {name: tensor.to(prepared.dtype) for name, tensor in found.tensors.items()}
-        if states is not None and index + 1 < self.num_layers:
+        if states is not None and not is_last:
             whole = {name: tensor.float() for name, tensor in kept.items()}
             whole |= {f"{name}.weight": one.dequantize() for name, one in found.weights.items()}
-            states.advance(lambda hidden: forward.run(index, whole, hidden.to(device)))
+            advance(states, whole)
             del whole
         self._write_layer(index, kept, found)
-        if states is not None:
-            states.delete(index)
+        for files in (states, originals):
+            if files is not None:
+                files.delete(index)
 
     def _compute_layer(self, layer: CalibrationLayer) -> QuantizedLayer:
         match self.mode:
@@ -257,16 +275,17 @@ class QuantizeJob:
             {name: source.streamed_tensor(name, dtype) for name in source.non_layer_names()},
         )
 
-    def _open_activations(self, num_done: int) -> ActivationFile | None:
+    def _open_activations(self, name: str) -> ActivationFiles | None:
+        """Files of the inputs of layers, the first one written; None without calibration."""
         source, windows = self.prepared.source, self.prepared.windows
         if windows is None:
             return None
-        states = ActivationFile(
+        states = ActivationFiles(
             self.work_folder.path,
             (*windows.ids.shape, source.spec.hidden_size),
-            layer=num_done,
             batch=self.estimate.batch_windows,
+            name=name,
         )
-        if num_done == 0 and not states.exists:
+        if self.work_folder.num_done_layers == 0 and not states.exists(0):
             states.write_first_layer(lambda part: embed_windows(source, windows.ids[part]))
         return states

@@ -86,6 +86,15 @@ def gptq(
     return digits
 
 
+def corrected(weight: Array, x: Array, original: Array, share: float, damping: float) -> Array:
+    """The weight [out, in] whose outputs for x [tokens, in] are closest to those of `weight` for
+    inputs moved by `share` towards the original model's: ridge regression, solved directly."""
+    wanted = (x + share * (original - x)) @ weight.T
+    ridge = np.sqrt(damping * np.mean(np.sum(x**2, 0))) * np.eye(x.shape[1])
+    rows, outs = np.vstack([x, ridge]), np.vstack([wanted, ridge @ weight.T])
+    return np.asarray(np.linalg.lstsq(rows, outs, rcond=None)[0].T)
+
+
 def awq_scales(weights: list[Array], x: Array, *, bits: int, size: int, clip: bool) -> Array:
     """Scales [in] of Lin et al. 2023: the power of mean |x| with the least ‖(Q(Ws)/s - W)x‖²."""
 

@@ -14,7 +14,7 @@ from benchmarks.quality import WINDOW, Loss, enter, main, windows
 
 def checks(**perplexities: float) -> dict[str, tuple[float, bool]]:
     report = Report(ModelLine("tiny", 1, 1), 1, True, 1, {})
-    losses = {name.replace("_", "-"): Loss(value, 0.0) for name, value in perplexities.items()}
+    losses = {name.replace("_", "-"): Loss(value, (0.0,)) for name, value in perplexities.items()}
     enter(report, losses)
     return {check.name: (check.value, check.met) for check in report.checks}
 

@@ -60,7 +60,8 @@ def quantized(
     spec, layer = case
     recipe = Recipe(method=method, bits=bits, group_size=8)
     forward = LayerForward(spec, LENGTH)
-    given = CalibrationLayer(INDEX, layer, inputs or inputs_of(spec), forward)
+    inputs = inputs or inputs_of(spec)
+    given = CalibrationLayer(INDEX, layer, inputs, forward, inputs)
     return quantize_layer(given, recipe)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from localgen.quant.calibrate.input_stats import InputStats
 from localgen.quant.calibrate.scaling import ScaleMapping
 from localgen.quant.methods.awq import round_awq, search_awq_scales
-from localgen.quant.methods.gptq import factor_hessian, gptq_grid, round_gptq
+from localgen.quant.methods.gptq import correct_inputs, factor_hessian, gptq_grid, round_gptq
 from localgen.quant.methods.grid import clipped_grid
 from localgen.quant.methods.w8a8 import round_to_int8, smoothquant_scales
 from localgen.quant.request.recipe import Recipe
@@ -80,6 +80,41 @@ def test_gptq_across_blocks_and_in_float32(ins: int) -> None:
     ours, theirs = loss(found.dequantize()), loss(torch.from_numpy((wanted - zeros) * steps))
     assert ours < 1.02 * theirs
     assert ours < 0.6 * loss(grid.fake_quantize(weight.view(8, -1, 32)).flatten(1))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("share", [0.25, 1.0])
+@pytest.mark.parametrize("desc_act", [True, False])
+def test_correction_of_inputs_is_the_least_squares_solution(
+    seed: int, share: float, desc_act: bool
+) -> None:
+    weight, x = problem(seed)
+    weight, x = weight.double(), x.double()
+    original = x + 0.3 * problem(seed + 50)[1].double()
+    factor = factor_hessian(x.t() @ x, damping=0.01, desc_act=desc_act, name="test")
+    mismatch = (original - x).t() @ x
+    found = correct_inputs(weight, mismatch, factor, share)
+    wanted = reference.corrected(weight.numpy(), x.numpy(), original.numpy(), share, 0.01)
+    np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_asymmetric_gptq_is_closer_to_the_original_outputs() -> None:
+    """On wrong inputs, rounded to the same grid, and never further from them than plain GPTQ."""
+    losses: dict[float, float] = dict.fromkeys((0.0, 0.25, 1.0), 0.0)
+    for seed in range(4):
+        weight, x = problem(seed)
+        original = x + 0.2 * problem(seed + 50)[1]
+        stats = InputStats(INS, INS, with_mismatch=True)
+        for part, pair in zip(torch.split(x, 64), torch.split(original, 64), strict=True):
+            stats.add(part, pair)
+        assert stats.mismatch is not None
+        grid = gptq_grid(weight, Recipe(method="gptq", bits=3, group_size=SIZE))
+        factor = factor_hessian(stats.hessian, damping=0.01, desc_act=True, name="test")
+        for share in losses:
+            target = correct_inputs(weight, stats.mismatch, factor, share)
+            rounded = round_gptq(target, grid, factor).dequantize()
+            losses[share] += float((x @ rounded.t() - original @ weight.t()).square().sum())
+    assert losses[1.0] < losses[0.25] < losses[0.0]
 
 
 def test_gptq_without_act_order_goes_from_left_to_right() -> None:

@@ -46,10 +46,19 @@ def reduced_precision_matmul() -> Iterator[None]:
 class InputStats:
     """Float32 statistics of the inputs x of one linear.
 
-    sum_squares, sum_abs: [in], sums of x² and of |x|. max_abs: [in], maximum of |x|.
+    sum_squares, sum_abs: [in], sums of x² and of |x|. max_abs: [in], maximum of |x|. mismatch:
+    [in, in], sums of (x₀ - x) xᵀ, with x₀ the same input in the original model; None if not
+    collected.
     """
 
-    def __init__(self, ins: int, block: int | None, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        ins: int,
+        block: int | None,
+        device: torch.device | str = "cpu",
+        *,
+        with_mismatch: bool = False,
+    ) -> None:
         """block: inputs per Gram block; None for no Gram blocks."""
         self.num_tokens = 0
         self.sum_squares = torch.zeros(ins, device=device)
@@ -58,9 +67,13 @@ class InputStats:
         size = block or 0
         self._gram_blocks = torch.zeros(ins // size if size else 0, size, size, device=device)
         self._mirrored = True
+        self.mismatch = torch.zeros(ins, ins, device=device) if with_mismatch else None
 
-    def add(self, x: Tensor) -> None:
-        """x: float32 or bfloat16 [tokens, in]. Products of bfloat16 are exact, and faster."""
+    def add(self, x: Tensor, original: Tensor | None = None) -> None:
+        """x: float32 or bfloat16 [tokens, in]. Products of bfloat16 are exact, and faster.
+
+        original: likewise, x₀ of the mismatch; needed if that is collected.
+        """
         if not len(x):
             return
         is_bf16 = x.dtype is torch.bfloat16
@@ -72,6 +85,9 @@ class InputStats:
         self.max_abs = torch.maximum(self.max_abs, magnitudes.amax(0))
         with reduced_precision_matmul() if is_bf16 else nullcontext():
             self._add_gram(x)
+            if self.mismatch is not None:
+                assert original is not None
+                self.mismatch.addmm_((original.float() - x).t(), x)
 
     def _add_gram(self, x: Tensor) -> None:
         if len(self._gram_blocks) == 1:
@@ -116,12 +132,18 @@ def collect_input_stats(layer: CalibrationLayer, stats: Mapping[str, InputStats]
 
     Raises LoadFailed for NaN or infinite activations.
     """
+    paired = {name for name, found in stats.items() if found.mismatch is not None}
+    originals: dict[str, Tensor] = {}
+
+    def keep_original(name: str, x: Tensor) -> None:
+        if name in paired:
+            originals[name] = x
 
     def hook(name: str, x: Tensor) -> None:
         if name in stats:
-            stats[name].add(x)
+            stats[name].add(x, originals.pop(name, None))
 
-    layer.run_inputs(hook)
+    layer.run_inputs(hook, keep_original if paired else None)
     for name, found in stats.items():
         if not found.sum_squares.isfinite().all():
             raise LoadFailed(

@@ -101,12 +101,14 @@ class CalibrationLayer:
 
     tensors: float32, by name within the layer, as in LayerNames. inputs: read only by methods that
     calibrate; the loss is smallest if they are outputs of the quantized layers before.
+    original_inputs: of the same batches in the original model; None if they are not available.
     """
 
     index: int
     tensors: LayerTensors
     inputs: LayerInputs
     forward: LayerForward
+    original_inputs: LayerInputs | None = None
 
     @property
     def spec(self) -> ModelSpec:
@@ -120,9 +122,19 @@ class CalibrationLayer:
         """Name in the checkpoint of a tensor or module of this layer."""
         return f"model.layers.{self.index}.{name}"
 
-    def run_inputs(self, hook: InputHook) -> None:
-        """Run all inputs through the layer, for the hook only."""
-        for hidden in self.inputs():
+    def run_inputs(self, hook: InputHook, original_hook: InputHook | None = None) -> None:
+        """Run all inputs through the layer, for the hook only.
+
+        original_hook: called with the inputs of the linears in the original model, before `hook`
+        for the same batch.
+        """
+        if original_hook is None:
+            for hidden in self.inputs():
+                self.forward.run(self.index, self.tensors, hidden, hook)
+            return
+        assert self.original_inputs is not None
+        for hidden, original in zip(self.inputs(), self.original_inputs(), strict=True):
+            self.forward.run(self.index, self.tensors, original, original_hook)
             self.forward.run(self.index, self.tensors, hidden, hook)
 
 

@@ -27,7 +27,12 @@ def iter_layer_stats(
     device = layer.weight(scale_mappings(spec)[0].source).device
     for mappings in split_into_passes(spec, recipe):
         stats = {
-            name: InputStats(_num_inputs(spec, mapping), block, device)
+            name: InputStats(
+                _num_inputs(spec, mapping),
+                block,
+                device,
+                with_mismatch=_needs_mismatch(mapping, recipe),
+            )
             for mapping in mappings
             for name, block in _gram_block_sizes(spec, mapping, recipe).items()
         }
@@ -60,6 +65,14 @@ def statistics_bytes(spec: ModelSpec, recipe: Recipe) -> int:
     )
 
 
+def paired_inputs_bytes(spec: ModelSpec, recipe: Recipe, num_tokens: int) -> int:
+    """Memory for the inputs of linears in the original model, of a batch of num_tokens tokens."""
+    if not recipe.is_asymmetric:
+        return 0
+    mappings = [one for one in scale_mappings(spec) if _needs_mismatch(one, recipe)]
+    return 4 * num_tokens * sum(_num_inputs(spec, mapping) for mapping in mappings)
+
+
 def gptq_factor_bytes(spec: ModelSpec, recipe: Recipe) -> int:
     """Memory for gptq's largest damped Hessian and its factor; 0 for other methods."""
     if recipe.method != "gptq":
@@ -82,6 +95,11 @@ def _gram_block_sizes(
     return dict.fromkeys([*firsts, mapping.stats_linear])
 
 
+def _needs_mismatch(mapping: ScaleMapping, recipe: Recipe) -> bool:
+    """An expert's tokens in the original model may be others, so its inputs have no pairs."""
+    return recipe.is_asymmetric and not mapping.is_routed
+
+
 def _num_inputs(spec: ModelSpec, mapping: ScaleMapping) -> int:
     return linear_shapes(spec)[mapping.linears[0]][1]
 
@@ -89,4 +107,5 @@ def _num_inputs(spec: ModelSpec, mapping: ScaleMapping) -> int:
 def _stats_bytes(spec: ModelSpec, mapping: ScaleMapping, recipe: Recipe) -> int:
     ins = _num_inputs(spec, mapping)
     blocks = _gram_block_sizes(spec, mapping, recipe).values()
-    return sum(4 * ins * ((block or 0) + 3) for block in blocks)
+    mismatch = ins if _needs_mismatch(mapping, recipe) else 0
+    return sum(4 * ins * ((block or 0) + mismatch + 3) for block in blocks)

@@ -21,6 +21,7 @@ class ScaleMapping:
     source: the norm or linear that produces it; source_start_row: its first output in the source.
     consumers: quantized linears that read it, grouped by the tokens they get (an expert gets only
     its own). router: a reader that is not quantized. stats_linear: a reader that gets all tokens.
+    is_routed: the consumers are experts, so which tokens they get depends on the router.
     num_repeats, repeat_channels: with grouped-query attention each run of repeat_channels channels
     occurs num_repeats times.
     """
@@ -31,6 +32,7 @@ class ScaleMapping:
     stats_linear: str
     source_start_row: int = 0
     router: str | None = None
+    is_routed: bool = False
     num_repeats: int = 1
     repeat_channels: int = 1
 
@@ -82,6 +84,7 @@ def scale_mappings(spec: ModelSpec) -> list[ScaleMapping]:
             consumers=gate_ups,
             stats_linear=names.router or gate_ups[0][0],
             router=names.router,
+            is_routed=names.router is not None,
         ),
         *(_down_mapping(spec, names, expert, gate_up) for expert, gate_up in enumerate(gate_ups)),
     ]
@@ -98,6 +101,7 @@ def _down_mapping(
         source_start_row=spec.intermediate_size if len(gate_up) == 1 else 0,
         consumers=((name,),),
         stats_linear=name,
+        is_routed=names.router is not None,
     )
 
 

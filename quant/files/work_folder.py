@@ -104,7 +104,7 @@ class WorkFolder:
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
         with atomic_write(self.path / INDEX_FILE) as path:
             path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        for left in (*self.path.glob("states-*.bin"), *self.path.glob(".*.unfinished")):
+        for left in (*self.path.glob("*states-*.bin"), *self.path.glob(".*.unfinished")):
             left.unlink()
         (self.path / _MANIFEST).unlink()
         self.path.rename(self.out)

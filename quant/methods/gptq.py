@@ -1,4 +1,7 @@
-"""GPTQ (Frantar et al. 2022): rounding by columns, each compensating earlier errors."""
+"""GPTQ (Frantar et al. 2022): rounding by columns, each compensating earlier errors.
+
+With the errors of the inputs too it is GPTAQ (Li et al. 2025, "asymmetric calibration").
+"""
 
 from __future__ import annotations
 
@@ -59,6 +62,20 @@ def factor_hessian(hessian: Tensor, *, damping: float, desc_act: bool, name: str
         f"the Hessian of {name} cannot be factored: its inputs are too similar in the calibration "
         "text; calibrate with more or other text"
     )
+
+
+def correct_inputs(
+    weight: Tensor, mismatch: Tensor, hessian_factor: HessianFactor, share: float
+) -> Tensor:
+    """The weight [out, in] whose outputs are closest to the original model's before rounding.
+
+    mismatch: [in, in], Σ (x₀ - x) xᵀ with x₀ the input in the original model. The least squares
+    solution W + share · W mismatch H⁻¹ for outputs W (x + share · (x₀ - x)) of inputs x. A share
+    below 1 keeps it from fitting the calibration text alone.
+    """
+    order, upper = hessian_factor.column_order, hessian_factor.inverse_upper
+    change = (weight @ mismatch)[:, order] @ upper.t() @ upper
+    return weight.add(change[:, torch.argsort(order)], alpha=share)
 
 
 def _invert_lower_triangular(lower: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from localgen.quant.calibrate.passes import iter_layer_stats
 from localgen.quant.calibrate.scaling import ScaleMapping, fold_scales
 from localgen.quant.files.packing import QuantizedWeight
 from localgen.quant.methods.awq import round_awq, scaled_blocks, search_awq_scales
-from localgen.quant.methods.gptq import factor_hessian, gptq_grid, round_gptq
+from localgen.quant.methods.gptq import correct_inputs, factor_hessian, gptq_grid, round_gptq
 from localgen.quant.methods.grid import round_to_nearest
 from localgen.quant.methods.w8a8 import round_to_fp8, round_to_int8, smoothquant_scales
 from localgen.quant.request.recipe import Recipe
@@ -139,8 +139,10 @@ def _quantize_gptq(layer: CalibrationLayer, recipe: Recipe) -> QuantizedLayer:
                 name=layer.full_name(linears[0]),
             )
             for name in linears:
-                weight = layer.weight(name)
-                weights[name] = round_gptq(weight, gptq_grid(weight, recipe), factor)
+                target = weight = layer.weight(name)
+                if seen.mismatch is not None:
+                    target = correct_inputs(weight, seen.mismatch, factor, recipe.asymmetry)
+                weights[name] = round_gptq(target, gptq_grid(weight, recipe), factor)
                 importance[name] = InputImportance(seen.sum_squares, seen.num_tokens)
     return QuantizedLayer(_unquantized_tensors(layer.tensors, weights), weights, importance)
 

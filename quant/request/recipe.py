@@ -40,8 +40,9 @@ class Recipe:
     Only rtn, awq and gptq have groups; smoothquant and fp8 have one scale per row.
     clip: awq and gptq search a smaller range for each group. desc_act: gptq rounds inputs in
     descending order of the Hessian's diagonal. damping: fraction of the Hessian's mean diagonal
-    that gptq adds to it. alpha: share of the activations' range that smoothquant moves into the
-    weights.
+    that gptq adds to it. asymmetry: share of the error of the inputs, those of the quantized layers
+    before, that gptq corrects (alpha of GPTAQ); 0 for none. alpha: share of the activations' range
+    that smoothquant moves into the weights.
     """
 
     method: QuantizeMethod
@@ -50,6 +51,7 @@ class Recipe:
     clip: bool = True
     desc_act: bool = True
     damping: float = 0.01
+    asymmetry: float = 0.25
     alpha: float = 0.5
 
     def __post_init__(self) -> None:
@@ -68,6 +70,11 @@ class Recipe:
     @property
     def has_groups(self) -> bool:
         return self.method in ("rtn", "awq", "gptq")
+
+    @property
+    def is_asymmetric(self) -> bool:
+        """The method compares activations with those of the original model."""
+        return self.method == "gptq" and self.asymmetry > 0
 
     @property
     def needs_calibration(self) -> bool:
