@@ -8,7 +8,6 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
-import localgen.quant
 from localgen.backends.runner.interface import (
     Chunk,
     ModelRunner,
@@ -18,7 +17,7 @@ from localgen.backends.runner.interface import (
 )
 from localgen.backends.runner.sequence import Sequence
 
-HELD_OUT = Path(localgen.quant.__file__).parent / "texts/heldout.txt"
+HELD_OUT = Path(__file__).parent / "data/choosing.txt"
 # tokens that replace an edited one
 _INSERTED = 3
 # a prompt and its answer

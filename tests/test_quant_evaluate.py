@@ -19,12 +19,7 @@ from torch import Tensor
 from localgen.backends.errors import InvalidRequest, LoadFailed, ModelNotFound
 from localgen.backends.formats.hf.tokenizer import HfTokenizer
 from localgen.quant import evaluate
-from localgen.quant.calibrate.text_windows import (
-    CALIBRATION_TEXT,
-    HELD_OUT_TEXT,
-    calibration_windows,
-    held_out_windows,
-)
+from localgen.quant.calibrate.text_windows import calibration_windows, held_out_windows
 from localgen.quant.evaluate_gguf import gguf_metrics
 from localgen.quant.files.layerwise_checkpoint import LayerwiseCheckpoint
 from localgen.quant.job import QuantizeJob
@@ -158,11 +153,3 @@ def test_unusable_texts_are_rejected(
         path.write_bytes(content)
     with pytest.raises(kind, match=message):
         calibration_windows(CalibrationConfig(path=path, seq_len=64), tokenizer)
-
-
-def test_the_texts_have_no_passage_in_common() -> None:
-    calibration, held_out = (path.read_text() for path in (CALIBRATION_TEXT, HELD_OUT_TEXT))
-    assert len(calibration.encode()) > 250_000
-    passages = {part for part in held_out.split("\n\n") if len(part) > 400}
-    assert passages
-    assert not [part for part in passages if part in calibration]

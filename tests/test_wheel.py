@@ -77,8 +77,11 @@ def test_holds_the_derived_model_and_not_its_source(wheel: zipfile.ZipFile, tmp_
         "localgen/hub/catalog.toml",
         "localgen/models/tiny.gguf",
         "localgen/py.typed",
+        "localgen/quant/texts/README.md",
         "localgen/quant/texts/calibration.txt",
-        "localgen/quant/texts/heldout.txt",
+        "localgen/quant/texts/heldout-chat.txt",
+        "localgen/quant/texts/heldout-code.txt",
+        "localgen/quant/texts/heldout-prose.txt",
     ]
     path = wheel.extract("localgen/models/tiny.gguf", tmp_path)
     reader = gguf.GGUFReader(path)

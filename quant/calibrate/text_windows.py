@@ -1,16 +1,10 @@
-"""Calibration text and held-out text as windows of tokens.
-
-Both texts in texts/ were made for localgen and have no restrictions beyond its licence: prose,
-letters and minutes written for it in a dozen languages, excerpts of its code and documentation,
-and generated chats, sums, tables and logs. Both use the same generator, so they share some phrases,
-but no prose, code or question.
-"""
+"""Calibration text and held-out text as windows of tokens; texts/README.md names their sources."""
 
 from __future__ import annotations
 
 import hashlib
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,7 +16,8 @@ from localgen.quant.request.recipe import CalibrationConfig
 
 _TEXTS = Path(__file__).parents[1] / "texts"
 CALIBRATION_TEXT = _TEXTS / "calibration.txt"
-HELD_OUT_TEXT = _TEXTS / "heldout.txt"
+# by domain, each with an equal share of the windows
+HELD_OUT_TEXTS = {domain: _TEXTS / f"heldout-{domain}.txt" for domain in ("prose", "code", "chat")}
 # only the first bytes of a longer file are used
 _MAX_BYTES = 64 << 20
 
@@ -30,11 +25,12 @@ _MAX_BYTES = 64 << 20
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenWindows:
     """ids: int64 [windows, seq_len]. source: description of the text. digest: of the ids, so
-    independent of the file's name."""
+    independent of the file's name. domains: of each window; empty for a text without domains."""
 
     ids: Tensor
     source: str
     digest: str
+    domains: tuple[str, ...] = ()
 
 
 def calibration_windows(calibration: CalibrationConfig, tokenizer: HfTokenizer) -> TokenWindows:
@@ -54,12 +50,31 @@ def calibration_windows(calibration: CalibrationConfig, tokenizer: HfTokenizer) 
 def held_out_windows(
     path: Path | None, tokenizer: HfTokenizer, seq_len: int, max_windows: int
 ) -> TokenWindows:
-    """The first windows of a text. path: None for localgen's held-out text.
+    """Windows spread evenly over a text. path: None for localgen's, in equal shares by domain.
 
+    The shares of max_windows differ by at most one, and are equal if one domain is too short.
     Raises as calibration_windows.
     """
-    ids = _tokenize_windows(path or HELD_OUT_TEXT, tokenizer, seq_len)[:max_windows]
-    return _windows(ids, "built-in held-out text" if path is None else path.name)
+    if path is not None:
+        ids = _tokenize_windows(path, tokenizer, seq_len)
+        return _windows(_spread(ids, max_windows), path.name)
+    texts = {
+        domain: _tokenize_windows(text, tokenizer, seq_len)
+        for domain, text in HELD_OUT_TEXTS.items()
+    }
+    shortest = min(map(len, texts.values()))
+    share, more = divmod(max_windows, len(texts))
+    counts = [min(share + (index < more), shortest) for index in range(len(texts))]
+    parts = [_spread(ids, count) for ids, count in zip(texts.values(), counts, strict=True)]
+    windows = _windows(torch.cat(parts), "built-in held-out text")
+    repeated = zip(texts, counts, strict=True)
+    return replace(windows, domains=tuple(d for domain, n in repeated for d in [domain] * n))
+
+
+def _spread(ids: Tensor, count: int) -> Tensor:
+    """At most `count` rows at equal distances."""
+    count = min(count, len(ids))
+    return ids[[index * len(ids) // count for index in range(count)]]
 
 
 def _windows(ids: Tensor, source: str) -> TokenWindows:
