@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
+
+from torch import Tensor
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.formats.hf.tokenizer import HfTokenizer
@@ -13,11 +14,12 @@ from localgen.backends.sampling_params import SamplingParams
 from localgen.client import Completion, LocalClient
 from localgen.placement.backend_choice import detect_hardware
 from localgen.quant import evaluate
-from localgen.quant.calibrate.text_windows import held_out_windows
+from localgen.quant.calibrate.text_windows import TokenWindows, held_out_windows
 from localgen.quant.evaluate_gguf import gguf_metrics, gguf_weights_and_bytes
 from localgen.quant.files.layerwise_checkpoint import LayerwiseCheckpoint
-from localgen.quant.request.events import EvalRow, OnEvent, ProgressEvent
+from localgen.quant.request.events import EvalEvent, EvalRow, OnEvent, ProgressEvent
 from localgen.quant.request.request import EvalSet
+from localgen.quant.verdict import summarize
 
 _PROMPT = "Once upon a time"
 _TOKENS = 64
@@ -54,7 +56,7 @@ def evaluate_models(
     eval_set: EvalSet,
     device: str = "cpu",
     on_event: OnEvent = lambda event: None,
-) -> list[EvalRow]:
+) -> EvalEvent:
     """Size and loss of Hugging Face folders and GGUF files; the first folder is the original.
 
     Raises InvalidRequest if there is no folder, and as LayerwiseCheckpoint and held_out_windows.
@@ -65,32 +67,34 @@ def evaluate_models(
             "GGUF files are compared with the folder that they were made from: name it first",
             param="model",
         )
-    states = _final_states(folders, eval_set, device, on_event)
-    losses = dict(
-        zip([path for _, path in folders], evaluate.compute_metrics(states, device), strict=True)
-    )
+    windows = [_held_out_windows(path, eval_set) for _, path in folders]
+    states = [
+        _final_states(name, path, ids.ids, device, on_event)
+        for (name, path), ids in zip(folders, windows, strict=True)
+    ]
+    found = evaluate.compute_metrics(states, device)
+    losses = {str(path): loss for (_, path), loss in zip(folders, found, strict=True)}
     for name, path in models:
         if path.is_file():
             on_window = _step_counter(name, len(states[0].ids), on_event)
-            losses[path] = gguf_metrics(path, states[0], device, on_window)
-    return [
-        replace(unmeasured_row(name, path), perplexity=losses[path].perplexity, kl=losses[path].kl)
-        for name, path in models
-    ]
+            losses[str(path)] = gguf_metrics(path, states[0], device, on_window)
+    rows = [unmeasured_row(name, path) for name, path in models]
+    return summarize(rows, losses, windows[0].domains)
+
+
+def _held_out_windows(folder: Path, eval_set: EvalSet) -> TokenWindows:
+    spec = LayerwiseCheckpoint(folder).spec
+    tokenizer = HfTokenizer.from_folder(folder, spec.vocab_size)
+    length = min(eval_set.seq_len, spec.max_len)
+    return held_out_windows(eval_set.path, tokenizer, length, eval_set.samples)
 
 
 def _final_states(
-    folders: Sequence[tuple[str, Path]], eval_set: EvalSet, device: str, on_event: OnEvent
-) -> list[evaluate.FinalStates]:
-    states = []
-    for name, path in folders:
-        source = LayerwiseCheckpoint(path)
-        tokenizer = HfTokenizer.from_folder(path, source.spec.vocab_size)
-        length = min(eval_set.seq_len, source.spec.max_len)
-        windows = held_out_windows(eval_set.path, tokenizer, length, eval_set.samples)
-        on_layer = _step_counter(name, source.spec.num_layers, on_event)
-        states.append(evaluate.compute_final_states(source, windows.ids, device, on_layer))
-    return states
+    name: str, folder: Path, ids: Tensor, device: str, on_event: OnEvent
+) -> evaluate.FinalStates:
+    source = LayerwiseCheckpoint(folder)
+    on_layer = _step_counter(name, source.spec.num_layers, on_event)
+    return evaluate.compute_final_states(source, ids, device, on_layer)
 
 
 def _step_counter(name: str, total: int, on_event: OnEvent) -> Callable[[int], None]:

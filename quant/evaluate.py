@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import compress
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from localgen.backends.cuda.kernels.fp8_rows import quantize_rows_fp8_reference
@@ -27,16 +29,25 @@ _HEAD_TOKENS = 512
 _HEAD_ROWS = 8192
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class EvalMetrics:
-    """perplexity: exp of the mean negative log likelihood of all tokens but the first of a window.
+    """Mean losses of each window, in nats per token: float64 [windows].
 
-    kl: mean Kullback-Leibler divergence of the next-token distribution from the original's, in
-    nats; None for the original, or a model with another vocabulary.
+    window_nll: negative log likelihood of all tokens but the first. window_kl: Kullback-Leibler
+    divergence of the next-token distribution from the original's; None for the original, or a
+    model with another vocabulary.
     """
 
-    perplexity: float
-    kl: float | None = None
+    window_nll: NDArray[np.float64]
+    window_kl: NDArray[np.float64] | None = None
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(float(self.window_nll.mean()))
+
+    @property
+    def kl(self) -> float | None:
+        return None if self.window_kl is None else float(self.window_kl.mean())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,14 +150,14 @@ class LossAccumulator:
         """log Σ exp(logits) over the vocabulary: float64 [tokens]."""
         return self._max + self._sum.log()
 
-    @property
-    def perplexity(self) -> float:
-        return math.exp(float((self.log_sum - self._target).mean()))
+    def window_nll(self, num_windows: int) -> NDArray[np.float64]:
+        """Mean negative log likelihood of each of num_windows equal parts of the tokens."""
+        return _window_means(self.log_sum - self._target, num_windows)
 
-    def kl_divergence(self, model: LossAccumulator) -> float:
-        """Mean of KL(reference || model), for sums that were added with reference_logits."""
+    def window_kl(self, model: LossAccumulator, num_windows: int) -> NDArray[np.float64]:
+        """Mean KL(reference || model) of each window, for sums added with reference_logits."""
         moved = self._weighted_logit_difference / self._sum
-        return float((moved - self.log_sum + model.log_sum).mean())
+        return _window_means(moved - self.log_sum + model.log_sum, num_windows)
 
 
 def _compare_with_first(
@@ -171,8 +182,9 @@ def _compare_with_first(
                 own[index].add(block, part.start, values, targets[block])
                 if index:
                     paired[index].add(block, part.start, values, targets[block], found[0])
-    kls = [None, *(paired[i].kl_divergence(own[i]) for i in range(1, len(models)))]
-    return [EvalMetrics(sums.perplexity, kl) for sums, kl in zip(own, kls, strict=True)]
+    count = len(ids)
+    kls = [None, *(paired[i].window_kl(own[i], count) for i in range(1, len(models)))]
+    return [EvalMetrics(sums.window_nll(count), kl) for sums, kl in zip(own, kls, strict=True)]
 
 
 class _LmHead:
@@ -201,6 +213,10 @@ class _LmHead:
 def _same_tokens(one: FinalStates, other: FinalStates) -> bool:
     vocabs = one.source.spec.vocab_size == other.source.spec.vocab_size
     return vocabs and torch.equal(one.ids, other.ids)
+
+
+def _window_means(values: Tensor, num_windows: int) -> NDArray[np.float64]:
+    return np.asarray(values.view(num_windows, -1).mean(1).numpy(), np.float64)
 
 
 def _sum_exactly(values: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ def gguf_metrics(
             on_window(index + 1)
     finally:
         model.close()
-    return EvalMetrics(own.perplexity, paired.kl_divergence(own))
+    return EvalMetrics(own.window_nll(count), paired.window_kl(own, count))
 
 
 def gguf_weights_and_bytes(path: Path) -> tuple[int, int]:

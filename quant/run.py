@@ -18,10 +18,9 @@ from localgen.quant.gguf_job import GgufJob, prepare_gguf_job
 from localgen.quant.job import QuantizeJob
 from localgen.quant.originals import resolve_any_format, resolve_original
 from localgen.quant.preflight import prepare_quantization
-from localgen.quant.report import eval_markdown
+from localgen.quant.report import verdict_markdown
 from localgen.quant.request.events import (
     EvalEvent,
-    EvalRow,
     OnEvent,
     RecommendationEvent,
 )
@@ -41,12 +40,12 @@ def run_quantization(request: QuantizeRequest, on_event: OnEvent) -> None:
         report_backend_notes(out, on_event)
     models = [(name, folder), (out.name, out)]
     if request.eval_set is None:
-        rows = [unmeasured_row(*one) for one in models]
+        verdict = EvalEvent(tuple(unmeasured_row(*one) for one in models))
     else:
-        rows = _measure(models, request.eval_set, device, on_event)
+        verdict = _measure(models, request.eval_set, device, on_event)
         if out.is_dir():
-            append_results(out, eval_markdown(rows))
-    on_event(EvalEvent(tuple(rows)))
+            append_results(out, verdict_markdown(verdict))
+    on_event(verdict)
 
 
 def dry_run_quantization(request: QuantizeRequest, on_event: OnEvent) -> None:
@@ -68,7 +67,7 @@ def compare_models(
     if not names:
         raise InvalidRequest("--compare: name the models, the original first", param="model")
     models = [resolve_any_format(name) for name in names]
-    on_event(EvalEvent(tuple(_measure(models, eval_set, _resolve_device(device), on_event))))
+    on_event(_measure(models, eval_set, _resolve_device(device), on_event))
 
 
 def _prepare_job(
@@ -88,9 +87,10 @@ def _prepare_job(
 
 def _measure(
     models: Sequence[tuple[str, Path]], eval_set: EvalSet, device: str, on_event: OnEvent
-) -> list[EvalRow]:
-    rows = evaluate_models(models, eval_set, device, on_event)
-    return [replace(row, tokens_per_s=measure_tokens_per_s(Path(row.path))) for row in rows]
+) -> EvalEvent:
+    verdict = evaluate_models(models, eval_set, device, on_event)
+    rows = [replace(row, tokens_per_s=measure_tokens_per_s(Path(row.path))) for row in verdict.rows]
+    return replace(verdict, rows=tuple(rows))
 
 
 def _report_recommendation(folder: Path, on_event: OnEvent) -> None:

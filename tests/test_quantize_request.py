@@ -10,7 +10,7 @@ from hf_folders import TINY, edit
 from localgen.backends.errors import InvalidRequest
 from localgen.quant import originals
 from localgen.quant.originals import scan_originals
-from localgen.quant.report import eval_markdown, eval_table
+from localgen.quant.report import eval_table, verdict_lines, verdict_markdown
 from localgen.quant.request.events import (
     EstimateEvent,
     EvalEvent,
@@ -172,11 +172,16 @@ def test_combined_estimates() -> None:
 def test_empty_columns_are_omitted() -> None:
     rows = (EvalRow("a", "/a", 2_000_000, 16.0, 2.0), EvalRow("b", "/b", 1_000_000, 8.0, 2.1, 0.1))
     assert eval_table(rows) == [
-        ("MODEL", "SIZE", "BITS/WEIGHT", "PERPLEXITY", "KL"),
-        ("a", "2.0 MB", "16.00", "2.000", "–"),
-        ("b", "1.0 MB", "8.00", "2.100 (+5.00 %)", "0.1000"),
+        ("MODEL", "SIZE", "BITS/WEIGHT", "KL", "PERPLEXITY"),
+        ("a", "2.0 MB", "16.00", "–", "2.000"),
+        ("b", "1.0 MB", "8.00", "0.1000", "2.100 (+5.00 %)"),
     ]
-    assert eval_markdown(rows)[1] == "| --- | --- | --- | --- | --- |"
+    few = EvalEvent(rows, 3)
+    assert verdict_markdown(few)[1] == "| --- | --- | --- | --- | --- |"
+    assert verdict_lines(few) == [
+        "3 sequences are too few for an interval: raise --eval-samples, or give a longer text"
+    ]
+    assert verdict_lines(EvalEvent(rows[:1])) == []
 
 
 @pytest.fixture

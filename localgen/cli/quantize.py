@@ -136,7 +136,7 @@ EvalTextOption = Annotated[
 EvalSamplesOption = Annotated[
     int,
     typer.Option(
-        help="Maximum number of evaluation sequences.",
+        help="Maximum number of evaluation sequences, in equal shares by domain of the text.",
         metavar="<int>",
         min=1,
         rich_help_panel=_TEXT_PANEL,
@@ -182,7 +182,7 @@ def command(
     seq_len: SeqLenOption = 512,
     seed: SeedOption = None,
     eval_text: EvalTextOption = None,
-    eval_samples: EvalSamplesOption = 16,
+    eval_samples: EvalSamplesOption = 36,
     no_eval: NoEvalFlag = False,
     out: OutOption = None,
     device: QuantizeDevice = None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any
@@ -21,11 +20,10 @@ from localgen.machine.decode_rates import fastest_by_use
 from localgen.machine.step_times import step_times
 from localgen.quant.advice import best_method, estimate_methods
 from localgen.quant.originals import resolve_original
-from localgen.quant.report import eval_table
+from localgen.quant.report import domain_table, eval_table, verdict_lines
 from localgen.quant.request.events import (
     EstimateEvent,
     EvalEvent,
-    EvalRow,
     FinishedEvent,
     NoteEvent,
     ProgressEvent,
@@ -124,9 +122,10 @@ class StepProgress:
         return f", {format_elapsed(left_s)} left"
 
 
-def verdict_json(rows: Sequence[EvalRow], **extra: Any) -> str:
+def verdict_json(verdict: EvalEvent, **extra: Any) -> str:
     """One JSON object with the rows as `models`, and the extra fields."""
-    return tables.json_text({"models": [asdict(row) for row in rows]} | extra, indent=2)
+    record = asdict(verdict)
+    return tables.json_text({"models": record.pop("rows")} | record | extra, indent=2)
 
 
 def _format_amount(number: int, unit: str) -> str:
@@ -202,13 +201,21 @@ class QuantizePrinter:
     def _print_verdict(self, verdict: EvalEvent) -> None:
         made = self._result
         if not self._as_json:
-            for line in tables.align_columns(eval_table(verdict.rows)):
-                typer.echo(line)
+            _print_verdict_tables(verdict)
         elif made is None or made.layers is None:
-            typer.echo(verdict_json(verdict.rows))
+            typer.echo(verdict_json(verdict))
         else:
             names = ("layers", "layer_s", "peak_bytes", "estimated_bytes")
-            typer.echo(verdict_json(verdict.rows, **{name: getattr(made, name) for name in names}))
+            typer.echo(verdict_json(verdict, **{name: getattr(made, name) for name in names}))
+
+
+def _print_verdict_tables(verdict: EvalEvent) -> None:
+    parts = [
+        tables.align_columns(eval_table(verdict.rows)),
+        tables.align_columns(domain_table(verdict.rows)),
+        [one_line(line) for line in verdict_lines(verdict)],
+    ]
+    typer.echo("\n\n".join("\n".join(lines) for lines in parts if lines))
 
 
 def _print_requirements(requirements: EstimateEvent) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from localgen.machine.decode_rates import DecodeRates
+from localgen.quant.request.losses import DomainLoss, Interval, KlDifference
 
 # exit status of the quantization process after SIGINT, as in shells
 EXIT_INTERRUPTED = 130
@@ -118,8 +119,9 @@ class FinishedEvent:
 class EvalRow:
     """Evaluation of one model. perplexity, kl, tokens_per_s: None if not measured.
 
-    kl: Kullback-Leibler divergence from the first row's model, in nats. bits_per_weight: of all
-    tensors in the files.
+    kl: Kullback-Leibler divergence from the first row's model, in nats. perplexity_change: relative
+    to the first row's, 0.01 for 1 %. Intervals are None where there is no kl, or too few windows.
+    domains: the same by domain of the text. bits_per_weight: of all tensors in the files.
     """
 
     name: str
@@ -129,13 +131,22 @@ class EvalRow:
     perplexity: float | None = None
     kl: float | None = None
     tokens_per_s: float | None = None
+    kl_interval: Interval | None = None
+    perplexity_change: Interval | None = None
+    domains: tuple[DomainLoss, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class EvalEvent:
-    """Evaluation of the original and of the result, in this order."""
+    """Evaluation of the original and of the results, in this order.
+
+    windows: evaluated sequences; 0 if there was no evaluation. differences: of each pair of results
+    with a KL.
+    """
 
     rows: tuple[EvalRow, ...]
+    windows: int = 0
+    differences: tuple[KlDifference, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ class EvalSet:
     """Text to evaluate on. path: None for localgen's held-out text."""
 
     path: Path | None = None
-    samples: int = 16
+    samples: int = 36
     seq_len: int = 512
 
 

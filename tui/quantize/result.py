@@ -8,7 +8,7 @@ from textual.content import Content
 from textual.widgets import Static
 
 from localgen.backends.terminal_text import one_line
-from localgen.quant.report import eval_table
+from localgen.quant.report import eval_table, verdict_lines
 from localgen.quant.request.events import EvalRow
 from localgen.tui.quantize.run import QuantizeRun
 from localgen.tui.widgets.numbers import format_bytes, format_duration_s
@@ -44,9 +44,10 @@ def _lines(run: QuantizeRun) -> Iterable[Content]:
         yield from _failure_lines(run)
         return
     yield Content.styled(f"✓ {one_line(run.result.path)}", "bold $success")
-    if run.rows:
+    if run.verdict is not None:
         yield Content("")
-        yield from eval_table_lines(run.rows)
+        yield from eval_table_lines(run.verdict.rows)
+        yield from (Content(one_line(line)) for line in verdict_lines(run.verdict))
     elif run.error:
         yield Content.styled(f"✗ not measured: {one_line(run.error)}", "$error")
     else:
@@ -82,9 +83,9 @@ def eval_table_lines(rows: Sequence[EvalRow]) -> Iterable[Content]:
     for name, *figures_of in zip(head[1:], *(row[1:] for row in cells), strict=True):
         parts = [figure.partition(" (") for figure in figures_of]
         yield _line(name if name == "KL" else name.lower(), [figure for figure, _, _ in parts])
-        change = parts[-1][2].removesuffix(")")
-        if change:
-            yield _line("  change", ["", change])
+        more = parts[-1][2].removesuffix(")")
+        if more:
+            yield _line("  95 %" if name == "KL" else "  change", ["", more])
 
 
 def _line(name: str, cells: Sequence[str]) -> Content:

@@ -12,7 +12,6 @@ from localgen.quant.process import QuantizeWorker
 from localgen.quant.request.events import (
     EstimateEvent,
     EvalEvent,
-    EvalRow,
     FinishedEvent,
     NoteEvent,
     ProgressEvent,
@@ -107,7 +106,7 @@ class QuantizeRun:
         self.progress: ProgressEvent | None = None
         self.notes: tuple[str, ...] = ()
         self.result: FinishedEvent | None = None
-        self.rows: tuple[EvalRow, ...] = ()
+        self.verdict: EvalEvent | None = None
         self.stopped: StoppedEvent | None = None
         self.error = ""
         self.ended = threading.Event()
@@ -206,7 +205,7 @@ class QuantizeRun:
                 self.notes = (*self.notes, replace_cli_options(text))
             case FinishedEvent():
                 self.result = event
-            case EvalEvent(rows):
-                self.rows = rows
+            case EvalEvent():
+                self.verdict = event
             case StoppedEvent():
                 self.stopped = event
