@@ -30,7 +30,8 @@ _LAYOUTS = {
 _METHODS = {
     "rtn": "round to nearest",
     "awq": "AWQ: scales searched by output error, folded into the layer before (Lin et al. 2023)",
-    "gptq": "GPTQ: rounding errors are compensated in later columns (Frantar et al. 2022)",
+    "gptq": "GPTQ: rounding errors are compensated in later columns (Frantar et al. 2022), "
+    "calibrated asymmetrically (Li et al. 2025)",
     "smoothquant": "SmoothQuant: range moved from activations into weights (Xiao et al. 2022)",
     "fp8": "FP8 (e4m3), one scale per output channel",
 }
@@ -133,7 +134,8 @@ def _method_details(recipe: Recipe) -> str:
             return f"range of each group {'searched' if recipe.clip else 'whole'}"
         case "gptq":
             order = "by the Hessian's diagonal" if recipe.desc_act else "as they are"
-            return f"inputs {order}, damping {recipe.damping:g}"
+            corrected = f"{recipe.asymmetry:.0%} of input errors corrected"
+            return f"inputs {order}, damping {recipe.damping:g}, {corrected}"
         case "smoothquant":
             return f"alpha {recipe.alpha:g}, activations rounded for each token"
     return "–"

@@ -30,6 +30,7 @@ from localgen.quant.request.recipe import CalibrationConfig, Recipe
 CALIBRATION = CalibrationConfig(samples=6, seq_len=32)
 RTN, GPTQ, AWQ = (Recipe(method=method) for method in ("rtn", "gptq", "awq"))
 FP8 = Recipe(method="fp8", bits=8)
+SYMMETRIC = Recipe(method="gptq", asymmetry=0.0)
 LAYERS = 6
 
 
@@ -119,6 +120,36 @@ def test_output_size_estimates_hold(tmp_path: Path) -> None:
         assert 0 <= size - one.estimate.output_bytes < 4096 * (LAYERS + 1)
 
 
+@pytest.mark.parametrize("recipe", [RTN, AWQ, SYMMETRIC, GPTQ], ids=str)
+def test_estimated_disk_space_suffices(recipe: Recipe, tmp_path: Path) -> None:
+    one = job(recipe, tmp_path / "out")
+    used: list[int] = []
+    headers = 4096 * (LAYERS + 1)
+
+    def measure(event: QuantizeEvent) -> None:
+        work = one.work_folder.path
+        if isinstance(event, ProgressEvent) and work.is_dir():
+            used.append(sum(path.stat().st_size for path in work.iterdir()))
+
+    one.run(measure, resume=False)
+    assert max(used) < one.estimate.disk_bytes + headers
+    states = 4 * 256 * CALIBRATION.samples * CALIBRATION.seq_len
+    models = {"rtn": 0, "awq": 1}.get(recipe.method, 2 if recipe.is_asymmetric else 1)
+    assert one.estimate.states_bytes == models * states
+    assert one.estimate.disk_bytes == one.estimate.output_bytes + 2 * models * states
+
+
+def test_only_layers_with_wrong_inputs_are_corrected(
+    uninterrupted: Callable[[Recipe], Path], tmp_path: Path
+) -> None:
+    """The first layer's inputs are the original model's; later ones come from rounded layers."""
+    run(SYMMETRIC, tmp_path / "symmetric")
+    plain, corrected = files(tmp_path / "symmetric"), files(uninterrupted(GPTQ))
+    same = [name for name in plain if plain[name] == corrected[name]]
+    assert {"model-00001-of-00007.safetensors", "model-00002-of-00007.safetensors"} <= {*same}
+    assert [name for name in same if name >= "model-00003" and name.endswith("rs")] == []
+
+
 @pytest.mark.parametrize("recipe", [RTN, GPTQ], ids=lambda recipe: recipe.method)
 @pytest.mark.parametrize("layer", [0, 1, LAYERS - 1])
 def test_resumed_runs_give_the_same_files(
@@ -140,6 +171,7 @@ def test_run_killed_while_writing_is_resumed(
     (work / ".model-00005-of-00007.safetensors.unfinished").write_bytes(b"half")
     # states after a layer whose file was not renamed yet
     (work / "states-00004.bin").write_bytes(b"cut")
+    (work / "original-states-00004.bin").write_bytes(b"cut")
     run(GPTQ, parts, resume=True)
     assert files(uninterrupted(GPTQ)) == files(parts)
 

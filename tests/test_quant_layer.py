@@ -149,6 +149,39 @@ def test_quantization_is_deterministic(name: str, method: QuantizeMethod, tmp_pa
         assert torch.equal(one.weights[name].dequantize(), other.weights[name].dequantize())
 
 
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_inputs_are_corrected_except_those_of_experts(name: str, tmp_path: Path) -> None:
+    """The router may send other tokens to an expert in the original model."""
+    spec, layer = built(name, tmp_path)
+    forward = LayerForward(spec, LENGTH)
+    exact = inputs_of(spec)
+
+    def inputs() -> Iterable[Tensor]:
+        generator = torch.Generator().manual_seed(5)
+        for hidden in exact():
+            yield hidden + 0.3 * hidden.std() * torch.randn(hidden.shape, generator=generator)
+
+    def layer_of(asymmetry: float) -> QuantizedLayer:
+        recipe = Recipe(method="gptq", group_size=8, asymmetry=asymmetry)
+        return quantize_layer(CalibrationLayer(INDEX, layer, inputs, forward, exact), recipe)
+
+    plain, corrected = layer_of(0.0), layer_of(0.5)
+    unchanged = {
+        linear
+        for linear, weight in plain.weights.items()
+        if torch.equal(weight.dequantize(), corrected.weights[linear].dequantize())
+    }
+    assert unchanged == {linear for linear in plain.weights if ".experts." in linear}
+    if spec.moe is None:
+        wanted = output(spec, layer, exact) + torch.cat(list(exact()))
+
+        def error(found: QuantizedLayer) -> float:
+            ran = [forward.run(INDEX, found.dequantize(), hidden) for hidden in inputs()]
+            return float((torch.cat(ran) - wanted).norm())
+
+        assert error(corrected) < error(plain)
+
+
 @pytest.mark.parametrize("method", ["awq", "gptq", "smoothquant"])
 def test_several_passes_equal_one(
     method: QuantizeMethod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
