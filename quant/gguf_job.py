@@ -70,7 +70,7 @@ def prepare_gguf_job(
     require_unquantized(folder)
     source = LayerwiseCheckpoint(folder)
     output = request.output or default_output(name, None, file_type)
-    _check_output(output)
+    check_gguf_output(output)
     job = GgufJob(source, output, file_type, None)
     # the folded layers take as much as the 16-bit file
     _report_estimate(job, name, on_event, num_wide_copies=2 if request.mode == "fold" else 1)
@@ -112,7 +112,8 @@ def _report_estimate(job: GgufJob, name: str, on_event: OnEvent, *, num_wide_cop
     )
 
 
-def _check_output(out: Path) -> None:
+def check_gguf_output(out: Path) -> None:
+    """Raise InvalidRequest if a GGUF file cannot be written there."""
     if out.suffix.lower() != ".gguf":
         raise InvalidRequest(f"--out {out}: a GGUF file's name ends in .gguf", param="out")
     if out.exists():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -148,13 +148,17 @@ class QuantizeJob:
                 ) from None
 
     @contextmanager
-    def reporting_interruption(self, on_event: OnEvent) -> Iterator[None]:
-        """Emit a StoppedEvent on Ctrl+C. Raises OutOfMemory if the GPU's memory is full."""
+    def reporting_interruption(
+        self, on_event: OnEvent, stopped: Callable[[], StoppedEvent] | None = None
+    ) -> Iterator[None]:
+        """Emit a StoppedEvent on Ctrl+C: `stopped`, or the finished layers. Raises OutOfMemory if
+        the GPU's memory is full."""
         try:
             yield
         except KeyboardInterrupt:
             if self.work_folder.path.exists():
-                on_event(StoppedEvent(self.work_folder.num_done_layers, self.num_layers))
+                done = self.work_folder.num_done_layers
+                on_event(stopped() if stopped else StoppedEvent(done, self.num_layers))
             raise
         except torch.OutOfMemoryError:
             raise OutOfMemory(
@@ -174,6 +178,10 @@ class QuantizeJob:
     def _resume_manifest(self, checksum: int) -> dict[str, Any]:
         """checksum: of all weights."""
         return self.prepared.resume_manifest(checksum) | {"mode": self.mode}
+
+    def free_disk_bytes(self) -> int:
+        """Free bytes on the output's disk."""
+        return self._free_disk()[0]
 
     def _free_disk(self) -> tuple[int, Path]:
         """Free bytes on the output's disk, and the folder that was queried."""

@@ -16,6 +16,7 @@ from localgen.quant.advice import best_method, estimate_methods
 from localgen.quant.compare import evaluate_models, measure_tokens_per_s, unmeasured_row
 from localgen.quant.gguf_job import GgufJob, prepare_gguf_job
 from localgen.quant.job import QuantizeJob
+from localgen.quant.mixed_job import MixedGgufJob, prepare_mixed_job
 from localgen.quant.originals import resolve_any_format, resolve_original
 from localgen.quant.preflight import prepare_quantization
 from localgen.quant.report import verdict_markdown
@@ -43,6 +44,9 @@ def run_quantization(request: QuantizeRequest, on_event: OnEvent) -> None:
         verdict = EvalEvent(tuple(unmeasured_row(*one) for one in models))
     else:
         verdict = _measure(models, request.eval_set, device, on_event)
+        if isinstance(job, MixedGgufJob):
+            while job.correct(verdict.rows[-1].kl, on_event):
+                verdict = _measure(models, request.eval_set, device, on_event)
         if out.is_dir():
             append_results(out, verdict_markdown(verdict))
     on_event(verdict)
@@ -55,7 +59,7 @@ def dry_run_quantization(request: QuantizeRequest, on_event: OnEvent) -> None:
     name, folder = resolve_original(request.model)
     _report_recommendation(folder, on_event)
     job = _prepare_job(replace(request, resume=True), name, folder, device, on_event)
-    layerwise = job.calibration if isinstance(job, GgufJob) else job
+    layerwise = job if isinstance(job, QuantizeJob) else job.calibration
     if layerwise is not None:
         layerwise.report_unfinished(on_event)
 
@@ -72,8 +76,10 @@ def compare_models(
 
 def _prepare_job(
     request: QuantizeRequest, name: str, folder: Path, device: str, on_event: OnEvent
-) -> QuantizeJob | GgufJob:
+) -> QuantizeJob | GgufJob | MixedGgufJob:
     """Validate the request, emit its estimate, and return the job."""
+    if request.target is not None:
+        return prepare_mixed_job(request, name, folder, device, on_event)
     if request.gguf is not None:
         return prepare_gguf_job(request, name, folder, device, on_event)
     assert request.recipe is not None

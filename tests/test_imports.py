@@ -67,6 +67,7 @@ ORDER = (
     "localgen.quant.calibrate",
     "localgen.quant.methods",
     "localgen.quant.gguf",
+    "localgen.quant.mixed",
     "localgen.quant",
     "localgen.chat",
     "localgen.repl",

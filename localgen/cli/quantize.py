@@ -65,7 +65,35 @@ GgufTypeOption = Annotated[
     typer.Option(
         "--gguf",
         metavar="TYPE",
-        help="GGUF file of this type, e.g. Q4_K_M; can be combined with --awq.",
+        help="GGUF file of this type, e.g. Q4_K_M; can be combined with --awq. "
+        "auto: a type for each tensor, by measured loss.",
+        rich_help_panel=_METHOD_PANEL,
+    ),
+]
+TargetSizeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--target-size",
+        metavar="SIZE",
+        help="--gguf auto: largest file, e.g. 3.4G (1024-based).",
+        rich_help_panel=_METHOD_PANEL,
+    ),
+]
+TargetBpwOption = Annotated[
+    float | None,
+    typer.Option(
+        "--target-bpw",
+        metavar="BITS",
+        help="--gguf auto: most bits per weight, embedding included (default: 4.5).",
+        rich_help_panel=_METHOD_PANEL,
+    ),
+]
+TargetKlOption = Annotated[
+    float | None,
+    typer.Option(
+        "--target-kl",
+        metavar="NATS",
+        help="--gguf auto: smallest file whose KL divergence from the original is at most this.",
         rich_help_panel=_METHOD_PANEL,
     ),
 ]
@@ -174,6 +202,9 @@ def command(
     fp8: Fp8Flag = False,
     smoothquant: SmoothQuantFlag = False,
     gguf: GgufTypeOption = None,
+    target_size: TargetSizeOption = None,
+    target_bpw: TargetBpwOption = None,
+    target_kl: TargetKlOption = None,
     bits: BitsOption = None,
     group_size: GroupSizeOption = None,
     act_order: ActOrderFlag = None,
@@ -197,9 +228,10 @@ def command(
     names = list(models or ())
     flags = {"awq": awq, "gptq": gptq, "rtn": rtn, "fp8": fp8, "smoothquant": smoothquant}
     wanted = {**flags, "gguf": gguf, "bits": bits, "group-size": group_size, "calib": calib}
+    targets = {"target-size": target_size, "target-bpw": target_bpw, "target-kl": target_kl}
     _require_exclusive(
         {"compare": compare, "recommend": recommend},
-        wanted | {"out": out, "resume": resume, "no-eval": no_eval},
+        wanted | targets | {"out": out, "resume": resume, "no-eval": no_eval},
     )
     if recommend:
         from localgen.cli import quantize_report
@@ -211,6 +243,7 @@ def command(
     from localgen.quant import run
     from localgen.quant.request.recipe import METHODS, CalibrationConfig
     from localgen.quant.request.request import EvalSet, QuantizeRequest
+    from localgen.quant.request.target import parse_gguf_target
 
     held_out = EvalSet(eval_text, eval_samples, seq_len)
     if compare:
@@ -224,6 +257,7 @@ def command(
     request = QuantizeRequest(
         model=_single_model(names),
         gguf=gguf,
+        target=parse_gguf_target(gguf, target_size, target_bpw, target_kl),
         calibration=CalibrationConfig(path=path, seq_len=seq_len, **drawing),
         output=out,
         device=device,

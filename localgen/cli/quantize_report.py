@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import groupby
 from types import TracebackType
 from typing import Any
 
@@ -25,6 +27,7 @@ from localgen.quant.request.events import (
     EstimateEvent,
     EvalEvent,
     FinishedEvent,
+    MixtureEvent,
     NoteEvent,
     ProgressEvent,
     QuantizeEvent,
@@ -149,6 +152,7 @@ class QuantizePrinter:
         self._as_json = as_json
         self._progress: StepProgress | None = None
         self._result: FinishedEvent | None = None
+        self._mixture: MixtureEvent | None = None
 
     def __enter__(self) -> QuantizePrinter:
         return self
@@ -180,9 +184,12 @@ class QuantizePrinter:
                 self._result = event
                 if event.layers is not None:
                     _print_result(event)
-            case StoppedEvent(done, total):
+            case MixtureEvent():
+                self._mixture = event
+                _print_mixture(event)
+            case StoppedEvent(done, total, unit):
                 tables.print_notice(
-                    f"stopped after {done} of {total} layers: "
+                    f"stopped after {done} of {total} {unit}: "
                     "run the same command with --resume to continue"
                 )
             case EvalEvent():
@@ -202,6 +209,8 @@ class QuantizePrinter:
         made = self._result
         if not self._as_json:
             _print_verdict_tables(verdict)
+        elif self._mixture is not None:
+            typer.echo(verdict_json(verdict, mixture=asdict(self._mixture)))
         elif made is None or made.layers is None:
             typer.echo(verdict_json(verdict))
         else:
@@ -250,3 +259,30 @@ def _print_result(result: FinishedEvent) -> None:
         f"peak memory {format_size(result.peak_bytes)} "
         f"(estimated {format_size(result.estimated_bytes)})"
     )
+
+
+def _print_mixture(mixture: MixtureEvent) -> None:
+    tables.print_notice(
+        f"{format_size(mixture.size_bytes)} for {mixture.target}, predicted KL divergence "
+        f"{mixture.predicted_kl:.4f}; types by layer:"
+    )
+    width = max(map(len, mixture.types))
+    for role, types in mixture.types.items():
+        tables.print_notice(f"  {role:{width}}  {_by_layer(types)}")
+    if mixture.probes_s is not None:
+        tables.print_notice(
+            f"measured in {format_elapsed(mixture.probes_s)}, peak memory "
+            f"{format_size(mixture.peak_bytes)} (estimated {format_size(mixture.estimated_bytes)})"
+        )
+
+
+def _by_layer(types: Sequence[str]) -> str:
+    """Such as `Q5_K 0-1, IQ3_S 2-15`; the type alone if all have it."""
+    if len(set(types)) == 1:
+        return types[0]
+    runs, first = [], 0
+    for name, members in groupby(types):
+        last = first + len(list(members)) - 1
+        runs.append(f"{name} {first}" if first == last else f"{name} {first}-{last}")
+        first = last + 1
+    return ", ".join(runs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import tempfile
 from pathlib import Path
 
 import gguf
@@ -26,7 +27,7 @@ from localgen.quant.gguf.names import gguf_model_arch
 from localgen.quant.gguf.tensors import GgufOutputTensor, plan_gguf_tensors
 from localgen.quant.gguf.vocabulary import GgufVocabulary, read_gguf_vocabulary
 from localgen.quant.request.events import OnEvent, ProgressEvent
-from localgen.quant.request.gguf_types import DIRECT_TYPES, GGUF_TYPES
+from localgen.quant.request.gguf_types import DIRECT_TYPES, GGUF_TYPES, GgufType
 
 # a model of this name strips white space after special tokens in llama.cpp, which refuses to load
 # it without these tokens
@@ -57,16 +58,38 @@ def convert_to_gguf(
         )
     if not source.is_dir():
         raise ModelNotFound(f"{source} is not a folder")
-    raw = read_json(source / "config.json")
-    generation = read_optional_json(source / "generation_config.json")
     spec = read_hf_config(source)
     check_convertible(source / "config.json", spec)
     kind = GGUF_TYPES[file_type]
     tensors = plan_gguf_tensors(
         source, NumpyCheckpoint(source, override_folder), spec, kind.weight_type
     )
-    vocabulary = read_gguf_vocabulary(source, spec.vocab_size, raw, generation)
+    writer = _gguf_writer(source, spec, kind, tensors)
+    _write_file(writer, tensors, target, on_event)
 
+
+def gguf_header_bytes(source: Path, tensors: list[GgufOutputTensor]) -> int:
+    """Size of the metadata before the tensors in a GGUF file of any type, with its padding.
+
+    Raises as convert_to_gguf.
+    """
+    with tempfile.NamedTemporaryFile(suffix=".gguf") as file:
+        writer = _gguf_writer(source, read_hf_config(source), GGUF_TYPES["F16"], tensors)
+        try:
+            _write_header(writer, Path(file.name))
+        finally:
+            writer.close()
+        size = os.path.getsize(file.name)
+    return size + -size % gguf.GGUF_DEFAULT_ALIGNMENT
+
+
+def _gguf_writer(
+    source: Path, spec: ModelSpec, kind: GgufType, tensors: list[GgufOutputTensor]
+) -> gguf.GGUFWriter:
+    """A writer with the model's metadata and the description of its tensors."""
+    raw = read_json(source / "config.json")
+    generation = read_optional_json(source / "generation_config.json")
+    vocabulary = read_gguf_vocabulary(source, spec.vocab_size, raw, generation)
     writer = gguf.GGUFWriter(None, gguf.MODEL_ARCH_NAMES[gguf_model_arch(spec)])
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name(_model_name(source, spec, vocabulary))
@@ -75,7 +98,15 @@ def convert_to_gguf(
     add_model_keys(writer, spec)
     add_vocabulary_keys(writer, vocabulary)
     add_sampling_keys(writer, source / "generation_config.json", generation)
-    _write_file(writer, tensors, target, on_event)
+    for tensor in tensors:
+        writer.add_tensor_info(
+            tensor.name,
+            tensor.byte_shape(),
+            np.dtype(np.uint8),
+            tensor.num_bytes(),
+            tensor.type,
+        )
+    return writer
 
 
 def _model_name(source: Path, spec: ModelSpec, vocabulary: GgufVocabulary) -> str:
@@ -94,19 +125,9 @@ def _write_file(
     on_event: OnEvent,
 ) -> None:
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
-    for tensor in tensors:
-        writer.add_tensor_info(
-            tensor.name,
-            tensor.byte_shape(),
-            np.dtype(np.uint8),
-            tensor.num_bytes(),
-            tensor.type,
-        )
     try:
         _check_disk_space(target, sum(tensor.num_bytes() for tensor in tensors))
-        writer.write_header_to_file(part)
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
+        _write_header(writer, part)
         _write_tensors(writer, tensors, on_event)
         writer.close()
         part.replace(target)
@@ -115,6 +136,12 @@ def _write_file(
     finally:
         writer.close()
         part.unlink(missing_ok=True)
+
+
+def _write_header(writer: gguf.GGUFWriter, path: Path) -> None:
+    writer.write_header_to_file(path)
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
 
 
 def _write_tensors(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 from localgen.backends.errors import InvalidRequest, LoadFailed, ModelNotFound
 from localgen.backends.formats.architecture.model_spec import ModelSpec
@@ -26,6 +28,7 @@ from localgen.quant.request.request import EVENT_CODEC
 
 # llama.cpp gives embedding, head and some layers more bits than the others
 _EXTRA_BITS = 1.0
+_NO_TYPES: Mapping[str, str] = MappingProxyType({})
 
 
 def make_gguf(
@@ -33,6 +36,7 @@ def make_gguf(
     target: Path,
     file_type: str,
     *,
+    types: Mapping[str, str] = _NO_TYPES,
     override_folder: Path | None = None,
     imatrix: ImatrixSource | Path | None = None,
     dataset_name: str = "",
@@ -40,9 +44,10 @@ def make_gguf(
 ) -> None:
     """Write the model folder `source` as the GGUF file `target` of any type, atomically.
 
-    file_type: as in gguf_types, in any case. override_folder: as in convert_to_gguf. imatrix: the
-    importance of the linears, or an importance matrix file of llama.cpp; ignored for F32, F16, BF16
-    and Q8_0. dataset_name: description of the calibration text.
+    file_type: as in gguf_types, in any case. types: ggml types by tensor name, for tensors that do
+    not follow the file type. override_folder: as in convert_to_gguf. imatrix: the importance of the
+    linears, or an importance matrix file of llama.cpp; ignored for F32, F16, BF16 and Q8_0 without
+    `types`. dataset_name: description of the calibration text.
 
     A folder `.NAME.work` next to `target` has the 16-bit file meanwhile; the next run deletes what
     a killed run left there.
@@ -58,7 +63,7 @@ def make_gguf(
         )
     if not source.is_dir():
         raise ModelNotFound(f"{source} is not a folder")
-    if name in DIRECT_TYPES:
+    if name in DIRECT_TYPES and not types:
         convert_to_gguf(source, target, name, override_folder=override_folder, on_event=on_event)
         return
     spec = read_hf_config(source)
@@ -78,7 +83,7 @@ def make_gguf(
         half = "BF16" if NumpyCheckpoint(source, override_folder).dtypes() == {"BF16"} else "F16"
         convert_to_gguf(source, wide, half, override_folder=override_folder, on_event=on_event)
         result = work / "result.gguf"
-        requantize(wide, result, name, matrix, on_event)
+        requantize(wide, result, name, matrix, on_event, types)
         _publish(result, target)
 
 
@@ -88,13 +93,16 @@ def requantize(
     file_type: str,
     imatrix: Path | None,
     on_event: OnEvent,
+    types: Mapping[str, str] = _NO_TYPES,
 ) -> None:
     """Requantize a GGUF file by llama.cpp, in a child process because it may abort.
 
-    Raises LoadFailed with llama.cpp's reason.
+    types: as in make_gguf; the file type must be a quantized one. Raises LoadFailed with
+    llama.cpp's reason.
     """
     ftype = int(GGUF_TYPES[file_type].file_type)
-    arguments = map(str, (source, target, ftype, _threads(), imatrix or ""))
+    given = json.dumps(dict(types))
+    arguments = map(str, (source, target, ftype, _threads(), imatrix or "", given))
     command = python_command("localgen.quant.gguf.requantize_process", *arguments)
     with tempfile.TemporaryFile() as output:
         child, messages = start_process(

@@ -6,6 +6,7 @@ It sends events to its parent: a ProgressEvent per tensor, and a FailedEvent if 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import re
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import llama_cpp.llama_cpp as C
+from gguf import GGMLQuantizationType
 
 from localgen.backends.errors import LoadFailed, LocalgenError
 from localgen.backends.messages import FrameSocket, inherited_socket
@@ -27,8 +29,11 @@ _FAILED = re.compile(r"failed to quantize: (.*)")
 _BUFFER_BYTES = 1 << 29
 
 
-def main(source: str, target: str, file_type: str, threads: str, imatrix: str, fd: str) -> int:
-    """Return the exit status. file_type: llama.cpp's number of it. imatrix: may be empty."""
+def main(
+    source: str, target: str, file_type: str, threads: str, imatrix: str, types: str, fd: str
+) -> int:
+    """Return the exit status. file_type: llama.cpp's number of it. imatrix: may be empty. types:
+    JSON object of type names by tensor name, for tensors that do not follow the file type."""
     parent = inherited_socket(int(fd))
     log = _LlamaCppLog(parent)
     try:
@@ -47,10 +52,22 @@ def main(source: str, target: str, file_type: str, threads: str, imatrix: str, f
         entry.size = values.size
     if means:
         params.imatrix = entries
+    overrides = _type_overrides(json.loads(types))
+    if len(overrides) > 1:
+        params.tt_overrides = overrides
     status = C.llama_model_quantize(source.encode(), target.encode(), params)
     if status:
         _send(parent, FailedEvent(log.reason, LoadFailed.code))
     return int(status != 0)
+
+
+def _type_overrides(types: dict[str, str]) -> ctypes.Array[C.llama_model_tensor_override]:
+    """An empty entry ends the list."""
+    overrides = (C.llama_model_tensor_override * (len(types) + 1))()
+    for entry, (name, type_name) in zip(overrides, types.items(), strict=False):
+        entry.pattern = f"^{re.escape(name)}$".encode()
+        entry.type = int(GGMLQuantizationType[type_name])
+    return overrides
 
 
 def _send(parent: FrameSocket, event: ProgressEvent | FailedEvent) -> None:

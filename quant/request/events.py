@@ -151,10 +151,30 @@ class EvalEvent:
 
 @dataclass(frozen=True, slots=True)
 class StoppedEvent:
-    """The run was interrupted; its finished layers are kept."""
+    """The run was interrupted; what is finished is kept. unit: of done and total."""
 
     done: int
     total: int
+    unit: str = "layers"
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureEvent:
+    """Types of the tensors of a GGUF file that were chosen by loss.
+
+    target: in words. predicted_kl: KL divergence from the original on the calibration text, in
+    nats. types: by role, of all layers in order, or one outside of layers. probes_s: seconds that
+    the measurement of the groups took; None for a later file of the same run. peak_bytes,
+    estimated_bytes: as in FinishedEvent.
+    """
+
+    target: str
+    size_bytes: int
+    predicted_kl: float
+    types: dict[str, list[str]]
+    probes_s: float | None
+    peak_bytes: int
+    estimated_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +192,7 @@ QuantizeEvent = (
     | ProgressEvent
     | NoteEvent
     | FinishedEvent
+    | MixtureEvent
     | EvalEvent
     | StoppedEvent
 )

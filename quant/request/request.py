@@ -22,6 +22,7 @@ from localgen.quant.request.recipe import (
     Recipe,
     default_bits,
 )
+from localgen.quant.request.target import AUTO, GgufTarget
 
 # the scale search of a calibrated GGUF file rounds with this recipe in place of the file's type,
 # whose groups have 32 weights or fewer
@@ -39,12 +40,14 @@ class EvalSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeRequest:
-    """One run. recipe: None for a GGUF file without calibration. mode: what the layer-by-layer job
-    does. output: None for the default path. eval_set: None to skip the evaluation."""
+    """One run. recipe: None for a GGUF file without calibration. target: of a GGUF file whose types
+    are chosen by measured loss. mode: what the layer-by-layer job does. output: None for the
+    default path. eval_set: None to skip the evaluation."""
 
     model: str | None
     recipe: Recipe | None = None
     gguf: str | None = None
+    target: GgufTarget | None = None
     mode: LayerMode = "round"
     calibration: CalibrationConfig
     output: Path | None
@@ -67,6 +70,9 @@ class QuantizeRequest:
         Raises InvalidRequest for no method, or options that exclude each other.
         """
         _check_options(methods, self.gguf, bits, group_size, act_order)
+        if self.target is not None:
+            _check_target(methods, self.target, is_measured=self.eval_set is not None)
+            return replace(self, recipe=GGUF_CALIBRATION_RECIPE, mode="observe")
         if self.gguf is not None:
             recipe = GGUF_CALIBRATION_RECIPE if methods or calibrate else None
             return replace(self, recipe=recipe, mode="fold" if methods else "observe")
@@ -102,6 +108,17 @@ def _check_options(
         raise InvalidRequest("--bits and --gguf exclude each other: the file type sets the bits")
     if gguf is not None and list(methods) not in ([], ["awq"]):
         raise InvalidRequest(f"--{methods[0]} and --gguf exclude each other; --awq goes with it")
+
+
+def _check_target(
+    methods: Sequence[QuantizeMethod], target: GgufTarget, *, is_measured: bool
+) -> None:
+    if methods:
+        raise InvalidRequest(f"--{methods[0]} and --gguf {AUTO} exclude each other")
+    if target.kl is not None and not is_measured:
+        raise InvalidRequest(
+            "--target-kl is checked by the evaluation: leave out --no-eval", param="target-kl"
+        )
 
 
 EVENT_CODEC: MessageCodec[QuantizeEvent | FailedEvent] = MessageCodec(
