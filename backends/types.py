@@ -92,6 +92,27 @@ class LineLimits:
 NO_LINE_LIMITS = LineLimits()
 
 
+CHUNK_HASH_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChunks:
+    """The text of a prompt, as the gateway of a cluster knows it.
+
+    hashes: of its leading chunks, CHUNK_HASH_BYTES each; one stands for all text up to the end of
+    its chunk. count: of all chunks.
+    """
+
+    hashes: tuple[bytes, ...]
+    count: int
+
+
+def split_hashes(joined: bytes) -> tuple[bytes, ...]:
+    """Hashes of CHUNK_HASH_BYTES that were joined."""
+    size = CHUNK_HASH_BYTES
+    return tuple(joined[at : at + size] for at in range(0, len(joined), size))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """A generation request. Exactly one of messages, prompt and prompt_tokens is set.
@@ -115,6 +136,7 @@ class Request:
     line_limits: end the answer at a line.
     kv_peer: address of an engine that has computed the beginning of the prompt, as for --kv-peer.
     save_prefix: False: its tokens are in the KV cache only, never kept in RAM or on disk after it.
+    chunks: of the prompt, to report which of them are held; see engine/held_prompts.py.
     block_hash_key: of Finished.block_hashes, at most 64 bytes; empty: there are none.
     """
 
@@ -142,6 +164,7 @@ class Request:
     stabilize: bool = False
     save_prefix: bool = True
     kv_peer: str = ""
+    chunks: PromptChunks | None = None
     block_hash_key: bytes = field(default=b"", repr=False)
 
 
@@ -378,7 +401,10 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class StepEvents:
-    """All events of one step. Within a request, deltas come before its end."""
+    """All events of one step. Within a request, deltas come before its end.
+
+    held_chunks: see HeldPrompts.take_report; None if they are the same as before.
+    """
 
     deltas: tuple[Delta, ...] = ()
     finished: tuple[Finished, ...] = ()
@@ -386,3 +412,4 @@ class StepEvents:
     stats: EngineStats | None = None
     embedded: tuple[Embedded, ...] = ()
     tokenized: tuple[Tokenized, ...] = ()
+    held_chunks: bytes | None = None

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localgen.cluster.prefix_table import CHUNK_CHARS, PrefixTable, prompt_chunks
+from localgen.cluster.prefix_table import CHUNK_CHARS, ROUTED_S, PrefixTable, prompt_chunks
 
 SYSTEM = "You are a patient teacher of arithmetic. " * 40
 LOADS = {"a": 0, "b": 0, "c": 0}
@@ -152,31 +152,62 @@ def test_ranks_are_those_of_the_contract_while_replicas_come_and_go() -> None:
     assert any(len(each) > 10 for each in owned.values())
 
 
-def test_a_replica_loses_what_it_has_no_room_for() -> None:
+def test_a_replica_holds_what_it_reports_and_what_it_was_just_sent() -> None:
     table = PrefixTable()
-    shared, first, second = [b"s"], [b"s", b"1", b"11"], [b"s", b"2", b"22"]
-    table.add(first, "a", capacity=4)
-    table.add(first, "b")
-    table.add(second, "a", capacity=4)
-    assert table.cached_chunks(first, {"a", "b"}) == {"a": 2, "b": 3}, "its end is lost first"
-    assert table.cached_chunks(second, {"a"}) == {"a": 3}
-    table.add(second, "a", capacity=3)
-    assert table.cached_chunks(first, {"a"}) == {"a": 1}
-    table.drop("a")
-    assert table.cached_chunks(shared, {"a", "b"}) == {"b": 1}
+    old, kept, sent = [b"o", b"oo"], [b"k", b"kk", b"kkk"], [b"k", b"s"]
+    table.add(old, "a", 0.0)
+    table.add(kept, "a", 0.0)
+    table.add(old, "b", 0.0)
+    table.add(sent, "a", ROUTED_S)
+    table.report([b"k", b"kk"], "a", ROUTED_S + 1)
+    assert table.cached_chunks(old, {"a", "b"}) == {"b": 2}, "a has lost it"
+    assert table.cached_chunks(kept, {"a", "b"}) == {"a": 2}, "and the end of this one"
+    assert table.cached_chunks(sent, {"a"}) == {"a": 2}, "it may be computing this"
+    table.report([b"k"], "a", 2 * ROUTED_S + 1)
+    assert table.cached_chunks(sent, {"a"}) == {"a": 1}, "it was not computed"
+    table.report([], "a", 3 * ROUTED_S)
+    assert set(table._owners) == set(old)
 
 
-@given(st.lists(st.tuples(st.integers(0, 30), st.sampled_from("abc"), st.integers(0, 9))))
+def test_a_new_gateway_learns_from_reports_what_the_others_know() -> None:
+    reports = {name: [b"s", *(name * n for n in (1, 2))] for name in (b"a", b"b")}
+    old, new = PrefixTable(), PrefixTable()
+    for name, held in reports.items():
+        old.add(held, name.decode(), 0.0)
+        for table in (old, new):
+            table.report(held, name.decode(), 1.0)
+    for held in reports.values():
+        assert new.cached_chunks(held, LOADS) == old.cached_chunks(held, LOADS)
+    assert new.cached_chunks(reports[b"a"], LOADS) == {"a": 3, "b": 1}
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.sampled_from("abc"), st.integers(0, 2))))
 def test_what_is_known_of_a_replica_and_of_a_chunk_agree(
-    added: list[tuple[int, str, int]],
+    done: list[tuple[int, str, int]],
 ) -> None:
     table = PrefixTable(max_chunks=12)
-    for number, replica, capacity in added:
+    for now_s, (number, replica, kind) in enumerate(done):
         chunks = tuple(bytes([number % size]) * size for size in range(1, number % 5 + 2))
-        if capacity:
-            table.add(chunks, replica, capacity)
+        if kind == 2:
+            table.add(chunks, replica, now_s)
+        elif kind == 1:
+            table.report(chunks, replica, now_s)
         else:
             table.drop(replica)
         by_chunk = {(c, r) for c, owners in table._owners.items() for r in owners}
-        assert by_chunk == {(c, r) for r, held in table._held.items() for c in held}
+        assert by_chunk == {(c, r) for r, held in table._routed_s.items() for c in held}
         assert len(table._owners) <= 12
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 6), st.booleans())))
+def test_a_chunk_is_never_known_without_those_before_it(
+    done: list[tuple[int, int, bool]],
+) -> None:
+    table = PrefixTable(max_chunks=14)
+    for now_s, (branch, length, is_report) in enumerate(done):
+        chunks = [bytes([9, 9, *[branch] * 5][: end + 1]) for end in range(length)]
+        if is_report:
+            table.report(chunks, "a", 4.0 * now_s)
+        else:
+            table.add(chunks, "a", 4.0 * now_s)
+        assert all(chunk[:-1] in table._owners or len(chunk) == 1 for chunk in table._owners)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import base64
 
 import pytest
 
@@ -67,21 +67,16 @@ def test_a_replica_that_shares_nothing_is_not_asked() -> None:
 
 
 def test_what_a_replica_reports_to_routers() -> None:
-    tiers = [{"limit_bytes": 1000}, {"limit_bytes": 3000}]
-    model: dict[str, Any] = {
-        "name": "tiny",
-        "id": "tiny#1",
-        "names": ["alias"],
-        "info": {"memory": {"kv": 2000}},
-        "stats": {"kv_tokens": 100, "kv_tiers": tiers},
+    held = {"held_chunks": base64.b64encode(b"chunk--1").decode()}
+    tiny = {"name": "tiny", "id": "tiny#1", "names": ["alias"], **held}
+    other = {"name": "other", "id": "other#1", "held_chunks": ""}
+    assert routing_stats({"models": [tiny, other]}) == {
+        "models": ["alias", "other", "other#1", "tiny", "tiny#1"],
+        "held": b"chunk--1",
     }
-    assert routing_stats({"models": [model]}) == {
-        "models": ["alias", "tiny", "tiny#1"],
-        "kv_capacity": 100 + 4000 // 20,
-    }
-    loading = {"name": "other", "id": "other#1", "stats": None}
-    assert routing_stats({"models": [model, loading]})["kv_capacity"] is None
-    assert routing_stats({"models": []}) == {"models": [], "kv_capacity": None}
+    assert routing_stats({"models": []}) == {"models": [], "held": b""}
+    other_engine = {"name": "served", "id": "served"}
+    assert routing_stats({"models": [other_engine]})["held"] is None, "it does not tell"
 
 
 def test_a_request_counts_for_one_replica_until_it_ends() -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from localgen.backends.engine.answers import Answers
 from localgen.backends.engine.embeddings import EmbeddingScheduler, EmbeddingTask
+from localgen.backends.engine.held_prompts import HeldPrompts
 from localgen.backends.engine.inbox import AnswerNow, Cancel
 from localgen.backends.engine.input_processor import InputProcessor
 from localgen.backends.engine.outbox import Outbox
@@ -105,6 +106,7 @@ class Engine:
         self._embedding_scheduler = EmbeddingScheduler(
             runner, itl_target_ms=itl_target_ms, max_queue=max_queue
         )
+        self._held_prompts = HeldPrompts(runner, prefix_store)
         self._stats = StatsRecorder()
         self._stats_at_s = 0.0
         self._inbox: queue.SimpleQueue[_Mail | _Stop] = queue.SimpleQueue()
@@ -194,6 +196,7 @@ class Engine:
         self._end_stopped_sequences()
         if not self._drain_inbox(wait=wait):
             return False
+        self._held_prompts.check()
         if self._thinking_budgets:
             self._unpublished += self._thinking_budgets.enforce(self._process_unpublished)
         self._propose_drafts()
@@ -333,6 +336,7 @@ class Engine:
             self._answers.fail(seq, error.code, error.message)
         else:
             self._answers.start(seq)
+            self._held_prompts.add(seq)
             if seq.params.thinking_budget is not None:
                 self._thinking_budgets.set(seq, seq.params.thinking_budget)
 
@@ -403,7 +407,7 @@ class Engine:
         self._process_unpublished()
         self._collect_embedded()
         now_s = time.monotonic()
-        snapshot = None
+        snapshot = held_chunks = None
         if idle or now_s - self._stats_at_s >= STATS_INTERVAL_S:
             snapshot = self._stats.snapshot(
                 now_s,
@@ -414,7 +418,8 @@ class Engine:
                 self._tiers.store if self._tiers is not None else None,
             )
             self._stats_at_s = now_s
-        self._outbox.publish(snapshot, deltas_may_wait=deltas_may_wait)
+            held_chunks = self._held_prompts.take_report()
+        self._outbox.publish(snapshot, deltas_may_wait=deltas_may_wait, held_chunks=held_chunks)
 
     def _process_unpublished(self) -> None:
         self._stopped_in_flight += self._answers.process(self._unpublished)

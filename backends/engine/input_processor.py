@@ -113,6 +113,7 @@ class InputProcessor:
             cache_salt=request.cache_salt,
             save_prefix=request.save_prefix,
             kv_peer=request.kv_peer,
+            chunks=request.chunks,
             block_hashes=block_hashes(tokens, request.block_hash_key, request.cache_salt)
             if request.block_hash_key
             else (),

@@ -59,9 +59,15 @@ class Outbox:
         """Read the deltas of these answers when events are published: once for many tokens."""
         self._unread.update(dict.fromkeys(answers))
 
-    def publish(self, stats: EngineStats | None, *, deltas_may_wait: bool) -> None:
+    def publish(
+        self,
+        stats: EngineStats | None,
+        *,
+        deltas_may_wait: bool,
+        held_chunks: bytes | None = None,
+    ) -> None:
         """Publish the events. deltas_may_wait: deltas alone may be published with the next call, if
-        it comes in time when it takes as long as this one did."""
+        it comes in time when it takes as long as this one did. held_chunks: with stats."""
         now_s = self._clock()
         step_s, self._called_at_s = now_s - self._called_at_s, now_s
         has_ends = bool(self._ends or self._embedded or self._tokenized or stats)
@@ -78,7 +84,7 @@ class Outbox:
         failed = tuple(end for end in self._ends if isinstance(end, Failed))
         deltas = tuple(chain.from_iterable(map(_joined, self._deltas.values())))
         embedded, tokenized = tuple(self._embedded), tuple(self._tokenized)
-        events = StepEvents(deltas, finished, failed, stats, embedded, tokenized)
+        events = StepEvents(deltas, finished, failed, stats, embedded, tokenized, held_chunks)
         self._deltas, self._ends, self._embedded, self._tokenized = {}, [], [], []
         self.publish_events(events)
 

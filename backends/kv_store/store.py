@@ -122,7 +122,16 @@ class PrefixStore:
 
         peer: its blocks count too. What a block holds is compared when it is loaded.
         """
-        ids = token_array(tokens)
+        found = self._find(token_array(tokens), cache_salt, peer)
+        self._mark_used(found)
+        return [block._replace(peer=peer) for block in found]
+
+    def num_stored(self, tokens: list[int], cache_salt: str) -> int:
+        """How many leading tokens of a prompt are stored here. None of them counts as used."""
+        found = self._find(token_array(tokens), cache_salt, None)
+        return found[-1].start + found[-1].length if found else 0
+
+    def _find(self, ids: TokenArray, cache_salt: str, peer: KVPeer | None) -> list[FoundBlock]:
         chain = self._chain(ids, cache_salt)
         found = list(itertools.takewhile(lambda block: self.has(block.digest), chain))
         missing = chain[len(found) :]
@@ -140,8 +149,7 @@ class PrefixStore:
         )
         if best is not None and best.length:
             found.append(best)
-        self._mark_used(found)
-        return [block._replace(peer=peer) for block in found]
+        return found
 
     def _chain(self, ids: TokenArray, cache_salt: str) -> list[FoundBlock]:
         """The whole blocks of a prompt. Those that it shares with the last one are not hashed."""

@@ -17,6 +17,7 @@ from localgen.backends.types import (
     NO_LINE_LIMITS,
     LineLimits,
     PositionLogprobs,
+    PromptChunks,
     RestoredTokens,
 )
 
@@ -42,6 +43,7 @@ class Sequence:
     stop_ids: token ids that end the answer.
     cache_salt: only sequences with the same salt share cached prefixes.
     save_prefix: a PrefixStore may keep its tokens.
+    chunks: of the prompt, see Request.
     num_computed: number of tokens whose KV is computed.
     num_cached: prompt tokens found in the prefix cache. restored: those of them that were no longer
     in the KV cache, but in a PrefixStore.
@@ -79,6 +81,7 @@ class Sequence:
     cache_salt: str = ""
     save_prefix: bool = True
     kv_peer: str = ""
+    chunks: PromptChunks | None = None
     arrived_s: float = 0.0
     template_ms: float = 0.0
     state: SequenceState = SequenceState.QUEUED

@@ -80,7 +80,7 @@ class GatewayServer:
             self._ask_all,
             choose[1] if prompt_replicas else None,
             default_names=_default_names(config),
-            secret=build.secret,
+            secret=build.secret if config.command is None else None,
             replica_key=replica_key,
         )
         ports = PrivatePorts(_refuse_to_listen)

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from localgen.backends.errors import LocalgenError, ServerUnavailable
+from localgen.backends.types import PromptChunks
 from localgen.cluster.prefix_table import prompt_chunks
 from localgen.cluster.route import Asked, Choice
 from localgen.cluster.totals import merged_loads, merged_metrics, merged_stats
@@ -26,7 +27,13 @@ from localgen.server.anthropic import serializer as anthropic
 from localgen.server.http.errors import error_response
 from localgen.server.http.guard import PUBLIC_PATHS, RequestRefused
 from localgen.server.ollama import serializer as ollama
-from localgen.server.requests.caller import GATEWAY_HEADER, KV_PEER_HEADER, PROMPT_ONLY_HEADER
+from localgen.server.requests.caller import (
+    CHUNKS_HEADER,
+    GATEWAY_HEADER,
+    KV_PEER_HEADER,
+    PROMPT_ONLY_HEADER,
+    encode_chunks,
+)
 from localgen.server.requests.protocol import encode_json
 from localgen.server.stats import loads
 from localgen.server.stats.metrics import CONTENT_TYPE
@@ -41,7 +48,9 @@ _HOP_HEADERS = frozenset(
 )
 # the gateway has checked the origin, and replicas know of none
 _OWN_HEADERS = _HOP_HEADERS | {b"origin"}
-_OWN_HEADERS |= {name.encode() for name in (GATEWAY_HEADER, KV_PEER_HEADER, PROMPT_ONLY_HEADER)}
+_OWN_HEADERS |= {
+    name.encode() for name in (GATEWAY_HEADER, KV_PEER_HEADER, PROMPT_ONLY_HEADER, CHUNKS_HEADER)
+}
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
 PROMPT_ONLY = (PROMPT_ONLY_HEADER.encode(), b"1")
 # whose prompts another replica may compute
@@ -56,6 +65,8 @@ _GENERATING_PATHS = frozenset(
 _PROMPT_CHOICE_S = 1.0
 # fewer new chunks are computed by the replica that answers: about 512 tokens
 MIN_PROMPT_CHUNKS = 8
+# a header has at most 64 KiB; the replica reports of so many whether it holds them
+_MAX_SENT_CHUNKS = 3072
 _ENDED = "the engine that answered has ended: try again"
 # answered by the gateway: a probe must start no replica where there is none
 _ALIVE = encode_json({"status": "ok"})
@@ -75,7 +86,7 @@ class Gateway:
 
     choose_for_prompt: of the replicas that compute prompts for the others; None without any.
     default_names: of the model that all replicas have. secret: tells replicas that a request comes
-    from here. replica_key: the only key that replicas take, if they are not localgen's servers.
+    from here; None if they are not localgen's servers. replica_key: the only key that those take.
     """
 
     def __init__(
@@ -85,13 +96,13 @@ class Gateway:
         choose_for_prompt: Choose | None = None,
         *,
         default_names: Collection[str] = ("",),
-        secret: str = "",
+        secret: str | None = None,
         replica_key: str | None = None,
     ) -> None:
         self._choose, self._ask_all = choose, ask_all
         self._choose_for_prompt = choose_for_prompt
         self._default_names = default_names
-        self._secret = (GATEWAY_HEADER.encode(), secret.encode())
+        self._secret = secret
         self._replica_key = replica_key
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
         timeout = httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S)
@@ -131,7 +142,7 @@ class Gateway:
         model = self._model_name(fields)
         chunks = prompt_chunks({**fields, "model": model})
         asked = Asked(chunks, model, self._owner(path, fields))
-        incoming = _Incoming(scope, body, fields)
+        incoming = _Incoming(scope, body, fields, chunks)
         exchange = _Exchange(path, send, self._remember)
         gone: set[str] = set()
         for tries_left in reversed(range(_MAX_TRIES)):
@@ -226,7 +237,11 @@ class Gateway:
         if scope["client"] and not any(name == b"x-localgen-session" for name, _ in headers):
             host, port = scope["client"]
             headers.append((b"x-localgen-session", f"{host}:{port}".encode()))
-        headers.append(self._secret)
+        if self._secret is not None:
+            headers.append((GATEWAY_HEADER.encode(), self._secret.encode()))
+        if self._secret is not None and incoming.chunks:
+            sent = PromptChunks(incoming.chunks[:_MAX_SENT_CHUNKS], len(incoming.chunks))
+            headers.append((CHUNKS_HEADER.encode(), encode_chunks(sent).encode()))
         if kv_peer:
             headers.append((KV_PEER_HEADER.encode(), kv_peer.encode()))
         if prompt_only:
@@ -263,6 +278,7 @@ class _Incoming:
     scope: Scope
     body: bytes
     fields: Mapping[str, Any]
+    chunks: tuple[bytes, ...]
 
 
 class _Exchange:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
+from localgen.backends.types import CHUNK_HASH_BYTES
+
 # characters of a chunk; a token has about four, and a block of KV 16 tokens or more
 CHUNK_CHARS = 256
-TOKENS_PER_CHUNK = CHUNK_CHARS // 4
+# a replica that was sent a prompt has reported it after this time, or does not have it
+ROUTED_S = 10.0
 # entries of the table: 65,536 chunks are 4 million tokens
 MAX_CHUNKS = 65_536
 # first chunks whose order of replicas is kept, and replicas in it, some of which have left: 16 MB
@@ -20,13 +24,14 @@ _PROMPT_FIELDS = ("tools", "system", "instructions", "messages", "input", "promp
 
 
 def prompt_chunks(body: Mapping[str, Any]) -> tuple[bytes, ...]:
-    """Chained hashes of the prompt's whole chunks of CHUNK_CHARS, 8 bytes each, under its model.
+    """Chained hashes of the prompt's whole chunks of CHUNK_CHARS, under its model.
 
     body: a request of any of the APIs. Messages are hashed as JSON, so that roles and tool calls
     count, and the next request of a conversation begins with the chunks of the last one.
     """
     text = "".join(_prompt_parts(body))
-    digest = hashlib.blake2b(str(body.get("model") or "").encode(errors="replace"), digest_size=8)
+    name = str(body.get("model") or "").encode(errors="replace")
+    digest = hashlib.blake2b(name, digest_size=CHUNK_HASH_BYTES)
     found = []
     for start in range(0, len(text) - CHUNK_CHARS + 1, CHUNK_CHARS):
         digest.update(text[start : start + CHUNK_CHARS].encode(errors="replace"))
@@ -44,39 +49,58 @@ def _prompt_parts(body: Mapping[str, Any]) -> Iterable[str]:
 
 
 class PrefixTable:
-    """Remembers the replicas that computed a chunk, the latest MAX_CHUNKS of them."""
+    """The replicas that hold a chunk, the latest MAX_CHUNKS of them.
+
+    A replica holds what it has reported, and what it was sent within ROUTED_S. One that reports
+    nothing is taken to keep all.
+    """
 
     def __init__(self, max_chunks: int = MAX_CHUNKS) -> None:
         self._owners: OrderedDict[bytes, dict[str, None]] = OrderedDict()
-        self._held: dict[str, OrderedDict[bytes, None]] = {}  # of each replica, latest last
+        # of each replica: when it was sent a chunk
+        self._routed_s: dict[str, dict[bytes, float]] = {}
         self._max_chunks = max_chunks
         self._orders: OrderedDict[bytes, list[str]] = OrderedDict()  # of _voters, by first chunk
         self._voters: Set[str] = frozenset()
 
-    def add(self, chunks: Sequence[bytes], replica: str, capacity: int | None = None) -> None:
-        """Note that a replica computes these chunks: hashes that include all that is before.
-
-        capacity: chunks that it can keep; it is taken to lose the least recently used.
-        """
-        held = self._held.setdefault(replica, OrderedDict())
+    def add(self, chunks: Sequence[bytes], replica: str, now_s: float = 0.0) -> None:
+        """Note that a replica computes these chunks: hashes that include all that is before."""
+        routed_s = self._routed_s.setdefault(replica, {})
         for chunk in reversed(chunks):  # the first is the newest: without it, the others are lost
             self._owners.setdefault(chunk, {})[replica] = None
             self._owners.move_to_end(chunk)
-            held[chunk] = None
-            held.move_to_end(chunk)
-        while capacity is not None and len(held) > capacity:
-            self._forget(held.popitem(last=False)[0], replica)
+            routed_s[chunk] = now_s
+        self._shrink()
+
+    def report(self, held: Sequence[bytes], replica: str, now_s: float) -> None:
+        """Note all that a replica holds, each chunk after those before it in its prompt.
+
+        Prompts that it got since are taken to be there.
+        """
+        routed_s = self._routed_s.setdefault(replica, {})
+        reported = frozenset(held)
+        for chunk, sent_s in list(routed_s.items()):
+            if chunk not in reported and now_s - sent_s > ROUTED_S:
+                del routed_s[chunk]
+                self._forget(chunk, replica)
+        for chunk in reversed(held):
+            self._owners.setdefault(chunk, {})[replica] = None
+            self._owners.move_to_end(chunk)
+            routed_s.setdefault(chunk, -math.inf)
+        self._shrink()
+
+    def _shrink(self) -> None:
         while len(self._owners) > self._max_chunks:
             chunk, owners = self._owners.popitem(last=False)
             for owner in owners:
-                del self._held[owner][chunk]
+                del self._routed_s[owner][chunk]
 
     def drop(self, replica: str) -> None:
         """Forget a replica that has ended."""
         if replica in self._voters:
             self._voters -= {replica}
             self._orders.clear()
-        for chunk in self._held.pop(replica, ()):
+        for chunk in self._routed_s.pop(replica, ()):
             self._forget(chunk, replica)
 
     def _forget(self, chunk: bytes, replica: str) -> None:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from localgen.cluster.running import REPLICA_DIRS
 from localgen.config import ServerSettings
 from localgen.machine.python_process import python_command, python_environment
 from localgen.server.http.access import host_and_port
+from localgen.server.requests.caller import GATEWAY_HEADER
 from localgen.server.requests.protocol import encode_json
 from localgen.server.stats import loads
 
@@ -62,7 +64,7 @@ class EngineReplica:
             "*", self.name
         )
         self._runtime_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._is_ending = False
+        self._is_ending, self._secret = False, build.secret
         self._model, self._command = config.model or "", config.command
         self._needs_metrics = config.command is not None and config.max_replicas is not None
         self._health_path = "/livez" if config.command is None else "/health"
@@ -81,8 +83,8 @@ class EngineReplica:
         return {URL: self.url, KV_ADDRESS: self._kv_address}
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Its models and the room for their prefixes, for routers."""
-        return routing_stats(await self._stats())
+        """Its models and the chunks of prompts that it holds, for routers."""
+        return routing_stats(await self._stats({GATEWAY_HEADER: self._secret}))
 
     async def check_health(self) -> None:
         """Raises ReplicaFailed if the server has ended, or an error of httpx if it hangs."""
@@ -128,12 +130,12 @@ class EngineReplica:
         with contextlib.suppress(OSError):
             shutil.rmtree(self._runtime_dir)
 
-    async def _stats(self) -> dict[str, Any]:
+    async def _stats(self, headers: Mapping[str, str] | None = None) -> dict[str, Any]:
         if self._command is not None:
             reply = await self._client.get("/metrics", timeout=_HEALTH_TIMEOUT_S)
             metrics = reply.text if reply.is_success else ""
             return engine_stats(self._model, self._server.pid, metrics)
-        reply = await self._client.get("/v1/stats", timeout=_HEALTH_TIMEOUT_S)
+        reply = await self._client.get("/v1/stats", headers=headers, timeout=_HEALTH_TIMEOUT_S)
         stats: dict[str, Any] = reply.json()
         return stats
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import threading
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# of a replica's routing_stats: names of its loaded models, tokens whose KV it can keep, or None if
-# unknown; of its metadata: URL of its server, and
-# where others fetch prefixes from it
-MODELS, KV_CAPACITY, URL, KV_ADDRESS = "models", "kv_capacity", "url", "kv_address"
+# of a replica's routing_stats: names of its loaded models, and hashes of the chunks that it holds,
+# joined, or None if it does not tell; of its metadata: URL of its server, and where others fetch
+# prefixes from it
+MODELS, HELD, URL, KV_ADDRESS = "models", "held", "url", "kv_address"
 # fewer chunks that another has are computed, which is as fast as to ask for them
 MIN_FETCH_CHUNKS = 2
 
@@ -109,20 +110,9 @@ def routing_stats(stats: Mapping[str, Any]) -> dict[str, Any]:
     names = set[str]()
     for model in stats["models"]:
         names |= {model["name"], model["id"], *model.get("names", ())}
-    capacities = [_kv_capacity(model) for model in stats["models"]]
-    known = [each for each in capacities if each is not None]
+    held = [model["held_chunks"] for model in stats["models"] if "held_chunks" in model]
+    is_known = len(held) == len(stats["models"])
     return {
         MODELS: sorted(names),
-        KV_CAPACITY: sum(known) if known and len(known) == len(capacities) else None,
+        HELD: b"".join(map(base64.b64decode, held)) if is_known else None,
     }
-
-
-def _kv_capacity(model: Mapping[str, Any]) -> int | None:
-    """Tokens in the KV cache of a model, and in its tiers in RAM and on disk; None if unknown."""
-    stats = model.get("stats") or {}
-    memory = (model.get("info") or {}).get("memory") or {}
-    if not stats.get("kv_tokens") or not memory.get("kv"):
-        return None
-    tokens: int = stats["kv_tokens"]
-    tiers: int = sum(tier["limit_bytes"] for tier in stats.get("kv_tiers") or ())
-    return tokens + tiers * tokens // int(memory["kv"])

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+from localgen.backends.types import split_hashes
 from localgen.cluster.model_table import ModelTable, serving
-from localgen.cluster.prefix_table import TOKENS_PER_CHUNK, PrefixTable
-from localgen.cluster.route import KV_ADDRESS, KV_CAPACITY, MODELS, RoutedRequest
+from localgen.cluster.prefix_table import PrefixTable
+from localgen.cluster.route import HELD, KV_ADDRESS, MODELS, RoutedRequest
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
@@ -23,6 +24,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         self._spill = spill
         self._prefixes, self._models = PrefixTable(), ModelTable()
         self._names = set[str]()
+        self._reports: dict[str, bytes | None] = {}
 
     async def choose_replicas(
         self,
@@ -40,12 +42,11 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
             return [[by_id[route.wanted]]]
         names = self._rank(route, by_id)
         names.sort(key=route.gone.__contains__)  # they may answer again
-        capacity = by_id[names[0]].routing_stats.get(KV_CAPACITY)
-        chunks = None if capacity is None else capacity // TOKENS_PER_CHUNK
-        self._prefixes.add(route.chunks, names[0], chunks)
+        now_s = time.monotonic()
+        self._prefixes.add(route.chunks, names[0], now_s)
         route.assign(names[0])
         if route.model:
-            self._models.give(route.model, names[0], time.monotonic())
+            self._models.give(route.model, names[0], now_s)
         ranked = [by_id[name] for name in names]
         return [ranked[:1], ranked[1:]] if len(ranked) > 1 else [ranked]
 
@@ -66,12 +67,23 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         super().update_replicas(replicas)
         names = {_name(replica.replica_id) for replica in replicas}
         for name in self._names - names:
-            self._prefixes.drop(name)
+            self._drop(name)
         self._names = names
+        for replica in replicas:
+            self._read_report(_name(replica.replica_id), replica.routing_stats.get(HELD))
+
+    def _read_report(self, name: str, held: bytes | None) -> None:
+        if held is not None and held != self._reports.get(name):
+            self._prefixes.report(split_hashes(held), name, time.monotonic())
+        self._reports[name] = held
+
+    def _drop(self, name: str) -> None:
+        self._prefixes.drop(name)
+        self._reports.pop(name, None)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
-        self._prefixes.drop(_name(replica_id))
+        self._drop(_name(replica_id))
 
 
 def _name(replica_id: ReplicaID) -> str:

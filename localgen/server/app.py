@@ -43,7 +43,7 @@ from localgen.server.openai.schema import (
     UnloadRequest,
 )
 from localgen.server.openai.serializer import ChatCompletionSerializer, CompletionSerializer
-from localgen.server.requests.caller import Caller, is_local_request
+from localgen.server.requests.caller import Caller, is_from_gateway, is_local_request
 from localgen.server.requests.choices import fan_out_requests, requests_of_prompts
 from localgen.server.requests.embeddings import EmbeddingJob, EmbeddingResponse
 from localgen.server.requests.generation import GenerationJob, GenerationResponse
@@ -324,7 +324,7 @@ def _add_server_routes(
         is_local = is_local_request(http.scope)
         if stream:
             return EventStreamResponse(snapshots(is_local), serializer.SSE)
-        return _json_response(state.stats(is_local=is_local))
+        return _json_response(state.stats(is_local=is_local, with_chunks=is_from_gateway(http)))
 
     @app.get(loads.PATH, response_model=None)  # as in SGLang
     async def server_load(include: str | None = None) -> Response:

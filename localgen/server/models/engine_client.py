@@ -80,6 +80,7 @@ class EngineClient(asyncio.Protocol):
     def __init__(self, process: EngineProcess, name: str, on_death: Callable[[], None]) -> None:
         self.stats: EngineStats | None = None
         self.stats_received_s = 0.0  # monotonic
+        self.held_chunks = b""  # see HeldPrompts.take_report
         self.progress = 0.0
         self.silence = Silence()
         self._process = process
@@ -320,6 +321,8 @@ class EngineClient(asyncio.Protocol):
                 if is_prompt and (stream := self._streams.get(seq.request_id)):
                     progress = PromptProgress(seq.computed_tokens, seq.prompt_tokens)
                     stream.announce_progress(progress)
+        if events.held_chunks is not None:
+            self.held_chunks = events.held_chunks
         dying = next((f.message for f in events.failed if f.code == EngineDied.code), None)
         if dying is not None and self._end_reason is None:
             # it exits in a moment: a retry must start a new engine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hmac
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,8 +10,15 @@ from typing import Any
 from fastapi import Request as HttpRequest
 from starlette.types import Scope
 
+from localgen.backends.errors import InvalidRequest
 from localgen.backends.sampling_params import SamplingParams
-from localgen.backends.types import EmbedRequest, Request, TokenizeRequest
+from localgen.backends.types import (
+    EmbedRequest,
+    PromptChunks,
+    Request,
+    TokenizeRequest,
+    split_hashes,
+)
 
 # client host of connections over the Unix socket
 LOCAL_CLIENT = "local"
@@ -19,6 +27,8 @@ LOCAL_CLIENT = "local"
 # nothing but the prompt is computed
 GATEWAY_HEADER = "x-localgen-gateway"
 KV_PEER_HEADER, PROMPT_ONLY_HEADER = "x-localgen-kv-peer", "x-localgen-prompt-only"
+# the chunks of the prompt, of which it is to be reported which are held: see encode_chunks
+CHUNKS_HEADER = "x-localgen-chunks"
 # prefix of accounts that are API keys
 KEY_ACCOUNT_PREFIX = "key-"
 
@@ -29,7 +39,7 @@ class Caller:
 
     request_id: of the HTTP request. client: unit of fair queueing. account: unit of rate limits.
     arrived_s: monotonic seconds. is_local: connected over the Unix socket.
-    stabilize, kv_peer, prompt_only: as in Request.
+    stabilize, kv_peer, prompt_only, chunks: as in Request.
     """
 
     request_id: str
@@ -40,18 +50,19 @@ class Caller:
     stabilize: bool = False
     kv_peer: str = ""
     prompt_only: bool = False
+    chunks: PromptChunks | None = None
 
     @classmethod
     def from_request(cls, http: HttpRequest, user: str | None = None) -> Caller:
         """user: the `user` field of the request, if any, which becomes the client.
 
-        Raises InvalidRequest if the gateway has named a peer that has no address.
+        Raises InvalidRequest if the gateway has named a peer that has no address, or no chunks.
         """
         account: str = http.scope["account"]
         client = user or _client_name(http, account)
         scope = http.scope
         is_local = is_local_request(scope)
-        from_gateway = http.headers if _is_from_gateway(http) else {}
+        from_gateway = http.headers if is_from_gateway(http) else {}
         kv_peer = from_gateway.get(KV_PEER_HEADER, "")
         if kv_peer:
             from localgen.backends.kv_store.peer import parse_address  # numpy is heavy
@@ -66,6 +77,7 @@ class Caller:
             scope["stabilize"],
             kv_peer,
             PROMPT_ONLY_HEADER in from_gateway,
+            decode_chunks(from_gateway.get(CHUNKS_HEADER, "")),
         )
 
     @property
@@ -86,6 +98,7 @@ class Caller:
             params=params,
             stabilize=self.stabilize,
             kv_peer=self.kv_peer,
+            chunks=self.chunks,
             **fields,
         )
 
@@ -105,7 +118,25 @@ class Caller:
         )
 
 
-def _is_from_gateway(http: HttpRequest) -> bool:
+def encode_chunks(chunks: PromptChunks) -> str:
+    """The chunks of a prompt for CHUNKS_HEADER: their number, and the hashes in base64."""
+    return f"{chunks.count}:{base64.b64encode(b''.join(chunks.hashes)).decode()}"
+
+
+def decode_chunks(text: str) -> PromptChunks | None:
+    """What encode_chunks has written; None if that is empty. Raises InvalidRequest."""
+    if not text:
+        return None
+    count, _, hashes = text.partition(":")
+    try:
+        found = split_hashes(base64.b64decode(hashes, validate=True))
+        return PromptChunks(found, int(count)) if found else None
+    except ValueError as error:
+        raise InvalidRequest(f"{CHUNKS_HEADER}: {error}") from error
+
+
+def is_from_gateway(http: HttpRequest) -> bool:
+    """True if a request has the secret of the cluster's gateway."""
     secret: str = http.scope["gateway_secret"]
     given = http.headers.get(GATEWAY_HEADER, "")
     return bool(secret) and hmac.compare_digest(given.encode(), secret.encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import time
 from collections.abc import Callable
@@ -119,8 +120,15 @@ class ServerState:
             "hash": model_id(file),
         }
 
-    def stats(self, *, is_local: bool) -> dict[str, Any]:
-        """Statistics. is_local: for a client of this user, with paths and excerpts of prompts."""
+    def stats(self, *, is_local: bool, with_chunks: bool = False) -> dict[str, Any]:
+        """Statistics. is_local: for a client of this user, with paths and excerpts of prompts.
+
+        with_chunks: for the gateway of a cluster, with the chunks of prompts that engines hold.
+        """
+        models = [self._model_stats(each, is_local) for each in self._manager.residents]
+        if with_chunks:
+            for model, resident in zip(models, self._manager.residents, strict=True):
+                model["held_chunks"] = base64.b64encode(resident.engine.held_chunks).decode()
         return {
             "server": self._process_state()
             | {
@@ -132,7 +140,7 @@ class ServerState:
                 "waiting_for_memory": self._manager.count_waiting(),
             },
             "machine": self._machine.latest,
-            "models": [self._model_stats(each, is_local) for each in self._manager.residents],
+            "models": models,
             "ended": self.recent_requests.requests(with_prompts=is_local),
         }
 
