@@ -267,7 +267,7 @@ def _validate_sequence_breakers(breakers: tuple[str, ...]) -> None:
 
 
 # samplers that mirostat replaces
-_REPLACED_BY_MIROSTAT = (
+REPLACED_BY_MIROSTAT = (
     "top_k",
     "top_p",
     "min_p",
@@ -282,7 +282,7 @@ def reject_mirostat_conflicts(requested: SamplingParams) -> None:
     """Raises InvalidRequest if a request sets mirostat and a sampler that mirostat replaces."""
     if not requested.mirostat:
         return
-    for name in _REPLACED_BY_MIROSTAT:
+    for name in REPLACED_BY_MIROSTAT:
         if getattr(requested, name) is not None:
             raise InvalidRequest(f"mirostat replaces {name}: leave one of them out", param=name)
 

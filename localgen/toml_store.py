@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from localgen.backends.errors import DISK_FULL_ERRNOS, DiskFull, InvalidRequest, LocalgenError
 from localgen.config import BadSetting, make_private_dir
 from localgen.locked_file import LockedFile
+
+if TYPE_CHECKING:
+    from tomlkit import TOMLDocument
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,30 +52,25 @@ class TomlStore:
                 raise self._not_writable(error) from error
             yield
 
-    def append(self, entry: str, *, separator: str = "") -> None:
-        """Add an entry, and a separator if it is not the first. To be called while locked."""
-        before = self.read_text()
-        if before:
-            before += separator if before.endswith("\n") else f"\n{separator}"
-        self._write(f"{before}{entry}")
+    def change(self, apply: Callable[[TOMLDocument], None]) -> None:
+        """Apply a change to the content; comments, order and layout of the rest are kept.
 
-    def remove(self, name: str, text_without: str) -> bool:
-        """Write the text without an entry. To be called while locked.
-
-        Returns False and writes nothing if the text differs in anything but that entry.
+        To be called while locked, and after read(). Raises InvalidRequest for text that is not
+        valid Unicode, and for a layout that can only be edited by hand.
         """
-        expected = {other: value for other, value in self.read().items() if other != name}
-        try:
-            is_right = tomllib.loads(text_without) == expected
-        except tomllib.TOMLDecodeError:
-            is_right = False
-        if is_right:
-            self._write(text_without)
-        return is_right
+        import tomlkit  # only commands that change the file need it
 
-    def _write(self, text: str) -> None:
+        document = tomlkit.parse(self.read_text())
+        apply(document)
         try:
-            self._file.write(text)
+            content = tomlkit.dumps(document).encode()
+            if tomllib.loads(content.decode()) != document.unwrap():
+                raise InvalidRequest(f"the layout of {self.path} is unusual: edit it by hand")
+        except UnicodeEncodeError as error:
+            text = error.object[max(0, error.start - 40) : error.end + 40]
+            raise InvalidRequest(f"{text!r} is not valid Unicode and cannot be stored") from error
+        try:
+            self._file.write(content)
         except OSError as error:
             raise self._not_writable(error) from error
 
@@ -84,13 +81,3 @@ class TomlStore:
     def _not_writable(self, error: OSError) -> LocalgenError:
         kind = DiskFull if error.errno in DISK_FULL_ERRNOS else BadSetting
         return kind(f"cannot write {self.path}: {error.strerror}")
-
-
-def toml_string(text: str) -> str:
-    """The text as a TOML string. Raises InvalidRequest if it is not valid Unicode."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequest(f"{text!r} is not valid Unicode and cannot be stored") from error
-    # a JSON string is a TOML string, except for escaped surrogate pairs and DEL
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

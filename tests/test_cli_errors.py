@@ -67,7 +67,7 @@ ROOT = Path(__file__).parents[1]
         (["verison"], b"", 2, "No such command 'verison'. Did you mean 'version'?"),
         (["quit"], b"", 2, "No such command 'quit'. (see"),
         (["download", "tiny"], b"", 2, "No such command 'download'. Did you mean 'pull'? (see"),
-        (["create"], b"", 2, "'create': there are no presets: `localgen cp MODEL NAME` creates"),
+        (["create"], b"", 2, "'create': `localgen preset add NAME MODEL` gives a model a name"),
         (
             ["run", "tiny", "--image", "a.png"],
             b"",

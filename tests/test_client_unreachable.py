@@ -77,6 +77,7 @@ OTHERS = {
         "kv",
         "launch",
         "logs",
+        "preset",
         "pull",
         "quantize",
     ),

@@ -173,12 +173,11 @@ def test_edits_keep_the_users_text() -> None:
     assert list(load_endpoints()) == ["c", "d"]
 
 
-def test_a_name_that_only_an_editor_can_remove() -> None:
+def test_a_table_in_another_layout_is_removed() -> None:
     add_endpoint(Endpoint("http://a/v1", "a"))
     endpoints_path().write_text("b.url = 'http://b/v1'\n[a]\nurl = 'http://a/v1'\n")
-    with pytest.raises(InvalidRequest, match="edit it by hand"):
-        remove_endpoint("b")
-    assert list(load_endpoints()) == ["b", "a"]
+    remove_endpoint("b")
+    assert list(load_endpoints()) == ["a"]
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,9 @@ def effective_parameter_rows(session: ChatSession) -> list[tuple[str, str, str]]
     known = session.model_info
     base = BASE_SAMPLING if known is not None and not session.is_remote else SamplingParams()
     defaults = SamplingParams() if known is None else known.sampling
-    return parameters.effective_parameters(session.options.params, defaults, base)
+    preset = session.preset
+    of_preset = SamplingParams() if preset is None else preset.params
+    return parameters.effective_parameters(session.options.params, of_preset, defaults, base)
 
 
 def _set_ctx(session: ChatSession, text: str) -> CommandResult:
@@ -186,7 +188,9 @@ def _show(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
             )
         return CommandOutput(session.model.chat_template or "the model has no chat template")
     if what == "system":
-        return CommandOutput(session.conversation.system or "no system prompt")
+        own, system = session.conversation.system, session.system
+        source = "" if own or not system else f"\n(of the preset {session.name})"
+        return CommandOutput(f"{system}{source}" if system else "no system prompt")
     raise _usage_error("/show", argument)
 
 
@@ -194,7 +198,7 @@ def _model_info_text(session: ChatSession) -> str:
     info = session.model
     if info.url:
         return _remote_info_text(session)
-    ctx = session.options.ctx or info.ctx
+    ctx = session.ctx or info.ctx
     rows = [
         ("model", info.name),
         ("file", info.path),

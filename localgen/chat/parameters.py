@@ -108,17 +108,21 @@ def _parameter_field(name: str) -> str:
 
 def effective_parameters(
     params: SamplingParams,
+    preset_params: SamplingParams,
     model_defaults: SamplingParams,
     fallback_defaults: SamplingParams = BASE_SAMPLING,
 ) -> list[tuple[str, str, str]]:
     """Name, effective value and source of each parameter.
 
-    The source is `yours` (set by the user), `model` (a default of the model) or empty.
+    The source is `yours` (set by the user), `preset`, `model` (a default of the model) or empty.
     """
     table = []
     for name in PARAMETER_NAMES:
         unset = getattr(SamplingParams(), name)
-        sources = ((params, "yours"), (model_defaults, "model"), (fallback_defaults, ""))
+        sources = (
+            *((params, "yours"), (preset_params, "preset")),
+            *((model_defaults, "model"), (fallback_defaults, "")),
+        )
         owner, origin = next(
             ((source, origin) for source, origin in sources if getattr(source, name) != unset),
             (fallback_defaults, ""),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localgen.backends.errors import ContextExceeded, InvalidRequest
+from localgen.backends.errors import ContextExceeded, InvalidRequest, LocalgenError
 from localgen.backends.memory.kv_sizing import DEFAULT_CTX
 from localgen.backends.model_info import DRAFT_KEYWORDS, LoadOptions, ModelInfo
 from localgen.backends.sampling_params import SAMPLERS, SamplingParams
@@ -20,7 +20,8 @@ from localgen.chat.parameters import ModelOptions
 from localgen.client.responses import TextDelta
 from localgen.client.snapshot import ModelSnapshot, parse_localgen_stats
 from localgen.hub.packaged import default_model
-from localgen.hub.resolve import name_for_server
+from localgen.hub.preset import Preset
+from localgen.hub.resolve import find_preset, name_for_server
 
 if TYPE_CHECKING:
     from localgen.client import Client, Completion
@@ -137,10 +138,27 @@ class ChatSession:
         return name if self.is_remote else name_for_server(name)
 
     @property
+    def preset(self) -> Preset | None:
+        """The preset that the model is, as models.toml has it now; None on a remote server."""
+        if self.is_remote:
+            return None
+        try:
+            return find_preset(self.requested_name)
+        except LocalgenError:
+            return None  # the server says so when it is asked
+
+    @property
+    def system(self) -> str:
+        """The system prompt of the next request; empty if there is none."""
+        preset = self.preset
+        return self.conversation.system or (preset.system if preset is not None else "")
+
+    @property
     def ctx(self) -> int | None:
         """The context length in tokens, or None if unknown."""
-        info = self.model_info
-        return self._requested_ctx or (info.ctx if info is not None else None) or None
+        info, preset = self.model_info, self.preset
+        chosen = self._requested_ctx or (preset.ctx if preset is not None else None)
+        return chosen or (info.ctx if info is not None else None) or None
 
     @property
     def _requested_ctx(self) -> int | None:

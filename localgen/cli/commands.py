@@ -26,8 +26,9 @@ COMMANDS = {
     "bench": "Measure a model's speed, and how many people it serves.",
     "plan": "Estimate the memory use and speed of a model on this machine.",
     "quantize": "Quantize a 16-bit model and measure the quality loss.",
-    "rm": "Remove a model or an alias.",
+    "rm": "Remove a model, an alias or a preset.",
     "cp": "Create an alias for a model.",
+    "preset": "Manage names with a system prompt and settings of their own: add, list, rm.",
     "cluster": "Run several engines behind one address: up, status, down.",
     "kv": "Manage the computed prefixes on disk: list, rm, verify.",
     "stop": "Unload a model, or stop the server.",
@@ -52,8 +53,8 @@ _OTHER_NAMES = {
 }
 # commands of other tools that localgen does not have
 _ADVICE = {
-    "create": ": there are no presets: `localgen cp MODEL NAME` creates an alias, and the system "
-    "prompt and the parameters are options of chat and run",
+    "create": ": `localgen preset add NAME MODEL` gives a model a name with a system prompt and "
+    "parameters, `localgen cp MODEL NAME` an alias",
 }
 # similarity from 0 to 1 of a suggestion: above that of create and chat
 CLOSE = 0.65

@@ -11,6 +11,7 @@ import re
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Literal
 
 from localgen.backends.errors import LocalgenError
 from localgen.backends.formats.architecture.model_shape import CACHE_ELEMENT_BYTES
@@ -64,8 +65,13 @@ def complete_catalog_model(incomplete: str) -> list[str]:
 
 
 def complete_removable_model(incomplete: str) -> list[str]:
-    """Complete a model of the cache or an alias."""
-    return _filter_by_prefix(incomplete, [*_cached_names(), *_alias_names()])
+    """Complete a model of the cache, an alias or a preset."""
+    return _filter_by_prefix(incomplete, [*_cached_names(), *_own_names("models")])
+
+
+def complete_preset(incomplete: str) -> list[str]:
+    """Complete a preset."""
+    return _filter_by_prefix(incomplete, _own_names("presets"))
 
 
 def complete_running_model(incomplete: str) -> list[str]:
@@ -126,18 +132,19 @@ def _local_names() -> Iterator[str]:
     from localgen.hub.packaged import PACKAGED_MODELS
 
     yield from PACKAGED_MODELS
-    yield from _alias_names()
+    yield from _own_names("models")
     yield from _cached_names()
     yield from _running_names()
 
 
-def _alias_names() -> Iterator[str]:
-    from localgen.hub.aliases import load_aliases
+def _own_names(kind: Literal["models", "presets"]) -> Iterator[str]:
+    """Aliases and presets, or only these."""
+    from localgen.hub.models_file import read_models_file
 
     try:
-        yield from load_aliases()
+        yield from getattr(read_models_file(), kind)
     except LocalgenError:
-        return  # the command itself reports a damaged alias file
+        return  # the command itself reports a damaged file
 
 
 def _cached_names() -> Iterator[str]:

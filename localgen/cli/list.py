@@ -20,10 +20,11 @@ _NOT_INSTALLED, _UNFINISHED = "not installed", "unfinished"
 
 @dataclass(frozen=True, slots=True)
 class ListedModel:
-    """A model with all its names, an alias of a model that is not installed, or a download.
+    """A model with all its names, a preset, an alias of a model that is not installed, or a
+    download.
 
     size_bytes: of the whole model, or None if unknown. downloaded_bytes: those on this disk. also:
-    other names; for an alias of a model that is not installed, that model.
+    other names; for a preset, and for an alias of a model that is not installed, that model.
     """
 
     name: str
@@ -36,9 +37,10 @@ class ListedModel:
 
 
 def command(json: JsonFlag = False) -> None:
-    """List local models with their aliases, unfinished downloads and the use of the disk.
+    """List local models with their aliases, presets, unfinished downloads and the use of the disk.
 
-    An alias of a model that is not installed is a row of its own, with that model under ALSO.
+    A preset, and an alias of a model that is not installed, is a row of its own, with its model
+    under ALSO.
     If the server does not answer, the states are unknown and the exit status is 11.
     """
     from localgen.client import LocalClient
@@ -56,9 +58,14 @@ def command(json: JsonFlag = False) -> None:
 def _print_models(cards: Sequence[ModelCard], *, as_json: bool) -> None:
     from localgen.backends.terminal_text import escape_name
     from localgen.cli import tables
+    from localgen.client.responses import PRESET
     from localgen.hub.unfinished import unfinished_downloads
 
-    rows = [*_installed_rows(cards), *_missing_aliases({card.name for card in cards})]
+    rows = [
+        *_installed_rows([card for card in cards if card.source != PRESET]),
+        *_preset_rows([card for card in cards if card.source == PRESET]),
+        *_missing_rows({card.name for card in cards}),
+    ]
     unfinished = unfinished_downloads()
     if as_json:
         tables.print_json([*rows, *map(_download_row, unfinished)])
@@ -109,17 +116,33 @@ def _catalog_names(card: ModelCard) -> list[str]:
     return [entry.alias if is_default else f"{entry.alias}:{quant}"]
 
 
-def _missing_aliases(installed: set[str]) -> list[ListedModel]:
-    """Aliases of models that are not installed."""
-    from localgen.hub.aliases import load_aliases
+def _preset_rows(cards: Sequence[ModelCard]) -> list[ListedModel]:
+    """One row per preset of an installed model. No bytes on the disk are its own."""
+    from localgen.hub.models_file import read_models_file
+
+    presets = read_models_file().presets
+    return [
+        ListedModel(
+            *(card.name, card.path, card.size_bytes, card.state, card.source),
+            (presets[card.name].model,) if card.name in presets else (),
+            0,
+        )
+        for card in cards
+    ]
+
+
+def _missing_rows(installed: set[str]) -> list[ListedModel]:
+    """Aliases and presets of models that are not installed."""
+    from localgen.hub.models_file import read_models_file
     from localgen.hub.reference import resolve_reference
 
-    rows = []
-    for alias, target in load_aliases().items():
-        if alias not in installed:
+    rows, known = [], read_models_file()
+    for name, target in known.models.items():
+        if name not in installed:
             wanted = resolve_reference(target)
             size = wanted.size_bytes if wanted else None
-            rows.append(ListedModel(alias, "", size, _NOT_INSTALLED, "alias", (target,), 0))
+            kind = "preset" if name in known.presets else "alias"
+            rows.append(ListedModel(name, "", size, _NOT_INSTALLED, kind, (target,), 0))
     return rows
 
 

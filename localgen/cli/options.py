@@ -18,6 +18,7 @@ from localgen.chat import parameters
 from localgen.chat.parameters import ModelOptions
 from localgen.cli import completion_values
 from localgen.config import parse_keep_alive, parse_size
+from localgen.hub.preset import PRESET_PARAMETERS
 
 OnOffAuto = Literal["auto", "on", "off"]
 Backend = Literal["auto", "llamacpp", "cuda"]
@@ -59,12 +60,13 @@ class CliOption:
         """The long name with its dashes, for example `--ctx`."""
         return self.names.split()[-1].split("/")[0]
 
-    def to_parameter(self, panel: str) -> inspect.Parameter:
+    def to_parameter(self, panel: str, *, has_variable: bool = True) -> inspect.Parameter:
+        """The parameter of a command. has_variable: its environment variable sets it, too."""
         option = typer.Option(
             *self.names.split(),
             help=self.help,
             metavar=_METAVARS.get(self.value_type),
-            envvar=self.env_var,
+            envvar=self.env_var if has_variable else None,
             show_envvar=False,
             autocompletion=completion_values.option_completer(self.field),
             rich_help_panel=panel,
@@ -335,6 +337,10 @@ CLUSTER_PANELS = {
         if flag.field not in ("kv_listen", "kv_peer")
     )
 }
+PRESET_PANELS = {
+    "Options": tuple(flag for flag in REQUEST_OPTIONS if flag.field in ("ctx", "system")),
+    "Sampling": tuple(flag for flag in SAMPLING_OPTIONS if flag.field in PRESET_PARAMETERS),
+}
 Panels = Mapping[str, tuple[CliOption, ...]]
 
 
@@ -363,9 +369,23 @@ def takes_cluster_options(command: Callable[..., None]) -> Callable[..., None]:
     return _with_options(command, CLUSTER_PANELS)
 
 
-def _with_options(command: Callable[..., None], panels: Panels) -> Callable[..., None]:
+def takes_preset_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Decorator: as takes_model_options, for what a preset stores.
+
+    The variables of chat and run are not stored: they are settings of those.
+    """
+    return _with_options(command, PRESET_PANELS, has_variables=False)
+
+
+def _with_options(
+    command: Callable[..., None], panels: Panels, *, has_variables: bool = True
+) -> Callable[..., None]:
     own = inspect.signature(command, eval_str=True).parameters
-    shared = [flag.to_parameter(panel) for panel, flags in panels.items() for flag in flags]
+    shared = [
+        flag.to_parameter(panel, has_variable=has_variables)
+        for panel, flags in panels.items()
+        for flag in flags
+    ]
 
     def with_options(**given: Any) -> None:
         mine = {name: given.pop(name) for name in own if name != "options"}

@@ -48,9 +48,9 @@ def _with_aliases(running: list[RunningModel]) -> list[RunningModel]:
     """Add the user's other names of the models."""
     from dataclasses import replace
 
-    from localgen.hub.resolve import installed_aliases
+    from localgen.hub.resolve import installed_aliases, installed_presets
 
-    named = installed_aliases() if running else []
+    named = [*installed_aliases(), *installed_presets()] if running else []
     return [
         replace(
             model,

@@ -9,14 +9,13 @@ from localgen.backends.terminal_text import one_line
 from localgen.backends.units import format_size
 from localgen.cli import tables
 from localgen.hub import quant_choice
-from localgen.hub.aliases import load_aliases
 from localgen.hub.cache import cached_models
 from localgen.hub.catalog import CatalogEntry, same_ignoring_case
 from localgen.hub.hf_client import HubUnavailable, forward_warnings
 from localgen.hub.pull import quant_options
 from localgen.hub.reference import HubReference, resolve_reference
 from localgen.hub.repository import list_repo
-from localgen.hub.resolve import is_path, resolve_model
+from localgen.hub.resolve import expand_alias, is_path, resolve_model
 from localgen.hub.search import cached_quants
 
 
@@ -26,7 +25,7 @@ def print_quant_table(model: str, *, as_json: bool) -> None:
     Raises ModelNotFound if the model is unknown or has no .gguf files, InvalidRequest if it is a
     local file.
     """
-    target = load_aliases().get(model, model)
+    target = expand_alias(model)
     wanted = None if is_path(target) else resolve_reference(target)
     if wanted is None:
         file = resolve_model(target)

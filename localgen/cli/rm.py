@@ -19,23 +19,23 @@ def command(
     model: Annotated[
         str,
         typer.Argument(
-            help="Model of the cache, or alias.",
+            help="Model of the cache, alias or preset.",
             autocompletion=complete_removable_model,
         ),
     ],
     yes: YesFlag = False,
 ) -> None:
-    """Remove a model from the cache, or an alias. Files that other models use are kept."""
+    """Remove a model from the cache, an alias or a preset. Files that other models use are kept."""
     from localgen.backends.units import format_size
     from localgen.cli import tables
-    from localgen.hub import aliases
+    from localgen.hub.models_file import read_models_file
     from localgen.hub.remove import plan_removal
 
-    target = aliases.load_aliases().get(model)
+    target = read_models_file().models.get(model)
     if target is not None:
-        aliases.remove_alias(model)
+        kind = _remove_name(model)
         kept = f"; {target} is kept" if _is_installed(target) else ""
-        tables.print_line(f"{model} is no longer an alias{kept}")
+        tables.print_line(f"{model} is no longer {kind}{kept}")
         return
     found = plan_removal(model)
     _require_not_loaded(found.name)
@@ -45,6 +45,18 @@ def command(
     kept = f"; {format_size(found.linked_bytes)} outside of the cache are kept"
     freed = f"{found.name} removed, {format_size(found.freed_bytes)} freed"
     tables.print_line(f"{freed}{kept if found.linked_bytes else ''}")
+
+
+def _remove_name(name: str) -> str:
+    """Remove an alias or a preset; returns what it was."""
+    from localgen.hub.aliases import load_aliases, remove_alias
+    from localgen.hub.presets import remove_preset
+
+    if name in load_aliases():
+        remove_alias(name)
+        return "an alias"
+    remove_preset(name)
+    return "a preset"
 
 
 def _is_installed(name: str) -> bool:

@@ -37,14 +37,13 @@ def command(
     """Show a model's metadata: size, quantization, context, sampling defaults, chat template."""
     from localgen.backends.terminal_text import one_line
     from localgen.cli import quant_table, tables
-    from localgen.hub.aliases import load_aliases
     from localgen.hub.reference import resolve_reference
-    from localgen.hub.resolve import resolve_model
+    from localgen.hub.resolve import expand_alias, find_preset, resolve_model
 
     if quants:
         quant_table.print_quant_table(model, as_json=json)
         return
-    wanted = resolve_reference(load_aliases().get(model, model))
+    wanted = resolve_reference(expand_alias(model))
     try:
         file = resolve_model(model)
     except ModelNotFound:
@@ -56,6 +55,9 @@ def command(
             _print_template(file)
             return
         facts = _local_facts(file)
+    preset = find_preset(model)
+    if preset is not None:
+        facts = {"preset": preset.to_table(), **facts}
     if json:
         typer.echo(tables.json_text(facts, indent=2))
         return

@@ -12,7 +12,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from localgen.backends.errors import InvalidRequest
 from localgen.config import BadSetting, ServerSettings, config_dir
-from localgen.toml_store import TomlStore, toml_string
+from localgen.toml_store import TomlStore
 
 _ENV_VAR_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 _EXAMPLE_URL = "http://host:8000/v1"
@@ -170,35 +170,23 @@ def add_endpoint(endpoint: Endpoint) -> None:
                 f"endpoint {endpoint.name} already exists ({known[endpoint.name].url}): "
                 f"remove it with localgen endpoint rm {endpoint.name}"
             )
-        values = [(field, getattr(endpoint, field)) for field in _FIELDS]
-        lines = [f"{field} = {toml_string(value)}\n" for field, value in values if value]
-        store.append(f"[{endpoint.name}]\n{''.join(lines)}", separator="\n")
+        values = {field: getattr(endpoint, field) for field in _FIELDS}
+        table = {field: value for field, value in values.items() if value}
+        store.change(lambda document: document.update({endpoint.name: table}))
 
 
 def remove_endpoint(name: str) -> None:
-    """Remove an endpoint. Raises InvalidRequest if there is none, or its table is not separate."""
+    """Remove an endpoint. Raises InvalidRequest if there is none."""
     store = _store()
     with store.locked():
         known = _read_tables()
         if name not in known:
             raise InvalidRequest(f"no endpoint {name}, endpoints are {', '.join(known) or 'none'}")
-        if not store.remove(name, _without_table(store.read_text(), name)):
-            raise InvalidRequest(f"{store.path} has no separate table for {name}: edit it by hand")
+        store.change(lambda document: document.pop(name))
 
 
 def _store() -> TomlStore:
     return TomlStore(endpoints_path(), "LOCALGEN_CONFIG_DIR")
-
-
-def _without_table(text: str, name: str) -> str:
-    """Remove the lines from `[name]` to the next table."""
-    kept, inside = [], False
-    for line in text.splitlines(keepends=True):
-        if line.startswith("["):
-            inside = line.split("#")[0].strip() in (f"[{name}]", f'["{name}"]')
-        if not inside:
-            kept.append(line)
-    return "".join(kept)
 
 
 def _read_tables() -> dict[str, Any]:

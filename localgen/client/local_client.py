@@ -41,7 +41,7 @@ from localgen.client.local_replies import (
     Unloaded,
 )
 from localgen.client.request_body import OpenAICompat, encode_json
-from localgen.client.responses import Health, ModelCard, RunningModel
+from localgen.client.responses import PRESET, Health, ModelCard, RunningModel
 from localgen.client.stream import DONE, iter_sse_data
 from localgen.config import ServerSettings
 from localgen.hub.hf_client import cache_folder
@@ -49,6 +49,7 @@ from localgen.hub.resolve import (
     draft_for_server,
     installed_aliases,
     installed_models,
+    installed_presets,
     name_for_server,
 )
 
@@ -162,7 +163,7 @@ class LocalClient(Client):
         return [row.embedding for row in self._decode(vectors, Embeddings).data]
 
     def models(self) -> list[ModelCard]:
-        """Installed and loaded models, and aliases of them. Does not start a server."""
+        """Installed and loaded models, their aliases and presets. Does not start a server."""
         if self.health() is None:
             return installed_cards()
         return self._decode(self._get_body("models", LIST_TIMEOUT_S), ModelList).cards()
@@ -336,11 +337,14 @@ class LocalClient(Client):
 
 
 def installed_cards(state: str = "available") -> list[ModelCard]:
-    """Installed models and aliases of them, as the disk has them. state: of each."""
-    installed = [(file.name, file) for file in installed_models()]
+    """Installed models, aliases and presets of them, as the disk has them. state: of each."""
+    named = [*((file.name, file) for file in installed_models()), *installed_aliases()]
     return [
-        ModelCard(name, str(file.path), file.size_bytes, state, file.source)
-        for name, file in (*installed, *installed_aliases())
+        *(ModelCard(name, str(f.path), f.size_bytes, state, f.source) for name, f in named),
+        *(
+            ModelCard(name, str(f.path), f.size_bytes, state, PRESET)
+            for name, f in installed_presets()
+        ),
     ]
 
 

@@ -60,12 +60,16 @@ class Completion:
         return None if self.prompt_tokens is None else self.prompt_tokens + self.completion_tokens
 
 
+# source of a card whose name is a preset of models.toml
+PRESET = "preset"
+
+
 @dataclass(frozen=True, slots=True)
 class ModelCard:
     """A model that can be requested.
 
-    state: available, loading or loaded. source: built-in, package, file or cache; url on a remote
-    server.
+    state: available, loading or loaded. source: built-in, package, file, cache or preset; url on a
+    remote server.
     """
 
     name: str

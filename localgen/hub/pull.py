@@ -129,8 +129,8 @@ def _resolve_name(name: str, allow_paths: bool) -> HubReference:
     stands_for = target.text
     if target.alias is not None and (stands_for in PACKAGED_MODELS or target.is_path):
         raise InvalidRequest(
-            f"{name} is an alias of {stands_for}: there is nothing to pull; "
-            f"`localgen rm {name}` removes the alias"
+            f"{name} stands for {stands_for}: there is nothing to pull; "
+            f"`localgen rm {name}` removes the name"
         )
     if stands_for == BUILT_IN_MODEL:
         raise InvalidRequest(f"{name} is built into localgen: there is nothing to pull")

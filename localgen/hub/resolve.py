@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import os
 import re
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +19,8 @@ from localgen.backends.formats.model_files import (
 )
 from localgen.backends.model_info import DRAFT_KEYWORDS
 from localgen.hub import catalog
-from localgen.hub.aliases import load_aliases
 from localgen.hub.cache import CachedModel, cached_models
+from localgen.hub.models_file import read_models_file
 from localgen.hub.packaged import (
     PACKAGED_MODELS,
     SMOLLM2,
@@ -27,6 +28,7 @@ from localgen.hub.packaged import (
     installed_packaged_models,
     packaged_model,
 )
+from localgen.hub.preset import Preset
 from localgen.hub.quants import select_quant
 from localgen.hub.reference import HUB_PREFIXES, HubReference, resolve_reference, strip_hub_prefix
 
@@ -38,7 +40,8 @@ class ModelTarget:
     """The target of a model name, found without looking for the model.
 
     text: a packaged model, a name of the catalog, a repository, a file stem or a path, without
-    `:latest`. is_path: `text` is a path. alias: the user's alias that the name is, if it is one.
+    `:latest`. is_path: `text` is a path. alias: the user's alias or preset that the name is, or
+    None.
     """
 
     text: str
@@ -59,8 +62,8 @@ def find_target(name: str, *, allow_paths: bool) -> ModelTarget:
         raise InvalidRequest("the model name is empty or contains a zero byte", param="model")
     if not allow_paths:
         reject_path(name)
-    known = load_aliases()
-    own = _known_alias(name, known)
+    known = read_models_file().models
+    own = _known_name(name, known)
     if own is not None:
         return _alias_target(own, known[own])
     plain = without_latest(name)
@@ -70,8 +73,9 @@ def find_target(name: str, *, allow_paths: bool) -> ModelTarget:
 def resolve_model(name: str | None, *, allow_paths: bool = True) -> ModelFile:
     """Resolve a model name to its files.
 
-    A name is None (the default model), `tiny` (the built-in model), `smollm2`, an alias, a path, a
-    catalog name, `[hf.co/]user/repo[:QUANT]`, or a file stem. allow_paths: see find_target.
+    A name is None (the default model), `tiny` (the built-in model), `smollm2`, an alias, a preset,
+    a path, a catalog name, `[hf.co/]user/repo[:QUANT]`, or a file stem. allow_paths: see
+    find_target.
 
     Raises ModelNotFound with the command to download it, or the installed models and close matches;
     InvalidRequest as find_target.
@@ -85,11 +89,30 @@ def resolve_model(name: str | None, *, allow_paths: bool = True) -> ModelFile:
 
 def installed_aliases() -> list[tuple[str, ModelFile]]:
     """Return the aliases whose model is installed, with the model. Raises BadSetting."""
-    known, found = load_aliases(), []
-    cached = cached_models() if known else []
-    for alias, model in known.items():
+    return _installed_of(read_models_file().aliases)
+
+
+def installed_presets() -> list[tuple[str, ModelFile]]:
+    """Return the presets whose model is installed, with the model. Raises BadSetting."""
+    known = read_models_file()
+    return _installed_of({name: known.models[name] for name in known.presets})
+
+
+def find_preset(name: str | None) -> Preset | None:
+    """The preset that a name is, with or without `:latest`, or None. Raises BadSetting."""
+    if name is None or name in PACKAGED_MODELS:
+        return None
+    presets = read_models_file().presets
+    own = _known_name(name, presets)
+    return None if own is None else presets[own]
+
+
+def _installed_of(models: Mapping[str, str]) -> list[tuple[str, ModelFile]]:
+    found = []
+    cached = cached_models() if models else []
+    for name, model in models.items():
         with contextlib.suppress(LocalgenError):
-            found.append((alias, _resolve_target(_alias_target(alias, model), cached)))
+            found.append((name, _resolve_target(_alias_target(name, model), cached)))
     return found
 
 
@@ -132,18 +155,18 @@ def without_latest(name: str) -> str:
 
 
 def expand_alias(name: str) -> str:
-    """Return the model of an alias, or the name itself, without `:latest`."""
-    known = load_aliases()
-    own = _known_alias(name, known)
+    """Return the model of an alias or a preset, or the name itself, without `:latest`."""
+    known = read_models_file().models
+    own = _known_name(name, known)
     return without_latest(name if own is None else known[own])
 
 
 def find_alias(name: str) -> str | None:
-    """Return the alias that a name refers to, with or without `:latest`, or None."""
-    return _known_alias(name, load_aliases())
+    """Return the alias or preset that a name is, with or without `:latest`, or None."""
+    return _known_name(name, read_models_file().models)
 
 
-def _known_alias(name: str, known: dict[str, str]) -> str | None:
+def _known_name(name: str, known: Container[str]) -> str | None:
     return next((own for own in (name, without_latest(name)) if own in known), None)
 
 
@@ -336,7 +359,7 @@ def model_not_found(
         for model in cached
         for spelling in (model.name, model.repo, model.stem)
     } | {model: model for model in PACKAGED_MODELS}
-    spellings |= catalog.spellings() | {alias.lower(): alias for alias in load_aliases()}
+    spellings |= catalog.spellings() | {own.lower(): own for own in read_models_file().models}
     remedy = remedy or "`localgen search` lists models to pull"
     if allow_paths:
         installed = ", ".join(names) or "none"

@@ -16,14 +16,13 @@ from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.formats.weight_sizes import folder_quantization
 from localgen.backends.model_info import DRAFT_AUTO, DRAFT_NGRAM, DRAFT_NONE
 from localgen.hub import quant_choice
-from localgen.hub.aliases import load_aliases
 from localgen.hub.catalog import CatalogEntry, same_ignoring_case
 from localgen.hub.hf_client import HubUnavailable, Notify, forward_warnings
 from localgen.hub.packaged import PACKAGED_MODELS, default_model
 from localgen.hub.quants import quant_of, select_quant
 from localgen.hub.reference import HubReference, resolve_reference
 from localgen.hub.repository import RemoteFile, RepoListing, list_repo, read_file_head
-from localgen.hub.resolve import is_path, model_not_found, resolve_model
+from localgen.hub.resolve import expand_alias, is_path, model_not_found, resolve_model
 
 ALL_QUANTS = "all"
 
@@ -86,7 +85,7 @@ def _catalog_draft(target: str | None, facts: ModelFacts) -> str | None:
 def _resolve_name(name: str | None) -> tuple[str, HubReference | None]:
     """Expand aliases. The reference is None for packaged models, paths and unknown names."""
     name = name or default_model()
-    target = load_aliases().get(name, name)
+    target = expand_alias(name)
     is_local = target in PACKAGED_MODELS or is_path(target)
     return target, None if is_local else resolve_reference(target)
 

@@ -47,6 +47,7 @@ from localgen.server.requests.caller import Caller, is_from_gateway, is_local_re
 from localgen.server.requests.choices import fan_out_requests, requests_of_prompts
 from localgen.server.requests.embeddings import EmbeddingJob, EmbeddingResponse
 from localgen.server.requests.generation import GenerationJob, GenerationResponse
+from localgen.server.requests.presets import NamedSettings
 from localgen.server.requests.protocol import ResponseSerializer, encode_json
 from localgen.server.requests.reranking import RerankApi
 from localgen.server.requests.streaming import EventStreamResponse, LastEventResponse
@@ -276,16 +277,18 @@ async def _load_events(
         event.update(progress=resident.engine.progress, silent_s=silence_s(resident))
 
     async def load() -> ModelInfo:
+        name = manager.default_name if body.model is None else body.model
+        named = await NamedSettings.find(name)
         acquired = manager.acquire(
             body.model,
-            body.to_load_options(),
+            named.load_options(body.to_load_options()),
             show,
             None if body.keep_alive is None else KeepAlive(body.keep_alive_s()),
             allow_paths=allow_paths,
             on_wait=lambda reason: event.update(waiting=reason),
         )
         async with acquired as (_, info):
-            return info
+            return named.shown(info)
 
     loading = asyncio.create_task(load())
     try:

@@ -20,6 +20,7 @@ from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.memory.load_limits import validate_load_options
 from localgen.backends.model_info import DRAFT_KEYWORDS, LoadOptions, ModelInfo
 from localgen.config import ServerSettings
+from localgen.hub.models_file import models_file_version
 from localgen.hub.packaged import default_model
 from localgen.placement.backend_choice import Hardware, detect_hardware
 from localgen.server.models.draft_choice import DraftChoice, resolve_draft_model
@@ -74,6 +75,7 @@ class ModelManager:
             probe_hardware,
         )
         self._names = UniqueNames()
+        self._names_version = models_file_version()
         self._admission = asyncio.Lock()
         self._num_open = 0
         self._last_used_s = time.monotonic()
@@ -263,6 +265,7 @@ class ModelManager:
 
     async def find_loaded(self, name: str, allow_paths: bool) -> ResidentModel | None:
         """The resident of a name. Raises InvalidRequest if the name is ambiguous."""
+        self._forget_changed_names()
         found = find_by_resolved_name(self.residents, name, allow_paths)
         if found is not None:
             return found
@@ -273,11 +276,6 @@ class ModelManager:
         except LocalgenError:
             return None
         return next((r for r in self.residents if r.file.identity == file.identity), None)
-
-    def forget_name(self, name: str) -> None:
-        """Drop the cached resolution of a name, which now means another model or none."""
-        for resident in self.residents:
-            resident.resolved_names -= {(name, True), (name, False)}
 
     async def unload_expired(self) -> None:
         """Unload models that were idle for their keep-alive time. Call this periodically."""
@@ -321,6 +319,7 @@ class ModelManager:
         """Return the resident for a name; start loading it if needed. None: call it again."""
         if self._closing:
             raise ServerUnavailable("the server is shutting down: try again")
+        version = self._forget_changed_names()
         resident = find_by_resolved_name(self.residents, name, allow_paths)
         if resident is not None and self._swap_queue.gives_way_to(resident) is None:
             resident.resolved_names.add((name, allow_paths))
@@ -336,9 +335,18 @@ class ModelManager:
         file = self._names.claim(file, self.residents)
         start_load = partial(self._start_load_once, file, options, allow_paths)
         resident = await self._swap_queue.run(file, start_load, wait)
-        if resident is not None:
+        if resident is not None and version == self._names_version:
             resident.resolved_names.add((name, allow_paths))
         return resident
+
+    def _forget_changed_names(self) -> tuple[int, ...]:
+        """Resolve the names again after models.toml has changed; returns its version."""
+        version = models_file_version()
+        if version != self._names_version:
+            self._names_version = version
+            for resident in self.residents:
+                resident.resolved_names.clear()
+        return version
 
     async def _resolve_file(self, name: str, allow_paths: bool) -> ModelFile:
         # in a thread: scanning a large cache on a slow disk takes time

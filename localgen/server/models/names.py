@@ -11,6 +11,7 @@ from localgen.hub.packaged import PACKAGED_MODELS
 from localgen.hub.resolve import (
     installed_aliases,
     installed_models,
+    installed_presets,
     is_path_text,
     require_unused_name,
     resolve_model,
@@ -49,16 +50,17 @@ def _with_id(file: ModelFile) -> ModelFile:
 def listed_models(residents: Iterable[ResidentModel]) -> dict[str, ModelFile]:
     """Every name that a client may ask for, with its model. Reads the disk.
 
-    Installed models, aliases, and models that are loaded from a path without an alias.
+    Installed models, aliases, models that are loaded from a path without an alias, and presets.
     """
     aliases = {name: file for name, file in installed_aliases() if name not in PACKAGED_MODELS}
     listed = {file.name: file for file in installed_models()} | aliases
     paths = {file.path for file in listed.values()}
-    return listed | {
+    loaded = {
         resident.file.name: resident.file
         for resident in residents
         if resident.file.path not in paths
     }
+    return listed | loaded | dict(installed_presets())
 
 
 def find_listed(name: str, residents: Iterable[ResidentModel], *, allow_paths: bool) -> ModelFile:

@@ -14,11 +14,14 @@ from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.text.reasoning import detect_thinking_tags
 from localgen.backends.units import format_params
 from localgen.hub.metadata import ModelMetadata, catalog_entry_of, read_metadata
+from localgen.hub.resolve import find_preset
 from localgen.placement import free_memory
 from localgen.server.models.names import find_listed, listed_models
 from localgen.server.models.resident import ResidentModel, model_id
 from localgen.server.ollama.serializer import format_timestamp
 
+# names of a preset's fields that differ in Ollama's options
+_OPTIONS = {"ctx": "num_ctx", "max_tokens": "num_predict"}
 # no expiry: the largest duration of Go (int64 nanoseconds)
 _MAX_DURATION_S = 2**63 / 1e9
 
@@ -39,9 +42,15 @@ def show_response(name: str, residents: tuple[ResidentModel, ...]) -> dict[str, 
     file = find_listed(name, residents, allow_paths=False)
     facts = _model_metadata(file)
     entry = catalog_entry_of(file)
+    preset = find_preset(name)
+    own = {} if preset is None else preset.to_table()
+    system = own.pop("system", "")
+    chosen = {_OPTIONS.get(key, key): own[key] for key in own if key not in ("model", "think")}
+    parameters = facts.sampling | chosen
     return {
-        "modelfile": f"FROM {file.name}\n",
-        "parameters": "\n".join(f"{key:<30} {value}" for key, value in facts.sampling.items()),
+        "modelfile": _modelfile(file.name, system, chosen),
+        "parameters": "\n".join(f"{key:<30} {value}" for key, value in parameters.items()),
+        **({"system": system} if system else {}),
         "template": facts.chat_template or "",
         "license": facts.license or (entry.license if entry else None) or "",
         "details": _details(file, facts),
@@ -49,6 +58,15 @@ def show_response(name: str, residents: tuple[ResidentModel, ...]) -> dict[str, 
         "capabilities": _capabilities(facts),
         "modified_at": _modified_at(file.path),
     }
+
+
+def _modelfile(base: str, system: str, parameters: dict[str, Any]) -> str:
+    """The model and the settings of a preset in Ollama's form."""
+    lines = [f"FROM {base}"]
+    if system:
+        lines.append(f'SYSTEM """{system}"""')
+    lines += [f"PARAMETER {key} {value}" for key, value in parameters.items()]
+    return "\n".join(lines) + "\n"
 
 
 def _tag_entry(name: str, file: ModelFile) -> dict[str, Any]:

@@ -18,10 +18,11 @@ from starlette.responses import PlainTextResponse, Response
 import localgen
 from localgen.backends.errors import InvalidRequest, ModelBusy
 from localgen.hub import aliases
+from localgen.hub.presets import remove_preset
 from localgen.hub.reference import resolve_reference
 from localgen.hub.remove import plan_removal
 from localgen.hub.resolve import (
-    LATEST_TAG,
+    find_preset,
     find_target,
     require_unused_name,
     resolve_model,
@@ -56,6 +57,7 @@ from localgen.server.ollama.serializer import (
 from localgen.server.requests.caller import Caller
 from localgen.server.requests.embeddings import EmbeddingResponse
 from localgen.server.requests.generation import GenerationJob, GenerationResponse
+from localgen.server.requests.presets import NamedSettings
 from localgen.server.requests.protocol import encode_json
 from localgen.server.requests.streaming import (
     EventStreamResponse,
@@ -145,9 +147,9 @@ class OllamaApi:
             await asyncio.to_thread(find_target, body.model, allow_paths=False)
             await self.manager.unload(body.model, when_idle=True)
             return _json_response(load_response(body.model, build_content, "unload"))
-        acquired = self.manager.acquire(
-            body.model, body.to_load_options(), keep_alive=body.parsed_keep_alive
-        )
+        named = await NamedSettings.find(body.model)
+        options = named.load_options(body.to_load_options(), body.ctx)
+        acquired = self.manager.acquire(body.model, options, keep_alive=body.parsed_keep_alive)
         async with cancel_on_disconnect(http.receive), acquired as (_, info):
             if body.ctx is not None and body.ctx > info.ctx:
                 raise InvalidRequest(
@@ -217,12 +219,6 @@ class OllamaApi:
                 async for event in events:
                     yield event
 
-    def _forget_name(self, name: str) -> None:
-        """Drop the cached resolution of a name, with and without `:latest`."""
-        plain = without_latest(name)
-        for spelling in (plain, plain + LATEST_TAG):
-            self.manager.forget_name(spelling)
-
     async def _copy_model(self, source: str, destination: str) -> None:
         """Add an alias. Raises InvalidRequest if the name already means a model."""
         name = without_latest(destination)
@@ -230,13 +226,12 @@ class OllamaApi:
         if any(name in (resident.file.name, resident.file_name) for resident in loaded):
             raise InvalidRequest(f"{name} is the name of another model: choose another name")
         await asyncio.to_thread(_add_alias, source, name)
-        self._forget_name(name)
 
     async def _delete_model(self, name: str) -> None:
         target = await asyncio.to_thread(find_target, name, allow_paths=False)
         if target.alias is not None:
-            await asyncio.to_thread(aliases.remove_alias, target.alias)
-            self._forget_name(target.alias)
+            remove = remove_preset if find_preset(target.alias) else aliases.remove_alias
+            await asyncio.to_thread(remove, target.alias)
             return
         found = await asyncio.to_thread(plan_removal, name, allow_paths=False)
         for resident in self.manager.residents:
@@ -265,7 +260,7 @@ def _add_alias(source: str, name: str) -> None:
     if target.is_path or resolve_reference(target.text) is None:
         resolve_model(source, allow_paths=False)  # raises the reason if it is not installed
     require_unused_name(name)
-    aliases.add_alias(name, target.text)
+    aliases.add_alias(name, source if find_preset(source) else target.text)
 
 
 def _json_response(value: object) -> Response:

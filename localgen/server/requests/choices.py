@@ -42,14 +42,14 @@ def fan_out_requests(requests: Sequence[Request], n: int) -> tuple[Request, ...]
         replace(
             request,
             id=f"{request.id}-{number * n + i}",
-            params=replace(request.params, seed=_offset_seed(request.params.seed, i)),
+            params=replace(request.params, seed=offset_seed(request.params.seed, i)),
         )
         for number, request in enumerate(requests)
         for i in range(n)
     )
 
 
-def _offset_seed(seed: int | None, offset: int) -> int | None:
+def offset_seed(seed: int | None, offset: int) -> int | None:
     return None if seed is None else (seed + offset) % NUM_SEEDS
 
 

@@ -20,6 +20,7 @@ from localgen.server.models.names import answered_name
 from localgen.server.models.request_stream import EngineNotice, RequestEvent, RequestStream
 from localgen.server.models.resident import KeepAlive
 from localgen.server.requests.choices import FinishedChoice, merge_finished
+from localgen.server.requests.presets import NamedSettings
 from localgen.server.requests.protocol import Framing, ResponseMetadata, ResponseSerializer
 from localgen.server.requests.streaming import (
     LoadNotices,
@@ -76,6 +77,7 @@ class GenerationResponse(Response):
         self._index = {request.id: index for index, request in enumerate(job.requests)}
         self._finished: dict[str, Finished] = {}
         self._has_begun = False  # the stream, with notices during the load
+        self._named, self._own_ctx = NamedSettings(""), job.requests[0].ctx
         self._record = RequestRecord(
             id=job.id,
             requested_model=job.model or "",
@@ -87,13 +89,14 @@ class GenerationResponse(Response):
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        job, asked_s = self._job, time.monotonic()
-        unnamed = job.make_serializer(self._metadata())
+        asked_s = time.monotonic()
+        unnamed = self._job.make_serializer(self._metadata())
         waiting = LoadNotices(send, unnamed)
-        if job.stream:
+        if self._job.stream:
             waiting.keep_alive(KEEP_ALIVE_S)
         left: RequestStream | None = None
         try:
+            job = await self._with_named_settings()
             acquired = self._manager.acquire(
                 job.model,
                 job.options,
@@ -102,7 +105,8 @@ class GenerationResponse(Response):
                 allow_paths=job.allow_paths,
                 deadline_s=job.deadline_s,
             )
-            async with cancel_on_disconnect(receive), acquired as (resident, _):
+            async with cancel_on_disconnect(receive), acquired as (resident, info):
+                self._named.require_ctx(self._own_ctx, info)
                 self._record.model = resident.file.name
                 self._record.answered_model = answered_name(job.model, resident.file)
                 load_ms = (time.monotonic() - asked_s) * 1e3
@@ -135,6 +139,19 @@ class GenerationResponse(Response):
         finally:
             await waiting.stop()
             self._journal.close(self._record)
+
+    async def _with_named_settings(self) -> GenerationJob:
+        """The job with the settings of a preset, if its model is one."""
+        job = self._job
+        name = self._manager.default_name if job.model is None else job.model
+        self._named = await NamedSettings.find(name)
+        self._job = replace(
+            job,
+            requests=self._named.apply(job.requests, job.n),
+            options=self._named.load_options(job.options, self._own_ctx),
+        )
+        self._record.max_tokens = self._job.requests[0].params.max_tokens
+        return self._job
 
     def _requests(self) -> tuple[Request, ...]:
         key = self._journal.block_hash_key
@@ -245,11 +262,14 @@ class GenerationResponse(Response):
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
     def _shown(self, finished: Finished) -> Finished:
-        """Return the result without the excerpt of an earlier prompt, except for local clients.
+        """Return the result with our notes, and without the excerpt of an earlier prompt except
+        for local clients.
 
         The earlier prompt may be another person's: without keys, or behind a proxy, several share
         an account.
         """
+        if self._named.notes:
+            finished = replace(finished, notes=(*self._named.notes, *finished.notes))
         parted = finished.timings.prefix_break
         if parted is None or self._job.allow_paths:
             return finished

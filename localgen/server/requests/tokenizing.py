@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.responses import Response
@@ -15,6 +15,7 @@ from localgen.backends.errors import TimedOut
 from localgen.backends.model_info import ModelInfo
 from localgen.backends.types import Tokenized, TokenizeRequest
 from localgen.server.models.manager import ModelManager
+from localgen.server.requests.presets import NamedSettings
 from localgen.server.requests.protocol import encode_json
 from localgen.server.requests.streaming import cancel_on_disconnect
 
@@ -54,6 +55,9 @@ class TokenizeResponse(Response):
 
     async def _tokenize(self) -> dict[str, Any]:
         job = self._job
+        name = self._manager.default_name if job.model is None else job.model
+        named = await NamedSettings.find(name)
+        (request,) = named.apply((job.request.request,))
         acquired = self._manager.acquire(
             job.model, allow_paths=job.allow_paths, deadline_s=job.deadline_s
         )
@@ -61,7 +65,9 @@ class TokenizeResponse(Response):
             left_s = None if job.deadline_s is None else job.deadline_s - time.monotonic()
             try:
                 async with asyncio.timeout(left_s):
-                    tokenized = await resident.engine.tokenize(job.request)
+                    tokenized = await resident.engine.tokenize(
+                        replace(job.request, request=request)
+                    )
             except TimeoutError:
                 message = f"the request timed out, the limit is {job.timeout_s:g} s"
                 raise TimedOut(message) from None

@@ -19,6 +19,7 @@ from localgen.backends.memory.system import available_memory_bytes
 from localgen.backends.model_info import ModelInfo
 from localgen.config import ServerSettings
 from localgen.hub.hf_client import cache_folder
+from localgen.hub.resolve import find_preset
 from localgen.machine.gpus import process_gpu_bytes
 from localgen.server.models.disk_paths import without_paths
 from localgen.server.models.engine_client import EngineClient
@@ -108,6 +109,7 @@ class ServerState:
 
     def _build_card(self, file: ModelFile, name: str, with_paths: bool) -> dict[str, Any]:
         loaded = {resident.file.identity: resident for resident in self._manager.residents}
+        source = "preset" if find_preset(name) else file.source
         return {
             "id": name,
             "object": "model",
@@ -116,7 +118,7 @@ class ServerState:
             "path": str(file.path) if with_paths else "",
             "size_bytes": file.size_bytes,
             "state": loaded[file.identity].state if file.identity in loaded else "available",
-            "source": file.source,
+            "source": source,
             "hash": model_id(file),
         }
 

@@ -1,0 +1,80 @@
+"""The presets of models.toml: add, remove, find."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from localgen.backends.errors import InvalidRequest, ModelNotFound
+from localgen.hub.models_file import (
+    PRESET_TABLE,
+    models_store,
+    read_models_file,
+    validate_new_name,
+)
+from localgen.hub.preset import Preset, parse_preset
+from localgen.hub.resolve import find_target, require_unused_name
+
+if TYPE_CHECKING:
+    from collections.abc import MutableMapping
+    from typing import Any
+
+    from tomlkit import TOMLDocument
+
+
+def add_preset(name: str, preset: Preset) -> None:
+    """Add a preset. The model may be one that is not installed.
+
+    Raises InvalidRequest if the name is invalid or means something else, or for an invalid value.
+    """
+    validate_new_name(name, "a preset")
+    find_target(preset.model, allow_paths=True)
+    parse_preset(preset.to_table())
+    store = models_store()
+    with store.locked():
+        known = read_models_file()
+        known.require_latest()
+        if name in known.presets:
+            raise InvalidRequest(
+                f"{name} is already a preset of {known.presets[name].model}: "
+                f"localgen preset rm {name} removes it, or edit {store.path}"
+            )
+        if preset.model in known.presets:
+            raise InvalidRequest(f"{preset.model} is a preset: give its model")
+        if PRESET_TABLE in known.aliases:
+            raise InvalidRequest(
+                f"{PRESET_TABLE} is an alias: `localgen rm {PRESET_TABLE}`, then try again"
+            )
+        require_unused_name(name)
+        store.change(lambda document: _add_table(document, name, preset))
+
+
+def remove_preset(name: str) -> Preset:
+    """Remove a preset and return it. Raises ModelNotFound if it does not exist."""
+    store = models_store()
+    with store.locked():
+        known = read_models_file()
+        known.require_latest()
+        if name not in known.presets:
+            names = ", ".join(known.presets) or "none"
+            raise ModelNotFound(f"{name} is not a preset; presets: {names}")
+        store.change(lambda document: _remove_table(document, name))
+    return known.presets[name]
+
+
+def _add_table(document: TOMLDocument, name: str, preset: Preset) -> None:
+    import tomlkit
+
+    if PRESET_TABLE not in document:
+        document[PRESET_TABLE] = tomlkit.table(is_super_table=True)
+    table = tomlkit.table()
+    for field, value in preset.to_table().items():
+        is_long = isinstance(value, str) and "\n" in value
+        table.add(field, tomlkit.string(value, multiline=True) if is_long else value)
+    cast("MutableMapping[str, Any]", document[PRESET_TABLE])[name] = table
+
+
+def _remove_table(document: TOMLDocument, name: str) -> None:
+    presets = cast("MutableMapping[str, Any]", document[PRESET_TABLE])
+    del presets[name]
+    if not presets:
+        del document[PRESET_TABLE]
