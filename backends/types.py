@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from localgen.backends.adapters import AdapterRef
 from localgen.backends.engine_stats import KV_TIERS, EngineStats, kv_tier_name
 from localgen.backends.prefix_break import PrefixBreak
 from localgen.backends.sampling_params import SamplingParams
@@ -116,6 +117,7 @@ class Request:
     kv_peer: address of an engine that has computed the beginning of the prompt, as for --kv-peer.
     save_prefix: False: its tokens are in the KV cache only, never kept in RAM or on disk after it.
     block_hash_key: of Finished.block_hashes, at most 64 bytes; empty: there are none.
+    adapters: LoRA adapters that change the model's weights for it.
     """
 
     id: str
@@ -143,6 +145,7 @@ class Request:
     save_prefix: bool = True
     kv_peer: str = ""
     block_hash_key: bytes = field(default=b"", repr=False)
+    adapters: tuple[AdapterRef, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

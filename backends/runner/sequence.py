@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
+from localgen.backends.adapters import Adapters
 from localgen.backends.prefix_break import FoundBreak
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.text.grammar import GrammarMatcher
@@ -40,7 +41,8 @@ class Sequence:
     ctx: the context limit of the request.
     max_len: maximum number of tokens, at most ctx.
     stop_ids: token ids that end the answer.
-    cache_salt: only sequences with the same salt share cached prefixes.
+    cache_salt: only sequences with the same salt share cached prefixes; see prefix_salt.
+    adapters: LoRA adapters; only sequences with the same ones may be in one step.
     save_prefix: a PrefixStore may keep its tokens.
     num_computed: number of tokens whose KV is computed.
     num_cached: prompt tokens found in the prefix cache. restored: those of them that were no longer
@@ -77,6 +79,7 @@ class Sequence:
     client: str = ""
     priority: int = 0
     cache_salt: str = ""
+    adapters: Adapters = ()
     save_prefix: bool = True
     kv_peer: str = ""
     arrived_s: float = 0.0
