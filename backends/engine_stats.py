@@ -104,6 +104,15 @@ class KVTierStats:
     error: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterStats:
+    """A LoRA adapter in the memory of a model. running: requests that use it now."""
+
+    name: str
+    num_bytes: int
+    running: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """Snapshot of the engine: current gauges, then totals since it started.
@@ -115,7 +124,7 @@ class EngineStats:
     step_tokens: histogram of tokens per step, with the buckets STEP_TOKENS_BOUNDS.
     *_per_s, ttft_* and itl_* cover at most the last minute; *_last_ms: the latest value, 0 if there
     is none. busy_s_total: duration of all steps. context_tokens_total: cached tokens attended to,
-    summed over sequences and steps.
+    summed over sequences and steps. adapters: loaded ones, the latest used last.
     """
 
     running: int = 0
@@ -152,3 +161,4 @@ class EngineStats:
     speculation: SpeculationStats = SpeculationStats()
     kv_tiers: tuple[KVTierStats, ...] = ()
     sequences: tuple[SequenceStats, ...] = ()
+    adapters: tuple[AdapterStats, ...] = ()

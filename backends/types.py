@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from localgen.backends.adapters import AdapterRef
 from localgen.backends.engine_stats import KV_TIERS, EngineStats, kv_tier_name
 from localgen.backends.prefix_break import PrefixBreak
 from localgen.backends.sampling_params import SamplingParams
@@ -138,6 +139,7 @@ class Request:
     save_prefix: False: its tokens are in the KV cache only, never kept in RAM or on disk after it.
     chunks: of the prompt, to report which of them are held; see engine/held_prompts.py.
     block_hash_key: of Finished.block_hashes, at most 64 bytes; empty: there are none.
+    adapters: LoRA adapters that change the model's weights for it.
     """
 
     id: str
@@ -166,6 +168,7 @@ class Request:
     kv_peer: str = ""
     chunks: PromptChunks | None = None
     block_hash_key: bytes = field(default=b"", repr=False)
+    adapters: tuple[AdapterRef, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

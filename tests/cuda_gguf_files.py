@@ -17,9 +17,8 @@ from gguf import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from localgen.backends.formats.gguf.rope import rope_factor_tensors
+from localgen.backends.formats.gguf.rope import interleave_rotary, rope_factor_tensors
 from localgen.backends.formats.hf.config import read_hf_config
-from localgen.quant.gguf.tensors import interleave_rotary
 
 Array = NDArray[Any]
 Changes = Mapping[str, Any]  # of metadata, by their whole keys; None leaves one out

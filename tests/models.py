@@ -133,6 +133,7 @@ class LoadedBench:
                 template=model.template,
                 defaults=model.info.sampling,
                 grammar_compiler=GrammarCompiler(model.tokenizer, model.sandbox),
+                read_adapter=model.read_adapter,
             ),
             itl_target_ms=1e9,
             max_queue=1000,

@@ -24,10 +24,9 @@ from hf_folders import (
 from llama_files import LlamaFile
 
 from localgen.backends.formats.architecture.rope import Llama3Scaling, Rope
-from localgen.backends.formats.gguf.rope import llama3_factors
+from localgen.backends.formats.gguf.rope import interleave_rotary, llama3_factors
 from localgen.backends.formats.hf.safetensors import NumpyCheckpoint
 from localgen.quant.gguf.convert import convert_to_gguf
-from localgen.quant.gguf.tensors import interleave_rotary
 from localgen.quant.request.events import ProgressEvent, QuantizeEvent
 
 

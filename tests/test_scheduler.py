@@ -5,71 +5,18 @@ from __future__ import annotations
 import random
 
 import pytest
-from fake_runner import END, VOCAB, FakeRunner, generate, score_of
+from fake_runner import FakeRunner, generate, score_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scheduling import Clock, drain, guesses, make, sequence, turn
 
 from localgen.backends.engine.fair_queue import AGING_S
 from localgen.backends.engine.prompt_chunks import MIN_SHARED_TOKENS
-from localgen.backends.engine.scheduler import ADMISSION_INTERVAL_S, Scheduler
+from localgen.backends.engine.scheduler import ADMISSION_INTERVAL_S
 from localgen.backends.engine.token_budget import MIN_PROMPT_TOKENS, TokenBudget
 from localgen.backends.errors import QueueFull
 from localgen.backends.runner.sequence import Sequence, SequenceState, common_prefix_len
 from localgen.backends.sampling_params import SamplingParams
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        self.now_s += 0.001
-        return self.now_s
-
-
-def make(runner: FakeRunner, *, max_queue: int = 100, clock: Clock | None = None) -> Scheduler:
-    budget = TokenBudget(runner.limits.max_batch_tokens, itl_target_ms=1e9)
-    return Scheduler(runner, budget=budget, max_queue=max_queue, clock=clock or Clock())
-
-
-def sequence(
-    name: str,
-    prompt: list[int],
-    *,
-    limit: int = 64,
-    client: str = "",
-    priority: int = 0,
-    arrived_s: float = 0.0,
-    ends: bool = True,
-) -> Sequence:
-    return Sequence(
-        id=name,
-        tokens=list(prompt),
-        num_prompt=len(prompt),
-        params=SamplingParams(),
-        ctx=limit,
-        max_len=limit,
-        stop_ids=frozenset({END}) if ends else frozenset(),
-        client=client,
-        priority=priority,
-        arrived_s=arrived_s,
-    )
-
-
-def turn(scheduler: Scheduler, runner: FakeRunner) -> int:
-    """One step; the number of chunks in it."""
-    chunks = scheduler.plan()
-    if chunks:
-        scheduler.apply(chunks, runner.collect(runner.launch(chunks)), step_ms=1.0)
-    return len(chunks)
-
-
-def drain(scheduler: Scheduler, runner: FakeRunner, most: int = 100_000) -> None:
-    for _ in range(most):
-        if not turn(scheduler, runner):
-            return
-    raise AssertionError("the schedule does not end")
-
 
 prompts = st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=50), min_size=1, max_size=12)
 
@@ -131,12 +78,6 @@ def test_text_depends_on_nothing_but_the_prompt(
         exact = [score_of(seq.tokens[:end]) for end in ends]
         assert scores == (exact[: len(scores)] if seq.id in cancelled else exact)
     runner.check()
-
-
-def guesses(seq: Sequence, rng: random.Random) -> list[int]:
-    """Drafts of which the first few are right."""
-    right = generate(seq.tokens, len(seq.tokens) + rng.randint(0, 4))
-    return [*right, *(rng.randrange(VOCAB) for _ in range(rng.randint(0, 3)))]
 
 
 def test_requests_that_arrive_together_compute_their_common_prefix_once() -> None:

@@ -201,6 +201,8 @@ class Engine:
             self._unpublished += self._thinking_budgets.enforce(self._process_unpublished)
         self._propose_drafts()
         chunks = self._scheduler.plan()
+        for seq, error in self._scheduler.take_rejected():
+            self._answers.fail(seq, error.code, error.message)
         if not chunks:
             if not self._step_embeddings(num_decoding=0):
                 self._fail_unschedulable()

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field, replace
 
 from localgen.backends import sampling_params
+from localgen.backends.adapters import ReadAdapter, prefix_salt, read_adapters
 from localgen.backends.block_hashes import block_hashes
 from localgen.backends.engine.embeddings import EmbeddingTask
 from localgen.backends.engine.prefix_breaks import RecentPrompts
@@ -40,6 +41,7 @@ class InputProcessor:
 
     grammar_compiler: compiles grammars, or None if requests are not constrained by a grammar.
     ctx_train: the context length the model was trained with, which may exceed the loaded one.
+    read_adapter: reads LoRA adapters, or None if the backend has none.
     """
 
     limits: Limits
@@ -48,6 +50,7 @@ class InputProcessor:
     defaults: SamplingParams
     grammar_compiler: GrammarCompiler | None = None
     ctx_train: int = 0
+    read_adapter: ReadAdapter | None = None
     _recent_prompts: RecentPrompts = field(init=False, default_factory=RecentPrompts)
     _prompt_renderer: PromptRenderer | None = field(init=False)
 
@@ -56,7 +59,10 @@ class InputProcessor:
         object.__setattr__(self, "_prompt_renderer", dialect)
 
     def prepare(self, request: Request) -> Sequence:
-        """Return the sequence of a request. Raises InvalidRequest or ContextExceeded."""
+        """Return the sequence of a request.
+
+        Raises InvalidRequest or ContextExceeded; for its adapters ModelNotFound or LoadFailed.
+        """
         started_s = time.monotonic()
         if not self.limits.can_generate:
             raise InvalidRequest(
@@ -76,6 +82,8 @@ class InputProcessor:
         ctx = self._resolve_ctx(request.ctx)
         self._require_few_messages(request, ctx)
         request, changes = stabilize(request) if request.stabilize else (request, ())
+        adapters = read_adapters(request.adapters, self.read_adapter)
+        request = replace(request, cache_salt=prefix_salt(request.cache_salt, adapters))
         opening = self._render(request)
         tokens = self._tokenize(request, opening, ctx)
         has_seed = request.params.seed is not None or self.defaults.seed is not None
@@ -111,6 +119,7 @@ class InputProcessor:
             client=request.client,
             priority=request.priority,
             cache_salt=request.cache_salt,
+            adapters=adapters,
             save_prefix=request.save_prefix,
             kv_peer=request.kv_peer,
             chunks=request.chunks,

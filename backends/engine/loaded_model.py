@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from localgen.backends.adapters import ReadAdapter
 from localgen.backends.kv_store.store import PrefixStore
 from localgen.backends.model_info import DraftInfo, ModelInfo, ModelLoadRequest
 from localgen.backends.runner.interface import ModelRunner
@@ -30,6 +31,7 @@ class LoadedModel:
     """A model as returned by a backend's loader.
 
     sandbox: runs what files and clients bring. prefix_store: keeps prefixes that the runner evicts.
+    read_adapter: reads LoRA adapters for it, or None if the backend has none.
     """
 
     info: ModelInfo
@@ -39,6 +41,7 @@ class LoadedModel:
     draft: LoadedDraftModel | None = None
     sandbox: Sandbox | None = None
     prefix_store: PrefixStore | None = None
+    read_adapter: ReadAdapter | None = None
 
 
 # loads a model, calling its second argument with the progress (0 to 1); raises LocalgenError

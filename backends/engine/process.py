@@ -77,6 +77,7 @@ class _EngineServer:
                 defaults=model.info.sampling,
                 grammar_compiler=GrammarCompiler(model.tokenizer, model.sandbox),
                 ctx_train=model.info.ctx_train,
+                read_adapter=model.read_adapter,
             ),
             itl_target_ms=options.itl_target_ms,
             max_queue=options.max_queue,

@@ -14,13 +14,14 @@ from itertools import repeat
 from operator import attrgetter
 from typing import NamedTuple
 
+from localgen.backends.engine.adapter_turns import AdapterTurns
 from localgen.backends.engine.counters import SchedulerCounters
 from localgen.backends.engine.fair_queue import FairQueue, effective_priority
 from localgen.backends.engine.prefix_tiers import PrefixTiers
 from localgen.backends.engine.prompt_chunks import is_prefix_in_flight, prompt_chunks
 from localgen.backends.engine.speculation.drafter import DraftProposal
 from localgen.backends.engine.token_budget import TokenBudget
-from localgen.backends.errors import QueueFull
+from localgen.backends.errors import LocalgenError, QueueFull
 from localgen.backends.runner.decode_step import DecodeStep
 from localgen.backends.runner.interface import Chunk, ModelRunner, NoRoom, SampledTokens, StepResult
 from localgen.backends.runner.sequence import Sequence, SequenceState
@@ -66,6 +67,8 @@ class Scheduler:
         self._in_order: list[Sequence] = []  # see `running`
         self._prefilling: set[Sequence] = set()  # running, but not decoding
         self._decode_seqs: tuple[Sequence, ...] = ()  # of the last DecodeStep, while they stay
+        self._turns = AdapterTurns()
+        self._rejected: list[tuple[Sequence, LocalgenError]] = []
         # set when a planned step did not fit; cleared when a sequence ends
         self._admission_paused = False
         self._next_admission_s = 0.0  # the queue is blocked until then
@@ -138,10 +141,11 @@ class Scheduler:
 
     @property
     def decoding(self) -> list[Sequence]:
-        """Running sequences with only their last generated token left to compute."""
+        """Sequences of this turn with only their last generated token left to compute."""
+        in_turn = self._turns.select(self._in_order)
         if not self._prefilling:
-            return self._in_order.copy()
-        return [seq for seq in self._in_order if seq not in self._prefilling]
+            return [*in_turn]
+        return [seq for seq in in_turn if seq not in self._prefilling]
 
     @property
     def is_prefilling(self) -> bool:
@@ -159,15 +163,27 @@ class Scheduler:
         """
         self._admit()
         self._load_prefix()
-        return self._plan_decode_step() or self._plan_chunks()
+        for _ in range(self._turns.num_sets):
+            if chunks := self._plan_decode_step() or self._plan_chunks():
+                return chunks
+            self._turns.pass_on()  # all whose turn it was are loading
+        return []
+
+    def take_rejected(self) -> list[tuple[Sequence, LocalgenError]]:
+        """Sequences that ended because they could not be admitted, once, and the reasons."""
+        rejected, self._rejected = self._rejected, []
+        return rejected
 
     def _plan_decode_step(self) -> DecodeStep | None:
         """Return the next step if all sequences decode, without drafts, and there is room."""
-        if self._prefilling or not self._in_order or any(map(_drafts, self._in_order)):
+        seqs = self._turns.select(self._in_order)
+        if self._turns.select(self._prefilling) or not seqs or any(map(_drafts, seqs)):
             return None
-        if not all(map(self._runner.grow, self._in_order, repeat(1))):
+        if not all(map(self._runner.grow, seqs, repeat(1))):
             return None
-        self._decode_seqs = self._decode_seqs or tuple(self._in_order)
+        if seqs is not self._in_order:
+            return DecodeStep(tuple(seqs))
+        self._decode_seqs = self._decode_seqs or tuple(seqs)
         return DecodeStep(self._decode_seqs)
 
     def _plan_chunks(self) -> list[Chunk]:
@@ -182,9 +198,13 @@ class Scheduler:
                     chunks.append(chunk)
                     left -= len(chunk.tokens)
         planned = sum([len(chunk.tokens) for chunk in chunks])
-        budget = min(self._budget.prompt_tokens(planned), self._limits.max_batch_tokens - planned)
+        # those who wait for their turn wait for this step, too
+        budget = -(-self._budget.prompt_tokens(planned) // max(1, self._turns.num_sets))
+        budget = min(budget, self._limits.max_batch_tokens - planned)
         prefilling = [
-            seq for seq in self._in_order if seq in self._prefilling and not self._is_loading(seq)
+            seq
+            for seq in self._turns.select(self._in_order)
+            if seq in self._prefilling and not self._is_loading(seq)
         ]
         return chunks + prompt_chunks(prefilling, budget, self._limits.max_outputs - planned)
 
@@ -266,11 +286,16 @@ class Scheduler:
             cached = self._runner.admit(seq, spare=spare)
         except NoRoom:
             return False
+        except LocalgenError as error:
+            self.end(seq)
+            self._rejected.append((seq, error))
+            return True
         self.queue.remove(seq)
         seq.state, seq.num_computed = SequenceState.RUNNING, cached
         self._running[seq.id] = seq
         insort(self._in_order, seq, key=lambda s: (-s.priority, s.arrived_s))
         self._decode_seqs = ()
+        self._turns.add(seq)
         if not seq.is_decoding or seq.first_token_s is None:
             self._prefilling.add(seq)
         if seq.admitted_s is None:
@@ -320,6 +345,7 @@ class Scheduler:
             self._tiers.release(seq)
         self._in_order.remove(seq)
         self._decode_seqs = ()
+        self._turns.remove(seq)
         self._prefilling.discard(seq)
         self._runner.release(seq, keep=True)
 
@@ -332,6 +358,7 @@ class Scheduler:
 
         is_typical: step_ms tells what later steps of this size will take.
         """
+        self._turns.end_step(step_ms)
         if not isinstance(chunks, DecodeStep):
             return self._apply_chunks(chunks, result, step_ms, is_typical)
         outputs, now_s = [], self._clock()

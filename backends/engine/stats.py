@@ -19,7 +19,13 @@ from localgen.backends.engine_stats import (
 )
 from localgen.backends.kv_store.store import PrefixStore
 from localgen.backends.runner.decode_step import DecodeStep
-from localgen.backends.runner.interface import Chunk, ModelRunner, ThreadedRunner, ThreadUsage
+from localgen.backends.runner.interface import (
+    AdapterRunner,
+    Chunk,
+    ModelRunner,
+    ThreadedRunner,
+    ThreadUsage,
+)
 from localgen.backends.runner.sequence import Sequence, SequenceState
 from localgen.backends.types import Finished, Timings, restored_text
 
@@ -219,6 +225,7 @@ class StatsRecorder:
             ),
             kv_tiers=prefix_store.stats() if prefix_store is not None else (),
             sequences=tuple(_sequence_stats(seq, now_s) for seq in [*running, *scheduler.queue]),
+            adapters=runner.adapters() if isinstance(runner, AdapterRunner) else (),
         )
 
 

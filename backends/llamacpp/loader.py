@@ -14,6 +14,7 @@ from localgen.backends.engine.loaded_model import LoadedModel
 from localgen.backends.errors import InvalidRequest, LoadFailed, OutOfMemory
 from localgen.backends.formats.architecture.model_shape import ModelShape
 from localgen.backends.llamacpp import sizing
+from localgen.backends.llamacpp.adapter_files import AdapterFiles
 from localgen.backends.llamacpp.build_runner import (
     build_llama_runner,
     num_scratch_ids,
@@ -124,6 +125,7 @@ def load_llamacpp_model(
         draft=draft,
         sandbox=sandbox,
         prefix_store=store,
+        read_adapter=AdapterFiles(path).read,
     )
 
 

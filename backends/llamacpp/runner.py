@@ -11,7 +11,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import llama_cpp.llama_cpp as C
 import numpy as np
 
+from localgen.backends.engine_stats import AdapterStats
 from localgen.backends.llamacpp import sampler
+from localgen.backends.llamacpp.adapters import LoadedAdapters
 from localgen.backends.llamacpp.batch import LlamaBatch
 from localgen.backends.llamacpp.embeddings import LlamaEmbedder
 from localgen.backends.llamacpp.library import llama_library
@@ -89,6 +91,7 @@ class LlamaRunner:
             else frozenset({"infill_sampler"}),
         )
         self.kv_cache = kv_cache
+        self._adapters = LoadedAdapters(model, context)
         self._batch = LlamaBatch(context.n_batch)
         self._samplers: weakref.WeakKeyDictionary[Sequence, SamplerChain] = (
             weakref.WeakKeyDictionary()
@@ -97,7 +100,12 @@ class LlamaRunner:
         self._sampling_pool = ThreadPoolExecutor(threads, thread_name_prefix="sample")
 
     def admit(self, seq: Sequence, *, spare: int) -> int:
-        cached = self.kv_cache.admit(seq, spare=spare)
+        self._adapters.acquire(seq.adapters)
+        try:
+            cached = self.kv_cache.admit(seq, spare=spare)
+        except NoRoom:
+            self._adapters.release(seq.adapters)
+            raise
         if seq not in self._samplers:
             self._samplers[seq] = SamplerChain(
                 seq, self._model.vocab, self._tokenizer.vocab_size, self.limits.max_len
@@ -115,6 +123,7 @@ class LlamaRunner:
 
     def release(self, seq: Sequence, *, keep: bool) -> None:
         self.kv_cache.release(seq, keep=keep)
+        self._adapters.release(seq.adapters)
 
     def usage(self) -> PoolUsage:
         return self.kv_cache.usage()
@@ -127,6 +136,9 @@ class LlamaRunner:
 
     def save_next_block(self) -> bool:
         return self.kv_cache.save_next_block()
+
+    def adapters(self) -> tuple[AdapterStats, ...]:
+        return self._adapters.stats()
 
     def threads(self) -> ThreadUsage:
         return self._context.threads
@@ -142,6 +154,7 @@ class LlamaRunner:
         order = sorted(chunks, key=lambda chunk: self.kv_cache.seq_id_of(chunk.seq))
         rows = self._batch.fill(order, [self.kv_cache.seq_id_of(chunk.seq) for chunk in order])
         llama_library().clear()
+        self._adapters.use(order[0].seq.adapters)
         # decode in another thread: the engine loop publishes the previous step meanwhile
         return LlamaStepTicket(chunks, order, rows, self._context.decode(self._batch.native))
 

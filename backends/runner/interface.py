@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from localgen.backends.engine_stats import AdapterStats
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.types import PositionLogprobs
 
@@ -177,7 +178,8 @@ class ModelRunner(Protocol):
         """Allocate KV cache for all tokens of `seq`; returns how many of them are already cached.
 
         At least one token is left to compute. More may come from a store: see TieredRunner. Raises
-        NoRoom if fewer than `spare` tokens of the KV cache would stay free or evictable.
+        NoRoom if fewer than `spare` tokens of the KV cache would stay free or evictable, or if
+        others use all places for adapters; LoadFailed if its adapter cannot be loaded.
         """
         ...
 
@@ -192,6 +194,7 @@ class ModelRunner(Protocol):
     def launch(self, chunks: Seq[Chunk]) -> Any:
         """Start a step and return a ticket for collect. The chunks must respect the limits.
 
+        Their sequences have the same adapters.
         Tokens ruled out by Sequence.banned_tokens or by the grammar are never sampled.
         """
         ...
@@ -270,6 +273,15 @@ class ThreadedRunner(Protocol):
 
     def threads(self) -> ThreadUsage:
         """Return the number of threads of the last step."""
+        ...
+
+
+@runtime_checkable
+class AdapterRunner(Protocol):
+    """Interface of a ModelRunner that computes with LoRA adapters."""
+
+    def adapters(self) -> tuple[AdapterStats, ...]:
+        """The adapters in memory, the latest used last."""
         ...
 
 

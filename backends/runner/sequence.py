@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
+from localgen.backends.adapters import Adapters
 from localgen.backends.prefix_break import FoundBreak
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.text.grammar import GrammarMatcher
@@ -41,7 +42,8 @@ class Sequence:
     ctx: the context limit of the request.
     max_len: maximum number of tokens, at most ctx.
     stop_ids: token ids that end the answer.
-    cache_salt: only sequences with the same salt share cached prefixes.
+    cache_salt: only sequences with the same salt share cached prefixes; see prefix_salt.
+    adapters: LoRA adapters; only sequences with the same ones may be in one step.
     save_prefix: a PrefixStore may keep its tokens.
     chunks: of the prompt, see Request.
     num_computed: number of tokens whose KV is computed.
@@ -79,6 +81,7 @@ class Sequence:
     client: str = ""
     priority: int = 0
     cache_salt: str = ""
+    adapters: Adapters = ()
     save_prefix: bool = True
     kv_peer: str = ""
     chunks: PromptChunks | None = None

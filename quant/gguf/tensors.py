@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from localgen.backends.errors import InvalidRequest, LoadFailed
 from localgen.backends.formats.architecture.families import FAMILIES
 from localgen.backends.formats.architecture.model_spec import ModelSpec
-from localgen.backends.formats.gguf.rope import rope_factor_tensors
+from localgen.backends.formats.gguf.rope import interleave_rotary, rope_factor_tensors
 from localgen.backends.formats.hf.safetensors import NumpyCheckpoint
 from localgen.backends.formats.hf.tensor_names import TensorShape, expected_shapes
 from localgen.quant.gguf.names import GgufNameMap, gguf_model_arch
@@ -157,14 +157,3 @@ def llama_cpp_attention_scale(spec: ModelSpec) -> float:
     big = FAMILIES[spec.architecture].layers_scaled_by_hidden
     width = spec.hidden_size // spec.num_heads if spec.num_layers == big else spec.head_dim
     return float(width**-0.5)
-
-
-def interleave_rotary(weight: Array, heads: int) -> Array:
-    """Reorder the rows of a q or k projection from Hugging Face's order to GGUF's.
-
-    weight: [heads * head_dim, …]. Hugging Face rotates row i of a head with row i + head_dim / 2;
-    llama.cpp rotates neighbours, so the new order is 0, head_dim / 2, 1, head_dim / 2 + 1, …
-    """
-    half = weight.shape[0] // heads // 2
-    split = weight.reshape(heads, 2, half, *weight.shape[1:])
-    return split.swapaxes(1, 2).reshape(weight.shape)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # GGUF's value types as formats of struct
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
-_UINT32, _STRING, _ARRAY = 4, 8, 9
+_UINT32, _FLOAT32, _STRING, _ARRAY = 4, 6, 8, 9
 _DEFAULT_ALIGNMENT = 32
 # longer arrays are of the vocabulary: the header has their length only
 _MAX_HEADER_ARRAY = 2048
@@ -134,6 +134,11 @@ class GgufReader:
     def get(self, key: str, /) -> Any:
         """As value(); None if there is no such key."""
         return self.value(key) if key in self._values else None
+
+    def is_float32(self, key: str) -> bool:
+        """True if the value is one 32-bit float: llama.cpp aborts if it expects one."""
+        value = self._values.get(key)
+        return value is not None and not value.is_array and value.kind == _FLOAT32
 
     def _alignment(self) -> int:
         key = "general.alignment"

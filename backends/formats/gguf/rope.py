@@ -158,3 +158,14 @@ def _trained_len(config: ConfigFields) -> int:
     if length < 2:
         raise config.invalid_value(_TRAINED_LEN, "a length of at least 2")
     return length
+
+
+def interleave_rotary(weight: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
+    """Reorder the rows of a q or k projection from Hugging Face's order to GGUF's.
+
+    weight: [heads * head_dim, …]. Hugging Face rotates row i of a head with row i + head_dim / 2;
+    llama.cpp rotates neighbours, so the new order is 0, head_dim / 2, 1, head_dim / 2 + 1, …
+    """
+    half = weight.shape[0] // heads // 2
+    split = weight.reshape(heads, 2, half, *weight.shape[1:])
+    return split.swapaxes(1, 2).reshape(weight.shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -100,17 +100,11 @@ def read_checked_header(path: Path, item_bytes: Mapping[str, int]) -> dict[str, 
     return tensors
 
 
-class NumpyCheckpoint:
-    """The F32, F16 and BF16 tensors of a model folder. Only the headers are read on opening."""
+class FloatTensors:
+    """The F32, F16 and BF16 tensors of files. Only the headers are read on opening."""
 
-    def __init__(self, folder: Path, override_folder: Path | None = None) -> None:
-        """override_folder: a folder whose safetensors files replace tensors of the same names.
-
-        Raises ModelNotFound if a file is missing, LoadFailed if one is damaged.
-        """
-        files = weight_files(folder)
-        if override_folder is not None:
-            files += sorted(override_folder.glob("*.safetensors"))
+    def __init__(self, files: Iterable[Path]) -> None:
+        """Of tensors of the same name the last one counts. Raises LoadFailed for a damaged file."""
         self._tensors: dict[str, StoredTensor] = {}
         for path in files:
             self._tensors |= read_checked_header(path, _ITEM_BYTES)
@@ -155,6 +149,20 @@ class NumpyCheckpoint:
             return values.view(np.float32)
         stored = raw.view("<f4" if tensor.dtype == "F32" else "<f2")
         return stored.reshape(tensor.shape)[rows].astype(np.float32, copy=False)
+
+
+class NumpyCheckpoint(FloatTensors):
+    """The tensors of a model folder."""
+
+    def __init__(self, folder: Path, override_folder: Path | None = None) -> None:
+        """override_folder: a folder whose safetensors files replace tensors of the same names.
+
+        Raises ModelNotFound if a file is missing, LoadFailed if one is damaged.
+        """
+        files = weight_files(folder)
+        if override_folder is not None:
+            files += sorted(override_folder.glob("*.safetensors"))
+        super().__init__(files)
 
 
 def _stored_tensor(header: ConfigFields, name: str, start: int) -> StoredTensor:
