@@ -1,6 +1,7 @@
 """Measure perplexity and KL divergence of a model after quantization by each method.
 
 python -m benchmarks.quality [--model tiny|smollm2] [--only gptq-3,rtn-3] [--swap]
+                             [--grids symmetric|asymmetric]
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -37,6 +39,7 @@ from localgen.quant.calibrate.layer_forward import (
     compute_logits,
     embed_tokens,
 )
+from localgen.quant.methods import grid
 from localgen.quant.methods.layer import quantize_layer
 from localgen.quant.request.recipe import Recipe
 
@@ -248,6 +251,13 @@ def difference(losses: dict[str, Loss], name: str) -> tuple[float, float, float]
     return statistics.fmean(moved), low, high
 
 
+def grids(kind: str | None) -> contextlib.AbstractContextManager[object]:
+    """Round in all widths on grids of one kind, or as `localgen quantize` does if None."""
+    if kind is None:
+        return contextlib.nullcontext()
+    return mock.patch.object(grid, "is_symmetric", return_value=kind == "symmetric")
+
+
 def text(report: Report, losses: dict[str, Loss]) -> str:
     """Return the tables of losses and of targets."""
     original = losses["original"].perplexity
@@ -281,9 +291,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", choices=PACKAGED_MODELS, default=BUILT_IN_MODEL)
     parser.add_argument("--only", help="prefixes of recipe names, separated by commas")
     parser.add_argument("--swap", action="store_true", help="calibrate with the other half")
+    parser.add_argument(
+        "--grids",
+        choices=("symmetric", "asymmetric"),
+        help="one kind in all widths; the default is that of the files",
+    )
     parser.add_argument("--output", type=Path, help="result file")
     options = parser.parse_args(arguments)
-    with opened_model(options.model, swap=options.swap) as (model, recipes):
+    opened = opened_model(options.model, swap=options.swap)
+    with grids(options.grids), opened as (model, recipes):
         losses = {"original": model.loss(None)}
         for name in chosen(options.only):
             losses[name] = model.loss(recipes[name])
@@ -293,7 +309,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"localgen {options.model}", packaged_model(options.model).size_bytes, spec.num_params
     )
     report = Report(line, 1, options.only is not None, torch.get_num_threads(), {})
-    enter(report, losses, targets=options.model == BUILT_IN_MODEL)
+    enter(report, losses, targets=options.model == BUILT_IN_MODEL and not options.grids)
     report.commands.append(command("benchmarks.quality", arguments))
     print(text(report, losses))
     report.save("quality", options.output)

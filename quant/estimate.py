@@ -13,7 +13,7 @@ from localgen.quant.calibrate.passes import (
     statistics_bytes,
 )
 from localgen.quant.calibrate.scaling import scale_mappings
-from localgen.quant.files.packing import packing_layout
+from localgen.quant.files.packing import is_symmetric
 from localgen.quant.preflight import PreparedQuantization
 from localgen.quant.request.recipe import LayerMode, Recipe
 
@@ -91,8 +91,8 @@ def _packed_linear_bytes(recipe: Recipe, outs: int, ins: int) -> int:
     if not recipe.has_groups:
         return outs * ins + 4 * outs
     groups = ins // (recipe.group_size or ins)
-    order = 4 * ins if packing_layout(recipe) == "gptq" else 0
-    return outs * ins * recipe.bits // 8 + groups * outs * (16 + recipe.bits) // 8 + order
+    zero_bits = 0 if is_symmetric(recipe.bits) else recipe.bits
+    return outs * ins * recipe.bits // 8 + groups * outs * (16 + zero_bits) // 8
 
 
 def _peak_layer_bytes(prepared: PreparedQuantization, batch_windows: int) -> int:

@@ -24,8 +24,8 @@ _LICENSE_PREFIXES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY", "COPYING")
 _CARD = "README.md"
 _LAYOUTS = {
     "awq": "AutoAWQ's GEMM layout (`quant_method: awq`)",
-    "gptq": "GPTQ's layout (`quant_method: gptq`)",
-    "compressed-tensors": "compressed-tensors",
+    "pack-quantized": "compressed-tensors, pack-quantized",
+    "rows": "compressed-tensors",
 }
 _METHODS = {
     "rtn": "round to nearest",

@@ -15,12 +15,13 @@ COARSE = [1.0 - step / 10 for step in range(6)]
 
 
 def digits_and_grid(w: Array, ends: Range, bits: int) -> tuple[Array, float, float]:
-    """Codes, scale and zero of one group of weights on the grid from low to high."""
+    """Codes, scale and zero of one group of weights on the grid from low to high; that of 8 bits is
+    symmetric."""
     low, high = ends
     top = 2**bits - 1
-    scale = max((high - low) / top, high / (top - 1)) or 1.0
+    scale = (max(-low / 128, high / 127) if bits == 8 else (high - low) / top) or 1.0
     scale = float(np.float16(max(scale, 2.0**-24)))
-    zero = float(np.clip(np.round(-low / scale), 1, top))
+    zero = 128.0 if bits == 8 else float(np.clip(np.round(-low / scale), 0, top))
     return np.clip(np.round(w / scale) + zero, 0, top), scale, zero
 
 

@@ -26,7 +26,7 @@ from test_cuda_prefix_cache import (  # noqa: F401  the same tests, with the fix
     test_preempted_sequence_is_recomputed,
     test_prefix_of_an_ended_sequence_is_reused,
 )
-from test_cuda_quantized import Quantize, awq, fp8, gptq, quantized
+from test_cuda_quantized import Quantize, awq, fp8, gptq, packed, packed_config, quantized
 from torch import Tensor
 from tp_peer import SETTINGS, PairedSteps, Peer, peer
 
@@ -127,10 +127,11 @@ def assert_same(other: Peer, folder: Path) -> None:
             lambda ins, outs: gptq(ins, outs, group=ins),
             {"quant_method": "gptq", "bits": 4, "group_size": -1},
         ),
+        (packed, packed_config(symmetric=False, group_size=8)),
         (fp8, {"quant_method": "fbgemm_fp8"}),
         (lambda ins, outs: fp8(ins, outs, per_row=False), {"quant_method": "fbgemm_fp8"}),
     ],
-    ids=["awq", "gptq", "gptq-one-group", "fp8", "fp8-one-scale"],
+    ids=["awq", "gptq", "gptq-one-group", "pack-quantized", "fp8", "fp8-one-scale"],
 )
 def test_quantized_weights_have_the_logits_of_one_rank(
     other: Peer,

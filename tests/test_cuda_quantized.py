@@ -75,6 +75,32 @@ def gptq(
     return tensors, weight.T
 
 
+def packed(ins: int, outs: int, *, zero_points: bool = True) -> tuple[State, Tensor]:
+    """As awq, in the pack-quantized format of compressed-tensors."""
+    digits, zeros = random_digits(outs, ins), random_digits(outs, ins // GROUP)
+    if not zero_points:
+        zeros.fill_(8)
+    scales, group = scales_of(outs, ins // GROUP), torch.arange(ins) // GROUP
+    tensors = {
+        "weight_packed": words_of(digits),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor([outs, ins]),
+    }
+    if zero_points:
+        tensors["weight_zero_point"] = words_of(zeros.T).T.contiguous()
+    return tensors, (digits - zeros[:, group]).double() * scales[:, group].double()
+
+
+def packed_config(**weights: Any) -> dict[str, Any]:
+    """quantization_config of `packed`."""
+    common = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": {**common, **weights}}},
+    }
+
+
 def fp8(ins: int, outs: int, *, per_row: bool = True) -> tuple[State, Tensor]:
     weight = torch.randn(outs, ins).to(torch.float8_e4m3fn)
     scale = torch.rand(outs, 1).bfloat16() if per_row else torch.tensor(0.3)
@@ -197,6 +223,24 @@ def test_parts_in_orders_of_their_own_stay_apart(tmp_path: Path) -> None:
     assert_computes(layer.qkv, *(expected[f"{at}{part}_proj"] for part in "qkv"))
 
 
+@pytest.mark.parametrize("zero_points", [True, False])
+def test_pack_quantized_weights_are_read(zero_points: bool, tmp_path: Path) -> None:
+    expected = quantized(
+        tmp_path,
+        lambda ins, outs: packed(ins, outs, zero_points=zero_points),
+        **packed_config(symmetric=not zero_points),
+    )
+    weights = load(tmp_path)
+    assert_computes_all(weights, expected, Int4Linear)
+    assert weights.num_bytes == read_weight_sizes(model_folder(tmp_path), None).size_bytes
+
+
+def test_pack_quantized_weights_of_another_shape_are_rejected(tmp_path: Path) -> None:
+    """Old versions of compressed-tensors leave bits of words unused."""
+    quantized(tmp_path, packed, **packed_config(symmetric=False, num_bits=3))
+    assert_one_line(tmp_path, "q_proj.weight_packed is of shape [64, 8], not [64, 6]")
+
+
 @pytest.mark.parametrize("per_row", [True, False])
 def test_fp8_weights_are_read(per_row: bool, tmp_path: Path) -> None:
     expected = quantized(
@@ -248,7 +292,7 @@ def test_int4_tensors_of_wrong_shape_are_rejected(
 
 def test_group_size_that_does_not_divide_is_rejected(tmp_path: Path) -> None:
     quantized(tmp_path, awq, quant_method="awq", bits=4, group_size=40)
-    assert_one_line(tmp_path, "q_proj.qweight of 64 inputs", "does not fit groups of 40")
+    assert_one_line(tmp_path, "q_proj.qweight of 64 inputs", "does not fit 4 bits in groups of 40")
 
 
 @pytest.mark.parametrize("value", [0, -1, 4, 99])

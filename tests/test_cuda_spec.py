@@ -144,6 +144,15 @@ def test_longrope_under_its_earlier_names(kind: str, tmp_path: Path) -> None:
     assert first == read_hf_config(write_config(tmp_path / "later", "phi3 longrope"))
 
 
+def packed(**weights: Any) -> dict[str, Any]:
+    """A quantization_config of compressed-tensors' pack-quantized format."""
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"weights": {"type": "int", "num_bits": 4, **weights}}},
+    }
+
+
 @pytest.mark.parametrize(
     ("quantization", "quant"),
     [
@@ -179,6 +188,14 @@ def test_longrope_under_its_earlier_names(kind: str, tmp_path: Path) -> None:
             },
             QuantizationConfig(method="fp8", bits=8),
         ),
+        (
+            packed(strategy="group", group_size=64, symmetric=False),
+            QuantizationConfig(method="pack-quantized", bits=4, group_size=64, zero_point=True),
+        ),
+        (
+            packed(num_bits=8, strategy="channel", actorder="weight"),
+            QuantizationConfig(method="pack-quantized", bits=8),
+        ),
     ],
 )
 def test_quantization_config_is_read(
@@ -207,6 +224,9 @@ def test_quantization_config_is_read(
             },
             "kind int4 per tensor",
         ),
+        (packed(strategy="tensor"), "pack-quantized weights per tensor are not supported"),
+        (packed(num_bits=9, strategy="channel"), "num_bits is 9, only 2, 3, 4, 5, 6, 7 and 8 are"),
+        (packed(strategy="channel", actorder="group"), "(actorder group) are not supported"),
     ],
 )
 def test_unsupported_quantization_is_rejected(

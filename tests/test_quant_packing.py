@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
+from quant_gptq_layout import gptq_parts
 from torch import Tensor
 
-from localgen.backends.cuda.model.int4_repack import act_order, repack_awq, repack_gptq
+from localgen.backends.cuda.model.int4_repack import (
+    act_order,
+    repack_awq,
+    repack_gptq,
+    repack_packed,
+)
+from localgen.backends.formats.architecture.model_spec import QuantizationConfig
 from localgen.quant.files.packing import (
     GroupedWeight,
-    PackingLayout,
     RowWeight,
+    is_symmetric,
     pack_linear,
     packing_layout,
     quantization_config,
@@ -30,10 +38,13 @@ def grouped(bits: int, *, ordered: bool = True) -> GroupedWeight:
     groups = None
     if not ordered:
         groups = (torch.randperm(INS, generator=made) // GROUP).int()
+    zeros = torch.randint(0, 2**bits, (OUTS, INS // GROUP), generator=made, dtype=torch.uint8)
+    if is_symmetric(bits):
+        zeros.fill_(2 ** (bits - 1))
     return GroupedWeight(
         codes=torch.randint(0, 2**bits, (OUTS, INS), generator=made, dtype=torch.uint8),
         scales=torch.rand(OUTS, INS // GROUP, generator=made).half().float(),
-        zeros=torch.randint(0, 2**bits, (OUTS, INS // GROUP), generator=made, dtype=torch.uint8),
+        zeros=zeros,
         bits=bits,
         group_index=groups,
     )
@@ -56,20 +67,24 @@ def published_awq(parts: dict[str, Tensor]) -> Tensor:
     return torch.from_numpy(weight.T)
 
 
-def published_gptq(parts: dict[str, Tensor], bits: int) -> Tensor:
-    """GPTQ v1: a stream of bits down the inputs, zeros along the outputs and stored less one."""
+def published_pack_quantized(parts: dict[str, Tensor], bits: int) -> Tensor:
+    """compressed-tensors: a stream of bits along the inputs of each output, zeros down the outputs;
+    without zeros, codes are signed numbers plus half the range."""
 
     def stream(words: list[int], count: int) -> list[int]:
         bits_of = sum(word << (32 * index) for index, word in enumerate(words))
         return [bits_of >> (bits * index) & (2**bits - 1) for index in range(count)]
 
-    words = parts["qweight"].numpy().view(np.uint32).T.tolist()
-    digits = np.array([stream(column, INS) for column in words], float)
-    rows = parts["qzeros"].numpy().view(np.uint32).tolist()
-    zeros = (np.array([stream(row, OUTS) for row in rows]) + 1) % 2**bits
-    groups = parts["g_idx"].numpy()
-    scales = parts["scales"].double().numpy()
-    return torch.from_numpy((digits - zeros.T[:, groups]) * scales.T[:, groups])
+    outs, ins = parts["weight_shape"].tolist()
+    words = parts["weight_packed"].numpy().view(np.uint32).tolist()
+    digits = np.array([stream(row, ins) for row in words], float)
+    zeros = np.full(parts["weight_scale"].shape, 2 ** (bits - 1))
+    if "weight_zero_point" in parts:
+        columns = parts["weight_zero_point"].numpy().view(np.uint32).T.tolist()
+        zeros = np.array([stream(column, outs) for column in columns]).T
+    groups = np.arange(ins) // GROUP
+    scales = parts["weight_scale"].double().numpy()
+    return torch.from_numpy((digits - zeros[:, groups]) * scales[:, groups])
 
 
 def test_awq_as_published_and_in_the_engine() -> None:
@@ -82,20 +97,10 @@ def test_awq_as_published_and_in_the_engine() -> None:
     assert torch.equal(linear.dequantize(torch.float32), weight.dequantize())
 
 
-@pytest.mark.parametrize("bits", [3, 4, 8])
-@pytest.mark.parametrize("ordered", [True, False])
-def test_gptq_as_published(bits: int, ordered: bool) -> None:
-    weight = grouped(bits, ordered=ordered)
-    parts = pack_linear(weight, "gptq")
-    assert parts["qweight"].shape == (INS * bits // 32, OUTS)
-    assert parts["qzeros"].shape == (INS // GROUP, OUTS * bits // 32)
-    torch.testing.assert_close(published_gptq(parts, bits), weight.dequantize().double())
-
-
 @pytest.mark.parametrize("ordered", [True, False])
 def test_gptq_in_the_engine(ordered: bool) -> None:
     weight = grouped(4, ordered=ordered)
-    parts = pack_linear(weight, "gptq")
+    parts = gptq_parts(weight, 1)
     order = act_order(parts["g_idx"], INS // GROUP)
     linear = repack_gptq(
         parts["qweight"], parts["qzeros"], parts["scales"], None, order=order, zero_offset=1
@@ -104,18 +109,67 @@ def test_gptq_in_the_engine(ordered: bool) -> None:
     torch.testing.assert_close(linear(x), x @ weight.dequantize().T, atol=1e-3, rtol=1e-4)
 
 
+@pytest.mark.parametrize("bits", [3, 8])
+def test_pack_quantized_as_published(bits: int) -> None:
+    weight = grouped(bits)
+    parts = pack_linear(weight, "pack-quantized")
+    assert parts["weight_packed"].shape == (OUTS, INS * bits // 32)
+    assert ("weight_zero_point" in parts) == (bits == 3)
+    wanted = weight.dequantize()
+    torch.testing.assert_close(published_pack_quantized(parts, bits), wanted.double())
+
+
+@pytest.mark.parametrize("bits", [3, 8])
+def test_pack_quantized_as_compressed_tensors_unpacks_it(bits: int) -> None:
+    """By the package, whose codes and zero points are signed."""
+    helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    weight = grouped(bits)
+    parts = pack_linear(weight, "pack-quantized")
+    codes = helpers.unpack_from_int32(parts["weight_packed"], bits, torch.Size((OUTS, INS)))
+    assert torch.equal(codes.int() + 2 ** (bits - 1), weight.codes.int())
+    if "weight_zero_point" in parts:
+        shape = torch.Size((OUTS, INS // GROUP))
+        zeros = helpers.unpack_from_int32(parts["weight_zero_point"], bits, shape, packed_dim=0)
+        assert torch.equal(zeros.int() + 2 ** (bits - 1), weight.zeros.int())
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_pack_quantized_in_the_engine(symmetric: bool) -> None:
+    """Four bits, which other tools write."""
+    weight = grouped(4)
+    if symmetric:
+        weight = replace(weight, zeros=torch.full_like(weight.zeros, 8))
+    parts = pack_linear(weight, "pack-quantized")
+    zeros = None if symmetric else parts["weight_zero_point"]
+    linear = repack_packed(parts["weight_packed"], zeros, parts["weight_scale"], None)
+    assert torch.equal(linear.dequantize(torch.float32), weight.dequantize())
+
+
 @pytest.mark.parametrize(
-    ("layout", "bits", "ordered"),
-    [("awq", 4, True), *(("gptq", bits, bits != 8) for bits in (3, 4, 8))],
+    ("recipe", "quant"),
+    [
+        (Recipe(method="gptq"), QuantizationConfig(method="awq", bits=4)),
+        (Recipe(method="gptq", bits=3), QuantizationConfig(method="pack-quantized", bits=3)),
+        (Recipe(method="gptq", bits=8), QuantizationConfig(method="pack-quantized", bits=8)),
+    ],
 )
-def test_packed_weights_are_unpacked_unchanged(
-    layout: PackingLayout, bits: int, ordered: bool
-) -> None:
-    weight = grouped(bits, ordered=ordered)
-    again = unpack_linear(pack_linear(weight, layout), layout, bits)
+def test_packed_weights_are_unpacked_unchanged(recipe: Recipe, quant: QuantizationConfig) -> None:
+    weight = grouped(recipe.bits)
+    again = unpack_linear(pack_linear(weight, packing_layout(recipe)), quant)
     assert isinstance(again, GroupedWeight)
     assert torch.equal(again.codes, weight.codes)
     assert torch.equal(again.zeros, weight.zeros)
+    assert torch.equal(again.dequantize(), weight.dequantize())
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("ordered", [True, False])
+def test_gptq_folders_are_unpacked(bits: int, offset: int, ordered: bool) -> None:
+    """Both versions of the layout, in any order of inputs."""
+    weight = grouped(bits, ordered=ordered)
+    quant = QuantizationConfig(method="gptq", bits=bits, zero_offset=offset)
+    again = unpack_linear(gptq_parts(weight, offset), quant)
     assert torch.equal(again.dequantize(), weight.dequantize())
 
 
@@ -123,26 +177,27 @@ def test_packed_weights_are_unpacked_unchanged(
 def test_fp8_and_int8_rows_survive_packing(dtype: torch.dtype) -> None:
     values = (torch.rand(OUTS, INS) * 200 - 100).to(dtype)
     weight = RowWeight(values, torch.rand(OUTS, 1))
-    parts = pack_linear(weight, "compressed-tensors")
+    parts = pack_linear(weight, "rows")
     assert (parts["weight"].dtype, parts["weight_scale"].shape) == (dtype, (OUTS, 1))
-    again = unpack_linear(parts, "compressed-tensors", 8)
+    method: Literal["int8", "fp8"] = "int8" if dtype is torch.int8 else "fp8"
+    again = unpack_linear(parts, QuantizationConfig(method=method, bits=8))
     assert torch.equal(again.dequantize(), weight.dequantize())
 
 
 @pytest.mark.parametrize(
-    ("recipe", "layout"),
+    ("recipe", "layout", "method"),
     [
-        (Recipe(method="awq"), "awq"),
-        (Recipe(method="rtn"), "awq"),
-        (Recipe(method="awq", bits=3), "gptq"),
-        (Recipe(method="rtn", bits=8), "gptq"),
-        (Recipe(method="gptq"), "gptq"),
-        (Recipe(method="fp8", bits=8), "compressed-tensors"),
+        (Recipe(method="awq"), "awq", "awq"),
+        (Recipe(method="rtn"), "awq", "awq"),
+        (Recipe(method="gptq"), "awq", "awq"),
+        (Recipe(method="awq", bits=3), "pack-quantized", "compressed-tensors"),
+        (Recipe(method="rtn", bits=8), "pack-quantized", "compressed-tensors"),
+        (Recipe(method="fp8", bits=8), "rows", "compressed-tensors"),
     ],
 )
-def test_the_layout_of_a_recipe(recipe: Recipe, layout: PackingLayout) -> None:
+def test_the_layout_of_a_recipe(recipe: Recipe, layout: str, method: str) -> None:
     assert packing_layout(recipe) == layout
-    assert quantization_config(recipe, [])["quant_method"] == layout
+    assert quantization_config(recipe, [])["quant_method"] == method
 
 
 def test_no_reader_needs_to_permute() -> None:
@@ -153,5 +208,6 @@ def test_no_reader_needs_to_permute() -> None:
     recipe = Recipe(method="gptq", group_size=GROUP)
     shared = factor_hessian(x.T @ x, damping=0.01, desc_act=True, name="x")
     rounded = round_gptq(weight, gptq_grid(weight, recipe), shared)
-    assert torch.equal(pack_linear(rounded, "gptq")["g_idx"], (torch.arange(INS) // GROUP).int())
-    assert quantization_config(recipe, [])["desc_act"] is False
+    linear = repack_awq(**pack_linear(rounded, "awq"), bias=None)
+    assert torch.equal(linear.dequantize(torch.float32), rounded.dequantize())
+    assert float((rounded.dequantize() - weight).abs().max()) < float(weight.abs().max()) / 4

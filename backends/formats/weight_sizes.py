@@ -24,7 +24,11 @@ _EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight", "embed_tokens
 _HEAD = re.compile(r"^output\.weight$|(^|\.)lm_head\.weight$")
 _EXPERTS = re.compile(r"_exps\.|\.experts\.")
 # tensors of a quantized linear that are dropped when it is dequantized
-_QUANT_TENSORS = ("qzeros", "scales", "g_idx", "weight_scale")
+_QUANT_TENSORS = (
+    *("qzeros", "scales", "g_idx"),
+    *("weight_zero_point", "weight_scale", "weight_shape"),
+)
+_PACKED_WEIGHTS = ("qweight", "weight_packed")
 _WORD_BITS = 32
 
 
@@ -122,10 +126,21 @@ def _loaded_tensor(tensor: _Tensor, quant: QuantizationConfig) -> _Tensor:
     part = tensor.name.rpartition(".")[2]
     is_dequantized = quant.dequantized_on_load or _EXPERTS.search(tensor.name)
     if part in _QUANT_TENSORS:
-        # zeros of 4 bits become floats of 16, next to their scales
-        factor = 0 if is_dequantized else 4 if part == "qzeros" else 1
+        factor = 0 if is_dequantized else _loaded_factor(part, quant)
         return _Tensor(tensor.name, factor * tensor.size_bytes, 0)
-    digits = (
-        tensor.num_elements * _WORD_BITS // quant.bits if part == "qweight" else tensor.num_elements
-    )
+    digits = tensor.num_elements
+    if part in _PACKED_WEIGHTS:
+        digits = digits * _WORD_BITS // quant.bits
     return _Tensor(tensor.name, 2 * digits if is_dequantized else tensor.size_bytes, digits)
+
+
+def _loaded_factor(part: str, quant: QuantizationConfig) -> int:
+    """Size in memory, relative to the file, of a part of a linear that is computed as stored."""
+    match part:
+        case "weight_shape":
+            return 0
+        case "qzeros" | "weight_zero_point":
+            return 4  # zeros of 4 bits become floats of 16, next to their scales
+        case "weight_scale" if quant.method == "pack-quantized" and not quant.zero_point:
+            return 2  # zeros that the file has not
+    return 1

@@ -26,12 +26,15 @@ from localgen.backends.formats.hf.tensor_names import (
     linear_shapes,
     split_fused_experts,
 )
-from localgen.quant.files.packing import PackingLayout, unpack_linear
+from localgen.quant.files.packing import unpack_linear
 from localgen.quant.files.safetensors_writer import TORCH_DTYPES, StreamedTensor
 
 _CHUNK_BYTES = 32 << 20
 _ITEM_BYTES = {name: dtype.itemsize for name, dtype in TORCH_DTYPES.items()}
-_PACKED_PARTS = ("qweight", "qzeros", "scales", "g_idx", "weight_scale")
+_PACKED_PARTS = (
+    *("qweight", "qzeros", "scales", "g_idx"),
+    *("weight_packed", "weight_zero_point", "weight_scale"),
+)
 # a linear that has one of these is quantized
 _QUANTIZED_PARTS = ("qweight", "weight_scale")
 # rotary tables of old files, and scales of activations and of the KV cache
@@ -100,7 +103,7 @@ class LayerwiseCheckpoint:
             packed = any(f"{at}{linear}.{one}" in self._locations for one in _QUANTIZED_PARTS)
             if not packed or part == "bias":
                 found[name] = self.read(at + name).to(device).float()
-            elif part in ("qweight", "weight"):
+            elif part in ("qweight", "weight_packed", "weight"):
                 found[f"{linear}.weight"] = self._read_quantized_linear(at + linear).to(device)
         found = split_fused_experts(self.spec, found)
         self._check_linear_shapes(at, found)
@@ -154,11 +157,7 @@ class LayerwiseCheckpoint:
             raise LoadFailed(
                 f"{self.folder}: {linear} is quantized, config.json has no quantization_config"
             )
-        layout: PackingLayout = "compressed-tensors"
-        if quant.method in ("awq", "gptq"):
-            layout = "awq" if quant.method == "awq" else "gptq"
-        weight = unpack_linear(parts, layout, quant.bits, zero_offset=quant.zero_offset)
-        return weight.dequantize()
+        return unpack_linear(parts, quant).dequantize()
 
     def _check_linear_shapes(self, layer: str, found: LayerTensors) -> None:
         for name, shape in linear_shapes(self.spec).items():

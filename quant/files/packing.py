@@ -1,7 +1,7 @@
-"""Quantized weights, and their file layouts: AutoAWQ, GPTQ and compressed-tensors.
+"""Quantized weights, and their file layouts: AutoAWQ and compressed-tensors; GPTQ's is read only.
 
-Sources: AutoAWQ's GEMM layout (awq/utils/packing_utils.py), AutoGPTQ's QuantLinear.pack for 2, 3,
-4 and 8 bits, Neural Magic's compressed-tensors (naive-quantized and float-quantized).
+Sources: AutoAWQ's GEMM layout (awq/utils/packing_utils.py), compressed-tensors (pack-quantized,
+int-quantized and float-quantized), AutoGPTQ's QuantLinear.pack for 3, 4 and 8 bits.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from localgen.backends.formats.architecture.model_spec import QuantizationConfig
 from localgen.backends.formats.hf.quantization_config import AWQ_ORDER
 from localgen.quant.request.recipe import Recipe
 
-PackingLayout = Literal["awq", "gptq", "compressed-tensors"]
+# rows: compressed-tensors of 8 bits with a scale per output, which are not packed into words
+PackingLayout = Literal["awq", "pack-quantized", "rows"]
 
 _WORD_BITS = 32
 
@@ -60,12 +62,20 @@ QuantizedWeight = GroupedWeight | RowWeight
 def packing_layout(recipe: Recipe) -> PackingLayout:
     """File layout of a recipe's weights.
 
-    Four bits in the order of the inputs go to AutoAWQ's layout, which every 4-bit reader supports
-    and which stores zero points unchanged. It has no other widths; these go to GPTQ's layout.
+    Four bits go to AutoAWQ's layout, which the most readers support and which stores zero points
+    unchanged. It has no other widths; these go to pack-quantized of compressed-tensors.
     """
     if not recipe.has_groups:
-        return "compressed-tensors"
-    return "awq" if recipe.bits == 4 and recipe.method in ("awq", "rtn") else "gptq"
+        return "rows"
+    return "awq" if recipe.bits == 4 else "pack-quantized"
+
+
+def is_symmetric(bits: int) -> bool:
+    """Zero points of this width are the middle of the range, 2 ** (bits - 1), and are not stored.
+
+    vLLM's Marlin kernel, which runs on most GPUs, has no zero points in 8 bits.
+    """
+    return bits == 8
 
 
 def packing_multiple(recipe: Recipe) -> int:
@@ -80,93 +90,93 @@ def pack_linear(weight: QuantizedWeight, layout: PackingLayout) -> dict[str, Ten
             "weight": _to_cpu_contiguous(weight.values),
             "weight_scale": _to_cpu_contiguous(weight.scales.float()),
         }
-    scales = _to_cpu_contiguous(weight.scales.T.half())
     if layout == "awq":
         places = torch.tensor(AWQ_ORDER).argsort()
         return {
             "qweight": _pack_words(_permute_columns(weight.codes.T, places), weight.bits, 1),
             "qzeros": _pack_words(_permute_columns(weight.zeros.T, places), weight.bits, 1),
-            "scales": scales,
+            "scales": _to_cpu_contiguous(weight.scales.T.half()),
         }
-    stored = (weight.zeros.T.int() - 1) & (2**weight.bits - 1)
-    return {
-        "qweight": _pack_words(weight.codes.T, weight.bits, 0),
-        "qzeros": _pack_words(stored, weight.bits, 1),
-        "scales": scales,
-        "g_idx": _to_cpu_contiguous(_group_index(weight)),
+    parts = {
+        "weight_packed": _pack_words(weight.codes, weight.bits, 1),
+        "weight_scale": _to_cpu_contiguous(weight.scales.half()),
+        "weight_shape": torch.tensor(weight.codes.shape),
     }
+    if is_symmetric(weight.bits):
+        assert bool((weight.zeros == 2 ** (weight.bits - 1)).all())
+    else:
+        parts["weight_zero_point"] = _pack_words(weight.zeros, weight.bits, 0)
+    return parts
 
 
-def unpack_linear(
-    parts: dict[str, Tensor], layout: PackingLayout, bits: int, *, zero_offset: int = 1
-) -> QuantizedWeight:
-    """Inverse of `pack_linear`.
-
-    zero_offset: added to stored zero points of GPTQ's layout; 0 in its second version.
-    """
-    if layout == "compressed-tensors":
-        return RowWeight(parts["weight"], parts["weight_scale"].float().reshape(-1, 1))
-    scales = parts["scales"].float().T
-    if layout == "awq":
-        places = torch.tensor(AWQ_ORDER)
-        codes = _permute_columns(_unpack_words(parts["qweight"], bits, 1), places)
-        zeros = _permute_columns(_unpack_words(parts["qzeros"], bits, 1), places)
-        return GroupedWeight(codes.T, scales, zeros.T, bits)
-    zeros = (_unpack_words(parts["qzeros"], bits, 1).int() + zero_offset) & (2**bits - 1)
-    codes = _unpack_words(parts["qweight"], bits, 0).T
-    return GroupedWeight(codes, scales, zeros.T.byte(), bits, parts.get("g_idx"))
+def unpack_linear(parts: dict[str, Tensor], quant: QuantizationConfig) -> QuantizedWeight:
+    """The weight of a linear's tensors, in any layout that localgen reads."""
+    bits = quant.bits
+    match quant.method:
+        case "fp8" | "int8":
+            return RowWeight(parts["weight"], parts["weight_scale"].float().reshape(-1, 1))
+        case "awq":
+            places = torch.tensor(AWQ_ORDER)
+            codes = _permute_columns(_unpack_words(parts["qweight"], bits, 1), places)
+            zeros = _permute_columns(_unpack_words(parts["qzeros"], bits, 1), places)
+            return GroupedWeight(codes.T, parts["scales"].float().T, zeros.T, bits)
+        case "gptq":
+            zeros = _unpack_words(parts["qzeros"], bits, 1).int() + quant.zero_offset
+            zeros = (zeros & (2**bits - 1)).byte()
+            codes = _unpack_words(parts["qweight"], bits, 0).T
+            scales = parts["scales"].float().T
+            return GroupedWeight(codes, scales, zeros.T, bits, parts.get("g_idx"))
+        case "pack-quantized":
+            scales = parts["weight_scale"].float()
+            zeros = torch.full(scales.shape, 2 ** (bits - 1), dtype=torch.uint8)
+            if "weight_zero_point" in parts:
+                zeros = _unpack_words(parts["weight_zero_point"], bits, 0)
+            codes = _unpack_words(parts["weight_packed"], bits, 1)
+            return GroupedWeight(codes, scales, zeros, bits)
 
 
 def quantization_config(recipe: Recipe, unquantized: list[str]) -> dict[str, Any]:
     """The quantization_config of config.json. unquantized: last name parts of linears within the
     layers that stay unquantized."""
-    layout = packing_layout(recipe)
-    size = -1 if recipe.group_size is None else recipe.group_size
-    if layout == "awq":
+    if packing_layout(recipe) == "awq":
         return {
             "quant_method": "awq",
             "bits": recipe.bits,
-            "group_size": size,
+            "group_size": -1 if recipe.group_size is None else recipe.group_size,
             "zero_point": True,
             "version": "gemm",
             "modules_to_not_convert": unquantized or None,
         }
-    if layout == "gptq":
-        return {
-            "quant_method": "gptq",
-            "bits": recipe.bits,
-            "group_size": size,
-            # groups follow the order of the inputs, not the order in which gptq rounds
-            "desc_act": False,
-            "static_groups": True,
-            "sym": False,
-            "damp_percent": recipe.damping,
-            "checkpoint_format": "gptq",
-            "lm_head": False,
-        }
-    kind = "float" if recipe.method == "fp8" else "int"
+    file_format, group = _compressed_tensors_group(recipe)
     return {
         "quant_method": "compressed-tensors",
-        "format": f"{kind}-quantized",
+        "format": file_format,
         "quantization_status": "compressed",
         "ignore": ["lm_head", *(f"re:.*\\.{name}$" for name in unquantized)],
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": _quantization_args(kind, "channel", dynamic=False),
-                "input_activations": _quantization_args(kind, "token", dynamic=True),
-            }
-        },
+        "config_groups": {"group_0": {"targets": ["Linear"], **group}},
     }
 
 
-def _quantization_args(kind: str, strategy: str, *, dynamic: bool) -> dict[str, Any]:
-    return {
-        "num_bits": 8,
-        "type": kind,
-        "strategy": strategy,
-        "symmetric": True,
-        "dynamic": dynamic,
+def _compressed_tensors_group(recipe: Recipe) -> tuple[str, dict[str, Any]]:
+    """Name of the format, and the arguments of weights and activations."""
+    if not recipe.has_groups:
+        kind = "float" if recipe.method == "fp8" else "int"
+        common = {"num_bits": 8, "type": kind, "symmetric": True}
+        return f"{kind}-quantized", {
+            "weights": {**common, "strategy": "channel", "dynamic": False},
+            "input_activations": {**common, "strategy": "token", "dynamic": True},
+        }
+    return "pack-quantized", {
+        "weights": {
+            "num_bits": recipe.bits,
+            "type": "int",
+            "symmetric": is_symmetric(recipe.bits),
+            # gptq rounds in another order of inputs, but leaves the groups in place
+            "strategy": "channel" if recipe.group_size is None else "group",
+            "group_size": recipe.group_size,
+            "dynamic": False,
+        },
+        "input_activations": None,
     }
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from localgen.quant.files.packing import GroupedWeight
+from localgen.quant.files.packing import GroupedWeight, is_symmetric
 
 # smallest float16 number: scales are stored as float16
 _MIN_SCALE = 2.0**-24
@@ -24,7 +24,7 @@ _GPU_CHUNK_WEIGHTS = 1 << 24
 class QuantGrid:
     """(code - zero) * scale for codes below 2 ** bits.
 
-    scales: values that float16 can hold, in the dtype of the weights. zeros: integers from 1 to
+    scales: values that float16 can hold, in the dtype of the weights. zeros: integers from 0 to
     2 ** bits - 1. Both broadcast against the weights: [out, groups, 1] for [out, groups, size].
     """
 
@@ -159,14 +159,17 @@ class _BestRange:
 def _grid_from_range(low: Tensor, high: Tensor, bits: int) -> QuantGrid:
     """The grid over a range from low (at most 0) to high (at least 0) that contains 0.
 
-    The first version of GPTQ's file layout stores zero - 1, where a zero point of 0 reads as
-    2 ** bits: the smallest zero point is 1, even if no weight is negative.
+    A symmetric grid is wider on one side.
     """
-    top = 2**bits - 1
-    scales = torch.maximum((high - low) / top, high / (top - 1))
+    top, middle = 2**bits - 1, 2 ** (bits - 1)
+    scales = (high - low) / top
+    if is_symmetric(bits):
+        scales = torch.maximum(-low / middle, high / (top - middle))
     scales = torch.where(scales > 0, scales, 1.0).clamp_min(_MIN_SCALE)
     scales = scales.clamp_max(torch.finfo(torch.float16).max).half().to(low.dtype)
-    return QuantGrid(scales, torch.round(-low / scales).clamp_(1, top), bits)
+    if is_symmetric(bits):
+        return QuantGrid(scales, torch.full_like(scales, middle), bits)
+    return QuantGrid(scales, torch.round(-low / scales).clamp_(0, top), bits)
 
 
 def _error(difference: Tensor, gram_blocks: Tensor | None) -> Tensor:

@@ -1,7 +1,7 @@
 """Dequantize weights for which there is no kernel.
 
-These are GPTQ weights of other widths than 4 bits, int8 weights with a scale per output, and
-quantized expert weights.
+These are GPTQ and pack-quantized weights of other widths than 4 bits, int8 weights with a scale per
+output, and quantized expert weights.
 """
 
 from __future__ import annotations
@@ -42,6 +42,23 @@ def dequantize_gptq(
     return weight.mul_(scales.float().T[:, at])
 
 
+def dequantize_packed(
+    weight: Tensor, zero_points: Tensor | None, scales: Tensor, *, bits: int
+) -> Tensor:
+    """Dequantize a pack-quantized weight of compressed-tensors to float32 [out, in].
+
+    weight: int32 [out, in * bits / 32].
+    zero_points: int32 [out * bits / 32, groups]; None if all are 2 ** (bits - 1).
+    scales: [out, groups].
+    """
+    outs, groups = scales.shape
+    codes = _unpack_bits(weight.T, bits).T.float().reshape(outs, groups, -1)
+    zeros: Tensor | int = 2 ** (bits - 1)
+    if zero_points is not None:
+        zeros = _unpack_bits(zero_points, bits)[..., None]
+    return codes.sub_(zeros).mul_(scales.float()[..., None]).flatten(1)
+
+
 def dense_weight(linear: Linear, dtype: torch.dtype) -> Tensor:
     """The weight of a linear as a dense tensor, [out, in], with inputs in their original order."""
     match linear:
@@ -59,7 +76,8 @@ def dequantization_notes(quant: QuantizationConfig | None, *, has_experts: bool)
     """Notes for the user if the loaded weights take more memory than their files."""
     if quant is None or not (quant.dequantized_on_load or has_experts):
         return ()
-    what = f"{quant.method.upper()} weights of {quant.bits} bits"
+    method = quant.method if quant.method == "pack-quantized" else quant.method.upper()
+    what = f"{method} weights of {quant.bits} bits"
     if not quant.dequantized_on_load:
         what = f"expert {what}"
     return (f"{what} are dequantized on load and take as much memory as unquantized weights",)

@@ -1,4 +1,4 @@
-"""Repack int4 weights from the layouts of AutoAWQ and GPTQ to that of Int4Linear."""
+"""Repack int4 weights from the layouts of AutoAWQ, GPTQ and compressed-tensors to Int4Linear's."""
 
 from __future__ import annotations
 
@@ -44,6 +44,21 @@ def repack_gptq(
     digits = digits if order is None else digits[:, order]
     zeros = (_unpack_nibbles(qzeros).flatten(1).T + zero_offset) & 15
     return Int4Linear(pack_int4(digits), pack_grid(scales.T, zeros), bias, order)
+
+
+def repack_packed(
+    weight: Tensor, zero_points: Tensor | None, scales: Tensor, bias: Tensor | None
+) -> Int4Linear:
+    """Repack pack-quantized weights of compressed-tensors.
+
+    weight: int32 [out, in / 8].
+    zero_points: int32 [out / 8, groups]; None if all are 8.
+    scales: [out, groups].
+    """
+    zeros = torch.full_like(scales, 8, dtype=torch.uint8)
+    if zero_points is not None:
+        zeros = _unpack_nibbles(zero_points.T).flatten(1).T
+    return Int4Linear(pack_int4(_unpack_nibbles(weight).flatten(1)), pack_grid(scales, zeros), bias)
 
 
 def act_order(g_idx: Tensor, groups: int) -> Tensor | None:

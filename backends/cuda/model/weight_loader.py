@@ -5,14 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from localgen.backends.cuda.model.dequantize import dense_weight, dequantize_gptq, num_packed_words
-from localgen.backends.cuda.model.int4_repack import act_order, repack_awq, repack_gptq
+from localgen.backends.cuda.model.dequantize import (
+    dense_weight,
+    dequantize_gptq,
+    dequantize_packed,
+    num_packed_words,
+)
+from localgen.backends.cuda.model.int4_repack import (
+    act_order,
+    repack_awq,
+    repack_gptq,
+    repack_packed,
+)
 from localgen.backends.cuda.model.linear import DenseLinear, Fp8Linear, Int4Linear, Linear
 from localgen.backends.formats.architecture.model_spec import ModelSpec, QuantizationConfig
 from localgen.backends.formats.hf.checkpoint import SafetensorsCheckpoint
 from localgen.backends.formats.hf.safetensors import FLOAT_DTYPES
 
-# unused tensors that some tools write: RoPE tables, activation scales and KV cache scales
+# unused tensors that some tools write: RoPE tables, activation scales and KV cache scales, and the
+# shape of a packed weight, which config.json gives
 _IGNORED_SUFFIXES = (
     "rotary_emb.inv_freq",
     ".input_scale",
@@ -21,6 +32,7 @@ _IGNORED_SUFFIXES = (
     ".output_scale",
     ".k_scale",
     ".v_scale",
+    ".weight_shape",
 )
 
 
@@ -56,6 +68,8 @@ class SafetensorsWeightLoader:
                     self._load_dequantized_gptq(name, in_features, out_features, quant), b
                 )
             return self._load_int4(name, in_features, out_features, b)
+        if f"{name}.weight_packed" in self._checkpoint:
+            return self._load_packed(name, in_features, out_features, b)
         weight = f"{name}.weight"
         if weight in self._checkpoint and self._checkpoint.dtype(weight) == "F8_E4M3":
             return self._load_fp8(name, in_features, out_features, b)
@@ -113,10 +127,9 @@ class SafetensorsWeightLoader:
             raise self._checkpoint.load_error(f"{name}.qweight", reason)
         size = quant.group_size or in_features
         if in_features % size or out_features % 8 or in_features % 8:
-            reason = (
-                f"of {in_features} inputs and {out_features} outputs does not fit groups of {size}"
+            raise self._checkpoint.load_error(
+                f"{name}.qweight", _misfit(in_features, out_features, 4, size)
             )
-            raise self._checkpoint.load_error(f"{name}.qweight", reason)
         groups = in_features // size
         zeros = self._read_packed(f"{name}.qzeros", (groups, out_features // 8))
         # scales of 16 bits keep their dtype, so that dequantized weights are rounded only once
@@ -130,6 +143,34 @@ class SafetensorsWeightLoader:
         order = self._read_input_order(f"{name}.g_idx", in_features, groups, quant)
         return repack_gptq(words, zeros, scales, bias, order=order, zero_offset=quant.zero_offset)
 
+    def _load_packed(
+        self, name: str, in_features: int, out_features: int, bias: Tensor | None
+    ) -> Linear:
+        """Load a pack-quantized weight of compressed-tensors; dequantize it unless of 4 bits."""
+        quant, packed = self._spec.quant, f"{name}.weight_packed"
+        if quant is None or quant.method != "pack-quantized":
+            reason = "is packed, but config.json has no quantization_config for pack-quantized"
+            raise self._checkpoint.load_error(packed, reason)
+        in_words = num_packed_words(in_features, quant.bits)
+        out_words = num_packed_words(out_features, quant.bits)
+        size = quant.group_size or in_features
+        if in_words is None or out_words is None or in_features % size:
+            raise self._checkpoint.load_error(
+                packed, _misfit(in_features, out_features, quant.bits, size)
+            )
+        groups = in_features // size
+        words = self._read_packed(packed, (out_features, in_words))
+        scales = self._checkpoint.read(
+            f"{name}.weight_scale", (out_features, groups), allowed_dtypes=FLOAT_DTYPES
+        )
+        zeros = None
+        if quant.zero_point:
+            zeros = self._read_packed(f"{name}.weight_zero_point", (out_words, groups))
+        if quant.bits == 4:
+            return repack_packed(words, zeros, scales, bias)
+        weight = dequantize_packed(words, zeros, scales, bits=quant.bits)
+        return DenseLinear(weight.to(self._dtype), bias)
+
     def _load_dequantized_gptq(
         self, name: str, in_features: int, out_features: int, quant: QuantizationConfig
     ) -> Tensor:
@@ -140,11 +181,9 @@ class SafetensorsWeightLoader:
             num_packed_words(out_features, bits),
         )
         if in_words is None or out_words is None or in_features % size:
-            reason = (
-                f"of {in_features} inputs and {out_features} outputs does not fit {bits} bits in "
-                f"groups of {size}"
+            raise self._checkpoint.load_error(
+                f"{name}.qweight", _misfit(in_features, out_features, bits, size)
             )
-            raise self._checkpoint.load_error(f"{name}.qweight", reason)
         groups = in_features // size
         words = self._read_packed(f"{name}.qweight", (in_words, out_features))
         zeros = self._read_packed(f"{name}.qzeros", (groups, out_words))
@@ -209,3 +248,10 @@ class SafetensorsWeightLoader:
             raise self._checkpoint.load_error(name, f"is of shape {list(shape)}, not {wanted}")
         scale = self._checkpoint.read(name, shape, dtype=torch.float32)
         return scale.flatten().expand(out_features).contiguous()
+
+
+def _misfit(in_features: int, out_features: int, bits: int, group_size: int) -> str:
+    return (
+        f"of {in_features} inputs and {out_features} outputs does not fit {bits} bits in groups of "
+        f"{group_size}"
+    )

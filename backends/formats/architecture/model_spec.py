@@ -13,13 +13,13 @@ MAX_LAYERS = 10_000
 _MAX_EXPERTS = 200_000
 
 Activation = Literal["silu", "gelu_tanh"]
-QuantMethod = Literal["awq", "gptq", "fp8", "int8"]
+QuantMethod = Literal["awq", "gptq", "pack-quantized", "fp8", "int8"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizationConfig:
-    """method: awq (GEMM layout) and gptq are integers with a scale per group of inputs; fp8 (e4m3)
-    and int8 have a scale per row.
+    """method: awq (GEMM layout), gptq and pack-quantized (compressed-tensors) are integers with a
+    scale per group of inputs; fp8 (e4m3) and int8 have a scale per row.
 
     group_size: inputs that share a scale and a zero point, or None for the whole row. zero_point:
     zero points are stored and may differ from the middle of the range. desc_act: groups follow
@@ -37,7 +37,7 @@ class QuantizationConfig:
     @property
     def dequantized_on_load(self) -> bool:
         """Weights are dequantized while loading, as no kernel computes with them."""
-        return self.method == "int8" or (self.method == "gptq" and self.bits != 4)
+        return self.method == "int8" or (self.method != "fp8" and self.bits != 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

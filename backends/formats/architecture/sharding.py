@@ -222,7 +222,7 @@ def _indivisible_quantized_part(spec: ModelSpec, tp_size: int) -> str | None:
     if quant.method in ("fp8", "int8"):
         return None
     if quant.dequantized_on_load:
-        return f"GPTQ weights of {quant.bits} bits"
+        return f"quantized weights of {quant.bits} bits"
     group = quant.group_size
     if quant.desc_act and group is not None:
         return "GPTQ weights whose groups follow the order of activation (desc_act)"
@@ -242,8 +242,12 @@ def _vocab_shard_size(spec: ModelSpec, tp_size: int) -> int:
 def _shard_axis(kind: str, row_parallel: bool, num_dims: int) -> int | None:
     """The axis along which a stored tensor is split, or None. kind: last part of its name."""
     match kind:
-        case "bias" | "weight_scale" | "weight_scale_inv":
+        case "weight_shape":
+            return None
+        case "bias":
             return None if row_parallel else 0
+        case "weight_scale" | "weight_scale_inv":  # [out, groups], or only one scale per output
+            return (1 if num_dims == 2 else None) if row_parallel else 0
         case "g_idx":
             return 0 if row_parallel else None
         case "qweight" | "qzeros" | "scales":  # inputs first

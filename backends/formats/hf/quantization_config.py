@@ -26,7 +26,7 @@ def read_quantization_config(config: ConfigFields) -> QuantizationConfig | None:
             return _read_compressed_tensors(own)
     raise own.load_error(
         f"quantization {method} is not supported, only awq, gptq, fp8, fbgemm_fp8 and "
-        "compressed-tensors in FP8 or int8"
+        "compressed-tensors"
     )
 
 
@@ -97,17 +97,42 @@ def _read_compressed_tensors(section: ConfigFields) -> QuantizationConfig:
     for name in groups.values:
         group = groups.section(name)
         weights = None if group is None else group.section("weights")
-        if weights is None:
+        if group is None or weights is None:
             raise groups.invalid_value(name, "a group with weights")
-        kind = f"{weights.string('type')}{weights.positive_int('num_bits')}"
-        strategy = weights.string("strategy", "tensor")
-        rows = strategy in ("channel", "tensor") and weights.flag("symmetric", True)
-        if kind not in ("float8", "int8") or not rows:
-            raise section.load_error(
-                f"compressed-tensors weights of kind {kind} per {strategy} are not supported, "
-                "only symmetric float8 or int8 per channel or tensor"
-            )
-        kinds.add(kind)
+        file_format = group.string("format", section.string("format", ""))
+        is_packed = file_format == "pack-quantized" and weights.string("type") == "int"
+        kinds.add(_read_packed_weights(weights) if is_packed else _read_row_weights(weights))
     if len(kinds) > 1:
         raise section.load_error("compressed-tensors weights of several kinds are not supported")
-    return QuantizationConfig(method="fp8" if kinds == {"float8"} else "int8", bits=8)
+    return kinds.pop()
+
+
+def _read_row_weights(weights: ConfigFields) -> QuantizationConfig:
+    kind = f"{weights.string('type')}{weights.positive_int('num_bits')}"
+    strategy = weights.string("strategy", "tensor")
+    rows = strategy in ("channel", "tensor") and weights.flag("symmetric", True)
+    if kind not in ("float8", "int8") or not rows:
+        raise weights.load_error(
+            f"compressed-tensors weights of kind {kind} per {strategy} are not supported, only "
+            "symmetric float8 or int8 per channel or tensor, and pack-quantized integers"
+        )
+    return QuantizationConfig(method="fp8" if kind == "float8" else "int8", bits=8)
+
+
+def _read_packed_weights(weights: ConfigFields) -> QuantizationConfig:
+    strategy = weights.string("strategy", "group")
+    if strategy not in ("group", "channel"):
+        raise weights.load_error(
+            f"pack-quantized weights per {strategy} are not supported, only per group or channel"
+        )
+    if weights.values.get("actorder") in ("group", "dynamic"):
+        raise weights.load_error(
+            "pack-quantized weights whose groups follow the order of activation (actorder group) "
+            "are not supported"
+        )
+    return QuantizationConfig(
+        method="pack-quantized",
+        bits=_bits(weights, "num_bits", tuple(range(2, 9))),
+        group_size=_group_size(weights, "group_size") if strategy == "group" else None,
+        zero_point=not weights.flag("symmetric", True),
+    )
