@@ -1,51 +1,77 @@
-"""benchmarks.quality runs; its share of recovered loss and its windows are as published."""
+"""benchmarks.quality and benchmarks.constants run; their comparisons are of the same windows."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 
+from benchmarks import constants, quality
 from benchmarks.measure import ModelLine, Report
-from benchmarks.quality import WINDOW, Loss, enter, main, windows
+from benchmarks.quality import Losses, enter
+from localgen.quant.evaluate import EvalMetrics
+from localgen.quant.methods import grid
+from localgen.quant.request.recipe import Recipe
+
+DOMAINS = ("prose",) * 6 + ("code",) * 6
 
 
-def checks(**perplexities: float) -> dict[str, tuple[float, bool]]:
+def losses(**shifts: float) -> Losses:
+    """Recipes by name, whose KL is that of others plus a shift."""
+    generator = np.random.default_rng(0)
+    nll, kl = 3 + generator.random(12), 0.1 + 0.1 * generator.random(12)
+    found = Losses(EvalMetrics(nll), DOMAINS)
+    for name, shift in shifts.items():
+        noise = 1e-3 * generator.normal(size=12)
+        found.found[name.replace("_", "-")] = EvalMetrics(nll + shift, kl + shift + noise)
+    return found
+
+
+def test_targets_are_met_by_differences_that_can_be_told() -> None:
     report = Report(ModelLine("tiny", 1, 1), 1, True, 1, {})
-    losses = {name.replace("_", "-"): Loss(value, (0.0,)) for name, value in perplexities.items()}
-    enter(report, losses)
-    return {check.name: (check.value, check.met) for check in report.checks}
-
-
-def test_recovered_loss_is_a_share_of_the_rounding_loss() -> None:
-    found = checks(original=15.0, rtn_4=15.4, gptq_4=15.1, awq_4=15.3, fp8=15.09)
-    wanted = {
-        "perplexity: rtn-4": (15.4, True),
-        "perplexity: gptq-4": (15.1, True),
-        "perplexity: awq-4": (15.3, True),
-        "recovered of rtn's loss: gptq-4": (0.75, False),
-        "recovered of rtn's loss: awq-4": (0.25, False),
-        "perplexity: fp8 ÷ original": (1.006, False),
+    enter(report, losses(rtn_4=0.0, gptq_4=-0.05, awq_4=0.0, rtn_8=0.004, fp8=0.006))
+    assert {check.name: check.met for check in report.checks} == {
+        "KL minus that of rtn-4, upper bound: gptq-4": True,
+        "KL minus that of rtn-4, upper bound: awq-4": False,
+        "perplexity: rtn-8 ÷ original": True,
+        "perplexity: fp8 ÷ original": False,
     }
-    assert {name: met for name, (_, met) in found.items()} == {
-        n: met for n, (_, met) in wanted.items()
-    }
-    assert {n: round(value, 9) for n, (value, _) in found.items()} == {
-        n: v for n, (v, _) in wanted.items()
-    }
-
-
-def test_windows_overlap_by_the_token_that_follows() -> None:
-    found = windows(list(range(4 * WINDOW)))
-    assert found.shape[1] == WINDOW + 1
-    assert torch.equal(found[1:, 0], found[:-1, -1])
+    figures = {(one.test, one.side): one.values for one in report.series}
+    mean, low, high = figures["KL minus that of rtn-4", "gptq-4"]
+    assert low < mean < high
+    assert mean == pytest.approx(-50, abs=2)
+    by_domain = [figures[f"KL divergence, {one}", "fp8"][0] for one in ("prose", "code")]
+    assert np.mean(by_domain) == pytest.approx(figures["KL divergence", "fp8"][0])
 
 
 def test_quality_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "quality.json"
-    assert main(["--only", "rtn-8", "--output", str(target)]) == 0
+    arguments = ["--only", "rtn-8", "--windows", "9", "--output", str(target)]
+    assert quality.main(arguments) == 0
     assert "| rtn-8 " in capsys.readouterr().out
     written = json.loads(target.read_text())
     assert [check["met"] for check in written["checks"]] == [True]
+
+
+def test_a_variant_changes_one_constant_and_restores_it() -> None:
+    before = grid._FINE_SHRINKS
+    variant = constants.RANGES["range down to 0.7"]
+    with variant.applied(Recipe(method="gptq")) as recipe:
+        assert recipe == Recipe(method="gptq")
+        assert pytest.approx(0.7) == grid._FINE_SHRINKS[-1]
+    assert before == grid._FINE_SHRINKS
+    with constants.VARIANTS["gptq"]["damping 0.1"].applied(Recipe(method="gptq")) as recipe:
+        assert recipe.damping == 0.1
+
+
+def test_every_variant_differs_from_its_default() -> None:
+    for key, name, recipe in constants.measured("awq-4,gptq-3"):
+        if name == constants.DEFAULT:
+            continue
+        variant = constants.VARIANTS[recipe.method][name]
+        current = {one: getattr(variant.module, one) for one in variant.constants}
+        assert current != variant.constants or variant.fields, key
+        for one, value in variant.fields.items():
+            assert getattr(recipe, one) != value, (key, name)

@@ -1,0 +1,143 @@
+"""Vary each constant of AWQ and GPTQ, and compare the loss with that of its default.
+
+python -m benchmarks.constants [--model tiny|smollm2] [--only gptq-3] [--windows 36]
+
+It confirms constants on text that took no part in choosing them. To choose another value, use
+benchmarks/data/choosing.txt, so that the held-out text stays what it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+
+from benchmarks.evaluated_model import TextSizes, opened_model
+from benchmarks.measure import ModelLine, Report, command, table
+from benchmarks.quality import Losses, recipe_for
+from localgen.config import BUILT_IN_MODEL
+from localgen.hub.packaged import PACKAGED_MODELS, packaged_model
+from localgen.quant.methods import awq, grid
+from localgen.quant.request.recipe import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Changed fields of a recipe, or constants of a module by name."""
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    module: ModuleType | None = None
+    constants: Mapping[str, Any] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def applied(self, recipe: Recipe) -> Iterator[Recipe]:
+        with contextlib.ExitStack() as stack:
+            if self.module is not None:
+                stack.enter_context(mock.patch.multiple(self.module, **self.constants))
+            yield replace(recipe, **self.fields)
+
+
+def shrinks(least: float, steps: int) -> tuple[float, ...]:
+    """Fractions of a group's range from 1 to `least` at equal distances."""
+    return tuple(1.0 - (1.0 - least) * step / steps for step in range(steps + 1))
+
+
+RANGES = {
+    "range down to 0.7": Variant(module=grid, constants={"_FINE_SHRINKS": shrinks(0.7, 6)}),
+    "range down to 0.3": Variant(module=grid, constants={"_FINE_SHRINKS": shrinks(0.3, 14)}),
+    "range in steps of 1/40": Variant(module=grid, constants={"_FINE_SHRINKS": shrinks(0.5, 20)}),
+    "whole range": Variant({"clip": False}),
+}
+VARIANTS: dict[str, dict[str, Variant]] = {
+    "awq": {
+        "10 powers": Variant(module=awq, constants={"_NUM_POWERS": 10}),
+        "40 powers": Variant(module=awq, constants={"_NUM_POWERS": 40}),
+        "256 sampled rows": Variant(module=awq, constants={"_SAMPLE_ROWS": 256}),
+        "search in ranges down to 0.7": Variant(
+            module=grid, constants={"_COARSE_SHRINKS": shrinks(0.7, 3)}
+        ),
+        "search in whole ranges": Variant(module=grid, constants={"_COARSE_SHRINKS": (1.0,)}),
+        **RANGES,
+    },
+    "gptq": {
+        "damping 0.001": Variant({"damping": 0.001}),
+        "damping 0.003": Variant({"damping": 0.003}),
+        "damping 0.03": Variant({"damping": 0.03}),
+        "damping 0.1": Variant({"damping": 0.1}),
+        "file order": Variant({"desc_act": False}),
+        "asymmetry 0": Variant({"asymmetry": 0.0}),
+        "asymmetry 0.5": Variant({"asymmetry": 0.5}),
+        **RANGES,
+    },
+}
+DEFAULT = "default"
+SIZES = {"tiny": TextSizes(32, 36), "smollm2": TextSizes(12, 18)}
+
+
+def measured(only: str | None) -> Iterator[tuple[str, str, Recipe]]:
+    """Yield the key, the variant's name and the recipe of each run, the default first."""
+    for method in ("awq", "gptq"):
+        for bits in (4, 3):
+            key = f"{method}-{bits}"
+            if only is None or key.startswith(tuple(only.split(","))):
+                recipe = Recipe(method="awq" if method == "awq" else "gptq", bits=bits)
+                for name in (DEFAULT, *VARIANTS[method]):
+                    yield key, name, recipe
+
+
+def row(losses: Losses, key: str, name: str) -> tuple[str, ...]:
+    """The figures of one variant, and whether it can be told from the default."""
+    found = losses.kl(f"{key}, {name}").text(1e3)
+    if name == DEFAULT:
+        return key, name, found, "", ""
+    difference = losses.difference(f"{key}, {name}", f"{key}, {DEFAULT}")
+    bounds = difference.interval
+    told = "" if bounds is None or not bounds.excludes_zero else "worse"
+    if told and difference.mean < 0:
+        told = "better"
+    return key, name, found, difference.text(1e3, "+.2f"), told
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.constants", description=__doc__)
+    parser.add_argument("--model", choices=PACKAGED_MODELS, default=BUILT_IN_MODEL)
+    parser.add_argument("--only", help="prefixes of awq-4, awq-3, gptq-4, gptq-3, with commas")
+    parser.add_argument("--windows", type=int, help="windows of the held-out text")
+    parser.add_argument("--output", type=Path, help="result file")
+    options = parser.parse_args(arguments)
+    sizes = SIZES[options.model]
+    sizes = replace(sizes, held_out=options.windows or sizes.held_out)
+    line = ModelLine(f"localgen {options.model}", packaged_model(options.model).size_bytes, 0)
+    report = Report(line, 1, options.only is not None, torch.get_num_threads(), {})
+    report.commands.append(command("benchmarks.constants", arguments))
+    rows = []
+    with opened_model(options.model, sizes) as model:
+        report.model = replace(line, params=model.spec.num_params)
+        losses = Losses(model.losses(None), model.domains)
+        for key, name, recipe in measured(options.only):
+            variant = VARIANTS[recipe.method].get(name, Variant())
+            with variant.applied(recipe_for(options.model, recipe)) as changed:
+                losses.found[f"{key}, {name}"] = model.losses(changed)
+            rows.append(row(losses, key, name))
+            print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
+            report.add(
+                f"{key}: KL divergence", name, "mnats", losses.kl(f"{key}, {name}").scaled(1e3)
+            )
+            if name != DEFAULT:
+                moved = losses.difference(f"{key}, {name}", f"{key}, {DEFAULT}")
+                report.add(f"{key}: KL minus the default's", name, "mnats", moved.scaled(1e3))
+            report.save("constants", options.output)
+    print(table(("method", "constant", "KL, mnats", "minus the default's", ""), rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
