@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from localgen.chat.parameters import ModelOptions
+from localgen.cli import server_options
 from localgen.cli.arguments import JsonFlag
 from localgen.cli.completion_values import complete_model
-from localgen.cli.options import takes_cluster_options
+from localgen.cli.options import Stabilize, takes_cluster_options
 
 if TYPE_CHECKING:
     from localgen.cluster.running import RunningCluster
@@ -75,9 +76,7 @@ def up(
     port: Annotated[
         int | None, typer.Option(help="Port of the gateway (default: 8080).", metavar="<int>")
     ] = None,
-    api_key_file: Annotated[
-        Path | None, typer.Option(help="File with API keys that clients must send, one per line.")
-    ] = None,
+    api_key_file: server_options.ApiKeyFile = None,
     replicas_per_machine: Annotated[
         int | None,
         typer.Option(
@@ -86,13 +85,15 @@ def up(
             metavar="<int>",
         ),
     ] = None,
-    allow_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Additional host name to accept in the Host header (may be repeated).",
-            metavar="<str>",
-        ),
-    ] = None,
+    allow_host: server_options.AllowHost = None,
+    cors_origin: server_options.CorsOrigin = None,
+    rate_limit: server_options.RateLimit = None,
+    max_body: server_options.MaxBody = None,
+    timeout: server_options.Timeout = None,
+    keep_alive: server_options.KeepAlive = None,
+    hang_timeout: server_options.HangTimeout = None,
+    stabilize: Stabilize = False,
+    record_trace: server_options.RecordTrace = None,
     address: Annotated[
         str | None,
         typer.Option(help="Ray cluster that runs, as for `ray start` (default: one of its own)."),
@@ -117,6 +118,14 @@ def up(
         port=port,
         api_key_file=None if api_key_file is None else str(api_key_file.absolute()),
         allow_host=",".join(allow_host) if allow_host else None,
+        cors_origin=",".join(cors_origin) if cors_origin else None,
+        rate_limit=rate_limit,
+        max_body=max_body,
+        timeout_s=timeout,
+        keep_alive=keep_alive,
+        hang_timeout_s=hang_timeout,
+        stabilize=stabilize or None,
+        record_trace=None if record_trace is None else str(record_trace.absolute()),
         address=address,
         load=options.load,
     )

@@ -34,6 +34,7 @@ from localgen.cluster.gateway import Gateway
 from localgen.cluster.machines import Build, Machines, require_version
 from localgen.cluster.replica import EngineReplica
 from localgen.cluster.route import URL, Asked, Choice, InFlight, RoutedRequest
+from localgen.cluster.token_charges import TokenCharges
 from localgen.cluster.totals import NO_REPLICA
 from localgen.hub.resolve import resolve_model
 from localgen.server.http.access import open_tcp_socket
@@ -54,6 +55,8 @@ _DRAIN_TIMEOUT_S = 600.0
 _REPORT_PERIOD_S = 2.0
 _METRICS_INTERVAL_S, _LOOK_BACK_S, _UPSCALE_DELAY_S = 1.0, 3.0, 3.0
 _ASK_TIMEOUT_S = 10.0
+# tokens are charged so much later than a request ends
+_CHARGE_PERIOD_S = 1.0
 _END_TIMEOUT_S, _DELETE_TIMEOUT_S, _POLL_S = 20.0, 60.0, 0.2
 # of a machine's resource `node:ADDRESS`, of which it has 1
 _PART_OF_A_MACHINE = 0.001
@@ -84,10 +87,13 @@ class GatewayServer:
             replica_key=replica_key,
         )
         ports = PrivatePorts(_refuse_to_listen)
-        app = GuardMiddleware(gateway, access, RateLimiter(access.rate_limit), ports)
+        rates = RateLimiter(access.rate_limit)
+        app = GuardMiddleware(gateway, access, rates, ports)
         raise_open_file_limit()
         self._server = uvicorn.Server(uvicorn_config(app))
         self._serving = asyncio.create_task(self._server.serve([open_tcp_socket(access)]))
+        if access.rate_limit.tokens is not None:
+            self._charging = asyncio.create_task(self._charge_tokens(TokenCharges(rates.charge)))
 
     def check_health(self) -> None:
         """Raises RuntimeError if it no longer listens."""
@@ -111,8 +117,17 @@ class GatewayServer:
             yield route.choice(selection.replica_id, selection.replica_metadata[URL])
 
     async def _ask_all(self, path: str) -> Sequence[tuple[str, bytes]]:
-        found = await asyncio.gather(*(_ask(each, path) for each in self._all))
+        return await self._call_all("get", path)
+
+    async def _call_all(self, method: str, *arguments: str) -> list[Any]:
+        """What all replicas that answer return."""
+        found = await asyncio.gather(*(_call(each, method, *arguments) for each in self._all))
         return [answer for answers in found for answer in answers]
+
+    async def _charge_tokens(self, charges: TokenCharges) -> None:
+        while True:
+            charges.read(await self._call_all("charged_tokens"))
+            await asyncio.sleep(_CHARGE_PERIOD_S)
 
 
 def _default_names(config: ClusterConfig) -> frozenset[str]:
@@ -125,8 +140,8 @@ def _default_names(config: ClusterConfig) -> frozenset[str]:
     return frozenset(names)
 
 
-async def _ask(replicas: DeploymentHandle[Any], path: str) -> list[tuple[str, bytes]]:
-    asked = replicas.broadcast("get", path)
+async def _call(replicas: DeploymentHandle[Any], method: str, *arguments: str) -> list[Any]:
+    asked = replicas.broadcast(method, *arguments)
     try:
         answers = await asked.results_async(timeout_s=_ASK_TIMEOUT_S, return_exceptions=True)
     except (RayError, RayServeException, TimeoutError):

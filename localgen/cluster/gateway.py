@@ -28,6 +28,7 @@ from localgen.server.http.errors import error_response
 from localgen.server.http.guard import PUBLIC_PATHS, RequestRefused
 from localgen.server.ollama import serializer as ollama
 from localgen.server.requests.caller import (
+    ACCOUNT_HEADER,
     CHUNKS_HEADER,
     GATEWAY_HEADER,
     KV_PEER_HEADER,
@@ -49,10 +50,10 @@ _HOP_HEADERS = frozenset(
 # the gateway has checked the origin, and replicas know of none
 _OWN_HEADERS = _HOP_HEADERS | {b"origin"}
 _OWN_HEADERS |= {
-    name.encode() for name in (GATEWAY_HEADER, KV_PEER_HEADER, PROMPT_ONLY_HEADER, CHUNKS_HEADER)
+    name.encode()
+    for name in (GATEWAY_HEADER, ACCOUNT_HEADER, KV_PEER_HEADER, PROMPT_ONLY_HEADER, CHUNKS_HEADER)
 }
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
-PROMPT_ONLY = (PROMPT_ONLY_HEADER.encode(), b"1")
 # whose prompts another replica may compute
 _GENERATING_PATHS = frozenset(
     (
@@ -238,14 +239,7 @@ class Gateway:
             host, port = scope["client"]
             headers.append((b"x-localgen-session", f"{host}:{port}".encode()))
         if self._secret is not None:
-            headers.append((GATEWAY_HEADER.encode(), self._secret.encode()))
-        if self._secret is not None and incoming.chunks:
-            sent = PromptChunks(incoming.chunks[:_MAX_SENT_CHUNKS], len(incoming.chunks))
-            headers.append((CHUNKS_HEADER.encode(), encode_chunks(sent).encode()))
-        if kv_peer:
-            headers.append((KV_PEER_HEADER.encode(), kv_peer.encode()))
-        if prompt_only:
-            headers.append(PROMPT_ONLY)
+            headers += _gateway_headers(self._secret, incoming, kv_peer, prompt_only)
         return self._client.build_request(
             scope["method"], target, headers=headers, content=incoming.body
         )
@@ -337,6 +331,21 @@ def _has_long_prompt(asked: Asked, choice: Choice, incoming: _Incoming) -> bool:
         and not asked.model
         and incoming.fields.get("previous_response_id") is None
     )
+
+
+def _gateway_headers(
+    secret: str, incoming: _Incoming, kv_peer: str, prompt_only: bool
+) -> list[tuple[bytes, bytes]]:
+    """What only the gateway may say to a replica."""
+    chunks = PromptChunks(incoming.chunks[:_MAX_SENT_CHUNKS], len(incoming.chunks))
+    said = {
+        GATEWAY_HEADER: secret,
+        ACCOUNT_HEADER: incoming.scope.get("account", ""),
+        CHUNKS_HEADER: encode_chunks(chunks) if incoming.chunks else "",
+        KV_PEER_HEADER: kv_peer,
+        PROMPT_ONLY_HEADER: "1" if prompt_only else "",
+    }
+    return [(name.encode(), value.encode()) for name, value in said.items() if value]
 
 
 async def _wait_until_gone(receive: Receive) -> None:

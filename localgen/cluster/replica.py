@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import httpx
@@ -86,6 +86,11 @@ class EngineReplica:
         """Its models and the chunks of prompts that it holds, for routers."""
         return routing_stats(await self._stats({GATEWAY_HEADER: self._secret}))
 
+    async def charged_tokens(self) -> tuple[str, dict[str, int]]:
+        """Its name, and the tokens of each account since its start."""
+        stats = await self._stats({GATEWAY_HEADER: self._secret})
+        return self.name, stats["tokens_by_account"]
+
     async def check_health(self) -> None:
         """Raises ReplicaFailed if the server has ended, or an error of httpx if it hangs."""
         if self._is_ending:
@@ -149,15 +154,12 @@ class EngineReplica:
         self, config: ClusterConfig, keys: tuple[str, ...], secret: str
     ) -> subprocess.Popen[bytes]:
         options = ReplicaOptions(
-            model=config.model,
+            config=config.to_json(),
             host=self._host,
             port=self._port,
             keys=keys,
-            load=replace(config.load, kv_listen=self._kv_address or None),
-            must_share=config.prompt_replicas > 0,
-            timeout_s=config.timeout_s,
+            kv_listen=self._kv_address or None,
             gateway_secret=secret,
-            command=config.engine_command(self._host, self._port),
         )
         server = subprocess.Popen(
             python_command("localgen.cluster.replica_server"),

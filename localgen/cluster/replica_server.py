@@ -11,8 +11,8 @@ import threading
 from dataclasses import dataclass, replace
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
-from localgen.backends.model_info import LoadOptions
 from localgen.backends.terminal_text import one_line
+from localgen.cluster.config import ClusterConfig
 from localgen.cluster.other_engine import run_engine
 from localgen.config import ServerSettings
 from localgen.hub.resolve import name_for_server
@@ -29,20 +29,15 @@ _log = logging.getLogger("localgen.cluster")
 class ReplicaOptions:
     """Options of a replica's server, from its actor.
 
-    model: None for the built-in default. load: how to load it. must_share: end if the model's
-    prefixes cannot be shared. gateway_secret, timeout_s: of AccessPolicy. command: of another
-    engine to run, or empty.
+    config: of the cluster, as JSON. kv_listen: of LoadOptions. gateway_secret: of AccessPolicy.
     """
 
-    model: str | None
+    config: str
     host: str
     port: int
     keys: tuple[str, ...]
-    load: LoadOptions
-    must_share: bool
-    gateway_secret: str = ""
-    timeout_s: int | None = None
-    command: tuple[str, ...] = ()
+    kv_listen: str | None
+    gateway_secret: str
 
 
 def main() -> int:
@@ -50,44 +45,46 @@ def main() -> int:
 
     The first line of standard input is ReplicaOptions as JSON. Returns the exit status.
     """
-    given = json.loads(_read_line(sys.stdin.fileno()))
-    options = ReplicaOptions(**given | {"load": LoadOptions(**given["load"])})
-    if options.command:
+    options = ReplicaOptions(**json.loads(_read_line(sys.stdin.fileno())))
+    config = ClusterConfig.from_json(options.config)
+    if command := config.engine_command(options.host, options.port):
         if options.keys:
             os.environ |= dict.fromkeys(_KEY_VARIABLES, options.keys[0])
-        return run_engine(options.command, sys.stdin.fileno())
+        return run_engine(command, sys.stdin.fileno())
     handler = logging.StreamHandler()
     handler.setFormatter(create_log_formatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     threading.Thread(target=_end_with, args=(sys.stdin.fileno(),), daemon=True).start()
     try:
         try:
-            _serve(options)
+            _serve(config, options)
         except InvalidRequest as error:
-            if error.param != "kv_listen" or options.must_share:
+            if error.param != "kv_listen" or config.prompt_replicas:
                 raise
             _log.warning("prefixes are not shared: %s", error.message)
-            _serve(replace(options, load=replace(options.load, kv_listen=None)))
+            _serve(config, replace(options, kv_listen=None))
     except LocalgenError as error:
         print(f"error: {one_line(error.message)}", file=sys.stderr)
         return 1
     return 0
 
 
-def _serve(options: ReplicaOptions) -> None:
+def _serve(config: ClusterConfig, options: ReplicaOptions) -> None:
     access = AccessPolicy(
         host=options.host,
         port=options.port,
         keys=tuple(options.keys),
-        timeout_s=options.timeout_s,
+        timeout_s=config.timeout_s,
+        max_body_bytes=config.max_body_bytes(),
+        stabilize=config.stabilize,
         gateway_secret=options.gateway_secret,
     )
     run_server(
-        ServerSettings.from_environment(),
+        config.server_settings(ServerSettings.from_environment()),
         access,
         idle_exit=False,
-        model=name_for_server(options.model),
-        load_options=options.load,
+        model=name_for_server(config.model),
+        load_options=replace(config.load, kv_listen=options.kv_listen),
     )
 
 
