@@ -448,3 +448,23 @@ def test_metrics_of_all_replicas() -> None:
         'y{m="t",replica="a"} 2.0',
         'y{m="t",replica="b"} 2.0',
     ]
+
+
+def test_a_model_is_pulled_on_all_machines(replica: ScriptedServer) -> None:
+    posted: list[tuple[str, Any]] = []
+
+    async def post_all(path: str, body: bytes) -> None:
+        await asyncio.sleep(0.05)
+        posted.append((path, json.loads(body)))
+
+    async def run(path: str, body: Any) -> None:
+        asked = Chooser(replica.url)
+        gateway = Gateway(asked.choose, asked.ask_all, post_all=post_all)
+        sent = await exchange(gateway, path, body)
+        assert posted, "the client waits for all of them"
+        assert sent[-1] == {"type": "http.response.body", "body": b""}
+
+    asyncio.run(run("/api/pull", {"model": "owner/name"}))
+    assert posted == [("/api/pull", {"model": "owner/name", "stream": False})]
+    asyncio.run(run(OLLAMA, {"model": "owner/name"}))
+    assert len(posted) == 1

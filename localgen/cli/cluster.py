@@ -14,6 +14,7 @@ from localgen.cli.completion_values import complete_model
 from localgen.cli.options import Stabilize, takes_cluster_options
 
 if TYPE_CHECKING:
+    from localgen.cluster.config import ClusterConfig
     from localgen.cluster.running import RunningCluster
 
 group = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -99,12 +100,14 @@ def up(
         typer.Option(help="Ray cluster that runs, as for `ray start` (default: one of its own)."),
     ] = None,
 ) -> None:
-    """Start a cluster, and wait until it answers. It runs until `localgen cluster down`."""
+    """Start a cluster, and wait until it answers. It runs until `localgen cluster down`.
+
+    A model that is not installed is downloaded first, on each machine once.
+    """
     from localgen.cli import tables
     from localgen.cluster import running
     from localgen.cluster.config import ClusterConfig, read_cluster_file
     from localgen.config import ServerSettings
-    from localgen.hub.resolve import resolve_model
 
     config = (ClusterConfig() if file is None else read_cluster_file(file)).with_options(
         model=model,
@@ -129,12 +132,12 @@ def up(
         address=address,
         load=options.load,
     )
-    name = config.model if config.command else resolve_model(config.model).name
     settings = ServerSettings.from_environment()
     running.require_startable(config, settings)
+    name = _model_name(config)
     replicas_text = "1 replica" if config.replicas == 1 else f"{config.replicas} replicas"
     tables.print_notice(f"starting {replicas_text}; log: {running.log_path(settings)}")
-    started = running.start(config, name or "", settings)
+    started = running.start(config, name, settings)
     tables.print_line(f"{started.url} answers: localgen chat --url cluster")
 
 
@@ -161,6 +164,18 @@ def down() -> None:
     found = _find()
     running.stop(found, ServerSettings.from_environment())
     tables.print_line("cluster stopped")
+
+
+def _model_name(config: ClusterConfig) -> str:
+    """The name of the model, which is downloaded if only this machine needs it."""
+    from localgen.cli.pull import pull_with_progress
+    from localgen.client.pullable_models import can_pull
+    from localgen.cluster.model_download import model_name
+
+    is_ours = config.command is None and config.address is None
+    if is_ours and config.model is not None and can_pull(config.model):
+        pull_with_progress(config.model)
+    return model_name(config)
 
 
 def _find() -> RunningCluster:

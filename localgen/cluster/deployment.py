@@ -32,11 +32,11 @@ from localgen.cluster.config import (
 )
 from localgen.cluster.gateway import Gateway
 from localgen.cluster.machines import Build, Machines, require_version
+from localgen.cluster.model_download import model_name
 from localgen.cluster.replica import EngineReplica
 from localgen.cluster.route import URL, Asked, Choice, InFlight, RoutedRequest
 from localgen.cluster.token_charges import TokenCharges
 from localgen.cluster.totals import NO_REPLICA
-from localgen.hub.resolve import resolve_model
 from localgen.server.http.access import open_tcp_socket
 from localgen.server.http.guard import GuardMiddleware
 from localgen.server.http.private_ports import Listener, PrivatePorts
@@ -82,7 +82,8 @@ class GatewayServer:
             choose[0],
             self._ask_all,
             choose[1] if prompt_replicas else None,
-            default_names=_default_names(config),
+            self._post_all if config.address is not None else None,
+            default_names={"", config.model or "", build.model},
             secret=build.secret if config.command is None else None,
             replica_key=replica_key,
         )
@@ -124,26 +125,26 @@ class GatewayServer:
         found = await asyncio.gather(*(_call(each, method, *arguments) for each in self._all))
         return [answer for answers in found for answer in answers]
 
+    async def _post_all(self, path: str, body: bytes) -> None:
+        posting = (_call(each, "post", path, body, timeout_s=None) for each in self._all)
+        await asyncio.gather(*posting)
+
     async def _charge_tokens(self, charges: TokenCharges) -> None:
         while True:
             charges.read(await self._call_all("charged_tokens"))
             await asyncio.sleep(_CHARGE_PERIOD_S)
 
 
-def _default_names(config: ClusterConfig) -> frozenset[str]:
-    """Names of the model that all replicas have loaded at their start."""
-    names = {"", config.model or ""}
-    if config.command is not None:
-        return frozenset(names)
-    with contextlib.suppress(LocalgenError):  # on the machine of the gateway, it may not exist
-        names.add(resolve_model(config.model).name)
-    return frozenset(names)
-
-
-async def _call(replicas: DeploymentHandle[Any], method: str, *arguments: str) -> list[Any]:
+async def _call(
+    replicas: DeploymentHandle[Any],
+    method: str,
+    *arguments: Any,
+    timeout_s: float | None = _ASK_TIMEOUT_S,
+) -> list[Any]:
+    """What the replicas return that answer in time."""
     asked = replicas.broadcast(method, *arguments)
     try:
-        answers = await asked.results_async(timeout_s=_ASK_TIMEOUT_S, return_exceptions=True)
+        answers = await asked.results_async(timeout_s=timeout_s, return_exceptions=True)
     except (RayError, RayServeException, TimeoutError):
         return []  # there is no replica now
     return [answer for answer in answers if not isinstance(answer, Exception)]
@@ -152,7 +153,10 @@ async def _call(replicas: DeploymentHandle[Any], method: str, *arguments: str) -
 def build_app(config: ClusterConfig, machines: Machines | None = None) -> serve.Application:
     """The application of a cluster. machines: spread it over them; by default, Ray chooses."""
     count = None if machines is None else machines.count
-    build = Build(localgen.__version__, secrets.token_hex(16))
+    name = ""
+    with contextlib.suppress(LocalgenError):  # on this machine, it may not exist
+        name = model_name(config)
+    build = Build(localgen.__version__, secrets.token_hex(16), name)
     most = config.max_replicas or config.replicas
     bound = [_replicas(REPLICAS, config, build, most, count, **_number_of_replicas(config))]
     if prompt := config.prompt_replicas:

@@ -62,6 +62,7 @@ _GENERATING_PATHS = frozenset(
         *("/api/chat", "/api/generate"),
     )
 )
+PULL_PATH = f"{ollama.API_PREFIX}pull"
 # without a prompt replica for this time, the one that answers computes the prompt
 _PROMPT_CHOICE_S = 1.0
 # fewer new chunks are computed by the replica that answers: about 512 tokens
@@ -80,12 +81,15 @@ _OWN_ID = re.compile(r"/v1/(?:requests|responses)/(?:resp_)?([0-9a-zA-Z]+)")
 Choose = Callable[[Asked, frozenset[str]], AbstractAsyncContextManager[Choice]]
 # a path; the name and the body of each replica's answer
 AskAll = Callable[[str], Awaitable[Sequence[tuple[str, bytes]]]]
+# a path and a JSON body
+PostAll = Callable[[str, bytes], Awaitable[object]]
 
 
 class Gateway:
     """An ASGI application that forwards to replicas; access is checked before it.
 
     choose_for_prompt: of the replicas that compute prompts for the others; None without any.
+    post_all: to replicas on all machines; None if there is one machine.
     default_names: of the model that all replicas have. secret: tells replicas that a request comes
     from here; None if they are not localgen's servers. replica_key: the only key that those take.
     """
@@ -95,13 +99,14 @@ class Gateway:
         choose: Choose,
         ask_all: AskAll,
         choose_for_prompt: Choose | None = None,
+        post_all: PostAll | None = None,
         *,
         default_names: Collection[str] = ("",),
         secret: str | None = None,
         replica_key: str | None = None,
     ) -> None:
         self._choose, self._ask_all = choose, ask_all
-        self._choose_for_prompt = choose_for_prompt
+        self._choose_for_prompt, self._post_all = choose_for_prompt, post_all
         self._default_names = default_names
         self._secret = secret
         self._replica_key = replica_key
@@ -145,6 +150,9 @@ class Gateway:
         asked = Asked(chunks, model, self._owner(path, fields))
         incoming = _Incoming(scope, body, fields, chunks)
         exchange = _Exchange(path, send, self._remember)
+        if path == PULL_PATH and self._post_all is not None:
+            quietly = encode_json({**fields, "stream": False})
+            exchange.elsewhere = asyncio.ensure_future(self._post_all(path, quietly))
         gone: set[str] = set()
         for tries_left in reversed(range(_MAX_TRIES)):
             try:
@@ -282,6 +290,7 @@ class _Exchange:
         self._path, self._send, self._remember = path, send, remember
         self._media_type = ""
         self.has_started = False
+        self.elsewhere: asyncio.Future[object] | None = None  # it ends after this, too
 
     async def start(self, replica: str, response: httpx.Response) -> None:
         if request_id := response.headers.get("x-request-id"):
@@ -302,6 +311,8 @@ class _Exchange:
         await self._send({"type": "http.response.body", "body": piece, "more_body": True})
 
     async def end(self) -> None:
+        if self.elsewhere is not None:
+            await self.elsewhere
         await self._send({"type": "http.response.body", "body": b""})
 
     async def fail(self, error: httpx.HTTPError) -> None:

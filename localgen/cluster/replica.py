@@ -16,9 +16,12 @@ from typing import Any
 
 import httpx
 
+from localgen.backends.errors import LocalgenError
+from localgen.backends.terminal_text import one_line
 from localgen.cluster.autoscaling import scaling_stats
 from localgen.cluster.config import ClusterConfig
 from localgen.cluster.machines import Build, require_version
+from localgen.cluster.model_download import ensure_installed
 from localgen.cluster.other_engine import engine_stats, loads_of
 from localgen.cluster.replica_server import ReplicaOptions
 from localgen.cluster.route import KV_ADDRESS, URL, routing_stats
@@ -70,6 +73,7 @@ class EngineReplica:
         self._health_path = "/livez" if config.command is None else "/health"
         shares = config.share_prefixes and config.command is None
         self._kv_address = self._own_kv_address() if shares else ""
+        await self._install(config)
         self._server = self._start(config, access.keys, build.secret)
         self._client = httpx.AsyncClient(base_url=self.url, headers=self._headers)
         await self._wait_until_ready()
@@ -113,6 +117,13 @@ class EngineReplica:
         reply.raise_for_status()
         return self.name, reply.content
 
+    async def post(self, path: str, body: bytes) -> None:
+        """POST JSON to its server, and tell in the log if that is refused."""
+        headers = {"Content-Type": "application/json"}
+        reply = await self._client.post(path, content=body, headers=headers, timeout=None)
+        if not reply.is_success:
+            print(f"error: {path}: {one_line(reply.text)}", file=sys.stderr)
+
     async def end(self) -> None:
         """Let the server end: its requests have a few seconds, and then an error event. Waits."""
         self._close_pipe()
@@ -143,6 +154,18 @@ class EngineReplica:
         reply = await self._client.get("/v1/stats", headers=headers, timeout=_HEALTH_TIMEOUT_S)
         stats: dict[str, Any] = reply.json()
         return stats
+
+    async def _install(self, config: ClusterConfig) -> None:
+        """Download the model if it is not installed. Raises ReplicaFailed if that fails."""
+
+        def say(line: str) -> None:
+            print(line, file=sys.stderr)
+
+        try:
+            await asyncio.to_thread(ensure_installed, config, say)
+        except LocalgenError as error:
+            say(f"error: {one_line(error.message)}")
+            raise ReplicaFailed(error.message) from error
 
     def _own_kv_address(self) -> str:
         """Where other replicas fetch prefixes: on other machines too, if there may be some."""
