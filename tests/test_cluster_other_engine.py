@@ -39,8 +39,8 @@ def started(config: ClusterConfig, *keys: str) -> subprocess.Popen[bytes]:
         host="10.0.0.1",
         port=7000,
         keys=keys,
-        kv_listen=None,
-        gateway_secret="",
+        kv_listen="",
+        secret="",
     )
     process = subprocess.Popen(
         [sys.executable, "-m", "localgen.cluster.replica_server"],

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import re
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
@@ -29,6 +30,7 @@ from localgen.server.http.guard import PUBLIC_PATHS, RequestRefused
 from localgen.server.ollama import serializer as ollama
 from localgen.server.requests.caller import (
     ACCOUNT_HEADER,
+    AGE_HEADER,
     CHUNKS_HEADER,
     GATEWAY_HEADER,
     KV_PEER_HEADER,
@@ -51,7 +53,10 @@ _HOP_HEADERS = frozenset(
 _OWN_HEADERS = _HOP_HEADERS | {b"origin"}
 _OWN_HEADERS |= {
     name.encode()
-    for name in (GATEWAY_HEADER, ACCOUNT_HEADER, KV_PEER_HEADER, PROMPT_ONLY_HEADER, CHUNKS_HEADER)
+    for name in (
+        *(GATEWAY_HEADER, ACCOUNT_HEADER, AGE_HEADER),
+        *(KV_PEER_HEADER, PROMPT_ONLY_HEADER, CHUNKS_HEADER),
+    )
 }
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
 # whose prompts another replica may compute
@@ -116,7 +121,7 @@ class Gateway:
         self._replica_by_request: OrderedDict[str, str] = OrderedDict()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope["path"]
+        path, scope["arrived_s"] = scope["path"], time.monotonic()
         if path in PUBLIC_PATHS:
             await Response(_ALIVE, media_type="application/json")(scope, receive, send)
             return
@@ -334,7 +339,7 @@ class _Exchange:
 def _has_long_prompt(asked: Asked, choice: Choice, incoming: _Incoming) -> bool:
     """True if another replica could compute much of the prompt.
 
-    Only prefixes of the model that all have are fetched, and earlier answers are in one replica.
+    They have the model that all have, and earlier answers are in one replica.
     """
     return (
         incoming.scope["path"] in _GENERATING_PATHS
@@ -352,6 +357,7 @@ def _gateway_headers(
     said = {
         GATEWAY_HEADER: secret,
         ACCOUNT_HEADER: incoming.scope.get("account", ""),
+        AGE_HEADER: str(round((time.monotonic() - incoming.scope["arrived_s"]) * 1e3)),
         CHUNKS_HEADER: encode_chunks(chunks) if incoming.chunks else "",
         KV_PEER_HEADER: kv_peer,
         PROMPT_ONLY_HEADER: "1" if prompt_only else "",

@@ -24,7 +24,7 @@ from localgen.cluster.machines import Build, require_version
 from localgen.cluster.model_download import ensure_installed
 from localgen.cluster.other_engine import engine_stats, loads_of
 from localgen.cluster.replica_server import ReplicaOptions
-from localgen.cluster.route import KV_ADDRESS, URL, routing_stats
+from localgen.cluster.route import KV_ADDRESS, KV_ADDRESSES, URL, routing_stats
 from localgen.cluster.running import REPLICA_DIRS
 from localgen.config import ServerSettings
 from localgen.machine.python_process import python_command, python_environment
@@ -72,22 +72,26 @@ class EngineReplica:
         self._needs_metrics = config.command is not None and config.max_replicas is not None
         self._health_path = "/livez" if config.command is None else "/health"
         shares = config.share_prefixes and config.command is None
-        self._kv_address = self._own_kv_address() if shares else ""
+        kv_listen = self._kv_listen() if shares else ""
         await self._install(config)
-        self._server = self._start(config, access.keys, build.secret)
+        self._server = self._start(config, access.keys, kv_listen)
         self._client = httpx.AsyncClient(base_url=self.url, headers=self._headers)
         await self._wait_until_ready()
+        stats = await self.record_routing_stats()
+        self._kv_address = stats[KV_ADDRESSES].get("", "")
+        if shares and not self._kv_address:
+            print("prefixes of this model cannot be shared: see `localgen show`", file=sys.stderr)
 
     @property
     def url(self) -> str:
         return f"http://{self._host}:{self._port}"
 
     def record_replica_metadata(self) -> dict[str, str]:
-        """For gateways; see route.py."""
+        """For gateways; see route.py. Ray asks once, when it is ready."""
         return {URL: self.url, KV_ADDRESS: self._kv_address}
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Its models and the chunks of prompts that it holds, for routers."""
+        """Its models, and which prompts it holds and where, for routers."""
         return routing_stats(await self._stats({GATEWAY_HEADER: self._secret}))
 
     async def charged_tokens(self) -> tuple[str, dict[str, int]]:
@@ -167,22 +171,22 @@ class EngineReplica:
             say(f"error: {one_line(error.message)}")
             raise ReplicaFailed(error.message) from error
 
-    def _own_kv_address(self) -> str:
+    def _kv_listen(self) -> str:
         """Where other replicas fetch prefixes: on other machines too, if there may be some."""
         if self._host == _LOOPBACK:
-            return str(self._runtime_dir / "kv.sock")
-        return host_and_port(self._host, _free_port(self._host))
+            return f"{self._runtime_dir}/"
+        return host_and_port(self._host, 0)
 
     def _start(
-        self, config: ClusterConfig, keys: tuple[str, ...], secret: str
+        self, config: ClusterConfig, keys: tuple[str, ...], kv_listen: str
     ) -> subprocess.Popen[bytes]:
         options = ReplicaOptions(
             config=config.to_json(),
             host=self._host,
             port=self._port,
             keys=keys,
-            kv_listen=self._kv_address or None,
-            gateway_secret=secret,
+            kv_listen=kv_listen,
+            secret=self._secret,
         )
         server = subprocess.Popen(
             python_command("localgen.cluster.replica_server"),

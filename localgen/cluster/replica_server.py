@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -10,7 +11,8 @@ import sys
 import threading
 from dataclasses import dataclass, replace
 
-from localgen.backends.errors import InvalidRequest, LocalgenError
+from localgen.backends.errors import LocalgenError
+from localgen.backends.model_info import KVShare
 from localgen.backends.terminal_text import one_line
 from localgen.cluster.config import ClusterConfig
 from localgen.cluster.other_engine import run_engine
@@ -22,22 +24,22 @@ from localgen.server.stats.request_log import create_log_formatter
 
 # vLLM and llama-server read an API key there: on a command line, others would see it
 _KEY_VARIABLES = ("VLLM_API_KEY", "LLAMA_API_KEY")
-_log = logging.getLogger("localgen.cluster")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaOptions:
     """Options of a replica's server, from its actor.
 
-    config: of the cluster, as JSON. kv_listen: of LoadOptions. gateway_secret: of AccessPolicy.
+    config: of the cluster, as JSON. kv_listen: of KVShare, or empty to share nothing.
+    secret: of the cluster.
     """
 
     config: str
     host: str
     port: int
     keys: tuple[str, ...]
-    kv_listen: str | None
-    gateway_secret: str
+    kv_listen: str
+    secret: str
 
 
 def main() -> int:
@@ -56,13 +58,7 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     threading.Thread(target=_end_with, args=(sys.stdin.fileno(),), daemon=True).start()
     try:
-        try:
-            _serve(config, options)
-        except InvalidRequest as error:
-            if error.param != "kv_listen" or config.prompt_replicas:
-                raise
-            _log.warning("prefixes are not shared: %s", error.message)
-            _serve(config, replace(options, kv_listen=None))
+        _serve(config, options)
     except LocalgenError as error:
         print(f"error: {one_line(error.message)}", file=sys.stderr)
         return 1
@@ -77,14 +73,20 @@ def _serve(config: ClusterConfig, options: ReplicaOptions) -> None:
         timeout_s=config.timeout_s,
         max_body_bytes=config.max_body_bytes(),
         stabilize=config.stabilize,
-        gateway_secret=options.gateway_secret,
+        gateway_secret=options.secret,
     )
+    settings, load = config.server_settings(ServerSettings.from_environment()), config.load
+    if options.kv_listen:
+        key = hashlib.sha256(b"kv " + options.secret.encode()).digest()
+        settings = replace(settings, kv_share=KVShare(options.kv_listen, key))
+    if config.prompt_replicas:  # they must share, or end
+        load = replace(load, kv_listen=options.kv_listen)
     run_server(
-        config.server_settings(ServerSettings.from_environment()),
+        settings,
         access,
         idle_exit=False,
         model=name_for_server(config.model),
-        load_options=replace(config.load, kv_listen=options.kv_listen),
+        load_options=load,
     )
 
 

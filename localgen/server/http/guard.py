@@ -23,6 +23,7 @@ from localgen.server.http.private_ports import PrivatePorts
 from localgen.server.http.rate_limit import RateLimiter
 from localgen.server.requests.caller import (
     ACCOUNT_HEADER,
+    AGE_HEADER,
     GATEWAY_HEADER,
     KEY_ACCOUNT_PREFIX,
     is_local_request,
@@ -67,7 +68,7 @@ class GuardMiddleware:
 
     Sets scope["account"]: a hash of the API key; the client address if no keys are required; empty
     on the Unix socket. Sets scope["is_gateway"]: True for the gateway of a cluster, which also says
-    whose account it is.
+    whose account it is, and changes scope["arrived_s"] to when it got the request.
     """
 
     def __init__(
@@ -146,6 +147,8 @@ class GuardMiddleware:
         if self._access.is_gateway(headers.get(GATEWAY_HEADER.encode(), "")):
             scope["is_gateway"] = True
             scope["account"] = headers.get(ACCOUNT_HEADER.encode(), scope["account"])
+            age_ms = headers.get(AGE_HEADER.encode(), "0")
+            scope["arrived_s"] -= int(age_ms) / 1e3 if age_ms.isdecimal() else 0.0
         if is_rate_limited(scope["method"], scope["path"]):
             wait_s = self._rate_limiter.admit(scope["account"])
             if wait_s is not None:

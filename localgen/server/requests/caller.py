@@ -26,6 +26,8 @@ LOCAL_CLIENT = "local"
 # nothing but the prompt is computed
 GATEWAY_HEADER = "x-localgen-gateway"
 KV_PEER_HEADER, PROMPT_ONLY_HEADER = "x-localgen-kv-peer", "x-localgen-prompt-only"
+# milliseconds since the request came to the gateway
+AGE_HEADER = "x-localgen-age-ms"
 # the account at the gateway, which counts its tokens
 ACCOUNT_HEADER = "x-localgen-account"
 # the chunks of the prompt, of which it is to be reported which are held: see encode_chunks

@@ -125,10 +125,15 @@ class ServerState:
         }
 
     def gateway_stats(self) -> dict[str, Any]:
-        """Statistics for the gateway of a cluster: the chunks of prompts that each engine holds,
-        and the tokens of each account, too."""
+        """Statistics for the gateway of a cluster.
+
+        Of each model also the chunks of prompts that its engine holds, where others fetch them, and
+        whether it is that of `localgen serve MODEL`. And the tokens of each account.
+        """
         stats = self.stats(is_local=False)
         for model, resident in zip(stats["models"], self._manager.residents, strict=True):
+            model["kv_address"] = resident.info.options.kv_listen if resident.info else None
+            model["is_default"] = resident.file.identity == self._manager.serve_options.identity
             model["held_chunks"] = base64.b64encode(resident.engine.held_chunks).decode()
         return stats | {"tokens_by_account": self.token_totals.by_account}
 
