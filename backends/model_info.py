@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from localgen.backends.sampling_params import SamplingParams
 
@@ -88,6 +88,18 @@ class DraftModelRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class KVShare:
+    """Where the engines of one cluster let each other fetch prefixes.
+
+    listen: HOST:0, or a folder with a slash at its end, in which each model has a socket. key: that
+    all of them have.
+    """
+
+    listen: str
+    key: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelLoadRequest:
     """A model to load, its name and its options.
 
@@ -95,7 +107,7 @@ class ModelLoadRequest:
     draft: the draft model that options.draft resolves to, or None for no draft model.
     sampling: defaults of the model, if its file has none.
     kv_dir: folder of the prefixes on disk, private to the user, or None to keep none outside of the
-    KV cache.
+    KV cache. kv_share: for models whose prefixes can be shared, or None.
     """
 
     name: str
@@ -105,6 +117,7 @@ class ModelLoadRequest:
     draft: DraftModelRequest | None = None
     sampling: SamplingParams | None = None
     kv_dir: str | None = None
+    kv_share: KVShare | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

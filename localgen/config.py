@@ -11,10 +11,14 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import platformdirs
 
 from localgen.backends.errors import DISK_FULL_ERRNOS, DiskFull, LocalgenError
+
+if TYPE_CHECKING:
+    from localgen.backends.model_info import KVShare
 
 # name of the model that is part of the package
 BUILT_IN_MODEL = "tiny"
@@ -48,6 +52,7 @@ class ServerSettings:
     hang_timeout_s: an engine that sends nothing for so long while it has requests or loads a model
     is killed, or None if never.
     record_trace: file to which a line is added for each answered prompt, or None.
+    kv_share: of the cluster that the server is part of, or None.
     """
 
     runtime_dir: Path
@@ -59,6 +64,7 @@ class ServerSettings:
     draft: str | None = None
     hang_timeout_s: float | None = DEFAULT_HANG_TIMEOUT_S
     record_trace: Path | None = None
+    kv_share: KVShare | None = None
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> ServerSettings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -74,7 +75,13 @@ def test_load_options(tmp_path: Path) -> None:
         ("load = 1", "load must be a table of load options, not 1"),
         ("replicas_per_machine = 1", "replicas_per_machine is for a Ray cluster that runs"),
         ('address = "auto"\nreplicas_per_machine = 0', "replicas_per_machine must be 1 to 100"),
-        ("timeout_s = 0", "timeout_s must be 1 to"),
+        ("timeout_s = 0", "timeout_s must be 0.001 to"),
+        ("timeout_s = '1'", "timeout_s must be a number, not '1'"),
+        ("keep_alive = 'long'", "keep_alive=long: give a time"),
+        ("max_body = 'big'", "max_body=big: give a size"),
+        ("rate_limit = '1,x'", "expected REQUESTS or REQUESTS,TOKENS"),
+        ('model = "m"\ncommand = "v {port}"\nrate_limit = "0,9"', "tokens are counted by"),
+        ('model = "m"\ncommand = "v {port}"\nkeep_alive = "1h"', "keep_alive is for localg"),
         ("model = 3", "model must be a string, not 3"),
         ("replicas =", "Invalid value"),
     ],
@@ -99,15 +106,36 @@ def test_other_machines_need_a_key() -> None:
 
 
 def test_limits_are_those_of_a_server() -> None:
-    config = ClusterConfig(rate_limit="60", cors_origin="https://a, https://b", allow_host="c.d")
+    config = ClusterConfig(
+        rate_limit="60,900", cors_origin="https://a, https://b", allow_host="c.d"
+    )
     access = config.access()
-    assert (access.rate_limit.requests, access.rate_limit.tokens) == (60, None)
+    assert (access.rate_limit.requests, access.rate_limit.tokens) == (60, 900)
     assert access.cors_origins == ("https://a", "https://b")
     assert access.allows_host("c.d:80")
-    with pytest.raises(BadSetting, match="a cluster counts requests per minute, not tokens"):
-        ClusterConfig(rate_limit="60,1000").access()
     with pytest.raises(BadSetting, match="expected REQUESTS"):
-        ClusterConfig(rate_limit="many").access()
+        ClusterConfig(rate_limit="many")
+
+
+def test_settings_of_a_server(tmp_path: Path, settings: ServerSettings) -> None:
+    text = """
+        timeout_s = 2.5
+        max_body = "1M"
+        keep_alive = "1h"
+        hang_timeout_s = 0
+        stabilize = true
+        record_trace = "trace.jsonl"
+    """
+    config = config_of(tmp_path, text)
+    assert ClusterConfig.from_json(config.to_json()) == config
+    assert config.access().max_body_bytes == 1 << 20
+    assert config.server_settings(settings) == replace(
+        settings,
+        keep_alive_s=3600.0,
+        hang_timeout_s=None,
+        record_trace=tmp_path / "trace.jsonl",
+    )
+    assert ClusterConfig().server_settings(settings) == settings
 
 
 def test_without_ray_the_remedy_is_said(

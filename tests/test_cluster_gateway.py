@@ -16,11 +16,14 @@ import pytest
 from starlette.types import Message, Scope
 
 import localgen
+from localgen.backends.types import PromptChunks
 from localgen.client.snapshot import parse_localgen_stats
 from localgen.cluster.gateway import MIN_PROMPT_CHUNKS, Gateway
+from localgen.cluster.prefix_table import prompt_chunks
 from localgen.cluster.route import Asked, Choice
 from localgen.cluster.totals import REPLICAS, merged_metrics, merged_stats
 from localgen.server.http.guard import RequestRefused
+from localgen.server.requests.caller import decode_chunks
 
 CHAT, MESSAGES, OLLAMA = "/v1/chat/completions", "/v1/messages", "/api/chat"
 RESPONSES = "/v1/responses"
@@ -144,7 +147,8 @@ class Chooser:
 def ask(
     asked: Chooser, path: str, body: Any = None, *, leaves: bool = False, **headers: str
 ) -> list[Message]:
-    return asyncio.run(exchange(Gateway(asked.choose, asked.ask_all), path, body, leaves, headers))
+    gateway = Gateway(asked.choose, asked.ask_all, secret="s3")
+    return asyncio.run(exchange(gateway, path, body, leaves, headers))
 
 
 async def exchange(
@@ -286,13 +290,22 @@ def test_probes_need_no_replica() -> None:
 
 def test_where_a_prefix_lies_is_said_by_the_gateway_only(replica: ScriptedServer) -> None:
     asked = Chooser(replica.url, kv_peer="10.0.0.1:7000")
-    forged: dict[str, Any] = {"x-localgen-kv-peer": "10.9.9.9:1", "x-localgen-prompt-only": "1"}
-    ask(asked, CHAT, **forged)
+    forged: dict[str, Any] = {
+        "x-localgen-kv-peer": "10.9.9.9:1",
+        "x-localgen-prompt-only": "1",
+        "x-localgen-chunks": "1:AAAAAAAAAAA=",
+        "x-localgen-account": "key-1",
+    }
+    ask(asked, CHAT, {"prompt": "a" * 600}, **forged)
     ask(Chooser(replica.url), CHAT, **forged)
     (_, first, _), (_, second, _) = replica.seen
     assert first["x-localgen-kv-peer"] == "10.0.0.1:7000"
     assert "x-localgen-kv-peer" not in second
     assert "x-localgen-prompt-only" not in {**first, **second}
+    sent = PromptChunks(prompt_chunks({"prompt": "a" * 600}), 2)
+    assert decode_chunks(first["x-localgen-chunks"]) == sent
+    assert "x-localgen-chunks" not in second, "it has no whole chunk"
+    assert "key-1" not in (first.get("x-localgen-account"), second.get("x-localgen-account"))
 
 
 def test_a_long_prompt_is_computed_by_a_prompt_replica(replica: ScriptedServer) -> None:
@@ -302,7 +315,11 @@ def test_a_long_prompt_is_computed_by_a_prompt_replica(replica: ScriptedServer) 
     async def run(prompts: ScriptedServer) -> Chooser:
         preparing = Chooser(prompts.url, kv_address="b:2", new_chunks=MIN_PROMPT_CHUNKS + 9)
         gateway = Gateway(
-            answering.choose, answering.ask_all, preparing.choose, default_names={"", "m"}
+            answering.choose,
+            answering.ask_all,
+            preparing.choose,
+            default_names={"", "m"},
+            secret="s3",
         )
         await exchange(gateway, CHAT, body)
         prompts.dies = True
@@ -431,3 +448,23 @@ def test_metrics_of_all_replicas() -> None:
         'y{m="t",replica="a"} 2.0',
         'y{m="t",replica="b"} 2.0',
     ]
+
+
+def test_a_model_is_pulled_on_all_machines(replica: ScriptedServer) -> None:
+    posted: list[tuple[str, Any]] = []
+
+    async def post_all(path: str, body: bytes) -> None:
+        await asyncio.sleep(0.05)
+        posted.append((path, json.loads(body)))
+
+    async def run(path: str, body: Any) -> None:
+        asked = Chooser(replica.url)
+        gateway = Gateway(asked.choose, asked.ask_all, post_all=post_all)
+        sent = await exchange(gateway, path, body)
+        assert posted, "the client waits for all of them"
+        assert sent[-1] == {"type": "http.response.body", "body": b""}
+
+    asyncio.run(run("/api/pull", {"model": "owner/name"}))
+    assert posted == [("/api/pull", {"model": "owner/name", "stream": False})]
+    asyncio.run(run(OLLAMA, {"model": "owner/name"}))
+    assert len(posted) == 1

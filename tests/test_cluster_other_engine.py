@@ -14,7 +14,6 @@ import psutil
 import pytest
 from serving import wait_until
 
-from localgen.backends.model_info import LoadOptions
 from localgen.cluster.autoscaling import REQUESTS, scaling_stats
 from localgen.cluster.config import ClusterConfig
 from localgen.cluster.other_engine import engine_stats, loads_of
@@ -36,13 +35,12 @@ time.sleep(600)
 
 def started(config: ClusterConfig, *keys: str) -> subprocess.Popen[bytes]:
     options = ReplicaOptions(
-        model=config.model,
+        config=config.to_json(),
         host="10.0.0.1",
         port=7000,
         keys=keys,
-        load=LoadOptions(),
-        must_share=False,
-        command=config.engine_command("10.0.0.1", 7000),
+        kv_listen="",
+        secret="",
     )
     process = subprocess.Popen(
         [sys.executable, "-m", "localgen.cluster.replica_server"],

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import base64
+from typing import Any
 
 import pytest
 
 from localgen.cluster.model_table import LOAD_SPILL, ModelTable, serving
-from localgen.cluster.route import MIN_FETCH_CHUNKS, InFlight, RoutedRequest, routing_stats
+from localgen.cluster.route import (
+    MIN_FETCH_CHUNKS,
+    InFlight,
+    RoutedRequest,
+    kv_address,
+    routing_stats,
+)
 
 CHUNKS = tuple(bytes([number]) for number in range(9))
 
@@ -67,16 +74,31 @@ def test_a_replica_that_shares_nothing_is_not_asked() -> None:
 
 
 def test_what_a_replica_reports_to_routers() -> None:
-    held = {"held_chunks": base64.b64encode(b"chunk--1").decode()}
-    tiny = {"name": "tiny", "id": "tiny#1", "names": ["alias"], **held}
-    other = {"name": "other", "id": "other#1", "held_chunks": ""}
+    found: dict[str, Any] = {"held_chunks": base64.b64encode(b"chunk--1").decode()}
+    found |= {"kv_address": "a:1", "is_default": True}
+    tiny = {"name": "tiny", "id": "tiny#1", "names": ["alias"], **found}
+    other: dict[str, Any] = {"name": "other", "id": "other#1", "held_chunks": ""}
+    other |= {"kv_address": "a:2", "is_default": False}
     assert routing_stats({"models": [tiny, other]}) == {
         "models": ["alias", "other", "other#1", "tiny", "tiny#1"],
         "held": b"chunk--1",
+        "kv_addresses": {
+            **dict.fromkeys(("", "alias", "tiny", "tiny#1"), "a:1"),
+            **dict.fromkeys(("other", "other#1"), "a:2"),
+        },
     }
-    assert routing_stats({"models": []}) == {"models": [], "held": b""}
+    assert routing_stats({"models": []}) == {"models": [], "held": b"", "kv_addresses": {}}
     other_engine = {"name": "served", "id": "served"}
     assert routing_stats({"models": [other_engine]})["held"] is None, "it does not tell"
+
+
+def test_where_prefixes_of_a_model_are_fetched() -> None:
+    metadata = {"kv_address": "a:1"}
+    assert kv_address("", metadata, {}) == "a:1", "it has not reported yet"
+    stats = {"kv_addresses": {"": "a:3", "other": "a:2"}}
+    assert kv_address("", metadata, stats) == "a:3", "its engine was started anew"
+    assert kv_address("other", metadata, stats) == "a:2"
+    assert kv_address("third", metadata, stats) == ""
 
 
 def test_a_request_counts_for_one_replica_until_it_ends() -> None:

@@ -63,6 +63,7 @@ def load_cuda_model(request: ModelLoadRequest, on_progress: Callable[[float], No
     store, disk_note = open_cuda_prefix_store(source, options, request, dtype, size.ctx)
     if store is None or not store.has_disk:
         options = replace(options, kv_disk=0)
+    options = replace(options, kv_listen=store.address if store is not None else None)
     # on a CPU there is no device to keep busy
     run_ahead = options.device != "cpu"
     runner = build_cuda_runner(

@@ -83,12 +83,13 @@ def _open(
     request: ModelLoadRequest, folder: Path, namespace: bytes, ram_bytes: int, disk: DiskTier | None
 ) -> PrefixStore:
     """Open a store with its peers. Raises LoadFailed if the address to listen on is unusable."""
-    listen, peer = request.options.kv_listen, request.options.kv_peer
+    share, peer = request.kv_share, request.options.kv_peer
+    listen = request.options.kv_listen or (share.listen if share is not None else None)
     if not (listen or peer):
         return PrefixStore(namespace, ram_bytes=ram_bytes, disk=disk)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        key = load_key(folder)
+        key = load_key(folder) if share is None else share.key
         store = PrefixStore(
             namespace,
             ram_bytes=ram_bytes,
@@ -97,6 +98,8 @@ def _open(
             default_peer=peer,
         )
         if listen:
+            if listen.endswith("/"):
+                listen = f"{listen}kv-{namespace.hex()[:12]}.sock"
             store.listen(parse_address(listen, "kv_listen"), key)
     except (OSError, BlockRefused) as error:
         reason = getattr(error, "strerror", None) or error

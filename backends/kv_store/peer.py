@@ -54,11 +54,16 @@ _log = logging.getLogger(__name__)
 
 
 def parse_address(text: str, option: str) -> tuple[str, int] | str:
-    """HOST:PORT, or the path of a Unix socket, which contains a slash. Raises InvalidRequest."""
+    """HOST:PORT, or the path of a Unix socket, which contains a slash. Raises InvalidRequest.
+
+    Port 0, to listen on any, is for kv_listen only.
+    """
     if "/" in text:
         return text
     host, _, port = text.rpartition(":")
-    if not host or not port.isascii() or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+    least = 0 if option == "kv_listen" else 1
+    is_port = port.isascii() and port.isdecimal() and least <= int(port) < 1 << 16
+    if not host or not is_port:
         flag = "--" + option.replace("_", "-")
         raise InvalidRequest(
             f"{flag} is {text!r}: give HOST:PORT, or the path of a Unix socket with a slash",
@@ -82,7 +87,8 @@ class BlockSource(Protocol):
 class PeerServer:
     """Serves the blocks of one engine to peers that have the key.
 
-    Raises OSError if the address cannot be used.
+    address: where it listens, with the port that it got. Raises OSError if the address cannot be
+    used.
     """
 
     def __init__(
@@ -96,6 +102,7 @@ class PeerServer:
         self._free = threading.Semaphore(MAX_PEERS)
         self._address, self._is_closed = address, False
         self._listener = _listen(address)
+        self.address = _address_text(self._listener)
         threading.Thread(target=self._accept, name="kv-peers", daemon=True).start()
 
     def close(self) -> None:
@@ -283,6 +290,15 @@ class KVPeer:
 
 def _proof(key: bytes, role: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
     return hmac.digest(key, b"localgen kv " + role + server_nonce + client_nonce, "sha256")
+
+
+def _address_text(listener: socket.socket) -> str:
+    """As parse_address() reads it."""
+    name = listener.getsockname()
+    if isinstance(name, str):
+        return name
+    host, port = name[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _listen(address: tuple[str, int] | str) -> socket.socket:

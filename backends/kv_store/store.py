@@ -360,6 +360,11 @@ class PrefixStore:
         self._server = PeerServer(address, self._namespace, key, self)
         self.is_shared = True
 
+    @property
+    def address(self) -> str | None:
+        """Where others fetch blocks, or None."""
+        return None if self._server is None else self._server.address
+
     def hurry(self) -> None:
         """Write to the disk from now on, since the engine ends. May be called by any thread."""
         if self._writer is not None:

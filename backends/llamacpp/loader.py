@@ -74,6 +74,7 @@ def load_llamacpp_model(
     store, disk_note = open_llama_prefix_store(model, options, request, context.kv_tokens)
     if store is None or not store.has_disk:
         options = replace(options, kv_disk=0)
+    options = replace(options, kv_listen=store.address if store is not None else None)
     runner = build_llama_runner(
         model, context, vocab, options, ctx=size.ctx, share_prefixes=share, store=store
     )

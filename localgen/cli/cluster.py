@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from localgen.chat.parameters import ModelOptions
+from localgen.cli import server_options
 from localgen.cli.arguments import JsonFlag
 from localgen.cli.completion_values import complete_model
-from localgen.cli.options import takes_cluster_options
+from localgen.cli.options import Stabilize, takes_cluster_options
 
 if TYPE_CHECKING:
+    from localgen.cluster.config import ClusterConfig
     from localgen.cluster.running import RunningCluster
 
 group = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -75,9 +77,7 @@ def up(
     port: Annotated[
         int | None, typer.Option(help="Port of the gateway (default: 8080).", metavar="<int>")
     ] = None,
-    api_key_file: Annotated[
-        Path | None, typer.Option(help="File with API keys that clients must send, one per line.")
-    ] = None,
+    api_key_file: server_options.ApiKeyFile = None,
     replicas_per_machine: Annotated[
         int | None,
         typer.Option(
@@ -86,24 +86,28 @@ def up(
             metavar="<int>",
         ),
     ] = None,
-    allow_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Additional host name to accept in the Host header (may be repeated).",
-            metavar="<str>",
-        ),
-    ] = None,
+    allow_host: server_options.AllowHost = None,
+    cors_origin: server_options.CorsOrigin = None,
+    rate_limit: server_options.RateLimit = None,
+    max_body: server_options.MaxBody = None,
+    timeout: server_options.Timeout = None,
+    keep_alive: server_options.KeepAlive = None,
+    hang_timeout: server_options.HangTimeout = None,
+    stabilize: Stabilize = False,
+    record_trace: server_options.RecordTrace = None,
     address: Annotated[
         str | None,
         typer.Option(help="Ray cluster that runs, as for `ray start` (default: one of its own)."),
     ] = None,
 ) -> None:
-    """Start a cluster, and wait until it answers. It runs until `localgen cluster down`."""
+    """Start a cluster, and wait until it answers. It runs until `localgen cluster down`.
+
+    A model that is not installed is downloaded first, on each machine once.
+    """
     from localgen.cli import tables
     from localgen.cluster import running
     from localgen.cluster.config import ClusterConfig, read_cluster_file
     from localgen.config import ServerSettings
-    from localgen.hub.resolve import resolve_model
 
     config = (ClusterConfig() if file is None else read_cluster_file(file)).with_options(
         model=model,
@@ -117,15 +121,23 @@ def up(
         port=port,
         api_key_file=None if api_key_file is None else str(api_key_file.absolute()),
         allow_host=",".join(allow_host) if allow_host else None,
+        cors_origin=",".join(cors_origin) if cors_origin else None,
+        rate_limit=rate_limit,
+        max_body=max_body,
+        timeout_s=timeout,
+        keep_alive=keep_alive,
+        hang_timeout_s=hang_timeout,
+        stabilize=stabilize or None,
+        record_trace=None if record_trace is None else str(record_trace.absolute()),
         address=address,
         load=options.load,
     )
-    name = config.model if config.command else resolve_model(config.model).name
     settings = ServerSettings.from_environment()
     running.require_startable(config, settings)
+    name = _model_name(config)
     replicas_text = "1 replica" if config.replicas == 1 else f"{config.replicas} replicas"
     tables.print_notice(f"starting {replicas_text}; log: {running.log_path(settings)}")
-    started = running.start(config, name or "", settings)
+    started = running.start(config, name, settings)
     tables.print_line(f"{started.url} answers: localgen chat --url cluster")
 
 
@@ -152,6 +164,18 @@ def down() -> None:
     found = _find()
     running.stop(found, ServerSettings.from_environment())
     tables.print_line("cluster stopped")
+
+
+def _model_name(config: ClusterConfig) -> str:
+    """The name of the model, which is downloaded if only this machine needs it."""
+    from localgen.cli.pull import pull_with_progress
+    from localgen.client.pullable_models import can_pull
+    from localgen.cluster.model_download import model_name
+
+    is_ours = config.command is None and config.address is None
+    if is_ours and config.model is not None and can_pull(config.model):
+        pull_with_progress(config.model)
+    return model_name(config)
 
 
 def _find() -> RunningCluster:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,14 +12,11 @@ import typer
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
 from localgen.chat.parameters import ModelOptions
-from localgen.cli import completion_values
+from localgen.cli import completion_values, server_options
 from localgen.cli.completion_values import complete_model
 from localgen.cli.options import Stabilize, takes_serve_options
 from localgen.server.http.access import DEFAULT_PORT, MAX_BODY_BYTES
 from localgen.server.stats.request_log import LogFormat, create_log_formatter
-
-_TCP_PANEL = "Over TCP"
-_LIMITS_PANEL = "Limits"
 
 
 @takes_serve_options
@@ -33,12 +29,7 @@ def command(
             autocompletion=complete_model,
         ),
     ] = None,
-    keep_alive: Annotated[
-        str | None,
-        typer.Option(
-            help="Unload a model when idle for this time: 30s, 5m, 1h; -1: never (default: 5m)."
-        ),
-    ] = None,
+    keep_alive: server_options.KeepAlive = None,
     draft: Annotated[
         str | None,
         typer.Option(
@@ -55,20 +46,13 @@ def command(
     log_format: Annotated[
         LogFormat, typer.Option(help="Log format: plain text, or one JSON object per line.")
     ] = "text",
-    record_trace: Annotated[
-        Path | None,
-        typer.Option(
-            help="Add a line to this file for each answered prompt, for `bench --trace`: its time, "
-            "its lengths and hashes of its blocks, no text.",
-            metavar="FILE",
-        ),
-    ] = None,
+    record_trace: server_options.RecordTrace = None,
     host: Annotated[
         str | None,
         typer.Option(
             help="Address to listen on (default: 127.0.0.1 if --port is given).",
             envvar="LOCALGEN_HOST",
-            rich_help_panel=_TCP_PANEL,
+            rich_help_panel=server_options.TCP_PANEL,
         ),
     ] = None,
     port: Annotated[
@@ -79,7 +63,7 @@ def command(
             metavar="<int>",
             min=0,
             max=65535,
-            rich_help_panel=_TCP_PANEL,
+            rich_help_panel=server_options.TCP_PANEL,
         ),
     ] = None,
     api_key: Annotated[
@@ -89,60 +73,22 @@ def command(
             "list: prefer LOCALGEN_API_KEY or --api-key-file.",
             envvar="LOCALGEN_API_KEY",
             metavar="<str>",
-            rich_help_panel=_TCP_PANEL,
+            rich_help_panel=server_options.TCP_PANEL,
         ),
     ] = None,
-    api_key_file: Annotated[
-        Path | None,
-        typer.Option(help="File with API keys, one per line.", rich_help_panel=_TCP_PANEL),
-    ] = None,
-    cors_origin: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Allowed CORS origin, e.g. https://chat.example; *: all (may be repeated).",
-            metavar="<str>",
-            rich_help_panel=_TCP_PANEL,
-        ),
-    ] = None,
-    allow_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Additional host name to accept in the Host header (may be repeated).",
-            metavar="<str>",
-            rich_help_panel=_TCP_PANEL,
-        ),
-    ] = None,
-    rate_limit: Annotated[
-        str,
-        typer.Option(
-            help="Requests, or requests,tokens, per minute and API key; 0: no limit.",
-            metavar="N[,N]",
-            rich_help_panel=_LIMITS_PANEL,
-        ),
-    ] = "0",
-    timeout: Annotated[
-        float | None,
-        typer.Option(
-            help="Maximum time per request in seconds (default: no limit).",
-            min=0.001,
-            rich_help_panel=_LIMITS_PANEL,
-        ),
-    ] = None,
-    max_body: Annotated[
-        str,
-        typer.Option(
-            help="Maximum size of a request body, e.g. 32M.",
-            metavar="SIZE",
-            rich_help_panel=_LIMITS_PANEL,
-        ),
-    ] = f"{MAX_BODY_BYTES >> 20}M",
+    api_key_file: server_options.ApiKeyFile = None,
+    cors_origin: server_options.CorsOrigin = None,
+    allow_host: server_options.AllowHost = None,
+    rate_limit: server_options.RateLimit = None,
+    timeout: server_options.Timeout = None,
+    max_body: server_options.MaxBody = None,
     parallel: Annotated[
         int | None,
         typer.Option(
             help="Maximum number of requests computed at once per model (default: 32; cuda: 256).",
             metavar="<int>",
             min=1,
-            rich_help_panel=_LIMITS_PANEL,
+            rich_help_panel=server_options.LIMITS_PANEL,
         ),
     ] = None,
     max_queue: Annotated[
@@ -151,19 +97,10 @@ def command(
             help="Maximum number of waiting requests per model; more are rejected (default: 512).",
             metavar="<int>",
             min=1,
-            rich_help_panel=_LIMITS_PANEL,
+            rich_help_panel=server_options.LIMITS_PANEL,
         ),
     ] = None,
-    hang_timeout: Annotated[
-        float | None,
-        typer.Option(
-            help="Kill an engine that sends nothing for this time while it has requests or loads "
-            "a model, and load the model again at the next request; 0: never (default: 60).",
-            metavar="SECONDS",
-            min=0,
-            rich_help_panel=_LIMITS_PANEL,
-        ),
-    ] = None,
+    hang_timeout: server_options.HangTimeout = None,
 ) -> None:
     """Run the server in the foreground until Ctrl+C; the log goes to standard error.
 
@@ -199,9 +136,9 @@ def command(
         keys=(*(api_key or ()), *(read_api_keys(api_key_file) if api_key_file else ())),
         cors_origins=tuple(cors_origin or ()),
         allowed_hosts=tuple(allow_host or ()),
-        rate_limit=parse_rate_limit(rate_limit),
+        rate_limit=parse_rate_limit(rate_limit or "0"),
         timeout_s=timeout,
-        max_body_bytes=parse_size(max_body, "--max-body"),
+        max_body_bytes=parse_size(max_body, "--max-body") if max_body else MAX_BODY_BYTES,
         stabilize=stabilize,
     )
     handler = logging.StreamHandler()

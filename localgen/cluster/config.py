@@ -13,9 +13,10 @@ from typing import Any
 from localgen.backends.errors import LocalgenError
 from localgen.backends.memory.load_limits import validate_load_options
 from localgen.backends.model_info import LoadOptions
-from localgen.config import BadSetting, parse_size
+from localgen.config import BadSetting, ServerSettings, parse_keep_alive, parse_size
 from localgen.server.http.access import (
     DEFAULT_PORT,
+    MAX_BODY_BYTES,
     AccessPolicy,
     parse_rate_limit,
     read_api_keys,
@@ -27,10 +28,18 @@ REPLICAS, PROMPT_REPLICAS, GATEWAY = "EngineReplica", "PromptReplica", "GatewayS
 MAX_REPLICAS = 1000
 # the most that Ray Serve takes
 MAX_PER_MACHINE = 100
-_TYPE_NAMES: dict[type, str] = {str: "a string", int: "a whole number", bool: "true or false"}
+_TYPE_NAMES: dict[type, str] = {
+    str: "a string",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+}
 _TOML_TYPES = {each.__name__: each for each in _TYPE_NAMES}
 # meaningless without max_replicas
 _AUTOSCALING = ("min_replicas", "target_requests", "ttft_slo_ms", "downscale_delay_s")
+# of localgen's servers, which another engine does not have
+_SERVER_KEYS = ("timeout_s", "hang_timeout_s", "keep_alive", "stabilize", "record_trace")
+_PATHS = ("api_key_file", "record_trace")
 _MAX_COUNT, _MAX_MS, _MAX_GPUS = 1 << 16, 1 << 31, 64
 
 
@@ -41,10 +50,12 @@ class ClusterConfig:
     model: loaded by each replica at its start, and the default of requests that name none; None for
     the built-in default. load: how. replicas: engines at the start. host, port: of the gateway.
     allow_host: names by which clients call it, separated by commas, besides those of its machine.
-    cors_origin, rate_limit, timeout_s: as of `localgen serve`; origins are separated by commas.
-    api_key_file: absolute, or None without keys. spill: how many requests more than the least
-    loaded replica the one with a prompt's prefix may have. share_prefixes: replicas fetch from each
-    other what another has computed. prompt_replicas: that compute long prompts for the others.
+    cors_origin, rate_limit, max_body and _SERVER_KEYS: as the options of `localgen serve`; origins
+    are separated by commas.
+    api_key_file, record_trace: absolute, or None without. spill: how many requests more than the
+    least loaded replica the one with a prompt's prefix may have. share_prefixes: replicas fetch
+    from each other what another has computed. prompt_replicas: that compute long prompts for the
+    others.
     command: of another engine with {host} and {port}, which replicas run instead of localgen.
 
     address: of a Ray cluster that runs, or None to start one here. replicas_per_machine: the most
@@ -74,7 +85,12 @@ class ClusterConfig:
     allow_host: str | None = None
     cors_origin: str | None = None
     rate_limit: str | None = None
-    timeout_s: int | None = None
+    max_body: str | None = None
+    timeout_s: float | None = None
+    keep_alive: str | None = None
+    hang_timeout_s: float | None = None
+    stabilize: bool = False
+    record_trace: str | None = None
     replicas_per_machine: int | None = None
     gpus_per_replica: int = 0
 
@@ -92,8 +108,13 @@ class ClusterConfig:
         if self.prompt_replicas and not self.share_prefixes:
             raise BadSetting("prompt_replicas need share_prefixes, by which prompts are handed on")
         _require_count("gpus_per_replica", self.gpus_per_replica, 0, _MAX_GPUS)
-        if self.timeout_s is not None:
-            _require_count("timeout_s", self.timeout_s, 1, _MAX_COUNT)
+        for name, least in (("timeout_s", 0.001), ("hang_timeout_s", 0.0)):
+            if (value := getattr(self, name)) is not None:
+                _require_count(name, value, least, _MAX_COUNT)
+        if self.keep_alive is not None:
+            parse_keep_alive(self.keep_alive, "keep_alive")
+        self.max_body_bytes()
+        self.token_limit()
         if self.replicas_per_machine is not None:
             _require_count("replicas_per_machine", self.replicas_per_machine, 1, MAX_PER_MACHINE)
             if self.address is None:
@@ -118,7 +139,9 @@ class ClusterConfig:
             raise BadSetting("command needs model: the name by which clients ask for it")
         if self.load != LoadOptions():
             raise BadSetting("load options are for localgen's own engines: put them into command")
-        for name in ("ttft_slo_ms", "prompt_replicas", "timeout_s"):
+        if self.token_limit():
+            raise BadSetting("rate_limit: tokens are counted by localgen's own engines only")
+        for name in ("ttft_slo_ms", "prompt_replicas", *_SERVER_KEYS):
             if getattr(self, name):
                 raise BadSetting(f"{name} is for localgen's own engines, not for command")
 
@@ -146,16 +169,14 @@ class ClusterConfig:
     def access(self) -> AccessPolicy:
         """The access policy of the gateway. Raises BadSetting if it is insecure."""
         keys = read_api_keys(Path(self.api_key_file)) if self.api_key_file else ()
-        limit = parse_rate_limit(self.rate_limit or "0")
-        if limit.tokens:
-            raise BadSetting("rate_limit: a cluster counts requests per minute, not tokens")
         policy = AccessPolicy(
             host=self.host,
             port=self.port,
             keys=keys,
             cors_origins=_listed(self.cors_origin),
             allowed_hosts=_listed(self.allow_host),
-            rate_limit=limit,
+            rate_limit=parse_rate_limit(self.rate_limit or "0"),
+            max_body_bytes=self.max_body_bytes(),
         )
         policy.validate()
         if self.address is not None and not keys:
@@ -164,6 +185,23 @@ class ClusterConfig:
                 "--api-key-file, at the same path on each machine"
             )
         return policy
+
+    def max_body_bytes(self) -> int:
+        """Of a request. Raises BadSetting."""
+        return parse_size(self.max_body, "max_body") if self.max_body else MAX_BODY_BYTES
+
+    def token_limit(self) -> int | None:
+        """Tokens per minute and account, or None. Raises BadSetting."""
+        return parse_rate_limit(self.rate_limit or "0").tokens
+
+    def server_settings(self, settings: ServerSettings) -> ServerSettings:
+        """The settings of a replica's server. settings: those of its environment."""
+        if self.keep_alive is not None:
+            settings = replace(settings, keep_alive_s=parse_keep_alive(self.keep_alive))
+        if self.hang_timeout_s is not None:
+            settings = replace(settings, hang_timeout_s=self.hang_timeout_s or None)
+        trace = Path(self.record_trace) if self.record_trace else None
+        return replace(settings, record_trace=trace)
 
     def engine_command(self, host: str, port: int) -> tuple[str, ...]:
         """The words of `command` for an engine that listens there; none without one.
@@ -216,12 +254,12 @@ def read_settings(found: Mapping[str, Any], place: str, folder: Path) -> Cluster
         if name not in types:
             known = ", ".join(sorted([*types, "load"]))
             raise BadSetting(f"{place}: unknown key {name!r}: there are {known}")
-        if type(value) is not types[name]:
+        if type(value) not in (types[name], int if types[name] is float else types[name]):
             kind = _TYPE_NAMES[types[name]]
             raise BadSetting(f"{place}: {name} must be {kind}, not {value!r}")
     settings = dict(found)
-    if "api_key_file" in settings:
-        settings["api_key_file"] = str((folder / settings["api_key_file"]).absolute())
+    for name in settings.keys() & _PATHS:
+        settings[name] = str((folder / settings[name]).absolute())
     try:
         return ClusterConfig(**settings, load=_read_load_options(load))
     except LocalgenError as error:
@@ -245,6 +283,6 @@ def _listed(text: str | None) -> tuple[str, ...]:
     return tuple(word.strip() for word in (text or "").split(",") if word.strip())
 
 
-def _require_count(name: str, value: int, least: int, most: int) -> None:
+def _require_count(name: str, value: float, least: float, most: int) -> None:
     if not least <= value <= most:
         raise BadSetting(f"{name} must be {least} to {most}, not {value}")

@@ -32,10 +32,11 @@ from localgen.cluster.config import (
 )
 from localgen.cluster.gateway import Gateway
 from localgen.cluster.machines import Build, Machines, require_version
+from localgen.cluster.model_download import model_name
 from localgen.cluster.replica import EngineReplica
 from localgen.cluster.route import URL, Asked, Choice, InFlight, RoutedRequest
+from localgen.cluster.token_charges import TokenCharges
 from localgen.cluster.totals import NO_REPLICA
-from localgen.hub.resolve import resolve_model
 from localgen.server.http.access import open_tcp_socket
 from localgen.server.http.guard import GuardMiddleware
 from localgen.server.http.private_ports import Listener, PrivatePorts
@@ -54,6 +55,8 @@ _DRAIN_TIMEOUT_S = 600.0
 _REPORT_PERIOD_S = 2.0
 _METRICS_INTERVAL_S, _LOOK_BACK_S, _UPSCALE_DELAY_S = 1.0, 3.0, 3.0
 _ASK_TIMEOUT_S = 10.0
+# tokens are charged so much later than a request ends
+_CHARGE_PERIOD_S = 1.0
 _END_TIMEOUT_S, _DELETE_TIMEOUT_S, _POLL_S = 20.0, 60.0, 0.2
 # of a machine's resource `node:ADDRESS`, of which it has 1
 _PART_OF_A_MACHINE = 0.001
@@ -79,15 +82,19 @@ class GatewayServer:
             choose[0],
             self._ask_all,
             choose[1] if prompt_replicas else None,
-            default_names=_default_names(config),
+            self._post_all if config.address is not None else None,
+            default_names={"", config.model or "", build.model},
             secret=build.secret if config.command is None else None,
             replica_key=replica_key,
         )
         ports = PrivatePorts(_refuse_to_listen)
-        app = GuardMiddleware(gateway, access, RateLimiter(access.rate_limit), ports)
+        rates = RateLimiter(access.rate_limit)
+        app = GuardMiddleware(gateway, access, rates, ports)
         raise_open_file_limit()
         self._server = uvicorn.Server(uvicorn_config(app))
         self._serving = asyncio.create_task(self._server.serve([open_tcp_socket(access)]))
+        if access.rate_limit.tokens is not None:
+            self._charging = asyncio.create_task(self._charge_tokens(TokenCharges(rates.charge)))
 
     def check_health(self) -> None:
         """Raises RuntimeError if it no longer listens."""
@@ -111,24 +118,33 @@ class GatewayServer:
             yield route.choice(selection.replica_id, selection.replica_metadata[URL])
 
     async def _ask_all(self, path: str) -> Sequence[tuple[str, bytes]]:
-        found = await asyncio.gather(*(_ask(each, path) for each in self._all))
+        return await self._call_all("get", path)
+
+    async def _call_all(self, method: str, *arguments: str) -> list[Any]:
+        """What all replicas that answer return."""
+        found = await asyncio.gather(*(_call(each, method, *arguments) for each in self._all))
         return [answer for answers in found for answer in answers]
 
+    async def _post_all(self, path: str, body: bytes) -> None:
+        posting = (_call(each, "post", path, body, timeout_s=None) for each in self._all)
+        await asyncio.gather(*posting)
 
-def _default_names(config: ClusterConfig) -> frozenset[str]:
-    """Names of the model that all replicas have loaded at their start."""
-    names = {"", config.model or ""}
-    if config.command is not None:
-        return frozenset(names)
-    with contextlib.suppress(LocalgenError):  # on the machine of the gateway, it may not exist
-        names.add(resolve_model(config.model).name)
-    return frozenset(names)
+    async def _charge_tokens(self, charges: TokenCharges) -> None:
+        while True:
+            charges.read(await self._call_all("charged_tokens"))
+            await asyncio.sleep(_CHARGE_PERIOD_S)
 
 
-async def _ask(replicas: DeploymentHandle[Any], path: str) -> list[tuple[str, bytes]]:
-    asked = replicas.broadcast("get", path)
+async def _call(
+    replicas: DeploymentHandle[Any],
+    method: str,
+    *arguments: Any,
+    timeout_s: float | None = _ASK_TIMEOUT_S,
+) -> list[Any]:
+    """What the replicas return that answer in time."""
+    asked = replicas.broadcast(method, *arguments)
     try:
-        answers = await asked.results_async(timeout_s=_ASK_TIMEOUT_S, return_exceptions=True)
+        answers = await asked.results_async(timeout_s=timeout_s, return_exceptions=True)
     except (RayError, RayServeException, TimeoutError):
         return []  # there is no replica now
     return [answer for answer in answers if not isinstance(answer, Exception)]
@@ -137,7 +153,10 @@ async def _ask(replicas: DeploymentHandle[Any], path: str) -> list[tuple[str, by
 def build_app(config: ClusterConfig, machines: Machines | None = None) -> serve.Application:
     """The application of a cluster. machines: spread it over them; by default, Ray chooses."""
     count = None if machines is None else machines.count
-    build = Build(localgen.__version__, secrets.token_hex(16))
+    name = ""
+    with contextlib.suppress(LocalgenError):  # on this machine, it may not exist
+        name = model_name(config)
+    build = Build(localgen.__version__, secrets.token_hex(16), name)
     most = config.max_replicas or config.replicas
     bound = [_replicas(REPLICAS, config, build, most, count, **_number_of_replicas(config))]
     if prompt := config.prompt_replicas:

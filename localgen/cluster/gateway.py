@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import re
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
@@ -28,6 +29,8 @@ from localgen.server.http.errors import error_response
 from localgen.server.http.guard import PUBLIC_PATHS, RequestRefused
 from localgen.server.ollama import serializer as ollama
 from localgen.server.requests.caller import (
+    ACCOUNT_HEADER,
+    AGE_HEADER,
     CHUNKS_HEADER,
     GATEWAY_HEADER,
     KV_PEER_HEADER,
@@ -49,10 +52,13 @@ _HOP_HEADERS = frozenset(
 # the gateway has checked the origin, and replicas know of none
 _OWN_HEADERS = _HOP_HEADERS | {b"origin"}
 _OWN_HEADERS |= {
-    name.encode() for name in (GATEWAY_HEADER, KV_PEER_HEADER, PROMPT_ONLY_HEADER, CHUNKS_HEADER)
+    name.encode()
+    for name in (
+        *(GATEWAY_HEADER, ACCOUNT_HEADER, AGE_HEADER),
+        *(KV_PEER_HEADER, PROMPT_ONLY_HEADER, CHUNKS_HEADER),
+    )
 }
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
-PROMPT_ONLY = (PROMPT_ONLY_HEADER.encode(), b"1")
 # whose prompts another replica may compute
 _GENERATING_PATHS = frozenset(
     (
@@ -61,6 +67,7 @@ _GENERATING_PATHS = frozenset(
         *("/api/chat", "/api/generate"),
     )
 )
+PULL_PATH = f"{ollama.API_PREFIX}pull"
 # without a prompt replica for this time, the one that answers computes the prompt
 _PROMPT_CHOICE_S = 1.0
 # fewer new chunks are computed by the replica that answers: about 512 tokens
@@ -79,12 +86,15 @@ _OWN_ID = re.compile(r"/v1/(?:requests|responses)/(?:resp_)?([0-9a-zA-Z]+)")
 Choose = Callable[[Asked, frozenset[str]], AbstractAsyncContextManager[Choice]]
 # a path; the name and the body of each replica's answer
 AskAll = Callable[[str], Awaitable[Sequence[tuple[str, bytes]]]]
+# a path and a JSON body
+PostAll = Callable[[str, bytes], Awaitable[object]]
 
 
 class Gateway:
     """An ASGI application that forwards to replicas; access is checked before it.
 
     choose_for_prompt: of the replicas that compute prompts for the others; None without any.
+    post_all: to replicas on all machines; None if there is one machine.
     default_names: of the model that all replicas have. secret: tells replicas that a request comes
     from here; None if they are not localgen's servers. replica_key: the only key that those take.
     """
@@ -94,13 +104,14 @@ class Gateway:
         choose: Choose,
         ask_all: AskAll,
         choose_for_prompt: Choose | None = None,
+        post_all: PostAll | None = None,
         *,
         default_names: Collection[str] = ("",),
         secret: str | None = None,
         replica_key: str | None = None,
     ) -> None:
         self._choose, self._ask_all = choose, ask_all
-        self._choose_for_prompt = choose_for_prompt
+        self._choose_for_prompt, self._post_all = choose_for_prompt, post_all
         self._default_names = default_names
         self._secret = secret
         self._replica_key = replica_key
@@ -110,7 +121,7 @@ class Gateway:
         self._replica_by_request: OrderedDict[str, str] = OrderedDict()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope["path"]
+        path, scope["arrived_s"] = scope["path"], time.monotonic()
         if path in PUBLIC_PATHS:
             await Response(_ALIVE, media_type="application/json")(scope, receive, send)
             return
@@ -144,6 +155,9 @@ class Gateway:
         asked = Asked(chunks, model, self._owner(path, fields))
         incoming = _Incoming(scope, body, fields, chunks)
         exchange = _Exchange(path, send, self._remember)
+        if path == PULL_PATH and self._post_all is not None:
+            quietly = encode_json({**fields, "stream": False})
+            exchange.elsewhere = asyncio.ensure_future(self._post_all(path, quietly))
         gone: set[str] = set()
         for tries_left in reversed(range(_MAX_TRIES)):
             try:
@@ -238,14 +252,7 @@ class Gateway:
             host, port = scope["client"]
             headers.append((b"x-localgen-session", f"{host}:{port}".encode()))
         if self._secret is not None:
-            headers.append((GATEWAY_HEADER.encode(), self._secret.encode()))
-        if self._secret is not None and incoming.chunks:
-            sent = PromptChunks(incoming.chunks[:_MAX_SENT_CHUNKS], len(incoming.chunks))
-            headers.append((CHUNKS_HEADER.encode(), encode_chunks(sent).encode()))
-        if kv_peer:
-            headers.append((KV_PEER_HEADER.encode(), kv_peer.encode()))
-        if prompt_only:
-            headers.append(PROMPT_ONLY)
+            headers += _gateway_headers(self._secret, incoming, kv_peer, prompt_only)
         return self._client.build_request(
             scope["method"], target, headers=headers, content=incoming.body
         )
@@ -288,6 +295,7 @@ class _Exchange:
         self._path, self._send, self._remember = path, send, remember
         self._media_type = ""
         self.has_started = False
+        self.elsewhere: asyncio.Future[object] | None = None  # it ends after this, too
 
     async def start(self, replica: str, response: httpx.Response) -> None:
         if request_id := response.headers.get("x-request-id"):
@@ -308,6 +316,8 @@ class _Exchange:
         await self._send({"type": "http.response.body", "body": piece, "more_body": True})
 
     async def end(self) -> None:
+        if self.elsewhere is not None:
+            await self.elsewhere
         await self._send({"type": "http.response.body", "body": b""})
 
     async def fail(self, error: httpx.HTTPError) -> None:
@@ -329,7 +339,7 @@ class _Exchange:
 def _has_long_prompt(asked: Asked, choice: Choice, incoming: _Incoming) -> bool:
     """True if another replica could compute much of the prompt.
 
-    Only prefixes of the model that all have are fetched, and earlier answers are in one replica.
+    They have the model that all have, and earlier answers are in one replica.
     """
     return (
         incoming.scope["path"] in _GENERATING_PATHS
@@ -337,6 +347,22 @@ def _has_long_prompt(asked: Asked, choice: Choice, incoming: _Incoming) -> bool:
         and not asked.model
         and incoming.fields.get("previous_response_id") is None
     )
+
+
+def _gateway_headers(
+    secret: str, incoming: _Incoming, kv_peer: str, prompt_only: bool
+) -> list[tuple[bytes, bytes]]:
+    """What only the gateway may say to a replica."""
+    chunks = PromptChunks(incoming.chunks[:_MAX_SENT_CHUNKS], len(incoming.chunks))
+    said = {
+        GATEWAY_HEADER: secret,
+        ACCOUNT_HEADER: incoming.scope.get("account", ""),
+        AGE_HEADER: str(round((time.monotonic() - incoming.scope["arrived_s"]) * 1e3)),
+        CHUNKS_HEADER: encode_chunks(chunks) if incoming.chunks else "",
+        KV_PEER_HEADER: kv_peer,
+        PROMPT_ONLY_HEADER: "1" if prompt_only else "",
+    }
+    return [(name.encode(), value.encode()) for name, value in said.items() if value]
 
 
 async def _wait_until_gone(receive: Receive) -> None:

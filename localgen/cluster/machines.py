@@ -11,7 +11,7 @@ import localgen
 from localgen.backends.errors import LoadFailed, LocalgenError
 from localgen.backends.terminal_text import one_line
 from localgen.cluster.config import ClusterConfig
-from localgen.hub.resolve import resolve_model
+from localgen.cluster.model_download import require_available
 from localgen.server.http.access import read_api_keys
 
 _CONNECT_TIMEOUT_S = 5.0
@@ -26,10 +26,11 @@ class VersionError(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class Build:
     """Facts that all parts of a cluster share. version: of localgen. secret: by which replicas know
-    the gateway."""
+    the gateway. model: the name of the model that all have."""
 
     version: str
     secret: str
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +71,7 @@ def find_problem(config: ClusterConfig, version: str) -> str | None:
         require_version(version)
         if config.api_key_file is not None:
             read_api_keys(Path(config.api_key_file))
-        if config.command is None:
-            resolve_model(config.model)
+        require_available(config)
     except VersionError as error:
         return str(error)
     except LocalgenError as error:

@@ -11,17 +11,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import httpx
 
+from localgen.backends.errors import LocalgenError
+from localgen.backends.terminal_text import one_line
 from localgen.cluster.autoscaling import scaling_stats
 from localgen.cluster.config import ClusterConfig
 from localgen.cluster.machines import Build, require_version
+from localgen.cluster.model_download import ensure_installed
 from localgen.cluster.other_engine import engine_stats, loads_of
 from localgen.cluster.replica_server import ReplicaOptions
-from localgen.cluster.route import KV_ADDRESS, URL, routing_stats
+from localgen.cluster.route import KV_ADDRESS, KV_ADDRESSES, URL, routing_stats
 from localgen.cluster.running import REPLICA_DIRS
 from localgen.config import ServerSettings
 from localgen.machine.python_process import python_command, python_environment
@@ -69,22 +72,32 @@ class EngineReplica:
         self._needs_metrics = config.command is not None and config.max_replicas is not None
         self._health_path = "/livez" if config.command is None else "/health"
         shares = config.share_prefixes and config.command is None
-        self._kv_address = self._own_kv_address() if shares else ""
-        self._server = self._start(config, access.keys, build.secret)
+        kv_listen = self._kv_listen() if shares else ""
+        await self._install(config)
+        self._server = self._start(config, access.keys, kv_listen)
         self._client = httpx.AsyncClient(base_url=self.url, headers=self._headers)
         await self._wait_until_ready()
+        stats = await self.record_routing_stats()
+        self._kv_address = stats[KV_ADDRESSES].get("", "")
+        if shares and not self._kv_address:
+            print("prefixes of this model cannot be shared: see `localgen show`", file=sys.stderr)
 
     @property
     def url(self) -> str:
         return f"http://{self._host}:{self._port}"
 
     def record_replica_metadata(self) -> dict[str, str]:
-        """For gateways; see route.py."""
+        """For gateways; see route.py. Ray asks once, when it is ready."""
         return {URL: self.url, KV_ADDRESS: self._kv_address}
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Its models and the chunks of prompts that it holds, for routers."""
+        """Its models, and which prompts it holds and where, for routers."""
         return routing_stats(await self._stats({GATEWAY_HEADER: self._secret}))
+
+    async def charged_tokens(self) -> tuple[str, dict[str, int]]:
+        """Its name, and the tokens of each account since its start."""
+        stats = await self._stats({GATEWAY_HEADER: self._secret})
+        return self.name, stats["tokens_by_account"]
 
     async def check_health(self) -> None:
         """Raises ReplicaFailed if the server has ended, or an error of httpx if it hangs."""
@@ -107,6 +120,13 @@ class EngineReplica:
         reply = await self._client.get(path, timeout=_HEALTH_TIMEOUT_S)
         reply.raise_for_status()
         return self.name, reply.content
+
+    async def post(self, path: str, body: bytes) -> None:
+        """POST JSON to its server, and tell in the log if that is refused."""
+        headers = {"Content-Type": "application/json"}
+        reply = await self._client.post(path, content=body, headers=headers, timeout=None)
+        if not reply.is_success:
+            print(f"error: {path}: {one_line(reply.text)}", file=sys.stderr)
 
     async def end(self) -> None:
         """Let the server end: its requests have a few seconds, and then an error event. Waits."""
@@ -139,25 +159,34 @@ class EngineReplica:
         stats: dict[str, Any] = reply.json()
         return stats
 
-    def _own_kv_address(self) -> str:
+    async def _install(self, config: ClusterConfig) -> None:
+        """Download the model if it is not installed. Raises ReplicaFailed if that fails."""
+
+        def say(line: str) -> None:
+            print(line, file=sys.stderr)
+
+        try:
+            await asyncio.to_thread(ensure_installed, config, say)
+        except LocalgenError as error:
+            say(f"error: {one_line(error.message)}")
+            raise ReplicaFailed(error.message) from error
+
+    def _kv_listen(self) -> str:
         """Where other replicas fetch prefixes: on other machines too, if there may be some."""
         if self._host == _LOOPBACK:
-            return str(self._runtime_dir / "kv.sock")
-        return host_and_port(self._host, _free_port(self._host))
+            return f"{self._runtime_dir}/"
+        return host_and_port(self._host, 0)
 
     def _start(
-        self, config: ClusterConfig, keys: tuple[str, ...], secret: str
+        self, config: ClusterConfig, keys: tuple[str, ...], kv_listen: str
     ) -> subprocess.Popen[bytes]:
         options = ReplicaOptions(
-            model=config.model,
+            config=config.to_json(),
             host=self._host,
             port=self._port,
             keys=keys,
-            load=replace(config.load, kv_listen=self._kv_address or None),
-            must_share=config.prompt_replicas > 0,
-            timeout_s=config.timeout_s,
-            gateway_secret=secret,
-            command=config.engine_command(self._host, self._port),
+            kv_listen=kv_listen,
+            secret=self._secret,
         )
         server = subprocess.Popen(
             python_command("localgen.cluster.replica_server"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -10,9 +11,10 @@ import sys
 import threading
 from dataclasses import dataclass, replace
 
-from localgen.backends.errors import InvalidRequest, LocalgenError
-from localgen.backends.model_info import LoadOptions
+from localgen.backends.errors import LocalgenError
+from localgen.backends.model_info import KVShare
 from localgen.backends.terminal_text import one_line
+from localgen.cluster.config import ClusterConfig
 from localgen.cluster.other_engine import run_engine
 from localgen.config import ServerSettings
 from localgen.hub.resolve import name_for_server
@@ -22,27 +24,22 @@ from localgen.server.stats.request_log import create_log_formatter
 
 # vLLM and llama-server read an API key there: on a command line, others would see it
 _KEY_VARIABLES = ("VLLM_API_KEY", "LLAMA_API_KEY")
-_log = logging.getLogger("localgen.cluster")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaOptions:
     """Options of a replica's server, from its actor.
 
-    model: None for the built-in default. load: how to load it. must_share: end if the model's
-    prefixes cannot be shared. gateway_secret, timeout_s: of AccessPolicy. command: of another
-    engine to run, or empty.
+    config: of the cluster, as JSON. kv_listen: of KVShare, or empty to share nothing.
+    secret: of the cluster.
     """
 
-    model: str | None
+    config: str
     host: str
     port: int
     keys: tuple[str, ...]
-    load: LoadOptions
-    must_share: bool
-    gateway_secret: str = ""
-    timeout_s: int | None = None
-    command: tuple[str, ...] = ()
+    kv_listen: str
+    secret: str
 
 
 def main() -> int:
@@ -50,44 +47,46 @@ def main() -> int:
 
     The first line of standard input is ReplicaOptions as JSON. Returns the exit status.
     """
-    given = json.loads(_read_line(sys.stdin.fileno()))
-    options = ReplicaOptions(**given | {"load": LoadOptions(**given["load"])})
-    if options.command:
+    options = ReplicaOptions(**json.loads(_read_line(sys.stdin.fileno())))
+    config = ClusterConfig.from_json(options.config)
+    if command := config.engine_command(options.host, options.port):
         if options.keys:
             os.environ |= dict.fromkeys(_KEY_VARIABLES, options.keys[0])
-        return run_engine(options.command, sys.stdin.fileno())
+        return run_engine(command, sys.stdin.fileno())
     handler = logging.StreamHandler()
     handler.setFormatter(create_log_formatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     threading.Thread(target=_end_with, args=(sys.stdin.fileno(),), daemon=True).start()
     try:
-        try:
-            _serve(options)
-        except InvalidRequest as error:
-            if error.param != "kv_listen" or options.must_share:
-                raise
-            _log.warning("prefixes are not shared: %s", error.message)
-            _serve(replace(options, load=replace(options.load, kv_listen=None)))
+        _serve(config, options)
     except LocalgenError as error:
         print(f"error: {one_line(error.message)}", file=sys.stderr)
         return 1
     return 0
 
 
-def _serve(options: ReplicaOptions) -> None:
+def _serve(config: ClusterConfig, options: ReplicaOptions) -> None:
     access = AccessPolicy(
         host=options.host,
         port=options.port,
         keys=tuple(options.keys),
-        timeout_s=options.timeout_s,
-        gateway_secret=options.gateway_secret,
+        timeout_s=config.timeout_s,
+        max_body_bytes=config.max_body_bytes(),
+        stabilize=config.stabilize,
+        gateway_secret=options.secret,
     )
+    settings, load = config.server_settings(ServerSettings.from_environment()), config.load
+    if options.kv_listen:
+        key = hashlib.sha256(b"kv " + options.secret.encode()).digest()
+        settings = replace(settings, kv_share=KVShare(options.kv_listen, key))
+    if config.prompt_replicas:  # they must share, or end
+        load = replace(load, kv_listen=options.kv_listen)
     run_server(
-        ServerSettings.from_environment(),
+        settings,
         access,
         idle_exit=False,
-        model=name_for_server(options.model),
-        load_options=options.load,
+        model=name_for_server(config.model),
+        load_options=load,
     )
 
 

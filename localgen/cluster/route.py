@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# of a replica's routing_stats: names of its loaded models, and hashes of the chunks that it holds,
-# joined, or None if it does not tell; of its metadata: URL of its server, and where others fetch
-# prefixes from it
-MODELS, HELD, URL, KV_ADDRESS = "models", "held", "url", "kv_address"
+# of a replica's routing_stats: names of its loaded models; hashes of the chunks that it holds,
+# joined, or None if it does not tell; where others fetch prefixes, by name of the model, which is
+# empty for the one that all have
+MODELS, HELD, KV_ADDRESSES = "models", "held", "kv_addresses"
+# of its metadata: URL of its server, and where others fetched prefixes when it became ready
+URL, KV_ADDRESS = "url", "kv_address"
 # fewer chunks that another has are computed, which is as fast as to ask for them
 MIN_FETCH_CHUNKS = 2
 
@@ -62,7 +64,8 @@ class RoutedRequest:
     chunks: of its prompt. model: its name, or empty for the one that all have. wanted: the replica
     that must answer, or None. gone: those that do not answer. in_flight: counts it from the moment
     it is routed, so that those which come at once are spread. cached: chunks that each replica has.
-    kv_addresses: of replicas. assigned: the replica that it counts for, until has_ended.
+    kv_addresses: of the model in each replica. assigned: the replica that it counts for, until it
+    has ended.
     """
 
     chunks: tuple[bytes, ...] = ()
@@ -105,14 +108,25 @@ class RoutedRequest:
         return Choice(replica, url, kv_address, kv_peer, len(self.chunks) - has)
 
 
+def kv_address(model: str, metadata: Mapping[str, Any], stats: Mapping[str, Any]) -> str:
+    """Where others fetch a model's prefixes from a replica, or empty. stats: routing_stats()."""
+    addresses: Mapping[str, str] = stats.get(KV_ADDRESSES, {})
+    return addresses.get(model, "" if model else str(metadata[KV_ADDRESS]))
+
+
 def routing_stats(stats: Mapping[str, Any]) -> dict[str, Any]:
     """The routing statistics of a replica. stats: /v1/stats of its server."""
     names = set[str]()
+    addresses: dict[str, str] = {}
     for model in stats["models"]:
-        names |= {model["name"], model["id"], *model.get("names", ())}
+        own = {model["name"], model["id"], *model.get("names", ())}
+        names |= own
+        if address := model.get("kv_address"):
+            addresses |= dict.fromkeys(own | ({""} if model["is_default"] else set()), address)
     held = [model["held_chunks"] for model in stats["models"] if "held_chunks" in model]
     is_known = len(held) == len(stats["models"])
     return {
         MODELS: sorted(names),
+        KV_ADDRESSES: addresses,
         HELD: b"".join(map(base64.b64decode, held)) if is_known else None,
     }

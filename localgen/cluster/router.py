@@ -10,7 +10,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from localgen.backends.types import split_hashes
 from localgen.cluster.model_table import ModelTable, serving
 from localgen.cluster.prefix_table import PrefixTable
-from localgen.cluster.route import HELD, KV_ADDRESS, MODELS, RoutedRequest
+from localgen.cluster.route import HELD, MODELS, RoutedRequest, kv_address
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
@@ -36,8 +36,10 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         if not by_id:
             return []
         route.cached = self._prefixes.cached_chunks(route.chunks, by_id.keys() - route.gone)
-        metadata = {name: replica.replica_metadata for name, replica in by_id.items()}
-        route.kv_addresses = {name: str(each[KV_ADDRESS]) for name, each in metadata.items()}
+        route.kv_addresses = {
+            name: kv_address(route.model, replica.replica_metadata, replica.routing_stats)
+            for name, replica in by_id.items()
+        }
         if route.wanted in by_id and route.wanted not in route.gone:
             return [[by_id[route.wanted]]]
         names = self._rank(route, by_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import os
 import re
 import signal
 import subprocess
@@ -79,6 +80,10 @@ def require_startable(config: ClusterConfig, settings: ServerSettings) -> None:
     if _is_locked(settings):
         raise ServerUnavailable("another cluster of yours starts: wait, or press Ctrl+C there")
     access = config.access()
+    if config.record_trace is not None:
+        from localgen.server.stats.trace_recorder import open_trace  # numpy is heavy
+
+        os.close(open_trace(Path(config.record_trace)))
     if config.address is None:  # else a gateway whose owner was killed may hold the port
         open_tcp_socket(access).close()
 

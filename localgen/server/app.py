@@ -43,7 +43,7 @@ from localgen.server.openai.schema import (
     UnloadRequest,
 )
 from localgen.server.openai.serializer import ChatCompletionSerializer, CompletionSerializer
-from localgen.server.requests.caller import Caller, is_from_gateway, is_local_request
+from localgen.server.requests.caller import Caller, is_local_request
 from localgen.server.requests.choices import fan_out_requests, requests_of_prompts
 from localgen.server.requests.embeddings import EmbeddingJob, EmbeddingResponse
 from localgen.server.requests.generation import GenerationJob, GenerationResponse
@@ -87,7 +87,8 @@ def create_app(
     manager.on_load = metrics.on_load
     add_error_handlers(app)
     _add_metrics_route(app, metrics)
-    observers = (metrics, rates, state.recent_requests, *((trace,) if trace else ()))
+    totals = (state.token_totals,) if access.gateway_secret else ()
+    observers = (metrics, rates, state.recent_requests, *totals, *((trace,) if trace else ()))
     journal = RequestLog(observers, metrics, trace.block_hash_key if trace else b"")
     _add_generation_routes(app, manager, journal, access.timeout_s)
     _add_embedding_routes(app, manager, journal, access.timeout_s)
@@ -102,25 +103,18 @@ def create_app(
     ports = PrivatePorts(listen)
     _add_private_port_route(app, manager, ports, is_shutting_down, access.stabilize)
     guarded = GuardMiddleware(app, access, rates, ports)
-    return _with_arrival(
-        guarded,
-        lambda port: access.stabilize or ports.stabilizes(port),
-        gateway_secret=access.gateway_secret,
-    )
+    return _with_arrival(guarded, lambda port: access.stabilize or ports.stabilizes(port))
 
 
-def _with_arrival(
-    app: ASGIApp, stabilizes: Callable[[int], bool], *, gateway_secret: str
-) -> ASGIApp:
+def _with_arrival(app: ASGIApp, stabilizes: Callable[[int], bool]) -> ASGIApp:
     """Record the arrival time before the body is read, so that TTFT includes reading it.
 
     Gives each request an id, which every response has as X-Request-Id. stabilizes: True for a port
-    whose requests are stabilized. gateway_secret: as in AccessPolicy.
+    whose requests are stabilized.
     """
 
     async def arrive(scope: Scope, receive: Receive, send: Send) -> None:
         scope["stabilize"] = stabilizes((scope.get("server") or ("", 0))[1] or 0)
-        scope["gateway_secret"] = gateway_secret
         scope["arrived_s"] = time.monotonic()
         scope["request_id"] = request_id = uuid.uuid4().hex[:24]
 
@@ -327,7 +321,9 @@ def _add_server_routes(
         is_local = is_local_request(http.scope)
         if stream:
             return EventStreamResponse(snapshots(is_local), serializer.SSE)
-        return _json_response(state.stats(is_local=is_local, with_chunks=is_from_gateway(http)))
+        if http.scope["is_gateway"]:
+            return _json_response(state.gateway_stats())
+        return _json_response(state.stats(is_local=is_local))
 
     @app.get(loads.PATH, response_model=None)  # as in SGLang
     async def server_load(include: str | None = None) -> Response:

@@ -64,6 +64,11 @@ class AccessPolicy:
         # not any(): it would stop at the first match
         return sum([hmac.compare_digest(given, known.encode()) for known in self.keys]) > 0
 
+    def is_gateway(self, secret: str) -> bool:
+        """Return True if this is the secret of the gateway of a cluster."""
+        given, known = secret.encode(errors="replace"), self.gateway_secret.encode()
+        return bool(known) and hmac.compare_digest(given, known)
+
     def allows_host(self, host: str) -> bool:
         """Return True if the Host header is an address or a known name of this server.
 

@@ -21,7 +21,13 @@ from localgen.server.http.errors import error_response
 from localgen.server.http.head import answer_head
 from localgen.server.http.private_ports import PrivatePorts
 from localgen.server.http.rate_limit import RateLimiter
-from localgen.server.requests.caller import KEY_ACCOUNT_PREFIX, is_local_request
+from localgen.server.requests.caller import (
+    ACCOUNT_HEADER,
+    AGE_HEADER,
+    GATEWAY_HEADER,
+    KEY_ACCOUNT_PREFIX,
+    is_local_request,
+)
 
 # a request body must arrive within this time
 BODY_TIMEOUT_S = 60.0
@@ -61,7 +67,8 @@ class GuardMiddleware:
     """Checks each request before the application sees it.
 
     Sets scope["account"]: a hash of the API key; the client address if no keys are required; empty
-    on the Unix socket.
+    on the Unix socket. Sets scope["is_gateway"]: True for the gateway of a cluster, which also says
+    whose account it is, and changes scope["arrived_s"] to when it got the request.
     """
 
     def __init__(
@@ -87,7 +94,7 @@ class GuardMiddleware:
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["account"] = ""
+        scope["account"], scope["is_gateway"] = "", False
         if is_local_request(scope):
             await self._handle(scope, _LimitedBody(receive, self._turns), send, _require_host)
         else:
@@ -137,6 +144,11 @@ class GuardMiddleware:
         if scope["path"] in PUBLIC_PATHS:
             return
         scope["account"] = self._authenticate(scope, headers)
+        if self._access.is_gateway(headers.get(GATEWAY_HEADER.encode(), "")):
+            scope["is_gateway"] = True
+            scope["account"] = headers.get(ACCOUNT_HEADER.encode(), scope["account"])
+            age_ms = headers.get(AGE_HEADER.encode(), "0")
+            scope["arrived_s"] -= int(age_ms) / 1e3 if age_ms.isdecimal() else 0.0
         if is_rate_limited(scope["method"], scope["path"]):
             wait_s = self._rate_limiter.admit(scope["account"])
             if wait_s is not None:

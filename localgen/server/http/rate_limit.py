@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from localgen.server.http.access import RateLimit
 from localgen.server.stats.request_log import RequestRecord
+from localgen.server.stats.token_totals import charged_tokens
 
 _MINUTE_S = 60.0
 # above this number of buckets, full ones are dropped
@@ -56,11 +57,15 @@ class RateLimiter:
         return None
 
     def on_request_end(self, record: RequestRecord) -> None:
-        """Charge the generated tokens of a request, and its prompt tokens that were not cached."""
-        bucket = self._bucket(self._tokens, record.account, self._limit.tokens)
-        if bucket is not None and record.account:
-            computed = 0 if record.total is None else record.total.timings.prompt_n
-            bucket.level -= computed + record.num_tokens
+        """Charge the tokens of a request."""
+        if record.account:
+            self.charge(record.account, charged_tokens(record))
+
+    def charge(self, account: str, num_tokens: int) -> None:
+        """Charge tokens that were computed."""
+        bucket = self._bucket(self._tokens, account, self._limit.tokens)
+        if bucket is not None:
+            bucket.level -= num_tokens
 
     def _bucket(
         self, buckets: dict[str, TokenBucket], account: str, size: int | None

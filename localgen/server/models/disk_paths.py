@@ -36,5 +36,7 @@ def without_paths(info: ModelInfo) -> ModelInfo:
     if draft is not None:
         options = replace(options, draft=draft.name)
         draft = replace(draft, path="")
+    if options.kv_listen:
+        options = replace(options, kv_listen=without_folders(options.kv_listen))
     notes = tuple(map(without_folders, info.notes))
     return replace(info, path="", draft=draft, options=options, notes=notes)

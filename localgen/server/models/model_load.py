@@ -41,6 +41,7 @@ def build_load_request(
         draft_choice.draft_model,
         packaged_sampling(file),
         str(settings.kv_dir),
+        settings.kv_share,
     )
 
 

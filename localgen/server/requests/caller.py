@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import hmac
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +26,10 @@ LOCAL_CLIENT = "local"
 # nothing but the prompt is computed
 GATEWAY_HEADER = "x-localgen-gateway"
 KV_PEER_HEADER, PROMPT_ONLY_HEADER = "x-localgen-kv-peer", "x-localgen-prompt-only"
+# milliseconds since the request came to the gateway
+AGE_HEADER = "x-localgen-age-ms"
+# the account at the gateway, which counts its tokens
+ACCOUNT_HEADER = "x-localgen-account"
 # the chunks of the prompt, of which it is to be reported which are held: see encode_chunks
 CHUNKS_HEADER = "x-localgen-chunks"
 # prefix of accounts that are API keys
@@ -58,11 +61,11 @@ class Caller:
 
         Raises InvalidRequest if the gateway has named a peer that has no address, or no chunks.
         """
-        account: str = http.scope["account"]
-        client = user or _client_name(http, account)
         scope = http.scope
         is_local = is_local_request(scope)
-        from_gateway = http.headers if is_from_gateway(http) else {}
+        from_gateway = http.headers if scope["is_gateway"] else {}
+        account: str = scope["account"]
+        client = user or _client_name(http, account)
         kv_peer = from_gateway.get(KV_PEER_HEADER, "")
         if kv_peer:
             from localgen.backends.kv_store.peer import parse_address  # numpy is heavy
@@ -133,13 +136,6 @@ def decode_chunks(text: str) -> PromptChunks | None:
         return PromptChunks(found, int(count)) if found else None
     except ValueError as error:
         raise InvalidRequest(f"{CHUNKS_HEADER}: {error}") from error
-
-
-def is_from_gateway(http: HttpRequest) -> bool:
-    """True if a request has the secret of the cluster's gateway."""
-    secret: str = http.scope["gateway_secret"]
-    given = http.headers.get(GATEWAY_HEADER, "")
-    return bool(secret) and hmac.compare_digest(given.encode(), secret.encode())
 
 
 def _client_name(http: HttpRequest, account: str) -> str:

@@ -31,13 +31,14 @@ from localgen.server.stats.loads import ServerLoad
 from localgen.server.stats.machine_watch import MachineWatch
 from localgen.server.stats.memory_reads import ReadCostCache
 from localgen.server.stats.recent_requests import RecentRequests
+from localgen.server.stats.token_totals import TokenTotals
 
 
 class ServerState:
     """Builds the responses of /health, /v1/models and /v1/stats, and tells the load.
 
-    is_preloading: True while the startup model loads. recent_requests: register it as an observer
-    of the request log.
+    is_preloading: True while the startup model loads. recent_requests, token_totals: register them
+    as observers of the request log.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class ServerState:
         self._is_preloading = is_preloading
         self._started_s = time.monotonic()
         self.recent_requests = RecentRequests()
+        self.token_totals = TokenTotals()
         self._machine = MachineWatch()
         self._read_costs = ReadCostCache()
 
@@ -122,15 +124,21 @@ class ServerState:
             "hash": model_id(file),
         }
 
-    def stats(self, *, is_local: bool, with_chunks: bool = False) -> dict[str, Any]:
-        """Statistics. is_local: for a client of this user, with paths and excerpts of prompts.
+    def gateway_stats(self) -> dict[str, Any]:
+        """Statistics for the gateway of a cluster.
 
-        with_chunks: for the gateway of a cluster, with the chunks of prompts that engines hold.
+        Of each model also the chunks of prompts that its engine holds, where others fetch them, and
+        whether it is that of `localgen serve MODEL`. And the tokens of each account.
         """
-        models = [self._model_stats(each, is_local) for each in self._manager.residents]
-        if with_chunks:
-            for model, resident in zip(models, self._manager.residents, strict=True):
-                model["held_chunks"] = base64.b64encode(resident.engine.held_chunks).decode()
+        stats = self.stats(is_local=False)
+        for model, resident in zip(stats["models"], self._manager.residents, strict=True):
+            model["kv_address"] = resident.info.options.kv_listen if resident.info else None
+            model["is_default"] = resident.file.identity == self._manager.serve_options.identity
+            model["held_chunks"] = base64.b64encode(resident.engine.held_chunks).decode()
+        return stats | {"tokens_by_account": self.token_totals.by_account}
+
+    def stats(self, *, is_local: bool) -> dict[str, Any]:
+        """Statistics. is_local: for a client of this user, with paths and excerpts of prompts."""
         return {
             "server": self._process_state()
             | {
@@ -142,7 +150,7 @@ class ServerState:
                 "waiting_for_memory": self._manager.count_waiting(),
             },
             "machine": self._machine.latest,
-            "models": models,
+            "models": [self._model_stats(each, is_local) for each in self._manager.residents],
             "ended": self.recent_requests.requests(with_prompts=is_local),
         }
 
