@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 
+from localgen.backends.errors import LocalgenError
 from localgen.cluster.autoscaling import scaling_stats
 from localgen.cluster.config import ClusterConfig
 from localgen.cluster.machines import Build, require_version
@@ -24,6 +25,7 @@ from localgen.cluster.replica_server import ReplicaOptions
 from localgen.cluster.route import KV_ADDRESS, URL, routing_stats
 from localgen.cluster.running import REPLICA_DIRS
 from localgen.config import ServerSettings
+from localgen.hub.models_file import read_models_file
 from localgen.machine.python_process import python_command, python_environment
 from localgen.server.http.access import host_and_port
 from localgen.server.requests.caller import GATEWAY_HEADER
@@ -84,7 +86,10 @@ class EngineReplica:
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Its models and the chunks of prompts that it holds, for routers."""
-        return routing_stats(await self._stats({GATEWAY_HEADER: self._secret}))
+        own_names: dict[str, str] = {}
+        with contextlib.suppress(LocalgenError):  # the server reports a damaged file
+            own_names = (await asyncio.to_thread(read_models_file)).models
+        return routing_stats(await self._stats({GATEWAY_HEADER: self._secret}), own_names)
 
     async def check_health(self) -> None:
         """Raises ReplicaFailed if the server has ended, or an error of httpx if it hangs."""

@@ -105,11 +105,15 @@ class RoutedRequest:
         return Choice(replica, url, kv_address, kv_peer, len(self.chunks) - has)
 
 
-def routing_stats(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """The routing statistics of a replica. stats: /v1/stats of its server."""
+def routing_stats(stats: Mapping[str, Any], own_names: Mapping[str, str] = {}) -> dict[str, Any]:
+    """The routing statistics of a replica.
+
+    stats: /v1/stats of its server. own_names: models of its aliases, presets and adapters.
+    """
     names = set[str]()
     for model in stats["models"]:
         names |= {model["name"], model["id"], *model.get("names", ())}
+    names |= {name for name, model in own_names.items() if model in names}
     held = [model["held_chunks"] for model in stats["models"] if "held_chunks" in model]
     is_known = len(held) == len(stats["models"])
     return {
