@@ -53,7 +53,10 @@ def test_load_options(tmp_path: Path) -> None:
     [
         ("replicas = 0", "replicas must be 1 to 1000, not 0"),
         ("port = 70000", "port must be 1 to 65535, not 70000"),
-        ("replica = 2", "unknown key 'replica': there are address, allow_host, api_key_file, "),
+        ("replica = 2", "unknown key 'replica'. Did you mean replicas"),
+        ("xyz = 2", "unknown key 'xyz': there are address, allow_host, api_key_file, "),
+        ("ctx = 4096", "unknown key 'ctx': it is a load option: put it under [load]"),
+        ("[load]\nthread = 1", "unknown load option thread. Did you mean threads"),
         ('replicas = "2"', "replicas must be a whole number, not '2'"),
         ("replicas = true", "replicas must be a whole number, not True"),
         ("replicas = 4\nmax_replicas = 2", "max_replicas must be 4 to 1000, not 2"),
@@ -99,7 +102,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_other_machines_need_a_key() -> None:
-    with pytest.raises(BadSetting, match="reachable from other machines"):
+    with pytest.raises(BadSetting, match=r"0\.0\.0\.0 is reachable .*: give --api-key-file"):
         ClusterConfig(host="0.0.0.0").access()
     with pytest.raises(BadSetting, match="with --address, give --api-key-file"):
         ClusterConfig(address="10.0.0.1:6379").access()

@@ -165,7 +165,7 @@ def test_arguments_are_read_as_the_file_is(tmp_path: Path) -> None:
     found = {"model": "tiny", "replicas": 3, "api_key_file": "keys"}
     assert read_settings(found, "args", tmp_path) == read_cluster_file(file)
     for wrong, said in (
-        ({"replica": 2}, "args: unknown key 'replica': there are "),
+        ({"replica": 2}, "args: unknown key 'replica'. Did you mean replicas"),
         ({"replicas": "2"}, "args: replicas must be a whole number, not '2'"),
         ({"replicas": 0}, "args: replicas must be 1 to 1000, not 0"),
     ):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from localgen.backends.engine.stats import percentile
+from localgen.cluster.totals import count_requests
 
 # what a replica reports to Ray, by name
 REQUESTS, TTFT_P95_MS = "requests", "ttft_p95_ms"
@@ -68,5 +69,7 @@ def scaling_stats(stats: Mapping[str, Any]) -> dict[str, float]:
     ended = [each for each in stats.get("ended") or () if each["ended_ago_s"] <= RECENT_S]
     times_ms = [each["ttft_ms"] for each in ended if each.get("ttft_ms")]
     times_ms += [each.get("ttft_ms") or each["age_s"] * 1e3 for each in running]
-    requests = sum(engine.get("running", 0) + engine.get("waiting", 0) for engine in engines)
-    return {REQUESTS: float(requests), TTFT_P95_MS: percentile(sorted(times_ms), 0.95)}
+    return {
+        REQUESTS: float(sum(count_requests(stats))),
+        TTFT_P95_MS: percentile(sorted(times_ms), 0.95),
+    }

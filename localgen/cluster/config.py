@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,12 @@ from localgen.backends.errors import LocalgenError
 from localgen.backends.memory.load_limits import validate_load_options
 from localgen.backends.model_info import LoadOptions
 from localgen.config import BadSetting, ServerSettings, parse_keep_alive, parse_size
+from localgen.hub.resolve import did_you_mean
 from localgen.server.http.access import (
     DEFAULT_PORT,
     MAX_BODY_BYTES,
     AccessPolicy,
+    is_loopback,
     parse_rate_limit,
     read_api_keys,
 )
@@ -169,6 +171,11 @@ class ClusterConfig:
     def access(self) -> AccessPolicy:
         """The access policy of the gateway. Raises BadSetting if it is insecure."""
         keys = read_api_keys(Path(self.api_key_file)) if self.api_key_file else ()
+        if not keys and not is_loopback(self.host):
+            raise BadSetting(
+                f"{self.host} is reachable from other machines: give --api-key-file (api_key_file "
+                "in the file), or listen on 127.0.0.1"
+            )
         policy = AccessPolicy(
             host=self.host,
             port=self.port,
@@ -252,8 +259,7 @@ def read_settings(found: Mapping[str, Any], place: str, folder: Path) -> Cluster
     }
     for name, value in found.items():
         if name not in types:
-            known = ", ".join(sorted([*types, "load"]))
-            raise BadSetting(f"{place}: unknown key {name!r}: there are {known}")
+            raise BadSetting(f"{place}: unknown key {name!r}{_instead_of(name, types)}")
         if type(value) not in (types[name], int if types[name] is float else types[name]):
             kind = _TYPE_NAMES[types[name]]
             raise BadSetting(f"{place}: {name} must be {kind}, not {value!r}")
@@ -264,6 +270,15 @@ def read_settings(found: Mapping[str, Any], place: str, folder: Path) -> Cluster
         return ClusterConfig(**settings, load=_read_load_options(load))
     except LocalgenError as error:
         raise BadSetting(f"{place}: {error.message}") from error
+
+
+def _instead_of(name: str, types: Iterable[str]) -> str:
+    """What may be meant by a key that there is not."""
+    if name in {each.name for each in fields(LoadOptions)}:
+        return ": it is a load option: put it under [load]"
+    keys = [*types, "load"]
+    hint = did_you_mean(name, {key: key for key in keys})
+    return f".{hint}" if hint else f": there are {', '.join(sorted(keys))}"
 
 
 def _read_load_options(table: Any) -> LoadOptions:

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 
 from localgen.backends.errors import LocalgenError
 from localgen.backends.terminal_text import one_line
@@ -47,8 +48,7 @@ def _run(config: ClusterConfig) -> None:
         if not is_ready:
             raise SystemExit(0)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, end)
+    _on_signals(end)
     threading.Thread(target=_end_with_owner, daemon=True).start()
     import ray
     from ray import serve
@@ -62,6 +62,7 @@ def _run(config: ClusterConfig) -> None:
         require_listening(config.address)
         ray.init(config.address)
         machines = check_machines(config)
+    _on_signals(end)  # Ray has set a handler that prints its own stack
     require_gpus(config, ray.cluster_resources().get("GPU", 0))
     serve.start(proxy_location="Disabled")
     if APP_NAME in serve.status().applications:  # its owner was killed
@@ -79,6 +80,11 @@ def _run(config: ClusterConfig) -> None:
         if config.address is not None:
             delete_app()
         ray.shutdown()
+
+
+def _on_signals(end: Callable[..., None]) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
 
 
 def _end_with_owner() -> None:

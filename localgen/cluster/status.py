@@ -12,7 +12,7 @@ from localgen.backends.errors import ServerUnavailable
 from localgen.backends.terminal_text import one_line
 from localgen.backends.units import format_size
 from localgen.cluster.running import RunningCluster
-from localgen.cluster.totals import REPLICAS
+from localgen.cluster.totals import REPLICAS, count_requests
 from localgen.server.http.access import read_api_keys
 
 _TIMEOUT_S = 10.0
@@ -35,13 +35,13 @@ class ReplicaStatus:
     def from_stats(cls, name: str, stats: dict[str, Any]) -> ReplicaStatus:
         """stats: /v1/stats of the replica."""
         models = stats["models"]
-        counts = [model.get("stats") or {} for model in models]
+        running, waiting = count_requests(stats)
         return cls(
             name=name,
             pid=stats["server"]["pid"],
             models=tuple(model["name"] for model in models),
-            running=sum(each.get("running", 0) for each in counts),
-            waiting=sum(each.get("waiting", 0) for each in counts),
+            running=running,
+            waiting=waiting,
             memory_bytes=sum(model["memory_bytes"] for model in models),
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import localgen
@@ -34,6 +34,13 @@ def merged_stats(answers: Sequence[tuple[str, bytes]]) -> dict[str, Any]:
     total["ended"] = sorted(ended, key=lambda each: each["ended_ago_s"])
     total[REPLICAS] = dict(found)
     return total
+
+
+def count_requests(stats: Mapping[str, Any]) -> tuple[int, int]:
+    """Running and waiting requests of a replica. stats: its /v1/stats."""
+    engines = [model.get("stats") or {} for model in stats["models"]]
+    running = sum(each.get("running", 0) for each in engines)
+    return running, sum(each.get("waiting", 0) for each in engines)
 
 
 def merged_loads(answers: Iterable[tuple[str, bytes]]) -> ServerLoad:

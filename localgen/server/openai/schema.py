@@ -14,6 +14,7 @@ from localgen.backends.model_info import LoadOptions
 from localgen.backends.sampling_params import ANY_JSON_OBJECT, SAMPLERS, SamplingParams
 from localgen.backends.types import Infill, Message
 from localgen.config import BadSetting, parse_keep_alive
+from localgen.hub.resolve import did_you_mean
 from localgen.server.openai.messages import ChatMessage
 from localgen.server.openai.reasoning import (
     ReasoningFields,
@@ -414,10 +415,11 @@ class LoadRequest(RequestBody):
         """Convert. Raises InvalidRequest for an unknown option or a wrong type."""
         import msgspec
 
-        known = [field.name for field in fields(LoadOptions)]
+        known = {field.name: field.name for field in fields(LoadOptions)}
         for name, value in self.options.items():
             if name not in known:
-                raise InvalidRequest(f"unknown load option {name}", param=f"options.{name}")
+                hint = did_you_mean(name, known)
+                raise InvalidRequest(f"unknown load option {name}.{hint}", param=f"options.{name}")
             # all but sizes are 32-bit numbers in an engine
             limit = 2 ** (63 if name in ("kv_ram", "kv_disk") else 31)
             if isinstance(value, int) and not -limit <= value < limit:
