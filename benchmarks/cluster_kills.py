@@ -9,6 +9,7 @@ that replicas come and go meanwhile. Needs localgen[cluster]: run it with the Py
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import statistics
@@ -123,16 +124,23 @@ def recovered_s(url: str, killed_s: float) -> float:
 
 
 def kill(cluster: Cluster, victim: str) -> float:
-    """Kill a process and return when; waits until there is one."""
+    """Kill the oldest process of a kind, as a second head waits; returns when.
+
+    Waits until there is one.
+    """
     while True:
-        for process in cluster.family():
-            try:
-                if VICTIMS[victim] in " ".join(process.cmdline()):
-                    process.kill()
-                    return time.monotonic()
-            except psutil.Error:
-                continue
+        found = [each for each in cluster.family() if VICTIMS[victim] in _command_line(each)]
+        with contextlib.suppress(psutil.Error, ValueError):
+            min(found, key=psutil.Process.create_time).kill()
+            return time.monotonic()
         time.sleep(_PROBE_PERIOD_S)
+
+
+def _command_line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it has ended
+        return ""
 
 
 @dataclass(slots=True)

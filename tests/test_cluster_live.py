@@ -61,7 +61,9 @@ class Cluster:
         return found
 
     def named(self, name: str) -> psutil.Process:
-        return next(each for each in self.processes() if name in " ".join(each.cmdline()))
+        """The oldest one: a second head waits."""
+        named = [each for each in self.processes() if name in " ".join(each.cmdline())]
+        return min(named, key=psutil.Process.create_time)
 
     def replicas(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = json.loads(

@@ -16,7 +16,7 @@ from serving import wait_until
 
 from localgen.cluster.autoscaling import REQUESTS, scaling_stats
 from localgen.cluster.config import ClusterConfig
-from localgen.cluster.other_engine import engine_stats, loads_of
+from localgen.cluster.other_engine import engine_stats, kill_session, loads_of
 from localgen.cluster.replica_server import ReplicaOptions
 from localgen.cluster.status import ReplicaStatus
 
@@ -46,6 +46,7 @@ def started(config: ClusterConfig, *keys: str) -> subprocess.Popen[bytes]:
         [sys.executable, "-m", "localgen.cluster.replica_server"],
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        start_new_session=True,
     )
     assert process.stdin is not None
     process.stdin.write(json.dumps(asdict(options)).encode() + b"\n")
@@ -73,10 +74,10 @@ def test_it_gets_its_address_and_ends_with_its_children(tmp_path: Path, end: str
         process.kill()
     process.wait(30)
     wait_until(lambda: not is_running(int(pid)))
-    if end != "a kill":  # nobody is left to end the engine's own children
-        wait_until(lambda: not is_running(int(child)))
-    else:
-        psutil.Process(int(child)).kill()
+    if end == "a kill":  # the engine's own children are left to the actor
+        assert is_running(int(child))
+        kill_session(process.pid)
+    wait_until(lambda: not is_running(int(child)))
 
 
 def is_running(pid: int) -> bool:

@@ -1,4 +1,7 @@
-"""`python -m localgen.cluster.head`: starts Ray and the application, and ends them at a signal."""
+"""`python -m localgen.cluster.head`: starts Ray and the application when its owner says so.
+
+It imports them first, and ends them at a signal.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from localgen.backends.errors import LocalgenError
 from localgen.backends.terminal_text import one_line
 from localgen.cluster.config import ClusterConfig
 from localgen.cluster.machines import check_machines, require_gpus, require_listening
-from localgen.cluster.running import READY
+from localgen.cluster.running import READY, START
 from localgen.server.http.access import open_tcp_socket
 
 # Ray reads them when it is imported; the log has each line of each replica
@@ -20,6 +23,8 @@ _RAY_VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_COLOR_PREFIX": "0",
+    # if memory runs short, Ray kills actors, which have none to give: engines have it
+    "RAY_memory_monitor_refresh_ms": "0",
 }
 _OBJECT_STORE_BYTES = 100 << 20
 
@@ -49,12 +54,14 @@ def _run(config: ClusterConfig) -> None:
             raise SystemExit(0)
 
     _on_signals(end)
-    threading.Thread(target=_end_with_owner, daemon=True).start()
     import ray
     from ray import serve
 
     from localgen.cluster.deployment import APP_NAME, build_app, delete_app, end_replicas
 
+    if os.read(sys.stdin.fileno(), len(START)) != START:  # the owner has ended
+        return
+    threading.Thread(target=_end_with_owner, daemon=True).start()
     machines = None
     if config.address is None:
         ray.init("local", object_store_memory=_OBJECT_STORE_BYTES, include_dashboard=False)

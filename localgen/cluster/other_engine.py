@@ -13,6 +13,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import psutil
+
 import localgen
 from localgen.client.prometheus import MetricsParser
 from localgen.server.stats import loads
@@ -30,7 +32,7 @@ def run_engine(command: Sequence[str], alive: int) -> int:
     """
     try:
         engine = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_end_with_parent
+            command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=_end_with_parent
         )
     except OSError as error:
         print(f"error: {command[0]}: {error.strerror}", file=sys.stderr)
@@ -41,6 +43,17 @@ def run_engine(command: Sequence[str], alive: int) -> int:
     status = engine.wait()
     _signal_group(engine, signal.SIGKILL)  # children that it has left
     return status
+
+
+def kill_session(leader: int) -> None:
+    """Kill what is left of the session of a process that called run_engine() and was killed.
+
+    The engine ends with that process, but its own children may not, as those of vLLM.
+    """
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.getsid(pid) == leader:
+                os.kill(pid, signal.SIGKILL)
 
 
 def _end_with_parent() -> None:

@@ -1,4 +1,4 @@
-"""`python -m localgen.cluster.owner`: starts a cluster's head, and again if that is killed."""
+"""`python -m localgen.cluster.owner`: starts a cluster's head, and another if that is killed."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from types import FrameType
 
 import psutil
 
 from localgen.backends.errors import LocalgenError
 from localgen.backends.terminal_text import one_line
-from localgen.cluster.running import READY, REPLICA_DIRS, hold_lock
+from localgen.cluster.running import READY, REPLICA_DIRS, START, hold_lock
 from localgen.config import ServerSettings
 from localgen.machine.python_process import python_command, python_environment
 from localgen.server.stats.request_log import create_log_formatter
 
 # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
-# for processes that notice the end of the head by themselves
-_GRACE_S = 1.0
+_KILL_TIMEOUT_S = 5.0
 _log = logging.getLogger("localgen.cluster")
 
 
@@ -50,7 +50,10 @@ def main() -> int:
 
 
 class Owner:
-    """config: of the cluster, as JSON."""
+    """config: of the cluster, as JSON.
+
+    While one head runs, the next one has imported Ray, which takes seconds, and waits.
+    """
 
     def __init__(self, config: str) -> None:
         self._config = config
@@ -61,23 +64,32 @@ class Owner:
         """Run heads until one ends by itself, does not start, or a signal comes."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._end)
+        try:
+            return self._run_heads()
+        finally:
+            _kill_children()
+
+    def _run_heads(self) -> int:
         was_ready = False
+        standby = self._open()
         while True:
-            self._head = self._start()
+            head = self._head = standby if standby.poll() is None else self._open()
             if self._is_ending:  # the signal came before there was a head to tell
-                self._head.terminate()
-            assert self._head.stdout is not None
-            is_ready = READY in (line.decode().strip() for line in self._head.stdout)
-            if is_ready and not was_ready:
+                head.terminate()
+            if not _start(head):
+                return head.wait()
+            if not was_ready:
                 print(READY, flush=True)
                 was_ready = True
-            status = self._head.wait()
-            _end_children()
-            if self._is_ending or status == 0 or not is_ready:
+            standby = self._open()
+            status = _wait(head, standby)
+            if self._is_ending or status == 0:
                 return status
-            _log.error("the cluster's head ended with status %d: it is started again", status)
+            _kill_children(besides=standby)
+            _log.error("the cluster's head ended with status %d: the next one starts", status)
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _open(self) -> subprocess.Popen[bytes]:
+        """A head that waits for START."""
         return subprocess.Popen(
             python_command("localgen.cluster.head", self._config),
             stdin=subprocess.PIPE,  # ends with this process
@@ -91,23 +103,44 @@ class Owner:
             self._head.terminate()
 
 
+def _start(head: subprocess.Popen[bytes]) -> bool:
+    """Start a cluster, and wait. Returns False if the head ends before the cluster is ready."""
+    assert head.stdin is not None
+    assert head.stdout is not None
+    with contextlib.suppress(BrokenPipeError):  # it has ended
+        head.stdin.write(START)
+        head.stdin.flush()
+    return READY in (line.decode().strip() for line in head.stdout)
+
+
+def _wait(head: subprocess.Popen[bytes], standby: subprocess.Popen[bytes]) -> int:
+    """Wait for a head, and reap orphans meanwhile. Returns its exit status."""
+    while sys.platform == "linux" and head.poll() is None:
+        standby.poll()
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        if ended is not None and ended.si_pid not in (head.pid, standby.pid):
+            os.waitpid(ended.si_pid, 0)
+    return head.wait()
+
+
 def _adopt_orphans() -> None:
     """Become the parent of what a head leaves behind, as Ray's processes outlive it; on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def _end_children() -> None:
-    """End what a head has left behind."""
-    left = psutil.Process().children(recursive=True)
-    _, alive = psutil.wait_procs(left, timeout=_GRACE_S)
-    for process in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(alive, timeout=_GRACE_S)
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+def _kill_children(besides: subprocess.Popen[bytes] | None = None) -> None:
+    """Kill what a head has left, and what that starts meanwhile."""
+    kept = besides.pid if besides else None
+    deadline = time.monotonic() + _KILL_TIMEOUT_S
+    while left := [each for each in psutil.Process().children(recursive=True) if each.pid != kept]:
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, timeout=max(0.0, deadline - time.monotonic()))
+        if time.monotonic() >= deadline:
+            _log.error("%d processes of the last head cannot be killed", len(left))
+            return
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from localgen.cluster.autoscaling import scaling_stats
 from localgen.cluster.config import ClusterConfig
 from localgen.cluster.machines import Build, require_version
 from localgen.cluster.model_download import ensure_installed
-from localgen.cluster.other_engine import engine_stats, loads_of
+from localgen.cluster.other_engine import engine_stats, kill_session, loads_of
 from localgen.cluster.replica_server import ReplicaOptions
 from localgen.cluster.route import KV_ADDRESS, KV_ADDRESSES, URL, routing_stats
 from localgen.cluster.running import REPLICA_DIRS
@@ -151,6 +151,7 @@ class EngineReplica:
             server.wait(_END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             server.kill()
+        kill_session(server.pid)
         with contextlib.suppress(OSError):
             shutil.rmtree(self._runtime_dir)
 
@@ -196,6 +197,7 @@ class EngineReplica:
             python_command("localgen.cluster.replica_server"),
             stdin=subprocess.PIPE,
             stdout=sys.stderr,
+            start_new_session=True,
             env=python_environment() | {"LOCALGEN_RUNTIME_DIR": str(self._runtime_dir)},
         )
         assert server.stdin is not None
@@ -220,6 +222,7 @@ class EngineReplica:
 
     def _require_running(self) -> None:
         if (status := self._server.poll()) is not None:
+            kill_session(self._server.pid)
             raise ReplicaFailed(f"the server of replica {self.name} ended with status {status}")
 
 

@@ -27,7 +27,8 @@ from localgen.server.http.access import host_and_port, open_tcp_socket
 
 # in the runtime folder
 REPLICA_DIRS = "replica-*"
-READY = "ready"  # printed by the owner of the cluster
+READY = "ready"  # printed by the owner of the cluster, and by its head
+START = b"start\n"  # from the owner to the head
 # Serve deletes the deployments and gives their requests time to end
 _END_TIMEOUT_S = 60.0
 _POLL_S = 0.1
