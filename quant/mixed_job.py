@@ -83,6 +83,7 @@ class MixedGgufJob:
         self._mixture: Mixture = {}
         self._measured: list[_MeasuredFile] = []
         self._estimated_bytes = 0
+        self._estimated_s = self._probes_s = 0.0
 
     def report_estimate(self, on_event: OnEvent) -> None:
         """Emit the estimates of memory, disk and time. Raises DiskFull and OutOfMemory."""
@@ -120,14 +121,14 @@ class MixedGgufJob:
         self._report_time(on_event)
 
     def _report_time(self, on_event: OnEvent) -> None:
-        probes_s, pass_s = self._probes.estimate_s()
+        self._estimated_s, pass_s = self._probes.estimate_s()
         passes = 2 * self._source.spec.num_layers  # once for the statistics
         calibration_s = passes * pass_s * self._windows.ids.numel() / self._probes.num_probe_tokens
         on_event(
             NoteEvent(
-                f"about {format_elapsed(calibration_s)} for the importance matrix, and "
-                f"{format_elapsed(probes_s)} to measure {self._probes.num_groups} groups of "
-                f"tensors on {self._probes.num_probe_tokens:,} tokens"
+                f"about {format_elapsed(calibration_s)} for the importance matrix and "
+                f"{format_elapsed(self._estimated_s)} to measure {self._probes.num_groups} groups "
+                f"of tensors on {self._probes.num_probe_tokens:,} tokens"
             )
         )
 
@@ -142,13 +143,13 @@ class MixedGgufJob:
         started_s = time.monotonic()
         with job.reporting_interruption(on_event, self._stopped_event):
             losses = self._probes.run(on_event)
-            probes_s = time.monotonic() - started_s
+            self._probes_s = time.monotonic() - started_s
             self._options = {
                 group.name: losses[group.name].options(group) for group in self.shape.groups
             }
             self._mixture = self._choose_mixture(self.target.kl)
             self._write(on_event)
-        on_event(self._mixture_event(probes_s))
+        on_event(self._mixture_event())
         if self.target.kl is None:
             job.work_folder.remove()
         return FinishedEvent(str(self.output))
@@ -172,7 +173,7 @@ class MixedGgufJob:
         if following is not None:
             self._mixture = following
             self._write(on_event)
-            on_event(self._mixture_event(None))
+            on_event(self._mixture_event())
             return True
         self.calibration.work_folder.remove()
         if measured_kl > self.target.kl:
@@ -225,7 +226,7 @@ class MixedGgufJob:
         size = self.output.stat().st_size
         assert self._budget is None or size <= self._budget, (size, self._budget)
 
-    def _mixture_event(self, probes_s: float | None) -> MixtureEvent:
+    def _mixture_event(self) -> MixtureEvent:
         types: dict[str, list[str]] = {}
         for group in self.shape.groups:
             types.setdefault(group.role, []).append(self._mixture[group.name].type_name)
@@ -234,7 +235,8 @@ class MixedGgufJob:
             size_bytes=self.output.stat().st_size,
             predicted_kl=total_kl(self._mixture),
             types=types,
-            probes_s=probes_s,
+            probes_s=self._probes_s,
+            estimated_s=self._estimated_s,
             peak_bytes=peak_memory_bytes(),
             estimated_bytes=self._estimated_bytes,
         )
