@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
+import torch
 from llama_cpp import Llama
 from numpy.typing import NDArray
 
@@ -200,11 +201,14 @@ def compared(
 def window_kls(folder: Path, files: Sequence[Path], num_windows: int) -> Array:
     """Mean KL divergence from the first file's distributions in each window of the held-out text:
     [other files, windows], in nats."""
-    length = 512
+    length, threads = 512, torch.get_num_threads()
     models = [
-        Llama(str(path), n_ctx=length, n_batch=length, logits_all=True, verbose=False)
+        Llama(
+            str(path), n_ctx=length, n_batch=length, n_threads=threads, n_threads_batch=threads,
+            logits_all=True, verbose=False,
+        )
         for path in files
-    ]
+    ]  # fmt: skip
     tokenizer = HfTokenizer.from_folder(folder, models[0].n_vocab())
     windows = held_out_windows(None, tokenizer, length, num_windows).ids
     found = np.zeros((len(files) - 1, len(windows)))

@@ -45,6 +45,8 @@ from localgen.quant.request.gguf_types import GGUF_TYPES
 from localgen.quant.request.request import QuantizeRequest, default_output
 from localgen.quant.request.target import AUTO, GgufTarget
 
+# room for metadata about the importance matrix
+_IMATRIX_KEYS_BYTES = 1024
 # files measured for one target of loss; each takes a quantization and an evaluation
 _MAX_FILES = 3
 # a measured loss from here to the target is close enough
@@ -69,7 +71,7 @@ class MixedGgufJob:
         self.output = calibration.work_folder.out
         self._source: LayerwiseCheckpoint = prepared.source
         self.shape: FileShape = plan_file(self._source.folder, self._source.spec)
-        self._budget = _budget_bytes(self.shape, target)
+        self._budget = _tensor_budget(self.shape, target)
         assert prepared.windows is not None
         self._windows = prepared.windows
         self._probes = SensitivityProbes(
@@ -88,8 +90,8 @@ class MixedGgufJob:
     def report_estimate(self, on_event: OnEvent) -> None:
         """Emit the estimates of memory, disk and time. Raises DiskFull and OutOfMemory."""
         spec = self._source.spec
-        output = self._budget if self._budget is not None else estimate_gguf_bytes(spec, "Q8_0")
-        needed = output + estimate_gguf_bytes(spec, "F16")
+        output = None if self._budget is None else self.shape.header_bytes + self._budget
+        needed = estimate_gguf_bytes(spec, "F16") + (output or estimate_gguf_bytes(spec, "Q8_0"))
         free = self.calibration.free_disk_bytes()
         if needed > free:
             raise DiskFull(
@@ -105,7 +107,7 @@ class MixedGgufJob:
                 description=f"types chosen by loss for {self.target}",
                 output=str(self.output),
                 source_bytes=self._source.size_bytes,
-                output_bytes=self._budget,
+                output_bytes=output,
                 states_bytes=0,
                 memory_bytes=self._estimated_bytes,
                 free_bytes=available_memory_bytes(),
@@ -204,9 +206,7 @@ class MixedGgufJob:
         if max_kl is not None:
             return fit_kl(self._options, max_kl)
         assert self._budget is not None
-        return fit_bytes(
-            self._options, self._budget - self.shape.header_bytes - self.shape.other_bytes
-        )
+        return fit_bytes(self._options, self._budget - self.shape.other_bytes)
 
     def _write(self, on_event: OnEvent) -> None:
         types = {
@@ -223,8 +223,8 @@ class MixedGgufJob:
             dataset_name=self._windows.source,
             on_event=on_event,
         )
-        size = self.output.stat().st_size
-        assert self._budget is None or size <= self._budget, (size, self._budget)
+        size, most = self.output.stat().st_size, self.target.size_bytes
+        assert most is None or size <= most, (size, most)
 
     def _mixture_event(self) -> MixtureEvent:
         types: dict[str, list[str]] = {}
@@ -263,8 +263,8 @@ def prepare_mixed_job(
     return job
 
 
-def _budget_bytes(shape: FileShape, target: GgufTarget) -> int | None:
-    """Most bytes of the file; None for a target of loss. Raises InvalidRequest if no file is as
+def _tensor_budget(shape: FileShape, target: GgufTarget) -> int | None:
+    """Most bytes of all tensors; None for a target of loss. Raises InvalidRequest if no file is as
     small."""
     if target.kl is not None:
         return None
@@ -272,13 +272,14 @@ def _budget_bytes(shape: FileShape, target: GgufTarget) -> int | None:
         min(map(group.num_bytes, group.types)) for group in shape.groups
     )
     if target.size_bytes is not None:
-        if target.size_bytes < shape.header_bytes + least:
+        header = shape.header_bytes + _IMATRIX_KEYS_BYTES
+        if target.size_bytes < header + least:
             raise InvalidRequest(
-                f"--target-size: the smallest file of this model has "
-                f"{shape.header_bytes + least:,} bytes, {target.size_bytes:,} are too few",
+                f"--target-size: the smallest file of this model has {header + least:,} bytes, "
+                f"{target.size_bytes:,} are too few",
                 param="target-size",
             )
-        return target.size_bytes
+        return target.size_bytes - header
     assert target.bits_per_weight is not None
     budget = int(target.bits_per_weight * shape.num_weights / 8)
     if budget < least:
@@ -287,7 +288,7 @@ def _budget_bytes(shape: FileShape, target: GgufTarget) -> int | None:
             f" bits per weight, {target.bits_per_weight:g} are too few",
             param="target-bpw",
         )
-    return shape.header_bytes + budget
+    return budget
 
 
 def _file_type(mixture: Mixture) -> str:
