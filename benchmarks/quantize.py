@@ -1,6 +1,6 @@
 """Measure seconds per layer and peak memory of `localgen quantize`, next to its own estimate.
 
-python -m benchmarks.quantize [--quick] [--methods rtn,awq,gptq] [--layers 2]
+python -m benchmarks.quantize [--quick] [--methods rtn,awq,gptq,gguf-auto] [--layers 2]
 
 The model is random, of Llama-3.2-1B's shape, in bfloat16: time and memory do not depend on the
 weights, and the result is not evaluated. All layers have the same size: two are enough for the time
@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from localgen.machine.python_process import python_command, python_environment
 from localgen.quant.files.safetensors_writer import StreamedTensor, write_safetensors
 
 _METHODS = "rtn,fp8,awq,gptq"
+_MIXED = "gguf-auto"
 _PIECE_ROWS = 4096
 _QUICK = ("--samples", "4", "--seq-len", "64")
 
@@ -37,6 +39,7 @@ _QUICK = ("--samples", "4", "--seq-len", "64")
 class QuantizeFigures:
     """Figures of a run of `localgen quantize`.
 
+    estimated_layer_s: said before the run; None for methods that say none.
     peak_bytes: peak resident memory of the process, from the command's report. The parent cannot
     measure it, because a child's maximum is never below the parent's.
     """
@@ -46,6 +49,7 @@ class QuantizeFigures:
     layer_s: float
     peak_bytes: int
     estimated_bytes: int
+    estimated_layer_s: float | None = None
 
     @property
     def row(self) -> str:
@@ -83,20 +87,37 @@ def main() -> None:
 
 def measured(method: str, model: Path, more: tuple[str, ...]) -> QuantizeFigures:
     """Run `localgen quantize` in a separate process. Raises RuntimeError if it fails."""
-    out = model.with_name(f"{model.name}-{method}")
-    asked = [str(model), f"--{method}", "--out", str(out), "--no-eval", "--json", *more]
+    is_mixed = method == _MIXED
+    out = model.with_name(f"{model.name}-{method}" + (".gguf" if is_mixed else ""))
+    options = ["--gguf", "auto", "--target-bpw", "4"] if is_mixed else [f"--{method}"]
+    asked = [str(model), *options, "--out", str(out), "--no-eval", "--json", *more]
     command = python_command("localgen.cli.main", "quantize", *asked)
     ran = subprocess.run(command, env=python_environment(), stdout=subprocess.PIPE, check=False)
     shutil.rmtree(out, ignore_errors=True)
     if ran.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with status {ran.returncode}")
     record = json.loads(ran.stdout)
+    if is_mixed:
+        return _mixed_figures(record["mixture"])
     return QuantizeFigures(
         method=method,
         layers=record["layers"],
         layer_s=record["layer_s"],
         peak_bytes=record["peak_bytes"],
         estimated_bytes=round(record["estimated_bytes"]),
+    )
+
+
+def _mixed_figures(mixture: dict[str, Any]) -> QuantizeFigures:
+    """A layer's time is that of the probes, without the importance matrix and the file."""
+    layers = len(mixture["types"]["attn_q"])
+    return QuantizeFigures(
+        method=_MIXED,
+        layers=layers,
+        layer_s=mixture["probes_s"] / layers,
+        peak_bytes=mixture["peak_bytes"],
+        estimated_bytes=mixture["estimated_bytes"],
+        estimated_layer_s=mixture["estimated_s"] / layers,
     )
 
 

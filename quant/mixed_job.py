@@ -45,6 +45,8 @@ from localgen.quant.request.gguf_types import GGUF_TYPES
 from localgen.quant.request.request import QuantizeRequest, default_output
 from localgen.quant.request.target import AUTO, GgufTarget
 
+# room for metadata about the importance matrix
+_IMATRIX_KEYS_BYTES = 1024
 # files measured for one target of loss; each takes a quantization and an evaluation
 _MAX_FILES = 3
 # a measured loss from here to the target is close enough
@@ -69,7 +71,7 @@ class MixedGgufJob:
         self.output = calibration.work_folder.out
         self._source: LayerwiseCheckpoint = prepared.source
         self.shape: FileShape = plan_file(self._source.folder, self._source.spec)
-        self._budget = _budget_bytes(self.shape, target)
+        self._budget = _tensor_budget(self.shape, target)
         assert prepared.windows is not None
         self._windows = prepared.windows
         self._probes = SensitivityProbes(
@@ -83,12 +85,13 @@ class MixedGgufJob:
         self._mixture: Mixture = {}
         self._measured: list[_MeasuredFile] = []
         self._estimated_bytes = 0
+        self._estimated_s = self._probes_s = 0.0
 
     def report_estimate(self, on_event: OnEvent) -> None:
         """Emit the estimates of memory, disk and time. Raises DiskFull and OutOfMemory."""
         spec = self._source.spec
-        output = self._budget if self._budget is not None else estimate_gguf_bytes(spec, "Q8_0")
-        needed = output + estimate_gguf_bytes(spec, "F16")
+        output = None if self._budget is None else self.shape.header_bytes + self._budget
+        needed = estimate_gguf_bytes(spec, "F16") + (output or estimate_gguf_bytes(spec, "Q8_0"))
         free = self.calibration.free_disk_bytes()
         if needed > free:
             raise DiskFull(
@@ -104,7 +107,7 @@ class MixedGgufJob:
                 description=f"types chosen by loss for {self.target}",
                 output=str(self.output),
                 source_bytes=self._source.size_bytes,
-                output_bytes=self._budget,
+                output_bytes=output,
                 states_bytes=0,
                 memory_bytes=self._estimated_bytes,
                 free_bytes=available_memory_bytes(),
@@ -120,14 +123,14 @@ class MixedGgufJob:
         self._report_time(on_event)
 
     def _report_time(self, on_event: OnEvent) -> None:
-        probes_s, pass_s = self._probes.estimate_s()
+        self._estimated_s, pass_s = self._probes.estimate_s()
         passes = 2 * self._source.spec.num_layers  # once for the statistics
         calibration_s = passes * pass_s * self._windows.ids.numel() / self._probes.num_probe_tokens
         on_event(
             NoteEvent(
-                f"about {format_elapsed(calibration_s)} for the importance matrix, and "
-                f"{format_elapsed(probes_s)} to measure {self._probes.num_groups} groups of "
-                f"tensors on {self._probes.num_probe_tokens:,} tokens"
+                f"about {format_elapsed(calibration_s)} for the importance matrix and "
+                f"{format_elapsed(self._estimated_s)} to measure {self._probes.num_groups} groups "
+                f"of tensors on {self._probes.num_probe_tokens:,} tokens"
             )
         )
 
@@ -142,13 +145,13 @@ class MixedGgufJob:
         started_s = time.monotonic()
         with job.reporting_interruption(on_event, self._stopped_event):
             losses = self._probes.run(on_event)
-            probes_s = time.monotonic() - started_s
+            self._probes_s = time.monotonic() - started_s
             self._options = {
                 group.name: losses[group.name].options(group) for group in self.shape.groups
             }
             self._mixture = self._choose_mixture(self.target.kl)
             self._write(on_event)
-        on_event(self._mixture_event(probes_s))
+        on_event(self._mixture_event())
         if self.target.kl is None:
             job.work_folder.remove()
         return FinishedEvent(str(self.output))
@@ -172,7 +175,7 @@ class MixedGgufJob:
         if following is not None:
             self._mixture = following
             self._write(on_event)
-            on_event(self._mixture_event(None))
+            on_event(self._mixture_event())
             return True
         self.calibration.work_folder.remove()
         if measured_kl > self.target.kl:
@@ -203,9 +206,7 @@ class MixedGgufJob:
         if max_kl is not None:
             return fit_kl(self._options, max_kl)
         assert self._budget is not None
-        return fit_bytes(
-            self._options, self._budget - self.shape.header_bytes - self.shape.other_bytes
-        )
+        return fit_bytes(self._options, self._budget - self.shape.other_bytes)
 
     def _write(self, on_event: OnEvent) -> None:
         types = {
@@ -222,10 +223,10 @@ class MixedGgufJob:
             dataset_name=self._windows.source,
             on_event=on_event,
         )
-        size = self.output.stat().st_size
-        assert self._budget is None or size <= self._budget, (size, self._budget)
+        size, most = self.output.stat().st_size, self.target.size_bytes
+        assert most is None or size <= most, (size, most)
 
-    def _mixture_event(self, probes_s: float | None) -> MixtureEvent:
+    def _mixture_event(self) -> MixtureEvent:
         types: dict[str, list[str]] = {}
         for group in self.shape.groups:
             types.setdefault(group.role, []).append(self._mixture[group.name].type_name)
@@ -234,7 +235,8 @@ class MixedGgufJob:
             size_bytes=self.output.stat().st_size,
             predicted_kl=total_kl(self._mixture),
             types=types,
-            probes_s=probes_s,
+            probes_s=self._probes_s,
+            estimated_s=self._estimated_s,
             peak_bytes=peak_memory_bytes(),
             estimated_bytes=self._estimated_bytes,
         )
@@ -261,8 +263,8 @@ def prepare_mixed_job(
     return job
 
 
-def _budget_bytes(shape: FileShape, target: GgufTarget) -> int | None:
-    """Most bytes of the file; None for a target of loss. Raises InvalidRequest if no file is as
+def _tensor_budget(shape: FileShape, target: GgufTarget) -> int | None:
+    """Most bytes of all tensors; None for a target of loss. Raises InvalidRequest if no file is as
     small."""
     if target.kl is not None:
         return None
@@ -270,13 +272,14 @@ def _budget_bytes(shape: FileShape, target: GgufTarget) -> int | None:
         min(map(group.num_bytes, group.types)) for group in shape.groups
     )
     if target.size_bytes is not None:
-        if target.size_bytes < shape.header_bytes + least:
+        header = shape.header_bytes + _IMATRIX_KEYS_BYTES
+        if target.size_bytes < header + least:
             raise InvalidRequest(
-                f"--target-size: the smallest file of this model has "
-                f"{shape.header_bytes + least:,} bytes, {target.size_bytes:,} are too few",
+                f"--target-size: the smallest file of this model has {header + least:,} bytes, "
+                f"{target.size_bytes:,} are too few",
                 param="target-size",
             )
-        return target.size_bytes
+        return target.size_bytes - header
     assert target.bits_per_weight is not None
     budget = int(target.bits_per_weight * shape.num_weights / 8)
     if budget < least:
@@ -285,7 +288,7 @@ def _budget_bytes(shape: FileShape, target: GgufTarget) -> int | None:
             f" bits per weight, {target.bits_per_weight:g} are too few",
             param="target-bpw",
         )
-    return shape.header_bytes + budget
+    return budget
 
 
 def _file_type(mixture: Mixture) -> str:

@@ -269,11 +269,11 @@ def _print_mixture(mixture: MixtureEvent) -> None:
     width = max(map(len, mixture.types))
     for role, types in mixture.types.items():
         tables.print_notice(f"  {role:{width}}  {_by_layer(types)}")
-    if mixture.probes_s is not None:
-        tables.print_notice(
-            f"measured in {format_elapsed(mixture.probes_s)}, peak memory "
-            f"{format_size(mixture.peak_bytes)} (estimated {format_size(mixture.estimated_bytes)})"
-        )
+    tables.print_notice(
+        f"groups measured in {format_elapsed(mixture.probes_s)} (estimated "
+        f"{format_elapsed(mixture.estimated_s)}), peak memory {format_size(mixture.peak_bytes)} "
+        f"(estimated {format_size(mixture.estimated_bytes)})"
+    )
 
 
 def _by_layer(types: Sequence[str]) -> str:

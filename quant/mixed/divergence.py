@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from localgen.backends.formats.architecture.model_spec import ModelSpec
+from localgen.quant.calibrate.input_stats import reduced_precision_matmul
 from localgen.quant.calibrate.layer_forward import compute_logits
 from localgen.quant.files.layerwise_checkpoint import LayerwiseCheckpoint
 
@@ -24,16 +26,24 @@ def head_bytes(spec: ModelSpec) -> int:
 
 
 class ReferenceDistribution:
-    """The original's distributions after each token. hidden: output of its last layer, float32
-    [tokens, hidden]."""
+    """The original's distributions after each token.
+
+    hidden: output of its last layer, float32 [tokens, hidden]. dtype: that of the layers'
+    multiplications; if it is bfloat16, those with the head are rounded too where that is faster.
+    """
 
     def __init__(
-        self, source: LayerwiseCheckpoint, hidden: Tensor, device: torch.device | str = "cpu"
+        self,
+        source: LayerwiseCheckpoint,
+        hidden: Tensor,
+        device: torch.device | str,
+        dtype: torch.dtype,
     ) -> None:
         self._source, self._hidden, self._device = source, hidden, device
         self._spec: ModelSpec = source.spec
         tied = self._spec.tied_embeddings
         self._head_name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+        self._is_rounded = dtype is torch.bfloat16
         self._norm = source.read("model.norm.weight").to(device).float()
         self._log_sums = torch.full((len(hidden),), -torch.inf, dtype=torch.float64)
         for weight in self._head_slices():
@@ -65,7 +75,9 @@ class ReferenceDistribution:
         ]
 
     def _logits(self, hidden: Tensor, block: slice, weight: Tensor) -> Tensor:
-        return compute_logits(self._spec, self._norm, weight, hidden[block].to(self._device))
+        states = hidden[block].to(self._device)
+        with reduced_precision_matmul() if self._is_rounded else nullcontext():
+            return compute_logits(self._spec, self._norm, weight, states)
 
     def _head_slices(self) -> Iterator[Tensor]:
         for first in range(0, self._spec.vocab_size, _SLICE_ROWS):

@@ -24,7 +24,7 @@ WEIGHED_TYPES = (
 _NEED_IMATRIX = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS")
 UNWEIGHED_TYPES = tuple(name for name in WEIGHED_TYPES if name not in _NEED_IMATRIX)
 # rows of one call, so that threads share a matrix
-_CHUNK_VALUES = 1 << 19
+_CHUNK_VALUES = 1 << 18
 _THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

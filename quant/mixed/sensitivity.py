@@ -68,7 +68,8 @@ def probe_type(group: TensorGroup) -> str:
 class SensitivityProbes:
     """Probes of all groups, one layer in memory at a time; finished layers are kept in files.
 
-    windows: int64 [windows, length]. folder: has the importance of all layers.
+    windows: int64 [windows, length], of which num_tokens tokens are used. folder: has the
+    importance of all layers.
     """
 
     def __init__(
@@ -78,12 +79,13 @@ class SensitivityProbes:
         windows: Tensor,
         folder: WorkFolder,
         device: torch.device,
+        num_tokens: int = PROBE_TOKENS,
     ) -> None:
         self._source, self._folder, self._device = source, folder, device
         self._layers: dict[int | None, list[TensorGroup]] = {}
         for group in groups:
             self._layers.setdefault(group.layer, []).append(group)
-        self._ids = probe_windows(windows)
+        self._ids = probe_windows(windows, num_tokens)
         spec = source.spec
         self._dtype = calibration_dtype(device, spec.hidden_size)
         self._forward = LayerForward(spec, windows.shape[1], device, self._dtype)
@@ -140,7 +142,7 @@ class SensitivityProbes:
         hidden = self._run_layer(0, cast, hidden)
         pass_s = scale * (time.monotonic() - started_s)
         started_s = time.monotonic()
-        ReferenceDistribution(self._source, hidden.flatten(0, 1), self._device)
+        ReferenceDistribution(self._source, hidden.flatten(0, 1), self._device, self._dtype)
         head_s = scale * (time.monotonic() - started_s)
         started_s = time.monotonic()
         group = next(iter(self._layers[0]))
@@ -252,7 +254,7 @@ class SensitivityProbes:
 
     @cached_property
     def _reference(self) -> ReferenceDistribution:
-        return ReferenceDistribution(self._source, self._final_hidden, self._device)
+        return ReferenceDistribution(self._source, self._final_hidden, self._device, self._dtype)
 
     @property
     def _final_hidden(self) -> Tensor:
@@ -305,9 +307,9 @@ class SensitivityProbes:
         return {name: GroupLoss(**loss) for name, loss in record.items()}
 
 
-def probe_windows(windows: Tensor) -> Tensor:
-    """Windows of PROBE_TOKENS tokens at most, one at least, evenly spaced."""
-    count = min(len(windows), max(1, PROBE_TOKENS // windows.shape[1]))
+def probe_windows(windows: Tensor, num_tokens: int) -> Tensor:
+    """Windows of num_tokens tokens at most, one at least, evenly spaced."""
+    count = min(len(windows), max(1, num_tokens // windows.shape[1]))
     return windows[torch.arange(count) * len(windows) // count]
 
 

@@ -164,15 +164,16 @@ class MixtureEvent:
 
     target: in words. predicted_kl: KL divergence from the original on the calibration text, in
     nats. types: by role, of all layers in order, or one outside of layers. probes_s: seconds that
-    the measurement of the groups took; None for a later file of the same run. peak_bytes,
-    estimated_bytes: as in FinishedEvent.
+    the measurement of the groups took in this process; estimated_s: of all groups, said before.
+    peak_bytes, estimated_bytes: as in FinishedEvent.
     """
 
     target: str
     size_bytes: int
     predicted_kl: float
     types: dict[str, list[str]]
-    probes_s: float | None
+    probes_s: float
+    estimated_s: float
     peak_bytes: int
     estimated_bytes: int
 

@@ -1,0 +1,252 @@
+"""KL divergence of `localgen quantize --gguf auto` and of llama.cpp's types at the same size.
+
+python -m benchmarks.mixed_gguf [--model tiny|smollm2|smollm2-wide] [--types Q2_K,IQ3_M]
+
+For each type of llama.cpp a file with chosen types is made that is not larger, with the same
+importance matrix. Both are compared with the 16-bit file on held-out text in llama.cpp. Intervals
+are of the mean difference per window, from a paired bootstrap over windows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import torch
+from llama_cpp import Llama
+from numpy.typing import NDArray
+
+from benchmarks.measure import RESULTS, command, machine, table, versions
+from benchmarks.model_folders import NAMES, model_folder
+from localgen.backends.formats.hf.tokenizer import HfTokenizer
+from localgen.quant.calibrate.text_windows import held_out_windows
+from localgen.quant.gguf.requantize import make_gguf
+from localgen.quant.job import QuantizeJob
+from localgen.quant.mixed.groups import FileShape, plan_file
+from localgen.quant.mixed.search import Mixture, Options, fit_bytes, total_kl
+from localgen.quant.mixed.sensitivity import PROBE_TOKENS, SensitivityProbes
+from localgen.quant.preflight import PreparedQuantization, prepare_quantization
+from localgen.quant.request.events import ProgressEvent, QuantizeEvent
+from localgen.quant.request.recipe import CalibrationConfig
+from localgen.quant.request.request import GGUF_CALIBRATION_RECIPE
+
+Array = NDArray[np.float64]
+# near 2.6, 3.0, 3.4, 3.9 and 4.5 bits per weight, where two are as near the better known one; rows
+# of 576 values, as smollm2 has, fall back to types of 4.5 bits and more
+TYPES = {
+    "tiny": "IQ2_XXS,IQ2_S,Q2_K_S,IQ3_XS,Q3_K_M,IQ4_XS",
+    "smollm2": "IQ2_M,Q3_K_S,IQ4_XS,Q4_K_M",
+    "smollm2-wide": "IQ2_XXS,IQ2_XS,Q2_K_S,IQ3_XS,Q3_K_M,IQ4_XS",
+}
+_RESAMPLES = 10_000
+_INTERVAL = (2.5, 97.5)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A type of llama.cpp and the file with chosen types that is not larger.
+
+    stock_kl, auto_kl: mean KL divergence from the 16-bit file, in nats. low, high: 95 % interval of
+    auto_kl - stock_kl. predicted_kl: of the chosen types, on the calibration text.
+    """
+
+    stock: str
+    bits_per_weight: float
+    stock_bytes: int
+    auto_bytes: int
+    stock_kl: float
+    auto_kl: float
+    low: float
+    high: float
+    predicted_kl: float
+    types: dict[str, list[str]]
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        change = self.auto_kl / self.stock_kl - 1
+        return (
+            self.stock,
+            f"{self.bits_per_weight:.2f}",
+            f"{self.auto_bytes / self.stock_bytes - 1:+.2%}",
+            f"{1e3 * self.stock_kl:.1f}",
+            f"{1e3 * self.auto_kl:.1f} ({change:+.0%})",
+            f"{1e3 * self.low:+.1f} to {1e3 * self.high:+.1f}",
+            f"{1e3 * self.predicted_kl:.1f}",
+        )
+
+
+HEAD = ("type", "bits/weight", "size", "KL", "KL of auto", "95 % interval", "predicted")
+
+
+class MeasuredModel:
+    """A model folder with its importance matrix, and the measured loss of its groups."""
+
+    def __init__(self, folder: Path, place: Path, calibration: CalibrationConfig, tokens: int):
+        self.folder = folder
+        self.prepared: PreparedQuantization = prepare_quantization(
+            folder, GGUF_CALIBRATION_RECIPE, calibration, "cpu"
+        )
+        job = QuantizeJob(folder.name, self.prepared, place / "probes.gguf", mode="observe")
+        job.run(_print_progress, resume=True)
+        self.importance = job.input_importance()
+        self.shape: FileShape = plan_file(folder, self.prepared.source.spec)
+        assert self.prepared.windows is not None
+        probes = SensitivityProbes(
+            self.prepared.source,
+            self.shape.groups,
+            self.prepared.windows.ids,
+            job.work_folder,
+            self.prepared.device,
+            tokens,
+        )
+        losses = probes.run(_print_progress)
+        self.options: Options = {
+            group.name: losses[group.name].options(group) for group in self.shape.groups
+        }
+
+    def write(self, target: Path, file_type: str, mixture: Mixture | None = None) -> None:
+        """Write a file of a type of llama.cpp, or with chosen types."""
+        types = {
+            tensor: mixture[group.name].type_name
+            for group in self.shape.groups
+            if mixture is not None
+            for tensor, _, _ in group.tensors
+        }
+        make_gguf(self.folder, target, file_type, types=types, imatrix=self.importance)
+
+    def fit(self, size_bytes: int) -> Mixture:
+        """Chosen types for a file of this size."""
+        fixed = self.shape.header_bytes + self.shape.other_bytes
+        return fit_bytes(self.options, size_bytes - fixed)
+
+    def types_by_role(self, mixture: Mixture) -> dict[str, list[str]]:
+        types: dict[str, list[str]] = {}
+        for group in self.shape.groups:
+            types.setdefault(group.role, []).append(mixture[group.name].type_name)
+        return types
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.mixed_gguf", description=__doc__)
+    parser.add_argument("--model", choices=NAMES, default="tiny")
+    parser.add_argument("--types", help="types of llama.cpp, separated by commas")
+    parser.add_argument("--samples", type=int, default=128, help="calibration sequences")
+    parser.add_argument("--seq-len", type=int, default=512, help="tokens of a sequence")
+    parser.add_argument("--probe-tokens", type=int, default=PROBE_TOKENS)
+    parser.add_argument("--windows", type=int, default=48, help="windows of held-out text")
+    parser.add_argument("--work", type=Path, help="folder whose unfinished run is continued")
+    parser.add_argument("--output", type=Path, help="result file")
+    asked = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as temporary:
+        place = asked.work or Path(temporary)
+        place.mkdir(exist_ok=True)
+        calibration = CalibrationConfig(samples=asked.samples, seq_len=asked.seq_len)
+        folder = model_folder(asked.model, place)
+        model = MeasuredModel(folder, place, calibration, asked.probe_tokens)
+        found = compared(
+            model, (asked.types or TYPES[asked.model]).split(","), place, asked.windows
+        )
+    print(table(HEAD, [one.cells for one in found]))
+    record = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "versions": versions(),
+        "commands": [command("benchmarks.mixed_gguf", arguments)],
+        "model": asked.model,
+        "windows": asked.windows,
+        "comparisons": [asdict(one) for one in found],
+    }
+    path = asked.output or RESULTS / f"mixed-gguf-{asked.model}-{datetime.now(UTC):%Y%m%d}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(f"written to {path}", file=sys.stderr)
+
+
+def compared(
+    model: MeasuredModel, types: Sequence[str], place: Path, num_windows: int
+) -> list[Comparison]:
+    """Write all files and compare them."""
+    wide = place / "16bit.gguf"
+    model.write(wide, "F16")
+    files, mixtures = [wide], {}
+    for name in types:
+        stock, auto = place / f"{name}.gguf", place / f"auto-{name}.gguf"
+        model.write(stock, name)
+        mixtures[name] = model.fit(stock.stat().st_size)
+        model.write(auto, "Q4_K_M", mixtures[name])
+        files += [stock, auto]
+    kls = window_kls(model.folder, files, num_windows)
+    found = []
+    for index, name in enumerate(types):
+        stock, auto = files[2 * index + 1 : 2 * index + 3]
+        low, high = bootstrap_interval(kls[2 * index + 1] - kls[2 * index])
+        bits = 8 * (stock.stat().st_size - model.shape.header_bytes) / model.shape.num_weights
+        found.append(
+            Comparison(
+                name, bits, stock.stat().st_size, auto.stat().st_size,
+                float(kls[2 * index].mean()), float(kls[2 * index + 1].mean()), low, high,
+                total_kl(mixtures[name]), model.types_by_role(mixtures[name]),
+            )
+        )  # fmt: skip
+    return found
+
+
+def window_kls(folder: Path, files: Sequence[Path], num_windows: int) -> Array:
+    """Mean KL divergence from the first file's distributions in each window of the held-out text:
+    [other files, windows], in nats."""
+    length, threads = 512, torch.get_num_threads()
+    models = [
+        Llama(
+            str(path), n_ctx=length, n_batch=length, n_threads=threads, n_threads_batch=threads,
+            logits_all=True, verbose=False,
+        )
+        for path in files
+    ]  # fmt: skip
+    tokenizer = HfTokenizer.from_folder(folder, models[0].n_vocab())
+    windows = held_out_windows(None, tokenizer, length, num_windows).ids
+    found = np.zeros((len(files) - 1, len(windows)))
+    for index, ids in enumerate(windows.tolist()):
+        reference = _log_shares(models[0], ids)
+        shares = np.exp(reference)
+        for other, model in enumerate(models[1:]):
+            apart = (shares * (reference - _log_shares(model, ids))).sum(-1, dtype=np.float64)
+            found[other, index] = apart.mean()
+        _print_progress(ProgressEvent("comparing", index + 1, len(windows), "steps"))
+    for model in models:
+        with closing(model):
+            pass
+    return found
+
+
+def _log_shares(model: Llama, ids: list[int]) -> NDArray[np.float32]:
+    """Log probabilities of the next tokens, [tokens, vocab]."""
+    model.reset()  # type: ignore[no-untyped-call]
+    model.eval(ids)
+    logits = np.array(model.scores[: len(ids)], np.float32)
+    logits -= logits.max(-1, keepdims=True)
+    found: NDArray[np.float32] = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    return found
+
+
+def bootstrap_interval(differences: Array) -> tuple[float, float]:
+    """95 % interval of the mean, by resampling windows."""
+    random = np.random.default_rng(0)
+    drawn = random.integers(0, len(differences), (_RESAMPLES, len(differences)))
+    low, high = np.percentile(differences[drawn].mean(-1), _INTERVAL)
+    return float(low), float(high)
+
+
+def _print_progress(event: QuantizeEvent) -> None:
+    if isinstance(event, ProgressEvent):
+        print(f"{event.step}: {event.done} of {event.total}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

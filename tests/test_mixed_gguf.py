@@ -1,0 +1,239 @@
+"""`--gguf auto`: types by measured loss, exact sizes, targets, resuming, rejected options."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hf_folders import TINY
+
+pytest.importorskip("torch")
+pytest.importorskip("tokenizers")
+
+import gguf
+import torch
+from llama_files import LlamaFile
+from transformers import AutoModelForCausalLM
+
+from localgen.backends.formats.hf.config import read_hf_config
+from localgen.cli import errors
+from localgen.cli.main import run_command_line
+from localgen.quant.gguf.requantize import make_gguf
+from localgen.quant.job import QuantizeJob
+from localgen.quant.mixed import sensitivity
+from localgen.quant.mixed.ggml_rounding import UNWEIGHED_TYPES, round_trip
+from localgen.quant.mixed.groups import plan_file
+from localgen.quant.mixed.sensitivity import SensitivityProbes
+from localgen.quant.mixed_job import MixedGgufJob
+from localgen.quant.preflight import prepare_quantization
+from localgen.quant.request.events import MixtureEvent, NoteEvent, ProgressEvent, QuantizeEvent
+from localgen.quant.request.recipe import CalibrationConfig
+from localgen.quant.request.request import GGUF_CALIBRATION_RECIPE
+from localgen.quant.request.target import GgufTarget
+
+INVALID = errors.EXIT_STATUS_BY_CODE["invalid_request"]
+CALIBRATION = CalibrationConfig(samples=6, seq_len=32)
+QUICK = ("--samples", "4", "--seq-len", "64", "--eval-samples", "2")
+
+
+@pytest.fixture(autouse=True)
+def few_values(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Errors from few rows, which takes seconds, in a folder without a server."""
+    monkeypatch.setattr(sensitivity, "_SAMPLED_VALUES", 1 << 11)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LOCALGEN_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setattr("localgen.quant.run.measure_tokens_per_s", lambda path: None)
+
+
+def mixed_job_of(target: GgufTarget, out: Path) -> MixedGgufJob:
+    ready = prepare_quantization(TINY, GGUF_CALIBRATION_RECIPE, CALIBRATION, "cpu")
+    return MixedGgufJob(target, QuantizeJob("tiny", ready, out, mode="observe"))
+
+
+def test_size_of_a_file_is_known_before(tmp_path: Path) -> None:
+    shape = plan_file(TINY, read_hf_config(TINY))
+    draw = random.Random(0)
+    chosen = {
+        group.name: draw.choice([name for name in group.types if name in UNWEIGHED_TYPES])
+        for group in shape.groups
+    }
+    types = {name: chosen[group.name] for group in shape.groups for name, _, _ in group.tensors}
+    make_gguf(TINY, tmp_path / "m.gguf", "Q8_0", types=types)
+    size = sum(group.num_bytes(chosen[group.name]) for group in shape.groups)
+    expected = shape.header_bytes + shape.other_bytes + size
+    assert (tmp_path / "m.gguf").stat().st_size == expected
+    written = {one.name: one.tensor_type.name for one in gguf.GGUFReader("m.gguf").tensors}
+    assert {name: written[name] for name in types} == types
+    assert shape.num_weights == sum(one.n_elements for one in gguf.GGUFReader("m.gguf").tensors)
+
+
+@pytest.mark.parametrize("type_name", ["IQ2_XS", "IQ3_S", "Q3_K", "Q4_1", "Q6_K"])
+def test_rounding_is_that_of_the_file(type_name: str, tmp_path: Path) -> None:
+    names = [f"blk.{i}.ffn_up.weight" for i in range(6)]
+    ffn_up = "model.layers.{}.mlp.up_proj"
+    squares = np.random.default_rng(0).random(256, np.float32)
+    importance = {ffn_up.format(i): (squares * 8, 8) for i in range(6)}
+    make_gguf(
+        TINY, tmp_path / "m.gguf", "Q8_0", types=dict.fromkeys(names, type_name),
+        imatrix=importance,
+    )  # fmt: skip
+    tensors = {one.name: one for one in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    stored = tensors[names[3]]
+    expected = gguf.dequantize(stored.data, stored.tensor_type)
+    model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    weight = model.model.layers[3].mlp.up_proj.weight.detach().numpy()
+    assert np.array_equal(round_trip(weight, type_name, squares), expected)
+
+
+@pytest.mark.parametrize("group", ["blk.1.attn_q", "blk.4.ffn_up", "token_embd"])
+def test_probe_is_the_loss_of_the_whole_model(group: str, tmp_path: Path) -> None:
+    """Against transformers, with the group's weights rounded in the whole model."""
+    job = mixed_job_of(GgufTarget(bits_per_weight=4), tmp_path / "m.gguf")
+    calibration = job.calibration
+    calibration.run(lambda event: None, resume=False)
+    prepared = calibration.prepared
+    assert prepared.windows is not None
+    probes = SensitivityProbes(
+        prepared.source,
+        job.shape.groups,
+        prepared.windows.ids,
+        calibration.work_folder,
+        prepared.device,
+    )
+    measured = probes.run(lambda event: None)[group]
+    changed = {
+        "blk.1.attn_q": ["model.layers.1.self_attn.q_proj"],
+        "blk.4.ffn_up": ["model.layers.4.mlp.gate_proj", "model.layers.4.mlp.up_proj"],
+        "token_embd": ["model.embed_tokens"],
+    }[group]
+    importance = calibration.input_importance()
+    ids = prepared.windows.ids
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+        before = model(ids).logits.log_softmax(-1)
+        for name in changed:
+            squares, count = importance.get(name, (None, 1))
+            weight = model.get_submodule(name).weight
+            kept = round_trip(
+                weight.numpy().copy(), measured.probe_type,
+                None if squares is None else squares / count,
+            )  # fmt: skip
+            weight.copy_(torch.from_numpy(kept))
+        after = model(ids).logits.log_softmax(-1)
+    expected = float((before.exp() * (before - after)).sum(-1).mean())
+    # embeddings are rounded to the model's bfloat16 after the probe type
+    assert measured.kl == pytest.approx(expected, rel=0.02 if group == "token_embd" else 1e-3)
+
+
+class Stopped(Exception):
+    pass
+
+
+def test_resumed_run_keeps_finished_groups(tmp_path: Path) -> None:
+    target = GgufTarget(bits_per_weight=3.2)
+    whole, again = tmp_path / "whole.gguf", tmp_path / "again.gguf"
+    mixed_job_of(target, whole).run(lambda event: None, resume=False)
+
+    def stop(event: QuantizeEvent) -> None:
+        if isinstance(event, ProgressEvent) and event.unit == "steps" and event.done > 12:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        mixed_job_of(target, again).run(stop, resume=False)
+    seen: list[int] = []
+
+    def note(event: QuantizeEvent) -> None:
+        if isinstance(event, ProgressEvent) and event.step == "measuring sensitivity":
+            seen.append(event.done)
+
+    mixed_job_of(target, again).run(note, resume=True)
+    assert seen[0] == 13
+    assert seen[-1] == 37
+    assert again.read_bytes() == whole.read_bytes()
+    assert not (tmp_path / "again.gguf.partial").exists()
+
+
+def test_targets_of_size_and_bits(
+    tmp_path: Path, open_model: Callable[..., LlamaFile], capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = ("--target-size", "2300K", "--out", "a.gguf", "--json")
+    assert run_command_line(["quantize", "tiny", "--gguf", "auto", *size, *QUICK]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["models"][1]["size_bytes"] <= (tmp_path / "a.gguf").stat().st_size
+    assert 0.99 * 2300 * 1024 < (tmp_path / "a.gguf").stat().st_size <= 2300 * 1024
+    assert record["mixture"]["predicted_kl"] > 0
+    assert len(record["mixture"]["types"]["attn_v"]) == 6
+    assert open_model(tmp_path / "a.gguf").greedy("Once upon a time")
+    bits = ("--target-bpw", "3.0", "--no-eval", *QUICK[:4])
+    assert run_command_line(["quantize", "tiny", "--gguf", "AUTO", *bits]) == 0
+    out, err = capsys.readouterr()
+    row = out.splitlines()[2].split()
+    assert row[0] == "tiny-auto-3bpw.gguf"
+    assert 2.97 < float(row[3]) <= 3.0
+    assert "types by layer" in err
+
+
+def test_loss_that_misses_is_corrected(tmp_path: Path) -> None:
+    """Losses that are measured at half more than predicted: the second file meets the target."""
+    job = mixed_job_of(GgufTarget(kl=0.2), tmp_path / "m.gguf")
+    seen: list[QuantizeEvent] = []
+    job.run(seen.append, resume=False)
+    first = predicted(seen)
+    assert first <= 0.2
+    assert job.correct(1.5 * first, seen.append)
+    second = predicted(seen)
+    assert 1.5 * second <= 0.2
+    assert not job.correct(1.5 * second, seen.append)
+    assert not (tmp_path / "m.gguf.partial").exists()
+    assert not any("missed" in one.text for one in seen if isinstance(one, NoteEvent))
+
+
+def test_loss_that_no_file_meets_is_said(tmp_path: Path) -> None:
+    job = mixed_job_of(GgufTarget(kl=0.2), tmp_path / "m.gguf")
+    seen: list[QuantizeEvent] = []
+    job.run(seen.append, resume=False)
+    rewritten = 0
+    # files get larger, but are measured no better
+    while job.correct(0.5 + 0.01 * rewritten, seen.append):
+        rewritten += 1
+        assert rewritten < 6
+    assert "is missed: this is the best of" in seen[-1].text  # type: ignore[union-attr]
+    # the first one was measured best
+    assert predicted(seen) == pytest.approx(
+        next(one for one in seen if isinstance(one, MixtureEvent)).predicted_kl
+    )
+
+
+def predicted(seen: list[QuantizeEvent]) -> float:
+    return [one for one in seen if isinstance(one, MixtureEvent)][-1].predicted_kl
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--target-bpw", "3"], "--target-bpw goes with --gguf auto"),
+        (["--gguf", "Q4_K_M", "--target-kl", "0.1"], "--target-kl goes with --gguf auto"),
+        (
+            ["--gguf", "auto", "--target-size", "3M", "--target-kl", "0.1"],
+            "--target-size and --target-kl exclude each other",
+        ),
+        (["--gguf", "auto", "--target-bpw", "1"], "has 1.77 bits per weight, 1 are too few"),
+        (["--gguf", "auto", "--target-size", "1M"], "the smallest file of this model has 1,4"),
+        (["--gguf", "auto", "--target-size", "big"], "--target-size=big: give a size such as"),
+        (["--gguf", "auto", "--target-bpw", "nan"], "--target-bpw nan: give a number above 0"),
+        (["--gguf", "auto", "--target-kl", "0"], "--target-kl 0: give a number above 0"),
+        (["--gguf", "auto", "--awq"], "--awq and --gguf auto exclude each other"),
+        (["--gguf", "auto", "--target-kl", "0.1", "--no-eval"], "leave out --no-eval"),
+    ],
+)
+def test_wrong_options_are_one_line(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command_line(["quantize", "tiny", *options]) == INVALID
+    err = capsys.readouterr().err.strip()
+    assert message in err
+    assert "\n" not in err
