@@ -68,6 +68,7 @@ ASKING = {
 }
 OTHERS = {
     *(
+        "adapter",
         "bench",
         "cluster",
         "completion",

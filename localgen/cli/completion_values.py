@@ -74,6 +74,11 @@ def complete_preset(incomplete: str) -> list[str]:
     return _filter_by_prefix(incomplete, _own_names("presets"))
 
 
+def complete_adapter(incomplete: str) -> list[str]:
+    """Complete a LoRA adapter."""
+    return _filter_by_prefix(incomplete, _own_names("adapters"))
+
+
 def complete_running_model(incomplete: str) -> list[str]:
     """Complete a loaded model."""
     return _filter_by_prefix(incomplete, _running_names())
@@ -137,8 +142,8 @@ def _local_names() -> Iterator[str]:
     yield from _running_names()
 
 
-def _own_names(kind: Literal["models", "presets"]) -> Iterator[str]:
-    """Aliases and presets, or only these."""
+def _own_names(kind: Literal["models", "presets", "adapters"]) -> Iterator[str]:
+    """Aliases, presets and adapters, or only some of these."""
     from localgen.hub.models_file import read_models_file
 
     try:

@@ -20,11 +20,11 @@ _NOT_INSTALLED, _UNFINISHED = "not installed", "unfinished"
 
 @dataclass(frozen=True, slots=True)
 class ListedModel:
-    """A model with all its names, a preset, an alias of a model that is not installed, or a
-    download.
+    """A model with all its names, a preset, an adapter, an alias of a model that is not installed,
+    or a download.
 
     size_bytes: of the whole model, or None if unknown. downloaded_bytes: those on this disk. also:
-    other names; for a preset, and for an alias of a model that is not installed, that model.
+    other names; for a preset, an adapter and an alias of a model that is not installed, that model.
     """
 
     name: str
@@ -37,10 +37,10 @@ class ListedModel:
 
 
 def command(json: JsonFlag = False) -> None:
-    """List local models with their aliases, presets, unfinished downloads and the use of the disk.
+    """List local models, their other names, unfinished downloads and the use of the disk.
 
-    A preset, and an alias of a model that is not installed, is a row of its own, with its model
-    under ALSO.
+    A preset, an adapter, and an alias of a model that is not installed, is a row of its own, with
+    its model under ALSO.
     If the server does not answer, the states are unknown and the exit status is 11.
     """
     from localgen.client import LocalClient
@@ -58,12 +58,12 @@ def command(json: JsonFlag = False) -> None:
 def _print_models(cards: Sequence[ModelCard], *, as_json: bool) -> None:
     from localgen.backends.terminal_text import escape_name
     from localgen.cli import tables
-    from localgen.client.responses import PRESET
+    from localgen.client.responses import ADAPTER, PRESET
     from localgen.hub.unfinished import unfinished_downloads
 
     rows = [
-        *_installed_rows([card for card in cards if card.source != PRESET]),
-        *_preset_rows([card for card in cards if card.source == PRESET]),
+        *_installed_rows([card for card in cards if card.source not in (PRESET, ADAPTER)]),
+        *_named_rows([card for card in cards if card.source in (PRESET, ADAPTER)]),
         *_missing_rows({card.name for card in cards}),
     ]
     unfinished = unfinished_downloads()
@@ -116,15 +116,16 @@ def _catalog_names(card: ModelCard) -> list[str]:
     return [entry.alias if is_default else f"{entry.alias}:{quant}"]
 
 
-def _preset_rows(cards: Sequence[ModelCard]) -> list[ListedModel]:
-    """One row per preset of an installed model. No bytes on the disk are its own."""
+def _named_rows(cards: Sequence[ModelCard]) -> list[ListedModel]:
+    """One row per preset and adapter of an installed model. No bytes in the cache are its own."""
     from localgen.hub.models_file import read_models_file
 
-    presets = read_models_file().presets
+    known = read_models_file()
+    named = {**known.presets, **known.adapters}
     return [
         ListedModel(
             *(card.name, card.path, card.size_bytes, card.state, card.source),
-            (presets[card.name].model,) if card.name in presets else (),
+            (named[card.name].model,) if card.name in named else (),
             0,
         )
         for card in cards
@@ -132,7 +133,7 @@ def _preset_rows(cards: Sequence[ModelCard]) -> list[ListedModel]:
 
 
 def _missing_rows(installed: set[str]) -> list[ListedModel]:
-    """Aliases and presets of models that are not installed."""
+    """Aliases, presets and adapters of models that are not installed."""
     from localgen.hub.models_file import read_models_file
     from localgen.hub.reference import resolve_reference
 
@@ -141,7 +142,8 @@ def _missing_rows(installed: set[str]) -> list[ListedModel]:
         if name not in installed:
             wanted = resolve_reference(target)
             size = wanted.size_bytes if wanted else None
-            kind = "preset" if name in known.presets else "alias"
+            kinds = {"preset": known.presets, "adapter": known.adapters}
+            kind = next((kind for kind, names in kinds.items() if name in names), "alias")
             rows.append(ListedModel(name, "", size, _NOT_INSTALLED, kind, (target,), 0))
     return rows
 

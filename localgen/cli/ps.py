@@ -40,6 +40,9 @@ def command(json: JsonFlag = False) -> None:
     header = ("NAME", "ID", "SIZE", "MEMORY", "PROCESSOR", "CONTEXT", "UNTIL", "ALSO")
     tables.print_table(header, rows)
     for model in running:
+        if model.adapters:
+            found = (f"{escape_name(a.name)} ({format_size(a.num_bytes)})" for a in model.adapters)
+            tables.print_notice(f"{model.name} has adapters in memory: {', '.join(found)}")
         if model.silent_s is not None:
             tables.print_notice(silence_notice(model.name, model.silent_s))
 

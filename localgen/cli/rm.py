@@ -19,13 +19,13 @@ def command(
     model: Annotated[
         str,
         typer.Argument(
-            help="Model of the cache, alias or preset.",
+            help="Model of the cache, alias, preset or adapter.",
             autocompletion=complete_removable_model,
         ),
     ],
     yes: YesFlag = False,
 ) -> None:
-    """Remove a model from the cache, an alias or a preset. Files that other models use are kept."""
+    """Remove a model from the cache, or another name. Files that other models use are kept."""
     from localgen.backends.units import format_size
     from localgen.cli import tables
     from localgen.hub.models_file import read_models_file
@@ -48,13 +48,19 @@ def command(
 
 
 def _remove_name(name: str) -> str:
-    """Remove an alias or a preset; returns what it was."""
-    from localgen.hub.aliases import load_aliases, remove_alias
+    """Remove an alias, a preset or an adapter; returns what it was."""
+    from localgen.hub.adapters import remove_adapter
+    from localgen.hub.aliases import remove_alias
+    from localgen.hub.models_file import read_models_file
     from localgen.hub.presets import remove_preset
 
-    if name in load_aliases():
+    known = read_models_file()
+    if name in known.aliases:
         remove_alias(name)
         return "an alias"
+    if name in known.adapters:
+        remove_adapter(name)
+        return "an adapter"
     remove_preset(name)
     return "a preset"
 

@@ -38,7 +38,7 @@ def command(
     from localgen.backends.terminal_text import one_line
     from localgen.cli import quant_table, tables
     from localgen.hub.reference import resolve_reference
-    from localgen.hub.resolve import expand_alias, find_preset, resolve_model
+    from localgen.hub.resolve import expand_alias, find_adapter, find_preset, resolve_model
 
     if quants:
         quant_table.print_quant_table(model, as_json=json)
@@ -58,6 +58,9 @@ def command(
     preset = find_preset(model)
     if preset is not None:
         facts = {"preset": preset.to_table(), **facts}
+    adapter = find_adapter(model)
+    if adapter is not None:
+        facts = {"adapter": {"name": adapter[0], **asdict(adapter[1])}, **facts}
     if json:
         typer.echo(tables.json_text(facts, indent=2))
         return

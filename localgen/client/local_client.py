@@ -41,12 +41,14 @@ from localgen.client.local_replies import (
     Unloaded,
 )
 from localgen.client.request_body import OpenAICompat, encode_json
-from localgen.client.responses import PRESET, Health, ModelCard, RunningModel
+from localgen.client.responses import ADAPTER, PRESET, Health, ModelCard, RunningModel
 from localgen.client.stream import DONE, iter_sse_data
 from localgen.config import ServerSettings
 from localgen.hub.hf_client import cache_folder
+from localgen.hub.models_file import read_models_file
 from localgen.hub.resolve import (
     draft_for_server,
+    installed_adapters,
     installed_aliases,
     installed_models,
     installed_presets,
@@ -337,13 +339,18 @@ class LocalClient(Client):
 
 
 def installed_cards(state: str = "available") -> list[ModelCard]:
-    """Installed models, aliases and presets of them, as the disk has them. state: of each."""
+    """Installed models and their other names, as the disk has them. state: of each."""
     named = [*((file.name, file) for file in installed_models()), *installed_aliases()]
+    adapters = read_models_file().adapters
     return [
         *(ModelCard(name, str(f.path), f.size_bytes, state, f.source) for name, f in named),
         *(
             ModelCard(name, str(f.path), f.size_bytes, state, PRESET)
             for name, f in installed_presets()
+        ),
+        *(
+            ModelCard(name, str(f.path), adapters[name].size_bytes, state, ADAPTER)
+            for name, f in installed_adapters()
         ),
     ]
 

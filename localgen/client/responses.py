@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from localgen.backends.engine_stats import AdapterStats
 from localgen.backends.types import Timings
 
 
@@ -60,16 +61,16 @@ class Completion:
         return None if self.prompt_tokens is None else self.prompt_tokens + self.completion_tokens
 
 
-# source of a card whose name is a preset of models.toml
-PRESET = "preset"
+# sources of cards whose names are presets and adapters of models.toml
+PRESET, ADAPTER = "preset", "adapter"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
     """A model that can be requested.
 
-    state: available, loading or loaded. source: built-in, package, file, cache or preset; url on a
-    remote server.
+    state: available, loading or loaded. source: built-in, package, file, cache, preset or adapter;
+    url on a remote server. path: of the model, as size_bytes, which for an adapter is its own.
     """
 
     name: str
@@ -86,7 +87,8 @@ class RunningModel:
     size_bytes: of the weights. memory_bytes: RAM and GPU memory that the engine process takes now.
     until_s: seconds until it is unloaded if it stays idle, or None if never. silent_s: how long its
     engine has sent nothing, although it should, or None if it answers. state: loaded, or loading
-    with `progress` (0 to 1); processor and ctx are empty then. aliases: filled in by `localgen ps`.
+    with `progress` (0 to 1); processor and ctx are empty then. adapters: LoRA adapters in its
+    memory. aliases: filled in by `localgen ps`.
     """
 
     name: str
@@ -103,6 +105,7 @@ class RunningModel:
     state: str = "loaded"
     progress: float = 1.0
     path: str = ""
+    adapters: tuple[AdapterStats, ...] = ()
     aliases: tuple[str, ...] = ()
 
 

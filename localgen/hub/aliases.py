@@ -31,12 +31,13 @@ def add_alias(name: str, target: str) -> None:
                 f"{name} is already an alias of {known.aliases[name]}: "
                 f"localgen rm {name} removes it"
             )
-        if name in known.presets:
-            raise InvalidRequest(f"{name} is a preset: localgen preset rm {name} removes it")
-        if target in known.presets:
-            raise InvalidRequest(
-                f"{target} is a preset: an alias is of a model, such as {known.models[target]}"
-            )
+        for kind, names in (("preset", known.presets), ("adapter", known.adapters)):
+            if name in names:
+                raise InvalidRequest(f"{name} is {_a(kind)}: localgen {kind} rm {name} removes it")
+            if target in names:
+                raise InvalidRequest(
+                    f"{target} is a {kind}: an alias is of a model, such as {known.models[target]}"
+                )
         store.change(lambda document: document.update({name: target}))
 
 

@@ -2,30 +2,39 @@
 
 work = "user/repo:Q4_K_M"          an alias
 [preset.coder]                     a preset (preset.py)
-[adapter.poet]                     an adapter
+[adapter.poet]                     a LoRA adapter (adapter.py)
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from localgen.backends.errors import InvalidRequest
 from localgen.config import BadSetting, ServerSettings
+from localgen.hub.adapter import AdapterEntry, parse_adapter
 from localgen.hub.packaged import PACKAGED_MODELS
 from localgen.hub.preset import Preset, parse_preset
 from localgen.toml_store import TomlStore
+
+if TYPE_CHECKING:
+    from collections.abc import MutableMapping
+
+    from tomlkit import TOMLDocument
 
 PRESET_TABLE, ADAPTER_TABLE = "preset", "adapter"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,99}")
 
 
+_Entry = TypeVar("_Entry")
+
+
 @dataclass(frozen=True, slots=True)
 class ModelsFile:
-    """aliases: the model of each alias, as the user wrote it. adapters: the table of each adapter.
+    """aliases: the model of each alias, as the user wrote it.
 
     problem: why a later state of the file could not be read, so that this one is still used; empty
     if it is the latest.
@@ -33,17 +42,22 @@ class ModelsFile:
 
     aliases: Mapping[str, str] = field(default_factory=dict)
     presets: Mapping[str, Preset] = field(default_factory=dict)
-    adapters: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    adapters: Mapping[str, AdapterEntry] = field(default_factory=dict)
     problem: str = ""
 
     @property
     def models(self) -> dict[str, str]:
-        """The model of each alias and preset; never an alias."""
-        of_presets = {
-            name: self.aliases.get(preset.model, preset.model)
-            for name, preset in self.presets.items()
-        }
-        return {**self.aliases, **of_presets}
+        """The model of each alias, adapter and preset; never one of these."""
+        found = dict(self.aliases)
+        # a preset may be of an adapter, so these come first
+        for name, entry in (*self.adapters.items(), *self.presets.items()):
+            found[name] = found.get(entry.model, entry.model)
+        return found
+
+    def adapter_of(self, name: str) -> str | None:
+        """The adapter that a name is, or that its preset is of; None if there is none."""
+        own = self.presets[name].model if name in self.presets else name
+        return own if own in self.adapters else None
 
     def require_latest(self) -> None:
         """Raise BadSetting if the file could not be read again."""
@@ -104,6 +118,27 @@ def validate_new_name(name: str, what: str) -> None:
         raise InvalidRequest(f"{name} cannot be {what}: models.toml uses it: choose another name")
 
 
+def add_table(document: TOMLDocument, kind: str, name: str, fields: Mapping[str, Any]) -> None:
+    """Add a preset or an adapter to the content of the file."""
+    import tomlkit
+
+    if kind not in document:
+        document[kind] = tomlkit.table(is_super_table=True)
+    table = tomlkit.table()
+    for field_name, value in fields.items():
+        is_long = isinstance(value, str) and "\n" in value
+        table.add(field_name, tomlkit.string(value, multiline=True) if is_long else value)
+    cast("MutableMapping[str, Any]", document[kind])[name] = table
+
+
+def remove_table(document: TOMLDocument, kind: str, name: str) -> None:
+    """Remove a preset or an adapter from the content of the file."""
+    tables = cast("MutableMapping[str, Any]", document[kind])
+    del tables[name]
+    if not tables:
+        del document[kind]
+
+
 def _version(path: Path) -> tuple[int, ...]:
     try:
         found = path.stat()
@@ -114,27 +149,47 @@ def _version(path: Path) -> tuple[int, ...]:
 
 def _parse(store: TomlStore) -> ModelsFile:
     content = store.read()
-    presets = {
-        name: _preset(store.path, name, table)
-        for name, table in _tables(content, PRESET_TABLE, store.path).items()
-    }
-    adapters = _tables(content, ADAPTER_TABLE, store.path)
+    presets = _entries(content, PRESET_TABLE, store.path, parse_preset)
+    adapters = _entries(content, ADAPTER_TABLE, store.path, parse_adapter)
     for name, target in content.items():
         if not isinstance(target, str):
             raise BadSetting(
                 f'{store.path}: {name}: expected a model name, as in {name} = "user/repo:Q4_K_M"'
             )
-    for name, preset in presets.items():
-        if name in content or name in PACKAGED_MODELS:
-            other = "an alias" if name in content else "a model of localgen"
-            raise BadSetting(f"{store.path}: preset {name} is also {other}: rename one of them")
-        if content.get(preset.model, preset.model) in presets:
-            raise BadSetting(
-                f"{store.path}: preset {name}: {preset.model} is a preset: give its model"
-            )
-    if alias := next((name for name, target in content.items() if target in presets), None):
-        raise BadSetting(f"{store.path}: {alias} is an alias of a preset: give a model")
-    return ModelsFile(content, presets, adapters)
+    file = ModelsFile(content, presets, adapters)
+    for kind, entries in ((PRESET_TABLE, presets), (ADAPTER_TABLE, adapters)):
+        for name, entry in entries.items():
+            _check_entry(store.path, file, kind, name, entry.model)
+        if alias := next((name for name, target in content.items() if target in entries), None):
+            raise BadSetting(f"{store.path}: {alias} is an alias of a {kind}: give a model")
+    return file
+
+
+def _check_entry(path: Path, file: ModelsFile, kind: str, name: str, model: str) -> None:
+    others = {
+        "an alias": name in file.aliases,
+        "a model of localgen": name in PACKAGED_MODELS,
+        "an adapter": kind == PRESET_TABLE and name in file.adapters,
+    }
+    if other := next((other for other, is_other in others.items() if is_other), None):
+        raise BadSetting(f"{path}: {kind} {name} is also {other}: rename one of them")
+    base = file.aliases.get(model, model)
+    if base in file.presets:
+        raise BadSetting(f"{path}: {kind} {name}: {model} is a preset: give its model")
+    if kind == ADAPTER_TABLE and base in file.adapters:
+        raise BadSetting(f"{path}: {kind} {name}: {model} is an adapter: give its model")
+
+
+def _entries(
+    content: dict[str, Any], kind: str, path: Path, parse: Callable[[object], _Entry]
+) -> dict[str, _Entry]:
+    found = {}
+    for name, table in _tables(content, kind, path).items():
+        try:
+            found[name] = parse(table)
+        except InvalidRequest as error:
+            raise BadSetting(f"{path}: {kind} {name}: {error.message}") from error
+    return found
 
 
 def _tables(content: dict[str, Any], kind: str, path: Path) -> dict[str, Any]:
@@ -146,10 +201,3 @@ def _tables(content: dict[str, Any], kind: str, path: Path) -> dict[str, Any]:
     if not isinstance(found, dict) or not all(isinstance(each, dict) for each in found.values()):
         raise BadSetting(f"{path}: {kind}: expected tables such as [{kind}.NAME]")
     return found
-
-
-def _preset(path: Path, name: str, table: object) -> Preset:
-    try:
-        return parse_preset(table)
-    except InvalidRequest as error:
-        raise BadSetting(f"{path}: preset {name}: {error.message}") from error

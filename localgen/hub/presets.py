@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
-
 from localgen.backends.errors import InvalidRequest, ModelNotFound
 from localgen.hub.models_file import (
     PRESET_TABLE,
+    add_table,
     models_store,
     read_models_file,
+    remove_table,
     validate_new_name,
 )
 from localgen.hub.preset import Preset, parse_preset
 from localgen.hub.resolve import find_target, require_unused_name
-
-if TYPE_CHECKING:
-    from collections.abc import MutableMapping
-    from typing import Any
-
-    from tomlkit import TOMLDocument
 
 
 def add_preset(name: str, preset: Preset) -> None:
@@ -45,7 +39,7 @@ def add_preset(name: str, preset: Preset) -> None:
                 f"{PRESET_TABLE} is an alias: `localgen rm {PRESET_TABLE}`, then try again"
             )
         require_unused_name(name)
-        store.change(lambda document: _add_table(document, name, preset))
+        store.change(lambda document: add_table(document, PRESET_TABLE, name, preset.to_table()))
 
 
 def remove_preset(name: str) -> Preset:
@@ -57,24 +51,5 @@ def remove_preset(name: str) -> Preset:
         if name not in known.presets:
             names = ", ".join(known.presets) or "none"
             raise ModelNotFound(f"{name} is not a preset; presets: {names}")
-        store.change(lambda document: _remove_table(document, name))
+        store.change(lambda document: remove_table(document, PRESET_TABLE, name))
     return known.presets[name]
-
-
-def _add_table(document: TOMLDocument, name: str, preset: Preset) -> None:
-    import tomlkit
-
-    if PRESET_TABLE not in document:
-        document[PRESET_TABLE] = tomlkit.table(is_super_table=True)
-    table = tomlkit.table()
-    for field, value in preset.to_table().items():
-        is_long = isinstance(value, str) and "\n" in value
-        table.add(field, tomlkit.string(value, multiline=True) if is_long else value)
-    cast("MutableMapping[str, Any]", document[PRESET_TABLE])[name] = table
-
-
-def _remove_table(document: TOMLDocument, name: str) -> None:
-    presets = cast("MutableMapping[str, Any]", document[PRESET_TABLE])
-    del presets[name]
-    if not presets:
-        del document[PRESET_TABLE]

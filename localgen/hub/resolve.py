@@ -19,6 +19,7 @@ from localgen.backends.formats.model_files import (
 )
 from localgen.backends.model_info import DRAFT_KEYWORDS
 from localgen.hub import catalog
+from localgen.hub.adapter import AdapterEntry
 from localgen.hub.cache import CachedModel, cached_models
 from localgen.hub.models_file import read_models_file
 from localgen.hub.packaged import (
@@ -105,6 +106,24 @@ def find_preset(name: str | None) -> Preset | None:
     presets = read_models_file().presets
     own = _known_name(name, presets)
     return None if own is None else presets[own]
+
+
+def installed_adapters() -> list[tuple[str, ModelFile]]:
+    """Return the adapters whose model is installed, with the model. Raises BadSetting."""
+    known = read_models_file()
+    return _installed_of({name: known.models[name] for name in known.adapters})
+
+
+def find_adapter(name: str | None) -> tuple[str, AdapterEntry] | None:
+    """The adapter that a name or its preset is, by its own name; None if there is none.
+
+    Raises BadSetting.
+    """
+    if name is None or name in PACKAGED_MODELS:
+        return None
+    known = read_models_file()
+    own = known.adapter_of(_known_name(name, known.models) or name)
+    return None if own is None else (own, known.adapters[own])
 
 
 def _installed_of(models: Mapping[str, str]) -> list[tuple[str, ModelFile]]:

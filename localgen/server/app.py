@@ -156,6 +156,7 @@ def _add_generation_routes(
             ctx=body.ctx,
             cache_salt=body.cache_salt or "",
             save_prefix=body.save_prefix,
+            adapters=body.adapters,
         )
         return respond(body, [request], caller, ChatCompletionSerializer.from_metadata)
 
@@ -171,6 +172,7 @@ def _add_generation_routes(
             ctx=body.ctx,
             cache_salt=body.cache_salt or "",
             save_prefix=body.save_prefix,
+            adapters=body.adapters,
         )
         requests = requests_of_prompts(request, body.prompts)
         return respond(body, requests, caller, CompletionSerializer.from_metadata)

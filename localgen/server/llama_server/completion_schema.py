@@ -27,7 +27,6 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "logprobs": (),
     "echo": (False,),
     "suffix": ("",),
-    "lora": ([],),
     "image_data": ([],),
     "multimodal_data": ([],),
 }

@@ -65,6 +65,7 @@ class LlamaServerApi:
             ctx=body.ctx,
             cache_salt=body.cache_salt or "",
             save_prefix=body.save_prefix,
+            adapters=body.adapters,
         )
         n = body.n or 1
         job = GenerationJob(

@@ -9,6 +9,7 @@ from localgen.backends.errors import InvalidRequest, ModelNotFound
 from localgen.backends.formats.model_files import ModelFile
 from localgen.hub.packaged import PACKAGED_MODELS
 from localgen.hub.resolve import (
+    installed_adapters,
     installed_aliases,
     installed_models,
     installed_presets,
@@ -50,7 +51,8 @@ def _with_id(file: ModelFile) -> ModelFile:
 def listed_models(residents: Iterable[ResidentModel]) -> dict[str, ModelFile]:
     """Every name that a client may ask for, with its model. Reads the disk.
 
-    Installed models, aliases, models that are loaded from a path without an alias, and presets.
+    Installed models, aliases, models that are loaded from a path without an alias, presets and
+    adapters.
     """
     aliases = {name: file for name, file in installed_aliases() if name not in PACKAGED_MODELS}
     listed = {file.name: file for file in installed_models()} | aliases
@@ -60,7 +62,7 @@ def listed_models(residents: Iterable[ResidentModel]) -> dict[str, ModelFile]:
         for resident in residents
         if resident.file.path not in paths
     }
-    return listed | loaded | dict(installed_presets())
+    return listed | loaded | dict(installed_presets()) | dict(installed_adapters())
 
 
 def find_listed(name: str, residents: Iterable[ResidentModel], *, allow_paths: bool) -> ModelFile:

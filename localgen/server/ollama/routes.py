@@ -18,11 +18,12 @@ from starlette.responses import PlainTextResponse, Response
 import localgen
 from localgen.backends.errors import InvalidRequest, ModelBusy
 from localgen.hub import aliases
+from localgen.hub.adapters import remove_adapter
+from localgen.hub.models_file import read_models_file
 from localgen.hub.presets import remove_preset
 from localgen.hub.reference import resolve_reference
 from localgen.hub.remove import plan_removal
 from localgen.hub.resolve import (
-    find_preset,
     find_target,
     require_unused_name,
     resolve_model,
@@ -230,8 +231,7 @@ class OllamaApi:
     async def _delete_model(self, name: str) -> None:
         target = await asyncio.to_thread(find_target, name, allow_paths=False)
         if target.alias is not None:
-            remove = remove_preset if find_preset(target.alias) else aliases.remove_alias
-            await asyncio.to_thread(remove, target.alias)
+            await asyncio.to_thread(_remove_name, target.alias)
             return
         found = await asyncio.to_thread(plan_removal, name, allow_paths=False)
         for resident in self.manager.residents:
@@ -251,6 +251,16 @@ class OllamaApi:
             return _json_response({"version": localgen.__version__})
 
 
+def _remove_name(name: str) -> None:
+    known = read_models_file()
+    if name in known.adapters:
+        remove_adapter(name)
+    elif name in known.presets:
+        remove_preset(name)
+    else:
+        aliases.remove_alias(name)
+
+
 def _add_alias(source: str, name: str) -> None:
     """Add an alias. The model may be a catalog or hub name that is not installed.
 
@@ -260,7 +270,8 @@ def _add_alias(source: str, name: str) -> None:
     if target.is_path or resolve_reference(target.text) is None:
         resolve_model(source, allow_paths=False)  # raises the reason if it is not installed
     require_unused_name(name)
-    aliases.add_alias(name, source if find_preset(source) else target.text)
+    is_named = target.alias is not None and target.alias not in aliases.load_aliases()
+    aliases.add_alias(name, target.alias if is_named and target.alias else target.text)
 
 
 def _json_response(value: object) -> Response:

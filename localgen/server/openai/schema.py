@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from localgen.backends.adapters import AdapterRef
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.sampling_params import ANY_JSON_OBJECT, SAMPLERS, SamplingParams
@@ -29,6 +30,7 @@ from localgen.server.requests.body import (
     with_sampler_fields,
 )
 from localgen.server.requests.choices import NUM_SEEDS
+from localgen.server.requests.presets import find_lora
 from localgen.server.requests.samplers import with_only_samplers
 
 # integers of 64 bits on the wire to the engine
@@ -136,11 +138,19 @@ else:
     _SamplerFields = with_sampler_fields(RequestBody, SAMPLERS)
 
 
+class LoraScale(StrictModel):
+    """An adapter of a request, as in llama-server. id: its name in models.toml."""
+
+    id: str
+    scale: float | None = None
+
+
 class _GenerationRequest(ThinkingBudgetFields, _SamplerFields):
     """Fields of chat and completion requests. The engine validates sampling parameters.
 
     n_predict: llama-server's max_tokens; -1 for no limit, 0 to compute the prompt only, for later
-    ones. save_prefix: see Request. samplers: only these choose a token.
+    ones. save_prefix: see Request. samplers: only these choose a token. lora: adapters, in place of
+    the one that `model` names.
     """
 
     model: str | None = None
@@ -164,6 +174,7 @@ class _GenerationRequest(ThinkingBudgetFields, _SamplerFields):
     top_k: Annotated[Int32 | None, BeforeValidator(_off_if_negative)] = None
     repetition_penalty: float | None = None
     samplers: list[str] | None = None
+    lora: list[LoraScale] | None = None
     logit_bias: dict[Annotated[Int32, Field(strict=False)], float] | None = None  # names in JSON
     response_format: ResponseFormat | None = None
     json_schema: dict[str, Any] | str | None = None
@@ -184,6 +195,11 @@ class _GenerationRequest(ThinkingBudgetFields, _SamplerFields):
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream: true", param="stream_options")
         return self
+
+    @property
+    def adapters(self) -> tuple[AdapterRef, ...]:
+        """The adapters of the request. Raises InvalidRequest for an unknown one."""
+        return tuple([find_lora(each.id, each.scale) for each in self.lora or ()])
 
     def _max_tokens(self, *names: str) -> int | None:
         """The limit of generated tokens by n_predict or one of these fields; None for none.

@@ -18,6 +18,7 @@ from localgen.server.models.engine_client import EngineClient
 from localgen.server.models.manager import ModelManager
 from localgen.server.models.names import answered_name
 from localgen.server.models.resident import KeepAlive
+from localgen.server.requests.presets import NamedSettings
 from localgen.server.requests.protocol import encode_json
 from localgen.server.requests.streaming import cancel_on_disconnect
 from localgen.server.stats.request_log import EMBEDDED_REASON, RequestLog, RequestRecord
@@ -107,6 +108,8 @@ async def compute_embeddings(
         arrived_s=request.arrived_s,
     )
     try:
+        name = manager.default_name if job.model is None else job.model
+        (await NamedSettings.find(name)).require_no_adapter()
         acquired = manager.acquire(
             job.model,
             job.options,

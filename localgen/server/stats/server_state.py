@@ -19,7 +19,7 @@ from localgen.backends.memory.system import available_memory_bytes
 from localgen.backends.model_info import ModelInfo
 from localgen.config import ServerSettings
 from localgen.hub.hf_client import cache_folder
-from localgen.hub.resolve import find_preset
+from localgen.hub.resolve import find_adapter, find_preset
 from localgen.machine.gpus import process_gpu_bytes
 from localgen.server.models.disk_paths import without_paths
 from localgen.server.models.engine_client import EngineClient
@@ -112,6 +112,11 @@ class ServerState:
     def _build_card(self, file: ModelFile, name: str, with_paths: bool) -> dict[str, Any]:
         loaded = {resident.file.identity: resident for resident in self._manager.residents}
         source = "preset" if find_preset(name) else file.source
+        adapter = find_adapter(name) if source != "preset" else None
+        own = {}
+        if adapter is not None:  # as in vLLM, with the model as its parent
+            source, size = "adapter", adapter[1].size_bytes
+            own = {"parent": file.name, "size_bytes": size}
         return {
             "id": name,
             "object": "model",
@@ -122,6 +127,7 @@ class ServerState:
             "state": loaded[file.identity].state if file.identity in loaded else "available",
             "source": source,
             "hash": model_id(file),
+            **own,
         }
 
     def gateway_stats(self) -> dict[str, Any]:
@@ -185,6 +191,7 @@ class ServerState:
             "processor": info.processor if info else "",
             "ctx": info.ctx if info else 0,
             "draft": info.draft.name if info and info.draft else "",
+            "adapters": resident.engine.stats.adapters if resident.engine.stats else (),
         }
         if info is not None:
             # without the chat template: it is long, and snapshots are frequent
