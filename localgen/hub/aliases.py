@@ -31,12 +31,12 @@ def add_alias(name: str, target: str) -> None:
                 f"{name} is already an alias of {known.aliases[name]}: "
                 f"localgen rm {name} removes it"
             )
-        for kind, names in (("preset", known.presets), ("adapter", known.adapters)):
+        for kind, names in (("a preset", known.presets), ("an adapter", known.adapters)):
             if name in names:
-                raise InvalidRequest(f"{name} is {_a(kind)}: localgen {kind} rm {name} removes it")
+                raise InvalidRequest(f"{name} is {kind}: localgen rm {name} removes it")
             if target in names:
                 raise InvalidRequest(
-                    f"{target} is a {kind}: an alias is of a model, such as {known.models[target]}"
+                    f"{target} is {kind}: an alias is of a model, such as {known.models[target]}"
                 )
         store.change(lambda document: document.update({name: target}))
 

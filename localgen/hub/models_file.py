@@ -157,11 +157,14 @@ def _parse(store: TomlStore) -> ModelsFile:
                 f'{store.path}: {name}: expected a model name, as in {name} = "user/repo:Q4_K_M"'
             )
     file = ModelsFile(content, presets, adapters)
-    for kind, entries in ((PRESET_TABLE, presets), (ADAPTER_TABLE, adapters)):
+    for kind, a_kind, entries in (
+        (PRESET_TABLE, "a preset", presets),
+        (ADAPTER_TABLE, "an adapter", adapters),
+    ):
         for name, entry in entries.items():
             _check_entry(store.path, file, kind, name, entry.model)
         if alias := next((name for name, target in content.items() if target in entries), None):
-            raise BadSetting(f"{store.path}: {alias} is an alias of a {kind}: give a model")
+            raise BadSetting(f"{store.path}: {alias} is an alias of {a_kind}: give a model")
     return file
 
 
