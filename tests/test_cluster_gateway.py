@@ -211,6 +211,17 @@ def test_a_request_is_passed_as_it_is(replica: ScriptedServer) -> None:
     assert json.loads(text_of(sent)) == {"port": replica.server_port}
 
 
+def test_an_adapter_is_a_model_of_its_own(replica: ScriptedServer) -> None:
+    asked = Chooser(replica.url)
+    text = {"prompt": "a" * 600}
+    bodies = [{"model": "poet", **text}, text, {"lora": [{"id": "poet"}], **text}]
+    for body in bodies:
+        ask(asked, "/v1/completions", body)
+    assert [json.loads(seen) for _, _, seen in replica.seen] == bodies
+    assert [each.model for each in asked.asked] == ["poet", "", ""]
+    assert len({each.chunks for each in asked.asked}) == len(bodies)
+
+
 def test_a_stream_comes_in_pieces(replica: ScriptedServer) -> None:
     asked = Chooser(replica.url)
     sent = ask(asked, f"{CHAT}?whole", {"prompt": "a" * 300})

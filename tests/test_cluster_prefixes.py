@@ -38,11 +38,25 @@ def test_what_changes_the_prompt_changes_the_chunks() -> None:
     for other in (
         chat("X" + SYSTEM, "Hello"),
         chat(SYSTEM, "Hello", model="smollm2"),
+        chat(SYSTEM, "Hello", lora=[{"id": "poet"}]),
         chat(SYSTEM, "Hello", tools=[{"type": "function", "function": {"name": "f" * 300}}]),
         {"model": "tiny", "prompt": SYSTEM},
     ):
         assert num_shared(request, other) == 0
     assert num_shared(request, chat(SYSTEM, "Hello", temperature=1)) == len(prompt_chunks(request))
+
+
+def test_adapters_have_chunks_of_their_own() -> None:
+    requests = [chat(SYSTEM, "Hello", model=name) for name in ("tiny", "poet", "clerk")]
+    requests += [
+        chat(SYSTEM, "Hello", lora=[{"id": "poet", "scale": scale}]) for scale in (1.0, 0.5)
+    ]
+    found = [prompt_chunks(request) for request in requests]
+    assert len({chunks[0] for chunks in found}) == len(found)
+    table = PrefixTable()
+    table.add(found[1], "a")
+    assert table.cached_chunks(found[1], ["a"]) == {"a": len(found[1])}
+    assert not any(table.cached_chunks(other, ["a"]) for other in (found[0], *found[2:]))
 
 
 def test_a_name_that_is_no_text_has_chunks() -> None:

@@ -87,6 +87,11 @@ def test_what_a_replica_reports_to_routers() -> None:
             **dict.fromkeys(("other", "other#1"), "a:2"),
         },
     }
+    own_names = {"poet": "tiny", "work": "other", "elsewhere": "smollm2"}
+    reported = routing_stats({"models": [tiny, other]}, own_names)
+    assert {"poet", "work"} <= set(reported["models"]), "it can serve them at once"
+    assert "elsewhere" not in reported["models"]
+    assert reported["kv_addresses"]["poet"] == "a:1"
     assert routing_stats({"models": []}) == {"models": [], "held": b"", "kv_addresses": {}}
     other_engine = {"name": "served", "id": "served"}
     assert routing_stats({"models": [other_engine]})["held"] is None, "it does not tell"
@@ -113,3 +118,11 @@ def test_a_request_counts_for_one_replica_until_it_ends() -> None:
     one.assign("a")  # the router goes on for a while after a client has left
     other.end()
     assert (in_flight.counts["a"], in_flight.counts["b"]) == (0, 0)
+
+
+def test_an_adapter_goes_where_its_model_is() -> None:
+    table = ModelTable()
+    reported = {"a": ["other"], "b": ["tiny", "poet"], "c": ["tiny", "poet"]}
+    loads = {"a": 0, "b": 1, "c": 2}
+    assert table.holders("poet", reported, 0.0) == ["b", "c"]
+    assert serving(loads, table.holders("poet", reported, 0.0)) == {"b": 1, "c": 2}

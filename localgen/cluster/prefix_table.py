@@ -24,14 +24,17 @@ _PROMPT_FIELDS = ("tools", "system", "instructions", "messages", "input", "promp
 
 
 def prompt_chunks(body: Mapping[str, Any]) -> tuple[bytes, ...]:
-    """Chained hashes of the prompt's whole chunks of CHUNK_CHARS, under its model.
+    """Chained hashes of the prompt's whole chunks of CHUNK_CHARS, under its model and
+    adapters.
 
     body: a request of any of the APIs. Messages are hashed as JSON, so that roles and tool calls
     count, and the next request of a conversation begins with the chunks of the last one.
     """
     text = "".join(_prompt_parts(body))
-    name = str(body.get("model") or "").encode(errors="replace")
-    digest = hashlib.blake2b(name, digest_size=CHUNK_HASH_BYTES)
+    name = str(body.get("model") or "")
+    if body.get("lora"):  # adapters beside the one that the model may be
+        name += json.dumps(body["lora"], sort_keys=True)
+    digest = hashlib.blake2b(name.encode(errors="replace"), digest_size=CHUNK_HASH_BYTES)
     found = []
     for start in range(0, len(text) - CHUNK_CHARS + 1, CHUNK_CHARS):
         digest.update(text[start : start + CHUNK_CHARS].encode(errors="replace"))

@@ -27,6 +27,7 @@ from localgen.cluster.replica_server import ReplicaOptions
 from localgen.cluster.route import KV_ADDRESS, KV_ADDRESSES, URL, routing_stats
 from localgen.cluster.running import REPLICA_DIRS
 from localgen.config import ServerSettings
+from localgen.hub.models_file import read_models_file
 from localgen.machine.python_process import python_command, python_environment
 from localgen.server.http.access import host_and_port
 from localgen.server.requests.caller import GATEWAY_HEADER
@@ -92,7 +93,10 @@ class EngineReplica:
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Its models, and which prompts it holds and where, for routers."""
-        return routing_stats(await self._stats({GATEWAY_HEADER: self._secret}))
+        own_names: dict[str, str] = {}
+        with contextlib.suppress(LocalgenError):  # the server reports a damaged file
+            own_names = (await asyncio.to_thread(read_models_file)).models
+        return routing_stats(await self._stats({GATEWAY_HEADER: self._secret}), own_names)
 
     async def charged_tokens(self) -> tuple[str, dict[str, int]]:
         """Its name, and the tokens of each account since its start."""

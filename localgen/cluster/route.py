@@ -114,12 +114,16 @@ def kv_address(model: str, metadata: Mapping[str, Any], stats: Mapping[str, Any]
     return addresses.get(model, "" if model else str(metadata[KV_ADDRESS]))
 
 
-def routing_stats(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """The routing statistics of a replica. stats: /v1/stats of its server."""
+def routing_stats(stats: Mapping[str, Any], own_names: Mapping[str, str] = {}) -> dict[str, Any]:
+    """The routing statistics of a replica.
+
+    stats: /v1/stats of its server. own_names: models of its aliases, presets and adapters.
+    """
     names = set[str]()
     addresses: dict[str, str] = {}
     for model in stats["models"]:
         own = {model["name"], model["id"], *model.get("names", ())}
+        own |= {name for name, base in own_names.items() if base in own}
         names |= own
         if address := model.get("kv_address"):
             addresses |= dict.fromkeys(own | ({""} if model["is_default"] else set()), address)
