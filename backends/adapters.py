@@ -14,6 +14,8 @@ from localgen.backends.errors import InvalidRequest
 
 # in the memory of one model; a request that needs more waits for others to end
 MAX_LOADED_ADAPTERS = 8
+# the only one that has adapters
+ADAPTER_BACKEND = "llamacpp"
 _SALT_PREFIX = "lora "
 
 
@@ -60,7 +62,7 @@ def read_adapters(refs: Seq[AdapterRef], read: ReadAdapter | None) -> Adapters:
     if read is None:
         raise InvalidRequest(
             f"{refs[0].name} is a LoRA adapter, which only the llama.cpp backend has: load the "
-            "model with --backend llamacpp",
+            f"model with --backend {ADAPTER_BACKEND}",
             param="model",
         )
     if len(refs) > MAX_LOADED_ADAPTERS:

@@ -17,6 +17,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from localgen.backends.formats.gguf.reader import GgufReader
 from localgen.backends.formats.hf.safetensors import NumpyCheckpoint
 
 TINY = Path(__file__).parents[1] / "localgen" / "models" / "tiny"
@@ -104,6 +105,25 @@ def random_adapter(seed: int, rank: int = 4, base: Path = TINY) -> RandomAdapter
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": ALPHA, "bias": "none"}
     config["target_modules"] = sorted(kind.rpartition(".")[2] for kind in _GGUF_NAMES)
     return RandomAdapter(matrices, config)
+
+
+def write_for_gguf(path: Path, base: Path, seed: int, rank: int) -> None:
+    """Write an adapter of all matrices in the layers of a GGUF model, weak enough to do no harm."""
+    rng, reader = np.random.default_rng(seed), GgufReader(base)
+    writer = gguf.GGUFWriter(path, reader.value("general.architecture"))
+    writer.add_type(gguf.GGUFType.ADAPTER)
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", float(rank))
+    for tensor in reader.tensors:
+        if tensor.name.startswith("blk.") and len(tensor.shape) == 2:
+            outputs, inputs = tensor.shape
+            for part, shape in (("a", (rank, inputs)), ("b", (outputs, rank))):
+                values = rng.normal(0, 0.01, shape).astype(np.float32)
+                writer.add_tensor(f"{tensor.name}.lora_{part}", values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def main() -> None:

@@ -10,15 +10,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from draft_models import DRAFT_GGUF
 from drafting import always_draft
 from hf_folders import write_safetensors
-from models import Bench, Reply, questions
+from models import TINY_GGUF, Bench, LoadedBench, Reply, questions
 
 from benchmarks.random_adapter import TINY, RandomAdapter, random_adapter
 from localgen.backends.adapters import MAX_LOADED_ADAPTERS, Adapter, AdapterRef, prefix_salt
+from localgen.backends.engine.draft_loading import create_drafters
 from localgen.backends.engine.speculation.ngram import NgramDrafter
 from localgen.backends.formats.hf.safetensors import NumpyCheckpoint
-from localgen.backends.model_info import LoadOptions
+from localgen.backends.llamacpp.loader import load_llamacpp_model
+from localgen.backends.model_info import DraftModelRequest, LoadOptions, ModelLoadRequest
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import Failed, Message
 from localgen.quant.gguf.convert import convert_to_gguf
@@ -169,6 +172,27 @@ def test_drafts_change_no_text(refs: list[AdapterRef], monkeypatch: pytest.Monke
     replies = bench.run(names)
     assert [r.text for r in replies] == [r.text for each in expected for r in each]
     assert sum(reply.finished.timings.draft_n for reply in replies) > 0
+    bench.close()
+
+
+def test_a_draft_model_knows_no_adapter_and_changes_no_text(
+    refs: list[AdapterRef], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chats, sets = questions(3), ((), refs[:1], refs[1:])
+    plain = Bench(EXACT)
+    expected = [reply.text for each in sets for reply in ask(plain, chats, *each)]
+    plain.close()
+    always_draft(monkeypatch)
+    options = replace(EXACT, draft=str(DRAFT_GGUF))
+    draft = DraftModelRequest("small", str(DRAFT_GGUF))
+    request = ModelLoadRequest("tiny", str(TINY_GGUF), options, draft=draft)
+    model = load_llamacpp_model(request, lambda _: None)
+    bench = LoadedBench(model, create_drafters(model))
+    names = [bench.submit(chat, PARAMS, adapters=tuple(each)) for each in sets for chat in chats]
+    replies = bench.run(names)
+    assert [reply.text for reply in replies] == expected
+    for reply in replies:
+        assert reply.finished.timings.draft_by == ("small",)
     bench.close()
 
 

@@ -88,10 +88,10 @@ def test_what_a_replica_reports_to_routers() -> None:
         },
     }
     own_names = {"poet": "tiny", "work": "other", "elsewhere": "smollm2"}
-    found = routing_stats({"models": [tiny, other]}, own_names)
-    assert {"poet", "work"} <= set(found["models"]), "it can serve them at once"
-    assert "elsewhere" not in found["models"]
-    assert found["kv_addresses"]["poet"] == "a:1"
+    reported = routing_stats({"models": [tiny, other]}, own_names)
+    assert {"poet", "work"} <= set(reported["models"]), "it can serve them at once"
+    assert "elsewhere" not in reported["models"]
+    assert reported["kv_addresses"]["poet"] == "a:1"
     assert routing_stats({"models": []}) == {"models": [], "held": b"", "kv_addresses": {}}
     other_engine = {"name": "served", "id": "served"}
     assert routing_stats({"models": [other_engine]})["held"] is None, "it does not tell"

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from localgen.backends.adapters import AdapterRef
+from localgen.backends.adapters import ADAPTER_BACKEND, AdapterRef
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions, ModelInfo
 from localgen.backends.types import Request
@@ -80,7 +80,7 @@ class NamedSettings:
     def load_options(self, options: LoadOptions, request_ctx: int | None = None) -> LoadOptions:
         """Options to load the model with, for a request with this context."""
         if self.adapter is not None and options.backend is None:
-            options = replace(options, backend="llamacpp")  # which alone has adapters
+            options = replace(options, backend=ADAPTER_BACKEND)
         return self.preset.load_options(options, request_ctx) if self.preset else options
 
     def shown(self, info: ModelInfo) -> ModelInfo:
