@@ -68,6 +68,7 @@ ASKING = {
 }
 OTHERS = {
     *(
+        "audit",
         "bench",
         "cluster",
         "completion",

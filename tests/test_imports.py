@@ -69,6 +69,7 @@ ORDER = (
     "localgen.quant.gguf",
     "localgen.quant",
     "localgen.chat",
+    "localgen.audit",
     "localgen.repl",
     "localgen.tui.widgets",
     "localgen.tui.gauges",

@@ -26,6 +26,7 @@ COMMANDS = {
     "bench": "Measure a model's speed, and how many people it serves.",
     "plan": "Estimate the memory use and speed of a model on this machine.",
     "quantize": "Quantize a 16-bit model and measure the quality loss.",
+    "audit": "Tell how often the original would have said another token in your chats.",
     "rm": "Remove a model or an alias.",
     "cp": "Create an alias for a model.",
     "cluster": "Run several engines behind one address: up, status, down.",
