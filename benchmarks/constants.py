@@ -79,7 +79,7 @@ VARIANTS: dict[str, dict[str, Variant]] = {
     },
 }
 DEFAULT = "default"
-SIZES = {"tiny": TextSizes(32, 36), "smollm2": TextSizes(12, 18)}
+SIZES = {"tiny": TextSizes(16, 24), "smollm2": TextSizes(12, 18)}
 
 
 def measured(only: str | None) -> Iterator[tuple[str, str, Recipe]]:

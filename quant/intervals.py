@@ -58,3 +58,22 @@ class PairedBootstrap:
                 drawn = generator.integers(size, size=(rows, size))
                 sums[start : start + rows] += size * mean + deviations[drawn].sum(1)
         return sums
+
+
+def ratio_interval(totals: Sequence[float], counts: Sequence[int]) -> Interval | None:
+    """Interval of Σ totals / Σ counts over texts of different lengths, drawn as a whole.
+
+    None if there are fewer than MIN_WINDOWS texts.
+    """
+    size = len(counts)
+    if size < MIN_WINDOWS:
+        return None
+    generator = np.random.default_rng(_SEED)
+    sums, lengths = np.asarray(totals, np.float64), np.asarray(counts, np.float64)
+    ratios = []
+    at_once = max(1, _DRAWS_AT_ONCE // size)
+    for start in range(0, _RESAMPLES, at_once):
+        drawn = generator.integers(size, size=(min(at_once, _RESAMPLES - start), size))
+        ratios.append(sums[drawn].sum(1) / lengths[drawn].sum(1))
+    low, high = np.percentile(np.concatenate(ratios), (_TAIL_PERCENT, 100 - _TAIL_PERCENT))
+    return Interval(float(low), float(high))

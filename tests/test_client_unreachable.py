@@ -69,6 +69,7 @@ ASKING = {
 OTHERS = {
     *(
         "adapter",
+        "audit",
         "bench",
         "cluster",
         "completion",

@@ -70,6 +70,7 @@ ORDER = (
     "localgen.quant.mixed",
     "localgen.quant",
     "localgen.chat",
+    "localgen.audit",
     "localgen.repl",
     "localgen.tui.widgets",
     "localgen.tui.gauges",

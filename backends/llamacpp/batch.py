@@ -56,6 +56,17 @@ class LlamaBatch:
         self.native.n_tokens = end
         return rows
 
+    def fill_run(self, tokens: Sequence[int], start: int, num_outputs: int) -> None:
+        """Write a run of tokens of sequence 0 from position `start`, logits after the last ones."""
+        end = len(tokens)
+        self._token[:end] = tokens
+        self._pos[:end] = self._positions[:end]
+        self._pos[:end] += start
+        self._seq[:end] = 0
+        self._output[:end] = 0
+        self._output[end - num_outputs : end] = 1
+        self.native.n_tokens = end
+
 
 def _pointer(array: np.ndarray[Any, Any], kind: Any) -> Any:
     return array.ctypes.data_as(ctypes.POINTER(kind))

@@ -26,6 +26,7 @@ COMMANDS = {
     "bench": "Measure a model's speed, and how many people it serves.",
     "plan": "Estimate the memory use and speed of a model on this machine.",
     "quantize": "Quantize a 16-bit model and measure the quality loss.",
+    "audit": "Tell how often the original would have said another token in your chats.",
     "rm": "Remove a model, or another name of one.",
     "cp": "Create an alias for a model.",
     "adapter": "Manage LoRA adapters, each a name for a model that it changes: add, list, rm.",
