@@ -14,6 +14,7 @@ from itertools import repeat
 from operator import attrgetter
 from typing import NamedTuple
 
+from localgen.backends.engine.background import is_background, rows_beside
 from localgen.backends.engine.counters import SchedulerCounters
 from localgen.backends.engine.fair_queue import FairQueue, effective_priority
 from localgen.backends.engine.prefix_tiers import PrefixTiers
@@ -64,8 +65,9 @@ class Scheduler:
         self._clock = clock
         self._running: dict[str, Sequence] = {}
         self._in_order: list[Sequence] = []  # see `running`
+        self._num_foreground = 0  # of these, the first
         self._prefilling: set[Sequence] = set()  # running, but not decoding
-        self._decode_seqs: tuple[Sequence, ...] = ()  # of the last DecodeStep, while they stay
+        self._decode_seqs: tuple[Sequence, ...] = ()  # of the last DecodeStep
         # set when a planned step did not fit; cleared when a sequence ends
         self._admission_paused = False
         self._next_admission_s = 0.0  # the queue is blocked until then
@@ -104,9 +106,12 @@ class Scheduler:
         self._next_admission_s = 0.0
 
     def end(self, seq: Sequence) -> None:
-        """End a queued or running sequence; its computed tokens stay in the prefix cache."""
+        """End a queued or running sequence; its computed tokens stay in the prefix cache.
+
+        Not those of a background sequence, which would take the place of others.
+        """
         if seq.state is SequenceState.RUNNING:
-            self._stop_running(seq)
+            self._stop_running(seq, keep=not is_background(seq))
             self._admission_paused = False
         else:
             self.queue.remove(seq)
@@ -138,15 +143,41 @@ class Scheduler:
 
     @property
     def decoding(self) -> list[Sequence]:
-        """Running sequences with only their last generated token left to compute."""
+        """Running sequences with only their last generated token left to compute.
+
+        Without those in the background, if others run.
+        """
+        chosen = self._foreground or self._in_order
         if not self._prefilling:
-            return self._in_order.copy()
-        return [seq for seq in self._in_order if seq not in self._prefilling]
+            return chosen.copy()
+        return [seq for seq in chosen if seq not in self._prefilling]
 
     @property
     def is_prefilling(self) -> bool:
-        """True if a running sequence has more to compute than its last generated token."""
-        return bool(self._prefilling)
+        """True if a running sequence has more to compute than its last generated token.
+
+        Those in the background count only if no others run.
+        """
+        return not self._prefilling.isdisjoint(self._foreground or self._in_order)
+
+    @property
+    def _foreground(self) -> list[Sequence]:
+        return self._in_order[: self._num_foreground]
+
+    def _active(self) -> list[Sequence]:
+        """The sequences that may compute in this step; those in the background only if it pays."""
+        foreground = self._foreground
+        if not foreground or len(foreground) == len(self._in_order):
+            return self._in_order
+        if self.is_prefilling or any(map(_drafts, foreground)):
+            return foreground
+        background = self._in_order[len(foreground) :]
+        decoding = [seq for seq in background if seq not in self._prefilling]
+        rows = rows_beside(self._budget.decode_costs, len(foreground), len(decoding))
+        active = [*foreground, *decoding[:rows]]
+        if rows == len(decoding) and self._budget.tokens_beside(len(active)):
+            active += [seq for seq in background if seq in self._prefilling]
+        return active
 
     def set_drafts(self, seq: Sequence, proposal: DraftProposal) -> None:
         """Set the draft tokens of a decoding sequence, to be verified in the next step."""
@@ -159,20 +190,23 @@ class Scheduler:
         """
         self._admit()
         self._load_prefix()
-        return self._plan_decode_step() or self._plan_chunks()
+        active = self._active()
+        return self._plan_decode_step(active) or self._plan_chunks(active)
 
-    def _plan_decode_step(self) -> DecodeStep | None:
+    def _plan_decode_step(self, active: list[Sequence]) -> DecodeStep | None:
         """Return the next step if all sequences decode, without drafts, and there is room."""
-        if self._prefilling or not self._in_order or any(map(_drafts, self._in_order)):
+        is_prefilling = self._prefilling and not self._prefilling.isdisjoint(active)
+        if not active or is_prefilling or any(map(_drafts, active)):
             return None
-        if not all(map(self._runner.grow, self._in_order, repeat(1))):
+        if not all(map(self._runner.grow, active, repeat(1))):
             return None
-        self._decode_seqs = self._decode_seqs or tuple(self._in_order)
+        if self._decode_seqs != (seqs := tuple(active)):
+            self._decode_seqs = seqs
         return DecodeStep(self._decode_seqs)
 
-    def _plan_chunks(self) -> list[Chunk]:
+    def _plan_chunks(self, active: list[Sequence]) -> list[Chunk]:
         chunks: list[Chunk] = []
-        decoding = self.decoding
+        decoding = [seq for seq in active if seq not in self._prefilling]
         left = min(self._limits.max_outputs, self._limits.max_batch_tokens)
         for behind, seq in zip(reversed(range(len(decoding))), decoding, strict=True):
             if seq.state is SequenceState.RUNNING:
@@ -182,11 +216,19 @@ class Scheduler:
                     chunks.append(chunk)
                     left -= len(chunk.tokens)
         planned = sum([len(chunk.tokens) for chunk in chunks])
-        budget = min(self._budget.prompt_tokens(planned), self._limits.max_batch_tokens - planned)
+        budget = min(self._prompt_budget(planned), self._limits.max_batch_tokens - planned)
         prefilling = [
-            seq for seq in self._in_order if seq in self._prefilling and not self._is_loading(seq)
+            seq for seq in active if seq in self._prefilling and not self._is_loading(seq)
         ]
         return chunks + prompt_chunks(prefilling, budget, self._limits.max_outputs - planned)
+
+    def _prompt_budget(self, decode_tokens: int) -> int:
+        """The most prompt tokens of a step with this many other tokens."""
+        if not self._num_foreground:
+            return self._budget.background_tokens(decode_tokens)
+        if not self.is_prefilling:
+            return self._budget.tokens_beside(decode_tokens)
+        return self._budget.prompt_tokens(decode_tokens)
 
     def _decode_chunk(self, seq: Sequence, max_tokens: int) -> Chunk | None:
         """Return the chunk with the last token and its drafts, at most `max_tokens` tokens.
@@ -270,7 +312,7 @@ class Scheduler:
         seq.state, seq.num_computed = SequenceState.RUNNING, cached
         self._running[seq.id] = seq
         insort(self._in_order, seq, key=lambda s: (-s.priority, s.arrived_s))
-        self._decode_seqs = ()
+        self._num_foreground += not is_background(seq)
         if not seq.is_decoding or seq.first_token_s is None:
             self._prefilling.add(seq)
         if seq.admitted_s is None:
@@ -313,15 +355,15 @@ class Scheduler:
         self.queue.push(seq)
         self._next_admission_s = 0.0
 
-    def _stop_running(self, seq: Sequence) -> None:
-        """Free the KV cache of a running sequence; its computed tokens stay in the prefix cache."""
+    def _stop_running(self, seq: Sequence, *, keep: bool = True) -> None:
+        """Free the KV cache of a running sequence. keep: its computed tokens as a prefix."""
         del self._running[seq.id]
         if self._tiers is not None:
             self._tiers.release(seq)
         self._in_order.remove(seq)
-        self._decode_seqs = ()
+        self._num_foreground -= not is_background(seq)
         self._prefilling.discard(seq)
-        self._runner.release(seq, keep=True)
+        self._runner.release(seq, keep=keep)
 
     # -- results ----------------------------------------------------------------------------
 
