@@ -119,7 +119,7 @@ class Request:
     """A generation request. Exactly one of messages, prompt and prompt_tokens is set.
 
     client: identifies the client; waiting clients are scheduled fairly.
-    priority: higher runs first.
+    priority: higher runs first; below 0 it runs in the background (engine/background.py).
     ctx: limit on prompt + completion in tokens, or None for the model's context length.
     cache_salt: only requests with the same salt share cached prefixes.
     account: whose prompts it may be compared with; see engine/prefix_breaks.py.

@@ -60,6 +60,7 @@ ORDER = (
     "localgen.cluster.running",
     "localgen.client",
     "localgen.cluster",
+    "localgen.batch",
     "localgen.bench",
     "localgen.doctor",
     "localgen.quant.request",

@@ -44,7 +44,7 @@ def test_text_depends_on_nothing_but_the_prompt(
     )
     scheduler = make(runner)
     waiting = [
-        sequence(str(i), prompt, client=rng.choice("abc"), priority=rng.choice([0, 0, 1]))
+        sequence(str(i), prompt, client=rng.choice("abc"), priority=rng.choice([0, 0, 1, -1]))
         for i, prompt in enumerate(prompts)
     ]
     for seq in waiting:

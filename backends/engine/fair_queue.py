@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from localgen.backends.engine.background import is_background
 from localgen.backends.runner.sequence import Sequence
 
 # waiting this long raises a request by one priority level, so that none starves
@@ -74,5 +75,9 @@ class FairQueue:
 
 
 def effective_priority(seq: Sequence, now_s: float) -> int:
-    """Return the priority, raised by one level per AGING_S since arrival."""
-    return seq.priority + int((now_s - seq.arrived_s) / AGING_S)
+    """Return the priority, raised by one level per AGING_S since arrival.
+
+    A background sequence stays one, however long it waits.
+    """
+    aged = seq.priority + int((now_s - seq.arrived_s) / AGING_S)
+    return min(-1, aged) if is_background(seq) else aged

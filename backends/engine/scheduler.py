@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from itertools import repeat
 from operator import attrgetter
 from typing import NamedTuple
 
 from localgen.backends.engine.adapter_turns import AdapterTurns
+from localgen.backends.engine.background import is_background, rows_beside
 from localgen.backends.engine.counters import SchedulerCounters
 from localgen.backends.engine.fair_queue import FairQueue, effective_priority
 from localgen.backends.engine.prefix_tiers import PrefixTiers
@@ -65,8 +66,9 @@ class Scheduler:
         self._clock = clock
         self._running: dict[str, Sequence] = {}
         self._in_order: list[Sequence] = []  # see `running`
+        self._num_foreground = 0  # of these, the first
         self._prefilling: set[Sequence] = set()  # running, but not decoding
-        self._decode_seqs: tuple[Sequence, ...] = ()  # of the last DecodeStep, while they stay
+        self._decode_seqs: tuple[Sequence, ...] = ()  # of the last DecodeStep
         self._turns = AdapterTurns()
         self._rejected: list[tuple[Sequence, LocalgenError]] = []
         # set when a planned step did not fit; cleared when a sequence ends
@@ -107,9 +109,12 @@ class Scheduler:
         self._next_admission_s = 0.0
 
     def end(self, seq: Sequence) -> None:
-        """End a queued or running sequence; its computed tokens stay in the prefix cache."""
+        """End a queued or running sequence; its computed tokens stay in the prefix cache.
+
+        Not those of a background sequence, which would take the place of others.
+        """
         if seq.state is SequenceState.RUNNING:
-            self._stop_running(seq)
+            self._stop_running(seq, keep=not is_background(seq))
             self._admission_paused = False
         else:
             self.queue.remove(seq)
@@ -141,16 +146,43 @@ class Scheduler:
 
     @property
     def decoding(self) -> list[Sequence]:
-        """Sequences of this turn with only their last generated token left to compute."""
-        in_turn = self._turns.select(self._in_order)
+        """Sequences of this turn with only their last generated token left to compute.
+
+        Without those in the background, if others run.
+        """
+        in_turn = self._turns.select(self._foreground or self._in_order)
         if not self._prefilling:
             return [*in_turn]
         return [seq for seq in in_turn if seq not in self._prefilling]
 
     @property
     def is_prefilling(self) -> bool:
-        """True if a running sequence has more to compute than its last generated token."""
-        return bool(self._prefilling)
+        """True if a running sequence has more to compute than its last generated token.
+
+        Those in the background count only if no others run.
+        """
+        return not self._prefilling.isdisjoint(self._foreground or self._in_order)
+
+    @property
+    def _foreground(self) -> list[Sequence]:
+        return self._in_order[: self._num_foreground]
+
+    def _active(self) -> list[Sequence]:
+        """The sequences that may compute in this step; those in the background only if it pays."""
+        foreground = self._foreground
+        if not foreground or len(foreground) == len(self._in_order):
+            return self._in_order
+        if self.is_prefilling or any(map(_drafts, foreground)):
+            return foreground
+        adapters = {seq.adapters for seq in foreground}  # others would need steps of their own
+        others = self._in_order[len(foreground) :]
+        background = [seq for seq in others if seq.adapters in adapters]
+        decoding = [seq for seq in background if seq not in self._prefilling]
+        rows = rows_beside(self._budget.decode_costs, len(foreground), len(decoding))
+        active = [*foreground, *decoding[:rows]]
+        if rows == len(decoding) and self._budget.tokens_beside(len(active)):
+            active += [seq for seq in background if seq in self._prefilling]
+        return active
 
     def set_drafts(self, seq: Sequence, proposal: DraftProposal) -> None:
         """Set the draft tokens of a decoding sequence, to be verified in the next step."""
@@ -164,9 +196,10 @@ class Scheduler:
         self._admit()
         self._load_prefix()
         for _ in range(self._turns.num_sets):
-            if chunks := self._plan_decode_step() or self._plan_chunks():
+            active = self._turns.select(self._active())
+            if chunks := self._plan_decode_step(active) or self._plan_chunks(active):
                 return chunks
-            self._turns.pass_on()  # all whose turn it was are loading
+            self._turns.pass_on()  # all whose turn it was are loading, or in the background
         return []
 
     def take_rejected(self) -> list[tuple[Sequence, LocalgenError]]:
@@ -174,21 +207,20 @@ class Scheduler:
         rejected, self._rejected = self._rejected, []
         return rejected
 
-    def _plan_decode_step(self) -> DecodeStep | None:
+    def _plan_decode_step(self, active: Collection[Sequence]) -> DecodeStep | None:
         """Return the next step if all sequences decode, without drafts, and there is room."""
-        seqs = self._turns.select(self._in_order)
-        if self._turns.select(self._prefilling) or not seqs or any(map(_drafts, seqs)):
+        is_prefilling = self._prefilling and not self._prefilling.isdisjoint(active)
+        if not active or is_prefilling or any(map(_drafts, active)):
             return None
-        if not all(map(self._runner.grow, seqs, repeat(1))):
+        if not all(map(self._runner.grow, active, repeat(1))):
             return None
-        if seqs is not self._in_order:
-            return DecodeStep(tuple(seqs))
-        self._decode_seqs = self._decode_seqs or tuple(seqs)
+        if self._decode_seqs != (seqs := tuple(active)):
+            self._decode_seqs = seqs
         return DecodeStep(self._decode_seqs)
 
-    def _plan_chunks(self) -> list[Chunk]:
+    def _plan_chunks(self, active: Collection[Sequence]) -> list[Chunk]:
         chunks: list[Chunk] = []
-        decoding = self.decoding
+        decoding = [seq for seq in active if seq not in self._prefilling]
         left = min(self._limits.max_outputs, self._limits.max_batch_tokens)
         for behind, seq in zip(reversed(range(len(decoding))), decoding, strict=True):
             if seq.state is SequenceState.RUNNING:
@@ -199,14 +231,20 @@ class Scheduler:
                     left -= len(chunk.tokens)
         planned = sum([len(chunk.tokens) for chunk in chunks])
         # those who wait for their turn wait for this step, too
-        budget = -(-self._budget.prompt_tokens(planned) // max(1, self._turns.num_sets))
+        budget = -(-self._prompt_budget(planned) // max(1, self._turns.num_sets))
         budget = min(budget, self._limits.max_batch_tokens - planned)
         prefilling = [
-            seq
-            for seq in self._turns.select(self._in_order)
-            if seq in self._prefilling and not self._is_loading(seq)
+            seq for seq in active if seq in self._prefilling and not self._is_loading(seq)
         ]
         return chunks + prompt_chunks(prefilling, budget, self._limits.max_outputs - planned)
+
+    def _prompt_budget(self, decode_tokens: int) -> int:
+        """The most prompt tokens of a step with this many other tokens."""
+        if not self._num_foreground:
+            return self._budget.background_tokens(decode_tokens)
+        if not self.is_prefilling:
+            return self._budget.tokens_beside(decode_tokens)
+        return self._budget.prompt_tokens(decode_tokens)
 
     def _decode_chunk(self, seq: Sequence, max_tokens: int) -> Chunk | None:
         """Return the chunk with the last token and its drafts, at most `max_tokens` tokens.
@@ -294,8 +332,8 @@ class Scheduler:
         seq.state, seq.num_computed = SequenceState.RUNNING, cached
         self._running[seq.id] = seq
         insort(self._in_order, seq, key=lambda s: (-s.priority, s.arrived_s))
-        self._decode_seqs = ()
         self._turns.add(seq)
+        self._num_foreground += not is_background(seq)
         if not seq.is_decoding or seq.first_token_s is None:
             self._prefilling.add(seq)
         if seq.admitted_s is None:
@@ -338,16 +376,16 @@ class Scheduler:
         self.queue.push(seq)
         self._next_admission_s = 0.0
 
-    def _stop_running(self, seq: Sequence) -> None:
-        """Free the KV cache of a running sequence; its computed tokens stay in the prefix cache."""
+    def _stop_running(self, seq: Sequence, *, keep: bool = True) -> None:
+        """Free the KV cache of a running sequence. keep: its computed tokens as a prefix."""
         del self._running[seq.id]
         if self._tiers is not None:
             self._tiers.release(seq)
         self._in_order.remove(seq)
-        self._decode_seqs = ()
         self._turns.remove(seq)
+        self._num_foreground -= not is_background(seq)
         self._prefilling.discard(seq)
-        self._runner.release(seq, keep=True)
+        self._runner.release(seq, keep=keep)
 
     # -- results ----------------------------------------------------------------------------
 

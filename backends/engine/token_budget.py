@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from localgen.backends.engine.background import MAX_SLOWDOWN, MAX_STEP_MS
 from localgen.backends.engine.step_costs import StepCosts
 
 MIN_PROMPT_TOKENS = 16
@@ -34,6 +35,23 @@ class TokenBudget:
             return max(1, most)
         target_ms = max(self._target_ms, MIN_ALLOWED_SLOWDOWN * base_ms)
         return max(1, min(most, max(MIN_PROMPT_TOKENS, int((target_ms - base_ms) / token_ms))))
+
+    def background_tokens(self, decode_tokens: int) -> int:
+        """Return the most prompt tokens of a step without foreground sequences."""
+        token_ms = self._prompt_cost.token_ms
+        if not token_ms:
+            return min(self._max - decode_tokens, MIN_PROMPT_TOKENS)
+        base_ms = self.decode_costs.ms(decode_tokens) if decode_tokens else 0.0
+        most = int((MAX_STEP_MS - base_ms) / token_ms)
+        return min(self._max - decode_tokens, max(MIN_PROMPT_TOKENS, most))
+
+    def tokens_beside(self, decode_tokens: int) -> int:
+        """Return the most prompt tokens in the background of a foreground decode step."""
+        token_ms = self._prompt_cost.token_ms
+        if not token_ms:
+            return 0
+        slack_ms = MAX_SLOWDOWN * self.decode_costs.ms(decode_tokens)
+        return min(self._max - decode_tokens, int(slack_ms / token_ms))
 
     def observe(self, step_ms: float, prompt_tokens: int, decode_tokens: int) -> None:
         """Record a finished step. decode_tokens: of decoding sequences, with their drafts."""

@@ -89,7 +89,12 @@ REQUEST_OPTIONS = (
         1,
     ),
     CliOption("system", str, "-sys --system", "System prompt; @FILE reads a file."),
-    CliOption("priority", int, "--priority", "Request priority; higher runs first (default: 0)."),
+    CliOption(
+        "priority",
+        int,
+        "--priority",
+        "Request priority; higher runs first, below 0 only in time that others leave (default: 0).",
+    ),
     CliOption(
         "keep_alive",
         str,

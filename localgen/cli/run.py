@@ -8,7 +8,7 @@ from contextlib import closing
 
 import typer
 
-from localgen.backends.errors import ModelNotFound
+from localgen.backends.errors import InvalidRequest, ModelNotFound
 from localgen.chat.parameters import ModelOptions
 from localgen.cli.arguments import (
     JsonFlag,
@@ -24,6 +24,13 @@ from localgen.cli.arguments import (
     require_one_prompt,
     split_model_and_prompt,
     stdin_is_terminal,
+)
+from localgen.cli.batch_jobs import (
+    BatchOption,
+    ConcurrencyOption,
+    OutOption,
+    require_no_prompt_options,
+    run_batch,
 )
 from localgen.cli.options import takes_model_options
 from localgen.cli.pull import run_or_offer_pull
@@ -48,6 +55,9 @@ def command(
     prompt: PromptOption = None,
     file: PromptFileOption = None,
     json: JsonFlag = False,
+    batch: BatchOption = None,
+    out: OutOption = None,
+    concurrency: ConcurrencyOption = None,
     url: UrlOption = None,
     api_key_env: KeyEnvOption = None,
 ) -> None:
@@ -56,9 +66,20 @@ def command(
     The model comes first, unless -m names it. A single argument with spaces in it is a prompt for
     the default model; a single word is a model, and the prompt is read from standard input. If
     there is both a prompt and piped input, the input is appended to the prompt after a blank line.
+
+    With --batch, answer the requests of a file: MODEL replaces the model of each.
     """
     endpoint = endpoint_from_options(context, url, api_key_env)
     options = options_for_endpoint(options, endpoint)
+    if batch is not None:
+        given = {"a prompt": words or prompt, "--file": file, "--json": json}
+        require_no_prompt_options(context, given)
+        if model is not None and named_model is not None:
+            raise InvalidRequest(f"two models: {model!r} and that of --model")
+        run_batch(batch, out, named_model or model, options, endpoint, concurrency)
+        return
+    if out is not None or concurrency is not None:
+        raise InvalidRequest(f"{'--out' if out else '--concurrency'} needs --batch FILE")
     arguments = [word for word in (model, *(words or ())) if word is not None]
     prompt = require_one_prompt(prompt, file)
     may_be_prompt = arguments and named_model is None and prompt is None

@@ -17,8 +17,13 @@ from localgen.backends.types import Message, PromptProgress
 from localgen.client.connection import Connection, ServerResponse
 from localgen.client.errors import ErrorResponse, SentRequest, format_model_names
 from localgen.client.json_decoding import decode_json
-from localgen.client.request_body import GenerationRequest, OpenAICompat, nonstandard_fields
-from localgen.client.responses import Completion, ModelCard, TextDelta
+from localgen.client.request_body import (
+    GenerationRequest,
+    OpenAICompat,
+    encode_json,
+    nonstandard_fields,
+)
+from localgen.client.responses import Completion, ModelCard, Reply, TextDelta
 from localgen.client.stream import read_completion
 
 _CLIENT_TIMING_NOTE = "TTFT and tokens/s are measured here, the network included"
@@ -131,6 +136,22 @@ class Client:
     ) -> Generator[TextDelta | Completion, None, None]:
         """Stream the continuation of a text, as chat() streams an answer."""
         return self._generate(GenerationRequest(model, prompt, params))
+
+    def send(self, path: str, body: dict[str, Any]) -> Reply:
+        """Send a request whose answer is not streamed. path: after `/v1/`.
+
+        An answer with an error of the server is returned, too.
+        """
+        name = self._name_on_server(body.get("model"))
+        with self._post(path, encode_json(body | {"model": name})) as reply:
+            if isinstance(reply, ErrorResponse):
+                return Reply(reply.status, reply.request_id, _error_body(reply))
+            answer = reply.read()
+            request_id = reply.http.headers.get("x-request-id", "")
+        try:
+            return Reply(200, request_id, decode_json(answer, dict[str, Any]))
+        except msgspec.DecodeError as error:
+            raise self._connection.errors.not_openai(reply.media_type) from error
 
     def models(self) -> list[ModelCard]:
         """The models that can be requested. Raises ModelNotFound if the server has no list."""
@@ -268,6 +289,16 @@ class Client:
             return [card for card in listed if isinstance(card["id"], str)]
         except (msgspec.DecodeError, KeyError, TypeError) as error:
             raise self._connection.errors.not_openai(response.media_type) from error
+
+
+def _error_body(reply: ErrorResponse) -> dict[str, Any]:
+    """The error in OpenAI's form, also if the server sent another one."""
+    try:
+        found: dict[str, Any] = decode_json(reply.body, dict[str, Any])
+        return found
+    except msgspec.DecodeError:
+        error = {"message": reply.text[:200], "type": "error", "param": None, "code": None}
+        return {"error": error}
 
 
 def _context_length(card: dict[str, Any]) -> int:

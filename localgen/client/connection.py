@@ -341,6 +341,7 @@ def _error_response(response: httpx.Response) -> ErrorResponse:
         is_html="html" in response.headers.get("content-type", ""),
         location=response.headers.get("location", ""),
         retry_after_s=parse_retry_after(response.headers.get("retry-after", ""), time.time()),
+        request_id=response.headers.get("x-request-id", ""),
     )
 
 

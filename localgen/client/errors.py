@@ -52,13 +52,17 @@ class EndpointUnavailable(LocalgenError):
 
 @dataclass(frozen=True, slots=True)
 class ErrorResponse:
-    """A response whose status is not 200. body: its first bytes; retry_after_s: its Retry-After."""
+    """A response whose status is not 200. body: its first bytes; retry_after_s: its Retry-After.
+
+    request_id: its X-Request-Id, if any.
+    """
 
     status: int
     body: bytes
     is_html: bool = False
     location: str = ""
     retry_after_s: float | None = None
+    request_id: str = ""
 
     @property
     def text(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from localgen.backends.engine_stats import AdapterStats
 from localgen.backends.types import Timings
@@ -78,6 +79,15 @@ class ModelCard:
     size_bytes: int
     state: str
     source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The whole answer to a request, or the error of the server. request_id: of its log."""
+
+    status: int
+    request_id: str
+    body: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -33,11 +34,13 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def handle_validation_error(http: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        problem = min(error.errors(), key=_rank)
+        problem = main_problem(error.errors())
         if problem["type"] == "json_invalid":
             message, param = _json_message(problem, error.body), None
         else:
-            message, param = _validation_message(problem)
+            source, *place = problem["loc"]
+            assert source in ("body", "query", "path", "header"), source
+            message, param = validation_message(problem, place)
         return _error_response(http, "invalid_request", message, param)
 
     @app.exception_handler(HTTPException)
@@ -71,6 +74,11 @@ _JSON_TYPES = {
 }
 
 
+def main_problem(problems: Sequence[Any]) -> Any:
+    """The pydantic error to report, of those of one body."""
+    return min(problems, key=_rank)
+
+
 def _rank(problem: Any) -> int:
     """Which problem is named. An unknown field first: a misspelt one also makes the right one
     missing. Then an empty list or text, which is also none of the other types of its field."""
@@ -85,12 +93,13 @@ def _json_message(problem: Any, body: str) -> str:
     return f"the body is not valid JSON: {error}"
 
 
-def _validation_message(problem: Any) -> tuple[str, str | None]:
-    """Return a one-line message for a pydantic error, and the path of its field if any."""
-    source, *inner = problem["loc"]
-    assert source in ("body", "query", "path", "header"), source
+def validation_message(problem: Any, place: Sequence[Any]) -> tuple[str, str | None]:
+    """Return a one-line message for a pydantic error, and the path of its field if any.
+
+    place: the path of the problem in the body.
+    """
     # without the types of a field that may have several
-    steps = [step for step in inner if not _is_type(str(step))]
+    steps = [step for step in place if not _is_type(str(step))]
     field = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
     field = field.removeprefix(".")
     match problem["type"]:
