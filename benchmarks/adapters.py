@@ -28,7 +28,7 @@ from localgen.backends.engine.loaded_model import LoadedModel
 from localgen.backends.llamacpp.loader import load_llamacpp_model
 from localgen.backends.model_info import LoadOptions, ModelLoadRequest
 from localgen.backends.sampling_params import SamplingParams
-from localgen.backends.types import Failed, Request, StepEvents
+from localgen.backends.types import Request, StepEvents
 from localgen.hub.resolve import resolve_model
 
 STREAMS, CTX = 6, 2048
@@ -60,9 +60,8 @@ class Streams:
         now_s = time.perf_counter()
         for delta in events.deltas:
             self._times_s[delta.request_id].append(now_s)
-        ends = (*events.finished, *events.failed)
         assert not events.failed, events.failed
-        self._running -= {end.request_id for end in ends if not isinstance(end, Failed)}
+        self._running -= {end.request_id for end in events.finished}
 
     def run(self, sets: Sequence[tuple[AdapterRef, ...]], tokens: int) -> tuple[float, float]:
         """Answer a prompt with each of these at once; return tokens per s and the longest gap in s.
@@ -110,7 +109,7 @@ def measure(path: Path, adapters: list[AdapterRef], report: Report, tokens: int)
     second.runner.close()
     share = report.add("memory", "two adapters ÷ the model", "", [added / whole])
     report.most(share, 0.25)
-    sides = {
+    sides: dict[str, list[tuple[AdapterRef, ...]]] = {
         "no adapter": [base] * STREAMS,
         "one adapter": [one] * STREAMS,
         "none, one, another": [base, one, other] * (STREAMS // 3),

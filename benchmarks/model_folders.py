@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
@@ -28,7 +29,8 @@ def model_folder(name: str, place: Path) -> Path:
     source = open_gguf_source(path)
     model = transformers_model(path, source.spec)
     folder = place / name
-    (widened(model) if name == "smollm2-wide" else model).half().save_pretrained(folder)
+    made: Any = widened(model) if name == "smollm2-wide" else model
+    made.half().save_pretrained(folder)
     tokenizer = source.load_tokenizer()
     (folder / "tokenizer.json").write_text(_tokenizer_json(tokenizer), encoding="utf-8")
     special = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
@@ -49,6 +51,8 @@ def widened(model: LlamaForCausalLM) -> LlamaForCausalLM:
     old = model.config
     hidden = old.hidden_size // _OWN * _BLOCK
     ratio = hidden / old.hidden_size
+    assert old.num_key_value_heads is not None
+    assert old.head_dim is not None
     shared = old.num_attention_heads // old.num_key_value_heads
     heads = -(-old.num_attention_heads * old.head_dim // _BLOCK) * _BLOCK // old.head_dim
     config = LlamaConfig(

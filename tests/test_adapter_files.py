@@ -17,6 +17,7 @@ from models import TINY_GGUF, Bench, questions
 from benchmarks.random_adapter import RandomAdapter, random_adapter
 from localgen.backends.adapters import AdapterRef
 from localgen.backends.errors import LoadFailed, LocalgenError, ModelNotFound, OutOfMemory
+from localgen.backends.formats.gguf import lora
 from localgen.backends.formats.gguf.reader import GgufReader
 from localgen.backends.llamacpp import adapter_files
 from localgen.backends.llamacpp.adapter_files import AdapterFiles
@@ -44,16 +45,19 @@ def write_gguf(path: Path, tensors: dict[str, np.ndarray[Any, Any]], **keys: Any
         f"{Q}{A}": rng.normal(size=(4, 256)).astype(np.float32),
         f"{Q}{B}": rng.normal(size=(256, 4)).astype(np.float32),
     } | tensors
-    keys = {"general.type": "adapter", "adapter.type": "lora", "alpha": 4.0} | keys
-    writer = gguf.GGUFWriter(path, keys.pop("architecture", "llama"))
+    defaults: dict[str, Any] = {"general.type": "adapter", "adapter.type": "lora", "alpha": 4.0}
+    keys = defaults | keys
+    writer = gguf.GGUFWriter(path, str(keys.pop("architecture", "llama")))
     alpha = keys.pop("alpha")
     if isinstance(alpha, float):
         writer.add_float32("adapter.lora.alpha", alpha)
     else:
         writer.add_string("adapter.lora.alpha", str(alpha))
     for key, value in keys.items():
-        add = writer.add_string if isinstance(value, str) else writer.add_array
-        add(key, value)
+        if isinstance(value, str):
+            writer.add_string(key, value)
+        else:
+            writer.add_array(key, value)
     for name, tensor in found.items():
         if tensor.size:
             writer.add_tensor(name, tensor)
@@ -188,7 +192,7 @@ def test_peft_becomes_what_llama_cpp_s_converter_writes(
     adapter.write_gguf(tmp_path / "expected.gguf")
     adapter.write_peft(tmp_path / "peft")
     kept = tmp_path / "ours.gguf"
-    write = adapter_files.write_lora_file
+    write = lora.write_lora_file
 
     def keep(path: Path, *others: Any) -> None:
         write(path, *others)

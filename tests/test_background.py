@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fake_runner import FakeRunner
-from test_scheduler import Clock, drain, sequence, turn
+from scheduling import Clock, drain, sequence, turn
 
 from localgen.backends.engine.background import MAX_STEP_MS, rows_beside
 from localgen.backends.engine.fair_queue import AGING_S, effective_priority

@@ -117,10 +117,10 @@ def test_probe_is_the_loss_of_the_whole_model(group: str, tmp_path: Path) -> Non
         before = model(ids).logits.log_softmax(-1)
         for name in changed:
             squares, count = importance.get(name, (None, 1))
-            weight = model.get_submodule(name).weight
+            weight = model.get_parameter(f"{name}.weight")
             kept = round_trip(
                 weight.numpy().copy(), measured.probe_type,
-                None if squares is None else squares / count,
+                None if squares is None else (squares / count).astype(np.float32),
             )  # fmt: skip
             weight.copy_(torch.from_numpy(kept))
         after = model(ids).logits.log_softmax(-1)

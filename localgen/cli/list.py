@@ -121,11 +121,12 @@ def _named_rows(cards: Sequence[ModelCard]) -> list[ListedModel]:
     from localgen.hub.models_file import read_models_file
 
     known = read_models_file()
-    named = {**known.presets, **known.adapters}
+    named = {name: adapter.model for name, adapter in known.adapters.items()}
+    named |= {name: preset.model for name, preset in known.presets.items()}
     return [
         ListedModel(
             *(card.name, card.path, card.size_bytes, card.state, card.source),
-            (named[card.name].model,) if card.name in named else (),
+            (named[card.name],) if card.name in named else (),
             0,
         )
         for card in cards

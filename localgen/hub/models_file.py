@@ -50,8 +50,10 @@ class ModelsFile:
         """The model of each alias, adapter and preset; never one of these."""
         found = dict(self.aliases)
         # a preset may be of an adapter, so these come first
-        for name, entry in (*self.adapters.items(), *self.presets.items()):
-            found[name] = found.get(entry.model, entry.model)
+        own = {name: adapter.model for name, adapter in self.adapters.items()}
+        own |= {name: preset.model for name, preset in self.presets.items()}
+        for name, model in own.items():
+            found[name] = found.get(model, model)
         return found
 
     def adapter_of(self, name: str) -> str | None:
