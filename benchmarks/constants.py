@@ -74,7 +74,8 @@ VARIANTS: dict[str, dict[str, Variant]] = {
         "damping 0.1": Variant({"damping": 0.1}),
         "file order": Variant({"desc_act": False}),
         "asymmetry 0": Variant({"asymmetry": 0.0}),
-        "asymmetry 0.5": Variant({"asymmetry": 0.5}),
+        "asymmetry 0.25": Variant({"asymmetry": 0.25}),
+        "asymmetry 1": Variant({"asymmetry": 1.0}),
         **RANGES,
     },
 }

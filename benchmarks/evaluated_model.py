@@ -30,6 +30,7 @@ from localgen.quant.calibrate.layer_forward import (
 )
 from localgen.quant.calibrate.text_windows import calibration_windows, held_out_windows
 from localgen.quant.evaluate import EvalMetrics
+from localgen.quant.files.layerwise_checkpoint import LayerwiseCheckpoint
 from localgen.quant.methods.layer import quantize_layer
 from localgen.quant.request.recipe import CalibrationConfig, Recipe
 
@@ -74,8 +75,15 @@ class EvaluatedModel:
     def losses(self, recipe: Recipe | None) -> EvalMetrics:
         """Quantize the model with a recipe, or keep the original if None, and evaluate it."""
         layers = [self._layer(index) for index in range(self.spec.num_layers)]
-        if recipe is not None:
-            layers = self._quantized(layers, recipe)
+        if recipe is None:
+            return EvalMetrics(self._losses(layers).window_nll)
+        return self._losses(self._quantized(layers, recipe))
+
+    def folder_losses(self, quantized: LayerwiseCheckpoint) -> EvalMetrics:
+        """Losses with the layers of a quantized folder of the same model."""
+        return self._losses([quantized.read_layer(index) for index in range(self.spec.num_layers)])
+
+    def _losses(self, layers: list[LayerTensors]) -> EvalMetrics:
         nll, kl = list[float](), list[float]()
         batches = torch.split(self._held_out, _BATCH)
         for batch, original in zip(batches, self._original, strict=True):
@@ -83,7 +91,7 @@ class EvaluatedModel:
             nll += (-found.gather(-1, batch[:, 1:, None])).squeeze(-1).double().mean(-1).tolist()
             apart = functional.kl_div(found, original, reduction="none", log_target=True)
             kl += apart.sum(-1, dtype=torch.float64).mean(-1).tolist()
-        return EvalMetrics(np.array(nll), None if recipe is None else np.array(kl))
+        return EvalMetrics(np.array(nll), np.array(kl))
 
     @cached_property
     def _original(self) -> list[Tensor]:

@@ -10,50 +10,57 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.evaluated_model import SIZES, opened_model
+from benchmarks.evaluated_model import SIZES, TextSizes, opened_model
 from benchmarks.measure import ModelLine, Report, command, table
 from localgen.config import BUILT_IN_MODEL
 from localgen.hub.packaged import PACKAGED_MODELS, packaged_model
 from localgen.quant.evaluate import EvalMetrics
+from localgen.quant.files.layerwise_checkpoint import LayerwiseCheckpoint
 from localgen.quant.intervals import PairedBootstrap
 from localgen.quant.request.losses import Interval
-from localgen.quant.request.recipe import Recipe
+from localgen.quant.request.recipe import QuantizeMethod, Recipe
 
+# 2 to 4 bits: method, suffix of the name, changes of the recipe
+VARIANTS: tuple[tuple[QuantizeMethod, str, dict[str, Any]], ...] = (
+    ("rtn", ", no clipping", {"clip": False}),
+    ("rtn", "", {}),
+    ("awq", ", no clipping", {"clip": False}),
+    ("awq", "", {}),
+    ("gptq", ", symmetric", {"asymmetry": 0.0}),
+    ("gptq", "", {}),
+)
 RECIPES = {
-    "rtn-4": Recipe(method="rtn", bits=4),
-    "awq-4, no clipping": Recipe(method="awq", bits=4, clip=False),
-    "awq-4": Recipe(method="awq", bits=4),
-    "gptq-4": Recipe(method="gptq", bits=4),
-    "rtn-3": Recipe(method="rtn", bits=3),
-    "awq-3, no clipping": Recipe(method="awq", bits=3, clip=False),
-    "awq-3": Recipe(method="awq", bits=3),
-    "gptq-3": Recipe(method="gptq", bits=3),
+    f"{method}-{bits}{variant}": Recipe(method=method, bits=bits, **changes)
+    for bits in (4, 3, 2)
+    for method, variant, changes in VARIANTS
+} | {
     "rtn-8": Recipe(method="rtn", bits=8),
     "awq-8": Recipe(method="awq", bits=8),
     "gptq-8": Recipe(method="gptq", bits=8),
     "smoothquant, weights only": Recipe(method="smoothquant", bits=8),
     "fp8": Recipe(method="fp8", bits=8),
-    "symmetric gptq-4": Recipe(method="gptq", bits=4, asymmetry=0.0),
-    "symmetric gptq-3": Recipe(method="gptq", bits=3, asymmetry=0.0),
 }
 # 576 inputs are no multiple of 128
 SMOLLM2_GROUP = 64
 # recipes that are compared window by window, if both are measured
-COMPARED = {
-    "awq-4": "rtn-4",
-    "gptq-4": "rtn-4",
-    "awq-3": "rtn-3",
-    "gptq-3": "rtn-3",
-    "symmetric gptq-4": "gptq-4",
-    "symmetric gptq-3": "gptq-3",
-}
-# the interval of the difference from round-to-nearest lies below 0
-BETTER_THAN_RTN = ("awq-4", "gptq-4", "awq-3", "gptq-3")
+COMPARED = tuple(
+    (f"{method}-{bits}", f"{other}-{bits}{variant}")
+    for bits in (4, 3, 2)
+    for method, other, variant in (
+        ("rtn", "rtn", ", no clipping"),
+        ("awq", "rtn", ""),
+        ("gptq", "rtn", ""),
+        ("gptq", "gptq", ", symmetric"),
+    )
+)
+# the interval of every difference of these lies below 0
+BETTER = ("awq-4", "gptq-4", "awq-3", "gptq-3", "awq-2", "gptq-2")
 # maximum perplexity relative to the original's
 EIGHT_BITS = 1.005
 
@@ -123,20 +130,22 @@ def enter(report: Report, losses: Losses) -> None:
         for domain in dict.fromkeys(losses.domains.tolist()):
             values = losses.kl(name, domain).scaled(1e3)
             report.add(f"KL divergence, {domain}", name, "mnats", values)
-        if RECIPES[name].bits == 8:
+        if name in RECIPES and RECIPES[name].bits == 8:
             report.ratio(series, perplexity, EIGHT_BITS, at_least=False)
     for name, other in compared(losses.found):
         difference = losses.difference(name, other)
         test = f"KL minus that of {other}"
         report.add(test, name, "mnats", difference.scaled(1e3))
-        if name in BETTER_THAN_RTN and difference.interval is not None:
+        if name in BETTER and difference.interval is not None:
             bound = 1e3 * difference.interval.high
             report.most(report.add(f"{test}, upper bound", name, "mnats", [bound]), 0.0)
 
 
 def compared(found: Mapping[str, EvalMetrics]) -> Iterator[tuple[str, str]]:
-    """Pairs that are both measured."""
-    return ((name, other) for name, other in COMPARED.items() if {name, other} <= found.keys())
+    """Pairs that are both measured: of COMPARED, and gptq with each folder of the same bits."""
+    folders = [name for name in found if name not in RECIPES]
+    beside = ((f"gptq-{name.partition(' bits: ')[0]}", name) for name in folders)
+    return ((one, other) for one, other in (*COMPARED, *beside) if {one, other} <= found.keys())
 
 
 def text(report: Report, losses: Losses) -> str:
@@ -179,15 +188,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", choices=PACKAGED_MODELS, default=BUILT_IN_MODEL)
     parser.add_argument("--only", help="prefixes of recipe names, separated by commas")
     parser.add_argument("--windows", type=int, help="windows of the held-out text")
+    parser.add_argument("--samples", type=int, help="windows of the calibration text")
+    parser.add_argument(
+        "--folder", type=Path, action="append", default=[], help="also a quantized folder"
+    )
     parser.add_argument("--output", type=Path, help="result file")
     options = parser.parse_args(arguments)
     sizes = SIZES[options.model]
-    sizes = replace(sizes, held_out=options.windows or sizes.held_out)
+    sizes = TextSizes(options.samples or sizes.calibration, options.windows or sizes.held_out)
     with opened_model(options.model, sizes) as model:
         losses = Losses(model.losses(None), model.domains)
         for name in chosen(options.only):
             losses.found[name] = model.losses(recipe_for(options.model, RECIPES[name]))
             print(f"{name}: {losses.kl(name).text(1e3)}", file=sys.stderr)
+        for folder in options.folder:
+            source = LayerwiseCheckpoint(folder)
+            bits = source.spec.quant.bits if source.spec.quant else 16
+            losses.found[f"{bits} bits: {folder.name}"] = model.folder_losses(source)
         spec = model.spec
     line = ModelLine(
         f"localgen {options.model}", packaged_model(options.model).size_bytes, spec.num_params

@@ -31,7 +31,7 @@ _METHODS = {
     "rtn": "round to nearest",
     "awq": "AWQ: scales searched by output error, folded into the layer before (Lin et al. 2023)",
     "gptq": "GPTQ: rounding errors are compensated in later columns (Frantar et al. 2022), "
-    "calibrated asymmetrically (Li et al. 2025)",
+    "errors of the inputs too (Arai and Ichikawa 2025)",
     "smoothquant": "SmoothQuant: range moved from activations into weights (Xiao et al. 2022)",
     "fp8": "FP8 (e4m3), one scale per output channel",
 }

@@ -54,6 +54,18 @@ def whole(w: Array, bits: int) -> Range:
     return best_range(w, None, tried, bits)
 
 
+def searched(w: Array, bits: int) -> Range:
+    """Scales of NeUQI's search, each with three integer zero points."""
+    (low, high), top = ends_of(w), 2**bits - 1
+    scale = (high - low) / top
+    zeros = [float(np.clip(np.round(-low / scale) + step, 0, top)) for step in (-1, 0, 1)]
+    shares = [1.0 - step / 20 for step in range(15)]
+    tried = [(-z * scale * s, (top - z) * scale * s) for s in shares for z in zeros]
+    low, high = best_range(w, None, [whole(w, bits), *tried], bits)
+    finer = [(low * s, high * s) for s in (0.97, 0.985, 1.015, 1.03)]
+    return best_range(w, None, [(low, high), *finer], bits)
+
+
 def clipped(w: Array, x: Array | None, bits: int, *, coarse: bool = False) -> Range:
     low, high = ends_of(w)
     found = best_range(w, x, [(low * s, high * s) for s in (COARSE if coarse else FINE)], bits)

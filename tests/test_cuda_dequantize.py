@@ -35,6 +35,7 @@ from localgen.quant.request.recipe import Recipe
 GROUP = 16
 WIDE = {"intermediate_size": 96, "moe_intermediate_size": 96}
 RECIPES = {
+    "packed 2": Recipe(method="gptq", bits=2, group_size=GROUP),
     "packed 3": Recipe(method="gptq", bits=3, group_size=GROUP),
     "packed 8": Recipe(method="gptq", bits=8, group_size=GROUP),
     "awq 4": Recipe(method="awq", group_size=GROUP),
@@ -44,7 +45,7 @@ RECIPES = {
 
 
 # read, not written
-OTHERS = {f"gptq {bits}": bits for bits in (3, 4, 8)}
+OTHERS = {f"gptq {bits}": bits for bits in (2, 3, 4, 8)}
 
 
 def rounded(weight: torch.Tensor, recipe: Recipe, *, ordered: bool = True) -> QuantizedWeight:

@@ -109,17 +109,17 @@ def test_gptq_in_the_engine(ordered: bool) -> None:
     torch.testing.assert_close(linear(x), x @ weight.dequantize().T, atol=1e-3, rtol=1e-4)
 
 
-@pytest.mark.parametrize("bits", [3, 8])
+@pytest.mark.parametrize("bits", [2, 3, 8])
 def test_pack_quantized_as_published(bits: int) -> None:
     weight = grouped(bits)
     parts = pack_linear(weight, "pack-quantized")
     assert parts["weight_packed"].shape == (OUTS, INS * bits // 32)
-    assert ("weight_zero_point" in parts) == (bits == 3)
+    assert ("weight_zero_point" in parts) == (bits != 8)
     wanted = weight.dequantize()
     torch.testing.assert_close(published_pack_quantized(parts, bits), wanted.double())
 
 
-@pytest.mark.parametrize("bits", [3, 8])
+@pytest.mark.parametrize("bits", [2, 3, 8])
 def test_pack_quantized_as_compressed_tensors_unpacks_it(bits: int) -> None:
     """By the package, whose codes and zero points are signed."""
     helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
@@ -149,6 +149,7 @@ def test_pack_quantized_in_the_engine(symmetric: bool) -> None:
     ("recipe", "quant"),
     [
         (Recipe(method="gptq"), QuantizationConfig(method="awq", bits=4)),
+        (Recipe(method="gptq", bits=2), QuantizationConfig(method="pack-quantized", bits=2)),
         (Recipe(method="gptq", bits=3), QuantizationConfig(method="pack-quantized", bits=3)),
         (Recipe(method="gptq", bits=8), QuantizationConfig(method="pack-quantized", bits=8)),
     ],
@@ -162,7 +163,7 @@ def test_packed_weights_are_unpacked_unchanged(recipe: Recipe, quant: Quantizati
     assert torch.equal(again.dequantize(), weight.dequantize())
 
 
-@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("ordered", [True, False])
 def test_gptq_folders_are_unpacked(bits: int, offset: int, ordered: bool) -> None:

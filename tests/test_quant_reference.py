@@ -12,7 +12,7 @@ from localgen.quant.calibrate.input_stats import InputStats
 from localgen.quant.calibrate.scaling import ScaleMapping
 from localgen.quant.methods.awq import round_awq, search_awq_scales
 from localgen.quant.methods.gptq import correct_inputs, factor_hessian, gptq_grid, round_gptq
-from localgen.quant.methods.grid import clipped_grid
+from localgen.quant.methods.grid import clipped_grid, full_range_grid, searched_grid
 from localgen.quant.methods.w8a8 import round_to_int8, smoothquant_scales
 from localgen.quant.request.recipe import Recipe
 
@@ -43,7 +43,7 @@ def mapping(*linears: str) -> ScaleMapping:
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("clip", [True, False])
 def test_gptq_equals_the_reference(seed: int, bits: int, clip: bool) -> None:
     weight, x = problem(seed)
@@ -175,6 +175,22 @@ def test_clipping_by_the_weights_alone(bits: int) -> None:
             wanted = reference.digits_and_grid(w, reference.clipped(w, None, bits), bits)
             assert float(grid.scales[row, group]) == wanted[1]
             assert float(grid.zeros[row, group]) == wanted[2]
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_search_for_scale_and_zero_point(bits: int) -> None:
+    weight, _ = problem(8)
+    weight = weight.double().view(OUTS, -1, SIZE)
+    found = searched_grid(weight, bits)
+    for row in range(OUTS):
+        for group in range(INS // SIZE):
+            w = weight[row, group].numpy()
+            wanted = reference.digits_and_grid(w, reference.searched(w, bits), bits)
+            assert float(found.scales[row, group]) == wanted[1]
+            assert float(found.zeros[row, group]) == wanted[2]
+    whole = full_range_grid(weight, bits)
+    errors = [(grid.fake_quantize(weight) - weight).square().sum() for grid in (found, whole)]
+    assert errors[0] < 0.97 * errors[1]
 
 
 @pytest.mark.parametrize("alpha", [0.5, 0.8])

@@ -48,7 +48,7 @@ def min_max(weights: Tensor, bits: int) -> Tensor:
     return torch.mul(digits - zero, step)
 
 
-@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("group_size", [16, None])
 def test_every_weight_goes_to_the_nearest_value_of_a_grid_no_worse_than_min_and_max(
     bits: int, group_size: int | None

@@ -100,7 +100,7 @@ TargetKlOption = Annotated[
 BitsOption = Annotated[
     int | None,
     typer.Option(
-        "--bits", help="Bits per weight: 4, 3 or 8 (default: 4; --fp8 and --smoothquant: 8)."
+        "--bits", help="Bits per weight: 4, 3, 2 or 8 (default: 4; --fp8 and --smoothquant: 8)."
     ),
 ]
 GroupSizeOption = Annotated[

@@ -1,6 +1,7 @@
 """GPTQ (Frantar et al. 2022): rounding by columns, each compensating earlier errors.
 
-With the errors of the inputs too it is GPTAQ (Li et al. 2025, "asymmetric calibration").
+Errors of the inputs are corrected first, "asymmetric calibration": Arai and Ichikawa 2025 (QEP),
+after Li et al. 2025 (GPTAQ).
 """
 
 from __future__ import annotations
@@ -70,8 +71,9 @@ def correct_inputs(
     """The weight [out, in] whose outputs are closest to the original model's before rounding.
 
     mismatch: [in, in], Σ (x₀ - x) xᵀ with x₀ the input in the original model. The least squares
-    solution W + share · W mismatch H⁻¹ for outputs W (x + share · (x₀ - x)) of inputs x. A share
-    below 1 keeps it from fitting the calibration text alone.
+    solution W + share · W mismatch H⁻¹ for outputs W (x + share · (x₀ - x)) of inputs x (QEP).
+    A share below 1 fits the calibration text less. GPTAQ keeps the part of mismatch H⁻¹ that leads
+    from a column to those rounded after it.
     """
     order, upper = hessian_factor.column_order, hessian_factor.inverse_upper
     change = (weight @ mismatch)[:, order] @ upper.t() @ upper

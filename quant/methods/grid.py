@@ -15,6 +15,11 @@ _MIN_SCALE = 2.0**-24
 # fractions of a group's range to try
 _FINE_SHRINKS = tuple(1.0 - step / 20 for step in range(11))
 _COARSE_SHRINKS = tuple(1.0 - step / 10 for step in range(6))
+# fractions of the scale of a group's whole range to try with each zero point, then of the best one
+_SCALE_SHARES = tuple(1.0 - step / 20 for step in range(15))
+_FINER_SCALE_SHARES = (0.97, 0.985, 1.015, 1.03)
+# with more bits the whole range is best
+_MAX_SEARCHED_BITS = 4
 # weights searched at a time, so that all copies stay in the processor's cache
 _CHUNK_WEIGHTS = 1 << 18
 _GPU_CHUNK_WEIGHTS = 1 << 24
@@ -56,10 +61,17 @@ class QuantGrid:
         return self.with_codes(self.quantize(weights).flatten(1))
 
 
-def round_to_nearest(weight: Tensor, bits: int, group_size: int | None) -> GroupedWeight:
-    """RTN: round a weight [out, in] on grids over the whole range of each group."""
+def round_to_nearest(
+    weight: Tensor, bits: int, group_size: int | None, *, clip: bool = True
+) -> GroupedWeight:
+    """RTN: round a weight [out, in] on the grids with the smallest weight error.
+
+    clip: the grids may cover a part of a group's range.
+    """
     weights = split_groups(weight, group_size)
-    return full_range_grid(weights, bits).round(weights)
+    searched = clip and bits <= _MAX_SEARCHED_BITS
+    grid = searched_grid(weights, bits) if searched else full_range_grid(weights, bits)
+    return grid.round(weights)
 
 
 def split_groups(weight: Tensor, group_size: int | None) -> Tensor:
@@ -75,6 +87,16 @@ def full_range_grid(weights: Tensor, bits: int) -> QuantGrid:
     the zero points below and above the exact one.
     """
     return _concat_grids(_search_full_range(rows, bits) for rows in _row_chunks(weights))
+
+
+def searched_grid(weights: Tensor, bits: int) -> QuantGrid:
+    """The grid with the smallest weight error, by a search over scales and zero points.
+
+    weights: [out, groups, size]. The objective of NeUQI (Lin et al. 2025) with zero points that are
+    integers: grids over the whole range, then fractions of its scale with the zero points around
+    its own, then finer ones around the best scale.
+    """
+    return _concat_grids(_search_scale_and_zero(rows, bits) for rows in _row_chunks(weights))
 
 
 def clipped_grid(
@@ -103,6 +125,10 @@ def _concat_grids(grids: Iterable[QuantGrid]) -> QuantGrid:
 
 
 def _search_full_range(weights: Tensor, bits: int) -> QuantGrid:
+    return _best_full_range(weights, bits).grid
+
+
+def _best_full_range(weights: Tensor, bits: int) -> _BestRange:
     low, high = _range_with_zero(weights)
     best = _BestRange(weights, bits, None)
     best.try_range(low, high)
@@ -111,6 +137,21 @@ def _search_full_range(weights: Tensor, bits: int) -> QuantGrid:
     for zero in (below.clamp(1, top - 1), (below + 1).clamp(1, top - 1)):
         scale = torch.minimum(-low / zero, high / (top - zero))
         best.try_range(-zero * scale, (top - zero) * scale)
+    return best
+
+
+def _search_scale_and_zero(weights: Tensor, bits: int) -> QuantGrid:
+    low, high = _range_with_zero(weights)
+    best, top = _best_full_range(weights, bits), 2**bits - 1
+    whole = (high - low) / top
+    middle = torch.round(-low / whole).nan_to_num(0.0)
+    zeros = [(middle + step).clamp(0, top) for step in (-1, 0, 1)]
+    for share in _SCALE_SHARES:
+        for zero in zeros:
+            best.try_range(-zero * whole * share, (top - zero) * whole * share)
+    low, high = best.low, best.high
+    for share in _FINER_SCALE_SHARES:
+        best.try_range(low * share, high * share)
     return best.grid
 
 

@@ -70,7 +70,10 @@ def quantize_layer(layer: CalibrationLayer, recipe: Recipe) -> QuantizedLayer:
             return _quantize_each_linear(layer, lambda _, weight: round_to_fp8(weight))
         case "rtn":
             return _quantize_each_linear(
-                layer, lambda _, weight: round_to_nearest(weight, recipe.bits, recipe.group_size)
+                layer,
+                lambda _, weight: round_to_nearest(
+                    weight, recipe.bits, recipe.group_size, clip=recipe.clip
+                ),
             )
 
 

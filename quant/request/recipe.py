@@ -14,9 +14,9 @@ LayerMode = Literal["round", "fold", "observe"]
 
 # bits that each method can write, its default first
 _SUPPORTED_BITS: dict[QuantizeMethod, tuple[int, ...]] = {
-    "rtn": (4, 3, 8),
-    "awq": (4, 3, 8),
-    "gptq": (4, 3, 8),
+    "rtn": (4, 3, 2, 8),
+    "awq": (4, 3, 2, 8),
+    "gptq": (4, 3, 2, 8),
     "smoothquant": (8,),
     "fp8": (8,),
 }
@@ -38,10 +38,10 @@ class Recipe:
     whole row.
 
     Only rtn, awq and gptq have groups; smoothquant and fp8 have one scale per row.
-    clip: awq and gptq search a smaller range for each group. desc_act: gptq rounds inputs in
+    clip: they search a smaller range for each group. desc_act: gptq rounds inputs in
     descending order of the Hessian's diagonal. damping: fraction of the Hessian's mean diagonal
     that gptq adds to it. asymmetry: share of the error of the inputs, those of the quantized layers
-    before, that gptq corrects (alpha of GPTAQ); 0 for none. alpha: share of the activations' range
+    before, that gptq corrects; 0 for none. alpha: share of the activations' range
     that smoothquant moves into the weights.
     """
 
@@ -51,7 +51,7 @@ class Recipe:
     clip: bool = True
     desc_act: bool = True
     damping: float = 0.01
-    asymmetry: float = 0.25
+    asymmetry: float = 0.5
     alpha: float = 0.5
 
     def __post_init__(self) -> None:

@@ -55,7 +55,7 @@ def _read_gptq(section: ConfigFields) -> QuantizationConfig:
         raise section.load_error(f"GPTQ layout {layout} is not supported, only gptq and gptq_v2")
     return QuantizationConfig(
         method="gptq",
-        bits=_bits(section, "bits", (3, 4, 8)),
+        bits=_bits(section, "bits", (2, 3, 4, 8)),
         group_size=_group_size(section, "group_size"),
         zero_point=not section.flag("sym", True),
         desc_act=section.flag("desc_act", False),
