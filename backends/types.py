@@ -91,6 +91,8 @@ class LineLimits:
 
 
 NO_LINE_LIMITS = LineLimits()
+# values of Request.on_overflow
+OVERFLOW_ERROR, OVERFLOW_DROP_OLDEST = "error", "drop-oldest"
 
 
 CHUNK_HASH_BYTES = 8
@@ -124,6 +126,8 @@ class Request:
     cache_salt: only requests with the same salt share cached prefixes.
     account: whose prompts it may be compared with; see engine/prefix_breaks.py.
     arrived_s: when the server received the request; TTFT and queue time are measured from here.
+    on_overflow: of messages that do not fit the context: OVERFLOW_ERROR, or OVERFLOW_DROP_OLDEST
+    (engine/overflow.py).
     stabilize: remove from the prompt what changes without a meaning (backends/text/stabilizer.py).
     tools: only with messages. tool_choice: auto, none, required or a function name.
     parallel_tool_calls: allow several tool calls in one answer.
@@ -165,6 +169,7 @@ class Request:
     arrived_s: float = 0.0
     stabilize: bool = False
     save_prefix: bool = True
+    on_overflow: str = OVERFLOW_ERROR
     kv_peer: str = ""
     chunks: PromptChunks | None = None
     block_hash_key: bytes = field(default=b"", repr=False)

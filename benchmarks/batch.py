@@ -1,6 +1,6 @@
 """A person who chats beside a batch: their inter-token latency with it and without.
 
-A turn is an answer of 60 tokens after a pause. Each round has turns without the batch, then turns
+A turn is an answer of 200 tokens after a pause. Each round has turns without the batch, then turns
 beside `localgen run --batch`, which is killed at the end of the round and resumes in the next
 one; the last run is left to end. For comparison, others send the same requests at the person's own
 priority.
@@ -34,7 +34,7 @@ from localgen.client.responses import TextDelta
 from localgen.config import ServerSettings
 
 MODELS = ("smollm2", "tiny")
-ANSWER_TOKENS, BATCH_TOKENS = 60, 24
+ANSWER_TOKENS, BATCH_TOKENS = 200, 24
 PAUSE_S = 1.0
 WORDS = ["red", "blue", "old", "new", "tall", "small", "house", "road", "sea"]
 

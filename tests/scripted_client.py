@@ -80,6 +80,7 @@ class Asked:
     ctx: int | None
     priority: int
     save_prefix: bool = True
+    on_overflow: str = "error"
 
 
 @dataclass
@@ -136,9 +137,10 @@ class ScriptedClient(LocalClient):
         ctx: int | None = None,
         priority: int = 0,
         save_prefix: bool = True,
+        on_overflow: str = "error",
     ) -> Generator[TextDelta | Completion, None, None]:
         self.record.asked.append(
-            Asked(model or "tiny", tuple(messages), params, ctx, priority, save_prefix)
+            Asked(model or "tiny", tuple(messages), params, ctx, priority, save_prefix, on_overflow)
         )
         script = self.scripts.pop(0) if self.scripts else (f"re: {messages[-1].content}", answer())
         return self._play(script)

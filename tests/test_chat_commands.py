@@ -25,7 +25,7 @@ from localgen.chat.parameters import ModelOptions
 from localgen.chat.session import ChatSession
 
 TURNS = (Turn("one", "1"), Turn("two", "2"))
-LONG_TURNS = (Turn("one", "1" * 300), Turn("two", "2" * 300))
+LONG_TURNS = (Turn("one", "1" * 300), Turn("two", "2" * 300), Turn("three", "3" * 300))
 
 
 @pytest.fixture
@@ -280,24 +280,50 @@ def test_compact_replaces_the_turns_by_a_summary(tmp_path: Path) -> None:
     session = long_chat_with(client, tmp_path)
     session.used_tokens = 900
     text = obey(session, "/compact")
-    (turn,) = session.conversation.turns
+    turn, last = session.conversation.turns
     assert turn.answer == "They asked one and two."
+    assert last == LONG_TURNS[-1]
     assert session.conversation.system == "be brief"
     (asked,) = client.record.asked
     contents = [message.content for message in asked.messages]
     assert contents == ["be brief", "one", "1" * 300, "two", "2" * 300, turn.prompt]
     assert not asked.save_prefix
     used = session.estimate_used_tokens()
-    assert text == f"2 turns became a summary: about {used} tokens instead of 900"
+    assert text == (
+        "They asked one and two.\n\n"
+        f"2 turns became a summary: about {used} tokens instead of 900; /undo takes that back"
+    )
+
+
+def test_undo_after_compact_brings_the_turns_back(tmp_path: Path) -> None:
+    session = long_chat_with(ScriptedClient(("Short.", answer())), tmp_path)
+    before = session.conversation
+    obey(session, "/compact")
+    assert obey(session, "/undo") == "the summary is gone, the 3 turns are back"
+    assert session.conversation == before
+    assert obey(session, "/undo") == "2 turns left"
+
+
+def test_undo_removes_a_turn_that_came_after_compact(tmp_path: Path) -> None:
+    session = long_chat_with(ScriptedClient(("Short.", answer())), tmp_path)
+    obey(session, "/compact")
+    session.add_turn(Turn("new", "answer"), None)
+    assert obey(session, "/undo") == "2 turns left"
+    assert [turn.answer for turn in session.conversation.turns] == ["Short.", "3" * 300]
+
+
+def test_a_single_turn_becomes_a_summary(tmp_path: Path) -> None:
+    session = long_chat_with(ScriptedClient(("Short.", answer())), tmp_path)
+    session.set_conversation(Conversation("be brief", LONG_TURNS[:1]))
+    obey(session, "/compact")
+    assert [turn.answer for turn in session.conversation.turns] == ["Short."]
 
 
 def test_compact_leaves_out_what_does_not_fit(tmp_path: Path) -> None:
     exceeded = ContextExceeded("the prompt does not fit")
     client = ScriptedClient((exceeded,), ("Only two.", answer()))
     session = long_chat_with(client, tmp_path)
-    assert obey(session, "/compact").endswith(
-        "; without the first 1, which did not fit the context"
-    )
+    assert "; without the first 1, which did not fit the context" in obey(session, "/compact")
     assert [message.content for message in client.record.asked[1].messages][1:3] == [
         "two",
         "2" * 300,
@@ -318,7 +344,7 @@ def test_compact_asks_for_a_summary_whatever_answers_have_to_be(tmp_path: Path) 
 def test_a_summary_that_becomes_too_long_is_kept_and_reported(tmp_path: Path) -> None:
     cut = answer(finish_reason="length", completion_tokens=1024)
     session = long_chat_with(ScriptedClient(("So long", cut)), tmp_path)
-    assert obey(session, "/compact").endswith("the summary was cut, as it became too long")
+    assert "the summary was cut, as it became too long" in obey(session, "/compact")
     assert session.conversation.turns[0].answer == "So long"
 
 
@@ -335,6 +361,13 @@ def test_a_summary_that_becomes_too_long_is_kept_and_reported(tmp_path: Path) ->
 def test_compact_that_fails_changes_nothing(tmp_path: Path, scripts: Any, error: str) -> None:
     session = long_chat_with(ScriptedClient(*scripts), tmp_path)
     with pytest.raises(LocalgenError, match=error):
+        obey(session, "/compact")
+    assert session.conversation == Conversation("be brief", LONG_TURNS)
+
+
+def test_ctrl_c_during_a_summary_changes_nothing(tmp_path: Path) -> None:
+    session = long_chat_with(ScriptedClient(("half", KeyboardInterrupt())), tmp_path)
+    with pytest.raises(KeyboardInterrupt):
         obey(session, "/compact")
     assert session.conversation == Conversation("be brief", LONG_TURNS)
 

@@ -23,7 +23,7 @@ def test_f9_restores_removed_turns(tmp_path: Path, line: str) -> None:
         before = tui.opened.chat.conversation
         await tui.ask(pilot, line)
         await tui.until(lambda: "F9 undoes it" in tui.screen_text())
-        assert len(tui.opened.chat.conversation.turns) < 2
+        assert tui.opened.chat.conversation.turns != before.turns
         await press(tui, pilot, "f9")
         assert tui.opened.chat.conversation == before
         assert tui.store.read(tui.opened.id).conversation == before

@@ -10,6 +10,7 @@ from localgen.backends import sampling_params
 from localgen.backends.adapters import ReadAdapter, prefix_salt, read_adapters
 from localgen.backends.block_hashes import block_hashes
 from localgen.backends.engine.embeddings import EmbeddingTask
+from localgen.backends.engine.overflow import answer_room, drop_oldest
 from localgen.backends.engine.prefix_breaks import RecentPrompts
 from localgen.backends.errors import ContextExceeded, InvalidRequest
 from localgen.backends.runner.interface import Limits
@@ -21,7 +22,15 @@ from localgen.backends.text.response_parser import ResponseParser
 from localgen.backends.text.stabilizer import stabilize
 from localgen.backends.text.template import PromptTemplate
 from localgen.backends.text.tokenizer import PairTokenizer, Tokenizer
-from localgen.backends.types import EmbedRequest, Infill, Request, Tokenized, TokenizeRequest
+from localgen.backends.types import (
+    OVERFLOW_DROP_OLDEST,
+    EmbedRequest,
+    Infill,
+    Message,
+    Request,
+    Tokenized,
+    TokenizeRequest,
+)
 
 MAX_STOP_STRINGS = 64
 MAX_LOGPROBS = 100
@@ -80,8 +89,9 @@ class InputProcessor:
         params = self._resolve_params(params, min_tokens=least)
         sampling_params.validate_sampling_params(params)
         ctx = self._resolve_ctx(request.ctx)
-        self._require_few_messages(request, ctx)
         request, changes = stabilize(request) if request.stabilize else (request, ())
+        request, shortening = self._without_overflow(request, params, ctx)
+        self._require_few_messages(request, ctx)
         adapters = read_adapters(request.adapters, self.read_adapter)
         request = replace(request, cache_salt=prefix_salt(request.cache_salt, adapters))
         opening = self._render(request)
@@ -104,6 +114,7 @@ class InputProcessor:
             echo=self._prompt_text(request, tokens) if request.echo else None,
             notes=(
                 *changes,
+                *shortening,
                 *left_out,
                 *opening.notes,
                 *_budget_notes(request, params, opening.response_parser),
@@ -288,6 +299,33 @@ class InputProcessor:
                 param="ctx",
             )
         return requested
+
+    def _without_overflow(
+        self, request: Request, params: SamplingParams, ctx: int
+    ) -> tuple[Request, tuple[str, ...]]:
+        """The request without its oldest turns, if it allows that and must, and a note of that."""
+        if request.on_overflow != OVERFLOW_DROP_OLDEST or not request.messages:
+            return request, ()
+        room = answer_room(ctx, params.max_tokens)
+
+        def fits(messages: tuple[Message, ...]) -> bool:
+            part = replace(request, messages=messages)
+            try:
+                self._require_few_messages(part, ctx)
+                return len(self._tokenize(part, self._render(part), ctx)) + room <= ctx
+            except ContextExceeded:
+                return False
+
+        if fits(request.messages):
+            return request, ()
+        kept = drop_oldest(request.messages, ctx, fits)
+        if not kept.num_left_out:
+            return request, ()
+        note = (
+            f"the oldest {kept.num_left_out:,} of {len(request.messages):,} messages were left out "
+            f"to fit the context of {ctx:,} tokens"
+        )
+        return replace(request, messages=kept.messages), (note,)
 
     def _render(self, request: Request) -> RenderedPrompt:
         """Return the prompt text and how to parse the response."""

@@ -299,7 +299,8 @@ def _compact(session: ChatSession, argument: str, _: OnProgress) -> CommandResul
         text += f"; without the first {done.num_unread:,}, which did not fit the context"
     if done.is_cut:
         text += "; the summary was cut, as it became too long"
-    return CommandOutput(text, is_new_conversation=True)
+    text += "; /undo takes that back"
+    return CommandOutput(f"{done.summary}\n\n{text}", is_new_conversation=True)
 
 
 def _model(session: ChatSession, argument: str, on_progress: OnProgress) -> CommandResult:
@@ -335,6 +336,9 @@ def _branch_line(session: ChatSession, name: str) -> str:
 def _undo(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
     if argument and not argument.isdecimal():
         raise InvalidRequest(f"/undo {argument}: give a number of turns")
+    if not argument and session.undo_compact():
+        count = units.format_count(len(session.conversation.turns), "turn")
+        return CommandOutput(f"the summary is gone, the {count} are back")
     session.set_conversation(session.conversation.undo(int(argument or 1)))
     return CommandOutput(f"{units.format_count(len(session.conversation.turns), 'turn')} left")
 
@@ -412,7 +416,7 @@ _COMMANDS = (
         "/load", "[NAME or PATH]", "loads a saved chat; without a name, lists them", _load
     ),
     SlashCommand("/clear", "", "starts a new conversation, keeps the system prompt", _clear),
-    SlashCommand("/compact", "", "replaces the turns by a summary, which frees context", _compact),
+    SlashCommand("/compact", "", "replaces the turns but the last by a summary", _compact),
     SlashCommand(
         "/model", "[NAME]", "switches to another model; without a name, lists them", _model
     ),
@@ -421,7 +425,7 @@ _COMMANDS = (
     SlashCommand(
         "/switch", "[NAME]", "switches to another branch; without a name, lists them", _switch
     ),
-    SlashCommand("/undo", "[N]", "removes the last turn, or the last N", _undo),
+    SlashCommand("/undo", "[N]", "removes the last turn, or N; takes /compact back", _undo),
     SlashCommand("/stats", "[raw]", "shows speed and memory; raw: all", _stats, ("raw",)),
     SlashCommand("/help", "", "shows this list", _help),
     SlashCommand("/bye", "", "leaves the chat", _bye),

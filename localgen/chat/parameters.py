@@ -24,6 +24,7 @@ from localgen.backends.sampling_params import (
     SAMPLERS,
     SamplingParams,
 )
+from localgen.backends.types import OVERFLOW_ERROR
 
 # a chat cannot show logprobs, and fills nothing in
 _NOT_IN_CHATS = ("logprobs", "infill_sampler")
@@ -47,8 +48,8 @@ _UNSET_WORDS = ("default", "none", "unset")
 class ModelOptions:
     """Options of a chat or a single prompt: load options, sampling parameters, scheduling.
 
-    save_prefix: see Request. figures: show speed and context below each answer. verbose: show all
-    measurements.
+    save_prefix, on_overflow: see Request. figures: show speed and context below each answer.
+    verbose: show all measurements.
     """
 
     params: SamplingParams = SamplingParams()
@@ -58,6 +59,7 @@ class ModelOptions:
     priority: int = 0
     keep_alive: str | None = None
     save_prefix: bool = True
+    on_overflow: str = OVERFLOW_ERROR
     figures: bool = True
     verbose: bool = False
 

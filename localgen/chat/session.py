@@ -48,7 +48,16 @@ class CompactedTurns:
     num_turns: int
     num_unread: int
     used_tokens: int
+    summary: str
     is_cut: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Compaction:
+    """A conversation before and after compact()."""
+
+    before: Conversation
+    after: Conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +87,7 @@ class ChatSession:
         )
         self.last_completion: Completion | None = None
         self.used_tokens: int | None = None
+        self._compaction: _Compaction | None = None
 
     @property
     def options(self) -> ModelOptions:
@@ -229,6 +239,7 @@ class ChatSession:
                 ctx=self._requested_ctx,
                 priority=self.options.priority,
                 save_prefix=self.options.save_prefix,
+                on_overflow=self.options.on_overflow,
             )
         except InvalidRequest as error:
             name = error.param if error.param in parameters.PARAMETER_NAMES else None
@@ -258,15 +269,18 @@ class ChatSession:
         return ()
 
     def compact(self) -> CompactedTurns:
-        """Replace all turns by one, with a summary that the model writes.
+        """Replace the turns before the last one, or a single one, by a summary of the model.
 
-        The oldest turns are left out if the conversation does not fit the context. Raises
+        The oldest turns are left out if the conversation does not fit the context. undo_compact()
+        restores it. Raises
         InvalidRequest if there is nothing to summarize, or if the summary is empty or longer than
         that; the errors of Client.chat. The conversation is unchanged then.
         """
         self.require_answered()
-        turns = self.conversation.turns
-        before = self.estimate_used_tokens()
+        conversation, before = self.conversation, self.estimate_used_tokens()
+        turns, last = conversation.turns[:-1], conversation.turns[-1:]
+        if not any(turn.answer for turn in turns):
+            turns, last = conversation.turns, ()
         read, summary = turns, None
         while summary is None:
             summary = self._summary_of(replace(self.conversation, turns=read))
@@ -278,8 +292,20 @@ class ChatSession:
         turn = Turn(_SUMMARY_PROMPT, summary.text.strip())
         if len(turn.prompt + turn.answer) >= sum(len(t.prompt + t.answer) for t in turns):
             raise InvalidRequest("the summary would be longer than the conversation: unchanged")
-        self.set_conversation(replace(self.conversation, turns=(turn,)))
-        return CompactedTurns(len(turns), len(turns) - len(read), before, summary.is_cut)
+        after = replace(conversation, turns=(turn, *last))
+        self.set_conversation(after)
+        self._compaction = _Compaction(conversation, after)
+        return CompactedTurns(
+            len(turns), len(turns) - len(read), before, turn.answer, summary.is_cut
+        )
+
+    def undo_compact(self) -> bool:
+        """Restore the turns before compact(). Returns False unless nothing has changed since."""
+        done = self._compaction
+        if done is None or self.conversation is not done.after:
+            return False
+        self.set_conversation(done.before)
+        return True
 
     def require_answered(self) -> None:
         """Raise InvalidRequest if there is nothing to summarize."""

@@ -48,6 +48,7 @@ def answer_prompt(
         ctx=options.ctx,
         priority=options.priority,
         save_prefix=options.save_prefix,
+        on_overflow=options.on_overflow,
     )
     screen = _AnswerPrinter()
     with progress_line.notices_to(progress_line.print_notice):

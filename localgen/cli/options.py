@@ -22,6 +22,7 @@ from localgen.hub.preset import PRESET_PARAMETERS
 
 OnOffAuto = Literal["auto", "on", "off"]
 Backend = Literal["auto", "llamacpp", "cuda"]
+Overflow = Literal["error", "drop-oldest"]
 Stabilize = Annotated[
     bool,
     typer.Option(
@@ -101,6 +102,13 @@ REQUEST_OPTIONS = (
         "--keep-alive",
         "Unload the model when idle for this time: 30s, 5m, 0; -1: never (default: 5m). The server "
         "itself keeps to LOCALGEN_KEEP_ALIVE.",
+    ),
+    CliOption(
+        "on_overflow",
+        Overflow,
+        "--on-overflow",
+        "If the conversation does not fit the context: error, or drop-oldest, which leaves out "
+        "the oldest turns and says so (default: error).",
     ),
     CliOption("verbose", bool, "--verbose", "Show load time, TTFT, prefill and decode speed."),
 )

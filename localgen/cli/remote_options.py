@@ -10,6 +10,7 @@ import typer
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
+from localgen.backends.types import OVERFLOW_ERROR
 from localgen.chat.parameters import ModelOptions
 from localgen.cli.options import LOAD_OPTIONS, REQUEST_OPTIONS
 
@@ -44,7 +45,7 @@ KeyEnvOption = Annotated[
         rich_help_panel=_REMOTE_PANEL,
     ),
 ]
-_LOCAL_ONLY_FIELDS = {"ctx", "priority", "keep_alive"}
+_LOCAL_ONLY_FIELDS = {"ctx", "priority", "keep_alive", "on_overflow"}
 
 
 def endpoint_from_options(
@@ -79,7 +80,14 @@ def options_for_endpoint(options: ModelOptions, endpoint: Endpoint | None) -> Mo
     """Drop the options that apply only to the local server; they may come from the environment."""
     if endpoint is None:
         return options
-    return replace(options, load=LoadOptions(), ctx=None, priority=0, keep_alive=None)
+    return replace(
+        options,
+        load=LoadOptions(),
+        ctx=None,
+        priority=0,
+        keep_alive=None,
+        on_overflow=OVERFLOW_ERROR,
+    )
 
 
 def launch_server_early(endpoint: Endpoint | None) -> EarlyLaunch | None:

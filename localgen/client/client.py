@@ -13,7 +13,7 @@ import msgspec
 from localgen.backends.errors import InvalidRequest, ModelNotFound
 from localgen.backends.model_info import LoadOptions, ModelInfo
 from localgen.backends.sampling_params import SamplingParams
-from localgen.backends.types import Message, PromptProgress
+from localgen.backends.types import OVERFLOW_ERROR, Message, PromptProgress
 from localgen.client.connection import Connection, ServerResponse
 from localgen.client.errors import ErrorResponse, SentRequest, format_model_names
 from localgen.client.json_decoding import decode_json
@@ -96,13 +96,16 @@ class Client:
         ctx: int | None = None,
         priority: int = 0,
         save_prefix: bool = True,
+        on_overflow: str = OVERFLOW_ERROR,
     ) -> Generator[TextDelta | Completion, None, None]:
         """Stream an answer to a chat, then yield one Completion.
 
-        save_prefix: see Request; only the local server has it. Closing the generator cancels the
-        request.
+        save_prefix, on_overflow: see Request; only servers of localgen have them. Closing the
+        generator cancels the request.
         """
-        request = GenerationRequest(model, messages, params, ctx, priority, save_prefix)
+        request = GenerationRequest(
+            model, messages, params, ctx, priority, save_prefix, on_overflow
+        )
         return self._generate(request)
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.sampling_params import SAMPLERS, SamplingParams
-from localgen.backends.types import Message
+from localgen.backends.types import OVERFLOW_ERROR, Message
 
 _STANDARD_FIELDS = {
     *(sampler.name for sampler in SAMPLERS if sampler.in_openai),
@@ -65,7 +65,7 @@ class GenerationRequest:
     """A request for one streamed answer: to messages, or to a prompt that is continued as is.
 
     The answer continues an assistant's message at the end.
-    ctx, priority, save_prefix: extensions of the local server.
+    ctx, priority, save_prefix, on_overflow: extensions of the local server.
     """
 
     model: str | None
@@ -74,6 +74,7 @@ class GenerationRequest:
     ctx: int | None = None
     priority: int = 0
     save_prefix: bool = True
+    on_overflow: str = OVERFLOW_ERROR
 
     @property
     def path(self) -> str:
@@ -105,6 +106,8 @@ class GenerationRequest:
                 "priority": self.priority,
                 "save_prefix": self.save_prefix,
             }
+        if self.on_overflow != OVERFLOW_ERROR:
+            body["on_overflow"] = self.on_overflow
         return encode_json(body)
 
 

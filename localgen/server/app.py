@@ -157,6 +157,7 @@ def _add_generation_routes(
             cache_salt=body.cache_salt or "",
             save_prefix=body.save_prefix,
             adapters=body.adapters,
+            on_overflow=body.on_overflow,
         )
         return respond(body, [request], caller, ChatCompletionSerializer.from_metadata)
 

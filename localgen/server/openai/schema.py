@@ -307,8 +307,9 @@ class ChatPrompt(ReasoningFields):
 
 
 class ChatRequest(ChatPrompt, _GenerationRequest):
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions. on_overflow: see Request."""
 
+    on_overflow: Literal["error", "drop-oldest"] = "error"
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

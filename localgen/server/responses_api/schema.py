@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.sampling_params import ANY_JSON_OBJECT, SamplingParams
-from localgen.backends.types import Message
+from localgen.backends.types import OVERFLOW_DROP_OLDEST, OVERFLOW_ERROR, Message
 from localgen.server.openai.reasoning import Effort, TokenBudget
 from localgen.server.openai.tools import (
     FunctionDefinition,
@@ -148,7 +148,7 @@ class ResponsesRequest(RequestBody):
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     # reasoning is given whole, without being asked for
     include: list[Literal["reasoning.encrypted_content"]] | None = None
     top_logprobs: Literal[0] | None = None
@@ -181,6 +181,7 @@ class ResponsesRequest(RequestBody):
             "tools": tools,
             "tool_choice": parse_tool_choice(self.tool_choice, tools),
             "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "on_overflow": OVERFLOW_DROP_OLDEST if self.truncation == "auto" else OVERFLOW_ERROR,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
         }
 
