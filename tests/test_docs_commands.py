@@ -102,11 +102,16 @@ def run_line(
     )
 
 
+BATCH_LINE = """{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body":
+ {"model": "tiny", "prompt": "a", "max_tokens": 2}}""".replace("\n", "")
+
+
 @pytest.mark.parametrize("line", [line for _, line in COMMANDS if can_run(line)])
 def test_commands_for_the_built_in_model_run(
     line: str, environment: dict[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "notes.txt").write_text("The sun is a star.\n")
+    (tmp_path / "in.jsonl").write_text(BATCH_LINE)
     (tmp_path / "sentences.txt").write_text("The sun is a star.\nSo is Sirius.\n")
     if "stop tiny" in line:
         run_line("localgen run tiny hi", environment, tmp_path)
