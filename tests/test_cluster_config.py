@@ -59,8 +59,14 @@ def test_load_options(tmp_path: Path) -> None:
         ("[load]\nthread = 1", "unknown load option thread. Did you mean threads"),
         ('replicas = "2"', "replicas must be a whole number, not '2'"),
         ("replicas = true", "replicas must be a whole number, not True"),
-        ("replicas = 4\nmax_replicas = 2", "max_replicas must be 4 to 1000, not 2"),
-        ("max_replicas = 4\nmin_replicas = 3", "min_replicas must be 0 to 2, not 3"),
+        (
+            "replicas = 4\nmax_replicas = 2",
+            "from min_replicas (1) to max_replicas (2)",
+        ),
+        (
+            "max_replicas = 4\nmin_replicas = 3",
+            "from min_replicas (3) to max_replicas (4)",
+        ),
         ("min_replicas = 0", "min_replicas is for a number that changes: set max_replicas"),
         ("max_replicas = 2\nttft_slo_ms = 0", "ttft_slo_ms must be 1 to"),
         ('command = "vllm serve m"', "command must say where to listen: --host {host} --port"),
@@ -179,12 +185,16 @@ def test_a_cluster_that_starts_is_told_apart_from_one_that_was_killed(
     stale.unlink()
     with hold_lock(settings):
         assert RunningCluster.find(settings) is None
-        with pytest.raises(ServerUnavailable, match="another cluster of yours starts"):
+        with pytest.raises(ServerUnavailable, match="a cluster of yours is starting: wait"):
             start(settings, _free_port())
+        with pytest.raises(ServerUnavailable, match=r"is starting: .* \(log: "):
+            RunningCluster.get(settings)
+    with pytest.raises(ServerUnavailable, match="no cluster runs: `localgen cluster up` starts"):
+        RunningCluster.get(settings)
 
 
 def test_a_cluster_is_found_and_ended(
-    settings: ServerSettings, monkeypatch: pytest.MonkeyPatch
+    settings: ServerSettings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     program = (
         "import time; from localgen.cluster.running import *\n"
@@ -194,12 +204,19 @@ def test_a_cluster_is_found_and_ended(
     monkeypatch.setenv("LOCALGEN_RUNTIME_DIR", str(settings.runtime_dir))
     monkeypatch.setattr(running, "find_spec", lambda _: object())
     monkeypatch.setattr(running, "python_command", lambda *_: [sys.executable, "-c", program])
-    started = start(settings, _free_port())
+    keys = tmp_path / "keys"
+    keys.write_text("a-key-of-some-length\n")
+    keys.chmod(0o600)
+    config = ClusterConfig(host="0.0.0.0", port=_free_port(), api_key_file=str(keys))
+    started = running.start(config, "tiny", settings)
+    assert started.url == f"http://127.0.0.1:{config.port}"
     assert RunningCluster.find(settings) == started
     with pytest.raises(ServerUnavailable, match=f"a cluster runs at {started.url}"):
         start(settings, _free_port())
     endpoint = resolve_endpoint("cluster")
     assert (endpoint.url, endpoint.model) == (f"{started.url}/v1", "tiny")
+    assert endpoint.api_key() == "a-key-of-some-length"
+    assert "a-key" not in repr(endpoint)
     running.stop(started, settings)
     assert RunningCluster.find(settings) is None
     with pytest.raises(InvalidRequest, match="no cluster of yours runs on this machine"):

@@ -180,11 +180,7 @@ def _model_name(config: ClusterConfig) -> str:
 
 def _find() -> RunningCluster:
     """The cluster of this user. Raises ServerUnavailable if none runs."""
-    from localgen.backends.errors import ServerUnavailable
     from localgen.cluster.running import RunningCluster
     from localgen.config import ServerSettings
 
-    found = RunningCluster.find(ServerSettings.from_environment())
-    if found is None:
-        raise ServerUnavailable("no cluster runs: `localgen cluster up` starts one")
-    return found
+    return RunningCluster.get(ServerSettings.from_environment())

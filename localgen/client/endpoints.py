@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
@@ -77,6 +77,16 @@ class Endpoint:
         return key
 
 
+@dataclass(frozen=True, slots=True)
+class OwnCluster(Endpoint):
+    """The user's own cluster. key: one that its gateway takes, unless key_env names another."""
+
+    key: str | None = field(default=None, repr=False)
+
+    def api_key(self) -> str | None:
+        return self.key if self.key_env is None else Endpoint.api_key(self)
+
+
 def normalize_base_url(text: str) -> str:
     """The URL that precedes `/models` and `/chat/completions`; adds `/v1` if there is no path.
 
@@ -146,7 +156,8 @@ def resolve_endpoint(text: str) -> Endpoint:
 
 
 def _own_cluster() -> Endpoint:
-    """The cluster that this user runs. Raises InvalidRequest if there is none."""
+    """The cluster that this user runs. Raises InvalidRequest if there is none, and BadSetting if
+    its keys cannot be read."""
     from localgen.cluster.running import RunningCluster
 
     running = RunningCluster.find(ServerSettings.from_environment())
@@ -155,7 +166,8 @@ def _own_cluster() -> Endpoint:
             "no cluster of yours runs on this machine: `localgen cluster up` starts one, or "
             f"`localgen endpoint add {CLUSTER} URL` names another"
         )
-    return Endpoint(normalize_base_url(running.url), CLUSTER, model=running.model)
+    url = normalize_base_url(running.url)
+    return OwnCluster(url, CLUSTER, model=running.model, key=running.api_key())
 
 
 def add_endpoint(endpoint: Endpoint) -> None:

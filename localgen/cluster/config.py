@@ -129,8 +129,13 @@ class ClusterConfig:
         if self.max_replicas is None:
             self._require_defaults(*_AUTOSCALING)
             return
-        _require_count("max_replicas", self.max_replicas, self.replicas, MAX_REPLICAS)
-        _require_count("min_replicas", self.min_replicas, 0, self.replicas)
+        _require_count("max_replicas", self.max_replicas, 1, MAX_REPLICAS)
+        _require_count("min_replicas", self.min_replicas, 0, MAX_REPLICAS)
+        if not self.min_replicas <= self.replicas <= self.max_replicas:
+            raise BadSetting(
+                f"replicas, those at the start, are {self.replicas}: give a number from "
+                f"min_replicas ({self.min_replicas}) to max_replicas ({self.max_replicas})"
+            )
         if self.ttft_slo_ms is not None:
             _require_count("ttft_slo_ms", self.ttft_slo_ms, 1, _MAX_MS)
 

@@ -19,6 +19,7 @@ from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import LoggingConfig
 
 import localgen
 from localgen.backends.errors import LoadFailed, LocalgenError, ServerUnavailable
@@ -204,6 +205,8 @@ def _replicas(
         health_check_period_s=_HEALTH_PERIOD_S,
         health_check_timeout_s=_HEALTH_TIMEOUT_S,
         graceful_shutdown_timeout_s=_DRAIN_TIMEOUT_S,
+        # one line for each question of the gateway
+        logging_config=LoggingConfig(enable_access_log=False),
         request_router_config=RequestRouterConfig(
             request_router_class="localgen.cluster.router.PrefixRouter",
             request_router_kwargs={"spill": config.spill},

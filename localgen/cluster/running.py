@@ -23,7 +23,7 @@ from localgen.cluster.config import ClusterConfig
 from localgen.config import ServerSettings
 from localgen.locked_file import LockedFile
 from localgen.machine.python_process import python_command, python_environment
-from localgen.server.http.access import host_and_port, open_tcp_socket
+from localgen.server.http.access import host_and_port, open_tcp_socket, read_api_keys
 
 # in the runtime folder
 REPLICA_DIRS = "replica-*"
@@ -32,6 +32,7 @@ START = b"start\n"  # from the owner to the head
 # Serve deletes the deployments and gives their requests time to end
 _END_TIMEOUT_S = 60.0
 _POLL_S = 0.1
+_STARTS = "a cluster of yours is starting: wait, or press Ctrl+C there"
 _LOG_BYTES = 1 << 16
 
 
@@ -52,6 +53,20 @@ class RunningCluster:
         """The cluster that runs, or None if there is none or it still starts."""
         text = _state_file(settings).read_text() if _is_locked(settings) else ""
         return cls(**json.loads(text)) if text else None
+
+    def api_key(self) -> str | None:
+        """A key that the gateway takes, or None without keys. Raises BadSetting."""
+        return read_api_keys(Path(self.api_key_file))[0] if self.api_key_file else None
+
+    @classmethod
+    def get(cls, settings: ServerSettings) -> RunningCluster:
+        """The cluster that runs. Raises ServerUnavailable if there is none or it still starts."""
+        found = cls.find(settings)
+        if found is None and _is_locked(settings):
+            raise ServerUnavailable(f"{_STARTS} (log: {log_path(settings)})")
+        if found is None:
+            raise ServerUnavailable("no cluster runs: `localgen cluster up` starts one")
+        return found
 
 
 def hold_lock(settings: ServerSettings) -> IO[str]:
@@ -79,7 +94,7 @@ def require_startable(config: ClusterConfig, settings: ServerSettings) -> None:
             f"a cluster runs at {running.url}: `localgen cluster down` ends it first"
         )
     if _is_locked(settings):
-        raise ServerUnavailable("another cluster of yours starts: wait, or press Ctrl+C there")
+        raise ServerUnavailable(f"{_STARTS} (log: {log_path(settings)})")
     access = config.access()
     if config.record_trace is not None:
         from localgen.server.stats.trace_recorder import open_trace  # numpy is heavy
@@ -114,7 +129,9 @@ def start(config: ClusterConfig, model: str, settings: ServerSettings) -> Runnin
     except BaseException:  # Ctrl+C as well
         _end(psutil.Process(process.pid))
         raise
-    url = f"http://{host_and_port(config.host, config.port)}"
+    # what listens on all addresses is reached at this one
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
+    url = f"http://{host_and_port(host, config.port)}"
     cluster = RunningCluster(process.pid, url, model, config.api_key_file)
     _state_file(settings).store(json.dumps(asdict(cluster)))
     return cluster

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import httpx
@@ -13,7 +12,6 @@ from localgen.backends.terminal_text import one_line
 from localgen.backends.units import format_size
 from localgen.cluster.running import RunningCluster
 from localgen.cluster.totals import REPLICAS, count_requests
-from localgen.server.http.access import read_api_keys
 
 _TIMEOUT_S = 10.0
 
@@ -53,8 +51,8 @@ class ReplicaStatus:
 
 def fetch_status(cluster: RunningCluster) -> list[ReplicaStatus]:
     """Ask the gateway for its replicas. Raises ServerUnavailable if it does not answer."""
-    keys = read_api_keys(Path(cluster.api_key_file)) if cluster.api_key_file else ()
-    headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
+    key = cluster.api_key()
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         reply = httpx.get(f"{cluster.url}/v1/stats", headers=headers, timeout=_TIMEOUT_S)
         reply.raise_for_status()
