@@ -94,7 +94,7 @@ def rss_mb() -> float:
 
 def measure(path: Path, adapters: list[AdapterRef], report: Report, tokens: int) -> None:
     base: tuple[AdapterRef, ...] = ()
-    one, other = ((ref,) for ref in adapters)
+    one, other = (adapters[0],), (adapters[1],)
     before = rss_mb()
     streams = Streams(load(path))
     streams.run([base], 4)
