@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
@@ -28,7 +29,8 @@ def model_folder(name: str, place: Path) -> Path:
     source = open_gguf_source(path)
     model = transformers_model(path, source.spec)
     folder = place / name
-    (widened(model) if name == "smollm2-wide" else model).half().save_pretrained(folder)
+    kept: Any = widened(model) if name == "smollm2-wide" else model
+    kept.to(torch.float16).save_pretrained(folder)
     tokenizer = source.load_tokenizer()
     (folder / "tokenizer.json").write_text(_tokenizer_json(tokenizer), encoding="utf-8")
     special = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
@@ -46,7 +48,7 @@ def widened(model: LlamaForCausalLM) -> LlamaForCausalLM:
     and the norms' weights and epsilon undo the change of the mean square. Heads of zeros fill the
     attention. The feed-forward size must be a multiple of 256.
     """
-    old = model.config
+    old: Any = model.config
     hidden = old.hidden_size // _OWN * _BLOCK
     ratio = hidden / old.hidden_size
     shared = old.num_attention_heads // old.num_key_value_heads
