@@ -29,8 +29,8 @@ def model_folder(name: str, place: Path) -> Path:
     source = open_gguf_source(path)
     model = transformers_model(path, source.spec)
     folder = place / name
-    made: Any = widened(model) if name == "smollm2-wide" else model
-    made.half().save_pretrained(folder)
+    kept: Any = widened(model) if name == "smollm2-wide" else model
+    kept.to(torch.float16).save_pretrained(folder)
     tokenizer = source.load_tokenizer()
     (folder / "tokenizer.json").write_text(_tokenizer_json(tokenizer), encoding="utf-8")
     special = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
@@ -48,11 +48,9 @@ def widened(model: LlamaForCausalLM) -> LlamaForCausalLM:
     and the norms' weights and epsilon undo the change of the mean square. Heads of zeros fill the
     attention. The feed-forward size must be a multiple of 256.
     """
-    old = model.config
+    old: Any = model.config
     hidden = old.hidden_size // _OWN * _BLOCK
     ratio = hidden / old.hidden_size
-    assert old.num_key_value_heads is not None
-    assert old.head_dim is not None
     shared = old.num_attention_heads // old.num_key_value_heads
     heads = -(-old.num_attention_heads * old.head_dim // _BLOCK) * _BLOCK // old.head_dim
     config = LlamaConfig(

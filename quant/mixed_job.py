@@ -32,7 +32,7 @@ from localgen.quant.mixed.search import (
     total_kl,
 )
 from localgen.quant.mixed.sensitivity import SensitivityProbes
-from localgen.quant.preflight import prepare_quantization
+from localgen.quant.preflight import prepare_quantization, require_unquantized
 from localgen.quant.request.events import (
     EstimateEvent,
     FinishedEvent,
@@ -64,13 +64,13 @@ class _MeasuredFile:
 class MixedGgufJob:
     """calibration: in mode `observe`, with the output of this job."""
 
-    def __init__(self, target: GgufTarget, calibration: QuantizeJob) -> None:
+    def __init__(self, target: GgufTarget, shape: FileShape, calibration: QuantizeJob) -> None:
         """Raises InvalidRequest if no file is as small as the target."""
         prepared = calibration.prepared
         self.target, self.calibration = target, calibration
         self.output = calibration.work_folder.out
         self._source: LayerwiseCheckpoint = prepared.source
-        self.shape: FileShape = plan_file(self._source.folder, self._source.spec)
+        self.shape = shape
         self._budget = _tensor_budget(self.shape, target)
         assert prepared.windows is not None
         self._windows = prepared.windows
@@ -252,12 +252,15 @@ def prepare_mixed_job(
     QuantizeJob.check_disk_space and MixedGgufJob."""
     assert request.target is not None
     assert request.recipe is not None
-    check_convertible(folder / "config.json", read_hf_config(folder))
+    require_unquantized(folder)
+    spec = read_hf_config(folder)
+    check_convertible(folder / "config.json", spec)
+    shape = plan_file(folder, spec)
     prepared = prepare_quantization(folder, request.recipe, request.calibration, device)
     output = request.output or default_output(name, None, f"{AUTO}-{request.target.label}")
     check_gguf_output(output)
     calibration = QuantizeJob(name, prepared, output, mode=request.mode)
-    job = MixedGgufJob(request.target, calibration)
+    job = MixedGgufJob(request.target, shape, calibration)
     calibration.check_disk_space(resume=request.resume)
     job.report_estimate(on_event)
     return job

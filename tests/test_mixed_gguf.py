@@ -17,6 +17,7 @@ pytest.importorskip("tokenizers")
 import gguf
 import torch
 from llama_files import LlamaFile
+from quant_models import MODELS, model_folder
 from transformers import AutoModelForCausalLM
 
 from localgen.backends.formats.hf.config import read_hf_config
@@ -49,9 +50,10 @@ def few_values(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("localgen.quant.run.measure_tokens_per_s", lambda path: None)
 
 
-def mixed_job_of(target: GgufTarget, out: Path) -> MixedGgufJob:
-    ready = prepare_quantization(TINY, GGUF_CALIBRATION_RECIPE, CALIBRATION, "cpu")
-    return MixedGgufJob(target, QuantizeJob("tiny", ready, out, mode="observe"))
+def mixed_job_of(target: GgufTarget, out: Path, folder: Path = TINY) -> MixedGgufJob:
+    ready = prepare_quantization(folder, GGUF_CALIBRATION_RECIPE, CALIBRATION, "cpu")
+    shape = plan_file(folder, ready.source.spec)
+    return MixedGgufJob(target, shape, QuantizeJob("tiny", ready, out, mode="observe"))
 
 
 def test_size_of_a_file_is_known_before(tmp_path: Path) -> None:
@@ -115,13 +117,12 @@ def test_probe_is_the_loss_of_the_whole_model(group: str, tmp_path: Path) -> Non
     with torch.no_grad():
         model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
         before = model(ids).logits.log_softmax(-1)
+        weights = dict(model.named_parameters())
         for name in changed:
-            squares, count = importance.get(name, (None, 1))
-            weight = model.get_parameter(f"{name}.weight")
-            kept = round_trip(
-                weight.numpy().copy(), measured.probe_type,
-                None if squares is None else (squares / count).astype(np.float32),
-            )  # fmt: skip
+            weight = weights[f"{name}.weight"]
+            sums = importance.get(name)
+            squares = None if sums is None else sums[0] / np.float32(sums[1])
+            kept = round_trip(weight.numpy().copy(), measured.probe_type, squares)
             weight.copy_(torch.from_numpy(kept))
         after = model(ids).logits.log_softmax(-1)
     expected = float((before.exp() * (before - after)).sum(-1).mean())
@@ -155,6 +156,43 @@ def test_resumed_run_keeps_finished_groups(tmp_path: Path) -> None:
     assert seen[-1] == 37
     assert again.read_bytes() == whole.read_bytes()
     assert not (tmp_path / "again.gguf.partial").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "role"), [("qwen3 moe", "ffn_up"), ("phi3", "attn_qkv"), ("llama", "output")]
+)
+def test_experts_fused_tensors_and_outputs(
+    name: str,
+    role: str,
+    tmp_path: Path,
+    open_model: Callable[..., LlamaFile],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, out = tmp_path / "model", tmp_path / "m.gguf"
+    folder.mkdir()
+    family, changes = MODELS[name]
+    sizes = {"intermediate_size": 64, "moe_intermediate_size": 64}
+    monkeypatch.setitem(MODELS, name, (family, changes | sizes))
+    job = mixed_job_of(GgufTarget(bits_per_weight=6), out, model_folder(name, folder))
+    seen: list[QuantizeEvent] = []
+    job.run(seen.append, resume=False)
+    (mixture,) = (one for one in seen if isinstance(one, MixtureEvent))
+    assert role in mixture.types
+    tensors = gguf.GGUFReader(out).tensors
+    bits = 8 * sum(int(one.n_bytes) for one in tensors) / sum(one.n_elements for one in tensors)
+    assert 5.5 < bits <= 6.01
+    model = open_model(out)
+    assert len(model.greedy_tokens(model.tokenize("a"), 4)) == 4
+
+
+def test_rows_that_no_type_divides_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    model_folder("qwen3 moe", folder)
+    assert run_command_line(["quantize", str(folder), "--gguf", "auto"]) == INVALID
+    assert "blk.0.ffn_down_exps.weight has rows of 40 values" in capsys.readouterr().err
 
 
 def test_targets_of_size_and_bits(

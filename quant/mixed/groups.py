@@ -10,6 +10,7 @@ from pathlib import Path
 
 import gguf
 
+from localgen.backends.errors import InvalidRequest
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.hf.safetensors import NumpyCheckpoint
 from localgen.backends.formats.hf.tensor_names import linear_shapes
@@ -66,7 +67,10 @@ class FileShape:
 
 
 def plan_file(folder: Path, spec: ModelSpec) -> FileShape:
-    """Groups of a model folder's tensors. Raises as plan_gguf_tensors."""
+    """Groups of a model folder's tensors.
+
+    Raises as plan_gguf_tensors, and InvalidRequest for rows that no type divides.
+    """
     tensors = plan_gguf_tensors(folder, NumpyCheckpoint(folder), spec, _16_BITS)
     linears = _linears_by_tensor(spec)
     members: dict[tuple[int | None, str], list[tuple[str, int, int]]] = {}
@@ -87,6 +91,14 @@ def plan_file(folder: Path, spec: ModelSpec) -> FileShape:
         )
         for (layer, role), sizes in members.items()
     ]
+    for group in groups:
+        if not group.types:
+            name, _, columns = group.tensors[0]
+            raise InvalidRequest(
+                f"{name} has rows of {columns} values, quantized types need multiples of 32: "
+                "use --gguf F16",
+                param="gguf",
+            )
     weights = sum(prod(one.shape) for one in tensors)
     return FileShape(tuple(groups), gguf_header_bytes(folder, tensors), other, weights)
 
