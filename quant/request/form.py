@@ -20,7 +20,8 @@ GGUF = "GGUF"
 # calibration of a GGUF file: none, an importance matrix, or also AWQ's scales folded in
 GgufCalibration = Literal["nothing", "importance", "scales"]
 METHOD_CHOICES = (*METHODS, GGUF)
-BITS = (4, 3, 2, 8)
+# 2 bits lose so much that only the command line has them
+BITS = (4, 3, 8)
 # -1: a whole row, as on the command line
 GROUP_SIZES = (128, 64, 32, -1)
 GGUF_CALIBRATIONS: tuple[GgufCalibration, ...] = ("nothing", "importance", "scales")
