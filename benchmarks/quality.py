@@ -189,7 +189,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quality", description=__doc__)
     parser.add_argument("--model", choices=PACKAGED_MODELS, default=BUILT_IN_MODEL)
     parser.add_argument("--only", help="recipes, or beginnings of their names, with commas")
-    parser.add_argument("--calibration", type=int, help="windows of the calibration text")
     parser.add_argument("--windows", type=int, help="windows of the held-out text")
     parser.add_argument("--samples", type=int, help="windows of the calibration text")
     parser.add_argument(
