@@ -110,9 +110,11 @@ def _kl(metrics: EvalMetrics) -> NDArray[np.float64]:
 
 
 def chosen(only: str | None) -> Iterator[str]:
-    """Yield the recipes whose names begin with one of a comma-separated list, or all if None."""
+    """Yield the recipes of a comma-separated list of names, or beginnings of names; None: all."""
+    wanted = list(RECIPES) if only is None else only.split(",")
+    beginnings = tuple(one for one in wanted if one not in RECIPES)
     for name in RECIPES:
-        if only is None or name.startswith(tuple(only.split(","))):
+        if name in wanted or (beginnings and name.startswith(beginnings)):
             yield name
 
 
@@ -186,7 +188,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark. Returns 1 if a target is not met."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quality", description=__doc__)
     parser.add_argument("--model", choices=PACKAGED_MODELS, default=BUILT_IN_MODEL)
-    parser.add_argument("--only", help="prefixes of recipe names, separated by commas")
+    parser.add_argument("--only", help="recipes, or beginnings of their names, with commas")
     parser.add_argument("--windows", type=int, help="windows of the held-out text")
     parser.add_argument("--samples", type=int, help="windows of the calibration text")
     parser.add_argument(

@@ -25,6 +25,7 @@ from localgen.quant.request.events import (
     StoppedEvent,
     UnfinishedEvent,
 )
+from localgen.quant.request.losses import Interval
 from localgen.quant.request.request import QuantizeRequest
 from localgen.tui.chat.app import ChatApp
 from localgen.tui.quantize.runner import QuantizeRunner
@@ -58,7 +59,17 @@ LOOK_WITHOUT_GPU: tuple[Step, ...] = (RecommendationEvent(WAYS, "--gguf Q8_0"), 
 UNFINISHED: tuple[Step, ...] = (*LOOK, UnfinishedEvent(2, 6))
 ROWS = (
     EvalRow("tiny", "/m/tiny", 22_976_512, 32.0, 3.1234, None, 812.3),
-    EvalRow("tiny-awq-4bit", "tiny-awq-4bit", 9_412_345, 13.11, 3.2012, 0.0123, None),
+    EvalRow(
+        "tiny-awq-4bit",
+        "tiny-awq-4bit",
+        9_412_345,
+        13.11,
+        3.2012,
+        0.0123,
+        None,
+        Interval(0.0112, 0.0136),
+        Interval(0.0141, 0.0356),
+    ),
 )
 BEGUN: tuple[Step, ...] = (
     NEEDS,
@@ -77,7 +88,7 @@ DONE: tuple[Step, ...] = (
         "it runs on GPUs (no NVIDIA GPU was found here); --backend cuda --device cpu runs it"
     ),
     ProgressEvent("measuring tiny-awq-4bit", 6, 6, "steps"),
-    EvalEvent(ROWS),
+    EvalEvent(ROWS, 36),
 )
 
 

@@ -9,7 +9,7 @@ from textual.widgets import Static
 
 from localgen.backends.terminal_text import one_line
 from localgen.quant.report import eval_table, verdict_lines
-from localgen.quant.request.events import EvalRow
+from localgen.quant.request.events import EvalEvent, EvalRow
 from localgen.tui.quantize.run import QuantizeRun
 from localgen.tui.widgets.numbers import format_bytes, format_duration_s
 
@@ -47,7 +47,8 @@ def _lines(run: QuantizeRun) -> Iterable[Content]:
     if run.verdict is not None:
         yield Content("")
         yield from eval_table_lines(run.verdict.rows)
-        yield from (Content(one_line(line)) for line in verdict_lines(run.verdict))
+        for line in _verdict_note(run.verdict):
+            yield Content.styled(one_line(line), "$muted")
     elif run.error:
         yield Content.styled(f"✗ not measured: {one_line(run.error)}", "$error")
     else:
@@ -84,8 +85,18 @@ def eval_table_lines(rows: Sequence[EvalRow]) -> Iterable[Content]:
         parts = [figure.partition(" (") for figure in figures_of]
         yield _line(name if name == "KL" else name.lower(), [figure for figure, _, _ in parts])
         more = parts[-1][2].removesuffix(")")
-        if more:
-            yield _line("  95 %" if name == "KL" else "  change", ["", more])
+        *change, bounds = more.split(", ") if " to " in more else (more, "")
+        if any(change):
+            yield _line("  change", ["", *change])
+        if bounds:  # wider than a column
+            yield _line("  95 %", [bounds])
+
+
+def _verdict_note(verdict: EvalEvent) -> Iterable[str]:
+    """What the figures rest on."""
+    if verdict.rows[-1].kl_interval is None:
+        return verdict_lines(verdict)
+    return [f"95 % intervals, from {verdict.windows} sequences of text"]
 
 
 def _line(name: str, cells: Sequence[str]) -> Content:
