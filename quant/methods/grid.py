@@ -140,7 +140,7 @@ def _best_full_range(weights: Tensor, bits: int) -> _BestRange:
             torch.where(reaches_up, torch.maximum(low, -most), low),
             torch.where(reaches_up, high, torch.minimum(high, most)),
         )
-        return best.grid
+        return best
     top = 2**bits - 1
     below = torch.floor(-low * top / (high - low)).nan_to_num(0.0)
     for zero in (below.clamp(1, top - 1), (below + 1).clamp(1, top - 1)):
