@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from localgen.backends.errors import DiskFull, InvalidRequest
+from localgen.backends.formats.architecture.llama_cpp_windows import spec_window_note
 from localgen.backends.memory.system import available_memory_bytes
 from localgen.backends.units import format_size
 from localgen.quant.files.layerwise_checkpoint import LayerwiseCheckpoint
@@ -18,7 +19,7 @@ from localgen.quant.preflight import (
     prepare_quantization,
     require_unquantized,
 )
-from localgen.quant.request.events import EstimateEvent, FinishedEvent, OnEvent
+from localgen.quant.request.events import EstimateEvent, FinishedEvent, NoteEvent, OnEvent
 from localgen.quant.request.gguf_types import GGUF_TYPES, resolve_gguf_type
 from localgen.quant.request.request import QuantizeRequest, default_output
 
@@ -49,6 +50,7 @@ class GgufJob:
                     override_folder=job.work_folder.path,
                     imatrix=job.input_importance(),
                     dataset_name="" if windows is None else windows.source,
+                    chunk_tokens=None if windows is None else windows.ids.shape[1],
                     on_event=on_event,
                 )
             job.work_folder.remove()
@@ -74,6 +76,9 @@ def prepare_gguf_job(
     job = GgufJob(source, output, file_type, None)
     # the folded layers take as much as the 16-bit file
     _report_estimate(job, name, on_event, num_wide_copies=2 if request.mode == "fold" else 1)
+    note = spec_window_note(source.spec)
+    if note is not None:
+        on_event(NoteEvent(note))
     if request.recipe is None:
         return job
     few = GGUF_TYPES[file_type].bits_per_weight < 4

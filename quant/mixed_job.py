@@ -221,6 +221,7 @@ class MixedGgufJob:
             types=types,
             imatrix=self.calibration.input_importance(),
             dataset_name=self._windows.source,
+            chunk_tokens=self._windows.ids.shape[1],
             on_event=on_event,
         )
         size, most = self.output.stat().st_size, self.target.size_bytes

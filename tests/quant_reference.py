@@ -10,18 +10,22 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 Range = tuple[float, float]
 
+SYMMETRIC = (3, 8)
 FINE = [1.0 - step / 20 for step in range(11)]
 COARSE = [1.0 - step / 10 for step in range(6)]
 
 
 def digits_and_grid(w: Array, ends: Range, bits: int) -> tuple[Array, float, float]:
-    """Codes, scale and zero of one group of weights on the grid from low to high; that of 8 bits is
-    symmetric."""
+    """Codes, scale and zero of one group of weights on the grid from low to high; those of 3
+    and 8 bits are symmetric."""
     low, high = ends
-    top = 2**bits - 1
-    scale = (max(-low / 128, high / 127) if bits == 8 else (high - low) / top) or 1.0
-    scale = float(np.float16(max(scale, 2.0**-24)))
-    zero = 128.0 if bits == 8 else float(np.clip(np.round(-low / scale), 0, top))
+    top, middle, symmetric = 2**bits - 1, 2 ** (bits - 1), bits in SYMMETRIC
+    shorter, longer = sorted((-low, high))
+    scale = max(longer / middle, shorter / (middle - 1)) if symmetric else (high - low) / top
+    scale = float(np.float16(max(scale or 1.0, 2.0**-24)))
+    zero = float(middle) if symmetric else float(np.clip(np.round(-low / scale), 0, top))
+    if symmetric and high > -low:
+        scale = -scale
     return np.clip(np.round(w / scale) + zero, 0, top), scale, zero
 
 
@@ -47,6 +51,10 @@ def ends_of(w: Array) -> Range:
 def whole(w: Array, bits: int) -> Range:
     (low, high), top = ends_of(w), 2**bits - 1
     tried = [(low, high)]
+    if bits in SYMMETRIC:
+        most = max(-low, high) * (1 - 2 / 2**bits)
+        tried.append((max(low, -most), high) if high > -low else (low, min(high, most)))
+        return best_range(w, None, tried, bits)
     before = np.floor(-low * top / (high - low))
     for zero in (np.clip(before, 1, top - 1), np.clip(before + 1, 1, top - 1)):
         step = min(-low / zero, high / (top - zero))

@@ -109,17 +109,17 @@ def test_gptq_in_the_engine(ordered: bool) -> None:
     torch.testing.assert_close(linear(x), x @ weight.dequantize().T, atol=1e-3, rtol=1e-4)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_pack_quantized_as_published(bits: int) -> None:
     weight = grouped(bits)
     parts = pack_linear(weight, "pack-quantized")
     assert parts["weight_packed"].shape == (OUTS, INS * bits // 32)
-    assert ("weight_zero_point" in parts) == (bits != 8)
+    assert ("weight_zero_point" in parts) == (not is_symmetric(bits))
     wanted = weight.dequantize()
     torch.testing.assert_close(published_pack_quantized(parts, bits), wanted.double())
 
 
-@pytest.mark.parametrize("bits", [2, 3, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_pack_quantized_as_compressed_tensors_unpacks_it(bits: int) -> None:
     """By the package, whose codes and zero points are signed."""
     helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")

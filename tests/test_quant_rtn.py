@@ -14,6 +14,7 @@ from localgen.backends.errors import InvalidRequest, LoadFailed
 from localgen.backends.formats.hf.config import read_hf_config
 from localgen.backends.formats.hf.tensor_names import LayerTensors, linear_shapes
 from localgen.quant.calibrate.layer_forward import CalibrationLayer, LayerForward
+from localgen.quant.files.packing import is_symmetric
 from localgen.quant.methods.grid import round_to_nearest
 from localgen.quant.methods.layer import quantize_layer
 from localgen.quant.methods.w8a8 import round_to_fp8
@@ -36,12 +37,13 @@ def nothing() -> Iterable[Tensor]:
 
 
 def min_max(weights: Tensor, bits: int) -> Tensor:
-    """Textbook min-max over the last dimension: 2 ** bits - 1 steps, of 8 bits around 0."""
+    """Textbook min-max over the last dimension: 2 ** bits - 1 steps, around 0 except in 4 bits."""
     low, high = weights.amin(-1, keepdim=True), weights.amax(-1, keepdim=True)
-    if bits == 8:
-        high = torch.maximum(-low, high * 128 / 127)
-        step = (high / 128).half().double()
-        return torch.mul(torch.clamp((weights / step).round(), -128, 127), step)
+    if is_symmetric(bits):
+        middle, sign = 2 ** (bits - 1), torch.where(high > -low, -1.0, 1.0)
+        longer, shorter = torch.maximum(-low, high), torch.minimum(-low, high)
+        step = sign * torch.maximum(longer / middle, shorter / (middle - 1)).half().double()
+        return torch.mul(torch.clamp((weights / step).round(), -middle, middle - 1), step)
     step = ((high - low) / (2**bits - 1)).half().double()
     zero = (-low / step).round()
     digits = torch.clamp((weights / step).round() + zero, 0, 2**bits - 1)
@@ -57,9 +59,9 @@ def test_every_weight_goes_to_the_nearest_value_of_a_grid_no_worse_than_min_and_
     found = round_to_nearest(weight, bits, group_size)
     assert found.scales.shape == (24, 4 if group_size else 1)
     assert int(found.codes.max()) < 2**bits
-    if bits == 8:
-        assert bool((found.zeros == 128).all())
-    steps = found.scales.repeat_interleave(group_size or 64, 1)
+    if is_symmetric(bits):
+        assert bool((found.zeros == 2 ** (bits - 1)).all())
+    steps = found.scales.abs().repeat_interleave(group_size or 64, 1)
     inside = (found.codes > 0) & (found.codes < 2**bits - 1)
     error = (found.dequantize() - weight).abs()
     assert bool((error <= steps * 0.5001)[inside].all())

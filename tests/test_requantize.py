@@ -98,11 +98,36 @@ def test_the_matrix_decides_how_weights_are_rounded(
     make_gguf(TINY, ours, "Q4_K_M", imatrix=importance)
     write_imatrix(tmp_path / "imatrix.gguf", read_hf_config(TINY), importance, "random")
     make_gguf(TINY, filed, "Q4_K_M", imatrix=tmp_path / "imatrix.gguf")
-    assert ours.read_bytes() == filed.read_bytes()
+    assert weights(ours).keys() == weights(filed).keys()
+    for name, values in weights(ours).items():
+        assert np.array_equal(values, weights(filed)[name]), name
     before, after = weights(plain), weights(ours)
     for name in before:
         same = np.array_equal(before[name], after[name])
         assert same == ((".layers." not in name and "blk." not in name) or "norm" in name), name
+
+
+def test_the_file_says_what_calibrated_it(importance: ImatrixSource, tmp_path: Path) -> None:
+    """In the keys and types that llama-quantize writes."""
+    make_gguf(
+        TINY,
+        tmp_path / "model.gguf",
+        "Q4_K_M",
+        imatrix=importance,
+        dataset_name="my chats",
+        chunk_tokens=2,
+    )
+    fields = gguf.GGUFReader(tmp_path / "model.gguf").fields
+    keys = {name: field for name, field in fields.items() if name.startswith("quantize.imatrix.")}
+    assert {name: field.contents() for name, field in keys.items()} == {
+        "quantize.imatrix.file": "imatrix.gguf",
+        "quantize.imatrix.dataset": "my chats",
+        "quantize.imatrix.entries_count": len(importance),
+        "quantize.imatrix.chunks_count": 4,
+    }
+    assert keys["quantize.imatrix.entries_count"].types == [gguf.GGUFValueType.UINT32]
+    make_gguf(TINY, tmp_path / "plain.gguf", "Q4_K_M")
+    assert not any("imatrix" in name for name in gguf.GGUFReader(tmp_path / "plain.gguf").fields)
 
 
 @pytest.mark.parametrize("half", ["BF16", "F16"])

@@ -153,6 +153,7 @@ class QuantizePrinter:
         self._progress: StepProgress | None = None
         self._result: FinishedEvent | None = None
         self._mixture: MixtureEvent | None = None
+        self._notes: list[str] = []
 
     def __enter__(self) -> QuantizePrinter:
         return self
@@ -179,6 +180,7 @@ class QuantizePrinter:
             case EstimateEvent():
                 _print_requirements(event)
             case NoteEvent(text):
+                self._notes.append(text)
                 tables.print_notice(text)
             case FinishedEvent():
                 self._result = event
@@ -210,12 +212,13 @@ class QuantizePrinter:
         if not self._as_json:
             _print_verdict_tables(verdict)
         elif self._mixture is not None:
-            typer.echo(verdict_json(verdict, mixture=asdict(self._mixture)))
+            typer.echo(verdict_json(verdict, mixture=asdict(self._mixture), notes=self._notes))
         elif made is None or made.layers is None:
-            typer.echo(verdict_json(verdict))
+            typer.echo(verdict_json(verdict, notes=self._notes))
         else:
             names = ("layers", "layer_s", "peak_bytes", "estimated_bytes")
-            typer.echo(verdict_json(verdict, **{name: getattr(made, name) for name in names}))
+            found = {name: getattr(made, name) for name in names}
+            typer.echo(verdict_json(verdict, **found, notes=self._notes))
 
 
 def _print_verdict_tables(verdict: EvalEvent) -> None:

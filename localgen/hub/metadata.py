@@ -6,7 +6,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from localgen.backends.errors import LocalgenError
+from localgen.backends.formats.architecture.llama_cpp_windows import (
+    gguf_window_note,
+    spec_window_note,
+)
 from localgen.backends.formats.gguf.reader import GgufReader
+from localgen.backends.formats.hf.config import read_hf_config
 from localgen.backends.formats.hf.folder import read_chat_template, read_optional_json
 from localgen.backends.formats.model_files import ModelFile, stem_of
 from localgen.backends.sampling_params import SAMPLERS, SamplingParams
@@ -20,7 +26,8 @@ _SAMPLING = (*(sampler.hf_key for sampler in SAMPLERS if sampler.hf_key), "do_sa
 
 @dataclass(frozen=True, slots=True)
 class ModelMetadata:
-    """Fields are None if unknown. sampling: the model's sampling defaults by original name."""
+    """Fields are None if unknown. sampling: the model's sampling defaults by original name. note:
+    what llama.cpp computes differently."""
 
     architecture: str | None = None
     title: str | None = None
@@ -32,6 +39,7 @@ class ModelMetadata:
     vocab: int | None = None
     license: str | None = None
     chat_template: str | None = None
+    note: str | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
 
 
@@ -69,6 +77,11 @@ def _from_gguf(file: ModelFile) -> ModelMetadata:
         vocab=embedding.shape[0] if embedding is not None else None,
         license=_text(reader, "general.license"),
         chat_template=_text(reader, "tokenizer.chat_template"),
+        note=gguf_window_note(
+            architecture,
+            _number(reader, f"{architecture}.attention.sliding_window"),
+            _number(reader, f"{architecture}.context_length"),
+        ),
         sampling={
             key.removeprefix(_SAMPLING_PREFIX): reader.value(key)
             for key in reader
@@ -111,8 +124,17 @@ def _from_folder(folder: Path) -> ModelMetadata:
         hidden=_number(text, "hidden_size"),
         vocab=_number(text, "vocab_size"),
         chat_template=read_chat_template(folder),
+        note=_gguf_note(folder),
         sampling={key: generation[key] for key in _SAMPLING if generation.get(key) is not None},
     )
+
+
+def _gguf_note(folder: Path) -> str | None:
+    try:
+        note = spec_window_note(read_hf_config(folder))
+    except LocalgenError:
+        return None  # no model that can be converted
+    return None if note is None else f"as a GGUF file: {note}"
 
 
 class _Fields(Protocol):

@@ -73,9 +73,10 @@ def packing_layout(recipe: Recipe) -> PackingLayout:
 def is_symmetric(bits: int) -> bool:
     """Zero points of this width are the middle of the range, 2 ** (bits - 1), and are not stored.
 
-    vLLM's Marlin kernel, which runs on most GPUs, has no zero points in 8 bits.
+    transformers 5 does not load packed zero points, and vLLM's Marlin kernel, which runs on most
+    GPUs, has none in 8 bits.
     """
-    return bits == 8
+    return bits in (3, 8)
 
 
 def packing_multiple(recipe: Recipe) -> int:

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import gguf
@@ -17,6 +18,7 @@ from localgen.backends.formats.hf.config import read_hf_config
 from localgen.backends.formats.hf.folder import read_json, read_optional_json
 from localgen.backends.formats.hf.safetensors import NumpyCheckpoint
 from localgen.backends.units import format_size
+from localgen.quant.gguf.imatrix import LONGEST_IMATRIX_KEYS
 from localgen.quant.gguf.metadata import (
     add_model_keys,
     add_sampling_keys,
@@ -41,12 +43,14 @@ def convert_to_gguf(
     file_type: str = "F16",
     *,
     override_folder: Path | None = None,
+    extra_keys: Mapping[str, str | int] | None = None,
     on_event: OnEvent = lambda event: None,
 ) -> None:
     """Write the model folder `source` as the GGUF file `target`, atomically.
 
     file_type: F32, F16, BF16 or Q8_0; norms are always F32. override_folder: has safetensors files
-    whose tensors replace the model's tensors of the same names.
+    whose tensors replace the model's tensors of the same names. extra_keys: metadata, whose numbers
+    are written as uint32.
 
     Raises ModelNotFound if the folder or a file is missing, LoadFailed if a file is damaged or
     cannot be converted or the disk is too small, and InvalidRequest if the file type is unknown or
@@ -65,22 +69,33 @@ def convert_to_gguf(
         source, NumpyCheckpoint(source, override_folder), spec, kind.weight_type
     )
     writer = _gguf_writer(source, spec, kind, tensors)
+    _add_keys(writer, extra_keys or {})
     _write_file(writer, tensors, target, on_event)
 
 
 def gguf_header_bytes(source: Path, tensors: list[GgufOutputTensor]) -> int:
-    """Size of the metadata before the tensors in a GGUF file of any type, with its padding.
+    """Size of the metadata before the tensors in a GGUF file of any type, with its padding and with
+    room for the longest description of an importance matrix.
 
     Raises as convert_to_gguf.
     """
     with tempfile.NamedTemporaryFile(suffix=".gguf") as file:
         writer = _gguf_writer(source, read_hf_config(source), GGUF_TYPES["F16"], tensors)
+        _add_keys(writer, LONGEST_IMATRIX_KEYS)
         try:
             _write_header(writer, Path(file.name))
         finally:
             writer.close()
         size = os.path.getsize(file.name)
     return size + -size % gguf.GGUF_DEFAULT_ALIGNMENT
+
+
+def _add_keys(writer: gguf.GGUFWriter, keys: Mapping[str, str | int]) -> None:
+    for key, value in keys.items():
+        if isinstance(value, str):
+            writer.add_string(key, value)
+        else:
+            writer.add_uint32(key, value)
 
 
 def _gguf_writer(

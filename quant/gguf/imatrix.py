@@ -24,14 +24,29 @@ Array = NDArray[np.float32]
 ImatrixSource = Mapping[str, tuple[Array, int]]
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
+_DATASETS, _CHUNK_COUNT = "imatrix.datasets", "imatrix.chunk_count"
+_FILE_KEY, _DATASET_KEY = "quantize.imatrix.file", "quantize.imatrix.dataset"
+_ENTRIES_KEY, _CHUNKS_KEY = "quantize.imatrix.entries_count", "quantize.imatrix.chunks_count"
+# a data set has the name of a file
+LONGEST_IMATRIX_KEYS: dict[str, str | int] = {
+    _FILE_KEY: "imatrix.gguf",
+    _DATASET_KEY: 255 * "x",
+    _ENTRIES_KEY: 0,
+    _CHUNKS_KEY: 0,
+}
 
 
 def write_imatrix(
-    path: Path, spec: ModelSpec, importance: ImatrixSource, dataset_name: str
+    path: Path,
+    spec: ModelSpec,
+    importance: ImatrixSource,
+    dataset_name: str,
+    chunk_tokens: int | None = None,
 ) -> None:
     """Write the importance of a model's linears; linears without importance are left out.
 
-    dataset_name: description of the calibration text. Raises LoadFailed for a linear that the
+    dataset_name: description of the calibration text. chunk_tokens: tokens that were read together,
+    None for all. Raises LoadFailed for a linear that the
     model does not have, sums of another length or that are not finite, or if the file cannot be
     written.
     """
@@ -43,10 +58,11 @@ def write_imatrix(
         stacks.setdefault(f"{place.name}.weight", []).append((sums.astype(np.float32), int(count)))
     writer = gguf.GGUFWriter(path, "")
     writer.add_type("imatrix")
-    writer.add_array("imatrix.datasets", [dataset_name])
-    # llama.cpp counts chunks: here one with all tokens
-    writer.add_uint32("imatrix.chunk_count", 1)
-    writer.add_uint32("imatrix.chunk_size", max((count for _, count in importance.values())))
+    writer.add_array(_DATASETS, [dataset_name])
+    tokens = max(count for _, count in importance.values())
+    size = chunk_tokens or tokens
+    writer.add_uint32(_CHUNK_COUNT, -(-tokens // max(1, size)))
+    writer.add_uint32("imatrix.chunk_size", size)
     for name, parts in stacks.items():
         counts = np.array([[count] for _, count in parts], np.float32)
         writer.add_tensor(name + _SUMS, np.stack([sums for sums, _ in parts]))
@@ -119,3 +135,18 @@ def read_imatrix(path: Path) -> dict[str, Array]:
     if not means:
         raise LoadFailed(f"{path} is not an importance matrix: it has no sums of squares")
     return means
+
+
+def imatrix_keys(path: Path) -> dict[str, str | int]:
+    """Metadata keys about an importance matrix for the file that it calibrates, as llama-quantize
+    writes them. Raises LoadFailed as read_imatrix."""
+    entries = len(read_imatrix(path))
+    reader = GgufReader(path)
+    datasets = reader.value(_DATASETS) if _DATASETS in reader else None
+    keys: dict[str, str | int] = {_FILE_KEY: path.name}
+    if isinstance(datasets, list) and datasets:
+        keys[_DATASET_KEY] = str(datasets[0])
+    keys[_ENTRIES_KEY] = entries
+    if _CHUNK_COUNT in reader:
+        keys[_CHUNKS_KEY] = int(reader.value(_CHUNK_COUNT))
+    return keys

@@ -20,7 +20,7 @@ from localgen.backends.messages import FrameSocket, start_process
 from localgen.backends.units import format_size
 from localgen.machine.python_process import last_line, python_command
 from localgen.quant.gguf.convert import convert_to_gguf
-from localgen.quant.gguf.imatrix import ImatrixSource, write_imatrix
+from localgen.quant.gguf.imatrix import ImatrixSource, imatrix_keys, write_imatrix
 from localgen.quant.gguf.metadata import check_convertible
 from localgen.quant.request.events import FailedEvent, OnEvent
 from localgen.quant.request.gguf_types import DIRECT_TYPES, GGUF_TYPES, resolve_gguf_type
@@ -40,6 +40,7 @@ def make_gguf(
     override_folder: Path | None = None,
     imatrix: ImatrixSource | Path | None = None,
     dataset_name: str = "",
+    chunk_tokens: int | None = None,
     on_event: OnEvent = lambda event: None,
 ) -> None:
     """Write the model folder `source` as the GGUF file `target` of any type, atomically.
@@ -47,7 +48,7 @@ def make_gguf(
     file_type: as in gguf_types, in any case. types: ggml types by tensor name, for tensors that do
     not follow the file type. override_folder: as in convert_to_gguf. imatrix: the importance of the
     linears, or an importance matrix file of llama.cpp; ignored for F32, F16, BF16 and Q8_0 without
-    `types`. dataset_name: description of the calibration text.
+    `types`. dataset_name, chunk_tokens: as in write_imatrix.
 
     A folder `.NAME.work` next to `target` has the 16-bit file meanwhile; the next run deletes what
     a killed run left there.
@@ -79,9 +80,16 @@ def make_gguf(
             matrix = imatrix
         elif imatrix is not None:
             matrix = work / "imatrix.gguf"
-            write_imatrix(matrix, spec, imatrix, dataset_name)
+            write_imatrix(matrix, spec, imatrix, dataset_name, chunk_tokens)
         half = "BF16" if NumpyCheckpoint(source, override_folder).dtypes() == {"BF16"} else "F16"
-        convert_to_gguf(source, wide, half, override_folder=override_folder, on_event=on_event)
+        convert_to_gguf(
+            source,
+            wide,
+            half,
+            override_folder=override_folder,
+            extra_keys=None if matrix is None else imatrix_keys(matrix),
+            on_event=on_event,
+        )
         result = work / "result.gguf"
         requantize(wide, result, name, matrix, on_event, types)
         _publish(result, target)

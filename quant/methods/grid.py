@@ -84,7 +84,8 @@ def full_range_grid(weights: Tensor, bits: int) -> QuantGrid:
 
     weights: [out, groups, size]. The grid must contain 0, so its ends rarely match the range.
     Candidates: steps of (high - low) / (2 ** bits - 1), and the widest grids within the range for
-    the zero points below and above the exact one.
+    the zero points below and above the exact one; symmetric grids over the range, and over its
+    longer side.
     """
     return _concat_grids(_search_full_range(rows, bits) for rows in _row_chunks(weights))
 
@@ -132,6 +133,14 @@ def _best_full_range(weights: Tensor, bits: int) -> _BestRange:
     low, high = _range_with_zero(weights)
     best = _BestRange(weights, bits, None)
     best.try_range(low, high)
+    if is_symmetric(bits):
+        most = torch.maximum(-low, high) * (1 - 2.0 ** (1 - bits))
+        reaches_up = high > -low
+        best.try_range(
+            torch.where(reaches_up, torch.maximum(low, -most), low),
+            torch.where(reaches_up, high, torch.minimum(high, most)),
+        )
+        return best
     top = 2**bits - 1
     below = torch.floor(-low * top / (high - low)).nan_to_num(0.0)
     for zero in (below.clamp(1, top - 1), (below + 1).clamp(1, top - 1)):
@@ -200,17 +209,24 @@ class _BestRange:
 def _grid_from_range(low: Tensor, high: Tensor, bits: int) -> QuantGrid:
     """The grid over a range from low (at most 0) to high (at least 0) that contains 0.
 
-    A symmetric grid is wider on one side.
+    A symmetric grid has one code more for negative numbers: its scale is negative where the range
+    reaches further above 0, as in llama.cpp's Q4_0.
     """
-    top, middle = 2**bits - 1, 2 ** (bits - 1)
-    scales = (high - low) / top
     if is_symmetric(bits):
-        scales = torch.maximum(-low / middle, high / (top - middle))
-    scales = torch.where(scales > 0, scales, 1.0).clamp_min(_MIN_SCALE)
-    scales = scales.clamp_max(torch.finfo(torch.float16).max).half().to(low.dtype)
-    if is_symmetric(bits):
-        return QuantGrid(scales, torch.full_like(scales, middle), bits)
+        middle = 2 ** (bits - 1)
+        longer, shorter = torch.maximum(-low, high), torch.minimum(-low, high)
+        scales = _stored_scales(torch.maximum(longer / middle, shorter / (middle - 1)))
+        signed = torch.where(high > -low, -scales, scales)
+        return QuantGrid(signed, torch.full_like(signed, middle), bits)
+    top = 2**bits - 1
+    scales = _stored_scales((high - low) / top)
     return QuantGrid(scales, torch.round(-low / scales).clamp_(0, top), bits)
+
+
+def _stored_scales(scales: Tensor) -> Tensor:
+    """Positive scales rounded to float16; 1 for 0."""
+    found = torch.where(scales > 0, scales, 1.0).clamp_min(_MIN_SCALE)
+    return found.clamp_max(torch.finfo(torch.float16).max).half().to(scales.dtype)
 
 
 def _error(difference: Tensor, gram_blocks: Tensor | None) -> Tensor:

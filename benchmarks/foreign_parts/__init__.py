@@ -1,0 +1,1 @@
+"""Scripts of `benchmarks.foreign_loaders` that run in environments without localgen."""
