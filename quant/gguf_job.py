@@ -8,6 +8,7 @@ from pathlib import Path
 
 from localgen.backends.errors import DiskFull, InvalidRequest
 from localgen.backends.formats.architecture.llama_cpp_windows import spec_window_note
+from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.memory.system import available_memory_bytes
 from localgen.backends.units import format_size
 from localgen.quant.files.layerwise_checkpoint import LayerwiseCheckpoint
@@ -76,9 +77,7 @@ def prepare_gguf_job(
     job = GgufJob(source, output, file_type, None)
     # the folded layers take as much as the 16-bit file
     _report_estimate(job, name, on_event, num_wide_copies=2 if request.mode == "fold" else 1)
-    note = spec_window_note(source.spec)
-    if note is not None:
-        on_event(NoteEvent(note))
+    report_window(source.spec, on_event)
     if request.recipe is None:
         return job
     few = GGUF_TYPES[file_type].bits_per_weight < 4
@@ -88,6 +87,12 @@ def prepare_gguf_job(
     calibration.check_disk_space(resume=request.resume)
     calibration.report_estimate(on_event)
     return replace(job, calibration=calibration)
+
+
+def report_window(spec: ModelSpec, on_event: OnEvent) -> None:
+    """Emit a note if llama.cpp leaves out the model's sliding window."""
+    if (note := spec_window_note(spec)) is not None:
+        on_event(NoteEvent(note))
 
 
 def _report_estimate(job: GgufJob, name: str, on_event: OnEvent, *, num_wide_copies: int) -> None:

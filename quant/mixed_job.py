@@ -20,7 +20,7 @@ from localgen.backends.units import format_elapsed, format_size
 from localgen.quant.files.layerwise_checkpoint import LayerwiseCheckpoint
 from localgen.quant.gguf.metadata import check_convertible
 from localgen.quant.gguf.requantize import estimate_gguf_bytes, make_gguf
-from localgen.quant.gguf_job import check_gguf_output
+from localgen.quant.gguf_job import check_gguf_output, report_window
 from localgen.quant.job import QuantizeJob
 from localgen.quant.mixed.groups import FileShape, plan_file
 from localgen.quant.mixed.search import (
@@ -156,20 +156,19 @@ class MixedGgufJob:
             job.work_folder.remove()
         return FinishedEvent(str(self.output))
 
-    def correct(self, measured_kl: float | None, on_event: OnEvent) -> bool:
-        """Compare the measured loss of the file with the prediction and, for a target of loss,
-        write another file if it is worthwhile. Returns True if the file is to be measured again.
-        """
-        if measured_kl is None:
-            return False
+    def report_measured(self, kl: float, on_event: OnEvent) -> None:
+        """Emit the loss of the file on the evaluation text beside the prediction."""
         on_event(
             NoteEvent(
                 f"KL divergence: predicted {total_kl(self._mixture):.4f} on the calibration text, "
-                f"measured {measured_kl:.4f} on the evaluation text"
+                f"measured {kl:.4f} on the evaluation text"
             )
         )
-        if self.target.kl is None:
-            return False
+
+    def correct(self, measured_kl: float, on_event: OnEvent) -> bool:
+        """Compare the measured loss of the file with the target of loss, and write another file if
+        it is worthwhile. Returns True if the file is to be measured again."""
+        assert self.target.kl is not None
         self._measured.append(_MeasuredFile(self._mixture, measured_kl))
         following = self._next_mixture(self.target.kl)
         if following is not None:
@@ -264,6 +263,7 @@ def prepare_mixed_job(
     job = MixedGgufJob(request.target, shape, calibration)
     calibration.check_disk_space(resume=request.resume)
     job.report_estimate(on_event)
+    report_window(spec, on_event)
     return job
 
 

@@ -65,7 +65,7 @@ ROOT = Path(__file__).parents[1]
         (["embed"], b"", 3, "no text: give one as an argument or on standard input"),
         (["rnu"], b"", 2, "Did you mean 'run'"),
         (["verison"], b"", 2, "No such command 'verison'. Did you mean 'version'?"),
-        (["quit"], b"", 2, "No such command 'quit'. (see"),
+        (["quit"], b"", 2, "'quit': Ctrl+D leaves a chat, `localgen stop` stops the server (see"),
         (["download", "tiny"], b"", 2, "No such command 'download'. Did you mean 'pull'? (see"),
         (["create"], b"", 2, "'create': `localgen preset add NAME MODEL` gives a model a name"),
         (

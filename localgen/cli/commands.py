@@ -57,6 +57,7 @@ _OTHER_NAMES = {
 _ADVICE = {
     "create": ": `localgen preset add NAME MODEL` gives a model a name with a system prompt and "
     "parameters, `localgen cp MODEL NAME` an alias",
+    "quit": ": Ctrl+D leaves a chat, `localgen stop` stops the server",
 }
 # similarity from 0 to 1 of a suggestion: above that of create and chat
 CLOSE = 0.65
