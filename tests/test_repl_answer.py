@@ -291,6 +291,34 @@ def test_a_resize_repeats_and_loses_nothing(seed: int) -> None:
     assert terminal.text == "".join(words)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_resize_loses_no_link_and_no_row_of_a_low_terminal(seed: int) -> None:
+    """The text of a link that is incomplete at a resize may be repeated."""
+    rng = random.Random(seed)
+    words = [f"w{number}" for number in range(120)]
+    texts = [
+        f"[{word}](http://a.example/{word}) " if rng.random() < 0.2 else f"{word} "
+        for word in words
+    ]
+    shown = console(
+        force_terminal=True, width=60, height=rng.choice([6, 12, 200]), color_system=None
+    )
+    terminal = Tmux(60)
+    live = LiveAnswer(shown, used_tokens=0, max_context=None)
+    assert isinstance(shown.file, io.StringIO)
+    answer = "".join(texts)
+    for start in range(0, len(answer), 9):
+        live.feed(answer[start : start + 9], start)
+        live._print_finished(last=start + 9 >= len(answer))
+        terminal.write(shown.file.getvalue())
+        shown.file.truncate(shown.file.seek(0))
+        if rng.random() < 0.05:
+            shown.width = rng.randint(25, 90)
+            terminal.resize(shown.width)
+    found = iter(re.findall(r"w\d+", terminal.text))
+    assert all(word in found for word in words), "each, in this order"
+
+
 def test_a_terminal_ends_with_the_whole_text_and_no_live_line() -> None:
     text = drawn(["one\n\n", "two"], force_terminal=True, color_system=None)
     last = text.rpartition("\x1b[")[0]

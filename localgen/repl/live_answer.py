@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import takewhile
 from types import TracebackType
 
 from rich.console import Console
@@ -15,7 +16,7 @@ from localgen.backends.terminal_text import ProseStream, one_line
 from localgen.backends.types import PromptProgress
 from localgen.chat import report
 from localgen.chat.markup import split_blocks
-from localgen.repl.live_rows import LiveRows, Row, drop_characters, num_characters
+from localgen.repl.live_rows import LiveRows, Row, counted_text, drop_characters
 from localgen.repl.markdown import render_block
 
 RENDER_INTERVAL_S = 0.08
@@ -58,7 +59,7 @@ class LiveAnswer:
         self._escaped_reasoning, self._escaped_text = ProseStream(), ProseStream()
         self._reasoning = ""
         self._unfinished_text = ""
-        self._num_shown = 0  # characters of what follows that a resize made lasting
+        self._shown = ""  # of what follows: the text that a resize made lasting
         self._is_cut = False  # the live part is only the end of what is not printed
         self._printed_any = False
         self._notice = ""
@@ -148,8 +149,7 @@ class LiveAnswer:
         if last:
             self._reasoning += self._escaped_reasoning.feed("", last=True)
             self._unfinished_text += self._escaped_text.feed("", last=True)
-        if not self._is_cut:
-            self._num_shown += num_characters(self._live.take_resized())
+        self._shown += counted_text(self._live.take_resized(is_cut=self._is_cut))
         thought = self._take_reasoning_lines(last=last or bool(self._unfinished_text))
         blocks, self._unfinished_text = split_blocks(self._unfinished_text)
         if last:
@@ -160,8 +160,7 @@ class LiveAnswer:
             self._printed_any = True
         for block in blocks:
             lasting += self._render_block(block)
-        shown, self._num_shown = self._num_shown, max(0, self._num_shown - num_characters(lasting))
-        lasting = drop_characters(lasting, shown)
+        lasting = self._drop_shown(lasting, is_finished=True)
         if last:
             self._live.draw(lasting)
         else:
@@ -187,14 +186,26 @@ class LiveAnswer:
     def _render_unfinished(self) -> list[Row]:
         rows = self._render_thought(self._reasoning) if self._reasoning else []
         rows += render_block(self._console, self._unfinished_text)
-        has_gap = rows and self._printed_any and not (self._reasoning or self._num_shown)
-        rows = drop_characters(rows, self._num_shown)
+        has_gap = rows and self._printed_any and not (self._reasoning or self._shown)
+        rows = self._drop_shown(rows)
         # rows beyond the screen height would be pushed into the scrollback at every repaint
         reserved = _RESERVED_ROWS + bool(self._notice)
         fitting = rows[-max(1, self._console.size.height - reserved) :]
         self._is_cut = len(fitting) < len(rows)
         gap: list[Row] = [[]] if has_gap else []
         return [*gap, *fitting]
+
+    def _drop_shown(self, rows: list[Row], *, is_finished: bool = False) -> list[Row]:
+        """The rows without what a resize made lasting. is_finished: they are printed for good."""
+        text = counted_text(rows)
+        # a link that was incomplete then looks different now: rather repeat its text than lose any
+        pairs = zip(self._shown, text, strict=False)
+        num_shown = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if num_shown < len(text):
+            self._shown = "" if is_finished else text[:num_shown]
+        elif is_finished:
+            self._shown = self._shown[num_shown:]
+        return drop_characters(rows, num_shown)
 
     def _render_status(self) -> list[Row]:
         parts = (

@@ -37,10 +37,13 @@ class LiveRows:
         self.draw([])
         self._console.show_cursor(True)
 
-    def take_resized(self) -> list[Row]:
-        """After a resize, let the live rows last, without the last one, and return them."""
+    def take_resized(self, *, is_cut: bool) -> list[Row]:
+        """After a resize, let the live rows last, without the last one, and return them.
+
+        is_cut: rows above them are not on the screen yet, so none can last.
+        """
         columns, self._columns = self._columns, self._console.width
-        if columns == self._columns:
+        if columns == self._columns or is_cut:
             return []
         kept, self._live = self._live[:-1], self._live[-1:]
         return kept
@@ -75,18 +78,18 @@ def join_rows(rows: Iterable[Row]) -> Segments:
     return Segments([segment for row in rows for segment in (*row, Segment.line())])
 
 
-def num_characters(rows: Iterable[Row]) -> int:
-    """Characters that rows have at any width and with any markup complete: no spaces, no borders of
-    tables, no marks of Markdown."""
-    return sum(map(_is_counted, "".join(segment.text for row in rows for segment in row)))
+def counted_text(rows: Iterable[Row]) -> str:
+    """What rows have at any width, and before and after most markup is complete: no spaces, no
+    borders of tables, no marks of Markdown."""
+    return "".join(filter(_is_counted, "".join(segment.text for row in rows for segment in row)))
 
 
 def drop_characters(rows: Sequence[Row], count: int) -> list[Row]:
-    """The rows without the first `count` of num_characters()."""
+    """The rows without the first `count` characters of counted_text()."""
     for index, row in enumerate(rows):
         if not count:
             return list(rows[index:])
-        here = num_characters([row])
+        here = len(counted_text([row]))
         if here > count:
             return [_drop_from_row(row, count), *rows[index + 1 :]]
         count -= here
@@ -96,7 +99,7 @@ def drop_characters(rows: Sequence[Row], count: int) -> list[Row]:
 def _drop_from_row(row: Row, count: int) -> Row:
     """The end of a row that has more than `count` counted characters."""
     for index, segment in enumerate(row):
-        here = num_characters([[segment]])
+        here = len(counted_text([[segment]]))
         if here > count:
             text = segment.text
             while count:
