@@ -22,7 +22,7 @@ from localgen.config import ServerSettings
 
 _PROMPT_TOKENS = (120, 400, 800, 1500)
 _BATCHES = (1, 2, 4, 8)
-_BUSY_ROUNDS = 6
+_BUSY_ROUNDS, _BUSY_ANSWER = 5, 32
 _ROUNDS, _DECODE_TOKENS, _SHORT_TOKENS, _SHORT_REQUESTS = 3, 256, 40, 20
 
 
@@ -67,13 +67,18 @@ def measure_costs(cluster: Cluster, info: ModelInfo, threads: int) -> EngineCost
     options = info.options
     assert options.max_batch_tokens is not None
     assert options.itl_target_ms is not None
-    prompts = [
-        _ask(replica, words.make(tokens), 2) for tokens in _PROMPT_TOKENS for _ in range(_ROUNDS)
-    ]
+    texts = [words.make(tokens) for tokens in _PROMPT_TOKENS for _ in range(_ROUNDS)]
+    prompts = [_ask(replica, text, 2) for text in texts]
+    # what a hit costs: a question behind a long prefix in the cache
+    questions = [f"{text} {words.make(_SHORT_TOKENS * 2)}" for text in texts[-_ROUNDS:]]
+    prompts += [_ask(replica, text, 2) for text in questions]
     sizes = [each.prompt_tokens - each.cached_tokens for each in prompts]
     base_s = [step_s * -(-size // options.max_batch_tokens) for size in sizes]
     prompt_token_s, attention_s = fit_factors(
-        [[size, size * size / 2] for size in sizes],
+        [
+            [size, (each.cached_tokens + size / 2) * size]
+            for size, each in zip(sizes, prompts, strict=True)
+        ],
         [_prompt_s(each) - base for each, base in zip(prompts, base_s, strict=True)],
     )
     shorts = [_ask(cluster.gateway, words.make(_SHORT_TOKENS), 2) for _ in range(_SHORT_REQUESTS)]
@@ -100,16 +105,20 @@ def measure_costs(cluster: Cluster, info: ModelInfo, threads: int) -> EngineCost
 def measure_slowdowns(cluster: Cluster) -> tuple[float, ...]:
     """How many times as long as alone prompts take with 1, 2, … replicas that compute."""
     words, replicas = counted_words(cluster, 2), cluster.replicas
-    times_s = [_busy_prompt_s(replicas[:count], words) for count in range(1, len(replicas) + 1)]
-    return tuple(each_s / times_s[0] for each_s in times_s)
+    counts = range(1, len(replicas) + 1)
+    # in turn, as a shared machine is faster at one time than at another
+    rounds = [[_busy_prompt_s(replicas[:n], words) for n in counts] for _ in range(_ROUNDS)]
+    return tuple(
+        statistics.median(times_s[n - 1] / times_s[0] for times_s in rounds) for n in counts
+    )
 
 
 def _busy_prompt_s(replicas: Sequence[Target], words: WordPrompts) -> float:
-    """Median time of prompts, with one in each replica at any time."""
+    """Median time of prompts, with a request in each replica at any time."""
     prompts = [[words.make(_PROMPT_TOKENS[-1]) for _ in range(_BUSY_ROUNDS)] for _ in replicas]
 
     def ask_all(replica: Target, mine: list[str]) -> list[float]:
-        return [_prompt_s(_ask(replica, prompt, 2)) for prompt in mine]
+        return [_prompt_s(_ask(replica, prompt, _BUSY_ANSWER)) for prompt in mine]
 
     with ThreadPoolExecutor(len(replicas)) as pool:
         times_s = list(pool.map(ask_all, replicas, prompts))
