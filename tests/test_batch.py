@@ -78,7 +78,6 @@ def test_results_are_in_openais_format(
     model = served.model()
     plain = line("plain", model)
     plain |= {"url": "/v1/completions", "body": {"model": model, "prompt": "b c"}}
-    refused = line("refused", model, max_tokens=1, min_tokens=5)
     batch = write(tmp_path / "in", [line("chat", model), plain])
     assert run(batch, tmp_path / "out") == 0
     found = {each["custom_id"]: each for each in results(tmp_path / "out")}
@@ -89,7 +88,6 @@ def test_results_are_in_openais_format(
     assert chat["response"]["body"]["choices"][0]["message"]["content"] == "a chat"
     assert text["response"]["body"]["choices"][0]["text"] == "b c"
     assert "2 results in" in capsys.readouterr().err
-    assert run(write(tmp_path / "in", [refused]), tmp_path / "other") in (0, 1)
 
 
 def test_an_error_of_the_server_is_a_result_and_the_rest_goes_on(
@@ -167,9 +165,7 @@ def test_ctrl_c_stops_and_says_how_to_resume(served: ServerHarness, tmp_path: Pa
     wait_until(lambda: served.http.get("/health").json()["active_requests"] == 0)
 
 
-def test_a_dead_engine_and_a_dead_server_cost_no_result(
-    served: ServerHarness, tmp_path: Path
-) -> None:
+def test_a_dead_engine_costs_no_result(served: ServerHarness, tmp_path: Path) -> None:
     model = served.model("slow", token_s=0.01)
     batch = write(tmp_path / "in", [line(f"line-{n}", model) for n in range(MANY)])
     process = start(batch, tmp_path / "out")
@@ -190,6 +186,8 @@ def test_all_lines_are_validated_before_the_first_is_computed(
         ("{", "not valid JSON: Expecting property name enclosed in double quotes"),
         ("[]", "not a JSON object"),
         ("\udcff", "not valid JSON: not UTF-8 text"),
+        (json.dumps(good | {"custom_id": "a\ud800"}), "not valid JSON: not UTF-8 text"),
+        (json.dumps(line("g", model, user="\ud800")), "not valid JSON: not UTF-8 text"),
         (json.dumps(good | {"x": 1}), "unknown field x: fields are custom_id, method, url, body"),
         (json.dumps(good | {"custom_id": 5}), "custom_id must be a string that is not empty"),
         (json.dumps(good), "custom_id 'a' is also that of line 1"),
@@ -213,9 +211,9 @@ def test_all_lines_are_validated_before_the_first_is_computed(
     assert run(batch, tmp_path / "out") == 3
     *shown, more, end = capsys.readouterr().err.splitlines()
     assert shown[0] == f"{batch}: line 3: {bad[0][1]}"
-    assert (len(shown), more) == (10, "and 4 more")
+    assert (len(shown), more) == (10, "and 6 more")
     assert end == (
-        f"localgen: {batch}: 14 of 15 lines are invalid, so nothing was computed: correct them"
+        f"localgen: {batch}: 16 of 17 lines are invalid, so nothing was computed: correct them"
     )
     assert served.loads(model) == 0
     assert not (tmp_path / "out").exists()
@@ -299,6 +297,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self.sent: list[dict[str, Any]] = []
+        self.status_of: dict[str, int] = {}  # by the content of the first message
+        self.reply: dict[str, Any] = {}
 
     def __enter__(self) -> Recorder:
         return self
@@ -316,7 +316,8 @@ class Recorder:
 
     def send(self, path: str, body: dict[str, Any]) -> Reply:
         self.sent.append(body)
-        return Reply(200, "", {})
+        status = self.status_of.get(body["messages"][0]["content"], 200)
+        return Reply(status, "", self.reply)
 
 
 def test_its_requests_run_in_the_background_and_leave_no_prefixes(
@@ -329,5 +330,44 @@ def test_its_requests_run_in_the_background_and_leave_no_prefixes(
     sent = {each["messages"][0]["content"]: each for each in recorder.sent}
     assert [each["priority"] for _, each in sorted(sent.items())] == [-1, 2]
     assert {each["save_prefix"] for each in recorder.sent} == {False}
-    assert run(batch, tmp_path / "out2", "--priority", "-7") == 0
-    assert recorder.sent[-1]["priority"] in (-7, 2)
+    monkeypatch.setenv("LOCALGEN_PRIORITY", "5")  # of prompts
+    for arguments, wanted in (((), -1), (("--priority", "-7"), -7), (("--priority", "0"), 0)):
+        recorder.sent.clear()
+        assert run(batch, tmp_path / f"out{wanted}", *arguments) == 0
+        assert sorted(each["priority"] for each in recorder.sent) == sorted([wanted, 2])
+
+
+def test_a_request_that_is_refused_for_now_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorder = Recorder()
+    monkeypatch.setattr(batch_jobs, "create_client", lambda *_: recorder)
+    monkeypatch.setattr("localgen.batch.run._RETRY_DELAYS_S", (0.0,))
+    batch, out = write(tmp_path / "in", [line("a", "tiny"), line("b", "tiny")]), tmp_path / "out"
+    recorder.status_of = {"a a": 503}
+    assert run(batch, out) == 1
+    assert [each["custom_id"] for each in results(out)] == ["b"]
+    assert "1 of 2 were refused for now: the same command asks again" in capsys.readouterr().err
+    recorder.status_of.clear()
+    assert run(batch, out) == 0
+    assert {each["custom_id"] for each in results(out)} == {"a", "b"}
+
+
+def test_an_answer_that_cannot_be_counted_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder()
+    monkeypatch.setattr(batch_jobs, "create_client", lambda *_: recorder)
+    monkeypatch.setattr(recorder, "reply", {"usage": "n/a"})
+    batch = write(tmp_path / "in", [line(name, "tiny") for name in "abcd"])
+    assert run(batch, tmp_path / "out") != 0
+
+
+def test_text_that_is_not_ours_is_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch, out = write(tmp_path / "in", [line("a", "tiny")]), tmp_path / "notes"
+    out.write_text("notes, without a newline at the end")
+    assert run(batch, out) == 3
+    assert "line 1 is not the result of a batch: give another --out" in capsys.readouterr().err
+    assert out.read_text() == "notes, without a newline at the end"

@@ -111,6 +111,7 @@ def _parse(text: bytes, number: int, begin: int, validate_body: BodyValidator) -
 def _json_object(text: bytes) -> dict[str, Any]:
     try:
         parsed = json.loads(text)
+        json.dumps(parsed, ensure_ascii=False).encode()  # "\ud800" alone is no text
     except (ValueError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else "not UTF-8 text"
         raise InvalidRequest(f"not valid JSON: {reason}") from error

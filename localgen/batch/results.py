@@ -14,6 +14,10 @@ from typing import Any
 from localgen.backends.errors import InvalidRequest
 from localgen.client.responses import Reply
 
+_ID = "batch_req_"
+# how each line begins
+_LINE_START = f'{{"id": "{_ID}'.encode()
+
 
 class ResultFile:
     """A file that one run appends to.
@@ -56,7 +60,7 @@ class ResultFile:
             "body": reply.body,
         }
         line = {
-            "id": f"batch_req_{uuid.uuid4().hex[:24]}",
+            "id": f"{_ID}{uuid.uuid4().hex[:24]}",
             "custom_id": custom_id,
             "response": response,
             "error": None,
@@ -74,7 +78,10 @@ class ResultFile:
         whole_bytes = 0
         with self._path.open("rb") as file:
             for number, text in enumerate(file, 1):
-                if not text.endswith(b"\n"):
+                if (
+                    not text.endswith(b"\n")
+                    and text[: len(_LINE_START)] == _LINE_START[: len(text)]
+                ):
                     break  # the run was killed, or its disk full
                 self._add(_parse(self._path, number, text), known)
                 whole_bytes += len(text)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from localgen.backends.errors import LocalgenError, ServerUnavailable
+from localgen.backends.errors import ServerUnavailable
 from localgen.batch.lines import BatchLine, read_body
 from localgen.batch.results import ResultFile
 from localgen.client import Client
@@ -49,14 +49,15 @@ class BatchRun:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._clients: list[Client] = []
-        self._error: LocalgenError | OSError | None = None
+        self._error: Exception | None = None
         self.progress = Progress()
 
     def run(self, lines: Sequence[BatchLine], concurrency: int) -> None:
         """Compute all that have no result yet.
 
         Raises the error that stopped it: OSError if a result cannot be written, LocalgenError if
-        the server is lost. After that and after KeyboardInterrupt, another run continues.
+        the server is lost. After that and after KeyboardInterrupt, another run continues, as for
+        requests that got only errors of _RETRIED_STATUSES.
         """
         waiting = iter([line for line in lines if line.custom_id not in self._results.done])
         threads = [
@@ -94,7 +95,7 @@ class BatchRun:
                         return
                 while (line := self._next(waiting)) is not None:
                     self._record(line, self._answer(client, line))
-        except (LocalgenError, OSError) as error:
+        except Exception as error:  # raised in run()
             with self._lock:
                 if not self._stop.is_set():
                     self._error = error
@@ -126,6 +127,8 @@ class BatchRun:
         with self._lock:
             if self._stop.is_set() and reply.status != 200:
                 return  # the answer to a request that was given up
+            if reply.status in _RETRIED_STATUSES:
+                return  # another run asks again
             self._results.append(line.custom_id, reply)
             self.progress.num_done += 1
             self.progress.generated_tokens += int(usage.get("completion_tokens") or 0)

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -86,8 +87,13 @@ def run_batch(
     options: ModelOptions,
     endpoint: Endpoint | None,
     concurrency: int | None,
+    *,
+    has_priority: bool,
 ) -> None:
-    """Answer all requests that have no result yet. Raises InvalidRequest before the first one."""
+    """Answer all requests that have no result yet. Raises InvalidRequest before the first one.
+
+    has_priority: that of the options is for this batch, not from a variable for prompts.
+    """
     if out is None:
         raise InvalidRequest("--batch needs --out FILE for the results")
     if batch.exists() and out.exists() and batch.samefile(out):
@@ -101,7 +107,9 @@ def run_batch(
         left = [line for line in lines if line.custom_id not in results.done]
         if results.done:
             _say(f"{out} has {len(results.done):,} of {len(lines):,} results: {len(left):,} left")
-        job = _Job(batch, out, results, len(lines), options, endpoint, concurrency)
+        if not has_priority:
+            options = replace(options, priority=_PRIORITY)
+        job = _Job(batch, results, len(lines), options, endpoint, concurrency)
         try:
             for name, group in _by_model(left, model).items():
                 job.run(name, group, replaces=model is not None)
@@ -165,7 +173,6 @@ class _Job:
     def __init__(
         self,
         batch: Path,
-        out: Path,
         results: ResultFile,
         total: int,
         options: ModelOptions,
@@ -182,7 +189,7 @@ class _Job:
 
         options, extra = self._options, dict[str, Any]()
         if self._endpoint is None:
-            extra = {"priority": options.priority or _PRIORITY, "save_prefix": False}
+            extra = {"priority": options.priority, "save_prefix": False}
         with closing(self._create_client()) as client:
             client.connect()
             self._progress.show(f"loading {model or default_model()}")
@@ -250,10 +257,12 @@ class _ProgressLine:
 
 
 def _report(out: Path, results: ResultFile, total: int) -> None:
-    failed = results.num_failed
+    done, failed = len(results.done), results.num_failed
     note = f", {failed:,} with an error of the server: see status_code" if failed else ""
-    _say(f"{format_count(total, 'result')} in {out}{note}")
-    if failed:
+    _say(f"{format_count(done, 'result')} in {out}{note}")
+    if done < total:
+        _say(f"{total - done:,} of {total:,} were refused for now: the same command asks again")
+    if failed or done < total:
         raise typer.Exit(1)
 
 

@@ -76,7 +76,10 @@ def command(
         require_no_prompt_options(context, given)
         if model is not None and named_model is not None:
             raise InvalidRequest(f"two models: {model!r} and that of --model")
-        run_batch(batch, out, named_model or model, options, endpoint, concurrency)
+        run_batch(
+            *(batch, out, named_model or model, options, endpoint, concurrency),
+            has_priority=is_from_command_line(context, "priority"),
+        )
         return
     if out is not None or concurrency is not None:
         raise InvalidRequest(f"{'--out' if out else '--concurrency'} needs --batch FILE")
