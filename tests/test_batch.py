@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 from serving import ServerHarness, running_alone, server_harness, wait_until
 
-from localgen.backends.errors import InvalidRequest
+from localgen.backends.errors import InvalidRequest, ServerUnavailable
 from localgen.batch.lines import read_batch, read_body
 from localgen.batch.results import ResultFile
 from localgen.batch.schema import validate_body
 from localgen.cli import batch_jobs
+from localgen.cli.errors import INTERNAL_ERROR, exit_status
 from localgen.cli.main import run_command_line
 from localgen.client.responses import Reply
 
@@ -166,15 +167,40 @@ def test_ctrl_c_stops_and_says_how_to_resume(served: ServerHarness, tmp_path: Pa
 
 
 def test_a_dead_engine_costs_no_result(served: ServerHarness, tmp_path: Path) -> None:
-    model = served.model("slow", token_s=0.01)
+    model, out = served.model("slow", token_s=0.05), tmp_path / "out"
     batch = write(tmp_path / "in", [line(f"line-{n}", model) for n in range(MANY)])
-    process = start(batch, tmp_path / "out")
-    wait_until(lambda: num_lines(tmp_path / "out") > 3, 60)
+    process = start(batch, out)
+    wait_until(lambda: num_lines(out) > 3, 60)
     os.kill(served.stats(model)["pid"], signal.SIGKILL)
-    process.communicate(timeout=120)
-    assert process.returncode == 0
-    assert {each["response"]["status_code"] for each in results(tmp_path / "out")} == {200}
-    assert num_lines(tmp_path / "out") == MANY
+    require_rest(process, out)
+    assert served.loads(model) == 2
+
+
+def test_a_dead_server_is_started_again_and_costs_no_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    with server_harness() as own:
+        for name, value in own.settings.to_environment().items():
+            monkeypatch.setenv(name, value)
+        body = {"max_tokens": 40, "ignore_eos": True}
+        batch = write(tmp_path / "in", [line(f"line-{n}", "tiny", **body) for n in range(MANY)])
+        process = start(batch, out)  # it starts the server, too
+        wait_until(lambda: num_lines(out) > 3 or process.poll() is not None, 60)
+        killed = own.pid()
+        os.kill(killed, signal.SIGKILL)
+        require_rest(process, out)
+        assert own.pid() != killed
+
+
+def require_rest(process: subprocess.Popen[bytes], out: Path) -> None:
+    """Require that a batch of MANY lines has not ended, and that it ends with all results."""
+    assert num_lines(out) < MANY
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert {each["response"]["status_code"] for each in results(out)} == {200}
+    names = sorted(each["custom_id"] for each in results(out))
+    assert names == sorted(f"line-{n}" for n in range(MANY))
 
 
 def test_all_lines_are_validated_before_the_first_is_computed(
@@ -298,6 +324,7 @@ class Recorder:
     def __init__(self) -> None:
         self.sent: list[dict[str, Any]] = []
         self.status_of: dict[str, int] = {}  # by the content of the first message
+        self.errors: dict[str, Exception] = {}
         self.reply: dict[str, Any] = {}
 
     def __enter__(self) -> Recorder:
@@ -316,7 +343,10 @@ class Recorder:
 
     def send(self, path: str, body: dict[str, Any]) -> Reply:
         self.sent.append(body)
-        status = self.status_of.get(body["messages"][0]["content"], 200)
+        content = body["messages"][0]["content"]
+        if content in self.errors:
+            raise self.errors[content]
+        status = self.status_of.get(content, 200)
         return Reply(status, "", self.reply)
 
 
@@ -353,21 +383,69 @@ def test_a_request_that_is_refused_for_now_is_asked_again(
     assert {each["custom_id"] for each in results(out)} == {"a", "b"}
 
 
-def test_an_answer_that_cannot_be_counted_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_server_that_stays_lost_ends_the_run_and_the_same_command_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recorder = Recorder()
     monkeypatch.setattr(batch_jobs, "create_client", lambda *_: recorder)
-    monkeypatch.setattr(recorder, "reply", {"usage": "n/a"})
+    monkeypatch.setattr("localgen.batch.run._RETRY_DELAYS_S", (0.0,))
+    batch, out = write(tmp_path / "in", [line("a", "tiny"), line("b", "tiny")]), tmp_path / "out"
+    lost = ServerUnavailable("no server")
+    recorder.errors = {"a b": lost}
+    assert run(batch, out, "--concurrency", "1") == exit_status(lost.code)
+    assert capsys.readouterr().err == "localgen: no server\n"
+    assert [each["custom_id"] for each in results(out)] == ["a"]
+    recorder.errors.clear()
+    assert run(batch, out) == 0
+    assert [each["custom_id"] for each in results(out)] == ["a", "b"]
+
+
+def test_a_defect_ends_the_run_and_keeps_its_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCALGEN_STATE_DIR", str(tmp_path / "state"))
+    recorder = Recorder()
+    monkeypatch.setattr(batch_jobs, "create_client", lambda *_: recorder)
+    recorder.errors = {"a b": ZeroDivisionError("a defect")}
+    batch, out = write(tmp_path / "in", [line(name, "tiny") for name in "abc"]), tmp_path / "out"
+    assert run(batch, out, "--concurrency", "1") == INTERNAL_ERROR
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("localgen: internal error (ZeroDivisionError: a defect)")
+    assert [each["custom_id"] for each in results(out)] == ["a"]
+
+
+@pytest.mark.parametrize("usage", ["n/a", 5, {"completion_tokens": "many"}])
+def test_an_answer_that_cannot_be_counted_is_a_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, usage: object
+) -> None:
+    recorder = Recorder()
+    monkeypatch.setattr(batch_jobs, "create_client", lambda *_: recorder)
+    recorder.reply = {"usage": usage}
     batch = write(tmp_path / "in", [line(name, "tiny") for name in "abcd"])
-    assert run(batch, tmp_path / "out") != 0
+    assert run(batch, tmp_path / "out") == 0
+    found = results(tmp_path / "out")
+    assert sorted(each["custom_id"] for each in found) == list("abcd")
+    assert [each["response"]["body"] for each in found] == [{"usage": usage}] * 4
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "notes, without a newline at the end",
+        " ",
+        '{"id": "of another program"',
+        # a result could not be appended to this line
+        '{"custom_id": "a", "response": {"status_code": 200}}',
+    ],
+)
 def test_text_that_is_not_ours_is_left_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
 ) -> None:
     batch, out = write(tmp_path / "in", [line("a", "tiny")]), tmp_path / "notes"
-    out.write_text("notes, without a newline at the end")
-    assert run(batch, out) == 3
-    assert "line 1 is not the result of a batch: give another --out" in capsys.readouterr().err
-    assert out.read_text() == "notes, without a newline at the end"
+    ours = '{"custom_id": "a", "response": {"status_code": 200}}\n'
+    for number, before in enumerate(("", ours), 1):
+        out.write_text(before + text)
+        assert run(batch, out) == 3
+        said = f"line {number} is not the result of a batch: give another --out"
+        assert said in capsys.readouterr().err
+        assert out.read_text() == before + text

@@ -78,10 +78,9 @@ class ResultFile:
         whole_bytes = 0
         with self._path.open("rb") as file:
             for number, text in enumerate(file, 1):
-                if (
-                    not text.endswith(b"\n")
-                    and text[: len(_LINE_START)] == _LINE_START[: len(text)]
-                ):
+                if not text.endswith(b"\n"):
+                    if text[: len(_LINE_START)] != _LINE_START[: len(text)]:
+                        raise _not_a_result(self._path, number)
                     break  # the run was killed, or its disk full
                 self._add(_parse(self._path, number, text), known)
                 whole_bytes += len(text)
@@ -107,4 +106,8 @@ def _parse(path: Path, number: int, text: bytes) -> dict[str, Any]:
             return parsed
     except (ValueError, KeyError, TypeError):
         pass
-    raise InvalidRequest(f"{path}: line {number} is not the result of a batch: give another --out")
+    raise _not_a_result(path, number)
+
+
+def _not_a_result(path: Path, number: int) -> InvalidRequest:
+    return InvalidRequest(f"{path}: line {number} is not the result of a batch: give another --out")

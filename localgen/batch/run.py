@@ -123,7 +123,8 @@ class BatchRun:
         return client.send(path, body)
 
     def _record(self, line: BatchLine, reply: Reply) -> None:
-        usage = reply.body.get("usage") or {}
+        usage = reply.body.get("usage")
+        tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
         with self._lock:
             if self._stop.is_set() and reply.status != 200:
                 return  # the answer to a request that was given up
@@ -131,4 +132,4 @@ class BatchRun:
                 return  # another run asks again
             self._results.append(line.custom_id, reply)
             self.progress.num_done += 1
-            self.progress.generated_tokens += int(usage.get("completion_tokens") or 0)
+            self.progress.generated_tokens += tokens if isinstance(tokens, int) else 0
