@@ -394,6 +394,7 @@ def test_a_server_that_stays_lost_ends_the_run_and_the_same_command_resumes(
     recorder.errors = {"a b": lost}
     assert run(batch, out, "--concurrency", "1") == exit_status(lost.code)
     assert capsys.readouterr().err == "localgen: no server\n"
+    assert len(recorder.sent) == 1 + 2
     assert [each["custom_id"] for each in results(out)] == ["a"]
     recorder.errors.clear()
     assert run(batch, out) == 0
