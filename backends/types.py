@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from localgen.backends.adapters import AdapterRef
 from localgen.backends.engine_stats import KV_TIERS, EngineStats, kv_tier_name
@@ -92,7 +93,8 @@ class LineLimits:
 
 NO_LINE_LIMITS = LineLimits()
 # values of Request.on_overflow
-OVERFLOW_ERROR, OVERFLOW_DROP_OLDEST = "error", "drop-oldest"
+OnOverflow = Literal["error", "drop-oldest"]
+OVERFLOW_ERROR, OVERFLOW_DROP_OLDEST = get_args(OnOverflow)
 
 
 CHUNK_HASH_BYTES = 8

@@ -58,17 +58,22 @@ class TomlStore:
         To be called while locked, and after read(). Raises InvalidRequest for text that is not
         valid Unicode, and for a layout that can only be edited by hand.
         """
-        import tomlkit  # only commands that change the file need it
+        # only commands that change the file need it
+        import tomlkit
+        from tomlkit.exceptions import TOMLKitError
 
-        document = tomlkit.parse(self.read_text())
-        apply(document)
         try:
+            document = tomlkit.parse(self.read_text())
+            apply(document)
             content = tomlkit.dumps(document).encode()
-            if tomllib.loads(content.decode()) != document.unwrap():
-                raise InvalidRequest(f"the layout of {self.path} is unusual: edit it by hand")
+            is_kept = tomllib.loads(content.decode()) == document.unwrap()
         except UnicodeEncodeError as error:
             text = error.object[max(0, error.start - 40) : error.end + 40]
             raise InvalidRequest(f"{text!r} is not valid Unicode and cannot be stored") from error
+        except (ValueError, TOMLKitError):
+            is_kept = False
+        if not is_kept:
+            raise InvalidRequest(f"the layout of {self.path} is unusual: edit it by hand")
         try:
             self._file.write(content)
         except OSError as error:

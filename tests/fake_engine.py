@@ -186,7 +186,7 @@ class FakeEngine:
     def submit(self, request: Request) -> None:
         time.sleep(self.script.get("first_s", 0))
         text = request.messages[-1].content if request.messages else request.prompt or ""
-        text = self.script.get("answer", text)
+        text = str(request.params.seed) if text == "!seed" else self.script.get("answer", text)
         words = [word for word in text.split(" ") if word]
         if len(words) > MAX_PROMPT:
             reason = f"prompt is {len(words)} tokens, context is {MAX_PROMPT}"

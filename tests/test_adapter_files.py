@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +18,13 @@ from hf_folders import edit, write_safetensors
 from models import TINY_GGUF, Bench, questions
 
 from benchmarks.random_adapter import RandomAdapter, random_adapter
-from localgen.backends.adapters import AdapterRef
+from localgen.backends.adapters import MAX_LOADED_ADAPTERS, AdapterRef
 from localgen.backends.errors import LoadFailed, LocalgenError, ModelNotFound, OutOfMemory
 from localgen.backends.formats.gguf import lora
 from localgen.backends.formats.gguf.reader import GgufReader
 from localgen.backends.llamacpp import adapter_files
 from localgen.backends.llamacpp.adapter_files import AdapterFiles
+from localgen.backends.llamacpp.runner import LlamaRunner
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import Failed
@@ -227,6 +231,43 @@ def test_a_changed_file_is_another_adapter(tmp_path: Path) -> None:
         (tmp_path / "new.gguf").replace(path)
         keys += [files.read(AdapterRef(name, str(path))).key for name in ("a", "b")]
     assert keys[0] == keys[1] != keys[2] == keys[3]
+
+
+def test_converted_files_are_as_many_as_loaded_adapters(
+    tmp_path: Path, adapter: RandomAdapter
+) -> None:
+    """They have no name, so only the open ones take space on the disk."""
+    files, opened = AdapterFiles(TINY_GGUF), []
+    for number in range(MAX_LOADED_ADAPTERS + 2):
+        adapter.write_peft(tmp_path / str(number))
+        content = files.read(AdapterRef("poet", str(tmp_path / str(number)))).content
+        opened.append(weakref.ref(content.file))
+    del content
+    assert [each() is not None for each in opened] == [False] * 2 + [True] * MAX_LOADED_ADAPTERS
+
+
+def test_a_loaded_adapter_does_not_keep_its_file_open(tmp_path: Path) -> None:
+    bench, path = Bench(LoadOptions(threads=1)), tmp_path / "poet.gguf"
+    random_adapter(1).write_gguf(path)
+    ref = AdapterRef("poet", str(path))
+    bench.run([bench.submit(questions(1)[0], PARAMS, adapters=(ref,))])
+    assert isinstance(bench.model.runner, LlamaRunner)
+    loaded = bench.model.runner._adapters._loaded.values()
+    assert [adapter.content for adapter, _ in loaded] == [None]
+    bench.close()
+
+
+def test_a_full_disk_ends_the_request_only(
+    tmp_path: Path, adapter: RandomAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    adapter.write_peft(tmp_path / "peft")
+    monkeypatch.setattr(adapter_files, "write_lora_file", fail)
+    said = "cannot convert adapter poet .*: No space left on device: make room for temporary files"
+    with pytest.raises(LoadFailed, match=said):
+        read(tmp_path / "peft")
 
 
 def failure(bench: Bench, ref: AdapterRef) -> LocalgenError | Failed:

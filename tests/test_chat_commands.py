@@ -23,6 +23,7 @@ from localgen.chat import commands
 from localgen.chat.conversation import Conversation, Turn
 from localgen.chat.parameters import ModelOptions
 from localgen.chat.session import ChatSession
+from localgen.hub.preset import Preset
 
 TURNS = (Turn("one", "1"), Turn("two", "2"))
 LONG_TURNS = (Turn("one", "1" * 300), Turn("two", "2" * 300), Turn("three", "3" * 300))
@@ -169,6 +170,25 @@ def test_a_refused_command_says_why_and_changes_nothing(
     with pytest.raises(LocalgenError, match=complaint):
         obey(session, line)
     assert (session.conversation, session.options, session.branch, session.model_info) == before
+
+
+def test_the_context_of_a_preset_is_read_once_per_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The TUI shows it whenever it draws, which must not wait for a disk."""
+    client, limit = ScriptedClient(), 256
+    chat = chat_with(client, tmp_path)
+    asked: list[str] = []
+
+    def find(name: str) -> Preset:
+        asked.append(name)
+        return Preset("tiny", ctx=limit)
+
+    monkeypatch.setattr("localgen.chat.session.find_preset", find)
+    for limit in (256, 128):
+        chat.load("other", lambda _: None)
+        assert (chat.ctx, chat.ctx) == (limit, limit)
+    assert asked == ["other", "other"]
 
 
 def test_set_ctx_and_verbose(session: ChatSession) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -20,6 +21,16 @@ SYSTEM = Message("system", "s")
 
 def num_chars(messages: tuple[Message, ...]) -> int:
     return sum(len(each.content) for each in messages)
+
+
+def count_with(chars_per_token: float, ctx: int) -> Callable[[tuple[Message, ...]], int | None]:
+    """Counts tokens of so many characters each, and none beyond the context."""
+
+    def count_tokens(messages: tuple[Message, ...]) -> int | None:
+        num_tokens = math.ceil(num_chars(messages) / chars_per_token)
+        return num_tokens if num_tokens <= ctx else None
+
+    return count_tokens
 
 
 def conversation(*lengths: int) -> tuple[Message, ...]:
@@ -39,7 +50,7 @@ def test_what_stays_fits_and_is_the_end_of_the_conversation(lengths: list[int], 
     def fits(messages: tuple[Message, ...]) -> bool:
         return num_chars(messages) <= 4 * ctx
 
-    kept = drop_oldest(whole, ctx, fits)
+    kept = drop_oldest(whole, ctx, count_with(4.0, ctx))
     assert kept.messages[0] == SYSTEM
     rest = kept.messages[1:]
     assert rest == whole[len(whole) - len(rest) :]
@@ -53,10 +64,20 @@ def test_the_next_turns_begin_with_the_same_messages() -> None:
     ctx, firsts = 400, []
     for count in range(40, 80):
         whole = conversation(*[40] * count)
-        kept = drop_oldest(whole, ctx, lambda messages: num_chars(messages) <= 4 * ctx)
+        kept = drop_oldest(whole, ctx, count_with(4.0, ctx))
         firsts.append(kept.num_left_out)
     # 4 * 400 / 4 characters in a unit, 41 in a turn: about every tenth turn
     assert len(set(firsts)) <= 6
+
+
+@pytest.mark.parametrize("chars_per_token", [0.4, 1.0, 1.6, 4.0, 6.5])
+def test_what_more_is_left_out_is_about_a_quarter_of_the_context(chars_per_token: float) -> None:
+    ctx, turn_chars = 4000, 41
+    for count in range(600, 660):
+        whole = conversation(*[turn_chars - 1] * count)
+        kept = drop_oldest(whole, ctx, count_with(chars_per_token, ctx))
+        unused = ctx - num_chars(kept.messages) / chars_per_token
+        assert 0 <= unused <= ctx / 4 * 2**0.5 + 2 * turn_chars / chars_per_token
 
 
 def test_tool_calls_keep_their_results() -> None:
@@ -67,7 +88,7 @@ def test_tool_calls_keep_their_results() -> None:
         *(Message("user", "one"), call, result, Message("assistant", "1")),
         *(Message("user", "two"), call, result),
     )
-    kept = drop_oldest(whole, 40, lambda messages: num_chars(messages) < 80)
+    kept = drop_oldest(whole, 40, count_with(2.0, 39))
     assert kept.messages == (*whole[:2], *whole[6:])
     assert kept.num_left_out == 4
 
@@ -119,6 +140,18 @@ def test_the_oldest_are_left_out_and_counted(url: str) -> None:
     assert long["usage"]["prompt_tokens"] <= 192
     short = ask(url, on_overflow="drop-oldest", max_tokens=3, ctx=30)["localgen"]["notes"]
     assert short == ["the oldest 24 of 26 messages were left out to fit the context of 30 tokens"]
+
+
+def test_texts_with_other_characters_per_token(url: str) -> None:
+    """The unit is of tokens: these have a third of a character each, English has about four."""
+    turns = [
+        {"role": role, "content": "一二三"} for _ in range(60) for role in ("user", "assistant")
+    ]
+    messages = [*turns, {"role": "user", "content": "四"}]
+    fields = {"messages": messages, "on_overflow": "drop-oldest", "max_tokens": 3}
+    answered = httpx.post(f"{url}/v1/chat/completions", json=fields, timeout=60).json()
+    turn_tokens = 2 * 256 // 12
+    assert answered["usage"]["prompt_tokens"] > 256 * (1 - 2**0.5 / 4) - 3 - turn_tokens
 
 
 def test_a_last_turn_that_does_not_fit_is_refused(url: str) -> None:

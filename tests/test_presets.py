@@ -10,8 +10,9 @@ from typing import Any
 import httpx
 import pytest
 from real_server import RealServer, real_server
+from serving import server_harness, wait_until
 
-from localgen.backends.errors import InvalidRequest
+from localgen.backends.errors import InvalidRequest, ModelNotFound
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.sampling_params import SamplingParams, reject_mirostat_conflicts
 from localgen.backends.types import Message, Request
@@ -21,6 +22,7 @@ from localgen.config import BadSetting
 from localgen.hub.models_file import models_store, read_models_file
 from localgen.hub.preset import Preset, parse_preset
 from localgen.hub.presets import add_preset
+from localgen.hub.remove import remove_name
 from localgen.hub.resolve import find_preset, resolve_model
 
 HELLO = Message("user", "hello")
@@ -128,17 +130,39 @@ def test_it_is_listed_and_shown_as_a_model(server: RealServer) -> None:
     shown = post(server, "/api/show", model="calm")
     assert shown["system"] == CALM
     assert "PARAMETER num_ctx 256" in shown["modelfile"]
+    write(server, '[preset.p]\nmodel = "tiny"\nstop = ["a b", "\\"\\n"]\nregex = "x"\n')
+    shown = post(server, "/api/show", model="p")
+    rows = 'PARAMETER stop "a b"\nPARAMETER stop """"\n"""\nPARAMETER regex "x"\n'
+    assert shown["modelfile"].endswith(rows)
+    assert f'{"stop":<30} "a b"\n' in shown["parameters"]
+    write(server, TWO)
     loaded = post(server, "/v1/models/load", model="calm")["model"]
     assert (loaded["name"], loaded["notes"][0]) == ("calm", "calm is a preset of tiny")
 
 
-def test_choices_of_a_seeded_preset_differ(server: RealServer) -> None:
-    write(
-        server,
-        '[preset.p]\nmodel = "tiny"\nseed = 7\ntemperature = 9\ntop_k = 0\ntop_p = 1\nmin_p = 0\n',
-    )
-    choices = answer(server, "p", n=3, max_tokens=9)["choices"]
-    assert len({each["message"]["content"] for each in choices}) == 3
+def test_choices_of_a_seeded_preset_have_a_seed_each() -> None:
+    with server_harness() as server:
+        table = f"[preset.p]\nmodel = {json.dumps(server.model())}\nseed = 7\n"
+        (server.settings.state_dir / "models.toml").write_text(table)
+        server.start()
+        for own, wanted in (({}, "789"), ({"seed": 4}, "456")):
+            choices = server.chat("p", "!seed", n=3, **own).json()["choices"]
+            assert [each["message"]["content"] for each in choices] == list(wanted)
+
+
+@pytest.mark.parametrize("name", ["long", "long:latest"])
+def test_a_server_for_a_preset_loads_what_its_requests_ask_for(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEST_MODEL", name)
+    with server_harness() as server:
+        model = server.model()
+        table = f"[preset.long]\nmodel = {json.dumps(model)}\nctx = 32768\n"
+        (server.settings.state_dir / "models.toml").write_text(table)
+        server.start()
+        wait_until(server.loaded)
+        assert server.chat("long").json()["localgen"]["ctx"] == 32768
+        assert server.loads(model) == 1
 
 
 def test_an_edit_applies_from_the_next_request_and_a_broken_one_says_so(
@@ -253,6 +277,54 @@ def test_an_alias_of_a_preset_is_refused(capsys: pytest.CaptureFixture[str]) -> 
     assert "p is a preset: an alias is of a model, such as tiny" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "command",
+    [("cp", "t:latest", "q"), ("preset", "add", "q", "t:latest:latest")],
+)
+def test_a_model_with_the_tag_latest_can_be_used(command: tuple[str, ...]) -> None:
+    assert run("cp", "tiny", "t") == 0
+    assert run(*command) == 0
+    assert resolve_model("q").name == "tiny"
+
+
+@pytest.mark.parametrize("command", [("cp", "p:latest", "q"), ("preset", "add", "q", "p:latest")])
+def test_a_preset_with_the_tag_latest_is_no_model(
+    command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("preset", "add", "p", "tiny") == 0
+    assert run(*command) != 0
+    assert "p is a preset: " in capsys.readouterr().err
+    assert list(read_models_file().models) == ["p"]
+
+
+def test_a_name_is_removed_by_what_it_is() -> None:
+    assert run("cp", "tiny", "t") == run("preset", "add", "p", "t") == 0
+    assert remove_name("p") == "a preset"
+    assert remove_name("t") == "an alias"
+    with pytest.raises(ModelNotFound, match="t is not a preset"):
+        remove_name("t")
+
+
+def test_a_layout_that_cannot_be_changed_is_edited_by_hand(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path, layout = models_store().path, 'preset = {p = {model = "tiny"}}\n'
+    path.parent.mkdir(mode=0o700)
+    path.write_text(layout)
+    assert run("preset", "add", "q", "tiny") != 0
+    said = capsys.readouterr().err
+    assert said == f"localgen: the layout of {path} is unusual: edit it by hand\n"
+    assert path.read_text() == layout
+
+
+@pytest.mark.parametrize("system", ["a\r\nb", "a\rb", "a\n", "\r\n", "a\n\r\nb"])
+def test_any_line_end_of_a_system_prompt_is_kept(system: str) -> None:
+    add_preset("p", Preset("tiny", system))
+    preset = find_preset("p")
+    assert preset is not None
+    assert preset.system == system
+
+
 def test_variables_of_chat_are_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCALGEN_MAX_TOKENS", "5")
     assert run("preset", "add", "p", "tiny") == 0
@@ -273,6 +345,11 @@ def test_variables_of_chat_are_not_stored(monkeypatch: pytest.MonkeyPatch) -> No
         ('p = "tiny"\n[preset.p]\nmodel = "tiny"\n', "preset p is also an alias"),
         ('[preset.tiny]\nmodel = "tiny"\n', "preset tiny is also a model of localgen"),
         ('a = "p"\n[preset.p]\nmodel = "tiny"\n', "a is an alias of a preset: give a model"),
+        ('a = "p:latest"\n[preset.p]\nmodel = "tiny"\n', "a is an alias of a preset: give a"),
+        (
+            '[preset.p]\nmodel = "q:latest"\n[preset.q]\nmodel = "tiny"\n',
+            "preset p: q is a preset",
+        ),
         ('[preset.p]\nmodel = "q"\n[preset.q]\nmodel = "tiny"\n', "preset p: q is a preset"),
         ('[adapter]\np = "x"\n', "adapter: expected tables such as [adapter.NAME]"),
     ],

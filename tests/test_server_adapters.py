@@ -234,6 +234,33 @@ def test_damaged_tables_are_reported(content: str, why: str) -> None:
         read_models_file()
 
 
+@pytest.mark.parametrize(
+    ("path", "scale", "why"),
+    [
+        ("~nosuchuser/x.gguf", 1.0, "the home folder of ~nosuchuser is unknown: give an absolute"),
+        ("/x.gguf", 10**400, "scale is 1000"),
+    ],
+)
+def test_values_that_python_cannot_use(
+    path: str, scale: float, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(InvalidRequest, match=why):
+        parse_adapter({"path": path, "model": "tiny", "scale": scale})
+    if path.startswith("~"):
+        assert run_command_line(["adapter", "add", "x", path, "tiny"]) == 3
+        assert capsys.readouterr().err.startswith(f"localgen: path is {path}: {why}")
+
+
+def test_the_tag_latest_of_a_model_is_left_out(files: Path) -> None:
+    path = str(files / "poet.gguf")
+    add_alias("work", "tiny:latest")
+    assert run_command_line(["adapter", "add", "poet", path, "work:latest"]) == 0
+    assert read_models_file().adapters["poet"].model == "work"
+    assert resolve_model("poet").name == "tiny"
+    with pytest.raises(InvalidRequest, match="poet is an adapter: give its model"):
+        add_adapter("clerk", AdapterEntry(path, "poet:latest"))
+
+
 def test_names_lead_to_the_model_and_the_adapter(files: Path) -> None:
     put(tables(files))
     for name in ("poet", "poet:latest", "clerk", "rhyme"):

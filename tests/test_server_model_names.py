@@ -20,7 +20,7 @@ from tcp_server import TcpServer, tcp_server
 from test_hub import put
 
 from localgen.backends.model_info import LoadOptions
-from localgen.hub.resolve import without_latest
+from localgen.hub.latest_tag import without_latest
 from localgen.server import app as server_app
 from localgen.server.http.access import AccessPolicy
 from localgen.server.models.disk_paths import without_folders

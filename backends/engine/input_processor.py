@@ -308,17 +308,18 @@ class InputProcessor:
             return request, ()
         room = answer_room(ctx, params.max_tokens)
 
-        def fits(messages: tuple[Message, ...]) -> bool:
+        def count_tokens(messages: tuple[Message, ...]) -> int | None:
             part = replace(request, messages=messages)
             try:
                 self._require_few_messages(part, ctx)
-                return len(self._tokenize(part, self._render(part), ctx)) + room <= ctx
+                num_tokens = len(self._tokenize(part, self._render(part), ctx))
             except ContextExceeded:
-                return False
+                return None
+            return num_tokens if num_tokens + room <= ctx else None
 
-        if fits(request.messages):
+        if count_tokens(request.messages) is not None:
             return request, ()
-        kept = drop_oldest(request.messages, ctx, fits)
+        kept = drop_oldest(request.messages, ctx, count_tokens)
         if not kept.num_left_out:
             return request, ()
         note = (

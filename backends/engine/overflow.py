@@ -6,6 +6,7 @@ message with all that follows up to the next one, so that tool calls keep their 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,7 +15,6 @@ from localgen.backends.types import Message
 
 # of the context: what an answer needs at most, and the unit in which turns are left out
 _SHARE = 4
-_CHARS_PER_TOKEN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,27 +32,42 @@ def answer_room(ctx: int, max_tokens: int | None) -> int:
 
 
 def drop_oldest(
-    messages: tuple[Message, ...], ctx: int, fits: Callable[[tuple[Message, ...]], bool]
+    messages: tuple[Message, ...],
+    ctx: int,
+    count_tokens: Callable[[tuple[Message, ...]], int | None],
 ) -> Shortened:
     """Leave out the oldest turns until the rest fits, or only the last turn is left.
 
-    More is left out than must be, in units of a quarter of the context: so the next turns of the
-    conversation begin with the same messages, which are in the prefix cache. fits: whether
-    messages fit; it is called a few times.
+    More is left out than must be, in units of about a quarter of the context: so the next turns of
+    the conversation begin with the same messages, which are in the prefix cache. count_tokens: of
+    the prompt with these messages, None if it does not fit; it is called a few times.
     """
     head, starts = _turns(messages)
     low, high = 0, len(starts) - 1  # turns to leave out; the last one stays
+    num_tokens: int | None = None
     while low < high:
         middle = (low + high) // 2
-        if fits((*head, *messages[starts[middle] :])):
-            high = middle
-        else:
+        counted = count_tokens((*head, *messages[starts[middle] :]))
+        if counted is None:
             low = middle + 1
-    count = _rounded_up(messages, starts, low, max(1, ctx // _SHARE) * _CHARS_PER_TOKEN)
+        else:
+            high, num_tokens = middle, counted
+    count = low
+    if count and num_tokens is not None:
+        # the head and the last turn may have other texts, and tools
+        others = count_tokens((*head, *messages[starts[-1] :])) or 0
+        num_chars = _num_chars(messages[starts[count] : starts[-1]])
+        chars_per_token = max(1, num_chars) / max(1, num_tokens - others)
+        count = _rounded_up(messages, starts, count, _unit_chars(ctx, chars_per_token))
     if not count:
         return Shortened(messages, 0)
     kept = (*head, *messages[starts[count] :])
     return Shortened(kept, len(messages) - len(kept))
+
+
+def _unit_chars(ctx: int, chars_per_token: float) -> float:
+    """Characters of about a quarter of the context, the same ones while the conversation grows."""
+    return max(1, ctx // _SHARE) * 2.0 ** round(math.log2(chars_per_token))
 
 
 def _turns(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], list[int]]:
@@ -63,11 +78,9 @@ def _turns(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], list[int
 
 
 def _rounded_up(
-    messages: tuple[Message, ...], starts: list[int], count: int, unit_chars: int
+    messages: tuple[Message, ...], starts: list[int], count: int, unit_chars: float
 ) -> int:
     """The least number of turns from `count` on whose characters fill whole units."""
-    if not count:
-        return 0
     chars = [_num_chars(messages[start:end]) for start, end in pairwise(starts)]
     wanted = -(-sum(chars[:count]) // unit_chars) * unit_chars
     while count < len(chars) and sum(chars[:count]) < wanted:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from localgen.backends.adapters import Adapter, AdapterRef
+from localgen.backends.adapters import MAX_LOADED_ADAPTERS, Adapter, AdapterRef
 from localgen.backends.errors import LoadFailed, ModelNotFound, OutOfMemory
 from localgen.backends.formats.gguf.lora import BaseModel, check_lora_file, write_lora_file
 from localgen.backends.formats.hf.peft import PEFT_CONFIG, PEFT_WEIGHTS, read_peft_adapter
@@ -19,17 +19,18 @@ from localgen.backends.formats.model_files import shards_of
 from localgen.backends.memory.system import RESERVED_BYTES, available_memory_bytes
 from localgen.backends.units import format_size
 
-# files that are kept open, so that each is read once
-_MAX_OPEN = 32
+# files that are kept open, so that each is read once; converted ones take space on a disk
+_MAX_OPEN, _MAX_CONVERTED = 32, MAX_LOADED_ADAPTERS
 _Version = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterContent:
-    """An open GGUF file, which may have lost its name."""
+    """An open GGUF file. is_converted: it has no name, and is gone once nobody has it open."""
 
     file: BinaryIO
     version: _Version
+    is_converted: bool = False
 
     def descriptor(self) -> int:
         """A new descriptor at its beginning. Raises LoadFailed if it was written to meanwhile."""
@@ -57,26 +58,47 @@ class AdapterFiles:
             if known is None or known[0] != version:
                 known = version, self._open(ref)
             self._found[ref.path] = known  # the latest used is the last one
-            if len(self._found) > _MAX_OPEN:
-                self._found.popitem(last=False)
+            self._evict()
         return replace(known[1], name=ref.name, scale=ref.scale)
+
+    def _evict(self) -> None:
+        """Forget the least recently used; their files close when no request needs them."""
+        paths = list(self._found)
+        converted = [path for path in paths if self._found[path][1].content.is_converted]
+        for path in {*paths[:-_MAX_OPEN], *converted[:-_MAX_CONVERTED]}:
+            del self._found[path]
 
     def _open(self, ref: AdapterRef) -> Adapter:
         if self._base is None:
             self._base = BaseModel.of_files(shards_of(self._model_path))
         path, shown = Path(ref.path), f"adapter {ref.name} ({ref.path})"
-        if not path.is_dir():
-            return self._open_gguf(ref, path, shown)
-        _require_room(shown, (path / PEFT_WEIGHTS).stat().st_size)
-        with tempfile.TemporaryDirectory(prefix="localgen-") as folder:
-            converted = Path(folder) / "adapter.gguf"
-            write_lora_file(converted, shown, read_peft_adapter(path), self._base)
-            return self._open_gguf(ref, converted, shown)
+        try:
+            if not path.is_dir():
+                return self._open_gguf(ref, path, shown)
+            return self._open_peft(ref, path, shown, self._base)
+        except OSError as error:
+            raise LoadFailed(f"cannot read {shown}: {error.strerror or error}") from error
 
-    def _open_gguf(self, ref: AdapterRef, path: Path, shown: str) -> Adapter:
+    def _open_peft(self, ref: AdapterRef, path: Path, shown: str, base: BaseModel) -> Adapter:
+        _require_room(shown, (path / PEFT_WEIGHTS).stat().st_size)
+        pairs = read_peft_adapter(path)
+        try:
+            with tempfile.TemporaryDirectory(prefix="localgen-") as folder:
+                converted = Path(folder) / "adapter.gguf"
+                write_lora_file(converted, shown, pairs, base)
+                return self._open_gguf(ref, converted, shown, is_converted=True)
+        except OSError as error:
+            raise LoadFailed(
+                f"cannot convert {shown}: {error.strerror or error}: make room for temporary "
+                "files, or set TMPDIR to a folder that has it"
+            ) from error
+
+    def _open_gguf(
+        self, ref: AdapterRef, path: Path, shown: str, *, is_converted: bool = False
+    ) -> Adapter:
         assert self._base is not None
         file = path.open("rb")
-        content = AdapterContent(file, _version_of(os.fstat(file.fileno())))
+        content = AdapterContent(file, _version_of(os.fstat(file.fileno())), is_converted)
         num_bytes = os.fstat(file.fileno()).st_size
         _require_room(shown, num_bytes)
         check_lora_file(path, shown, self._base)

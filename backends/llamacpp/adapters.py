@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter, OrderedDict
+from dataclasses import replace
 from typing import Any
 
 import llama_cpp.llama_cpp as C
@@ -45,7 +46,8 @@ class LoadedAdapters:
         for adapter in adapters:
             if adapter.key not in self._loaded:
                 self._evict_for_one(keys)
-                self._loaded[adapter.key] = adapter, self._load(adapter)
+                # its file is not kept open for it
+                self._loaded[adapter.key] = replace(adapter, content=None), self._load(adapter)
             self._loaded.move_to_end(adapter.key)
         self._users.update(keys)
 

@@ -87,6 +87,7 @@ class ChatSession:
         )
         self.last_completion: Completion | None = None
         self.used_tokens: int | None = None
+        self._preset_ctx: int | None = None  # as of the last load, which precedes each request
         self._compaction: _Compaction | None = None
 
     @property
@@ -150,10 +151,13 @@ class ChatSession:
     @property
     def preset(self) -> Preset | None:
         """The preset that the model is, as models.toml has it now; None on a remote server."""
+        return self._find_preset(self.requested_name)
+
+    def _find_preset(self, name: str) -> Preset | None:
         if self.is_remote:
             return None
         try:
-            return find_preset(self.requested_name)
+            return find_preset(name)
         except LocalgenError:
             return None  # the server says so when it is asked
 
@@ -165,10 +169,10 @@ class ChatSession:
 
     @property
     def ctx(self) -> int | None:
-        """The context length in tokens, or None if unknown."""
-        info, preset = self.model_info, self.preset
-        chosen = self._requested_ctx or (preset.ctx if preset is not None else None)
-        return chosen or (info.ctx if info is not None else None) or None
+        """The context length in tokens, or None if unknown. Does not read the disk."""
+        info = self.model_info
+        loaded = None if info is None else self._preset_ctx or info.ctx
+        return self._requested_ctx or loaded or None
 
     @property
     def _requested_ctx(self) -> int | None:
@@ -187,6 +191,8 @@ class ChatSession:
             load = replace(load, chat_template=None, ctx=None, draft=draft)
         wanted = load if is_another else self._load_with_context(load)
         info = self.client.load(name, wanted, on_progress, self.options.keep_alive)
+        preset = self._find_preset(name or default_model())
+        self._preset_ctx = None if preset is None else preset.ctx
         self.model_info, self.requested_model = info, name
         if is_another:
             self.set_options(load=load, ctx=None)

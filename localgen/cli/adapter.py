@@ -51,12 +51,13 @@ def add(
 ) -> None:
     """Add an adapter. Several adapters of one model share it: it is loaded once."""
     from localgen.cli import tables
-    from localgen.hub.adapter import parse_adapter
+    from localgen.hub.adapter import expand_path, parse_adapter
     from localgen.hub.adapters import add_adapter
+    from localgen.hub.latest_tag import without_latest
     from localgen.hub.reference import resolve_reference
     from localgen.hub.resolve import expand_alias, is_installed, name_for_server, resolve_model
 
-    files = str(Path(path).expanduser().absolute())
+    files, model = str(expand_path(path).absolute()), without_latest(model)
     base = name_for_server(model) or model
     is_here = is_installed(model)
     if not is_here and resolve_reference(expand_alias(model)) is None:

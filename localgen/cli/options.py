@@ -14,6 +14,7 @@ import typer
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.sampling_params import PARAMETER_HELP, SAMPLERS, SamplingParams
+from localgen.backends.types import OnOverflow
 from localgen.chat import parameters
 from localgen.chat.parameters import ModelOptions
 from localgen.cli import completion_values
@@ -22,7 +23,6 @@ from localgen.hub.preset import PRESET_PARAMETERS
 
 OnOffAuto = Literal["auto", "on", "off"]
 Backend = Literal["auto", "llamacpp", "cuda"]
-Overflow = Literal["error", "drop-oldest"]
 Stabilize = Annotated[
     bool,
     typer.Option(
@@ -105,7 +105,7 @@ REQUEST_OPTIONS = (
     ),
     CliOption(
         "on_overflow",
-        Overflow,
+        OnOverflow,
         "--on-overflow",
         "If the conversation does not fit the context: error, or drop-oldest, which leaves out "
         "the oldest turns and says so (default: error).",

@@ -49,6 +49,7 @@ def add(
 ) -> None:
     """Add a preset. Several presets of one model share it: it is loaded once."""
     from localgen.cli import tables
+    from localgen.hub.latest_tag import without_latest
     from localgen.hub.preset import THINK_EFFORTS, Preset
     from localgen.hub.presets import add_preset
     from localgen.hub.reference import resolve_reference
@@ -56,6 +57,7 @@ def add(
 
     if think not in (None, *_THINK, *THINK_EFFORTS):
         raise InvalidRequest(f"--think {think}: give on, off, {', '.join(THINK_EFFORTS)}")
+    model = without_latest(model)
     new = Preset(
         model=name_for_server(model) or model,
         system=options.system or "",

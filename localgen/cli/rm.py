@@ -29,11 +29,11 @@ def command(
     from localgen.backends.units import format_size
     from localgen.cli import tables
     from localgen.hub.models_file import read_models_file
-    from localgen.hub.remove import plan_removal
+    from localgen.hub.remove import plan_removal, remove_name
 
     target = read_models_file().models.get(model)
     if target is not None:
-        kind = _remove_name(model)
+        kind = remove_name(model)
         kept = f"; {target} is kept" if _is_installed(target) else ""
         tables.print_line(f"{model} is no longer {kind}{kept}")
         return
@@ -45,24 +45,6 @@ def command(
     kept = f"; {format_size(found.linked_bytes)} outside of the cache are kept"
     freed = f"{found.name} removed, {format_size(found.freed_bytes)} freed"
     tables.print_line(f"{freed}{kept if found.linked_bytes else ''}")
-
-
-def _remove_name(name: str) -> str:
-    """Remove an alias, a preset or an adapter; returns what it was."""
-    from localgen.hub.adapters import remove_adapter
-    from localgen.hub.aliases import remove_alias
-    from localgen.hub.models_file import read_models_file
-    from localgen.hub.presets import remove_preset
-
-    known = read_models_file()
-    if name in known.aliases:
-        remove_alias(name)
-        return "an alias"
-    if name in known.adapters:
-        remove_adapter(name)
-        return "an adapter"
-    remove_preset(name)
-    return "a preset"
 
 
 def _is_installed(name: str) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from localgen.backends.adapters import AdapterRef
 from localgen.backends.errors import InvalidRequest, ModelNotFound
+from localgen.hub.latest_tag import without_latest
 
 _FIELDS = ("path", "model", "scale")
 
@@ -51,9 +52,27 @@ def parse_adapter(table: object) -> AdapterEntry:
         if not isinstance(table.get(name), str) or not table[name].strip():
             example = "/x/poet.gguf" if name == "path" else "tiny"
             raise InvalidRequest(f'{name}: give a text, as in {name} = "{example}"')
-    path, scale = Path(table["path"]).expanduser(), table.get("scale", 1.0)
+    path, scale = expand_path(table["path"]), table.get("scale", 1.0)
     if not path.is_absolute():
         raise InvalidRequest(f"path is {table['path']}: give an absolute path, or one with ~")
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
-        raise InvalidRequest(f"scale is {scale!r}: give a number")
-    return AdapterEntry(str(path), table["model"], float(scale))
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not _is_finite(scale):
+        raise InvalidRequest(f"scale is {scale!r:.30}: give a number")
+    return AdapterEntry(str(path), without_latest(table["model"]), float(scale))
+
+
+def expand_path(text: str) -> Path:
+    """The path with a home folder for `~`. Raises InvalidRequest if that is unknown."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise InvalidRequest(
+            f"path is {text}: the home folder of {Path(text).parts[0]} is unknown: give an "
+            "absolute path"
+        ) from error
+
+
+def _is_finite(number: float) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # an integer beyond the range of floats
+        return False

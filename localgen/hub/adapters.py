@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from localgen.backends.errors import InvalidRequest, ModelNotFound
 from localgen.hub.adapter import AdapterEntry
+from localgen.hub.latest_tag import without_latest
 from localgen.hub.models_file import (
     ADAPTER_TABLE,
     add_table,
@@ -26,6 +27,7 @@ def add_adapter(name: str, entry: AdapterEntry) -> None:
     validate_new_name(name, "an adapter")
     find_target(entry.model, allow_paths=True)
     entry.require_path(name)
+    entry = replace(entry, model=without_latest(entry.model))
     store = models_store()
     with store.locked():
         known = read_models_file()

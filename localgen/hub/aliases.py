@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from localgen.backends.errors import InvalidRequest, ModelNotFound
+from localgen.hub.latest_tag import without_latest
 from localgen.hub.models_file import models_store, read_models_file, validate_new_name
 
 
@@ -22,6 +23,7 @@ def load_aliases() -> Mapping[str, str]:
 def add_alias(name: str, target: str) -> None:
     """Add an alias. Raises InvalidRequest if the name is invalid or that of another model."""
     validate_new_name(name, "an alias")
+    target = without_latest(target)
     store = models_store()
     with store.locked():
         known = read_models_file()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from localgen.backends.errors import InvalidRequest
 from localgen.config import BadSetting, ServerSettings
 from localgen.hub.adapter import AdapterEntry, parse_adapter
+from localgen.hub.latest_tag import without_latest
 from localgen.hub.packaged import PACKAGED_MODELS
 from localgen.hub.preset import Preset, parse_preset
 from localgen.toml_store import TomlStore
@@ -128,7 +129,8 @@ def add_table(document: TOMLDocument, kind: str, name: str, fields: Mapping[str,
         document[kind] = tomlkit.table(is_super_table=True)
     table = tomlkit.table()
     for field_name, value in fields.items():
-        is_long = isinstance(value, str) and "\n" in value
+        # TOML may change the line ends of several lines, so \r is escaped on one line
+        is_long = isinstance(value, str) and "\n" in value and "\r" not in value
         table.add(field_name, tomlkit.string(value, multiline=True) if is_long else value)
     cast("MutableMapping[str, Any]", document[kind])[name] = table
 
@@ -158,14 +160,15 @@ def _parse(store: TomlStore) -> ModelsFile:
             raise BadSetting(
                 f'{store.path}: {name}: expected a model name, as in {name} = "user/repo:Q4_K_M"'
             )
-    file = ModelsFile(content, presets, adapters)
+    aliases = {name: without_latest(target) for name, target in content.items()}
+    file = ModelsFile(aliases, presets, adapters)
     for kind, a_kind, entries in (
         (PRESET_TABLE, "a preset", presets),
         (ADAPTER_TABLE, "an adapter", adapters),
     ):
         for name, entry in entries.items():
             _check_entry(store.path, file, kind, name, entry.model)
-        if alias := next((name for name, target in content.items() if target in entries), None):
+        if alias := next((name for name, target in aliases.items() if target in entries), None):
             raise BadSetting(f"{store.path}: {alias} is an alias of {a_kind}: give a model")
     return file
 

@@ -17,6 +17,7 @@ from localgen.backends.sampling_params import (
     validate_sampling_params,
 )
 from localgen.backends.types import Message, Request
+from localgen.hub.latest_tag import without_latest
 
 PRESET_PARAMETERS = (
     *(sampler.name for sampler in SAMPLERS),
@@ -103,7 +104,7 @@ def parse_preset(table: object) -> Preset:
         params = msgspec.convert(chosen, SamplingParams)
     except msgspec.ValidationError as error:
         raise InvalidRequest(_plain_reason(error)) from error
-    preset = replace(preset, params=params)
+    preset = replace(preset, model=without_latest(preset.model), params=params)
     _validate(preset)
     return preset
 

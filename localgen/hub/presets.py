@@ -22,7 +22,7 @@ def add_preset(name: str, preset: Preset) -> None:
     """
     validate_new_name(name, "a preset")
     find_target(preset.model, allow_paths=True)
-    parse_preset(preset.to_table())
+    preset = parse_preset(preset.to_table())  # as it will be read
     store = models_store()
     with store.locked():
         known = read_models_file()

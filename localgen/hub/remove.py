@@ -1,4 +1,4 @@
-"""Remove models from the cache, keeping files that other models need."""
+"""Remove names, and models from the cache, keeping files that other models need."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from localgen.backends.errors import InvalidRequest, ModelNotFound
 from localgen.backends.formats.model_files import shards_of, stem_of
 from localgen.config import BUILT_IN_MODEL
 from localgen.hub import catalog
+from localgen.hub.adapters import remove_adapter
+from localgen.hub.aliases import remove_alias
 from localgen.hub.cache import scan_hf_cache
 from localgen.hub.hf_client import cache_folder, repo_folder
+from localgen.hub.models_file import read_models_file
 from localgen.hub.packaged import SMOLLM2
+from localgen.hub.presets import remove_preset
 from localgen.hub.reference import resolve_reference
 from localgen.hub.resolve import cached_model, find_target
 from localgen.hub.unfinished import forget_downloads
@@ -33,6 +37,22 @@ class Removal:
     freed_bytes: int
     execute: Callable[[], None]
     linked_bytes: int = 0
+
+
+def remove_name(name: str) -> str:
+    """Remove an alias, a preset or an adapter; returns what it was, such as `an alias`.
+
+    Raises ModelNotFound if it is none.
+    """
+    known = read_models_file()
+    if name in known.aliases:
+        remove_alias(name)
+        return "an alias"
+    if name in known.adapters:
+        remove_adapter(name)
+        return "an adapter"
+    remove_preset(name)
+    return "a preset"
 
 
 def plan_removal(name: str, *, allow_paths: bool = True) -> Removal:

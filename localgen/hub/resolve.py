@@ -21,6 +21,7 @@ from localgen.backends.model_info import DRAFT_KEYWORDS
 from localgen.hub import catalog
 from localgen.hub.adapter import AdapterEntry
 from localgen.hub.cache import CachedModel, cached_models
+from localgen.hub.latest_tag import without_latest
 from localgen.hub.models_file import read_models_file
 from localgen.hub.packaged import (
     PACKAGED_MODELS,
@@ -32,8 +33,6 @@ from localgen.hub.packaged import (
 from localgen.hub.preset import Preset
 from localgen.hub.quants import select_quant
 from localgen.hub.reference import HUB_PREFIXES, HubReference, resolve_reference, strip_hub_prefix
-
-LATEST_TAG = ":latest"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,13 +163,6 @@ def reject_path(name: str) -> None:
             "give a model name, not a path: `localgen cp PATH NAME` creates an alias",
             param="model",
         )
-
-
-def without_latest(name: str) -> str:
-    """Return the name without `:latest`, which Ollama clients append to names without a tag."""
-    while name.endswith(LATEST_TAG):
-        name = name.removesuffix(LATEST_TAG)
-    return name
 
 
 def expand_alias(name: str) -> str:

@@ -9,7 +9,7 @@ import resource
 import signal
 import socket
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -17,11 +17,9 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from localgen.backends.adapters import ADAPTER_BACKEND
 from localgen.backends.errors import ServerUnavailable
 from localgen.backends.model_info import LoadOptions
 from localgen.config import ServerSettings
-from localgen.hub.resolve import find_adapter
 from localgen.server import serving
 from localgen.server.app import create_app
 from localgen.server.http.access import AccessPolicy, open_tcp_socket
@@ -30,8 +28,8 @@ from localgen.server.http.unchunked import send_unchunked
 from localgen.server.models.engine_process import EngineCommand, EngineProcess
 from localgen.server.models.engine_watch import EngineWatch
 from localgen.server.models.manager import ModelManager
-from localgen.server.models.preload import Preload
 from localgen.server.models.serve_options import ServeOptions
+from localgen.server.preload import Preload
 from localgen.server.requests.caller import LOCAL_CLIENT
 from localgen.server.stats.server_state import ServerState
 
@@ -95,8 +93,6 @@ def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     manager = ModelManager(settings, engine_command=engine_command, spare=spare)
-    if load_options.backend is None and find_adapter(model) is not None:
-        load_options = replace(load_options, backend=ADAPTER_BACKEND)
     manager.serve_options = ServeOptions(load=load_options, model=model)
     server = _UvicornServer(settings, access, manager)
     engine_watch = EngineWatch(lambda: manager.residents, settings.hang_timeout_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
@@ -49,7 +50,7 @@ def show_response(name: str, residents: tuple[ResidentModel, ...]) -> dict[str, 
     parameters = facts.sampling | chosen
     return {
         "modelfile": _modelfile(file.name, system, chosen),
-        "parameters": "\n".join(f"{key:<30} {value}" for key, value in parameters.items()),
+        "parameters": "\n".join(f"{key:<30} {value}" for key, value in _rows(parameters)),
         **({"system": system} if system else {}),
         "template": facts.chat_template or "",
         "license": facts.license or (entry.license if entry else None) or "",
@@ -65,8 +66,21 @@ def _modelfile(base: str, system: str, parameters: dict[str, Any]) -> str:
     lines = [f"FROM {base}"]
     if system:
         lines.append(f'SYSTEM """{system}"""')
-    lines += [f"PARAMETER {key} {value}" for key, value in parameters.items()]
+    lines += [f"PARAMETER {key} {value}" for key, value in _rows(parameters)]
     return "\n".join(lines) + "\n"
+
+
+def _rows(parameters: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Names and values as in a Modelfile: a list has a row per value, texts are in quotes."""
+    for key, value in parameters.items():
+        for each in value if isinstance(value, list) else (value,):
+            yield key, _quoted(each) if isinstance(each, str) else str(each)
+
+
+def _quoted(text: str) -> str:
+    # Ollama knows no escapes
+    quotes = '"""' if '"' in text else '"'
+    return f"{quotes}{text}{quotes}"
 
 
 def _tag_entry(name: str, file: ModelFile) -> dict[str, Any]:

@@ -18,16 +18,13 @@ from starlette.responses import PlainTextResponse, Response
 import localgen
 from localgen.backends.errors import InvalidRequest, ModelBusy
 from localgen.hub import aliases
-from localgen.hub.adapters import remove_adapter
-from localgen.hub.models_file import read_models_file
-from localgen.hub.presets import remove_preset
+from localgen.hub.latest_tag import without_latest
 from localgen.hub.reference import resolve_reference
-from localgen.hub.remove import plan_removal
+from localgen.hub.remove import plan_removal, remove_name
 from localgen.hub.resolve import (
     find_target,
     require_unused_name,
     resolve_model,
-    without_latest,
 )
 from localgen.server.models.manager import ModelManager
 from localgen.server.models.resident import KeepAlive
@@ -231,7 +228,7 @@ class OllamaApi:
     async def _delete_model(self, name: str) -> None:
         target = await asyncio.to_thread(find_target, name, allow_paths=False)
         if target.alias is not None:
-            await asyncio.to_thread(_remove_name, target.alias)
+            await asyncio.to_thread(remove_name, target.alias)
             return
         found = await asyncio.to_thread(plan_removal, name, allow_paths=False)
         for resident in self.manager.residents:
@@ -249,16 +246,6 @@ class OllamaApi:
         @router.get("/api/version", response_model=None)
         async def version() -> Response:
             return _json_response({"version": localgen.__version__})
-
-
-def _remove_name(name: str) -> None:
-    known = read_models_file()
-    if name in known.adapters:
-        remove_adapter(name)
-    elif name in known.presets:
-        remove_preset(name)
-    else:
-        aliases.remove_alias(name)
 
 
 def _add_alias(source: str, name: str) -> None:

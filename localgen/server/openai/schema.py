@@ -12,7 +12,7 @@ from localgen.backends.adapters import AdapterRef
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.sampling_params import ANY_JSON_OBJECT, SAMPLERS, SamplingParams
-from localgen.backends.types import Infill, Message
+from localgen.backends.types import OVERFLOW_ERROR, Infill, Message, OnOverflow
 from localgen.config import BadSetting, parse_keep_alive
 from localgen.hub.resolve import did_you_mean
 from localgen.server.openai.messages import ChatMessage
@@ -309,7 +309,7 @@ class ChatPrompt(ReasoningFields):
 class ChatRequest(ChatPrompt, _GenerationRequest):
     """POST /v1/chat/completions. on_overflow: see Request."""
 
-    on_overflow: Literal["error", "drop-oldest"] = "error"
+    on_overflow: OnOverflow = OVERFLOW_ERROR
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

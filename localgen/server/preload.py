@@ -10,6 +10,7 @@ from dataclasses import replace
 from localgen.backends.errors import LocalgenError
 from localgen.server.models.manager import ModelManager
 from localgen.server.models.serve_options import ServeOptions
+from localgen.server.requests.presets import NamedSettings
 
 _log = logging.getLogger("localgen.server")
 
@@ -54,10 +55,14 @@ class Preload:
             self._task.result()
 
     async def _load(self, name: str) -> None:
-        load = replace(self._options.load, draft=self._draft)
+        # of a preset or an adapter, as its requests will ask for it
+        named = (await NamedSettings.find(name)).load_options(self._options.load)
+        load = replace(named, draft=self._draft)
         async with self._manager.acquire(name, load, allow_paths=True) as (resident, _):
             # when it is loaded again, too
-            self._manager.serve_options = replace(self._options, identity=resident.file.identity)
+            self._manager.serve_options = replace(
+                self._options, load=named, identity=resident.file.identity
+            )
 
     def _on_load_done(self, task: asyncio.Task[None]) -> None:
         if task.cancelled() or (error := task.exception()) is None:
