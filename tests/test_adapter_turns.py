@@ -13,6 +13,7 @@ from scheduling import drain, guesses, make, sequence
 
 from localgen.backends.adapters import Adapter, Adapters
 from localgen.backends.engine.adapter_turns import TURN_MS
+from localgen.backends.engine.background import is_background
 from localgen.backends.engine.speculation.drafter import DraftProposal
 from localgen.backends.errors import LoadFailed
 from localgen.backends.runner.sequence import Sequence, SequenceState
@@ -23,22 +24,28 @@ def adapter(key: str) -> Adapter:
 
 
 SETS = ((), (adapter("a"),), (adapter("b"),), (adapter("a"), adapter("b")))
+HEAD = [1, 2] * 20  # worth waiting for
 
 
 @settings(max_examples=100, deadline=None)
 @given(
     prompts=st.lists(
-        st.tuples(st.sampled_from(SETS), st.lists(st.integers(1, 3), min_size=1, max_size=50)),
+        st.tuples(
+            st.sampled_from([(), *SETS]),
+            st.sampled_from([[], HEAD]),
+            st.lists(st.integers(1, 3), min_size=1, max_size=20),
+            st.sampled_from([0, 1, -1, -1]),
+        ),
         min_size=1,
         max_size=12,
     ),
-    kv_tokens=st.integers(64, 200),
+    kv_tokens=st.integers(64, 400),
     max_seqs=st.integers(1, 6),
     step_ms=st.sampled_from([1.0, TURN_MS / 3, 2 * TURN_MS]),
     seed=st.integers(0, 2**16),
 )
 def test_a_step_has_one_set_of_adapters_and_no_text_changes(
-    prompts: list[tuple[Adapters, list[int]]],
+    prompts: list[tuple[Adapters, list[int], list[int], int]],
     kv_tokens: int,
     max_seqs: int,
     step_ms: float,
@@ -47,8 +54,8 @@ def test_a_step_has_one_set_of_adapters_and_no_text_changes(
     rng, runner = random.Random(seed), FakeRunner(kv_tokens=kv_tokens, max_seqs=max_seqs)
     scheduler = make(runner)
     seqs = [
-        sequence(f"{number}", prompt, adapters=used)
-        for number, (used, prompt) in enumerate(prompts)
+        sequence(f"{number}", head + tail, adapters=used, priority=priority)
+        for number, (used, head, tail, priority) in enumerate(prompts)
     ]
     waiting = list(seqs)
     while waiting or scheduler.has_work:
@@ -59,9 +66,13 @@ def test_a_step_has_one_set_of_adapters_and_no_text_changes(
                 scheduler.set_drafts(seq, DraftProposal(guesses(seq, rng)))
         if chunks := scheduler.plan():
             assert len({chunk.seq.adapters for chunk in chunks}) == 1
+            if any(scheduler.get(seq.id) and not is_background(seq) for seq in seqs):
+                beside = [chunk for chunk in chunks if is_background(chunk.seq)]
+                assert len(beside) < len(chunks)
+                assert not any(chunk.num_drafts for chunk in beside)
             scheduler.apply(chunks, runner.collect(runner.launch(chunks)), step_ms)
-    for seq, (_, prompt) in zip(seqs, prompts, strict=True):
-        assert seq.tokens[len(prompt) :] == generate(prompt, 64)
+    for seq in seqs:
+        assert seq.tokens[seq.num_prompt :] == generate(seq.tokens[: seq.num_prompt], 64)
     assert runner.usage().used == 0
 
 
@@ -98,6 +109,29 @@ def test_the_turn_of_an_adapter_ends_with_its_last_sequence() -> None:
     owners = [chunks[0].seq.id for chunks in seen if chunks]
     assert owners[:3] == ["long", "short", "long"]
     assert set(owners[2:]) == {"long"}
+
+
+def test_adapters_in_the_background_take_no_turn_beside_others() -> None:
+    runner = FakeRunner(kv_tokens=4096, max_seqs=8, batch=32)
+    scheduler = make(runner)
+    for number, adapters in enumerate(SETS[1:]):
+        prompt = [number, 1]
+        scheduler.submit(
+            sequence(f"b{number}", prompt, limit=500, priority=-1, ends=False, adapters=adapters)
+        )
+    for _ in range(2 * len(SETS)):
+        chunks = scheduler.plan()
+        scheduler.apply(chunks, runner.collect(runner.launch(chunks)), step_ms=TURN_MS)
+    person = sequence("person", [3] * 64, limit=80, ends=False)
+    scheduler.submit(person)
+    computed = []
+    while scheduler.get("person"):
+        assert scheduler.decoding == [person] or not person.num_generated, "it gets its drafts"
+        chunks = scheduler.plan()
+        assert [chunk.seq for chunk in chunks] == [person]
+        computed.append(len(chunks[0].tokens))
+        scheduler.apply(chunks, runner.collect(runner.launch(chunks)), step_ms=1.2 * TURN_MS)
+    assert computed[:2] == [32, 32], "those that do not compute get no share of its prompt"
 
 
 def test_a_sequence_that_cannot_be_admitted_ends_with_the_reason() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from fake_runner import FakeRunner
+from fake_runner import FakeRunner, generate
 from scheduling import Clock, drain, sequence, turn
+from scheduling import make as make_scheduler
 
 from localgen.backends.engine.background import MAX_STEP_MS, rows_beside
 from localgen.backends.engine.fair_queue import AGING_S, effective_priority
 from localgen.backends.engine.scheduler import Scheduler
+from localgen.backends.engine.speculation.drafter import DraftProposal
 from localgen.backends.engine.step_costs import StepCosts
 from localgen.backends.engine.token_budget import MIN_PROMPT_TOKENS, TokenBudget
 from localgen.backends.runner.sequence import SequenceState
@@ -104,6 +106,44 @@ def test_only_measured_sizes_count() -> None:
     costs.observe(4, 10.6)
     assert rows_beside(costs, 1, 8) == 3
     assert rows_beside(costs, 1, 2) == 2
+
+
+def test_nobody_waits_for_a_prefix_that_one_in_the_background_computes() -> None:
+    scheduler, runner = make(budget_of(row_ms=5, token_ms=2))
+    scheduler.submit(sequence("chat", [3, 3, 3], limit=200, ends=False))
+    chunks_of(scheduler, runner)
+    prompt = [1, 2] * 30
+    scheduler.submit(sequence("b0", prompt, limit=64, priority=-1))
+    assert set(chunks_of(scheduler, runner)) == {"chat"}
+    scheduler.submit(sequence("b1", prompt, limit=64, priority=-1))
+    scheduler.submit(sequence("person", prompt, limit=64))
+    assert set(chunks_of(scheduler, runner)) == {"chat", "person"}
+    assert [seq.id for seq in scheduler.queue] == ["b1"], "it waits for either"
+
+
+def test_drafts_from_the_time_alone_do_not_slow_others() -> None:
+    scheduler, runner = running_batch(budget_of(row_ms=0.4, token_ms=0.25))
+    for seq in scheduler.decoding:
+        scheduler.set_drafts(seq, DraftProposal([5] * 12))
+    scheduler.submit(sequence("person", [7, 7, 7], limit=30, ends=False))
+    assert chunks_of(scheduler, runner) == {"person": 3}
+    assert chunks_of(scheduler, runner) == {"person": 1, "b0": 1, "b1": 1}
+
+
+def test_one_that_is_preempted_leaves_no_prefix() -> None:
+    runner = FakeRunner(max_seqs=1)
+    scheduler = make_scheduler(runner)
+    prompt = [1, 2, 3] * 8
+    batch = sequence("b", prompt, limit=60, priority=-1, ends=False)
+    scheduler.submit(batch)
+    while not batch.num_generated:
+        turn(scheduler, runner)
+    person = sequence("person", prompt, limit=30)
+    scheduler.submit(person)
+    turn(scheduler, runner)
+    assert (batch.num_preemptions, person.num_cached) == (1, 0)
+    drain(scheduler, runner)
+    assert batch.tokens == [*prompt, *generate(prompt, 60, ends=False)]
 
 
 def test_they_leave_no_prefix_in_place_of_those_of_others() -> None:

@@ -90,6 +90,25 @@ def test_only_requests_with_the_same_salt_share_a_prefix(unified: bool) -> None:
     bench.close()
 
 
+@pytest.mark.parametrize("busy", [0, 3])
+@pytest.mark.parametrize("unified", [True, False])
+def test_a_background_request_leaves_the_prefix_that_it_continued(unified: bool, busy: int) -> None:
+    chat = [Message("user", "What is a KV cache? " * 20)]
+    greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    bench = Bench(LoadOptions(kv_unified=unified, parallel=4, ctx=512))
+    (first,) = bench.ask([chat], greedy)
+    chat += [Message("assistant", first.text), Message("user", "And what is 17 + 25? " * 4)]
+    long = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    others = [bench.submit([Message("user", f"{n} " * 9)], long) for n in range(busy)]
+    (line,) = bench.run([bench.submit(chat, greedy, priority=-1)])
+    bench.check()
+    (again,) = bench.run([bench.submit(chat, greedy)])
+    assert again.finished.timings.cache_n == line.finished.timings.cache_n > 100
+    assert again.text == line.text
+    bench.run(others)
+    bench.close()
+
+
 def test_what_a_prompt_does_not_share_is_evicted_by_age() -> None:
     """A common beginning protects itself, not the whole prompt that it is of."""
     greedy = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)

@@ -13,11 +13,15 @@ TURN_MS = 50.0
 
 
 class AdapterTurns:
-    """Whose turn it is: that of all sequences, unless they use different adapters."""
+    """Whose turn it is: that of all sequences, unless they use different adapters.
+
+    num_seqs: running sequences.
+    """
 
     def __init__(self) -> None:
         self._counts: dict[Adapters, int] = {}  # sequences; the first have their turn
         self._used_ms = 0.0
+        self.num_seqs = 0
 
     @property
     def num_sets(self) -> int:
@@ -27,10 +31,12 @@ class AdapterTurns:
     def add(self, seq: Sequence) -> None:
         """A sequence starts running. Those with new adapters come after all others."""
         self._counts[seq.adapters] = self._counts.get(seq.adapters, 0) + 1
+        self.num_seqs += 1
 
     def remove(self, seq: Sequence) -> None:
         """A sequence stops running."""
         self._counts[seq.adapters] -= 1
+        self.num_seqs -= 1
         if not self._counts[seq.adapters]:
             if next(iter(self._counts)) == seq.adapters:
                 self._used_ms = 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
+from localgen.backends.engine.background import is_background
 from localgen.backends.runner.interface import Chunk
 from localgen.backends.runner.sequence import Sequence, common_prefix_len
 
@@ -45,10 +46,15 @@ def prompt_chunks(prefilling: Seq[Sequence], budget: int, outputs_left: int) -> 
 
 
 def is_prefix_in_flight(seq: Sequence, prefilling: Iterable[Sequence]) -> bool:
-    """True if one of these sequences is computing a prefix that `seq` can share."""
+    """True if one of these sequences is computing a prefix that `seq` can share.
+
+    One in the background is not waited for by others: while they run, it may not compute.
+    """
     usable = seq.reusable_tokens
     return any(
         common_prefix_len(other.tokens, usable) - other.num_computed >= MIN_SHARED_TOKENS
         for other in prefilling
-        if other.num_uncomputed > MIN_SHARED_TOKENS and other.cache_salt == seq.cache_salt
+        if is_background(other) <= is_background(seq)
+        and other.num_uncomputed > MIN_SHARED_TOKENS
+        and other.cache_salt == seq.cache_salt
     )

@@ -66,10 +66,10 @@ class Scheduler:
         self._clock = clock
         self._running: dict[str, Sequence] = {}
         self._in_order: list[Sequence] = []  # see `running`
-        self._num_foreground = 0  # of these, the first
         self._prefilling: set[Sequence] = set()  # running, but not decoding
         self._decode_seqs: tuple[Sequence, ...] = ()  # of the last DecodeStep
-        self._turns = AdapterTurns()
+        # of the foreground, which is first in order, and of the background, which waits for it
+        self._turns = AdapterTurns(), AdapterTurns()
         self._rejected: list[tuple[Sequence, LocalgenError]] = []
         # set when a planned step did not fit; cleared when a sequence ends
         self._admission_paused = False
@@ -109,12 +109,9 @@ class Scheduler:
         self._next_admission_s = 0.0
 
     def end(self, seq: Sequence) -> None:
-        """End a queued or running sequence; its computed tokens stay in the prefix cache.
-
-        Not those of a background sequence, which would take the place of others.
-        """
+        """End a queued or running sequence."""
         if seq.state is SequenceState.RUNNING:
-            self._stop_running(seq, keep=not is_background(seq))
+            self._stop_running(seq)
             self._admission_paused = False
         else:
             self.queue.remove(seq)
@@ -150,9 +147,7 @@ class Scheduler:
 
         Without those in the background, if others run.
         """
-        in_turn = self._turns.select(self._foreground or self._in_order)
-        if not self._prefilling:
-            return [*in_turn]
+        in_turn = self._current_turns.select(self._foreground or self._in_order)
         return [seq for seq in in_turn if seq not in self._prefilling]
 
     @property
@@ -165,7 +160,11 @@ class Scheduler:
 
     @property
     def _foreground(self) -> list[Sequence]:
-        return self._in_order[: self._num_foreground]
+        return self._in_order[: self._turns[False].num_seqs]
+
+    @property
+    def _current_turns(self) -> AdapterTurns:
+        return self._turns[not self._turns[False].num_seqs]
 
     def _active(self) -> list[Sequence]:
         """The sequences that may compute in this step; those in the background only if it pays."""
@@ -175,11 +174,12 @@ class Scheduler:
         if self.is_prefilling or any(map(_drafts, foreground)):
             return foreground
         adapters = {seq.adapters for seq in foreground}  # others would need steps of their own
-        others = self._in_order[len(foreground) :]
-        background = [seq for seq in others if seq.adapters in adapters]
+        background = [seq for seq in self._in_order[len(foreground) :] if seq.adapters in adapters]
         decoding = [seq for seq in background if seq not in self._prefilling]
         rows = rows_beside(self._budget.decode_costs, len(foreground), len(decoding))
         active = [*foreground, *decoding[:rows]]
+        for seq in decoding[:rows]:
+            seq.drafts, seq.draft_probs = [], ()  # proposed while it was alone
         if rows == len(decoding) and self._budget.tokens_beside(len(active)):
             active += [seq for seq in background if seq in self._prefilling]
         return active
@@ -195,11 +195,11 @@ class Scheduler:
         """
         self._admit()
         self._load_prefix()
-        for _ in range(self._turns.num_sets):
-            active = self._turns.select(self._active())
+        for _ in range(self._current_turns.num_sets):
+            active = self._current_turns.select(self._active())
             if chunks := self._plan_decode_step(active) or self._plan_chunks(active):
                 return chunks
-            self._turns.pass_on()  # all whose turn it was are loading, or in the background
+            self._current_turns.pass_on()  # all whose turn it was are loading
         return []
 
     def take_rejected(self) -> list[tuple[Sequence, LocalgenError]]:
@@ -231,7 +231,7 @@ class Scheduler:
                     left -= len(chunk.tokens)
         planned = sum([len(chunk.tokens) for chunk in chunks])
         # those who wait for their turn wait for this step, too
-        budget = -(-self._prompt_budget(planned) // max(1, self._turns.num_sets))
+        budget = -(-self._prompt_budget(planned) // max(1, self._current_turns.num_sets))
         budget = min(budget, self._limits.max_batch_tokens - planned)
         prefilling = [
             seq for seq in active if seq in self._prefilling and not self._is_loading(seq)
@@ -240,7 +240,7 @@ class Scheduler:
 
     def _prompt_budget(self, decode_tokens: int) -> int:
         """The most prompt tokens of a step with this many other tokens."""
-        if not self._num_foreground:
+        if not self._foreground:
             return self._budget.background_tokens(decode_tokens)
         if not self.is_prefilling:
             return self._budget.tokens_beside(decode_tokens)
@@ -332,8 +332,7 @@ class Scheduler:
         seq.state, seq.num_computed = SequenceState.RUNNING, cached
         self._running[seq.id] = seq
         insort(self._in_order, seq, key=lambda s: (-s.priority, s.arrived_s))
-        self._turns.add(seq)
-        self._num_foreground += not is_background(seq)
+        self._turns[is_background(seq)].add(seq)
         if not seq.is_decoding or seq.first_token_s is None:
             self._prefilling.add(seq)
         if seq.admitted_s is None:
@@ -368,7 +367,7 @@ class Scheduler:
             self._prefilling.discard(seq)
 
     def _preempt(self, seq: Sequence) -> None:
-        """Return a running sequence to the queue; tokens evicted meanwhile are recomputed."""
+        """Return a running sequence to the queue; tokens that are not cached are recomputed."""
         self._stop_running(seq)
         seq.state, seq.num_computed, seq.drafts, seq.draft_probs = SequenceState.QUEUED, 0, [], ()
         seq.num_preemptions += 1
@@ -376,16 +375,15 @@ class Scheduler:
         self.queue.push(seq)
         self._next_admission_s = 0.0
 
-    def _stop_running(self, seq: Sequence, *, keep: bool = True) -> None:
-        """Free the KV cache of a running sequence. keep: its computed tokens as a prefix."""
+    def _stop_running(self, seq: Sequence) -> None:
+        """Free the KV cache of a running sequence; unless in the background, it leaves a prefix."""
         del self._running[seq.id]
         if self._tiers is not None:
             self._tiers.release(seq)
         self._in_order.remove(seq)
-        self._turns.remove(seq)
-        self._num_foreground -= not is_background(seq)
+        self._turns[is_background(seq)].remove(seq)
         self._prefilling.discard(seq)
-        self._runner.release(seq, keep=keep)
+        self._runner.release(seq, keep=not is_background(seq))
 
     # -- results ----------------------------------------------------------------------------
 
@@ -396,7 +394,7 @@ class Scheduler:
 
         is_typical: step_ms tells what later steps of this size will take.
         """
-        self._turns.end_step(step_ms)
+        self._current_turns.end_step(step_ms)
         if not isinstance(chunks, DecodeStep):
             return self._apply_chunks(chunks, result, step_ms, is_typical)
         outputs, now_s = [], self._clock()

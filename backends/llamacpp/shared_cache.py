@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from localgen.backends.engine.background import is_background
 from localgen.backends.kv_store.blocks import KVBlock
 from localgen.backends.kv_store.prefix_load import PrefixLoad, blocks_after
 from localgen.backends.kv_store.store import MIN_PREFIX_TOKENS, FoundBlock, PrefixStore
@@ -126,7 +127,7 @@ class SharedCache:
         if source and is_reuse:
             source.was_reused |= 2 * known >= len(source.tokens)
         self._reclaim(needed + spare, protect=source, length=length)
-        slot = self._claim_slot(source if length else None, known, length)
+        slot = self._claim_slot(seq, source if length else None, known, length)
         slot.num_saved, slot.was_reused = 0, is_reuse
         slot.start(seq)
         self._running[seq] = slot
@@ -163,12 +164,16 @@ class SharedCache:
             del self._loads[seq]
         return load.num_loaded
 
-    def _claim_slot(self, source: SharedSlot | None, prefix_tokens: int, length: int) -> SharedSlot:
+    def _claim_slot(
+        self, seq: Sequence, source: SharedSlot | None, prefix_tokens: int, length: int
+    ) -> SharedSlot:
         """Take a slot and fill it with the first `length` tokens of the cached sequence, if any.
 
         prefix_tokens: length of the prompt prefix that `source` holds.
         """
-        if source and not source.owner and len(source.cached_tokens) <= prefix_tokens:
+        # a background sequence leaves nothing in its slot when it ends
+        is_idle = source and not source.owner and not is_background(seq)
+        if source and is_idle and len(source.cached_tokens) <= prefix_tokens:
             self._cached_prefixes.remove(source)  # the prompt contains all of it: continue in place
             self._truncate(source, length)
             return source

@@ -30,6 +30,7 @@ class SplitCache:
         self._reuse = reuse
         self._slots = [CacheSlot(index) for index in range(context.n_seq_max)]
         self._running: dict[Sequence, CacheSlot] = {}
+        self._taken_over: dict[Sequence, int] = {}  # leading tokens that its slot had cached
         self._clock = itertools.count(1)
 
     def seq_id_of(self, seq: Sequence) -> int:
@@ -55,7 +56,7 @@ class SplitCache:
             self._context.restore(slot.seq_id, self._context.save(source.seq_id))
         self._truncate(slot, length)
         slot.start(seq)
-        self._running[seq] = slot
+        self._running[seq], self._taken_over[seq] = slot, known if slot is source else 0
         return length
 
     def _choose_slot(self, source: CacheSlot | None, prefix_tokens: int) -> CacheSlot:
@@ -77,8 +78,11 @@ class SplitCache:
         self._truncate(self._running[seq], length)
 
     def release(self, seq: Sequence, *, keep: bool) -> None:
-        slot = self._running.pop(seq)
-        slot.cached_tokens, slot.owner = slot.tokens if keep and self._share_prefixes else [], None
+        slot, taken_over = self._running.pop(seq), self._taken_over.pop(seq)
+        kept = slot.tokens if keep and self._share_prefixes else slot.tokens[:taken_over]
+        slot.cached_tokens, slot.owner = kept, None
+        if not keep and any(map(slot.has_prefix_of, self._slots)):
+            slot.cached_tokens = []
         self._truncate(slot, len(slot.cached_tokens))
         slot.last_used = next(self._clock) if slot.cached_tokens else 0
         for other in self._slots:
