@@ -21,5 +21,5 @@ class TokenCharges:
         known, self._known = self._known, dict(answers)
         for replica in known.keys() & self._known.keys():
             for account, total in self._known[replica].items():
-                if new := total - known[replica].get(account, 0):
+                if (new := total - known[replica].get(account, 0)) > 0:
                     self._charge(account, new)
