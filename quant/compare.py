@@ -57,12 +57,12 @@ def evaluate_models(
     device: str = "cpu",
     on_event: OnEvent = lambda event: None,
 ) -> EvalEvent:
-    """Size and loss of Hugging Face folders and GGUF files; the first folder is the original.
+    """Size and loss of Hugging Face folders and GGUF files; the first is the original, a folder.
 
-    Raises InvalidRequest if there is no folder, and as LayerwiseCheckpoint and held_out_windows.
+    Raises InvalidRequest if it is none, and as LayerwiseCheckpoint and held_out_windows.
     """
     folders = [(name, path) for name, path in models if path.is_dir()]
-    if not folders:
+    if not models[0][1].is_dir():
         raise InvalidRequest(
             "GGUF files are compared with the folder that they were made from: name it first",
             param="model",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from localgen.backends.errors import DiskFull, InvalidRequest, OutOfMemory
+from localgen.backends.errors import DiskFull, InvalidRequest, LoadFailed, OutOfMemory
 from localgen.backends.formats.hf.config import read_hf_config
 from localgen.backends.memory.system import (
     available_memory_bytes,
@@ -45,8 +45,6 @@ from localgen.quant.request.gguf_types import GGUF_TYPES
 from localgen.quant.request.request import QuantizeRequest, default_output
 from localgen.quant.request.target import AUTO, GgufTarget
 
-# room for metadata about the importance matrix
-_IMATRIX_KEYS_BYTES = 1024
 # files measured for one target of loss; each takes a quantization and an evaluation
 _MAX_FILES = 3
 # a measured loss from here to the target is close enough
@@ -224,7 +222,8 @@ class MixedGgufJob:
             on_event=on_event,
         )
         size, most = self.output.stat().st_size, self.target.size_bytes
-        assert most is None or size <= most, (size, most)
+        if most is not None and size > most:
+            raise LoadFailed(f"{self.output} has {size:,} bytes, more than the {most:,} asked for")
 
     def _mixture_event(self) -> MixtureEvent:
         types: dict[str, list[str]] = {}
@@ -276,7 +275,7 @@ def _tensor_budget(shape: FileShape, target: GgufTarget) -> int | None:
         min(map(group.num_bytes, group.types)) for group in shape.groups
     )
     if target.size_bytes is not None:
-        header = shape.header_bytes + _IMATRIX_KEYS_BYTES
+        header = shape.header_bytes
         if target.size_bytes < header + least:
             raise InvalidRequest(
                 f"--target-size: the smallest file of this model has {header + least:,} bytes, "

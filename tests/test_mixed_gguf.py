@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 from localgen.backends.formats.hf.config import read_hf_config
 from localgen.cli import errors
 from localgen.cli.main import run_command_line
+from localgen.quant.gguf import convert
 from localgen.quant.gguf.requantize import make_gguf
 from localgen.quant.job import QuantizeJob
 from localgen.quant.mixed import sensitivity
@@ -56,8 +57,11 @@ def mixed_job_of(target: GgufTarget, out: Path, folder: Path = TINY) -> MixedGgu
     return MixedGgufJob(target, shape, QuantizeJob("tiny", ready, out, mode="observe"))
 
 
-def test_size_of_a_file_is_known_before(tmp_path: Path) -> None:
+def test_size_of_a_file_is_known_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_imatrix = plan_file(TINY, read_hf_config(TINY))
+    monkeypatch.setattr(convert, "LONGEST_IMATRIX_KEYS", {})  # the file below has none
     shape = plan_file(TINY, read_hf_config(TINY))
+    assert shape.header_bytes < with_imatrix.header_bytes
     draw = random.Random(0)
     chosen = {
         group.name: draw.choice([name for name in group.types if name in UNWEIGHED_TYPES])

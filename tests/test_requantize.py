@@ -340,7 +340,7 @@ def test_process_ends_with_its_reader(tmp_path: Path) -> None:
     make_gguf(TINY, tmp_path / "wide.gguf", "F16")
     module = "localgen.quant.gguf.requantize_process"
     file_type = int(GGUF_TYPES["IQ4_XS"].file_type)
-    arguments = (tmp_path / "wide.gguf", tmp_path / "model.gguf", file_type, 1, "")
+    arguments = (tmp_path / "wide.gguf", tmp_path / "model.gguf", file_type, 1, "", "{}")
     command = [sys.executable, "-m", module, *map(str, arguments)]
     child, messages = start_process(command, stderr=subprocess.DEVNULL)
     messages.receive()

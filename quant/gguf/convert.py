@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -62,13 +63,14 @@ def convert_to_gguf(
         )
     if not source.is_dir():
         raise ModelNotFound(f"{source} is not a folder")
+    raw = read_json(source / "config.json")
     spec = read_hf_config(source)
     check_convertible(source / "config.json", spec)
     kind = GGUF_TYPES[file_type]
     tensors = plan_gguf_tensors(
         source, NumpyCheckpoint(source, override_folder), spec, kind.weight_type
     )
-    writer = _gguf_writer(source, spec, kind, tensors)
+    writer = _gguf_writer(source, raw, spec, kind, tensors)
     _add_keys(writer, extra_keys or {})
     _write_file(writer, tensors, target, on_event)
 
@@ -80,7 +82,8 @@ def gguf_header_bytes(source: Path, tensors: list[GgufOutputTensor]) -> int:
     Raises as convert_to_gguf.
     """
     with tempfile.NamedTemporaryFile(suffix=".gguf") as file:
-        writer = _gguf_writer(source, read_hf_config(source), GGUF_TYPES["F16"], tensors)
+        raw, spec = read_json(source / "config.json"), read_hf_config(source)
+        writer = _gguf_writer(source, raw, spec, GGUF_TYPES["F16"], tensors)
         _add_keys(writer, LONGEST_IMATRIX_KEYS)
         try:
             _write_header(writer, Path(file.name))
@@ -99,10 +102,13 @@ def _add_keys(writer: gguf.GGUFWriter, keys: Mapping[str, str | int]) -> None:
 
 
 def _gguf_writer(
-    source: Path, spec: ModelSpec, kind: GgufType, tensors: list[GgufOutputTensor]
+    source: Path,
+    raw: dict[str, Any],
+    spec: ModelSpec,
+    kind: GgufType,
+    tensors: list[GgufOutputTensor],
 ) -> gguf.GGUFWriter:
-    """A writer with the model's metadata and the description of its tensors."""
-    raw = read_json(source / "config.json")
+    """A writer with the model's metadata and the description of its tensors. raw: config.json."""
     generation = read_optional_json(source / "generation_config.json")
     vocabulary = read_gguf_vocabulary(source, spec.vocab_size, raw, generation)
     writer = gguf.GGUFWriter(None, gguf.MODEL_ARCH_NAMES[gguf_model_arch(spec)])
