@@ -46,7 +46,8 @@ def run_quantization(request: QuantizeRequest, on_event: OnEvent) -> None:
     else:
         if isinstance(job, MixedGgufJob) and job.target.kl is not None:
             # not by the evaluation text, which must take no part in a choice
-            choosing = replace(request.eval_set, path=request.calibration.path or CALIBRATION_TEXT)
+            text = request.calibration.path or CALIBRATION_TEXT
+            choosing = EvalSet(text, seq_len=request.calibration.seq_len)
             while job.correct(_kl(evaluate_models(models, choosing, device, on_event)), on_event):
                 pass
         verdict = _measure(models, request.eval_set, device, on_event)

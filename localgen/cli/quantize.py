@@ -93,7 +93,8 @@ TargetKlOption = Annotated[
     typer.Option(
         "--target-kl",
         metavar="NATS",
-        help="--gguf auto: smallest file whose KL divergence from the original is at most this.",
+        help="--gguf auto: smallest file whose KL divergence from the original, on the "
+        "calibration text, is at most this.",
         rich_help_panel=_METHOD_PANEL,
     ),
 ]
