@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from starlette.types import Message, Scope
@@ -18,7 +19,7 @@ from starlette.types import Message, Scope
 import localgen
 from localgen.backends.types import PromptChunks
 from localgen.client.snapshot import parse_localgen_stats
-from localgen.cluster.gateway import MIN_PROMPT_CHUNKS, Gateway
+from localgen.cluster.gateway import MIN_PROMPT_CHUNKS, Gateway, _Incoming
 from localgen.cluster.prefix_table import prompt_chunks
 from localgen.cluster.route import Asked, Choice
 from localgen.cluster.totals import REPLICAS, merged_metrics, merged_stats
@@ -28,6 +29,7 @@ from localgen.server.requests.caller import decode_chunks
 CHAT, MESSAGES, OLLAMA = "/v1/chat/completions", "/v1/messages", "/api/chat"
 RESPONSES = "/v1/responses"
 LONG_S = 30.0
+SCOPE: Scope = {"type": "http", "method": "POST", "headers": [], "client": None, "arrived_s": 0.0}
 
 
 class Replica(BaseHTTPRequestHandler):
@@ -209,6 +211,42 @@ def test_a_request_is_passed_as_it_is(replica: ScriptedServer) -> None:
     assert (b"x-localgen-replica", b"r1") in sent[0]["headers"]
     assert b"date" not in dict(sent[0]["headers"]), "the gateway's server adds its own"
     assert json.loads(text_of(sent)) == {"port": replica.server_port}
+
+
+@pytest.mark.parametrize("path", ["/v1/x/../stats", "/./v1/stats", "/v1/stats/.."])
+def test_a_path_that_means_another_one_reaches_no_replica(
+    replica: ScriptedServer, path: str
+) -> None:
+    sent = ask(Chooser(replica.url), path)
+    assert sent[0]["status"] == 404
+    assert "no . and .. here" in text_of(sent)
+    assert not replica.seen
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/%73tats", "/v1/%2e%2e/stats", "/v1/a\nb", "/v1/ä b", "/v1//stats"]
+)
+def test_a_replica_reads_the_path_that_the_gateway_has_read(
+    replica: ScriptedServer, path: str
+) -> None:
+    """As the replica's server decodes it once."""
+    assert ask(Chooser(replica.url), path)[0]["status"] == 200
+    ((seen, _, _),) = replica.seen
+    assert unquote(seen) == path
+
+
+def test_a_question_mark_in_a_path_is_no_query(replica: ScriptedServer) -> None:
+    gateway = Gateway(Chooser(replica.url).choose, Chooser().ask_all, secret="s3")
+    request = gateway._request(
+        _Incoming({**SCOPE, "path": "/v1/a?b", "query_string": b"c=d"}, b"", {}, ()), "http://r", ""
+    )
+    assert request.url.raw_path == b"/v1/a%3Fb?c=d"
+
+
+def test_chunks_that_are_not_reported_are_not_routed_by(replica: ScriptedServer) -> None:
+    asked = Chooser(replica.url)
+    ask(asked, CHAT, {"messages": [{"role": "user", "content": "a" * 256 * 4000}]})
+    assert len(asked.asked[0].chunks) == 3072
 
 
 def test_an_adapter_is_a_model_of_its_own(replica: ScriptedServer) -> None:

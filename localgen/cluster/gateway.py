@@ -13,13 +13,14 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 from starlette.datastructures import QueryParams
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from localgen.backends.errors import LocalgenError, ServerUnavailable
+from localgen.backends.errors import LocalgenError, NotFound, ServerUnavailable
 from localgen.backends.types import PromptChunks
 from localgen.cluster.prefix_table import prompt_chunks
 from localgen.cluster.route import Asked, Choice
@@ -74,6 +75,7 @@ _PROMPT_CHOICE_S = 1.0
 MIN_PROMPT_CHUNKS = 8
 # a header has at most 64 KiB; the replica reports of so many whether it holds them
 _MAX_SENT_CHUNKS = 3072
+_NO_PATH = "paths have no . and .. here: send the path as it is"
 _ENDED = "the engine that answered has ended: try again"
 # answered by the gateway: a probe must start no replica where there is none
 _ALIVE = encode_json({"status": "ok"})
@@ -122,6 +124,9 @@ class Gateway:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, scope["arrived_s"] = scope["path"], time.monotonic()
+        if not {".", ".."}.isdisjoint(path.split("/")):  # clients of HTTP resolve them
+            await error_response(path, NotFound.code, _NO_PATH)(scope, receive, send)
+            return
         if path in PUBLIC_PATHS:
             await Response(_ALIVE, media_type="application/json")(scope, receive, send)
             return
@@ -152,7 +157,8 @@ class Gateway:
         path, fields = scope["path"], _json_object(body)
         model = self._model_name(fields)
         chunks = prompt_chunks({**fields, "model": model})
-        asked = Asked(chunks, model, self._owner(path, fields))
+        # what is not reported is not routed by either
+        asked = Asked(chunks[:_MAX_SENT_CHUNKS], model, self._owner(path, fields))
         incoming = _Incoming(scope, body, fields, chunks)
         exchange = _Exchange(path, send, self._remember)
         if path == PULL_PATH and self._post_all is not None:
@@ -243,7 +249,11 @@ class Gateway:
     ) -> httpx.Request:
         """The request to a replica's server."""
         scope = incoming.scope
-        target = httpx.URL(url).copy_with(path=scope["path"], query=scope["query_string"] or None)
+        # quoted anew: the replica must read the path that was compared here
+        raw_path = quote(scope["path"]).encode()
+        if scope["query_string"]:
+            raw_path += b"?" + scope["query_string"]
+        target = httpx.URL(url).copy_with(raw_path=raw_path)
         dropped = _OWN_HEADERS if self._replica_key is None else _OWN_HEADERS | _KEY_HEADERS
         headers = [(name, value) for name, value in scope["headers"] if name not in dropped]
         if self._replica_key is not None:
