@@ -69,6 +69,14 @@ def test_a_head_that_does_not_start_is_not_started_again() -> None:
     assert len(owner.opened) == 1
 
 
+def test_a_head_that_dies_while_it_starts_anew_is_replaced_too() -> None:
+    dies = WAITS + "os.kill(os.getpid(), 9)"
+    assert ScriptedOwner(KILLED, dies, dies, ENDS).run() == 0
+    owner = ScriptedOwner(KILLED, *[dies] * 9)
+    assert owner.run() == -signal.SIGKILL
+    assert len(owner.opened) == 4, "it is not tried for ever"
+
+
 def test_a_signal_before_there_is_a_head_ends_it() -> None:
     owner = ScriptedOwner(LIVES)
     owner.signals_before_start = 1

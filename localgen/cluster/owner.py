@@ -25,6 +25,8 @@ from localgen.server.stats.request_log import create_log_formatter
 # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
 _KILL_TIMEOUT_S = 5.0
+# in a row, of a cluster that has run
+_MAX_FAILED_STARTS = 3
 _log = logging.getLogger("localgen.cluster")
 
 
@@ -61,7 +63,8 @@ class Owner:
         self._is_ending = False
 
     def run(self) -> int:
-        """Run heads until one ends by itself, does not start, or a signal comes."""
+        """Run heads until one ends by itself, the first one or several in a row do not start, or a
+        signal comes."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._end)
         try:
@@ -70,20 +73,23 @@ class Owner:
             _kill_children()
 
     def _run_heads(self) -> int:
-        was_ready = False
+        was_ready, num_failed = False, 0
         standby = self._open()
         while True:
             head = self._head = standby if standby.poll() is None else self._open()
             if self._is_ending:  # the signal came before there was a head to tell
                 head.terminate()
-            if not _start(head):
-                return head.wait()
-            if not was_ready:
-                print(READY, flush=True)
-                was_ready = True
-            standby = self._open()
-            status = _wait(head, standby)
-            if self._is_ending or status == 0:
+            if _start(head):
+                if not was_ready:
+                    print(READY, flush=True)
+                was_ready, num_failed = True, 0
+                standby = self._open()
+                status = _wait(head, standby)
+                if status == 0:
+                    return status
+            else:
+                status, num_failed = head.wait(), num_failed + 1
+            if self._is_ending or not was_ready or num_failed == _MAX_FAILED_STARTS:
                 return status
             _kill_children(besides=standby)
             _log.error("the cluster's head ended with status %d: the next one starts", status)
