@@ -79,7 +79,7 @@ class RayCluster(Cluster):
 
     def servers(self) -> list[str]:
         """The addresses of the replicas' servers."""
-        servers = [each for each in self.processes() if "replica_server" in str(each.cmdline())]
+        servers = self.all_named("replica_server")
         return sorted(
             connection.laddr.ip
             for server in servers
@@ -140,7 +140,7 @@ def test_a_head_that_is_killed_takes_over_what_is_there(nodes: RayCluster) -> No
 
 
 def _pids(nodes: RayCluster) -> set[int]:
-    return {each.pid for each in nodes.processes() if "replica_server" in str(each.cmdline())}
+    return {each.pid for each in nodes.all_named("replica_server")}
 
 
 def _answers(nodes: RayCluster) -> bool:

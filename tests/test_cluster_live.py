@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -60,10 +61,17 @@ class Cluster:
                 continue
         return found
 
+    def all_named(self, name: str) -> list[psutil.Process]:
+        found = []
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):  # it has ended since
+                if name in " ".join(process.cmdline()):
+                    found.append(process)
+        return found
+
     def named(self, name: str) -> psutil.Process:
         """The oldest one: a second head waits."""
-        named = [each for each in self.processes() if name in " ".join(each.cmdline())]
-        return min(named, key=psutil.Process.create_time)
+        return min(self.all_named(name), key=psutil.Process.create_time)
 
     def replicas(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = json.loads(
