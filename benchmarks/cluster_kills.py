@@ -68,20 +68,27 @@ class Load:
 
     def run(self, number: int) -> None:
         """Ask until stopped. number: of the stream."""
-        for turn in itertools.count():
-            if self.stop.is_set():
-                return
-            if number >= _FEW_STREAMS and int(time.monotonic() / _PHASE_S) % 2:
-                time.sleep(_PROBE_PERIOD_S)
-                continue
-            began_s = time.monotonic()
-            outcome = stream_outcome(self.url, f"Stream {number}, story {turn}", _STREAM_TOKENS)
-            self.ended.append(Ended(began_s, time.monotonic(), outcome))
-            if outcome != "whole":
-                time.sleep(_PROBE_PERIOD_S)
+        with open_client(self.url) as client:
+            for turn in itertools.count():
+                if self.stop.is_set():
+                    return
+                if number >= _FEW_STREAMS and int(time.monotonic() / _PHASE_S) % 2:
+                    time.sleep(_PROBE_PERIOD_S)
+                    continue
+                began_s = time.monotonic()
+                outcome = stream_outcome(client, f"Stream {number}, story {turn}", _STREAM_TOKENS)
+                self.ended.append(Ended(began_s, time.monotonic(), outcome))
+                if outcome != "whole":
+                    time.sleep(_PROBE_PERIOD_S)
 
 
-def stream_outcome(url: str, text: str, tokens: int) -> str:
+def open_client(url: str) -> httpx.Client:
+    """A client that asks again and again: opening one takes 20 ms of a core, as it reads the
+    certificates, which slows what starts meanwhile."""
+    return httpx.Client(base_url=url, timeout=_HANG_S)
+
+
+def stream_outcome(client: httpx.Client, text: str, tokens: int) -> str:
     """Ask for a stream, and say how it ended."""
     body = {
         "messages": [{"role": "user", "content": text}],
@@ -91,9 +98,7 @@ def stream_outcome(url: str, text: str, tokens: int) -> str:
     }
     ends = []
     try:
-        with httpx.stream(
-            "POST", f"{url}/v1/chat/completions", json=body, timeout=_HANG_S
-        ) as reply:
+        with client.stream("POST", "/v1/chat/completions", json=body) as reply:
             if reply.status_code != 200:
                 return "refused"
             for line in reply.iter_lines():
@@ -108,7 +113,7 @@ def stream_outcome(url: str, text: str, tokens: int) -> str:
     return {0: "unfinished", 1: ends[0] if ends else ""}.get(len(ends), "twice")
 
 
-def recovered_s(url: str, killed_s: float) -> float:
+def recovered_s(client: httpx.Client, killed_s: float) -> float:
     """Seconds from the kill until new requests are answered, and go on to be for _WATCH_S.
 
     A request that waits for long counts as one that was refused. Raises TimeoutError if that takes
@@ -119,7 +124,7 @@ def recovered_s(url: str, killed_s: float) -> float:
         asked_s = time.monotonic()
         if asked_s > killed_s + _RECOVERY_S:
             raise TimeoutError(f"no answer within {_RECOVERY_S:.0f} s")
-        worked, works = works, stream_outcome(url, "Hello", 1) == "whole"
+        worked, works = works, stream_outcome(client, "Hello", 1) == "whole"
         answered_s = time.monotonic()
         if works and (not worked or answered_s > asked_s + _SLOW_S):
             recovery_s = answered_s - killed_s
@@ -191,14 +196,15 @@ def run(cluster: Cluster, kills: int, victims: list[str]) -> tuple[Kills, set[ps
     for thread in threads:
         thread.start()
     try:
-        for number, victim in zip(range(kills), itertools.cycle(victims), strict=False):
-            time.sleep(_BETWEEN_KILLS_S + number % 3)
-            seen |= set(cluster.family())
-            first = len(load.ended)
-            killed_s = kill(cluster, victim)
-            recovery_s = recovered_s(cluster.url, killed_s)
-            found.add(victim, killed_s, recovery_s, load.ended[first:])
-            print(f"{number + 1}: {victim}: {recovery_s:.1f} s", flush=True)
+        with open_client(cluster.url) as client:
+            for number, victim in zip(range(kills), itertools.cycle(victims), strict=False):
+                time.sleep(_BETWEEN_KILLS_S + number % 3)
+                seen |= set(cluster.family())
+                first = len(load.ended)
+                killed_s = kill(cluster, victim)
+                recovery_s = recovered_s(client, killed_s)
+                found.add(victim, killed_s, recovery_s, load.ended[first:])
+                print(f"{number + 1}: {victim}: {recovery_s:.1f} s", flush=True)
     finally:
         load.stop.set()
         for thread in threads:
