@@ -6,6 +6,7 @@ last is final as soon as a line after it is complete, regardless of how the text
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -48,6 +49,19 @@ def split_blocks(text: str) -> tuple[list[str], str]:
     blocks = ["\n".join(lines[start:end]).strip("\n") for start, end in pairwise(starts)]
     rest = "\n".join(lines[starts[-1] :]) + text[complete:]
     return blocks, rest
+
+
+def split_table(text: str) -> tuple[str, list[str], str] | None:
+    """The header of the table that a text begins with, its other lines, and what follows it.
+
+    None if it begins with something else.
+    """
+    first = next((token for token in _PARSER.parse(text) if token.map is not None), None)
+    if first is None or first.map is None or first.type != "table_open":
+        return None
+    start, end = first.map
+    lines = re.findall(r"[^\n]*\n|[^\n]+", text)
+    return "".join(lines[: start + 2]), lines[start + 2 : end], "".join(lines[end:])
 
 
 def code_blocks(text: str) -> list[str]:

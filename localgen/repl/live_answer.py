@@ -6,18 +6,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from itertools import takewhile
 from types import TracebackType
 
 from rich.console import Console
 from rich.text import Text
 
-from localgen.backends.terminal_text import ProseStream, one_line
+from localgen.backends.terminal_text import one_line
 from localgen.backends.types import PromptProgress
 from localgen.chat import report
-from localgen.chat.markup import split_blocks
-from localgen.repl.live_rows import LiveRows, Row, counted_text, drop_characters
-from localgen.repl.markdown import render_block
+from localgen.repl.answer_rows import AnswerRows
+from localgen.repl.live_rows import LiveRows, Row
 
 RENDER_INTERVAL_S = 0.08
 # idle time per render time: a long block is slow to render, and the model needs the cores
@@ -51,17 +49,12 @@ class LiveAnswer:
         self._prompt_progress = prompt_progress
         self._used_tokens, self._context_mark = used_tokens, "~"
         self._max_context = max_context
+        self._rows = AnswerRows(console)
         self._live = LiveRows(console)
         self._render_thread = threading.Thread(target=self._render_loop, daemon=True)
         self._done = threading.Event()
         self._render_error: Exception | None = None
         self._unprinted: deque[tuple[str, str]] = deque()  # reasoning, text
-        self._escaped_reasoning, self._escaped_text = ProseStream(), ProseStream()
-        self._reasoning = ""
-        self._unfinished_text = ""
-        self._shown = ""  # of what follows: the text that a resize made lasting
-        self._is_cut = False  # the live part is only the end of what is not printed
-        self._printed_any = False
         self._notice = ""
         self._tokens = 0
         self._is_reasoning = False
@@ -125,7 +118,7 @@ class LiveAnswer:
         self._done.set()
         if self._render_thread.ident is not None:
             self._render_thread.join()
-        self._print_finished(last=True)
+        self._print_final(last=True)
         self._live.stop()
         if self._render_error is not None and error is None:
             raise self._render_error
@@ -135,77 +128,28 @@ class LiveAnswer:
             pause_s = RENDER_INTERVAL_S
             while not self._done.wait(pause_s):
                 started_s = time.monotonic()
-                self._print_finished()
+                self._print_final()
                 pause_s = max(RENDER_INTERVAL_S, IDLE_PER_RENDER * (time.monotonic() - started_s))
         except Exception as failure:  # raised again in __exit__
             self._render_error = failure
 
-    def _print_finished(self, *, last: bool = False) -> None:
+    def _print_final(self, *, last: bool = False) -> None:
         """Print the complete reasoning lines and blocks; the rest stays live."""
+        if self._live.is_resized():
+            self._live.let_last(self._rows.let_last(self._live.live))
         while self._unprinted:
-            reasoning, text = self._unprinted.popleft()
-            self._reasoning += self._escaped_reasoning.feed(reasoning, last=bool(text))
-            self._unfinished_text += self._escaped_text.feed(text)
-        if last:
-            self._reasoning += self._escaped_reasoning.feed("", last=True)
-            self._unfinished_text += self._escaped_text.feed("", last=True)
-        self._shown += counted_text(self._live.take_resized(is_cut=self._is_cut))
-        thought = self._take_reasoning_lines(last=last or bool(self._unfinished_text))
-        blocks, self._unfinished_text = split_blocks(self._unfinished_text)
-        if last:
-            blocks, self._unfinished_text = [*blocks, self._unfinished_text], ""
-        lasting: list[Row] = []
-        if thought:
-            lasting += self._render_thought(thought.removesuffix("\n"))
-            self._printed_any = True
-        for block in blocks:
-            lasting += self._render_block(block)
-        lasting = self._drop_shown(lasting, is_finished=True)
+            self._rows.feed(*self._unprinted.popleft())
+        lasting = self._rows.take_final(last=last)
         if last:
             self._live.draw(lasting)
-        else:
-            self._live.draw(lasting, self._render_unfinished(), self._render_status())
-
-    def _take_reasoning_lines(self, *, last: bool) -> str:
-        """Remove and return the complete lines of reasoning, or all of it if `last`."""
-        cut = len(self._reasoning) if last else self._reasoning.rfind("\n") + 1
-        whole, self._reasoning = self._reasoning[:cut], self._reasoning[cut:]
-        return whole
-
-    def _render_thought(self, thought: str) -> list[Row]:
-        return self._console.render_lines(Text(thought, style="dim"), pad=False)
-
-    def _render_block(self, block: str) -> list[Row]:
-        rows = render_block(self._console, block)
-        if not rows:
-            return []
-        gap: list[Row] = [[]] if self._printed_any else []
-        self._printed_any = True
-        return gap + rows
-
-    def _render_unfinished(self) -> list[Row]:
-        rows = self._render_thought(self._reasoning) if self._reasoning else []
-        rows += render_block(self._console, self._unfinished_text)
-        has_gap = rows and self._printed_any and not (self._reasoning or self._shown)
-        rows = self._drop_shown(rows)
+            return
+        changing = self._rows.changing()
+        num_fitting = max(1, self._console.size.height - _RESERVED_ROWS - bool(self._notice))
+        if len(changing) > num_fitting:
+            num_lasting = self._rows.let_last(changing)
+            lasting, changing = lasting + changing[:num_lasting], changing[num_lasting:]
         # rows beyond the screen height would be pushed into the scrollback at every repaint
-        reserved = _RESERVED_ROWS + bool(self._notice)
-        fitting = rows[-max(1, self._console.size.height - reserved) :]
-        self._is_cut = len(fitting) < len(rows)
-        gap: list[Row] = [[]] if has_gap else []
-        return [*gap, *fitting]
-
-    def _drop_shown(self, rows: list[Row], *, is_finished: bool = False) -> list[Row]:
-        """The rows without what a resize made lasting. is_finished: they are printed for good."""
-        text = counted_text(rows)
-        # a link that was incomplete then looks different now: rather repeat its text than lose any
-        pairs = zip(self._shown, text, strict=False)
-        num_shown = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        if num_shown < len(text):
-            self._shown = "" if is_finished else text[:num_shown]
-        elif is_finished:
-            self._shown = self._shown[num_shown:]
-        return drop_characters(rows, num_shown)
+        self._live.draw(lasting, changing[-num_fitting:], self._render_status())
 
     def _render_status(self) -> list[Row]:
         parts = (

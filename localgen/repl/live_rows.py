@@ -18,8 +18,8 @@ class LiveRows:
     cursor.
 
     At a resize terminals wrap rows again, and some (tmux) scroll rows out that were at the top of
-    a screen with room at its end. What has scrolled out cannot be erased: take_resized() makes such
-    rows lasting.
+    a screen with room at its end. What has scrolled out cannot be erased, so such rows have to
+    last: let_last().
     """
 
     def __init__(self, console: Console) -> None:
@@ -37,16 +37,19 @@ class LiveRows:
         self.draw([])
         self._console.show_cursor(True)
 
-    def take_resized(self, *, is_cut: bool) -> list[Row]:
-        """After a resize, let the live rows last, without the last one, and return them.
-
-        is_cut: rows above them are not on the screen yet, so none can last.
-        """
+    def is_resized(self) -> bool:
+        """Whether the console has another width than at the last call."""
         columns, self._columns = self._columns, self._console.width
-        if columns == self._columns or is_cut:
-            return []
-        kept, self._live = self._live[:-1], self._live[-1:]
-        return kept
+        return columns != self._columns
+
+    @property
+    def live(self) -> Sequence[Row]:
+        """The live rows on the screen."""
+        return self._live
+
+    def let_last(self, num_rows: int) -> None:
+        """Leave the first live rows where they are."""
+        self._live = self._live[num_rows:]
 
     def draw(
         self, lasting: Iterable[Row], live: Sequence[Row] = (), below: Sequence[Row] = ()
@@ -76,39 +79,3 @@ def rows_on_screen(widths: Iterable[int], columns: int) -> int:
 def join_rows(rows: Iterable[Row]) -> Segments:
     """The rows as one renderable, each with a newline."""
     return Segments([segment for row in rows for segment in (*row, Segment.line())])
-
-
-def counted_text(rows: Iterable[Row]) -> str:
-    """What rows have at any width, and before and after most markup is complete: no spaces, no
-    borders of tables, no marks of Markdown."""
-    return "".join(filter(_is_counted, "".join(segment.text for row in rows for segment in row)))
-
-
-def drop_characters(rows: Sequence[Row], count: int) -> list[Row]:
-    """The rows without the first `count` characters of counted_text()."""
-    for index, row in enumerate(rows):
-        if not count:
-            return list(rows[index:])
-        here = len(counted_text([row]))
-        if here > count:
-            return [_drop_from_row(row, count), *rows[index + 1 :]]
-        count -= here
-    return []
-
-
-def _drop_from_row(row: Row, count: int) -> Row:
-    """The end of a row that has more than `count` counted characters."""
-    for index, segment in enumerate(row):
-        here = len(counted_text([[segment]]))
-        if here > count:
-            text = segment.text
-            while count:
-                count -= _is_counted(text[0])
-                text = text[1:]
-            return [Segment(text.lstrip(), segment.style), *row[index + 1 :]]
-        count -= here
-    return []
-
-
-def _is_counted(character: str) -> bool:
-    return not (character.isspace() or character in "*_`#|~" or "\u2500" <= character <= "\u257f")

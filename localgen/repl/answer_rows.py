@@ -1,0 +1,176 @@
+"""The rows of an answer that streams: those that are final, and those of its last block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from rich.console import Console
+from rich.text import Text
+
+from localgen.backends.terminal_text import ProseStream
+from localgen.chat.markup import split_blocks, split_table
+from localgen.repl.live_rows import Row
+from localgen.repl.markdown import render_block
+
+# a row of prose that grows, or a line of code that grows and the fence below it
+_GROWING_ROWS = 2
+# what Markdown shows while it is incomplete, and may hide later
+_MARKUP = frozenset("*_`#|~[]()<>\\")
+
+
+class AnswerRows:
+    """Renders each block when it can no longer change, and the last one as it is now.
+
+    The first rows of the last block can be made lasting early (let_last); they do not come again.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._escaped_reasoning, self._escaped_text = ProseStream(), ProseStream()
+        self._reasoning = ""
+        self._text = ""
+        self._lasting = ""  # the visible characters of what follows that have been made lasting
+        self._has_header = False  # the text begins with a table whose header has
+        self._returned_any = False
+
+    def feed(self, reasoning: str, text: str) -> None:
+        """Append text and reasoning."""
+        self._reasoning += self._escaped_reasoning.feed(reasoning, last=bool(text))
+        self._text += self._escaped_text.feed(text)
+
+    def take_final(self, *, last: bool = False) -> list[Row]:
+        """The rows of reasoning lines and blocks that are complete, once; of all if `last`."""
+        if last:
+            self._reasoning += self._escaped_reasoning.feed("", last=True)
+            self._text += self._escaped_text.feed("", last=True)
+        rows: list[Row] = []
+        if thought := self._take_reasoning_lines(last=last or bool(self._text)):
+            rows += self._render_thought(thought.removesuffix("\n"))
+            self._returned_any = True
+        blocks, self._text = split_blocks(self._text)
+        if last:
+            blocks, self._text = [*blocks, self._text], ""
+        for block in blocks:
+            rows += self._render_block(block)
+            self._returned_any, self._has_header = bool(rows) or self._returned_any, False
+        text = visible_text(rows)
+        num_lasting, matched = _match(self._lasting, text)
+        self._lasting = self._lasting[matched:] if num_lasting == len(text) else ""
+        return _drop_visible(rows, num_lasting)
+
+    def changing(self) -> list[Row]:
+        """The rows of the last line of reasoning or the last block, which more text may change."""
+        if self._reasoning:
+            rows = self._render_thought(self._reasoning)
+        else:
+            rows = self._render_block(self._text)
+        text = visible_text(rows)
+        num_lasting, _ = _match(self._lasting, text)
+        if num_lasting < len(text):
+            self._lasting = text[:num_lasting]
+        return _drop_visible(rows, num_lasting)
+
+    def let_last(self, rows: Sequence[Row]) -> int:
+        """Make the first ones of changing() lasting, without those that grow; returns how many."""
+        num_rows = max(0, len(rows) - _GROWING_ROWS)
+        if self._reasoning or (table := split_table(self._text)) is None:
+            self._lasting += visible_text(rows[:num_rows])
+            return num_rows if self._lasting else 0
+        header, body, rest = table
+        first = 0 if self._has_header else _header_rows(rows)
+        # as many characters as the first lines of the source have when rendered, in any width
+        sizes = (len(visible_text(self._render_body(header, line))) for line in body)
+        ends = accumulate((len(visible_text([row])) for row in rows[first:num_rows]), initial=0)
+        row_at = {size: first + index for index, size in enumerate(ends)}
+        num_lines, num_rows = max(
+            (count, row_at[size])
+            for count, size in enumerate(accumulate(sizes, initial=0))
+            if size in row_at
+        )
+        if num_rows:
+            self._text = "".join((header, *body[num_lines:], rest))
+            self._lasting, self._has_header = "", True
+        return num_rows
+
+    def _take_reasoning_lines(self, *, last: bool) -> str:
+        """Remove and return the complete lines of reasoning, or all of it if `last`."""
+        cut = len(self._reasoning) if last else self._reasoning.rfind("\n") + 1
+        whole, self._reasoning = self._reasoning[:cut], self._reasoning[cut:]
+        return whole
+
+    def _render_thought(self, thought: str) -> list[Row]:
+        return self._console.render_lines(Text(thought, style="dim"), pad=False)
+
+    def _render_block(self, block: str) -> list[Row]:
+        rows = render_block(self._console, block)
+        if self._has_header:
+            return rows[_header_rows(rows) :]
+        gap: list[Row] = [[]] if rows and self._returned_any else []
+        return gap + rows
+
+    def _render_body(self, header: str, lines: str) -> list[Row]:
+        rows = render_block(self._console, header + lines)
+        return rows[_header_rows(rows) :]
+
+
+def visible_text(rows: Sequence[Row]) -> str:
+    """The characters of rows, which are the same at any width: no spaces, no lines of tables."""
+    return "".join(filter(_is_visible, "".join(segment.text for row in rows for segment in row)))
+
+
+def _match(lasting: str, text: str) -> tuple[int, int]:
+    """How many characters of `text` are in `lasting`, from the first one on, and those there.
+
+    Either may have marks of Markdown that the other lacks, as a link does when it is complete.
+    """
+    at, count = 0, 0
+    while at < len(lasting) and count < len(text):
+        if lasting[at] == text[count]:
+            at, count = at + 1, count + 1
+        elif lasting[at] in _MARKUP:
+            at += 1
+        elif text[count] in _MARKUP:
+            count += 1
+        else:
+            break  # rather repeat text than lose any
+    return count, at
+
+
+def _drop_visible(rows: Sequence[Row], count: int) -> list[Row]:
+    """The rows without the first `count` characters of visible_text()."""
+    for index, row in enumerate(rows):
+        if not count:
+            return list(rows[index:])
+        here = len(visible_text([row]))
+        if here > count:
+            return [_drop_from_row(row, count), *rows[index + 1 :]]
+        count -= here
+    return []
+
+
+def _drop_from_row(row: Row, count: int) -> Row:
+    """The end of a row that has more than `count` visible characters."""
+    for index, segment in enumerate(row):
+        here = len(visible_text([[segment]]))
+        if here > count:
+            text = segment.text
+            while count:
+                count -= _is_visible(text[0])
+                text = text[1:]
+            return [segment._replace(text=text.lstrip()), *row[index + 1 :]]
+        count -= here
+    return []
+
+
+def _header_rows(rows: Sequence[Row]) -> int:
+    """Rows of a table's header, with the line below it; 0 if there is none."""
+    for index, row in enumerate(rows):
+        text = "".join(segment.text for segment in row).strip()
+        if text and not visible_text([row]):
+            return index + 1
+    return 0
+
+
+def _is_visible(character: str) -> bool:
+    return not (character.isspace() or "\u2500" <= character <= "\u257f")
