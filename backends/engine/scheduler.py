@@ -7,19 +7,17 @@ computes some of them: decoding sequences first, then prefill with the remaining
 from __future__ import annotations
 
 import time
-from bisect import insort
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from itertools import repeat
-from operator import attrgetter
 from typing import NamedTuple
 
-from localgen.backends.engine.adapter_turns import AdapterTurns
-from localgen.backends.engine.background import is_background, rows_beside
+from localgen.backends.engine.background import is_background
 from localgen.backends.engine.counters import SchedulerCounters
 from localgen.backends.engine.fair_queue import FairQueue, effective_priority
 from localgen.backends.engine.prefix_tiers import PrefixTiers
 from localgen.backends.engine.prompt_chunks import is_prefix_in_flight, prompt_chunks
+from localgen.backends.engine.running_sequences import RunningSequences, has_drafts
 from localgen.backends.engine.speculation.drafter import DraftProposal
 from localgen.backends.engine.token_budget import TokenBudget
 from localgen.backends.errors import LocalgenError, QueueFull
@@ -34,8 +32,6 @@ MAX_ADMISSION_SCAN = 64
 FREE_TOKENS_PER_SEQ = 32
 # admission is tried again after this time where nothing but ages and cached prefixes changed
 ADMISSION_INTERVAL_S = 0.1
-
-_drafts = attrgetter("drafts")
 
 
 class SequenceOutput(NamedTuple):
@@ -64,12 +60,8 @@ class Scheduler:
         self._budget = budget
         self._max_queue = max_queue
         self._clock = clock
-        self._running: dict[str, Sequence] = {}
-        self._in_order: list[Sequence] = []  # see `running`
-        self._prefilling: set[Sequence] = set()  # running, but not decoding
+        self._running = RunningSequences()
         self._decode_seqs: tuple[Sequence, ...] = ()  # of the last DecodeStep
-        # of the foreground, which is first in order, and of the background, which waits for it
-        self._turns = AdapterTurns(), AdapterTurns()
         self._rejected: list[tuple[Sequence, LocalgenError]] = []
         # set when a planned step did not fit; cleared when a sequence ends
         self._admission_paused = False
@@ -80,7 +72,7 @@ class Scheduler:
     @property
     def running(self) -> list[Sequence]:
         """Admitted sequences, highest priority first, then oldest; the last is preempted first."""
-        return self._in_order.copy()
+        return list(self._running)
 
     @property
     def has_work(self) -> bool:
@@ -134,7 +126,7 @@ class Scheduler:
         self.counters.generated_tokens += len(tokens)
         if seq.state is SequenceState.RUNNING:
             if self._runner.grow(seq, seq.num_uncomputed):
-                self._prefilling.add(seq)
+                self._running.prefilling.add(seq)
             else:
                 self._preempt(seq)
         return SequenceOutput(seq, tuple(tokens))
@@ -143,46 +135,13 @@ class Scheduler:
 
     @property
     def decoding(self) -> list[Sequence]:
-        """Sequences of this turn with only their last generated token left to compute.
-
-        Without those in the background, if others run.
-        """
-        in_turn = self._current_turns.select(self._foreground or self._in_order)
-        return [seq for seq in in_turn if seq not in self._prefilling]
+        """Sequences that decode in the next step: see RunningSequences.decoding."""
+        return self._running.decoding
 
     @property
     def is_prefilling(self) -> bool:
-        """True if a running sequence has more to compute than its last generated token.
-
-        Those in the background count only if no others run.
-        """
-        return not self._prefilling.isdisjoint(self._foreground or self._in_order)
-
-    @property
-    def _foreground(self) -> list[Sequence]:
-        return self._in_order[: self._turns[False].num_seqs]
-
-    @property
-    def _current_turns(self) -> AdapterTurns:
-        return self._turns[not self._turns[False].num_seqs]
-
-    def _active(self) -> list[Sequence]:
-        """The sequences that may compute in this step; those in the background only if it pays."""
-        foreground = self._foreground
-        if not foreground or len(foreground) == len(self._in_order):
-            return self._in_order
-        if self.is_prefilling or any(map(_drafts, foreground)):
-            return foreground
-        adapters = {seq.adapters for seq in foreground}  # others would need steps of their own
-        background = [seq for seq in self._in_order[len(foreground) :] if seq.adapters in adapters]
-        decoding = [seq for seq in background if seq not in self._prefilling]
-        rows = rows_beside(self._budget.decode_costs, len(foreground), len(decoding))
-        active = [*foreground, *decoding[:rows]]
-        for seq in decoding[:rows]:
-            seq.drafts, seq.draft_probs = [], ()  # proposed while it was alone
-        if rows == len(decoding) and self._budget.tokens_beside(len(active)):
-            active += [seq for seq in background if seq in self._prefilling]
-        return active
+        """True if one of them computes a prompt: see RunningSequences.is_prefilling."""
+        return self._running.is_prefilling
 
     def set_drafts(self, seq: Sequence, proposal: DraftProposal) -> None:
         """Set the draft tokens of a decoding sequence, to be verified in the next step."""
@@ -195,11 +154,11 @@ class Scheduler:
         """
         self._admit()
         self._load_prefix()
-        for _ in range(self._current_turns.num_sets):
-            active = self._current_turns.select(self._active())
+        for _ in range(self._running.turns.num_sets):
+            active = self._running.active(self._budget)
             if chunks := self._plan_decode_step(active) or self._plan_chunks(active):
                 return chunks
-            self._current_turns.pass_on()  # all whose turn it was are loading
+            self._running.turns.pass_on()  # all whose turn it was are loading
         return []
 
     def take_rejected(self) -> list[tuple[Sequence, LocalgenError]]:
@@ -209,8 +168,8 @@ class Scheduler:
 
     def _plan_decode_step(self, active: Collection[Sequence]) -> DecodeStep | None:
         """Return the next step if all sequences decode, without drafts, and there is room."""
-        is_prefilling = self._prefilling and not self._prefilling.isdisjoint(active)
-        if not active or is_prefilling or any(map(_drafts, active)):
+        is_prefilling = self._running.prefilling and not self._running.prefilling.isdisjoint(active)
+        if not active or is_prefilling or any(map(has_drafts, active)):
             return None
         if not all(map(self._runner.grow, active, repeat(1))):
             return None
@@ -220,7 +179,7 @@ class Scheduler:
 
     def _plan_chunks(self, active: Collection[Sequence]) -> list[Chunk]:
         chunks: list[Chunk] = []
-        decoding = [seq for seq in active if seq not in self._prefilling]
+        decoding = [seq for seq in active if seq not in self._running.prefilling]
         left = min(self._limits.max_outputs, self._limits.max_batch_tokens)
         for behind, seq in zip(reversed(range(len(decoding))), decoding, strict=True):
             if seq.state is SequenceState.RUNNING:
@@ -231,18 +190,18 @@ class Scheduler:
                     left -= len(chunk.tokens)
         planned = sum([len(chunk.tokens) for chunk in chunks])
         # those who wait for their turn wait for this step, too
-        budget = -(-self._prompt_budget(planned) // max(1, self._current_turns.num_sets))
+        budget = -(-self._prompt_budget(planned) // max(1, self._running.turns.num_sets))
         budget = min(budget, self._limits.max_batch_tokens - planned)
         prefilling = [
-            seq for seq in active if seq in self._prefilling and not self._is_loading(seq)
+            seq for seq in active if seq in self._running.prefilling and not self._is_loading(seq)
         ]
         return chunks + prompt_chunks(prefilling, budget, self._limits.max_outputs - planned)
 
     def _prompt_budget(self, decode_tokens: int) -> int:
         """The most prompt tokens of a step with this many other tokens."""
-        if not self._foreground:
+        if not self._running.foreground:
             return self._budget.background_tokens(decode_tokens)
-        if not self.is_prefilling:
+        if not self._running.is_prefilling:
             return self._budget.tokens_beside(decode_tokens)
         return self._budget.prompt_tokens(decode_tokens)
 
@@ -259,7 +218,7 @@ class Scheduler:
             if drafts:
                 drafts = []
                 continue
-            victim = self._in_order[-1]
+            victim = self._running.last
             self._preempt(victim)
             if victim is seq:
                 return None
@@ -284,7 +243,7 @@ class Scheduler:
         if now_s < self._next_admission_s and self._running:
             return
         for seq in self.queue.in_turn(now_s)[:MAX_ADMISSION_SCAN]:
-            if self._limits.can_rewind and is_prefix_in_flight(seq, self._prefilling):
+            if self._limits.can_rewind and is_prefix_in_flight(seq, self._running.prefilling):
                 has_passed = True
                 continue
             if not self._admit_with_preemption(seq):
@@ -301,7 +260,7 @@ class Scheduler:
         now_s = self._clock()
         while not self._try_admit(seq):
             victim = min(
-                self._in_order,
+                self._running,
                 key=lambda s: (effective_priority(s, now_s), -s.arrived_s),
                 default=None,
             )
@@ -330,11 +289,7 @@ class Scheduler:
             return True
         self.queue.remove(seq)
         seq.state, seq.num_computed = SequenceState.RUNNING, cached
-        self._running[seq.id] = seq
-        insort(self._in_order, seq, key=lambda s: (-s.priority, s.arrived_s))
-        self._turns[is_background(seq)].add(seq)
-        if not seq.is_decoding or seq.first_token_s is None:
-            self._prefilling.add(seq)
+        self._running.add(seq)
         if seq.admitted_s is None:
             seq.admitted_s = started_s
             self.counters.prefix_queries += seq.num_prompt
@@ -364,7 +319,7 @@ class Scheduler:
             self._count_cached(seq, num_loaded - seq.num_computed)
         seq.num_computed = num_loaded
         if seq.is_decoding and seq.first_token_s is not None and not self._is_loading(seq):
-            self._prefilling.discard(seq)
+            self._running.prefilling.discard(seq)
 
     def _preempt(self, seq: Sequence) -> None:
         """Return a running sequence to the queue; tokens that are not cached are recomputed."""
@@ -377,12 +332,9 @@ class Scheduler:
 
     def _stop_running(self, seq: Sequence) -> None:
         """Free the KV cache of a running sequence; unless in the background, it leaves a prefix."""
-        del self._running[seq.id]
+        self._running.remove(seq)
         if self._tiers is not None:
             self._tiers.release(seq)
-        self._in_order.remove(seq)
-        self._turns[is_background(seq)].remove(seq)
-        self._prefilling.discard(seq)
         self._runner.release(seq, keep=not is_background(seq))
 
     # -- results ----------------------------------------------------------------------------
@@ -394,7 +346,7 @@ class Scheduler:
 
         is_typical: step_ms tells what later steps of this size will take.
         """
-        self._current_turns.end_step(step_ms)
+        self._running.turns.end_step(step_ms)
         if not isinstance(chunks, DecodeStep):
             return self._apply_chunks(chunks, result, step_ms, is_typical)
         outputs, now_s = [], self._clock()
@@ -436,7 +388,7 @@ class Scheduler:
                     self._count_drafts(chunk, len(output.tokens) - 1)
             self.queue.charge(seq, size, len(sampled.tokens))
             if seq.is_decoding and seq.first_token_s is not None:
-                self._prefilling.discard(seq)
+                self._running.prefilling.discard(seq)
             if output and output.reason:
                 self.end(seq)
         if is_typical:
@@ -462,7 +414,7 @@ class Scheduler:
         """
         if len(self._running) < 2:
             return False
-        self._preempt(self._in_order[-1])
+        self._preempt(self._running.last)
         self._admission_paused = True
         return True
 
