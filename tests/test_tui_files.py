@@ -138,7 +138,7 @@ def test_a_shell_line_is_stopped_with_its_children(tmp_path: Path, folder: Path)
         await tui.until(lambda: "its output comes here" in notice_text(tui))
         await pilot.press("enter")
         await tui.until(lambda: "[stopped]" in tui.prompt_text and "$ true" in tui.prompt_text)
-        assert "begun" in tui.prompt_text
+        assert tui.prompt_text.index("begun") < tui.prompt_text.index("$ true")
 
     play(Tui(tmp_path), scene)
 
@@ -159,6 +159,25 @@ def test_output_waits_for_a_command_that_is_being_typed(
         assert tui.prompt_text == typed
         await pilot.press("ctrl+u")
         await tui.until(lambda: "\ndone\n```" in tui.prompt_text)
+
+    play(Tui(tmp_path), scene)
+
+
+def test_output_that_waits_is_kept_by_quitting(tmp_path: Path, folder: Path) -> None:
+    gate = tmp_path / "gate"
+
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.type(pilot, f"!until [ -e {gate} ]; do sleep 0.01; done; echo done")
+        await pilot.press("enter")
+        await tui.until(lambda: "Ctrl+C stops it" in notice_text(tui))
+        await tui.type(pilot, "/comp")
+        gate.touch()
+        await tui.until(lambda: "its output comes here" in notice_text(tui))
+        await pilot.press("ctrl+q")
+        await tui.until(lambda: not tui.app.is_running)
+        kept = tui.store.load_unsent_prompt(tui.opened.id)
+        assert "\ndone\n```" in kept
+        assert kept.endswith("/comp")
 
     play(Tui(tmp_path), scene)
 

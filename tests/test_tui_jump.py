@@ -55,6 +55,17 @@ def test_other_keys_and_a_new_size_close_it(tmp_path: Path) -> None:
     play(Tui(tmp_path), scene)
 
 
+def test_a_letter_in_the_same_burst_moves_the_focus(tmp_path: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        for key in ("x", "alt+j", "a"):
+            tui.app.post_message(Key(key, key if len(key) == 1 else None))
+        await tui.until(lambda: isinstance(tui.app.focused, SessionList))
+        assert tui.main.is_shown
+        assert tui.prompt_text == "x"
+
+    play(Tui(tmp_path), scene)
+
+
 def test_quick_keys_close_it_once(tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await press(tui, pilot, "alt+j")

@@ -15,6 +15,7 @@ from localgen.backends.errors import InvalidRequest
 from localgen.backends.sampling_params import SamplingParams
 from localgen.chat import parameters
 from localgen.tui.chat.active_session import ActiveSession
+from localgen.tui.chat.settings import SettingField
 
 
 async def two_sessions(tui: Tui, pilot: Pilot[None]) -> tuple[ActiveSession, ActiveSession]:
@@ -90,11 +91,15 @@ def test_what_is_refused_stays_in_its_field(tmp_path: Path) -> None:
             assert field(tui, setting).value == ""
             await press(tui, pilot, "ctrl+up")
             assert field(tui, setting).value == text
-            assert why in str(tui.main.query_one("#error").render())
+            shown = tui.main.query_one("#settings .error", Static)
+            assert why in str(shown.render())
+            row = field(tui, setting).parent
+            assert isinstance(row, SettingField)
+            assert shown.region.y == row.region.bottom, "below the field"
             field(tui, setting).value = ""
             field(tui, setting).focus()
             await press(tui, pilot, "tab")
-            assert not tui.main.query_one("#error").display
+            assert not tui.main.query("#settings .error")
             assert second.chat.options.params == SamplingParams()
             assert second.chat.options.ctx is None
 

@@ -6,6 +6,7 @@ import asyncio
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 from textual import events, work
@@ -140,12 +141,16 @@ class CompareDialog(Dialog[list[CompareVariant] | None]):
         else:
             self.dismiss(None)
 
-    def action_compare(self) -> None:
+    @work(exclusive=True)
+    async def action_compare(self) -> None:
+        text = self.query_one(TextArea).text
+        parse = partial(parse_variants, text, self._params, is_remote=self._is_remote)
         try:
-            text = self.query_one(TextArea).text
-            self.dismiss(parse_variants(text, self._params, is_remote=self._is_remote))
+            variants = await asyncio.to_thread(parse)  # a grammar is compiled in 0.3 s
         except LocalgenError as error:
             self.query_one("#error", Static).update(Content(one_line(error.message)))
+        else:
+            self.dismiss(variants)
 
 
 _MIN_COLUMN_WIDTH = 26

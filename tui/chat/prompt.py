@@ -17,6 +17,7 @@ from textual.widgets import TextArea
 from localgen.chat.file_mentions import mention_of, typed_mention
 from localgen.tui.chat.shell_command import is_prompt
 from localgen.tui.key_file import with_names
+from localgen.tui.widgets.jump import JumpOverlay
 from localgen.tui.widgets.text_field import TextField
 
 # Alt+Enter as terminals send it; Textual would read it as Enter
@@ -243,7 +244,9 @@ class Prompt(TextField):
 
     async def _act_on_key(self, event: events.Key) -> None:
         """Edit, or run the key's binding at once: bubbling would let the next key overtake it."""
-        if event.key == "enter":
+        if isinstance(self.app.screen, JumpOverlay):  # opened by the key before, in one burst
+            self.app.screen.choose(event.key)
+        elif event.key == "enter":
             self.action_send()
         elif self._is_help_key(event.key):
             await self.run_action("app.keys")

@@ -57,6 +57,7 @@ class SessionActions:
         self._opening_id: int | None = None  # the session that is being opened
         self._num_shows = 0
         self._shell_command: ShellCommand | None = None
+        self._waiting_outputs: dict[int, list[str]] = {}  # by session
 
     @property
     def current_session(self) -> ActiveSession:
@@ -337,8 +338,16 @@ class SessionActions:
             self._shell_command = None
             self._main_screen.set_running_shell_line("")
         self._main_screen.show_message("")
-        await self._until_not_a_command(opened, line)
-        self._main_screen.put_before(opened, output + "\n")
+        waiting = self._waiting_outputs.setdefault(opened.id, [])
+        waiting.append(output + "\n")
+        if len(waiting) == 1:  # else the first one, which waits, takes this one along
+            await self._until_not_a_command(opened, line)
+            self.put_waiting_output(opened)
+
+    def put_waiting_output(self, opened: ActiveSession) -> None:
+        """Put the output of the shell into the prompt, whatever is there."""
+        if outputs := self._waiting_outputs.pop(opened.id, []):
+            self._main_screen.put_before(opened, "".join(outputs))
 
     async def _until_not_a_command(self, opened: ActiveSession, line: str) -> None:
         """Wait until the prompt has no unfinished command, which text before it would change."""

@@ -88,8 +88,7 @@ class SettingsPanel(Widget):
     SettingsPanel Collapsible > Contents { padding: 0; }
     SettingsPanel CollapsibleTitle { padding: 0; color: $text-muted; }
     SettingsPanel #hint { height: 2; color: $text-muted; }
-    SettingsPanel #error { height: auto; color: $error; display: none; }
-    SettingsPanel #error.-shown { display: block; }
+    SettingsPanel .error { height: auto; padding-left: 1; color: $error; }
     """
 
     class Changed(Message):
@@ -110,9 +109,9 @@ class SettingsPanel(Widget):
         self._is_shown = False
         self._values: dict[str, str] = {}
         self._rejected_edits: dict[tuple[int, str], tuple[str, str]] = {}
+        self._shown_errors: dict[str, str] = {}  # by setting
 
     def compose(self) -> ComposeResult:
-        yield Static(id="error", markup=False)
         with VerticalScroll(can_focus=False):
             yield Label("system prompt", markup=False)
             yield TextField(id="system", show_line_numbers=False, compact=True)
@@ -236,11 +235,21 @@ class SettingsPanel(Widget):
             self.mark_applied(typed)
 
     def _show_errors(self) -> None:
-        reasons = [
-            why
-            for (session, _), (_, why) in self._rejected_edits.items()
+        """Show below each field why its text was rejected."""
+        reasons = {
+            setting: why
+            for (session, setting), (_, why) in self._rejected_edits.items()
             if session == self._session_id
-        ]
-        fault = self.query_one("#error", Static)
-        fault.update(Content("\n".join(reasons)))
-        fault.set_class(bool(reasons), "-shown")
+        }
+        if reasons == self._shown_errors:
+            return
+        self._shown_errors = reasons
+        self.query(".error").remove()
+        for setting, why in reasons.items():
+            field = self._field(setting)
+            row = field.parent if isinstance(field.parent, SettingField) else field
+            assert isinstance(row.parent, Widget)
+            row.parent.mount(Static(Content(why), classes="error"), after=row)
+            for group in row.ancestors_with_self:
+                if isinstance(group, Collapsible):
+                    group.collapsed = False

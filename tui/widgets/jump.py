@@ -41,9 +41,12 @@ class JumpOverlay(ModalScreen[Widget | None]):
             yield label
 
     def on_key(self, event: events.Key) -> None:
-        """Close, and focus the widget whose letter it is. Every other key closes it too."""
         event.stop()
-        self._close(self.targets.get(event.key))
+        self.choose(event.key)
+
+    def choose(self, key: str) -> None:
+        """Close, and focus the widget whose letter it is. Every other key closes it too."""
+        self._close(self.targets.get(key))
 
     def on_resize(self, event: events.Resize) -> None:
         """Close, as the letters would be in the wrong places."""
