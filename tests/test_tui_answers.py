@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
 from scripted_client import answer
-from tui_chats import MakeTui, wait, wait_for_answer
+from textual.pilot import Pilot
+from tui_chats import MakeTui, Tui, play, wait, wait_for_answer
 
 from localgen.backends.errors import EngineDied, InvalidRequest, LoadFailed, ServerUnavailable
 from localgen.backends.sampling_params import SamplingParams
@@ -216,3 +219,32 @@ def test_loading_may_end_between_two_reads(make_tui: MakeTui, read: str) -> None
     answering = Loaded(make_tui().manager.open_empty().chat, "q")
     assert "25%" in getattr(answering, read)()
     assert "25%" not in getattr(answering, read)()
+
+
+class Marker:
+    """What a weak reference can refer to."""
+
+
+def test_a_full_collection_during_an_answer_scans_only_what_is_new(tmp_path: Path) -> None:
+    gate = threading.Event()
+
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.type(pilot, "q")
+        await pilot.press("enter")
+        await tui.until(lambda: tui.opened.is_answering)
+        gc.collect()
+        assert len(gc.get_objects(generation=2)) < gc.get_freeze_count() / 10
+        cycle: list[object] = []
+        cycle.append(cycle)
+        gone = weakref.ref(marker := Marker())
+        cycle.append(marker)
+        gc.collect()
+        del cycle, marker
+        gc.collect()
+        assert gone() is not None, "it is not scanned again"
+        gate.set()
+        await tui.wait_until_idle(pilot)
+        await tui.until(lambda: gone() is None)
+
+    play(Tui(tmp_path, ("a", gate, answer())), scene)
+    assert not gc.get_freeze_count()
