@@ -231,7 +231,11 @@ def test_rows_that_a_narrower_terminal_wraps_are_removed_whole(columns: int, row
     assert isinstance(shown.file, io.StringIO)
     shown.file.truncate(shown.file.seek(0))
     shown.width = columns
-    live.draw([[Segment("lasting")]])
+    if columns != 60:
+        assert not live.draw([[Segment("lasting")]])
+        assert not shown.file.getvalue()
+        assert live.is_resized()
+    assert live.draw([[Segment("lasting")]])
     assert shown.file.getvalue() == "\r" + "\x1b[1A\x1b[2K" * rows + "lasting\n"
 
 

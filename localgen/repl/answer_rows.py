@@ -39,11 +39,13 @@ class AnswerRows:
         self._reasoning += self._escaped_reasoning.feed(reasoning, last=bool(text))
         self._text += self._escaped_text.feed(text)
 
+    def finish(self) -> None:
+        """The answer is complete."""
+        self._reasoning += self._escaped_reasoning.feed("", last=True)
+        self._text += self._escaped_text.feed("", last=True)
+
     def take_final(self, *, last: bool = False) -> list[Row]:
         """The rows of reasoning lines and blocks that are complete, once; of all if `last`."""
-        if last:
-            self._reasoning += self._escaped_reasoning.feed("", last=True)
-            self._text += self._escaped_text.feed("", last=True)
         rows: list[Row] = []
         if thought := self._take_reasoning_lines(last=last or bool(self._text)):
             rows += self._render_thought(thought.removesuffix("\n"))

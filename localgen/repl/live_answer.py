@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from copy import copy
 from types import TracebackType
 
 from rich.console import Console
@@ -135,21 +136,29 @@ class LiveAnswer:
 
     def _print_final(self, *, last: bool = False) -> None:
         """Print the complete reasoning lines and blocks; the rest stays live."""
+        while not self._draw(last=last):
+            pass  # it was resized meanwhile
+
+    def _draw(self, *, last: bool) -> bool:
+        """Draw what there is; False if the console was resized meanwhile, and nothing is changed."""
         if self._live.is_resized():
             self._live.let_last(self._rows.let_last(self._live.live))
         while self._unprinted:
             self._rows.feed(*self._unprinted.popleft())
-        lasting = self._rows.take_final(last=last)
         if last:
-            self._live.draw(lasting)
-            return
-        changing = self._rows.changing()
+            self._rows.finish()
+        rows = copy(self._rows)
+        lasting, changing = rows.take_final(last=last), rows.changing()
         num_fitting = max(1, self._console.size.height - _RESERVED_ROWS - bool(self._notice))
         if len(changing) > num_fitting:
-            num_lasting = self._rows.let_last(changing)
+            num_lasting = rows.let_last(changing)
             lasting, changing = lasting + changing[:num_lasting], changing[num_lasting:]
         # rows beyond the screen height would be pushed into the scrollback at every repaint
-        self._live.draw(lasting, changing[-num_fitting:], self._render_status())
+        below = [] if last else self._render_status()
+        is_drawn = self._live.draw(lasting, changing[-num_fitting:], below)
+        if is_drawn:
+            self._rows = rows
+        return is_drawn
 
     def _render_status(self) -> list[Row]:
         parts = (

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console
-from rich.control import Control
-from rich.segment import ControlType, Segment, Segments
+from rich.segment import Segment, Segments
 
 Row = list[Segment]
+
+# cursor up, erase the row
+_ROW_UP = "\x1b[1A\x1b[2K"
 
 
 class LiveRows:
@@ -34,7 +36,8 @@ class LiveRows:
 
     def stop(self) -> None:
         """Remove the rows from the screen."""
-        self.draw([])
+        while not self.draw([]):
+            self.is_resized()
         self._console.show_cursor(True)
 
     def is_resized(self) -> bool:
@@ -53,22 +56,24 @@ class LiveRows:
 
     def draw(
         self, lasting: Iterable[Row], live: Sequence[Row] = (), below: Sequence[Row] = ()
-    ) -> None:
-        """Print `lasting` above and replace the live rows by `live` and `below`, in one write."""
-        with self._console:
-            self._erase()
-            self._console.print(join_rows(lasting), end="")
-            if self._can_redraw:
-                self._console.print(join_rows((*live, *below)), end="")
-                self._live, self._below = list(live), list(below)
+    ) -> bool:
+        """Print `lasting` above and replace the live rows by `live` and `below`, in one write.
 
-    def _erase(self) -> None:
+        Returns False, and writes nothing, if the console was resized since is_resized().
+        """
+        if not self._can_redraw:
+            live = below = ()
+        with self._console.capture() as rendered:
+            self._console.print(join_rows((*lasting, *live, *below)), end="")
         widths = (Segment.get_line_length(row) for row in (*self._live, *self._below))
-        rows = rows_on_screen(widths, self._console.width)
-        self._live, self._below = [], []
-        one_up = ((ControlType.CURSOR_UP, 1), (ControlType.ERASE_IN_LINE, 2))
-        if rows:
-            self._console.control(Control(ControlType.CARRIAGE_RETURN, *one_up * rows))
+        num_rows = rows_on_screen(widths, self._columns)
+        output = "\r" * bool(num_rows) + _ROW_UP * num_rows + rendered.get()
+        if self._can_redraw and self._console.width != self._columns:
+            return False
+        self._live, self._below = list(live), list(below)
+        self._console.file.write(output)
+        self._console.file.flush()
+        return True
 
 
 def rows_on_screen(widths: Iterable[int], columns: int) -> int:
