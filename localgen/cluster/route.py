@@ -109,9 +109,15 @@ class RoutedRequest:
 
 
 def kv_address(model: str, metadata: Mapping[str, Any], stats: Mapping[str, Any]) -> str:
-    """Where others fetch a model's prefixes from a replica, or empty. stats: routing_stats()."""
-    addresses: Mapping[str, str] = stats.get(KV_ADDRESSES, {})
-    return addresses.get(model, "" if model else str(metadata[KV_ADDRESS]))
+    """Where others fetch a model's prefixes from a replica, or empty.
+
+    stats: routing_stats(), or nothing before its first report. metadata: of when it became ready;
+    later, its engine may have got another address, or have ended.
+    """
+    if KV_ADDRESSES not in stats:
+        return "" if model else str(metadata[KV_ADDRESS])
+    addresses: Mapping[str, str] = stats[KV_ADDRESSES]
+    return addresses.get(model, "")
 
 
 def routing_stats(stats: Mapping[str, Any], own_names: Mapping[str, str] = {}) -> dict[str, Any]:

