@@ -19,6 +19,7 @@ from localgen.audit.teacher_forcing import STEP_TOKENS, ForcedContext, ForcedMod
 from localgen.audit.templates import load_template
 from localgen.backends.errors import InvalidRequest, OutOfMemory
 from localgen.backends.formats.model_files import model_file
+from localgen.backends.llamacpp.native import LlamaModel
 from localgen.chat.conversation import Conversation, Turn
 from localgen.chat.session_store import SessionRecord
 from localgen.chat.stored_sessions import open_store
@@ -200,7 +201,7 @@ def test_one_session_and_few_texts(state: Path, capsys: pytest.CaptureFixture[st
         (["tiny", "--kv", "--session", "none"], "session 'none' not found"),
         (["tiny", "--kv", "--session", "1", "--text", __file__], "exclude each other"),
         (["tiny", "--kv", "--text", "missing.txt"], "missing.txt: No such file"),
-        (["tiny", "--kv", "-c", "16"], "no answer fits a context of 16 tokens"),
+        (["tiny", "--kv", "-c", "16"], "no answer fits a context of 16 tokens: raise --ctx"),
     ],
 )
 def test_wrong_input_gets_one_line(
@@ -212,12 +213,45 @@ def test_wrong_input_gets_one_line(
     assert len(err.splitlines()) == 1
 
 
+def test_sessions_without_answers_are_told_apart(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open_store(state) as store:
+        store.create(SessionRecord(0, "new", "tiny"))
+        unanswered = Conversation("", (Turn("Is anybody there?", ""),))
+        store.create(SessionRecord(0, "open", "tiny", conversation=unanswered))
+    for name, message in (
+        ("new", "session 'new' has no turns to audit: localgen history"),
+        ("open", "the stored conversations have no answers to audit: give a file with --text"),
+    ):
+        assert run_command_line(["audit", "tiny", "--kv", "--session", name]) == 3
+        assert message in capsys.readouterr().err
+
+
+def test_the_context_is_no_longer_than_either_model_was_trained_with(
+    state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = LlamaModel.ctx_train.fget
+    assert trained is not None
+
+    def of_the_reference(model: LlamaModel) -> int:
+        return 24 if model.size_bytes > SMALLER.stat().st_size else trained(model)
+
+    monkeypatch.setattr(LlamaModel, "ctx_train", property(of_the_reference))
+    asked = ["audit", str(SMALLER), "--reference", "tiny", "-t", "1"]
+    assert run_command_line(asked) == 3
+    err = capsys.readouterr().err
+    assert "no answer fits a context of 24 tokens: tiny was trained with no more" in err
+
+
 def test_without_chats_it_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("LOCALGEN_STATE_DIR", str(tmp_path / "empty"))
     assert run_command_line(["audit", "tiny", "--kv"]) == 3
-    assert "no stored conversations to audit: chat first" in capsys.readouterr().err
+    assert "no stored conversations to audit; chat first" in capsys.readouterr().err
+    assert run_command_line(["audit", "tiny", "--kv", "--session", "trip"]) == 3
+    assert "session 'trip' not found: no conversation is stored yet" in capsys.readouterr().err
     assert not (tmp_path / "empty").exists()
 
 

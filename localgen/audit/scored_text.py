@@ -15,6 +15,14 @@ _TEXT_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
+class ContextLimit:
+    """Most tokens of a sequence. remedy: what to do about longer ones, for people."""
+
+    tokens: int
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True)
 class ScoredText:
     """A sequence to read. name: for people. start: the first scored token, at least 1."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +14,7 @@ from localgen.cli.arguments import JsonFlag, ModelArgument
 from localgen.cli.completion_values import complete_model, complete_session
 
 if TYPE_CHECKING:
-    from localgen.audit.scored_text import Selection
+    from localgen.audit.scored_text import ContextLimit, Selection
     from localgen.audit.teacher_forcing import ForcedModel
     from localgen.chat.session_store import SessionRecord
 
@@ -101,14 +101,15 @@ def command(
     require_memory([file] if original is None else [file, original])
     content = None if text is None else _read_text(text)
     records = [] if text is not None else _read_sessions(session)
-    with _open_model(file.path, threads) as audited:
-        most = min(ctx, audited.model.ctx_train)
-        selection = _select(audited, content, records, ctx=most, tokens=tokens)
-        with contextlib.ExitStack() as stack:
-            opened = None
-            if original is not None:
-                opened = original.name, stack.enter_context(_open_model(original.path, threads))
-            _run((file.name, audited), opened, selection, worst=worst, as_json=json)
+    with contextlib.ExitStack() as stack:
+        audited, *references = [
+            (one.name, stack.enter_context(_open_model(one.path, threads)))
+            for one in (file, original)
+            if one is not None
+        ]
+        limit = _context_limit([audited, *references], ctx)
+        selection = _select(audited[1], content, records, limit, tokens=tokens)
+        _run(audited, references, selection, limit, worst=worst, as_json=json)
 
 
 def _read_text(path: Path) -> str:
@@ -128,15 +129,24 @@ def _read_sessions(wanted: str | None) -> list[SessionRecord]:
     from localgen.config import ServerSettings
 
     state_dir = ServerSettings.from_environment().state_dir
+    records: list[SessionRecord] = []
     if has_store(state_dir):
         with open_store_or_copy(state_dir, _print_copy_notice) as store:
             chosen = list_with_turns(store) if wanted is None else [require_session(store, wanted)]
             records = [store.read(each.id) for each in chosen]
-        if any(record.conversation.turns for record in records):
-            return records
-    raise InvalidRequest(
-        "no stored conversations to audit: chat first (localgen chat), or give a file with --text"
+    if any(record.conversation.turns for record in records):
+        return records
+    if records:
+        raise InvalidRequest(
+            f"session {wanted!r} has no turns to audit: localgen history lists the others",
+            param="session",
+        )
+    missing = (
+        "no stored conversations to audit"
+        if wanted is None
+        else (f"session {wanted!r} not found: no conversation is stored yet")
     )
+    raise InvalidRequest(f"{missing}; chat first (localgen chat), or give a file with --text")
 
 
 def _print_copy_notice(why: str) -> None:
@@ -153,48 +163,65 @@ def _open_model(path: Path, threads: int | None) -> Iterator[ForcedModel]:
         yield model
 
 
+def _context_limit(models: Sequence[tuple[str, ForcedModel]], ctx: int) -> ContextLimit:
+    """The --ctx option, or the smallest context that a model was trained with."""
+    from localgen.audit.scored_text import ContextLimit
+
+    name, model = min(models, key=lambda one: one[1].model.ctx_train)
+    if model.model.ctx_train >= ctx:
+        return ContextLimit(ctx, "raise --ctx")
+    return ContextLimit(
+        model.model.ctx_train, f"{name} was trained with no more, so --ctx cannot be raised"
+    )
+
+
 def _select(
     model: ForcedModel,
     text: str | None,
     records: list[SessionRecord],
+    limit: ContextLimit,
     *,
-    ctx: int,
     tokens: int,
 ) -> Selection:
     from localgen.audit.scored_text import select_answers, select_text
     from localgen.audit.templates import load_template
 
+    ctx = limit.tokens
     if text is not None:
         found = select_text(text, model.tokenizer, ctx=ctx, max_scored=tokens)
         empty = "the text has fewer than two tokens"
     else:
         template = load_template(model)
         found = select_answers(records, template, model.tokenizer, ctx=ctx, max_scored=tokens)
-        empty = f"no answer fits a context of {ctx:,} tokens: raise --ctx"
+        empty = f"no answer fits a context of {ctx:,} tokens: {limit.remedy}"
+        if not found.num_too_long:
+            empty = "the stored conversations have no answers to audit: give a file with --text"
     if not found.texts:
-        raise InvalidRequest(empty, param="text")
+        raise InvalidRequest(empty)
     return found
 
 
 def _run(
     audited: tuple[str, ForcedModel],
-    original: tuple[str, ForcedModel] | None,
+    references: Sequence[tuple[str, ForcedModel]],
     selection: Selection,
+    limit: ContextLimit,
     *,
     worst: int,
     as_json: bool,
 ) -> None:
+    """references: the original; none to compare KV types."""
     from localgen.audit.audit import REFERENCE_KV, Audit, Side, require_same_vocabulary
     from localgen.cli.audit_report import AuditPrinter
 
     name, model = audited
-    if original is None:
+    if references:
+        reference, sides = Side(*references[0]), [Side(name, model)]
+        require_same_vocabulary(sides[0], reference)
+    else:
         reference = Side(f"{name}, KV {REFERENCE_KV}", model)
         sides = [Side(f"{name}, KV {kind}", model, kind) for kind in _KV_TYPES]
-    else:
-        reference, sides = Side(*original), [Side(name, model)]
-        require_same_vocabulary(sides[0], reference)
-    printer = AuditPrinter(reference.name, selection, model.tokenizer, as_json=as_json)
+    printer = AuditPrinter(reference.name, selection, limit, model.tokenizer, as_json=as_json)
     with contextlib.closing(Audit(reference, sides, selection.longest, worst)) as audit:
         printer.print_estimate(audit.estimate_s(selection))
         with printer:

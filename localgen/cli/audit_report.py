@@ -9,7 +9,7 @@ from types import TracebackType
 import typer
 
 from localgen.audit.comparison import Agreement, Flip, Tally
-from localgen.audit.scored_text import Selection
+from localgen.audit.scored_text import ContextLimit, Selection
 from localgen.backends.llamacpp.vocab import LlamaCppTokenizer
 from localgen.backends.terminal_text import one_line
 from localgen.backends.units import format_count, format_elapsed
@@ -28,9 +28,15 @@ class AuditPrinter:
     """
 
     def __init__(
-        self, reference: str, selection: Selection, tokenizer: LlamaCppTokenizer, *, as_json: bool
+        self,
+        reference: str,
+        selection: Selection,
+        limit: ContextLimit,
+        tokenizer: LlamaCppTokenizer,
+        *,
+        as_json: bool,
     ) -> None:
-        self._reference, self._selection = reference, selection
+        self._reference, self._selection, self._limit = reference, selection, limit
         self._tokenizer, self._as_json = tokenizer, as_json
         self._progress: StepProgress | None = None
 
@@ -43,7 +49,10 @@ class AuditPrinter:
         )
         if chosen.num_too_long:
             answers = format_count(chosen.num_too_long, "answer")
-            tables.print_notice(f"{answers} left out, longer than the context: raise --ctx")
+            limit = self._limit
+            tables.print_notice(
+                f"{answers} left out, longer than {limit.tokens:,} tokens: {limit.remedy}"
+            )
 
     def __enter__(self) -> AuditPrinter:
         self._progress = StepProgress()
