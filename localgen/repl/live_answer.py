@@ -140,7 +140,7 @@ class LiveAnswer:
             pass  # it was resized meanwhile
 
     def _draw(self, *, last: bool) -> bool:
-        """Draw what there is; False if the console was resized meanwhile, and nothing is changed."""
+        """Draw what there is; False, and nothing changes, if the console was resized meanwhile."""
         if self._live.is_resized():
             self._live.let_last(self._rows.let_last(self._live.live))
         while self._unprinted:
