@@ -297,7 +297,7 @@ def test_commands_add_list_and_remove(files: Path, capsys: pytest.CaptureFixture
     for args, why in (
         (("adapter", "add", "poet", path, "tiny"), "already an adapter of tiny"),
         (("adapter", "add", "tiny", path, "tiny"), "name of a model of localgen"),
-        (("adapter", "add", "b", "/nowhere", "tiny"), "there is no /nowhere"),
+        (("adapter", "add", "b", "/nowhere", "tiny"), "there is no /nowhere: give the adapter's GGUF file"),
         (("adapter", "add", "b", path, "nothing"), "Model 'nothing' not found"),
         (("adapter", "add", "b", path, "poet"), "poet is an adapter: give its model"),
         (("cp", "poet", "b"), "poet is an adapter: an alias is of a model, such as tiny"),

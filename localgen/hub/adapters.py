@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from localgen.backends.errors import InvalidRequest, ModelNotFound
 from localgen.hub.adapter import AdapterEntry
@@ -26,7 +27,8 @@ def add_adapter(name: str, entry: AdapterEntry) -> None:
     """
     validate_new_name(name, "an adapter")
     find_target(entry.model, allow_paths=True)
-    entry.require_path(name)
+    if not Path(entry.path).exists():
+        raise ModelNotFound(f"there is no {entry.path}: give the adapter's GGUF file or PEFT folder")
     entry = replace(entry, model=without_latest(entry.model))
     store = models_store()
     with store.locked():
