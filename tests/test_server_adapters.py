@@ -297,7 +297,7 @@ def test_commands_add_list_and_remove(files: Path, capsys: pytest.CaptureFixture
     for args, why in (
         (("adapter", "add", "poet", path, "tiny"), "already an adapter of tiny"),
         (("adapter", "add", "tiny", path, "tiny"), "name of a model of localgen"),
-        (("adapter", "add", "b", "/nowhere", "tiny"), "there is no /nowhere: give the adapter's GGUF file"),
+        (("adapter", "add", "b", "/nowhere", "tiny"), "there is no /nowhere: give a"),
         (("adapter", "add", "b", path, "nothing"), "Model 'nothing' not found"),
         (("adapter", "add", "b", path, "poet"), "poet is an adapter: give its model"),
         (("cp", "poet", "b"), "poet is an adapter: an alias is of a model, such as tiny"),
@@ -318,7 +318,7 @@ def test_an_adapter_takes_no_name_that_means_something(files: Path) -> None:
     for name, why in (("work", "another model"), ("llama-8b", "catalog"), ("a/b", "cannot be")):
         with pytest.raises(InvalidRequest, match=why):
             add_adapter(name, entry)
-    with pytest.raises(ModelNotFound, match="adapter x: there is no /nowhere"):
+    with pytest.raises(ModelNotFound, match="there is no /nowhere: give a GGUF file"):
         add_adapter("x", AdapterEntry("/nowhere", "tiny"))
     add_adapter("poet", entry)
     with pytest.raises(InvalidRequest, match="poet is an adapter"):

@@ -28,7 +28,7 @@ def add_adapter(name: str, entry: AdapterEntry) -> None:
     validate_new_name(name, "an adapter")
     find_target(entry.model, allow_paths=True)
     if not Path(entry.path).exists():
-        raise ModelNotFound(f"there is no {entry.path}: give the adapter's GGUF file or PEFT folder")
+        raise ModelNotFound(f"there is no {entry.path}: give a GGUF file or PEFT's folder")
     entry = replace(entry, model=without_latest(entry.model))
     store = models_store()
     with store.locked():
