@@ -29,7 +29,7 @@ LAYERS = {
 }
 # installed from a file of their own, or not at all: pip is the environment's
 ELSEWHERE = ("llama-cpp-python", "torch", "pip")
-OTHER_SYSTEMS = ("colorama", "httpx2-jsfetch", "pyreadline3", "win32-setctime")
+OTHER_SYSTEMS = ("colorama", "httpx2-jsfetch", "pyreadline3", "pywin32", "win32-setctime")
 LEFT_OUT = ELSEWHERE + OTHER_SYSTEMS
 # the newest version of which there is a CPU build where localgen is developed
 TORCH = "2.13.0"

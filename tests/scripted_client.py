@@ -9,7 +9,7 @@ from typing import Any
 from localgen.backends.errors import ModelNotFound, ServerUnavailable
 from localgen.backends.model_info import LoadOptions, ModelInfo
 from localgen.backends.sampling_params import SamplingParams
-from localgen.backends.types import Message, Timings
+from localgen.backends.types import Message, Timings, Tool
 from localgen.client import Completion, Health, LocalClient, ModelCard, RunningModel, TextDelta
 
 TIMINGS = Timings(
@@ -81,6 +81,8 @@ class Asked:
     priority: int
     save_prefix: bool = True
     on_overflow: str = "error"
+    tools: tuple[Tool, ...] = ()
+    tool_choice: str = "auto"
 
 
 @dataclass
@@ -138,9 +140,14 @@ class ScriptedClient(LocalClient):
         priority: int = 0,
         save_prefix: bool = True,
         on_overflow: str = "error",
+        tools: tuple[Tool, ...] = (),
+        tool_choice: str = "auto",
     ) -> Generator[TextDelta | Completion, None, None]:
         self.record.asked.append(
-            Asked(model or "tiny", tuple(messages), params, ctx, priority, save_prefix, on_overflow)
+            Asked(
+                *(model or "tiny", tuple(messages), params, ctx, priority, save_prefix),
+                *(on_overflow, tools, tool_choice),
+            )
         )
         script = self.scripts.pop(0) if self.scripts else (f"re: {messages[-1].content}", answer())
         return self._play(script)

@@ -138,4 +138,4 @@ def test_conversation_survives_conversion_to_messages(seed: int) -> None:
     stopped = frozenset(
         first + 2 * at + 1 for at, turn in enumerate(conversation.turns) if turn.stopped
     )
-    assert conversation_from_messages(conversation.messages(), stopped) == conversation
+    assert conversation_from_messages(conversation.messages(), stopped, {}) == conversation

@@ -79,6 +79,7 @@ OTHERS = {
         "kv",
         "launch",
         "logs",
+        "mcp",
         "preset",
         "pull",
         "quantize",

@@ -79,7 +79,7 @@ def test_unknown_commands_and_options_are_detected(line: str) -> None:
 
 def can_run(line: str) -> bool:
     words = command_words(line)
-    return words[0] in RUNNABLE and "--url" not in words
+    return words[0] in RUNNABLE and not {"--url", "--mcp"} & set(words)
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,9 @@ class StartedChats(list[tuple[str | None, ModelOptions, ChatStorage]]):
         monkeypatch.setattr(
             localgen.client, "LocalClient", lambda *_args, **_named: ScriptedClient()
         )
-        monkeypatch.setattr("localgen.repl.repl.start_chat", lambda *chat: self.append(chat[2:]))
+        monkeypatch.setattr(
+            "localgen.repl.start_chat.start_chat", lambda *chat: self.append(chat[2:5])
+        )
 
     def run(self, *arguments: str) -> int:
         """Exit status of `localgen chat`."""

@@ -70,6 +70,7 @@ ORDER = (
     "localgen.quant.gguf",
     "localgen.quant.mixed",
     "localgen.quant",
+    "localgen.mcp_tools",
     "localgen.chat",
     "localgen.audit",
     "localgen.repl",

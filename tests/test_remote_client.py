@@ -267,7 +267,7 @@ def test_tool_calls_of_a_server_give_a_note(server: PlainServer) -> None:
     ]
     text, end = Asking(server).answer()
     assert (text, end.finish_reason) == ("", "tool_calls")
-    assert end.notes == ("the model called add, but tools are not supported here",)
+    assert end.notes == ("the model called add, but no tools were offered",)
 
 
 def test_token_counts_of_the_server_are_used(server: PlainServer) -> None:

@@ -278,7 +278,8 @@ def test_a_history_that_fails_is_said_below_the_line(
         def __init__(self, on_failure: Callable[[OSError], None]) -> None:
             self._on_failure = on_failure
 
-        def prompt(self, text: str) -> str:
+        def prompt(self, text: str, default: str = "") -> str:
+            assert default == ""
             self._on_failure(OSError(errno.ENOSPC, "No space left on device"))
             screen.write(f"{text}hi\n")
             return "hi"
@@ -288,7 +289,7 @@ def test_a_history_that_fails_is_said_below_the_line(
         lambda *_arguments, on_failure, **_named: Editor(on_failure),
     )
     session = ChatSession(ScriptedClient(), tmp_path, ModelOptions())
-    read = create_line_reader(session, Console(file=screen, width=200))
+    read = create_line_reader(session, Console(file=screen, width=200)).read
     assert read(">>> ") == "hi"
     first, second = screen.getvalue().splitlines()
     assert first == ">>> hi"
@@ -303,7 +304,8 @@ def test_models_are_looked_up_once_a_prompt(
     lookups = 0
 
     class Editor:
-        def prompt(self, _text: str) -> str:
+        def prompt(self, _text: str, default: str = "") -> str:
+            assert default == ""
             typed = Document("/model ")
             found = [*seen[0].get_completions(typed, CompleteEvent())]
             found += seen[0].get_completions(typed, CompleteEvent())
@@ -321,7 +323,7 @@ def test_models_are_looked_up_once_a_prompt(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(client, "models", models)
     monkeypatch.setattr("localgen.repl.prompt.create_prompt_session", editor)
-    read = create_line_reader(ChatSession(client, tmp_path, ModelOptions()), Console())
+    read = create_line_reader(ChatSession(client, tmp_path, ModelOptions()), Console()).read
     assert read(">>> ") == "m1 m1"
     assert read(">>> ") == "m2 m2"
 

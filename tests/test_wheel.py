@@ -99,6 +99,7 @@ def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
         "quant",
         "smollm2",
         "cluster",
+        "mcp",
         "test",
         "dev",
     }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from localgen.backends.text.template import PromptTemplate
 from localgen.backends.text.tokenizer import Tokenizer
@@ -106,7 +107,9 @@ def select_text(text: str, tokenizer: Tokenizer, *, ctx: int, max_scored: int) -
 def _prompts_and_answers(
     record: SessionRecord, template: PromptTemplate
 ) -> Iterator[tuple[str, str, str]]:
-    messages = record.conversation.messages()
+    # the tools that an answer was offered are not stored with it
+    turns = tuple(itertools.takewhile(lambda turn: not turn.steps, record.conversation.turns))
+    messages = replace(record.conversation, turns=turns).messages()
     for at, message in enumerate(messages):
         if message.role == "assistant" and message.content:
             name = f"session {record.id}, answer {_num_answers(messages[: at + 1])}"

@@ -10,11 +10,14 @@ from localgen.backends import units
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import DraftInfo, ModelInfo
 from localgen.backends.sampling_params import BASE_SAMPLING, SamplingParams
-from localgen.backends.terminal_text import one_line
+from localgen.backends.terminal_text import collapse, one_line
 from localgen.chat import parameters, report, saved_chats, stats_report
 from localgen.chat.session import ChatSession, OnProgress
+from localgen.mcp_tools.chat_tools import OfferedTool
+from localgen.mcp_tools.server_file import read_servers
 
 _USAGE_WIDTH = 25  # leaves room for the help in 80 columns
+_TOOL_CHARS = 120
 COMMAND_ALIASES = {"/?": "/help", "/exit": "/bye", "/quit": "/bye"}
 
 
@@ -351,6 +354,29 @@ def _stats(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
     return CommandOutput(stats_report.summary(session))
 
 
+def _mcp(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
+    action, _space, rest = argument.partition(" ")
+    if action == "off" and rest:
+        session.tools.remove(rest.strip())
+        return CommandOutput(one_line(f"the tools of {rest.strip()} are not offered any more"))
+    if rest:
+        raise _usage_error("/mcp", argument)
+    if argument:
+        offered = session.tools.add(argument)
+        return CommandOutput(_text((f"{argument} offers:", *map(_tool_line, offered))))
+    in_use = session.tools.servers
+    lines = [line for offered in in_use.values() for line in map(_tool_line, offered)]
+    unused = [name for name in read_servers() if name not in in_use]
+    if unused:
+        lines.append(f"not in use: {', '.join(unused)}; /mcp NAME offers the tools of one")
+    return CommandOutput(_text(lines or ["no MCP servers: localgen mcp add"]))
+
+
+def _tool_line(offered: OfferedTool) -> str:
+    line = f"{offered.title}: {collapse(offered.tool.description)}"
+    return line if len(line) <= _TOOL_CHARS else f"{line[: _TOOL_CHARS - 1]}…"
+
+
 def _help(_session: ChatSession, _argument: str, _: OnProgress) -> CommandResult:
     rows = [row for command in SLASH_COMMANDS.values() for row in _help_rows(command)]
     rows += [
@@ -427,6 +453,12 @@ _COMMANDS = (
     ),
     SlashCommand("/undo", "[N]", "removes the last turn, or N; takes /compact back", _undo),
     SlashCommand("/stats", "[raw]", "shows speed and memory; raw: all", _stats, ("raw",)),
+    SlashCommand(
+        "/mcp",
+        "[NAME | off NAME]",
+        "offers the tools of an MCP server; without a name, lists them",
+        _mcp,
+    ),
     SlashCommand("/help", "", "shows this list", _help),
     SlashCommand("/bye", "", "leaves the chat", _bye),
 )

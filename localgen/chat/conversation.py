@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.types import Message
+from localgen.backends.types import Message, ToolCall
+
+
+@dataclass(frozen=True, slots=True)
+class ToolStep:
+    """A part of an answer that ends with tool calls. results: of the calls, in their order."""
+
+    text: str
+    reasoning: str
+    calls: tuple[ToolCall, ...]
+    results: tuple[str, ...]
+
+    def messages(self, *, with_reasoning: bool = False) -> tuple[Message, ...]:
+        """The message with the calls, and one for each result."""
+        thought = self.reasoning if with_reasoning and self.reasoning else None
+        results = (
+            Message("tool", result, tool_call_id=call.id, name=call.name)
+            for call, result in zip(self.calls, self.results, strict=True)
+        )
+        return (Message("assistant", self.text, thought, self.calls), *results)
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +33,8 @@ class Turn:
     """A prompt and its answer.
 
     stopped: the answer was cut short by the user or an error. reasoning: the model's reasoning
-    before the answer. summary: one line of statistics, shown under the answer.
+    before the answer. summary: one line of statistics, shown under the answer. steps: tool calls
+    and their results, before the answer.
     """
 
     prompt: str
@@ -22,11 +42,18 @@ class Turn:
     stopped: bool = False
     reasoning: str = ""
     summary: str = ""
+    steps: tuple[ToolStep, ...] = ()
 
     @property
     def is_unanswered(self) -> bool:
-        """True if the answer was stopped before any text or reasoning."""
-        return self.stopped and not self.answer and not self.reasoning
+        """True if the answer was stopped before any text, reasoning or tool call."""
+        return self.stopped and not (self.answer or self.reasoning or self.steps)
+
+    @property
+    def num_chars(self) -> int:
+        """Characters of the prompt, the answer and the tool calls, without reasoning."""
+        steps = (message for step in self.steps for message in step.messages())
+        return len(self.prompt + self.answer) + sum(len(message.content) for message in steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +73,10 @@ class Conversation:
             if turn.is_unanswered:
                 continue
             thought = turn.reasoning if with_reasoning and turn.reasoning else None
-            messages += [Message("user", turn.prompt), Message("assistant", turn.answer, thought)]
+            messages.append(Message("user", turn.prompt))
+            for step in turn.steps:
+                messages += step.messages(with_reasoning=with_reasoning)
+            messages.append(Message("assistant", turn.answer, thought))
         return tuple(messages)
 
     def messages_with_prompt(
@@ -76,9 +106,13 @@ class Conversation:
 
 
 def conversation_from_messages(
-    messages: Sequence[Message], stopped_indices: frozenset[int]
+    messages: Sequence[Message],
+    stopped_indices: frozenset[int],
+    steps: Mapping[int, tuple[ToolStep, ...]],
 ) -> Conversation:
     """Build a conversation from messages. stopped_indices: messages that were cut short.
+
+    steps: tool calls before a message, by its index.
 
     Raises InvalidRequest unless the messages are an optional system message, then user and
     assistant messages in turn.
@@ -95,6 +129,7 @@ def conversation_from_messages(
             spoken[at + 1].content,
             first + at + 1 in stopped_indices,
             spoken[at + 1].reasoning or "",
+            steps=steps.get(first + at + 1, ()),
         )
         for at in range(0, len(spoken), 2)
     ]
@@ -113,9 +148,20 @@ def transcript_markdown(name: str, conversation: Conversation) -> str:
             if turn.reasoning
             else ""
         )
+        calls = "".join(_step_markdown(step) for step in turn.steps)
         served = f"\n\n*{' · '.join(turn.summary.splitlines())}*" if turn.summary else ""
-        parts.append(f"## Answer\n\n{thought}{turn.answer}{served}\n")
+        parts.append(f"## Answer\n\n{calls}{thought}{turn.answer}{served}\n")
     return "\n".join(parts)
+
+
+def _step_markdown(step: ToolStep) -> str:
+    """The text of a step, and its calls in collapsed sections."""
+    text = f"{step.text}\n\n" if step.text else ""
+    calls = (
+        f"<details><summary>{call.name} {call.arguments}</summary>\n\n{result}\n\n</details>\n\n"
+        for call, result in zip(step.calls, step.results, strict=True)
+    )
+    return text + "".join(calls)
 
 
 def _blockquote(text: str) -> str:

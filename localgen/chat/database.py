@@ -55,6 +55,7 @@ SESSIONS_SCHEMA = (
     """,
     "ALTER TABLE sessions ADD COLUMN server TEXT NOT NULL DEFAULT ''",
     "ALTER TABLE sessions ADD COLUMN forked_from INTEGER",
+    "ALTER TABLE turns ADD COLUMN steps TEXT NOT NULL DEFAULT ''",
 )
 
 

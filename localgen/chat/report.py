@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from localgen.client import Completion
     from localgen.client.snapshot import ModelSnapshot
     from localgen.machine.busy_processes import BusyProgram
+    from localgen.mcp_tools.chat_tools import ChatTools
 
 # gains of drafts below this are not shown under an answer
 _MIN_SHOWN_GAIN = 1.1
@@ -191,6 +192,14 @@ def verbose_stats_lines(completion: Completion, load_ms: float) -> list[str]:
         f"drafts:     {_speculation_details(timings)}",
         *(f"context:    {place}" for place in _context_usage(completion)),
     ]
+
+
+def tool_lines(tools: ChatTools) -> list[str]:
+    """The servers whose tools are offered, in a line; nothing if there are none."""
+    if not tools.servers:
+        return []
+    counts = (f"{name} ({len(offered)})" for name, offered in tools.servers.items())
+    return [f"tools of {', '.join(counts)}; /mcp lists them"]
 
 
 def completion_warnings(completion: Completion, *, in_chat: bool = True) -> list[str]:

@@ -12,7 +12,7 @@ import msgspec
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import Message
-from localgen.chat.conversation import Conversation, conversation_from_messages
+from localgen.chat.conversation import Conversation, ToolStep, conversation_from_messages
 from localgen.locked_file import LockedFile
 
 FILE_FORMAT: Literal["localgen-chat-1"] = "localgen-chat-1"
@@ -33,6 +33,7 @@ class _SavedMessage:
     content: str
     stopped: bool = False
     reasoning: str = ""
+    steps: tuple[ToolStep, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +105,9 @@ def load_chat(path: Path) -> SavedChat:
             Message(spoken.role, spoken.content, spoken.reasoning or None)
             for spoken in found.messages
         ]
-        return SavedChat(
-            found.model, found.parameters, conversation_from_messages(messages, stopped)
-        )
+        steps = {at: spoken.steps for at, spoken in enumerate(found.messages)}
+        conversation = conversation_from_messages(messages, stopped, steps)
+        return SavedChat(found.model, found.parameters, conversation)
     except OSError as error:
         raise InvalidRequest(f"cannot read {path}: {error.strerror}") from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -119,6 +120,6 @@ def _to_file(chat: SavedChat) -> _ChatFile:
     system = chat.conversation.system
     spoken = [_SavedMessage("system", system)] if system else []
     for turn in chat.conversation.turns:
-        answer = _SavedMessage("assistant", turn.answer, turn.stopped, turn.reasoning)
+        answer = _SavedMessage("assistant", turn.answer, turn.stopped, turn.reasoning, turn.steps)
         spoken += [_SavedMessage("user", turn.prompt), answer]
     return _ChatFile(FILE_FORMAT, chat.model, chat.params, tuple(spoken))

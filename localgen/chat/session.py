@@ -13,15 +13,17 @@ from localgen.backends.errors import ContextExceeded, InvalidRequest, LocalgenEr
 from localgen.backends.memory.kv_sizing import DEFAULT_CTX
 from localgen.backends.model_info import DRAFT_KEYWORDS, LoadOptions, ModelInfo
 from localgen.backends.sampling_params import SAMPLERS, SamplingParams
-from localgen.backends.types import Message
+from localgen.backends.types import Message, Tool, ToolCall
 from localgen.chat import parameters
-from localgen.chat.conversation import Conversation, Turn
+from localgen.chat.conversation import Conversation, ToolStep, Turn
 from localgen.chat.parameters import ModelOptions
 from localgen.client.responses import TextDelta
 from localgen.client.snapshot import ModelSnapshot, parse_localgen_stats
 from localgen.hub.packaged import default_model
 from localgen.hub.preset import Preset
 from localgen.hub.resolve import find_preset, name_for_server
+from localgen.mcp_tools.chat_tools import MAX_ROUNDS, CallHandlers, CallResults, ChatTools
+from localgen.mcp_tools.connections import McpConnections
 
 if TYPE_CHECKING:
     from localgen.client import Client, Completion
@@ -35,6 +37,17 @@ _SUMMARY_PROMPT = (
     "was asked, what was found and decided, names, numbers and code that matter, what is open."
 )
 _MAX_SUMMARY_TOKENS = 1024
+
+
+def result_chars(ctx: int | None) -> int | None:
+    """Characters of a tool result that take half of a context, at four of a token; None if the
+    context is unknown."""
+    return ctx * 2 if ctx else None
+
+
+def template_uses_reasoning(model: ModelInfo) -> bool:
+    """True if the chat template uses the reasoning of earlier messages."""
+    return "reasoning_content" in (model.chat_template or "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +84,18 @@ class ChatSession:
 
     used_tokens: of the conversation, as the server reported, or None if not known.
     model_info, last_completion, used_tokens: another thread may reset them at any moment, so read
-    them once.
+    them once. tools: what the model may call.
     """
 
-    def __init__(self, client: Client, state_dir: Path, options: ModelOptions) -> None:
+    def __init__(
+        self,
+        client: Client,
+        state_dir: Path,
+        options: ModelOptions,
+        tools: ChatTools | None = None,
+    ) -> None:
         self.client = client
+        self.tools = ChatTools(McpConnections()) if tools is None else tools
         self.state_dir = state_dir
         self._options = options
         self._options_lock = threading.Lock()
@@ -229,23 +249,31 @@ class ChatSession:
         self.load(self.requested_model, on_progress)
 
     def stream(
-        self, prompt: str, *, regenerate: bool = False, beginning: str = ""
+        self,
+        prompt: str,
+        *,
+        regenerate: bool = False,
+        beginning: str = "",
+        steps: tuple[ToolStep, ...] = (),
     ) -> Generator[TextDelta | Completion, None, None]:
         """Stream an answer to a prompt. The conversation is unchanged until add_turn().
 
-        regenerate: leave out the last turn. beginning: of the answer, which is continued.
+        regenerate: leave out the last turn. beginning: of the answer, which is continued. steps:
+        of the answer so far; after MAX_ROUNDS of them the model has to answer without tools.
         Raises the errors of Client.chat; that of a parameter which is set says how to reset it.
         """
         conversation = self.conversation.undo() if regenerate else self.conversation
         try:
             yield from self.client.chat(
                 self.requested_model,
-                self._messages(conversation, prompt, beginning),
+                self._messages(conversation, prompt, beginning, steps),
                 self.options.params,
                 ctx=self._requested_ctx,
                 priority=self.options.priority,
                 save_prefix=self.options.save_prefix,
                 on_overflow=self.options.on_overflow,
+                tools=self.tools.offered,
+                tool_choice="none" if len(steps) >= MAX_ROUNDS else "auto",
             )
         except InvalidRequest as error:
             name = error.param if error.param in parameters.PARAMETER_NAMES else None
@@ -254,6 +282,10 @@ class ChatSession:
             is_format = name == "json_schema"
             reset = "/set format text" if is_format else f"/set parameter {name} default"
             raise InvalidRequest(f"{error.message}; {reset} ends it", param=name) from error
+
+    def run_calls(self, calls: tuple[ToolCall, ...], handlers: CallHandlers) -> CallResults:
+        """Run the tool calls that a part of an answer ends with."""
+        return self.tools.run(calls, handlers, result_chars(self.ctx))
 
     def next_tokens(
         self, turn_index: int, beginning: str, count: int
@@ -267,8 +299,9 @@ class ChatSession:
         params = replace(
             self.options.params, max_tokens=1, logprobs=count, temperature=0.0, json_schema=None
         )
-        messages = self._messages(before, turns[turn_index].prompt, beginning)
-        with contextlib.closing(self._chat(messages, params)) as events:
+        turn = turns[turn_index]
+        messages = self._messages(before, turn.prompt, beginning, turn.steps)
+        with contextlib.closing(self._chat(messages, params, self.tools.offered)) as events:
             for event in events:
                 if isinstance(event, TextDelta):
                     return event.alternatives
@@ -296,7 +329,7 @@ class ChatSession:
         if not summary.text.strip():
             raise InvalidRequest("the model wrote no summary: the conversation is unchanged")
         turn = Turn(_SUMMARY_PROMPT, summary.text.strip())
-        if len(turn.prompt + turn.answer) >= sum(len(t.prompt + t.answer) for t in turns):
+        if turn.num_chars >= sum(each.num_chars for each in turns):
             raise InvalidRequest("the summary would be longer than the conversation: unchanged")
         after = replace(conversation, turns=(turn, *last))
         self.set_conversation(after)
@@ -345,18 +378,30 @@ class ChatSession:
         return _Summary(text, is_cut)
 
     def _chat(
-        self, messages: tuple[Message, ...], params: SamplingParams
+        self,
+        messages: tuple[Message, ...],
+        params: SamplingParams,
+        tools: tuple[Tool, ...] = (),
     ) -> Generator[TextDelta | Completion, None, None]:
         """Stream the answer to a request that is no turn of the conversation."""
         return self.client.chat(
-            self.requested_model, messages, params, ctx=self._requested_ctx, save_prefix=False
+            *(self.requested_model, messages, params),
+            ctx=self._requested_ctx,
+            save_prefix=False,
+            tools=tools,
         )
 
     def _messages(
-        self, conversation: Conversation, prompt: str, beginning: str
+        self,
+        conversation: Conversation,
+        prompt: str,
+        beginning: str,
+        steps: tuple[ToolStep, ...] = (),
     ) -> tuple[Message, ...]:
-        with_reasoning = self._template_uses_reasoning()
+        with_reasoning = template_uses_reasoning(self.model)
         messages = conversation.messages_with_prompt(prompt, with_reasoning=with_reasoning)
+        for step in steps:
+            messages += step.messages(with_reasoning=with_reasoning)
         return (*messages, Message("assistant", beginning)) if beginning else messages
 
     def require_regenerable(self) -> Turn:
@@ -440,10 +485,6 @@ class ChatSession:
             return used
         letters = sum(len(message.content) for message in self.conversation.messages())
         return letters // 4
-
-    def _template_uses_reasoning(self) -> bool:
-        """True if the chat template uses the reasoning of earlier turns."""
-        return "reasoning_content" in (self.model.chat_template or "")
 
     def _unused_branch_name(self) -> str:
         number = len(self.branches)

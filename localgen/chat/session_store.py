@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import msgspec
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.sampling_params import SamplingParams
-from localgen.chat.conversation import Conversation, Turn
+from localgen.chat.conversation import Conversation, ToolStep, Turn
 from localgen.chat.database import SESSIONS_SCHEMA, Database, StoreFailed, WriterLock
 
 INTERRUPTED_SUMMARY = "interrupted: the program ended"
@@ -225,7 +226,7 @@ class SessionStore:
         """Return the turns of a session, unfinished ones included."""
         with self._database.read_transaction() as sqlite:
             rows = sqlite.execute(
-                "SELECT prompt, answer, stopped, reasoning, served "
+                "SELECT prompt, answer, stopped, reasoning, served, steps "
                 "FROM turns WHERE session = ? ORDER BY place",
                 (session_id,),
             )
@@ -269,7 +270,8 @@ class SessionStore:
         self, sqlite: sqlite3.Connection, record: SessionRecord, turn: Turn, writer: str | None
     ) -> None:
         done = sqlite.execute(
-            "UPDATE turns SET answer = ?, reasoning = ?, stopped = ?, served = ?, writer = ? "
+            "UPDATE turns SET answer = ?, reasoning = ?, stopped = ?, served = ?, steps = ?, "
+            "writer = ? "
             "WHERE session = ? AND place = ? AND writer = ?",
             (
                 *(
@@ -277,6 +279,7 @@ class SessionStore:
                     _replace_surrogates(turn.reasoning),
                     turn.stopped,
                     _replace_surrogates(turn.summary),
+                    _encode_steps(turn.steps),
                 ),
                 writer,
                 *(record.id, len(record.conversation.turns), self._writer.name),
@@ -325,12 +328,12 @@ def _read_session(sqlite: sqlite3.Connection, session_id: int) -> SessionRecord:
         (session_id,),
     ).fetchone()
     rows = sqlite.execute(
-        "SELECT prompt, answer, stopped, reasoning, served, writer FROM turns "
+        "SELECT prompt, answer, stopped, reasoning, served, steps, writer FROM turns "
         "WHERE session = ? ORDER BY place",
         (session_id,),
     ).fetchall()
-    whole = tuple(_turn_from_row(row) for row in rows if row[5] is None)
-    growing = next((_turn_from_row(row) for row in rows if row[5] is not None), None)
+    whole = tuple(_turn_from_row(row) for row in rows if row[6] is None)
+    growing = next((_turn_from_row(row) for row in rows if row[6] is not None), None)
     conversation = Conversation(system, whole)
     return SessionRecord(
         session_id,
@@ -354,7 +357,20 @@ def _decode_params(text: str) -> SamplingParams:
 
 
 def _turn_from_row(row: Sequence[str]) -> Turn:
-    return Turn(row[0], row[1], bool(row[2]), row[3], row[4])
+    return Turn(row[0], row[1], bool(row[2]), row[3], row[4], _decode_steps(row[5]))
+
+
+def _encode_steps(steps: tuple[ToolStep, ...]) -> str:
+    if not steps:
+        return ""
+    return _replace_surrogates(json.dumps([asdict(step) for step in steps], ensure_ascii=False))
+
+
+def _decode_steps(text: str) -> tuple[ToolStep, ...]:
+    try:
+        return msgspec.json.decode(text, type=tuple[ToolStep, ...]) if text else ()
+    except msgspec.MsgspecError as error:
+        raise StoreFailed(f"cannot read the tool calls of a session: {error}") from error
 
 
 def _num_common_turns(before: tuple[Turn, ...], after: tuple[Turn, ...]) -> int:
@@ -374,8 +390,11 @@ def _insert_turn(
         _replace_surrogates(turn.reasoning),
     )
     sqlite.execute(
-        "INSERT INTO turns VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-        (session_id, place, *texts, turn.stopped, _replace_surrogates(turn.summary), writer),
+        "INSERT INTO turns VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            *(session_id, place, *texts, turn.stopped, _replace_surrogates(turn.summary), writer),
+            _encode_steps(turn.steps),
+        ),
     )
 
 

@@ -13,6 +13,7 @@ import typer
 from localgen.backends.errors import InvalidRequest
 from localgen.chat.parameters import ModelOptions
 from localgen.cli.arguments import ModelArgument, ModelOption, read_prompt, split_model_and_prompt
+from localgen.cli.mcp_options import McpAllowOption, McpOption, open_chat_tools
 from localgen.cli.options import takes_model_options
 from localgen.cli.pull import run_or_offer_pull
 from localgen.cli.remote_options import (
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from localgen.chat.chat_storage import ChatStorage
     from localgen.client.endpoints import Endpoint
     from localgen.client.launch import EarlyLaunch
+    from localgen.mcp_tools.chat_tools import ChatTools
     from localgen.repl.load_progress import LoadProgressLine
 
 
@@ -51,6 +53,8 @@ def command(
     history: HistoryFlag = True,
     url: UrlOption = None,
     api_key_env: KeyEnvOption = None,
+    mcp: McpOption = None,
+    mcp_allow: McpAllowOption = None,
 ) -> None:
     """Chat with a model in the terminal.
 
@@ -72,7 +76,9 @@ def command(
     choice.validate(at_terminal=at_terminal)
     named = _require_model(words, default, named_model)
     if not at_terminal:
-        _answer_piped_prompt(endpoint, named, options)
+        prompt = read_prompt(None)
+        with open_chat_tools(mcp, mcp_allow) as tools:
+            _answer_piped_prompt(endpoint, named, prompt, options, tools)
         return
     settings = ServerSettings.from_environment()
     settings.create_state_dir()
@@ -80,14 +86,17 @@ def command(
     from localgen.chat.chat_storage import open_chat_storage
     from localgen.hub.resolve import name_for_server
 
-    with open_chat_storage(settings.state_dir, choice) as storage:
+    with (
+        open_chat_storage(settings.state_dir, choice) as storage,
+        open_chat_tools(mcp, mcp_allow) as tools,
+    ):
         record, url = storage.record, endpoint.url if endpoint else ""
         stored = record.model if record.server_url == url else None
         name = _require_model(words, stored or default, named_model)
         is_same = name_for_server(name) == name_for_server(record.model)
         merged = options_of_session(context, options, record, same_model=is_same)
         storage = replace(storage, warning=other_server_notice(record, url))
-        _chat(endpoint, name, options_for_endpoint(merged, endpoint), storage, early)
+        _chat(endpoint, name, options_for_endpoint(merged, endpoint), storage, tools, early)
 
 
 def _require_model(words: list[str], default: str | None, named: str | None) -> str | None:
@@ -99,15 +108,18 @@ def _require_model(words: list[str], default: str | None, named: str | None) -> 
 
 
 def _answer_piped_prompt(
-    endpoint: Endpoint | None, model: str | None, options: ModelOptions
+    endpoint: Endpoint | None,
+    model: str | None,
+    prompt: str,
+    options: ModelOptions,
+    tools: ChatTools,
 ) -> None:
-    prompt = read_prompt(None)
     early = launch_server_early(endpoint)
     from localgen.cli.one_shot import answer_prompt, stderr_console
 
     loading = _loading_line(stderr_console(), model)
     with closing(create_client(endpoint, loading.notify, early)) as client:
-        answer_prompt(client, loading, model, prompt, options)
+        answer_prompt(client, loading, model, prompt, options, tools)
 
 
 def _chat(
@@ -115,15 +127,16 @@ def _chat(
     model: str | None,
     options: ModelOptions,
     storage: ChatStorage,
+    tools: ChatTools,
     early: EarlyLaunch | None,
 ) -> None:
     from rich.console import Console
 
-    from localgen.repl.repl import start_chat
+    from localgen.repl.start_chat import start_chat
 
     loading = _loading_line(Console(highlight=False), model)
     with closing(create_client(endpoint, loading.notify, early)) as client:
-        start = partial(start_chat, client, loading, model, options, storage)
+        start = partial(start_chat, client, loading, model, options, storage, tools)
         if endpoint is not None:
             start()
         else:

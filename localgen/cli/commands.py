@@ -31,6 +31,7 @@ COMMANDS = {
     "cp": "Create an alias for a model.",
     "adapter": "Manage LoRA adapters, each a name for a model that it changes: add, list, rm.",
     "preset": "Manage names with a system prompt and settings of their own: add, list, rm.",
+    "mcp": "Manage MCP servers, whose tools a model may call: add, list, rm.",
     "cluster": "Run several engines behind one address: up, status, down.",
     "kv": "Manage the computed prefixes on disk: list, rm, verify.",
     "stop": "Unload a model, or stop the server.",

@@ -79,6 +79,16 @@ def complete_adapter(incomplete: str) -> list[str]:
     return _filter_by_prefix(incomplete, _own_names("adapters"))
 
 
+def complete_mcp_server(incomplete: str) -> list[str]:
+    """Complete an MCP server."""
+    from localgen.mcp_tools.server_file import read_servers
+
+    try:
+        return _filter_by_prefix(incomplete, read_servers())
+    except LocalgenError:
+        return []
+
+
 def complete_running_model(incomplete: str) -> list[str]:
     """Complete a loaded model."""
     return _filter_by_prefix(incomplete, _running_names())

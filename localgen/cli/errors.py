@@ -38,6 +38,7 @@ EXIT_STATUS_BY_CODE = {
     "endpoint_unavailable": 18,
     "store_failed": 19,
     "memory_in_use": 20,
+    "mcp_server_failed": 21,
 }
 _DESCRIPTIONS = {
     0: "success",

@@ -10,14 +10,19 @@ from rich.console import Console
 from rich.text import Text
 
 from localgen.backends.terminal_text import ProseStream, one_line
+from localgen.backends.types import ToolCall
 from localgen.chat import report
-from localgen.chat.conversation import Conversation
+from localgen.chat.conversation import Conversation, ToolStep
 from localgen.chat.parameters import ModelOptions
+from localgen.chat.session import result_chars, template_uses_reasoning
 from localgen.cli.tables import json_text
+from localgen.cli.tool_calls import one_shot_handlers
+from localgen.mcp_tools.chat_tools import MAX_ROUNDS, ROUNDS_NOTICE, ChatTools, runnable_calls
 from localgen.repl.load_progress import LoadProgressLine
 from localgen.repl.plain_answer import CollectedAnswer, write_plain_answer
 
 if TYPE_CHECKING:
+    from localgen.backends.model_info import ModelInfo
     from localgen.client import Client, Completion
 
 
@@ -27,12 +32,13 @@ def answer_prompt(
     model: str | None,
     prompt: str,
     options: ModelOptions,
+    tools: ChatTools,
     *,
     json_output: bool = False,
 ) -> None:
     """Load the model and print the answer on stdout, as text or one JSON record.
 
-    Notes, statistics and, once the server runs, the client's notices go to stderr.
+    Notes, statistics, tool calls and, once the server runs, the client's notices go to stderr.
     """
     with progress_line:
         client.connect()
@@ -40,28 +46,14 @@ def answer_prompt(
             info = client.load(model, options.load, progress_line.update, options.keep_alive)
     if progress_line.has_loaded or options.verbose:
         _print_notices(*info.notes)
-    messages = Conversation(options.system).messages_with_prompt(prompt)
-    stream = client.chat(
-        model,
-        messages,
-        options.params,
-        ctx=options.ctx,
-        priority=options.priority,
-        save_prefix=options.save_prefix,
-        on_overflow=options.on_overflow,
-    )
-    screen = _AnswerPrinter()
+    session = _OneShot(client, model, prompt, options, tools, info)
     with progress_line.notices_to(progress_line.print_notice):
-        whole = (
-            write_plain_answer(stream, _discard, _discard)
-            if json_output
-            else write_plain_answer(stream, screen.write_text, screen.write_reasoning)
-        )
-    screen.end()
+        whole = session.answer_part(is_shown=not json_output)
+        while calls := runnable_calls(whole.completion):
+            session.run_calls(whole, calls)
+            whole = session.answer_part(is_shown=not json_output)
     if json_output:
-        print(json_text(_json_record(prompt, whole)))
-    elif not whole.text.endswith("\n"):
-        print(flush=True)
+        print(json_text(_json_record(prompt, whole, session.steps)))
     _print_notices(*report.completion_warnings(whole.completion, in_chat=False))
     if options.verbose:
         _print_notices(*report.verbose_stats_lines(whole.completion, info.load_ms))
@@ -69,6 +61,58 @@ def answer_prompt(
 
 def stderr_console() -> Console:
     return Console(stderr=True, highlight=False)
+
+
+class _OneShot:
+    """The parts of one answer: each but the last ends with tool calls. steps: those so far."""
+
+    def __init__(
+        self,
+        client: Client,
+        model: str | None,
+        prompt: str,
+        options: ModelOptions,
+        tools: ChatTools,
+        info: ModelInfo,
+    ) -> None:
+        self.steps: tuple[ToolStep, ...] = ()
+        self._client, self._model, self._options, self._tools = client, model, options, tools
+        self._messages = Conversation(options.system).messages_with_prompt(prompt)
+        self._with_reasoning = template_uses_reasoning(info)
+        self._ctx = options.ctx or info.ctx
+
+    def answer_part(self, *, is_shown: bool) -> CollectedAnswer:
+        """Request the next part, and print it on stdout if it is shown."""
+        options = self._options
+        stream = self._client.chat(
+            *(self._model, self._messages, options.params),
+            ctx=options.ctx,
+            priority=options.priority,
+            save_prefix=options.save_prefix,
+            on_overflow=options.on_overflow,
+            tools=self._tools.offered,
+            tool_choice="none" if len(self.steps) >= MAX_ROUNDS else "auto",
+        )
+        if not is_shown:
+            return write_plain_answer(stream, _discard, _discard)
+        screen = _AnswerPrinter()
+        part = write_plain_answer(stream, screen.write_text, screen.write_reasoning)
+        screen.end()
+        is_last = not runnable_calls(part.completion)
+        if not part.text.endswith("\n") and (part.text or is_last):
+            print(flush=True)
+        return part
+
+    def run_calls(self, part: CollectedAnswer, calls: tuple[ToolCall, ...]) -> None:
+        """Run the calls that a part ends with. Raises KeyboardInterrupt if the user stops them."""
+        results = self._tools.run(calls, one_shot_handlers(), result_chars(self._ctx))
+        if results.was_stopped:
+            raise KeyboardInterrupt
+        step = ToolStep(part.text, part.reasoning, calls, results.texts)
+        self.steps = (*self.steps, step)
+        self._messages += step.messages(with_reasoning=self._with_reasoning)
+        if len(self.steps) == MAX_ROUNDS:
+            _print_notices(ROUNDS_NOTICE)
 
 
 class _AnswerPrinter:
@@ -108,13 +152,16 @@ def _print_notices(*lines: str) -> None:
         print(one_line(line), file=sys.stderr)
 
 
-def _json_record(prompt: str, collected: CollectedAnswer) -> dict[str, Any]:
+def _json_record(
+    prompt: str, collected: CollectedAnswer, steps: tuple[ToolStep, ...]
+) -> dict[str, Any]:
     answer = collected.completion
     return {
         "model": answer.model,
         "prompt": prompt,
         "reasoning": collected.reasoning,
         "text": collected.text,
+        **({"steps": [asdict(step) for step in steps]} if steps else {}),
         "finish_reason": answer.finish_reason,
         "stop": answer.stop,
         "usage": {

@@ -32,6 +32,7 @@ from localgen.cli.batch_jobs import (
     require_no_prompt_options,
     run_batch,
 )
+from localgen.cli.mcp_options import McpAllowOption, McpOption, open_chat_tools
 from localgen.cli.options import takes_model_options
 from localgen.cli.pull import run_or_offer_pull
 from localgen.cli.remote_options import (
@@ -60,6 +61,8 @@ def command(
     concurrency: ConcurrencyOption = None,
     url: UrlOption = None,
     api_key_env: KeyEnvOption = None,
+    mcp: McpOption = None,
+    mcp_allow: McpAllowOption = None,
 ) -> None:
     """Answer one prompt and print the answer.
 
@@ -72,7 +75,7 @@ def command(
     endpoint = endpoint_from_options(context, url, api_key_env)
     options = options_for_endpoint(options, endpoint)
     if batch is not None:
-        given = {"a prompt": words or prompt, "--file": file, "--json": json}
+        given = {"a prompt": words or prompt, "--file": file, "--json": json, "--mcp": mcp}
         require_no_prompt_options(context, given)
         if model is not None and named_model is not None:
             raise InvalidRequest(f"two models: {model!r} and that of --model")
@@ -102,10 +105,13 @@ def command(
     from localgen.repl.load_progress import LoadProgressLine
 
     loading = LoadProgressLine(stderr_console(), model or default_model())
-    with closing(create_client(endpoint, loading.notify, early)) as client:
+    with (
+        open_chat_tools(mcp, mcp_allow) as tools,
+        closing(create_client(endpoint, loading.notify, early)) as client,
+    ):
 
         def answer() -> None:
-            answer_prompt(client, loading, model, prompt, options, json_output=json)
+            answer_prompt(client, loading, model, prompt, options, tools, json_output=json)
 
         if endpoint is not None:
             answer()

@@ -13,7 +13,7 @@ import msgspec
 from localgen.backends.errors import InvalidRequest, ModelNotFound
 from localgen.backends.model_info import LoadOptions, ModelInfo
 from localgen.backends.sampling_params import SamplingParams
-from localgen.backends.types import OVERFLOW_ERROR, Message, PromptProgress
+from localgen.backends.types import OVERFLOW_ERROR, Message, PromptProgress, Tool
 from localgen.client.connection import Connection, ServerResponse
 from localgen.client.errors import ErrorResponse, SentRequest, format_model_names
 from localgen.client.json_decoding import decode_json
@@ -97,14 +97,16 @@ class Client:
         priority: int = 0,
         save_prefix: bool = True,
         on_overflow: str = OVERFLOW_ERROR,
+        tools: tuple[Tool, ...] = (),
+        tool_choice: str = "auto",
     ) -> Generator[TextDelta | Completion, None, None]:
         """Stream an answer to a chat, then yield one Completion.
 
-        save_prefix, on_overflow: see Request; only servers of localgen have them. Closing the
-        generator cancels the request.
+        save_prefix, on_overflow: see Request; only servers of localgen have them. tools,
+        tool_choice: see Request. Closing the generator cancels the request.
         """
         request = GenerationRequest(
-            model, messages, params, ctx, priority, save_prefix, on_overflow
+            *(model, messages, params, ctx, priority, save_prefix, on_overflow, tools, tool_choice)
         )
         return self._generate(request)
 
@@ -228,6 +230,10 @@ class Client:
 
     def _annotated(self, completion: Completion, request: GenerationRequest) -> Completion:
         """Add what the client has looked up and the server did not report."""
+        if completion.tool_calls and not request.tools:
+            names = ", ".join(call.name for call in completion.tool_calls)
+            note = f"the model called {names}, but no tools were offered"
+            completion = replace(completion, notes=(*completion.notes, note))
         info = self._model_infos.get(request.model)
         if info is None:
             return completion

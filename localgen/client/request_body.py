@@ -9,7 +9,7 @@ from typing import Any
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.sampling_params import SAMPLERS, SamplingParams
-from localgen.backends.types import OVERFLOW_ERROR, Message
+from localgen.backends.types import OVERFLOW_ERROR, Message, Tool
 
 _STANDARD_FIELDS = {
     *(sampler.name for sampler in SAMPLERS if sampler.in_openai),
@@ -65,7 +65,8 @@ class GenerationRequest:
     """A request for one streamed answer: to messages, or to a prompt that is continued as is.
 
     The answer continues an assistant's message at the end.
-    ctx, priority, save_prefix, on_overflow: extensions of the local server.
+    ctx, priority, save_prefix, on_overflow: extensions of the local server. tools, tool_choice: see
+    Request; only with messages.
     """
 
     model: str | None
@@ -75,6 +76,8 @@ class GenerationRequest:
     priority: int = 0
     save_prefix: bool = True
     on_overflow: str = OVERFLOW_ERROR
+    tools: tuple[Tool, ...] = ()
+    tool_choice: str = "auto"
 
     @property
     def path(self) -> str:
@@ -106,9 +109,24 @@ class GenerationRequest:
                 "priority": self.priority,
                 "save_prefix": self.save_prefix,
             }
+        body |= self._tool_fields()
         if self.on_overflow != OVERFLOW_ERROR:
             body["on_overflow"] = self.on_overflow
         return encode_json(body)
+
+    def _tool_fields(self) -> dict[str, Any]:
+        if not self.tools:
+            return {}
+        fields: dict[str, Any] = {"tools": [_tool_body(tool) for tool in self.tools]}
+        if self.tool_choice != "auto":
+            fields["tool_choice"] = self.tool_choice
+        return fields
+
+
+def _tool_body(tool: Tool) -> dict[str, Any]:
+    parameters = json.loads(tool.parameters)
+    function = {"name": tool.name, "description": tool.description, "parameters": parameters}
+    return {"type": "function", "function": function}
 
 
 def sampling_fields(params: SamplingParams, *, chat: bool) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from localgen.backends.engine_stats import AdapterStats
-from localgen.backends.types import Timings
+from localgen.backends.types import Timings, ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Completion:
 
     estimated: completion_tokens is the number of chunks. client_measured: timings are measured by
     the client, including the network; then only ttft_ms, predicted_ms, predicted_per_second and
-    the token counts are known.
+    the token counts are known. tool_calls: of an answer that ends with them.
     """
 
     model: str
@@ -55,6 +55,7 @@ class Completion:
     notes: tuple[str, ...]
     estimated: bool = False
     client_measured: bool = False
+    tool_calls: tuple[ToolCall, ...] = ()
 
     @property
     def total_tokens(self) -> int | None:

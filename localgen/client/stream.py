@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from localgen.backends.types import PromptProgress, Timings
+from localgen.backends.types import PromptProgress, Timings, ToolCall
 from localgen.client.connection import (
     MAX_MESSAGE_BYTES,
     MessageTooLong,
@@ -101,10 +101,15 @@ def _read_comment(
 
 class _Function(msgspec.Struct):
     name: str | None = None
+    arguments: str | None = None
 
 
 class _ToolCall(msgspec.Struct):
+    """A piece of a call. index: of the call; some servers send whole calls without it."""
+
     function: _Function | None = None
+    id: str | None = None
+    index: int | None = None
 
 
 class _Delta(msgspec.Struct):
@@ -180,6 +185,30 @@ def _alternatives(logprobs: _Logprobs | None) -> tuple[TokenAlternative, ...]:
     return tuple(TokenAlternative(text, math.exp(min(0.0, value))) for text, value in ordered)
 
 
+class _CallBuilder:
+    """Puts the tool calls of an answer together."""
+
+    def __init__(self) -> None:
+        self._ids: list[str] = []
+        self._names: list[str] = []
+        self._arguments: list[str] = []
+
+    def add(self, piece: _ToolCall) -> None:
+        function = piece.function or _Function()
+        # a piece of the last call, unless it begins another one
+        is_same = piece.index == len(self._ids) - 1 or not (function.name or piece.id)
+        if not self._ids or not is_same:
+            self._ids.append(piece.id or f"call_{len(self._ids)}")
+            self._names.append("")
+            self._arguments.append("")
+        self._names[-1] = self._names[-1] or function.name or ""
+        self._arguments[-1] += function.arguments or ""
+
+    def calls(self) -> tuple[ToolCall, ...]:
+        parts = zip(self._ids, self._names, self._arguments, strict=True)
+        return tuple(ToolCall(*call) for call in parts if call[1])
+
+
 class TimedChunks:
     """Iterates over the chunks of a body as the network delivers them.
 
@@ -222,7 +251,7 @@ class CompletionStreamParser:
         self._first_delta_s = self._last_delta_s = sent_s
         self._num_deltas = self._num_first_deltas = 0
         self._has_reasoning = False
-        self._tool_names: list[str] = []
+        self._calls = _CallBuilder()
         self._finish_reason: str | None = None
         self._usage = _Usage()
         self._timings: dict[str, Any] = {}
@@ -264,8 +293,8 @@ class CompletionStreamParser:
     ) -> Iterator[TextDelta]:
         text = delta.content or delta.refusal or ""
         reasoning = delta.reasoning_content or delta.reasoning or ""
-        calls = [call.function.name for call in delta.tool_calls or () if call.function]
-        self._tool_names += [name for name in calls if name]
+        for piece in delta.tool_calls or ():
+            self._calls.add(piece)
         if not (text or reasoning or delta.tool_calls):
             return
         self._last_delta_s = self._chunks.last_arrival_s
@@ -297,6 +326,7 @@ class CompletionStreamParser:
             notes=(*self._notes, *served.notes, *self._answer_notes()),
             estimated=usage.completion_tokens is None,
             client_measured=not is_localgen,
+            tool_calls=self._calls.calls(),
         )
 
     def _server_timings(self) -> Timings:
@@ -336,6 +366,3 @@ class CompletionStreamParser:
     def _answer_notes(self) -> Iterator[str]:
         if self._finish_reason == "content_filter":
             yield "the server's content filter ended the answer"
-        if self._tool_names:
-            names = ", ".join(self._tool_names)
-            yield f"the model called {names}, but tools are not supported here"

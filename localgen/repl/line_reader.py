@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.text import Text
@@ -11,14 +12,27 @@ from rich.text import Text
 from localgen.backends.errors import LocalgenError
 from localgen.backends.terminal_text import one_line
 from localgen.chat.session import ChatSession
+from localgen.repl.typed_ahead import take_typed_ahead
+
+
+@dataclass(frozen=True, slots=True)
+class LineReader:
+    """read: reads a line of a chat with the line editor, at a given prompt.
+
+    ask: reads an answer to a question, without a history. What was typed before the question does
+    not answer it: the next read() begins with it.
+    """
+
+    read: Callable[[str], str]
+    ask: Callable[[str], str]
 
 
 def create_line_reader(
     session: ChatSession, console: Console, *, keeps_prompts: bool = True
-) -> Callable[[str], str]:
-    """Return a function that reads a line of a chat with the line editor, at a given prompt."""
+) -> LineReader:
+    """Return the line editor of a chat on the terminal."""
     from localgen.chat import saved_chats
-    from localgen.repl.prompt import ChatCompleter, create_prompt_session
+    from localgen.repl.prompt import ChatCompleter, create_prompt_session, create_question_session
 
     # completion runs at every key press, and listing a large model cache is slow
     @functools.cache
@@ -35,10 +49,19 @@ def create_line_reader(
         history, completions, on_failure=failures.append, can_write=keeps_prompts
     )
 
+    questions = create_question_session()
+    typed_before: list[str] = []
+
+    def ask(question: str) -> str:
+        typed_before.append(take_typed_ahead(questions.input))
+        return questions.prompt(question)
+
     def read(prompt: str) -> str:
         models.cache_clear()
+        begun = "".join(typed_before)
+        typed_before.clear()
         try:
-            return editor.prompt(prompt)
+            return editor.prompt(prompt, default=begun)
         finally:
             # not before: the editor is still drawing the line
             for error in failures:
@@ -47,4 +70,4 @@ def create_line_reader(
                 console.print(Text(text, style="yellow"), soft_wrap=False)
             failures.clear()
 
-    return read
+    return LineReader(read, ask)

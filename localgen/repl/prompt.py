@@ -14,7 +14,7 @@ from prompt_toolkit.application import get_app, run_in_terminal
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
 from prompt_toolkit.filters import Condition, is_searching
-from prompt_toolkit.history import FileHistory
+from prompt_toolkit.history import DummyHistory, FileHistory
 from prompt_toolkit.input import Input
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.layout.processors import TabsProcessor
@@ -127,6 +127,11 @@ def create_prompt_session(
         output=output,
         enable_suspend=True,
     )
+
+
+def create_question_session() -> PromptSession[str]:
+    """Create the line editor of questions: no history, no completion."""
+    return PromptSession(history=DummyHistory(), enable_suspend=True)
 
 
 def _has_completions() -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -18,23 +17,21 @@ from localgen.backends.errors import EngineDied, LocalgenError, ServerUnavailabl
 from localgen.backends.terminal_text import collapse, escape_control_chars, one_line
 from localgen.backends.units import format_count
 from localgen.chat import commands, report
-from localgen.chat.conversation import Turn
+from localgen.chat.conversation import ToolStep, Turn
 from localgen.chat.file_mentions import expand_mentions
-from localgen.chat.parameters import ModelOptions
 from localgen.chat.session import DEFAULT_BRANCH, ChatSession
 from localgen.client import Completion, TextDelta
 from localgen.machine.busy_processes import busy_programs
+from localgen.mcp_tools.chat_tools import MAX_ROUNDS, ROUNDS_NOTICE, runnable_calls
 from localgen.repl.answer_key import ANSWER_NOW_KEY, has_answer_key, on_answer_now
-from localgen.repl.line_reader import create_line_reader
 from localgen.repl.live_answer import LiveAnswer
 from localgen.repl.load_progress import LoadProgressLine
-from localgen.repl.typed_ahead import discard_typed_ahead, hide_typed_ahead
+from localgen.repl.tool_calls import ToolCallPrinter
+from localgen.repl.typed_ahead import discard_typed_ahead
 
 if TYPE_CHECKING:
-    from localgen.chat.chat_storage import ChatStorage
     from localgen.chat.session_recorder import SessionRecorder
     from localgen.chat.session_store import SessionRecord
-    from localgen.client import Client
     from localgen.client.snapshot import ModelSnapshot
 
 # the last exchange of a continued chat is a reminder
@@ -62,7 +59,8 @@ class Repl:
     read_line: reads the next line with the given prompt; raises EOFError to leave and
     KeyboardInterrupt at Ctrl+C. recorder: stores the conversation, or None if it is not stored,
     because of storage_failure if there is one. notices: where the client's notices go, shown below
-    an answer while it streams.
+    an answer while it streams. ask: reads an answer to a question, as read_line, but never keys
+    that were typed before it; by default read_line.
     """
 
     def __init__(
@@ -73,11 +71,13 @@ class Repl:
         recorder: SessionRecorder | None = None,
         notices: LoadProgressLine | None = None,
         storage_failure: str = "",
+        ask: Callable[[str], str] | None = None,
     ) -> None:
         self.session = session
         self.console = console
         self.read_line = read_line
         self.recorder, self.storage_failure = recorder, storage_failure
+        self._calls = ToolCallPrinter(console, ask or read_line)
         self.notices = notices or LoadProgressLine(console, "")
         # by model: tokens per second of the latest answer that had all cores
         self._full_rates: dict[str, float] = {}
@@ -176,22 +176,40 @@ class Repl:
     def _ask(self, prompt: str, *, regenerate: bool = False) -> None:
         """Answer a prompt, or that of the last turn again if `regenerate`."""
         self._ensure_loaded()
-        reply = self._stream(prompt, regenerate=regenerate)
-        if isinstance(reply.error, ServerUnavailable | EngineDied):
-            self._print_dim(f"{reply.error.message}; restarting it and sending the prompt again")
-            try:
-                self._ensure_loaded()
-                reply = self._stream(prompt, regenerate=regenerate)
-            except LocalgenError as error:
-                reply = replace(reply, error=error)
-        if not (reply.text or reply.reasoning) and reply.completion is None:
+        steps: tuple[ToolStep, ...] = ()
+        reply = self._stream_again(prompt, steps, regenerate=regenerate)
+        while reply.completion is not None and (calls := runnable_calls(reply.completion)):
+            results = self._calls.run(self.session, calls)
+            steps = (*steps, ToolStep(reply.text, reply.reasoning, calls, results.texts))
+            if results.was_stopped:
+                reply = replace(reply, text="", reasoning="", completion=None)
+                break
+            if len(steps) == MAX_ROUNDS:
+                self._print(ROUNDS_NOTICE, "yellow")
+            reply = self._stream_again(prompt, steps, regenerate=regenerate)
+        if not (reply.text or reply.reasoning or steps) and reply.completion is None:
             if reply.error is not None:
                 raise reply.error
             self._print("stopped", "yellow")
             return
         add = self.session.add_regenerated if regenerate else self.session.add_turn
-        add(self._to_turn(prompt, reply), reply.completion, reply.figures.exact_context)
+        turn = replace(self._to_turn(prompt, reply), steps=steps)
+        add(turn, reply.completion, reply.figures.exact_context)
         self._print_stats(reply)
+
+    def _stream_again(
+        self, prompt: str, steps: tuple[ToolStep, ...], *, regenerate: bool
+    ) -> ReplAnswer:
+        """Stream a part of an answer; once more if the server or the engine is gone."""
+        reply = self._stream(prompt, steps, regenerate=regenerate)
+        if isinstance(reply.error, ServerUnavailable | EngineDied):
+            self._print_dim(f"{reply.error.message}; restarting it and sending the prompt again")
+            try:
+                self._ensure_loaded()
+                reply = self._stream(prompt, steps, regenerate=regenerate)
+            except LocalgenError as error:
+                reply = replace(reply, error=error)
+        return reply
 
     def _to_turn(self, prompt: str, reply: ReplAnswer) -> Turn:
         session = self.session
@@ -201,10 +219,10 @@ class Repl:
             summary = f"interrupted: {reply.error.message}" if reply.error else "stopped"
         return Turn(prompt, reply.text, reply.completion is None, reply.reasoning, summary)
 
-    def _stream(self, prompt: str, *, regenerate: bool) -> ReplAnswer:
+    def _stream(self, prompt: str, steps: tuple[ToolStep, ...], *, regenerate: bool) -> ReplAnswer:
         pieces: list[str] = []
         thoughts: list[str] = []
-        stream = self.session.stream(prompt, regenerate=regenerate)
+        stream = self.session.stream(prompt, regenerate=regenerate, steps=steps)
         used = self.session.estimate_used_tokens() + len(prompt) // 4
         shown = LiveAnswer(
             self.console,
@@ -307,6 +325,8 @@ class Repl:
         self._print_dim(report.greeting_line(self.session.model, memory_bytes))
         for note in self.session.model.notes:
             self._print_dim(f"note: {note}")
+        for line in report.tool_lines(self.session.tools):
+            self._print_dim(line)
         self._print_dim("/help lists the commands, Ctrl+D leaves")
         if self.recorder is not None and self.recorder.record.name:
             self._introduce(self.recorder.record)
@@ -349,38 +369,6 @@ class Repl:
 def _excerpt(text: str) -> str:
     line = collapse(text)
     return line if len(line) <= _EXCERPT_CHARS else line[: _EXCERPT_CHARS - 1].rstrip() + "…"
-
-
-def start_chat(
-    client: Client,
-    progress_line: LoadProgressLine,
-    model: str | None,
-    options: ModelOptions,
-    storage: ChatStorage,
-) -> None:
-    """Load the model, then chat on the console of `progress_line` until the user leaves.
-
-    Raises LocalgenError if the model cannot be loaded.
-    """
-    session = ChatSession(client, storage.state_dir, options)
-    session.set_conversation(storage.record.conversation.with_system(options.system))
-    console = progress_line.console
-    with hide_typed_ahead():
-        with progress_line:
-            client.connect()
-            # imported while the model is loaded: earlier, it would delay the server
-            editor = threading.Thread(
-                target=importlib.import_module, args=(f"{__package__}.prompt",)
-            )
-            editor.start()
-            session.load(model, progress_line.update)
-        editor.join()
-        failure = f"conversation not stored: {storage.failure}" if storage.failure else ""
-        for line in filter(None, (failure, storage.warning)):
-            console.print(Text(one_line(line), style="yellow"))
-        recorder = storage.recorder(session)
-        read_line = create_line_reader(session, console, keeps_prompts=storage.keeps_history)
-        Repl(session, console, read_line, recorder, progress_line, storage.failure).run()
 
 
 @contextlib.contextmanager

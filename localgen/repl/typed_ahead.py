@@ -9,8 +9,12 @@ import termios
 import tty
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 from localgen.repl.answer_key import ANSWER_NOW_CODE, has_answer_key
+
+if TYPE_CHECKING:
+    from prompt_toolkit.input import Input
 
 
 @contextmanager
@@ -50,6 +54,34 @@ def discard_typed_ahead() -> None:
     """Discard what was typed so far: after Ctrl+C, a line typed before it must not be sent."""
     with suppress(OSError, termios.error):  # no terminal
         termios.tcflush(sys.stdin.fileno(), termios.TCIFLUSH)
+
+
+def take_typed_ahead(source: Input) -> str:
+    """Read what was typed so far and not read yet; Enter is a newline, other keys are left out.
+
+    source: of the line editor, which may hold keys that came with an earlier line.
+    """
+    from prompt_toolkit.input.typeahead import get_typeahead
+
+    typed = "".join(press.data for press in get_typeahead(source)) + _unread_keys()
+    lines = typed.replace("\r", "\n")
+    return "".join(key for key in lines if key.isprintable() or key == "\n").strip("\n")
+
+
+def _unread_keys() -> str:
+    stdin = sys.stdin.fileno()
+    if not os.isatty(stdin):
+        return ""
+    before = termios.tcgetattr(stdin)
+    by_key = termios.tcgetattr(stdin)
+    by_key[tty.LFLAG] &= ~termios.ICANON
+    by_key[tty.CC][termios.VMIN] = by_key[tty.CC][termios.VTIME] = 0  # do not wait
+    termios.tcsetattr(stdin, termios.TCSANOW, by_key)
+    try:
+        pieces = iter(lambda: os.read(stdin, 4096), b"")
+        return b"".join(pieces).decode(errors="ignore")
+    finally:
+        termios.tcsetattr(stdin, termios.TCSANOW, before)
 
 
 def _suspend(terminal: int) -> None:

@@ -1,0 +1,1 @@
+"""MCP servers as tools of a chat: the user's file of servers, connections, permissions."""

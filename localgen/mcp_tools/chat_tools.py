@@ -1,0 +1,257 @@
+"""The tools that a chat offers to its model, and which of them the user has allowed."""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+from localgen.backends.errors import InvalidRequest
+from localgen.backends.terminal_text import one_line
+from localgen.backends.types import Tool, ToolCall
+from localgen.backends.units import format_count
+from localgen.mcp_tools.connections import McpConnections, ServerTool
+from localgen.mcp_tools.results import MAX_RESULT_CHARS, ToolResult, cut_result
+from localgen.mcp_tools.server_file import McpServer, find_server
+
+if TYPE_CHECKING:
+    from localgen.client.responses import Completion
+
+# of calls in one answer; the model then has to answer without
+MAX_ROUNDS = 16
+ROUNDS_NOTICE = f"{MAX_ROUNDS} rounds of tool calls: the model has to answer now"
+# of all servers together, as localgen's server allows
+MAX_TOOLS = 256
+_MAX_NAME_CHARS = 64
+_MAX_SHOWN_CHARS = 2_000
+
+
+class Decision(enum.Enum):
+    """What the user says to a call."""
+
+    ONCE = "once"
+    ALWAYS = "always"  # each call of this tool in this chat
+    REFUSE = "refuse"
+    STOP = "stop"  # the answer
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedTool:
+    """A tool under the name that the model calls it by."""
+
+    name: str
+    server: McpServer
+    tool: ServerTool
+
+    @property
+    def title(self) -> str:
+        """SERVER.TOOL, as it is allowed by."""
+        return f"{self.server.name}.{self.tool.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class CallQuestion:
+    """A call that the user has not allowed yet. arguments: for the terminal."""
+
+    title: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallHandlers:
+    """What a user interface does with calls.
+
+    ask: called before a call that is not allowed yet. wait: returns the result of a call, or None
+    if the user has stopped waiting for it. on_call: gets SERVER.TOOL and the arguments before a
+    call; on_outcome: one line on how it ended.
+    """
+
+    ask: Callable[[CallQuestion], Decision]
+    wait: Callable[[Future[ToolResult]], ToolResult | None]
+    on_call: Callable[[str, str], None] = lambda title, arguments: None
+    on_outcome: Callable[[str], None] = lambda notice: None
+
+
+@dataclass(frozen=True, slots=True)
+class CallResults:
+    """texts: of each call, for the model. was_stopped: by the user; the answer ends with it."""
+
+    texts: tuple[str, ...]
+    was_stopped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """A call that is over. text: for the model. notice: one line for the user; empty if they
+    know."""
+
+    text: str
+    notice: str
+    was_stopped: bool = False
+
+
+_STOPPED = _Outcome("[the user stopped this call]", "", was_stopped=True)
+
+
+class ChatTools:
+    """The tools of the servers in use. allowed: patterns of titles that need no question."""
+
+    def __init__(self, connections: McpConnections, allowed: Sequence[str] = ()) -> None:
+        self._connections = connections
+        self._allowed = list(allowed)
+        self._always: list[tuple[McpServer, str]] = []
+        self._by_server: dict[str, tuple[OfferedTool, ...]] = {}
+
+    @property
+    def servers(self) -> dict[str, tuple[OfferedTool, ...]]:
+        """The tools by the name of their server."""
+        return dict(self._by_server)
+
+    @property
+    def offered(self) -> tuple[Tool, ...]:
+        """All tools, for a request."""
+        return tuple(
+            Tool(each.name, each.tool.description, each.tool.parameters) for each in self._offered()
+        )
+
+    def add(self, name: str) -> tuple[OfferedTool, ...]:
+        """Start a server of the user's file and offer its tools.
+
+        Raises InvalidRequest, BadSetting, McpServerFailed.
+        """
+        server = find_server(name)
+        found = self._connections.start(server)
+        others = [each for each in self._offered() if each.server.name != name]
+        if len(others) + len(found) > MAX_TOOLS:
+            raise InvalidRequest(
+                f"MCP server {name} has {len(found):,} tools, of all servers {MAX_TOOLS} may be "
+                f'offered: name some, such as tools = ["read_*"] in mcp.toml'
+            )
+        taken = {each.name for each in others}
+        offered = []
+        for tool in found:
+            offered.append(OfferedTool(_unique_name(tool, taken), server, tool))
+            taken.add(offered[-1].name)
+        self._by_server[name] = tuple(offered)
+        return self._by_server[name]
+
+    def remove(self, name: str) -> None:
+        """Offer the tools of a server no more. Raises InvalidRequest if they are not offered."""
+        if name not in self._by_server:
+            raise InvalidRequest(f"MCP server {name} is not in use")
+        del self._by_server[name]
+
+    def unmatched_patterns(self) -> list[str]:
+        """Those of `allowed` that allow none of the tools."""
+        titles = [each.title for each in self._offered()]
+        return [
+            pattern
+            for pattern in self._allowed
+            if not any(fnmatchcase(title, pattern) for title in titles)
+        ]
+
+    def run(
+        self, calls: Iterable[ToolCall], handlers: CallHandlers, max_chars: int | None
+    ) -> CallResults:
+        """Run calls in their order, each if it is allowed or the user allows it now.
+
+        max_chars: of each result for the model, MAX_RESULT_CHARS at most. Once the user stops one,
+        none after it is run.
+        """
+        texts: list[str] = []
+        was_stopped = False
+        for call in calls:
+            if was_stopped:
+                texts.append("[not run: the user stopped the answer]")
+                continue
+            found = self._find(call.name)
+            title = call.name if found is None else found.title
+            handlers.on_call(one_line(title), shown_arguments(call.arguments))
+            outcome = self._run(found, call, handlers, max_chars or MAX_RESULT_CHARS)
+            if outcome.notice:
+                handlers.on_outcome(outcome.notice)
+            texts.append(outcome.text)
+            was_stopped = outcome.was_stopped
+        return CallResults(tuple(texts), was_stopped)
+
+    def _run(
+        self, found: OfferedTool | None, call: ToolCall, handlers: CallHandlers, max_chars: int
+    ) -> _Outcome:
+        if found is None:
+            return _not_run("there is no tool of this name", "no such tool")
+        arguments = _parse_arguments(call.arguments)
+        if arguments is None:
+            return _not_run("the arguments are not a JSON object", "arguments are not JSON")
+        if not self._is_allowed(found):
+            question = CallQuestion(one_line(found.title), shown_arguments(call.arguments))
+            match handlers.ask(question):
+                case Decision.REFUSE:
+                    return _not_run("the user refused this call", "refused")
+                case Decision.STOP:
+                    return _STOPPED
+                case Decision.ALWAYS:
+                    self._always.append((found.server, found.tool.name))
+        result = handlers.wait(self._connections.call(found.server, found.tool.name, arguments))
+        return _STOPPED if result is None else _outcome(result, min(MAX_RESULT_CHARS, max_chars))
+
+    def _offered(self) -> Iterable[OfferedTool]:
+        return (each for offered in self._by_server.values() for each in offered)
+
+    def _find(self, name: str) -> OfferedTool | None:
+        return next((each for each in self._offered() if each.name == name), None)
+
+    def _is_allowed(self, found: OfferedTool) -> bool:
+        is_named = any(fnmatchcase(found.title, pattern) for pattern in self._allowed)
+        return is_named or (found.server, found.tool.name) in self._always
+
+
+def shown_arguments(arguments: str) -> str:
+    """The arguments of a call for the terminal; the length of what is left out is named."""
+    parsed = _parse_arguments(arguments)
+    whole = arguments if parsed is None else json.dumps(parsed, ensure_ascii=False)
+    text = one_line(whole[:_MAX_SHOWN_CHARS])
+    rest = len(whole) - _MAX_SHOWN_CHARS
+    return f"{text} … and {rest:,} more characters" if rest > 0 else text
+
+
+def runnable_calls(completion: Completion) -> tuple[ToolCall, ...]:
+    """The calls of an answer that is whole; the last one of an answer that was cut may be, too."""
+    return completion.tool_calls if completion.finish_reason in ("tool_calls", "stop") else ()
+
+
+def _not_run(reason: str, notice: str) -> _Outcome:
+    return _Outcome(f"[not run: {reason}]", f"not run: {notice}")
+
+
+def _outcome(result: ToolResult, max_chars: int) -> _Outcome:
+    text = cut_result(result.text, max_chars)
+    if result.failed:
+        return _Outcome(f"[failed] {text}", f"failed: {one_line(result.text[:300])}")
+    size = format_count(len(result.text), "character")
+    if len(result.text) > max_chars:
+        size += f", of which the model gets the first {max_chars:,}"
+    return _Outcome(text, size)
+
+
+def _parse_arguments(text: str) -> dict[str, Any] | None:
+    try:
+        parsed = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return None
+    return parsed if isinstance(parsed, dict) else None
+
+
+def _unique_name(tool: ServerTool, taken: set[str]) -> str:
+    """`server__tool` in the characters and the length that models and servers accept."""
+    name = re.sub(r"[^A-Za-z0-9_-]", "_", f"{tool.server}__{tool.name}")
+    if len(name) <= _MAX_NAME_CHARS and name not in taken:
+        return name
+    digest = sha256(f"{tool.server}\0{tool.name}".encode()).hexdigest()[:8]
+    name = f"{name[: _MAX_NAME_CHARS - 9]}_{digest}"
+    return name if name not in taken else f"{name[:-3]}{len(taken):03}"

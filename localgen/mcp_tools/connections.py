@@ -1,0 +1,294 @@
+"""Connections to MCP servers, in a thread with an event loop that owns them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import json
+import logging
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from localgen import __version__
+from localgen.backends.errors import InvalidRequest, LocalgenError
+from localgen.backends.terminal_text import collapse
+from localgen.mcp_tools.results import ToolResult, read_result
+from localgen.mcp_tools.server_file import McpServer
+
+if TYPE_CHECKING:
+    from mcp import Client
+    from mcp.client._transport import Transport
+    from mcp_types import Tool
+
+START_TIMEOUT_S = 30.0
+_MAX_LISTED_TOOLS = 4_096
+_MAX_DESCRIPTION_CHARS = 4_000
+_MAX_REASON_CHARS = 300
+# loggers of the package: they would write on the terminal
+_LOGGERS = ("mcp", "client", "httpx2")
+_CLOSE_TIMEOUT_S = 6.0
+_Result = TypeVar("_Result")
+
+
+class McpServerFailed(LocalgenError):
+    """A server could not be started, or did not answer as MCP has it."""
+
+    code = "mcp_server_failed"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerTool:
+    """A tool as its server describes it. parameters: JSON schema of its arguments, as text."""
+
+    server: str
+    name: str
+    description: str
+    parameters: str
+
+
+class McpConnections:
+    """Starts servers, calls their tools, and ends them. Methods may be called from any thread.
+
+    start_timeout_s: for a server's first answer and the list of its tools.
+    """
+
+    def __init__(self, start_timeout_s: float = START_TIMEOUT_S) -> None:
+        self._start_timeout_s = start_timeout_s
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._connections: dict[str, _Connection] = {}
+        self._starting: dict[str, asyncio.Lock] = {}
+
+    def start(self, server: McpServer) -> tuple[ServerTool, ...]:
+        """Start a server, unless it runs, and return its tools.
+
+        Raises McpServerFailed, BadSetting; InvalidRequest if the mcp package is missing.
+        """
+        future = self._submit(self._running(server))
+        try:
+            return future.result().tools
+        except BaseException:
+            future.cancel()  # at Ctrl+C
+            raise
+
+    def call(self, server: McpServer, tool: str, arguments: dict[str, Any]) -> Future[ToolResult]:
+        """Call a tool; starts the server again if it has ended. Cancelling ends the call.
+
+        A failure of the server is a result, too.
+        """
+        return self._submit(self._call(server, tool, arguments))
+
+    def close(self) -> None:
+        """End all servers; waits for them a few seconds at most."""
+        with self._lock:
+            loop, self._loop = self._loop, None
+        if loop is None or self._thread is None:
+            return
+        with contextlib.suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._end_all(), loop).result(_CLOSE_TIMEOUT_S)
+        loop.call_soon_threadsafe(loop.stop)
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        if not self._thread.is_alive():
+            loop.close()
+
+    def _submit(self, work: Coroutine[Any, Any, _Result]) -> Future[_Result]:
+        with self._lock:
+            if self._loop is None:
+                try:
+                    _prepare_package()
+                except InvalidRequest:
+                    work.close()
+                    raise
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(
+                    target=self._loop.run_forever, name="mcp", daemon=True
+                )
+                self._thread.start()
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    # -- in the thread ---------------------------------------------------------------------------
+
+    async def _running(self, server: McpServer) -> _Connection:
+        """The connection to a server, which is started if it does not run."""
+        async with self._starting.setdefault(server.name, asyncio.Lock()):
+            found = self._connections.get(server.name)
+            if found is not None and found.is_running and found.server == server:
+                return found
+            if found is not None:
+                await found.end()
+            new = self._connections[server.name] = _Connection(server)
+            try:
+                async with asyncio.timeout(self._start_timeout_s):
+                    await new.opened()
+            except TimeoutError:
+                await new.end()
+                raise McpServerFailed(
+                    f"MCP server {server.name} ({server.place}) did not answer within "
+                    f"{self._start_timeout_s:g} s{new.hint}"
+                ) from None
+            except BaseException:
+                await new.end()
+                raise
+            return new
+
+    async def _call(self, server: McpServer, tool: str, arguments: dict[str, Any]) -> ToolResult:
+        try:
+            connection = await self._running(server)
+        except LocalgenError as error:
+            return ToolResult(error.message, failed=True)
+        return await connection.call(tool, arguments)
+
+    async def _end_all(self) -> None:
+        await asyncio.gather(*(each.end() for each in self._connections.values()))
+
+
+class _Connection:
+    """A running server. tools: those that the user's file allows; known once opened."""
+
+    def __init__(self, server: McpServer) -> None:
+        from localgen.mcp_tools.stdio import LastWords
+
+        self.server = server
+        self.tools: tuple[ServerTool, ...] = ()
+        self._last_words = LastWords()
+        self._client: Client | None = None
+        self._is_lost = False
+        self._opened = asyncio.Event()
+        self._ending = asyncio.Event()
+        # one task enters and leaves the connection, as the package needs it
+        self._task = asyncio.create_task(self._run())
+
+    @property
+    def is_running(self) -> bool:
+        return (
+            self._opened.is_set()
+            and not self._task.done()
+            and not self._is_lost
+            and not self._last_words.has_ended
+        )
+
+    @property
+    def hint(self) -> str:
+        """The last words of the program for a message; empty if there are none."""
+        return f": {self._last_words}" if str(self._last_words) else ""
+
+    async def opened(self) -> None:
+        """Wait until the tools are known. Raises McpServerFailed, BadSetting."""
+        waiting = asyncio.create_task(self._opened.wait())
+        try:
+            await asyncio.wait((waiting, self._task), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+        if self._task.done():
+            error = self._task.exception()
+            if isinstance(error, LocalgenError):
+                raise error
+            raise McpServerFailed(
+                f"MCP server {self.server.name} ({self.server.place}): {self._failure(error)}"
+            )
+
+    async def call(self, tool: str, arguments: dict[str, Any]) -> ToolResult:
+        assert self._client is not None
+        limit_s = self.server.timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return read_result(await self._client.call_tool(tool, arguments))
+        except TimeoutError:
+            return ToolResult(f"no result within {limit_s:g} s", failed=True)
+        except Exception as error:  # of any kind, as the server is not ours
+            return ToolResult(self._failure(error), failed=True)
+
+    async def end(self) -> None:
+        self._ending.set()
+        if not self._opened.is_set():
+            self._task.cancel()
+        done, _ = await asyncio.wait((self._task,), timeout=_CLOSE_TIMEOUT_S / 2)
+        if not done:
+            self._task.cancel()
+            await asyncio.wait((self._task,), timeout=_CLOSE_TIMEOUT_S / 2)
+        if self._task.done() and not self._task.cancelled():
+            self._task.exception()  # it was reported, or comes from the end itself
+
+    async def _run(self) -> None:
+        from mcp import Client
+        from mcp_types import Implementation
+
+        info = Implementation(name="localgen", version=__version__)
+        async with contextlib.AsyncExitStack() as stack:
+            transport = await self._transport(stack)
+            # cache: a tool is listed once
+            client = Client(transport, client_info=info, cache=None)
+            self._client = await stack.enter_async_context(client)
+            self.tools = await self._list_tools(self._client)
+            self._opened.set()
+            await self._ending.wait()
+
+    async def _transport(self, stack: contextlib.AsyncExitStack) -> Transport:
+        from mcp.client.streamable_http import streamable_http_client
+
+        from localgen.mcp_tools.http_client import create_http_client
+        from localgen.mcp_tools.stdio import stdio_transport
+
+        if self.server.command:
+            return stdio_transport(self.server, self._last_words)
+        client = await stack.enter_async_context(create_http_client(self.server))
+        return streamable_http_client(self.server.url, http_client=client)
+
+    async def _list_tools(self, client: Client) -> tuple[ServerTool, ...]:
+        listed: list[Tool] = []
+        cursor: str | None = None
+        while len(listed) < _MAX_LISTED_TOOLS:
+            page = await client.list_tools(cursor=cursor)
+            listed += page.tools
+            cursor = page.next_cursor
+            if cursor is None:
+                break
+        patterns = self.server.tools
+        return tuple(
+            ServerTool(
+                self.server.name,
+                tool.name,
+                (tool.description or tool.title or "")[:_MAX_DESCRIPTION_CHARS],
+                json.dumps(tool.input_schema, ensure_ascii=False),
+            )
+            for tool in listed
+            if any(fnmatchcase(tool.name, pattern) for pattern in patterns)
+        )
+
+    def _failure(self, error: BaseException | None) -> str:
+        """Why the server failed, in one line; and whether it is gone."""
+        from mcp import MCPError
+        from mcp_types import CONNECTION_CLOSED
+
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        is_closed = isinstance(error, MCPError) and error.code == CONNECTION_CLOSED
+        # after a restart of a server at a URL, its old session is unknown there
+        self._is_lost = is_closed or not isinstance(error, MCPError) or "Session" in error.message
+        if is_closed or self._last_words.reason:
+            return f"it ended{self.hint}"
+        text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        return collapse(text)[:_MAX_REASON_CHARS] or type(error).__name__
+
+
+def _prepare_package() -> None:
+    """Check that the package is there, and silence it. Raises InvalidRequest."""
+    try:
+        version = importlib.metadata.version("mcp")
+    except importlib.metadata.PackageNotFoundError:
+        version = ""
+    if not version.startswith("2."):
+        found = f"mcp {version} is installed" if version else "it is not installed"
+        raise InvalidRequest(
+            f"MCP servers need the package mcp, version 2, and {found}: pip install 'localgen[mcp]'"
+        )
+    for name in _LOGGERS:
+        logger = logging.getLogger(name)
+        logger.addHandler(logging.NullHandler())
+        logger.propagate = False

@@ -1,0 +1,59 @@
+"""Tool calls of an answer in the terminal: shown, asked for, waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from rich.console import Console
+from rich.text import Text
+
+from localgen.backends.types import ToolCall
+from localgen.chat.session import ChatSession
+from localgen.mcp_tools.chat_tools import CallHandlers, CallQuestion, CallResults, Decision
+from localgen.mcp_tools.results import ToolResult
+from localgen.repl.typed_ahead import discard_typed_ahead
+
+_DECISIONS = {
+    **dict.fromkeys(("y", "yes"), Decision.ONCE),
+    **dict.fromkeys(("a", "always"), Decision.ALWAYS),
+    **dict.fromkeys(("n", "no"), Decision.REFUSE),
+}
+QUESTION = "run it? [y]es, [a]lways in this chat, [n]o: "
+
+
+class ToolCallPrinter:
+    """Runs calls and prints what happens. ask: reads an answer to a question; raises EOFError or
+    KeyboardInterrupt, which stop the answer."""
+
+    def __init__(self, console: Console, ask: Callable[[str], str]) -> None:
+        self._console = console
+        self._read = ask
+
+    def run(self, session: ChatSession, calls: tuple[ToolCall, ...]) -> CallResults:
+        handlers = CallHandlers(self._ask, self._wait, self._print_call, self._print_outcome)
+        return session.run_calls(calls, handlers)
+
+    def _ask(self, _question: CallQuestion) -> Decision:
+        while True:
+            try:
+                typed = self._read(QUESTION)
+            except (EOFError, KeyboardInterrupt):
+                return Decision.STOP
+            if decision := _DECISIONS.get(typed.strip().lower()):
+                return decision
+
+    def _wait(self, call: Future[ToolResult]) -> ToolResult | None:
+        try:
+            with self._console.status(Text("running; Ctrl+C stops it", style="dim")):
+                return call.result()
+        except KeyboardInterrupt:
+            call.cancel()
+            discard_typed_ahead()
+            return None
+
+    def _print_call(self, title: str, arguments: str) -> None:
+        self._console.print(Text(f"▸ {title} ", style="cyan").append(arguments, style="dim"))
+
+    def _print_outcome(self, notice: str) -> None:
+        self._console.print(Text(f"  {notice}", style="dim"))

@@ -1,0 +1,353 @@
+"""Tool calls in chats and `localgen run`: asked for, refused, stopped, stored."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from command_line import own_folders, scripted
+from rich.console import Console
+from scripted_client import Script, ScriptedClient, answer
+
+from localgen.backends.errors import InvalidRequest
+from localgen.backends.types import Message, ToolCall
+from localgen.chat import commands
+from localgen.chat.conversation import ToolStep, Turn
+from localgen.chat.parameters import ModelOptions
+from localgen.chat.session import ChatSession
+from localgen.cli.main import run_command_line
+from localgen.mcp_tools.chat_tools import MAX_ROUNDS, ChatTools
+from localgen.mcp_tools.connections import McpConnections
+from localgen.mcp_tools.server_file import McpServer, add_server
+from localgen.repl.repl import Repl
+
+__all__ = ["own_folders", "scripted"]
+PROGRAM = str(Path(__file__).parent / "mcp_server.py")
+SERVER = McpServer("test", (sys.executable, PROGRAM, "stdio"))
+Line = str | type[BaseException]
+
+
+@pytest.fixture(autouse=True)
+def config_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config").mkdir(mode=0o700)
+    monkeypatch.setenv("LOCALGEN_CONFIG_DIR", str(tmp_path / "config"))
+    add_server(SERVER)
+
+
+@pytest.fixture(scope="module")
+def connections() -> Iterator[McpConnections]:
+    with contextlib.closing(McpConnections()) as made:
+        yield made
+
+
+def call(name: str, **arguments: object) -> ToolCall:
+    return ToolCall(f"id_{name}", f"test__{name}", json.dumps(arguments))
+
+
+def calling(*calls: ToolCall, text: str = "") -> Script:
+    """A part of an answer that ends with calls."""
+    end = answer(finish_reason="tool_calls", tool_calls=calls)
+    return (text, end) if text else (end,)
+
+
+class Chat:
+    """A chat with scripted input, answers to questions included, and its screen."""
+
+    def __init__(
+        self, connections: McpConnections, folder: Path, *scripts: Script, allowed: str = ""
+    ) -> None:
+        self.client = ScriptedClient(*scripts)
+        self.tools = ChatTools(connections, [allowed] if allowed else [])
+        self.tools.add("test")
+        self.session = ChatSession(self.client, folder, ModelOptions(), self.tools)
+        self.session.load(None, lambda _: None)
+        self.questions = 0
+
+    def type(self, *lines: Line, answers: tuple[Line, ...] = ()) -> str:
+        """Type lines, answer questions, then leave; returns the whole output."""
+        typed, replies, screen = list(lines), list(answers), io.StringIO()
+
+        def read_from(waiting: list[Line]) -> str:
+            line = waiting.pop(0) if waiting else EOFError
+            if isinstance(line, str):
+                return line
+            raise line
+
+        def ask(_question: str) -> str:
+            self.questions += 1
+            return read_from(replies)
+
+        console = Console(file=screen, width=200)
+        Repl(self.session, console, lambda _: read_from(typed), ask=ask).run()
+        assert typed == replies == []
+        return screen.getvalue()
+
+    @property
+    def last_turn(self) -> Turn:
+        return self.session.conversation.turns[-1]
+
+
+@pytest.fixture
+def chat(connections: McpConnections, tmp_path: Path) -> Callable[..., Chat]:
+    return lambda *scripts, **options: Chat(connections, tmp_path, *scripts, **options)
+
+
+def test_a_call_is_asked_for_run_and_answered(chat: Callable[..., Chat]) -> None:
+    adds = call("add", a=17, b=25)
+    talk = chat(calling(adds, text="Let me see."), ("It is 42.", answer()))
+    screen = talk.type("17 + 25?", answers=("what?", "y"))
+    assert talk.questions == 2  # the first was answered with neither yes nor no
+    assert "tools of test (8); /mcp lists them" in screen
+    assert '▸ test.add {"a": 17, "b": 25}' in screen
+    assert "2 characters" in screen
+    step = ToolStep("Let me see.", "", (adds,), ("42",))
+    assert (talk.last_turn.answer, talk.last_turn.steps) == ("It is 42.", (step,))
+    first, second = talk.client.record.asked
+    assert [tool.name for tool in first.tools][:2] == ["test__echo", "test__add"]
+    assert second.messages == (
+        Message("user", "17 + 25?"),
+        Message("assistant", "Let me see.", tool_calls=(adds,)),
+        Message("tool", "42", tool_call_id="id_add", name="test__add"),
+    )
+
+
+def test_yes_is_for_once_and_always_for_the_chat(chat: Callable[..., Chat]) -> None:
+    one = calling(call("add", a=1, b=2))
+    other = calling(call("echo", text="x"))
+    done = ("ok", answer())
+    talk = chat(one, done, one, done, one, other, done)
+    talk.type("1", "2", "3", answers=("y", "a", "n"))
+    assert talk.questions == 3  # echo needs a question of its own
+    added, refused = talk.last_turn.steps
+    assert added.results == ("3",)
+    assert refused.results == ("[not run: the user refused this call]",)
+
+
+def test_an_allowed_tool_is_not_asked_for(chat: Callable[..., Chat]) -> None:
+    talk = chat(calling(call("add", a=1, b=2)), ("3", answer()), allowed="test.a*")
+    talk.type("1 + 2")
+    assert (talk.questions, talk.last_turn.steps[0].results) == (0, ("3",))
+
+
+def test_a_refusal_runs_nothing(chat: Callable[..., Chat], tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    talk = chat(calling(call("sleep", seconds=0, begun=str(begun))), ("Well.", answer()))
+    assert "not run: refused" in talk.type("hi", answers=("n",))
+    assert not begun.exists()
+    assert talk.last_turn.answer == "Well."
+
+
+@pytest.mark.parametrize("key", [KeyboardInterrupt, EOFError])
+def test_leaving_the_question_stops_the_answer(chat: Callable[..., Chat], key: Line) -> None:
+    adds = call("add", a=1, b=2)
+    talk = chat(calling(adds, adds))
+    assert "stopped" in talk.type("hi", "more", answers=(key,))
+    stopped, last = talk.session.conversation.turns
+    assert stopped.stopped
+    assert stopped.steps[0].results == (
+        "[the user stopped this call]",
+        "[not run: the user stopped the answer]",
+    )
+    assert last.answer == "re: more"
+    assert [each.role for each in talk.client.record.asked[-1].messages] == [
+        *("user", "assistant", "tool", "tool", "assistant"),
+        "user",
+    ]
+
+
+def test_ctrl_c_ends_the_call_and_keeps_the_chat(chat: Callable[..., Chat], tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+
+    def press() -> None:
+        while not begun.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    talk = chat(calling(call("sleep", seconds=1, begun=str(begun))))
+    threading.Thread(target=press).start()
+    talk.type("hi", "more", answers=("y",))
+    stopped, last = talk.session.conversation.turns
+    assert stopped.steps[0].results == ("[the user stopped this call]",)
+    assert (stopped.stopped, last.stopped) == (True, False)
+
+
+def test_what_models_get_wrong_is_told_to_them(chat: Callable[..., Chat]) -> None:
+    calls = (
+        ToolCall("1", "test__nothing", "{}"),
+        ToolCall("2", "test__add", '{"a": '),
+        ToolCall("3", "test__add", "[1]"),
+        call("fail"),
+    )
+    talk = chat(calling(*calls), ("ok", answer()), allowed="*")
+    screen = talk.type("hi")
+    assert talk.last_turn.steps[0].results == (
+        "[not run: there is no tool of this name]",
+        "[not run: the arguments are not a JSON object]",
+        "[not run: the arguments are not a JSON object]",
+        "[failed] Error executing tool fail",
+    )
+    assert "failed: Error executing tool fail" in screen
+
+
+def test_a_call_that_was_cut_is_not_run(chat: Callable[..., Chat]) -> None:
+    cut = answer(finish_reason="length", tool_calls=(call("add", a=1, b=2),))
+    talk = chat(("Wait", cut), allowed="*")
+    talk.type("hi")
+    assert (talk.last_turn.answer, talk.last_turn.steps) == ("Wait", ())
+
+
+def test_results_are_cut_and_that_is_said(chat: Callable[..., Chat]) -> None:
+    talk = chat(calling(call("repeat", text="abc", times=4_000)), ("ok", answer()), allowed="*")
+    # half of a context of 2,048 tokens
+    assert "12,000 characters, of which the model gets the first 4,096" in talk.type("hi")
+    (result,) = talk.last_turn.steps[0].results
+    assert result.startswith("abcabc")
+    assert result.endswith("\n[cut: the first 4,096 of 12,000 characters]")
+    assert len(result) < 4_200
+
+
+def test_escapes_have_no_effect(chat: Callable[..., Chat]) -> None:
+    evil = "\x1b]0;title\x07\x1b[2J\u202e"
+    talk = chat(calling(call("echo", text=evil)), ("ok", answer()))
+    screen = talk.type("hi", answers=("y",))
+    assert not {"\x1b", "\x07", "\u202e"} & set(screen)
+    assert talk.last_turn.steps[0].results == (r"\x1b]0;title\x07\x1b[2J\u202e",)
+
+
+def test_long_arguments_name_what_is_not_shown(chat: Callable[..., Chat]) -> None:
+    talk = chat(calling(call("echo", text="x" * 5_000)), ("ok", answer()))
+    assert "… and 3,012 more characters" in talk.type("hi", answers=("n",)).replace("\n", "")
+
+
+def test_a_model_that_only_calls_has_to_answer(chat: Callable[..., Chat]) -> None:
+    again = calling(call("add", a=1, b=2))
+    talk = chat(*[again] * MAX_ROUNDS, ("At last.", answer()), allowed="*")
+    assert f"{MAX_ROUNDS} rounds of tool calls: the model has to answer now" in talk.type("hi")
+    assert talk.last_turn.answer == "At last."
+    choices = [asked.tool_choice for asked in talk.client.record.asked]
+    assert choices == ["auto"] * MAX_ROUNDS + ["none"]
+
+
+def test_mcp_command(chat: Callable[..., Chat]) -> None:
+    def run(line: str) -> str:
+        done = commands.run_command(talk.session, line, lambda _: None)
+        assert isinstance(done, commands.CommandOutput)
+        return done.text
+
+    add_server(McpServer("other", ("ls",)))
+    talk = chat()
+    assert "test.echo: Echo the input text" in run("/mcp")
+    assert run("/mcp").endswith("not in use: other; /mcp NAME offers the tools of one")
+    run("/mcp off test")
+    assert talk.tools.offered == ()
+    assert run("/mcp test").startswith("test offers:\ntest.echo: Echo the input text\n")
+    assert len(talk.tools.offered) == 8
+    for line in ("/mcp none", "/mcp off other", "/mcp test x"):
+        with pytest.raises(InvalidRequest):
+            run(line)
+
+
+def test_names_are_valid_and_differ(connections: McpConnections, tmp_path: Path) -> None:
+    odd = ("a.b", "a_b", "a b", "é" * 80, "é" * 81)
+    tools = ChatTools(_Listing(odd))  # type: ignore[arg-type]
+    offered = tools.add("test")
+    names = [each.name for each in offered]
+    assert len(set(names)) == len(odd)
+    assert all(len(name) <= 64 and name.replace("_", "a").isalnum() for name in names)
+    assert [each.title for each in offered[:3]] == ["test.a.b", "test.a_b", "test.a b"]
+    with pytest.raises(InvalidRequest, match="has 300 tools, of all servers 256 may be offered"):
+        ChatTools(_Listing([str(at) for at in range(300)])).add("test")  # type: ignore[arg-type]
+
+
+class _Listing:
+    """Connections whose servers have tools of these names."""
+
+    def __init__(self, names: tuple[str, ...] | list[str]) -> None:
+        self._names = names
+
+    def start(self, server: McpServer) -> tuple[object, ...]:
+        from localgen.mcp_tools.connections import ServerTool
+
+        return tuple(ServerTool(server.name, name, "", "{}") for name in self._names)
+
+
+# --- localgen run ---
+
+
+def test_run_refuses_without_a_terminal(
+    scripted: Callable[..., ScriptedClient], capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = scripted(calling(call("add", a=1, b=2)), ("I may not.", answer()))
+    assert run_command_line(["run", "--mcp", "test", "tiny", "1 + 2"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "I may not.\n"
+    assert '▸ test.add {"a": 1, "b": 2}' in err
+    assert "not allowed without a terminal: --mcp-allow test.add allows it" in err
+    assert client.record.asked[-1].messages[-1].content == "[not run: the user refused this call]"
+
+
+def test_run_with_allowed_tools(
+    scripted: Callable[..., ScriptedClient], capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripted(calling(call("add", a=1, b=2), text="So:"), ("It is 3.", answer()))
+    allowed = ["run", "--mcp", "test", "--mcp-allow", "test.a*", "tiny", "1 + 2"]
+    assert run_command_line(allowed) == 0
+    assert capsys.readouterr().out == "So:\nIt is 3.\n"
+    scripted(calling(call("add", a=1, b=2), text="So:"), ("It is 3.", answer()))
+    assert run_command_line([*allowed, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["text"] == "It is 3."
+    assert record["steps"][0]["results"] == ["3"]
+    assert record["steps"][0]["calls"][0]["name"] == "test__add"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--mcp", "nope"], "no MCP server nope: servers are test"),
+        (["--mcp-allow", "test.add"], "--mcp-allow needs --mcp NAME"),
+        (["--mcp", "test", "--mcp-allow", "test.nope"], "--mcp-allow test.nope: no such tool"),
+        (["--mcp", "test", "--batch", "x", "--out", "y"], "--mcp does not apply to --batch"),
+    ],
+)
+def test_run_with_wrong_options(
+    options: list[str],
+    message: str,
+    scripted: Callable[..., ScriptedClient],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    scripted()
+    prompt = [] if "--batch" in options else ["hi"]
+    assert run_command_line(["run", *options, "-m", "tiny", *prompt]) == 3
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"localgen: {message}")
+    assert err.count("\n") == 1
+
+
+def test_a_server_that_fails_is_an_error_of_its_own(
+    scripted: Callable[..., ScriptedClient], capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_server(McpServer("bad", (sys.executable, PROGRAM, "die")))
+    client = scripted()
+    assert run_command_line(["run", "--mcp", "bad", "tiny", "hi"]) == 21
+    assert capsys.readouterr().err.startswith("localgen: MCP server bad ")
+    assert client.record.asked == []
+
+
+def test_steps_of_another_version_of_the_answer(chat: Callable[..., Chat]) -> None:
+    add = call("add", a=1, b=2)
+    talk = chat(calling(add), ("3", answer()), calling(add), ("three", answer()), allowed="*")
+    talk.type("1 + 2", "/regen")
+    (turn,) = talk.session.conversation.turns
+    assert turn == replace(turn, answer="three", steps=(ToolStep("", "", (add,), ("3",)),))

@@ -1,0 +1,282 @@
+"""MCP servers over stdio and streamable HTTP: whole ones, and those that hang, die or flood."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from localgen.config import BadSetting
+from localgen.mcp_tools.connections import McpConnections, McpServerFailed
+from localgen.mcp_tools.results import ToolResult
+from localgen.mcp_tools.server_file import McpServer
+
+PROGRAM = Path(__file__).parent / "mcp_server.py"
+_TOO_MANY = "it ended: it sent more than 2,000 messages at once (100 a second are allowed)"
+STDIO = McpServer("test", (sys.executable, str(PROGRAM), "stdio"))
+
+
+def broken(kind: str) -> McpServer:
+    return McpServer(kind, (sys.executable, str(PROGRAM), kind))
+
+
+@pytest.fixture
+def connections() -> Iterator[McpConnections]:
+    with contextlib.closing(McpConnections()) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def http_port() -> Iterator[int]:
+    with http_server() as port:
+        yield port
+
+
+@contextlib.contextmanager
+def http_server(port: int = 0) -> Iterator[int]:
+    """A server of streamable HTTP on loopback; yields its port."""
+    with socket.create_server(("127.0.0.1", port)) as probe:
+        port = probe.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, str(PROGRAM), "http", str(port)], stderr=subprocess.DEVNULL
+    )
+    try:
+        for _ in range(300):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                break
+            time.sleep(0.1)
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(params=["stdio", "http"])
+def server(request: pytest.FixtureRequest) -> McpServer:
+    if request.param == "stdio":
+        return STDIO
+    port = request.getfixturevalue("http_port")
+    return McpServer("test", url=f"http://127.0.0.1:{port}/mcp")
+
+
+def called(
+    connections: McpConnections, server: McpServer, tool: str, **given: object
+) -> ToolResult:
+    return connections.call(server, tool, given).result(60)
+
+
+def test_tools_are_listed_and_called(connections: McpConnections, server: McpServer) -> None:
+    tools = {tool.name: tool for tool in connections.start(server)}
+    assert tools["echo"].description == "Echo the input text"
+    assert '"required": ["text"]' in tools["echo"].parameters
+    assert called(connections, server, "echo", text="né 漢 🌟") == ToolResult("né 漢 🌟")
+    assert called(connections, server, "add", a=17, b=25) == ToolResult("42")
+    failed = called(connections, server, "fail")
+    assert failed == ToolResult("Error executing tool fail", failed=True)
+    assert called(connections, server, "add", a="x").failed
+    assert called(connections, server, "no such tool").failed
+
+
+def test_calls_at_once(connections: McpConnections, server: McpServer) -> None:
+    connections.start(server)
+    calls = [connections.call(server, "echo", {"text": str(number)}) for number in range(20)]
+    assert [call.result(30).text for call in calls] == [str(number) for number in range(20)]
+
+
+def test_only_the_tools_that_the_file_names(connections: McpConnections) -> None:
+    some = replace(STDIO, tools=("a*", "echo"))
+    assert {tool.name for tool in connections.start(some)} == {"add", "echo"}
+
+
+def test_a_call_that_hangs(connections: McpConnections, server: McpServer, tmp_path: Path) -> None:
+    quick = replace(server, timeout_s=0.3)
+    connections.start(quick)
+    assert called(connections, quick, "sleep", seconds=60) == ToolResult(
+        "no result within 0.3 s", failed=True
+    )
+
+
+def test_a_cancelled_call_ends_at_once(
+    connections: McpConnections, server: McpServer, tmp_path: Path
+) -> None:
+    connections.start(server)
+    begun = tmp_path / "begun"
+    call = connections.call(server, "sleep", {"seconds": 2, "begun": str(begun)})
+    while not begun.exists():
+        time.sleep(0.01)
+    assert call.cancel()
+    assert call.cancelled()
+    assert called(connections, server, "echo", text="next") == ToolResult("next")
+
+
+def test_a_server_that_never_answers() -> None:
+    with (
+        contextlib.closing(McpConnections(start_timeout_s=1.0)) as connections,
+        pytest.raises(McpServerFailed, match=r"hang .* did not answer within 1 s"),
+    ):
+        connections.start(broken("hang"))
+
+
+def test_no_program_is_left() -> None:
+    mark = f"mark-{os.getpid()}"
+    command = (sys.executable, "-c", f"import sys, time; {mark!r}; time.sleep(600)")
+    with (
+        contextlib.closing(McpConnections(start_timeout_s=0.5)) as connections,
+        pytest.raises(McpServerFailed),
+    ):
+        connections.start(McpServer("sleeper", command))
+    with contextlib.closing(McpConnections()) as connections:
+        connections.start(STDIO)
+        assert server_pids()
+    assert not [each for each in children() if mark in each or "mcp_server.py\0stdio" in each]
+
+
+def children() -> list[str]:
+    """Command lines of the processes that this one started."""
+    lines = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"PPid:\t{os.getpid()}\n" in (path / "status").read_text():
+                lines.append((path / "cmdline").read_text())
+    return lines
+
+
+def test_a_server_that_dies_at_its_start(connections: McpConnections) -> None:
+    # escapes of the server are visible, and have no effect
+    why = r"MCP server die .*it ended: \\x1b\[31mcannot open\\x1b\[0m the shop$"
+    with pytest.raises(McpServerFailed, match=why):
+        connections.start(broken("die"))
+
+
+def test_a_server_that_dies_is_started_again(connections: McpConnections) -> None:
+    connections.start(STDIO)
+    died = called(connections, STDIO, "die")
+    assert died == ToolResult(r"it ended: \x1b]0;title\x07out of luck", failed=True)
+    assert called(connections, STDIO, "echo", text="again") == ToolResult("again")
+
+
+def test_a_server_that_is_killed_between_calls(connections: McpConnections) -> None:
+    connections.start(STDIO)
+    (pid,) = server_pids()
+    os.kill(pid, signal.SIGKILL)
+    for _ in range(100):
+        if not server_pids():
+            break
+        time.sleep(0.02)
+    time.sleep(0.1)
+    assert called(connections, STDIO, "echo", text="again") == ToolResult("again")
+
+
+def server_pids() -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            is_ours = f"PPid:\t{os.getpid()}\n" in (path / "status").read_text()
+            if is_ours and "mcp_server.py\0stdio" in (path / "cmdline").read_text():
+                found.append(int(path.name))
+    return found
+
+
+def test_a_url_whose_server_starts_anew(connections: McpConnections) -> None:
+    with http_server() as port:
+        server = McpServer("test", url=f"http://127.0.0.1:{port}/mcp")
+        connections.start(server)
+    assert called(connections, server, "echo", text="gone").failed
+    with http_server(port):
+        results = [called(connections, server, "echo", text="back") for _ in range(2)]
+    assert results[-1] == ToolResult("back")
+
+
+def test_a_url_without_a_server(connections: McpConnections) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with pytest.raises(McpServerFailed, match=r"test \(http://127.0.0.1:\d+/mcp\): "):
+        connections.start(McpServer("test", url=f"http://user:pw@127.0.0.1:{port}/mcp?key=secret"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("line", "it ended: it sent a message above 8 MB"),
+        (
+            "messages",
+            _TOO_MANY,
+        ),
+        ("log", _TOO_MANY),
+    ],
+)
+def test_a_server_that_floods(connections: McpConnections, kind: str, why: str) -> None:
+    connections.start(STDIO)
+    before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert called(connections, STDIO, "flood", kind=kind) == ToolResult(why, failed=True)
+    grown_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb
+    assert grown_kb < 100_000
+    assert called(connections, STDIO, "echo", text="again") == ToolResult("again")
+
+
+def test_stderr_is_read_and_dropped(
+    connections: McpConnections, capfd: pytest.CaptureFixture[str]
+) -> None:
+    connections.start(STDIO)
+    assert called(connections, STDIO, "flood", kind="stderr") == ToolResult("flooded")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_response_that_floods(
+    connections: McpConnections, http_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from localgen.mcp_tools import http_client
+
+    monkeypatch.setattr(http_client, "MAX_RESPONSE_BYTES", 1 << 20)
+    server = McpServer("test", url=f"http://127.0.0.1:{http_port}/mcp")
+    connections.start(server)
+    assert called(connections, server, "repeat", text="x" * 1000, times=2000).failed
+    assert called(connections, server, "echo", text="again") == ToolResult("again")
+
+
+def test_a_program_gets_no_secrets_and_not_the_current_folder(
+    connections: McpConnections, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("GIVEN", "wanted")
+    monkeypatch.chdir(tmp_path)
+    server = replace(STDIO, env={"TOKEN": "it is ${GIVEN}"})
+    folder, *variables = called(connections, server, "environment").text.splitlines()
+    assert folder == os.path.realpath(Path.home())
+    assert "TOKEN=it is wanted" in variables
+    assert not [each for each in variables if each.startswith(("HF_", "GIVEN"))]
+
+
+def test_a_variable_that_is_not_set(
+    connections: McpConnections, http_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MISSING", raising=False)
+    for server in (
+        replace(STDIO, env={"TOKEN": "${MISSING}"}),
+        McpServer("test", url=f"http://127.0.0.1:{http_port}/mcp", headers={"X": "${MISSING}"}),
+    ):
+        with pytest.raises(BadSetting, match="MCP server test needs MISSING, which is not set"):
+            connections.start(server)
+
+
+def test_programs_of_the_current_folder_are_not_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trap = tmp_path / "trap"
+    trap.write_text("#!/bin/sh\ntouch sprung\n")
+    trap.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    for path in (f".{os.pathsep}/usr/bin", f"{os.pathsep}/usr/bin", "."):
+        monkeypatch.setenv("PATH", path)
+        with pytest.raises(BadSetting, match="the program trap was not found"):
+            McpServer("test", ("trap",)).program()
