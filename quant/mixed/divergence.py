@@ -20,9 +20,10 @@ HeadChange = Callable[[Tensor], Tensor]
 
 
 def head_bytes(spec: ModelSpec) -> int:
-    """Memory of a comparison: a slice of the output head, changed and not, and logits."""
+    """Memory of a comparison: a slice of the output head, changed and not, and logits: of both
+    models, their difference and its shares, each with a copy, one of them in float64."""
     rows = min(_SLICE_ROWS, spec.vocab_size)
-    return 4 * rows * (3 * spec.hidden_size + 4 * _BLOCK_TOKENS)
+    return 4 * rows * (3 * spec.hidden_size + 9 * _BLOCK_TOKENS)
 
 
 class ReferenceDistribution:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -40,6 +40,8 @@ _PROBE_TYPES = ("Q3_K", "Q4_0")
 # values of one GGUF tensor whose errors are measured
 _SAMPLED_VALUES = 1 << 16
 _MIN_SAMPLED_ROWS = 4
+# libraries that the first probe loads, and what the allocator keeps
+_OVERHEAD_BYTES = 96 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,26 +134,35 @@ class SensitivityProbes:
     @torch.no_grad()
     def estimate_s(self) -> tuple[float, float]:
         """Seconds of all probes, and of one pass of the windows through one layer, from a trial of
-        one window."""
+        one window and one matrix."""
         ids = self._ids[:1]
         scale = len(self._ids) / len(ids)
         layer = self._source.read_layer(0, self._device)
         cast = self._cast(layer)
         hidden = self._run_layer(0, cast, embed_windows(self._source, ids))
-        started_s = time.monotonic()
-        hidden = self._run_layer(0, cast, hidden)
-        pass_s = scale * (time.monotonic() - started_s)
-        started_s = time.monotonic()
-        ReferenceDistribution(self._source, hidden.flatten(0, 1), self._device, self._dtype)
-        head_s = scale * (time.monotonic() - started_s)
-        started_s = time.monotonic()
-        group = next(iter(self._layers[0]))
-        self._round_group(group, layer, {})
-        round_s = (time.monotonic() - started_s) / len(group.tensors)
-        num_tensors = sum(len(one.tensors) for some in self._layers.values() for one in some)
+        pass_s = scale * _seconds(lambda: self._run_layer(0, cast, hidden))
+        states = hidden.flatten(0, 1)
+        head_s = scale * _seconds(
+            lambda: ReferenceDistribution(self._source, states, self._device, self._dtype)
+        )
         heads = self.num_groups + len(self._layers)
-        probes_s = self._num_layer_passes * pass_s + heads * head_s + num_tensors * round_s
-        return probes_s, pass_s
+        passes_s = self._num_layer_passes * pass_s + heads * head_s
+        return passes_s + self._estimate_rounding_s(layer), pass_s
+
+    def _estimate_rounding_s(self, layer: LayerTensors) -> float:
+        """Seconds to round all groups and to measure their errors."""
+        groups = [group for some in self._layers.values() for group in some]
+        tried = self._layers[0][0]
+        weight = layer[f"{tried.linears[0]}.weight"].cpu().numpy()
+        ones = np.ones(weight.shape[1], np.float32)
+        # ggml computes the tables of some types when they are first used
+        rounding_errors(weight[:1], tried.types, ones, ones)
+        round_s = _seconds(lambda: round_trip(weight, probe_type(tried), ones)) / weight.size
+        errors_s = _seconds(
+            lambda: _sampled_errors(weight, tried.types, ones, ones, _SAMPLED_VALUES)
+        )
+        values = sum(values for group in groups for _, values, _ in group.tensors)
+        return values * round_s + sum(len(group.tensors) for group in groups) * errors_s
 
     def peak_bytes(self) -> int:
         """Memory that the probes of one layer take."""
@@ -165,7 +176,7 @@ class SensitivityProbes:
         forward = 4 * self._ids.numel() * 6 * (width + spec.hidden_size)
         scores = 8 * self._ids.numel() * self._ids.shape[1] * spec.num_heads
         head = head_bytes(spec)
-        return weights + states + max(forward + scores, head)
+        return weights + states + max(forward + scores, head) + _OVERHEAD_BYTES
 
     def _report(self, on_event: OnEvent) -> None:
         on_event(ProgressEvent("measuring sensitivity", self.num_done, self.num_groups, "steps"))
@@ -332,3 +343,9 @@ def _sampled_errors(
 def _row_sample(rows: int, columns: int, values: int) -> NDArray[np.int64]:
     count = min(rows, max(_MIN_SAMPLED_ROWS, values // columns))
     return np.arange(count) * rows // count
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    started_s = time.monotonic()
+    action()
+    return time.monotonic() - started_s
