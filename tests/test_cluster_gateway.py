@@ -19,7 +19,7 @@ from starlette.types import Message, Scope
 import localgen
 from localgen.backends.types import PromptChunks
 from localgen.client.snapshot import parse_localgen_stats
-from localgen.cluster.gateway import MIN_PROMPT_CHUNKS, Gateway, _Incoming
+from localgen.cluster.gateway import MIN_PROMPT_CHUNKS, Gateway
 from localgen.cluster.prefix_table import prompt_chunks
 from localgen.cluster.route import Asked, Choice
 from localgen.cluster.totals import REPLICAS, merged_metrics, merged_stats
@@ -45,7 +45,7 @@ class Replica(BaseHTTPRequestHandler):
         if self.server.dies:
             return self._reset()
         _, _, script = self.path.partition("?")
-        media = "application/x-ndjson" if self.path.startswith(OLLAMA) else "text/event-stream"
+        media = "application/x-ndjson" if self.path.startswith("/api/") else "text/event-stream"
         self.send_response(self.server.status)
         self.send_header("Content-Type", media if script else "application/json")
         if self.path == CHAT:
@@ -238,7 +238,7 @@ def test_a_replica_reads_the_path_that_the_gateway_has_read(
 def test_a_question_mark_in_a_path_is_no_query(replica: ScriptedServer) -> None:
     gateway = Gateway(Chooser(replica.url).choose, Chooser().ask_all, secret="s3")
     request = gateway._request(
-        _Incoming({**SCOPE, "path": "/v1/a?b", "query_string": b"c=d"}, b"", {}, ()), "http://r", ""
+        gateway._parse({**SCOPE, "path": "/v1/a?b", "query_string": b"c=d"}, b""), "http://r", ""
     )
     assert request.url.raw_path == b"/v1/a%3Fb?c=d"
 
@@ -499,21 +499,52 @@ def test_metrics_of_all_replicas() -> None:
     ]
 
 
-def test_a_model_is_pulled_on_all_machines(replica: ScriptedServer) -> None:
-    posted: list[tuple[str, Any]] = []
+def test_a_large_body_is_parsed_before_its_turn_ends(
+    replica: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LargeBodyTurns: before the gateway awaits anything else."""
+    done: list[str] = []
 
-    async def post_all(path: str, body: bytes) -> None:
-        await asyncio.sleep(0.05)
-        posted.append((path, json.loads(body)))
+    def note_chunks(fields: Any) -> tuple[bytes, ...]:
+        done.append("parsed")
+        return ()
 
-    async def run(path: str, body: Any) -> None:
-        asked = Chooser(replica.url)
-        gateway = Gateway(asked.choose, asked.ask_all, post_all=post_all)
-        sent = await exchange(gateway, path, body)
-        assert posted, "the client waits for all of them"
-        assert sent[-1] == {"type": "http.response.body", "body": b""}
+    monkeypatch.setattr("localgen.cluster.gateway.prompt_chunks", note_chunks)
+    asked = Chooser(replica.url)
 
-    asyncio.run(run("/api/pull", {"model": "owner/name"}))
-    assert posted == [("/api/pull", {"model": "owner/name", "stream": False})]
-    asyncio.run(run(OLLAMA, {"model": "owner/name"}))
-    assert len(posted) == 1
+    async def receive() -> Message:
+        if done:
+            await asyncio.Event().wait()
+        asyncio.get_running_loop().call_soon(done.append, "turn ended")
+        return {"type": "http.request", "body": b"{}"}
+
+    async def send(message: Message) -> None:
+        pass
+
+    async def run() -> None:
+        scope = {**SCOPE, "path": CHAT, "query_string": b""}
+        await Gateway(asked.choose, asked.ask_all)(scope, receive, send)
+
+    asyncio.run(run())
+    assert done == ["parsed", "turn ended"]
+
+
+def test_a_replica_that_leaves_is_asked_about_its_requests(replica: ScriptedServer) -> None:
+    """The router chooses another one, as that gets no new requests."""
+    paths = ("/v1/requests/id1/cancel", "/v1/responses/resp_id1", RESPONSES)
+    body = {"previous_response_id": "resp_id1", "input": "a"}
+
+    async def run(leaving: ScriptedServer) -> list[list[Message]]:
+        asked = Chooser(leaving.url, replica.url)
+        gateway = Gateway(asked.choose, asked.ask_all)
+        await exchange(gateway, CHAT)
+        sent = [await exchange(gateway, path, body) for path in paths]
+        assert [path for path, _, _ in leaving.seen] == [CHAT, *paths]
+        leaving.dies = True
+        return [*sent, await exchange(gateway, paths[0], body)]
+
+    with scripted() as leaving:
+        sent = asyncio.run(run(leaving))
+    assert [dict(each[0]["headers"])[b"x-localgen-replica"] for each in sent[:3]] == [b"r1"] * 3
+    assert json.loads(text_of(sent[3])) == {"port": replica.server_port}, "it has left"
+    assert len(replica.seen) == 1

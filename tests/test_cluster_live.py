@@ -148,6 +148,28 @@ def test_another_model_is_loaded_by_one_replica(cluster: Cluster, tmp_path: Path
     cluster.wait_until(lambda: [len(each["models"]) for each in cluster.replicas()].count(2) == 1)
 
 
+def test_an_unload_reaches_all_replicas(cluster: Cluster) -> None:
+    assert [each["models"][:1] for each in cluster.replicas()] == [["tiny"], ["tiny"]]
+    assert cluster.http.post("/v1/models/unload", json={"model": "tiny"}).json() == {
+        "unloaded": True
+    }
+    assert [each["models"] for each in cluster.replicas()] == [[], []]
+    assert cluster.http.post("/v1/models/unload", json={"model": "tiny"}).json() == {
+        "unloaded": False
+    }
+    assert cluster.chat("Hello").status_code == 200, "it is loaded again"
+
+
+def test_statistics_lack_only_a_replica_that_hangs(cluster: Cluster) -> None:
+    hanging = cluster.named("ServeReplica:localgen:EngineReplica")
+    hanging.suspend()
+    try:
+        assert len(cluster.replicas()) == 1
+    finally:
+        hanging.resume()
+    cluster.wait_until(lambda: len(cluster.replicas()) == 2)
+
+
 @pytest.mark.parametrize(
     "victim",
     [
@@ -233,3 +255,16 @@ def test_replicas_come_with_the_load_and_leave_without_it(tmp_path: Path) -> Non
         assert lengths == [_LONG_ANSWER] * 4, "those of the replica that left as well"
     finally:
         cluster.run("cluster", "down")
+
+
+def test_a_model_that_fits_no_machine_is_refused_in_one_line(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    cluster.environment["LOCALGEN_MEMORY_LIMIT"] = "10M"
+    up = cluster.run("cluster", "up", "tiny", "--port", str(cluster.port))
+    assert up.returncode != 0
+    starting, *said = up.stderr.splitlines()
+    assert starting.startswith("starting 2 replicas")
+    (line,) = said
+    assert "the cluster did not start: tiny needs about" in line
+    assert "use a smaller model or quantization, or raise LOCALGEN_MEMORY_LIMIT" in line
+    assert cluster.processes() == []

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
 from tcp_server import tcp_server
 
 from localgen.cluster.token_charges import TokenCharges
@@ -10,18 +17,78 @@ from localgen.server.http.rate_limit import RateLimiter
 from localgen.server.requests.caller import ACCOUNT_HEADER, GATEWAY_HEADER
 
 
+class Replica:
+    """A replica that counts tokens, and a gateway that may fail to charge them."""
+
+    def __init__(self) -> None:
+        self.totals: dict[str, int] = {}
+        self.charged = Counter[str]()
+        self.reading_fails: Exception | None = None
+        self.charging_fails: Exception | None = None
+        self.charges = TokenCharges(self.read, self.charge)
+
+    async def read(self) -> dict[str, int]:
+        if self.reading_fails:
+            raise self.reading_fails
+        return self.totals
+
+    async def charge(self, tokens: Mapping[str, int]) -> None:
+        assert all(tokens.values())
+        if self.charging_fails:
+            raise self.charging_fails
+        self.charged.update(tokens)
+
+    def charge_new(self) -> None:
+        with contextlib.suppress(OSError):
+            asyncio.run(self.charges.charge_new())
+
+
 def test_what_is_new_is_charged_once() -> None:
-    charged: list[tuple[str, int]] = []
-    charges = TokenCharges(lambda account, tokens: charged.append((account, tokens)))
-    charges.read([("a", {"x": 100})])
-    assert charged == [], "before this gateway was there"
-    charges.read([("a", {"x": 110, "y": 3}), ("b", {"x": 50})])
-    assert sorted(charged) == [("x", 10), ("y", 3)]
-    charged.clear()
-    charges.read([("b", {"x": 57})])
-    assert charged == [("x", 7)]
-    charges.read([("a", {"x": 999}), ("b", {"x": 57})])
-    assert charged == [("x", 7)], "a did not answer before"
+    replica = Replica()
+    for totals in ({}, {"x": 100}, {"x": 110, "y": 3}, {"x": 110, "y": 3}):
+        replica.totals = totals
+        replica.charge_new()
+        assert replica.charged == totals
+
+
+@pytest.mark.parametrize("failing", ["reading_fails", "charging_fails"])
+def test_what_could_not_be_charged_is_charged_with_the_next(failing: str) -> None:
+    replica = Replica()
+    replica.totals = {"x": 100}
+    replica.charge_new()
+    setattr(replica, failing, OSError("the gateway has ended"))
+    replica.totals = {"x": 110}
+    replica.charge_new()
+    assert replica.charged == {"x": 100}
+    setattr(replica, failing, None)
+    replica.totals = {"x": 115, "y": 1}
+    replica.charge_new()
+    assert replica.charged == replica.totals
+
+
+def test_charging_goes_on_after_a_failure_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("localgen.cluster.token_charges._PERIOD_S", 0.0)
+    replica, tries = Replica(), 0
+    replica.totals = {"x": 7}
+
+    async def charge(tokens: Mapping[str, int]) -> None:
+        nonlocal tries
+        tries += 1
+        if tries < 4:
+            raise KeyError("no such\naccount")
+        replica.charged.update(tokens)
+        running[0].cancel()
+
+    async def run() -> None:
+        running.append(asyncio.create_task(TokenCharges(replica.read, charge).run()))
+        await asyncio.wait(running, timeout=30.0)
+
+    running: list[asyncio.Task[Any]] = []
+    asyncio.run(run())
+    assert (tries, replica.charged) == (4, {"x": 7})
+    assert capsys.readouterr().err.count("tokens are charged later: ") == 1
 
 
 def test_an_account_waits_when_its_tokens_are_used_up() -> None:
@@ -30,6 +97,17 @@ def test_an_account_waits_when_its_tokens_are_used_up() -> None:
     limiter.charge("x", 70)
     assert limiter.admit("x") == 11
     assert limiter.admit("y") is None
+
+
+def test_the_gateway_charges_what_a_replica_tells() -> None:
+    pytest.importorskip("ray", reason="Ray is not installed, which needs 500 MB: make test-cluster")
+    from localgen.cluster.deployment import GatewayServer
+
+    gateway = object.__new__(GatewayServer)
+    gateway._rates = RateLimiter(RateLimit(tokens=60), clock=lambda: 0.0)
+    asyncio.run(gateway.charge({"x": 70, "y": 10}))
+    assert gateway._rates.admit("x") == 11
+    assert gateway._rates.admit("y") is None
 
 
 def test_a_replica_counts_the_tokens_of_the_gateways_accounts() -> None:

@@ -7,7 +7,8 @@ import contextlib
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from ray.serve.schema import LoggingConfig
 
 import localgen
 from localgen.backends.errors import LoadFailed, LocalgenError, ServerUnavailable
+from localgen.cluster.broadcast import call_each
 from localgen.cluster.config import (
     GATEWAY,
     MAX_PER_MACHINE,
@@ -34,9 +36,9 @@ from localgen.cluster.config import (
 from localgen.cluster.gateway import Gateway
 from localgen.cluster.machines import Build, Machines, require_version
 from localgen.cluster.model_download import model_name
+from localgen.cluster.posted import Posted
 from localgen.cluster.replica import EngineReplica
 from localgen.cluster.route import URL, Asked, Choice, InFlight, RoutedRequest
-from localgen.cluster.token_charges import TokenCharges
 from localgen.cluster.totals import NO_REPLICA
 from localgen.server.http.access import open_tcp_socket
 from localgen.server.http.guard import GuardMiddleware
@@ -55,9 +57,8 @@ _DRAIN_TIMEOUT_S = 600.0
 # in which a router learns what a replica has loaded
 _REPORT_PERIOD_S = 2.0
 _METRICS_INTERVAL_S, _LOOK_BACK_S, _UPSCALE_DELAY_S = 1.0, 3.0, 3.0
-_ASK_TIMEOUT_S = 10.0
-# tokens are charged so much later than a request ends
-_CHARGE_PERIOD_S = 1.0
+# of a replica for its statistics: less than clients wait for those of all
+_ASK_TIMEOUT_S = 6.0
 _END_TIMEOUT_S, _DELETE_TIMEOUT_S, _POLL_S = 20.0, 60.0, 0.2
 # of a machine's resource `node:ADDRESS`, of which it has 1
 _PART_OF_A_MACHINE = 0.001
@@ -83,24 +84,27 @@ class GatewayServer:
             choose[0],
             self._ask_all,
             choose[1] if prompt_replicas else None,
-            self._post_all if config.address is not None else None,
+            self._post_all if config.command is None else None,
             default_names={"", config.model or "", build.model},
             secret=build.secret if config.command is None else None,
             replica_key=replica_key,
         )
         ports = PrivatePorts(_refuse_to_listen)
-        rates = RateLimiter(access.rate_limit)
-        app = GuardMiddleware(gateway, access, rates, ports)
+        self._rates = RateLimiter(access.rate_limit)
+        app = GuardMiddleware(gateway, access, self._rates, ports)
         raise_open_file_limit()
         self._server = uvicorn.Server(uvicorn_config(app))
         self._serving = asyncio.create_task(self._server.serve([open_tcp_socket(access)]))
-        if access.rate_limit.tokens is not None:
-            self._charging = asyncio.create_task(self._charge_tokens(TokenCharges(rates.charge)))
 
     def check_health(self) -> None:
         """Raises RuntimeError if it no longer listens."""
         if self._serving.done():
             raise RuntimeError("the gateway no longer listens")
+
+    async def charge(self, tokens: Mapping[str, int]) -> None:
+        """Charge accounts for tokens that a replica has computed."""
+        for account, count in tokens.items():
+            self._rates.charge(account, count)
 
     @contextlib.asynccontextmanager
     async def _choose(
@@ -119,36 +123,18 @@ class GatewayServer:
             yield route.choice(selection.replica_id, selection.replica_metadata[URL])
 
     async def _ask_all(self, path: str) -> Sequence[tuple[str, bytes]]:
-        return await self._call_all("get", path)
+        answers = await self._call_all("get", path, timeout_s=_ASK_TIMEOUT_S)
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
 
-    async def _call_all(self, method: str, *arguments: str) -> list[Any]:
-        """What all replicas that answer return."""
-        found = await asyncio.gather(*(_call(each, method, *arguments) for each in self._all))
-        return [answer for answers in found for answer in answers]
+    async def _post_all(self, path: str, body: bytes) -> list[Posted]:
+        return list(map(Posted.from_answer, await self._call_all("post", path, body)))
 
-    async def _post_all(self, path: str, body: bytes) -> None:
-        posting = (_call(each, "post", path, body, timeout_s=None) for each in self._all)
-        await asyncio.gather(*posting)
-
-    async def _charge_tokens(self, charges: TokenCharges) -> None:
-        while True:
-            charges.read(await self._call_all("charged_tokens"))
-            await asyncio.sleep(_CHARGE_PERIOD_S)
-
-
-async def _call(
-    replicas: DeploymentHandle[Any],
-    method: str,
-    *arguments: Any,
-    timeout_s: float | None = _ASK_TIMEOUT_S,
-) -> list[Any]:
-    """What the replicas return that answer in time."""
-    asked = replicas.broadcast(method, *arguments)
-    try:
-        answers = await asked.results_async(timeout_s=timeout_s, return_exceptions=True)
-    except (RayError, RayServeException, TimeoutError):
-        return []  # there is no replica now
-    return [answer for answer in answers if not isinstance(answer, Exception)]
+    async def _call_all(
+        self, method: str, *arguments: Any, timeout_s: float | None = None
+    ) -> list[Any]:
+        """What each replica returns, or its exception."""
+        calls = (call_each(each, method, *arguments, timeout_s=timeout_s) for each in self._all)
+        return [answer for answers in await asyncio.gather(*calls) for answer in answers]
 
 
 def build_app(config: ClusterConfig, machines: Machines | None = None) -> serve.Application:
@@ -161,13 +147,17 @@ def build_app(config: ClusterConfig, machines: Machines | None = None) -> serve.
     most = config.max_replicas or config.replicas
     bound = [_replicas(REPLICAS, config, build, most, count, **_number_of_replicas(config))]
     if prompt := config.prompt_replicas:
-        bound.append(_replicas(PROMPT_REPLICAS, config, build, prompt, count, num_replicas=prompt))
+        # their prompts are in the traces of the replicas that answer
+        own = replace(config, record_trace=None)
+        bound.append(_replicas(PROMPT_REPLICAS, own, build, prompt, count, num_replicas=prompt))
     resources = {f"node:{machines.gateway}": _PART_OF_A_MACHINE} if machines else {}
     gateway = serve.deployment(
         name=GATEWAY,
         max_ongoing_requests=_MAX_ONGOING,
         ray_actor_options={"num_cpus": 0, "resources": resources},
         health_check_period_s=_HEALTH_PERIOD_S,
+        # one line for each charge of a replica
+        logging_config=LoggingConfig(enable_access_log=False),
     )(GatewayServer)
     return gateway.bind(config, build, *bound)
 

@@ -22,13 +22,13 @@ from starlette.types import Receive, Scope, Send
 
 from localgen.backends.errors import LocalgenError, NotFound, ServerUnavailable
 from localgen.backends.types import PromptChunks
+from localgen.cluster.exchange import ENDED, HOP_HEADERS, Exchange, PullExchange
+from localgen.cluster.posted import PULL_PATH, Posted, is_unload, unload_answer
 from localgen.cluster.prefix_table import prompt_chunks
 from localgen.cluster.route import Asked, Choice
 from localgen.cluster.totals import merged_loads, merged_metrics, merged_stats
-from localgen.server.anthropic import serializer as anthropic
 from localgen.server.http.errors import error_response
 from localgen.server.http.guard import PUBLIC_PATHS, RequestRefused
-from localgen.server.ollama import serializer as ollama
 from localgen.server.requests.caller import (
     ACCOUNT_HEADER,
     AGE_HEADER,
@@ -46,12 +46,8 @@ from localgen.server.stats.metrics import CONTENT_TYPE
 _MAX_REQUESTS = 10_000
 _MAX_TRIES = 3
 _CONNECT_TIMEOUT_S = 2.0
-# of one hop only; the body is passed as it is, so its length stays
-_HOP_HEADERS = frozenset(
-    {b"host", b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"trailer"}
-)
 # the gateway has checked the origin, and replicas know of none
-_OWN_HEADERS = _HOP_HEADERS | {b"origin"}
+_OWN_HEADERS = HOP_HEADERS | {b"origin"}
 _OWN_HEADERS |= {
     name.encode()
     for name in (
@@ -68,7 +64,6 @@ _GENERATING_PATHS = frozenset(
         *("/api/chat", "/api/generate"),
     )
 )
-PULL_PATH = f"{ollama.API_PREFIX}pull"
 # without a prompt replica for this time, the one that answers computes the prompt
 _PROMPT_CHOICE_S = 1.0
 # fewer new chunks are computed by the replica that answers: about 512 tokens
@@ -76,10 +71,8 @@ MIN_PROMPT_CHUNKS = 8
 # a header has at most 64 KiB; the replica reports of so many whether it holds them
 _MAX_SENT_CHUNKS = 3072
 _NO_PATH = "paths have no . and .. here: send the path as it is"
-_ENDED = "the engine that answered has ended: try again"
 # answered by the gateway: a probe must start no replica where there is none
 _ALIVE = encode_json({"status": "ok"})
-_RESPONSES_PATH = "/v1/responses"
 _log = logging.getLogger("localgen.cluster")
 _OWN_ID = re.compile(r"/v1/(?:requests|responses)/(?:resp_)?([0-9a-zA-Z]+)")
 
@@ -88,15 +81,15 @@ _OWN_ID = re.compile(r"/v1/(?:requests|responses)/(?:resp_)?([0-9a-zA-Z]+)")
 Choose = Callable[[Asked, frozenset[str]], AbstractAsyncContextManager[Choice]]
 # a path; the name and the body of each replica's answer
 AskAll = Callable[[str], Awaitable[Sequence[tuple[str, bytes]]]]
-# a path and a JSON body
-PostAll = Callable[[str, bytes], Awaitable[object]]
+# a path and a JSON body; each replica's answer
+PostAll = Callable[[str, bytes], Awaitable[Sequence[Posted]]]
 
 
 class Gateway:
     """An ASGI application that forwards to replicas; access is checked before it.
 
     choose_for_prompt: of the replicas that compute prompts for the others; None without any.
-    post_all: to replicas on all machines; None if there is one machine.
+    post_all: of downloads and unloads; None if replicas are not localgen's servers.
     default_names: of the model that all replicas have. secret: tells replicas that a request comes
     from here; None if they are not localgen's servers. replica_key: the only key that those take.
     """
@@ -120,7 +113,7 @@ class Gateway:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
         timeout = httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S)
         self._client = httpx.AsyncClient(limits=limits, timeout=timeout)
-        self._replica_by_request: OrderedDict[str, str] = OrderedDict()
+        self._replica_by_request: OrderedDict[str, Choice] = OrderedDict()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, scope["arrived_s"] = scope["path"], time.monotonic()
@@ -141,7 +134,9 @@ class Gateway:
         except RequestRefused as refused:
             await refused.to_response(path)(scope, receive, send)
             return
-        answering = asyncio.create_task(self._answer(scope, body, receive, send))
+        # parsed before anything is awaited: a large body has its turn only until then
+        incoming = self._parse(scope, body)
+        answering = asyncio.create_task(self._answer(incoming, receive, send))
         leaving = asyncio.create_task(_wait_until_gone(receive))
         try:
             await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -153,49 +148,68 @@ class Gateway:
             with suppress(asyncio.CancelledError):
                 await answering
 
-    async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-        path, fields = scope["path"], _json_object(body)
+    def _parse(self, scope: Scope, body: bytes) -> _Incoming:
+        fields = _json_object(body)
         model = self._model_name(fields)
         chunks = prompt_chunks({**fields, "model": model})
+        owner = self._owner(scope["path"], fields)
         # what is not reported is not routed by either
-        asked = Asked(chunks[:_MAX_SENT_CHUNKS], model, self._owner(path, fields))
-        incoming = _Incoming(scope, body, fields, chunks)
-        exchange = _Exchange(path, send, self._remember)
-        if path == PULL_PATH and self._post_all is not None:
-            quietly = encode_json({**fields, "stream": False})
-            exchange.elsewhere = asyncio.ensure_future(self._post_all(path, quietly))
+        asked = Asked(chunks[:_MAX_SENT_CHUNKS], model, owner.replica if owner else None)
+        return _Incoming(scope, body, fields, chunks, asked, owner)
+
+    async def _answer(self, incoming: _Incoming, receive: Receive, send: Send) -> None:
+        scope, path = incoming.scope, incoming.path
+        post_all = self._post_all if scope["method"] == "POST" else None
+        if post_all is not None and is_unload(path, incoming.fields):
+            answer = unload_answer(await post_all(path, incoming.body))
+            if answer is not None:
+                response = Response(answer.body, answer.status, media_type="application/json")
+                await response(scope, receive, send)
+                return
+        async with AsyncExitStack() as stack:
+            exchange = Exchange(path, send)
+            if post_all is not None and path == PULL_PATH:
+                quietly = encode_json({**incoming.fields, "stream": False})
+                elsewhere = asyncio.ensure_future(post_all(path, quietly))
+                stack.callback(elsewhere.cancel)  # if the client leaves
+                exchange = PullExchange(path, send, elsewhere)
+            try:
+                await self._try_replicas(incoming, exchange)
+            except LocalgenError as error:
+                await error_response(path, error.code, error.message)(scope, receive, send)
+
+    async def _try_replicas(self, incoming: _Incoming, exchange: Exchange) -> None:
+        """Raises ServerUnavailable without a replica that answers, and the exchange's errors."""
         gone: set[str] = set()
         for tries_left in reversed(range(_MAX_TRIES)):
             try:
-                async with self._choose(asked, frozenset(gone)) as choice:
+                async with self._choose(incoming.asked, frozenset(gone)) as chosen:
+                    choice = incoming.owner_or(chosen, gone)
                     gone.add(choice.replica)
-                    kv_peer = await self._prompt_address(asked, choice, incoming)
+                    kv_peer = await self._prompt_address(choice, incoming)
                     await self._forward(
                         choice, incoming, kv_peer, exchange, can_retry=tries_left > 0
                     )
-                return
-            except ServerUnavailable as error:
-                await error_response(path, error.code, error.message)(scope, receive, send)
                 return
             except httpx.HTTPError as error:
                 if exchange.has_started:
                     await exchange.fail(error)
                     return
                 if not tries_left:
-                    await error_response(path, ServerUnavailable.code, _ENDED)(scope, receive, send)
-                    return
+                    raise ServerUnavailable(ENDED) from error
 
-    async def _prompt_address(self, asked: Asked, choice: Choice, incoming: _Incoming) -> str:
+    async def _prompt_address(self, choice: Choice, incoming: _Incoming) -> str:
         """Where the chosen replica should fetch the beginning of the prompt, or empty.
 
         If much of it is new, another replica computes it first. If that fails, the chosen one does.
         """
-        if self._choose_for_prompt is None or not _has_long_prompt(asked, choice, incoming):
+        if self._choose_for_prompt is None or not _has_long_prompt(choice, incoming):
             return choice.kv_peer
+        asked = replace(incoming.asked, wanted=None)
         try:
             async with AsyncExitStack() as stack:
                 async with asyncio.timeout(_PROMPT_CHOICE_S):
-                    choosing = self._choose_for_prompt(replace(asked, wanted=None), frozenset())
+                    choosing = self._choose_for_prompt(asked, frozenset())
                     prompt = await stack.enter_async_context(choosing)
                 knows_more = choice.new_chunks < prompt.new_chunks
                 kv_peer = choice.kv_address if knows_more else prompt.kv_peer
@@ -212,7 +226,7 @@ class Gateway:
         choice: Choice,
         incoming: _Incoming,
         kv_peer: str,
-        exchange: _Exchange,
+        exchange: Exchange,
         *,
         can_retry: bool,
     ) -> None:
@@ -221,7 +235,9 @@ class Gateway:
         response = await self._client.send(request, stream=True)
         try:
             if response.status_code == HTTPStatus.SERVICE_UNAVAILABLE and can_retry:
-                raise httpx.HTTPStatusError(_ENDED, request=request, response=response)
+                raise httpx.HTTPStatusError(ENDED, request=request, response=response)
+            if request_id := response.headers.get("x-request-id"):
+                self._remember(request_id, choice)
             await exchange.start(choice.replica, response)
             async for piece in response.aiter_raw():
                 await exchange.write(piece)
@@ -274,7 +290,7 @@ class Gateway:
         name = name.removesuffix(":latest") if isinstance(name, str) else ""
         return "" if name in self._default_names else name
 
-    def _owner(self, path: str, fields: Mapping[str, Any]) -> str | None:
+    def _owner(self, path: str, fields: Mapping[str, Any]) -> Choice | None:
         """The replica that answered what the request is about, or None."""
         named = _OWN_ID.match(path)
         request_id = named[1] if named else fields.get("previous_response_id")
@@ -282,79 +298,44 @@ class Gateway:
             return None
         return self._replica_by_request.get(request_id.removeprefix("resp_"))
 
-    def _remember(self, request_id: str, replica: str) -> None:
-        self._replica_by_request[request_id] = replica
+    def _remember(self, request_id: str, choice: Choice) -> None:
+        self._replica_by_request[request_id] = Choice(choice.replica, choice.url)
         while len(self._replica_by_request) > _MAX_REQUESTS:
             self._replica_by_request.popitem(last=False)
 
 
 @dataclass(frozen=True, slots=True)
 class _Incoming:
-    """A request of a client."""
+    """A request of a client. chunks: of its prompt. owner: the replica that it is about, if any."""
 
     scope: Scope
     body: bytes
     fields: Mapping[str, Any]
     chunks: tuple[bytes, ...]
+    asked: Asked
+    owner: Choice | None = None
+
+    @property
+    def path(self) -> str:
+        path: str = self.scope["path"]
+        return path
+
+    def owner_or(self, choice: Choice, gone: Collection[str]) -> Choice:
+        """The owner, unless it does not answer: one that leaves is chosen no more, but lives on."""
+        if self.owner is None or self.owner.replica in {choice.replica, *gone}:
+            return choice
+        return self.owner
 
 
-class _Exchange:
-    """The response to one request, begun once and ended once."""
-
-    def __init__(self, path: str, send: Send, remember: Callable[[str, str], None]) -> None:
-        self._path, self._send, self._remember = path, send, remember
-        self._media_type = ""
-        self.has_started = False
-        self.elsewhere: asyncio.Future[object] | None = None  # it ends after this, too
-
-    async def start(self, replica: str, response: httpx.Response) -> None:
-        if request_id := response.headers.get("x-request-id"):
-            self._remember(request_id, replica)
-        self._media_type = response.headers.get("content-type", "")
-        headers = [
-            (name.lower(), value)
-            for name, value in response.headers.raw
-            if name.lower() not in _HOP_HEADERS and name.lower() != b"date"  # the gateway's own
-        ]
-        headers.append((b"x-localgen-replica", replica.encode()))
-        self.has_started = True
-        await self._send(
-            {"type": "http.response.start", "status": response.status_code, "headers": headers}
-        )
-
-    async def write(self, piece: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": piece, "more_body": True})
-
-    async def end(self) -> None:
-        if self.elsewhere is not None:
-            await self.elsewhere
-        await self._send({"type": "http.response.body", "body": b""})
-
-    async def fail(self, error: httpx.HTTPError) -> None:
-        """End a stream whose replica has ended with an error event; cut off any other answer."""
-        body = bytes(error_response(self._path, ServerUnavailable.code, _ENDED).body)
-        if self._media_type.startswith("text/event-stream"):
-            is_named = self._path.startswith((anthropic.PATH, _RESPONSES_PATH))
-            if self._path.startswith(_RESPONSES_PATH):
-                failure = {"type": "error", "code": ServerUnavailable.code, "message": _ENDED}
-                body = encode_json(failure | {"param": None})
-            await self.write((b"event: error\n" if is_named else b"") + b"data: " + body + b"\n\n")
-        elif self._path.startswith(ollama.API_PREFIX):
-            await self.write(body + b"\n")
-        else:
-            raise error
-        await self.end()
-
-
-def _has_long_prompt(asked: Asked, choice: Choice, incoming: _Incoming) -> bool:
+def _has_long_prompt(choice: Choice, incoming: _Incoming) -> bool:
     """True if another replica could compute much of the prompt.
 
     They have the model that all have, and earlier answers are in one replica.
     """
     return (
-        incoming.scope["path"] in _GENERATING_PATHS
+        incoming.path in _GENERATING_PATHS
         and choice.new_chunks >= MIN_PROMPT_CHUNKS
-        and not asked.model
+        and not incoming.asked.model
         and incoming.fields.get("previous_response_id") is None
     )
 

@@ -19,13 +19,15 @@ import httpx
 from localgen.backends.errors import LocalgenError
 from localgen.backends.terminal_text import one_line
 from localgen.cluster.autoscaling import scaling_stats
-from localgen.cluster.config import ClusterConfig
+from localgen.cluster.config import GATEWAY, ClusterConfig
 from localgen.cluster.machines import Build, require_version
 from localgen.cluster.model_download import ensure_installed
 from localgen.cluster.other_engine import engine_stats, kill_session, loads_of
+from localgen.cluster.posted import Posted
 from localgen.cluster.replica_server import ReplicaOptions
 from localgen.cluster.route import KV_ADDRESS, KV_ADDRESSES, URL, routing_stats
 from localgen.cluster.running import REPLICA_DIRS
+from localgen.cluster.token_charges import TokenCharges, Totals
 from localgen.config import ServerSettings
 from localgen.hub.models_file import read_models_file
 from localgen.machine.python_process import python_command, python_environment
@@ -69,6 +71,8 @@ class EngineReplica:
         )
         self._runtime_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._is_ending, self._secret = False, build.secret
+        self._charges = TokenCharges(self._read_tokens, self._charge)
+        self._charging: asyncio.Task[object] | None = None
         self._model, self._command = config.model or "", config.command
         self._needs_metrics = config.command is not None and config.max_replicas is not None
         self._health_path = "/livez" if config.command is None else "/health"
@@ -82,6 +86,8 @@ class EngineReplica:
         self._kv_address = stats[KV_ADDRESSES].get("", "")
         if shares and not self._kv_address:
             print("prefixes of this model cannot be shared: see `localgen show`", file=sys.stderr)
+        if config.token_limit() is not None:
+            self._charging = asyncio.create_task(self._charges.run())
 
     @property
     def url(self) -> str:
@@ -97,11 +103,6 @@ class EngineReplica:
         with contextlib.suppress(LocalgenError):  # the server reports a damaged file
             own_names = (await asyncio.to_thread(read_models_file)).models
         return routing_stats(await self._stats({GATEWAY_HEADER: self._secret}), own_names)
-
-    async def charged_tokens(self) -> tuple[str, dict[str, int]]:
-        """Its name, and the tokens of each account since its start."""
-        stats = await self._stats({GATEWAY_HEADER: self._secret})
-        return self.name, stats["tokens_by_account"]
 
     async def check_health(self) -> None:
         """Raises ReplicaFailed if the server has ended, or an error of httpx if it hangs."""
@@ -125,12 +126,14 @@ class EngineReplica:
         reply.raise_for_status()
         return self.name, reply.content
 
-    async def post(self, path: str, body: bytes) -> None:
+    async def post(self, path: str, body: bytes) -> Posted:
         """POST JSON to its server, and tell in the log if that is refused."""
         headers = {"Content-Type": "application/json"}
         reply = await self._client.post(path, content=body, headers=headers, timeout=None)
-        if not reply.is_success:
-            print(f"error: {path}: {one_line(reply.text)}", file=sys.stderr)
+        posted = Posted(socket.gethostname(), reply.status_code, reply.content)
+        if not posted.is_success:
+            print(f"error: {path}: {posted.message}", file=sys.stderr)
+        return posted
 
     async def end(self) -> None:
         """Let the server end: its requests have a few seconds, and then an error event. Waits."""
@@ -139,6 +142,8 @@ class EngineReplica:
 
     def _close_pipe(self) -> None:
         self._is_ending = True
+        if self._charging is not None:
+            self._charging.cancel()
         assert self._server.stdin is not None
         self._server.stdin.close()
 
@@ -146,6 +151,8 @@ class EngineReplica:
         server = getattr(self, "_server", None)
         if server is None:
             return
+        if self._charging is not None and not self._is_ending:
+            self._charge_rest()
         self._close_pipe()
         try:
             server.wait(_END_TIMEOUT_S)
@@ -154,6 +161,30 @@ class EngineReplica:
         kill_session(server.pid)
         with contextlib.suppress(OSError):
             shutil.rmtree(self._runtime_dir)
+
+    async def _read_tokens(self) -> Totals:
+        """The tokens of each account since the start."""
+        stats = await self._stats({GATEWAY_HEADER: self._secret})
+        tokens: dict[str, int] = stats["tokens_by_account"]
+        return tokens
+
+    async def _charge(self, tokens: Totals) -> None:
+        from ray import serve
+
+        # waits for a gateway that starts anew, and fails if the one that was asked ends
+        await serve.get_deployment_handle(GATEWAY).charge.remote(tokens)
+
+    def _charge_rest(self) -> None:
+        """Charge the tokens of the last second; for __del__, which may not await anything."""
+        from ray import serve
+
+        headers = self._headers | {GATEWAY_HEADER: self._secret}
+        try:
+            stats = httpx.get(f"{self.url}/v1/stats", headers=headers).json()
+            if new := self._charges.new_tokens(stats["tokens_by_account"]):
+                serve.get_deployment_handle(GATEWAY).charge.remote(new)
+        except Exception as error:  # the server must end all the same
+            print(f"the last tokens are not charged: {one_line(str(error))}", file=sys.stderr)
 
     async def _stats(self, headers: Mapping[str, str] | None = None) -> dict[str, Any]:
         if self._command is not None:

@@ -1,0 +1,118 @@
+"""The response to a client, of which a replica sends the parts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import httpx
+from starlette.types import Send
+
+from localgen.backends.errors import ServerUnavailable
+from localgen.cluster.posted import Posted, require_pulled
+from localgen.hub.hf_client import DownloadFailed
+from localgen.server.anthropic import serializer as anthropic
+from localgen.server.http.errors import error_response
+from localgen.server.ollama import serializer as ollama
+from localgen.server.requests.protocol import encode_json
+
+ENDED = "the engine that answered has ended: try again"
+# of one hop only; the body is passed as it is, so its length stays
+HOP_HEADERS = frozenset(
+    {b"host", b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"trailer"}
+)
+RESPONSES_PATH = "/v1/responses"
+# after which a client is told what its download waits for
+_QUIET_S = 1.0
+_WAITING = encode_json({"status": "waiting for the other machines"})
+
+
+class Exchange:
+    """The response to one request, begun once and ended once.
+
+    has_started: the client has its status, so that no other replica can answer.
+    """
+
+    def __init__(self, path: str, send: Send) -> None:
+        self._path, self._send = path, send
+        self._media_type = ""
+        self.has_started = False
+
+    async def start(self, replica: str, response: httpx.Response) -> None:
+        self._media_type = response.headers.get("content-type", "")
+        headers = [
+            (name.lower(), value)
+            for name, value in response.headers.raw
+            if name.lower() not in HOP_HEADERS and name.lower() != b"date"  # the gateway's own
+        ]
+        headers.append((b"x-localgen-replica", replica.encode()))
+        self.has_started = True
+        await self._send(
+            {"type": "http.response.start", "status": response.status_code, "headers": headers}
+        )
+
+    async def write(self, piece: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+
+    async def end(self) -> None:
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def fail(self, error: httpx.HTTPError) -> None:
+        """End a stream whose replica has ended with an error event; cut off any other answer."""
+        body = bytes(error_response(self._path, ServerUnavailable.code, ENDED).body)
+        if self._media_type.startswith("text/event-stream"):
+            is_named = self._path.startswith((anthropic.PATH, RESPONSES_PATH))
+            if self._path.startswith(RESPONSES_PATH):
+                failure = {"type": "error", "code": ServerUnavailable.code, "message": ENDED}
+                body = encode_json(failure | {"param": None})
+            await self.write((b"event: error\n" if is_named else b"") + b"data: " + body + b"\n\n")
+        elif self._path.startswith(ollama.API_PREFIX):
+            await self.write(body + b"\n")
+        else:
+            raise error
+        await self.end()
+
+
+class PullExchange(Exchange):
+    """The response to a download. Its last line waits for the other machines.
+
+    elsewhere: what all replicas have answered.
+    """
+
+    def __init__(self, path: str, send: Send, elsewhere: asyncio.Future[Sequence[Posted]]) -> None:
+        super().__init__(path, send)
+        self._elsewhere = elsewhere
+        self._is_stream, self._held = False, b""
+
+    async def start(self, replica: str, response: httpx.Response) -> None:
+        """Raises DownloadFailed if it is no stream, and another machine has failed."""
+        media_type = response.headers.get("content-type", "")
+        self._is_stream = response.is_success and media_type.startswith(ollama.NDJSON.content_type)
+        if not self._is_stream:
+            require_pulled(await self._elsewhere)
+        await super().start(replica, response)
+
+    async def write(self, piece: bytes) -> None:
+        if not self._is_stream:
+            await super().write(piece)
+            return
+        lines = self._held + piece
+        last = lines.rstrip(b"\n").rfind(b"\n") + 1
+        self._held = lines[last:]
+        if last:
+            await super().write(lines[:last])
+
+    async def end(self) -> None:
+        if self._is_stream:
+            if not (await asyncio.wait({self._elsewhere}, timeout=_QUIET_S))[0]:
+                await super().write(_WAITING + b"\n")
+            try:
+                require_pulled(await self._elsewhere)
+            except DownloadFailed as error:
+                self._held = encode_json(ollama.ollama_error_body(error.message)) + b"\n"
+            await super().write(self._held)
+        await super().end()
+
+    async def fail(self, error: httpx.HTTPError) -> None:
+        self._is_stream = False  # it waits for no machine
+        await super().fail(error)
