@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from rich.console import Console
@@ -13,10 +13,11 @@ from localgen.chat.markup import split_blocks, split_table
 from localgen.repl.live_rows import Row
 from localgen.repl.markdown import render_block
 
-# a row of prose that grows, or a line of code that grows and the fence below it
-_GROWING_ROWS = 2
-# what Markdown shows while it is incomplete, and may hide later
-_MARKUP = frozenset("*_`#|~[]()<>\\")
+# of a code block that begins: a fence with a name that grows, an empty line, a fence
+_GROWING_ROWS = 3
+_BLANK_ROW = "\n"
+# what Markdown shows while it is incomplete and may hide later, and what depends on the width
+_OPTIONAL = frozenset("*_`#|~[]()<>\\\u258c" + _BLANK_ROW)
 
 
 class AnswerRows:
@@ -30,7 +31,8 @@ class AnswerRows:
         self._escaped_reasoning, self._escaped_text = ProseStream(), ProseStream()
         self._reasoning = ""
         self._text = ""
-        self._lasting = ""  # the visible characters of what follows that have been made lasting
+        # visible_text() of what follows that has been made lasting
+        self._lasting_reasoning = self._lasting = ""
         self._has_header = False  # the text begins with a table whose header has
         self._returned_any = False
 
@@ -46,53 +48,52 @@ class AnswerRows:
 
     def take_final(self, *, last: bool = False) -> list[Row]:
         """The rows of reasoning lines and blocks that are complete, once; of all if `last`."""
-        rows: list[Row] = []
+        thought_rows: list[Row] = []
         if thought := self._take_reasoning_lines(last=last or bool(self._text)):
-            rows += self._render_thought(thought.removesuffix("\n"))
+            rows = self._render_thought(thought.removesuffix("\n"))
+            thought_rows, self._lasting_reasoning = _without(self._lasting_reasoning, rows)
             self._returned_any = True
         blocks, self._text = split_blocks(self._text)
         if last:
             blocks, self._text = [*blocks, self._text], ""
+        rows = []
         for block in blocks:
             rows += self._render_block(block)
             self._returned_any, self._has_header = bool(rows) or self._returned_any, False
-        text = visible_text(rows)
-        num_lasting, matched = _match(self._lasting, text)
-        self._lasting = self._lasting[matched:] if num_lasting == len(text) else ""
-        return _drop_visible(rows, num_lasting)
+        rows, self._lasting = _without(self._lasting, rows)
+        return thought_rows + rows
 
     def changing(self) -> list[Row]:
         """The rows of the last line of reasoning or the last block, which more text may change."""
         if self._reasoning:
-            rows = self._render_thought(self._reasoning)
-        else:
-            rows = self._render_block(self._text)
+            return _without(self._lasting_reasoning, self._render_thought(self._reasoning))[0]
+        rows = self._render_block(self._text)
         text = visible_text(rows)
-        num_lasting, _ = _match(self._lasting, text)
-        if num_lasting < len(text):
-            self._lasting = text[:num_lasting]
-        return _drop_visible(rows, num_lasting)
+        count, _ = _match(self._lasting, text)
+        if count < len(text):
+            self._lasting = text[:count]
+        return _drop_visible(rows, count)
 
     def let_last(self, rows: Sequence[Row]) -> int:
         """Make the first ones of changing() lasting, without those that grow; returns how many."""
         num_rows = max(0, len(rows) - _GROWING_ROWS)
-        if self._reasoning or (table := split_table(self._text)) is None:
+        if self._reasoning:
+            self._lasting_reasoning += visible_text(rows[:num_rows])
+            return num_rows
+        if (table := split_table(self._text)) is None:
             self._lasting += visible_text(rows[:num_rows])
-            return num_rows if self._lasting else 0
+            return num_rows
         header, body, rest = table
         first = 0 if self._has_header else _header_rows(rows)
         # as many characters as the first lines of the source have when rendered, in any width
-        sizes = (len(visible_text(self._render_body(header, line))) for line in body)
-        ends = accumulate((len(visible_text([row])) for row in rows[first:num_rows]), initial=0)
-        row_at = {size: first + index for index, size in enumerate(ends)}
-        num_lines, num_rows = max(
-            (count, row_at[size])
-            for count, size in enumerate(accumulate(sizes, initial=0))
-            if size in row_at
-        )
+        lines = _index_by_total(_num_visible(self._render_body(header, line)) for line in body)
+        table_rows = _index_by_total(_num_visible([row]) for row in rows[first:num_rows])
+        total = max(lines.keys() & table_rows.keys())
+        num_lines, num_rows = lines[total], first + table_rows[total]
         if num_rows:
-            self._text = "".join((header, *body[num_lines:], rest))
-            self._lasting, self._has_header = "", True
+            self._lasting, self._has_header = "", num_lines < len(body) or not rest.strip()
+            self._text = "".join((header, *body[num_lines:], rest)) if self._has_header else rest
+            self._returned_any = True
         return num_rows
 
     def _take_reasoning_lines(self, *, last: bool) -> str:
@@ -117,25 +118,49 @@ class AnswerRows:
 
 
 def visible_text(rows: Sequence[Row]) -> str:
-    """The characters of rows, which are the same at any width: no spaces, no lines of tables."""
-    return "".join(filter(_is_visible, "".join(segment.text for row in rows for segment in row)))
+    """What rows have at any width: their characters without spaces and lines of tables.
+
+    A row without any others counts as one character.
+    """
+    texts = ("".join(segment.text for segment in row) for row in rows)
+    return "".join("".join(filter(_is_visible, text)) or _BLANK_ROW for text in texts)
+
+
+def _num_visible(rows: Sequence[Row]) -> int:
+    return sum(_is_visible(char) for row in rows for segment in row for char in segment.text)
+
+
+def _index_by_total(sizes: Iterable[int]) -> dict[int, int]:
+    """How many of the sizes have each of their totals; the fewest."""
+    index: dict[int, int] = {}
+    for count, total in enumerate(accumulate(sizes, initial=0)):
+        index.setdefault(total, count)
+    return index
+
+
+def _without(lasting: str, rows: list[Row]) -> tuple[list[Row], str]:
+    """The rows without what is lasting, and what of that is behind them."""
+    text = visible_text(rows)
+    count, matched = _match(lasting, text)
+    # at a difference: rather repeat text than lose any
+    return _drop_visible(rows, count), lasting[matched:] if count == len(text) else ""
 
 
 def _match(lasting: str, text: str) -> tuple[int, int]:
     """How many characters of `text` are in `lasting`, from the first one on, and those there.
 
-    Either may have marks of Markdown that the other lacks, as a link does when it is complete.
+    Either may have characters that the other lacks, as a link has when it is complete.
     """
     at, count = 0, 0
     while at < len(lasting) and count < len(text):
         if lasting[at] == text[count]:
             at, count = at + 1, count + 1
-        elif lasting[at] in _MARKUP:
+        elif lasting[at] in _OPTIONAL:
             at += 1
-        elif text[count] in _MARKUP:
+        elif text[count] in _OPTIONAL:
             count += 1
         else:
-            break  # rather repeat text than lose any
+            break
     return count, at
 
 
@@ -154,7 +179,7 @@ def _drop_visible(rows: Sequence[Row], count: int) -> list[Row]:
 def _drop_from_row(row: Row, count: int) -> Row:
     """The end of a row that has more than `count` visible characters."""
     for index, segment in enumerate(row):
-        here = len(visible_text([[segment]]))
+        here = sum(map(_is_visible, segment.text))
         if here > count:
             text = segment.text
             while count:
@@ -168,8 +193,7 @@ def _drop_from_row(row: Row, count: int) -> Row:
 def _header_rows(rows: Sequence[Row]) -> int:
     """Rows of a table's header, with the line below it; 0 if there is none."""
     for index, row in enumerate(rows):
-        text = "".join(segment.text for segment in row).strip()
-        if text and not visible_text([row]):
+        if visible_text([row]) == _BLANK_ROW and any(segment.text.strip() for segment in row):
             return index + 1
     return 0
 

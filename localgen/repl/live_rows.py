@@ -27,7 +27,7 @@ class LiveRows:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._can_redraw = console.is_terminal and not console.is_dumb_terminal
-        self._columns = console.width
+        self._size = console.size
         self._live: list[Row] = []  # on the screen, like those below them
         self._below: list[Row] = []
 
@@ -41,9 +41,9 @@ class LiveRows:
         self._console.show_cursor(True)
 
     def is_resized(self) -> bool:
-        """Whether the console has another width than at the last call."""
-        columns, self._columns = self._columns, self._console.width
-        return columns != self._columns
+        """Whether the console has another size than at the last call."""
+        size, self._size = self._size, self._console.size
+        return size != self._size
 
     @property
     def live(self) -> Sequence[Row]:
@@ -66,9 +66,9 @@ class LiveRows:
         with self._console.capture() as rendered:
             self._console.print(join_rows((*lasting, *live, *below)), end="")
         widths = (Segment.get_line_length(row) for row in (*self._live, *self._below))
-        num_rows = rows_on_screen(widths, self._columns)
+        num_rows = rows_on_screen(widths, self._size.width)
         output = "\r" * bool(num_rows) + _ROW_UP * num_rows + rendered.get()
-        if self._can_redraw and self._console.width != self._columns:
+        if self._can_redraw and self._console.size != self._size:
             return False
         self._live, self._below = list(live), list(below)
         self._console.file.write(output)

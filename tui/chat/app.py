@@ -146,7 +146,7 @@ class ChatApp(BaseApp):
 
     def on_ready(self) -> None:
         """Start the timers and the server feed after the first paint."""
-        gc.callbacks.append(_freeze_survivors)
+        gc.callbacks.append(self._freeze_survivors)
         self.set_interval(TICK_S, self._tick_unless_idle)
         self.set_interval(SYNC_PERIOD_S, self.sync_store)
         self._feed.start()
@@ -162,7 +162,7 @@ class ChatApp(BaseApp):
     def on_unmount(self) -> None:
         self._feed.stop()
         with contextlib.suppress(ValueError):  # it ended before the first screen
-            gc.callbacks.remove(_freeze_survivors)
+            gc.callbacks.remove(self._freeze_survivors)
         gc.unfreeze()
 
     def on_app_focus(self) -> None:
@@ -243,6 +243,14 @@ class ChatApp(BaseApp):
             if not self.session_manager.answering_sessions:
                 gc.unfreeze()
                 gc.collect()
+                gc.freeze()
+
+    def _freeze_survivors(self, phase: str, info: dict[str, int]) -> None:
+        """While an answer is written, do not scan again what has survived a full collection: with
+        a long one, each stopped the screen for 40 ms."""
+        is_full = phase == "stop" and info["generation"] == 2
+        if is_full and self.session_manager.answering_sessions:
+            gc.freeze()
 
     def _announce(self, ended: list[ActiveSession]) -> None:
         """Tell a user who is in another window that long answers are done."""
@@ -552,13 +560,6 @@ class ChatApp(BaseApp):
 
     def _run_in_worker(self, act: Coroutine[object, object, None]) -> None:
         self.run_worker(act, group="session_actions")
-
-
-def _freeze_survivors(phase: str, info: dict[str, int]) -> None:
-    """What survives a full collection is not scanned again while an answer is written: with a long
-    one, each stopped the screen for 40 ms."""
-    if phase == "stop" and info["generation"] == 2:
-        gc.freeze()
 
 
 def _selected_text(widget: object) -> str:

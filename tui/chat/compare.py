@@ -150,7 +150,8 @@ class CompareDialog(Dialog[list[CompareVariant] | None]):
         except LocalgenError as error:
             self.query_one("#error", Static).update(Content(one_line(error.message)))
         else:
-            self.dismiss(variants)
+            if self.app.screen is self:  # else what is above it would be closed
+                self.dismiss(variants)
 
 
 _MIN_COLUMN_WIDTH = 26
