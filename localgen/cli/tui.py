@@ -60,8 +60,8 @@ def command(
     from localgen.config import ServerSettings
     from localgen.hub.resolve import name_for_server
     from localgen.tui.base_app import BaseApp
-    from localgen.tui.chat.active_session import AppContext
     from localgen.tui.chat.app import ChatApp
+    from localgen.tui.chat.app_context import AppContext
     from localgen.tui.chat.session_manager import SessionManager
     from localgen.tui.preferences import Preferences
 

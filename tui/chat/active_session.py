@@ -4,55 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import replace
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.chat import commands
 from localgen.chat.conversation import ToolStep, Turn
-from localgen.chat.parameters import ModelOptions
 from localgen.chat.session import ChatSession
 from localgen.chat.session_recorder import create_copy, title_from_prompt
-from localgen.chat.session_store import SessionBusy, SessionChanged, SessionRecord, SessionStore
+from localgen.chat.session_store import SessionBusy, SessionChanged, SessionRecord
 from localgen.client import Client
 from localgen.client.responses import TokenAlternative
-from localgen.client.suggested_models import SuggestedModel
-from localgen.mcp_tools.chat_tools import CallQuestion, ChatTools, Decision
-from localgen.mcp_tools.connections import McpConnections
+from localgen.mcp_tools.chat_tools import CallQuestion, Decision
 from localgen.tui.chat.answer_stream import AnswerStream
+from localgen.tui.chat.app_context import AppContext
 
 UNNAMED_SESSION = "New session"
 # setting names that are not sampling parameters
 SYSTEM_SETTING, CTX_SETTING = "system", "ctx"
 # commands that change the stored record
 _MUTATING_COMMANDS = ("/set", "/load", "/clear", "/undo", "/compact")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AppContext:
-    """Dependencies shared by all sessions of the app.
-
-    make_client: creates a client with a callback for notices to the user; one per session, because
-    aborting a request closes its client. server_url: the remote server, or empty for the local one.
-    model: model of new sessions, or None for the default model. notice: for the user, at the start.
-    suggest_models: models to propose, may take a second. clock: for durations; now_s: Unix time.
-    tools: of new sessions, each of which has its own permissions.
-    """
-
-    store: SessionStore
-    make_client: Callable[[Callable[[str], None]], Client]
-    options: ModelOptions
-    state_dir: Path
-    server_url: str = ""
-    model: str | None = None
-    notice: str = ""
-    suggest_models: Callable[[], Sequence[SuggestedModel]] = tuple
-    tools: ChatTools = field(default_factory=lambda: ChatTools(McpConnections()))
-    clock: Callable[[], float] = time.monotonic
-    now_s: Callable[[], float] = time.time
 
 
 class CommandStopped(Exception):

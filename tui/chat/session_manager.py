@@ -13,7 +13,8 @@ from localgen.backends.terminal_text import collapse, escape_name
 from localgen.chat.conversation import Conversation, Turn
 from localgen.chat.session_store import SessionGone, SessionRecord, SessionSummary
 from localgen.chat.session_tree import in_tree_order
-from localgen.tui.chat.active_session import ActiveSession, AppContext
+from localgen.tui.chat.active_session import ActiveSession
+from localgen.tui.chat.app_context import AppContext
 from localgen.tui.chat.compare import CompareVariant, variant_records
 
 _EXCERPT_CHARS = 40
