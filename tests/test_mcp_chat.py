@@ -20,11 +20,15 @@ from rich.console import Console
 from scripted_client import Script, ScriptedClient, answer
 
 from localgen.backends.errors import InvalidRequest
+from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import Message, ToolCall
 from localgen.chat import commands
-from localgen.chat.conversation import ToolStep, Turn
+from localgen.chat.conversation import Conversation, ToolStep, Turn, transcript_markdown
+from localgen.chat.database import WriterLock
 from localgen.chat.parameters import ModelOptions
+from localgen.chat.saved_chats import SavedChat, encode_chat, load_chat, save_chat
 from localgen.chat.session import ChatSession
+from localgen.chat.session_store import SessionRecord, SessionStore
 from localgen.cli.main import run_command_line
 from localgen.mcp_tools.chat_tools import MAX_ROUNDS, ChatTools
 from localgen.mcp_tools.connections import McpConnections
@@ -279,6 +283,51 @@ class _Listing:
         from localgen.mcp_tools.connections import ServerTool
 
         return tuple(ServerTool(server.name, name, "", "{}") for name in self._names)
+
+
+def test_calls_are_stored_and_continued(tmp_path: Path, connections: McpConnections) -> None:
+    odd = ToolCall("1", "test__echo", '{"text": "\\ud800 é"}')
+    step = ToolStep("So:", "hm", (odd, call("add", a=1, b=2)), ("\ud800 é", "3"))
+    turn = Turn("q", "a", reasoning="r", steps=(step,))
+    kept = replace(step, results=("\N{REPLACEMENT CHARACTER} é", "3"))
+    with (
+        contextlib.closing(WriterLock(tmp_path / "writers")) as writer,
+        contextlib.closing(SessionStore(tmp_path / "sessions.db", writer)) as store,
+    ):
+        made = store.create(SessionRecord(0, conversation=Conversation(None, (turn,))))
+        begun = store.begin_turn(made, "next")
+        store.update_turn(begun, Turn("next", "", stopped=True, steps=(step,)))
+        assert store.turns(made.id)[1].steps == (kept,)
+        store.finish_turn(begun, Turn("next", "done", steps=(step,)))
+        conversation = store.read(made.id).conversation
+    assert conversation.turns == (
+        replace(turn, steps=(kept,)),
+        Turn("next", "done", steps=(kept,)),
+    )
+    path = tmp_path / "chat.json"
+    save_chat(path, SavedChat("tiny", SamplingParams(), conversation))
+    assert load_chat(path).conversation == conversation
+    assert "test__add" in transcript_markdown("x", conversation)
+    session = ChatSession(ScriptedClient(), tmp_path, ModelOptions())
+    session.load(None, lambda _: None)
+    session.set_conversation(conversation)
+    list(session.stream("more"))
+    (asked,) = session.client.record.asked  # type: ignore[attr-defined]
+    assert [message.role for message in asked.messages] == [
+        *("user", "assistant", "tool", "tool", "assistant") * 2,
+        "user",
+    ]
+    assert asked.tools == ()
+
+
+def test_a_chat_of_an_older_version_has_no_calls(tmp_path: Path) -> None:
+    path = tmp_path / "chat.json"
+    saved = SavedChat("tiny", SamplingParams(), Conversation(None, (Turn("q", "a"),)))
+    record = json.loads(encode_chat(saved))
+    for message in record["messages"]:
+        del message["steps"]
+    path.write_text(json.dumps(record))
+    assert load_chat(path) == saved
 
 
 # --- localgen run ---

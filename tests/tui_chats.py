@@ -23,8 +23,9 @@ from localgen.chat.session_store import SessionStore
 from localgen.client import ModelCard, TextDelta
 from localgen.client.snapshot import ServerSnapshot
 from localgen.client.suggested_models import SuggestedModel
-from localgen.tui.chat.active_session import ActiveSession, AppContext
+from localgen.tui.chat.active_session import ActiveSession
 from localgen.tui.chat.app import ChatApp
+from localgen.tui.chat.app_context import AppContext
 from localgen.tui.chat.main_screen import MainScreen
 from localgen.tui.chat.prompt import Prompt
 from localgen.tui.chat.session_manager import SessionManager

@@ -81,12 +81,9 @@ def complete_adapter(incomplete: str) -> list[str]:
 
 def complete_mcp_server(incomplete: str) -> list[str]:
     """Complete an MCP server."""
-    from localgen.mcp_tools.server_file import read_servers
+    from localgen.mcp_tools.server_file import server_names
 
-    try:
-        return _filter_by_prefix(incomplete, read_servers())
-    except LocalgenError:
-        return []
+    return _filter_by_prefix(incomplete, server_names())
 
 
 def complete_running_model(incomplete: str) -> list[str]:

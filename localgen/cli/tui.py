@@ -12,6 +12,7 @@ import typer
 from localgen.backends.errors import InvalidRequest
 from localgen.chat.parameters import ModelOptions
 from localgen.cli.arguments import ModelArgument, split_model_and_prompt
+from localgen.cli.mcp_options import McpAllowOption, McpOption, open_chat_tools
 from localgen.cli.options import takes_model_options
 from localgen.cli.remote_options import (
     KeyEnvOption,
@@ -32,6 +33,8 @@ def command(
     model: ModelArgument = None,
     url: UrlOption = None,
     api_key_env: KeyEnvOption = None,
+    mcp: McpOption = None,
+    mcp_allow: McpAllowOption = None,
     inline: Annotated[
         bool, typer.Option("--inline", help="Draw below the shell's prompt, not full-screen.")
     ] = False,
@@ -57,15 +60,18 @@ def command(
     from localgen.config import ServerSettings
     from localgen.hub.resolve import name_for_server
     from localgen.tui.base_app import BaseApp
-    from localgen.tui.chat.active_session import AppContext
     from localgen.tui.chat.app import ChatApp
+    from localgen.tui.chat.app_context import AppContext
     from localgen.tui.chat.session_manager import SessionManager
     from localgen.tui.preferences import Preferences
 
     settings = ServerSettings.from_environment()
     settings.create_state_dir()
     unwritable: list[str] = []
-    with open_store_or_copy(settings.state_dir, unwritable.append) as store:
+    with (
+        open_chat_tools(mcp, mcp_allow) as tools,
+        open_store_or_copy(settings.state_dir, unwritable.append) as store,
+    ):
         notice = f"conversations are not kept: {unwritable[0]}" if unwritable else ""
         app_context = AppContext(
             store=store,
@@ -76,6 +82,7 @@ def command(
             model=name_for_server(model) if endpoint is None else model,
             notice=notice,
             suggest_models=partial(suggested_models, _NUM_SUGGESTED),
+            tools=tools,
         )
         where = "this machine" if endpoint is None else endpoint.display_name
         preferences = Preferences(BaseApp.preferences_file(settings.state_dir))

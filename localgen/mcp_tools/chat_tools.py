@@ -108,6 +108,16 @@ class ChatTools:
         self._always: list[tuple[McpServer, str]] = []
         self._by_server: dict[str, tuple[OfferedTool, ...]] = {}
 
+    def for_another_chat(self) -> ChatTools:
+        """The same servers and allowed patterns, without what the user has allowed meanwhile."""
+        other = ChatTools(self._connections, self._allowed)
+        other._by_server = dict(self._by_server)
+        return other
+
+    def without_servers(self) -> ChatTools:
+        """Of the same connections; none of their tools is offered."""
+        return ChatTools(self._connections)
+
     @property
     def servers(self) -> dict[str, tuple[OfferedTool, ...]]:
         """The tools by the name of their server."""

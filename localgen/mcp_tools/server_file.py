@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from localgen.backends.errors import InvalidRequest
+from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.config import BadSetting, config_dir, require_private_dir
 from localgen.toml_store import TomlStore
 
@@ -127,6 +127,14 @@ def read_servers() -> dict[str, McpServer]:
     if found is not None and found.st_uid not in (0, os.getuid()):
         raise BadSetting(f"{path} belongs to another user: remove it")
     return {name: _parse(path, name, table) for name, table in _store().read().items()}
+
+
+def server_names() -> list[str]:
+    """The names, for completion; none if the file cannot be read."""
+    try:
+        return list(read_servers())
+    except LocalgenError:
+        return []
 
 
 def find_server(name: str) -> McpServer:

@@ -24,6 +24,7 @@ from localgen.chat import parameters
 from localgen.chat.commands import SLASH_COMMANDS
 from localgen.chat.file_mentions import list_files, matching_files, mention_of, typed_mention
 from localgen.locked_file import LockedFile
+from localgen.mcp_tools.server_file import server_names
 
 _MAX_MENTIONS = 50
 TRIPLE_QUOTES = '"""'
@@ -63,7 +64,12 @@ class ChatCompleter(Completer):
     def __init__(
         self, chats: Callable[[], Iterable[str]], models: Callable[[], Iterable[str]]
     ) -> None:
-        self._name_sources = {"/save": chats, "/load": chats, "/model": models}
+        self._name_sources = {
+            "/save": chats,
+            "/load": chats,
+            "/model": models,
+            "/mcp": server_names,
+        }
         self._paths = PathCompleter(expanduser=True)
         self._files: list[str] = []
         self._mention_start = -1

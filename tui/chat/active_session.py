@@ -4,51 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import replace
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.chat import commands
-from localgen.chat.conversation import Turn
-from localgen.chat.parameters import ModelOptions
+from localgen.chat.conversation import ToolStep, Turn
 from localgen.chat.session import ChatSession
 from localgen.chat.session_recorder import create_copy, title_from_prompt
-from localgen.chat.session_store import SessionBusy, SessionChanged, SessionRecord, SessionStore
+from localgen.chat.session_store import SessionBusy, SessionChanged, SessionRecord
 from localgen.client import Client
 from localgen.client.responses import TokenAlternative
-from localgen.client.suggested_models import SuggestedModel
+from localgen.mcp_tools.chat_tools import CallQuestion, Decision
 from localgen.tui.chat.answer_stream import AnswerStream
+from localgen.tui.chat.app_context import AppContext
 
 UNNAMED_SESSION = "New session"
 # setting names that are not sampling parameters
 SYSTEM_SETTING, CTX_SETTING = "system", "ctx"
 # commands that change the stored record
 _MUTATING_COMMANDS = ("/set", "/load", "/clear", "/undo", "/compact")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AppContext:
-    """Dependencies shared by all sessions of the app.
-
-    make_client: creates a client with a callback for notices to the user; one per session, because
-    aborting a request closes its client. server_url: the remote server, or empty for the local one.
-    model: model of new sessions, or None for the default model. notice: for the user, at the start.
-    suggest_models: models to propose, may take a second. clock: for durations; now_s: Unix time.
-    """
-
-    store: SessionStore
-    make_client: Callable[[Callable[[str], None]], Client]
-    options: ModelOptions
-    state_dir: Path
-    server_url: str = ""
-    model: str | None = None
-    notice: str = ""
-    suggest_models: Callable[[], Sequence[SuggestedModel]] = tuple
-    clock: Callable[[], float] = time.monotonic
-    now_s: Callable[[], float] = time.time
 
 
 class CommandStopped(Exception):
@@ -81,7 +57,8 @@ class ActiveSession:
         self._is_turn_begun = self._is_stopping = False
         self._ended_turn: Turn | None = None
         self._is_other_server = False
-        self.chat = ChatSession(self._new_client(), context.state_dir, context.options)
+        tools = context.tools.for_another_chat()
+        self.chat = ChatSession(self._new_client(), context.state_dir, context.options, tools)
         self._apply_record(record)
 
     @property
@@ -107,14 +84,14 @@ class ActiveSession:
         """True if an answer or a command is in progress."""
         return self.is_answering or bool(self.running_command)
 
-    def ask(self, prompt: str, *, beginning: str = "") -> None:
-        """Start an answer, or continue its beginning.
+    def ask(self, prompt: str, *, beginning: str = "", steps: tuple[ToolStep, ...] = ()) -> None:
+        """Start an answer, or continue its beginning, with the steps before that.
 
         Raises SessionChanged, SessionBusy or SessionGone if it may not.
         """
         with self._lock:
             self._require_idle()
-            self._start_answer(prompt, beginning=beginning)
+            self._start_answer(prompt, beginning=beginning, steps=steps)
 
     def next_tokens(
         self, turn_index: int, beginning: str, count: int
@@ -137,6 +114,17 @@ class ActiveSession:
             answering.stop()
             return True
         return self.stop_command()
+
+    @property
+    def question(self) -> CallQuestion | None:
+        """The tool call that waits for the user."""
+        answering = self.answer_stream
+        return None if answering is None else answering.question
+
+    def answer_question(self, question: CallQuestion, decision: Decision) -> bool:
+        """Answer a question about a tool call; False if it is not asked any more."""
+        answering = self.answer_stream
+        return answering is not None and answering.answer_question(question, decision)
 
     def answer_now(self) -> None:
         """End the reasoning of the answer in progress. Raises InvalidRequest if there is none."""
@@ -290,11 +278,21 @@ class ActiveSession:
     def _on_load_progress(self, fraction: float) -> None:
         self.load_progress = fraction
 
-    def _start_answer(self, prompt: str, *, regenerate: bool = False, beginning: str = "") -> None:
+    def _start_answer(
+        self,
+        prompt: str,
+        *,
+        regenerate: bool = False,
+        beginning: str = "",
+        steps: tuple[ToolStep, ...] = (),
+    ) -> None:
         self._is_other_server, self.client_message = False, ""
         self._begin_turn(prompt)
         answering = AnswerStream(
-            self.chat, prompt, self._context.clock, regenerate=regenerate, beginning=beginning
+            *(self.chat, prompt, self._context.clock),
+            regenerate=regenerate,
+            beginning=beginning,
+            steps=steps,
         )
         self.last_stream = self.answer_stream = answering
         answering.start()

@@ -6,23 +6,37 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from queue import SimpleQueue
 
 from localgen.backends import units
 from localgen.backends.errors import EngineDied, LocalgenError, ServerUnavailable
 from localgen.chat import report
-from localgen.chat.conversation import Turn
+from localgen.chat.conversation import ToolStep, Turn
 from localgen.chat.session import ChatSession
 from localgen.client import Completion, TextDelta
+from localgen.mcp_tools.chat_tools import CallHandlers, CallQuestion, Decision, runnable_calls
+from localgen.mcp_tools.results import ToolResult
 
 
 @dataclass(frozen=True, slots=True)
 class StreamPosition:
-    """How much of an answer has been read, in chunks of reasoning and of text."""
+    """How much of an answer has been read: whole steps, then chunks of reasoning and of text."""
 
     reasoning_chunks: int = 0
     text_chunks: int = 0
+    steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The steps of an answer that are over, and the chunks of the part that is being written."""
+
+    steps: tuple[ToolStep, ...] = ()
+    reasoning: list[str] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
 
 
 class RateHistory:
@@ -61,6 +75,7 @@ class AnswerStream:
     the model loaded, while it loads (read it once: it becomes None at any moment). error: why the
     answer is incomplete. ended: set last. rates: the speed lately.
     regenerate: the answer replaces that of the last turn. beginning: of the answer, continued.
+    steps: of the answer before its beginning. question: the tool call that waits for the user.
     """
 
     def __init__(
@@ -71,6 +86,7 @@ class AnswerStream:
         *,
         regenerate: bool = False,
         beginning: str = "",
+        steps: tuple[ToolStep, ...] = (),
     ) -> None:
         self.prompt = prompt
         self._beginning = beginning
@@ -89,17 +105,34 @@ class AnswerStream:
         self._started_s = clock()
         self._ended_s: float | None = None
         self._stop_requested = threading.Event()
-        self._reasoning_chunks: list[str] = []
-        self._text_chunks: list[str] = [beginning] if beginning else []
+        # replaced as a whole when a part ends, since other threads read it
+        self._part = _Part(steps, text=[beginning] if beginning else [])
+        self._num_begun_steps = len(steps)
+        self.question: CallQuestion | None = None
+        self._decisions: SimpleQueue[Decision] = SimpleQueue()
+        self._running_call: Future[ToolResult] | None = None
+        self._running_title = ""
         self._thread = threading.Thread(target=self._run, name="answer", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop generating, without waiting; `ended` is set later."""
+        """Stop generating, or the tool call; without waiting, `ended` is set later."""
         self._stop_requested.set()
+        self._decisions.put(Decision.STOP)
+        call = self._running_call
+        if call is not None:
+            call.cancel()
         self._session.client.abort()
+
+    def answer_question(self, question: CallQuestion, decision: Decision) -> bool:
+        """Answer the question, if it is still the one asked."""
+        if question is not self.question:
+            return False
+        self.question = None
+        self._decisions.put(decision)
+        return True
 
     @property
     def is_stopping(self) -> bool:
@@ -108,17 +141,26 @@ class AnswerStream:
     @property
     def is_reasoning(self) -> bool:
         """True if the answer so far is reasoning."""
-        return bool(self._reasoning_chunks) and not self._text_chunks and not self.ended.is_set()
+        part = self._part
+        return bool(part.reasoning) and not part.text and not self.ended.is_set()
+
+    @property
+    def steps(self) -> tuple[ToolStep, ...]:
+        """The parts that ended with tool calls."""
+        return self._part.steps
 
     def chunks_since(self, position: StreamPosition) -> tuple[str, str, StreamPosition]:
-        """Return reasoning and text after a position, and the new position."""
-        now = StreamPosition(len(self._reasoning_chunks), len(self._text_chunks))
-        thoughts = self._reasoning_chunks[position.reasoning_chunks : now.reasoning_chunks]
-        return (
-            "".join(thoughts),
-            "".join(self._text_chunks[position.text_chunks : now.text_chunks]),
-            now,
-        )
+        """Return reasoning and text after a position, and the new position.
+
+        After a step, which the text is then a part of, that of the next part from its start.
+        """
+        part = self._part
+        now = StreamPosition(len(part.reasoning), len(part.text), len(part.steps))
+        if position.steps != now.steps:
+            position = StreamPosition()
+        thoughts = part.reasoning[position.reasoning_chunks : now.reasoning_chunks]
+        text = part.text[position.text_chunks : now.text_chunks]
+        return "".join(thoughts), "".join(text), now
 
     def took_s(self) -> float:
         """Time since the request, up to the end of the answer."""
@@ -126,8 +168,9 @@ class AnswerStream:
 
     def to_turn(self) -> Turn:
         """The turn so far; complete once the answer has ended."""
-        thought, text, _ = self.chunks_since(StreamPosition())
-        return Turn(self.prompt, text, self.completion is None, thought, self._summary())
+        part, is_stopped = self._part, self.completion is None
+        text, thought = "".join(part.text), "".join(part.reasoning)
+        return Turn(self.prompt, text, is_stopped, thought, self._summary(), part.steps)
 
     def status_line(self) -> str:
         """Progress in one line."""
@@ -135,6 +178,8 @@ class AnswerStream:
             return "stopping"
         if (loaded := self.load_progress) is not None:
             return f"{self._session.name}: {report.loading_text(loaded)}"
+        if tool := self._tool_text():
+            return tool
         waited_s = self._clock() - self._started_s
         used, about = self.used_tokens, "~" if self.is_estimated else ""
         context_mark = "~" if used is None else ""
@@ -179,6 +224,8 @@ class AnswerStream:
             return "stopping"
         if (loaded := self.load_progress) is not None:
             return report.loading_text(loaded)
+        if tool := self._tool_text():
+            return tool
         if self.ttft_s is None:
             waited_s = self._clock() - self._started_s
             return report.waiting_text(waited_s, self._session.client.prompt_progress)
@@ -191,6 +238,8 @@ class AnswerStream:
             return "stopping"
         if (loaded := self.load_progress) is not None:
             return f"load {loaded:.0%}"
+        if self.question is not None:
+            return "asks you"
         if self.ttft_s is None:
             waited_s = self._clock() - self._started_s
             read = self._session.client.prompt_progress
@@ -207,30 +256,84 @@ class AnswerStream:
             return "stopped"
         return f"interrupted: {self.error}" if self.error else ""
 
+    def _tool_text(self) -> str:
+        """What a tool call waits for; empty if there is none."""
+        question = self.question  # read once: another thread may reset it
+        if question is not None:
+            return f"{question.title}: Alt+Y runs it, Alt+R refuses"
+        return f"{self._running_title} is running; Ctrl+C stops it" if self._running_title else ""
+
     def _run(self) -> None:
         try:
-            self._stream_with_retry()
+            self._answer()
         except LocalgenError as error:
             self.error = error.message
         except Exception as error:  # report it; other sessions must keep running
             self.error = f"internal error ({type(error).__name__}: {error})"
         finally:
+            self._running_title = ""
             self.load_progress, self._ended_s = None, self._clock()
             self.ended.set()
 
-    def _stream_with_retry(self) -> None:
+    def _answer(self) -> None:
+        """Stream the parts of the answer, and run the tool calls between them."""
+        completion = self._stream_with_retry()
+        while completion is not None and (calls := runnable_calls(completion)):
+            handlers = CallHandlers(self._ask, self._wait, self._on_call, self._on_outcome)
+            results = self._session.run_calls(calls, handlers)
+            part = self._part
+            text, thought = "".join(part.text), "".join(part.reasoning)
+            step = ToolStep(text, thought, calls, results.texts)
+            self._part, self.num_tokens = _Part((*part.steps, step)), 0
+            if results.was_stopped or self._stop_requested.is_set():
+                return
+            completion = self._stream_with_retry()
+        self.completion = completion
+
+    def _on_call(self, title: str, _arguments: str) -> None:
+        self._running_title = title
+
+    def _on_outcome(self, _notice: str) -> None:
+        self._running_title = ""
+
+    def _ask(self, question: CallQuestion) -> Decision:
+        self.question = question
+        if self._stop_requested.is_set():
+            return Decision.STOP
         try:
-            self._stream()
+            return self._decisions.get()
+        finally:
+            self.question = None
+
+    def _wait(self, call: Future[ToolResult]) -> ToolResult | None:
+        self._running_call = call
+        try:
+            if self._stop_requested.is_set():
+                call.cancel()
+            return call.result()
+        except CancelledError:
+            return None
+        finally:
+            self._running_call = None
+
+    def _stream_with_retry(self) -> Completion | None:
+        try:
+            return self._stream()
         except (ServerUnavailable, EngineDied):
             if self._stop_requested.is_set() or self.num_tokens:
                 raise
-            self._stream()  # nothing received: the server was gone; it restarts
+            return self._stream()  # nothing received: the server was gone; it restarts
 
-    def _stream(self) -> None:
+    def _stream(self) -> Completion | None:
+        """Stream a part of the answer; None if it was stopped."""
         self._session.ensure_loaded(self._on_load_progress)
         self.load_progress = None
         stream = self._session.stream(
-            self.prompt, regenerate=self.is_regeneration, beginning=self._beginning
+            self.prompt,
+            regenerate=self.is_regeneration,
+            # it is in a step later
+            beginning=self._beginning if len(self.steps) == self._num_begun_steps else "",
+            steps=self.steps,
         )
         with closing(stream) as events:
             for event in events:
@@ -238,11 +341,10 @@ class AnswerStream:
                     case TextDelta():
                         self._append(event)
                     case Completion():
-                        self.completion = event
+                        return event
                 if self._stop_requested.is_set():
-                    return
-        if self.completion is None:
-            raise ServerUnavailable("the answer was interrupted")
+                    return None
+        raise ServerUnavailable("the answer was interrupted")
 
     def _on_load_progress(self, fraction: float) -> None:
         self.load_progress = fraction
@@ -254,6 +356,6 @@ class AnswerStream:
         self.num_tokens, self.is_estimated = delta.num_tokens, delta.estimated
         self.prompt_tokens = delta.prompt_tokens
         if delta.reasoning:
-            self._reasoning_chunks.append(delta.reasoning)
+            self._part.reasoning.append(delta.reasoning)
         if delta.text:
-            self._text_chunks.append(delta.text)
+            self._part.text.append(delta.text)

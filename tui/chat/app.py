@@ -21,6 +21,7 @@ from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.terminal_text import escape_control_chars, escape_name, one_line
 from localgen.chat import commands, saved_chats
 from localgen.chat.report import verbose_stats_lines
+from localgen.mcp_tools.chat_tools import Decision
 from localgen.tui.base_app import BaseApp
 from localgen.tui.chat import quit_confirmation, slash_commands
 from localgen.tui.chat.active_session import ActiveSession
@@ -36,6 +37,7 @@ from localgen.tui.chat.session_list import SessionList
 from localgen.tui.chat.session_manager import SessionManager
 from localgen.tui.chat.settings import SettingEdit, SettingsPanel
 from localgen.tui.chat.shell_command import is_shell_line
+from localgen.tui.chat.tool_question import TOOL_ANSWERS
 from localgen.tui.chat.transcript import Transcript
 from localgen.tui.feed import FIRST_RETRY_S, SampleFeed, SampleReceived, ServerLost, ServerMonitor
 from localgen.tui.gauges.panel import GaugePanel
@@ -57,7 +59,7 @@ _WARM_UP_MARKDOWN = "# a\n- **b** `c`\n\n|d|\n|-|\n|e|\n\n```python\nf = 1\n```\
 _MAIN_SCREEN_ACTIONS = (
     *("new", "model", "settings", "search", "compare", "export", "editor"),
     *("step", "rename", "fork", "delete", "restore", "copy", "regenerate", "quantize"),
-    *("answer_now", "tokens", "figures"),
+    *("answer_now", "answer_call", "tokens", "figures"),
 )
 
 
@@ -100,6 +102,10 @@ class ChatApp(BaseApp):
         Binding("ctrl+y", "copy", "Copy the last answer, then its code", show=False),
         Binding("f12", "retry", "Reconnect now", show=False),
         Binding("f10", "quantize", "Quantize a model", show=False),
+        *(
+            Binding(key.lower(), f"answer_call('{decision.value}')", text, show=False, id=name)
+            for key, decision, text, name in TOOL_ANSWERS
+        ),
         Binding("alt+i", "figures", "All figures of the last answer", show=False),
         Binding("f11,alt+t", "tokens", "Tokens of the answer and alternatives", show=False),
     )
@@ -453,6 +459,13 @@ class ChatApp(BaseApp):
         """End the reasoning of the answer, which then continues."""
         opened = self.session_actions.current_session
         await self.session_actions.run_in_thread(opened.answer_now)
+
+    def action_answer_call(self, decision: str) -> None:
+        """Answer the question about a tool call that is shown."""
+        shown, opened = self.main_screen.shown_question, self.session_actions.current_session
+        if shown is None or not opened.answer_question(shown, Decision(decision)):
+            self.show_message("no tool waits to be run")
+        self.tick()
 
     @work(group="ask")
     async def action_regenerate(self) -> None:

@@ -20,6 +20,7 @@ from localgen.chat import commands, report
 from localgen.client.suggested_models import SuggestedModel
 from localgen.config import BUILT_IN_MODEL
 from localgen.hub.packaged import default_model
+from localgen.mcp_tools.chat_tools import CallQuestion
 from localgen.tui.chat.active_session import ActiveSession
 from localgen.tui.chat.prompt import Prompt
 from localgen.tui.chat.server_status import ServerStatus
@@ -29,6 +30,7 @@ from localgen.tui.chat.settings import SettingsPanel
 from localgen.tui.chat.slash_commands import CompletionSources, command_completions
 from localgen.tui.chat.start_view import STARTERS, StartView
 from localgen.tui.chat.suggestions import Suggestions
+from localgen.tui.chat.tool_question import ToolQuestion
 from localgen.tui.chat.transcript import TRANSCRIPT_BINDINGS, Transcript
 from localgen.tui.gauges.panel import GaugePanel
 from localgen.tui.key_file import with_names
@@ -114,6 +116,7 @@ class MainScreen(Screen[None]):
         self._title_line = Static(id="title", markup=False)
         self._status_line = Static(id="status", markup=False)
         self._quantize_status_line = QuantizeStatusLine(markup=False)
+        self._tool_question = ToolQuestion()
         self._is_switching = self._has_deferred_submit = False
         self._visibility_overrides: dict[str, bool] = {}
         self._shown_title = ("", "", 0)
@@ -133,6 +136,7 @@ class MainScreen(Screen[None]):
                 yield self._transcript
                 yield Static(id="message", markup=False)
                 yield self._suggestions
+                yield self._tool_question
                 yield self._quantize_status_line
                 yield self._status_line
                 yield Prompt(
@@ -237,10 +241,16 @@ class MainScreen(Screen[None]):
         self._session_list.show_sessions(self._session_rows(), self.current_session.id)
         self._show_title()
         self._show_status()
+        self._tool_question.show_question(self.current_session.question)
         can_stop = self.current_session.can_stop or bool(self.running_shell_line)
         if self._can_stop != can_stop:
             self._can_stop = can_stop
             self.refresh_bindings()
+
+    @property
+    def shown_question(self) -> CallQuestion | None:
+        """The question about a tool call that the user sees."""
+        return self._tool_question.question
 
     def set_running_shell_line(self, line: str) -> None:
         """The line of the shell that is running; empty if none is."""

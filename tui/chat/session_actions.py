@@ -265,10 +265,12 @@ class SessionActions:
         beginning: str | None = await self._main_screen.app.push_screen_wait(screen)
         if beginning is None:
             return
-        prompt = turns[-1].prompt
+        last = turns[-1]
         if await self.show_session(lambda: self._manager.fork_before(opened, at)):
             forked = self.current_session
-            await self.run_in_thread(lambda: forked.ask(prompt, beginning=beginning))
+            await self.run_in_thread(
+                lambda: forked.ask(last.prompt, beginning=beginning, steps=last.steps)
+            )
 
     async def quantize(self, runner: QuantizeRunner) -> None:
         """Open the quantize screen; if the user chooses so, chat with its result afterwards."""

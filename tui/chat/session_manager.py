@@ -13,7 +13,8 @@ from localgen.backends.terminal_text import collapse, escape_name
 from localgen.chat.conversation import Conversation, Turn
 from localgen.chat.session_store import SessionGone, SessionRecord, SessionSummary
 from localgen.chat.session_tree import in_tree_order
-from localgen.tui.chat.active_session import ActiveSession, AppContext
+from localgen.tui.chat.active_session import ActiveSession
+from localgen.tui.chat.app_context import AppContext
 from localgen.tui.chat.compare import CompareVariant, variant_records
 
 _EXCERPT_CHARS = 40
@@ -123,11 +124,14 @@ class SessionManager:
         )
 
     def compare(self, source: ActiveSession, variants: list[CompareVariant]) -> list[ActiveSession]:
-        """Create a session per variant, each continuing the source's conversation."""
+        """Create a session per variant, each continuing the source's conversation without tools."""
         base = replace(
             source.to_record(), server_url=self.context.server_url, forked_from=source.id
         )
-        return [self._create(kept) for kept in variant_records(base, variants)]
+        made = [self._create(kept) for kept in variant_records(base, variants)]
+        for each in made:  # the comparison has no place for questions about calls
+            each.chat.tools = self.context.tools.without_servers()
+        return made
 
     def undo_command(
         self, active: ActiveSession, before: SessionRecord, after: SessionRecord

@@ -303,9 +303,14 @@ class Transcript(ScrollView, can_focus=True):
 
     def _append_new(self, live: TurnRows, stream: AnswerStream) -> bool:
         """Append what has come since the last call; False if nothing has."""
-        thought, text, self._position = stream.chunks_since(self._position)
+        before = self._position
+        thought, text, self._position = stream.chunks_since(before)
+        has_steps = self._position.steps != before.steps
+        if has_steps:  # the text so far is in them
+            live = TurnRows(Turn(stream.prompt, "", steps=stream.steps[: self._position.steps]))
+            self._live = live
         live.append(thought, text)
-        return bool(thought or text)
+        return bool(thought or text or has_steps)
 
     def _sync_turns(self, active: ActiveSession) -> None:
         turns = _turns_of(active)
@@ -314,11 +319,11 @@ class Transcript(ScrollView, can_focus=True):
             and self._live is not None
             and self._answer_stream is not None
         ):
-            done, live = self._answer_stream.to_turn(), self._live
+            done = self._answer_stream.to_turn()
             if bool(turns) and turns[-1] == done and len(turns) == self._end_turn + 1:
-                self._append_new(live, self._answer_stream)
-                live.finish(done)
-                self._turns.append(live)
+                self._append_new(self._live, self._answer_stream)
+                self._live.finish(done)
+                self._turns.append(self._live)
             self._live = self._answer_stream = None
             self._lay_out()
         same = [each.turn for each in self._turns] == list(turns[self._first_turn : self._end_turn])

@@ -8,15 +8,17 @@ from rich.cells import cell_len
 from rich.style import Style
 from rich.text import Text
 
-from localgen.backends.terminal_text import ProseStream, escape_control_chars
-from localgen.chat.conversation import Turn
+from localgen.backends.terminal_text import ProseStream, escape_control_chars, one_line
+from localgen.chat.conversation import ToolStep, Turn
 from localgen.chat.fences import with_short_blocks
+from localgen.mcp_tools.chat_tools import shown_arguments
 from localgen.tui.chat.markdown import RowRenderer, SafeMarkdown
 from localgen.tui.chat.rows import FOLD, MUTED, PROMPT, WARNING, Row
 
 _PROMPT_LINES = 12
 _PROMPT_CHARS = 2_000
 _CODE_LINES = 4
+_RESULT_LINES, _RESULT_CHARS = 4, 400
 _FIGURE_SEPARATOR = " · "
 
 
@@ -31,6 +33,7 @@ class TurnRows:
         self._answer = _GrowingRows(_split_blocks, RowRenderer.markdown, has_gaps=True)
         self._renderer: RowRenderer | None = None
         self._prompt_rows: list[Row] = []
+        self._step_rows: list[Row] = []
         self._rows: list[Row] = []  # empty: something has changed
         self.append(turn.reasoning, turn.answer)
         self.finish(turn)
@@ -55,10 +58,13 @@ class TurnRows:
         if renderer is not self._renderer:
             self._renderer, self._rows = renderer, []
             self._prompt_rows = renderer.text(_prompt_text(self.turn.prompt), PROMPT)
+            steps = self.turn.steps
+            self._step_rows = [row for step in steps for row in _rows_of_step(step, renderer)]
             self._reasoning.clear_rows()
             self._answer.clear_rows()
         if not self._rows:
-            self._rows = self._prompt_rows + self._reasoning_rows(renderer)
+            self._rows = self._prompt_rows + self._step_rows
+            self._rows += self._reasoning_rows(renderer)
             self._rows += self._answer.rows(renderer)
             if self.turn.summary:
                 style = WARNING if self.turn.stopped else MUTED
@@ -124,6 +130,23 @@ class _GrowingRows:
         if rows and self._finished and self._has_gaps:
             return [(), *rows]
         return rows
+
+
+def _rows_of_step(step: ToolStep, renderer: RowRenderer) -> list[Row]:
+    """The text of a step, its calls, and the beginning of each result."""
+    rows = renderer.markdown(SafeMarkdown().feed(step.text, last=True)) if step.text else []
+    for call, result in zip(step.calls, step.results, strict=True):
+        text = f"▸ {one_line(call.name)} {shown_arguments(call.arguments)}"
+        rows += renderer.text(Text(text), MUTED)
+        rows += renderer.text(Text(_result_text(result)), MUTED, indent=3)
+    return rows
+
+
+def _result_text(result: str) -> str:
+    shown = "\n".join(result.split("\n")[:_RESULT_LINES])[:_RESULT_CHARS]
+    rest = len(result) - len(shown)
+    more = f"\n… {rest:,} characters more" if rest else ""
+    return escape_control_chars(shown) + more
 
 
 def _summary_text(turn: Turn, width: int) -> str:
