@@ -15,6 +15,11 @@ from localgen.backends.memory.load_defaults import LLAMACPP_DEFAULTS
 class PrefixCache(Protocol):
     """A KV cache of limited tokens, shared by running sequences and kept prefixes."""
 
+    @property
+    def tokens(self) -> int:
+        """Tokens that are held; a shared one counts once."""
+        ...
+
     def cached_tokens(self, segments: Sequence[Segment]) -> int:
         """Tokens of the first segments that are in the cache."""
         ...
@@ -65,6 +70,10 @@ class BlockCache:
         self._kept: OrderedDict[int, int] = OrderedDict()  # tokens by key, oldest first
         self._kept_tokens = 0
 
+    @property
+    def tokens(self) -> int:
+        return self._running.tokens + self._kept_tokens
+
     def cached_tokens(self, segments: Sequence[Segment]) -> int:
         total = 0
         for key, tokens in segments:
@@ -99,6 +108,10 @@ class SlotCache:
         self._running = _Held()
         self._held = _Held()  # by running sequences and kept ones
         self._kept: OrderedDict[tuple[Segment, ...], int] = OrderedDict()  # oldest first
+
+    @property
+    def tokens(self) -> int:
+        return self._held.tokens
 
     def cached_tokens(self, segments: Sequence[Segment]) -> int:
         total = 0
