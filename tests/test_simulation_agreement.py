@@ -15,16 +15,18 @@ from benchmarks.simulation.agreement import (
     simulated_figures,
     simulated_requests,
 )
+from benchmarks.simulation.cells import Cells
 from benchmarks.simulation.cluster import Cluster, Fleet
 from benchmarks.simulation.comparison import Comparison, Figures, summary
 from benchmarks.simulation.costs import SLOTS, EngineCosts
 from benchmarks.simulation.gateway import PREFIX, Routing
 from benchmarks.simulation.held_prompts import HeldPrompts
 from benchmarks.simulation.measured_costs import fit_factors
-from benchmarks.simulation.measured_steps import Steps, prompt_steps
+from benchmarks.simulation.measured_steps import KnownCells, Steps
 from benchmarks.simulation.outcome import Outcome
 from benchmarks.simulation.prefix_cache import SlotCache
 from benchmarks.simulation.request import Request, Segment
+from localgen.backends.types import Timings
 from localgen.bench.measured_request import MeasuredRequest
 from localgen.bench.prompts import WordPrompts
 from localgen.cluster.prefix_table import ROUTED_S
@@ -61,17 +63,30 @@ def play(requests: list[Request], *, report_s: float = 0.0, one_by_one: bool = F
     return Cluster(fleet, COSTS, routing, one_by_one=one_by_one).play(requests)
 
 
-def test_a_step_takes_longer_for_each_token_in_the_cache() -> None:
+def test_a_step_takes_longer_for_each_cell_up_to_the_last_one_in_use() -> None:
     one, other = request(1, 0.0, 1), replace(request(2, 100.0, 2), chunks=request(1, 0.0, 1).chunks)
-    outcome = play([one, other])  # both come to one replica
-    held, answer = SYSTEM + QUESTION + 3, 3
-    # the other prompt in two steps: in both the first one is in the cache as well
-    more_s = COSTS.cell_s * (SYSTEM + QUESTION) * held
-    assert outcome.ttft_s[1] - outcome.ttft_s[0] == pytest.approx(more_s)
-    alone = COSTS.decode_s(answer - 1, 1, SYSTEM + QUESTION, held)
-    beside = COSTS.decode_s(answer - 1, 1, SYSTEM + QUESTION, 2 * held)
+    outcome = play([one, other])  # both come to one replica, in steps of 512 and 188 tokens
+    first, second = 512 * 512 + 188 * 768, 512 * 1280 + 188 * 1536  # to the next multiple of 256
+    assert outcome.ttft_s[1] - outcome.ttft_s[0] == pytest.approx(COSTS.cell_s * (second - first))
+    alone, beside = (COSTS.decode_s(2, 1, SYSTEM + QUESTION, cells) for cells in (768, 1536))
     assert outcome.e2e_s[0] - outcome.ttft_s[0] == pytest.approx(alone)
     assert outcome.e2e_s[1] - outcome.ttft_s[1] == pytest.approx(beside)
+
+
+def test_the_first_free_cells_are_taken() -> None:
+    cells, small, large = Cells(4096), Segment(1, 500), Segment(2, 1000)
+    cells.take(small)
+    cells.take(large)
+    assert cells.num_scanned({}) == 1536
+    assert cells.num_scanned({2: 600}) == 1024
+    cells.free(1)
+    cells.take(Segment(3, 300))
+    assert cells.num_scanned({}) == 1536, "the hole is filled"
+    cells.free(2)
+    assert cells.num_scanned({}) == 512
+    cells.take(Segment(4, 1000))
+    assert cells.num_scanned({4: 1000}) == 512
+    assert cells.num_scanned({}) == 1536
 
 
 def test_runs_of_steps_take_as_long_as_single_ones_in_a_filling_cache() -> None:
@@ -120,27 +135,37 @@ def test_a_prompt_is_held_until_it_has_ended_and_the_cache_has_lost_it() -> None
     assert prompts.take_report() == []
 
 
+def answered(prompt: int, cached: int, answer: int, took_s: float = 1.0) -> MeasuredRequest:
+    arrivals = tuple((1.0 + at * took_s, at + 1) for at in range(answer))
+    timings = Timings(prompt_ms=1e3)
+    return MeasuredRequest(0.0, 99.0, arrivals, 1.0, prompt, cached, answer, timings)
+
+
+def test_the_cells_of_measured_prompts_are_followed() -> None:
+    cells = KnownCells(16_384)
+    steps = cells.prompt(answered(1100, 3, 2), "long", 512)
+    assert (steps.took_s, steps.steps, steps.prompt_tokens) == (1.0, 3, 1097)
+    assert steps.cells == 512 * 512 + 512 * 1024 + 73 * 1280
+    assert steps.attended == (3 + 1097 / 2) * 1097
+    hit = cells.prompt(answered(1180, 1100, 2), "long and more", 512)
+    assert hit.cells == 80 * 1280
+    both = cells.answers([answered(100, 0, 4, 0.1), answered(120, 0, 4, 0.1)], ["a", "b"])
+    assert (both.sequences, both.context, both.cells) == (2, 224, 2 * 1536)
+    assert both.took_s == pytest.approx(0.1)
+
+
 def test_the_costs_of_steps_are_found_again() -> None:
     chance = random.Random(1)
     factors = [0.001, 2e-4, 2e-7, 5e-4, 9e-7, 4e-8]
     steps = []
-    for cells in (0, 1500, 3000, 6000):
-        for computed, cached in ((120, 0), (1500, 0), (700, 0), (85, 1400)):
-            steps.append(prompt_steps(0.0, cached, computed, cells, 512))
-        for count in (1, 2, 4):
-            context = count * chance.choice([300, 1500])
-            steps.append(
-                Steps(0.0, 1, sequences=count, context=context, cells=count * (cells + context))
-            )
+    for _ in range(30):
+        size, count, cells = chance.randint(80, 1500), chance.randint(1, 4), chance.randint(1, 20)
+        computed = size * 256.0 * cells
+        steps.append(Steps(0.0, -(-size // 512), size, size * size / 2, cells=computed))
+        context = count * chance.randint(50, 1500)
+        steps.append(Steps(0.0, 1, sequences=count, context=context, cells=256.0 * count * cells))
     times = [sum(a * b for a, b in zip(factors, each.row, strict=True)) for each in steps]
     assert fit_factors([each.row for each in steps], times) == pytest.approx(factors, rel=1e-6)
-
-
-def test_the_cells_of_a_prompt_are_those_before_it_and_its_own() -> None:
-    steps = prompt_steps(1.0, 0, 1100, 2000, 512)
-    assert steps.steps == 3
-    assert steps.cells == 512 * 2512 + 512 * 3024 + 76 * 3100
-    assert steps.attended == 1100 * 1100 / 2
 
 
 def test_simulated_arrivals_differ_a_little() -> None:
@@ -187,7 +212,7 @@ def test_the_requests_of_a_real_cluster_are_simulated_with_the_tokens_that_it_co
         cached = 1500 + each.system if each.system in seen else 24
         seen.add(each.system)
         answered.append(MeasuredRequest(0.0, 1.0, ((0.5, 1),), None, 1600, cached, 32))
-    requests = simulated_requests(planned, answered, "tiny")
+    requests = simulated_requests(planned, answered)
     assert {request.prompt_tokens for request in requests} == {1600}
     assert {request.prompt[0].tokens - 1500 for request in requests} == seen
     chunks = {(each.system, made.chunks[0]) for each, made in zip(planned, requests, strict=True)}

@@ -33,7 +33,7 @@ from benchmarks.simulation.cluster import Cluster, Fleet
 from benchmarks.simulation.comparison import HEAD, SUMMARY_HEAD, Comparison, Figures, summary
 from benchmarks.simulation.costs import EngineCosts
 from benchmarks.simulation.gateway import PREFIX, Routing
-from benchmarks.simulation.measured_costs import counted_words, measure_costs, measure_slowdowns
+from benchmarks.simulation.measured_costs import MeasuredCosts, counted_words
 from benchmarks.simulation.measured_steps import QUESTION_TOKENS, SYSTEM_TOKENS, MeasuredReplica
 from benchmarks.simulation.request import Request, Segment
 from localgen.backends.llamacpp.shared_cache import MIN_CACHED_PREFIXES
@@ -125,7 +125,7 @@ def real_figures(answered: Sequence[MeasuredRequest]) -> Figures:
 
 
 def simulated_requests(
-    planned: Sequence[Planned], answered: Sequence[MeasuredRequest], model: str
+    planned: Sequence[Planned], answered: Sequence[MeasuredRequest]
 ) -> list[Request]:
     """The same requests, with the tokens that the server counted."""
     shared = {
@@ -141,11 +141,12 @@ def simulated_requests(
     requests = []
     for number, (each, answer) in enumerate(zip(planned, answered, strict=True)):
         system_tokens = min(shared[each.system] or usual, answer.prompt_tokens - 1)
+        # without its name, as the gateway hashes prompts for the model that all replicas have
         roles = [{"role": message.role, "content": message.content} for message in each.messages]
         requests.append(
             Request(
                 each.arrival_s,
-                prompt_chunks({"model": model, "messages": roles}),
+                prompt_chunks({"messages": roles}),
                 (
                     Segment(each.system, system_tokens),
                     Segment(1000 + 2 * number, answer.prompt_tokens - system_tokens),
@@ -200,32 +201,61 @@ def rate_for(costs: EngineCosts, load: float) -> float:
     return load * num_physical_cores() / (work_s * costs.threads)
 
 
+@dataclass(frozen=True, slots=True)
+class _Played:
+    """Real plays of the same requests, which take this share of the cores."""
+
+    load: float
+    seed: int
+    planned: list[Planned]
+    plays: list[list[MeasuredRequest]]
+
+
 def compare(cluster: RealCluster, options: argparse.Namespace, report: Report) -> list[Comparison]:
     """Measure the costs, and play each load with each seed."""
     pairs = zip(cluster.replicas, cluster.runtime_dirs, strict=True)
     replicas = [MeasuredReplica(*each, options.model, _THREADS) for each in pairs]
-    costs, error = measure_costs(cluster, replicas[0], _THREADS)
-    slowdowns = measure_slowdowns(cluster)
-    print(costs, f"error of the fit {error:.1%}", slowdowns, file=sys.stderr, flush=True)
-    report.add(f"{len(replicas)} replicas: error of the fit", "costs", "of 1", [error])
+    measured = MeasuredCosts(cluster, replicas[0], _THREADS)
+    played = _play_all(cluster, replicas, measured, options, report)
+    costs, slowdowns = measured.costs, measured.slowdowns
+    print(f"{costs}, error {measured.error:.1%}, {slowdowns}", file=sys.stderr, flush=True)
+    report.add(f"{len(replicas)} replicas: error of the fit", "costs", "of 1", [measured.error])
     report.add(f"{len(replicas)} replicas: slowdown of 1, 2, … busy ones", "costs", "", slowdowns)
     if options.save_costs:
         costs.save(options.save_costs)
     names = tuple(httpx.get(f"{cluster.url}/v1/stats").json()["replicas"])
     found = []
-    for load, seed in itertools.product(options.load, options.seed):
-        words = counted_words(cluster, seed)
-        planned = plan(options.requests, rate_for(costs, load), words, seed)
-        plays = [_play_in_empty(cluster, replicas, planned, report) for _ in range(_PLAYS)]
-        requests = simulated_requests(planned, plays[0], options.model)
+    for each in played:
+        requests = simulated_requests(each.planned, each.plays[0])
         simulated = [
             simulated_figures(at_other_times(requests, number), costs, slowdowns, names)
             for number in range(_SIMULATIONS)
         ]
-        real = [real_figures(each) for each in plays]
-        found.append(Comparison(len(replicas), load, seed, real, simulated))
+        real = list(map(real_figures, each.plays))
+        found.append(Comparison(len(replicas), each.load, each.seed, real, simulated))
         found[-1].add_to(report)
         print(table(HEAD, found[-1].rows()), flush=True)
+    return found
+
+
+def _play_all(
+    cluster: RealCluster,
+    replicas: Sequence[MeasuredReplica],
+    measured: MeasuredCosts,
+    options: argparse.Namespace,
+    report: Report,
+) -> list[_Played]:
+    """Play each load with each seed, and measure costs before, between and after the plays."""
+    measured.measure()
+    rates = {load: rate_for(measured.costs, load) for load in options.load}
+    found = []
+    for load, seed in itertools.product(options.load, options.seed):
+        words = counted_words(cluster, seed)
+        each = _Played(load, seed, plan(options.requests, rates[load], words, seed), [])
+        for _ in range(_PLAYS):
+            each.plays.append(_play_in_empty(cluster, replicas, each.planned, report))
+            measured.measure()
+        found.append(each)
     return found
 
 

@@ -19,7 +19,7 @@ class EngineCosts:
     """Seconds of a step: step_s + prompt_token_s for each prompt token + sequence_s for each
     decoding sequence + context_token_s for each token in their contexts + attention_s for each
     pair of a prompt token and a token before it + cell_s for each pair of a computed token and a
-    token in the KV cache, its own or not: llama.cpp reads the mask of all of them.
+    cell of the KV cache: llama.cpp reads the mask of all up to the last one in use, by whomever.
 
     source: what measured it. request_s: from the client to the engine and back, outside of steps.
     max_seqs, batch_tokens, itl_target_s, kv_tokens: limits of the engine. kv_bytes: of a token.
@@ -43,13 +43,13 @@ class EngineCosts:
     cell_s: float = 0.0
 
     def prompt_s(self, start: int, tokens: int, cells: int = 0) -> float:
-        """What prompt tokens add to a step. start: tokens before them. cells: in use."""
+        """What prompt tokens add to a step. start: tokens before them. cells: see cell_s."""
         each_s = self.prompt_token_s + self.attention_s * (start + tokens / 2) + self.cell_s * cells
         return each_s * tokens
 
     def decode_s(self, steps: int, sequences: int, context: int, cells: int = 0) -> float:
         """Time of decode steps in a row. context: tokens of all contexts before the first one.
-        cells: in use."""
+        cells: see cell_s."""
         grown = sequences * steps * (steps - 1) / 2
         fixed_s = self._decode_step_s(sequences, cells)
         return steps * fixed_s + self.context_token_s * (steps * context + grown)

@@ -23,8 +23,7 @@ from localgen.backends.types import Message
 from localgen.bench.measured_request import Target
 from localgen.bench.prompts import WordPrompts
 
-_ROUNDS, _REQUESTS = 3, 20
-_BUSY_REQUESTS, _BUSY_ANSWER = 5, 32
+_REQUESTS, _BUSY_REQUESTS, _ANSWER_TOKENS = 6, 5, 32
 
 
 def counted_words(cluster: Cluster, seed: int) -> WordPrompts:
@@ -34,74 +33,95 @@ def counted_words(cluster: Cluster, seed: int) -> WordPrompts:
     return words
 
 
-def measure_costs(
-    cluster: Cluster, replica: MeasuredReplica, threads: int
-) -> tuple[EngineCosts, float]:
-    """Costs of a replica while the others are idle, and the median relative error of their fit."""
-    words = counted_words(cluster, 1)
-    steps = [each for _ in range(_ROUNDS) for each in replica.measure(words)]
-    factors = fit_factors([each.row for each in steps], [each.took_s for each in steps])
-    step_s, prompt_token_s, attention_s, sequence_s, context_token_s, cell_s = factors
-    info, options = replica.info, replica.info.options
-    assert options.max_batch_tokens is not None
-    assert options.itl_target_ms is not None
-    costs = EngineCosts(
-        source=f"benchmarks.simulation.agreement, {info.description}, {threads} threads of "
-        f"{machine()['cpu']}",
-        step_s=max(step_s, 1e-6),
-        prompt_token_s=prompt_token_s,
-        attention_s=attention_s,
-        sequence_s=sequence_s,
-        context_token_s=context_token_s,
-        cell_s=cell_s,
-        request_s=_request_s(cluster, words),
-        max_seqs=info.max_seqs,
-        batch_tokens=options.max_batch_tokens,
-        itl_target_s=options.itl_target_ms / 1e3,
-        kv_tokens=info.kv_tokens,
-        kv_bytes=info.kv_bytes // info.kv_tokens,
-        cache=SLOTS,
-        threads=threads,
-    )
-    return costs, statistics.median(_error(each, factors) for each in steps)
+class MeasuredCosts:
+    """Measured in rounds between other work, as a machine is faster at one time than at another.
 
+    replica: the first of the cluster. threads: of an engine.
+    """
 
-def _error(steps: Steps, factors: Sequence[float]) -> float:
-    fitted_s = sum(factor * count for factor, count in zip(factors, steps.row, strict=True))
-    return abs(fitted_s / steps.took_s - 1)
+    def __init__(self, cluster: Cluster, replica: MeasuredReplica, threads: int) -> None:
+        self._cluster, self._replica, self._threads = cluster, replica, threads
+        self._words = counted_words(cluster, 1)
+        self._steps: list[Steps] = []
+        self._request_s: list[float] = []
+        self._slowdowns: list[list[float]] = []
 
+    def measure(self) -> None:
+        """One round: steps of a replica while the others are idle, the way to it, and all busy."""
+        self._steps += self._replica.measure(self._words)
+        self._request_s += self._measure_request_s()
+        counts = range(1, len(self._cluster.replicas) + 1)
+        # the most first: their caches are filled by it, those of the fewer ones were before
+        times_s = {count: self._busy_prompt_s(count) for count in reversed(counts)}
+        self._slowdowns.append([times_s[count] / times_s[1] for count in counts])
 
-def _request_s(cluster: Cluster, words: WordPrompts) -> float:
-    """What client, gateway and server take for a long prompt, whose beginning is cached."""
-    system = Message("system", words.make(SYSTEM_TOKENS))
-    questions = [Message("user", words.make(QUESTION_TOKENS)) for _ in range(_REQUESTS)]
-    _, *cached = [ask(cluster.gateway, [system, each], _BUSY_ANSWER) for each in questions]
-    return statistics.median(ttft_ms(each) / 1e3 - prompt_s(each) for each in cached)
+    @property
+    def slowdowns(self) -> tuple[float, ...]:
+        """How many times as long as alone prompts take with 1, 2, … replicas that compute."""
+        return tuple(map(statistics.median, zip(*self._slowdowns, strict=True)))
 
+    @property
+    def costs(self) -> EngineCosts:
+        step_s, *factors = self._factors()
+        prompt_token_s, attention_s, sequence_s, context_token_s, cell_s = factors
+        info = self._replica.info
+        options = info.options
+        assert options.max_batch_tokens is not None
+        assert options.itl_target_ms is not None
+        return EngineCosts(
+            source=f"benchmarks.simulation.agreement, {info.description}, {self._threads} threads "
+            f"of {machine()['cpu']}",
+            step_s=max(step_s, 1e-6),
+            prompt_token_s=prompt_token_s,
+            attention_s=attention_s,
+            sequence_s=sequence_s,
+            context_token_s=context_token_s,
+            cell_s=cell_s,
+            request_s=statistics.median(self._request_s),
+            max_seqs=info.max_seqs,
+            batch_tokens=options.max_batch_tokens,
+            itl_target_s=options.itl_target_ms / 1e3,
+            kv_tokens=info.kv_tokens,
+            kv_bytes=info.kv_bytes // info.kv_tokens,
+            cache=SLOTS,
+            threads=self._threads,
+        )
 
-def measure_slowdowns(cluster: Cluster) -> tuple[float, ...]:
-    """How many times as long as alone prompts take with 1, 2, … replicas that compute."""
-    words, replicas = counted_words(cluster, 2), cluster.replicas
-    counts = range(1, len(replicas) + 1)
-    _busy_prompt_s(replicas, words)  # all caches are full then, as they are in all that follow
-    # in turn, as a shared machine is faster at one time than at another
-    rounds = [[_busy_prompt_s(replicas[:n], words) for n in counts] for _ in range(_ROUNDS)]
-    return tuple(
-        statistics.median(times_s[n - 1] / times_s[0] for times_s in rounds) for n in counts
-    )
+    @property
+    def error(self) -> float:
+        """The median relative error of the fit."""
+        factors = self._factors()
 
+        def fitted_s(steps: Steps) -> float:
+            return sum(factor * count for factor, count in zip(factors, steps.row, strict=True))
 
-def _busy_prompt_s(replicas: Sequence[Target], words: WordPrompts) -> float:
-    """Median time of prompts, with a request in each replica at any time."""
-    prompts = [[words.make(SYSTEM_TOKENS) for _ in range(_BUSY_REQUESTS)] for _ in replicas]
+        return statistics.median(abs(fitted_s(each) / each.took_s - 1) for each in self._steps)
 
-    def ask_all(replica: Target, mine: list[str]) -> list[float]:
-        return [prompt_s(ask(replica, prompt, _BUSY_ANSWER)) for prompt in mine]
+    def _factors(self) -> list[float]:
+        return fit_factors(
+            [each.row for each in self._steps], [each.took_s for each in self._steps]
+        )
 
-    with ThreadPoolExecutor(len(replicas)) as pool:
-        times_s = list(pool.map(ask_all, replicas, prompts))
-    # in the last round others may have ended
-    return statistics.median(each_s for mine in times_s for each_s in mine[:-1])
+    def _measure_request_s(self) -> list[float]:
+        """What client, gateway and server take for a long prompt, whose beginning is cached."""
+        system = Message("system", self._words.make(SYSTEM_TOKENS))
+        questions = [Message("user", self._words.make(QUESTION_TOKENS)) for _ in range(_REQUESTS)]
+        gateway = self._cluster.gateway
+        _, *cached = [ask(gateway, [system, each], _ANSWER_TOKENS) for each in questions]
+        return [ttft_ms(each) / 1e3 - prompt_s(each) for each in cached]
+
+    def _busy_prompt_s(self, count: int) -> float:
+        """Median time of prompts, with a request in each of so many replicas at any time."""
+        replicas, words = self._cluster.replicas[:count], self._words
+        prompts = [[words.make(SYSTEM_TOKENS) for _ in range(_BUSY_REQUESTS)] for _ in replicas]
+
+        def ask_all(replica: Target, mine: list[str]) -> list[float]:
+            return [prompt_s(ask(replica, prompt, _ANSWER_TOKENS)) for prompt in mine]
+
+        with ThreadPoolExecutor(count) as pool:
+            times_s = list(pool.map(ask_all, replicas, prompts))
+        # at first a cache may be empty, and in the end others may have ended
+        return statistics.median(each_s for mine in times_s for each_s in mine[1:-1])
 
 
 def fit_factors(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import time
+import itertools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.simulation.prefix_cache import SlotCache
+from benchmarks.simulation.request import Segment
 from benchmarks.streams import decode_rate
 from localgen.backends.model_info import LoadOptions, ModelInfo
 from localgen.bench.measured_request import MeasuredRequest, Prompt, Target
@@ -20,7 +22,6 @@ SYSTEM_TOKENS, QUESTION_TOKENS = 1500, 80
 _PROMPT_TOKENS = (1500, 120, 1500, 400, 1500, 800, 1500, 1500)
 _BATCHES = (1, 2, 4)
 _SHORT_TOKENS, _DECODE_TOKENS = 40, 512
-_SETTLE_S = 0.05  # until an idle engine has told its server what its cache holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,8 @@ class Steps:
     """Steps in a row.
 
     attended: pairs of a computed prompt token and one before it. sequences, context: that decode,
-    and tokens of all of them, summed over the steps. cells: pairs of a computed token and a token
-    in the KV cache.
+    and tokens of all of them, summed over the steps. cells: pairs of a computed token and a cell
+    that attention passes over.
     """
 
     took_s: float
@@ -47,17 +48,6 @@ class Steps:
         return (*counts, self.sequences, self.context, self.cells)
 
 
-def prompt_steps(took_s: float, cached: int, computed: int, cells: int, batch: int) -> Steps:
-    """A prompt alone. cells: in use before it. batch: most tokens of a step."""
-    pairs = steps = done = 0
-    while done < computed:
-        tokens = min(batch, computed - done)
-        done += tokens
-        steps += 1
-        pairs += tokens * (cells + done)
-    return Steps(took_s, steps, computed, (cached + computed / 2) * computed, cells=pairs)
-
-
 def ask(target: Target, prompt: Prompt, tokens: int) -> MeasuredRequest:
     """Raises RuntimeError if there is no answer."""
     request = target.ask(prompt, tokens)
@@ -72,6 +62,57 @@ def prompt_s(request: MeasuredRequest) -> float:
     return request.timings.prompt_ms / 1e3
 
 
+class KnownCells:
+    """The cells of a replica that nobody else asks, followed from its empty cache on."""
+
+    def __init__(self, capacity: int) -> None:
+        self._cache = SlotCache(capacity)
+        self._keys = itertools.count()
+        self._prompts: dict[str, Segment] = {}  # by their texts
+
+    def prompt(self, request: MeasuredRequest, text: str, batch: int) -> Steps:
+        """The steps of a prompt that was computed alone. batch: most tokens of a step."""
+        segments = self._admit(request, text)
+        computed = request.prompt_tokens - request.cached_tokens
+        cells = steps = done = 0
+        while done < computed:
+            tokens = min(batch, computed - done)
+            done += tokens
+            steps += 1
+            uncomputed = {segments[-2].key: computed - done, segments[-1].key: segments[-1].tokens}
+            cells += tokens * self._cache.scanned_cells(uncomputed)
+        self._cache.release(segments)
+        attended = (request.cached_tokens + computed / 2) * computed
+        return Steps(prompt_s(request), steps, computed, attended, cells=cells)
+
+    def answers(self, streams: Sequence[MeasuredRequest], texts: Sequence[str]) -> Steps:
+        """One step of the decoding of streams that began together, when half of it is done."""
+        admitted = [self._admit(each, text) for each, text in zip(streams, texts, strict=True)]
+        uncomputed = {answer.key: answer.tokens // 2 for *_, answer in admitted}
+        scanned, count = self._cache.scanned_cells(uncomputed), len(streams)
+        for segments in admitted:
+            self._cache.release(segments)
+        context = sum(each.prompt_tokens + each.completion_tokens / 2 for each in streams)
+        return Steps(
+            took_s=count / decode_rate(streams),
+            steps=1,
+            sequences=count,
+            context=context,
+            cells=count * scanned,
+        )
+
+    def _admit(self, request: MeasuredRequest, text: str) -> tuple[Segment, ...]:
+        """What is cached of it, if anything, what is computed, and its answer."""
+        begins = [each for start, each in self._prompts.items() if text.startswith(start)]
+        cached = begins[-1:] if request.cached_tokens > SYSTEM_TOKENS / 2 else []
+        new = Segment(next(self._keys), request.prompt_tokens - request.cached_tokens)
+        segments = (*cached, new, Segment(next(self._keys), request.completion_tokens))
+        assert self._cache.admit(segments), "more than the cache holds"
+        if not cached:
+            self._prompts[text] = new
+        return segments
+
+
 class MeasuredReplica:
     """A replica whose caches are empty, without drafts and without tiers that keep anything.
 
@@ -80,6 +121,7 @@ class MeasuredReplica:
 
     def __init__(self, target: Target, folder: Path, model: str, threads: int) -> None:
         self._target, self._model = target, model
+        self._cells = KnownCells(1)
         self._settings = ServerSettings(runtime_dir=folder, state_dir=folder)
         # only the socket takes sizes of tiers, and a replica that others may fetch from has one
         self._options = LoadOptions(
@@ -91,7 +133,9 @@ class MeasuredReplica:
         """Load the model again."""
         with LocalClient(self._settings) as client:
             client.unload(self._model)
-            return client.load(self._model, self._options, keep_alive="-1")
+            info = client.load(self._model, self._options, keep_alive="-1")
+        self._cells = KnownCells(info.kv_tokens)
+        return info
 
     def measure(self, words: WordPrompts) -> list[Steps]:
         """Answers and prompts in an empty cache, which they fill."""
@@ -103,35 +147,16 @@ class MeasuredReplica:
         steps += [self._prompt(text) for text in _continued(texts[-2:], words)]
         return [*steps, self._answers(_continued(texts[-2:], words))]
 
-    def _cells(self) -> int:
-        """Tokens in the KV cache of an idle engine."""
-        time.sleep(_SETTLE_S)
-        with LocalClient(self._settings) as client:
-            (model,) = client.stats()["models"]
-        return int(model["stats"]["kv_used"] + model["stats"]["kv_cached"])
-
     def _prompt(self, text: str) -> Steps:
-        cells, request = self._cells(), ask(self._target, text, 2)
-        computed = request.prompt_tokens - request.cached_tokens
+        request = ask(self._target, text, 2)
         assert self.info.options.max_batch_tokens is not None
-        batch = self.info.options.max_batch_tokens
-        return prompt_steps(prompt_s(request), request.cached_tokens, computed, cells, batch)
+        return self._cells.prompt(request, text, self.info.options.max_batch_tokens)
 
     def _answers(self, prompts: Sequence[str]) -> Steps:
         """One step of their decoding together."""
-        cells, count = self._cells(), len(prompts)
-        with ThreadPoolExecutor(count) as pool:
+        with ThreadPoolExecutor(len(prompts)) as pool:
             streams = list(pool.map(lambda text: ask(self._target, text, _DECODE_TOKENS), prompts))
-        answered = count * _DECODE_TOKENS / 2
-        cells += sum(each.prompt_tokens - each.cached_tokens for each in streams)
-        context = answered + sum(each.prompt_tokens for each in streams)
-        return Steps(
-            took_s=count / decode_rate(streams),
-            steps=1,
-            sequences=count,
-            context=context,
-            cells=count * (cells + answered),
-        )
+        return self._cells.answers(streams, prompts)
 
 
 def _continued(texts: Sequence[str], words: WordPrompts) -> list[str]:

@@ -58,7 +58,7 @@ class _Run:
     """Steps in a row. shares: prompt tokens of each job, in the only step of a run that has any.
 
     work_s, left_s: with cores of its own; what is left at the time mark_s. slowdown: since then.
-    cells: of the KV cache in use.
+    cells: of the KV cache that attention passes over.
     """
 
     steps: int
@@ -168,17 +168,23 @@ class Replica:
             self._run = None
             self._machine.leave(self)
             return
-        cells = self._cells_in_use(shares)
+        cells = self._scanned_cells(shares)
         work_s = self._costs.decode_s(steps, decoding, context, cells)
         work_s += sum(self._costs.prompt_s(job.computed, tokens, cells) for job, tokens in shares)
         now_s = self._env.now
         self._run = _Run(steps, cells, work_s, work_s, now_s, self._machine.slowdown, shares)
         self._start_timer(self._run)
 
-    def _cells_in_use(self, shares: Sequence[tuple[Job, int]]) -> int:
-        """Computed tokens in the cache, with those of this step. Answers count whole."""
-        missing = sum(job.uncomputed for job in (*self._fetching, *self._prefilling))
-        return self.cache.tokens - missing + sum(tokens for _, tokens in shares)
+    def _scanned_cells(self, shares: Sequence[tuple[Job, int]]) -> int:
+        """Of the KV cache, by a step that computes these prompt tokens. Answers count whole."""
+        of_step = dict(shares)
+        uncomputed: dict[int, int] = {}
+        for job in (*self._fetching, *self._prefilling):
+            left = job.uncomputed - of_step.get(job, 0)
+            for key, tokens in reversed(job.request.prompt):
+                uncomputed[key] = min(left, tokens)
+                left -= uncomputed[key]
+        return self.cache.scanned_cells(uncomputed)
 
     def _start_timer(self, run: _Run) -> None:
         self._timer += 1
