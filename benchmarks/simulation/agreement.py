@@ -203,12 +203,16 @@ def rate_for(costs: EngineCosts, load: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Played:
-    """Real plays of the same requests, which take this share of the cores."""
+    """Real plays of the same requests, which take this share of the cores.
+
+    costs: of each play, from the rounds of measurements before and after it.
+    """
 
     load: float
     seed: int
     planned: list[Planned]
     plays: list[list[MeasuredRequest]]
+    costs: list[EngineCosts]
 
 
 def compare(cluster: RealCluster, options: argparse.Namespace, report: Report) -> list[Comparison]:
@@ -217,7 +221,7 @@ def compare(cluster: RealCluster, options: argparse.Namespace, report: Report) -
     replicas = [MeasuredReplica(*each, options.model, _THREADS) for each in pairs]
     measured = MeasuredCosts(cluster, replicas[0], _THREADS)
     played = _play_all(cluster, replicas, measured, options, report)
-    costs, slowdowns = measured.costs, measured.slowdowns
+    costs, slowdowns = measured.costs(), measured.slowdowns
     print(f"{costs}, error {measured.error:.1%}, {slowdowns}", file=sys.stderr, flush=True)
     report.add(f"{len(replicas)} replicas: error of the fit", "costs", "of 1", [measured.error])
     report.add(f"{len(replicas)} replicas: slowdown of 1, 2, … busy ones", "costs", "", slowdowns)
@@ -228,7 +232,8 @@ def compare(cluster: RealCluster, options: argparse.Namespace, report: Report) -
     for each in played:
         requests = simulated_requests(each.planned, each.plays[0])
         simulated = [
-            simulated_figures(at_other_times(requests, number), costs, slowdowns, names)
+            simulated_figures(at_other_times(requests, number), its_costs, slowdowns, names)
+            for its_costs in each.costs
             for number in range(_SIMULATIONS)
         ]
         real = list(map(real_figures, each.plays))
@@ -247,14 +252,15 @@ def _play_all(
 ) -> list[_Played]:
     """Play each load with each seed, and measure costs before, between and after the plays."""
     measured.measure()
-    rates = {load: rate_for(measured.costs, load) for load in options.load}
+    rates = {load: rate_for(measured.costs(), load) for load in options.load}
     found = []
     for load, seed in itertools.product(options.load, options.seed):
         words = counted_words(cluster, seed)
-        each = _Played(load, seed, plan(options.requests, rates[load], words, seed), [])
+        each = _Played(load, seed, plan(options.requests, rates[load], words, seed), [], [])
         for _ in range(_PLAYS):
             each.plays.append(_play_in_empty(cluster, replicas, each.planned, report))
             measured.measure()
+            each.costs.append(measured.costs(first=measured.num_rounds - 2))
         found.append(each)
     return found
 

@@ -42,13 +42,13 @@ class MeasuredCosts:
     def __init__(self, cluster: Cluster, replica: MeasuredReplica, threads: int) -> None:
         self._cluster, self._replica, self._threads = cluster, replica, threads
         self._words = counted_words(cluster, 1)
-        self._steps: list[Steps] = []
+        self._rounds: list[list[Steps]] = []
         self._request_s: list[float] = []
         self._slowdowns: list[list[float]] = []
 
     def measure(self) -> None:
         """One round: steps of a replica while the others are idle, the way to it, and all busy."""
-        self._steps += self._replica.measure(self._words)
+        self._rounds.append(self._replica.measure(self._words))
         self._request_s += self._measure_request_s()
         counts = range(1, len(self._cluster.replicas) + 1)
         # the most first: their caches are filled by it, those of the fewer ones were before
@@ -61,8 +61,12 @@ class MeasuredCosts:
         return tuple(map(statistics.median, zip(*self._slowdowns, strict=True)))
 
     @property
-    def costs(self) -> EngineCosts:
-        step_s, *factors = self._factors()
+    def num_rounds(self) -> int:
+        return len(self._rounds)
+
+    def costs(self, first: int = 0) -> EngineCosts:
+        """Steps are fitted to the rounds from this one on; what is no step is a median of all."""
+        step_s, *factors = _fit(self._steps(first))
         prompt_token_s, attention_s, sequence_s, context_token_s, cell_s = factors
         info = self._replica.info
         options = info.options
@@ -89,18 +93,17 @@ class MeasuredCosts:
 
     @property
     def error(self) -> float:
-        """The median relative error of the fit."""
-        factors = self._factors()
+        """The median relative error of a fit to all rounds."""
+        steps = self._steps()
+        factors = _fit(steps)
 
-        def fitted_s(steps: Steps) -> float:
-            return sum(factor * count for factor, count in zip(factors, steps.row, strict=True))
+        def fitted_s(each: Steps) -> float:
+            return sum(factor * count for factor, count in zip(factors, each.row, strict=True))
 
-        return statistics.median(abs(fitted_s(each) / each.took_s - 1) for each in self._steps)
+        return statistics.median(abs(fitted_s(each) / each.took_s - 1) for each in steps)
 
-    def _factors(self) -> list[float]:
-        return fit_factors(
-            [each.row for each in self._steps], [each.took_s for each in self._steps]
-        )
+    def _steps(self, first: int = 0) -> list[Steps]:
+        return [each for steps in self._rounds[first:] for each in steps]
 
     def _measure_request_s(self) -> list[float]:
         """What client, gateway and server take for a long prompt, whose beginning is cached."""
@@ -122,6 +125,10 @@ class MeasuredCosts:
             times_s = list(pool.map(ask_all, replicas, prompts))
         # at first a cache may be empty, and in the end others may have ended
         return statistics.median(each_s for mine in times_s for each_s in mine[1:-1])
+
+
+def _fit(steps: Sequence[Steps]) -> list[float]:
+    return fit_factors([each.row for each in steps], [each.took_s for each in steps])
 
 
 def fit_factors(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
