@@ -11,20 +11,16 @@ from pathlib import Path
 import pytest
 
 from benchmarks.simulation.__main__ import main
-from benchmarks.simulation.agreement import plan, simulated_figures, simulated_requests
 from benchmarks.simulation.autoscaler import Autoscaler, Bounds
 from benchmarks.simulation.cluster import Cluster, Fleet
 from benchmarks.simulation.costs import FOLDER, EngineCosts, load_costs
 from benchmarks.simulation.gateway import FETCH, LEAST_LOAD, POLICIES, PREFIX, ROUND_ROBIN, Routing
 from benchmarks.simulation.machine import fair_shares
-from benchmarks.simulation.measured_costs import fit_factors
 from benchmarks.simulation.outcome import Outcome
 from benchmarks.simulation.prefix_cache import BlockCache, SlotCache
 from benchmarks.simulation.request import Request, Segment
 from benchmarks.simulation.workload import Workload, conversations, recorded
 from localgen.backends.llamacpp.shared_cache import MAX_CACHED_TOKENS, MIN_CACHED_PREFIXES
-from localgen.bench.measured_request import MeasuredRequest
-from localgen.bench.prompts import WordPrompts
 from localgen.cluster.autoscaling import ScalingPolicy
 
 COSTS = EngineCosts(
@@ -316,38 +312,6 @@ def test_the_command_prints_the_same_figures_for_a_seed(
     assert all(one[name] == again[name] for name in simulated)
     assert one["3 replicas: ttft_p95_s prefix"] != other["3 replicas: ttft_p95_s prefix"]
     assert "prefix-fetch" in capsys.readouterr().out
-
-
-def test_the_requests_of_a_real_cluster_are_simulated_with_the_tokens_that_it_counted() -> None:
-    planned = plan(60, 1.0, WordPrompts(3), seed=3)
-    assert planned == plan(60, 1.0, WordPrompts(3), seed=3)
-    seen = set[int]()
-    answered = []
-    for each in planned:
-        cached = 1500 + each.system if each.system in seen else 24
-        seen.add(each.system)
-        answered.append(MeasuredRequest(0.0, 1.0, ((0.5, 1),), None, 1600, cached, 32))
-    requests = simulated_requests(planned, answered, "tiny")
-    assert {request.prompt_tokens for request in requests} == {1600}
-    assert {request.prompt[0].tokens - 1500 for request in requests} == seen
-    chunks = {(each.system, made.chunks[0]) for each, made in zip(planned, requests, strict=True)}
-    assert len(chunks) == len(seen) == 8
-    costs = replace(COSTS, kv_tokens=100_000)
-    figures = simulated_figures(requests, costs, (1.0, 1.3), ("a", "b"))
-    computed_once = sum(1500 + number for number in seen)
-    prefixes = sum(request.prompt[0].tokens for request in requests)
-    assert figures.hit_rate == pytest.approx((prefixes - computed_once) / (60 * 1600), rel=0.1)
-    assert figures.took_s > requests[-1].arrival_s
-
-
-def test_factors_of_costs_are_found_and_never_below_zero() -> None:
-    rows = [[1.0, batch, context] for batch in (1, 2, 4) for context in (50, 400, 900)]
-    times = [0.01 + 0.002 * batch + 3e-6 * context for _, batch, context in rows]
-    assert fit_factors(rows, times) == pytest.approx([0.01, 0.002, 3e-6])
-    falling = [0.01 + 0.002 * batch - 1e-6 * context for _, batch, context in rows]
-    found = fit_factors(rows, falling)
-    assert found[2] == 0.0
-    assert found[1] == pytest.approx(0.002, rel=0.1)
 
 
 def test_costs_are_complete_and_have_a_source(tmp_path: Path) -> None:

@@ -85,6 +85,8 @@ class Cluster:
         """Play all requests until the last one has ended."""
         began_s = time.perf_counter()
         self.env.process(self._arrive(requests))
+        if self._routing.report_s:
+            self.env.process(self._report())
         self.env.run(self._done)
         outcome = self.outcome
         self._count_replica_time()
@@ -106,10 +108,19 @@ class Cluster:
         self._has_all_come = True
         self._end_if_done()
 
+    def _report(self) -> Generator[simpy.Event, None, None]:
+        """Tell the gateways again and again what the replicas hold."""
+        while True:
+            yield self.env.timeout(self._routing.report_s)
+            for replica in self.replicas.values():
+                held = replica.held_prompts.take_report()
+                for gateway in self._gateways:
+                    gateway.policy.report(held, replica.name, self.env.now)
+
     def _dispatch(self, ticket: _Ticket) -> None:
         request = ticket.request
         began_s = time.perf_counter()
-        route = ticket.gateway.choose(request, ticket.gone)
+        route = ticket.gateway.choose(request, ticket.gone, self.env.now)
         self.outcome.routing_wall_s += time.perf_counter() - began_s
         total = request.prompt_tokens + request.answer.tokens
         if route is None or total > self._costs.kv_tokens:
@@ -123,6 +134,8 @@ class Cluster:
         if route.source in self.replicas:
             self._plan_fetch(job, replica, self.replicas[route.source])
         replica.submit(job)
+        if self._routing.report_s:
+            replica.held_prompts.add(request)
 
     def _plan_fetch(self, job: Job, replica: Replica, source: Replica) -> None:
         """Take a part of the prompt from another replica, if that is faster than to compute it."""

@@ -18,7 +18,8 @@ SLOTS, BLOCKS = "slots", "blocks"
 class EngineCosts:
     """Seconds of a step: step_s + prompt_token_s for each prompt token + sequence_s for each
     decoding sequence + context_token_s for each token in their contexts + attention_s for each
-    pair of a prompt token and a token before it.
+    pair of a prompt token and a token before it + cell_s for each pair of a computed token and a
+    cell of the KV cache: llama.cpp reads the mask of all up to the last one in use, by whomever.
 
     source: what measured it. request_s: from the client to the engine and back, outside of steps.
     max_seqs, batch_tokens, itl_target_s, kv_tokens: limits of the engine. kv_bytes: of a token.
@@ -39,26 +40,33 @@ class EngineCosts:
     kv_bytes: int
     cache: str
     threads: int = 1
+    cell_s: float = 0.0
 
-    def prompt_s(self, start: int, tokens: int) -> float:
-        """What prompt tokens add to a step. start: tokens before them."""
-        return self.prompt_token_s * tokens + self.attention_s * (start + tokens / 2) * tokens
+    def prompt_s(self, start: int, tokens: int, cells: int = 0) -> float:
+        """What prompt tokens add to a step. start: tokens before them. cells: see cell_s."""
+        each_s = self.prompt_token_s + self.attention_s * (start + tokens / 2) + self.cell_s * cells
+        return each_s * tokens
 
-    def decode_s(self, steps: int, sequences: int, context: int) -> float:
-        """Time of decode steps in a row. context: tokens of all contexts before the first one."""
+    def decode_s(self, steps: int, sequences: int, context: int, cells: int = 0) -> float:
+        """Time of decode steps in a row. context: tokens of all contexts before the first one.
+        cells: see cell_s."""
         grown = sequences * steps * (steps - 1) / 2
-        fixed_s = self.step_s + self.sequence_s * sequences
+        fixed_s = self._decode_step_s(sequences, cells)
         return steps * fixed_s + self.context_token_s * (steps * context + grown)
 
-    def steps_within(self, seconds: float, sequences: int, context: int) -> int:
+    def _decode_step_s(self, sequences: int, cells: int) -> float:
+        """A step without its attention to the contexts."""
+        return self.step_s + (self.sequence_s + self.cell_s * cells) * sequences
+
+    def steps_within(self, seconds: float, sequences: int, context: int, cells: int = 0) -> int:
         """Number of whole decode steps in this time."""
         square = self.context_token_s * sequences / 2
-        each_s = self.step_s + self.sequence_s * sequences + self.context_token_s * context - square
+        each_s = self._decode_step_s(sequences, cells) + self.context_token_s * context - square
         # square * n² + each_s * n = seconds, in the form that is exact for a small square
         found = int(2 * seconds / (each_s + math.sqrt(each_s**2 + 4 * square * seconds)))
-        while self.decode_s(found + 1, sequences, context) <= seconds:
+        while self.decode_s(found + 1, sequences, context, cells) <= seconds:
             found += 1
-        while found and self.decode_s(found, sequences, context) > seconds:
+        while found and self.decode_s(found, sequences, context, cells) > seconds:
             found -= 1
         return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,8 +25,12 @@ class GatewayRoute:
 class Policy(Protocol):
     """Chooses among the replicas that get requests."""
 
-    def choose(self, request: Request, loads: Mapping[str, int]) -> GatewayRoute:
+    def choose(self, request: Request, loads: Mapping[str, int], now_s: float) -> GatewayRoute:
         """loads: requests of each replica; there is at least one."""
+        ...
+
+    def report(self, held: Sequence[bytes], replica: str, now_s: float) -> None:
+        """The replica has told which chunks it holds."""
         ...
 
     def drop(self, replica: str) -> None:
@@ -40,10 +44,13 @@ class RoundRobin:
     def __init__(self) -> None:
         self._next = 0
 
-    def choose(self, request: Request, loads: Mapping[str, int]) -> GatewayRoute:
+    def choose(self, request: Request, loads: Mapping[str, int], now_s: float) -> GatewayRoute:
         names = list(loads)
         self._next = (self._next + 1) % len(names)
         return GatewayRoute(names[self._next])
+
+    def report(self, held: Sequence[bytes], replica: str, now_s: float) -> None:
+        """Nothing is remembered."""
 
     def drop(self, replica: str) -> None:
         """Nothing is remembered."""
@@ -55,11 +62,14 @@ class LeastLoad:
     def __init__(self, chance: random.Random) -> None:
         self._chance = chance
 
-    def choose(self, request: Request, loads: Mapping[str, int]) -> GatewayRoute:
+    def choose(self, request: Request, loads: Mapping[str, int], now_s: float) -> GatewayRoute:
         least = min(loads.values())
         return GatewayRoute(
             self._chance.choice([name for name, load in loads.items() if load == least])
         )
+
+    def report(self, held: Sequence[bytes], replica: str, now_s: float) -> None:
+        """Nothing is remembered."""
 
     def drop(self, replica: str) -> None:
         """Nothing is remembered."""
@@ -75,11 +85,14 @@ class PrefixAware:
         self._spill, self._fetches = spill, fetches
         self._table = PrefixTable(max_chunks)
 
-    def choose(self, request: Request, loads: Mapping[str, int]) -> GatewayRoute:
+    def choose(self, request: Request, loads: Mapping[str, int], now_s: float) -> GatewayRoute:
         first = self._table.rank(request.chunks, loads, self._spill)[0]
         source = self._source(request, loads, first) if self._fetches else None
-        self._table.add(request.chunks, first)
+        self._table.add(request.chunks, first, now_s)
         return GatewayRoute(first, source)
+
+    def report(self, held: Sequence[bytes], replica: str, now_s: float) -> None:
+        self._table.report(held, replica, now_s)
 
     def drop(self, replica: str) -> None:
         self._table.drop(replica)
@@ -96,8 +109,9 @@ class Routing:
     """policy: of POLICIES. gateways: with tables of their own, which requests reach in turn.
 
     sees_all: each gateway knows the requests of all, not only its own. spill, max_chunks: of the
-    prefix policies. fetch_latency_s: until the first byte of a prefix from another replica comes.
-    fetch_bytes_s: bytes of it per second.
+    prefix policies. report_s: between two reports of what a replica holds; 0: there are none, and
+    it is taken to hold all that it was sent. fetch_latency_s: until the first byte of a prefix from
+    another replica comes. fetch_bytes_s: bytes of it per second.
     """
 
     policy: str
@@ -105,6 +119,7 @@ class Routing:
     max_chunks: int
     gateways: int = 1
     sees_all: bool = False
+    report_s: float = 0.0
     fetch_latency_s: float = 0.0
     fetch_bytes_s: float = 1.0
 
@@ -128,9 +143,9 @@ class Gateway:
     def __init__(self, policy: Policy, loads: dict[str, int]) -> None:
         self.policy, self.loads = policy, loads
 
-    def choose(self, request: Request, gone: frozenset[str]) -> GatewayRoute | None:
+    def choose(self, request: Request, gone: frozenset[str], now_s: float) -> GatewayRoute | None:
         """A replica, of those that are not gone if there is another. None if there is none."""
         loads: Mapping[str, int] = self.loads
         if gone:
             loads = {name: load for name, load in loads.items() if name not in gone} or loads
-        return self.policy.choose(request, loads) if loads else None
+        return self.policy.choose(request, loads, now_s) if loads else None

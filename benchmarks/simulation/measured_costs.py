@@ -5,149 +5,130 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from benchmarks.cluster import Cluster, ttft_ms
 from benchmarks.measure import machine
 from benchmarks.simulation.costs import SLOTS, EngineCosts
-from benchmarks.streams import decode_rate
-from localgen.backends.model_info import LoadOptions, ModelInfo
-from localgen.bench.measured_request import MeasuredRequest, Prompt, Target
+from benchmarks.simulation.measured_steps import (
+    QUESTION_TOKENS,
+    SYSTEM_TOKENS,
+    MeasuredReplica,
+    Steps,
+    ask,
+    prompt_s,
+)
+from localgen.backends.types import Message
+from localgen.bench.measured_request import Target
 from localgen.bench.prompts import WordPrompts
-from localgen.client import LocalClient
-from localgen.config import ServerSettings
 
-_PROMPT_TOKENS = (120, 400, 800, 1500)
-_BATCHES = (1, 2, 4, 8)
-_BUSY_ROUNDS, _BUSY_ANSWER = 5, 32
-_ROUNDS, _DECODE_TOKENS, _SHORT_TOKENS, _SHORT_REQUESTS = 3, 256, 40, 20
-
-
-@dataclass(frozen=True, slots=True)
-class _Decode:
-    """Seconds of a decode step of so many sequences, with this context in all."""
-
-    sequences: int
-    context: float
-    step_s: float
-
-
-def reload(folder: Path, model: str, threads: int) -> ModelInfo:
-    """Load the model of a replica again: empty caches, no drafts, and no tiers that keep anything.
-
-    folder: runtime folder of its server. Only its socket takes sizes of tiers, and a replica that
-    others may fetch from has one, of a byte here.
-    """
-    settings = ServerSettings(runtime_dir=folder, state_dir=folder)
-    options = LoadOptions(draft="none", kv_ram=1, kv_disk=0, threads=threads, threads_batch=threads)
-    with LocalClient(settings) as client:
-        client.unload(model)
-        return client.load(model, options, keep_alive="-1")
+_REQUESTS, _BUSY_REQUESTS, _ANSWER_TOKENS = 6, 5, 32
 
 
 def counted_words(cluster: Cluster, seed: int) -> WordPrompts:
     """Prompts that know how many tokens a word has."""
     words = WordPrompts(seed)
-    words.count(probe := words.make(200), _ask(cluster.replicas[0], probe, 2).prompt_tokens)
+    words.count(probe := words.make(200), ask(cluster.replicas[0], probe, 2).prompt_tokens)
     return words
 
 
-def measure_costs(cluster: Cluster, info: ModelInfo, threads: int) -> EngineCosts:
-    """Costs of the first replica, while the others are idle. info: of its model."""
-    words, replica = counted_words(cluster, 1), cluster.replicas[0]
-    decodes = [_decode(replica, words, count) for count in _BATCHES for _ in range(_ROUNDS)]
-    decodes += [_decode(replica, words, 1, _PROMPT_TOKENS[-1]) for _ in range(_ROUNDS)]
-    step_s, sequence_s, context_token_s = fit_factors(
-        [[1.0, each.sequences, each.context] for each in decodes],
-        [each.step_s for each in decodes],
-    )
-    options = info.options
-    assert options.max_batch_tokens is not None
-    assert options.itl_target_ms is not None
-    texts = [words.make(tokens) for tokens in _PROMPT_TOKENS for _ in range(_ROUNDS)]
-    prompts = [_ask(replica, text, 2) for text in texts]
-    # what a hit costs: a question behind a long prefix in the cache
-    questions = [f"{text} {words.make(_SHORT_TOKENS * 2)}" for text in texts[-_ROUNDS:]]
-    prompts += [_ask(replica, text, 2) for text in questions]
-    sizes = [each.prompt_tokens - each.cached_tokens for each in prompts]
-    base_s = [step_s * -(-size // options.max_batch_tokens) for size in sizes]
-    prompt_token_s, attention_s = fit_factors(
-        [
-            [size, (each.cached_tokens + size / 2) * size]
-            for size, each in zip(sizes, prompts, strict=True)
-        ],
-        [_prompt_s(each) - base for each, base in zip(prompts, base_s, strict=True)],
-    )
-    shorts = [_ask(cluster.gateway, words.make(_SHORT_TOKENS), 2) for _ in range(_SHORT_REQUESTS)]
-    request_s = statistics.median(ttft_ms(each) / 1e3 - _prompt_s(each) for each in shorts)
-    return EngineCosts(
-        source=f"benchmarks.simulation.agreement, {info.description}, {threads} threads of "
-        f"{machine()['cpu']}",
-        step_s=max(step_s, 1e-6),
-        prompt_token_s=prompt_token_s,
-        attention_s=attention_s,
-        sequence_s=sequence_s,
-        context_token_s=context_token_s,
-        request_s=max(0.0, request_s),
-        max_seqs=info.max_seqs,
-        batch_tokens=options.max_batch_tokens,
-        itl_target_s=options.itl_target_ms / 1e3,
-        kv_tokens=info.kv_tokens,
-        kv_bytes=info.kv_bytes // info.kv_tokens,
-        cache=SLOTS,
-        threads=threads,
-    )
+class MeasuredCosts:
+    """Measured in rounds between other work, as a machine is faster at one time than at another.
+
+    replica: the first of the cluster. threads: of an engine.
+    """
+
+    def __init__(self, cluster: Cluster, replica: MeasuredReplica, threads: int) -> None:
+        self._cluster, self._replica, self._threads = cluster, replica, threads
+        self._words = counted_words(cluster, 1)
+        self._rounds: list[list[Steps]] = []
+        self._request_s: list[float] = []
+        self._slowdowns: list[list[float]] = []
+
+    def measure(self) -> None:
+        """One round: steps of a replica while the others are idle, the way to it, and all busy."""
+        self._rounds.append(self._replica.measure(self._words))
+        self._request_s += self._measure_request_s()
+        counts = range(1, len(self._cluster.replicas) + 1)
+        # the most first: their caches are filled by it, those of the fewer ones were before
+        times_s = {count: self._busy_prompt_s(count) for count in reversed(counts)}
+        self._slowdowns.append([times_s[count] / times_s[1] for count in counts])
+
+    @property
+    def slowdowns(self) -> tuple[float, ...]:
+        """How many times as long as alone prompts take with 1, 2, … replicas that compute."""
+        return tuple(map(statistics.median, zip(*self._slowdowns, strict=True)))
+
+    @property
+    def num_rounds(self) -> int:
+        return len(self._rounds)
+
+    def costs(self, first: int = 0) -> EngineCosts:
+        """Steps are fitted to the rounds from this one on; what is no step is a median of all."""
+        step_s, *factors = _fit(self._steps(first))
+        prompt_token_s, attention_s, sequence_s, context_token_s, cell_s = factors
+        info = self._replica.info
+        options = info.options
+        assert options.max_batch_tokens is not None
+        assert options.itl_target_ms is not None
+        return EngineCosts(
+            source=f"benchmarks.simulation.agreement, {info.description}, {self._threads} threads "
+            f"of {machine()['cpu']}",
+            step_s=max(step_s, 1e-6),
+            prompt_token_s=prompt_token_s,
+            attention_s=attention_s,
+            sequence_s=sequence_s,
+            context_token_s=context_token_s,
+            cell_s=cell_s,
+            request_s=statistics.median(self._request_s),
+            max_seqs=info.max_seqs,
+            batch_tokens=options.max_batch_tokens,
+            itl_target_s=options.itl_target_ms / 1e3,
+            kv_tokens=info.kv_tokens,
+            kv_bytes=info.kv_bytes // info.kv_tokens,
+            cache=SLOTS,
+            threads=self._threads,
+        )
+
+    @property
+    def error(self) -> float:
+        """The median relative error of a fit to all rounds."""
+        steps = self._steps()
+        factors = _fit(steps)
+
+        def fitted_s(each: Steps) -> float:
+            return sum(factor * count for factor, count in zip(factors, each.row, strict=True))
+
+        return statistics.median(abs(fitted_s(each) / each.took_s - 1) for each in steps)
+
+    def _steps(self, first: int = 0) -> list[Steps]:
+        return [each for steps in self._rounds[first:] for each in steps]
+
+    def _measure_request_s(self) -> list[float]:
+        """What client, gateway and server take for a long prompt, whose beginning is cached."""
+        system = Message("system", self._words.make(SYSTEM_TOKENS))
+        questions = [Message("user", self._words.make(QUESTION_TOKENS)) for _ in range(_REQUESTS)]
+        gateway = self._cluster.gateway
+        _, *cached = [ask(gateway, [system, each], _ANSWER_TOKENS) for each in questions]
+        return [ttft_ms(each) / 1e3 - prompt_s(each) for each in cached]
+
+    def _busy_prompt_s(self, count: int) -> float:
+        """Median time of prompts, with a request in each of so many replicas at any time."""
+        replicas, words = self._cluster.replicas[:count], self._words
+        prompts = [[words.make(SYSTEM_TOKENS) for _ in range(_BUSY_REQUESTS)] for _ in replicas]
+
+        def ask_all(replica: Target, mine: list[str]) -> list[float]:
+            return [prompt_s(ask(replica, prompt, _ANSWER_TOKENS)) for prompt in mine]
+
+        with ThreadPoolExecutor(count) as pool:
+            times_s = list(pool.map(ask_all, replicas, prompts))
+        # at first a cache may be empty, and in the end others may have ended
+        return statistics.median(each_s for mine in times_s for each_s in mine[1:-1])
 
 
-def measure_slowdowns(cluster: Cluster) -> tuple[float, ...]:
-    """How many times as long as alone prompts take with 1, 2, … replicas that compute."""
-    words, replicas = counted_words(cluster, 2), cluster.replicas
-    counts = range(1, len(replicas) + 1)
-    # in turn, as a shared machine is faster at one time than at another
-    rounds = [[_busy_prompt_s(replicas[:n], words) for n in counts] for _ in range(_ROUNDS)]
-    return tuple(
-        statistics.median(times_s[n - 1] / times_s[0] for times_s in rounds) for n in counts
-    )
-
-
-def _busy_prompt_s(replicas: Sequence[Target], words: WordPrompts) -> float:
-    """Median time of prompts, with a request in each replica at any time."""
-    prompts = [[words.make(_PROMPT_TOKENS[-1]) for _ in range(_BUSY_ROUNDS)] for _ in replicas]
-
-    def ask_all(replica: Target, mine: list[str]) -> list[float]:
-        return [_prompt_s(_ask(replica, prompt, _BUSY_ANSWER)) for prompt in mine]
-
-    with ThreadPoolExecutor(len(replicas)) as pool:
-        times_s = list(pool.map(ask_all, replicas, prompts))
-    # in the last round others may have ended
-    return statistics.median(each_s for mine in times_s for each_s in mine[:-1])
-
-
-def _ask(target: Target, prompt: Prompt, tokens: int) -> MeasuredRequest:
-    """Raises RuntimeError if there is no answer."""
-    request = target.ask(prompt, tokens)
-    if request.error:
-        raise RuntimeError(request.error)
-    return request
-
-
-def _prompt_s(request: MeasuredRequest) -> float:
-    """From admission to the first token, as the engine measured it."""
-    assert request.timings is not None
-    return request.timings.prompt_ms / 1e3
-
-
-def _decode(
-    replica: Target, words: WordPrompts, sequences: int, prompt_tokens: int = _SHORT_TOKENS
-) -> _Decode:
-    prompts = [words.make(prompt_tokens) for _ in range(sequences)]
-    with ThreadPoolExecutor(sequences) as pool:
-        streams = list(pool.map(lambda prompt: _ask(replica, prompt, _DECODE_TOKENS), prompts))
-    context = sum(each.prompt_tokens + _DECODE_TOKENS / 2 for each in streams)
-    return _Decode(sequences, context, sequences / decode_rate(streams))
+def _fit(steps: Sequence[Steps]) -> list[float]:
+    return fit_factors([each.row for each in steps], [each.took_s for each in steps])
 
 
 def fit_factors(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from benchmarks.simulation.cells import Cells
 from benchmarks.simulation.costs import SLOTS, EngineCosts
 from benchmarks.simulation.request import Segment
 from localgen.backends.llamacpp.shared_cache import MAX_CACHED_TOKENS, MIN_CACHED_PREFIXES
@@ -14,6 +15,10 @@ from localgen.backends.memory.load_defaults import LLAMACPP_DEFAULTS
 
 class PrefixCache(Protocol):
     """A KV cache of limited tokens, shared by running sequences and kept prefixes."""
+
+    def scanned_cells(self, uncomputed: Mapping[int, int]) -> int:
+        """Cells that attention passes over, whosever they are. uncomputed: see Cells."""
+        ...
 
     def cached_tokens(self, segments: Sequence[Segment]) -> int:
         """Tokens of the first segments that are in the cache."""
@@ -65,6 +70,9 @@ class BlockCache:
         self._kept: OrderedDict[int, int] = OrderedDict()  # tokens by key, oldest first
         self._kept_tokens = 0
 
+    def scanned_cells(self, uncomputed: Mapping[int, int]) -> int:
+        return 0  # it reads the pages of a sequence only
+
     def cached_tokens(self, segments: Sequence[Segment]) -> int:
         total = 0
         for key, tokens in segments:
@@ -95,10 +103,13 @@ class SlotCache:
     """llama.cpp's shared context: whole sequences are kept, the newest ones."""
 
     def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
+        self._capacity, self._cells = capacity, Cells(capacity)
         self._running = _Held()
         self._held = _Held()  # by running sequences and kept ones
         self._kept: OrderedDict[tuple[Segment, ...], int] = OrderedDict()  # oldest first
+
+    def scanned_cells(self, uncomputed: Mapping[int, int]) -> int:
+        return self._cells.num_scanned(uncomputed)
 
     def cached_tokens(self, segments: Sequence[Segment]) -> int:
         total = 0
@@ -112,11 +123,14 @@ class SlotCache:
         new = sum(tokens for key, tokens in segments if key not in self._running)
         if self._running.tokens + new > self._capacity:
             return False
+        added = [segment for segment in segments if segment.key not in self._held]
         for segment in segments:
             self._running.add(segment)
             self._held.add(segment)
         while self._held.tokens > self._capacity:
             self._evict(next(iter(self._kept)))
+        for segment in added:
+            self._cells.take(segment)
         return True
 
     def release(self, segments: Sequence[Segment]) -> None:
@@ -138,7 +152,8 @@ class SlotCache:
     def _evict(self, entry: tuple[Segment, ...]) -> None:
         del self._kept[entry]
         for segment in entry:
-            self._held.remove(segment)
+            if self._held.remove(segment):
+                self._cells.free(segment.key)
 
 
 def create_cache(costs: EngineCosts) -> PrefixCache:

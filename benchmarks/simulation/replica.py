@@ -16,6 +16,7 @@ from functools import partial
 import simpy
 
 from benchmarks.simulation.costs import EngineCosts
+from benchmarks.simulation.held_prompts import HeldPrompts
 from benchmarks.simulation.machine import Machine
 from benchmarks.simulation.prefix_cache import create_cache
 from benchmarks.simulation.request import Request, Segment
@@ -57,9 +58,11 @@ class _Run:
     """Steps in a row. shares: prompt tokens of each job, in the only step of a run that has any.
 
     work_s, left_s: with cores of its own; what is left at the time mark_s. slowdown: since then.
+    cells: of the KV cache that attention passes over.
     """
 
     steps: int
+    cells: int
     work_s: float
     left_s: float
     mark_s: float
@@ -86,6 +89,7 @@ class Replica:
         self._env, self.name, self._costs, self._machine = env, name, costs, machine
         self._on_end, self._one_by_one = on_end, one_by_one
         self.cache = create_cache(costs)
+        self.held_prompts = HeldPrompts(self.cache)
         self._queue: deque[Job] = deque()
         self._fetching: list[Job] = []  # admitted, like those that follow
         self._prefilling: list[Job] = []  # oldest first
@@ -164,11 +168,23 @@ class Replica:
             self._run = None
             self._machine.leave(self)
             return
-        work_s = self._costs.decode_s(steps, decoding, context)
-        work_s += sum(self._costs.prompt_s(job.computed, tokens) for job, tokens in shares)
+        cells = self._scanned_cells(shares)
+        work_s = self._costs.decode_s(steps, decoding, context, cells)
+        work_s += sum(self._costs.prompt_s(job.computed, tokens, cells) for job, tokens in shares)
         now_s = self._env.now
-        self._run = _Run(steps, work_s, work_s, now_s, self._machine.slowdown, shares)
+        self._run = _Run(steps, cells, work_s, work_s, now_s, self._machine.slowdown, shares)
         self._start_timer(self._run)
+
+    def _scanned_cells(self, shares: Sequence[tuple[Job, int]]) -> int:
+        """Of the KV cache, by a step that computes these prompt tokens. Answers count whole."""
+        of_step = dict(shares)
+        uncomputed: dict[int, int] = {}
+        for job in (*self._fetching, *self._prefilling):
+            left = job.uncomputed - of_step.get(job, 0)
+            for key, tokens in reversed(job.request.prompt):
+                uncomputed[key] = min(left, tokens)
+                left -= uncomputed[key]
+        return self.cache.scanned_cells(uncomputed)
 
     def _start_timer(self, run: _Run) -> None:
         self._timer += 1
@@ -189,9 +205,10 @@ class Replica:
         self._settle(run)
         decoding, context = len(self._decoding), self._context_tokens
         done_s = run.work_s - run.left_s
-        steps = 1 + self._costs.steps_within(done_s, decoding, context)
+        steps = 1 + self._costs.steps_within(done_s, decoding, context, run.cells)
         if steps < run.steps:
-            run.steps, run.work_s = steps, self._costs.decode_s(steps, decoding, context)
+            run.steps = steps
+            run.work_s = self._costs.decode_s(steps, decoding, context, run.cells)
             run.left_s = run.work_s - done_s
             self._start_timer(run)
 
@@ -208,6 +225,7 @@ class Replica:
             job = heapq.heappop(self._decoding)[2]
             self._context_tokens -= job.request.prompt_tokens + job.request.answer.tokens - 1
             self.cache.release(job.segments)
+            self.held_prompts.end(job.request)
             ended.append(job)
         self._begin_run()
         for job in ended:
