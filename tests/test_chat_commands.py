@@ -351,13 +351,25 @@ def test_compact_leaves_out_what_does_not_fit(tmp_path: Path) -> None:
     assert session.conversation.turns[0].answer == "Only two."
 
 
+def test_compact_reads_the_end_of_a_single_turn_that_does_not_fit(tmp_path: Path) -> None:
+    exceeded = ContextExceeded("the prompt does not fit")
+    client = ScriptedClient((exceeded,), ("The end.", answer()))
+    session = chat_with(client, tmp_path)
+    session.set_conversation(Conversation("", (Turn("count", "begin" + "x" * 300 + "end"),)))
+    assert "; of the last one it has only the end, as it did not fit" in obey(session, "/compact")
+    read = client.record.asked[1].messages[1].content
+    assert read.endswith("end")
+    assert "begin" not in read
+    assert [turn.answer for turn in session.conversation.turns] == ["The end."]
+
+
 def test_compact_asks_for_a_summary_whatever_answers_have_to_be(tmp_path: Path) -> None:
     client = ScriptedClient(("A summary.", answer()))
     session = long_chat_with(client, tmp_path)
     strict = SamplingParams(temperature=0.5, regex="yes|no", stop=("x",), min_tokens=9, seed=3)
     session.set_options(params=strict)
     obey(session, "/compact")
-    assert client.record.asked[0].params == SamplingParams(temperature=0.5, seed=3, max_tokens=1024)
+    assert client.record.asked[0].params == SamplingParams(temperature=0.5, seed=3, max_tokens=512)
     assert session.options.params == strict
 
 
@@ -371,8 +383,8 @@ def test_a_summary_that_becomes_too_long_is_kept_and_reported(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("scripts", "error"),
     [
-        (((ContextExceeded("too long"),),) * 2, "no room for a summary"),
-        ((("half", answer(finish_reason="length")),) * 2, "no room for a summary"),
+        (((ContextExceeded("too long"),),) * 3, "no room for a summary"),
+        ((("half", answer(finish_reason="length")),) * 3, "no room for a summary"),
         (((" ", answer()),), "wrote no summary"),
         ((("long " * 200, answer()),), "would be longer than the conversation"),
         ((("half", ServerUnavailable("gone")),), "gone"),

@@ -79,7 +79,7 @@ def test_a_chat(chat: Callable[..., Chat]) -> None:
         ("Hel", "lo **you**", answer()), params=SamplingParams(top_k=3), ctx=512, priority=2
     )
     screen = talk.type("hi", "", "   ", '"""two\nlines"""', "/bye")
-    assert "tiny · 2,048 tokens of context · 130 MB of memory · 100% CPU" in screen
+    assert "tiny · 512 tokens of context · 130 MB of memory · 100% CPU" in screen
     assert "Hello you" in screen
     assert "49 of 2,048" in screen
     assert "re: two\nlines" in screen

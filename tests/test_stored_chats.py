@@ -149,6 +149,7 @@ def test_compact_begins_another_session(open_chat: OpenChat, store: SessionStore
     chat.type("two")
     assert [turn.prompt for turn in store.turns(1)] == ["one"]
     assert [turn.answer for turn in store.turns(2)] == ["It was about one.", "re: two"]
+    assert {*stored(store)} == {"one", "It was about one."}
 
 
 def test_undo_and_regen_change_the_stored_session(open_chat: OpenChat, store: SessionStore) -> None:

@@ -300,6 +300,8 @@ def _compact(session: ChatSession, argument: str, _: OnProgress) -> CommandResul
     text = f"{turns} became a summary: about {after:,} tokens instead of {done.used_tokens:,}"
     if done.num_unread:
         text += f"; without the first {done.num_unread:,}, which did not fit the context"
+    if done.is_turn_cut:
+        text += "; of the last one it has only the end, as it did not fit the context"
     if done.is_cut:
         text += "; the summary was cut, as it became too long"
     text += "; /undo takes that back"
@@ -453,12 +455,7 @@ _COMMANDS = (
     ),
     SlashCommand("/undo", "[N]", "removes the last turn, or N; takes /compact back", _undo),
     SlashCommand("/stats", "[raw]", "shows speed and memory; raw: all", _stats, ("raw",)),
-    SlashCommand(
-        "/mcp",
-        "[NAME | off NAME]",
-        "offers the tools of an MCP server; without a name, lists them",
-        _mcp,
-    ),
+    SlashCommand("/mcp", "[NAME | off NAME]", "offers the tools of an MCP server, or lists", _mcp),
     SlashCommand("/help", "", "shows this list", _help),
     SlashCommand("/bye", "", "leaves the chat", _bye),
 )

@@ -28,6 +28,13 @@ class ToolStep:
         return (Message("assistant", self.text, thought, self.calls), *results)
 
 
+# of the turn that replaces those before it
+SUMMARY_PROMPT = (
+    "Summarize our conversation so far, so that it can be continued from the summary alone: what "
+    "was asked, what was found and decided, names, numbers and code that matter, what is open."
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """A prompt and its answer.

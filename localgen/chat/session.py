@@ -15,7 +15,7 @@ from localgen.backends.model_info import DRAFT_KEYWORDS, LoadOptions, ModelInfo
 from localgen.backends.sampling_params import SAMPLERS, SamplingParams
 from localgen.backends.types import Message, Tool, ToolCall
 from localgen.chat import parameters
-from localgen.chat.conversation import Conversation, ToolStep, Turn
+from localgen.chat.conversation import SUMMARY_PROMPT, Conversation, ToolStep, Turn
 from localgen.chat.parameters import ModelOptions
 from localgen.client.responses import TextDelta
 from localgen.client.snapshot import ModelSnapshot, parse_localgen_stats
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 DEFAULT_BRANCH = "main"
 
 OnProgress = Callable[[float], None]
-_SUMMARY_PROMPT = (
-    "Summarize our conversation so far, so that it can be continued from the summary alone: what "
-    "was asked, what was found and decided, names, numbers and code that matter, what is open."
-)
 _MAX_SUMMARY_TOKENS = 1024
+# of the context: the most that a summary may take
+_SUMMARY_SHARE = 1 / 4
+# a turn is cut to no less
+_MIN_TURN_CHARS = 200
 
 
 def result_chars(ctx: int | None) -> int | None:
@@ -50,12 +50,20 @@ def template_uses_reasoning(model: ModelInfo) -> bool:
     return "reasoning_content" in (model.chat_template or "")
 
 
+def _shortened(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
+    """The later half of the turns, or of the text of a single one."""
+    if len(turns) > 1:
+        return turns[(len(turns) + 1) // 2 :]
+    prompt, answer = turns[0].prompt, turns[0].answer
+    return (Turn(prompt[len(prompt) // 2 :], answer[len(answer) // 2 :]),)
+
+
 @dataclass(frozen=True, slots=True)
 class CompactedTurns:
     """The turns that compact() replaced. num_unread: the oldest ones, left out of the summary.
 
     used_tokens: of the conversation before, estimated if it was not known. is_cut: the summary is
-    not complete.
+    not complete. is_turn_cut: of the last turn, only the end was read.
     """
 
     num_turns: int
@@ -63,6 +71,7 @@ class CompactedTurns:
     used_tokens: int
     summary: str
     is_cut: bool = False
+    is_turn_cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,19 +332,21 @@ class ChatSession:
         read, summary = turns, None
         while summary is None:
             summary = self._summary_of(replace(self.conversation, turns=read))
-            if summary is None and len(read) == 1:
-                raise InvalidRequest("the context has no room for a summary: /undo makes some")
-            read = read if summary is not None else read[(len(read) + 1) // 2 :]
+            if summary is None and len(read) == 1 and read[0].num_chars <= _MIN_TURN_CHARS:
+                raise InvalidRequest("the context has no room for a summary: /set ctx raises it")
+            read = read if summary is not None else _shortened(read)
         if not summary.text.strip():
             raise InvalidRequest("the model wrote no summary: the conversation is unchanged")
-        turn = Turn(_SUMMARY_PROMPT, summary.text.strip())
+        turn = Turn(SUMMARY_PROMPT, summary.text.strip())
         if turn.num_chars >= sum(each.num_chars for each in turns):
             raise InvalidRequest("the summary would be longer than the conversation: unchanged")
         after = replace(conversation, turns=(turn, *last))
         self.set_conversation(after)
         self._compaction = _Compaction(conversation, after)
+        num_unread = len(turns) - len(read)
         return CompactedTurns(
-            len(turns), len(turns) - len(read), before, turn.answer, summary.is_cut
+            *(len(turns), num_unread, before, turn.answer, summary.is_cut),
+            is_turn_cut=read[-1] is not turns[-1],
         )
 
     def undo_compact(self) -> bool:
@@ -353,17 +364,18 @@ class ChatSession:
 
     def _summary_of(self, conversation: Conversation) -> _Summary | None:
         """The model's summary; None if the context has no room for it and the conversation."""
+        most = _MAX_SUMMARY_TOKENS
+        if self.ctx is not None:
+            most = max(1, min(most, int(self.ctx * _SUMMARY_SHARE)))
         params = SamplingParams(
             **{each.name: getattr(self.options.params, each.name) for each in SAMPLERS},
             seed=self.options.params.seed,
-            max_tokens=_MAX_SUMMARY_TOKENS,
+            max_tokens=most,
             # of a model that reasons, half of it is for the summary
-            thinking_budget=(
-                _MAX_SUMMARY_TOKENS // 2 if any(t.reasoning for t in conversation.turns) else None
-            ),
+            thinking_budget=most // 2 if any(t.reasoning for t in conversation.turns) else None,
         )
         text, is_cut = "", False
-        messages = self._messages(conversation, _SUMMARY_PROMPT, "")
+        messages = self._messages(conversation, SUMMARY_PROMPT, "")
         try:
             with contextlib.closing(self._chat(messages, params)) as events:
                 for event in events:
@@ -371,7 +383,7 @@ class ChatSession:
                         text += event.text
                         continue
                     is_cut = event.finish_reason == "length"
-                    if is_cut and event.completion_tokens < _MAX_SUMMARY_TOKENS:
+                    if is_cut and event.completion_tokens < most:
                         return None
         except ContextExceeded:
             return None
@@ -412,7 +424,7 @@ class ChatSession:
         turns = self.conversation.turns
         if not turns:
             raise InvalidRequest("there is no answer to regenerate yet")
-        if turns[-1].prompt == _SUMMARY_PROMPT:
+        if turns[-1].prompt == SUMMARY_PROMPT:
             raise InvalidRequest("the turns of this summary are gone: it cannot be written again")
         return turns[-1]
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from localgen.backends.errors import LocalgenError
 from localgen.backends.terminal_text import collapse, one_line
+from localgen.chat.conversation import SUMMARY_PROMPT
 from localgen.chat.fences import without_blocks, without_files
 from localgen.chat.session import ChatSession
 from localgen.chat.session_store import (
@@ -100,7 +101,9 @@ class SessionRecorder:
         if state == self._known.get(self._branch) or not (now.id or turns):
             return ""
         if turns and not now.name:
-            now = replace(now, name=title_from_prompt(turns[0].prompt))
+            first = turns[0]
+            text = first.answer if first.prompt == SUMMARY_PROMPT else first.prompt
+            now = replace(now, name=title_from_prompt(text))
         stored, notice = self._write(now)
         self._records[self._branch], self._known[self._branch] = stored, state
         return notice

@@ -322,7 +322,8 @@ class Repl:
     def _greet(self) -> None:
         found = self._model_snapshot()
         memory_bytes = found.memory_bytes if found is not None else None
-        self._print_dim(report.greeting_line(self.session.model, memory_bytes))
+        model = replace(self.session.model, ctx=self.session.ctx or 0)
+        self._print_dim(report.greeting_line(model, memory_bytes))
         for note in self.session.model.notes:
             self._print_dim(f"note: {note}")
         for line in report.tool_lines(self.session.tools):
