@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from scripted_client import answer
+from textual.events import Key
 from textual.pilot import Pilot
 from textual.widgets import Collapsible, Input, Static, TextArea
 from tui_chats import Tui, play, press
@@ -67,6 +68,20 @@ def test_what_is_typed_into_a_setting_is_kept_by_leaving(tmp_path: Path) -> None
         await pilot.press(*"0.5", "ctrl+q")
         await tui.until(lambda: not tui.app.is_running)
         assert tui.store.read(tui.opened.id).params.temperature == 0.5
+
+    play(Tui(tmp_path), scene)
+
+
+def test_the_fields_of_a_burst_are_in_order(tmp_path: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await press(tui, pilot, "ctrl+t")
+        for key in (*"0.5", "tab", *"20", "down", *"0.9"):
+            tui.app.post_message(Key(key, key if len(key) == 1 else None))
+        await tui.until(lambda: tui.app.focused is field(tui, "top_p"))
+        await pilot.pause()
+        assert field(tui, "top_p").value == "0.9"
+        assert field(tui, "temperature").value == "0.5"
+        assert field(tui, "top_k").value == "20"
 
     play(Tui(tmp_path), scene)
 

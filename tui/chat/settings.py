@@ -24,19 +24,39 @@ _FOLDED_GROUPS = {
 }
 
 
+class SettingInput(Input):
+    """Moves the focus at once, and passes on the keys of a burst that are for the next field."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("down,tab", "app.focus_next", "Next setting", show=False),
+        Binding("up,shift+tab", "app.focus_previous", "Previous setting", show=False),
+    ]
+    _MOVES: ClassVar = {"down": 1, "tab": 1, "up": -1, "shift+tab": -1}
+
+    async def _on_key(self, event: events.Key) -> None:
+        focused = self.screen.focused
+        if focused is not None and focused is not self:
+            event.prevent_default().stop()
+            focused.post_message(events.Key(event.key, event.character))
+        elif event.key in self._MOVES:
+            event.prevent_default().stop()
+            if self._MOVES[event.key] > 0:
+                self.screen.focus_next()
+            else:
+                self.screen.focus_previous()
+        else:
+            await super()._on_key(event)
+
+
 class SettingField(Horizontal):
     """A label and an input, which is empty unless the user has set a value."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("down", "app.focus_next", "Next setting", show=False),
-        Binding("up", "app.focus_previous", "Previous setting", show=False),
-    ]
     DEFAULT_CSS = """
     SettingField { height: 1; }
     SettingField Label {
         width: 20; color: $text-muted; text-wrap: nowrap; text-overflow: ellipsis;
     }
-    SettingField Input { width: 1fr; }
+    SettingField SettingInput { width: 1fr; }
     SettingField.-set Label { color: $foreground; text-style: bold; }
     """
 
@@ -46,7 +66,7 @@ class SettingField(Horizontal):
 
     def compose(self) -> ComposeResult:
         yield Label(self.setting, markup=False)
-        yield Input(compact=True, select_on_focus=False)
+        yield SettingInput(compact=True, select_on_focus=False)
 
     def show_value(self, value: str, default: str) -> None:
         """value: the user's; default: the value in effect without it."""
