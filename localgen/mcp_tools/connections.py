@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.metadata
 import json
 import logging
 import threading
@@ -279,6 +278,8 @@ class _Connection:
 
 def _prepare_package() -> None:
     """Check that the package is there, and silence it. Raises InvalidRequest."""
+    import importlib.metadata  # not at the start: 20 ms
+
     try:
         version = importlib.metadata.version("mcp")
     except importlib.metadata.PackageNotFoundError:
