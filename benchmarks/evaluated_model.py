@@ -105,13 +105,18 @@ class EvaluatedModel:
         hidden = original = embed_tokens(self.spec, self._embedding, self._calibration)
         for index, layer in enumerate(layers):
             given, beside = torch.split(hidden, _BATCH), torch.split(original, _BATCH)
+            if recipe.is_asymmetric:
+                original = torch.cat([run(index, layer, part) for part in beside])
             taken = CalibrationLayer(
-                index, layer, partial(iter, given), self._calibrating, partial(iter, beside)
+                index,
+                layer,
+                partial(iter, given),
+                self._calibrating,
+                partial(iter, beside),
+                partial(iter, torch.split(original, _BATCH)),
             )
             found.append(quantize_layer(taken, recipe).dequantize())
             hidden = torch.cat([run(index, found[-1], part) for part in given])
-            if recipe.is_asymmetric:
-                original = torch.cat([run(index, layer, part) for part in beside])
         return found
 
     def _log_shares(self, layers: list[LayerTensors], ids: Tensor) -> Tensor:

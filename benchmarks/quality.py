@@ -26,6 +26,8 @@ from localgen.quant.intervals import PairedBootstrap
 from localgen.quant.request.losses import Interval
 from localgen.quant.request.recipe import QuantizeMethod, Recipe
 
+# rounding learned in some steps
+STEPS, LEARNED = 200, " learned"
 # 2 to 4 bits: method, suffix of the name, changes of the recipe
 VARIANTS: tuple[tuple[QuantizeMethod, str, dict[str, Any]], ...] = (
     ("rtn", ", no clipping", {"clip": False}),
@@ -34,6 +36,7 @@ VARIANTS: tuple[tuple[QuantizeMethod, str, dict[str, Any]], ...] = (
     ("awq", "", {}),
     ("gptq", ", symmetric", {"asymmetry": 0.0}),
     ("gptq", "", {}),
+    ("gptq", LEARNED, {"rounding_steps": STEPS}),
 )
 RECIPES = {
     f"{method}-{bits}{variant}": Recipe(method=method, bits=bits, **changes)
@@ -58,9 +61,9 @@ COMPARED = tuple(
         ("gptq", "rtn", ""),
         ("gptq", "gptq", ", symmetric"),
     )
-)
+) + tuple((f"gptq-{bits}{LEARNED}", f"gptq-{bits}") for bits in (4, 3, 2))
 # the interval of every difference of these lies below 0
-BETTER = ("awq-4", "gptq-4", "awq-3", "gptq-3", "awq-2", "gptq-2")
+BETTER = ("awq-4", "gptq-4", "awq-3", "gptq-3", "awq-2", "gptq-2", f"gptq-2{LEARNED}")
 # maximum perplexity relative to the original's
 EIGHT_BITS = 1.005
 

@@ -19,6 +19,8 @@ from localgen.quant.request.recipe import LayerMode, Recipe
 
 _BATCH_TOKENS = 2048
 _ROUNDING_COPIES = 4
+# values kept for the gradient of a linear's rounding, and the gradients
+_GRAPH_COPIES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +110,15 @@ def _peak_layer_bytes(prepared: PreparedQuantization, batch_windows: int) -> int
         at_once = max(sum(sizes[name] for name in one.linears) for one in scale_mappings(spec))
     sums = statistics_bytes(spec, recipe)
     rounding = layer + 4 * _ROUNDING_COPIES * at_once + sums + gptq_factor_bytes(spec, recipe)
-    return (
-        max(rounding, layer + sums + _forward_bytes(prepared, batch_windows)) if sums else rounding
-    )
+    if not sums:
+        return rounding
+    forward = _forward_bytes(prepared, batch_windows)
+    learning = 0
+    if recipe.rounding_steps:
+        # each weight as given, its offset, rounded and its gradient; one linear's graph; the
+        # activations of the layer and their gradients
+        learning = layer + 16 * sum(sizes.values()) + 4 * _GRAPH_COPIES * at_once + 2 * forward
+    return max(rounding, layer + sums + forward, learning)
 
 
 def _forward_bytes(prepared: PreparedQuantization, batch_windows: int) -> int:

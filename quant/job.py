@@ -229,17 +229,24 @@ class QuantizeJob:
         def advance(files: ActivationFiles, tensors: LayerTensors) -> None:
             files.advance(index, lambda hidden: forward.run(index, tensors, hidden.to(device)))
 
-        def inputs(files: ActivationFiles | None) -> LayerInputs:
+        def inputs(files: ActivationFiles | None, at: int = index) -> LayerInputs:
             return lambda: (
-                batch.to(device) for batch in (() if files is None else files.batches(index))
+                batch.to(device) for batch in (() if files is None else files.batches(at))
             )
 
         tensors = prepared.source.read_layer(index, device)
         is_last = index + 1 == self.num_layers
-        if originals is not None and not is_last:
+        if originals is not None and (prepared.recipe.rounding_steps or not is_last):
             advance(originals, tensors)
         found = self._compute_layer(
-            CalibrationLayer(index, tensors, inputs(states), forward, inputs(originals))
+            CalibrationLayer(
+                index,
+                tensors,
+                inputs(states),
+                forward,
+                inputs(originals),
+                inputs(originals, index + 1),
+            )
         )
         del tensors  # the original weights are freed before the next step
         # the next layer gets the output of the written weights, bit for bit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -17,20 +17,16 @@ from localgen.backends.memory.system import (
     total_memory_bytes,
 )
 from localgen.backends.units import format_elapsed, format_size
+from localgen.quant.calibrate.text_windows import CALIBRATION_TEXT
+from localgen.quant.compare import evaluate_models
 from localgen.quant.files.layerwise_checkpoint import LayerwiseCheckpoint
 from localgen.quant.gguf.metadata import check_convertible
 from localgen.quant.gguf.requantize import estimate_gguf_bytes, make_gguf
 from localgen.quant.gguf_job import check_gguf_output, report_window
 from localgen.quant.job import QuantizeJob
 from localgen.quant.mixed.groups import FileShape, plan_file
-from localgen.quant.mixed.search import (
-    Mixture,
-    Options,
-    fit_bytes,
-    fit_kl,
-    total_bytes,
-    total_kl,
-)
+from localgen.quant.mixed.loss_search import LossSearch
+from localgen.quant.mixed.search import Mixture, Options, fit_bytes, total_kl
 from localgen.quant.mixed.sensitivity import SensitivityProbes
 from localgen.quant.preflight import prepare_quantization, require_unquantized
 from localgen.quant.request.events import (
@@ -42,30 +38,27 @@ from localgen.quant.request.events import (
     StoppedEvent,
 )
 from localgen.quant.request.gguf_types import GGUF_TYPES
-from localgen.quant.request.request import QuantizeRequest, default_output
-from localgen.quant.request.target import AUTO, GgufTarget
+from localgen.quant.request.request import EvalSet, QuantizeRequest, default_output
+from localgen.quant.request.target import GgufTarget
 
-# files measured for one target of loss; each takes a quantization and an evaluation
-_MAX_FILES = 3
-# a measured loss from here to the target is close enough
-_CLOSE = 0.9
-# the next file aims at this part of the target
-_AIM = 0.96
-
-
-@dataclass(frozen=True, slots=True)
-class _MeasuredFile:
-    mixture: Mixture
-    kl: float
+# KL divergence of a file from the original on the text that the target is checked with, in nats
+MeasureKl = Callable[[Path, OnEvent], float]
 
 
 class MixedGgufJob:
-    """calibration: in mode `observe`, with the output of this job."""
+    """calibration: in mode `observe`, with the output of this job. measure_kl: for a target of
+    loss."""
 
-    def __init__(self, target: GgufTarget, shape: FileShape, calibration: QuantizeJob) -> None:
+    def __init__(
+        self,
+        target: GgufTarget,
+        shape: FileShape,
+        calibration: QuantizeJob,
+        measure_kl: MeasureKl,
+    ) -> None:
         """Raises InvalidRequest if no file is as small as the target."""
         prepared = calibration.prepared
-        self.target, self.calibration = target, calibration
+        self.target, self.calibration, self._measure_kl = target, calibration, measure_kl
         self.output = calibration.work_folder.out
         self._source: LayerwiseCheckpoint = prepared.source
         self.shape = shape
@@ -81,7 +74,6 @@ class MixedGgufJob:
         )
         self._options: Options = {}
         self._mixture: Mixture = {}
-        self._measured: list[_MeasuredFile] = []
         self._estimated_bytes = 0
         self._estimated_s = self._probes_s = 0.0
 
@@ -118,7 +110,6 @@ class MixedGgufJob:
                 f"the probes take about {format_size(self._estimated_bytes)}, this machine has "
                 f"{format_size(total_memory_bytes())}: use a type instead, such as --gguf Q4_K_M"
             )
-        self._report_time(on_event)
 
     def _report_time(self, on_event: OnEvent) -> None:
         self._estimated_s, pass_s = self._probes.estimate_s()
@@ -135,10 +126,11 @@ class MixedGgufJob:
     def run(self, on_event: OnEvent, *, resume: bool) -> FinishedEvent:
         """Calibrate, measure all groups, choose the types and write the file.
 
-        Finished layers and groups survive any interruption; `resume` continues. Raises as
-        QuantizeJob.run and make_gguf.
+        Emits the estimate of time first. Finished layers, groups and measured files survive any
+        interruption; `resume` continues. Raises as QuantizeJob.run and make_gguf.
         """
         job = self.calibration
+        self._report_time(on_event)
         job.run(on_event, resume=resume)
         started_s = time.monotonic()
         with job.reporting_interruption(on_event, self._stopped_event):
@@ -147,10 +139,12 @@ class MixedGgufJob:
             self._options = {
                 group.name: losses[group.name].options(group) for group in self.shape.groups
             }
-            self._mixture = self._choose_mixture(self.target.kl)
-            self._write(on_event)
-        on_event(self._mixture_event())
-        if self.target.kl is None:
+            if self.target.kl is not None:
+                self._write_within(self.target.kl, on_event)
+            else:
+                assert self._budget is not None
+                budget = self._budget - self.shape.other_bytes
+                self._write(fit_bytes(self._options, budget), self.output, on_event)
             job.work_folder.remove()
         return FinishedEvent(str(self.output))
 
@@ -163,75 +157,57 @@ class MixedGgufJob:
             )
         )
 
-    def correct(self, measured_kl: float, on_event: OnEvent) -> bool:
-        """Compare the measured loss of the file with the target of loss, and write another file if
-        it is worthwhile. Returns True if the file is to be measured again."""
-        assert self.target.kl is not None
-        self._measured.append(_MeasuredFile(self._mixture, measured_kl))
-        following = self._next_mixture(self.target.kl)
-        if following is not None:
-            self._mixture = following
-            self._write(on_event)
-            on_event(self._mixture_event())
-            return True
-        self.calibration.work_folder.remove()
-        if measured_kl > self.target.kl:
+    def _write_within(self, max_kl: float, on_event: OnEvent) -> None:
+        """Write and measure files in the work folder until one meets the target of loss, or all are
+        tried, and move the best one to the output."""
+        folder = self.calibration.work_folder.path
+        search = LossSearch(self._options, max_kl, folder / f"measured-{self.target.label}.json")
+        candidate = folder / "candidate.gguf"
+        while search.candidate is not None:
+            self._write(search.candidate, candidate, on_event)
+            search.add(self._measure_kl(candidate, on_event))
+        best = search.best
+        if best.mixture != self._mixture:
+            self._write(best.mixture, candidate, on_event)
+        candidate.replace(self.output)
+        if best.kl > max_kl:
             on_event(
                 NoteEvent(
-                    f"{self.target} is missed: this is the best of {len(self._measured)} files; "
+                    f"{self.target} is missed: this is the best of {len(search.measured)} files; "
                     "give a larger --target-kl, or use --gguf Q8_0"
                 )
             )
-        return False
 
-    def _next_mixture(self, target: float) -> Mixture | None:
-        """Mixture of the next file; None to keep the current one."""
-        last = self._measured[-1]
-        met = [one for one in self._measured if one.kl <= target]
-        best = min(met, key=lambda one: total_bytes(one.mixture), default=None)
-        if best is None:
-            best = min(self._measured, key=lambda one: one.kl)
-        if len(self._measured) < _MAX_FILES and not _CLOSE * target <= last.kl <= target:
-            limit = total_kl(last.mixture) * _AIM * target / last.kl
-            following = self._choose_mixture(limit)
-            known = [one.mixture for one in self._measured]
-            if following not in known:
-                return following
-        return None if best.mixture == last.mixture else best.mixture
-
-    def _choose_mixture(self, max_kl: float | None) -> Mixture:
-        if max_kl is not None:
-            return fit_kl(self._options, max_kl)
-        assert self._budget is not None
-        return fit_bytes(self._options, self._budget - self.shape.other_bytes)
-
-    def _write(self, on_event: OnEvent) -> None:
+    def _write(self, mixture: Mixture, path: Path, on_event: OnEvent) -> None:
+        """Write a file with these types, and emit a MixtureEvent."""
         types = {
-            tensor: self._mixture[group.name].type_name
+            tensor: mixture[group.name].type_name
             for group in self.shape.groups
             for tensor, _, _ in group.tensors
         }
         make_gguf(
             self._source.folder,
-            self.output,
-            _file_type(self._mixture),
+            path,
+            _file_type(mixture),
             types=types,
             imatrix=self.calibration.input_importance(),
             dataset_name=self._windows.source,
             chunk_tokens=self._windows.ids.shape[1],
             on_event=on_event,
         )
-        size, most = self.output.stat().st_size, self.target.size_bytes
+        size, most = path.stat().st_size, self.target.size_bytes
         if most is not None and size > most:
-            raise LoadFailed(f"{self.output} has {size:,} bytes, more than the {most:,} asked for")
+            raise LoadFailed(f"{path} has {size:,} bytes, more than the {most:,} asked for")
+        self._mixture = mixture
+        on_event(self._mixture_event(size))
 
-    def _mixture_event(self) -> MixtureEvent:
+    def _mixture_event(self, size_bytes: int) -> MixtureEvent:
         types: dict[str, list[str]] = {}
         for group in self.shape.groups:
             types.setdefault(group.role, []).append(self._mixture[group.name].type_name)
         return MixtureEvent(
             target=str(self.target),
-            size_bytes=self.output.stat().st_size,
+            size_bytes=size_bytes,
             predicted_kl=total_kl(self._mixture),
             types=types,
             probes_s=self._probes_s,
@@ -256,10 +232,20 @@ def prepare_mixed_job(
     check_convertible(folder / "config.json", spec)
     shape = plan_file(folder, spec)
     prepared = prepare_quantization(folder, request.recipe, request.calibration, device)
-    output = request.output or default_output(name, None, f"{AUTO}-{request.target.label}")
+    output = request.output or default_output(name, None, request.file_type)
     check_gguf_output(output)
     calibration = QuantizeJob(name, prepared, output, mode=request.mode)
-    job = MixedGgufJob(request.target, shape, calibration)
+
+    def measure_kl(path: Path, on_event: OnEvent) -> float:
+        # not by the evaluation text, which must take no part in a choice
+        text = request.calibration.path or CALIBRATION_TEXT
+        choosing = EvalSet(text, seq_len=request.calibration.seq_len)
+        models = [(name, folder), (output.name, path)]
+        kl = evaluate_models(models, choosing, device, on_event).rows[-1].kl
+        assert kl is not None
+        return kl
+
+    job = MixedGgufJob(request.target, shape, calibration, measure_kl)
     calibration.check_disk_space(resume=request.resume)
     job.report_estimate(on_event)
     report_window(spec, on_event)

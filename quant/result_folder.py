@@ -135,7 +135,10 @@ def _method_details(recipe: Recipe) -> str:
         case "gptq":
             order = "by the Hessian's diagonal" if recipe.desc_act else "as they are"
             corrected = f"{recipe.asymmetry:.0%} of input errors corrected"
-            return f"inputs {order}, damping {recipe.damping:g}, {corrected}"
+            learned = f", rounding learned in {recipe.rounding_steps} steps"
+            return f"inputs {order}, damping {recipe.damping:g}, {corrected}" + (
+                learned if recipe.rounding_steps else ""
+            )
         case "smoothquant":
             return f"alpha {recipe.alpha:g}, activations rounded for each token"
     return "–"

@@ -13,7 +13,6 @@ from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.model_info import LoadOptions
 from localgen.hub.quant_choice import available_memory
 from localgen.quant.advice import best_method, estimate_methods
-from localgen.quant.calibrate.text_windows import CALIBRATION_TEXT
 from localgen.quant.compare import evaluate_models, measure_tokens_per_s, unmeasured_row
 from localgen.quant.gguf_job import GgufJob, prepare_gguf_job
 from localgen.quant.job import QuantizeJob
@@ -44,25 +43,14 @@ def run_quantization(request: QuantizeRequest, on_event: OnEvent) -> None:
     if request.eval_set is None:
         verdict = EvalEvent(tuple(unmeasured_row(*one) for one in models))
     else:
-        if isinstance(job, MixedGgufJob) and job.target.kl is not None:
-            # not by the evaluation text, which must take no part in a choice
-            text = request.calibration.path or CALIBRATION_TEXT
-            choosing = EvalSet(text, seq_len=request.calibration.seq_len)
-            while job.correct(_kl(evaluate_models(models, choosing, device, on_event)), on_event):
-                pass
         verdict = _measure(models, request.eval_set, device, on_event)
         if isinstance(job, MixedGgufJob):
-            job.report_measured(_kl(verdict), on_event)
+            kl = verdict.rows[-1].kl
+            assert kl is not None
+            job.report_measured(kl, on_event)
         if out.is_dir():
             append_results(out, verdict_markdown(verdict))
     on_event(verdict)
-
-
-def _kl(verdict: EvalEvent) -> float:
-    """Of the last model, which was made from the first."""
-    kl = verdict.rows[-1].kl
-    assert kl is not None
-    return kl
 
 
 def dry_run_quantization(request: QuantizeRequest, on_event: OnEvent) -> None:

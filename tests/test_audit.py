@@ -231,12 +231,10 @@ def test_sessions_without_answers_are_told_apart(
 def test_the_context_is_no_longer_than_either_model_was_trained_with(
     state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trained = vars(LlamaModel)["ctx_train"].fget
+    def ctx_train(model: LlamaModel) -> int:
+        return 24 if model.size_bytes > SMALLER.stat().st_size else 4096
 
-    def of_the_reference(model: LlamaModel) -> int:
-        return 24 if model.size_bytes > SMALLER.stat().st_size else trained(model)
-
-    monkeypatch.setattr(LlamaModel, "ctx_train", property(of_the_reference))
+    monkeypatch.setattr(LlamaModel, "ctx_train", property(ctx_train))
     asked = ["audit", str(SMALLER), "--reference", "tiny", "-t", "1"]
     assert run_command_line(asked) == 3
     err = capsys.readouterr().err

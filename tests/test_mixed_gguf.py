@@ -30,7 +30,7 @@ from localgen.quant.mixed import sensitivity
 from localgen.quant.mixed.ggml_rounding import UNWEIGHED_TYPES, round_trip
 from localgen.quant.mixed.groups import plan_file
 from localgen.quant.mixed.sensitivity import SensitivityProbes
-from localgen.quant.mixed_job import MixedGgufJob
+from localgen.quant.mixed_job import MeasureKl, MixedGgufJob
 from localgen.quant.preflight import prepare_quantization
 from localgen.quant.request.events import MixtureEvent, NoteEvent, ProgressEvent, QuantizeEvent
 from localgen.quant.request.recipe import CalibrationConfig
@@ -51,10 +51,17 @@ def few_values(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("localgen.quant.run.measure_tokens_per_s", lambda path: None)
 
 
-def mixed_job_of(target: GgufTarget, out: Path, folder: Path = TINY) -> MixedGgufJob:
+def unmeasured(path: Path, on_event: object) -> float:
+    raise AssertionError(path)
+
+
+def mixed_job_of(
+    target: GgufTarget, out: Path, folder: Path = TINY, measure_kl: MeasureKl = unmeasured
+) -> MixedGgufJob:
     ready = prepare_quantization(folder, GGUF_CALIBRATION_RECIPE, CALIBRATION, "cpu")
     shape = plan_file(folder, ready.source.spec)
-    return MixedGgufJob(target, shape, QuantizeJob("tiny", ready, out, mode="observe"))
+    calibration = QuantizeJob("tiny", ready, out, mode="observe")
+    return MixedGgufJob(target, shape, calibration, measure_kl)
 
 
 def test_size_of_a_file_is_known_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,37 +228,55 @@ def test_targets_of_size_and_bits(
 
 def test_loss_that_misses_is_corrected(tmp_path: Path) -> None:
     """Losses that are measured at half more than predicted: the second file meets the target."""
-    job = mixed_job_of(GgufTarget(kl=0.2), tmp_path / "m.gguf")
     seen: list[QuantizeEvent] = []
+    job = mixed_job_of(
+        GgufTarget(kl=0.2), tmp_path / "m.gguf", TINY, lambda *_: 1.5 * predicted(seen)[-1]
+    )
     job.run(seen.append, resume=False)
-    first = predicted(seen)
-    assert first <= 0.2
-    assert job.correct(1.5 * first, seen.append)
-    second = predicted(seen)
+    first, second = predicted(seen)
+    assert first <= 0.2 < 1.5 * first
     assert 1.5 * second <= 0.2
-    assert not job.correct(1.5 * second, seen.append)
+    assert (tmp_path / "m.gguf").is_file()
     assert not (tmp_path / "m.gguf.partial").exists()
     assert not any("missed" in one.text for one in seen if isinstance(one, NoteEvent))
 
 
-def test_loss_that_no_file_meets_is_said(tmp_path: Path) -> None:
-    job = mixed_job_of(GgufTarget(kl=0.2), tmp_path / "m.gguf")
+def test_search_for_a_loss_resumes_with_the_next_file(tmp_path: Path) -> None:
+    """Interrupted between the first file and the second, which is to be its correction."""
+    target, out = GgufTarget(kl=0.2), tmp_path / "m.gguf"
     seen: list[QuantizeEvent] = []
-    job.run(seen.append, resume=False)
-    rewritten = 0
+
+    def interrupted(*_: object) -> float:
+        if len(predicted(seen)) > 1:
+            raise Stopped
+        return 1.5 * predicted(seen)[-1]
+
+    with pytest.raises(Stopped):
+        mixed_job_of(target, out, TINY, interrupted).run(seen.append, resume=False)
+    assert not out.exists()
+    again: list[QuantizeEvent] = []
+    job = mixed_job_of(target, out, TINY, lambda *_: 1.5 * predicted(again)[-1])
+    job.run(again.append, resume=True)
+    assert predicted(again) == predicted(seen)[1:]
+    assert out.is_file()
+    assert not (tmp_path / "m.gguf.partial").exists()
+
+
+def test_loss_that_no_file_meets_is_said(tmp_path: Path) -> None:
+    seen: list[QuantizeEvent] = []
     # files get larger, but are measured no better
-    while job.correct(0.5 + 0.01 * rewritten, seen.append):
-        rewritten += 1
-        assert rewritten < 6
-    assert "is missed: this is the best of" in seen[-1].text  # type: ignore[union-attr]
-    # the first one was measured best
-    assert predicted(seen) == pytest.approx(
-        next(one for one in seen if isinstance(one, MixtureEvent)).predicted_kl
+    job = mixed_job_of(
+        GgufTarget(kl=0.2), tmp_path / "m.gguf", TINY, lambda *_: 0.5 + 0.01 * len(predicted(seen))
     )
+    job.run(seen.append, resume=False)
+    assert "is missed: this is the best of 3 files" in seen[-1].text  # type: ignore[union-attr]
+    # the first one was measured best
+    assert len(predicted(seen)) == 4
+    assert predicted(seen)[-1] == predicted(seen)[0]
 
 
-def predicted(seen: list[QuantizeEvent]) -> float:
-    return [one for one in seen if isinstance(one, MixtureEvent)][-1].predicted_kl
+def predicted(seen: list[QuantizeEvent]) -> list[float]:
+    return [one.predicted_kl for one in seen if isinstance(one, MixtureEvent)]
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ CALIBRATION = CalibrationConfig(samples=6, seq_len=32)
 RTN, GPTQ, AWQ = (Recipe(method=method) for method in ("rtn", "gptq", "awq"))
 FP8 = Recipe(method="fp8", bits=8)
 SYMMETRIC = Recipe(method="gptq", asymmetry=0.0)
+LEARNED = Recipe(method="gptq", bits=2, rounding_steps=4)
 LAYERS = 6
 
 
@@ -120,7 +121,7 @@ def test_output_size_estimates_hold(tmp_path: Path) -> None:
         assert 0 <= size - one.estimate.output_bytes < 4096 * (LAYERS + 1)
 
 
-@pytest.mark.parametrize("recipe", [RTN, AWQ, SYMMETRIC, GPTQ], ids=str)
+@pytest.mark.parametrize("recipe", [RTN, AWQ, SYMMETRIC, GPTQ, LEARNED], ids=str)
 def test_estimated_disk_space_suffices(recipe: Recipe, tmp_path: Path) -> None:
     one = job(recipe, tmp_path / "out")
     used: list[int] = []
@@ -150,7 +151,7 @@ def test_only_layers_with_wrong_inputs_are_corrected(
     assert [name for name in same if name >= "model-00003" and name.endswith("rs")] == []
 
 
-@pytest.mark.parametrize("recipe", [RTN, GPTQ], ids=lambda recipe: recipe.method)
+@pytest.mark.parametrize("recipe", [RTN, GPTQ, LEARNED], ids=str)
 @pytest.mark.parametrize("layer", [0, 1, LAYERS - 1])
 def test_resumed_runs_give_the_same_files(
     recipe: Recipe, layer: int, uninterrupted: Callable[[Recipe], Path], tmp_path: Path

@@ -34,6 +34,7 @@ from localgen.quant.request.form import (
 )
 from localgen.quant.request.recipe import Recipe
 from localgen.quant.request.request import EVENT_CODEC, REQUEST_CODEC, default_output
+from localgen.quant.request.target import GgufTarget
 
 NEEDS = EstimateEvent("tiny", "awq", "out", 10, 4, 2, 100, 1000, 8, 2000)
 EVENTS: tuple[QuantizeEvent | FailedEvent, ...] = (
@@ -100,6 +101,7 @@ FOLDED = Recipe(method="awq", bits=4, group_size=32)
         (QuantizeForm(method="GGUF", gguf_calibration="scales"), (FOLDED, "Q4_K_M", "fold")),
         (QuantizeForm(method="GGUF", gguf_calibration="importance"), (FOLDED, "Q4_K_M", "observe")),
         (QuantizeForm(method="GGUF", gguf="IQ1_S"), (FOLDED, "IQ1_S", "observe")),
+        (QuantizeForm(method="GGUF", gguf="auto 3 bits"), (FOLDED, "auto", "observe")),
         (
             QuantizeForm(method="GGUF", gguf="F16", gguf_calibration="scales"),
             (None, "F16", "observe"),
@@ -159,6 +161,39 @@ def test_default_output_names(model: str, name: str) -> None:
 def test_gguf_output_is_named_for_its_type() -> None:
     assert QuantizeForm(method="GGUF", gguf="Q6_K").output_path == Path("tiny-Q6_K.gguf")
     assert QuantizeForm(out=" ~/x ").output_path == Path("~/x").expanduser()
+
+
+@pytest.mark.parametrize(
+    ("text", "target"),
+    [
+        ("auto", GgufTarget(bits_per_weight=4.5)),
+        ("auto 3.4G", GgufTarget(size_bytes=int(3.4 * 2**30))),
+        ("AUTO 4 bits", GgufTarget(bits_per_weight=4)),
+        ("auto  KL 0.05", GgufTarget(kl=0.05)),
+    ],
+)
+def test_targets_are_chosen_in_one_text(text: str, target: GgufTarget) -> None:
+    form = QuantizeForm(method="GGUF", gguf=text)
+    assert form.to_request().target == target
+    assert form.output_path == Path(f"tiny-auto-{target.label}.gguf")
+    assert (form.effective_calibration, form.is_resumable) == ("importance", True)
+    assert "auto always" in unavailable_reason(form, "gguf_calibration")
+    assert QuantizeForm(gguf=text).to_request().target is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("auto 4 bit", "give auto, auto 3.4G, auto 4 bits or auto KL 0.05"),
+        ("auto KL small", "give auto, auto 3.4G"),
+        ("auto much", "--target-size=much: give a size"),
+        ("auto -1 bits", "give a number above 0"),
+        ("Q4_X", "unknown file type Q4_X"),
+    ],
+)
+def test_wrong_targets_are_said(text: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        QuantizeForm(method="GGUF", gguf=text).to_request()
 
 
 def test_combined_estimates() -> None:

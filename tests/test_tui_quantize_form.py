@@ -24,6 +24,7 @@ from tui_quantize import (
 from localgen.backends.errors import LoadFailed, ModelNotFound, OutOfMemory
 from localgen.quant.advice import _PRESETS
 from localgen.quant.request.form import QuantizeForm, method_option, with_option
+from localgen.quant.request.target import GgufTarget
 from localgen.tui.quantize.choices import NamePicker, RadioChoices
 
 pytestmark = pytest.mark.usefixtures("two_originals")
@@ -100,6 +101,29 @@ def test_gguf_has_a_type_and_calibrates_where_it_must(tmp_path: Path) -> None:
         assert tui.screen._form_panel.form.to_request().mode == "fold"
         await pilot.press("left", "left", "left")
         assert tui.screen._form_panel.form.gguf_calibration == "importance"
+
+    play(Quantizing(tmp_path), scene)
+
+
+def test_gguf_types_by_measured_loss_have_a_target(tmp_path: Path) -> None:
+    async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
+        tui.screen._form_panel.set_values(method="GGUF")
+        await pilot.pause()
+        await pilot.press("down", "down", "enter")
+        await tui.until(lambda: isinstance(tui.app.screen, NamePicker))
+        await pilot.pause()
+        await pilot.press(*"auto 4 bit", "enter")
+        await tui.until(lambda: "give auto, auto 3.4G" in notice_text(tui))
+        assert tui.screen._form_panel.form.gguf == "Q4_K_M"
+        await pilot.press("enter")
+        await tui.until(lambda: isinstance(tui.app.screen, NamePicker))
+        await pilot.pause()
+        await pilot.press(*"auto 4 bits", "enter")
+        await tui.until(lambda: tui.screen._form_panel.form.gguf == "auto 4 bits")
+        await wait_until_estimated(tui, pilot, 3)
+        asked = tui.asked_looks[-1]
+        assert asked.target == GgufTarget(bits_per_weight=4)
+        assert "auto always makes an importance matrix" in tui.screen_text()
 
     play(Quantizing(tmp_path), scene)
 

@@ -117,6 +117,16 @@ ActOrderFlag = Annotated[
         help="GPTQ: quantize the inputs with the largest activations first (default: on).",
     ),
 ]
+RoundingStepsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--rounding-steps",
+        metavar="<int>",
+        min=0,
+        help="GPTQ: improve the rounding of each layer in this many gradient steps; 0: none "
+        "(default: 200 for 2 bits, else 0).",
+    ),
+]
 CalibOption = Annotated[
     str | None,
     typer.Option(
@@ -209,6 +219,7 @@ def command(
     bits: BitsOption = None,
     group_size: GroupSizeOption = None,
     act_order: ActOrderFlag = None,
+    rounding_steps: RoundingStepsOption = None,
     calib: CalibOption = None,
     samples: SamplesOption = None,
     seq_len: SeqLenOption = 512,
@@ -232,7 +243,10 @@ def command(
     targets = {"target-size": target_size, "target-bpw": target_bpw, "target-kl": target_kl}
     _require_exclusive(
         {"compare": compare, "recommend": recommend},
-        wanted | targets | {"out": out, "resume": resume, "no-eval": no_eval},
+        wanted
+        | targets
+        | {"rounding-steps": rounding_steps is not None}
+        | {"out": out, "resume": resume, "no-eval": no_eval},
     )
     if recommend:
         from localgen.cli import quantize_report
@@ -269,6 +283,7 @@ def command(
         bits=bits,
         group_size=group_size,
         act_order=act_order,
+        rounding_steps=rounding_steps,
         calibrate=calib is not None,
     )
     if request.recipe is None or not request.recipe.needs_calibration:

@@ -48,6 +48,12 @@ class LayerForward:
         tensors: by name within the layer, experts as in LayerNames. hook: called with the input of
         every linear; for an expert with the tokens routed to it, if any.
         """
+        return self.run_differentiable(index, tensors, hidden, hook)
+
+    def run_differentiable(
+        self, index: int, tensors: LayerTensors, hidden: Tensor, hook: InputHook | None = None
+    ) -> Tensor:
+        """As `run`, with gradients of the tensors where those are enabled."""
         names, layer = self._names, _LayerWithHook(self.spec, tensors, hook, self._dtype)
         mixed = self._attention(index, layer, layer.norm(names.attention_norm, hidden))
         sandwich = self.spec.sandwich_norms
@@ -101,7 +107,8 @@ class CalibrationLayer:
 
     tensors: float32, by name within the layer, as in LayerNames. inputs: read only by methods that
     calibrate; the loss is smallest if they are outputs of the quantized layers before.
-    original_inputs: of the same batches in the original model; None if they are not available.
+    original_inputs, original_outputs: of the same batches in the original model; None if they are
+    not available.
     """
 
     index: int
@@ -109,6 +116,7 @@ class CalibrationLayer:
     inputs: LayerInputs
     forward: LayerForward
     original_inputs: LayerInputs | None = None
+    original_outputs: LayerInputs | None = None
 
     @property
     def spec(self) -> ModelSpec:

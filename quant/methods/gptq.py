@@ -98,12 +98,20 @@ def round_gptq(weight: Tensor, grid: QuantGrid, hessian_factor: HessianFactor) -
     Groups follow the order of the inputs, not the rounding order ("static groups"): files need no
     g_idx and run as fast as without act-order.
     """
-    outs, ins = weight.shape
+    compensated = compensate_errors(weight, grid, hessian_factor)
+    return grid.round(split_groups(compensated, len(weight[0]) // grid.scales.shape[1]))
+
+
+def compensate_errors(weight: Tensor, grid: QuantGrid, hessian_factor: HessianFactor) -> Tensor:
+    """The weight [out, in] with the errors of all inputs rounded before added to each input.
+
+    Rounded to nearest on the grid it is GPTQ's result.
+    """
+    ins = weight.shape[1]
     columns = weight.t()[hessian_factor.column_order]  # [in, out]: each column is contiguous
     state = _GptqState(
         columns=columns,
         errors=torch.empty_like(columns),
-        codes=columns.new_empty(ins, outs, dtype=torch.uint8),
         scales=grid.scales[..., 0].t().contiguous(),
         zeros=grid.zeros[..., 0].t().contiguous(),
         bits=grid.bits,
@@ -111,20 +119,18 @@ def round_gptq(weight: Tensor, grid: QuantGrid, hessian_factor: HessianFactor) -
         inverse_upper=hessian_factor.inverse_upper,
     )
     state.round_columns(0, ins)
-    in_file_order = state.codes[torch.argsort(hessian_factor.column_order)]
-    return grid.with_codes(in_file_order.t().contiguous())
+    return columns[torch.argsort(hessian_factor.column_order)].t().contiguous()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _GptqState:
     """Columns of a linear in rounding order, updated in place.
 
-    columns, errors, codes: [in, out]. scales, zeros: [groups, out].
+    columns, errors: [in, out]. scales, zeros: [groups, out].
     """
 
     columns: Tensor
     errors: Tensor
-    codes: Tensor
     scales: Tensor
     zeros: Tensor
     bits: int
@@ -147,9 +153,7 @@ class _GptqState:
         for at in range(start, end):
             group = self.group_of_column[at]
             grid = QuantGrid(self.scales[group], self.zeros[group], self.bits)
-            found = grid.quantize(columns[at])
-            self.codes[at] = found
-            error = (columns[at] - (found - grid.zeros) * grid.scales) / upper[at, at]
+            error = (columns[at] - grid.fake_quantize(columns[at])) / upper[at, at]
             self.errors[at] = error
             columns[at + 1 : end].addr_(upper[at, at + 1 : end], error, alpha=-1)
 

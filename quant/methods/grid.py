@@ -215,18 +215,19 @@ def _grid_from_range(low: Tensor, high: Tensor, bits: int) -> QuantGrid:
     if is_symmetric(bits):
         middle = 2 ** (bits - 1)
         longer, shorter = torch.maximum(-low, high), torch.minimum(-low, high)
-        scales = _stored_scales(torch.maximum(longer / middle, shorter / (middle - 1)))
+        scales = stored_scales(torch.maximum(longer / middle, shorter / (middle - 1)))
         signed = torch.where(high > -low, -scales, scales)
         return QuantGrid(signed, torch.full_like(signed, middle), bits)
     top = 2**bits - 1
-    scales = _stored_scales((high - low) / top)
+    scales = stored_scales((high - low) / top)
     return QuantGrid(scales, torch.round(-low / scales).clamp_(0, top), bits)
 
 
-def _stored_scales(scales: Tensor) -> Tensor:
-    """Positive scales rounded to float16; 1 for 0."""
-    found = torch.where(scales > 0, scales, 1.0).clamp_min(_MIN_SCALE)
-    return found.clamp_max(torch.finfo(torch.float16).max).half().to(scales.dtype)
+def stored_scales(scales: Tensor) -> Tensor:
+    """Scales rounded to float16, none of them to 0; 1 for 0."""
+    sizes = torch.where(scales == 0, 1.0, scales.abs())
+    kept = sizes.clamp(_MIN_SCALE, torch.finfo(torch.float16).max).half().to(scales.dtype)
+    return torch.where(scales < 0, -kept, kept)
 
 
 def _error(difference: Tensor, gram_blocks: Tensor | None) -> Tensor:

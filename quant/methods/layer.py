@@ -17,8 +17,15 @@ from localgen.quant.calibrate.passes import iter_layer_stats
 from localgen.quant.calibrate.scaling import ScaleMapping, fold_scales
 from localgen.quant.files.packing import QuantizedWeight
 from localgen.quant.methods.awq import round_awq, scaled_blocks, search_awq_scales
-from localgen.quant.methods.gptq import correct_inputs, factor_hessian, gptq_grid, round_gptq
+from localgen.quant.methods.gptq import (
+    compensate_errors,
+    correct_inputs,
+    factor_hessian,
+    gptq_grid,
+    round_gptq,
+)
 from localgen.quant.methods.grid import round_to_nearest
+from localgen.quant.methods.learned_rounding import RoundingStart, learn_rounding
 from localgen.quant.methods.w8a8 import round_to_fp8, round_to_int8, smoothquant_scales
 from localgen.quant.request.recipe import Recipe
 
@@ -131,6 +138,7 @@ def _check_finite(layer: CalibrationLayer) -> None:
 
 def _quantize_gptq(layer: CalibrationLayer, recipe: Recipe) -> QuantizedLayer:
     weights: dict[str, QuantizedWeight] = {}
+    starts: dict[str, RoundingStart] = {}
     importance: dict[str, InputImportance] = {}
     for mapping, stats in iter_layer_stats(layer, recipe):
         for linears in mapping.consumers:
@@ -145,8 +153,14 @@ def _quantize_gptq(layer: CalibrationLayer, recipe: Recipe) -> QuantizedLayer:
                 target = weight = layer.weight(name)
                 if seen.mismatch is not None:
                     target = correct_inputs(weight, seen.mismatch, factor, recipe.asymmetry)
-                weights[name] = round_gptq(target, gptq_grid(weight, recipe), factor)
+                grid = gptq_grid(weight, recipe)
+                if recipe.rounding_steps:
+                    starts[name] = RoundingStart(compensate_errors(target, grid, factor), grid)
+                else:
+                    weights[name] = round_gptq(target, grid, factor)
                 importance[name] = InputImportance(seen.sum_squares, seen.num_tokens)
+    if recipe.rounding_steps:
+        weights.update(learn_rounding(layer, starts, recipe.rounding_steps))
     return QuantizedLayer(_unquantized_tensors(layer.tensors, weights), weights, importance)
 
 

@@ -10,11 +10,13 @@ from typing import Literal
 
 import msgspec
 
+from localgen.backends.errors import InvalidRequest
 from localgen.config import BUILT_IN_MODEL
 from localgen.locked_file import LockedFile
 from localgen.quant.request.gguf_types import DIRECT_TYPES, GGUF_TYPES
 from localgen.quant.request.recipe import METHODS, CalibrationConfig, supported_bits
 from localgen.quant.request.request import EvalSet, QuantizeRequest, default_output
+from localgen.quant.request.target import AUTO, parse_gguf_choice
 
 GGUF = "GGUF"
 # calibration of a GGUF file: none, an importance matrix, or also AWQ's scales folded in
@@ -29,7 +31,8 @@ GGUF_CALIBRATIONS: tuple[GgufCalibration, ...] = ("nothing", "importance", "scal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeForm:
-    """method: one of METHOD_CHOICES. gguf: the file type if the method is GGUF.
+    """method: one of METHOD_CHOICES. gguf: the file type if the method is GGUF, or `auto` with its
+    target, as for parse_gguf_choice.
 
     text: path of the calibration text; empty for localgen's own. out: output path; empty for the
     default. Values that do not apply to a method are kept for the next method.
@@ -50,18 +53,25 @@ class QuantizeForm:
         return self.method == GGUF
 
     @property
+    def is_auto(self) -> bool:
+        """The types of a GGUF file are chosen by measured loss."""
+        return self.is_gguf and self.gguf.lower().startswith(AUTO)
+
+    @property
     def output_path(self) -> Path:
         """Path of the result."""
         request = self.to_request()
-        return request.output or default_output(self.model, request.recipe, request.gguf)
+        return request.output or default_output(self.model, request.recipe, request.file_type)
 
     def to_request(self, *, resume: bool = False) -> QuantizeRequest:
-        """Raises InvalidRequest for a recipe that no format can hold."""
+        """Raises InvalidRequest for a recipe that no format can hold, or an unknown file type."""
+        gguf, target = parse_gguf_choice(self.gguf) if self.is_gguf else (None, None)
         calibration = self.effective_calibration
         method = "awq" if calibration == "scales" else self.method
         request = QuantizeRequest(
             model=self.model,
-            gguf=self.gguf if self.is_gguf else None,
+            gguf=gguf,
+            target=target,
             calibration=CalibrationConfig(path=_path(self.text)),
             output=_path(self.out),
             resume=resume,
@@ -79,6 +89,8 @@ class QuantizeForm:
         """Calibration of the GGUF file; types that need an importance matrix always get one."""
         if not self.is_gguf or self.gguf in DIRECT_TYPES:
             return "nothing"
+        if self.is_auto:
+            return "importance"
         return (
             "importance"
             if self.gguf_calibration == "nothing" and self.needs_imatrix
@@ -100,7 +112,7 @@ class QuantizeForm:
     @property
     def needs_imatrix(self) -> bool:
         """The GGUF type is unusable without an importance matrix."""
-        return GGUF_TYPES[self.gguf].needs_imatrix
+        return self.is_auto or GGUF_TYPES[self.gguf].needs_imatrix
 
 
 def unavailable_reason(form: QuantizeForm, field: str) -> str:
@@ -108,6 +120,8 @@ def unavailable_reason(form: QuantizeForm, field: str) -> str:
     match field:
         case "gguf" | "gguf_calibration" if not form.is_gguf:
             return "for GGUF files"
+        case "gguf_calibration" if form.is_auto:
+            return "auto always makes an importance matrix"
         case "gguf_calibration" if form.gguf in DIRECT_TYPES:
             return f"{form.gguf} needs no calibration"
         case "bits" | "group_size" if form.is_gguf:
@@ -167,8 +181,10 @@ def load_form(path: Path) -> QuantizeForm | None:
         found = msgspec.json.decode(path.read_bytes(), type=QuantizeForm)
     except (OSError, ValueError):
         return None
-    known = found.method in METHOD_CHOICES and found.gguf in GGUF_TYPES
-    return found if known else None
+    with contextlib.suppress(InvalidRequest):
+        parse_gguf_choice(found.gguf)
+        return found if found.method in METHOD_CHOICES else None
+    return None
 
 
 def with_absolute_output(form: QuantizeForm) -> QuantizeForm:

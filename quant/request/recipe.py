@@ -21,11 +21,17 @@ _SUPPORTED_BITS: dict[QuantizeMethod, tuple[int, ...]] = {
     "fp8": (8,),
 }
 METHODS = tuple(_SUPPORTED_BITS)
+_ROUNDING_STEPS = 200
 
 
 def supported_bits(method: QuantizeMethod) -> tuple[int, ...]:
     """Bits that a method can write, its default first."""
     return _SUPPORTED_BITS[method]
+
+
+def default_rounding_steps(method: QuantizeMethod, bits: int) -> int:
+    """Steps of learned rounding where it was measured to win, else 0."""
+    return _ROUNDING_STEPS if method == "gptq" and bits == 2 else 0
 
 
 def default_bits(method: QuantizeMethod) -> int:
@@ -41,8 +47,9 @@ class Recipe:
     clip: they search a smaller range for each group. desc_act: gptq rounds inputs in
     descending order of the Hessian's diagonal. damping: fraction of the Hessian's mean diagonal
     that gptq adds to it. asymmetry: share of the error of the inputs, those of the quantized layers
-    before, that gptq corrects; 0 for none. alpha: share of the activations' range
-    that smoothquant moves into the weights.
+    before, that gptq corrects; 0 for none. rounding_steps: steps in which gptq's rounding of a
+    layer is improved by the layer's output; 0 for none. alpha: share of the activations' range that
+    smoothquant moves into the weights.
     """
 
     method: QuantizeMethod
@@ -52,6 +59,7 @@ class Recipe:
     desc_act: bool = True
     damping: float = 0.01
     asymmetry: float = 0.5
+    rounding_steps: int = 0
     alpha: float = 0.5
 
     def __post_init__(self) -> None:
@@ -62,6 +70,8 @@ class Recipe:
             raise InvalidRequest(
                 f"{self.method} supports {known} bits, not {self.bits}", param="bits"
             )
+        if self.rounding_steps and self.method != "gptq":
+            raise InvalidRequest("only gptq learns its rounding", param="rounding_steps")
         if self.has_groups and self.group_size is not None and self.group_size % 8:
             raise InvalidRequest(
                 f"a group size is a multiple of 8, {self.group_size} is not", param="group_size"
@@ -74,7 +84,7 @@ class Recipe:
     @property
     def is_asymmetric(self) -> bool:
         """The method compares activations with those of the original model."""
-        return self.method == "gptq" and self.asymmetry > 0
+        return self.method == "gptq" and (self.asymmetry > 0 or self.rounding_steps > 0)
 
     @property
     def needs_calibration(self) -> bool:

@@ -21,6 +21,7 @@ from localgen.quant.request.recipe import (
     QuantizeMethod,
     Recipe,
     default_bits,
+    default_rounding_steps,
 )
 from localgen.quant.request.target import AUTO, GgufTarget
 
@@ -55,6 +56,11 @@ class QuantizeRequest:
     resume: bool
     eval_set: EvalSet | None
 
+    @property
+    def file_type(self) -> str | None:
+        """Of a GGUF file, as in the default name of the result; None for a folder."""
+        return self.gguf if self.target is None else f"{AUTO}-{self.target.label}"
+
     def with_method(
         self,
         methods: Sequence[QuantizeMethod],
@@ -62,6 +68,7 @@ class QuantizeRequest:
         bits: int | None = None,
         group_size: int | None = None,
         act_order: bool | None = None,
+        rounding_steps: int | None = None,
         calibrate: bool,
     ) -> QuantizeRequest:
         """Copy with the recipe and mode that the options mean, or None for the method's default.
@@ -70,17 +77,23 @@ class QuantizeRequest:
         Raises InvalidRequest for no method, or options that exclude each other.
         """
         _check_options(methods, self.gguf, bits, group_size, act_order)
+        if rounding_steps is not None and list(methods) != ["gptq"]:
+            raise InvalidRequest("--rounding-steps goes with --gptq", param="rounding_steps")
         if self.target is not None:
             _check_target(methods, self.target, is_measured=self.eval_set is not None)
             return replace(self, recipe=GGUF_CALIBRATION_RECIPE, mode="observe")
         if self.gguf is not None:
             recipe = GGUF_CALIBRATION_RECIPE if methods or calibrate else None
             return replace(self, recipe=recipe, mode="fold" if methods else "observe")
+        bits = default_bits(methods[0]) if bits is None else bits
+        if rounding_steps is None:
+            rounding_steps = default_rounding_steps(methods[0], bits)
         recipe = Recipe(
             method=methods[0],
-            bits=default_bits(methods[0]) if bits is None else bits,
+            bits=bits,
             group_size=128 if group_size is None else group_size if group_size > 0 else None,
             desc_act=act_order is not False,
+            rounding_steps=rounding_steps,
         )
         if calibrate and not recipe.needs_calibration:
             raise InvalidRequest("--calib: --rtn and --fp8 use no calibration text")

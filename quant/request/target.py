@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.units import format_size
 from localgen.config import BadSetting, parse_size
+from localgen.quant.request.gguf_types import resolve_gguf_type
 
 # value of --gguf
 AUTO = "auto"
@@ -65,6 +66,36 @@ def parse_gguf_target(
     if not given:
         bits_per_weight = DEFAULT_BITS_PER_WEIGHT
     return GgufTarget(bits_per_weight=bits_per_weight, kl=kl)
+
+
+def parse_gguf_choice(text: str) -> tuple[str, GgufTarget | None]:
+    """A file type, or `auto` with its target: `auto`, `auto 3.4G`, `auto 4 bits`, `auto KL 0.05`.
+
+    Raises InvalidRequest for an unknown type or target.
+    """
+    name, *words = text.split() or [""]
+    if name.lower() != AUTO:
+        return resolve_gguf_type(text.strip()), None
+    size: str | None = None
+    bits_per_weight: float | None = None
+    kl: float | None = None
+    try:
+        match [word.lower() for word in words]:
+            case []:
+                pass
+            case ["kl", value]:
+                kl = float(value)
+            case [value, "bits" | "bpw"]:
+                bits_per_weight = float(value)
+            case [value]:
+                size = value
+            case _:
+                raise ValueError
+    except ValueError:
+        raise InvalidRequest(
+            f"{text}: give auto, auto 3.4G, auto 4 bits or auto KL 0.05", param="gguf"
+        ) from None
+    return AUTO, parse_gguf_target(AUTO, size, bits_per_weight, kl)
 
 
 def _parse_target_size(text: str) -> int:

@@ -19,6 +19,7 @@ from localgen.quant.originals import scan_originals
 from localgen.quant.request.form import QuantizeForm, method_option, with_option
 from localgen.quant.request.gguf_types import GGUF_TYPES
 from localgen.quant.request.request import QuantizeRequest
+from localgen.quant.request.target import AUTO, parse_gguf_choice
 from localgen.tui.quantize.choices import NamePicker
 from localgen.tui.quantize.estimate import EstimatePanel, QuantizeEstimate, apply_event
 from localgen.tui.quantize.form import PickerButton, QuantizeFormPanel
@@ -263,9 +264,19 @@ class QuantizeScreen(ToolScreen[str | None]):
             (name, "needs calibration" if kind.needs_imatrix else "")
             for name, kind in GGUF_TYPES.items()
         ]
-        picker = NamePicker("GGUF file types, largest first", rows, self._form_panel.form.gguf)
+        # no number: a typed target such as `auto 4 bits` must match no row
+        rows.insert(0, (AUTO, "by measured loss"))
+        hint = "auto with a target: auto 3.4G, auto 4 bits, auto KL 0.05"
+        current = self._form_panel.form.gguf
+        picker = NamePicker("GGUF file types, largest first", rows, current, hint)
         name = await self.app.push_screen_wait(picker)
-        if name is not None:
+        if name is None:
+            return
+        try:
+            parse_gguf_choice(name)
+        except LocalgenError as error:
+            self.show_message(replace_cli_options(error.message))
+        else:
             self._form_panel.set_values(gguf=name)
 
     @property
