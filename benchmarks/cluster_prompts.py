@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--engines", type=int, default=2, help="in each cluster")
     parser.add_argument("--prompts", type=int, default=15, help="long ones, in each round")
-    parser.add_argument("--words", type=int, default=1200, help="of a prompt")
+    parser.add_argument("--words", type=int, default=800, help="of a prompt")
     parser.add_argument("--period", type=float, default=1.5, help="seconds between prompts")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path)
