@@ -31,7 +31,12 @@ def write_raw(text: bytes) -> None:
 
 def serve(kind: str, port: int) -> None:
     from mcp.server.mcpserver import MCPServer
+    from pydantic import BaseModel, Field
 
+    class Shaped(BaseModel):
+        text: str = Field(json_schema_extra={"pattern": "^(a+)+$"})
+
+    globals()["Shaped"] = Shaped  # as annotations are looked up
     server = MCPServer("Test Server", log_level="CRITICAL")
 
     @server.tool()
@@ -88,6 +93,11 @@ def serve(kind: str, port: int) -> None:
     def environment() -> str:
         """The variables and the folder that the program has"""
         return "\n".join((os.getcwd(), *(f"{name}={text}" for name, text in os.environ.items())))
+
+    @server.tool()
+    def shaped() -> Shaped:
+        """A result with a schema whose pattern takes hours to search"""
+        return Shaped(text="a" * 40 + "!")
 
     if kind == "http":
         server.run("streamable-http", port=port)

@@ -30,7 +30,12 @@ from localgen.chat.saved_chats import SavedChat, encode_chat, load_chat, save_ch
 from localgen.chat.session import ChatSession
 from localgen.chat.session_store import SessionRecord, SessionStore
 from localgen.cli.main import run_command_line
-from localgen.mcp_tools.chat_tools import MAX_ROUNDS, ChatTools
+from localgen.mcp_tools.chat_tools import (
+    MAX_ROUNDS,
+    ChatTools,
+    parse_decision,
+    shown_arguments,
+)
 from localgen.mcp_tools.connections import McpConnections
 from localgen.mcp_tools.server_file import McpServer, add_server
 from localgen.repl.repl import Repl
@@ -111,7 +116,7 @@ def test_a_call_is_asked_for_run_and_answered(chat: Callable[..., Chat]) -> None
     talk = chat(calling(adds, text="Let me see."), ("It is 42.", answer()))
     screen = talk.type("17 + 25?", answers=("what?", "y"))
     assert talk.questions == 2  # the first was answered with neither yes nor no
-    assert "tools of test (8); /mcp lists them" in screen
+    assert "tools of test (9); /mcp lists them" in screen
     assert '▸ test.add {"a": 17, "b": 25}' in screen
     assert "2 characters" in screen
     step = ToolStep("Let me see.", "", (adds,), ("42",))
@@ -177,7 +182,7 @@ def test_ctrl_c_ends_the_call_and_keeps_the_chat(chat: Callable[..., Chat], tmp_
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 
-    talk = chat(calling(call("sleep", seconds=1, begun=str(begun))))
+    talk = chat(calling(call("sleep", seconds=5, begun=str(begun))))
     threading.Thread(target=press).start()
     talk.type("hi", "more", answers=("y",))
     stopped, last = talk.session.conversation.turns
@@ -230,7 +235,27 @@ def test_escapes_have_no_effect(chat: Callable[..., Chat]) -> None:
 
 def test_long_arguments_name_what_is_not_shown(chat: Callable[..., Chat]) -> None:
     talk = chat(calling(call("echo", text="x" * 5_000)), ("ok", answer()))
-    assert "… and 3,012 more characters" in talk.type("hi", answers=("n",)).replace("\n", "")
+    assert "[4,400 more characters]" in talk.type("hi", answers=("n",)).replace("\n", "")
+
+
+def test_no_argument_is_hidden_behind_another_or_behind_blanks() -> None:
+    hidden = {"content": "x" * 9_000, "cmd": "ls" + " " * 3_000 + "; rm -rf ~", "path": "/etc/x"}
+    shown = shown_arguments(json.dumps(hidden))
+    assert "; rm -rf ~" in shown
+    assert "/etc/x" in shown
+    assert "[3,000 blanks]" in shown
+    assert len(shown) < 1_000
+
+
+@pytest.mark.parametrize("typed", ["abort", "are you sure?", "yikes", "nope", ""])
+def test_another_word_is_no_decision(typed: str) -> None:
+    assert parse_decision(typed) is None
+
+
+def test_arguments_that_cannot_be_sent_are_not_run(chat: Callable[..., Chat]) -> None:
+    broken = ToolCall("c", "test__echo", '{"text": "\\ud800"}')
+    talk = chat(calling(broken), ("ok", answer()), allowed="*")
+    assert "not run: arguments are not JSON" in talk.type("hi")
 
 
 def test_a_model_that_only_calls_has_to_answer(chat: Callable[..., Chat]) -> None:
@@ -240,6 +265,16 @@ def test_a_model_that_only_calls_has_to_answer(chat: Callable[..., Chat]) -> Non
     assert talk.last_turn.answer == "At last."
     choices = [asked.tool_choice for asked in talk.client.record.asked]
     assert choices == ["auto"] * MAX_ROUNDS + ["none"]
+
+
+def test_a_server_that_calls_though_it_may_not_is_not_asked_again(
+    chat: Callable[..., Chat],
+) -> None:
+    again = calling(call("add", a=1, b=2))
+    talk = chat(*[again] * (MAX_ROUNDS + 1), allowed="*")
+    talk.type("hi")
+    assert len(talk.client.record.asked) == MAX_ROUNDS + 1
+    assert len(talk.last_turn.steps) == MAX_ROUNDS
 
 
 def test_mcp_command(chat: Callable[..., Chat]) -> None:
@@ -255,7 +290,7 @@ def test_mcp_command(chat: Callable[..., Chat]) -> None:
     run("/mcp off test")
     assert talk.tools.offered == ()
     assert run("/mcp test").startswith("test offers:\ntest.echo: Echo the input text\n")
-    assert len(talk.tools.offered) == 8
+    assert len(talk.tools.offered) == 9
     for line in ("/mcp none", "/mcp off other", "/mcp test x"):
         with pytest.raises(InvalidRequest):
             run(line)

@@ -98,6 +98,10 @@ def test_only_the_tools_that_the_file_names(connections: McpConnections) -> None
     assert {tool.name for tool in connections.start(some)} == {"add", "echo"}
 
 
+def test_a_result_is_not_searched_by_patterns_of_the_server(connections: McpConnections) -> None:
+    assert connections.call(STDIO, "shaped", {}).result().text.endswith('aaa!"\n}')
+
+
 def test_a_call_that_hangs(connections: McpConnections, server: McpServer, tmp_path: Path) -> None:
     quick = replace(server, timeout_s=0.3)
     connections.start(quick)

@@ -259,7 +259,7 @@ def test_mcp_command_in_the_tui(tools: ChatTools, tmp_path: Path) -> None:
         assert tui.opened.chat.tools.offered == ()
         await tui.ask(pilot, "hi")
         await tui.open_new(pilot)
-        assert len(tui.opened.chat.tools.offered) == 8
+        assert len(tui.opened.chat.tools.offered) == 9
 
     play(tui_with(tools, tmp_path), scene)
 

@@ -18,6 +18,11 @@ class ToolStep:
     calls: tuple[ToolCall, ...]
     results: tuple[str, ...]
 
+    def __post_init__(self) -> None:
+        """Raise ValueError unless each call has a result."""
+        if len(self.calls) != len(self.results):
+            raise ValueError(f"{len(self.calls)} tool calls have {len(self.results)} results")
+
     def messages(self, *, with_reasoning: bool = False) -> tuple[Message, ...]:
         """The message with the calls, and one for each result."""
         thought = self.reasoning if with_reasoning and self.reasoning else None

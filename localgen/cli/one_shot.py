@@ -49,7 +49,7 @@ def answer_prompt(
     session = _OneShot(client, model, prompt, options, tools, info)
     with progress_line.notices_to(progress_line.print_notice):
         whole = session.answer_part(is_shown=not json_output)
-        while calls := runnable_calls(whole.completion):
+        while calls := runnable_calls(whole.completion, len(session.steps)):
             session.run_calls(whole, calls)
             whole = session.answer_part(is_shown=not json_output)
     if json_output:
@@ -98,7 +98,7 @@ class _OneShot:
         screen = _AnswerPrinter()
         part = write_plain_answer(stream, screen.write_text, screen.write_reasoning)
         screen.end()
-        is_last = not runnable_calls(part.completion)
+        is_last = not runnable_calls(part.completion, len(self.steps))
         if not part.text.endswith("\n") and (part.text or is_last):
             print(flush=True)
         return part

@@ -7,10 +7,8 @@ import sys
 import termios
 from concurrent.futures import Future
 
-from localgen.mcp_tools.chat_tools import CallHandlers, CallQuestion, Decision
+from localgen.mcp_tools.chat_tools import CallHandlers, CallQuestion, Decision, parse_decision
 from localgen.mcp_tools.results import ToolResult
-
-_DECISIONS = {"y": Decision.ONCE, "a": Decision.ALWAYS, "n": Decision.REFUSE}
 
 
 def one_shot_handlers() -> CallHandlers:
@@ -29,7 +27,7 @@ def _ask(question: CallQuestion) -> Decision:
         typed = sys.stdin.readline()
         if not typed:  # Ctrl+D
             return Decision.STOP
-        if decision := _DECISIONS.get(typed.strip().lower()[:1]):
+        if decision := parse_decision(typed):
             return decision
 
 

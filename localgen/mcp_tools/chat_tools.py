@@ -29,7 +29,9 @@ ROUNDS_NOTICE = f"{MAX_ROUNDS} rounds of tool calls: the model has to answer now
 # of all servers together, as localgen's server allows
 MAX_TOOLS = 256
 _MAX_NAME_CHARS = 64
-_MAX_SHOWN_CHARS = 2_000
+# of each value among the arguments
+_SHOWN_START, _SHOWN_END = 400, 200
+_BLANKS = re.compile(r"\s{4,}")
 
 
 class Decision(enum.Enum):
@@ -39,6 +41,13 @@ class Decision(enum.Enum):
     ALWAYS = "always"  # each call of this tool in this chat
     REFUSE = "refuse"
     STOP = "stop"  # the answer
+
+
+_DECISIONS = {
+    **dict.fromkeys(("y", "yes"), Decision.ONCE),
+    **dict.fromkeys(("a", "always"), Decision.ALWAYS),
+    **dict.fromkeys(("n", "no"), Decision.REFUSE),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,16 +231,47 @@ class ChatTools:
 
 
 def shown_arguments(arguments: str) -> str:
-    """The arguments of a call for the terminal; the length of what is left out is named."""
+    """The arguments of a call for the terminal, with the beginning and the end of each value.
+
+    What is left out is named, so that no value is hidden behind another one, or behind blanks.
+    """
     parsed = _parse_arguments(arguments)
-    whole = arguments if parsed is None else json.dumps(parsed, ensure_ascii=False)
-    text = one_line(whole[:_MAX_SHOWN_CHARS])
-    rest = len(whole) - _MAX_SHOWN_CHARS
-    return f"{text} … and {rest:,} more characters" if rest > 0 else text
+    if parsed is None:
+        return one_line(_shortened(arguments))
+    return one_line(json.dumps(_shown_value(parsed), ensure_ascii=False))
 
 
-def runnable_calls(completion: Completion) -> tuple[ToolCall, ...]:
-    """The calls of an answer that is whole; the last one of an answer that was cut may be, too."""
+def _shown_value(value: Any) -> Any:
+    match value:
+        case str():
+            return _shortened(value)
+        case dict():
+            return {_shortened(name): _shown_value(each) for name, each in value.items()}
+        case list():
+            return [_shown_value(each) for each in value]
+    return value
+
+
+def _shortened(text: str) -> str:
+    text = _BLANKS.sub(lambda blanks: f" [{len(blanks[0]):,} blanks] ", text)
+    left_out = len(text) - _SHOWN_START - _SHOWN_END
+    if left_out <= 0:
+        return text
+    return f"{text[:_SHOWN_START]} [{left_out:,} more characters] {text[-_SHOWN_END:]}"
+
+
+def parse_decision(typed: str) -> Decision | None:
+    """The answer to a question, a whole word or its first letter; None if it is none."""
+    return _DECISIONS.get(typed.strip().lower())
+
+
+def runnable_calls(completion: Completion, num_rounds: int) -> tuple[ToolCall, ...]:
+    """The calls of an answer that is whole; the last one of an answer that was cut may be, too.
+
+    None after MAX_ROUNDS, even if a server goes on to call.
+    """
+    if num_rounds >= MAX_ROUNDS:
+        return ()
     return completion.tool_calls if completion.finish_reason in ("tool_calls", "stop") else ()
 
 
@@ -252,6 +292,7 @@ def _outcome(result: ToolResult, max_chars: int) -> _Outcome:
 def _parse_arguments(text: str) -> dict[str, Any] | None:
     try:
         parsed = json.loads(text or "{}")
+        json.dumps(parsed, ensure_ascii=False).encode()  # half of a surrogate pair cannot be sent
     except (ValueError, RecursionError):
         return None
     return parsed if isinstance(parsed, dict) else None

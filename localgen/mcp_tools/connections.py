@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 START_TIMEOUT_S = 30.0
 _MAX_LISTED_TOOLS = 4_096
+# of a tool; a longer one is not offered, as it would hide the arguments of a call
+_MAX_NAME_CHARS = 128
 _MAX_DESCRIPTION_CHARS = 4_000
 _MAX_REASON_CHARS = 300
 # loggers of the package: they would write on the terminal
@@ -224,6 +226,8 @@ class _Connection:
             # cache: a tool is listed once
             client = Client(transport, client_info=info, cache=None)
             self._client = await stack.enter_async_context(client)
+            # by the package, against a schema of the server's, whose patterns may take for ever
+            client.session.validate_tool_result = _accept  # type: ignore[method-assign]
             self.tools = await self._list_tools(self._client)
             self._opened.set()
             await self._ending.wait()
@@ -257,7 +261,8 @@ class _Connection:
                 json.dumps(tool.input_schema, ensure_ascii=False),
             )
             for tool in listed
-            if any(fnmatchcase(tool.name, pattern) for pattern in patterns)
+            if len(tool.name) <= _MAX_NAME_CHARS
+            and any(fnmatchcase(tool.name, pattern) for pattern in patterns)
         )
 
     def _failure(self, error: BaseException | None) -> str:
@@ -274,6 +279,10 @@ class _Connection:
             return f"it ended{self.hint}"
         text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         return collapse(text)[:_MAX_REASON_CHARS] or type(error).__name__
+
+
+async def _accept(*_: object) -> None:
+    """Results are text for the model, whatever their schema."""
 
 
 def _prepare_package() -> None:

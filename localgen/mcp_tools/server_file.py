@@ -191,7 +191,11 @@ def _validate_command(server: McpServer) -> None:
         raise InvalidRequest("command: give a program")
     if os.sep in program and not os.path.isabs(program):
         raise InvalidRequest(f"command: {program} depends on the current folder: give a whole path")
-    if server.cwd and not Path(server.cwd).expanduser().is_absolute():
+    try:
+        is_absolute = not server.cwd or Path(server.cwd).expanduser().is_absolute()
+    except RuntimeError:  # a user who does not exist
+        is_absolute = False
+    if not is_absolute:
         raise InvalidRequest(f"cwd: {server.cwd} is not a whole path")
     if server.headers:
         raise InvalidRequest("headers are only for a url")

@@ -171,6 +171,8 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
     await _has_ended(process)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)  # children of a program that has ended by itself
     # asyncio leaves pipes open that a child of the program holds, too, and has no public way
     process._transport.close()  # type: ignore[attr-defined]
 

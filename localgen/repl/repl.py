@@ -178,7 +178,9 @@ class Repl:
         self._ensure_loaded()
         steps: tuple[ToolStep, ...] = ()
         reply = self._stream_again(prompt, steps, regenerate=regenerate)
-        while reply.completion is not None and (calls := runnable_calls(reply.completion)):
+        while reply.completion is not None and (
+            calls := runnable_calls(reply.completion, len(steps))
+        ):
             results = self._calls.run(self.session, calls)
             steps = (*steps, ToolStep(reply.text, reply.reasoning, calls, results.texts))
             if results.was_stopped:

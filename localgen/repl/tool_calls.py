@@ -10,15 +10,16 @@ from rich.text import Text
 
 from localgen.backends.types import ToolCall
 from localgen.chat.session import ChatSession
-from localgen.mcp_tools.chat_tools import CallHandlers, CallQuestion, CallResults, Decision
+from localgen.mcp_tools.chat_tools import (
+    CallHandlers,
+    CallQuestion,
+    CallResults,
+    Decision,
+    parse_decision,
+)
 from localgen.mcp_tools.results import ToolResult
 from localgen.repl.typed_ahead import discard_typed_ahead
 
-_DECISIONS = {
-    **dict.fromkeys(("y", "yes"), Decision.ONCE),
-    **dict.fromkeys(("a", "always"), Decision.ALWAYS),
-    **dict.fromkeys(("n", "no"), Decision.REFUSE),
-}
 QUESTION = "run it? [y]es, [a]lways in this chat, [n]o: "
 
 
@@ -40,7 +41,7 @@ class ToolCallPrinter:
                 typed = self._read(QUESTION)
             except (EOFError, KeyboardInterrupt):
                 return Decision.STOP
-            if decision := _DECISIONS.get(typed.strip().lower()):
+            if decision := parse_decision(typed):
                 return decision
 
     def _wait(self, call: Future[ToolResult]) -> ToolResult | None:

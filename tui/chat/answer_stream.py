@@ -278,7 +278,9 @@ class AnswerStream:
     def _answer(self) -> None:
         """Stream the parts of the answer, and run the tool calls between them."""
         completion = self._stream_with_retry()
-        while completion is not None and (calls := runnable_calls(completion)):
+        while completion is not None and (
+            calls := runnable_calls(completion, len(self._part.steps))
+        ):
             handlers = CallHandlers(self._ask, self._wait, self._on_call, self._on_outcome)
             results = self._session.run_calls(calls, handlers)
             part = self._part
