@@ -22,7 +22,7 @@ from localgen.mcp_tools.server_file import McpServer
 if TYPE_CHECKING:
     from mcp import Client
     from mcp.client._transport import Transport
-    from mcp_types import Tool
+    from mcp_types import CallToolResult, Tool
 
 START_TIMEOUT_S = 30.0
 _MAX_LISTED_TOOLS = 4_096
@@ -281,7 +281,7 @@ class _Connection:
         return collapse(text)[:_MAX_REASON_CHARS] or type(error).__name__
 
 
-async def _accept(*_: object) -> None:
+async def _accept(name: str, result: CallToolResult) -> None:
     """Results are text for the model, whatever their schema."""
 
 
