@@ -22,28 +22,28 @@ _FOLDED_GROUPS = {
     "more samplers": parameters.MORE_SAMPLERS,
     "rarely needed": parameters.RARE_PARAMETERS,
 }
+_NEXT_KEYS, _PREVIOUS_KEYS = "down,tab", "up,shift+tab"
 
 
 class SettingInput(Input):
     """Moves the focus at once, and passes on the keys of a burst that are for the next field."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("down,tab", "app.focus_next", "Next setting", show=False),
-        Binding("up,shift+tab", "app.focus_previous", "Previous setting", show=False),
+        Binding(_NEXT_KEYS, "app.focus_next", "Next setting", show=False),
+        Binding(_PREVIOUS_KEYS, "app.focus_previous", "Previous setting", show=False),
     ]
-    _MOVES: ClassVar = {"down": 1, "tab": 1, "up": -1, "shift+tab": -1}
 
     async def _on_key(self, event: events.Key) -> None:
         focused = self.screen.focused
         if focused is not None and focused is not self:
             event.prevent_default().stop()
             focused.post_message(events.Key(event.key, event.character))
-        elif event.key in self._MOVES:
+        elif event.key in _NEXT_KEYS.split(","):
             event.prevent_default().stop()
-            if self._MOVES[event.key] > 0:
-                self.screen.focus_next()
-            else:
-                self.screen.focus_previous()
+            self.screen.focus_next()
+        elif event.key in _PREVIOUS_KEYS.split(","):
+            event.prevent_default().stop()
+            self.screen.focus_previous()
         else:
             await super()._on_key(event)
 
