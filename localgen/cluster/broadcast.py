@@ -13,7 +13,7 @@ from ray.serve.handle import DeploymentHandle
 async def call_each(
     replicas: DeploymentHandle[Any], method: str, *arguments: Any, timeout_s: float | None
 ) -> list[Any]:
-    """What each replica returns, or its exception: TimeoutError if it does not answer in time.
+    """Return the result of each replica, or its exception: TimeoutError after timeout_s.
 
     Calls that take longer, and all if this is cancelled, are cancelled in the replicas. Returns
     nothing if there is no replica.

@@ -16,7 +16,7 @@ MAX_RESULT_CHARS = 20_000
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a call gave: text, or why it failed."""
+    """The result of a call. text: of the tool, or the reason if it failed."""
 
     text: str
     failed: bool = False

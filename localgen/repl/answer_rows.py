@@ -75,7 +75,10 @@ class AnswerRows:
         return _drop_visible(rows, count)
 
     def let_last(self, rows: Sequence[Row]) -> int:
-        """Make the first ones of changing() lasting, without those that grow; returns how many."""
+        """Make all rows but the last ones, which grow, lasting; returns how many.
+
+        rows: of changing().
+        """
         num_rows = max(0, len(rows) - _GROWING_ROWS)
         if self._reasoning:
             self._lasting_reasoning += visible_text(rows[:num_rows])
@@ -118,9 +121,9 @@ class AnswerRows:
 
 
 def visible_text(rows: Sequence[Row]) -> str:
-    """What rows have at any width: their characters without spaces and lines of tables.
+    """The characters of rows without spaces and box-drawing characters: the same at any width.
 
-    A row without any others counts as one character.
+    A row that has no others is one newline.
     """
     texts = ("".join(segment.text for segment in row) for row in rows)
     return "".join("".join(filter(_is_visible, text)) or _BLANK_ROW for text in texts)

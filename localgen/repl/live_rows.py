@@ -41,7 +41,7 @@ class LiveRows:
         self._console.show_cursor(True)
 
     def is_resized(self) -> bool:
-        """Whether the console has another size than at the last call."""
+        """True if the size of the console has changed since the last call."""
         size, self._size = self._size, self._console.size
         return size != self._size
 
