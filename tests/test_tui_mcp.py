@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from scripted_client import answer
+from textual import events
 from textual.pilot import Pilot
 from tui_chats import Tui, notice_text, play, turns
 
@@ -20,10 +21,17 @@ from localgen.chat.conversation import ToolStep
 from localgen.mcp_tools.chat_tools import ChatTools
 from localgen.mcp_tools.connections import McpConnections
 from localgen.mcp_tools.server_file import McpServer, add_server
+from localgen.tui.chat import tool_question
 from localgen.tui.chat.prompt import Prompt
 
 PROGRAM = str(Path(__file__).parent / "mcp_server.py")
 ADD = ToolCall("id", "test__add", '{"a": 17, "b": 25}')
+
+
+@pytest.fixture(autouse=True)
+def no_settling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers count from when a question is drawn."""
+    monkeypatch.setattr(tool_question, "SETTLE_S", 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +66,13 @@ async def ask(tui: Tui, pilot: Pilot[None], text: str) -> None:
     """Send a prompt and wait for the question."""
     await tui.type(pilot, text)
     await pilot.press("enter")
-    await tui.until(lambda: tui.main.shown_question)
+    await drawn_question(tui, pilot)
+
+
+async def drawn_question(tui: Tui, pilot: Pilot[None], before: object = None) -> None:
+    """Wait until a question other than `before` is on the screen."""
+    await tui.until(lambda: tui.main.shown_question not in (None, before))
+    await tui.until(lambda: tui.main._tool_question.is_drawn)
     await pilot.pause()
 
 
@@ -95,6 +109,60 @@ def test_what_is_typed_answers_no_question_and_is_kept(tools: ChatTools, tmp_pat
         assert turns(tui)[0].steps[0].results == ("[not run: the user refused this call]",)
 
     play(tui_with(tools, tmp_path, calling(ADD), ("ok", answer())), scene)
+
+
+def test_a_key_answers_no_question_that_is_not_drawn_yet(tools: ChatTools, tmp_path: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await ask(tui, pilot, "hi")
+        first = tui.main.shown_question
+        # both keys wait in the queue of the app
+        for _ in range(2):
+            tui.app.post_message(events.Key("alt+y", None))
+        await drawn_question(tui, pilot, before=first)
+        assert 'run test.echo? {"text": "seen"}' in tui.screen_text()
+        early = events.Key("alt+y", None)
+        early.time = 0.0  # typed before, and processed only now
+        tui.app.post_message(early)
+        await tui.until(lambda: "has just appeared" in notice_text(tui))
+        await pilot.pause()
+        assert tui.main.shown_question is not None
+        await pilot.press("alt+r")
+        await tui.wait_until_idle(pilot)
+        assert "has just appeared" not in notice_text(tui)
+        assert turns(tui)[0].steps[0].results == ("42", "[not run: the user refused this call]")
+
+    calls = calling(ADD, ToolCall("2", "test__echo", '{"text": "seen"}'))
+    play(tui_with(tools, tmp_path, calls, ("ok", answer())), scene)
+
+
+def test_a_key_or_a_click_right_after_the_question_is_asked_for_again(
+    tools: ChatTools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        monkeypatch.setattr(tool_question, "SETTLE_S", float("inf"))
+        await ask(tui, pilot, "hi")
+        await pilot.press("alt+y")
+        assert "has just appeared" in notice_text(tui)
+        tui.main.show_message("")
+        await pilot.click("ToolQuestion Static", offset=(3, 0))
+        assert "has just appeared" in notice_text(tui)
+        assert tui.main.shown_question is not None
+        monkeypatch.setattr(tool_question, "SETTLE_S", 0.0)
+        await pilot.press("alt+y")
+        await tui.wait_until_idle(pilot)
+        assert turns(tui)[0].steps[0].results == ("42",)
+
+    play(tui_with(tools, tmp_path, calling(ADD), ("ok", answer())), scene)
+
+
+def test_a_key_that_is_held_down_answers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tool_question, "SETTLE_S", 0.5)
+    box = tool_question.ToolQuestion()
+    assert not box.accepts(1e12)  # not drawn
+    box._unsettled_s = 100.0
+    repeats = [100.4 + 0.03 * number for number in range(100)]
+    assert not any(map(box.accepts, repeats))
+    assert box.accepts(repeats[-1] + 0.5)
 
 
 def test_always_is_for_the_session(tools: ChatTools, tmp_path: Path) -> None:
@@ -156,7 +224,7 @@ def test_a_question_waits_in_its_session(tools: ChatTools, tmp_path: Path) -> No
         assert "no tool waits" in notice_text(tui)
         assert first.question is not None
         await pilot.press("ctrl+up")
-        await tui.until(lambda: tui.main.shown_question)
+        await drawn_question(tui, pilot)
         await pilot.press("alt+y")
         await tui.wait_until_idle(pilot)
         assert turns(tui)[0].answer == "ok"
@@ -240,7 +308,7 @@ def test_screen_of_a_question(
         await ask(tui, pilot, "17 + 25?")
         first = tui.main.shown_question
         await pilot.press("alt+y")
-        await tui.until(lambda: tui.main.shown_question not in (None, first))
+        await drawn_question(tui, pilot, before=first)
         await tui.type(pilot, "typed meanwhile")
         await tui.until(lambda: "Now the rest." in tui.main._transcript.text)
         await pilot.pause()

@@ -463,8 +463,12 @@ class ChatApp(BaseApp):
     def action_answer_call(self, decision: str) -> None:
         """Answer the question about a tool call that is shown."""
         shown, opened = self.main_screen.shown_question, self.session_actions.current_session
+        if shown is not None and not self.main_screen.accepts_answer(time.monotonic()):
+            return
         if shown is None or not opened.answer_question(shown, Decision(decision)):
             self.show_message("no tool waits to be run")
+        else:
+            self.show_message("")
         self.tick()
 
     @work(group="ask")

@@ -143,6 +143,7 @@ class MainScreen(Screen[None]):
                     lambda text: command_completions(text, self._completion_sources),
                     self._suggestions.files,
                     self._suggestions.move,
+                    self._drops_key,
                 )
             yield GaugePanel()
         yield KeyFooter(compact=True, has_effect=self._has_effect)
@@ -251,6 +252,25 @@ class MainScreen(Screen[None]):
     def shown_question(self) -> CallQuestion | None:
         """The question about a tool call that the user sees."""
         return self._tool_question.question
+
+    def accepts_answer(self, given_s: float) -> bool:
+        """Whether an answer of that time is for the question that is shown; if not, says so."""
+        is_accepted = self._tool_question.accepts(given_s)
+        if not is_accepted:
+            self.show_message("the question has just appeared: read it and answer again")
+        return is_accepted
+
+    def on_key(self, event: events.Key) -> None:
+        if self._drops_key(event):
+            event.prevent_default().stop()
+
+    def _drops_key(self, event: events.Key) -> bool:
+        """True for an answer that was typed before the question: keys may wait in queues."""
+        if self.shown_question is None or not self.is_shown:
+            return False
+        found = self.active_bindings.get(event.key)
+        is_answer = found is not None and found.binding.action.startswith("answer_call(")
+        return is_answer and not self.accepts_answer(event.time)
 
     def set_running_shell_line(self, line: str) -> None:
         """The line of the shell that is running; empty if none is."""

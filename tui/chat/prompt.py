@@ -82,6 +82,7 @@ class Prompt(TextField):
         completions: Callable[[str], list[str]],
         find_files: Callable[[str], list[str]] = lambda _: [],
         move_suggestion: Callable[[int], bool] = lambda _: False,
+        drops_key: Callable[[events.Key], bool] = lambda _: False,
     ) -> None:
         super().__init__(
             id="prompt",
@@ -91,7 +92,7 @@ class Prompt(TextField):
             placeholder="Ask something, / for commands, ? for keys",
         )
         self._completions, self._find_files = completions, find_files
-        self._move_suggestion = move_suggestion
+        self._move_suggestion, self._drops_key = move_suggestion, drops_key
         self.starters: Sequence[str] = ()  # texts that Tab puts into an empty prompt, in turn
         self._pastes: dict[int, str] = {}
         self._history: list[str] = []
@@ -254,7 +255,7 @@ class Prompt(TextField):
             self.action_newline()
         elif event.is_printable and not event.key.startswith("alt+"):
             await super()._on_key(event)
-        else:
+        elif not self._drops_key(event):
             await self.app._check_bindings(event.key)
 
     async def _on_paste(self, event: events.Paste) -> None:

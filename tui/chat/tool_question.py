@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.content import Content
@@ -16,6 +18,8 @@ TOOL_ANSWERS = (
     ("Alt+A", Decision.ALWAYS, "Always run it", "always_run_tool"),
     ("Alt+R", Decision.REFUSE, "Refuse it", "refuse_tool"),
 )
+# a key that comes sooner after the question, or after another such key, is meant for an earlier one
+SETTLE_S = 0.5
 
 
 class ToolQuestion(VerticalScroll):
@@ -35,6 +39,7 @@ class ToolQuestion(VerticalScroll):
     def __init__(self) -> None:
         super().__init__()
         self.question: CallQuestion | None = None
+        self._unsettled_s: float | None = None
         self._text = Static(markup=False)
 
     def compose(self) -> ComposeResult:
@@ -44,11 +49,33 @@ class ToolQuestion(VerticalScroll):
         """Show a question; None hides the widget."""
         if question is self.question:
             return
-        self.question = question
+        self.question, self._unsettled_s = question, None
         if question is not None:
             self._text.update(_content(question))
             self.scroll_home(animate=False)
+            self.call_after_refresh(self._on_drawn, question)
         self.set_class(question is not None, "-shown")
+
+    @property
+    def is_drawn(self) -> bool:
+        """True once the question has been on the screen."""
+        return self._unsettled_s is not None
+
+    def accepts(self, given_s: float) -> bool:
+        """Whether an answer that was given at a time, as of time.monotonic(), is for this question.
+
+        It is not if it came before the question was drawn, or within SETTLE_S of that or of the
+        last one that was not.
+        """
+        if self._unsettled_s is not None and given_s - self._unsettled_s >= SETTLE_S:
+            return True
+        if self._unsettled_s is not None:
+            self._unsettled_s = max(self._unsettled_s, given_s)
+        return False
+
+    def _on_drawn(self, question: CallQuestion) -> None:
+        if question is self.question and not self.is_drawn:
+            self._unsettled_s = time.monotonic()
 
 
 def _content(question: CallQuestion) -> Content:
