@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from mcp_http_server import scripted_mcp_server
 
 from localgen.config import BadSetting
 from localgen.mcp_tools.connections import McpConnections, McpServerFailed
@@ -199,6 +200,74 @@ def test_a_url_whose_server_starts_anew(connections: McpConnections) -> None:
     with http_server(port):
         results = [called(connections, server, "echo", text="back") for _ in range(2)]
     assert results[-1] == ToolResult("back")
+
+
+def text_reply(text: str) -> tuple[int, dict[str, object]]:
+    return 200, {"result": {"content": [{"type": "text", "text": text}]}}
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        (200, {"error": {"code": -32000, "message": "Session budget exceeded"}}),
+        (500, {"error": {"code": -32603, "message": "Session store is down"}}),
+        (200, {"result": {"content": "not a list"}}),
+        (400, {"error": {"code": -32602, "message": "Invalid arguments"}}),
+    ],
+    ids=str,
+)
+def test_an_error_of_a_call_does_not_restart_the_server(
+    connections: McpConnections, reply: tuple[int, dict[str, object]]
+) -> None:
+    with scripted_mcp_server() as scripted:
+        server = McpServer("test", url=scripted.url)
+        connections.start(server)
+        scripted.replies = [reply, text_reply("as before")]
+        assert called(connections, server, "echo").failed
+        assert called(connections, server, "echo") == ToolResult("as before")
+        assert scripted.num_sessions == 1
+
+
+def test_a_session_that_the_server_has_forgotten_is_begun_again(
+    connections: McpConnections,
+) -> None:
+    with scripted_mcp_server() as scripted:
+        server = McpServer("test", url=scripted.url)
+        connections.start(server)
+        gone: dict[str, object] = {"error": {"code": -32001, "message": "nobody is here"}}
+        scripted.replies = [(404, gone), text_reply("anew")]
+        assert called(connections, server, "echo").failed
+        assert called(connections, server, "echo") == ToolResult("anew")
+        assert scripted.num_sessions == 2
+
+
+def test_two_definitions_of_a_name_lead_to_one_server(
+    connections: McpConnections, tmp_path: Path
+) -> None:
+    edited = replace(STDIO, timeout_s=30.0)
+    connections.start(STDIO)
+    begun = tmp_path / "begun"
+    running = connections.call(STDIO, "sleep", {"seconds": 60, "begun": str(begun)})
+    while not begun.exists():
+        time.sleep(0.01)
+    connections.start(edited)
+    told = "mcp.toml defines test otherwise now: /mcp test offers what it has"
+    assert running.result(30) == ToolResult(f"it ended: {told}", failed=True)
+    pids = server_pids()
+    for _ in range(2):
+        assert called(connections, edited, "echo", text="new") == ToolResult("new")
+        assert called(connections, STDIO, "echo", text="old") == ToolResult(told, failed=True)
+    assert server_pids() == pids
+    assert len(pids) == 1
+
+
+def test_a_start_can_be_cancelled(connections: McpConnections) -> None:
+    starting = connections.begin_start(broken("hang"))
+    while not any("mcp_server.py\0hang" in each for each in children()):
+        time.sleep(0.01)
+    assert starting.cancel()
+    connections.close()
+    assert not any("mcp_server.py\0hang" in each for each in children())
 
 
 def test_a_url_without_a_server(connections: McpConnections) -> None:

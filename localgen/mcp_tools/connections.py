@@ -33,6 +33,8 @@ _MAX_REASON_CHARS = 300
 # loggers of the package: they would write on the terminal
 _LOGGERS = ("mcp", "client", "httpx2")
 _CLOSE_TIMEOUT_S = 6.0
+# of the package, when the connection ends
+_CLOSED_MESSAGE = "Connection closed"
 _Result = TypeVar("_Result")
 
 
@@ -71,17 +73,24 @@ class McpConnections:
 
         Raises McpServerFailed, BadSetting; InvalidRequest if the mcp package is missing.
         """
-        future = self._submit(self._running(server))
+        future = self.begin_start(server)
         try:
-            return future.result().tools
+            return future.result()
         except BaseException:
             future.cancel()  # at Ctrl+C
             raise
 
+    def begin_start(self, server: McpServer) -> Future[tuple[ServerTool, ...]]:
+        """As start(), without waiting. Cancelling ends the start.
+
+        A server of this name that was defined otherwise is ended: the last definition counts.
+        """
+        return self._submit(self._start(server))
+
     def call(self, server: McpServer, tool: str, arguments: dict[str, Any]) -> Future[ToolResult]:
         """Call a tool; starts the server again if it has ended. Cancelling ends the call.
 
-        A failure of the server is a result, too.
+        A failure of the server is a result, too; so is another definition of it since.
         """
         return self._submit(self._call(server, tool, arguments))
 
@@ -115,14 +124,22 @@ class McpConnections:
 
     # -- in the thread ---------------------------------------------------------------------------
 
-    async def _running(self, server: McpServer) -> _Connection:
-        """The connection to a server, which is started if it does not run."""
+    async def _start(self, server: McpServer) -> tuple[ServerTool, ...]:
+        return (await self._running(server, is_new=True)).tools
+
+    async def _running(self, server: McpServer, *, is_new: bool = False) -> _Connection:
+        """The connection to a server, which is started if it does not run.
+
+        is_new: the definition is the last one. Raises McpServerFailed, if not, for another one.
+        """
         async with self._starting.setdefault(server.name, asyncio.Lock()):
             found = self._connections.get(server.name)
+            if found is not None and found.server != server and not is_new:
+                raise McpServerFailed(_redefined(server.name))
             if found is not None and found.is_running and found.server == server:
                 return found
             if found is not None:
-                await found.end()
+                await found.end("" if found.server == server else _redefined(server.name))
             new = self._connections[server.name] = _Connection(server)
             try:
                 async with asyncio.timeout(self._start_timeout_s):
@@ -205,10 +222,13 @@ class _Connection:
         except Exception as error:  # of any kind, as the server is not ours
             return ToolResult(self._failure(error), failed=True)
 
-    async def end(self) -> None:
-        self._ending.set()
-        if not self._opened.is_set():
+    async def end(self, reason: str = "") -> None:
+        """End the server. reason: for calls that still run."""
+        self._last_words.reason = self._last_words.reason or reason
+        # cancelled once: again, it would interrupt the end of the program
+        if not (self._opened.is_set() or self._ending.is_set()):
             self._task.cancel()
+        self._ending.set()
         done, _ = await asyncio.wait((self._task,), timeout=_CLOSE_TIMEOUT_S / 2)
         if not done:
             self._task.cancel()
@@ -240,7 +260,8 @@ class _Connection:
 
         if self.server.command:
             return stdio_transport(self.server, self._last_words)
-        client = await stack.enter_async_context(create_http_client(self.server))
+        client = create_http_client(self.server, on_unknown_session=self._on_unknown_session)
+        await stack.enter_async_context(client)
         return streamable_http_client(self.server.url, http_client=client)
 
     async def _list_tools(self, client: Client) -> tuple[ServerTool, ...]:
@@ -265,20 +286,30 @@ class _Connection:
             and any(fnmatchcase(tool.name, pattern) for pattern in patterns)
         )
 
+    def _on_unknown_session(self) -> None:
+        self._is_lost = True
+
     def _failure(self, error: BaseException | None) -> str:
-        """Why the server failed, in one line; and whether it is gone."""
+        """Why the server failed, in one line; notes whether the connection is closed."""
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED
 
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        is_closed = isinstance(error, MCPError) and error.code == CONNECTION_CLOSED
-        # after a restart of a server at a URL, its old session is unknown there
-        self._is_lost = is_closed or not isinstance(error, MCPError) or "Session" in error.message
+        # the code alone is also one of those that servers choose for errors of their own
+        is_closed = isinstance(error, MCPError) and (error.code, error.message) == (
+            CONNECTION_CLOSED,
+            _CLOSED_MESSAGE,
+        )
+        self._is_lost = self._is_lost or is_closed
         if is_closed or self._last_words.reason:
             return f"it ended{self.hint}"
         text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         return collapse(text)[:_MAX_REASON_CHARS] or type(error).__name__
+
+
+def _redefined(name: str) -> str:
+    return f"mcp.toml defines {name} otherwise now: /mcp {name} offers what it has"
 
 
 async def _accept(name: str, result: CallToolResult) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from urllib.parse import urljoin
 
 import httpx2
@@ -12,14 +12,20 @@ from localgen.mcp_tools.server_file import McpServer
 # of one response: a result, or a stream of events that is opened again
 MAX_RESPONSE_BYTES = 32 << 20
 _CONNECT_TIMEOUT_S = 10.0
+_SESSION = "mcp-session-id"
 
 
 class ResponseTooLarge(httpx2.TransportError):
     """A response exceeds MAX_RESPONSE_BYTES."""
 
 
-def create_http_client(server: McpServer) -> httpx2.AsyncClient:
+def create_http_client(
+    server: McpServer, on_unknown_session: Callable[[], None] = lambda: None
+) -> httpx2.AsyncClient:
     """A client with the server's headers. Raises BadSetting if a variable in them is not set.
+
+    on_unknown_session: called when the server does not know the session any more, as after a
+    restart: status 404 to a request of the session (MCP 2025-06-18, session management).
 
     Redirects to another host fail: it would get the headers, and was not named by the user.
     """
@@ -27,6 +33,12 @@ def create_http_client(server: McpServer) -> httpx2.AsyncClient:
     async def require_same_host(request: httpx2.Request) -> None:
         if _origin(request.url) != _origin(httpx2.URL(server.url)):
             raise httpx2.TooManyRedirects("it redirects to another host", request=request)
+
+    async def watch_session(response: httpx2.Response) -> None:
+        # other methods may have no resource there: only POST is for messages
+        request = response.request
+        if response.status_code == 404 and request.method == "POST" and _SESSION in request.headers:
+            on_unknown_session()
 
     async def bound(response: httpx2.Response) -> None:
         if response.headers.get("content-encoding", "identity") != "identity":
@@ -38,7 +50,7 @@ def create_http_client(server: McpServer) -> httpx2.AsyncClient:
         headers={**server.expanded(server.headers), "accept-encoding": "identity"},
         timeout=httpx2.Timeout(_CONNECT_TIMEOUT_S, read=None),  # calls have their own
         follow_redirects=True,
-        event_hooks={"request": [require_same_host], "response": [bound]},
+        event_hooks={"request": [require_same_host], "response": [watch_session, bound]},
     )
 
 
