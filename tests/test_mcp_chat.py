@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -314,10 +315,12 @@ class _Listing:
     def __init__(self, names: tuple[str, ...] | list[str]) -> None:
         self._names = names
 
-    def start(self, server: McpServer) -> tuple[object, ...]:
+    def begin_start(self, server: McpServer) -> Future[tuple[object, ...]]:
         from localgen.mcp_tools.connections import ServerTool
 
-        return tuple(ServerTool(server.name, name, "", "{}") for name in self._names)
+        started: Future[tuple[object, ...]] = Future()
+        started.set_result(tuple(ServerTool(server.name, name, "", "{}") for name in self._names))
+        return started
 
 
 def test_calls_are_stored_and_continued(tmp_path: Path, connections: McpConnections) -> None:

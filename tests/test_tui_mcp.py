@@ -36,7 +36,7 @@ def no_settling(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def connections() -> Iterator[McpConnections]:
-    with contextlib.closing(McpConnections()) as made:
+    with contextlib.closing(McpConnections(start_timeout_s=600.0)) as made:
         yield made
 
 
@@ -330,6 +330,27 @@ def test_mcp_command_in_the_tui(tools: ChatTools, tmp_path: Path) -> None:
         assert len(tui.opened.chat.tools.offered) == 9
 
     play(tui_with(tools, tmp_path), scene)
+
+
+def test_ctrl_c_ends_the_start_of_a_server(tools: ChatTools, tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    hang = f"import pathlib, time; pathlib.Path({str(begun)!r}).touch(); time.sleep(600)"
+    add_server(McpServer("hang", (sys.executable, "-c", hang)))
+
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.type(pilot, "/mcp hang")
+        await pilot.press("enter")
+        await tui.until(begun.exists)
+        await pilot.press("ctrl+c")
+        await tui.until(lambda: notice_text(tui) == "stopped")
+        await tui.ask(pilot, "hi")
+        assert turns(tui)[0].answer == "ok"
+        begun.unlink()
+        await tui.type(pilot, "/mcp hang")
+        await pilot.press("enter")
+        await tui.until(begun.exists)  # and quitting does not wait for it
+
+    play(tui_with(tools, tmp_path, ("ok", answer())), scene)
 
 
 def test_a_comparison_offers_no_tools(tools: ChatTools, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import enum
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from hashlib import sha256
@@ -16,7 +16,7 @@ from localgen.backends.errors import InvalidRequest
 from localgen.backends.terminal_text import one_line
 from localgen.backends.types import Tool, ToolCall
 from localgen.backends.units import format_count
-from localgen.mcp_tools.connections import McpConnections, ServerTool
+from localgen.mcp_tools.connections import McpConnections, McpServerFailed, ServerTool
 from localgen.mcp_tools.results import MAX_RESULT_CHARS, ToolResult, cut_result
 from localgen.mcp_tools.server_file import McpServer, find_server
 
@@ -116,6 +116,7 @@ class ChatTools:
         self._allowed = list(allowed)
         self._always: list[tuple[McpServer, str]] = []
         self._by_server: dict[str, tuple[OfferedTool, ...]] = {}
+        self._starting: Future[tuple[ServerTool, ...]] | None = None
 
     def for_another_chat(self) -> ChatTools:
         """The same servers and allowed patterns, without what the user has allowed meanwhile."""
@@ -142,10 +143,10 @@ class ChatTools:
     def add(self, name: str) -> tuple[OfferedTool, ...]:
         """Start a server of the user's file and offer its tools.
 
-        Raises InvalidRequest, BadSetting, McpServerFailed.
+        Raises InvalidRequest, BadSetting, McpServerFailed, the last also after stop_start().
         """
         server = find_server(name)
-        found = self._connections.start(server)
+        found = self._start(server)
         others = [each for each in self._offered() if each.server.name != name]
         if len(others) + len(found) > MAX_TOOLS:
             raise InvalidRequest(
@@ -159,6 +160,24 @@ class ChatTools:
             taken.add(offered[-1].name)
         self._by_server[name] = tuple(offered)
         return self._by_server[name]
+
+    def _start(self, server: McpServer) -> tuple[ServerTool, ...]:
+        starting = self._starting = self._connections.begin_start(server)
+        try:
+            return starting.result()
+        except CancelledError:
+            raise McpServerFailed(f"the start of {server.name} was stopped") from None
+        except BaseException:
+            starting.cancel()  # at Ctrl+C
+            raise
+        finally:
+            self._starting = None
+
+    def stop_start(self) -> None:
+        """Stop a start in another thread, if there is one."""
+        starting = self._starting  # read once: the other thread may reset it
+        if starting is not None:
+            starting.cancel()
 
     def remove(self, name: str) -> None:
         """Offer the tools of a server no more. Raises InvalidRequest if they are not offered."""

@@ -139,6 +139,7 @@ class ActiveSession:
             return False
         self._is_stopping = True
         self.chat.client.abort()
+        self.chat.tools.stop_start()
         return True
 
     def finalize_answer(self) -> None:

@@ -288,6 +288,9 @@ class SessionActions:
         before = active.to_record()
         try:
             outcome = await asyncio.to_thread(active.run_command, line)
+        except asyncio.CancelledError:  # the app is quitting and would wait for the thread
+            active.stop_command()
+            raise
         except CommandStopped:
             self._show_message("stopped")
             return
