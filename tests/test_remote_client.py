@@ -270,6 +270,65 @@ def test_tool_calls_of_a_server_give_a_note(server: PlainServer) -> None:
     assert end.notes == ("the model called add, but no tools were offered",)
 
 
+def piece(index: int | None, call_id: str = "", name: str = "", arguments: str = "") -> object:
+    """A piece of a call, as `delta.tool_calls` has it."""
+    function = {"arguments": arguments} | ({"name": name} if name else {})
+    return {"function": function, "type": "function"} | {
+        key: found for key, found in (("index", index), ("id", call_id)) if found not in (None, "")
+    }
+
+
+ADD, ECHO = ToolCall("a", "add", '{"a": 1}'), ToolCall("b", "echo", '{"text": "x"}')
+
+
+@pytest.mark.parametrize(
+    "deltas",
+    [
+        # one after the other
+        [
+            [piece(0, "a", "add", '{"a"')],
+            [piece(0, arguments=": 1}")],
+            [piece(1, "b", "echo", '{"text": ')],
+            [piece(1, arguments='"x"}')],
+        ],
+        # interleaved, and several in a chunk
+        [
+            [piece(0, "a", "add"), piece(1, "b", "echo")],
+            [piece(1, arguments='{"text": ')],
+            [piece(0, arguments='{"a"')],
+            [piece(1, arguments='"x"}'), piece(0, arguments=": 1}")],
+        ],
+        # the second call begins first
+        [
+            [piece(1, "b", "echo", '{"text": ')],
+            [piece(0, "a", "add", '{"a": 1}')],
+            [piece(1, arguments='"x"}')],
+        ],
+        # id and name in pieces of their own
+        [
+            [piece(0, "a"), piece(1, "b")],
+            [piece(1, name="echo"), piece(0, name="add")],
+            [piece(0, arguments='{"a": 1}'), piece(1, arguments='{"text": "x"}')],
+        ],
+        # the name with each piece, or an id that is new with each piece
+        [
+            [piece(0, "a", "add", '{"a"'), piece(1, "b", "echo", '{"text": ')],
+            [piece(0, "a", "add", ": 1}"), piece(1, "other", arguments='"x"}')],
+        ],
+        # whole calls without an index, or all with the same
+        [[piece(None, "a", "add", '{"a": 1}'), piece(None, "b", "echo", '{"text": "x"}')]],
+        [[piece(0, "a", "add", '{"a": 1}')], [piece(0, "b", "echo", '{"text": "x"}')]],
+    ],
+)
+def test_pieces_of_calls_are_joined_by_their_index(
+    server: PlainServer, deltas: list[list[object]]
+) -> None:
+    chunks = [chunk({"tool_calls": delta}) for delta in deltas]
+    server.events = [*chunks, chunk({}, "tool_calls"), DONE]
+    _, end = Asking(server).answer()
+    assert end.tool_calls == (ADD, ECHO)
+
+
 def test_token_counts_of_the_server_are_used(server: PlainServer) -> None:
     usage = {
         "prompt_tokens": 40,

@@ -6,6 +6,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -185,28 +186,54 @@ def _alternatives(logprobs: _Logprobs | None) -> tuple[TokenAlternative, ...]:
     return tuple(TokenAlternative(text, math.exp(min(0.0, value))) for text, value in ordered)
 
 
+@dataclass(slots=True)
+class _PartialCall:
+    """A call that is being received. index: as the server gave it, or None."""
+
+    index: int | None
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
 class _CallBuilder:
-    """Puts the tool calls of an answer together."""
+    """Puts the tool calls of an answer together, in the order of their indexes.
+
+    A piece belongs to the call of its index (OpenAI's `delta.tool_calls`), in any order; without an
+    index, to the last call, unless it begins another one with an id or a name.
+    """
 
     def __init__(self) -> None:
-        self._ids: list[str] = []
-        self._names: list[str] = []
-        self._arguments: list[str] = []
+        self._calls: list[_PartialCall] = []
 
     def add(self, piece: _ToolCall) -> None:
         function = piece.function or _Function()
-        # a piece of the last call, unless it begins another one
-        is_same = piece.index == len(self._ids) - 1 or not (function.name or piece.id)
-        if not self._ids or not is_same:
-            self._ids.append(piece.id or f"call_{len(self._ids)}")
-            self._names.append("")
-            self._arguments.append("")
-        self._names[-1] = self._names[-1] or function.name or ""
-        self._arguments[-1] += function.arguments or ""
+        call = self._find(piece)
+        if call is None:
+            call = _PartialCall(piece.index)
+            self._calls.append(call)
+        call.id = call.id or piece.id or ""
+        call.name = call.name or function.name or ""
+        call.arguments += function.arguments or ""
+
+    def _find(self, piece: _ToolCall) -> _PartialCall | None:
+        if piece.index is not None:
+            same = (each for each in reversed(self._calls) if each.index == piece.index)
+            found = next(same, None)
+            # some servers send whole calls, all with the index 0; others a new id with each piece
+            is_another = found is not None and piece.id not in (None, found.id)
+            has_name = piece.function is not None and piece.function.name
+            return None if is_another and has_name else found
+        begins = piece.id or (piece.function is not None and piece.function.name)
+        return self._calls[-1] if self._calls and not begins else None
 
     def calls(self) -> tuple[ToolCall, ...]:
-        parts = zip(self._ids, self._names, self._arguments, strict=True)
-        return tuple(ToolCall(*call) for call in parts if call[1])
+        calls = sorted(self._calls, key=lambda call: call.index or 0)
+        return tuple(
+            ToolCall(call.id or f"call_{number}", call.name, call.arguments)
+            for number, call in enumerate(calls)
+            if call.name
+        )
 
 
 class TimedChunks:
