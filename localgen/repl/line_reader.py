@@ -20,11 +20,12 @@ class LineReader:
     """read: reads a line of a chat with the line editor, at a given prompt.
 
     ask: reads an answer to a question, without a history. What was typed before the question does
-    not answer it: the next read() begins with it.
+    not answer it: the next read() begins with it, and with the lines given to keep().
     """
 
     read: Callable[[str], str]
     ask: Callable[[str], str]
+    keep: Callable[[str], None]
 
 
 def create_line_reader(
@@ -58,7 +59,7 @@ def create_line_reader(
 
     def read(prompt: str) -> str:
         models.cache_clear()
-        begun = "".join(typed_before)
+        begun = "".join(typed_before).strip("\n")
         typed_before.clear()
         try:
             return editor.prompt(prompt, default=begun)
@@ -70,4 +71,8 @@ def create_line_reader(
                 console.print(Text(text, style="yellow"), soft_wrap=False)
             failures.clear()
 
-    return LineReader(read, ask)
+    def keep(line: str) -> None:
+        if line.strip():
+            typed_before.append(f"{line}\n")
+
+    return LineReader(read, ask, keep)

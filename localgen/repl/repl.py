@@ -60,7 +60,8 @@ class Repl:
     KeyboardInterrupt at Ctrl+C. recorder: stores the conversation, or None if it is not stored,
     because of storage_failure if there is one. notices: where the client's notices go, shown below
     an answer while it streams. ask: reads an answer to a question, as read_line, but never keys
-    that were typed before it; by default read_line.
+    that were typed before it; by default read_line. keep: gets a line that is no answer to it, for
+    the next read_line.
     """
 
     def __init__(
@@ -72,12 +73,13 @@ class Repl:
         notices: LoadProgressLine | None = None,
         storage_failure: str = "",
         ask: Callable[[str], str] | None = None,
+        keep: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.session = session
         self.console = console
         self.read_line = read_line
         self.recorder, self.storage_failure = recorder, storage_failure
-        self._calls = ToolCallPrinter(console, ask or read_line)
+        self._calls = ToolCallPrinter(console, ask or read_line, keep)
         self.notices = notices or LoadProgressLine(console, "")
         # by model: tokens per second of the latest answer that had all cores
         self._full_rates: dict[str, float] = {}

@@ -55,4 +55,5 @@ def start_chat(
         Repl(
             *(session, console, reader.read, recorder, progress_line, storage.failure),
             ask=reader.ask,
+            keep=reader.keep,
         ).run()

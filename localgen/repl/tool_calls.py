@@ -24,12 +24,17 @@ QUESTION = "run it? [y]es, [a]lways in this chat, [n]o: "
 
 
 class ToolCallPrinter:
-    """Runs calls and prints what happens. ask: reads an answer to a question; raises EOFError or
-    KeyboardInterrupt, which stop the answer."""
+    """Runs calls and prints what happens.
 
-    def __init__(self, console: Console, ask: Callable[[str], str]) -> None:
+    ask: reads an answer to a question; raises EOFError or KeyboardInterrupt, which stop the answer.
+    keep: gets a line that is no answer, such as a prompt that was being typed.
+    """
+
+    def __init__(
+        self, console: Console, ask: Callable[[str], str], keep: Callable[[str], None]
+    ) -> None:
         self._console = console
-        self._read = ask
+        self._read, self._keep = ask, keep
 
     def run(self, session: ChatSession, calls: tuple[ToolCall, ...]) -> CallResults:
         handlers = CallHandlers(self._ask, self._wait, self._print_call, self._print_outcome)
@@ -43,6 +48,9 @@ class ToolCallPrinter:
                 return Decision.STOP
             if decision := parse_decision(typed):
                 return decision
+            if typed.strip():
+                self._keep(typed)
+                self._print_outcome("that is no answer: it is kept for the next prompt")
 
     def _wait(self, call: Future[ToolResult]) -> ToolResult | None:
         try:

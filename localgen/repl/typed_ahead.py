@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import termios
@@ -15,6 +16,10 @@ from localgen.repl.answer_key import ANSWER_NOW_CODE, has_answer_key
 
 if TYPE_CHECKING:
     from prompt_toolkit.input import Input
+
+
+# a pause in typing
+SETTLE_S = 0.5
 
 
 @contextmanager
@@ -59,16 +64,18 @@ def discard_typed_ahead() -> None:
 def take_typed_ahead(source: Input) -> str:
     """Read what was typed so far and not read yet; Enter is a newline, other keys are left out.
 
+    If anything was typed, what follows until SETTLE_S without a key belongs to it.
     source: of the line editor, which may hold keys that came with an earlier line.
     """
     from prompt_toolkit.input.typeahead import get_typeahead
 
-    typed = "".join(press.data for press in get_typeahead(source)) + _unread_keys()
-    lines = typed.replace("\r", "\n")
-    return "".join(key for key in lines if key.isprintable() or key == "\n").strip("\n")
+    from localgen.repl.key_text import parse_keys, typed_text
+
+    held = get_typeahead(source)
+    return typed_text((*held, *parse_keys(_unread_keys(is_typing=bool(held)))))
 
 
-def _unread_keys() -> str:
+def _unread_keys(*, is_typing: bool) -> str:
     stdin = sys.stdin.fileno()
     if not os.isatty(stdin):
         return ""
@@ -78,8 +85,13 @@ def _unread_keys() -> str:
     by_key[tty.CC][termios.VMIN] = by_key[tty.CC][termios.VTIME] = 0  # do not wait
     termios.tcsetattr(stdin, termios.TCSANOW, by_key)
     try:
-        pieces = iter(lambda: os.read(stdin, 4096), b"")
-        return b"".join(pieces).decode(errors="ignore")
+        keys = b"".join(iter(lambda: os.read(stdin, 4096), b""))
+        while (keys or is_typing) and select.select([stdin], [], [], SETTLE_S)[0]:
+            read = os.read(stdin, 4096)
+            if not read:  # the terminal was closed
+                break
+            keys += read
+        return keys.decode(errors="ignore")
     finally:
         termios.tcsetattr(stdin, termios.TCSANOW, before)
 
