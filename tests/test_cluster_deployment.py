@@ -12,7 +12,8 @@ pytest.importorskip("ray", reason="Ray is not installed, which needs 500 MB: mak
 from ray.exceptions import RayActorError
 from ray.serve.handle import DeploymentBroadcastResponse
 
-from localgen.cluster.broadcast import call_each
+from localgen.backends.errors import LoadFailed
+from localgen.cluster.broadcast import call_each, require_broadcast
 from localgen.cluster.config import ClusterConfig
 from localgen.cluster.deployment import build_app
 
@@ -83,6 +84,13 @@ def test_who_leaves_ends_the_calls() -> None:
 
     asyncio.run(leave())
     assert handle.calls[0].is_cancelled
+
+
+def test_a_ray_without_the_private_method_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_broadcast()
+    monkeypatch.delattr(DeploymentBroadcastResponse, "_fetch_replica_results_async")
+    with pytest.raises(LoadFailed, match=r"Ray 2\..* pip install 'localgen\[cluster\]'"):
+        require_broadcast()
 
 
 def test_prompt_replicas_record_no_trace() -> None:

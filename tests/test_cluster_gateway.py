@@ -154,13 +154,18 @@ def ask(
 
 
 async def exchange(
-    gateway: Gateway, path: str, body: Any = None, leaves: bool = False, headers: Any = ()
+    gateway: Gateway,
+    path: str,
+    body: Any = None,
+    leaves: bool = False,
+    headers: Any = (),
+    method: str = "POST",
 ) -> list[Message]:
     """What the gateway sends. leaves: the client goes after the first piece."""
     path, _, query = path.partition("?")
     scope: Scope = {
         "type": "http",
-        "method": "POST",
+        "method": method,
         "path": path,
         "query_string": query.encode(),
         "client": ("10.0.0.9", 1234),
@@ -170,7 +175,7 @@ async def exchange(
             *((name.encode(), value.encode()) for name, value in dict(headers).items()),
         ],
     }
-    whole = json.dumps(body or {"messages": []}).encode()
+    whole = json.dumps({"messages": []} if body is None else body).encode()
     incoming = [{"type": "http.request", "body": whole}]
     sent: list[Message] = []
     gone = asyncio.Event()

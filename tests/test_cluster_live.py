@@ -148,6 +148,36 @@ def test_another_model_is_loaded_by_one_replica(cluster: Cluster, tmp_path: Path
     cluster.wait_until(lambda: [len(each["models"]) for each in cluster.replicas()].count(2) == 1)
 
 
+def test_loads_and_names_of_models_reach_all_replicas(cluster: Cluster) -> None:
+    def request(method: str, path: str, **body: Any) -> tuple[int, Any]:
+        reply = cluster.http.request(method, path, json=body)
+        return reply.status_code, reply.json() if reply.content else None
+
+    def num_loaded(name: str) -> int:
+        return [name in each["models"] for each in cluster.replicas()].count(True)
+
+    assert request("POST", "/api/copy", source="other", destination="third")[0] == 200
+    assert request("POST", "/api/copy", source="other", destination="third")[0] == 200
+    assert num_loaded("other") == 1
+    status, loaded = request("POST", "/v1/models/load", model="third")
+    assert (status, loaded["model"]["name"]) == (200, "other")
+    assert num_loaded("other") == 2
+    listed = cluster.http.get("/api/ps").json()["models"]
+    assert sorted(each["name"] for each in listed) == ["other", "tiny"]
+    with cluster.http.stream(
+        "POST", "/v1/models/load", json={"model": "third", "stream": True}
+    ) as reply:
+        *_, last, done, _ = reply.read().decode().split("\n\n")
+    assert ("model" in json.loads(last.removeprefix("data: ")), done) == (True, "data: [DONE]")
+    assert request("POST", "/api/generate", model="third", keep_alive=0)[0] == 200
+    cluster.wait_until(lambda: num_loaded("other") == 0)
+    assert request("POST", "/v1/models/load", model="none")[0] == 404
+    status, refused = request("DELETE", "/api/delete", model="tiny")
+    assert (status, refused["error"]) == (400, "tiny is built into localgen and cannot be removed")
+    assert request("DELETE", "/api/delete", model="third")[0] == 200
+    assert request("DELETE", "/api/delete", model="third")[0] == 404
+
+
 def test_an_unload_reaches_all_replicas(cluster: Cluster) -> None:
     def num_loaded() -> int:
         return ["tiny" in each["models"] for each in cluster.replicas()].count(True)

@@ -1,4 +1,4 @@
-"""Requests that all replicas get: downloads and unloads."""
+"""Requests that manage models, which all replicas get."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ from test_cluster_gateway import (
 )
 
 from localgen.cluster.gateway import Gateway
-from localgen.cluster.posted import Posted
+from localgen.cluster.managing import Command
+from localgen.cluster.posted import Place, Posted
+from localgen.cluster.totals import merged_ps
 
 __all__ = ["replica"]
 
 
 def answered(machine: str, status: int = 200, **body: Any) -> Posted:
-    return Posted(machine, status, json.dumps(body or {"status": "success"}).encode())
+    place = Place(f"r-{machine}", machine)
+    return Posted(place, status, json.dumps(body or {"status": "success"}).encode())
 
 
 DISK_FULL = answered("b", 507, error="no space")
@@ -43,8 +46,8 @@ class Pulling:
         self.asked: list[tuple[str, Any]] = []
         self.others = asyncio.Event()
 
-    async def post_all(self, path: str, body: bytes) -> Sequence[Posted]:
-        self.asked.append((path, json.loads(body)))
+    async def send_all(self, command: Command) -> Sequence[Posted]:
+        self.asked.append((command.path, json.loads(command.body)))
         await self.others.wait()
         return self.posted
 
@@ -60,7 +63,7 @@ class Pulling:
 
         async def run() -> list[Message]:
             chooser = Chooser("http://replica")
-            gateway = Gateway(chooser.choose, chooser.ask_all, post_all=self.post_all)
+            gateway = Gateway(chooser.choose, chooser.ask_all, send_all=self.send_all)
             gateway._client = httpx.AsyncClient(transport=httpx.MockTransport(self.transport))
             asyncio.get_running_loop().call_later(0.05, self.others.set)
             return await exchange(gateway, "/api/pull", {"model": "owner/name", **fields})
@@ -84,10 +87,14 @@ class _Pieces(httpx.AsyncByteStream):
     ("posted", "last"),
     [
         ([answered("a"), answered("b")], {"status": "success"}),
-        ([answered("a"), DISK_FULL], {"error": "machine b: no space"}),
+        ([answered("a"), DISK_FULL], {"error": "replica r-b on b: no space"}),
         (
-            [answered("a"), Posted.from_answer(OSError("died"))],
-            {"error": "the replica ended: try again"},
+            [answered("a"), Posted.without_answer(Place("r", "b"), "it has ended")],
+            {"error": "replica r on b: it has ended: try again"},
+        ),
+        (
+            [answered("a"), Posted.without_answer(None, "it does not answer")],
+            {"error": "a replica: it does not answer: try again"},
         ),
     ],
 )
@@ -116,20 +123,47 @@ def test_a_model_that_no_machine_finds_is_refused_as_by_one() -> None:
 def test_who_leaves_ends_the_download_of_all_machines(replica: ScriptedServer) -> None:
     ended = []
 
-    async def post_all(path: str, body: bytes) -> Sequence[Posted]:
+    async def send_all(command: Command) -> Sequence[Posted]:
         try:
             await asyncio.Event().wait()
         finally:
-            ended.append(path)
+            ended.append(command.path)
         return []
 
     async def run() -> None:
         asked = Chooser(replica.url)
-        gateway = Gateway(asked.choose, asked.ask_all, post_all=post_all)
+        gateway = Gateway(asked.choose, asked.ask_all, send_all=send_all)
         await exchange(gateway, "/api/pull?endless", {"model": "m"}, leaves=True)
 
     asyncio.run(run())
     assert ended == ["/api/pull"]
+
+
+class Sending:
+    """All replicas, which answer each command as given."""
+
+    def __init__(self, *answers: Sequence[Posted]) -> None:
+        self.answers = list(answers)
+        self.commands: list[Command] = []
+
+    async def send_all(self, command: Command) -> Sequence[Posted]:
+        self.commands.append(command)
+        return self.answers.pop(0)
+
+    def ask(self, path: str, fields: Any, url: str = "", **scope: Any) -> tuple[int, Any]:
+        """The status and the JSON body of what the client gets. Without url, no replica is asked
+        alone."""
+
+        async def run() -> list[Message]:
+            chooser = Chooser(url or "http://127.0.0.1:1")
+            names = {"", "own"}
+            gateway = Gateway(
+                chooser.choose, chooser.ask_all, send_all=self.send_all, default_names=names
+            )
+            return await exchange(gateway, path, fields, **scope)
+
+        sent = asyncio.run(run())
+        return sent[0]["status"], json.loads(text_of(sent) or "null")
 
 
 @pytest.mark.parametrize(
@@ -141,28 +175,99 @@ def test_who_leaves_ends_the_download_of_all_machines(replica: ScriptedServer) -
     ],
 )
 def test_a_model_is_unloaded_by_all_replicas(path: str, fields: dict[str, Any]) -> None:
-    posted = [
-        answered("a", unloaded=False),
-        answered("b", unloaded=True),
-        answered("c", 503, error="ending"),
+    body = {"model": "m", **fields}
+    none, one = answered("a", unloaded=False), answered("b", unloaded=True)
+    unloading = Sending([none, one])
+    assert unloading.ask(path, body) == (200, {"unloaded": True})
+    assert unloading.commands == [
+        Command("POST", path, json.dumps(body, separators=(",", ":")).encode())
     ]
-    asked: list[tuple[str, Any]] = []
+    failing = answered("c", 503, error={"message": "it ends", "code": "server_unavailable"})
+    status, error = Sending([none, one, failing]).ask(path, body)
+    assert (status, "replica r-c on c: it ends" in str(error)) == (503, True)
+    missing = answered("a", 404, error="no such model")
+    assert Sending([missing]).ask(path, body) == (404, {"error": "no such model"})
 
-    async def post_all(path: str, body: bytes) -> Sequence[Posted]:
-        asked.append((path, json.loads(body)))
-        return posted
 
-    async def run() -> list[Message]:
-        chooser = Chooser("http://127.0.0.1:1")
-        gateway = Gateway(chooser.choose, chooser.ask_all, post_all=post_all)
-        return await exchange(gateway, path, {"model": "m", **fields})
+def test_what_is_on_disk_is_changed_once_on_each_machine() -> None:
+    places = [Place(f"r{number}", "ab"[number % 2]) for number in range(6)]
+    copying, deleting = Sending([answered("a")]), Sending([answered("a")], [answered("a")])
+    copying.ask("/api/copy", {"source": "m", "destination": "n"})
+    deleting.ask("/api/delete", {"model": "m"}, method="DELETE")
+    (copy,), (unload, remove) = copying.commands, deleting.commands
+    assert [len(each.receivers(places)) for each in (copy, unload, remove)] == [2, 6, 2]
+    assert {each.machine for each in copy.receivers(places)} == {"a", "b"}
+    assert json.loads(unload.body) == {"model": "m", "keep_files": True}
+    assert json.loads(remove.body) == {"model": "m"}
 
-    sent = asyncio.run(run())
-    assert asked == [(path, {"model": "m", **fields})]
-    assert (sent[0]["status"], json.loads(text_of(sent))) == (200, {"unloaded": True})
-    posted[:] = [answered("a", 404, error="no such model")]
-    sent = asyncio.run(run())
-    assert (sent[0]["status"], json.loads(text_of(sent))) == (404, {"error": "no such model"})
+
+def test_a_copy_succeeds_when_all_machines_have_the_name() -> None:
+    body = {"source": "m", "destination": "n"}
+    assert Sending([answered("a"), answered("b")]).ask("/api/copy", body)[0] == 200
+    failing = answered("b", 400, error="n is the name of another model")
+    said = {"error": "replica r-b on b: n is the name of another model"}
+    assert Sending([answered("a"), failing]).ask("/api/copy", body) == (400, said)
+
+
+def test_a_model_in_use_is_deleted_nowhere() -> None:
+    busy = answered("b", 409, error="m is in use")
+    deleting = Sending([answered("a"), busy])
+    said = {"error": "replica r-b on b: m is in use"}
+    assert deleting.ask("/api/delete", {"model": "m"}, method="DELETE") == (409, said)
+    assert len(deleting.commands) == 1
+    alone = Sending([busy])
+    assert alone.ask("/api/delete", {"model": "m"}, method="DELETE") == (
+        409,
+        {"error": "m is in use"},
+    )
+
+
+def test_a_machine_without_the_model_has_nothing_to_delete() -> None:
+    there, missing = answered("a"), answered("b", 404, error="no such model")
+    body = {"model": "m"}
+    deleted = Sending([there, missing], [there, missing]).ask("/api/delete", body, method="DELETE")
+    assert deleted[0] == 200
+    nowhere = Sending([missing, missing]).ask("/api/delete", body, method="DELETE")
+    assert nowhere == (404, {"error": "no such model"})
+
+
+@pytest.mark.parametrize("path", ["/v1/models/load", "/api/generate", "/api/chat"])
+def test_a_model_is_loaded_by_all_replicas(replica: ScriptedServer, path: str) -> None:
+    for model, answering_only in (("own", False), ("other", True)):
+        loading = Sending([answered("a"), answered("b")])
+        assert loading.ask(path, {"model": model}, replica.url)[0] == 200
+        (command,) = loading.commands
+        assert json.loads(command.body) == {"model": model, "stream": False}
+        assert command.answering_only == answering_only, "prompt replicas have the own model only"
+    full = answered("b", 507, error={"message": "no memory", "code": "out_of_memory"})
+    status, error = Sending([answered("a"), full]).ask(path, {"model": "m"}, replica.url)
+    assert (status, "replica r-b on b: no memory" in str(error)) == (507, True)
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 7])
+def test_a_load_that_is_streamed_ends_when_all_have_the_model(pieces: int) -> None:
+    said = b'data: {"progress":1.0}\n\ndata: {"model":"m"}\n\ndata: [DONE]\n\n'
+    parts = [said[i : i + len(said) // pieces] for i in range(0, len(said), len(said) // pieces)]
+
+    def transport(request: httpx.Request) -> httpx.Response:
+        headers = {"Content-Type": "text/event-stream; charset=utf-8"}
+        return httpx.Response(200, headers=headers, stream=_Pieces(parts))
+
+    async def run(*posted: Posted) -> str:
+        async def send_all(command: Command) -> Sequence[Posted]:
+            return posted
+
+        chooser = Chooser("http://replica")
+        gateway = Gateway(chooser.choose, chooser.ask_all, send_all=send_all)
+        gateway._client = httpx.AsyncClient(transport=httpx.MockTransport(transport))
+        return text_of(await exchange(gateway, "/v1/models/load", {"model": "m", "stream": True}))
+
+    assert asyncio.run(run(answered("a"))) == said.decode()
+    full = answered("b", 507, error={"message": "no memory", "code": "out_of_memory"})
+    progress, error, end = asyncio.run(run(answered("a"), full)).split("\n\n")
+    assert (progress, end) == ('data: {"progress":1.0}', "")
+    found = json.loads(error.removeprefix("data: "))["error"]
+    assert (found["message"], found["code"]) == ("replica r-b on b: no memory", "out_of_memory")
 
 
 @pytest.mark.parametrize(
@@ -171,18 +276,22 @@ def test_a_model_is_unloaded_by_all_replicas(path: str, fields: dict[str, Any]) 
         (CHAT, {"keep_alive": 0}),
         (OLLAMA, {"keep_alive": 0, "messages": [{"role": "user", "content": "Hi"}]}),
         ("/api/generate", {"keep_alive": 0, "suffix": "b"}),
-        ("/api/generate", {"keep_alive": "5m"}),
-        ("/api/generate", {"keep_alive": "soon"}),
-        ("/api/generate", {}),
+        ("/v1/models/load", []),
+        ("/api/show", {"model": "m"}),
     ],
 )
-def test_what_unloads_nothing_goes_to_one_replica(
-    replica: ScriptedServer, path: str, fields: dict[str, Any]
+def test_what_manages_no_model_goes_to_one_replica(
+    replica: ScriptedServer, path: str, fields: Any
 ) -> None:
-    async def post_all(path: str, body: bytes) -> Sequence[Posted]:
-        raise AssertionError(path)
-
-    asked = Chooser(replica.url)
-    gateway = Gateway(asked.choose, asked.ask_all, post_all=post_all)
-    asyncio.run(exchange(gateway, path, fields))
+    Sending().ask(path, fields, replica.url)
     assert len(replica.seen) == 1
+
+
+def test_loaded_models_of_all_replicas_are_listed_once() -> None:
+    bodies = {"a": ["tiny", "x"], "b": ["tiny", "y"]}
+    answers = [
+        (name, json.dumps({"models": [{"name": each, "of": name} for each in names]}).encode())
+        for name, names in bodies.items()
+    ]
+    found = {each["name"]: each["of"] for each in merged_ps(answers)["models"]}
+    assert found == {"tiny": "a", "x": "a", "y": "b"}

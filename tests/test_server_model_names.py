@@ -450,3 +450,29 @@ def test_a_copy_takes_no_name_that_means_a_model(
     assert reply.status_code == 400, reply.text
     assert "choose another name" in reply.text
     assert aliases.read_text() == before
+
+
+def test_a_copy_that_exists_is_made_again(opened: TcpServer) -> None:
+    """As after a failure on another machine of a cluster."""
+    aliases = opened.harness.settings.state_dir / "models.toml"
+    body = {"source": "echo", "destination": "twice"}
+    for _ in range(2):
+        assert opened.http.post("/api/copy", json=body).status_code == 200
+        assert aliases.read_text().count("twice = ") == 1
+    opened.http.request("DELETE", "/api/delete", json={"model": "twice", "keep_files": True})
+    assert aliases.read_text().count("twice = ") == 1
+    deleted = opened.http.request("DELETE", "/api/delete", json={"model": "twice"})
+    assert (deleted.status_code, aliases.read_text().count("twice = ")) == (200, 0)
+
+
+def test_a_deletion_that_keeps_the_files_unloads_the_model(opened: TcpServer, here: Path) -> None:
+    file = put(here / "cache", "acme/Held", "held-Q8_0.gguf") / "held-Q8_0.gguf"
+    file.write_text("{}")
+    name = "acme/Held:Q8_0"
+    assert opened.harness.chat(name, "a").status_code == 200
+    for keep_files in (True, False):
+        body = {"model": name, "keep_files": keep_files}
+        assert opened.http.request("DELETE", "/api/delete", json=body).status_code == 200
+        loaded = opened.http.get("/api/ps").json()["models"]
+        assert name.lower() not in [each["name"].lower() for each in loaded]
+        assert file.exists() == keep_files

@@ -5,9 +5,25 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import ray
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
-from ray.serve.handle import DeploymentHandle
+from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
+
+from localgen.backends.errors import LoadFailed
+
+# of DeploymentBroadcastResponse, in Ray 2.60: its public methods give all answers or, if one
+# replica hangs, none, and let calls run on after they are cancelled
+_FETCH_CALLS = "_fetch_replica_results_async"
+
+
+def require_broadcast() -> None:
+    """Raise LoadFailed if this Ray has not what call_each() needs, which is no public method."""
+    if not hasattr(DeploymentBroadcastResponse, _FETCH_CALLS):
+        raise LoadFailed(
+            f"Ray {ray.__version__} is not one that localgen cluster knows: "
+            "pip install 'localgen[cluster]'"
+        )
 
 
 async def call_each(
@@ -20,8 +36,7 @@ async def call_each(
     """
     asked = replicas.broadcast(method, *arguments)
     try:
-        # the public methods give all answers or, if one replica hangs, none
-        calls = await asyncio.wait_for(asked._fetch_replica_results_async(), timeout_s)
+        calls = await asyncio.wait_for(getattr(asked, _FETCH_CALLS)(), timeout_s)
     except (RayError, RayServeException, TimeoutError):
         return []
     answers = (_answer(call, timeout_s) for call in calls)

@@ -35,8 +35,9 @@ from localgen.cluster.config import (
 )
 from localgen.cluster.gateway import Gateway
 from localgen.cluster.machines import Build, Machines, require_version
+from localgen.cluster.managing import Command
 from localgen.cluster.model_download import model_name
-from localgen.cluster.posted import Posted
+from localgen.cluster.posted import Place, Posted
 from localgen.cluster.replica import EngineReplica
 from localgen.cluster.route import URL, Asked, Choice, InFlight, RoutedRequest
 from localgen.cluster.totals import NO_REPLICA
@@ -84,7 +85,7 @@ class GatewayServer:
             choose[0],
             self._ask_all,
             choose[1] if prompt_replicas else None,
-            self._post_all if config.command is None else None,
+            self._send_all if config.command is None else None,
             default_names={"", config.model or "", build.model},
             secret=build.secret if config.command is None else None,
             replica_key=replica_key,
@@ -126,14 +127,29 @@ class GatewayServer:
         answers = await self._call_all("get", path, timeout_s=_ASK_TIMEOUT_S)
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
-    async def _post_all(self, path: str, body: bytes) -> list[Posted]:
-        return list(map(Posted.from_answer, await self._call_all("post", path, body)))
+    async def _send_all(self, command: Command) -> list[Posted]:
+        replicas = self._all[:1] if command.answering_only else self._all
+        found = await self._call_all("place", timeout_s=_ASK_TIMEOUT_S, replicas=replicas)
+        places = [each for each in found if isinstance(each, Place)]
+        receivers = command.receivers(places)
+        answers = await self._call_all("send", command, receivers, replicas=replicas)
+        posted = [each for each in answers if isinstance(each, Posted)]
+        ended = receivers - {each.place for each in posted}
+        posted += [Posted.without_answer(each, "it has ended") for each in sorted(ended, key=str)]
+        if len(places) < len(found):
+            posted.append(Posted.without_answer(None, "it does not answer"))
+        return posted
 
     async def _call_all(
-        self, method: str, *arguments: Any, timeout_s: float | None = None
+        self,
+        method: str,
+        *arguments: Any,
+        timeout_s: float | None = None,
+        replicas: Sequence[DeploymentHandle[Any]] | None = None,
     ) -> list[Any]:
         """What each replica returns, or its exception."""
-        calls = (call_each(each, method, *arguments, timeout_s=timeout_s) for each in self._all)
+        asked = self._all if replicas is None else replicas
+        calls = (call_each(each, method, *arguments, timeout_s=timeout_s) for each in asked)
         return [answer for answers in await asyncio.gather(*calls) for answer in answers]
 
 

@@ -9,12 +9,12 @@ import httpx
 from starlette.types import Send
 
 from localgen.backends.errors import ServerUnavailable
-from localgen.cluster.posted import Posted, require_pulled
-from localgen.hub.hf_client import DownloadFailed
+from localgen.cluster.posted import NotEverywhere, Posted, require_everywhere
 from localgen.server.anthropic import serializer as anthropic
 from localgen.server.http.errors import error_response
 from localgen.server.ollama import serializer as ollama
-from localgen.server.requests.protocol import encode_json
+from localgen.server.openai import serializer as openai
+from localgen.server.requests.protocol import Framing, encode_json
 
 ENDED = "the engine that answered has ended: try again"
 # of one hop only; the body is passed as it is, so its length stays
@@ -22,9 +22,10 @@ HOP_HEADERS = frozenset(
     {b"host", b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"trailer"}
 )
 RESPONSES_PATH = "/v1/responses"
-# after which a client is told what its download waits for
+# after which a client is told what its download or load waits for
 _QUIET_S = 1.0
-_WAITING = encode_json({"status": "waiting for the other machines"})
+_PULLING = {"status": "waiting for the other machines"}
+_LOADING = {"progress": 1.0, "waiting": "the other replicas load it", "silent_s": None}
 
 
 class Exchange:
@@ -73,8 +74,8 @@ class Exchange:
         await self.end()
 
 
-class PullExchange(Exchange):
-    """The response to a download. Its last line waits for the other machines.
+class CommonExchange(Exchange):
+    """The response to a download or a load. Its last event waits for the other replicas.
 
     elsewhere: what all replicas have answered.
     """
@@ -82,37 +83,43 @@ class PullExchange(Exchange):
     def __init__(self, path: str, send: Send, elsewhere: asyncio.Future[Sequence[Posted]]) -> None:
         super().__init__(path, send)
         self._elsewhere = elsewhere
-        self._is_stream, self._held = False, b""
+        self._framing: Framing | None = None  # of a stream
+        self._held = b""
 
     async def start(self, replica: str, response: httpx.Response) -> None:
-        """Raises DownloadFailed if it is no stream, and another machine has failed."""
+        """Raises NotEverywhere if it is no stream, and another replica has failed."""
         media_type = response.headers.get("content-type", "")
-        self._is_stream = response.is_success and media_type.startswith(ollama.NDJSON.content_type)
-        if not self._is_stream:
-            require_pulled(await self._elsewhere)
+        for framing in (ollama.NDJSON, openai.SSE):
+            if response.is_success and media_type.startswith(framing.content_type):
+                self._framing = framing
+        if self._framing is None:
+            require_everywhere(await self._elsewhere)
         await super().start(replica, response)
 
     async def write(self, piece: bytes) -> None:
-        if not self._is_stream:
+        if self._framing is None:
             await super().write(piece)
             return
-        lines = self._held + piece
-        last = lines.rstrip(b"\n").rfind(b"\n") + 1
-        self._held = lines[last:]
-        if last:
-            await super().write(lines[:last])
+        # the last event is that before the terminator
+        end, num_held = (b"\n\n", 2) if self._framing.terminator else (b"\n", 1)
+        *events, rest = (self._held + piece).split(end)
+        sent, held = events[:-num_held], [*events[-num_held:], rest]
+        self._held = end.join(held)
+        if sent:
+            await super().write(end.join([*sent, b""]))
 
     async def end(self) -> None:
-        if self._is_stream:
+        if self._framing is not None:
             if not (await asyncio.wait({self._elsewhere}, timeout=_QUIET_S))[0]:
-                await super().write(_WAITING + b"\n")
+                waiting = _LOADING if self._framing.terminator else _PULLING
+                await super().write(self._framing.encode_event(waiting))
             try:
-                require_pulled(await self._elsewhere)
-            except DownloadFailed as error:
-                self._held = encode_json(ollama.ollama_error_body(error.message)) + b"\n"
+                require_everywhere(await self._elsewhere)
+            except NotEverywhere as error:
+                self._held = self._framing.encode_error(error.code, str(error))
             await super().write(self._held)
         await super().end()
 
     async def fail(self, error: httpx.HTTPError) -> None:
-        self._is_stream = False  # it waits for no machine
+        self._framing = None  # it waits for no replica
         await super().fail(error)

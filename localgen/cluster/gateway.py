@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import re
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
-from urllib.parse import quote
 
 import httpx
 from starlette.datastructures import QueryParams
@@ -21,23 +19,15 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from localgen.backends.errors import LocalgenError, NotFound, ServerUnavailable
-from localgen.backends.types import PromptChunks
-from localgen.cluster.exchange import ENDED, HOP_HEADERS, Exchange, PullExchange
-from localgen.cluster.posted import PULL_PATH, Posted, is_unload, unload_answer
+from localgen.cluster.exchange import ENDED, CommonExchange, Exchange
+from localgen.cluster.incoming import MAX_SENT_CHUNKS, Incoming, gateway_headers, json_object
+from localgen.cluster.managing import Command, Plan, plan_for
+from localgen.cluster.posted import NotEverywhere, Posted, common_answer, require_everywhere
 from localgen.cluster.prefix_table import prompt_chunks
 from localgen.cluster.route import Asked, Choice
-from localgen.cluster.totals import merged_loads, merged_metrics, merged_stats
+from localgen.cluster.totals import PS_PATH, merged_loads, merged_metrics, merged_ps, merged_stats
 from localgen.server.http.errors import error_response
 from localgen.server.http.guard import PUBLIC_PATHS, RequestRefused
-from localgen.server.requests.caller import (
-    ACCOUNT_HEADER,
-    AGE_HEADER,
-    CHUNKS_HEADER,
-    GATEWAY_HEADER,
-    KV_PEER_HEADER,
-    PROMPT_ONLY_HEADER,
-    encode_chunks,
-)
 from localgen.server.requests.protocol import encode_json
 from localgen.server.stats import loads
 from localgen.server.stats.metrics import CONTENT_TYPE
@@ -46,16 +36,6 @@ from localgen.server.stats.metrics import CONTENT_TYPE
 _MAX_REQUESTS = 10_000
 _MAX_TRIES = 3
 _CONNECT_TIMEOUT_S = 2.0
-# the gateway has checked the origin, and replicas know of none
-_OWN_HEADERS = HOP_HEADERS | {b"origin"}
-_OWN_HEADERS |= {
-    name.encode()
-    for name in (
-        *(GATEWAY_HEADER, ACCOUNT_HEADER, AGE_HEADER),
-        *(KV_PEER_HEADER, PROMPT_ONLY_HEADER, CHUNKS_HEADER),
-    )
-}
-_KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
 # whose prompts another replica may compute
 _GENERATING_PATHS = frozenset(
     (
@@ -68,8 +48,6 @@ _GENERATING_PATHS = frozenset(
 _PROMPT_CHOICE_S = 1.0
 # fewer new chunks are computed by the replica that answers: about 512 tokens
 MIN_PROMPT_CHUNKS = 8
-# a header has at most 64 KiB; the replica reports of so many whether it holds them
-_MAX_SENT_CHUNKS = 3072
 _NO_PATH = "paths have no . and .. here: send the path as it is"
 # answered by the gateway: a probe must start no replica where there is none
 _ALIVE = encode_json({"status": "ok"})
@@ -81,15 +59,15 @@ _OWN_ID = re.compile(r"/v1/(?:requests|responses)/(?:resp_)?([0-9a-zA-Z]+)")
 Choose = Callable[[Asked, frozenset[str]], AbstractAsyncContextManager[Choice]]
 # a path; the name and the body of each replica's answer
 AskAll = Callable[[str], Awaitable[Sequence[tuple[str, bytes]]]]
-# a path and a JSON body; each replica's answer
-PostAll = Callable[[str, bytes], Awaitable[Sequence[Posted]]]
+# the answers of all replicas that get it
+SendAll = Callable[[Command], Awaitable[Sequence[Posted]]]
 
 
 class Gateway:
     """An ASGI application that forwards to replicas; access is checked before it.
 
     choose_for_prompt: of the replicas that compute prompts for the others; None without any.
-    post_all: of downloads and unloads; None if replicas are not localgen's servers.
+    send_all: requests that manage models; None if replicas are not localgen's servers.
     default_names: of the model that all replicas have. secret: tells replicas that a request comes
     from here; None if they are not localgen's servers. replica_key: the only key that those take.
     """
@@ -99,14 +77,14 @@ class Gateway:
         choose: Choose,
         ask_all: AskAll,
         choose_for_prompt: Choose | None = None,
-        post_all: PostAll | None = None,
+        send_all: SendAll | None = None,
         *,
         default_names: Collection[str] = ("",),
         secret: str | None = None,
         replica_key: str | None = None,
     ) -> None:
         self._choose, self._ask_all = choose, ask_all
-        self._choose_for_prompt, self._post_all = choose_for_prompt, post_all
+        self._choose_for_prompt, self._send_all = choose_for_prompt, send_all
         self._default_names = default_names
         self._secret = secret
         self._replica_key = replica_key
@@ -123,7 +101,7 @@ class Gateway:
         if path in PUBLIC_PATHS:
             await Response(_ALIVE, media_type="application/json")(scope, receive, send)
             return
-        if path in ("/v1/stats", "/metrics"):
+        if path in ("/v1/stats", "/metrics") or (path == PS_PATH and self._send_all is not None):
             await self._total(path, await self._ask_all(path))(scope, receive, send)
             return
         if path == loads.PATH:
@@ -148,37 +126,62 @@ class Gateway:
             with suppress(asyncio.CancelledError):
                 await answering
 
-    def _parse(self, scope: Scope, body: bytes) -> _Incoming:
-        fields = _json_object(body)
+    def _parse(self, scope: Scope, body: bytes) -> Incoming:
+        fields = json_object(body)
         model = self._model_name(fields)
         chunks = prompt_chunks({**fields, "model": model})
         owner = self._owner(scope["path"], fields)
         # what is not reported is not routed by either
-        asked = Asked(chunks[:_MAX_SENT_CHUNKS], model, owner.replica if owner else None)
-        return _Incoming(scope, body, fields, chunks, asked, owner)
+        asked = Asked(chunks[:MAX_SENT_CHUNKS], model, owner.replica if owner else None)
+        return Incoming(scope, body, fields, chunks, asked, owner)
 
-    async def _answer(self, incoming: _Incoming, receive: Receive, send: Send) -> None:
+    async def _answer(self, incoming: Incoming, receive: Receive, send: Send) -> None:
         scope, path = incoming.scope, incoming.path
-        post_all = self._post_all if scope["method"] == "POST" else None
-        if post_all is not None and is_unload(path, incoming.fields):
-            answer = unload_answer(await post_all(path, incoming.body))
-            if answer is not None:
+        plan = self._plan(incoming)
+        try:
+            if plan is None or plan.is_streamed:
+                await self._answer_by_one(incoming, send, plan)
+            elif (answer := await self._answer_by_all(plan)) is not None:
                 response = Response(answer.body, answer.status, media_type="application/json")
                 await response(scope, receive, send)
-                return
-        async with AsyncExitStack() as stack:
-            exchange = Exchange(path, send)
-            if post_all is not None and path == PULL_PATH:
-                quietly = encode_json({**incoming.fields, "stream": False})
-                elsewhere = asyncio.ensure_future(post_all(path, quietly))
-                stack.callback(elsewhere.cancel)  # if the client leaves
-                exchange = PullExchange(path, send, elsewhere)
-            try:
-                await self._try_replicas(incoming, exchange)
-            except LocalgenError as error:
-                await error_response(path, error.code, error.message)(scope, receive, send)
+            else:  # one is started for it
+                await self._answer_by_one(incoming, send)
+        except NotEverywhere as error:
+            await error.to_response(path)(scope, receive, send)
+        except LocalgenError as error:
+            await error_response(path, error.code, error.message)(scope, receive, send)
 
-    async def _try_replicas(self, incoming: _Incoming, exchange: Exchange) -> None:
+    def _plan(self, incoming: Incoming) -> Plan | None:
+        if self._send_all is None:
+            return None
+        method, is_own_model = incoming.scope["method"], not incoming.asked.model
+        return plan_for(method, incoming.path, incoming.fields, is_own_model=is_own_model)
+
+    async def _answer_by_one(
+        self, incoming: Incoming, send: Send, plan: Plan | None = None
+    ) -> None:
+        """plan: what the other replicas do meanwhile, until the client leaves."""
+        async with AsyncExitStack() as stack:
+            exchange = Exchange(incoming.path, send)
+            if plan is not None and self._send_all is not None:
+                elsewhere = asyncio.ensure_future(self._send_all(plan.commands[0]))
+                stack.callback(elsewhere.cancel)
+                exchange = CommonExchange(incoming.path, send, elsewhere)
+            await self._try_replicas(incoming, exchange)
+
+    async def _answer_by_all(self, plan: Plan) -> Posted | None:
+        """Returns None if there is no replica; raises NotEverywhere if some have failed."""
+        assert self._send_all is not None
+        answer = None
+        for command in plan.commands:
+            posted = await self._send_all(command)
+            require_everywhere(posted, may_lack=plan.may_lack)
+            answer = common_answer(posted)
+            if answer is None or not answer.is_success:
+                return answer
+        return answer
+
+    async def _try_replicas(self, incoming: Incoming, exchange: Exchange) -> None:
         """Raises ServerUnavailable without a replica that answers, and the exchange's errors."""
         gone: set[str] = set()
         for tries_left in reversed(range(_MAX_TRIES)):
@@ -198,7 +201,7 @@ class Gateway:
                 if not tries_left:
                     raise ServerUnavailable(ENDED) from error
 
-    async def _prompt_address(self, choice: Choice, incoming: _Incoming) -> str:
+    async def _prompt_address(self, choice: Choice, incoming: Incoming) -> str:
         """Where the chosen replica should fetch the beginning of the prompt, or empty.
 
         If much of it is new, another replica computes it first. If that fails, the chosen one does.
@@ -224,7 +227,7 @@ class Gateway:
     async def _forward(
         self,
         choice: Choice,
-        incoming: _Incoming,
+        incoming: Incoming,
         kv_peer: str,
         exchange: Exchange,
         *,
@@ -248,7 +251,8 @@ class Gateway:
     def _total(self, path: str, answers: Sequence[tuple[str, bytes]]) -> Response:
         if path == "/metrics":
             return Response(merged_metrics(answers), headers={"Content-Type": CONTENT_TYPE})
-        return Response(encode_json(merged_stats(answers)), media_type="application/json")
+        total = merged_ps(answers) if path == PS_PATH else merged_stats(answers)
+        return Response(encode_json(total), media_type="application/json")
 
     async def _loads_response(self, scope: Scope) -> Response:
         try:
@@ -261,26 +265,17 @@ class Gateway:
         )
 
     def _request(
-        self, incoming: _Incoming, url: str, kv_peer: str, prompt_only: bool = False
+        self, incoming: Incoming, url: str, kv_peer: str, prompt_only: bool = False
     ) -> httpx.Request:
         """The request to a replica's server."""
-        scope = incoming.scope
-        # quoted anew: the replica must read the path that was compared here
-        raw_path = quote(scope["path"]).encode()
-        if scope["query_string"]:
-            raw_path += b"?" + scope["query_string"]
-        target = httpx.URL(url).copy_with(raw_path=raw_path)
-        dropped = _OWN_HEADERS if self._replica_key is None else _OWN_HEADERS | _KEY_HEADERS
-        headers = [(name, value) for name, value in scope["headers"] if name not in dropped]
+        target = httpx.URL(url).copy_with(raw_path=incoming.raw_path)
+        headers = incoming.headers(keeps_keys=self._replica_key is None)
         if self._replica_key is not None:
             headers.append((b"authorization", f"Bearer {self._replica_key}".encode()))
-        if scope["client"] and not any(name == b"x-localgen-session" for name, _ in headers):
-            host, port = scope["client"]
-            headers.append((b"x-localgen-session", f"{host}:{port}".encode()))
         if self._secret is not None:
-            headers += _gateway_headers(self._secret, incoming, kv_peer, prompt_only)
+            headers += gateway_headers(self._secret, incoming, kv_peer, prompt_only)
         return self._client.build_request(
-            scope["method"], target, headers=headers, content=incoming.body
+            incoming.scope["method"], target, headers=headers, content=incoming.body
         )
 
     def _model_name(self, fields: Mapping[str, Any]) -> str:
@@ -304,30 +299,7 @@ class Gateway:
             self._replica_by_request.popitem(last=False)
 
 
-@dataclass(frozen=True, slots=True)
-class _Incoming:
-    """A request of a client. chunks: of its prompt. owner: the replica that it is about, if any."""
-
-    scope: Scope
-    body: bytes
-    fields: Mapping[str, Any]
-    chunks: tuple[bytes, ...]
-    asked: Asked
-    owner: Choice | None = None
-
-    @property
-    def path(self) -> str:
-        path: str = self.scope["path"]
-        return path
-
-    def owner_or(self, choice: Choice, gone: Collection[str]) -> Choice:
-        """The owner, unless it does not answer: one that leaves is chosen no more, but lives on."""
-        if self.owner is None or self.owner.replica in {choice.replica, *gone}:
-            return choice
-        return self.owner
-
-
-def _has_long_prompt(choice: Choice, incoming: _Incoming) -> bool:
+def _has_long_prompt(choice: Choice, incoming: Incoming) -> bool:
     """True if another replica could compute much of the prompt.
 
     They have the model that all have, and earlier answers are in one replica.
@@ -338,22 +310,6 @@ def _has_long_prompt(choice: Choice, incoming: _Incoming) -> bool:
         and not incoming.asked.model
         and incoming.fields.get("previous_response_id") is None
     )
-
-
-def _gateway_headers(
-    secret: str, incoming: _Incoming, kv_peer: str, prompt_only: bool
-) -> list[tuple[bytes, bytes]]:
-    """What only the gateway may say to a replica."""
-    chunks = PromptChunks(incoming.chunks[:_MAX_SENT_CHUNKS], len(incoming.chunks))
-    said = {
-        GATEWAY_HEADER: secret,
-        ACCOUNT_HEADER: incoming.scope.get("account", ""),
-        AGE_HEADER: str(round((time.monotonic() - incoming.scope["arrived_s"]) * 1e3)),
-        CHUNKS_HEADER: encode_chunks(chunks) if incoming.chunks else "",
-        KV_PEER_HEADER: kv_peer,
-        PROMPT_ONLY_HEADER: "1" if prompt_only else "",
-    }
-    return [(name.encode(), value.encode()) for name, value in said.items() if value]
 
 
 async def _wait_until_gone(receive: Receive) -> None:
@@ -371,12 +327,3 @@ async def _read_body(receive: Receive) -> bytes:
         if not message.get("more_body"):
             break
     return b"".join(parts)
-
-
-def _json_object(body: bytes) -> dict[str, Any]:
-    """The body, or nothing if it is no JSON object: then the replica refuses it."""
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}

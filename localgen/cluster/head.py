@@ -57,8 +57,10 @@ def _run(config: ClusterConfig) -> None:
     import ray
     from ray import serve
 
+    from localgen.cluster.broadcast import require_broadcast
     from localgen.cluster.deployment import APP_NAME, build_app, delete_app, end_replicas
 
+    require_broadcast()
     if os.read(sys.stdin.fileno(), len(START)) != START:  # the owner has ended
         return
     threading.Thread(target=_end_with_owner, daemon=True).start()

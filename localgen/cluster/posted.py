@@ -1,51 +1,62 @@
-"""What replicas answer to a request that all of them get: downloads and unloads."""
+"""What replicas answer to a request that all of them get."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
-from localgen.backends.errors import LocalgenError
-from localgen.backends.terminal_text import one_line
-from localgen.hub.hf_client import DownloadFailed
-from localgen.server.ollama.options import parse_ollama_keep_alive
-from localgen.server.ollama.serializer import API_PREFIX
+from starlette.responses import Response
 
-PULL_PATH, UNLOAD_PATH = f"{API_PREFIX}pull", "/v1/models/unload"
-# without any of these fields, they load a model only, or unload it
-_PROMPT_FIELDS = {
-    f"{API_PREFIX}chat": ("messages",),
-    f"{API_PREFIX}generate": ("prompt", "suffix"),
-}
-_ENDED = "the replica ended: try again"
+from localgen.backends.errors import ServerUnavailable
+from localgen.backends.terminal_text import one_line
+from localgen.server.http.errors import error_response
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """replica: its name. machine: host name of the machine on which it runs."""
+
+    replica: str
+    machine: str
+
+    def __str__(self) -> str:
+        return f"replica {self.replica} on {self.machine}"
 
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """The answer of a replica. machine: its name. status: of HTTP. body: JSON."""
+    """The answer of a replica. place: None if it is unknown. status: of HTTP. body: JSON."""
 
-    machine: str
+    place: Place | None
     status: int
     body: bytes
 
     @classmethod
-    def from_answer(cls, answer: Posted | BaseException) -> Posted:
-        """answer: of a call of EngineReplica.post, or its exception."""
-        if isinstance(answer, Posted):
-            return answer
-        return cls("", 503, json.dumps({"error": _ENDED}).encode())
+    def without_answer(cls, place: Place | None, reason: str) -> Posted:
+        """Of a replica that has ended, or that hangs."""
+        body = json.dumps({"error": f"{reason}: try again"}).encode()
+        return cls(place, HTTPStatus.SERVICE_UNAVAILABLE, body)
 
     @property
     def is_success(self) -> bool:
-        return self.status < 400
+        return self.status < HTTPStatus.BAD_REQUEST
 
     @property
     def message(self) -> str:
-        """The message of an error."""
+        """The message of an error, in the form of any API."""
         error = self._field("error")
-        return one_line(str(error or f"it answered with status {self.status}"))
+        text = error.get("message") if isinstance(error, dict) else error
+        return one_line(str(text or f"it answered with status {self.status}"))
+
+    @property
+    def code(self) -> str:
+        """The code of an error; Ollama's API has none."""
+        error = self._field("error")
+        code = error.get("code") if isinstance(error, dict) else None
+        return str(code or ServerUnavailable.code)
 
     @property
     def has_unloaded(self) -> bool:
@@ -59,34 +70,32 @@ class Posted:
         return found.get(name) if isinstance(found, dict) else None
 
 
-def require_pulled(posted: Sequence[Posted]) -> None:
-    """Raise DownloadFailed that names the first machine without the model, unless all lack it.
+class NotEverywhere(Exception):
+    """A replica has failed at what others have done. The message says which, and why."""
 
-    Then the answer of any of them says why.
+    def __init__(self, failed: Posted) -> None:
+        where = "a replica" if failed.place is None else str(failed.place)
+        super().__init__(f"{where}: {failed.message}")
+        self.code, self._status = failed.code, failed.status
+
+    def to_response(self, path: str) -> Response:
+        return error_response(path, self.code, str(self), status=self._status)
+
+
+def require_everywhere(posted: Sequence[Posted], *, may_lack: bool = False) -> None:
+    """Raise NotEverywhere for the first failure, unless all have failed: then each answer says why.
+
+    may_lack: a replica that does not find the model is none, as it has nothing to remove.
     """
     failed = [each for each in posted if not each.is_success]
-    if failed and len(failed) < len(posted):
-        where = f"machine {failed[0].machine}: " if failed[0].machine else ""
-        raise DownloadFailed(f"{where}{failed[0].message}")
+    if len(failed) == len(posted):
+        return
+    for each in failed:
+        if not (may_lack and each.status == HTTPStatus.NOT_FOUND):
+            raise NotEverywhere(each)
 
 
-def is_unload(path: str, fields: Mapping[str, Any]) -> bool:
-    """True for a request that unloads a model: by its path, or in Ollama's way."""
-    if path == UNLOAD_PATH:
-        return True
-    names = _PROMPT_FIELDS.get(path)
-    if names is None or any(fields.get(name) for name in names):
-        return False
-    keep_alive = fields.get("keep_alive")
-    if not isinstance(keep_alive, int | float | str):
-        return False
-    try:
-        found = parse_ollama_keep_alive(keep_alive)
-    except LocalgenError:  # a replica says why
-        return False
-    return found is not None and found.seconds == 0
-
-
-def unload_answer(posted: Sequence[Posted]) -> Posted | None:
-    """The answer that counts for all: of a replica that has unloaded the model, if there is one."""
+def common_answer(posted: Sequence[Posted]) -> Posted | None:
+    """The answer that counts for all, None without any: of one that has unloaded the model, else of
+    one that did not fail."""
     return max(posted, key=lambda each: (each.has_unloaded, each.is_success), default=None)

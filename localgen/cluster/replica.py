@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -21,9 +21,10 @@ from localgen.backends.terminal_text import one_line
 from localgen.cluster.autoscaling import scaling_stats
 from localgen.cluster.config import GATEWAY, ClusterConfig
 from localgen.cluster.machines import Build, require_version
+from localgen.cluster.managing import Command
 from localgen.cluster.model_download import ensure_installed
 from localgen.cluster.other_engine import engine_stats, kill_session, loads_of
-from localgen.cluster.posted import Posted
+from localgen.cluster.posted import Place, Posted
 from localgen.cluster.replica_server import ReplicaOptions
 from localgen.cluster.route import KV_ADDRESS, KV_ADDRESSES, URL, routing_stats
 from localgen.cluster.running import REPLICA_DIRS
@@ -63,6 +64,7 @@ class EngineReplica:
 
         access = config.access()
         self.name = serve.get_replica_context().replica_id.unique_id
+        self._place = Place(self.name, socket.gethostname())
         self._host = _LOOPBACK if config.address is None else _own_address()
         self._port = _free_port(self._host)
         self._headers = {"Authorization": f"Bearer {access.keys[0]}"} if access.keys else {}
@@ -126,13 +128,26 @@ class EngineReplica:
         reply.raise_for_status()
         return self.name, reply.content
 
-    async def post(self, path: str, body: bytes) -> Posted:
-        """POST JSON to its server, and tell in the log if that is refused."""
-        headers = {"Content-Type": "application/json"}
-        reply = await self._client.post(path, content=body, headers=headers, timeout=None)
-        posted = Posted(socket.gethostname(), reply.status_code, reply.content)
+    async def place(self) -> Place:
+        return self._place
+
+    async def send(self, command: Command, receivers: Collection[Place]) -> Posted | None:
+        """Send a request to its server if it is for this replica, and log a refusal.
+
+        Returns None if it is for others.
+        """
+        if self._place not in receivers:
+            return None
+        reply = await self._client.request(
+            command.method,
+            command.path,
+            content=command.body,
+            headers={"Content-Type": "application/json"},
+            timeout=None,
+        )
+        posted = Posted(self._place, reply.status_code, reply.content)
         if not posted.is_success:
-            print(f"error: {path}: {posted.message}", file=sys.stderr)
+            print(f"error: {command.path}: {posted.message}", file=sys.stderr)
         return posted
 
     async def end(self) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import localgen
 from localgen.server.stats.loads import ServerLoad
 
+# loaded models, in Ollama's API
+PS_PATH = "/api/ps"
 # field of /v1/stats
 REPLICAS = "replicas"
 NO_REPLICA = "no replica is ready: try again"
@@ -46,6 +48,12 @@ def count_requests(stats: Mapping[str, Any]) -> tuple[int, int]:
 def merged_loads(answers: Iterable[tuple[str, bytes]]) -> ServerLoad:
     """The sum of the replicas' loads, from what they answered to /v1/loads."""
     return sum((ServerLoad.from_body(json.loads(body)) for _, body in answers), ServerLoad())
+
+
+def merged_ps(answers: Iterable[tuple[str, bytes]]) -> dict[str, Any]:
+    """/api/ps of the cluster: each model that a replica has loaded, once."""
+    found = [model for _, body in sorted(answers) for model in json.loads(body)["models"]]
+    return {"models": list({model["name"]: model for model in reversed(found)}.values())}
 
 
 def merged_metrics(answers: Iterable[tuple[str, bytes]]) -> str:

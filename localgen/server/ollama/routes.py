@@ -203,7 +203,7 @@ class OllamaApi:
 
         @router.delete("/api/delete", response_model=None)
         async def delete(body: DeleteRequest) -> Response:
-            await self._delete_model(body.requested_name)
+            await self._delete_model(body.requested_name, keep_files=body.keep_files)
             return Response()
 
         @router.post("/api/copy", response_model=None)
@@ -225,10 +225,12 @@ class OllamaApi:
             raise InvalidRequest(f"{name} is the name of another model: choose another name")
         await asyncio.to_thread(_add_alias, source, name)
 
-    async def _delete_model(self, name: str) -> None:
+    async def _delete_model(self, name: str, *, keep_files: bool) -> None:
+        """keep_files: as for the other replicas of a cluster, before one of them removes them."""
         target = await asyncio.to_thread(find_target, name, allow_paths=False)
         if target.alias is not None:
-            await asyncio.to_thread(remove_name, target.alias)
+            if not keep_files:
+                await asyncio.to_thread(remove_name, target.alias)
             return
         found = await asyncio.to_thread(plan_removal, name, allow_paths=False)
         for resident in self.manager.residents:
@@ -236,7 +238,8 @@ class OllamaApi:
                 if not resident.is_idle:
                     raise ModelBusy(f"{found.name} is in use: try again when it is idle")
                 await self.manager.unload(resident.id)
-        await asyncio.to_thread(found.execute)
+        if not keep_files:
+            await asyncio.to_thread(found.execute)
 
     def _add_version_routes(self, router: APIRouter) -> None:
         @router.get("/", response_model=None)
@@ -249,16 +252,20 @@ class OllamaApi:
 
 
 def _add_alias(source: str, name: str) -> None:
-    """Add an alias. The model may be a catalog or hub name that is not installed.
+    """Add an alias, unless it exists. The model may be a catalog or hub name, not installed.
 
-    Raises ModelNotFound, or InvalidRequest if the name already means a model.
+    Raises ModelNotFound, or InvalidRequest if the name already means another model.
     """
     target = find_target(source, allow_paths=False)
     if target.is_path or resolve_reference(target.text) is None:
         resolve_model(source, allow_paths=False)  # raises the reason if it is not installed
-    require_unused_name(name)
-    is_named = target.alias is not None and target.alias not in aliases.load_aliases()
-    aliases.add_alias(name, target.alias if is_named and target.alias else target.text)
+    known = aliases.load_aliases()
+    is_named = target.alias is not None and target.alias not in known
+    meant = target.alias if is_named and target.alias else target.text
+    # a copy that failed on another machine of a cluster is tried again
+    if known.get(name) != meant or name == without_latest(source):
+        require_unused_name(name)
+        aliases.add_alias(name, meant)
 
 
 def _json_response(value: object) -> Response:

@@ -167,7 +167,9 @@ class ShowRequest(_ModelNameRequest):
 
 
 class DeleteRequest(_ModelNameRequest):
-    """DELETE /api/delete."""
+    """DELETE /api/delete. keep_files: only unload the model, if it is idle."""
+
+    keep_files: bool = False
 
 
 class PullRequest(_ModelNameRequest):

@@ -1,0 +1,108 @@
+"""Requests that manage models, which all replicas get: what is on disk, each machine once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from localgen.backends.errors import LocalgenError
+from localgen.cluster.posted import Place
+from localgen.server.ollama.options import parse_ollama_keep_alive
+from localgen.server.ollama.serializer import API_PREFIX
+from localgen.server.requests.protocol import encode_json
+
+_LOAD_PATH, _UNLOAD_PATH = "/v1/models/load", "/v1/models/unload"
+# without any of these fields, they load a model only, or unload it
+_PROMPT_FIELDS = {
+    f"{API_PREFIX}chat": ("messages",),
+    f"{API_PREFIX}generate": ("prompt", "suffix"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A request to replicas. body: JSON.
+
+    once_per_machine: to one replica of each machine. answering_only: not to prompt replicas.
+    """
+
+    method: str
+    path: str
+    body: bytes
+    once_per_machine: bool = False
+    answering_only: bool = False
+
+    def receivers(self, places: Collection[Place]) -> frozenset[Place]:
+        """The replicas that get it."""
+        if not self.once_per_machine:
+            return frozenset(places)
+        by_machine = {each.machine: each for each in sorted(places, key=str, reverse=True)}
+        return frozenset(by_machine.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The commands of a request, one after the other until one fails.
+
+    is_streamed: the replica that is chosen streams its progress meanwhile; there is one command.
+    may_lack: of require_everywhere().
+    """
+
+    commands: Sequence[Command]
+    is_streamed: bool = False
+    may_lack: bool = False
+
+
+def plan_for(
+    method: str, path: str, fields: Mapping[str, Any], *, is_own_model: bool
+) -> Plan | None:
+    """What a request means for all replicas, or None if one of them answers it.
+
+    fields: of its JSON body; one without any is refused by a replica. is_own_model: the model is
+    that of the cluster, which prompt replicas have as well.
+    """
+    body, quietly = encode_json(fields), encode_json({**fields, "stream": False})
+    match method, path:
+        case _ if not fields:
+            return None
+        case "POST", "/api/pull":
+            return Plan([Command(method, path, quietly)], is_streamed=True)
+        case "POST", "/api/copy":
+            return Plan([Command(method, path, body, once_per_machine=True)])
+        case "DELETE", "/api/delete":
+            unload = encode_json({**fields, "keep_files": True})
+            remove = Command(method, path, body, once_per_machine=True)
+            return Plan([Command(method, path, unload), remove], may_lack=True)
+        case "POST", _ if _is_unload(path, fields):
+            return Plan([Command(method, path, body)])
+        case "POST", _ if _is_load(path, fields):
+            load = Command(method, path, quietly, answering_only=not is_own_model)
+            return Plan([load], is_streamed=True)
+    return None
+
+
+def _is_load(path: str, fields: Mapping[str, Any]) -> bool:
+    """True for a request that loads a model only: by its path, or in Ollama's way."""
+    if path == _LOAD_PATH:
+        return True
+    names = _PROMPT_FIELDS.get(path)
+    return names is not None and not any(fields.get(name) for name in names)
+
+
+def _is_unload(path: str, fields: Mapping[str, Any]) -> bool:
+    """True for a request that unloads a model: by its path, or in Ollama's way."""
+    if path == _UNLOAD_PATH:
+        return True
+    keep_alive = fields.get("keep_alive")
+    if (
+        path == _LOAD_PATH
+        or not _is_load(path, fields)
+        or not isinstance(keep_alive, int | float | str)
+    ):
+        return False
+    try:
+        found = parse_ollama_keep_alive(keep_alive)
+    except LocalgenError:  # a replica says why
+        return False
+    return found is not None and found.seconds == 0
