@@ -39,6 +39,8 @@ from localgen.quant.request.target import GgufTarget
 
 INVALID = errors.EXIT_STATUS_BY_CODE["invalid_request"]
 CALIBRATION = CalibrationConfig(samples=6, seq_len=32)
+# between the losses of the small model with the fewest and with the most bits
+TARGET_KL = 5e-4
 QUICK = ("--samples", "4", "--seq-len", "64", "--eval-samples", "2")
 
 
@@ -49,6 +51,15 @@ def few_values(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LOCALGEN_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setattr("localgen.quant.run.measure_tokens_per_s", lambda path: None)
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose files are written in a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        family, changes = MODELS["llama"]
+        patch.setitem(MODELS, "llama", (family, changes | {"intermediate_size": 64}))
+        return model_folder("llama", tmp_path_factory.mktemp("small"))
 
 
 def unmeasured(path: Path, on_event: object) -> float:
@@ -145,26 +156,26 @@ class Stopped(Exception):
     pass
 
 
-def test_resumed_run_keeps_finished_groups(tmp_path: Path) -> None:
-    target = GgufTarget(bits_per_weight=3.2)
+def test_resumed_run_keeps_finished_groups(tmp_path: Path, small_model: Path) -> None:
+    target = GgufTarget(bits_per_weight=5.5)
     whole, again = tmp_path / "whole.gguf", tmp_path / "again.gguf"
-    mixed_job_of(target, whole).run(lambda event: None, resume=False)
+    mixed_job_of(target, whole, small_model).run(lambda event: None, resume=False)
 
     def stop(event: QuantizeEvent) -> None:
         if isinstance(event, ProgressEvent) and event.unit == "steps" and event.done > 12:
             raise Stopped
 
     with pytest.raises(Stopped):
-        mixed_job_of(target, again).run(stop, resume=False)
+        mixed_job_of(target, again, small_model).run(stop, resume=False)
     seen: list[int] = []
 
     def note(event: QuantizeEvent) -> None:
         if isinstance(event, ProgressEvent) and event.step == "measuring sensitivity":
             seen.append(event.done)
 
-    mixed_job_of(target, again).run(note, resume=True)
-    assert seen[0] == 13
-    assert seen[-1] == 37
+    mixed_job_of(target, again, small_model).run(note, resume=True)
+    assert seen[0] == 14
+    assert seen[-1] == 20
     assert again.read_bytes() == whole.read_bytes()
     assert not (tmp_path / "again.gguf.partial").exists()
 
@@ -226,24 +237,29 @@ def test_targets_of_size_and_bits(
     assert "types by layer" in err
 
 
-def test_loss_that_misses_is_corrected(tmp_path: Path) -> None:
+def test_loss_that_misses_is_corrected(tmp_path: Path, small_model: Path) -> None:
     """Losses that are measured at half more than predicted: the second file meets the target."""
     seen: list[QuantizeEvent] = []
     job = mixed_job_of(
-        GgufTarget(kl=0.2), tmp_path / "m.gguf", TINY, lambda *_: 1.5 * predicted(seen)[-1]
+        GgufTarget(kl=TARGET_KL),
+        tmp_path / "m.gguf",
+        small_model,
+        lambda *_: 1.5 * predicted(seen)[-1],
     )
     job.run(seen.append, resume=False)
     first, second = predicted(seen)
-    assert first <= 0.2 < 1.5 * first
-    assert 1.5 * second <= 0.2
+    assert first <= TARGET_KL < 1.5 * first
+    assert 1.5 * second <= TARGET_KL
     assert (tmp_path / "m.gguf").is_file()
     assert not (tmp_path / "m.gguf.partial").exists()
     assert not any("missed" in one.text for one in seen if isinstance(one, NoteEvent))
 
 
-def test_search_for_a_loss_resumes_with_the_next_file(tmp_path: Path) -> None:
+def test_search_for_a_loss_resumes_with_the_next_file(
+    tmp_path: Path, small_model: Path
+) -> None:
     """Interrupted between the first file and the second, which is to be its correction."""
-    target, out = GgufTarget(kl=0.2), tmp_path / "m.gguf"
+    target, out = GgufTarget(kl=TARGET_KL), tmp_path / "m.gguf"
     seen: list[QuantizeEvent] = []
 
     def interrupted(*_: object) -> float:
@@ -252,21 +268,24 @@ def test_search_for_a_loss_resumes_with_the_next_file(tmp_path: Path) -> None:
         return 1.5 * predicted(seen)[-1]
 
     with pytest.raises(Stopped):
-        mixed_job_of(target, out, TINY, interrupted).run(seen.append, resume=False)
+        mixed_job_of(target, out, small_model, interrupted).run(seen.append, resume=False)
     assert not out.exists()
     again: list[QuantizeEvent] = []
-    job = mixed_job_of(target, out, TINY, lambda *_: 1.5 * predicted(again)[-1])
+    job = mixed_job_of(target, out, small_model, lambda *_: 1.5 * predicted(again)[-1])
     job.run(again.append, resume=True)
     assert predicted(again) == predicted(seen)[1:]
     assert out.is_file()
     assert not (tmp_path / "m.gguf.partial").exists()
 
 
-def test_loss_that_no_file_meets_is_said(tmp_path: Path) -> None:
+def test_loss_that_no_file_meets_is_said(tmp_path: Path, small_model: Path) -> None:
     seen: list[QuantizeEvent] = []
     # files get larger, but are measured no better
     job = mixed_job_of(
-        GgufTarget(kl=0.2), tmp_path / "m.gguf", TINY, lambda *_: 0.5 + 0.01 * len(predicted(seen))
+        GgufTarget(kl=TARGET_KL),
+        tmp_path / "m.gguf",
+        small_model,
+        lambda *_: (2 + 0.1 * len(predicted(seen))) * TARGET_KL,
     )
     job.run(seen.append, resume=False)
     assert "is missed: this is the best of 3 files" in seen[-1].text  # type: ignore[union-attr]
