@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from llama_files import LlamaFile
 from quant_models import MODELS, model_folder
 from transformers import AutoModelForCausalLM
 
+from localgen.backends.errors import InvalidRequest
 from localgen.backends.formats.hf.config import read_hf_config
 from localgen.cli import errors
 from localgen.cli.main import run_command_line
@@ -255,9 +257,7 @@ def test_loss_that_misses_is_corrected(tmp_path: Path, small_model: Path) -> Non
     assert not any("missed" in one.text for one in seen if isinstance(one, NoteEvent))
 
 
-def test_search_for_a_loss_resumes_with_the_next_file(
-    tmp_path: Path, small_model: Path
-) -> None:
+def test_search_for_a_loss_resumes_with_the_next_file(tmp_path: Path, small_model: Path) -> None:
     """Interrupted between the first file and the second, which is to be its correction."""
     target, out = GgufTarget(kl=TARGET_KL), tmp_path / "m.gguf"
     seen: list[QuantizeEvent] = []
@@ -294,6 +294,15 @@ def test_loss_that_no_file_meets_is_said(tmp_path: Path, small_model: Path) -> N
     assert predicted(seen)[-1] == predicted(seen)[0]
 
 
+def test_bounds_that_are_named_can_be_targets(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        mixed_job_of(GgufTarget(bits_per_weight=40), tmp_path / "m.gguf")
+    bounds = re.findall(r"\d\.\d\d", refused.value.message)
+    assert len(bounds) == 2
+    for bound in map(float, bounds):
+        mixed_job_of(GgufTarget(bits_per_weight=bound), tmp_path / "m.gguf")
+
+
 def predicted(seen: list[QuantizeEvent]) -> list[float]:
     return [one.predicted_kl for one in seen if isinstance(one, MixtureEvent)]
 
@@ -307,11 +316,17 @@ def predicted(seen: list[QuantizeEvent]) -> list[float]:
             ["--gguf", "auto", "--target-size", "3M", "--target-kl", "0.1"],
             "--target-size and --target-kl exclude each other",
         ),
-        (["--gguf", "auto", "--target-bpw", "1"], "has 1.77 bits per weight, 1 are too few"),
-        (["--gguf", "auto", "--target-size", "1M"], "the smallest file of this model has 1,4"),
+        (["--gguf", "auto", "--target-bpw", "1"], "have 1.78 to 8.51 bits per weight, not 1\n"),
+        (["--gguf", "auto", "--target-bpw", "40"], "have 1.78 to 8.51 bits per weight, not 40\n"),
+        (["--gguf", "auto", "--target-size", "1M"], "files of this model have 1,4"),
+        (["--gguf", "auto", "--target-size", "3.4G"], "bytes, not 3,650,722,"),
+        (["--gguf", "Q9"], "unknown file type Q9: use auto or one of F32"),
         (["--gguf", "auto", "--target-size", "big"], "--target-size=big: give a size such as"),
-        (["--gguf", "auto", "--target-bpw", "nan"], "--target-bpw nan: give a number above 0"),
-        (["--gguf", "auto", "--target-kl", "0"], "--target-kl 0: give a number above 0"),
+        (
+            ["--gguf", "auto", "--target-bpw", "nan"],
+            "--target-bpw nan: give a finite number above 0",
+        ),
+        (["--gguf", "auto", "--target-kl", "0"], "--target-kl 0: give a finite number above 0"),
         (["--gguf", "auto", "--awq"], "--awq and --gguf auto exclude each other"),
         (["--gguf", "auto", "--target-kl", "0.1", "--no-eval"], "leave out --no-eval"),
     ],
@@ -320,6 +335,6 @@ def test_wrong_options_are_one_line(
     options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_command_line(["quantize", "tiny", *options]) == INVALID
-    err = capsys.readouterr().err.strip()
+    err = capsys.readouterr().err
     assert message in err
-    assert "\n" not in err
+    assert err.count("\n") == 1
