@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -56,7 +57,7 @@ class MixedGgufJob:
         calibration: QuantizeJob,
         measure_kl: MeasureKl,
     ) -> None:
-        """Raises InvalidRequest if no file is as small as the target."""
+        """Raises InvalidRequest for a size that no file has."""
         prepared = calibration.prepared
         self.target, self.calibration, self._measure_kl = target, calibration, measure_kl
         self.output = calibration.work_folder.out
@@ -253,28 +254,32 @@ def prepare_mixed_job(
 
 
 def _tensor_budget(shape: FileShape, target: GgufTarget) -> int | None:
-    """Most bytes of all tensors; None for a target of loss. Raises InvalidRequest if no file is as
-    small."""
+    """Most bytes of all tensors; None for a target of loss. Raises InvalidRequest for a size below
+    that of the smallest file, or above that of the largest."""
     if target.kl is not None:
         return None
-    least = shape.other_bytes + sum(
-        min(map(group.num_bytes, group.types)) for group in shape.groups
+    least, most = (
+        shape.other_bytes + sum(end(map(group.num_bytes, group.types)) for group in shape.groups)
+        for end in (min, max)
     )
     if target.size_bytes is not None:
         header = shape.header_bytes
-        if target.size_bytes < header + least:
+        if not header + least <= target.size_bytes <= header + most:
             raise InvalidRequest(
-                f"--target-size: the smallest file of this model has {header + least:,} bytes, "
-                f"{target.size_bytes:,} are too few",
+                f"--target-size: files of this model have {header + least:,} to {header + most:,} "
+                f"bytes, not {target.size_bytes:,}",
                 param="target-size",
             )
         return target.size_bytes - header
     assert target.bits_per_weight is not None
     budget = int(target.bits_per_weight * shape.num_weights / 8)
-    if budget < least:
+    if not least <= budget <= most:
+        # bounds that are accepted themselves
+        low = math.ceil(800 * least / shape.num_weights) / 100
+        high = math.floor(800 * most / shape.num_weights) / 100
         raise InvalidRequest(
-            f"--target-bpw: the smallest file of this model has {8 * least / shape.num_weights:.2f}"
-            f" bits per weight, {target.bits_per_weight:g} are too few",
+            f"--target-bpw: files of this model have {low:.2f} to {high:.2f} bits per weight, "
+            f"not {target.bits_per_weight:g}",
             param="target-bpw",
         )
     return budget

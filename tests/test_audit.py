@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -88,6 +89,28 @@ def test_limits_of_tokens_and_context(tiny: ForcedModel) -> None:
     cut = answers(tiny, ctx=len(answers(tiny).texts[0].tokens) - 1)
     assert cut.longest < len(answers(tiny).texts[0].tokens)
     assert cut.num_too_long == 5  # the second answers
+
+
+def test_turns_of_forked_sessions_count_once(tiny: ForcedModel) -> None:
+    first, other = CHATS[0], CHATS[1]
+    again = replace(first, turns=(first.turns[0], replace(first.turns[1], answer="It is a sum.")))
+    elsewhere = replace(first, system="Be kind.")
+    longer = replace(first, turns=(*first.turns, *other.turns))
+    chats = (longer, first, again, other, elsewhere)
+    records = [SessionRecord(n, conversation=chat) for n, chat in enumerate(chats, 1)]
+
+    def selected(ctx: int = 4096) -> Selection:
+        template = load_template(tiny)
+        return select_answers(records, template, tiny.tokenizer, ctx=ctx, max_scored=10_000)
+
+    # of the third session its second answer, of the last one, with another prompt, all
+    assert [one.name for one in selected().texts] == [
+        *(f"session 1, answer {n}" for n in (1, 2, 3, 4)),
+        "session 3, answer 2",
+        *(f"session {session}, answer {n}" for session in (4, 5) for n in (1, 2)),
+    ]
+    # an answer whose prompt is too long is left out once as well
+    assert selected(ctx=1).num_too_long == len(selected().texts)
 
 
 def test_a_text_is_cut_into_sequences(tiny: ForcedModel) -> None:

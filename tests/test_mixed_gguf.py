@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from llama_files import LlamaFile
 from quant_models import MODELS, model_folder
 from transformers import AutoModelForCausalLM
 
+from localgen.backends.errors import InvalidRequest
 from localgen.backends.formats.hf.config import read_hf_config
 from localgen.cli import errors
 from localgen.cli.main import run_command_line
@@ -39,6 +41,8 @@ from localgen.quant.request.target import GgufTarget
 
 INVALID = errors.EXIT_STATUS_BY_CODE["invalid_request"]
 CALIBRATION = CalibrationConfig(samples=6, seq_len=32)
+# between the losses of the small model with the fewest and with the most bits
+TARGET_KL = 5e-4
 QUICK = ("--samples", "4", "--seq-len", "64", "--eval-samples", "2")
 
 
@@ -49,6 +53,15 @@ def few_values(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LOCALGEN_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setattr("localgen.quant.run.measure_tokens_per_s", lambda path: None)
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose files are written in a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        family, changes = MODELS["llama"]
+        patch.setitem(MODELS, "llama", (family, changes | {"intermediate_size": 64}))
+        return model_folder("llama", tmp_path_factory.mktemp("small"))
 
 
 def unmeasured(path: Path, on_event: object) -> float:
@@ -145,26 +158,26 @@ class Stopped(Exception):
     pass
 
 
-def test_resumed_run_keeps_finished_groups(tmp_path: Path) -> None:
-    target = GgufTarget(bits_per_weight=3.2)
+def test_resumed_run_keeps_finished_groups(tmp_path: Path, small_model: Path) -> None:
+    target = GgufTarget(bits_per_weight=5.5)
     whole, again = tmp_path / "whole.gguf", tmp_path / "again.gguf"
-    mixed_job_of(target, whole).run(lambda event: None, resume=False)
+    mixed_job_of(target, whole, small_model).run(lambda event: None, resume=False)
 
     def stop(event: QuantizeEvent) -> None:
         if isinstance(event, ProgressEvent) and event.unit == "steps" and event.done > 12:
             raise Stopped
 
     with pytest.raises(Stopped):
-        mixed_job_of(target, again).run(stop, resume=False)
+        mixed_job_of(target, again, small_model).run(stop, resume=False)
     seen: list[int] = []
 
     def note(event: QuantizeEvent) -> None:
         if isinstance(event, ProgressEvent) and event.step == "measuring sensitivity":
             seen.append(event.done)
 
-    mixed_job_of(target, again).run(note, resume=True)
-    assert seen[0] == 13
-    assert seen[-1] == 37
+    mixed_job_of(target, again, small_model).run(note, resume=True)
+    assert seen[0] == 14
+    assert seen[-1] == 20
     assert again.read_bytes() == whole.read_bytes()
     assert not (tmp_path / "again.gguf.partial").exists()
 
@@ -226,24 +239,27 @@ def test_targets_of_size_and_bits(
     assert "types by layer" in err
 
 
-def test_loss_that_misses_is_corrected(tmp_path: Path) -> None:
+def test_loss_that_misses_is_corrected(tmp_path: Path, small_model: Path) -> None:
     """Losses that are measured at half more than predicted: the second file meets the target."""
     seen: list[QuantizeEvent] = []
     job = mixed_job_of(
-        GgufTarget(kl=0.2), tmp_path / "m.gguf", TINY, lambda *_: 1.5 * predicted(seen)[-1]
+        GgufTarget(kl=TARGET_KL),
+        tmp_path / "m.gguf",
+        small_model,
+        lambda *_: 1.5 * predicted(seen)[-1],
     )
     job.run(seen.append, resume=False)
     first, second = predicted(seen)
-    assert first <= 0.2 < 1.5 * first
-    assert 1.5 * second <= 0.2
+    assert first <= TARGET_KL < 1.5 * first
+    assert 1.5 * second <= TARGET_KL
     assert (tmp_path / "m.gguf").is_file()
     assert not (tmp_path / "m.gguf.partial").exists()
     assert not any("missed" in one.text for one in seen if isinstance(one, NoteEvent))
 
 
-def test_search_for_a_loss_resumes_with_the_next_file(tmp_path: Path) -> None:
+def test_search_for_a_loss_resumes_with_the_next_file(tmp_path: Path, small_model: Path) -> None:
     """Interrupted between the first file and the second, which is to be its correction."""
-    target, out = GgufTarget(kl=0.2), tmp_path / "m.gguf"
+    target, out = GgufTarget(kl=TARGET_KL), tmp_path / "m.gguf"
     seen: list[QuantizeEvent] = []
 
     def interrupted(*_: object) -> float:
@@ -252,27 +268,39 @@ def test_search_for_a_loss_resumes_with_the_next_file(tmp_path: Path) -> None:
         return 1.5 * predicted(seen)[-1]
 
     with pytest.raises(Stopped):
-        mixed_job_of(target, out, TINY, interrupted).run(seen.append, resume=False)
+        mixed_job_of(target, out, small_model, interrupted).run(seen.append, resume=False)
     assert not out.exists()
     again: list[QuantizeEvent] = []
-    job = mixed_job_of(target, out, TINY, lambda *_: 1.5 * predicted(again)[-1])
+    job = mixed_job_of(target, out, small_model, lambda *_: 1.5 * predicted(again)[-1])
     job.run(again.append, resume=True)
     assert predicted(again) == predicted(seen)[1:]
     assert out.is_file()
     assert not (tmp_path / "m.gguf.partial").exists()
 
 
-def test_loss_that_no_file_meets_is_said(tmp_path: Path) -> None:
+def test_loss_that_no_file_meets_is_said(tmp_path: Path, small_model: Path) -> None:
     seen: list[QuantizeEvent] = []
     # files get larger, but are measured no better
     job = mixed_job_of(
-        GgufTarget(kl=0.2), tmp_path / "m.gguf", TINY, lambda *_: 0.5 + 0.01 * len(predicted(seen))
+        GgufTarget(kl=TARGET_KL),
+        tmp_path / "m.gguf",
+        small_model,
+        lambda *_: (2 + 0.1 * len(predicted(seen))) * TARGET_KL,
     )
     job.run(seen.append, resume=False)
     assert "is missed: this is the best of 3 files" in seen[-1].text  # type: ignore[union-attr]
     # the first one was measured best
     assert len(predicted(seen)) == 4
     assert predicted(seen)[-1] == predicted(seen)[0]
+
+
+def test_bounds_that_are_named_can_be_targets(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        mixed_job_of(GgufTarget(bits_per_weight=40), tmp_path / "m.gguf")
+    bounds = re.findall(r"\d\.\d\d", refused.value.message)
+    assert len(bounds) == 2
+    for bound in map(float, bounds):
+        mixed_job_of(GgufTarget(bits_per_weight=bound), tmp_path / "m.gguf")
 
 
 def predicted(seen: list[QuantizeEvent]) -> list[float]:
@@ -288,11 +316,17 @@ def predicted(seen: list[QuantizeEvent]) -> list[float]:
             ["--gguf", "auto", "--target-size", "3M", "--target-kl", "0.1"],
             "--target-size and --target-kl exclude each other",
         ),
-        (["--gguf", "auto", "--target-bpw", "1"], "has 1.77 bits per weight, 1 are too few"),
-        (["--gguf", "auto", "--target-size", "1M"], "the smallest file of this model has 1,4"),
+        (["--gguf", "auto", "--target-bpw", "1"], "have 1.78 to 8.51 bits per weight, not 1\n"),
+        (["--gguf", "auto", "--target-bpw", "40"], "have 1.78 to 8.51 bits per weight, not 40\n"),
+        (["--gguf", "auto", "--target-size", "1M"], "files of this model have 1,4"),
+        (["--gguf", "auto", "--target-size", "3.4G"], "bytes, not 3,650,722,"),
+        (["--gguf", "Q9"], "unknown file type Q9: use auto or one of F32"),
         (["--gguf", "auto", "--target-size", "big"], "--target-size=big: give a size such as"),
-        (["--gguf", "auto", "--target-bpw", "nan"], "--target-bpw nan: give a number above 0"),
-        (["--gguf", "auto", "--target-kl", "0"], "--target-kl 0: give a number above 0"),
+        (
+            ["--gguf", "auto", "--target-bpw", "nan"],
+            "--target-bpw nan: give a finite number above 0",
+        ),
+        (["--gguf", "auto", "--target-kl", "0"], "--target-kl 0: give a finite number above 0"),
         (["--gguf", "auto", "--awq"], "--awq and --gguf auto exclude each other"),
         (["--gguf", "auto", "--target-kl", "0.1", "--no-eval"], "leave out --no-eval"),
     ],
@@ -301,6 +335,6 @@ def test_wrong_options_are_one_line(
     options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_command_line(["quantize", "tiny", *options]) == INVALID
-    err = capsys.readouterr().err.strip()
+    err = capsys.readouterr().err
     assert message in err
-    assert "\n" not in err
+    assert err.count("\n") == 1

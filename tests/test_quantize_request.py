@@ -187,7 +187,7 @@ def test_targets_are_chosen_in_one_text(text: str, target: GgufTarget) -> None:
         ("auto 4 bit", "give auto, auto 3.4G, auto 4 bits or auto KL 0.05"),
         ("auto KL small", "give auto, auto 3.4G"),
         ("auto much", "--target-size=much: give a size"),
-        ("auto -1 bits", "give a number above 0"),
+        ("auto -1 bits", "give a finite number above 0"),
         ("Q4_X", "unknown file type Q4_X"),
     ],
 )

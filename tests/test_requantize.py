@@ -258,7 +258,7 @@ def test_invalid_importance_is_rejected(
 @pytest.mark.parametrize(
     ("source", "file_type", "error", "expected"),
     [
-        (TINY, "Q9_Z", InvalidRequest, "unknown file type Q9_Z: use one of F32"),
+        (TINY, "Q9_Z", InvalidRequest, "unknown file type Q9_Z: use auto or one of F32"),
         (TINY, "MXFP4_MOE", InvalidRequest, "rounds experts, this model has none"),
         (TINY / "nowhere", "Q4_0", ModelNotFound, "is not a folder"),
         (TINY, "Q4_0", LoadFailed, "is not an importance matrix"),

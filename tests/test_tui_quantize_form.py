@@ -81,6 +81,34 @@ def test_the_model_from_a_list_and_typed(tmp_path: Path) -> None:
     play(Quantizing(tmp_path), scene)
 
 
+def test_two_bits_learn_their_rounding(tmp_path: Path) -> None:
+    async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
+        tui.screen._form_panel.set_values(method="gptq")
+        await pilot.press("down", "down", "right", "right")
+        await wait_until_estimated(tui, pilot, 3)
+        asked = tui.asked_looks[-1].recipe
+        assert asked is not None
+        assert (asked.method, asked.bits) == ("gptq", 2)
+        assert asked.rounding_steps > 0
+
+    play(Quantizing(tmp_path), scene)
+
+
+def test_a_filter_without_match_says_what_enter_does(tmp_path: Path) -> None:
+    async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
+        tui.screen._form_panel.set_values(method="GGUF")
+        await pilot.press("down", "down", "enter")
+        await tui.until(lambda: isinstance(tui.app.screen, NamePicker))
+        await pilot.pause()
+        await pilot.press(*"q9", "down", "up")
+        await tui.until(lambda: "no match; Enter takes what is typed" in tui.screen_text())
+        await pilot.press("enter")
+        await tui.until(lambda: "unknown file type q9: use auto or one of" in notice_text(tui))
+        assert tui.screen._form_panel.form.gguf == "Q4_K_M"
+
+    play(Quantizing(tmp_path), scene)
+
+
 def test_gguf_has_a_type_and_calibrates_where_it_must(tmp_path: Path) -> None:
     async def scene(tui: Quantizing, pilot: Pilot[None]) -> None:
         tui.screen._form_panel.set_values(method="GGUF")

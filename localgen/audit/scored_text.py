@@ -68,14 +68,19 @@ def select_answers(
     """The answers of stored conversations until max_scored tokens are reached.
 
     Each is read after the prompt that the template makes of the conversation so far, without the
-    reasoning. Raises InvalidRequest as PromptTemplate.render.
+    reasoning. Equal answers to equal prompts count once: forked sessions repeat turns. Raises
+    InvalidRequest as PromptTemplate.render.
     """
     found: list[ScoredText] = []
+    seen: set[tuple[str, str]] = set()
     scored = too_long = 0
     for record in records:
         for name, prompt, answer in _prompts_and_answers(record, template):
             if scored >= max_scored:
                 return Selection(tuple(found), too_long)
+            if (prompt, answer) in seen:
+                continue
+            seen.add((prompt, answer))
             before, tokens = tokenizer.encode(prompt), tokenizer.encode(prompt + answer)
             start = max(1, _num_common(before, tokens))
             if start == len(tokens):

@@ -13,17 +13,16 @@ import msgspec
 from localgen.backends.errors import InvalidRequest
 from localgen.config import BUILT_IN_MODEL
 from localgen.locked_file import LockedFile
-from localgen.quant.request.gguf_types import DIRECT_TYPES, GGUF_TYPES
+from localgen.quant.request.gguf_types import AUTO, DIRECT_TYPES, GGUF_TYPES
 from localgen.quant.request.recipe import METHODS, CalibrationConfig, supported_bits
 from localgen.quant.request.request import EvalSet, QuantizeRequest, default_output
-from localgen.quant.request.target import AUTO, parse_gguf_choice
+from localgen.quant.request.target import parse_gguf_choice
 
 GGUF = "GGUF"
 # calibration of a GGUF file: none, an importance matrix, or also AWQ's scales folded in
 GgufCalibration = Literal["nothing", "importance", "scales"]
 METHOD_CHOICES = (*METHODS, GGUF)
-# 2 bits lose so much that only the command line has them
-BITS = (4, 3, 8)
+BITS = (4, 3, 2, 8)
 # -1: a whole row, as on the command line
 GROUP_SIZES = (128, 64, 32, -1)
 GGUF_CALIBRATIONS: tuple[GgufCalibration, ...] = ("nothing", "importance", "scales")

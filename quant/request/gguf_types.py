@@ -81,6 +81,8 @@ GGUF_TYPES = {
     "IQ1_M": GgufType("MOSTLY_IQ1_M", "IQ1_M", needs_imatrix=True),
     "IQ1_S": GgufType("MOSTLY_IQ1_S", "IQ1_S", needs_imatrix=True),
 }
+# value of --gguf for types that are chosen by measured loss
+AUTO = "auto"
 # types that the converter writes itself; llama.cpp makes the others from 16 bits
 DIRECT_TYPES = ("F32", "F16", "BF16", "Q8_0")
 _ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
@@ -92,6 +94,6 @@ def resolve_gguf_type(text: str) -> str:
     name = _ALIASES.get(name, name)
     if name not in GGUF_TYPES:
         raise InvalidRequest(
-            f"unknown file type {text}: use one of {', '.join(GGUF_TYPES)}", param="type"
+            f"unknown file type {text}: use {AUTO} or one of {', '.join(GGUF_TYPES)}", param="type"
         )
     return name

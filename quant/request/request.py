@@ -15,6 +15,7 @@ from localgen.backends.errors import InvalidRequest
 from localgen.backends.messages import MessageCodec
 from localgen.hub.resolve import is_path
 from localgen.quant.request.events import FailedEvent, QuantizeEvent
+from localgen.quant.request.gguf_types import AUTO
 from localgen.quant.request.recipe import (
     CalibrationConfig,
     LayerMode,
@@ -23,7 +24,7 @@ from localgen.quant.request.recipe import (
     default_bits,
     default_rounding_steps,
 )
-from localgen.quant.request.target import AUTO, GgufTarget
+from localgen.quant.request.target import GgufTarget
 
 # the scale search of a calibrated GGUF file rounds with this recipe in place of the file's type,
 # whose groups have 32 weights or fewer

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.units import format_size
 from localgen.config import BadSetting, parse_size
-from localgen.quant.request.gguf_types import resolve_gguf_type
+from localgen.quant.request.gguf_types import AUTO, resolve_gguf_type
 
-# value of --gguf
-AUTO = "auto"
 DEFAULT_BITS_PER_WEIGHT = 4.5
 
 
@@ -60,7 +58,7 @@ def parse_gguf_target(
         raise InvalidRequest(f"--{given[0]} and --{given[1]} exclude each other", param=given[1])
     for name, value in (("target-bpw", bits_per_weight), ("target-kl", kl)):
         if value is not None and not (math.isfinite(value) and value > 0):
-            raise InvalidRequest(f"--{name} {value:g}: give a number above 0", param=name)
+            raise InvalidRequest(f"--{name} {value:g}: give a finite number above 0", param=name)
     if size is not None:
         return GgufTarget(size_bytes=_parse_target_size(size))
     if not given:

@@ -158,4 +158,5 @@ class NamePicker(Picker[str]):
             for name, about in self._rows
             if matches_query(f"{name} {about}", query)
         ]
-        self.show_rows(rows, self._current)
+        typed = self._hint and f"; Enter takes what is typed: {self._hint}"
+        self.show_rows(rows, self._current, f"no match{typed}")

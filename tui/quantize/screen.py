@@ -17,9 +17,9 @@ from localgen.backends.errors import LocalgenError
 from localgen.backends.terminal_text import one_line
 from localgen.quant.originals import scan_originals
 from localgen.quant.request.form import QuantizeForm, method_option, with_option
-from localgen.quant.request.gguf_types import GGUF_TYPES
+from localgen.quant.request.gguf_types import AUTO, GGUF_TYPES
 from localgen.quant.request.request import QuantizeRequest
-from localgen.quant.request.target import AUTO, parse_gguf_choice
+from localgen.quant.request.target import parse_gguf_choice
 from localgen.tui.quantize.choices import NamePicker
 from localgen.tui.quantize.estimate import EstimatePanel, QuantizeEstimate, apply_event
 from localgen.tui.quantize.form import PickerButton, QuantizeFormPanel

@@ -58,7 +58,7 @@ class CommandPalette(Picker[Command]):
 
     def _filter(self, query: str) -> None:
         found = [each for each in self._commands if matches_query(each.name, query)]
-        self.show_rows((each, _row(each)) for each in found)
+        self.show_rows(((each, _row(each)) for each in found), empty_text="no match")
 
 
 def _row(command: Command) -> Content:

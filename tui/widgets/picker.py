@@ -62,14 +62,22 @@ class Picker(Dialog[_Item | None]):
         self.dismiss(item)
 
     def show_rows(
-        self, rows: Iterable[tuple[_Item, Content]], current: _Item | None = None
+        self,
+        rows: Iterable[tuple[_Item, Content]],
+        current: _Item | None = None,
+        empty_text: str = "",
     ) -> None:
-        """List these items, each with its rendered row; highlights current, else the first."""
+        """List these items, each with its rendered row; highlights current, else the first.
+
+        empty_text: shown if there are none.
+        """
         listed = list(rows)
         self._items = [chosen for chosen, _ in listed]
         found = self.query_one(OptionList)
         found.clear_options()
         found.add_options([Option(drawn) for _, drawn in listed])
+        if empty_text and not listed:
+            found.add_option(Option(Content.styled(empty_text, "dim"), disabled=True))
         at = self._items.index(current) if current in self._items else 0
         found.highlighted = at if listed else None
 
