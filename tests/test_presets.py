@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from localgen.hub.preset import Preset, parse_preset
 from localgen.hub.presets import add_preset
 from localgen.hub.remove import remove_name
 from localgen.hub.resolve import find_preset, resolve_model
+from localgen.server.requests.presets import NamedSettings
 
 HELLO = Message("user", "hello")
 PIRATE, CALM = "You are a pirate.\nSay arr.", "Stay calm."
@@ -198,10 +200,52 @@ def test_a_context_beyond_the_loaded_one_is_refused_with_both_numbers(server: Re
     refused = answer(server, "long")["error"]
     assert refused["param"] == "ctx"
     assert refused["message"] == (
-        "preset long asks for 4,096 tokens of context, tiny is loaded with 2,048: "
-        "lower its ctx in models.toml"
+        "models.toml: preset long: ctx is 4,096, tiny is loaded with 2,048 tokens: lower it"
     )
     assert answer(server, "long", ctx=64, max_tokens=1)["localgen"]["ctx"] == 64
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ('regex = "(("', "regex: invalid regex"),
+        ("json_schema = '{'", "json_schema: "),
+        ("mirostat = 2", "mirostat cannot be used with temperature 0"),
+        ("ctx = 10_000_000", "ctx "),
+    ],
+)
+def test_an_error_of_a_setting_names_its_key_and_the_preset(
+    server: RealServer,
+    setting: str,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    content = f'[preset.p]\nmodel = "tiny"\n{setting}\n'
+    write(server, content)
+    fields = {"temperature": 0} if "mirostat" in setting else {}
+    message = answer(server, "p", **fields)["error"]["message"]
+    assert message.startswith(f"models.toml: preset p: {said}")
+    monkeypatch.setenv("LOCALGEN_STATE_DIR", str(server.settings.state_dir))
+    monkeypatch.setenv("LOCALGEN_RUNTIME_DIR", str(server.settings.runtime_dir))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
+    options = ["--temp", "0"] if fields else []
+    assert run("run", "p", "hi", *options)
+    assert f"localgen: models.toml: preset p: {said}" in capsys.readouterr().err
+
+
+def test_a_context_that_the_first_load_refuses_is_that_of_the_preset() -> None:
+    named = NamedSettings("p", Preset("tiny", ctx=9999))
+    error = InvalidRequest("--ctx 9,999: tiny was trained for 2,048 tokens")
+    assert named.explained(error).message == f"models.toml: preset p: {error.message[2:]}"
+    assert named.explained(error, own_ctx=9999) is error
+    assert NamedSettings("tiny").explained(error) is error
+
+
+def test_an_error_of_the_requests_own_setting_does_not_name_the_preset(server: RealServer) -> None:
+    write(server, '[preset.p]\nmodel = "tiny"\nregex = "a"\n')
+    message = answer(server, "p", regex="((")["error"]["message"]
+    assert message.startswith("regex: invalid regex")
 
 
 def run(*arguments: str) -> int:
@@ -255,6 +299,8 @@ def test_the_commands_keep_the_rest_of_the_file(capsys: pytest.CaptureFixture[st
         (("add", "a/b", "tiny"), "'a/b' cannot be a preset: use letters, digits and"),
         (("add", "q", "nowhere"), "Model 'nowhere' not found."),
         (("add", "q", "tiny", "--temp", "-1"), "--temp is -1, it must be 0 to 100"),
+        (("add", "q", "tiny", "--regex", "(("), "--regex: invalid regex"),
+        (("add", "q", "tiny", "--json-schema", "{}", "--grammar", "x"), "give one of json_schema"),
         (("add", "q", "tiny", "--think", "hard"), "--think hard: give on, off, low, medium"),
         (("rm", "q"), "q is not a preset; presets: p"),
     ],
