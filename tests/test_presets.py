@@ -389,7 +389,18 @@ def test_variables_of_chat_are_not_stored(monkeypatch: pytest.MonkeyPatch) -> No
         ('[preset.p]\nmodel = "tiny"\nthink = "no"\n', "preset p: think is 'no': give true"),
         ('[preset.p]\nmodel = "tiny"\ntop_p = 2\n', "preset p: top_p is 2, it must be 0 to 1"),
         ('p = "tiny"\n[preset.p]\nmodel = "tiny"\n', "preset p is also an alias"),
-        ('[preset.tiny]\nmodel = "tiny"\n', "preset tiny is also a model of localgen"),
+        (
+            '[preset.p]\nmodel = "tiny"\n[preset.tiny]\nmodel = "tiny"\n',
+            "preset tiny is also a model of localgen: rename it, as in [preset.my-tiny]",
+        ),
+        (
+            'a = "smollm2"\n[adapter.smollm2]\npath = "/x"\nmodel = "smollm2"\n',
+            "adapter smollm2 is also a model of localgen: rename it, as in [adapter.my-smollm2]",
+        ),
+        (
+            '[preset.llama-8b]\nmodel = "llama-8b"\n',
+            "preset llama-8b has the name of its model: rename it, as in [preset.my-llama-8b]",
+        ),
         ('a = "p"\n[preset.p]\nmodel = "tiny"\n', "a is an alias of a preset: give a model"),
         ('a = "p:latest"\n[preset.p]\nmodel = "tiny"\n', "a is an alias of a preset: give a"),
         (
