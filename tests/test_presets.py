@@ -468,3 +468,26 @@ def test_a_preset_is_read_as_it_is_written() -> None:
         Preset("user/repo:Q4_K_M", think="low", params=SamplingParams(max_tokens=3)),
     ):
         assert parse_preset(preset.to_table()) == preset
+
+
+def test_a_broken_file_does_not_stop_what_needs_no_names(
+    server: RealServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCALGEN_STATE_DIR", str(server.settings.state_dir))
+    monkeypatch.setenv("LOCALGEN_RUNTIME_DIR", str(server.settings.runtime_dir))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
+    write(server, '[preset.p]\nmodel = "tiny"\ntemperature = -1\n')
+    problem = "models.toml: preset p: temperature is -1, it must be 0 to 100"
+    assert run("run", "tiny", "hi", "-n", "1") == run("show", "tiny") == 0
+    assert problem not in capsys.readouterr().err
+    assert run("ps") == 0
+    said = capsys.readouterr()
+    assert "tiny" in said.out
+    assert said.err.endswith(f"{problem}; the names in it are not listed\n")
+    assert said.err.count("\n") == 1
+    assert run("stop", "q")
+    said = capsys.readouterr()
+    assert f"{problem}; the names in it are not known\n" in said.err
+    assert "q is not loaded; loaded models: tiny" in said.err
+    assert run("stop", "tiny") == run("logs", "-n", "1") == 0
+    write(server, "")

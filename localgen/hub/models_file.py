@@ -109,6 +109,14 @@ def read_models_file() -> ModelsFile:
     return file
 
 
+def models_file_problem() -> str:
+    """Why the file cannot be read as it is now; empty if it can."""
+    try:
+        return read_models_file().problem
+    except BadSetting as error:
+        return error.message
+
+
 def validate_new_name(name: str, what: str) -> None:
     """Raise InvalidRequest unless the text can be a name of `what`, such as `an alias`."""
     if not _NAME.fullmatch(name) or name.lower().endswith(".gguf"):
@@ -163,11 +171,9 @@ def _parse(store: TomlStore) -> ModelsFile:
     aliases = {name: without_latest(target) for name, target in content.items()}
     file = ModelsFile(aliases, presets, adapters)
     # all names before any model, which is looked up among them
-    for kind, name in (
-        *((PRESET_TABLE, each) for each in presets),
-        *((ADAPTER_TABLE, each) for each in adapters),
-    ):
-        _check_name(store.path, file, kind, name)
+    for kind, names in ((PRESET_TABLE, presets), (ADAPTER_TABLE, adapters)):
+        for name in names:
+            _check_name(store.path, file, kind, name)
     for kind, a_kind, entries in (
         (PRESET_TABLE, "a preset", presets),
         (ADAPTER_TABLE, "an adapter", adapters),
@@ -185,9 +191,8 @@ def _check_name(path: Path, file: ModelsFile, kind: str, name: str) -> None:
         "an adapter": kind == PRESET_TABLE and name in file.adapters,
     }
     if name in PACKAGED_MODELS:
-        raise BadSetting(
-            f"{path}: {kind} {name} is also a model of localgen: {_renamed(kind, name)}"
-        )
+        remedy = _renamed(kind, name)
+        raise BadSetting(f"{path}: {kind} {name} is also a model of localgen: {remedy}")
     if other := next((other for other, is_other in others.items() if is_other), None):
         raise BadSetting(f"{path}: {kind} {name} is also {other}: rename one of them")
 
