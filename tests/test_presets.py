@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from localgen.hub.preset import Preset, parse_preset
 from localgen.hub.presets import add_preset
 from localgen.hub.remove import remove_name
 from localgen.hub.resolve import find_preset, resolve_model
+from localgen.server.requests.presets import NamedSettings
 
 HELLO = Message("user", "hello")
 PIRATE, CALM = "You are a pirate.\nSay arr.", "Stay calm."
@@ -198,10 +200,52 @@ def test_a_context_beyond_the_loaded_one_is_refused_with_both_numbers(server: Re
     refused = answer(server, "long")["error"]
     assert refused["param"] == "ctx"
     assert refused["message"] == (
-        "preset long asks for 4,096 tokens of context, tiny is loaded with 2,048: "
-        "lower its ctx in models.toml"
+        "models.toml: preset long: ctx is 4,096, tiny is loaded with 2,048 tokens: lower it"
     )
     assert answer(server, "long", ctx=64, max_tokens=1)["localgen"]["ctx"] == 64
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ('regex = "(("', "regex: invalid regex"),
+        ("json_schema = '{'", "json_schema: "),
+        ("mirostat = 2", "mirostat cannot be used with temperature 0"),
+        ("ctx = 10_000_000", "ctx "),
+    ],
+)
+def test_an_error_of_a_setting_names_its_key_and_the_preset(
+    server: RealServer,
+    setting: str,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    content = f'[preset.p]\nmodel = "tiny"\n{setting}\n'
+    write(server, content)
+    fields = {"temperature": 0} if "mirostat" in setting else {}
+    message = answer(server, "p", **fields)["error"]["message"]
+    assert message.startswith(f"models.toml: preset p: {said}")
+    monkeypatch.setenv("LOCALGEN_STATE_DIR", str(server.settings.state_dir))
+    monkeypatch.setenv("LOCALGEN_RUNTIME_DIR", str(server.settings.runtime_dir))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
+    options = ["--temp", "0"] if fields else []
+    assert run("run", "p", "hi", *options)
+    assert f"localgen: models.toml: preset p: {said}" in capsys.readouterr().err
+
+
+def test_a_context_that_the_first_load_refuses_is_that_of_the_preset() -> None:
+    named = NamedSettings("p", Preset("tiny", ctx=9999))
+    error = InvalidRequest("--ctx 9,999: tiny was trained for 2,048 tokens")
+    assert named.explained(error).message == f"models.toml: preset p: {error.message[2:]}"
+    assert named.explained(error, own_ctx=9999) is error
+    assert NamedSettings("tiny").explained(error) is error
+
+
+def test_an_error_of_the_requests_own_setting_does_not_name_the_preset(server: RealServer) -> None:
+    write(server, '[preset.p]\nmodel = "tiny"\nregex = "a"\n')
+    message = answer(server, "p", regex="((")["error"]["message"]
+    assert message.startswith("regex: invalid regex")
 
 
 def run(*arguments: str) -> int:
@@ -255,6 +299,8 @@ def test_the_commands_keep_the_rest_of_the_file(capsys: pytest.CaptureFixture[st
         (("add", "a/b", "tiny"), "'a/b' cannot be a preset: use letters, digits and"),
         (("add", "q", "nowhere"), "Model 'nowhere' not found."),
         (("add", "q", "tiny", "--temp", "-1"), "--temp is -1, it must be 0 to 100"),
+        (("add", "q", "tiny", "--regex", "(("), "--regex: invalid regex"),
+        (("add", "q", "tiny", "--json-schema", "{}", "--grammar", "x"), "give one of json_schema"),
         (("add", "q", "tiny", "--think", "hard"), "--think hard: give on, off, low, medium"),
         (("rm", "q"), "q is not a preset; presets: p"),
     ],
@@ -343,7 +389,18 @@ def test_variables_of_chat_are_not_stored(monkeypatch: pytest.MonkeyPatch) -> No
         ('[preset.p]\nmodel = "tiny"\nthink = "no"\n', "preset p: think is 'no': give true"),
         ('[preset.p]\nmodel = "tiny"\ntop_p = 2\n', "preset p: top_p is 2, it must be 0 to 1"),
         ('p = "tiny"\n[preset.p]\nmodel = "tiny"\n', "preset p is also an alias"),
-        ('[preset.tiny]\nmodel = "tiny"\n', "preset tiny is also a model of localgen"),
+        (
+            '[preset.p]\nmodel = "tiny"\n[preset.tiny]\nmodel = "tiny"\n',
+            "preset tiny is also a model of localgen: rename it, as in [preset.my-tiny]",
+        ),
+        (
+            'a = "smollm2"\n[adapter.smollm2]\npath = "/x"\nmodel = "smollm2"\n',
+            "adapter smollm2 is also a model of localgen: rename it, as in [adapter.my-smollm2]",
+        ),
+        (
+            '[preset.llama-8b]\nmodel = "llama-8b"\n',
+            "preset llama-8b has the name of its model: rename it, as in [preset.my-llama-8b]",
+        ),
         ('a = "p"\n[preset.p]\nmodel = "tiny"\n', "a is an alias of a preset: give a model"),
         ('a = "p:latest"\n[preset.p]\nmodel = "tiny"\n', "a is an alias of a preset: give a"),
         (
@@ -411,3 +468,26 @@ def test_a_preset_is_read_as_it_is_written() -> None:
         Preset("user/repo:Q4_K_M", think="low", params=SamplingParams(max_tokens=3)),
     ):
         assert parse_preset(preset.to_table()) == preset
+
+
+def test_a_broken_file_does_not_stop_what_needs_no_names(
+    server: RealServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCALGEN_STATE_DIR", str(server.settings.state_dir))
+    monkeypatch.setenv("LOCALGEN_RUNTIME_DIR", str(server.settings.runtime_dir))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
+    write(server, '[preset.p]\nmodel = "tiny"\ntemperature = -1\n')
+    problem = "models.toml: preset p: temperature is -1, it must be 0 to 100"
+    assert run("run", "tiny", "hi", "-n", "1") == run("show", "tiny") == 0
+    assert problem not in capsys.readouterr().err
+    assert run("ps") == 0
+    said = capsys.readouterr()
+    assert "tiny" in said.out
+    assert said.err.endswith(f"{problem}; the names in it are not listed\n")
+    assert said.err.count("\n") == 1
+    assert run("stop", "q")
+    said = capsys.readouterr()
+    assert f"{problem}; the names in it are not known\n" in said.err
+    assert "q is not loaded; loaded models: tiny" in said.err
+    assert run("stop", "tiny") == run("logs", "-n", "1") == 0
+    write(server, "")

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from real_server import RealServer, real_server
 
-from benchmarks.random_adapter import random_adapter
+from benchmarks.random_adapter import TINY, RandomAdapter, random_adapter
 from localgen.backends.errors import InvalidRequest, ModelNotFound
 from localgen.cli.completion_values import complete_adapter, complete_model
 from localgen.cli.main import run_command_line
@@ -183,7 +183,8 @@ def test_refusals_are_one_line(server: RealServer, files: Path) -> None:
     code, message = error(chat, model="broken", messages=turn)
     assert (code, message) == (
         "load_failed",
-        "adapter broken (model.gguf) is no LoRA adapter: it is a model",
+        "adapter broken (model.gguf) is no LoRA adapter: it is a model: give a GGUF file of a LoRA "
+        "adapter, or the folder that PEFT has written",
     )
     code, message = error(chat, model="tiny", messages=turn, lora=[{"id": "x"}])
     assert code == "invalid_request"
@@ -310,6 +311,44 @@ def test_commands_add_list_and_remove(files: Path, capsys: pytest.CaptureFixture
     assert run("rm", "poet") == (0, "poet is no longer an adapter; tiny is kept\n")
     assert not read_models_file().adapters
     assert Path(path).exists()
+
+
+def test_files_that_are_no_adapter_of_the_model_are_refused_at_once(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (junk := tmp_path / "junk.gguf").write_bytes(b"hello")
+    (weights := tmp_path / "weights.safetensors").write_bytes(b"\0" * 64)
+    tiny, folder = str(resolve_model("tiny").path), str(TINY)
+    ours = random_adapter(3)
+    narrow = {name: (a[:, 1:], b[1:]) for name, (a, b) in ours.matrices.items()}
+    other = RandomAdapter({name: narrow[name] for name in narrow if "q_proj" in name}, ours.config)
+    other.write_peft(tmp_path / "other")
+    wide = {name: (a[:, 1:], b) for name, (a, b) in ours.matrices.items()}
+    RandomAdapter(wide, ours.config).write_gguf(tmp_path / "other.gguf")
+    poet, clerk = str(files / "poet.gguf"), str(files / "clerk")
+    needed = "give a GGUF file of a LoRA adapter, or the folder that PEFT has written"
+    put("")
+    for path, model, why in (
+        (str(junk), "tiny", f"is not a valid GGUF file: it does not begin with GGUF: {needed}"),
+        (str(weights), "tiny", needed),
+        (tiny, "tiny", f"is no LoRA adapter: it is a model: {needed}"),
+        (str(tmp_path), "tiny", "has no adapter_config.json: give the folder that PEFT"),
+        (f"{tmp_path}/other.gguf", "tiny", "and [4, 255]; use the model that it was trained"),
+        (f"{tmp_path}/other", "tiny", "outputs for 4 heads of tiny: use the model that it was"),
+        (poet, folder, "which has no adapters: give a GGUF file of the model"),
+        # one that is not installed
+        (str(junk), "llama-8b", needed),
+        (tiny, "llama-8b", f"it is a model: {needed}"),
+        (str(tmp_path), "llama-8b", "has no adapter_config.json"),
+    ):
+        assert run_command_line(["adapter", "add", "b", path, model])
+        said = capsys.readouterr().err
+        assert why in said
+        assert said.count("\n") == 1
+    assert not read_models_file().adapters
+    for name, path in (("b", poet), ("c", clerk)):
+        assert run_command_line(["adapter", "add", name, path, "llama-8b"]) == 0
+        assert "llama-8b is not installed" in capsys.readouterr().err
 
 
 def test_an_adapter_takes_no_name_that_means_something(files: Path) -> None:

@@ -41,6 +41,23 @@ class AdapterContent:
         return descriptor
 
 
+def check_adapter(ref: AdapterRef, model_path: Path | None) -> None:
+    """Read an adapter as a request would.
+
+    model_path: of its model; None if that is not here, so that the adapter's files alone are
+    checked. Raises ModelNotFound, LoadFailed or OutOfMemory.
+    """
+    if model_path is not None:
+        AdapterFiles(model_path).read(ref)
+        return
+    _file_version(ref)
+    path = Path(ref.path)
+    if path.is_dir():
+        read_peft_adapter(path)
+    else:
+        check_lora_file(path, _shown(ref), None)
+
+
 class AdapterFiles:
     """Reads adapters of the model in a GGUF file. Thread-safe."""
 
@@ -71,7 +88,7 @@ class AdapterFiles:
     def _open(self, ref: AdapterRef) -> Adapter:
         if self._base is None:
             self._base = BaseModel.of_files(shards_of(self._model_path))
-        path, shown = Path(ref.path), f"adapter {ref.name} ({ref.path})"
+        path, shown = Path(ref.path), _shown(ref)
         try:
             if not path.is_dir():
                 return self._open_gguf(ref, path, shown)
@@ -104,6 +121,10 @@ class AdapterFiles:
         check_lora_file(path, shown, self._base)
         key = hashlib.file_digest(file, "sha256").hexdigest()
         return Adapter(key, ref.scale, ref.name, num_bytes, content)
+
+
+def _shown(ref: AdapterRef) -> str:
+    return f"adapter {ref.name} ({ref.path})"
 
 
 def _require_room(shown: str, num_bytes: int) -> None:

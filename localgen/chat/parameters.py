@@ -82,7 +82,9 @@ def with_parameter(
         sampling_params.validate_sampling_params(changed.with_defaults(BASE_SAMPLING))
         sampling_params.reject_mirostat_conflicts(changed)
         if field in GRAMMAR_FIELDS:
-            _validate_grammar(field, value)
+            from localgen.backends.text.grammar_check import validate_grammar
+
+            validate_grammar(field, value)
     return changed
 
 
@@ -213,15 +215,6 @@ def _parse_value(field: str, text: str) -> Any:
     if not math.isfinite(value):
         raise InvalidRequest(f"{field} {text!r}: give a finite number", param=field)
     return value
-
-
-def _validate_grammar(field: str, text: str) -> None:
-    """Raise InvalidRequest if it is invalid or takes long to compile, as the engines do."""
-    from localgen.backends.sandbox import Sandbox
-    from localgen.backends.text.grammar_check import GrammarChecker
-
-    checker = GrammarChecker(Sandbox())
-    checker.validate(field, checker.convert(field, text))
 
 
 def _parse_words(field: str, text: str) -> tuple[str, ...] | tuple[int, ...]:

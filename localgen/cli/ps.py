@@ -51,9 +51,16 @@ def _with_aliases(running: list[RunningModel]) -> list[RunningModel]:
     """Add the user's other names of the models."""
     from dataclasses import replace
 
+    from localgen.cli import tables
+    from localgen.hub.models_file import models_file_problem
     from localgen.hub.resolve import installed_aliases, installed_presets
 
-    named = [*installed_aliases(), *installed_presets()] if running else []
+    if not running:
+        return []
+    if problem := models_file_problem():
+        tables.print_notice(f"{problem}; the names in it are not listed")
+        return running
+    named = [*installed_aliases(), *installed_presets()]
     return [
         replace(
             model,

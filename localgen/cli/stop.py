@@ -23,6 +23,7 @@ def command(
     """Unload a model. Without MODEL, stop the server and unload all models."""
     from localgen.cli import tables
     from localgen.client import LocalClient
+    from localgen.hub.models_file import models_file_problem
 
     with closing(LocalClient()) as client:
         if model is None:
@@ -32,5 +33,7 @@ def command(
         elif client.unload(model):
             tables.print_line(f"{model} unloaded")
         else:
+            if problem := models_file_problem():  # it may be a name in it
+                tables.print_notice(f"{problem}; the names in it are not known")
             loaded = ", ".join(running.name for running in client.running_models()) or "none"
             raise ModelNotFound(f"{model} is not loaded; loaded models: {loaded}")

@@ -109,6 +109,14 @@ def read_models_file() -> ModelsFile:
     return file
 
 
+def models_file_problem() -> str:
+    """Why the file cannot be read as it is now; empty if it can."""
+    try:
+        return read_models_file().problem
+    except BadSetting as error:
+        return error.message
+
+
 def validate_new_name(name: str, what: str) -> None:
     """Raise InvalidRequest unless the text can be a name of `what`, such as `an alias`."""
     if not _NAME.fullmatch(name) or name.lower().endswith(".gguf"):
@@ -162,26 +170,41 @@ def _parse(store: TomlStore) -> ModelsFile:
             )
     aliases = {name: without_latest(target) for name, target in content.items()}
     file = ModelsFile(aliases, presets, adapters)
+    # all names before any model, which is looked up among them
+    for kind, names in ((PRESET_TABLE, presets), (ADAPTER_TABLE, adapters)):
+        for name in names:
+            _check_name(store.path, file, kind, name)
     for kind, a_kind, entries in (
         (PRESET_TABLE, "a preset", presets),
         (ADAPTER_TABLE, "an adapter", adapters),
     ):
         for name, entry in entries.items():
-            _check_entry(store.path, file, kind, name, entry.model)
+            _check_model(store.path, file, kind, name, entry.model)
         if alias := next((name for name, target in aliases.items() if target in entries), None):
             raise BadSetting(f"{store.path}: {alias} is an alias of {a_kind}: give a model")
     return file
 
 
-def _check_entry(path: Path, file: ModelsFile, kind: str, name: str, model: str) -> None:
+def _check_name(path: Path, file: ModelsFile, kind: str, name: str) -> None:
     others = {
         "an alias": name in file.aliases,
-        "a model of localgen": name in PACKAGED_MODELS,
         "an adapter": kind == PRESET_TABLE and name in file.adapters,
     }
+    if name in PACKAGED_MODELS:
+        remedy = _renamed(kind, name)
+        raise BadSetting(f"{path}: {kind} {name} is also a model of localgen: {remedy}")
     if other := next((other for other, is_other in others.items() if is_other), None):
         raise BadSetting(f"{path}: {kind} {name} is also {other}: rename one of them")
+
+
+def _renamed(kind: str, name: str) -> str:
+    return f"rename it, as in [{kind}.my-{name}]"
+
+
+def _check_model(path: Path, file: ModelsFile, kind: str, name: str, model: str) -> None:
     base = file.aliases.get(model, model)
+    if base == name:
+        raise BadSetting(f"{path}: {kind} {name} has the name of its model: {_renamed(kind, name)}")
     if base in file.presets:
         raise BadSetting(f"{path}: {kind} {name}: {model} is a preset: give its model")
     if kind == ADAPTER_TABLE and base in file.adapters:

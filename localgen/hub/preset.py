@@ -70,6 +70,12 @@ class Preset:
             return requested
         return replace(requested, ctx=self.ctx)
 
+    def sets(self, key: str) -> bool:
+        """True if it sets a key of models.toml."""
+        if key in _OWN_FIELDS:
+            return getattr(self, key) not in (None, "")
+        return key in PRESET_PARAMETERS and getattr(self.params, key) != getattr(_UNSET, key)
+
     def to_table(self) -> dict[str, Any]:
         """Its fields in models.toml, without those that are not set."""
         own = {name: getattr(self, name) for name in _OWN_FIELDS}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from localgen.backends.errors import InvalidRequest, ModelNotFound
+from localgen.backends.sampling_params import GRAMMAR_FIELDS
+from localgen.backends.text.grammar_check import validate_grammar
 from localgen.hub.models_file import (
     PRESET_TABLE,
     add_table,
@@ -23,6 +25,9 @@ def add_preset(name: str, preset: Preset) -> None:
     validate_new_name(name, "a preset")
     find_target(preset.model, allow_paths=True)
     preset = parse_preset(preset.to_table())  # as it will be read
+    for kind in GRAMMAR_FIELDS:
+        if (grammar := getattr(preset.params, kind)) is not None:
+            validate_grammar(kind, grammar)
     store = models_store()
     with store.locked():
         known = read_models_file()

@@ -62,7 +62,7 @@ def find_target(name: str, *, allow_paths: bool) -> ModelTarget:
         raise InvalidRequest("the model name is empty or contains a zero byte", param="model")
     if not allow_paths:
         reject_path(name)
-    known = read_models_file().models
+    known = _own_names(name)
     own = _known_name(name, known)
     if own is not None:
         return _alias_target(own, known[own])
@@ -167,14 +167,19 @@ def reject_path(name: str) -> None:
 
 def expand_alias(name: str) -> str:
     """Return the model of an alias or a preset, or the name itself, without `:latest`."""
-    known = read_models_file().models
+    known = _own_names(name)
     own = _known_name(name, known)
     return without_latest(name if own is None else known[own])
 
 
 def find_alias(name: str) -> str | None:
     """Return the alias or preset that a name is, with or without `:latest`, or None."""
-    return _known_name(name, read_models_file().models)
+    return _known_name(name, _own_names(name))
+
+
+def _own_names(name: str) -> Mapping[str, str]:
+    """The user's names with their models; none, without reading them, for a packaged model."""
+    return {} if name in PACKAGED_MODELS else read_models_file().models
 
 
 def _known_name(name: str, known: Container[str]) -> str | None:

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import localgen
 from localgen.backends.engine_stats import EngineStats
+from localgen.backends.errors import LocalgenError
 from localgen.backends.model_info import ModelInfo
 from localgen.backends.types import Request
 from localgen.server.anthropic.routes import AnthropicApi
@@ -275,17 +276,20 @@ async def _load_events(
 
     async def load() -> ModelInfo:
         name = manager.default_name if body.model is None else body.model
-        named = await NamedSettings.find(name)
+        named, own = await NamedSettings.find(name), body.to_load_options()
         acquired = manager.acquire(
             body.model,
-            named.load_options(body.to_load_options()),
+            named.load_options(own),
             show,
             None if body.keep_alive is None else KeepAlive(body.keep_alive_s()),
             allow_paths=allow_paths,
             on_wait=lambda reason: event.update(waiting=reason),
         )
-        async with acquired as (_, info):
-            return named.shown(info)
+        try:
+            async with acquired as (_, info):
+                return named.shown(info)
+        except LocalgenError as error:
+            raise named.explained(error, own_ctx=own.ctx) from None
 
     loading = asyncio.create_task(load())
     try:

@@ -22,6 +22,7 @@ _TYPES = ("F32", "F16", "BF16", "Q8_0")
 # llama.cpp looks up the rows of A here, so A and B change places
 _EMBEDDING = "token_embd.weight"
 _OTHER = "use the model that it was trained with"
+_NEEDED = "give a GGUF file of a LoRA adapter, or the folder that PEFT has written"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +56,15 @@ class BaseModel:
         )
 
 
-def check_lora_file(path: Path, shown: str, base: BaseModel) -> None:
+def check_lora_file(path: Path, shown: str, base: BaseModel | None) -> None:
     """Raise LoadFailed unless a GGUF file is a LoRA adapter of a model.
 
-    shown: its name in messages. llama.cpp checks less, and aborts on some of it.
+    shown: its name in messages. base: None if the model is not here, so that the file alone is
+    checked. llama.cpp checks less, and aborts on some of it.
     """
-    reader = GgufReader(path)
-    kind, adapter_type = reader.get("general.type"), reader.get("adapter.type")
-    if kind != "adapter" or adapter_type != "lora":
-        what = f"adapter.type is {adapter_type!r}" if kind == "adapter" else _kind_text(kind)
-        raise LoadFailed(f"{shown} is no LoRA adapter: {what}")
+    reader = _lora_reader(path, shown)
     architecture = reader.get("general.architecture")
-    if architecture != base.architecture:
+    if base is not None and architecture != base.architecture:
         raise LoadFailed(
             f"{shown} is for models of the architecture {architecture}, {base.name} is "
             f"{base.architecture}: {_OTHER}"
@@ -85,8 +83,22 @@ def check_lora_file(path: Path, shown: str, base: BaseModel) -> None:
                 raise LoadFailed(f"{shown} has no tensor {name}")
             if tensors[name].type_name not in _TYPES:
                 raise LoadFailed(f"{shown}: {name} is of type {tensors[name].type_name}")
-        a, b = tensors[f"{target}{_A}"].shape, tensors[f"{target}{_B}"].shape
-        _check_shapes(shown, base, target, a, b)
+        if base is not None:
+            a, b = tensors[f"{target}{_A}"].shape, tensors[f"{target}{_B}"].shape
+            _check_shapes(shown, base, target, a, b)
+
+
+def _lora_reader(path: Path, shown: str) -> GgufReader:
+    """The file of a LoRA adapter. Raises LoadFailed for any other."""
+    try:
+        reader = GgufReader(path)
+    except LoadFailed as error:
+        raise LoadFailed(f"{error.message}: {_NEEDED}") from error
+    kind, adapter_type = reader.get("general.type"), reader.get("adapter.type")
+    if kind != "adapter" or adapter_type != "lora":
+        what = f"adapter.type is {adapter_type!r}" if kind == "adapter" else _kind_text(kind)
+        raise LoadFailed(f"{shown} is no LoRA adapter: {what}: {_NEEDED}")
+    return reader
 
 
 def _kind_text(kind: object) -> str:
@@ -127,7 +139,9 @@ def write_lora_file(path: Path, shown: str, pairs: list[LoraPair], base: BaseMod
     for pair in pairs:
         name = names.get_name(pair.module)
         if name is None:
-            raise LoadFailed(f"{shown} changes {pair.module}, which {base.name} does not have")
+            raise LoadFailed(
+                f"{shown} changes {pair.module}, which {base.name} does not have: {_OTHER}"
+            )
         writer.add_tensor(f"{name}.weight{_A}", pair.a)
         writer.add_tensor(f"{name}.weight{_B}", _in_row_order(shown, pair, name, base))
     writer.write_header_to_file()
@@ -143,5 +157,8 @@ def _in_row_order(shown: str, pair: LoraPair, name: str, base: BaseModel) -> NDA
     if heads is None or base.architecture != "llama":
         return pair.b
     if not heads or len(pair.b) % (2 * heads):
-        raise LoadFailed(f"{shown}: {pair.module} has {len(pair.b)} outputs for {heads} heads")
+        raise LoadFailed(
+            f"{shown}: {pair.module} has {len(pair.b)} outputs for {heads} heads of "
+            f"{base.name}: {_OTHER}"
+        )
     return interleave_rotary(pair.b, heads)

@@ -19,7 +19,7 @@ from localgen.backends.errors import (
 from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.memory.load_limits import validate_load_options
 from localgen.backends.model_info import DRAFT_KEYWORDS, LoadOptions, ModelInfo
-from localgen.config import ServerSettings
+from localgen.config import BadSetting, ServerSettings
 from localgen.hub.models_file import models_file_version
 from localgen.hub.packaged import default_model
 from localgen.placement.backend_choice import Hardware, detect_hardware
@@ -271,7 +271,7 @@ class ModelManager:
             return found
         try:
             file = await self._resolve_file(name, allow_paths)
-        except ModelNotFound:
+        except (ModelNotFound, BadSetting):  # BadSetting: an error in models.toml
             return find_by_short_name(self.residents, name, allow_paths)
         except LocalgenError:
             return None

@@ -77,7 +77,7 @@ class GenerationResponse(Response):
         self._index = {request.id: index for index, request in enumerate(job.requests)}
         self._finished: dict[str, Finished] = {}
         self._has_begun = False  # the stream, with notices during the load
-        self._named, self._own_ctx = NamedSettings(""), job.requests[0].ctx
+        self._named, self._own = NamedSettings(""), job.requests[0]
         self._record = RequestRecord(
             id=job.id,
             requested_model=job.model or "",
@@ -106,7 +106,7 @@ class GenerationResponse(Response):
                 deadline_s=job.deadline_s,
             )
             async with cancel_on_disconnect(receive), acquired as (resident, info):
-                self._named.require_ctx(self._own_ctx, info)
+                self._named.require_ctx(self._own.ctx, info)
                 self._record.model = resident.file.name
                 self._record.answered_model = answered_name(job.model, resident.file)
                 load_ms = (time.monotonic() - asked_s) * 1e3
@@ -127,10 +127,11 @@ class GenerationResponse(Response):
                         late.cancel()
             if left is not None:  # the model is released before
                 await self._record_cancelled(left)
-        except LocalgenError as error:
+        except LocalgenError as raised:
+            error = self._named.explained(raised, self._own.params, self._own.ctx)
             self._record.fail(error.code, error.message)
             if not self._has_begun and not await waiting.stop():
-                raise
+                raise error from None
             body = self._encode_error(unnamed.framing, error.code, error.message, error.param)
             await send({"type": "http.response.body", "body": body})
         except Exception:
@@ -148,7 +149,7 @@ class GenerationResponse(Response):
         self._job = replace(
             job,
             requests=self._named.apply(job.requests, job.n),
-            options=self._named.load_options(job.options, self._own_ctx),
+            options=self._named.load_options(job.options, self._own.ctx),
         )
         self._record.max_tokens = self._job.requests[0].params.max_tokens
         return self._job

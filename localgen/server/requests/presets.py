@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from localgen.backends.adapters import ADAPTER_BACKEND, AdapterRef
-from localgen.backends.errors import InvalidRequest
+from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.model_info import LoadOptions, ModelInfo
+from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import Request
 from localgen.hub.models_file import read_models_file
 from localgen.hub.preset import Preset
@@ -17,6 +18,7 @@ from localgen.hub.resolve import find_adapter, find_alias, find_preset
 from localgen.server.models.disk_paths import without_folders
 from localgen.server.requests.choices import offset_seed
 
+_UNSET = SamplingParams()
 _log = logging.getLogger("localgen.server")
 
 
@@ -83,6 +85,26 @@ class NamedSettings:
             options = replace(options, backend=ADAPTER_BACKEND)
         return self.preset.load_options(options, request_ctx) if self.preset else options
 
+    def explained(
+        self, error: LocalgenError, own: SamplingParams = _UNSET, own_ctx: int | None = None
+    ) -> LocalgenError:
+        """The error, with the name of the preset if one of its settings caused it.
+
+        own, own_ctx: what the request itself sets.
+        """
+        # a load that fails in the engine has no param, and names the option
+        is_load = error.message.startswith("--ctx ")
+        key = "ctx" if is_load else (error.param or "").partition("[")[0]
+        if key == "ctx":
+            is_own = own_ctx is not None
+        else:
+            is_own = getattr(own, key, None) != getattr(_UNSET, key, None)
+        if self.preset is None or is_own or not self.preset.sets(key):
+            return error
+        reason = error.message.removeprefix("--")
+        message = f"models.toml: preset {self.name}: {reason}"
+        return type(error)(message, param=error.param)
+
     def shown(self, info: ModelInfo) -> ModelInfo:
         """The loaded model by the name of the preset."""
         if self.preset is None and self.adapter is None:
@@ -97,13 +119,12 @@ class NamedSettings:
         wanted = self.preset.ctx if self.preset and request_ctx is None else None
         if wanted is None or wanted <= info.ctx:
             return
-        remedy = "lower its ctx in models.toml"
+        remedy = "lower it"
         if wanted <= info.ctx_train:
             stop = f"`localgen stop {info.name}`"
             remedy += f", or {stop} and load it with --ctx {wanted}"
         raise InvalidRequest(
-            f"preset {self.name} asks for {wanted:,} tokens of context, {info.name} is loaded with "
-            f"{info.ctx:,}: {remedy}",
+            f"ctx is {wanted:,}, {info.name} is loaded with {info.ctx:,} tokens: {remedy}",
             param="ctx",
         )
 
