@@ -24,12 +24,13 @@ from localgen.backends.errors import InvalidRequest
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import Message, ToolCall
 from localgen.chat import commands
-from localgen.chat.conversation import Conversation, ToolStep, Turn, transcript_markdown
+from localgen.chat.conversation import Conversation, ToolStep, Turn
 from localgen.chat.database import WriterLock
 from localgen.chat.parameters import ModelOptions
 from localgen.chat.saved_chats import SavedChat, encode_chat, load_chat, save_chat
 from localgen.chat.session import ChatSession
 from localgen.chat.session_store import SessionRecord, SessionStore
+from localgen.chat.transcript import transcript_markdown
 from localgen.cli.main import run_command_line
 from localgen.mcp_tools.chat_tools import (
     MAX_ROUNDS,

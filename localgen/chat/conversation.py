@@ -146,35 +146,3 @@ def conversation_from_messages(
         for at in range(0, len(spoken), 2)
     ]
     return Conversation(system, tuple(turns))
-
-
-def transcript_markdown(name: str, conversation: Conversation) -> str:
-    """The transcript of a session as Markdown, with reasoning in collapsed sections."""
-    parts = [f"# {name}\n"]
-    if conversation.system:
-        parts.append(f"System prompt:\n\n{_blockquote(conversation.system)}\n")
-    for turn in conversation.turns:
-        parts.append(f"## You\n\n{turn.prompt}\n")
-        thought = (
-            f"<details><summary>Reasoning</summary>\n\n{turn.reasoning}\n\n</details>\n\n"
-            if turn.reasoning
-            else ""
-        )
-        calls = "".join(_step_markdown(step) for step in turn.steps)
-        served = f"\n\n*{' · '.join(turn.summary.splitlines())}*" if turn.summary else ""
-        parts.append(f"## Answer\n\n{calls}{thought}{turn.answer}{served}\n")
-    return "\n".join(parts)
-
-
-def _step_markdown(step: ToolStep) -> str:
-    """The text of a step, and its calls in collapsed sections."""
-    text = f"{step.text}\n\n" if step.text else ""
-    calls = (
-        f"<details><summary>{call.name} {call.arguments}</summary>\n\n{result}\n\n</details>\n\n"
-        for call, result in zip(step.calls, step.results, strict=True)
-    )
-    return text + "".join(calls)
-
-
-def _blockquote(text: str) -> str:
-    return "\n".join(f"> {line}" for line in text.splitlines())

@@ -109,8 +109,8 @@ def _delete(store: SessionStore, listed: SessionSummary, *, ask: bool) -> None:
 
 def _print_session(record: SessionRecord, *, as_json: bool) -> None:
     from localgen.backends.terminal_text import escape_control_chars
-    from localgen.chat.conversation import transcript_markdown
     from localgen.chat.saved_chats import SavedChat, encode_chat
+    from localgen.chat.transcript import transcript_markdown
 
     if as_json:
         chat = SavedChat(record.model or "", record.params, record.conversation)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.terminal_text import escape_name, one_line
 from localgen.chat import commands, saved_chats
-from localgen.chat.conversation import transcript_markdown
 from localgen.chat.file_mentions import expand_mentions
 from localgen.chat.session_store import SessionRecord
 from localgen.tui.chat.active_session import UNNAMED_SESSION, ActiveSession, CommandStopped
@@ -420,6 +419,8 @@ def _export_transcript(active: ActiveSession, target: str) -> Path:
     Returns the absolute path. Raises InvalidRequest if it cannot be written, or if it is an
     existing file other than a saved chat.
     """
+    from localgen.chat.transcript import transcript_markdown  # not at the start
+
     path = Path(os.path.expanduser(target))
     session = active.chat
     if path.suffix == ".json":
