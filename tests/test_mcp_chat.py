@@ -359,6 +359,15 @@ def test_calls_are_stored_and_continued(tmp_path: Path, connections: McpConnecti
     assert asked.tools == ()
 
 
+def test_the_arguments_of_calls_count(chat: Callable[..., Chat]) -> None:
+    long = call("echo", text="x" * 4000)
+    made = chat(calling(long), ("ok", answer()), allowed="test.echo")
+    made.type("hi")
+    assert made.last_turn.num_chars >= len(long.arguments) + 4000  # and the result
+    made.session.set_conversation(made.session.conversation)  # forgets what the server counted
+    assert 2000 <= made.session.estimate_used_tokens() < 2100
+
+
 def test_a_chat_of_an_older_version_has_no_calls(tmp_path: Path) -> None:
     path = tmp_path / "chat.json"
     saved = SavedChat("tiny", SamplingParams(), Conversation(None, (Turn("q", "a"),)))

@@ -65,7 +65,13 @@ class Turn:
     def num_chars(self) -> int:
         """Characters of the prompt, the answer and the tool calls, without reasoning."""
         steps = (message for step in self.steps for message in step.messages())
-        return len(self.prompt + self.answer) + sum(len(message.content) for message in steps)
+        return len(self.prompt + self.answer) + sum(map(message_chars, steps))
+
+
+def message_chars(message: Message) -> int:
+    """Characters of the content and the tool calls of a message, without reasoning."""
+    calls = sum(len(call.name) + len(call.arguments) for call in message.tool_calls)
+    return len(message.content) + calls
 
 
 @dataclass(frozen=True, slots=True)

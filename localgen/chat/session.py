@@ -15,7 +15,13 @@ from localgen.backends.model_info import DRAFT_KEYWORDS, LoadOptions, ModelInfo
 from localgen.backends.sampling_params import SAMPLERS, SamplingParams
 from localgen.backends.types import Message, Tool, ToolCall
 from localgen.chat import parameters
-from localgen.chat.conversation import SUMMARY_PROMPT, Conversation, ToolStep, Turn
+from localgen.chat.conversation import (
+    SUMMARY_PROMPT,
+    Conversation,
+    ToolStep,
+    Turn,
+    message_chars,
+)
 from localgen.chat.parameters import ModelOptions
 from localgen.client.responses import TextDelta
 from localgen.client.snapshot import ModelSnapshot, parse_localgen_stats
@@ -495,8 +501,7 @@ class ChatSession:
         used = self.used_tokens
         if used is not None:
             return used
-        letters = sum(len(message.content) for message in self.conversation.messages())
-        return letters // 4
+        return sum(map(message_chars, self.conversation.messages())) // 4
 
     def _unused_branch_name(self) -> str:
         number = len(self.branches)
