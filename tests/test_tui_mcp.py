@@ -18,7 +18,7 @@ from tui_chats import Tui, notice_text, play, turns
 
 from localgen.backends.types import ToolCall
 from localgen.chat.conversation import ToolStep
-from localgen.mcp_tools.chat_tools import ChatTools
+from localgen.mcp_tools.chat_tools import MAX_ROUNDS, ROUNDS_NOTICE, ChatTools
 from localgen.mcp_tools.connections import McpConnections
 from localgen.mcp_tools.server_file import McpServer, add_server
 from localgen.tui.chat import tool_question
@@ -351,6 +351,24 @@ def test_ctrl_c_ends_the_start_of_a_server(tools: ChatTools, tmp_path: Path) -> 
         await tui.until(begun.exists)  # and quitting does not wait for it
 
     play(tui_with(tools, tmp_path, ("ok", answer())), scene)
+
+
+def test_the_last_round_of_calls_is_said(tools: ChatTools, tmp_path: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await ask(tui, pilot, "one")
+        await pilot.press("alt+a")
+        await tui.wait_until_idle(pilot)
+        assert "rounds of tool calls" not in tui.main._transcript.text
+        await tui.ask(pilot, "many")
+        assert ROUNDS_NOTICE in turns(tui)[1].summary.splitlines()
+        assert ROUNDS_NOTICE in " ".join(tui.main._transcript.text.split())
+        assert (len(turns(tui)[1].steps), turns(tui)[1].answer) == (MAX_ROUNDS, "so")
+
+    rounds = [calling(ADD, text="")] * MAX_ROUNDS
+    play(
+        tui_with(tools, tmp_path, calling(ADD), ("ok", answer()), *rounds, ("so", answer())),
+        scene,
+    )
 
 
 def test_a_comparison_offers_no_tools(tools: ChatTools, tmp_path: Path) -> None:

@@ -17,7 +17,14 @@ from localgen.chat import report
 from localgen.chat.conversation import ToolStep, Turn
 from localgen.chat.session import ChatSession
 from localgen.client import Completion, TextDelta
-from localgen.mcp_tools.chat_tools import CallHandlers, CallQuestion, Decision, runnable_calls
+from localgen.mcp_tools.chat_tools import (
+    MAX_ROUNDS,
+    ROUNDS_NOTICE,
+    CallHandlers,
+    CallQuestion,
+    Decision,
+    runnable_calls,
+)
 from localgen.mcp_tools.results import ToolResult
 
 
@@ -249,6 +256,11 @@ class AnswerStream:
         return f"{self.tokens_per_s():,.0f}"
 
     def _summary(self) -> str:
+        """The figures of the answer, or why it is not whole; then notices."""
+        notices = (ROUNDS_NOTICE,) if len(self.steps) >= MAX_ROUNDS else ()
+        return "\n".join(line for line in (self._figures(), *notices) if line)
+
+    def _figures(self) -> str:
         if self.completion is not None:
             session = self._session
             return report.answer_summary(self.completion, session.options, session.model_info)
