@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import resource
@@ -19,8 +20,9 @@ import pytest
 
 from localgen.backends.errors import DiskFull, InvalidRequest, LocalgenError
 from localgen.backends.sampling_params import SamplingParams
-from localgen.chat.conversation import Conversation, Turn
-from localgen.chat.database import StoreFailed, WriterLock
+from localgen.backends.types import ToolCall
+from localgen.chat.conversation import Conversation, ToolStep, Turn
+from localgen.chat.database import SESSIONS_SCHEMA, StoreFailed, WriterLock
 from localgen.chat.session_store import (
     INTERRUPTED_SUMMARY,
     SessionBusy,
@@ -305,6 +307,50 @@ def test_unusable_file_is_rejected_and_unchanged(tmp_path: Path, kind: str, told
         Program(tmp_path)
     assert str(path) in told_of.value.message
     assert path.read_bytes() == before
+
+
+def test_a_database_of_format_3_is_upgraded(tmp_path: Path) -> None:
+    """The file was dumped from one that localgen before tool calls wrote and then died."""
+    path = tmp_path / "chats.db"
+    with contextlib.closing(sqlite3.connect(path)) as sqlite:
+        sqlite.executescript((Path(__file__).parent / "data/sessions_v3.sql").read_text())
+        assert sqlite.execute("PRAGMA user_version").fetchone() == (3,)
+        assert len(sqlite.execute("SELECT * FROM turns").fetchone()) == 8
+    program = Program(tmp_path)
+    fork, sums = (program.sessions.read(each.id) for each in program.sessions.list_sessions())
+    assert (sums.name, sums.params.temperature, sums.ctx) == ("sums", 0.5, 1024)
+    done = Turn(
+        "What is 17 + 25?", "It is 42.", reasoning="17 + 25 = 42", summary="tiny · 3 tokens"
+    )
+    half = Turn("né 漢\nmore", "half", stopped=True)
+    assert sums.conversation == Conversation("Be short.", (done, half))
+    cut = Turn("cut by a crash", "so far", stopped=True, summary=INTERRUPTED_SUMMARY)
+    assert (fork.conversation, fork.forked_from) == (Conversation(None, (done, cut)), sums.id)
+    assert program.sessions.load_unsent_prompt(sums.id) == "unsent"
+    steps = (ToolStep("", "", (ToolCall("1", "add", "{}"),), ("42",)),)
+    called = replace(sums, conversation=sums.conversation.with_turn(Turn("a", "b", steps=steps)))
+    program.sessions.update(called)
+    program.leave()
+    assert Program(tmp_path).sessions.read(sums.id).conversation.turns[2].steps == steps
+
+
+def test_a_database_that_is_upgraded_meanwhile_is_not_changed(tmp_path: Path) -> None:
+    program = Program(tmp_path)
+    kept = program.sessions.create(NEW)
+    with contextlib.closing(sqlite3.connect(tmp_path / "chats.db")) as sqlite:
+        sqlite.execute("ALTER TABLE turns ADD COLUMN mood TEXT")
+        sqlite.execute(f"PRAGMA user_version = {len(SESSIONS_SCHEMA) + 1}")
+        before = list(sqlite.iterdump())
+        told = "a newer localgen has upgraded .*chats.db .*start localgen again"
+        for use in (
+            lambda: program.sessions.begin_turn(kept, "hi"),
+            lambda: program.sessions.update(kept),
+            lambda: program.sessions.read(kept.id),
+            program.sessions.list_sessions,
+        ):
+            with pytest.raises(StoreFailed, match=told):
+                use()
+        assert list(sqlite.iterdump()) == before
 
 
 @pytest.mark.parametrize("kind", ["folder", "file instead of a folder"])

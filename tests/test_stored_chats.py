@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import signal
+import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -18,6 +20,7 @@ from tui_chats import MakeTui, wait, wait_for_answer
 from localgen.backends.errors import DiskFull, EngineDied, InvalidRequest
 from localgen.chat.chat_storage import ChatStorage, open_chat_storage
 from localgen.chat.conversation import Conversation, Turn
+from localgen.chat.database import SESSIONS_SCHEMA
 from localgen.chat.parameters import ModelOptions
 from localgen.chat.session import ChatSession
 from localgen.chat.session_choice import SessionChoice
@@ -219,6 +222,22 @@ def test_a_full_disk_is_said_once_and_nothing_is_lost(
     assert "this conversation is not stored: the disk is full" in left
     chat.type("three")
     assert stored(store) == {"one": ["one", "two", "three"]}
+
+
+def test_a_newer_localgen_that_upgrades_the_store_is_said_once(
+    open_chat: OpenChat, tmp_path: Path
+) -> None:
+    chat = open_chat(NEW)
+    chat.type("one")
+    with contextlib.closing(sqlite3.connect(tmp_path / "sessions.db")) as sqlite:
+        sqlite.execute("ALTER TABLE turns ADD COLUMN mood TEXT")
+        sqlite.execute(f"PRAGMA user_version = {len(SESSIONS_SCHEMA) + 1}")
+        screen = chat.type("two", "three")
+        assert screen.count("conversation not stored: a newer localgen has upgraded ") == 1
+        assert "re: three" in screen
+        assert [turn.prompt for turn in chat.session.conversation.turns] == ["one", "two", "three"]
+        assert "this conversation is not stored: a newer localgen" in chat.open_and_leave()
+        assert sqlite.execute("SELECT prompt FROM turns").fetchall() == [("one",)]
 
 
 def test_a_damaged_store_ends_no_new_chat(open_chat: OpenChat, tmp_path: Path) -> None:

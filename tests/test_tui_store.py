@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +11,11 @@ from pathlib import Path
 import pytest
 from scripted_client import answer
 from textual.pilot import Pilot
-from tui_chats import MakeTui, Tui, play, wait, wait_for_answer
+from tui_chats import MakeTui, Tui, notice_text, play, press, turns, wait, wait_for_answer
 
 from localgen.backends.errors import DiskFull
 from localgen.chat.conversation import Turn
+from localgen.chat.database import SESSIONS_SCHEMA
 from localgen.chat.session_store import (
     INTERRUPTED_SUMMARY,
     SessionBusy,
@@ -20,6 +23,7 @@ from localgen.chat.session_store import (
     SessionRecord,
     SessionStore,
 )
+from localgen.tui.chat.main_screen import session_status
 
 
 def test_an_answer_outlives_a_program_that_is_killed_while_it_asks_again(make_tui: MakeTui) -> None:
@@ -164,6 +168,25 @@ def test_full_disk_is_retried_until_it_has_room(
     tui.manager.sync_store()
     assert opened.save_error == ""
     assert tui.store.read(opened.id).conversation.turns == (turn,)
+
+
+def test_a_store_that_a_newer_localgen_upgrades(tmp_path: Path) -> None:
+    async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        await tui.ask(pilot, "one")
+        with contextlib.closing(sqlite3.connect(tmp_path / "sessions.db")) as sqlite:
+            sqlite.execute("ALTER TABLE turns ADD COLUMN mood TEXT")
+            sqlite.execute(f"PRAGMA user_version = {len(SESSIONS_SCHEMA) + 1}")
+        await tui.ask(pilot, "two")
+        assert [turn.answer for turn in turns(tui)] == ["re: one", "re: two"]
+        assert "not saved: a newer localgen has upgraded" in session_status(tui.opened)[0]
+        tui.app.sync_store()
+        await press(tui, pilot, "ctrl+n")  # what cannot be stored is not begun
+        assert "a newer localgen has upgraded" in notice_text(tui)
+        assert len(turns(tui)) == 2
+        with contextlib.closing(sqlite3.connect(tmp_path / "sessions.db")) as sqlite:
+            assert sqlite.execute("SELECT prompt FROM turns").fetchall() == [("one",)]
+
+    play(Tui(tmp_path), scene)
 
 
 @pytest.mark.parametrize("name", ["update_turn", "finish_turn"])

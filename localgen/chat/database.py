@@ -138,11 +138,12 @@ class Database:
     """A SQLite database with schema migrations. schema: SQL statements of each version, from 1.
 
     Can be shared by threads and by processes. Raises StoreFailed, and leaves the file unchanged, if
-    it is damaged, of a newer version, or not a chat database.
+    it is damaged, of a newer version, or not a chat database; transactions, too, once a newer
+    localgen has upgraded it.
     """
 
     def __init__(self, path: Path, schema: tuple[str, ...]) -> None:
-        self._path = path
+        self._path, self._latest_version = path, len(schema)
         self._lock = threading.RLock()
         with self._translate_errors():
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -210,6 +211,14 @@ class Database:
         if found != "ok":
             raise self._damaged_error(found)
 
+    def _require_known_version(self) -> None:
+        version = self._pragma("user_version")
+        if version > self._latest_version:
+            raise StoreFailed(
+                f"a newer localgen has upgraded {self._path} (format {version}, this one writes "
+                f"{self._latest_version}): start localgen again to store what follows"
+            )
+
     def _pragma(self, name: str) -> int:
         found: int = self._connection.execute(f"PRAGMA {name}").fetchone()[0]
         return found
@@ -218,6 +227,7 @@ class Database:
     def _transaction(self, begin: str) -> Iterator[None]:
         self._connection.execute(begin)
         try:
+            self._require_known_version()
             yield
             self._connection.execute("COMMIT")
         except BaseException:
