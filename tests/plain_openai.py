@@ -70,7 +70,7 @@ class PlainServer:
     refuse: returns the error for a body that it rejects. gap_s: pause before each event.
     """
 
-    def __init__(self, *models: str | dict[str, Any]) -> None:
+    def __init__(self, *models: str | dict[str, Any], port: int = 0) -> None:
         self.models: Sequence[str | dict[str, Any]] | None = models or ("big",)
         self.events: list[bytes] = []
         self.kind = "text/event-stream"
@@ -82,7 +82,7 @@ class PlainServer:
         self.cut = False
         self.hung_up = threading.Event()
         self.seen: list[Seen] = []
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._http = ThreadingHTTPServer(("127.0.0.1", port), self._handler())
         self._http.daemon_threads = True
 
     @property
@@ -181,9 +181,9 @@ class PlainServer:
 
 
 @contextmanager
-def plain_server(*models: str | dict[str, Any]) -> Iterator[PlainServer]:
+def plain_server(*models: str | dict[str, Any], port: int = 0) -> Iterator[PlainServer]:
     """A server that runs while the context is open."""
-    server = PlainServer(*models)
+    server = PlainServer(*models, port=port)
     thread = threading.Thread(target=server.serve, daemon=True)
     thread.start()
     try:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -226,20 +227,44 @@ def test_a_process_that_is_killed_is_replaced(cluster: Cluster, victim: str) -> 
     cluster.wait_until(lambda: len(cluster.replicas()) == 2)
 
 
-def test_nothing_is_left_when_it_ends(cluster: Cluster) -> None:
+def test_running_requests_are_answered_when_it_ends_and_nothing_is_left(cluster: Cluster) -> None:
     left = cluster.processes()
     assert len(left) > 5
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(cluster.chat, "Hello", max_tokens=1900, ignore_eos=True)
-        time.sleep(0.5)
+        cluster.wait_until(lambda: _num_running(cluster) == 1)
         down = cluster.run("cluster", "down")
-        assert running.exception(LONG_S) or running.result().status_code in (200, 503)
+        assert running.result().json()["usage"]["completion_tokens"] == 1900
     assert down.stdout == "cluster stopped\n", down.stderr
     _, alive = psutil.wait_procs(left, timeout=LONG_S)
     assert [each.cmdline() for each in alive] == []
     assert list(Path(cluster.environment["LOCALGEN_RUNTIME_DIR"]).glob("replica-*")) == []
     gone = cluster.run("cluster", "status")
     assert "no cluster runs: `localgen cluster up` starts one" in gone.stderr
+
+
+def _num_running(cluster: Cluster) -> int:
+    return sum(each["running"] for each in cluster.replicas())
+
+
+def test_ctrl_c_ends_running_requests_with_an_error(tmp_path: Path) -> None:
+    """While `localgen cluster down` waits; meanwhile new ones are refused at once."""
+    cluster = Cluster(tmp_path)
+    up = cluster.run("cluster", "up", "tiny", "--replicas", "1", "--port", str(cluster.port))
+    assert up.returncode == 0, up.stderr
+    command = [sys.executable, "-m", "localgen", "cluster", "down"]
+    long = {"max_tokens": 1900, "ignore_eos": True, "stream": True}
+    with ThreadPoolExecutor(8) as pool:  # many, which take longer than the test
+        streams = [pool.submit(cluster.chat, "Hello", **long) for _ in range(8)]
+        cluster.wait_until(lambda: _num_running(cluster) == 8)
+        with subprocess.Popen(command, env=cluster.environment, stdout=subprocess.PIPE) as down:
+            cluster.wait_until(lambda: cluster.chat("Hello").status_code == 503)
+            assert cluster.chat("Hello").headers["retry-after"] == "5"
+            down.send_signal(signal.SIGINT)
+            assert down.communicate(timeout=LONG_S)[0] == b"cluster stopped\n"
+        last = [each.result().text.rstrip().splitlines()[-1] for each in streams]
+    assert all("the cluster is stopping: try again when it runs" in each for each in last), last
+    assert cluster.processes() == []
 
 
 def test_long_prompts_are_computed_by_a_prompt_replica(tmp_path: Path) -> None:

@@ -156,12 +156,17 @@ def status(json: JsonFlag = False) -> None:
 
 @group.command()
 def down() -> None:
-    """End the cluster. Running requests have a few seconds."""
+    """End the cluster. Running requests have up to 30 s, and new ones are refused.
+
+    Ctrl+C ends the running ones at once, with an error.
+    """
     from localgen.cli import tables
     from localgen.cluster import running
     from localgen.config import ServerSettings
 
     found = _find()
+    seconds = f"{running.DRAIN_TIMEOUT_S:.0f} s"
+    tables.print_notice(f"running requests have up to {seconds}; Ctrl+C ends them now")
     running.stop(found, ServerSettings.from_environment())
     tables.print_line("cluster stopped")
 

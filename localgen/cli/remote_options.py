@@ -108,11 +108,11 @@ def create_client(
     early: the local server, if it has been launched.
     """
     from localgen.client import Client, LocalClient
-    from localgen.client.connection import EndpointConnection
+    from localgen.client.connection import RESTART_WAIT_S, EndpointConnection
 
     if endpoint is None:
         return LocalClient(notify=notify, early=early)
-    return Client(EndpointConnection(endpoint, notify))
+    return Client(EndpointConnection(endpoint, notify, restart_wait_s=RESTART_WAIT_S))
 
 
 def create_monitor(

@@ -38,6 +38,9 @@ _MAX_ERROR_BYTES = 1 << 16
 # how long to knock at a local server whose queue of connections is full
 _BACKLOG_TIMEOUT_S = 5.0
 _BACKLOG_POLL_S = 0.05
+# a cluster on a busy machine starts anew within this time
+RESTART_WAIT_S = 60.0
+_RESTART_POLL_S = 0.2
 # of a server at a URL: a body that is read as a whole, or an event of a stream
 MAX_MESSAGE_BYTES = 16 << 20
 # not below /v1
@@ -277,6 +280,7 @@ class EndpointConnection(Connection):
     """TCP connections to an endpoint. Retries a busy server after its Retry-After.
 
     notify: also called before each wait. sleep: waits that many seconds, by default until abort().
+    restart_wait_s: how long to wait for a server that is_restarted.
     Raises BadSetting if the API key or a proxy setting is invalid.
     """
 
@@ -287,10 +291,12 @@ class EndpointConnection(Connection):
         endpoint: Endpoint,
         notify: Callable[[str], None] = lambda line: None,
         sleep: Callable[[float], None] | None = None,
+        restart_wait_s: float = 0.0,
     ) -> None:
         self._endpoint = endpoint
         super().__init__(EndpointErrors(endpoint), notify, endpoint.url)
         self._sleep = sleep or self._sockets.sleep
+        self._restart_wait_s = restart_wait_s
         is_safe = endpoint.key_env is None or endpoint.is_loopback or endpoint.is_encrypted
         if not is_safe:
             self._warning = f"the API key is sent to {endpoint.host} unencrypted: use https://"
@@ -316,6 +322,21 @@ class EndpointConnection(Connection):
                 f"cannot connect to {endpoint.display_name} with the settings of the environment "
                 f"({error}): check HTTPS_PROXY, ALL_PROXY and SSL_CERT_FILE"
             ) from error
+
+    def _send_once(self, request: httpx.Request) -> httpx.Response:
+        deadline, was_said = time.monotonic() + self._restart_wait_s, False
+        while True:
+            try:
+                return super()._send_once(request)
+            except httpx.ConnectError:
+                is_over = time.monotonic() >= deadline or self.is_aborted
+                if is_over or not self._endpoint.is_restarted:
+                    raise
+            if not was_said:
+                wait = f"waiting up to {self._restart_wait_s:.0f} s; Ctrl+C stops"
+                self.notify(f"{self.errors.name} starts anew: {wait}")
+                was_said = True
+            self._sleep(_RESTART_POLL_S)
 
     def _wait_before_retry(self, refusal: ErrorResponse, num_retries: int) -> str | None:
         wait_s = refusal.retry_after_s

@@ -58,6 +58,11 @@ class Endpoint:
             return self.host == "localhost"
 
     @property
+    def is_restarted(self) -> bool:
+        """True if the server is started again when it ends."""
+        return False
+
+    @property
     def is_encrypted(self) -> bool:
         return self.url.startswith("https:")
 
@@ -82,6 +87,13 @@ class OwnCluster(Endpoint):
     """The user's own cluster. key: one that its gateway takes, unless key_env names another."""
 
     key: str | None = field(default=None, repr=False)
+
+    @property
+    def is_restarted(self) -> bool:
+        """True until `localgen cluster down`."""
+        from localgen.cluster.running import RunningCluster
+
+        return RunningCluster.find(ServerSettings.from_environment()) is not None
 
     def api_key(self) -> str | None:
         return self.key if self.key_env is None else Endpoint.api_key(self)

@@ -22,7 +22,7 @@ from localgen.backends.errors import (
     error_from_code,
 )
 from localgen.backends.terminal_text import one_line
-from localgen.client.endpoints import Endpoint
+from localgen.client.endpoints import Endpoint, OwnCluster
 from localgen.client.json_decoding import decode_json
 from localgen.client.launch import read_server_pid
 from localgen.client.local_replies import ErrorReply
@@ -191,6 +191,10 @@ class EndpointErrors(ServerErrors):
     def connection_error(self, error: httpx.HTTPError) -> LocalgenError:
         where = self.name
         match error:
+            case httpx.NetworkError() | httpx.RemoteProtocolError() if isinstance(
+                self._endpoint, OwnCluster
+            ):
+                problem = self._cluster_problem(error)
             case httpx.ConnectTimeout():
                 problem = f"{where} does not answer within {CONNECT_TIMEOUT_S:.0f} s"
             case httpx.ReadTimeout():
@@ -204,6 +208,13 @@ class EndpointErrors(ServerErrors):
                 detail = f" ({error})" if str(error) else ""
                 problem = f"the connection to {where} was lost{detail}"
         return EndpointUnavailable(problem)
+
+    def _cluster_problem(self, error: httpx.HTTPError) -> str:
+        if not self._endpoint.is_restarted:
+            return f"{self.name} has ended: `localgen cluster up` starts it"
+        if isinstance(error, httpx.ConnectError):
+            return f"{self.name} does not listen, as its gateway starts anew: try again"
+        return f"the gateway of {self.name} ended while answering and starts anew: try again"
 
     def refusal(self, response: ErrorResponse, sent: SentRequest = SentRequest()) -> LocalgenError:
         message = self._message(response.body)

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import math
 import secrets
+import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
@@ -40,6 +42,7 @@ from localgen.cluster.model_download import model_name
 from localgen.cluster.posted import Place, Posted
 from localgen.cluster.replica import EngineReplica
 from localgen.cluster.route import URL, Asked, Choice, InFlight, RoutedRequest
+from localgen.cluster.running import DRAIN_TIMEOUT_S
 from localgen.cluster.totals import NO_REPLICA
 from localgen.server.http.access import open_tcp_socket
 from localgen.server.http.guard import GuardMiddleware
@@ -81,7 +84,7 @@ class GatewayServer:
         self._in_flight = InFlight()
         choose = [partial(self._choose, each) for each in self._all]
         replica_key = access.keys[0] if config.command is not None and access.keys else None
-        gateway = Gateway(
+        self._gateway = Gateway(
             choose[0],
             self._ask_all,
             choose[1] if prompt_replicas else None,
@@ -92,7 +95,7 @@ class GatewayServer:
         )
         ports = PrivatePorts(_refuse_to_listen)
         self._rates = RateLimiter(access.rate_limit)
-        app = GuardMiddleware(gateway, access, self._rates, ports)
+        app = GuardMiddleware(self._gateway, access, self._rates, ports)
         raise_open_file_limit()
         self._server = uvicorn.Server(uvicorn_config(app))
         self._serving = asyncio.create_task(self._server.serve([open_tcp_socket(access)]))
@@ -101,6 +104,14 @@ class GatewayServer:
         """Raises RuntimeError if it no longer listens."""
         if self._serving.done():
             raise RuntimeError("the gateway no longer listens")
+
+    async def drain(self) -> int:
+        """Refuse new requests from now on. Returns the number of running ones."""
+        return self._gateway.drain()
+
+    async def end(self) -> None:
+        """End the running requests with an error, and wait until it is sent."""
+        await self._gateway.end()
 
     async def charge(self, tokens: Mapping[str, int]) -> None:
         """Charge accounts for tokens that a replica has computed."""
@@ -223,16 +234,39 @@ def _replicas(
     return deployment(EngineReplica).bind(config, build)
 
 
-def end_replicas(config: ClusterConfig) -> None:
-    """Let all servers end, which give their requests some seconds, and wait for that.
+def drain(at_once: threading.Event) -> None:
+    """Let running requests be answered while new ones are refused.
+
+    Returns after DRAIN_TIMEOUT_S at the latest, or when at_once is set.
+    """
+    deadline, was_said = time.monotonic() + DRAIN_TIMEOUT_S, False
+    while not at_once.is_set() and time.monotonic() < deadline:
+        answers = _call_all(GATEWAY, "drain", _ASK_TIMEOUT_S)
+        running = sum(each for each in answers if isinstance(each, int))
+        if not running:
+            return
+        if not was_said:
+            print(f"waiting up to {DRAIN_TIMEOUT_S:.0f} s for {running} requests", file=sys.stderr)
+            was_said = True
+        at_once.wait(_POLL_S)
+
+
+def end_servers(config: ClusterConfig) -> None:
+    """End the running requests with an error, then all servers, and wait for that.
 
     Without this, Serve would wait until the requests are answered.
     """
+    _call_all(GATEWAY, "end", _ASK_TIMEOUT_S)
     for name in (REPLICAS, PROMPT_REPLICAS) if config.prompt_replicas else (REPLICAS,):
-        with contextlib.suppress(RayError, RayServeException, TimeoutError):
-            replicas = serve.get_deployment_handle(name, APP_NAME)
-            ended = replicas.broadcast("end")
-            ended.results(timeout_s=_END_TIMEOUT_S, return_exceptions=True)
+        _call_all(name, "end", _END_TIMEOUT_S)
+
+
+def _call_all(deployment: str, method: str, timeout_s: float) -> list[Any]:
+    """What each actor of a deployment returns, or its exception; nothing if one hangs."""
+    with contextlib.suppress(RayError, RayServeException, TimeoutError):
+        called = serve.get_deployment_handle(deployment, APP_NAME).broadcast(method)
+        return list(called.results(timeout_s=timeout_s, return_exceptions=True))
+    return []
 
 
 def delete_app() -> None:

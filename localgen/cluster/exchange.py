@@ -28,6 +28,10 @@ _PULLING = {"status": "waiting for the other machines"}
 _LOADING = {"progress": 1.0, "waiting": "the other replicas load it", "silent_s": None}
 
 
+class AnswerCut(Exception):
+    """An answer that has begun cannot be completed: its connection has to be closed."""
+
+
 class Exchange:
     """The response to one request, begun once and ended once.
 
@@ -58,19 +62,19 @@ class Exchange:
     async def end(self) -> None:
         await self._send({"type": "http.response.body", "body": b""})
 
-    async def fail(self, error: httpx.HTTPError) -> None:
-        """End a stream whose replica has ended with an error event; cut off any other answer."""
-        body = bytes(error_response(self._path, ServerUnavailable.code, ENDED).body)
+    async def fail(self, message: str) -> None:
+        """End a stream with an error event. Raises AnswerCut for any other answer."""
+        body = bytes(error_response(self._path, ServerUnavailable.code, message).body)
         if self._media_type.startswith("text/event-stream"):
             is_named = self._path.startswith((anthropic.PATH, RESPONSES_PATH))
             if self._path.startswith(RESPONSES_PATH):
-                failure = {"type": "error", "code": ServerUnavailable.code, "message": ENDED}
+                failure = {"type": "error", "code": ServerUnavailable.code, "message": message}
                 body = encode_json(failure | {"param": None})
             await self.write((b"event: error\n" if is_named else b"") + b"data: " + body + b"\n\n")
         elif self._path.startswith(ollama.API_PREFIX):
             await self.write(body + b"\n")
         else:
-            raise error
+            raise AnswerCut(message)
         await self.end()
 
 
@@ -120,6 +124,6 @@ class CommonExchange(Exchange):
             await super().write(self._held)
         await super().end()
 
-    async def fail(self, error: httpx.HTTPError) -> None:
+    async def fail(self, message: str) -> None:
         self._framing = None  # it waits for no replica
-        await super().fail(error)
+        await super().fail(message)

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from localgen.backends.errors import LocalgenError, NotFound, ServerUnavailable
+from localgen.cluster.draining import Drain
 from localgen.cluster.exchange import ENDED, CommonExchange, Exchange
 from localgen.cluster.incoming import MAX_SENT_CHUNKS, Incoming, gateway_headers, json_object
 from localgen.cluster.managing import Command, Plan, plan_for
@@ -50,7 +51,7 @@ _PROMPT_CHOICE_S = 1.0
 MIN_PROMPT_CHUNKS = 8
 _NO_PATH = "paths have no . and .. here: send the path as it is"
 # answered by the gateway: a probe must start no replica where there is none
-_ALIVE = encode_json({"status": "ok"})
+_ALIVE = Response(encode_json({"status": "ok"}), media_type="application/json")
 _log = logging.getLogger("localgen.cluster")
 _OWN_ID = re.compile(r"/v1/(?:requests|responses)/(?:resp_)?([0-9a-zA-Z]+)")
 
@@ -92,6 +93,15 @@ class Gateway:
         timeout = httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S)
         self._client = httpx.AsyncClient(limits=limits, timeout=timeout)
         self._replica_by_request: OrderedDict[str, Choice] = OrderedDict()
+        self._drain = Drain()
+
+    def drain(self) -> int:
+        """Refuse new requests from now on. Returns the number of running ones."""
+        return self._drain.begin()
+
+    async def end(self) -> None:
+        """End the running requests with an error, and wait until it is sent."""
+        await self._drain.end()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, scope["arrived_s"] = scope["path"], time.monotonic()
@@ -99,7 +109,11 @@ class Gateway:
             await error_response(path, NotFound.code, _NO_PATH)(scope, receive, send)
             return
         if path in PUBLIC_PATHS:
-            await Response(_ALIVE, media_type="application/json")(scope, receive, send)
+            response = self._drain.health() if path == "/health" else _ALIVE
+            await response(scope, receive, send)
+            return
+        if (refusal := self._drain.refusal(scope["method"], path)) is not None:
+            await refusal(scope, receive, send)
             return
         if path in ("/v1/stats", "/metrics") or (path == PS_PATH and self._send_all is not None):
             await self._total(path, await self._ask_all(path))(scope, receive, send)
@@ -115,6 +129,7 @@ class Gateway:
         # parsed before anything is awaited: a large body has its turn only until then
         incoming = self._parse(scope, body)
         answering = asyncio.create_task(self._answer(incoming, receive, send))
+        self._drain.add(answering)
         leaving = asyncio.create_task(_wait_until_gone(receive))
         try:
             await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -167,14 +182,21 @@ class Gateway:
                 elsewhere = asyncio.ensure_future(self._send_all(plan.commands[0]))
                 stack.callback(elsewhere.cancel)
                 exchange = CommonExchange(incoming.path, send, elsewhere)
-            await self._try_replicas(incoming, exchange)
+            try:
+                with self._drain.cutting():
+                    await self._try_replicas(incoming, exchange)
+            except ServerUnavailable as error:
+                if not exchange.has_started:
+                    raise
+                await exchange.fail(error.message)
 
     async def _answer_by_all(self, plan: Plan) -> Posted | None:
         """Returns None if there is no replica; raises NotEverywhere if some have failed."""
         assert self._send_all is not None
         answer = None
         for command in plan.commands:
-            posted = await self._send_all(command)
+            with self._drain.cutting():
+                posted = await self._send_all(command)
             require_everywhere(posted, may_lack=plan.may_lack)
             answer = common_answer(posted)
             if answer is None or not answer.is_success:
@@ -196,7 +218,7 @@ class Gateway:
                 return
             except httpx.HTTPError as error:
                 if exchange.has_started:
-                    await exchange.fail(error)
+                    await exchange.fail(ENDED)
                     return
                 if not tries_left:
                     raise ServerUnavailable(ENDED) from error

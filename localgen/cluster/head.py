@@ -1,6 +1,6 @@
 """`python -m localgen.cluster.head`: starts Ray and the application when its owner says so.
 
-It imports them first, and ends them at a signal.
+It imports them first, and ends them at a signal: SIGTERM lets running requests be answered.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 
 from localgen.backends.errors import LocalgenError
 from localgen.backends.terminal_text import one_line
 from localgen.cluster.config import ClusterConfig
 from localgen.cluster.machines import check_machines, require_gpus, require_listening
-from localgen.cluster.running import READY, START
+from localgen.cluster.running import END_AT_ONCE, READY, START
 from localgen.server.http.access import open_tcp_socket
 
 # Ray reads them when it is imported; the log has each line of each replica
@@ -45,10 +46,12 @@ def main() -> int:
 
 def _run(config: ClusterConfig) -> None:
     os.environ.update(_RAY_VARIABLES | dict(os.environ))
-    stop = threading.Event()
+    stop, at_once = threading.Event(), threading.Event()
     is_ready = False
 
-    def end(*_: object) -> None:
+    def end(number: int, frame: FrameType | None) -> None:
+        if number == END_AT_ONCE:
+            at_once.set()
         stop.set()
         if not is_ready:
             raise SystemExit(0)
@@ -58,7 +61,7 @@ def _run(config: ClusterConfig) -> None:
     from ray import serve
 
     from localgen.cluster.broadcast import require_broadcast
-    from localgen.cluster.deployment import APP_NAME, build_app, delete_app, end_replicas
+    from localgen.cluster.deployment import APP_NAME, build_app, delete_app, drain, end_servers
 
     require_broadcast()
     if os.read(sys.stdin.fileno(), len(START)) != START:  # the owner has ended
@@ -75,7 +78,7 @@ def _run(config: ClusterConfig) -> None:
     require_gpus(config, ray.cluster_resources().get("GPU", 0))
     serve.start(proxy_location="Disabled")
     if APP_NAME in serve.status().applications:  # its owner was killed
-        end_replicas(config)
+        end_servers(config)
         delete_app()
     open_tcp_socket(config.access()).close()
     try:
@@ -83,9 +86,10 @@ def _run(config: ClusterConfig) -> None:
         is_ready = True
         print(READY, flush=True)
         stop.wait()
+        drain(at_once)
     finally:
         is_ready = True  # another signal does not interrupt the end
-        end_replicas(config)
+        end_servers(config)
         if config.address is not None:
             delete_app()
         ray.shutdown()
@@ -99,7 +103,7 @@ def _on_signals(end: Callable[..., None]) -> None:
 def _end_with_owner() -> None:
     while os.read(sys.stdin.fileno(), 1):
         pass
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), END_AT_ONCE)
 
 
 if __name__ == "__main__":

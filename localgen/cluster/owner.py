@@ -106,7 +106,7 @@ class Owner:
     def _end(self, number: int, frame: FrameType | None) -> None:
         self._is_ending = True
         if self._head is not None:
-            self._head.terminate()
+            self._head.send_signal(number)
 
 
 def _start(head: subprocess.Popen[bytes]) -> bool:

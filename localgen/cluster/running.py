@@ -29,7 +29,11 @@ from localgen.server.http.access import host_and_port, open_tcp_socket, read_api
 REPLICA_DIRS = "replica-*"
 READY = "ready"  # printed by the owner of the cluster, and by its head
 START = b"start\n"  # from the owner to the head
-# Serve deletes the deployments and gives their requests time to end
+# of the owner and its head, besides SIGTERM: running requests end with an error
+END_AT_ONCE = signal.SIGINT
+# how long running requests may continue when a cluster ends
+DRAIN_TIMEOUT_S = 30.0
+# then for Serve, which deletes the deployments
 _END_TIMEOUT_S = 60.0
 _POLL_S = 0.1
 _STARTS = "a cluster of yours is starting: wait, or press Ctrl+C there"
@@ -138,7 +142,7 @@ def start(config: ClusterConfig, model: str, settings: ServerSettings) -> Runnin
 
 
 def stop(cluster: RunningCluster, settings: ServerSettings) -> None:
-    """End a cluster: running requests have a few seconds."""
+    """End a cluster: running requests have DRAIN_TIMEOUT_S, or end with an error at Ctrl+C."""
     with contextlib.suppress(psutil.NoSuchProcess):
         _end(psutil.Process(cluster.pid))
     _state_file(settings).path.unlink(missing_ok=True)
@@ -170,19 +174,30 @@ def _state_file(settings: ServerSettings) -> LockedFile:
 
 
 def _end(process: psutil.Process) -> None:
-    """Ask the process to end, and kill it with its children if it does not."""
+    """Ask the process to end, after Ctrl+C at once; kill it with its children if it does not."""
     children = process.children(recursive=True)
-    process.send_signal(signal.SIGTERM)
-    deadline = time.monotonic() + _END_TIMEOUT_S
-    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-        if time.monotonic() > deadline:
-            process.kill()
-            break
-        time.sleep(_POLL_S)
+    try:
+        process.send_signal(signal.SIGTERM)
+        has_ended = _wait(process, DRAIN_TIMEOUT_S + _END_TIMEOUT_S)
+    except KeyboardInterrupt:
+        process.send_signal(END_AT_ONCE)
+        has_ended = _wait(process, _END_TIMEOUT_S)
+    if not has_ended:
+        process.kill()
     _, alive = psutil.wait_procs(children, timeout=5.0)
     for child in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
+
+
+def _wait(process: psutil.Process, timeout_s: float) -> bool:
+    """Returns False if the process has not ended after this time."""
+    deadline = time.monotonic() + timeout_s
+    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
 
 
 def _failure(settings: ServerSettings) -> str:
