@@ -339,6 +339,28 @@ def test_a_single_turn_becomes_a_summary(tmp_path: Path) -> None:
     assert [turn.answer for turn in session.conversation.turns] == ["Short."]
 
 
+def test_a_full_context_names_what_makes_room(tmp_path: Path) -> None:
+    text = "the prompt is too long: 9 tokens, the context is 8: shorten the prompt, or raise ctx"
+    exceeded = ContextExceeded(text, param="messages")
+    session = long_chat_with(ScriptedClient(*((exceeded,) for _ in range(4))), tmp_path)
+
+    def said(prompt: str) -> str:
+        with pytest.raises(ContextExceeded) as raised:
+            list(session.stream(prompt))
+        return raised.value.message
+
+    assert said("hi") == (
+        "the prompt is too long: 9 tokens, the context is 8: /compact replaces the earlier turns by "
+        "a summary, --on-overflow drop-oldest leaves the oldest out, or raise ctx"
+    )
+    assert said("hi " * 9999) == text  # is too long alone
+    session.set_options(on_overflow="drop-oldest")
+    assert said("hi") == text  # the last turn alone is too long
+    session.set_options(on_overflow="error")
+    session.set_conversation(Conversation())
+    assert said("hi") == text
+
+
 def test_compact_leaves_out_what_does_not_fit(tmp_path: Path) -> None:
     exceeded = ContextExceeded("the prompt does not fit")
     client = ScriptedClient((exceeded,), ("Only two.", answer()))

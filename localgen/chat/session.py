@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localgen.backends.errors import ContextExceeded, InvalidRequest, LocalgenError
+from localgen.backends.errors import SHORTEN_PROMPT, ContextExceeded, InvalidRequest, LocalgenError
 from localgen.backends.memory.kv_sizing import DEFAULT_CTX
 from localgen.backends.model_info import DRAFT_KEYWORDS, LoadOptions, ModelInfo
 from localgen.backends.sampling_params import SAMPLERS, SamplingParams
-from localgen.backends.types import Message, Tool, ToolCall
+from localgen.backends.types import OVERFLOW_ERROR, Message, Tool, ToolCall
 from localgen.chat import parameters
 from localgen.chat.conversation import SUMMARY_PROMPT, Conversation, ToolStep, Turn
 from localgen.chat.parameters import ModelOptions
@@ -35,6 +35,7 @@ OnProgress = Callable[[float], None]
 _MAX_SUMMARY_TOKENS = 1024
 # of the context: the most that a summary may take
 _SUMMARY_SHARE = 1 / 4
+_CHARS_PER_TOKEN = 4
 # a turn is cut to no less
 _MIN_TURN_CHARS = 200
 
@@ -284,6 +285,8 @@ class ChatSession:
                 tools=self.tools.offered,
                 tool_choice="none" if len(steps) >= MAX_ROUNDS else "auto",
             )
+        except ContextExceeded as error:
+            raise self._with_remedies(error, conversation, prompt) from error
         except InvalidRequest as error:
             name = error.param if error.param in parameters.PARAMETER_NAMES else None
             if name is None or getattr(self.options.params, name) is None:
@@ -291,6 +294,21 @@ class ChatSession:
             is_format = name == "json_schema"
             reset = "/set format text" if is_format else f"/set parameter {name} default"
             raise InvalidRequest(f"{error.message}; {reset} ends it", param=name) from error
+
+    def _with_remedies(
+        self, error: ContextExceeded, conversation: Conversation, prompt: str
+    ) -> ContextExceeded:
+        """The error with what makes room where the earlier turns fill the context."""
+        is_full_alone = self.ctx is not None and len(prompt) // _CHARS_PER_TOKEN >= self.ctx
+        drops = self.options.on_overflow != OVERFLOW_ERROR
+        if is_full_alone or drops or not any(turn.answer for turn in conversation.turns):
+            return error
+        remedy = "/compact replaces the earlier turns by a summary"
+        if not self.is_remote:
+            remedy += ", --on-overflow drop-oldest leaves the oldest out"
+        facts, shorten, rest = error.message.partition(SHORTEN_PROMPT)
+        message = f"{facts}{remedy}{rest}" if shorten else f"{error.message}; {remedy}"
+        return ContextExceeded(message, param=error.param)
 
     def run_calls(self, calls: tuple[ToolCall, ...], handlers: CallHandlers) -> CallResults:
         """Run the tool calls that a part of an answer ends with."""
@@ -496,7 +514,7 @@ class ChatSession:
         if used is not None:
             return used
         letters = sum(len(message.content) for message in self.conversation.messages())
-        return letters // 4
+        return letters // _CHARS_PER_TOKEN
 
     def _unused_branch_name(self) -> str:
         number = len(self.branches)
