@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 
+# what ContextExceeded advises by default; a chat knows more
+SHORTEN_PROMPT = "shorten the prompt"
 DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 

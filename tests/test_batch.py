@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from serving import ServerHarness, running_alone, server_harness, wait_until
 
-from localgen.backends.errors import InvalidRequest, ServerUnavailable
+from localgen.backends.errors import InvalidRequest, OutOfMemory, ServerUnavailable
 from localgen.batch.lines import read_batch, read_body
 from localgen.batch.results import ResultFile
 from localgen.batch.schema import validate_body
@@ -100,7 +100,8 @@ def test_an_error_of_the_server_is_a_result_and_the_rest_goes_on(
     assert run(batch, tmp_path / "out") == 1
     status = {r["custom_id"]: r["response"]["status_code"] for r in results(tmp_path / "out")}
     assert status == {"long": 400, "short": 200}
-    (said,) = capsys.readouterr().err.splitlines()
+    begun, said = capsys.readouterr().err.splitlines()
+    assert begun == "0/2"
     assert said.endswith("/out, 1 with an error of the server: see status_code")
     assert run(batch, tmp_path / "out") == 1  # it is not asked again
     assert num_lines(tmp_path / "out") == 2
@@ -114,6 +115,28 @@ def test_an_unknown_model_is_found_before_anything_is_computed(
     assert run(batch, tmp_path / "out") != 0
     assert "line 2: Model 'a/b' not found" in capsys.readouterr().err
     assert served.loads(model) == 0
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_an_error_of_the_first_model_comes_before_those_of_a_large_file(
+    served: ServerHarness,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    is_replaced: bool,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OutOfMemory("it does not fit")
+
+    monkeypatch.setattr("localgen.client.LocalClient.load", refuse)
+    monkeypatch.setattr(batch_jobs, "_LARGE_BYTES", 0)
+    known, broken = served.model(), line("b", None) | {"url": "/v1/nothing"}
+    for model, why in (("a/b", "Model 'a/b' not found"), (served.model("big"), "it does not fit")):
+        batch = write(tmp_path / "in", [line("a", known if is_replaced else model), broken])
+        assert run(batch, tmp_path / "out", *([model] if is_replaced else []))
+        (said,) = capsys.readouterr().err.splitlines()
+        assert why in said
+        assert not (tmp_path / "out").exists()
 
 
 def test_a_model_on_the_command_line_replaces_those_of_the_lines(
@@ -160,7 +183,8 @@ def test_ctrl_c_stops_and_says_how_to_resume(served: ServerHarness, tmp_path: Pa
     assert process.returncode == 130
     done = num_lines(tmp_path / "out")
     assert said.decode().splitlines() == [
-        f"stopped: {done} of {MANY} are done, the same command resumes"
+        f"0/{MANY}",
+        f"stopped: {done} of {MANY} are done, the same command resumes",
     ]
     # the server has given up what was running
     wait_until(lambda: served.http.get("/health").json()["active_requests"] == 0)
@@ -393,7 +417,7 @@ def test_a_server_that_stays_lost_ends_the_run_and_the_same_command_resumes(
     lost = ServerUnavailable("no server")
     recorder.errors = {"a b": lost}
     assert run(batch, out, "--concurrency", "1") == exit_status(lost.code)
-    assert capsys.readouterr().err == "localgen: no server\n"
+    assert capsys.readouterr().err == "0/2\nlocalgen: no server\n"
     assert len(recorder.sent) == 1 + 2
     assert [each["custom_id"] for each in results(out)] == ["a"]
     recorder.errors.clear()
@@ -410,7 +434,7 @@ def test_a_defect_ends_the_run_and_keeps_its_results(
     recorder.errors = {"a b": ZeroDivisionError("a defect")}
     batch, out = write(tmp_path / "in", [line(name, "tiny") for name in "abc"]), tmp_path / "out"
     assert run(batch, out, "--concurrency", "1") == INTERNAL_ERROR
-    (said,) = capsys.readouterr().err.splitlines()
+    _begun, said = capsys.readouterr().err.splitlines()
     assert said.startswith("localgen: internal error (ZeroDivisionError: a defect)")
     assert [each["custom_id"] for each in results(out)] == ["a"]
 

@@ -90,8 +90,26 @@ def test_a_word_like_no_command_points_to_help(session: ChatSession) -> None:
 def test_set_system(session: ChatSession) -> None:
     obey(session, '/set system """be\nloud"""')
     assert session.conversation == Conversation("be\nloud", TURNS)
-    obey(session, "/set system")
+    assert obey(session, "/set system") == "be\nloud\n(/set system default removes it)"
+    assert obey(session, "/set system default") == "system prompt removed"
     assert session.conversation.system is None
+    assert obey(session, "/set system") == "no system prompt"
+    obey(session, '/set system "default"')
+    assert session.conversation.system == "default"
+    assert obey(session, '/set system ""') == "system prompt removed"
+
+
+def test_set_without_a_value_shows_it(session: ChatSession) -> None:
+    before = session.options
+    assert obey(session, "/set ctx") == "context 2,048 tokens"
+    assert obey(session, "/set format") == "format text"
+    assert obey(session, "/set parameter temp") == "temp = 0.3"
+    assert obey(session, "/set top_k") == "top_k = 40"
+    assert obey(session, "/set parameter") == obey(session, "/show parameters")
+    assert session.options == before
+    assert obey(session, "/set temperature 0.5") == "temperature = 0.5"
+    assert obey(session, "/set format json") == obey(session, "/set format") == "format json"
+    assert obey(session, "/set format default") == "format text"
 
 
 @pytest.mark.parametrize(
@@ -134,11 +152,12 @@ def test_set_parameter(session: ChatSession, text: str, field: str, value: objec
         ("/set parameter json_schema yaml", "json_schema yaml is not JSON"),
         (
             "/set format yaml",
-            r"^/set format yaml is not JSON .*: give json, a JSON schema or @FILE",
+            r"^format yaml is not JSON .*: give json, a JSON schema or @FILE",
         ),
-        ("/set format @/no/file", "^/set format file /no/file: No such file"),
-        ("/set format", "^/set format: give json, text, a JSON schema or @FILE"),
-        ("/set parameter temperature", "name and a value"),
+        ("/set format @/no/file", "^format file /no/file: No such file"),
+        ("/set temperature abc", "^temperature 'abc': give a number"),
+        ("/set nonsense abc", "^/set has no 'nonsense abc'; usage: /set system TEXT"),
+        ("/set parameter nonsense", "^no parameter 'nonsense'"),
         ("/set parameter ignore_eos maybe", "on or off"),
         ("/set parameter logit_bias x", "ID=BIAS"),
         ("/set parameter stop_token_ids x", "whole numbers"),
@@ -148,9 +167,9 @@ def test_set_parameter(session: ChatSession, text: str, field: str, value: objec
         ('/set parameter stop ""', "cannot be empty"),
         ("/set parameter logprobs 3", "no parameter"),
         ("/set ctx 999999", "was trained for 2,048"),
-        ("/set ctx many", "number of tokens"),
-        ("/set temp 9", "^temp is a parameter, did you mean /set parameter temp 9"),
-        ("/set figures maybe", "^/set figures maybe: give on or off"),
+        ("/set ctx many", "^ctx 'many': give a number of tokens, or default"),
+        ("/set temp 900", "^temperature is 900, it must be 0 to 100"),
+        ("/set figures maybe", "^figures 'maybe': give on or off"),
         ("/set nothing", "^/set has no 'nothing'; usage: /set system TEXT"),
         ("/set", "^usage: /set system TEXT"),
         ("/show nothing", "^/show has no 'nothing'; usage: /show info"),
@@ -194,7 +213,8 @@ def test_the_context_of_a_preset_is_read_once_per_load(
 def test_set_ctx_and_verbose(session: ChatSession) -> None:
     assert obey(session, "/set ctx 512") == "context 512 tokens"
     assert (session.options.ctx or 0, session.ctx) == (512, 512)
-    assert obey(session, "/set ctx 4").startswith("context 4 tokens: the conversation has 4, /undo")
+    said = obey(session, "/set ctx 4")
+    assert said.startswith("context 4 tokens: the conversation has 4, /compact or /undo")
     obey(session, "/set ctx default")
     assert (session.options.ctx or 0, session.ctx) == (0, 2048)
     obey(session, "/set verbose")
@@ -337,6 +357,28 @@ def test_a_single_turn_becomes_a_summary(tmp_path: Path) -> None:
     session.set_conversation(Conversation("be brief", LONG_TURNS[:1]))
     obey(session, "/compact")
     assert [turn.answer for turn in session.conversation.turns] == ["Short."]
+
+
+def test_a_full_context_names_what_makes_room(tmp_path: Path) -> None:
+    text = "the prompt is too long: 9 tokens, the context is 8: shorten the prompt, or raise ctx"
+    exceeded = ContextExceeded(text, param="messages")
+    session = long_chat_with(ScriptedClient(*((exceeded,) for _ in range(4))), tmp_path)
+
+    def said(prompt: str) -> str:
+        with pytest.raises(ContextExceeded) as raised:
+            list(session.stream(prompt))
+        return raised.value.message
+
+    assert said("hi") == (
+        "the prompt is too long: 9 tokens, the context is 8: /compact replaces the earlier turns "
+        "by a summary, --on-overflow drop-oldest leaves the oldest out, or raise ctx"
+    )
+    assert said("hi " * 9999) == text  # is too long alone
+    session.set_options(on_overflow="drop-oldest")
+    assert said("hi") == text  # the last turn alone is too long
+    session.set_options(on_overflow="error")
+    session.set_conversation(Conversation())
+    assert said("hi") == text
 
 
 def test_compact_leaves_out_what_does_not_fit(tmp_path: Path) -> None:
@@ -520,7 +562,7 @@ def test_help_names_every_command(session: ChatSession) -> None:
     assert all(name in text for name in commands.SLASH_COMMANDS)
     assert obey(session, "/?") == text
     first, second = text.splitlines()[:2]
-    assert first == "/set system TEXT          changes a setting of this chat"
+    assert first == "/set system TEXT          changes a setting; without a value, shows it"
     assert second == "/set parameter NAME VALUE"
     assert max(map(len, text.splitlines())) <= 80
 

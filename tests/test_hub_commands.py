@@ -25,6 +25,7 @@ from localgen.cli import errors
 from localgen.cli.main import run_command_line
 from localgen.hub.aliases import load_aliases
 from localgen.hub.hf_client import repo_folder
+from localgen.hub.models_file import read_models_file
 from localgen.hub.packaged import BUILT_IN_PATH
 from localgen.hub.resolve import installed_models, resolve_model
 
@@ -312,6 +313,24 @@ def test_rm_asks(
         assert len(cached()) == left
 
 
+@pytest.mark.parametrize("kind", ["alias", "preset"])
+def test_rm_of_a_name_asks_too(
+    hub: LoopbackHub,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+) -> None:
+    add = ["cp", "tiny", "mine"] if kind == "alias" else ["preset", "add", "mine", "tiny"]
+    assert run_command_line(add) == 0
+    assert run_command_line(["rm", "mine"]) == errors.EXIT_STATUS_BY_CODE["invalid_request"]
+    assert "--yes" in capsys.readouterr().err
+    for typed, status, left in ((b"n\n", 1, {"mine": "tiny"}), (b"y\n", 0, {})):
+        monkeypatch.setattr(sys, "stdin", Terminal(typed))
+        assert run_command_line(["rm", "mine"]) == status
+        assert f"Remove the {kind} mine of tiny?" in capsys.readouterr().err
+        assert read_models_file().models == left
+
+
 def test_rm_of_a_loaded_model_is_rejected(
     hub: LoopbackHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,7 +361,7 @@ def test_cp_and_rm_of_a_name(hub: LoopbackHub, capsys: pytest.CaptureFixture[str
     assert run_command_line(["cp", "work", "other"]) == 0
     assert load_aliases() == {"work": REPO, "other": REPO}
     assert resolve_model("work").name == f"{REPO}:Q4_K_M"
-    assert run_command_line(["rm", "work"]) == 0
+    assert run_command_line(["rm", "work", "-y"]) == 0
     assert load_aliases() == {"other": REPO}
     assert cached() == [f"{REPO}:Q4_K_M"]
     capsys.readouterr()
@@ -360,7 +379,7 @@ def test_rm_of_a_name_tells_what_is_kept(
     assert run_command_line(["cp", "tiny", "mine"]) == 0
     assert run_command_line(["cp", "llama-8b", "big"]) == 0
     capsys.readouterr()
-    assert run_command_line(["rm", "mine"]) == run_command_line(["rm", "big"]) == 0
+    assert run_command_line(["rm", "mine", "-y"]) == run_command_line(["rm", "big", "-y"]) == 0
     out = capsys.readouterr().out
     assert out == "mine is no longer an alias; tiny is kept\nbig is no longer an alias\n"
 

@@ -23,7 +23,7 @@ from localgen.config import BadSetting
 from localgen.hub.models_file import models_store, read_models_file
 from localgen.hub.preset import Preset, parse_preset
 from localgen.hub.presets import add_preset
-from localgen.hub.remove import remove_name
+from localgen.hub.remove import kind_of_name, remove_name
 from localgen.hub.resolve import find_preset, resolve_model
 from localgen.server.requests.presets import NamedSettings
 
@@ -282,7 +282,7 @@ def test_the_commands_keep_the_rest_of_the_file(capsys: pytest.CaptureFixture[st
     assert [row.split()[0] for row in rows if " preset " in row] == ["pirate", "calm"]
     assert {"pirate", "calm"} <= set(complete_model(""))
     assert complete_preset("PI") == ["PIrate"]
-    assert run("preset", "rm", "pirate") == run("rm", "calm") == run("rm", "u") == 0
+    assert run("preset", "rm", "pirate") == run("rm", "calm", "-y") == run("rm", "u", "-y") == 0
     assert path.read_text() == '# mine\nt = "tiny"\n\n'
     assert path.stat().st_mode & 0o777 == 0o600
 
@@ -345,8 +345,9 @@ def test_a_preset_with_the_tag_latest_is_no_model(
 
 def test_a_name_is_removed_by_what_it_is() -> None:
     assert run("cp", "tiny", "t") == run("preset", "add", "p", "t") == 0
-    assert remove_name("p") == "a preset"
-    assert remove_name("t") == "an alias"
+    assert (kind_of_name("p"), kind_of_name("t"), kind_of_name("q")) == ("preset", "alias", None)
+    remove_name("p")
+    remove_name("t")
     with pytest.raises(ModelNotFound, match="t is not a preset"):
         remove_name("t")
 

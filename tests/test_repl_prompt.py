@@ -103,6 +103,15 @@ def test_keys_edit_the_line(keys: str, line: str, tmp_path: Path) -> None:
         assert editor.prompt() == line
 
 
+def test_completion_of_settings() -> None:
+    assert complete("/set f") == ["format", "figures"]
+    assert complete("/set format ") == ["json", "text"]
+    assert complete("/set verbose o") == ["on", "off"]
+    assert complete("/set ctx d") == complete("/set system ") == ["default"]
+    assert complete("/set parameter temp") == ["temperature"]
+    assert complete("/set parameter temperature ") == complete("/show info ") == []
+
+
 def test_completion_of_mentioned_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("main.py", "my notes.md"):

@@ -308,7 +308,7 @@ def test_commands_add_list_and_remove(files: Path, capsys: pytest.CaptureFixture
         assert status
         assert why in said
         assert said.count("\n") == 1
-    assert run("rm", "poet") == (0, "poet is no longer an adapter; tiny is kept\n")
+    assert run("rm", "poet", "--yes") == (0, "poet is no longer an adapter; tiny is kept\n")
     assert not read_models_file().adapters
     assert Path(path).exists()
 

@@ -25,6 +25,10 @@ def test_comparing_by_keys(tmp_path: Path) -> None:
         setup.query_one(TextArea).text = "tiny\ntiny nonsense=1"
         await press(tui, pilot, "ctrl+s")
         assert "line 2: no parameter" in tui.screen_text()
+        setup.query_one(TextArea).text = "tiny\n\nothr temperature=0"
+        await press(tui, pilot, "ctrl+s")
+        await tui.until(lambda: "line 3: Model 'othr' not found." in tui.screen_text())
+        assert "Installed: tiny" in " ".join(tui.screen_text().split())
         setup.query_one(TextArea).text = "tiny\nother temperature=0"
         await pilot.press("ctrl+s")
         await tui.until(lambda: isinstance(tui.app.screen, CompareScreen))

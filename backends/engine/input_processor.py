@@ -12,7 +12,7 @@ from localgen.backends.block_hashes import block_hashes
 from localgen.backends.engine.embeddings import EmbeddingTask
 from localgen.backends.engine.overflow import answer_room, drop_oldest
 from localgen.backends.engine.prefix_breaks import RecentPrompts
-from localgen.backends.errors import ContextExceeded, InvalidRequest
+from localgen.backends.errors import SHORTEN_PROMPT, ContextExceeded, InvalidRequest
 from localgen.backends.runner.interface import Limits
 from localgen.backends.runner.sequence import Sequence
 from localgen.backends.sampling_params import BASE_SAMPLING, SamplingParams
@@ -418,7 +418,7 @@ class InputProcessor:
         if prompt_tokens >= ctx:
             raise ContextExceeded(
                 f"{_TOO_LONG}: {prompt_tokens:,} tokens, the context is {ctx:,} and must hold "
-                f"the answer too: shorten the prompt{self._fit_hint(ctx)}",
+                f"the answer too: {SHORTEN_PROMPT}{self._fit_hint(ctx)}",
                 param="messages",
             )
 

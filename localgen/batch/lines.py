@@ -38,12 +38,31 @@ class LineProblem:
     reason: str
 
 
+def read_first_line(path: Path) -> BatchLine | None:
+    """The first request, unchecked but for its form; None if it has another.
+
+    Raises InvalidRequest if the file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            found = next(((n, text) for n, text in enumerate(file, 1) if text.strip()), None)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    try:
+        return None if found is None else _parse(found[1], found[0], 0, lambda url, body: None)
+    except InvalidRequest:
+        return None
+
+
 def read_batch(
-    path: Path, validate_body: BodyValidator
+    path: Path,
+    validate_body: BodyValidator,
+    on_line: Callable[[BatchLine], None] = lambda line: None,
 ) -> tuple[list[BatchLine], list[LineProblem]]:
     """Read and validate a file, without keeping the bodies. Blank lines are skipped.
 
-    Raises InvalidRequest if the file cannot be read.
+    on_line: called for each valid line; what it raises ends the reading. Raises InvalidRequest if
+    the file cannot be read.
     """
     lines: list[BatchLine] = []
     problems: list[LineProblem] = []
@@ -62,12 +81,18 @@ def read_batch(
                         raise InvalidRequest(
                             f"custom_id {line.custom_id!r} is also that of line {first}"
                         )
-                    lines.append(line)
                 except InvalidRequest as error:
                     problems.append(LineProblem(number, error.message))
+                else:
+                    lines.append(line)
+                    on_line(line)
     except OSError as error:
-        raise InvalidRequest(f"--batch {path}: {error.strerror}") from error
+        raise _unreadable(path, error) from error
     return lines, problems
+
+
+def _unreadable(path: Path, error: OSError) -> InvalidRequest:
+    return InvalidRequest(f"--batch {path}: {error.strerror}")
 
 
 def read_body(path: Path, line: BatchLine) -> dict[str, Any]:

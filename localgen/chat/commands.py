@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from localgen.backends import units
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import DraftInfo, ModelInfo
-from localgen.backends.sampling_params import BASE_SAMPLING, SamplingParams
+from localgen.backends.sampling_params import ANY_JSON_OBJECT, BASE_SAMPLING, SamplingParams
 from localgen.backends.terminal_text import collapse, one_line
 from localgen.chat import parameters, report, saved_chats, stats_report
 from localgen.chat.session import ChatSession, OnProgress
@@ -18,6 +18,15 @@ from localgen.mcp_tools.server_file import read_servers
 
 _USAGE_WIDTH = 25  # leaves room for the help in 80 columns
 _TOOL_CHARS = 120
+_ON_OFF = ("on", "off")
+_SET_VALUES = {
+    "parameter": parameters.PARAMETER_NAMES,
+    "system": ("default",),
+    "ctx": ("default",),
+    "format": ("json", "text"),
+    "figures": _ON_OFF,
+    "verbose": _ON_OFF,
+}
 COMMAND_ALIASES = {"/?": "/help", "/exit": "/bye", "/quit": "/bye"}
 
 
@@ -82,6 +91,13 @@ def asks_model(line: str) -> bool:
     return line.split() == ["/compact"]
 
 
+def argument_choices(word: str, before: str) -> tuple[str, ...]:
+    """Completions of the next argument of a command. before: the arguments that precede it."""
+    if word == "/set" and before:
+        return _SET_VALUES.get(before, ())
+    return SLASH_COMMANDS[word].choices if word in SLASH_COMMANDS and not before else ()
+
+
 def find_command(word: str) -> SlashCommand:
     """Return the command of a word such as `/set`, or of an alias.
 
@@ -96,44 +112,74 @@ def find_command(word: str) -> SlashCommand:
 
 
 def _set(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
-    what, _space, rest = argument.partition(" ")
-    rest = _strip_quotes(rest.strip())
-    if what == "system":
-        session.set_conversation(session.conversation.with_system(rest))
-        return CommandOutput("system prompt set" if rest else "system prompt removed")
-    if what == "parameter":
-        return _set_parameter(session, rest)
-    if what == "ctx":
-        return _set_ctx(session, rest)
-    if what == "format":
-        return _set_format(session, rest)
-    if what in ("figures", "verbose") and rest in ("", "on", "off"):
-        is_on = rest != "off"
-        session.set_options(**{what: is_on})
-        return CommandOutput(f"{what} {'on' if is_on else 'off'}")
-    if what in ("figures", "verbose"):
-        raise InvalidRequest(f"/set {what} {rest}: give on or off")
+    """Change a setting; without a value, show it."""
+    what, _space, typed = argument.partition(" ")
+    typed = typed.strip()
+    text = _strip_quotes(typed)
+    match what:
+        case "system":
+            return _set_system(session, typed)
+        case "parameter":
+            return _set_parameter(session, text)
+        case "ctx":
+            return _set_ctx(session, text)
+        case "format":
+            return _set_format(session, text)
+        case "figures" | "verbose":
+            return _set_switch(session, what, text)
     if parameters.is_parameter_name(what):
-        raise InvalidRequest(f"{what} is a parameter, did you mean /set parameter {argument}?")
+        return _set_parameter(session, argument)
     raise _usage_error("/set", argument)
 
 
-def _set_parameter(session: ChatSession, rest: str) -> CommandResult:
-    name, _, text = rest.partition(" ")
-    if not name or not text.strip():
-        raise InvalidRequest("/set parameter: give a name and a value; default resets it")
-    session.set_parameter(name, text.strip())
+def _set_system(session: ChatSession, typed: str) -> CommandResult:
+    if not typed:
+        own = session.conversation.system
+        hint = "\n(/set system default removes it)" if own else ""
+        return CommandOutput(f"{_system_text(session)}{hint}")
+    # quotes make such a word a prompt
+    text = "" if typed in parameters.UNSET_WORDS else _strip_quotes(typed)
+    session.set_conversation(session.conversation.with_system(text))
+    if text:
+        return CommandOutput("system prompt set")
+    rest = f"; that of the preset {session.name} applies" if session.system else ""
+    return CommandOutput(one_line(f"system prompt removed{rest}"))
+
+
+def _system_text(session: ChatSession) -> str:
+    own, system = session.conversation.system, session.system
+    source = "" if own or not system else f"\n(of the preset {session.name})"
+    return f"{system}{source}" if system else "no system prompt"
+
+
+def _set_switch(session: ChatSession, what: str, text: str) -> CommandResult:
+    """`figures` or `verbose`; as in Ollama, on without a value."""
+    if text not in ("", *_ON_OFF):
+        raise InvalidRequest(f"{what} {text!r}: give on or off")
+    session.set_options(**{what: text != "off"})
+    return CommandOutput(f"{what} {text or 'on'}")
+
+
+def _set_parameter(session: ChatSession, text: str) -> CommandResult:
+    name, _, value = text.partition(" ")
+    if not name:
+        return CommandOutput(_parameters_text(session))
     field = parameters.resolve_parameter_name(name)
+    if value.strip():
+        session.set_parameter(name, value.strip())
     values = {row: value for row, value, _ in effective_parameter_rows(session)}
     return CommandOutput(one_line(f"{name} = {values[field]}"))
 
 
 def _set_format(session: ChatSession, text: str) -> CommandResult:
     if not text:
-        raise InvalidRequest("/set format: give json, text, a JSON schema or @FILE")
-    schema = "default" if text == "text" else parameters.parse_format(text, "/set format")
+        schema = session.options.params.json_schema
+        kind = "json" if schema == ANY_JSON_OBJECT else schema or "text"
+        return CommandOutput(f"format {kind}")
+    is_text = text in ("text", *parameters.UNSET_WORDS)
+    schema = "default" if is_text else parameters.parse_format(text, "format")
     session.set_parameter("json_schema", schema)
-    return CommandOutput(f"format {text}")
+    return CommandOutput(f"format {'text' if is_text else text}")
 
 
 def effective_parameter_rows(session: ChatSession) -> list[tuple[str, str, str]]:
@@ -148,14 +194,15 @@ def effective_parameter_rows(session: ChatSession) -> list[tuple[str, str, str]]
 
 
 def _set_ctx(session: ChatSession, text: str) -> CommandResult:
-    set_ctx(session, text)
+    if text:
+        set_ctx(session, text)
     info, ctx = session.model_info, session.ctx
-    text = f"context {ctx:,} tokens" if ctx else "context of the model"
+    shown = f"context {ctx:,} tokens" if ctx else "context of the model"
     if info and (ctx or 0) > info.ctx:
-        text += ": the next prompt loads the model again"
+        shown += ": the next prompt loads the model again"
     elif ctx and (used := session.estimate_used_tokens()) >= ctx:
-        text += f": the conversation has {used:,}, /undo or /clear make room for the next prompt"
-    return CommandOutput(text)
+        shown += f": the conversation has {used:,}, /compact or /undo make room for the next prompt"
+    return CommandOutput(shown)
 
 
 def set_ctx(session: ChatSession, text: str) -> None:
@@ -169,7 +216,7 @@ def set_ctx(session: ChatSession, text: str) -> None:
         raise InvalidRequest("ctx: this model is on a remote server, which sets its own context")
     # limit the digits: converting a very long number is slow
     if text != "default" and not (text.isdecimal() and len(text) < 12 and int(text) > 0):
-        raise InvalidRequest(f"ctx {text}: give a number of tokens, or default")
+        raise InvalidRequest(f"ctx {text!r}: give a number of tokens, or default")
     ctx = None if text == "default" else int(text)
     if info is not None and ctx is not None and ctx > max(info.ctx, info.ctx_train):
         raise InvalidRequest(f"ctx {ctx:,}: {info.name} was trained for {info.ctx_train:,}")
@@ -181,9 +228,7 @@ def _show(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
     if what == "info":
         return CommandOutput(_model_info_text(session))
     if what == "parameters":
-        rows = effective_parameter_rows(session)
-        lines = (f"{name:<22} {value:<16} {origin}".rstrip() for name, value, origin in rows)
-        return CommandOutput(_text(lines))
+        return CommandOutput(_parameters_text(session))
     if what == "template":
         if session.model.url:
             return CommandOutput(
@@ -191,10 +236,13 @@ def _show(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
             )
         return CommandOutput(session.model.chat_template or "the model has no chat template")
     if what == "system":
-        own, system = session.conversation.system, session.system
-        source = "" if own or not system else f"\n(of the preset {session.name})"
-        return CommandOutput(f"{system}{source}" if system else "no system prompt")
+        return CommandOutput(_system_text(session))
     raise _usage_error("/show", argument)
+
+
+def _parameters_text(session: ChatSession) -> str:
+    rows = effective_parameter_rows(session)
+    return _text(f"{name:<22} {value:<16} {origin}".rstrip() for name, value, origin in rows)
 
 
 def _model_info_text(session: ChatSession) -> str:
@@ -428,7 +476,7 @@ _COMMANDS = (
         "/set",
         "system TEXT | parameter NAME VALUE | ctx TOKENS | format json|text|SCHEMA|@FILE | "
         "figures on|off | verbose on|off",
-        "changes a setting of this chat",
+        "changes a setting; without a value, shows it",
         _set,
         ("system", "parameter", "ctx", "format", "figures", "verbose"),
     ),

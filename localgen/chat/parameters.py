@@ -41,7 +41,7 @@ RARE_PARAMETERS = tuple(
     name for name in PARAMETER_NAMES if name not in (*USUAL_PARAMETERS, *MORE_SAMPLERS)
 )
 _LOWEST = {"max_tokens": 1, "min_tokens": 0, "thinking_budget": 0, "seed": 0}
-_UNSET_WORDS = ("default", "none", "unset")
+UNSET_WORDS = ("default", "none", "unset")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ def with_parameter(
     """
     field = resolve_parameter_name(name)
     default = getattr(SamplingParams(), field)
-    value: Any = default if text.lower() in _UNSET_WORDS else _parse_value(field, text)
+    value: Any = default if text.lower() in UNSET_WORDS else _parse_value(field, text)
     changed = replace(params, **{field: value})
     if validate and value != default:  # unsetting is always valid
         if (lowest := _LOWEST.get(field)) is not None and value < lowest:

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localgen.backends.errors import ContextExceeded, InvalidRequest, LocalgenError
+from localgen.backends.errors import SHORTEN_PROMPT, ContextExceeded, InvalidRequest, LocalgenError
 from localgen.backends.memory.kv_sizing import DEFAULT_CTX
 from localgen.backends.model_info import DRAFT_KEYWORDS, LoadOptions, ModelInfo
 from localgen.backends.sampling_params import SAMPLERS, SamplingParams
-from localgen.backends.types import Message, Tool, ToolCall
+from localgen.backends.types import OVERFLOW_ERROR, Message, Tool, ToolCall
 from localgen.chat import parameters
 from localgen.chat.conversation import (
     SUMMARY_PROMPT,
@@ -41,6 +41,7 @@ OnProgress = Callable[[float], None]
 _MAX_SUMMARY_TOKENS = 1024
 # of the context: the most that a summary may take
 _SUMMARY_SHARE = 1 / 4
+_CHARS_PER_TOKEN = 4
 # a turn is cut to no less
 _MIN_TURN_CHARS = 200
 
@@ -290,6 +291,8 @@ class ChatSession:
                 tools=self.tools.offered,
                 tool_choice="none" if len(steps) >= MAX_ROUNDS else "auto",
             )
+        except ContextExceeded as error:
+            raise self._with_remedies(error, conversation, prompt) from error
         except InvalidRequest as error:
             name = error.param if error.param in parameters.PARAMETER_NAMES else None
             if name is None or getattr(self.options.params, name) is None:
@@ -297,6 +300,21 @@ class ChatSession:
             is_format = name == "json_schema"
             reset = "/set format text" if is_format else f"/set parameter {name} default"
             raise InvalidRequest(f"{error.message}; {reset} ends it", param=name) from error
+
+    def _with_remedies(
+        self, error: ContextExceeded, conversation: Conversation, prompt: str
+    ) -> ContextExceeded:
+        """The error with what makes room where the earlier turns fill the context."""
+        is_full_alone = self.ctx is not None and len(prompt) // _CHARS_PER_TOKEN >= self.ctx
+        drops = self.options.on_overflow != OVERFLOW_ERROR
+        if is_full_alone or drops or not any(turn.answer for turn in conversation.turns):
+            return error
+        remedy = "/compact replaces the earlier turns by a summary"
+        if not self.is_remote:
+            remedy += ", --on-overflow drop-oldest leaves the oldest out"
+        facts, shorten, rest = error.message.partition(SHORTEN_PROMPT)
+        message = f"{facts}{remedy}{rest}" if shorten else f"{error.message}; {remedy}"
+        return ContextExceeded(message, param=error.param)
 
     def run_calls(self, calls: tuple[ToolCall, ...], handlers: CallHandlers) -> CallResults:
         """Run the tool calls that a part of an answer ends with."""
@@ -501,7 +519,7 @@ class ChatSession:
         used = self.used_tokens
         if used is not None:
             return used
-        return sum(map(message_chars, self.conversation.messages())) // 4
+        return sum(map(message_chars, self.conversation.messages())) // _CHARS_PER_TOKEN
 
     def _unused_branch_name(self) -> str:
         number = len(self.branches)

@@ -8,19 +8,20 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.terminal_text import one_line
 from localgen.backends.units import format_count, format_elapsed
-from localgen.batch.lines import BatchLine, LineProblem, read_batch
+from localgen.batch.lines import BatchLine, LineProblem, read_batch, read_first_line
 from localgen.chat.parameters import ModelOptions
 from localgen.cli.options import REQUEST_OPTIONS, SAMPLING_OPTIONS
 from localgen.cli.remote_options import create_client, is_from_command_line
 
 if TYPE_CHECKING:
+    from localgen.backends.model_info import ModelInfo
     from localgen.batch.results import ResultFile
     from localgen.batch.run import Progress
     from localgen.client import Client
@@ -64,6 +65,9 @@ _CPU_CONCURRENCY, _GPU_CONCURRENCY = 8, 64
 _PRIORITY = -1
 _SHOWN_PROBLEMS = 10
 _LINE_INTERVAL_S = 30.0
+_LINES_PER_NOTE = 1000
+# of a file that takes seconds to validate
+_LARGE_BYTES = 4_000_000
 
 
 def require_no_prompt_options(context: typer.Context, given: Mapping[str, object]) -> None:
@@ -98,21 +102,25 @@ def run_batch(
         raise InvalidRequest("--batch needs --out FILE for the results")
     if batch.exists() and out.exists() and batch.samefile(out):
         raise InvalidRequest("--out must not be the file of --batch")
-    lines = _validated_lines(batch, is_local=endpoint is None)
-    if endpoint is None:
-        _require_models(batch, lines, model)
+    if not has_priority:
+        options = replace(options, priority=_PRIORITY)
+    job = _Job(batch, options, endpoint, concurrency)
+    first = read_first_line(batch)
+    if first is not None and endpoint is None:
+        _require_model(batch, first, model)
+    # does it fit? A run that resumes may have no requests left
+    if first is not None and batch.stat().st_size > _LARGE_BYTES and not out.exists():
+        job.load(model or first.model)
+    lines = _validated_lines(batch, model, is_local=endpoint is None)
     from localgen.batch.results import ResultFile
 
     with ResultFile.opened(out, {line.custom_id for line in lines}) as results:
         left = [line for line in lines if line.custom_id not in results.done]
         if results.done:
             _say(f"{out} has {len(results.done):,} of {len(lines):,} results: {len(left):,} left")
-        if not has_priority:
-            options = replace(options, priority=_PRIORITY)
-        job = _Job(batch, results, len(lines), options, endpoint, concurrency)
         try:
             for name, group in _by_model(left, model).items():
-                job.run(name, group, replaces=model is not None)
+                job.run(name, group, results, len(lines), replaces=model is not None)
         except KeyboardInterrupt:
             done = len(results.done)
             _say(f"stopped: {done:,} of {len(lines):,} are done, the same command resumes")
@@ -120,14 +128,26 @@ def run_batch(
         _report(out, results, len(lines))
 
 
-def _validated_lines(path: Path, *, is_local: bool) -> list[BatchLine]:
+def _validated_lines(path: Path, model: str | None, *, is_local: bool) -> list[BatchLine]:
+    """The lines of the file. Raises the error of the first model that is not installed."""
+    found: set[str | None] = set()
+    progress = _ProgressLine()
+
+    def on_line(line: BatchLine) -> None:
+        if line.number % _LINES_PER_NOTE == 1:
+            progress.show(f"reading {path}: {format_count(line.number - 1, 'line')}")
+        if is_local and (name := model or line.model) not in found:
+            _require_model(path, line, model)
+            found.add(name)
+
     def accept(url: str, body: dict[str, Any]) -> None:
         """Another server has a schema of its own."""
 
     validate = accept
     if is_local:
         from localgen.batch.schema import validate_body as validate
-    lines, problems = read_batch(path, validate)
+    with progress:
+        lines, problems = read_batch(path, validate, on_line)
     if problems:
         _print_problems(path, problems)
         bad, total = len(problems), len(lines) + len(problems)
@@ -140,16 +160,15 @@ def _validated_lines(path: Path, *, is_local: bool) -> list[BatchLine]:
     return lines
 
 
-def _require_models(path: Path, lines: list[BatchLine], model: str | None) -> None:
-    """Raise the error of a model that is not installed, before any other is loaded."""
+def _require_model(path: Path, line: BatchLine, model: str | None) -> None:
+    """Raise the error of a model that is not installed. model: replaces that of the line."""
     from localgen.hub.resolve import resolve_model
 
-    for name, group in _by_model(lines, model).items():
-        try:
-            resolve_model(name)
-        except LocalgenError as error:
-            place = "" if model is not None else f"{path}: line {group[0].number}: "
-            raise type(error)(f"{place}{error.message}", param=error.param) from error
+    try:
+        resolve_model(model or line.model)
+    except LocalgenError as error:
+        place = "" if model is not None else f"{path}: line {line.number}: "
+        raise type(error)(f"{place}{error.message}", param=error.param) from error
 
 
 def _print_problems(path: Path, problems: list[LineProblem]) -> None:
@@ -168,43 +187,62 @@ def _by_model(lines: list[BatchLine], model: str | None) -> dict[str | None, lis
 
 
 class _Job:
-    """Runs the lines of one model after those of another. total: lines of the whole batch."""
+    """Runs the lines of one model after those of another."""
 
     def __init__(
         self,
         batch: Path,
-        results: ResultFile,
-        total: int,
         options: ModelOptions,
         endpoint: Endpoint | None,
         concurrency: int | None,
     ) -> None:
-        self._batch, self._results, self._options = batch, results, options
+        self._batch, self._options = batch, options
         self._endpoint, self._concurrency = endpoint, concurrency
-        self._progress = _ProgressLine(results, total)
 
-    def run(self, model: str | None, lines: list[BatchLine], *, replaces: bool) -> None:
-        from localgen.batch.run import BatchRun
+    def load(self, model: str | None) -> ModelInfo:
+        """Load a model, unless it is loaded. Raises the errors of Client.load."""
+        from localgen.chat.report import loading_text
         from localgen.hub.packaged import default_model
+
+        name = model or default_model()
+        with _ProgressLine() as line, closing(self._create_client()) as client:
+            line.show(f"loading {name}")
+            client.connect()
+            return client.load(
+                model,
+                self._options.load,
+                lambda share: line.show(f"{name}: {loading_text(share)}"),
+                self._options.keep_alive,
+            )
+
+    def run(
+        self,
+        model: str | None,
+        lines: list[BatchLine],
+        results: ResultFile,
+        total: int,
+        *,
+        replaces: bool,
+    ) -> None:
+        """total: lines of the whole batch. replaces: the model replaces that of the lines."""
+        from localgen.batch.run import BatchRun
 
         options, extra = self._options, dict[str, Any]()
         if self._endpoint is None:
             extra = {"priority": options.priority, "save_prefix": False}
-        with closing(self._create_client()) as client:
-            client.connect()
-            self._progress.show(f"loading {model or default_model()}")
-            info = client.load(model, options.load, keep_alive=options.keep_alive)
+        info = self.load(model)
+        progress = _RunProgress(results, total)
         run = BatchRun(
             self._batch,
-            self._results,
+            results,
             self._create_client,
             model=model if replaces else None,
             extra=extra,
-            on_progress=self._progress.update,
+            on_progress=progress.update,
         )
         most = _GPU_CONCURRENCY if "GPU" in info.processor else _CPU_CONCURRENCY
         at_once = self._concurrency or min(most, info.max_seqs or most)
-        with self._progress:
+        with progress:
             run.run(lines, min(at_once, len(lines)))
 
     def _create_client(self) -> Client:
@@ -212,45 +250,52 @@ class _Job:
 
 
 class _ProgressLine:
-    """`120/500 · 2 failed · 345 tok/s · 3 min 10 s left`; not on a terminal, only now and then."""
+    """A line on stderr that is written over; without a terminal, a line now and then."""
 
-    def __init__(self, results: ResultFile, total: int) -> None:
-        self._results, self._total = results, total
+    def __init__(self) -> None:
         self._is_terminal = sys.stderr.isatty()
-        self._started_s = self._said_s = time.monotonic()
+        self._said_s = time.monotonic()
 
-    def __enter__(self) -> _ProgressLine:
-        self._started_s = self._said_s = time.monotonic()
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._is_terminal:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
-    def update(self, progress: Progress) -> None:
-        now_s = time.monotonic()
-        if not self._is_terminal and now_s - self._said_s < _LINE_INTERVAL_S:
-            return
-        self._said_s = now_s
-        self.show(self._text(progress, now_s - self._started_s))
-
     def show(self, text: str) -> None:
         if self._is_terminal:
             print(f"\r\x1b[K{one_line(text)}", end="", file=sys.stderr, flush=True)
-        elif not text.startswith("loading"):
+        elif time.monotonic() - self._said_s >= _LINE_INTERVAL_S:
+            self._said_s = time.monotonic()
             _say(text)
 
-    def _text(self, progress: Progress, elapsed_s: float) -> str:
+
+class _RunProgress(_ProgressLine):
+    """`120/500 · 2 failed · 345 tok/s · 3 min 10 s left`, from the start of the requests on."""
+
+    def __init__(self, results: ResultFile, total: int) -> None:
+        super().__init__()
+        self._results, self._total = results, total
+        self._started_s = time.monotonic()
+        self._said_s = -_LINE_INTERVAL_S  # the first line is shown at once
+        self.show(self._text(0, 0, 0.0))
+
+    def update(self, progress: Progress) -> None:
+        elapsed_s = time.monotonic() - self._started_s
+        self.show(self._text(progress.num_done, progress.generated_tokens, elapsed_s))
+
+    def _text(self, num_done: int, generated_tokens: int, elapsed_s: float) -> str:
         done, failed = len(self._results.done), self._results.num_failed
         left = ""
-        if progress.num_done:
-            left_s = elapsed_s / progress.num_done * (self._total - done)
+        if num_done:
+            left_s = elapsed_s / num_done * (self._total - done)
             left = f"{format_elapsed(left_s)} left"
-        rate = progress.generated_tokens / max(elapsed_s, 1e-9)
+        rate = generated_tokens / max(elapsed_s, 1e-9)
         parts = (
             f"{done:,}/{self._total:,}",
             f"{failed:,} failed" if failed else "",
-            f"{rate:,.0f} tok/s" if progress.generated_tokens else "",
+            f"{rate:,.0f} tok/s" if generated_tokens else "",
             left,
         )
         return " · ".join(part for part in parts if part)

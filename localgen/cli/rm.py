@@ -28,14 +28,10 @@ def command(
     """Remove a model from the cache, or another name. Files that other models use are kept."""
     from localgen.backends.units import format_size
     from localgen.cli import tables
-    from localgen.hub.models_file import read_models_file
-    from localgen.hub.remove import plan_removal, remove_name
+    from localgen.hub.remove import kind_of_name, plan_removal
 
-    target = read_models_file().models.get(model)
-    if target is not None:
-        kind = remove_name(model)
-        kept = f"; {target} is kept" if _is_installed(target) else ""
-        tables.print_line(f"{model} is no longer {kind}{kept}")
+    if (kind := kind_of_name(model)) is not None:
+        _remove_name(model, kind, yes=yes)
         return
     found = plan_removal(model)
     _require_not_loaded(found.name)
@@ -45,6 +41,20 @@ def command(
     kept = f"; {format_size(found.linked_bytes)} outside of the cache are kept"
     freed = f"{found.name} removed, {format_size(found.freed_bytes)} freed"
     tables.print_line(f"{freed}{kept if found.linked_bytes else ''}")
+
+
+def _remove_name(name: str, kind: str, *, yes: bool) -> None:
+    from localgen.cli import tables
+    from localgen.hub.models_file import read_models_file
+    from localgen.hub.remove import remove_name
+
+    target = read_models_file().models[name]
+    if not yes:
+        confirm(f"Remove the {kind} {name} of {target}?")
+    remove_name(name)
+    kept = f"; {target} is kept" if _is_installed(target) else ""
+    article = "a" if kind == "preset" else "an"
+    tables.print_line(f"{name} is no longer {article} {kind}{kept}")
 
 
 def _is_installed(name: str) -> bool:

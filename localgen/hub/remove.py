@@ -39,20 +39,22 @@ class Removal:
     linked_bytes: int = 0
 
 
-def remove_name(name: str) -> str:
-    """Remove an alias, a preset or an adapter; returns what it was, such as `an alias`.
-
-    Raises ModelNotFound if it is none.
-    """
+def kind_of_name(name: str) -> str | None:
+    """What a name of models.toml is: alias, adapter or preset; None if it is none."""
     known = read_models_file()
-    if name in known.aliases:
-        remove_alias(name)
-        return "an alias"
-    if name in known.adapters:
-        remove_adapter(name)
-        return "an adapter"
-    remove_preset(name)
-    return "a preset"
+    kinds = {"alias": known.aliases, "adapter": known.adapters, "preset": known.presets}
+    return next((kind for kind, names in kinds.items() if name in names), None)
+
+
+def remove_name(name: str) -> None:
+    """Remove an alias, an adapter or a preset. Raises ModelNotFound if it is none."""
+    match kind_of_name(name):
+        case "alias":
+            remove_alias(name)
+        case "adapter":
+            remove_adapter(name)
+        case _:
+            remove_preset(name)
 
 
 def plan_removal(name: str, *, allow_paths: bool = True) -> Removal:

@@ -20,8 +20,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.layout.processors import TabsProcessor
 from prompt_toolkit.output import Output
 
-from localgen.chat import parameters
-from localgen.chat.commands import SLASH_COMMANDS
+from localgen.chat.commands import SLASH_COMMANDS, argument_choices
 from localgen.chat.file_mentions import list_files, matching_files, mention_of, typed_mention
 from localgen.locked_file import LockedFile
 from localgen.mcp_tools.server_file import server_names
@@ -97,13 +96,10 @@ class ChatCompleter(Completer):
             yield Completion(mention_of(path), start_position=start - end, display=path)
 
     def _choices(self, word: str, argument: str) -> Iterable[str]:
-        if word == "/set" and argument.startswith("parameter "):
-            return parameters.PARAMETER_NAMES if argument.count(" ") == 1 else ()
-        if " " in argument:
-            return ()
+        before = argument.rpartition(" ")[0]
         if word in self._name_sources:
-            return self._name_sources[word]()
-        return SLASH_COMMANDS[word].choices if word in SLASH_COMMANDS else ()
+            return () if before else self._name_sources[word]()
+        return argument_choices(word, before)
 
 
 def create_prompt_session(

@@ -23,6 +23,8 @@ from localgen.backends.terminal_text import escape_control_chars, escape_name, o
 from localgen.chat import parameters, report
 from localgen.chat.file_mentions import expand_mentions
 from localgen.chat.session_store import SessionRecord
+from localgen.client import Client
+from localgen.hub.resolve import resolve_model
 from localgen.tui.chat.active_session import ActiveSession
 from localgen.tui.chat.differences import DifferencesView, marked_answers
 from localgen.tui.chat.prompt import Prompt
@@ -33,23 +35,29 @@ from localgen.tui.widgets.text_field import TextField
 from localgen.tui.widgets.tool_screen import ToolScreen
 
 MAX_VARIANTS = 8
+RequireModel = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class CompareVariant:
     """One model with its parameters. model: its name. label: the line as typed."""
 
-    model: str | None
+    model: str
     params: SamplingParams
     label: str
 
 
 def parse_variants(
-    text: str, params: SamplingParams, *, is_remote: bool = False
+    text: str,
+    params: SamplingParams,
+    require_model: RequireModel = lambda name: None,
+    *,
+    is_remote: bool = False,
 ) -> list[CompareVariant]:
     """Parse one variant per line: a model, then NAME=VALUE settings applied to params.
 
-    is_remote: the models are on a remote server. Raises InvalidRequest with the line number.
+    require_model: raises LocalgenError if a model is unknown. is_remote: the models are on a remote
+    server. Raises InvalidRequest with the line number.
     """
     lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not 2 <= len(lines) <= MAX_VARIANTS:
@@ -59,10 +67,19 @@ def parse_variants(
     found = []
     for number, line in lines:
         try:
-            found.append(_parse_variant(line, params, is_remote))
-        except InvalidRequest as error:
+            variant = _parse_variant(line, params, is_remote)
+            require_model(variant.model)
+            found.append(variant)
+        except LocalgenError as error:
             raise InvalidRequest(f"line {number}: {error.message}") from error
     return found
+
+
+def require_known_model(client: Client, name: str) -> None:
+    """Raise ModelNotFound, with the known names, if the local server does not have a model."""
+    # another server may have more models than it lists
+    if not client.url and name not in {card.name for card in client.models()}:
+        resolve_model(name)
 
 
 def variant_records(record: SessionRecord, variants: list[CompareVariant]) -> list[SessionRecord]:
@@ -113,9 +130,17 @@ class CompareDialog(Dialog[list[CompareVariant] | None]):
     CompareDialog Button { margin-left: 2; }
     """
 
-    def __init__(self, text: str, params: SamplingParams, *, is_remote: bool = False) -> None:
+    def __init__(
+        self,
+        text: str,
+        params: SamplingParams,
+        require_model: RequireModel,
+        *,
+        is_remote: bool = False,
+    ) -> None:
         super().__init__()
         self._text, self._params, self._is_remote = text, params, is_remote
+        self._require_model = require_model
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:
@@ -144,9 +169,12 @@ class CompareDialog(Dialog[list[CompareVariant] | None]):
     @work(exclusive=True)
     async def action_compare(self) -> None:
         text = self.query_one(TextArea).text
-        parse = partial(parse_variants, text, self._params, is_remote=self._is_remote)
+        parse = partial(
+            parse_variants, text, self._params, self._require_model, is_remote=self._is_remote
+        )
         try:
-            variants = await asyncio.to_thread(parse)  # a grammar is compiled in 0.3 s
+            # models are looked up on the disk, and a grammar is compiled in 0.3 s
+            variants = await asyncio.to_thread(parse)
         except LocalgenError as error:
             self.query_one("#error", Static).update(Content(one_line(error.message)))
         else:

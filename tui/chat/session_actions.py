@@ -17,7 +17,12 @@ from localgen.chat import commands, saved_chats
 from localgen.chat.file_mentions import expand_mentions
 from localgen.chat.session_store import SessionRecord
 from localgen.tui.chat.active_session import UNNAMED_SESSION, ActiveSession, CommandStopped
-from localgen.tui.chat.compare import CompareDialog, CompareScreen, CompareVariant
+from localgen.tui.chat.compare import (
+    CompareDialog,
+    CompareScreen,
+    CompareVariant,
+    require_known_model,
+)
 from localgen.tui.chat.main_screen import MainScreen
 from localgen.tui.chat.model_picker import ModelPicker, SessionModelService
 from localgen.tui.chat.prompt import Prompt
@@ -238,6 +243,7 @@ class SessionActions:
         setup = CompareDialog(
             f"{model}\n{model} temperature=0\n",
             session.options.params,
+            partial(require_known_model, session.client),
             is_remote=session.is_remote,
         )
         compared: list[CompareVariant] | None = await self._main_screen.app.push_screen_wait(setup)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
-from localgen.chat import commands, parameters
+from localgen.chat import commands
 
 # commands handled by the screen, not by a session
 SCREEN_COMMANDS = {
@@ -85,16 +85,11 @@ def command_suggestions(text: str, sources: CompletionSources) -> list[tuple[str
 
 
 def _argument_choices(word: str, head: str, sources: CompletionSources) -> Iterable[str]:
-    if word == "/set" and head == "parameter":
-        return parameters.PARAMETER_NAMES
-    if head:
-        return ()
-    match word:
+    match "" if head else word:
         case "/model":
             return sources.models()
         case "/save" | "/load":
             return sources.saved_chats()
         case "/switch":
             return sources.sessions()
-    shared = commands.SLASH_COMMANDS.get(word)
-    return shared.choices if shared else ()
+    return commands.argument_choices(word, head)
