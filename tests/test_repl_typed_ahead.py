@@ -80,12 +80,12 @@ def test_a_line_that_is_being_typed_is_taken_to_its_pause(monkeypatch: pytest.Mo
     late = [b"lo", b" y\r"]
     real = select.select
 
-    def typing(*_: object) -> tuple[list[object], ...]:
+    def typing(*_: object) -> object:
         if late:
             terminal.type(late.pop(0))
         return real([terminal.slave], [], [], 0)
 
-    monkeypatch.setattr(typed_ahead.select, "select", typing)
+    monkeypatch.setattr(select, "select", typing)
     with create_pipe_input() as source:
         assert take_typed_ahead(source) == ""  # no pause to wait for
         terminal.type(b"hel")

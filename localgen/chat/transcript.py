@@ -55,9 +55,9 @@ def _self_contained(text: str) -> str:
     """The same Markdown without HTML, and with its last code block closed."""
     tokens = _PARSER.parse(text)
     while html_lines := set(_html_lines(tokens)):
-        lines = enumerate(_lines(text))
         text = "\n".join(
-            line.replace("<", "&lt;") if at in html_lines else line for at, line in lines
+            line.replace("<", "&lt;") if at in html_lines else line
+            for at, line in enumerate(_lines(text))
         )
         tokens = _PARSER.parse(text)
     last = next((token for token in reversed(tokens) if token.level == 0), None)
