@@ -66,6 +66,17 @@ def pipe() -> Iterator[tuple[int, int]]:
         os.close(end)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+def test_alt_keys_in_one_burst(size: int) -> None:
+    burst = "\x1by\x1by\x1b[A\x1ba\x1bOPx\x1by\x1b[200~\x1by\x1by\x1b[201~\x1br\x1b[B"
+    parser = PasteSafeParser()
+    pieces = [burst[at : at + size] for at in range(0, len(burst), size)]
+    found = [message for piece in pieces for message in parser.feed(piece)]
+    keys = [each.key for each in found if isinstance(each, Key)]
+    assert keys == ["alt+y", "alt+y", "up", "alt+a", "f1", "x", "alt+y", "alt+r", "down"]
+    assert [each.text for each in found if isinstance(each, Paste)] == ["\x1by\x1by"]
+
+
 def test_invalid_utf8_does_not_end_input(pipe: tuple[int, int]) -> None:
     heard: list[Message] = []
     is_over = threading.Event()

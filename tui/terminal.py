@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import os
+import re
 import selectors
 import threading
 from collections.abc import Iterable
@@ -19,19 +20,23 @@ from textual.message import Message
 _ESC = "\x1b"
 # a Unicode noncharacter, reserved for internal use: no text contains it
 _ESC_PLACEHOLDER = "\ufdd0"
+# CSI and SS3 begin a longer sequence
+_ALT_KEY = re.compile(rf"{_ESC}[^{_ESC}\[O]$")
 _READ_BYTES, _POLL_S = 4096, 0.1
 
 
 class PasteSafeParser(XTermParser):
     """Parses keys, mouse events and pastes; escape sequences inside a paste stay text.
 
-    Textual's own parser reads them as keys, so text copied from a web page could press keys.
+    Textual's own parser reads them as keys, so text copied from a web page could press keys. And it
+    types `^y` for Alt+Y if the next key comes at once, as from a key that is held down.
     """
 
     def __init__(self) -> None:
         self._is_pasting = False
         self._recent_chars = ""  # last characters outside a paste
         self._held_back = ""  # possible start of the end-of-paste sequence
+        self._last_fed = ""
         super().__init__()
 
     def feed(self, data: str) -> Iterable[Message]:
@@ -39,10 +44,22 @@ class PasteSafeParser(XTermParser):
         guarded = self._escape_pastes(data)
         if data and not guarded:
             return
-        for message in super().feed(guarded):
-            if isinstance(message, Paste):
-                message = Paste(message.text.replace(_ESC_PLACEHOLDER, _ESC))
-            yield message
+        if not data:
+            yield from super().feed(data)
+        for piece in re.split(f"(?={_ESC})", guarded):
+            if piece.startswith(_ESC) and _ALT_KEY.search(self._last_fed):
+                yield from self._end_key()
+            self._last_fed = (self._last_fed + piece)[-2:]
+            for message in super().feed(piece) if piece else ():
+                if isinstance(message, Paste):
+                    message = Paste(message.text.replace(_ESC_PLACEHOLDER, _ESC))
+                yield message
+
+    def _end_key(self) -> Iterable[Message]:
+        """The key that Textual would wait for the rest of."""
+        if self._timeout_time is not None:
+            self._timeout_time = 0.0
+            yield from self.tick()
 
     def _escape_pastes(self, data: str) -> str:
         """Return the input with each ESC inside a paste replaced by the placeholder."""
