@@ -227,6 +227,22 @@ def test_a_process_that_is_killed_is_replaced(cluster: Cluster, victim: str) -> 
     cluster.wait_until(lambda: len(cluster.replicas()) == 2)
 
 
+@pytest.mark.parametrize("victim", ["raylet/raylet", "gcs_server"])
+def test_without_ray_the_cluster_starts_anew_at_once(cluster: Cluster, victim: str) -> None:
+    """Not when Ray ends it, some 25 s later."""
+    head = cluster.named("localgen.cluster.head")
+    cluster.named(victim).kill()
+    head.wait(10.0)
+    cluster.wait_until(lambda: _answers(cluster) and len(cluster.replicas()) == 2)
+
+
+def _answers(cluster: Cluster) -> bool:
+    try:
+        return cluster.chat("Hello").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
 def test_running_requests_are_answered_when_it_ends_and_nothing_is_left(cluster: Cluster) -> None:
     left = cluster.processes()
     assert len(left) > 5

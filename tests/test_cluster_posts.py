@@ -287,6 +287,13 @@ def test_what_manages_no_model_goes_to_one_replica(
     assert len(replica.seen) == 1
 
 
+def test_a_body_that_is_not_json_by_its_type_loads_nothing(replica: ScriptedServer) -> None:
+    """The replica that is chosen refuses it."""
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    Sending().ask("/v1/models/load", {"model": "m"}, replica.url, headers=form)
+    assert len(replica.seen) == 1
+
+
 def test_loaded_models_of_all_replicas_are_listed_once() -> None:
     bodies = {"a": ["tiny", "x"], "b": ["tiny", "y"]}
     answers = [

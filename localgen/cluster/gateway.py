@@ -167,7 +167,7 @@ class Gateway:
             await error_response(path, error.code, error.message)(scope, receive, send)
 
     def _plan(self, incoming: Incoming) -> Plan | None:
-        if self._send_all is None:
+        if self._send_all is None or not incoming.is_parsed:
             return None
         method, is_own_model = incoming.scope["method"], not incoming.asked.model
         return plan_for(method, incoming.path, incoming.fields, is_own_model=is_own_model)

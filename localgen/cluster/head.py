@@ -9,8 +9,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType
+
+import psutil
 
 from localgen.backends.errors import LocalgenError
 from localgen.backends.terminal_text import one_line
@@ -28,6 +30,8 @@ _RAY_VARIABLES = {
     "RAY_memory_monitor_refresh_ms": "0",
 }
 _OBJECT_STORE_BYTES = 100 << 20
+_RAY_PROCESSES = frozenset({"raylet", "gcs_server"})
+_WATCH_PERIOD_S = 0.5
 
 
 def main() -> int:
@@ -85,7 +89,10 @@ def _run(config: ClusterConfig) -> None:
         serve.run(build_app(config, machines), name=APP_NAME, route_prefix=None)
         is_ready = True
         print(READY, flush=True)
-        stop.wait()
+        if lost := _wait(stop, _ray_processes()):
+            # Ray would end its actors after 11 s, and this process some 15 s later
+            print(f"error: {lost} of Ray has ended", file=sys.stderr, flush=True)
+            os._exit(1)
         drain(at_once)
     finally:
         is_ready = True  # another signal does not interrupt the end
@@ -93,6 +100,28 @@ def _run(config: ClusterConfig) -> None:
         if config.address is not None:
             delete_app()
         ray.shutdown()
+
+
+def _ray_processes() -> dict[psutil.Process, str]:
+    """The processes of the Ray that this one has started, without which its cluster ends."""
+    named = {each: each.name() for each in psutil.Process().children()}
+    return {each: name for each, name in named.items() if name in _RAY_PROCESSES}
+
+
+def _wait(stop: threading.Event, processes: Mapping[psutil.Process, str]) -> str:
+    """Wait until `stop` is set. Returns the name of a process that has ended before, or nothing."""
+    while not stop.wait(_WATCH_PERIOD_S):
+        for process, name in processes.items():
+            if _has_ended(process):
+                return name
+    return ""
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _on_signals(end: Callable[..., None]) -> None:

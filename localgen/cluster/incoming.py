@@ -14,6 +14,7 @@ from starlette.types import Scope
 from localgen.backends.types import PromptChunks
 from localgen.cluster.exchange import HOP_HEADERS
 from localgen.cluster.route import Asked, Choice
+from localgen.server.ollama.serializer import API_PREFIX
 from localgen.server.requests.caller import (
     ACCOUNT_HEADER,
     AGE_HEADER,
@@ -53,6 +54,14 @@ class Incoming:
     def path(self) -> str:
         path: str = self.scope["path"]
         return path
+
+    @property
+    def is_parsed(self) -> bool:
+        """True if a replica reads the body: as JSON by its type, or in Ollama's API by any."""
+        if self.path.startswith(API_PREFIX):
+            return True
+        media_type = dict(self.scope["headers"]).get(b"content-type", b"")
+        return bool(media_type.partition(b";")[0].strip().lower() == b"application/json")
 
     @property
     def raw_path(self) -> bytes:
