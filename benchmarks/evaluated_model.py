@@ -35,7 +35,7 @@ from localgen.quant.methods.layer import quantize_layer
 from localgen.quant.request.recipe import CalibrationConfig, Recipe
 
 WINDOW = 512
-_MODEL = Path(__file__).parents[1] / "localgen" / "models" / "tiny"
+MODEL = Path(__file__).parents[1] / "localgen" / "models" / "tiny"
 # windows per batch
 _BATCH = 4
 
@@ -55,7 +55,7 @@ SIZES = {"tiny": TextSizes(128, 135), "smollm2": TextSizes(24, 36)}
 class EvaluatedModel:
     """A Hugging Face folder, its calibration text and its held-out text.
 
-    domains: of each window of the held-out text.
+    calibration: int64 [windows, WINDOW]. domains: of each window of the held-out text.
     """
 
     def __init__(self, folder: Path, tokenizer: HfTokenizer, sizes: TextSizes) -> None:
@@ -67,7 +67,7 @@ class EvaluatedModel:
         dtype = calibration_dtype(torch.device("cpu"), self.spec.hidden_size)
         self._calibrating = LayerForward(self.spec, WINDOW, dtype=dtype)
         asked = CalibrationConfig(samples=sizes.calibration, seq_len=WINDOW)
-        self._calibration = calibration_windows(asked, tokenizer).ids
+        self.calibration = calibration_windows(asked, tokenizer).ids
         held_out = held_out_windows(None, tokenizer, WINDOW + 1, sizes.held_out)
         self._held_out = held_out.ids
         self.domains: Sequence[str] = held_out.domains
@@ -102,10 +102,10 @@ class EvaluatedModel:
         """Quantize layer by layer; each is calibrated with the outputs of the quantized ones."""
         found = []
         run = self._calibrating.run
-        hidden = original = embed_tokens(self.spec, self._embedding, self._calibration)
+        hidden = original = embed_tokens(self.spec, self._embedding, self.calibration)
         for index, layer in enumerate(layers):
             given, beside = torch.split(hidden, _BATCH), torch.split(original, _BATCH)
-            if recipe.is_asymmetric:
+            if recipe.needs_originals:
                 original = torch.cat([run(index, layer, part) for part in beside])
             taken = CalibrationLayer(
                 index,
@@ -140,8 +140,8 @@ class EvaluatedModel:
 def opened_model(name: str, sizes: TextSizes) -> Iterator[EvaluatedModel]:
     """Open the built-in model, or smollm2 widened to a folder of 16 bits."""
     if name == BUILT_IN_MODEL:
-        vocab_size = read_hf_config(_MODEL).vocab_size
-        yield EvaluatedModel(_MODEL, HfTokenizer.from_folder(_MODEL, vocab_size), sizes)
+        vocab_size = read_hf_config(MODEL).vocab_size
+        yield EvaluatedModel(MODEL, HfTokenizer.from_folder(MODEL, vocab_size), sizes)
         return
     # transformers is imported only where smollm2 is measured
     from benchmarks.agreement_parts.logits import transformers_model

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from benchmarks.evaluated_model import MODEL
 from benchmarks.measure import ModelLine, Report, command
 from benchmarks.quality import SMOLLM2_GROUP
 from localgen.backends.cuda.model.source import open_gguf_source
@@ -37,7 +38,6 @@ from localgen.quant.job import QuantizeJob
 from localgen.quant.preflight import prepare_quantization
 from localgen.quant.request.recipe import CalibrationConfig, Recipe
 
-MODEL = Path(__file__).parents[1] / "localgen" / "models" / "tiny"
 PARTS = Path(__file__).parent / "foreign_parts"
 RECIPES = {
     f"{method}-{bits}": Recipe(method=method, bits=bits)

@@ -24,7 +24,7 @@ from localgen.quant.evaluate import EvalMetrics
 from localgen.quant.files.layerwise_checkpoint import LayerwiseCheckpoint
 from localgen.quant.intervals import PairedBootstrap
 from localgen.quant.request.losses import Interval
-from localgen.quant.request.recipe import QuantizeMethod, Recipe
+from localgen.quant.request.recipe import LEARNING_METHODS, QuantizeMethod, Recipe
 
 # rounding learned in some steps
 STEPS, LEARNED = 200, " learned"
@@ -34,6 +34,7 @@ VARIANTS: tuple[tuple[QuantizeMethod, str, dict[str, Any]], ...] = (
     ("rtn", "", {}),
     ("awq", ", no clipping", {"clip": False}),
     ("awq", "", {}),
+    ("awq", LEARNED, {"rounding_steps": STEPS}),
     ("gptq", ", symmetric", {"asymmetry": 0.0}),
     ("gptq", "", {}),
     ("gptq", LEARNED, {"rounding_steps": STEPS}),
@@ -61,7 +62,11 @@ COMPARED = tuple(
         ("gptq", "rtn", ""),
         ("gptq", "gptq", ", symmetric"),
     )
-) + tuple((f"gptq-{bits}{LEARNED}", f"gptq-{bits}") for bits in (4, 3, 2))
+) + tuple(
+    (f"{method}-{bits}{LEARNED}", f"{method}-{bits}")
+    for method in LEARNING_METHODS
+    for bits in (4, 3, 2)
+)
 # the interval of every difference of these lies below 0
 BETTER = ("awq-4", "gptq-4", "awq-3", "gptq-3", "awq-2", "gptq-2", f"gptq-2{LEARNED}")
 # maximum perplexity relative to the original's
@@ -147,9 +152,14 @@ def enter(report: Report, losses: Losses) -> None:
 
 
 def compared(found: Mapping[str, EvalMetrics]) -> Iterator[tuple[str, str]]:
-    """Pairs that are both measured: of COMPARED, and gptq with each folder of the same bits."""
+    """Pairs that are both measured: of COMPARED, and gptq, with learned rounding too, with each
+    folder of the same bits."""
     folders = [name for name in found if name not in RECIPES]
-    beside = ((f"gptq-{name.partition(' bits: ')[0]}", name) for name in folders)
+    beside = (
+        (f"gptq-{name.partition(' bits: ')[0]}{learned}", name)
+        for name in folders
+        for learned in ("", LEARNED)
+    )
     return ((one, other) for one, other in (*COMPARED, *beside) if {one, other} <= found.keys())
 
 

@@ -194,7 +194,7 @@ class QuantizeJob:
             self._write_non_layer_tensors()
         states = self._open_activations("states")
         originals = None
-        if self.prepared.recipe.is_asymmetric:
+        if self.prepared.recipe.needs_originals:
             originals = self._open_activations("original-states")
         step = "quantizing" if self.mode == "round" else "calibrating"
         started_s = time.monotonic()

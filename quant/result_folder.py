@@ -129,16 +129,16 @@ def _model_card(model: str, prepared: PreparedQuantization) -> str:
 
 
 def _method_details(recipe: Recipe) -> str:
+    learned = ""
+    if recipe.rounding_steps:
+        learned = f", rounding learned in {recipe.rounding_steps} steps"
     match recipe.method:
         case "awq":
-            return f"range of each group {'searched' if recipe.clip else 'whole'}"
+            return f"range of each group {'searched' if recipe.clip else 'whole'}{learned}"
         case "gptq":
             order = "by the Hessian's diagonal" if recipe.desc_act else "as they are"
             corrected = f"{recipe.asymmetry:.0%} of input errors corrected"
-            learned = f", rounding learned in {recipe.rounding_steps} steps"
-            return f"inputs {order}, damping {recipe.damping:g}, {corrected}" + (
-                learned if recipe.rounding_steps else ""
-            )
+            return f"inputs {order}, damping {recipe.damping:g}, {corrected}{learned}"
         case "smoothquant":
             return f"alpha {recipe.alpha:g}, activations rounded for each token"
     return "–"

@@ -32,6 +32,7 @@ RTN, GPTQ, AWQ = (Recipe(method=method) for method in ("rtn", "gptq", "awq"))
 FP8 = Recipe(method="fp8", bits=8)
 SYMMETRIC = Recipe(method="gptq", asymmetry=0.0)
 LEARNED = Recipe(method="gptq", bits=2, rounding_steps=4)
+LEARNED_AWQ = Recipe(method="awq", bits=3, rounding_steps=4)
 LAYERS = 6
 
 
@@ -121,7 +122,7 @@ def test_output_size_estimates_hold(tmp_path: Path) -> None:
         assert 0 <= size - one.estimate.output_bytes < 4096 * (LAYERS + 1)
 
 
-@pytest.mark.parametrize("recipe", [RTN, AWQ, SYMMETRIC, GPTQ, LEARNED], ids=str)
+@pytest.mark.parametrize("recipe", [RTN, AWQ, SYMMETRIC, GPTQ, LEARNED, LEARNED_AWQ], ids=str)
 def test_estimated_disk_space_suffices(recipe: Recipe, tmp_path: Path) -> None:
     one = job(recipe, tmp_path / "out")
     used: list[int] = []
@@ -135,7 +136,7 @@ def test_estimated_disk_space_suffices(recipe: Recipe, tmp_path: Path) -> None:
     one.run(measure, resume=False)
     assert max(used) < one.estimate.disk_bytes + headers
     states = 4 * 256 * CALIBRATION.samples * CALIBRATION.seq_len
-    models = {"rtn": 0, "awq": 1}.get(recipe.method, 2 if recipe.is_asymmetric else 1)
+    models = 0 if recipe.method == "rtn" else 2 if recipe.needs_originals else 1
     assert one.estimate.states_bytes == models * states
     assert one.estimate.disk_bytes == one.estimate.output_bytes + 2 * models * states
 
@@ -151,7 +152,7 @@ def test_only_layers_with_wrong_inputs_are_corrected(
     assert [name for name in same if name >= "model-00003" and name.endswith("rs")] == []
 
 
-@pytest.mark.parametrize("recipe", [RTN, GPTQ, LEARNED], ids=str)
+@pytest.mark.parametrize("recipe", [RTN, GPTQ, LEARNED, LEARNED_AWQ], ids=str)
 @pytest.mark.parametrize("layer", [0, 1, LAYERS - 1])
 def test_resumed_runs_give_the_same_files(
     recipe: Recipe, layer: int, uninterrupted: Callable[[Recipe], Path], tmp_path: Path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from localgen.quant.files.packing import GroupedWeight
 from localgen.quant.methods.grid import full_range_grid, split_groups
 from localgen.quant.methods.layer import QuantizedLayer, quantize_layer
 from localgen.quant.methods.learned_rounding import RoundingStart, learn_rounding
-from localgen.quant.request.recipe import CalibrationConfig, Recipe
+from localgen.quant.request.recipe import CalibrationConfig, QuantizeMethod, Recipe
 from localgen.quant.request.request import QuantizeRequest
 
 INDEX, LENGTH, GROUP = 1, 24, 8
@@ -57,13 +58,13 @@ def loss(layer: CalibrationLayer, target: Tensor, found: QuantizedLayer) -> floa
 
 
 @pytest.mark.parametrize("name", QUANTIZABLE)
-@pytest.mark.parametrize("bits", [2, 3])
-def test_learned_rounding_is_closer_to_the_original_than_gptq(
-    name: str, bits: int, tmp_path: Path
+@pytest.mark.parametrize(("method", "bits"), [("gptq", 2), ("gptq", 3), ("awq", 2), ("awq", 3)])
+def test_learned_rounding_is_closer_to_the_original(
+    name: str, method: QuantizeMethod, bits: int, tmp_path: Path
 ) -> None:
     layer, target = layer_of(name, tmp_path)
-    plain = Recipe(method="gptq", bits=bits, group_size=GROUP)
-    learned = Recipe(method="gptq", bits=bits, group_size=GROUP, rounding_steps=24)
+    plain = Recipe(method=method, bits=bits, group_size=GROUP)
+    learned = replace(plain, rounding_steps=24)
     before = loss(layer, target, quantize_layer(layer, plain))
     found = quantize_layer(layer, learned)
     assert loss(layer, target, found) < 0.99 * before
@@ -115,14 +116,16 @@ def test_smaller_steps_come_closer(tmp_path: Path) -> None:
     assert many < 0.95 * error(nearest)
 
 
-def test_two_bits_learn_their_rounding_by_default() -> None:
+def test_two_and_three_bits_learn_their_rounding_by_default() -> None:
     asked = QuantizeRequest(
         model="tiny", calibration=CalibrationConfig(), output=None, resume=False, eval_set=None
     )
 
-    def steps(bits: int, given: int | None = None) -> int:
-        found = asked.with_method(["gptq"], bits=bits, rounding_steps=given, calibrate=False)
+    def steps(bits: int, given: int | None = None, method: QuantizeMethod = "gptq") -> int:
+        found = asked.with_method([method], bits=bits, rounding_steps=given, calibrate=False)
         assert found.recipe is not None
         return found.recipe.rounding_steps
 
-    assert [steps(2), steps(3), steps(4), steps(2, 0), steps(3, 50)] == [200, 0, 0, 0, 50]
+    assert [steps(bits) for bits in (2, 3, 4, 8)] == [200, 200, 0, 0]
+    assert [steps(bits, method="awq") for bits in (2, 3, 4)] == [200, 200, 0]
+    assert [steps(2, method="rtn"), steps(2, 0), steps(4, 50)] == [0, 0, 50]

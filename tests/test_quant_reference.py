@@ -10,9 +10,9 @@ from torch import Tensor
 
 from localgen.quant.calibrate.input_stats import InputStats
 from localgen.quant.calibrate.scaling import ScaleMapping
-from localgen.quant.methods.awq import round_awq, search_awq_scales
+from localgen.quant.methods.awq import awq_grid, search_awq_scales
 from localgen.quant.methods.gptq import correct_inputs, factor_hessian, gptq_grid, round_gptq
-from localgen.quant.methods.grid import clipped_grid, full_range_grid, searched_grid
+from localgen.quant.methods.grid import clipped_grid, full_range_grid, searched_grid, split_groups
 from localgen.quant.methods.w8a8 import round_to_int8, smoothquant_scales
 from localgen.quant.request.recipe import Recipe
 
@@ -158,7 +158,8 @@ def test_awq_equals_the_reference(seed: int, bits: int, clip: bool) -> None:
     np.testing.assert_allclose(scales.numpy(), wanted, rtol=1e-4)
     scaled = moments_of(x / scales, SIZE)
     for weight, double in zip((one, other), doubles, strict=True):
-        found = round_awq(weight * scales, scaled.gram_blocks, recipe)
+        weights = split_groups(weight * scales, SIZE)
+        found = awq_grid(weights, scaled.gram_blocks, recipe).round(weights)
         rows = [
             reference.awq_row(row * wanted, inputs / wanted, bits, SIZE, clip)[0] for row in double
         ]

@@ -107,7 +107,12 @@ def test_gguf_file_is_made_and_evaluated(
         (["tiny", "--fp8", "--bits", "4"], INVALID, "fp8 supports 8 bits, not 4"),
         (["tiny", "--fp8", "--group-size", "64"], INVALID, "--group-size goes with"),
         (["tiny", "--rtn", "--no-act-order"], INVALID, "go with --gptq"),
-        (["tiny", "--awq", "--rounding-steps", "9"], INVALID, "--rounding-steps goes with --gptq"),
+        (["tiny", "--rtn", "--rounding-steps", "9"], INVALID, "goes with --awq and --gptq"),
+        (
+            ["tiny", "--awq", "--gguf", "Q4_K_M", "--rounding-steps", "9"],
+            INVALID,
+            "--rounding-steps goes with --awq and --gptq, without --gguf",
+        ),
         (["tiny", "--rtn", "--samples", "3"], INVALID, "--samples is for calibration"),
         (["tiny", "--gguf", "Q8_0", "--seed", "3"], INVALID, "--seed is for calibration"),
         (["tiny", "--rtn", "--calib", "x.txt"], INVALID, "use no calibration text"),

@@ -123,8 +123,8 @@ RoundingStepsOption = Annotated[
         "--rounding-steps",
         metavar="<int>",
         min=0,
-        help="GPTQ: improve the rounding of each layer in this many gradient steps; 0: none "
-        "(default: 200 for 2 bits, else 0).",
+        help="AWQ and GPTQ: improve the rounding of each layer in this many gradient steps; 0: "
+        "none (default: 200 for 2 and 3 bits, else 0).",
     ),
 ]
 CalibOption = Annotated[

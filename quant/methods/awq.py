@@ -7,7 +7,6 @@ from torch import Tensor
 
 from localgen.quant.calibrate.input_stats import InputStats
 from localgen.quant.calibrate.scaling import ScaleMapping
-from localgen.quant.files.packing import GroupedWeight
 from localgen.quant.methods.grid import QuantGrid, clipped_grid, full_range_grid, split_groups
 from localgen.quant.request.recipe import Recipe
 
@@ -53,13 +52,16 @@ def search_awq_scales(
     return scales(min((least, best), *finer)[1])
 
 
-def round_awq(weight: Tensor, gram_blocks: Tensor | None, recipe: Recipe) -> GroupedWeight:
-    """Round a scaled weight [out, in] with the smallest output error.
+def awq_grid(
+    weights: Tensor, gram_blocks: Tensor | None, recipe: Recipe, *, coarse: bool = False
+) -> QuantGrid:
+    """The grid of scaled weights [out, groups, size] with the smallest output error.
 
-    gram_blocks: as in clipped_grid; None if the linear got no tokens.
+    gram_blocks, coarse: as in clipped_grid; None if the linear got no tokens.
     """
-    weights = split_groups(weight, recipe.group_size)
-    return _awq_grid(weights, gram_blocks, recipe).round(weights)
+    if recipe.clip:
+        return clipped_grid(weights, recipe.bits, gram_blocks, coarse=coarse)
+    return full_range_grid(weights, recipe.bits)
 
 
 def scaled_blocks(gram_blocks: Tensor, scales: Tensor) -> Tensor:
@@ -69,21 +71,13 @@ def scaled_blocks(gram_blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def _output_error(weight: Tensor, hessian: Tensor, scales: Tensor, recipe: Recipe) -> float:
-    """Σ ‖(Q(W s) / s - W) x‖², rounded as in round_awq but with coarse clipping."""
+    """Σ ‖(Q(W s) / s - W) x‖², rounded with awq_grid but with coarse clipping."""
     weights = split_groups(weight * scales, recipe.group_size)
     blocks = scaled_blocks(_diagonal_blocks(hessian, weights.shape[-1]), scales)
-    grid = _awq_grid(weights, blocks, recipe, coarse=True)
+    grid = awq_grid(weights, blocks, recipe, coarse=True)
     # the difference is scaled, not the Hessian, which may be the largest tensor
     difference = grid.fake_quantize(weights).sub_(weights).flatten(1).div_(scales)
     return float(((difference @ hessian) * difference).sum(dtype=torch.float64))
-
-
-def _awq_grid(
-    weights: Tensor, gram_blocks: Tensor | None, recipe: Recipe, *, coarse: bool = False
-) -> QuantGrid:
-    if recipe.clip:
-        return clipped_grid(weights, recipe.bits, gram_blocks, coarse=coarse)
-    return full_range_grid(weights, recipe.bits)
 
 
 def _diagonal_blocks(matrix: Tensor, size: int) -> Tensor:

@@ -15,8 +15,8 @@ from localgen.quant.calibrate.input_stats import InputStats
 from localgen.quant.calibrate.layer_forward import CalibrationLayer
 from localgen.quant.calibrate.passes import iter_layer_stats
 from localgen.quant.calibrate.scaling import ScaleMapping, fold_scales
-from localgen.quant.files.packing import QuantizedWeight
-from localgen.quant.methods.awq import round_awq, scaled_blocks, search_awq_scales
+from localgen.quant.files.packing import GroupedWeight, QuantizedWeight
+from localgen.quant.methods.awq import awq_grid, scaled_blocks, search_awq_scales
 from localgen.quant.methods.gptq import (
     compensate_errors,
     correct_inputs,
@@ -24,7 +24,7 @@ from localgen.quant.methods.gptq import (
     gptq_grid,
     round_gptq,
 )
-from localgen.quant.methods.grid import round_to_nearest
+from localgen.quant.methods.grid import round_to_nearest, split_groups
 from localgen.quant.methods.learned_rounding import RoundingStart, learn_rounding
 from localgen.quant.methods.w8a8 import round_to_fp8, round_to_int8, smoothquant_scales
 from localgen.quant.request.recipe import Recipe
@@ -71,8 +71,13 @@ def quantize_layer(layer: CalibrationLayer, recipe: Recipe) -> QuantizedLayer:
     match recipe.method:
         case "gptq":
             return _quantize_gptq(layer, recipe)
-        case "awq" | "smoothquant":
-            return _quantize_folded(layer, recipe)
+        case "awq":
+            return _quantize_awq(layer, recipe)
+        case "smoothquant":
+            folded = fold_layer(layer, recipe)
+            scaled = replace(layer, tensors=folded.tensors)
+            found = _quantize_each_linear(scaled, lambda _, weight: round_to_int8(weight))
+            return replace(found, importance=folded.importance)
         case "fp8":
             return _quantize_each_linear(layer, lambda _, weight: round_to_fp8(weight))
         case "rtn":
@@ -164,15 +169,21 @@ def _quantize_gptq(layer: CalibrationLayer, recipe: Recipe) -> QuantizedLayer:
     return QuantizedLayer(_unquantized_tensors(layer.tensors, weights), weights, importance)
 
 
-def _quantize_folded(layer: CalibrationLayer, recipe: Recipe) -> QuantizedLayer:
+def _quantize_awq(layer: CalibrationLayer, recipe: Recipe) -> QuantizedLayer:
     folded = fold_layer(layer, recipe)
+    scaled = replace(layer, tensors=folded.tensors)
+    starts: dict[str, RoundingStart] = {}
 
-    def rounded(name: str, weight: Tensor) -> QuantizedWeight:
-        if recipe.method == "smoothquant":
-            return round_to_int8(weight)
-        return round_awq(weight, folded.gram_blocks.get(name), recipe)
+    def rounded(name: str, weight: Tensor) -> GroupedWeight:
+        weights = split_groups(weight, recipe.group_size)
+        grid = awq_grid(weights, folded.gram_blocks.get(name), recipe)
+        if recipe.rounding_steps:
+            starts[name] = RoundingStart(weight, grid)
+        return grid.round(weights)
 
-    found = _quantize_each_linear(replace(layer, tensors=folded.tensors), rounded)
+    found = _quantize_each_linear(scaled, rounded)
+    if recipe.rounding_steps:
+        found.weights.update(learn_rounding(scaled, starts, recipe.rounding_steps))
     return replace(found, importance=folded.importance)
 
 

@@ -21,7 +21,10 @@ _SUPPORTED_BITS: dict[QuantizeMethod, tuple[int, ...]] = {
     "fp8": (8,),
 }
 METHODS = tuple(_SUPPORTED_BITS)
-_ROUNDING_STEPS = 200
+# methods whose rounding can be learned
+LEARNING_METHODS: tuple[QuantizeMethod, ...] = ("awq", "gptq")
+# bits at which it was measured to win, and its steps
+_LEARNED_BITS, _ROUNDING_STEPS = (2, 3), 200
 
 
 def supported_bits(method: QuantizeMethod) -> tuple[int, ...]:
@@ -31,7 +34,7 @@ def supported_bits(method: QuantizeMethod) -> tuple[int, ...]:
 
 def default_rounding_steps(method: QuantizeMethod, bits: int) -> int:
     """Steps of learned rounding where it was measured to win, else 0."""
-    return _ROUNDING_STEPS if method == "gptq" and bits == 2 else 0
+    return _ROUNDING_STEPS if method in LEARNING_METHODS and bits in _LEARNED_BITS else 0
 
 
 def default_bits(method: QuantizeMethod) -> int:
@@ -47,9 +50,9 @@ class Recipe:
     clip: they search a smaller range for each group. desc_act: gptq rounds inputs in
     descending order of the Hessian's diagonal. damping: fraction of the Hessian's mean diagonal
     that gptq adds to it. asymmetry: share of the error of the inputs, those of the quantized layers
-    before, that gptq corrects; 0 for none. rounding_steps: steps in which gptq's rounding of a
-    layer is improved by the layer's output; 0 for none. alpha: share of the activations' range that
-    smoothquant moves into the weights.
+    before, that gptq corrects; 0 for none. rounding_steps: steps in which the rounding of a layer
+    by awq or gptq is improved by the layer's output; 0 for none. alpha: share of the activations'
+    range that smoothquant moves into the weights.
     """
 
     method: QuantizeMethod
@@ -70,8 +73,11 @@ class Recipe:
             raise InvalidRequest(
                 f"{self.method} supports {known} bits, not {self.bits}", param="bits"
             )
-        if self.rounding_steps and self.method != "gptq":
-            raise InvalidRequest("only gptq learns its rounding", param="rounding_steps")
+        if self.rounding_steps and self.method not in LEARNING_METHODS:
+            raise InvalidRequest(
+                f"{' and '.join(LEARNING_METHODS)} learn their rounding, {self.method} does not",
+                param="rounding_steps",
+            )
         if self.has_groups and self.group_size is not None and self.group_size % 8:
             raise InvalidRequest(
                 f"a group size is a multiple of 8, {self.group_size} is not", param="group_size"
@@ -83,8 +89,13 @@ class Recipe:
 
     @property
     def is_asymmetric(self) -> bool:
+        """gptq corrects errors of its inputs."""
+        return self.method == "gptq" and self.asymmetry > 0
+
+    @property
+    def needs_originals(self) -> bool:
         """The method compares activations with those of the original model."""
-        return self.method == "gptq" and (self.asymmetry > 0 or self.rounding_steps > 0)
+        return self.is_asymmetric or self.rounding_steps > 0
 
     @property
     def needs_calibration(self) -> bool:

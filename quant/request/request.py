@@ -17,6 +17,7 @@ from localgen.hub.resolve import is_path
 from localgen.quant.request.events import FailedEvent, QuantizeEvent
 from localgen.quant.request.gguf_types import AUTO
 from localgen.quant.request.recipe import (
+    LEARNING_METHODS,
     CalibrationConfig,
     LayerMode,
     QuantizeMethod,
@@ -78,8 +79,11 @@ class QuantizeRequest:
         Raises InvalidRequest for no method, or options that exclude each other.
         """
         _check_options(methods, self.gguf, bits, group_size, act_order)
-        if rounding_steps is not None and list(methods) != ["gptq"]:
-            raise InvalidRequest("--rounding-steps goes with --gptq", param="rounding_steps")
+        if rounding_steps is not None and (self.gguf or methods[0] not in LEARNING_METHODS):
+            known = " and ".join(f"--{name}" for name in LEARNING_METHODS)
+            raise InvalidRequest(
+                f"--rounding-steps goes with {known}, without --gguf", param="rounding_steps"
+            )
         if self.target is not None:
             _check_target(methods, self.target, is_measured=self.eval_set is not None)
             return replace(self, recipe=GGUF_CALIBRATION_RECIPE, mode="observe")
