@@ -9,24 +9,14 @@ from dataclasses import dataclass
 from localgen.backends import units
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import DraftInfo, ModelInfo
-from localgen.backends.sampling_params import ANY_JSON_OBJECT, BASE_SAMPLING, SamplingParams
 from localgen.backends.terminal_text import collapse, one_line
-from localgen.chat import parameters, report, saved_chats, stats_report
+from localgen.chat import report, saved_chats, settings, stats_report
 from localgen.chat.session import ChatSession, OnProgress
 from localgen.mcp_tools.chat_tools import OfferedTool
 from localgen.mcp_tools.server_file import read_servers
 
 _USAGE_WIDTH = 25  # leaves room for the help in 80 columns
 _TOOL_CHARS = 120
-_ON_OFF = ("on", "off")
-_SET_VALUES = {
-    "parameter": parameters.PARAMETER_NAMES,
-    "system": ("default",),
-    "ctx": ("default",),
-    "format": ("json", "text"),
-    "figures": _ON_OFF,
-    "verbose": _ON_OFF,
-}
 COMMAND_ALIASES = {"/?": "/help", "/exit": "/bye", "/quit": "/bye"}
 
 
@@ -94,7 +84,7 @@ def asks_model(line: str) -> bool:
 def argument_choices(word: str, before: str) -> tuple[str, ...]:
     """Completions of the next argument of a command. before: the arguments that precede it."""
     if word == "/set" and before:
-        return _SET_VALUES.get(before, ())
+        return settings.SETTING_VALUES.get(before, ())
     return SLASH_COMMANDS[word].choices if word in SLASH_COMMANDS and not before else ()
 
 
@@ -112,115 +102,10 @@ def find_command(word: str) -> SlashCommand:
 
 
 def _set(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
-    """Change a setting; without a value, show it."""
-    what, _space, typed = argument.partition(" ")
-    typed = typed.strip()
-    text = _strip_quotes(typed)
-    match what:
-        case "system":
-            return _set_system(session, typed)
-        case "parameter":
-            return _set_parameter(session, text)
-        case "ctx":
-            return _set_ctx(session, text)
-        case "format":
-            return _set_format(session, text)
-        case "figures" | "verbose":
-            return _set_switch(session, what, text)
-    if parameters.is_parameter_name(what):
-        return _set_parameter(session, argument)
-    raise _usage_error("/set", argument)
-
-
-def _set_system(session: ChatSession, typed: str) -> CommandResult:
-    if not typed:
-        own = session.conversation.system
-        hint = "\n(/set system default removes it)" if own else ""
-        return CommandOutput(f"{_system_text(session)}{hint}")
-    # quotes make such a word a prompt
-    text = "" if typed in parameters.UNSET_WORDS else _strip_quotes(typed)
-    session.set_conversation(session.conversation.with_system(text))
-    if text:
-        return CommandOutput("system prompt set")
-    rest = f"; that of the preset {session.name} applies" if session.system else ""
-    return CommandOutput(one_line(f"system prompt removed{rest}"))
-
-
-def _system_text(session: ChatSession) -> str:
-    own, system = session.conversation.system, session.system
-    source = "" if own or not system else f"\n(of the preset {session.name})"
-    return f"{system}{source}" if system else "no system prompt"
-
-
-def _set_switch(session: ChatSession, what: str, text: str) -> CommandResult:
-    """`figures` or `verbose`; as in Ollama, on without a value."""
-    if text not in ("", *_ON_OFF):
-        raise InvalidRequest(f"{what} {text!r}: give on or off")
-    session.set_options(**{what: text != "off"})
-    return CommandOutput(f"{what} {text or 'on'}")
-
-
-def _set_parameter(session: ChatSession, text: str) -> CommandResult:
-    name, _, value = text.partition(" ")
-    if not name:
-        return CommandOutput(_parameters_text(session))
-    field = parameters.resolve_parameter_name(name)
-    if value.strip():
-        session.set_parameter(name, value.strip())
-    values = {row: value for row, value, _ in effective_parameter_rows(session)}
-    return CommandOutput(one_line(f"{name} = {values[field]}"))
-
-
-def _set_format(session: ChatSession, text: str) -> CommandResult:
-    if not text:
-        schema = session.options.params.json_schema
-        kind = "json" if schema == ANY_JSON_OBJECT else schema or "text"
-        return CommandOutput(f"format {kind}")
-    is_text = text in ("text", *parameters.UNSET_WORDS)
-    schema = "default" if is_text else parameters.parse_format(text, "format")
-    session.set_parameter("json_schema", schema)
-    return CommandOutput(f"format {'text' if is_text else text}")
-
-
-def effective_parameter_rows(session: ChatSession) -> list[tuple[str, str, str]]:
-    """Name, effective value and source of each sampling parameter of a session."""
-    # those of a remote server, and of a model that is not loaded yet, are unknown
-    known = session.model_info
-    base = BASE_SAMPLING if known is not None and not session.is_remote else SamplingParams()
-    defaults = SamplingParams() if known is None else known.sampling
-    preset = session.preset
-    of_preset = SamplingParams() if preset is None else preset.params
-    return parameters.effective_parameters(session.options.params, of_preset, defaults, base)
-
-
-def _set_ctx(session: ChatSession, text: str) -> CommandResult:
-    if text:
-        set_ctx(session, text)
-    info, ctx = session.model_info, session.ctx
-    shown = f"context {ctx:,} tokens" if ctx else "context of the model"
-    if info and (ctx or 0) > info.ctx:
-        shown += ": the next prompt loads the model again"
-    elif ctx and (used := session.estimate_used_tokens()) >= ctx:
-        shown += f": the conversation has {used:,}, /compact or /undo make room for the next prompt"
-    return CommandOutput(shown)
-
-
-def set_ctx(session: ChatSession, text: str) -> None:
-    """Set the context length in tokens; `default` is the context of the model.
-
-    The next prompt loads the model again if that is more than it has. Raises InvalidRequest if it
-    is not a number, exceeds the trained context, or the model is on a remote server.
-    """
-    info = session.model_info
-    if session.is_remote:
-        raise InvalidRequest("ctx: this model is on a remote server, which sets its own context")
-    # limit the digits: converting a very long number is slow
-    if text != "default" and not (text.isdecimal() and len(text) < 12 and int(text) > 0):
-        raise InvalidRequest(f"ctx {text!r}: give a number of tokens, or default")
-    ctx = None if text == "default" else int(text)
-    if info is not None and ctx is not None and ctx > max(info.ctx, info.ctx_train):
-        raise InvalidRequest(f"ctx {ctx:,}: {info.name} was trained for {info.ctx_train:,}")
-    session.set_options(ctx=ctx)
+    said = settings.change_setting(session, argument)
+    if said is None:
+        raise _usage_error("/set", argument)
+    return CommandOutput(said)
 
 
 def _show(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
@@ -228,7 +113,7 @@ def _show(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
     if what == "info":
         return CommandOutput(_model_info_text(session))
     if what == "parameters":
-        return CommandOutput(_parameters_text(session))
+        return CommandOutput(settings.parameters_text(session))
     if what == "template":
         if session.model.url:
             return CommandOutput(
@@ -236,13 +121,8 @@ def _show(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
             )
         return CommandOutput(session.model.chat_template or "the model has no chat template")
     if what == "system":
-        return CommandOutput(_system_text(session))
+        return CommandOutput(settings.system_text(session))
     raise _usage_error("/show", argument)
-
-
-def _parameters_text(session: ChatSession) -> str:
-    rows = effective_parameter_rows(session)
-    return _text(f"{name:<22} {value:<16} {origin}".rstrip() for name, value, origin in rows)
 
 
 def _model_info_text(session: ChatSession) -> str:
@@ -310,7 +190,7 @@ def _placement_parts(info: ModelInfo) -> Iterator[str]:
 
 
 def _save(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
-    path = saved_chats.chat_path(_strip_quotes(argument) or "last", session.state_dir)
+    path = saved_chats.chat_path(settings.unquoted(argument) or "last", session.state_dir)
     chat = saved_chats.SavedChat(session.name, session.options.params, session.conversation)
     saved_chats.create_chats_dir(session.state_dir)
     saved_chats.save_chat(path, chat)
@@ -322,7 +202,8 @@ def _load(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
     if not argument:
         names = ", ".join(saved_chats.saved_chat_names(session.state_dir)) or "none yet"
         return CommandOutput(one_line(f"saved chats: {names}"))
-    chat = saved_chats.load_chat(saved_chats.chat_path(_strip_quotes(argument), session.state_dir))
+    path = saved_chats.chat_path(settings.unquoted(argument), session.state_dir)
+    chat = saved_chats.load_chat(path)
     session.set_conversation(chat.conversation)
     session.set_options(params=chat.params)
     lines = [f"loaded {units.format_count(len(chat.conversation.turns), 'turn')}"]
@@ -359,7 +240,7 @@ def _compact(session: ChatSession, argument: str, _: OnProgress) -> CommandResul
 def _model(session: ChatSession, argument: str, on_progress: OnProgress) -> CommandResult:
     if not argument:
         return CommandOutput(_text(card.name for card in session.client.models()))
-    found = session.load(_strip_quotes(argument), on_progress)
+    found = session.load(settings.unquoted(argument), on_progress)
     # a remote server may lack the model and report it only at the first request
     notes = (f"note: {note}" for note in found.notes if found.url)
     return CommandOutput(_text((report.model_line(found), *notes)))
@@ -462,13 +343,6 @@ def _bye(_session: ChatSession, _argument: str, _: OnProgress) -> CommandResult:
 def _usage_error(name: str, argument: str) -> InvalidRequest:
     usage = f"usage: {name} {SLASH_COMMANDS[name].usage}"
     return InvalidRequest(f"{name} has no {argument!r}; {usage}" if argument else usage)
-
-
-def _strip_quotes(text: str) -> str:
-    for quote in ('"""', '"'):
-        if len(text) >= 2 * len(quote) and text.startswith(quote) and text.endswith(quote):
-            return text[len(quote) : -len(quote)].strip()
-    return text
 
 
 _COMMANDS = (

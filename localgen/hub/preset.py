@@ -125,15 +125,20 @@ def _validate(preset: Preset) -> None:
     if isinstance(preset.think, str) and preset.think not in THINK_EFFORTS:
         efforts = ", ".join(THINK_EFFORTS)
         raise InvalidRequest(f"think is {preset.think!r}: give true, false or one of {efforts}")
-    if preset.ctx is not None and not 1 <= preset.ctx < 2**31:
-        raise InvalidRequest(f"ctx is {preset.ctx}: give 1 or more tokens")
+    if preset.ctx is not None:
+        _require_between("ctx", preset.ctx, 1, 2**31 - 1)
     for name, lowest in _LOWEST.items():
         value = getattr(preset.params, name)
-        if value is not None and not lowest <= value < 2**32:
-            raise InvalidRequest(f"{name} is {value}: give {lowest} or more")
+        if value is not None:
+            _require_between(name, value, lowest, 2**32 - 1)
     if sum(getattr(preset.params, name) is not None for name in GRAMMAR_FIELDS) > 1:
         raise InvalidRequest(f"give one of {', '.join(GRAMMAR_FIELDS)}")
     validate_sampling_params(preset.params.with_defaults(BASE_SAMPLING))
+
+
+def _require_between(name: str, value: int, lowest: int, highest: int) -> None:
+    if not lowest <= value <= highest:
+        raise InvalidRequest(f"{name} is {value:,}: give {lowest} to {highest:,}", param=name)
 
 
 def _merged(requested: SamplingParams, ours: SamplingParams) -> SamplingParams:

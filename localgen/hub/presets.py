@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from localgen.backends.errors import InvalidRequest, ModelNotFound
+from localgen.backends.formats.model_facts import read_model_shape
+from localgen.backends.memory.kv_sizing import require_trained_ctx
 from localgen.backends.sampling_params import GRAMMAR_FIELDS
 from localgen.backends.text.grammar_check import validate_grammar
 from localgen.hub.models_file import (
@@ -14,7 +16,7 @@ from localgen.hub.models_file import (
     validate_new_name,
 )
 from localgen.hub.preset import Preset, parse_preset
-from localgen.hub.resolve import find_target, require_unused_name
+from localgen.hub.resolve import find_target, require_unused_name, resolve_model
 
 
 def add_preset(name: str, preset: Preset) -> None:
@@ -25,6 +27,7 @@ def add_preset(name: str, preset: Preset) -> None:
     validate_new_name(name, "a preset")
     find_target(preset.model, allow_paths=True)
     preset = parse_preset(preset.to_table())  # as it will be read
+    _require_trained_ctx(preset)
     for kind in GRAMMAR_FIELDS:
         if (grammar := getattr(preset.params, kind)) is not None:
             validate_grammar(kind, grammar)
@@ -45,6 +48,19 @@ def add_preset(name: str, preset: Preset) -> None:
             )
         require_unused_name(name)
         store.change(lambda document: add_table(document, PRESET_TABLE, name, preset.to_table()))
+
+
+def _require_trained_ctx(preset: Preset) -> None:
+    """Raise InvalidRequest if the model is installed and was trained for less context."""
+    if preset.ctx is None:
+        return
+    try:
+        model = resolve_model(preset.model)
+    except ModelNotFound:
+        return
+    shape = read_model_shape(model)
+    if shape is not None and shape.ctx_train:
+        require_trained_ctx(preset.ctx, shape.ctx_train, model.name)
 
 
 def remove_preset(name: str) -> Preset:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
-from localgen.chat import commands
+from localgen.chat import commands, settings
 from localgen.chat.conversation import ToolStep, Turn
 from localgen.chat.session import ChatSession
 from localgen.chat.session_recorder import create_copy, title_from_prompt
@@ -177,7 +177,7 @@ class ActiveSession:
                 self._require_no_command()
                 self.chat.set_conversation(self.chat.conversation.with_system(text))
             elif setting == CTX_SETTING:
-                commands.set_ctx(self.chat, text or "default")
+                settings.set_ctx(self.chat, text or "default")
             else:
                 self.chat.set_parameter(setting, text or "default")
             if self.answer_stream is None:

@@ -16,7 +16,8 @@ from textual.widgets import Static, TextArea
 
 from localgen.backends import units
 from localgen.backends.terminal_text import escape_name, one_line
-from localgen.chat import commands, report
+from localgen.chat import report
+from localgen.chat.settings import effective_parameter_rows
 from localgen.client.suggested_models import SuggestedModel
 from localgen.config import BUILT_IN_MODEL
 from localgen.hub.packaged import default_model
@@ -303,7 +304,7 @@ class MainScreen(Screen[None]):
         if self.current_session is None or not self.has_class("-settings"):
             return
         session = self.current_session.chat
-        rows = commands.effective_parameter_rows(session)
+        rows = effective_parameter_rows(session)
         ctx = None if session.is_remote else str(session.options.ctx or "")
         system = session.conversation.system or ""
         self.query_one(SettingsPanel).show_settings(self.current_session.id, system, ctx, rows)
