@@ -103,15 +103,13 @@ def list_(
     json: JsonFlag = False,
 ) -> None:
     """Start the servers and list their tools, or why one failed."""
-    from contextlib import closing
-
     from localgen.backends.terminal_text import collapse, one_line
     from localgen.cli import tables
-    from localgen.mcp_tools.connections import McpConnections
+    from localgen.cli.mcp_options import open_connections
     from localgen.mcp_tools.server_file import find_server, read_servers
 
     servers = read_servers() if name is None else {name: find_server(name)}
-    with closing(McpConnections()) as connections:
+    with open_connections() as connections:
         listed = [_examine(connections, server) for server in servers.values()]
     if json:
         typer.echo(tables.json_text(listed, indent=2))

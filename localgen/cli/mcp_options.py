@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -38,14 +42,50 @@ McpAllowOption = Annotated[
 
 
 @contextmanager
+def open_connections() -> Iterator[McpConnections]:
+    """Connections whose servers end with the block, and with localgen at SIGTERM and SIGHUP.
+
+    Programs run in sessions of their own, so that no signal of the terminal reaches them.
+    """
+    from localgen.mcp_tools.connections import McpConnections
+
+    connections = McpConnections()
+    received: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if is_main and signal.getsignal(number) is signal.SIG_DFL
+    ]
+
+    def close() -> None:
+        for number in numbers:  # one that comes now waits until the servers have ended
+            signal.signal(number, lambda number, _: received.append(number))
+        connections.close()
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+        if received:
+            os.kill(os.getpid(), received[0])
+
+    def close_at_signal(number: int, _: FrameType | None) -> None:
+        received.append(number)
+        close()
+
+    for number in numbers:
+        signal.signal(number, close_at_signal)
+    try:
+        yield connections
+    finally:
+        close()
+
+
+@contextmanager
 def open_chat_tools(names: list[str] | None, allowed: list[str] | None) -> Iterator[ChatTools]:
     """Start the servers, and end them at the end of the block.
 
     Raises InvalidRequest, BadSetting, McpServerFailed.
     """
-    from localgen.mcp_tools.connections import McpConnections
-
-    with closing(McpConnections()) as connections:
+    with open_connections() as connections:
         yield start_servers(connections, names, allowed)
 
 

@@ -62,7 +62,7 @@ class McpConnections:
 
     def __init__(self, start_timeout_s: float = START_TIMEOUT_S) -> None:
         self._start_timeout_s = start_timeout_s
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may close() in the thread that has it
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._connections: dict[str, _Connection] = {}
