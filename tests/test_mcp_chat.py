@@ -32,12 +32,9 @@ from localgen.chat.session import ChatSession
 from localgen.chat.session_store import SessionRecord, SessionStore
 from localgen.chat.transcript import transcript_markdown
 from localgen.cli.main import run_command_line
-from localgen.mcp_tools.chat_tools import (
-    MAX_ROUNDS,
-    ChatTools,
-    parse_decision,
-    shown_arguments,
-)
+from localgen.mcp_tools.call_arguments import shown_arguments, whole_arguments
+from localgen.mcp_tools.call_question import parse_decision
+from localgen.mcp_tools.chat_tools import MAX_ROUNDS, ChatTools
 from localgen.mcp_tools.connections import McpConnections
 from localgen.mcp_tools.server_file import McpServer, add_server
 from localgen.repl.repl import Repl
@@ -82,7 +79,7 @@ class Chat:
         self.tools.add("test")
         self.session = ChatSession(self.client, folder, ModelOptions(), self.tools)
         self.session.load(None, lambda _: None)
-        self.questions = 0
+        self.asked: list[str] = []
 
     def type(self, *lines: Line, answers: tuple[Line, ...] = ()) -> str:
         """Type lines, answer questions, then leave; returns the whole output."""
@@ -94,14 +91,18 @@ class Chat:
                 return line
             raise line
 
-        def ask(_question: str) -> str:
-            self.questions += 1
+        def ask(question: str) -> str:
+            self.asked.append(question)
             return read_from(replies)
 
         console = Console(file=screen, width=200)
         Repl(self.session, console, lambda _: read_from(typed), ask=ask).run()
         assert typed == replies == []
         return screen.getvalue()
+
+    @property
+    def questions(self) -> int:
+        return len(self.asked)
 
     @property
     def last_turn(self) -> Turn:
@@ -238,6 +239,23 @@ def test_escapes_have_no_effect(chat: Callable[..., Chat]) -> None:
 def test_long_arguments_name_what_is_not_shown(chat: Callable[..., Chat]) -> None:
     talk = chat(calling(call("echo", text="x" * 5_000)), ("ok", answer()))
     assert "[4,400 more characters]" in talk.type("hi", answers=("n",)).replace("\n", "")
+
+
+def test_long_arguments_are_shown_as_a_whole(chat: Callable[..., Chat]) -> None:
+    text = f"{'x' * 500}\x1b[2J\n{' ' * 300}rm -rf ~ {'y' * 500}"
+    talk = chat(calling(call("echo", text=text)), ("ok", answer()))
+    screen = talk.type("hi", answers=("s", "n"))
+    whole = whole_arguments(json.dumps({"text": text}))
+    assert screen.count(f"\n{whole}\n") == 1
+    assert whole == f'{{"text": "{"x" * 500}\\u001b[2J\\n{" " * 300}rm -rf ~ {"y" * 500}"}}'
+    assert talk.asked == ["run it? [y]es, [a]lways in this chat, [n]o, [s]how all: "] * 2
+    assert talk.last_turn.steps[0].results == ("[not run: the user refused this call]",)
+
+
+def test_short_arguments_have_nothing_more_to_show(chat: Callable[..., Chat]) -> None:
+    talk = chat(calling(call("add", a=1, b=2)), ("ok", answer()))
+    assert "that is no answer" in talk.type("hi", answers=("s", "n"))
+    assert talk.asked == ["run it? [y]es, [a]lways in this chat, [n]o: "] * 2
 
 
 def test_no_argument_is_hidden_behind_another_or_behind_blanks() -> None:

@@ -271,14 +271,22 @@ def test_escapes_of_a_result_have_no_effect(tools: ChatTools, tmp_path: Path) ->
     )
 
 
-def test_long_arguments_can_be_scrolled(tools: ChatTools, tmp_path: Path) -> None:
-    long = json.dumps({"text": "word " * 600})
+def test_long_arguments_can_be_scrolled_to_their_end(tools: ChatTools, tmp_path: Path) -> None:
+    long = json.dumps({"text": "word " * 300 + "rm -rf ~ " + "word " * 300})
 
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await ask(tui, pilot, "hi")
         box = tui.main._tool_question
         assert box.size.height <= 10
         assert box.max_scroll_y > 0
+        assert "rm -rf ~" not in tui.screen_text()
+        box.focus()
+        seen = ""
+        for _ in range(10):
+            seen += tui.screen_text()
+            await pilot.press("pagedown")
+            await pilot.wait_for_animation()
+        assert "rm -rf ~" in seen
         assert "Alt+Y\N{NO-BREAK SPACE}Run" in tui.screen_text()
         await pilot.press("alt+r")
         await tui.wait_until_idle(pilot)

@@ -17,14 +17,8 @@ from localgen.chat import report
 from localgen.chat.conversation import ToolStep, Turn
 from localgen.chat.session import ChatSession
 from localgen.client import Completion, TextDelta
-from localgen.mcp_tools.chat_tools import (
-    MAX_ROUNDS,
-    ROUNDS_NOTICE,
-    CallHandlers,
-    CallQuestion,
-    Decision,
-    runnable_calls,
-)
+from localgen.mcp_tools.call_question import CallQuestion, Decision
+from localgen.mcp_tools.chat_tools import MAX_ROUNDS, ROUNDS_NOTICE, CallHandlers, runnable_calls
 from localgen.mcp_tools.results import ToolResult
 
 
