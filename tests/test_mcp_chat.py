@@ -119,7 +119,7 @@ def test_a_call_is_asked_for_run_and_answered(chat: Callable[..., Chat]) -> None
     talk = chat(calling(adds, text="Let me see."), ("It is 42.", answer()))
     screen = talk.type("17 + 25?", answers=("what?", "y"))
     assert talk.questions == 2  # the first was answered with neither yes nor no
-    assert "tools of test (9); /mcp lists them" in screen
+    assert "tools of test (10); /mcp lists them" in screen
     assert '▸ test.add {"a": 17, "b": 25}' in screen
     assert "2 characters" in screen
     step = ToolStep("Let me see.", "", (adds,), ("42",))
@@ -166,10 +166,7 @@ def test_leaving_the_question_stops_the_answer(chat: Callable[..., Chat], key: L
     assert "stopped" in talk.type("hi", "more", answers=(key,))
     stopped, last = talk.session.conversation.turns
     assert stopped.stopped
-    assert stopped.steps[0].results == (
-        "[the user stopped this call]",
-        "[not run: the user stopped the answer]",
-    )
+    assert stopped.steps[0].results == ("[not run: the user stopped the answer]",) * 2
     assert last.answer == "re: more"
     assert [each.role for each in talk.client.record.asked[-1].messages] == [
         *("user", "assistant", "tool", "tool", "assistant"),
@@ -178,18 +175,22 @@ def test_leaving_the_question_stops_the_answer(chat: Callable[..., Chat], key: L
 
 
 def test_ctrl_c_ends_the_call_and_keeps_the_chat(chat: Callable[..., Chat], tmp_path: Path) -> None:
-    begun = tmp_path / "begun"
+    begun, cancelled = tmp_path / "begun", tmp_path / "cancelled"
 
     def press() -> None:
         while not begun.exists():
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 
-    talk = chat(calling(call("sleep", seconds=5, begun=str(begun))))
+    talk = chat(calling(call("wait", begun=str(begun), cancelled=str(cancelled))))
     threading.Thread(target=press).start()
-    talk.type("hi", "more", answers=("y",))
+    screen = talk.type("hi", "more", answers=("y",))
+    assert "no longer waited for: the server may still carry it out" in screen
     stopped, last = talk.session.conversation.turns
-    assert stopped.steps[0].results == ("[the user stopped this call]",)
+    (result,) = stopped.steps[0].results
+    assert result == ("[the user stopped waiting for this call: the server may still carry it out]")
+    while not cancelled.exists():  # the server is told
+        time.sleep(0.01)
     assert (stopped.stopped, last.stopped) == (True, False)
 
 
@@ -310,7 +311,7 @@ def test_mcp_command(chat: Callable[..., Chat]) -> None:
     run("/mcp off test")
     assert talk.tools.offered == ()
     assert run("/mcp test").startswith("test offers:\ntest.echo: Echo the input text\n")
-    assert len(talk.tools.offered) == 9
+    assert len(talk.tools.offered) == 10
     for line in ("/mcp none", "/mcp off other", "/mcp test x"):
         with pytest.raises(InvalidRequest):
             run(line)

@@ -78,7 +78,15 @@ class _Outcome:
     was_stopped: bool = False
 
 
-_STOPPED = _Outcome("[the user stopped this call]", "", was_stopped=True)
+_NOT_RUN = "[not run: the user stopped the answer]"
+_STOPPED_BEFORE = _Outcome(_NOT_RUN, "", was_stopped=True)
+# the package tells the server, which may have done it, or may go on
+_MAY_STILL_RUN = "the server may still carry it out"
+_STOPPED_WAITING = _Outcome(
+    f"[the user stopped waiting for this call: {_MAY_STILL_RUN}]",
+    f"no longer waited for: {_MAY_STILL_RUN}",
+    was_stopped=True,
+)
 
 
 class ChatTools:
@@ -179,7 +187,7 @@ class ChatTools:
         was_stopped = False
         for call in calls:
             if was_stopped:
-                texts.append("[not run: the user stopped the answer]")
+                texts.append(_NOT_RUN)
                 continue
             found = self._find(call.name)
             title = call.name if found is None else found.title
@@ -209,11 +217,13 @@ class ChatTools:
                 case Decision.REFUSE:
                     return _not_run("the user refused this call", "refused")
                 case Decision.STOP:
-                    return _STOPPED
+                    return _STOPPED_BEFORE
                 case Decision.ALWAYS:
                     self._always.append((found.server, found.tool.name))
         result = handlers.wait(self._connections.call(found.server, found.tool.name, arguments))
-        return _STOPPED if result is None else _outcome(result, min(MAX_RESULT_CHARS, max_chars))
+        if result is None:
+            return _STOPPED_WAITING
+        return _outcome(result, min(MAX_RESULT_CHARS, max_chars))
 
     def _offered(self) -> Iterable[OfferedTool]:
         return (each for offered in self._by_server.values() for each in offered)

@@ -52,7 +52,7 @@ class ToolCallPrinter:
 
     def _wait(self, call: Future[ToolResult]) -> ToolResult | None:
         try:
-            with self._console.status(Text("running; Ctrl+C stops it", style="dim")):
+            with self._console.status(Text("running; Ctrl+C stops waiting for it", style="dim")):
                 return call.result()
         except KeyboardInterrupt:
             call.cancel()

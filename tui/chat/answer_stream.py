@@ -267,7 +267,11 @@ class AnswerStream:
         question = self.question  # read once: another thread may reset it
         if question is not None:
             return f"{question.title}: Alt+Y runs it, Alt+R refuses"
-        return f"{self._running_title} is running; Ctrl+C stops it" if self._running_title else ""
+        return (
+            f"{self._running_title} is running; Ctrl+C stops waiting for it"
+            if self._running_title
+            else ""
+        )
 
     def _run(self) -> None:
         try:
