@@ -5,6 +5,7 @@ KIND: stdio, http; or one that is broken from the start: hang, die, escapes.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import time
@@ -66,6 +67,16 @@ def serve(kind: str, port: int) -> None:
             Path(begun).touch()
         time.sleep(seconds)
         return "slept"
+
+    @server.tool()
+    async def wait(begun: str, cancelled: str) -> str:
+        """Wait until the call is cancelled, and create a file before and after"""
+        Path(begun).touch()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            Path(cancelled).touch()
+        return ""
 
     @server.tool()
     def die() -> str:

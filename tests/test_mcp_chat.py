@@ -32,12 +32,9 @@ from localgen.chat.session import ChatSession
 from localgen.chat.session_store import SessionRecord, SessionStore
 from localgen.chat.transcript import transcript_markdown
 from localgen.cli.main import run_command_line
-from localgen.mcp_tools.chat_tools import (
-    MAX_ROUNDS,
-    ChatTools,
-    parse_decision,
-    shown_arguments,
-)
+from localgen.mcp_tools.call_arguments import shown_arguments, whole_arguments
+from localgen.mcp_tools.call_question import parse_decision
+from localgen.mcp_tools.chat_tools import MAX_ROUNDS, ChatTools
 from localgen.mcp_tools.connections import McpConnections
 from localgen.mcp_tools.server_file import McpServer, add_server
 from localgen.repl.repl import Repl
@@ -82,7 +79,7 @@ class Chat:
         self.tools.add("test")
         self.session = ChatSession(self.client, folder, ModelOptions(), self.tools)
         self.session.load(None, lambda _: None)
-        self.questions = 0
+        self.asked: list[str] = []
 
     def type(self, *lines: Line, answers: tuple[Line, ...] = ()) -> str:
         """Type lines, answer questions, then leave; returns the whole output."""
@@ -94,14 +91,18 @@ class Chat:
                 return line
             raise line
 
-        def ask(_question: str) -> str:
-            self.questions += 1
+        def ask(question: str) -> str:
+            self.asked.append(question)
             return read_from(replies)
 
         console = Console(file=screen, width=200)
         Repl(self.session, console, lambda _: read_from(typed), ask=ask).run()
         assert typed == replies == []
         return screen.getvalue()
+
+    @property
+    def questions(self) -> int:
+        return len(self.asked)
 
     @property
     def last_turn(self) -> Turn:
@@ -118,7 +119,7 @@ def test_a_call_is_asked_for_run_and_answered(chat: Callable[..., Chat]) -> None
     talk = chat(calling(adds, text="Let me see."), ("It is 42.", answer()))
     screen = talk.type("17 + 25?", answers=("what?", "y"))
     assert talk.questions == 2  # the first was answered with neither yes nor no
-    assert "tools of test (9); /mcp lists them" in screen
+    assert "tools of test (10); /mcp lists them" in screen
     assert '▸ test.add {"a": 17, "b": 25}' in screen
     assert "2 characters" in screen
     step = ToolStep("Let me see.", "", (adds,), ("42",))
@@ -165,10 +166,7 @@ def test_leaving_the_question_stops_the_answer(chat: Callable[..., Chat], key: L
     assert "stopped" in talk.type("hi", "more", answers=(key,))
     stopped, last = talk.session.conversation.turns
     assert stopped.stopped
-    assert stopped.steps[0].results == (
-        "[the user stopped this call]",
-        "[not run: the user stopped the answer]",
-    )
+    assert stopped.steps[0].results == ("[not run: the user stopped the answer]",) * 2
     assert last.answer == "re: more"
     assert [each.role for each in talk.client.record.asked[-1].messages] == [
         *("user", "assistant", "tool", "tool", "assistant"),
@@ -177,18 +175,22 @@ def test_leaving_the_question_stops_the_answer(chat: Callable[..., Chat], key: L
 
 
 def test_ctrl_c_ends_the_call_and_keeps_the_chat(chat: Callable[..., Chat], tmp_path: Path) -> None:
-    begun = tmp_path / "begun"
+    begun, cancelled = tmp_path / "begun", tmp_path / "cancelled"
 
     def press() -> None:
         while not begun.exists():
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 
-    talk = chat(calling(call("sleep", seconds=5, begun=str(begun))))
+    talk = chat(calling(call("wait", begun=str(begun), cancelled=str(cancelled))))
     threading.Thread(target=press).start()
-    talk.type("hi", "more", answers=("y",))
+    screen = talk.type("hi", "more", answers=("y",))
+    assert "no longer waited for: the server may still carry it out" in screen
     stopped, last = talk.session.conversation.turns
-    assert stopped.steps[0].results == ("[the user stopped this call]",)
+    (result,) = stopped.steps[0].results
+    assert result == ("[the user stopped waiting for this call: the server may still carry it out]")
+    while not cancelled.exists():  # the server is told
+        time.sleep(0.01)
     assert (stopped.stopped, last.stopped) == (True, False)
 
 
@@ -238,6 +240,23 @@ def test_escapes_have_no_effect(chat: Callable[..., Chat]) -> None:
 def test_long_arguments_name_what_is_not_shown(chat: Callable[..., Chat]) -> None:
     talk = chat(calling(call("echo", text="x" * 5_000)), ("ok", answer()))
     assert "[4,400 more characters]" in talk.type("hi", answers=("n",)).replace("\n", "")
+
+
+def test_long_arguments_are_shown_as_a_whole(chat: Callable[..., Chat]) -> None:
+    text = f"{'x' * 500}\x1b[2J\n{' ' * 300}rm -rf ~ {'y' * 500}"
+    talk = chat(calling(call("echo", text=text)), ("ok", answer()))
+    screen = talk.type("hi", answers=("s", "n"))
+    whole = whole_arguments(json.dumps({"text": text}))
+    assert screen.count(f"\n{whole}\n") == 1
+    assert whole == f'{{"text": "{"x" * 500}\\u001b[2J\\n{" " * 300}rm -rf ~ {"y" * 500}"}}'
+    assert talk.asked == ["run it? [y]es, [a]lways in this chat, [n]o, [s]how all: "] * 2
+    assert talk.last_turn.steps[0].results == ("[not run: the user refused this call]",)
+
+
+def test_short_arguments_have_nothing_more_to_show(chat: Callable[..., Chat]) -> None:
+    talk = chat(calling(call("add", a=1, b=2)), ("ok", answer()))
+    assert "that is no answer" in talk.type("hi", answers=("s", "n"))
+    assert talk.asked == ["run it? [y]es, [a]lways in this chat, [n]o: "] * 2
 
 
 def test_no_argument_is_hidden_behind_another_or_behind_blanks() -> None:
@@ -292,7 +311,7 @@ def test_mcp_command(chat: Callable[..., Chat]) -> None:
     run("/mcp off test")
     assert talk.tools.offered == ()
     assert run("/mcp test").startswith("test offers:\ntest.echo: Echo the input text\n")
-    assert len(talk.tools.offered) == 9
+    assert len(talk.tools.offered) == 10
     for line in ("/mcp none", "/mcp off other", "/mcp test x"):
         with pytest.raises(InvalidRequest):
             run(line)

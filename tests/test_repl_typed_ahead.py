@@ -21,7 +21,7 @@ from scripted_client import ScriptedClient
 
 from localgen.chat.parameters import ModelOptions
 from localgen.chat.session import ChatSession
-from localgen.mcp_tools.chat_tools import CallQuestion, Decision
+from localgen.mcp_tools.call_question import CallQuestion, Decision
 from localgen.repl import typed_ahead
 from localgen.repl.line_reader import create_line_reader
 from localgen.repl.tool_calls import ToolCallPrinter
@@ -149,7 +149,7 @@ def test_a_line_that_is_no_answer_is_in_the_next_prompt(
             return reader.ask(question)
 
         printer._read = answer
-        assert printer._ask(CallQuestion("test.add", "{}")) is Decision.REFUSE
+        assert printer._ask(CallQuestion("test.add", "{}", "{}")) is Decision.REFUSE
         assert len(asked) == 2
         keys.send_text("\r")
         assert reader.read(">>> ") == "and what of May?"

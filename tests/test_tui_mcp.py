@@ -189,7 +189,7 @@ def test_ctrl_c_at_the_question_stops_the_answer(tools: ChatTools, tmp_path: Pat
         await tui.wait_until_idle(pilot)
         (turn,) = turns(tui)
         assert turn.stopped
-        assert turn.steps[0].results == ("[the user stopped this call]",)
+        assert turn.steps[0].results == ("[not run: the user stopped the answer]",)
         await tui.ask(pilot, "more")
         assert turns(tui)[1].answer == "fine"
 
@@ -204,10 +204,13 @@ def test_ctrl_c_ends_a_running_call(tools: ChatTools, tmp_path: Path) -> None:
         await ask(tui, pilot, "hi")
         await pilot.press("alt+y")
         await tui.until(begun.exists)
-        await tui.until(lambda: "test.sleep is running; Ctrl+C stops it" in tui.screen_text())
+        await tui.until(
+            lambda: "test.sleep is running; Ctrl+C stops waiting for it" in tui.screen_text()
+        )
         await pilot.press("ctrl+c")
         await tui.wait_until_idle(pilot)
-        assert turns(tui)[0].steps[0].results == ("[the user stopped this call]",)
+        (result,) = turns(tui)[0].steps[0].results
+        assert "stopped waiting for this call: the server may still carry it out" in result
 
     play(tui_with(tools, tmp_path, calling(ToolCall("1", "test__sleep", sleep))), scene)
 
@@ -271,14 +274,22 @@ def test_escapes_of_a_result_have_no_effect(tools: ChatTools, tmp_path: Path) ->
     )
 
 
-def test_long_arguments_can_be_scrolled(tools: ChatTools, tmp_path: Path) -> None:
-    long = json.dumps({"text": "word " * 600})
+def test_long_arguments_can_be_scrolled_to_their_end(tools: ChatTools, tmp_path: Path) -> None:
+    long = json.dumps({"text": "word " * 300 + "rm -rf ~ " + "word " * 300})
 
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
         await ask(tui, pilot, "hi")
         box = tui.main._tool_question
         assert box.size.height <= 10
         assert box.max_scroll_y > 0
+        assert "rm -rf ~" not in tui.screen_text()
+        box.focus()
+        seen = ""
+        for _ in range(10):
+            seen += tui.screen_text()
+            await pilot.press("pagedown")
+            await pilot.wait_for_animation()
+        assert "rm -rf ~" in seen
         assert "Alt+Y\N{NO-BREAK SPACE}Run" in tui.screen_text()
         await pilot.press("alt+r")
         await tui.wait_until_idle(pilot)
@@ -327,7 +338,7 @@ def test_mcp_command_in_the_tui(tools: ChatTools, tmp_path: Path) -> None:
         assert tui.opened.chat.tools.offered == ()
         await tui.ask(pilot, "hi")
         await tui.open_new(pilot)
-        assert len(tui.opened.chat.tools.offered) == 9
+        assert len(tui.opened.chat.tools.offered) == 10
 
     play(tui_with(tools, tmp_path), scene)
 

@@ -7,7 +7,8 @@ import sys
 import termios
 from concurrent.futures import Future
 
-from localgen.mcp_tools.chat_tools import CallHandlers, CallQuestion, Decision, parse_decision
+from localgen.mcp_tools.call_question import CallQuestion, Decision, parse_decision
+from localgen.mcp_tools.chat_tools import CallHandlers
 from localgen.mcp_tools.results import ToolResult
 
 
@@ -23,12 +24,14 @@ def _ask(question: CallQuestion) -> Decision:
     with contextlib.suppress(termios.error):  # keys typed before the question do not answer it
         termios.tcflush(sys.stdin, termios.TCIFLUSH)
     while True:
-        print("  run it? [y]es, [a]lways, [n]o: ", end="", file=sys.stderr, flush=True)
+        print(f"  {question.text('[a]lways')}", end="", file=sys.stderr, flush=True)
         typed = sys.stdin.readline()
         if not typed:  # Ctrl+D
             return Decision.STOP
         if decision := parse_decision(typed):
             return decision
+        if question.asks_for_all(typed):
+            _print(question.whole_arguments)
 
 
 def _wait(call: Future[ToolResult]) -> ToolResult | None:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import enum
-import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.terminal_text import one_line
 from localgen.backends.types import Tool, ToolCall
 from localgen.backends.units import format_count
+from localgen.mcp_tools.call_arguments import parse_arguments, shown_arguments, whole_arguments
+from localgen.mcp_tools.call_question import CallQuestion, Decision
 from localgen.mcp_tools.connections import McpConnections, McpServerFailed, ServerTool
 from localgen.mcp_tools.results import MAX_RESULT_CHARS, ToolResult, cut_result
 from localgen.mcp_tools.server_file import McpServer, find_server
@@ -29,25 +29,6 @@ ROUNDS_NOTICE = f"{MAX_ROUNDS} rounds of tool calls: the model has to answer now
 # of all servers together, as localgen's server allows
 MAX_TOOLS = 256
 _MAX_NAME_CHARS = 64
-# of each value among the arguments
-_SHOWN_START, _SHOWN_END = 400, 200
-_BLANKS = re.compile(r"\s{4,}")
-
-
-class Decision(enum.Enum):
-    """What the user says to a call."""
-
-    ONCE = "once"
-    ALWAYS = "always"  # each call of this tool in this chat
-    REFUSE = "refuse"
-    STOP = "stop"  # the answer
-
-
-_DECISIONS = {
-    **dict.fromkeys(("y", "yes"), Decision.ONCE),
-    **dict.fromkeys(("a", "always"), Decision.ALWAYS),
-    **dict.fromkeys(("n", "no"), Decision.REFUSE),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +43,6 @@ class OfferedTool:
     def title(self) -> str:
         """SERVER.TOOL, as it is allowed by."""
         return f"{self.server.name}.{self.tool.name}"
-
-
-@dataclass(frozen=True, slots=True)
-class CallQuestion:
-    """A call that the user has not allowed yet. arguments: for the terminal."""
-
-    title: str
-    arguments: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +78,15 @@ class _Outcome:
     was_stopped: bool = False
 
 
-_STOPPED = _Outcome("[the user stopped this call]", "", was_stopped=True)
+_NOT_RUN = "[not run: the user stopped the answer]"
+_STOPPED_BEFORE = _Outcome(_NOT_RUN, "", was_stopped=True)
+# the package tells the server, which may have done it, or may go on
+_MAY_STILL_RUN = "the server may still carry it out"
+_STOPPED_WAITING = _Outcome(
+    f"[the user stopped waiting for this call: {_MAY_STILL_RUN}]",
+    f"no longer waited for: {_MAY_STILL_RUN}",
+    was_stopped=True,
+)
 
 
 class ChatTools:
@@ -206,7 +187,7 @@ class ChatTools:
         was_stopped = False
         for call in calls:
             if was_stopped:
-                texts.append("[not run: the user stopped the answer]")
+                texts.append(_NOT_RUN)
                 continue
             found = self._find(call.name)
             title = call.name if found is None else found.title
@@ -223,20 +204,26 @@ class ChatTools:
     ) -> _Outcome:
         if found is None:
             return _not_run("there is no tool of this name", "no such tool")
-        arguments = _parse_arguments(call.arguments)
+        arguments = parse_arguments(call.arguments)
         if arguments is None:
             return _not_run("the arguments are not a JSON object", "arguments are not JSON")
         if not self._is_allowed(found):
-            question = CallQuestion(one_line(found.title), shown_arguments(call.arguments))
+            question = CallQuestion(
+                one_line(found.title),
+                shown_arguments(call.arguments),
+                whole_arguments(call.arguments),
+            )
             match handlers.ask(question):
                 case Decision.REFUSE:
                     return _not_run("the user refused this call", "refused")
                 case Decision.STOP:
-                    return _STOPPED
+                    return _STOPPED_BEFORE
                 case Decision.ALWAYS:
                     self._always.append((found.server, found.tool.name))
         result = handlers.wait(self._connections.call(found.server, found.tool.name, arguments))
-        return _STOPPED if result is None else _outcome(result, min(MAX_RESULT_CHARS, max_chars))
+        if result is None:
+            return _STOPPED_WAITING
+        return _outcome(result, min(MAX_RESULT_CHARS, max_chars))
 
     def _offered(self) -> Iterable[OfferedTool]:
         return (each for offered in self._by_server.values() for each in offered)
@@ -247,41 +234,6 @@ class ChatTools:
     def _is_allowed(self, found: OfferedTool) -> bool:
         is_named = any(fnmatchcase(found.title, pattern) for pattern in self._allowed)
         return is_named or (found.server, found.tool.name) in self._always
-
-
-def shown_arguments(arguments: str) -> str:
-    """The arguments of a call for the terminal, with the beginning and the end of each value.
-
-    What is left out is named, so that no value is hidden behind another one, or behind blanks.
-    """
-    parsed = _parse_arguments(arguments)
-    if parsed is None:
-        return one_line(_shortened(arguments))
-    return one_line(json.dumps(_shown_value(parsed), ensure_ascii=False))
-
-
-def _shown_value(value: Any) -> Any:
-    match value:
-        case str():
-            return _shortened(value)
-        case dict():
-            return {_shortened(name): _shown_value(each) for name, each in value.items()}
-        case list():
-            return [_shown_value(each) for each in value]
-    return value
-
-
-def _shortened(text: str) -> str:
-    text = _BLANKS.sub(lambda blanks: f" [{len(blanks[0]):,} blanks] ", text)
-    left_out = len(text) - _SHOWN_START - _SHOWN_END
-    if left_out <= 0:
-        return text
-    return f"{text[:_SHOWN_START]} [{left_out:,} more characters] {text[-_SHOWN_END:]}"
-
-
-def parse_decision(typed: str) -> Decision | None:
-    """The answer to a question, a whole word or its first letter; None if it is none."""
-    return _DECISIONS.get(typed.strip().lower())
 
 
 def runnable_calls(completion: Completion, num_rounds: int) -> tuple[ToolCall, ...]:
@@ -306,15 +258,6 @@ def _outcome(result: ToolResult, max_chars: int) -> _Outcome:
     if len(result.text) > max_chars:
         size += f", of which the model gets the first {max_chars:,}"
     return _Outcome(text, size)
-
-
-def _parse_arguments(text: str) -> dict[str, Any] | None:
-    try:
-        parsed = json.loads(text or "{}")
-        json.dumps(parsed, ensure_ascii=False).encode()  # half of a surrogate pair cannot be sent
-    except (ValueError, RecursionError):
-        return None
-    return parsed if isinstance(parsed, dict) else None
 
 
 def _unique_name(tool: ServerTool, taken: set[str]) -> str:

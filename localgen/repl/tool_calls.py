@@ -10,17 +10,12 @@ from rich.text import Text
 
 from localgen.backends.types import ToolCall
 from localgen.chat.session import ChatSession
-from localgen.mcp_tools.chat_tools import (
-    CallHandlers,
-    CallQuestion,
-    CallResults,
-    Decision,
-    parse_decision,
-)
+from localgen.mcp_tools.call_question import CallQuestion, Decision, parse_decision
+from localgen.mcp_tools.chat_tools import CallHandlers, CallResults
 from localgen.mcp_tools.results import ToolResult
 from localgen.repl.typed_ahead import discard_typed_ahead
 
-QUESTION = "run it? [y]es, [a]lways in this chat, [n]o: "
+ALWAYS = "[a]lways in this chat"
 
 
 class ToolCallPrinter:
@@ -40,21 +35,24 @@ class ToolCallPrinter:
         handlers = CallHandlers(self._ask, self._wait, self._print_call, self._print_outcome)
         return session.run_calls(calls, handlers)
 
-    def _ask(self, _question: CallQuestion) -> Decision:
+    def _ask(self, question: CallQuestion) -> Decision:
         while True:
             try:
-                typed = self._read(QUESTION)
+                typed = self._read(question.text(ALWAYS))
             except (EOFError, KeyboardInterrupt):
                 return Decision.STOP
             if decision := parse_decision(typed):
                 return decision
-            if typed.strip():
+            if question.asks_for_all(typed):
+                # wrapped by the terminal: Rich would drop blanks at the ends of lines
+                self._console.print(Text(question.whole_arguments), soft_wrap=True)
+            elif typed.strip():
                 self._keep(typed)
                 self._print_outcome("that is no answer: it is kept for the next prompt")
 
     def _wait(self, call: Future[ToolResult]) -> ToolResult | None:
         try:
-            with self._console.status(Text("running; Ctrl+C stops it", style="dim")):
+            with self._console.status(Text("running; Ctrl+C stops waiting for it", style="dim")):
                 return call.result()
         except KeyboardInterrupt:
             call.cancel()

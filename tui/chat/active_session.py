@@ -16,7 +16,7 @@ from localgen.chat.session_recorder import create_copy, title_from_prompt
 from localgen.chat.session_store import SessionBusy, SessionChanged, SessionRecord
 from localgen.client import Client
 from localgen.client.responses import TokenAlternative
-from localgen.mcp_tools.chat_tools import CallQuestion, Decision
+from localgen.mcp_tools.call_question import CallQuestion, Decision
 from localgen.tui.chat.answer_stream import AnswerStream
 from localgen.tui.chat.app_context import AppContext
 

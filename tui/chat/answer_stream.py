@@ -17,14 +17,8 @@ from localgen.chat import report
 from localgen.chat.conversation import ToolStep, Turn
 from localgen.chat.session import ChatSession
 from localgen.client import Completion, TextDelta
-from localgen.mcp_tools.chat_tools import (
-    MAX_ROUNDS,
-    ROUNDS_NOTICE,
-    CallHandlers,
-    CallQuestion,
-    Decision,
-    runnable_calls,
-)
+from localgen.mcp_tools.call_question import CallQuestion, Decision
+from localgen.mcp_tools.chat_tools import MAX_ROUNDS, ROUNDS_NOTICE, CallHandlers, runnable_calls
 from localgen.mcp_tools.results import ToolResult
 
 
@@ -273,7 +267,11 @@ class AnswerStream:
         question = self.question  # read once: another thread may reset it
         if question is not None:
             return f"{question.title}: Alt+Y runs it, Alt+R refuses"
-        return f"{self._running_title} is running; Ctrl+C stops it" if self._running_title else ""
+        return (
+            f"{self._running_title} is running; Ctrl+C stops waiting for it"
+            if self._running_title
+            else ""
+        )
 
     def _run(self) -> None:
         try:

@@ -21,7 +21,7 @@ from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.terminal_text import escape_control_chars, escape_name, one_line
 from localgen.chat import commands, saved_chats
 from localgen.chat.report import verbose_stats_lines
-from localgen.mcp_tools.chat_tools import Decision
+from localgen.mcp_tools.call_question import Decision
 from localgen.tui.base_app import BaseApp
 from localgen.tui.chat import quit_confirmation, slash_commands
 from localgen.tui.chat.active_session import ActiveSession

@@ -21,7 +21,7 @@ from localgen.chat.settings import effective_parameter_rows
 from localgen.client.suggested_models import SuggestedModel
 from localgen.config import BUILT_IN_MODEL
 from localgen.hub.packaged import default_model
-from localgen.mcp_tools.chat_tools import CallQuestion
+from localgen.mcp_tools.call_question import CallQuestion
 from localgen.tui.chat.active_session import ActiveSession
 from localgen.tui.chat.prompt import Prompt
 from localgen.tui.chat.server_status import ServerStatus

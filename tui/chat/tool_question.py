@@ -10,7 +10,7 @@ from textual.content import Content
 from textual.style import Style
 from textual.widgets import Static
 
-from localgen.mcp_tools.chat_tools import CallQuestion, Decision
+from localgen.mcp_tools.call_question import CallQuestion, Decision
 
 # key, decision, text and the name in keys.toml of each answer
 TOOL_ANSWERS = (
@@ -23,7 +23,9 @@ SETTLE_S = 0.5
 
 
 class ToolQuestion(VerticalScroll):
-    """Shows a call that waits for the user; hidden if none does. The arguments can be scrolled.
+    """Shows a call that waits for the user; hidden if none does.
+
+    The arguments come with long values cut, and below it, by scrolling, uncut.
 
     question: the one that is shown.
     """
@@ -88,7 +90,10 @@ def _content(question: CallQuestion) -> Content:
     call = Content.assemble(
         ("run ", "bold $warning"), (question.title, "bold"), f"? {question.arguments}"
     )
-    return Content("\n").join((answers, call))
+    if not question.is_cut:
+        return Content("\n").join((answers, call))
+    scroll = Content.styled("scroll for all of it:", "dim")
+    return Content("\n").join((answers, call, scroll, Content(question.whole_arguments)))
 
 
 def _click(decision: Decision) -> Style:

@@ -11,7 +11,7 @@ from rich.text import Text
 from localgen.backends.terminal_text import ProseStream, escape_control_chars, one_line
 from localgen.chat.conversation import ToolStep, Turn
 from localgen.chat.fences import with_short_blocks
-from localgen.mcp_tools.chat_tools import shown_arguments
+from localgen.mcp_tools.call_arguments import shown_arguments
 from localgen.tui.chat.markdown import RowRenderer, SafeMarkdown
 from localgen.tui.chat.rows import FOLD, MUTED, PROMPT, WARNING, Row
 

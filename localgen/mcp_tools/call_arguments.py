@@ -1,0 +1,59 @@
+"""The arguments of a tool call: parsed, and as text for the terminal."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from localgen.backends.terminal_text import one_line
+
+# of each value among the arguments
+_SHOWN_START, _SHOWN_END = 400, 200
+_BLANKS = re.compile(r"\s{4,}")
+
+
+def parse_arguments(text: str) -> dict[str, Any] | None:
+    """The arguments as values; None if they are not a JSON object that can be sent."""
+    try:
+        parsed = json.loads(text or "{}")
+        json.dumps(parsed, ensure_ascii=False).encode()  # half of a surrogate pair cannot be sent
+    except (ValueError, RecursionError):
+        return None
+    return parsed if isinstance(parsed, dict) else None
+
+
+def whole_arguments(arguments: str) -> str:
+    """The arguments of a call for the terminal, with control characters escaped."""
+    parsed = parse_arguments(arguments)
+    return one_line(arguments if parsed is None else json.dumps(parsed, ensure_ascii=False))
+
+
+def shown_arguments(arguments: str) -> str:
+    """As whole_arguments(), with the beginning and the end of each value.
+
+    What is left out is named, so that no value is hidden behind another one, or behind blanks.
+    """
+    parsed = parse_arguments(arguments)
+    if parsed is None:
+        return one_line(_shortened(arguments))
+    return one_line(json.dumps(_shown_value(parsed), ensure_ascii=False))
+
+
+def _shown_value(value: Any) -> Any:
+    match value:
+        case str():
+            return _shortened(value)
+        case dict():
+            return {_shortened(name): _shown_value(each) for name, each in value.items()}
+        case list():
+            return [_shown_value(each) for each in value]
+    return value
+
+
+def _shortened(text: str) -> str:
+    text = _BLANKS.sub(lambda blanks: f" [{len(blanks[0]):,} blanks] ", text)
+    left_out = len(text) - _SHOWN_START - _SHOWN_END
+    if left_out <= 0:
+        return text
+    return f"{text[:_SHOWN_START]} [{left_out:,} more characters] {text[-_SHOWN_END:]}"
