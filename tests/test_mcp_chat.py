@@ -317,10 +317,11 @@ class _Listing:
         self._names = names
 
     def begin_start(self, server: McpServer) -> Future[tuple[object, ...]]:
-        from localgen.mcp_tools.connections import ServerTool
+        from localgen.mcp_tools.server_tools import ServerTool, ServerTools
 
         started: Future[tuple[object, ...]] = Future()
-        started.set_result(tuple(ServerTool(server.name, name, "", "{}") for name in self._names))
+        tools = (ServerTool(server.name, name, "", "{}") for name in self._names)
+        started.set_result(ServerTools(tuple(tools)))
         return started
 
 

@@ -103,7 +103,7 @@ def list_(
     json: JsonFlag = False,
 ) -> None:
     """Start the servers and list their tools, or why one failed."""
-    from localgen.backends.terminal_text import collapse, one_line
+    from localgen.backends.terminal_text import collapse
     from localgen.cli import tables
     from localgen.cli.mcp_options import open_connections
     from localgen.mcp_tools.server_file import find_server, read_servers
@@ -115,13 +115,14 @@ def list_(
         typer.echo(tables.json_text(listed, indent=2))
         return
     rows = [
-        (each["name"], one_line(tool["name"]), collapse(tool["description"])[:80])
+        (each["name"], tool["name"], collapse(tool["description"])[:80])
         for each in listed
         for tool in each["tools"]
     ]
     rows += [
-        (each["name"], "-", one_line(f"error: {each['error']}")) for each in listed if each["error"]
+        (each["name"], "-", f"warning: {text}") for each in listed for text in each["warnings"]
     ]
+    rows += [(each["name"], "-", f"error: {each['error']}") for each in listed if each["error"]]
     tables.print_table(("SERVER", "TOOL", "DESCRIPTION"), rows)
 
 
@@ -140,12 +141,19 @@ def _examine(connections: McpConnections, server: McpServer) -> dict[str, Any]:
     from localgen.config import BadSetting
     from localgen.mcp_tools.connections import McpServerFailed
 
-    found: dict[str, Any] = {"name": server.name, "place": server.place, "tools": [], "error": None}
+    found: dict[str, Any] = {
+        "name": server.name,
+        "place": server.place,
+        "tools": [],
+        "warnings": [],
+        "error": None,
+    }
     try:
-        tools = connections.start(server)
+        listed = connections.start(server)
     except (McpServerFailed, BadSetting) as error:
         return found | {"error": error.message}
-    return found | {"tools": [{"name": t.name, "description": t.description} for t in tools]}
+    tools = [{"name": tool.name, "description": tool.description} for tool in listed.tools]
+    return found | {"tools": tools, "warnings": listed.warnings}
 
 
 def _pairs(texts: list[str] | None, mark: str, option: str, form: str) -> dict[str, str]:
