@@ -10,14 +10,11 @@ from localgen.backends import units
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import DraftInfo, ModelInfo
 from localgen.backends.sampling_params import ANY_JSON_OBJECT, BASE_SAMPLING, SamplingParams
-from localgen.backends.terminal_text import collapse, one_line
-from localgen.chat import parameters, report, saved_chats, stats_report
+from localgen.backends.terminal_text import one_line
+from localgen.chat import mcp_report, parameters, report, saved_chats, stats_report
 from localgen.chat.session import ChatSession, OnProgress
-from localgen.mcp_tools.chat_tools import ChatTools, OfferedTool
-from localgen.mcp_tools.server_file import read_servers
 
 _USAGE_WIDTH = 25  # leaves room for the help in 80 columns
-_TOOL_CHARS = 120
 _ON_OFF = ("on", "off")
 _SET_VALUES = {
     "parameter": parameters.PARAMETER_NAMES,
@@ -412,25 +409,9 @@ def _mcp(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
     if rest:
         raise _usage_error("/mcp", argument)
     if argument:
-        head = f"{argument} offers:" if session.tools.add(argument) else ""
-        return CommandOutput(_text(filter(None, (head, *_server_lines(session.tools, argument)))))
-    in_use = session.tools.servers
-    lines = [line for name in in_use for line in _server_lines(session.tools, name)]
-    unused = [name for name in read_servers() if name not in in_use]
-    if unused:
-        lines.append(f"not in use: {', '.join(unused)}; /mcp NAME offers the tools of one")
-    return CommandOutput(_text(lines or ["no MCP servers: localgen mcp add"]))
-
-
-def _server_lines(tools: ChatTools, name: str) -> list[str]:
-    """The tools that a server in use offers, and what is not offered."""
-    lines = [_tool_line(offered) for offered in tools.servers[name]]
-    return [*(lines or [f"{name} is in use and offers no tools"]), *tools.warnings(name)]
-
-
-def _tool_line(offered: OfferedTool) -> str:
-    line = f"{offered.title}: {collapse(offered.tool.description)}"
-    return line if len(line) <= _TOOL_CHARS else f"{line[: _TOOL_CHARS - 1]}…"
+        head = [f"{argument} offers:"] if session.tools.add(argument) else []
+        return CommandOutput(_text([*head, *mcp_report.server_lines(session.tools, argument)]))
+    return CommandOutput(_text(mcp_report.all_server_lines(session.tools)))
 
 
 def _help(_session: ChatSession, _argument: str, _: OnProgress) -> CommandResult:

@@ -11,6 +11,7 @@ from localgen.cli.arguments import JsonFlag
 from localgen.cli.completion_values import complete_mcp_server
 
 if TYPE_CHECKING:
+    from localgen.config import BadSetting
     from localgen.mcp_tools.connections import McpConnections
     from localgen.mcp_tools.server_file import McpServer
 
@@ -110,7 +111,7 @@ def list_(
 
     servers = read_servers() if name is None else {name: find_server(name)}
     with open_connections() as connections:
-        listed = [_examine(connections, server) for server in servers.values()]
+        listed = [_examine(connections, *each) for each in servers.items()]
     if json:
         typer.echo(tables.json_text(listed, indent=2))
         return
@@ -133,21 +134,27 @@ def rm(name: ServerName) -> None:
     from localgen.mcp_tools.server_file import remove_server
 
     removed = remove_server(name)
-    tables.print_line(f"{name} is no longer an MCP server ({removed.place})")
+    place = f" ({removed.place})" if removed else ""
+    tables.print_line(f"{name} is no longer an MCP server{place}")
 
 
-def _examine(connections: McpConnections, server: McpServer) -> dict[str, Any]:
+def _examine(
+    connections: McpConnections, name: str, server: McpServer | BadSetting
+) -> dict[str, Any]:
     """The tools of a server, or the error that it gave."""
     from localgen.config import BadSetting
     from localgen.mcp_tools.connections import McpServerFailed
 
     found: dict[str, Any] = {
-        "name": server.name,
-        "place": server.place,
+        "name": name,
+        "place": None,
         "tools": [],
         "warnings": [],
         "error": None,
     }
+    if isinstance(server, BadSetting):
+        return found | {"error": server.message}
+    found["place"] = server.place
     try:
         listed = connections.start(server)
     except (McpServerFailed, BadSetting) as error:
