@@ -29,6 +29,7 @@ SOCKET_PATH_BYTES = (104 if sys.platform == "darwin" else 108) - 1
 
 # uid shown in a container for files of users outside of it
 _OVERFLOW_UID = 65534
+_MAX_LINKS = 40  # as Linux follows
 _DURATION_UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _SIZE_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -271,6 +272,34 @@ def require_private_dir(folder: Path, variable: str) -> None:
         return
     except OSError as error:
         raise _unusable_dir(folder, variable, error) from error
+
+
+def require_safe_links(path: Path, variable: str) -> None:
+    """Check that no other user can replace the file that a link, or a chain of them, leads to.
+
+    variable: the setting that names its folder. Raises BadSetting.
+    """
+    for _ in range(_MAX_LINKS):
+        if not path.is_symlink():
+            return
+        link, path = path, path.parent / path.readlink()
+        folder = path.parent.resolve()
+        try:
+            found = folder.stat()
+            _require_safe_parents(folder, variable)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise _unusable_dir(folder, variable, error) from error
+        # a store of packages: root's folder, in which no user can replace what another has
+        is_store = found.st_uid == 0 and found.st_mode & stat.S_ISVTX
+        writable = found.st_mode & (stat.S_IWOTH if is_store else 0o022)
+        if writable or found.st_uid not in (0, os.getuid()):
+            raise BadSetting(
+                f"other users may write to {folder}, where {link} leads: chmod go-w it, or move "
+                "the file"
+            )
+    raise BadSetting(f"{path}: too many symbolic links: remove it")
 
 
 def _unusable_dir(folder: Path, variable: str, error: OSError) -> LocalgenError:

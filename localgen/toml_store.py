@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -75,7 +76,8 @@ class TomlStore:
         if not is_kept:
             raise InvalidRequest(f"the layout of {self.path} is unusual: edit it by hand")
         try:
-            self._file.write(content)
+            # a link stays, such as one to a folder of dotfiles
+            LockedFile(Path(os.path.realpath(self.path))).write(content)
         except OSError as error:
             raise self._not_writable(error) from error
 

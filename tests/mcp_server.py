@@ -1,11 +1,13 @@
 """MCP servers for tests, made with the package's server SDK: `python mcp_server.py KIND [PORT]`.
 
-KIND: stdio, http; or one that is broken from the start: hang, die, escapes.
+KIND: stdio, http; one that is broken from the start: hang, die; `listing JSON`: one with the tools
+of a JSON text, whatever they are.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 import time
@@ -28,6 +30,25 @@ def hang() -> None:
 def write_raw(text: bytes) -> None:
     """Write beside the protocol, as broken servers do."""
     os.write(STDOUT, text)
+
+
+def list_only(tools: object) -> None:
+    """Answer without the package, which sends only valid lists."""
+    initialized = {
+        "protocolVersion": "2025-06-18",
+        "capabilities": {"tools": {}},
+        "serverInfo": {"name": "listing", "version": "1"},
+    }
+    results = {"initialize": initialized, "tools/list": {"tools": tools}}
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if (result := results.get(asked["method"])) is not None:
+            reply: dict[str, object] = {"result": result}
+        elif "id" in asked:
+            reply = {"error": {"code": -32601, "message": "not there"}}
+        else:
+            continue
+        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"]} | reply), flush=True)
 
 
 def serve(kind: str, port: int) -> None:
@@ -120,6 +141,8 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["hang"]:
             hang()
+        case ["listing", tools]:
+            list_only(json.loads(tools))
         case ["die"]:
             os.write(2, b"\x1b[31mcannot open\x1b[0m the shop\n")
             sys.exit(1)

@@ -37,6 +37,7 @@ from localgen.mcp_tools.call_question import parse_decision
 from localgen.mcp_tools.chat_tools import MAX_ROUNDS, ChatTools
 from localgen.mcp_tools.connections import McpConnections
 from localgen.mcp_tools.server_file import McpServer, add_server
+from localgen.mcp_tools.server_tools import ServerTool, ServerTools
 from localgen.repl.repl import Repl
 
 __all__ = ["own_folders", "scripted"]
@@ -335,11 +336,10 @@ class _Listing:
     def __init__(self, names: tuple[str, ...] | list[str]) -> None:
         self._names = names
 
-    def begin_start(self, server: McpServer) -> Future[tuple[object, ...]]:
-        from localgen.mcp_tools.connections import ServerTool
-
-        started: Future[tuple[object, ...]] = Future()
-        started.set_result(tuple(ServerTool(server.name, name, "", "{}") for name in self._names))
+    def begin_start(self, server: McpServer) -> Future[ServerTools]:
+        started: Future[ServerTools] = Future()
+        tools = (ServerTool(server.name, name, "", "{}") for name in self._names)
+        started.set_result(ServerTools(tuple(tools)))
         return started
 
 

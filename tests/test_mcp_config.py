@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from command_line import own_folders
+from scripted_client import ScriptedClient
 
 from localgen.backends.errors import InvalidRequest
+from localgen.chat import commands
+from localgen.chat.parameters import ModelOptions
+from localgen.chat.session import ChatSession
 from localgen.cli import errors
 from localgen.cli.main import run_command_line
 from localgen.config import BadSetting
+from localgen.mcp_tools.chat_tools import ChatTools
+from localgen.mcp_tools.connections import McpConnections
 from localgen.mcp_tools.server_file import (
     McpServer,
     add_server,
@@ -139,10 +146,42 @@ def test_invalid_servers_are_not_added(
 def test_errors_in_the_file_are_named(content: str, message: str) -> None:
     servers_path().write_text(content)
     with pytest.raises(BadSetting) as refused:
-        read_servers()
+        find_server("a b" if "a b" in content else "files")
     assert str(servers_path()) in refused.value.message
     assert message in refused.value.message
     assert "\n" not in refused.value.message
+
+
+def test_an_invalid_table_leaves_the_other_servers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_server(McpServer("good", (sys.executable, PROGRAM, "stdio"), tools=("add",)))
+    with servers_path().open("a") as file:
+        file.write("[bad]\nurl = 1\n")
+    with closing(McpConnections()) as connections:
+        session = ChatSession(ScriptedClient(), tmp_path, ModelOptions(), ChatTools(connections))
+        for command in ("/mcp good", "/mcp"):
+            shown = commands.run_command(session, command, lambda _: None)
+        assert isinstance(shown, commands.CommandOutput)
+        assert shown.text == (
+            f"good.add: Add two numbers\n{servers_path()}: bad: url: Expected str, got int"
+        )
+        whole = servers_path().read_text()
+        servers_path().write_text("[")
+        shown = commands.run_command(session, "/mcp", lambda _: None)
+        assert isinstance(shown, commands.CommandOutput)
+        assert shown.text.startswith("good.add: Add two numbers\n")
+        assert "correct it or remove it" in shown.text
+        servers_path().write_text(whole)
+    run_command_line(["mcp", "list"])
+    _, good, bad = capsys.readouterr().out.splitlines()
+    assert good.split()[:2] == ["good", "add"]
+    assert "bad: url: Expected str, got int" in bad
+    status, text = failure(capsys, "mcp", "add", "bad", "--url", "http://host/mcp")
+    assert (status, "its table is invalid" in text) == (INVALID, True)
+    assert run_command_line(["mcp", "rm", "bad"]) == 0
+    assert capsys.readouterr().out == "bad is no longer an MCP server\n"
+    assert list(read_servers()) == ["good"]
 
 
 def test_a_file_that_others_may_write_is_refused() -> None:
@@ -153,6 +192,45 @@ def test_a_file_that_others_may_write_is_refused() -> None:
     servers_path().chmod(0o600)
     servers_path().parent.chmod(0o777)
     with pytest.raises(BadSetting, match=r"other users may write to .*config"):
+        read_servers()
+
+
+def test_a_link_stays_and_its_target_is_written(tmp_path: Path) -> None:
+    dotfiles = tmp_path / "dotfiles"
+    dotfiles.mkdir(mode=0o755)
+    (dotfiles / "mcp.toml").write_text("# mine\n[x]\ncommand = 'ls'\n")
+    (tmp_path / "hop.toml").symlink_to(dotfiles / "mcp.toml")
+    servers_path().symlink_to("../hop.toml")
+    add_server(McpServer("y", ("ls",)))
+    assert servers_path().is_symlink()
+    assert (dotfiles / "mcp.toml").read_text().startswith("# mine\n[x]")
+    assert list(read_servers()) == ["x", "y"]
+    assert dotfiles.stat().st_mode & 0o777 == 0o755
+    assert [path.name for path in dotfiles.iterdir()] == ["mcp.toml"]
+    dotfiles.chmod(0o777)
+    with pytest.raises(BadSetting, match=r"other users may write to .*dotfiles, where .*leads"):
+        read_servers()
+    with pytest.raises(BadSetting, match="other users may write to"):
+        add_server(McpServer("z", ("ls",)))
+    dotfiles.chmod(0o755)
+    (dotfiles / "mcp.toml").chmod(0o666)
+    with pytest.raises(BadSetting, match="is writable by other users"):
+        read_servers()
+
+
+def test_a_link_in_a_chain_that_others_may_replace_is_refused(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (tmp_path / "mcp.toml").write_text("[x]\ncommand = 'ls'\n")
+    (shared / "hop").symlink_to(tmp_path / "mcp.toml")
+    servers_path().symlink_to(shared / "hop")
+    assert list(read_servers()) == ["x"]
+    shared.chmod(0o777)
+    with pytest.raises(BadSetting, match=r"other users may write to .*shared"):
+        read_servers()
+    servers_path().unlink()
+    servers_path().symlink_to(servers_path())
+    with pytest.raises(BadSetting, match="too many symbolic links"):
         read_servers()
 
 

@@ -77,7 +77,7 @@ def called(
 
 
 def test_tools_are_listed_and_called(connections: McpConnections, server: McpServer) -> None:
-    tools = {tool.name: tool for tool in connections.start(server)}
+    tools = {tool.name: tool for tool in connections.start(server).tools}
     assert tools["echo"].description == "Echo the input text"
     assert '"required": ["text"]' in tools["echo"].parameters
     assert called(connections, server, "echo", text="né 漢 🌟") == ToolResult("né 漢 🌟")
@@ -96,7 +96,7 @@ def test_calls_at_once(connections: McpConnections, server: McpServer) -> None:
 
 def test_only_the_tools_that_the_file_names(connections: McpConnections) -> None:
     some = replace(STDIO, tools=("a*", "echo"))
-    assert {tool.name for tool in connections.start(some)} == {"add", "echo"}
+    assert {tool.name for tool in connections.start(some).tools} == {"add", "echo"}
 
 
 def test_a_result_is_not_searched_by_patterns_of_the_server(connections: McpConnections) -> None:

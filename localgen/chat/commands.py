@@ -9,14 +9,11 @@ from dataclasses import dataclass
 from localgen.backends import units
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.model_info import DraftInfo, ModelInfo
-from localgen.backends.terminal_text import collapse, one_line
-from localgen.chat import report, saved_chats, settings, stats_report
+from localgen.backends.terminal_text import one_line
+from localgen.chat import mcp_report, report, saved_chats, settings, stats_report
 from localgen.chat.session import ChatSession, OnProgress
-from localgen.mcp_tools.chat_tools import OfferedTool
-from localgen.mcp_tools.server_file import read_servers
 
 _USAGE_WIDTH = 25  # leaves room for the help in 80 columns
-_TOOL_CHARS = 120
 COMMAND_ALIASES = {"/?": "/help", "/exit": "/bye", "/quit": "/bye"}
 
 
@@ -293,19 +290,9 @@ def _mcp(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
     if rest:
         raise _usage_error("/mcp", argument)
     if argument:
-        offered = session.tools.add(argument)
-        return CommandOutput(_text((f"{argument} offers:", *map(_tool_line, offered))))
-    in_use = session.tools.servers
-    lines = [line for offered in in_use.values() for line in map(_tool_line, offered)]
-    unused = [name for name in read_servers() if name not in in_use]
-    if unused:
-        lines.append(f"not in use: {', '.join(unused)}; /mcp NAME offers the tools of one")
-    return CommandOutput(_text(lines or ["no MCP servers: localgen mcp add"]))
-
-
-def _tool_line(offered: OfferedTool) -> str:
-    line = f"{offered.title}: {collapse(offered.tool.description)}"
-    return line if len(line) <= _TOOL_CHARS else f"{line[: _TOOL_CHARS - 1]}…"
+        head = [f"{argument} offers:"] if session.tools.add(argument) else []
+        return CommandOutput(_text([*head, *mcp_report.server_lines(session.tools, argument)]))
+    return CommandOutput(_text(mcp_report.all_server_lines(session.tools)))
 
 
 def _help(_session: ChatSession, _argument: str, _: OnProgress) -> CommandResult:

@@ -11,6 +11,7 @@ from localgen.cli.arguments import JsonFlag
 from localgen.cli.completion_values import complete_mcp_server
 
 if TYPE_CHECKING:
+    from localgen.config import BadSetting
     from localgen.mcp_tools.connections import McpConnections
     from localgen.mcp_tools.server_file import McpServer
 
@@ -103,25 +104,26 @@ def list_(
     json: JsonFlag = False,
 ) -> None:
     """Start the servers and list their tools, or why one failed."""
-    from localgen.backends.terminal_text import collapse, one_line
+    from localgen.backends.terminal_text import collapse
     from localgen.cli import tables
     from localgen.cli.mcp_options import open_connections
     from localgen.mcp_tools.server_file import find_server, read_servers
 
     servers = read_servers() if name is None else {name: find_server(name)}
     with open_connections() as connections:
-        listed = [_examine(connections, server) for server in servers.values()]
+        listed = [_examine(connections, *each) for each in servers.items()]
     if json:
         typer.echo(tables.json_text(listed, indent=2))
         return
     rows = [
-        (each["name"], one_line(tool["name"]), collapse(tool["description"])[:80])
+        (each["name"], tool["name"], collapse(tool["description"])[:80])
         for each in listed
         for tool in each["tools"]
     ]
     rows += [
-        (each["name"], "-", one_line(f"error: {each['error']}")) for each in listed if each["error"]
+        (each["name"], "-", f"warning: {text}") for each in listed for text in each["warnings"]
     ]
+    rows += [(each["name"], "-", f"error: {each['error']}") for each in listed if each["error"]]
     tables.print_table(("SERVER", "TOOL", "DESCRIPTION"), rows)
 
 
@@ -132,20 +134,33 @@ def rm(name: ServerName) -> None:
     from localgen.mcp_tools.server_file import remove_server
 
     removed = remove_server(name)
-    tables.print_line(f"{name} is no longer an MCP server ({removed.place})")
+    place = f" ({removed.place})" if removed else ""
+    tables.print_line(f"{name} is no longer an MCP server{place}")
 
 
-def _examine(connections: McpConnections, server: McpServer) -> dict[str, Any]:
+def _examine(
+    connections: McpConnections, name: str, server: McpServer | BadSetting
+) -> dict[str, Any]:
     """The tools of a server, or the error that it gave."""
     from localgen.config import BadSetting
     from localgen.mcp_tools.connections import McpServerFailed
 
-    found: dict[str, Any] = {"name": server.name, "place": server.place, "tools": [], "error": None}
+    found: dict[str, Any] = {
+        "name": name,
+        "place": None,
+        "tools": [],
+        "warnings": [],
+        "error": None,
+    }
+    if isinstance(server, BadSetting):
+        return found | {"error": server.message}
+    found["place"] = server.place
     try:
-        tools = connections.start(server)
+        listed = connections.start(server)
     except (McpServerFailed, BadSetting) as error:
         return found | {"error": error.message}
-    return found | {"tools": [{"name": t.name, "description": t.description} for t in tools]}
+    tools = [{"name": tool.name, "description": tool.description} for tool in listed.tools]
+    return found | {"tools": tools, "warnings": listed.warnings}
 
 
 def _pairs(texts: list[str] | None, mark: str, option: str, form: str) -> dict[str, str]:

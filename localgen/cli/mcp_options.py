@@ -94,6 +94,7 @@ def start_servers(
 ) -> ChatTools:
     """The tools of the servers named on the command line. Raises as open_chat_tools()."""
     from localgen.cli.one_shot import stderr_console
+    from localgen.cli.tables import print_notice
     from localgen.mcp_tools.chat_tools import ChatTools
 
     if allowed and not names:
@@ -102,6 +103,8 @@ def start_servers(
     for name in names or ():
         with stderr_console().status(f"starting MCP server {name}"):
             tools.add(name)
+        for warning in tools.warnings(name):
+            print_notice(warning)
     if unmatched := tools.unmatched_patterns():
         known = ", ".join(offered.title for each in tools.servers.values() for offered in each)
         raise InvalidRequest(f"--mcp-allow {unmatched[0]}: no such tool; tools are {known}")

@@ -16,9 +16,10 @@ from localgen.backends.types import Tool, ToolCall
 from localgen.backends.units import format_count
 from localgen.mcp_tools.call_arguments import parse_arguments, shown_arguments, whole_arguments
 from localgen.mcp_tools.call_question import CallQuestion, Decision
-from localgen.mcp_tools.connections import McpConnections, McpServerFailed, ServerTool
+from localgen.mcp_tools.connections import McpConnections, McpServerFailed
 from localgen.mcp_tools.results import MAX_RESULT_CHARS, ToolResult, cut_result
 from localgen.mcp_tools.server_file import McpServer, find_server
+from localgen.mcp_tools.server_tools import ServerTool, ServerTools
 
 if TYPE_CHECKING:
     from localgen.client.responses import Completion
@@ -97,12 +98,14 @@ class ChatTools:
         self._allowed = list(allowed)
         self._always: list[tuple[McpServer, str]] = []
         self._by_server: dict[str, tuple[OfferedTool, ...]] = {}
-        self._starting: Future[tuple[ServerTool, ...]] | None = None
+        self._warnings: dict[str, tuple[str, ...]] = {}
+        self._starting: Future[ServerTools] | None = None
 
     def for_another_chat(self) -> ChatTools:
         """The same servers and allowed patterns, without what the user has allowed meanwhile."""
         other = ChatTools(self._connections, self._allowed)
         other._by_server = dict(self._by_server)
+        other._warnings = dict(self._warnings)
         return other
 
     def without_servers(self) -> ChatTools:
@@ -113,6 +116,10 @@ class ChatTools:
     def servers(self) -> dict[str, tuple[OfferedTool, ...]]:
         """The tools by the name of their server."""
         return dict(self._by_server)
+
+    def warnings(self, name: str) -> tuple[str, ...]:
+        """Lines on tools of a server in use that are not offered, and why."""
+        return self._warnings.get(name, ())
 
     @property
     def offered(self) -> tuple[Tool, ...]:
@@ -127,7 +134,8 @@ class ChatTools:
         Raises InvalidRequest, BadSetting, McpServerFailed, the last also after stop_start().
         """
         server = find_server(name)
-        found = self._start(server)
+        listed = self._start(server)
+        found = listed.tools
         others = [each for each in self._offered() if each.server.name != name]
         if len(others) + len(found) > MAX_TOOLS:
             raise InvalidRequest(
@@ -140,9 +148,10 @@ class ChatTools:
             offered.append(OfferedTool(_unique_name(tool, taken), server, tool))
             taken.add(offered[-1].name)
         self._by_server[name] = tuple(offered)
+        self._warnings[name] = listed.warnings
         return self._by_server[name]
 
-    def _start(self, server: McpServer) -> tuple[ServerTool, ...]:
+    def _start(self, server: McpServer) -> ServerTools:
         starting = self._starting = self._connections.begin_start(server)
         try:
             return starting.result()
@@ -164,7 +173,7 @@ class ChatTools:
         """Offer the tools of a server no more. Raises InvalidRequest if they are not offered."""
         if name not in self._by_server:
             raise InvalidRequest(f"MCP server {name} is not in use")
-        del self._by_server[name]
+        del self._by_server[name], self._warnings[name]
 
     def unmatched_patterns(self) -> list[str]:
         """Those of `allowed` that allow none of the tools."""

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from localgen import __version__
@@ -18,17 +15,19 @@ from localgen.backends.errors import InvalidRequest, LocalgenError
 from localgen.backends.terminal_text import collapse
 from localgen.mcp_tools.results import ToolResult, read_result
 from localgen.mcp_tools.server_file import McpServer
+from localgen.mcp_tools.server_tools import (
+    FaultyTool,
+    ServerTools,
+    checked_transport,
+    list_tools,
+)
 
 if TYPE_CHECKING:
     from mcp import Client
     from mcp.client._transport import Transport
-    from mcp_types import CallToolResult, Tool
+    from mcp_types import CallToolResult
 
 START_TIMEOUT_S = 30.0
-_MAX_LISTED_TOOLS = 4_096
-# of a tool; a longer one is not offered, as it would hide the arguments of a call
-_MAX_NAME_CHARS = 128
-_MAX_DESCRIPTION_CHARS = 4_000
 _MAX_REASON_CHARS = 300
 # loggers of the package: they would write on the terminal
 _LOGGERS = ("mcp", "client", "httpx2")
@@ -42,16 +41,6 @@ class McpServerFailed(LocalgenError):
     """A server could not be started, or did not answer as MCP has it."""
 
     code = "mcp_server_failed"
-
-
-@dataclass(frozen=True, slots=True)
-class ServerTool:
-    """A tool as its server describes it. parameters: JSON schema of its arguments, as text."""
-
-    server: str
-    name: str
-    description: str
-    parameters: str
 
 
 class McpConnections:
@@ -68,8 +57,8 @@ class McpConnections:
         self._connections: dict[str, _Connection] = {}
         self._starting: dict[str, asyncio.Lock] = {}
 
-    def start(self, server: McpServer) -> tuple[ServerTool, ...]:
-        """Start a server, unless it runs, and return its tools.
+    def start(self, server: McpServer) -> ServerTools:
+        """Start a server, unless it runs, and return its tools with warnings.
 
         Raises McpServerFailed, BadSetting; InvalidRequest if the mcp package is missing.
         """
@@ -80,7 +69,7 @@ class McpConnections:
             future.cancel()  # at Ctrl+C
             raise
 
-    def begin_start(self, server: McpServer) -> Future[tuple[ServerTool, ...]]:
+    def begin_start(self, server: McpServer) -> Future[ServerTools]:
         """As start(), without waiting. Cancelling ends the start.
 
         A server of this name that was defined otherwise is ended: the last definition counts.
@@ -124,7 +113,7 @@ class McpConnections:
 
     # -- in the thread ---------------------------------------------------------------------------
 
-    async def _start(self, server: McpServer) -> tuple[ServerTool, ...]:
+    async def _start(self, server: McpServer) -> ServerTools:
         return (await self._running(server, is_new=True)).tools
 
     async def _running(self, server: McpServer, *, is_new: bool = False) -> _Connection:
@@ -173,7 +162,7 @@ class _Connection:
         from localgen.mcp_tools.stdio import LastWords
 
         self.server = server
-        self.tools: tuple[ServerTool, ...] = ()
+        self.tools = ServerTools()
         self._last_words = LastWords()
         self._client: Client | None = None
         self._is_lost = False
@@ -242,13 +231,14 @@ class _Connection:
 
         info = Implementation(name="localgen", version=__version__)
         async with contextlib.AsyncExitStack() as stack:
-            transport = await self._transport(stack)
+            faulty: list[FaultyTool] = []
+            transport = checked_transport(await self._transport(stack), faulty)
             # cache: a tool is listed once
             client = Client(transport, client_info=info, cache=None)
             self._client = await stack.enter_async_context(client)
             # by the package, against a schema of the server's, whose patterns may take for ever
             client.session.validate_tool_result = _accept  # type: ignore[method-assign]
-            self.tools = await self._list_tools(self._client)
+            self.tools = await list_tools(self._client, self.server, faulty)
             self._opened.set()
             await self._ending.wait()
 
@@ -263,28 +253,6 @@ class _Connection:
         client = create_http_client(self.server, on_unknown_session=self._on_unknown_session)
         await stack.enter_async_context(client)
         return streamable_http_client(self.server.url, http_client=client)
-
-    async def _list_tools(self, client: Client) -> tuple[ServerTool, ...]:
-        listed: list[Tool] = []
-        cursor: str | None = None
-        while len(listed) < _MAX_LISTED_TOOLS:
-            page = await client.list_tools(cursor=cursor)
-            listed += page.tools
-            cursor = page.next_cursor
-            if cursor is None:
-                break
-        patterns = self.server.tools
-        return tuple(
-            ServerTool(
-                self.server.name,
-                tool.name,
-                (tool.description or tool.title or "")[:_MAX_DESCRIPTION_CHARS],
-                json.dumps(tool.input_schema, ensure_ascii=False),
-            )
-            for tool in listed
-            if len(tool.name) <= _MAX_NAME_CHARS
-            and any(fnmatchcase(tool.name, pattern) for pattern in patterns)
-        )
 
     def _on_unknown_session(self) -> None:
         self._is_lost = True

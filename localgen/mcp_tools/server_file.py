@@ -14,14 +14,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from localgen.backends.errors import InvalidRequest, LocalgenError
-from localgen.config import BadSetting, config_dir, require_private_dir
+from localgen.config import BadSetting, config_dir, require_private_dir, require_safe_links
 from localgen.toml_store import TomlStore
 
 CALL_TIMEOUT_S = 60.0
@@ -110,14 +110,15 @@ def servers_path() -> Path:
     return config_dir() / "mcp.toml"
 
 
-def read_servers() -> dict[str, McpServer]:
-    """The servers by name.
+def read_servers() -> dict[str, McpServer | BadSetting]:
+    """The servers by name; the error instead of one whose table is invalid.
 
     Raises BadSetting if the file is invalid, or if another user could have written it: it names
     programs to run.
     """
     path = servers_path()
     require_private_dir(path.parent, _DIR_VARIABLE)
+    require_safe_links(path, _DIR_VARIABLE)
     try:
         found = path.stat() if path.exists() else None
     except OSError as error:
@@ -138,12 +139,15 @@ def server_names() -> list[str]:
 
 
 def find_server(name: str) -> McpServer:
-    """Raises InvalidRequest if there is none of that name, BadSetting as read_servers()."""
+    """Raises InvalidRequest if there is none of that name, BadSetting if its table or the file is
+    invalid."""
     known = read_servers()
-    if name not in known:
-        names = f"servers are {', '.join(known)}" if known else "none is defined"
-        raise InvalidRequest(f"no MCP server {name}: {names} (localgen mcp add)")
-    return known[name]
+    found = known.get(name)
+    if found is None:
+        raise _unknown(name, known)
+    if isinstance(found, BadSetting):
+        raise found
+    return found
 
 
 def add_server(server: McpServer) -> None:
@@ -151,22 +155,35 @@ def add_server(server: McpServer) -> None:
     validate_server(server)
     store = _store()
     with store.locked():
-        known = read_servers()
-        if server.name in known:
+        found = read_servers().get(server.name)
+        if found is not None:
+            place = found.place if isinstance(found, McpServer) else "its table is invalid"
             raise InvalidRequest(
-                f"MCP server {server.name} already exists ({known[server.name].place}): "
+                f"MCP server {server.name} already exists ({place}): "
                 f"remove it with localgen mcp rm {server.name}"
             )
         store.change(lambda document: document.update({server.name: server.to_table()}))
 
 
-def remove_server(name: str) -> McpServer:
-    """Remove a server and return it. Raises InvalidRequest if there is none."""
+def remove_server(name: str) -> McpServer | None:
+    """Remove a server and return it, or None if its table was invalid.
+
+    Raises InvalidRequest if there is none.
+    """
     store = _store()
     with store.locked():
-        removed = find_server(name)
+        known = read_servers()
+        if name not in known:
+            raise _unknown(name, known)
         store.change(lambda document: document.pop(name))
-    return removed
+    removed = known[name]
+    return removed if isinstance(removed, McpServer) else None
+
+
+def _unknown(name: str, known: Iterable[str]) -> InvalidRequest:
+    names = ", ".join(known)
+    told = f"servers are {names}" if names else "none is defined"
+    return InvalidRequest(f"no MCP server {name}: {told} (localgen mcp add)")
 
 
 def validate_server(server: McpServer) -> None:
@@ -222,7 +239,8 @@ def _store() -> TomlStore:
     return TomlStore(servers_path(), _DIR_VARIABLE)
 
 
-def _parse(path: Path, name: str, table: object) -> McpServer:
+def _parse(path: Path, name: str, table: object) -> McpServer | BadSetting:
+    """The server, or what is wrong with its table."""
     import msgspec
 
     class Fields(msgspec.Struct, forbid_unknown_fields=True):
@@ -246,7 +264,7 @@ def _parse(path: Path, name: str, table: object) -> McpServer:
         reason, _, where = str(error).replace("`", "").partition(" - at $.")
         known = f"; fields are {', '.join(Fields.__struct_fields__)}" if "unknown" in reason else ""
         place = f"{where}: " if where else ""
-        raise BadSetting(f"{path}: {name}: {place}{reason}{known}") from error
+        return BadSetting(f"{path}: {name}: {place}{reason}{known}")
     except InvalidRequest as error:
-        raise BadSetting(f"{path}: {name}: {error.message}") from error
+        return BadSetting(f"{path}: {name}: {error.message}")
     return server

@@ -1,0 +1,44 @@
+"""What /mcp says of the servers in use and of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from localgen.backends.errors import LocalgenError
+from localgen.backends.terminal_text import collapse
+from localgen.mcp_tools.chat_tools import ChatTools, OfferedTool
+from localgen.mcp_tools.server_file import McpServer, read_servers
+
+_TOOL_CHARS = 120
+
+
+def all_server_lines(tools: ChatTools) -> list[str]:
+    """The tools that are offered, and the servers that are not in use."""
+    in_use = tools.servers
+    lines = [line for name in in_use for line in server_lines(tools, name)]
+    return [*lines, *_other_server_lines(in_use)] or ["no MCP servers: localgen mcp add"]
+
+
+def server_lines(tools: ChatTools, name: str) -> list[str]:
+    """The tools that a server in use offers, and what is not offered."""
+    lines = [_tool_line(offered) for offered in tools.servers[name]]
+    return [*(lines or [f"{name} is in use and offers no tools"]), *tools.warnings(name)]
+
+
+def _other_server_lines(in_use: Container[str]) -> list[str]:
+    """The servers of mcp.toml that are not in use, and what is wrong in it."""
+    try:
+        known = read_servers()
+    except LocalgenError as error:
+        return [error.message]
+    wrong = [each.message for each in known.values() if not isinstance(each, McpServer)]
+    unused = [
+        name for name, each in known.items() if name not in in_use and isinstance(each, McpServer)
+    ]
+    hint = f"not in use: {', '.join(unused)}; /mcp NAME offers the tools of one"
+    return [*([hint] if unused else ()), *wrong]
+
+
+def _tool_line(offered: OfferedTool) -> str:
+    line = f"{offered.title}: {collapse(offered.tool.description)}"
+    return line if len(line) <= _TOOL_CHARS else f"{line[: _TOOL_CHARS - 1]}…"
