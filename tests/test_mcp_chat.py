@@ -145,6 +145,33 @@ def test_yes_is_for_once_and_always_for_the_chat(chat: Callable[..., Chat]) -> N
     assert refused.results == ("[not run: the user refused this call]",)
 
 
+@pytest.mark.parametrize(
+    ("lines", "is_asked"),
+    [
+        (["/clear"], True),
+        (["/load kept"], True),
+        (["/mcp off test", "/mcp test"], True),
+        (["/fork"], True),
+        (["/fork", "/switch main"], True),
+        (["/switch", "/switch main"], False),
+        (["/undo"], False),
+        (["/regen"], False),
+    ],
+    ids=str,
+)
+def test_always_ends_with_the_chat(
+    chat: Callable[..., Chat], lines: list[str], is_asked: bool
+) -> None:
+    one, done = calling(call("add", a=1, b=2)), ("ok", answer())
+    talk = chat(one, done, one, done)
+    prompt = [] if lines == ["/regen"] else ["2"]
+    answers = ("a", "n") if is_asked else ("a",)
+    screen = talk.type("/save kept", "1", "/mcp", *lines, *prompt, answers=answers)
+    assert "test.add (runs without a question): Add two numbers" in screen
+    assert "test.echo: Echo the input text" in screen
+    assert talk.questions == len(answers)
+
+
 def test_an_allowed_tool_is_not_asked_for(chat: Callable[..., Chat]) -> None:
     talk = chat(calling(call("add", a=1, b=2)), ("3", answer()), allowed="test.a*")
     talk.type("1 + 2")

@@ -324,6 +324,7 @@ def _load(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
         return CommandOutput(one_line(f"saved chats: {names}"))
     chat = saved_chats.load_chat(saved_chats.chat_path(_strip_quotes(argument), session.state_dir))
     session.set_conversation(chat.conversation)
+    session.tools.forget_permissions()
     session.set_options(params=chat.params)
     lines = [f"loaded {units.format_count(len(chat.conversation.turns), 'turn')}"]
     if chat.model != session.name:
@@ -333,6 +334,7 @@ def _load(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
 
 def _clear(session: ChatSession, _argument: str, _: OnProgress) -> CommandResult:
     session.set_conversation(session.conversation.cleared())
+    session.tools.forget_permissions()
     return CommandOutput(
         "cleared; the system prompt is kept" if session.conversation.system else "cleared",
         is_new_conversation=True,
@@ -412,19 +414,24 @@ def _mcp(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
     if rest:
         raise _usage_error("/mcp", argument)
     if argument:
-        offered = session.tools.add(argument)
-        return CommandOutput(_text((f"{argument} offers:", *map(_tool_line, offered))))
+        lines = _tool_lines(session, session.tools.add(argument))
+        return CommandOutput(_text((f"{argument} offers:", *lines)))
     in_use = session.tools.servers
-    lines = [line for offered in in_use.values() for line in map(_tool_line, offered)]
+    lines = [line for offered in in_use.values() for line in _tool_lines(session, offered)]
     unused = [name for name in read_servers() if name not in in_use]
     if unused:
         lines.append(f"not in use: {', '.join(unused)}; /mcp NAME offers the tools of one")
     return CommandOutput(_text(lines or ["no MCP servers: localgen mcp add"]))
 
 
-def _tool_line(offered: OfferedTool) -> str:
-    line = f"{offered.title}: {collapse(offered.tool.description)}"
-    return line if len(line) <= _TOOL_CHARS else f"{line[: _TOOL_CHARS - 1]}…"
+def _tool_lines(session: ChatSession, offered: Iterable[OfferedTool]) -> list[str]:
+    """A line of each tool; one that runs without a question is marked."""
+    lines = []
+    for each in offered:
+        mark = "" if session.tools.asks_before(each) else " (runs without a question)"
+        line = f"{each.title}{mark}: {collapse(each.tool.description)}"
+        lines.append(line if len(line) <= _TOOL_CHARS else f"{line[: _TOOL_CHARS - 1]}…")
+    return lines
 
 
 def _help(_session: ChatSession, _argument: str, _: OnProgress) -> CommandResult:

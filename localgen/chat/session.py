@@ -493,15 +493,21 @@ class ChatSession:
         if name in self.branches:
             raise InvalidRequest(f"branch {name} already exists: /switch {name}")
         self.branches[name] = self.conversation
-        self.branch = name
+        self._enter_branch(name)
         return name
 
     def switch_branch(self, name: str) -> None:
         """Switch to another branch. Raises InvalidRequest if it does not exist."""
         if name not in self.branches:
             raise InvalidRequest(f"no branch {name}, branches are {', '.join(self.branches)}")
-        self.branch = name
+        self._enter_branch(name)
         self.last_completion = self.used_tokens = None
+
+    def _enter_branch(self, name: str) -> None:
+        # a session of its own; switching to the same one changes nothing
+        if name != self.branch:
+            self.branch = name
+            self.tools.forget_permissions()
 
     def repeat_notice(self) -> str | None:
         """Return why a new answer is likely to be the same, or None if it is not.

@@ -165,6 +165,16 @@ class ChatTools:
         if name not in self._by_server:
             raise InvalidRequest(f"MCP server {name} is not in use")
         del self._by_server[name]
+        self._always = [(server, tool) for server, tool in self._always if server.name != name]
+
+    def forget_permissions(self) -> None:
+        """Ask again about each tool that the user has allowed in this chat."""
+        self._always.clear()
+
+    def asks_before(self, offered: OfferedTool) -> bool:
+        """Whether the user is asked before a call of a tool."""
+        is_named = any(fnmatchcase(offered.title, pattern) for pattern in self._allowed)
+        return not is_named and (offered.server, offered.tool.name) not in self._always
 
     def unmatched_patterns(self) -> list[str]:
         """Those of `allowed` that allow none of the tools."""
@@ -207,7 +217,7 @@ class ChatTools:
         arguments = parse_arguments(call.arguments)
         if arguments is None:
             return _not_run("the arguments are not a JSON object", "arguments are not JSON")
-        if not self._is_allowed(found):
+        if self.asks_before(found):
             question = CallQuestion(
                 one_line(found.title),
                 shown_arguments(call.arguments),
@@ -230,10 +240,6 @@ class ChatTools:
 
     def _find(self, name: str) -> OfferedTool | None:
         return next((each for each in self._offered() if each.name == name), None)
-
-    def _is_allowed(self, found: OfferedTool) -> bool:
-        is_named = any(fnmatchcase(found.title, pattern) for pattern in self._allowed)
-        return is_named or (found.server, found.tool.name) in self._always
 
 
 def runnable_calls(completion: Completion, num_rounds: int) -> tuple[ToolCall, ...]:
