@@ -232,11 +232,12 @@ def test_what_models_get_wrong_is_told_to_them(chat: Callable[..., Chat]) -> Non
     screen = talk.type("hi")
     assert talk.last_turn.steps[0].results == (
         "[not run: there is no tool of this name]",
-        "[not run: the arguments are not a JSON object]",
-        "[not run: the arguments are not a JSON object]",
+        '[not run: the arguments are not a JSON object, but: {"a": ]',
+        "[not run: the arguments are not a JSON object, but: [1]]",
         "[failed] Error executing tool fail",
     )
     assert "failed: Error executing tool fail" in screen
+    assert screen.count("not run: the arguments are not a JSON object\n") == 2
 
 
 def test_a_call_that_was_cut_is_not_run(chat: Callable[..., Chat]) -> None:
@@ -303,7 +304,7 @@ def test_another_word_is_no_decision(typed: str) -> None:
 def test_arguments_that_cannot_be_sent_are_not_run(chat: Callable[..., Chat]) -> None:
     broken = ToolCall("c", "test__echo", '{"text": "\\ud800"}')
     talk = chat(calling(broken), ("ok", answer()), allowed="*")
-    assert "not run: arguments are not JSON" in talk.type("hi")
+    assert "not run: the arguments are not a JSON object" in talk.type("hi")
 
 
 def test_a_model_that_only_calls_has_to_answer(chat: Callable[..., Chat]) -> None:
@@ -403,6 +404,22 @@ def test_calls_are_stored_and_continued(tmp_path: Path, connections: McpConnecti
         "user",
     ]
     assert asked.tools == ()
+
+
+@pytest.mark.parametrize("arguments", ["null", '"x"', "[]", "3", '{"a": '])
+def test_a_stored_call_with_wrong_arguments_is_sent_with_valid_ones(
+    arguments: str, tmp_path: Path
+) -> None:
+    from localgen.server.openai.tools import parse_arguments
+
+    step = ToolStep("", "", (ToolCall("1", "test__add", arguments),), ("[not run]",))
+    path = tmp_path / "chat.json"
+    stored = Conversation(None, (Turn("q", "a", steps=(step,)),))
+    save_chat(path, SavedChat("tiny", SamplingParams(), stored))
+    conversation = load_chat(path).conversation
+    assert conversation == stored
+    (sent,) = conversation.messages()[1].tool_calls
+    assert (sent.name, parse_arguments(sent.arguments, "")) == ("test__add", "{}")
 
 
 def test_the_arguments_of_calls_count(chat: Callable[..., Chat]) -> None:

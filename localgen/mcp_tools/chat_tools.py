@@ -11,7 +11,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.terminal_text import one_line
+from localgen.backends.terminal_text import escape_control_chars, one_line
 from localgen.backends.types import Tool, ToolCall
 from localgen.backends.units import format_count
 from localgen.mcp_tools.call_arguments import parse_arguments, shown_arguments, whole_arguments
@@ -29,6 +29,8 @@ ROUNDS_NOTICE = f"{MAX_ROUNDS} rounds of tool calls: the model has to answer now
 # of all servers together, as localgen's server allows
 MAX_TOOLS = 256
 _MAX_NAME_CHARS = 64
+# of arguments that are wrong, for the model
+_SHOWN_WRONG = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +218,9 @@ class ChatTools:
             return _not_run("there is no tool of this name", "no such tool")
         arguments = parse_arguments(call.arguments)
         if arguments is None:
-            return _not_run("the arguments are not a JSON object", "arguments are not JSON")
+            reason = "the arguments are not a JSON object"
+            written = escape_control_chars(call.arguments[:_SHOWN_WRONG])
+            return _not_run(f"{reason}, but: {written}", reason)
         if self.asks_before(found):
             question = CallQuestion(
                 one_line(found.title),
