@@ -345,6 +345,16 @@ def test_mcp_command(chat: Callable[..., Chat]) -> None:
             run(line)
 
 
+def test_a_regex_and_tools_are_not_sent(chat: Callable[..., Chat]) -> None:
+    talk = chat()
+    screen = talk.type("/set parameter regex a+", "1", "/mcp off test", "2", "/mcp test")
+    assert (
+        "regex excludes tools, and those of test are offered: /set parameter regex default, or "
+        "/mcp off NAME" in screen
+    )
+    assert [asked.messages[-1].content for asked in talk.client.record.asked] == ["2"]
+
+
 def test_names_are_valid_and_differ(connections: McpConnections, tmp_path: Path) -> None:
     odd = ("a.b", "a_b", "a b", "é" * 80, "é" * 81)
     tools = ChatTools(_Listing(odd))  # type: ignore[arg-type]
@@ -477,6 +487,9 @@ def test_run_with_allowed_tools(
         (["--mcp", "nope"], "no MCP server nope: servers are test"),
         (["--mcp-allow", "test.add"], "--mcp-allow needs --mcp NAME"),
         (["--mcp", "test", "--mcp-allow", "test.nope"], "--mcp-allow test.nope: no such tool"),
+        (["--mcp", "test", "--regex", "a"], "give only one of --mcp and --regex: "),
+        (["--mcp", "test", "--grammar", "a"], "give only one of --mcp and --grammar: "),
+        (["--mcp", "test", "--regex", "a", "--url", "http://h/v1"], "give only one of --mcp and"),
         (["--mcp", "test", "--batch", "x", "--out", "y"], "--mcp does not apply to --batch"),
     ],
 )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from localgen.backends.errors import SHORTEN_PROMPT, ContextExceeded, InvalidRequest, LocalgenError
 from localgen.backends.memory.kv_sizing import DEFAULT_CTX
 from localgen.backends.model_info import DRAFT_KEYWORDS, LoadOptions, ModelInfo
-from localgen.backends.sampling_params import SAMPLERS, SamplingParams
+from localgen.backends.sampling_params import SAMPLERS, SamplingParams, excludes_tools
 from localgen.backends.types import OVERFLOW_ERROR, Message, Tool, ToolCall
 from localgen.chat import parameters
 from localgen.chat.conversation import (
@@ -279,6 +279,7 @@ class ChatSession:
         Raises the errors of Client.chat; that of a parameter which is set says how to reset it.
         """
         conversation = self.conversation.undo() if regenerate else self.conversation
+        self._require_tools_apply()
         try:
             yield from self.client.chat(
                 self.requested_model,
@@ -300,6 +301,17 @@ class ChatSession:
             is_format = name == "json_schema"
             reset = "/set format text" if is_format else f"/set parameter {name} default"
             raise InvalidRequest(f"{error.message}; {reset} ends it", param=name) from error
+
+    def _require_tools_apply(self) -> None:
+        """Raise InvalidRequest if a parameter excludes the tools that are offered."""
+        kind = excludes_tools(self.options.params)
+        if kind and self.tools.offered:
+            names = ", ".join(self.tools.servers)
+            raise InvalidRequest(
+                f"{kind} excludes tools, and those of {names} are offered: "
+                f"/set parameter {kind} default, or /mcp off NAME",
+                param=kind,
+            )
 
     def _with_remedies(
         self, error: ContextExceeded, conversation: Conversation, prompt: str
