@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import json
 import os
 import signal
+import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +34,7 @@ from localgen.chat.saved_chats import SavedChat, encode_chat, load_chat, save_ch
 from localgen.chat.session import ChatSession
 from localgen.chat.session_store import SessionRecord, SessionStore
 from localgen.chat.transcript import transcript_markdown
+from localgen.cli import tool_calls
 from localgen.cli.main import run_command_line
 from localgen.mcp_tools.call_arguments import shown_arguments, whole_arguments
 from localgen.mcp_tools.call_question import parse_decision
@@ -455,15 +459,52 @@ def test_a_chat_of_an_older_version_has_no_calls(tmp_path: Path) -> None:
 
 
 def test_run_refuses_without_a_terminal(
-    scripted: Callable[..., ScriptedClient], capsys: pytest.CaptureFixture[str]
+    scripted: Callable[..., ScriptedClient],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(tool_calls, "_TERMINAL", "/dev/null")
     client = scripted(calling(call("add", a=1, b=2)), ("I may not.", answer()))
     assert run_command_line(["run", "--mcp", "test", "tiny", "1 + 2"]) == 0
     out, err = capsys.readouterr()
     assert out == "I may not.\n"
     assert '▸ test.add {"a": 1, "b": 2}' in err
     assert "not allowed without a terminal: --mcp-allow test.add allows it" in err
-    assert client.record.asked[-1].messages[-1].content == "[not run: the user refused this call]"
+    assert client.record.asked[-1].messages[-1].content == (
+        "[not run: it is not allowed, and there was no terminal to ask the user on]"
+    )
+
+
+@pytest.mark.parametrize("stderr", [None, subprocess.DEVNULL], ids=["terminal", "null"])
+def test_run_asks_on_the_terminal_if_the_prompt_is_piped(stderr: int | None) -> None:
+    code = """
+import sys
+from localgen.cli.tool_calls import one_shot_handlers
+from localgen.mcp_tools.call_question import CallQuestion
+handlers, question = one_shot_handlers(), CallQuestion("test.add", "{}", '{"a": 1}')
+handlers.on_call(question.title, question.arguments)
+print(handlers.ask(question), sys.stdin.read())
+"""
+    main, other = os.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=other if stderr is None else stderr,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(other, termios.TIOCSCTTY, 0),
+        text=True,
+    ) as process:
+        screen = ""
+        for keys, until in ((b"s\n", "[s]how all: "), (b"y\n", '{"a": 1}\r\n  run it? ')):
+            while until not in screen:
+                screen += os.read(main, 1024).decode()
+            os.write(main, keys)
+        out, _ = process.communicate("the prompt")
+    os.close(main)
+    os.close(other)
+    assert out == "Decision.ONCE the prompt\n"
+    assert screen.count("▸ test.add {}") == 1
 
 
 def test_run_with_allowed_tools(

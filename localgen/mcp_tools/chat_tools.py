@@ -230,6 +230,11 @@ class ChatTools:
             match handlers.ask(question):
                 case Decision.REFUSE:
                     return _not_run("the user refused this call", "refused")
+                case Decision.NOBODY_ASKED:
+                    return _not_run(
+                        "it is not allowed, and there was no terminal to ask the user on",
+                        f"not allowed without a terminal: --mcp-allow {question.title} allows it",
+                    )
                 case Decision.STOP:
                     return _STOPPED_BEFORE
                 case Decision.ALWAYS:
