@@ -196,6 +196,12 @@ _MAX_INFILL_TOKENS = 100
 
 # at most one may be set
 GRAMMAR_FIELDS = ("json_schema", "regex", "grammar")
+_EXCLUDE_TOOLS = ("regex", "grammar")
+
+
+def excludes_tools(params: SamplingParams) -> str:
+    """The name of the parameter that is set and excludes tools; empty if none is."""
+    return next((name for name in _EXCLUDE_TOOLS if getattr(params, name) is not None), "")
 
 
 def validate_sampling_params(params: SamplingParams) -> None:

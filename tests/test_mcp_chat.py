@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import json
 import os
 import signal
+import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +34,7 @@ from localgen.chat.saved_chats import SavedChat, encode_chat, load_chat, save_ch
 from localgen.chat.session import ChatSession
 from localgen.chat.session_store import SessionRecord, SessionStore
 from localgen.chat.transcript import transcript_markdown
+from localgen.cli import tool_calls
 from localgen.cli.main import run_command_line
 from localgen.mcp_tools.call_arguments import shown_arguments, whole_arguments
 from localgen.mcp_tools.call_question import parse_decision
@@ -146,6 +150,33 @@ def test_yes_is_for_once_and_always_for_the_chat(chat: Callable[..., Chat]) -> N
     assert refused.results == ("[not run: the user refused this call]",)
 
 
+@pytest.mark.parametrize(
+    ("lines", "is_asked"),
+    [
+        (["/clear"], True),
+        (["/load kept"], True),
+        (["/mcp off test", "/mcp test"], True),
+        (["/fork"], True),
+        (["/fork", "/switch main"], True),
+        (["/switch", "/switch main"], False),
+        (["/undo"], False),
+        (["/regen"], False),
+    ],
+    ids=str,
+)
+def test_always_ends_with_the_chat(
+    chat: Callable[..., Chat], lines: list[str], is_asked: bool
+) -> None:
+    one, done = calling(call("add", a=1, b=2)), ("ok", answer())
+    talk = chat(one, done, one, done)
+    prompt = [] if lines == ["/regen"] else ["2"]
+    answers = ("a", "n") if is_asked else ("a",)
+    screen = talk.type("/save kept", "1", "/mcp", *lines, *prompt, answers=answers)
+    assert "test.add (runs without a question): Add two numbers" in screen
+    assert "test.echo: Echo the input text" in screen
+    assert talk.questions == len(answers)
+
+
 def test_an_allowed_tool_is_not_asked_for(chat: Callable[..., Chat]) -> None:
     talk = chat(calling(call("add", a=1, b=2)), ("3", answer()), allowed="test.a*")
     talk.type("1 + 2")
@@ -206,11 +237,12 @@ def test_what_models_get_wrong_is_told_to_them(chat: Callable[..., Chat]) -> Non
     screen = talk.type("hi")
     assert talk.last_turn.steps[0].results == (
         "[not run: there is no tool of this name]",
-        "[not run: the arguments are not a JSON object]",
-        "[not run: the arguments are not a JSON object]",
+        '[not run: the arguments are not a JSON object, but: {"a": ]',
+        "[not run: the arguments are not a JSON object, but: [1]]",
         "[failed] Error executing tool fail",
     )
     assert "failed: Error executing tool fail" in screen
+    assert screen.count("not run: the arguments are not a JSON object\n") == 2
 
 
 def test_a_call_that_was_cut_is_not_run(chat: Callable[..., Chat]) -> None:
@@ -277,7 +309,7 @@ def test_another_word_is_no_decision(typed: str) -> None:
 def test_arguments_that_cannot_be_sent_are_not_run(chat: Callable[..., Chat]) -> None:
     broken = ToolCall("c", "test__echo", '{"text": "\\ud800"}')
     talk = chat(calling(broken), ("ok", answer()), allowed="*")
-    assert "not run: arguments are not JSON" in talk.type("hi")
+    assert "not run: the arguments are not a JSON object" in talk.type("hi")
 
 
 def test_a_model_that_only_calls_has_to_answer(chat: Callable[..., Chat]) -> None:
@@ -316,6 +348,16 @@ def test_mcp_command(chat: Callable[..., Chat]) -> None:
     for line in ("/mcp none", "/mcp off other", "/mcp test x"):
         with pytest.raises(InvalidRequest):
             run(line)
+
+
+def test_a_regex_and_tools_are_not_sent(chat: Callable[..., Chat]) -> None:
+    talk = chat()
+    screen = talk.type("/set parameter regex a+", "1", "/mcp off test", "2", "/mcp test")
+    assert (
+        "regex excludes tools, and those of test are offered: /set parameter regex default, or "
+        "/mcp off NAME" in screen
+    )
+    assert [asked.messages[-1].content for asked in talk.client.record.asked] == ["2"]
 
 
 def test_names_are_valid_and_differ(connections: McpConnections, tmp_path: Path) -> None:
@@ -378,6 +420,22 @@ def test_calls_are_stored_and_continued(tmp_path: Path, connections: McpConnecti
     assert asked.tools == ()
 
 
+@pytest.mark.parametrize("arguments", ["null", '"x"', "[]", "3", '{"a": '])
+def test_a_stored_call_with_wrong_arguments_is_sent_with_valid_ones(
+    arguments: str, tmp_path: Path
+) -> None:
+    from localgen.server.openai.tools import parse_arguments
+
+    step = ToolStep("", "", (ToolCall("1", "test__add", arguments),), ("[not run]",))
+    path = tmp_path / "chat.json"
+    stored = Conversation(None, (Turn("q", "a", steps=(step,)),))
+    save_chat(path, SavedChat("tiny", SamplingParams(), stored))
+    conversation = load_chat(path).conversation
+    assert conversation == stored
+    (sent,) = conversation.messages()[1].tool_calls
+    assert (sent.name, parse_arguments(sent.arguments, "")) == ("test__add", "{}")
+
+
 def test_the_arguments_of_calls_count(chat: Callable[..., Chat]) -> None:
     long = call("echo", text="x" * 4000)
     made = chat(calling(long), ("ok", answer()), allowed="test.echo")
@@ -401,15 +459,52 @@ def test_a_chat_of_an_older_version_has_no_calls(tmp_path: Path) -> None:
 
 
 def test_run_refuses_without_a_terminal(
-    scripted: Callable[..., ScriptedClient], capsys: pytest.CaptureFixture[str]
+    scripted: Callable[..., ScriptedClient],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(tool_calls, "_TERMINAL", "/dev/null")
     client = scripted(calling(call("add", a=1, b=2)), ("I may not.", answer()))
     assert run_command_line(["run", "--mcp", "test", "tiny", "1 + 2"]) == 0
     out, err = capsys.readouterr()
     assert out == "I may not.\n"
     assert '▸ test.add {"a": 1, "b": 2}' in err
     assert "not allowed without a terminal: --mcp-allow test.add allows it" in err
-    assert client.record.asked[-1].messages[-1].content == "[not run: the user refused this call]"
+    assert client.record.asked[-1].messages[-1].content == (
+        "[not run: it is not allowed, and there was no terminal to ask the user on]"
+    )
+
+
+@pytest.mark.parametrize("stderr", [None, subprocess.DEVNULL], ids=["terminal", "null"])
+def test_run_asks_on_the_terminal_if_the_prompt_is_piped(stderr: int | None) -> None:
+    code = """
+import sys
+from localgen.cli.tool_calls import one_shot_handlers
+from localgen.mcp_tools.call_question import CallQuestion
+handlers, question = one_shot_handlers(), CallQuestion("test.add", "{}", '{"a": 1}')
+handlers.on_call(question.title, question.arguments)
+print(handlers.ask(question), sys.stdin.read())
+"""
+    main, other = os.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=other if stderr is None else stderr,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(other, termios.TIOCSCTTY, 0),
+        text=True,
+    ) as process:
+        screen = ""
+        for keys, until in ((b"s\n", "[s]how all: "), (b"y\n", '{"a": 1}\r\n  run it? ')):
+            while until not in screen:
+                screen += os.read(main, 1024).decode()
+            os.write(main, keys)
+        out, _ = process.communicate("the prompt")
+    os.close(main)
+    os.close(other)
+    assert out == "Decision.ONCE the prompt\n"
+    assert screen.count("▸ test.add {}") == 1
 
 
 def test_run_with_allowed_tools(
@@ -433,6 +528,9 @@ def test_run_with_allowed_tools(
         (["--mcp", "nope"], "no MCP server nope: servers are test"),
         (["--mcp-allow", "test.add"], "--mcp-allow needs --mcp NAME"),
         (["--mcp", "test", "--mcp-allow", "test.nope"], "--mcp-allow test.nope: no such tool"),
+        (["--mcp", "test", "--regex", "a"], "give only one of --mcp and --regex: "),
+        (["--mcp", "test", "--grammar", "a"], "give only one of --mcp and --grammar: "),
+        (["--mcp", "test", "--regex", "a", "--url", "http://h/v1"], "give only one of --mcp and"),
         (["--mcp", "test", "--batch", "x", "--out", "y"], "--mcp does not apply to --batch"),
     ],
 )

@@ -18,8 +18,9 @@ PROGRAM = str(Path(__file__).parent / "mcp_server.py")
 # the servers as a command opens them, idle
 IDLE = """
 import time
+from localgen.backends.sampling_params import SamplingParams
 from localgen.cli.mcp_options import open_chat_tools
-with open_chat_tools(["test"], None):
+with open_chat_tools(["test"], None, SamplingParams()):
     print("ready", flush=True)
     time.sleep(600)
 """

@@ -172,13 +172,19 @@ def test_always_is_for_the_session(tools: ChatTools, tmp_path: Path) -> None:
         await tui.wait_until_idle(pilot)
         await tui.ask(pilot, "two")
         assert [turn.steps[0].results for turn in turns(tui)] == [("42",), ("42",)]
+        await tui.type(pilot, "/clear")
+        await pilot.press("enter")
+        await tui.until(lambda: not turns(tui))
+        await ask(tui, pilot, "again")
+        await pilot.press("alt+a")
+        await tui.wait_until_idle(pilot)
         await tui.open_new(pilot)
         await ask(tui, pilot, "three")  # asked for again
         await pilot.press("ctrl+c")
         await tui.wait_until_idle(pilot)
 
     done = ("ok", answer())
-    scripts = (calling(ADD), done, calling(ADD), done, calling(ADD))
+    scripts = (*(calling(ADD), done) * 3, calling(ADD))
     play(tui_with(tools, tmp_path, *scripts), scene)
 
 
@@ -282,6 +288,7 @@ def test_long_arguments_can_be_scrolled_to_their_end(tools: ChatTools, tmp_path:
         box = tui.main._tool_question
         assert box.size.height <= 10
         assert box.max_scroll_y > 0
+        assert "Alt+Y\N{NO-BREAK SPACE}Run" in tui.screen_text()
         assert "rm -rf ~" not in tui.screen_text()
         box.focus()
         seen = ""
@@ -290,7 +297,6 @@ def test_long_arguments_can_be_scrolled_to_their_end(tools: ChatTools, tmp_path:
             await pilot.press("pagedown")
             await pilot.wait_for_animation()
         assert "rm -rf ~" in seen
-        assert "Alt+Y\N{NO-BREAK SPACE}Run" in tui.screen_text()
         await pilot.press("alt+r")
         await tui.wait_until_idle(pilot)
 

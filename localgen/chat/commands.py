@@ -202,6 +202,7 @@ def _load(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
     path = saved_chats.chat_path(settings.unquoted(argument), session.state_dir)
     chat = saved_chats.load_chat(path)
     session.set_conversation(chat.conversation)
+    session.tools.forget_permissions()
     session.set_options(params=chat.params)
     lines = [f"loaded {units.format_count(len(chat.conversation.turns), 'turn')}"]
     if chat.model != session.name:
@@ -211,6 +212,7 @@ def _load(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
 
 def _clear(session: ChatSession, _argument: str, _: OnProgress) -> CommandResult:
     session.set_conversation(session.conversation.cleared())
+    session.tools.forget_permissions()
     return CommandOutput(
         "cleared; the system prompt is kept" if session.conversation.system else "cleared",
         is_new_conversation=True,

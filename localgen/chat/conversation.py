@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.types import Message, ToolCall
+from localgen.mcp_tools.call_arguments import parse_arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +25,21 @@ class ToolStep:
             raise ValueError(f"{len(self.calls)} tool calls have {len(self.results)} results")
 
     def messages(self, *, with_reasoning: bool = False) -> tuple[Message, ...]:
-        """The message with the calls, and one for each result."""
+        """The message with the calls, and one for each result.
+
+        Arguments that are not a JSON object are `{}`: servers refuse others, and the result of
+        such a call has them.
+        """
+        calls = tuple(
+            call if parse_arguments(call.arguments) is not None else replace(call, arguments="{}")
+            for call in self.calls
+        )
         thought = self.reasoning if with_reasoning and self.reasoning else None
         results = (
             Message("tool", result, tool_call_id=call.id, name=call.name)
             for call, result in zip(self.calls, self.results, strict=True)
         )
-        return (Message("assistant", self.text, thought, self.calls), *results)
+        return (Message("assistant", self.text, thought, calls), *results)
 
 
 # of the turn that replaces those before it

@@ -21,7 +21,7 @@ def all_server_lines(tools: ChatTools) -> list[str]:
 
 def server_lines(tools: ChatTools, name: str) -> list[str]:
     """The tools that a server in use offers, and what is not offered."""
-    lines = [_tool_line(offered) for offered in tools.servers[name]]
+    lines = [_tool_line(tools, offered) for offered in tools.servers[name]]
     return [*(lines or [f"{name} is in use and offers no tools"]), *tools.warnings(name)]
 
 
@@ -39,6 +39,7 @@ def _other_server_lines(in_use: Container[str]) -> list[str]:
     return [*([hint] if unused else ()), *wrong]
 
 
-def _tool_line(offered: OfferedTool) -> str:
-    line = f"{offered.title}: {collapse(offered.tool.description)}"
+def _tool_line(tools: ChatTools, offered: OfferedTool) -> str:
+    mark = "" if tools.asks_before(offered) else " (runs without a question)"
+    line = f"{offered.title}{mark}: {collapse(offered.tool.description)}"
     return line if len(line) <= _TOOL_CHARS else f"{line[: _TOOL_CHARS - 1]}…"

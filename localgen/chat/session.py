@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from localgen.backends.errors import SHORTEN_PROMPT, ContextExceeded, InvalidRequest, LocalgenError
 from localgen.backends.memory.kv_sizing import DEFAULT_CTX
 from localgen.backends.model_info import DRAFT_KEYWORDS, LoadOptions, ModelInfo
-from localgen.backends.sampling_params import SAMPLERS, SamplingParams
+from localgen.backends.sampling_params import SAMPLERS, SamplingParams, excludes_tools
 from localgen.backends.types import OVERFLOW_ERROR, Message, Tool, ToolCall
 from localgen.chat import parameters
 from localgen.chat.conversation import (
@@ -279,6 +279,7 @@ class ChatSession:
         Raises the errors of Client.chat; that of a parameter which is set says how to reset it.
         """
         conversation = self.conversation.undo() if regenerate else self.conversation
+        self._require_tools_apply()
         try:
             yield from self.client.chat(
                 self.requested_model,
@@ -300,6 +301,17 @@ class ChatSession:
             is_format = name == "json_schema"
             reset = "/set format text" if is_format else f"/set parameter {name} default"
             raise InvalidRequest(f"{error.message}; {reset} ends it", param=name) from error
+
+    def _require_tools_apply(self) -> None:
+        """Raise InvalidRequest if a parameter excludes the tools that are offered."""
+        kind = excludes_tools(self.options.params)
+        if kind and self.tools.offered:
+            names = ", ".join(self.tools.servers)
+            raise InvalidRequest(
+                f"{kind} excludes tools, and those of {names} are offered: "
+                f"/set parameter {kind} default, or /mcp off NAME",
+                param=kind,
+            )
 
     def _with_remedies(
         self, error: ContextExceeded, conversation: Conversation, prompt: str
@@ -493,15 +505,21 @@ class ChatSession:
         if name in self.branches:
             raise InvalidRequest(f"branch {name} already exists: /switch {name}")
         self.branches[name] = self.conversation
-        self.branch = name
+        self._enter_branch(name)
         return name
 
     def switch_branch(self, name: str) -> None:
         """Switch to another branch. Raises InvalidRequest if it does not exist."""
         if name not in self.branches:
             raise InvalidRequest(f"no branch {name}, branches are {', '.join(self.branches)}")
-        self.branch = name
+        self._enter_branch(name)
         self.last_completion = self.used_tokens = None
+
+    def _enter_branch(self, name: str) -> None:
+        # a session of its own; switching to the same one changes nothing
+        if name != self.branch:
+            self.branch = name
+            self.tools.forget_permissions()
 
     def repeat_notice(self) -> str | None:
         """Return why a new answer is likely to be the same, or None if it is not.

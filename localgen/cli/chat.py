@@ -77,7 +77,7 @@ def command(
     named = _require_model(words, default, named_model)
     if not at_terminal:
         prompt = read_prompt(None)
-        with open_chat_tools(mcp, mcp_allow) as tools:
+        with open_chat_tools(mcp, mcp_allow, options.params) as tools:
             _answer_piped_prompt(endpoint, named, prompt, options, tools)
         return
     settings = ServerSettings.from_environment()
@@ -88,7 +88,7 @@ def command(
 
     with (
         open_chat_storage(settings.state_dir, choice) as storage,
-        open_chat_tools(mcp, mcp_allow) as tools,
+        open_chat_tools(mcp, mcp_allow, options.params) as tools,
     ):
         record, url = storage.record, endpoint.url if endpoint else ""
         stored = record.model if record.server_url == url else None

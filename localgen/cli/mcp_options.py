@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from localgen.backends.errors import InvalidRequest
+from localgen.backends.sampling_params import SamplingParams, excludes_tools
 from localgen.cli.completion_values import complete_mcp_server
 
 if TYPE_CHECKING:
@@ -80,11 +81,16 @@ def open_connections() -> Iterator[McpConnections]:
 
 
 @contextmanager
-def open_chat_tools(names: list[str] | None, allowed: list[str] | None) -> Iterator[ChatTools]:
+def open_chat_tools(
+    names: list[str] | None, allowed: list[str] | None, params: SamplingParams
+) -> Iterator[ChatTools]:
     """Start the servers, and end them at the end of the block.
 
-    Raises InvalidRequest, BadSetting, McpServerFailed.
+    params: of the answers. Raises InvalidRequest, also if they exclude tools; BadSetting,
+    McpServerFailed.
     """
+    if names and (kind := excludes_tools(params)):
+        raise InvalidRequest(f"give only one of --mcp and --{kind}: both constrain answers")
     with open_connections() as connections:
         yield start_servers(connections, names, allowed)
 

@@ -106,7 +106,7 @@ def command(
 
     loading = LoadProgressLine(stderr_console(), model or default_model())
     with (
-        open_chat_tools(mcp, mcp_allow) as tools,
+        open_chat_tools(mcp, mcp_allow, options.params) as tools,
         closing(create_client(endpoint, loading.notify, early)) as client,
     ):
 

@@ -69,7 +69,7 @@ def command(
     settings.create_state_dir()
     unwritable: list[str] = []
     with (
-        open_chat_tools(mcp, mcp_allow) as tools,
+        open_chat_tools(mcp, mcp_allow, options.params) as tools,
         open_store_or_copy(settings.state_dir, unwritable.append) as store,
     ):
         notice = f"conversations are not kept: {unwritable[0]}" if unwritable else ""

@@ -13,6 +13,7 @@ class Decision(enum.Enum):
     ALWAYS = "always"  # each call of this tool in this chat
     REFUSE = "refuse"
     STOP = "stop"  # the answer
+    NOBODY_ASKED = "nobody asked"  # as there is no terminal
 
 
 _DECISIONS = {

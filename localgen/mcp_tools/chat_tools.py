@@ -11,7 +11,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from localgen.backends.errors import InvalidRequest
-from localgen.backends.terminal_text import one_line
+from localgen.backends.terminal_text import escape_control_chars, one_line
 from localgen.backends.types import Tool, ToolCall
 from localgen.backends.units import format_count
 from localgen.mcp_tools.call_arguments import parse_arguments, shown_arguments, whole_arguments
@@ -30,6 +30,8 @@ ROUNDS_NOTICE = f"{MAX_ROUNDS} rounds of tool calls: the model has to answer now
 # of all servers together, as localgen's server allows
 MAX_TOOLS = 256
 _MAX_NAME_CHARS = 64
+# of arguments that are wrong, for the model
+_SHOWN_WRONG = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +176,16 @@ class ChatTools:
         if name not in self._by_server:
             raise InvalidRequest(f"MCP server {name} is not in use")
         del self._by_server[name], self._warnings[name]
+        self._always = [(server, tool) for server, tool in self._always if server.name != name]
+
+    def forget_permissions(self) -> None:
+        """Ask again about each tool that the user has allowed in this chat."""
+        self._always.clear()
+
+    def asks_before(self, offered: OfferedTool) -> bool:
+        """Whether the user is asked before a call of a tool."""
+        is_named = any(fnmatchcase(offered.title, pattern) for pattern in self._allowed)
+        return not is_named and (offered.server, offered.tool.name) not in self._always
 
     def unmatched_patterns(self) -> list[str]:
         """Those of `allowed` that allow none of the tools."""
@@ -215,8 +227,10 @@ class ChatTools:
             return _not_run("there is no tool of this name", "no such tool")
         arguments = parse_arguments(call.arguments)
         if arguments is None:
-            return _not_run("the arguments are not a JSON object", "arguments are not JSON")
-        if not self._is_allowed(found):
+            reason = "the arguments are not a JSON object"
+            written = escape_control_chars(call.arguments[:_SHOWN_WRONG])
+            return _not_run(f"{reason}, but: {written}", reason)
+        if self.asks_before(found):
             question = CallQuestion(
                 one_line(found.title),
                 shown_arguments(call.arguments),
@@ -225,6 +239,11 @@ class ChatTools:
             match handlers.ask(question):
                 case Decision.REFUSE:
                     return _not_run("the user refused this call", "refused")
+                case Decision.NOBODY_ASKED:
+                    return _not_run(
+                        "it is not allowed, and there was no terminal to ask the user on",
+                        f"not allowed without a terminal: --mcp-allow {question.title} allows it",
+                    )
                 case Decision.STOP:
                     return _STOPPED_BEFORE
                 case Decision.ALWAYS:
@@ -239,10 +258,6 @@ class ChatTools:
 
     def _find(self, name: str) -> OfferedTool | None:
         return next((each for each in self._offered() if each.name == name), None)
-
-    def _is_allowed(self, found: OfferedTool) -> bool:
-        is_named = any(fnmatchcase(found.title, pattern) for pattern in self._allowed)
-        return is_named or (found.server, found.tool.name) in self._always
 
 
 def runnable_calls(completion: Completion, num_rounds: int) -> tuple[ToolCall, ...]:
