@@ -12,11 +12,15 @@ TOOL = {"name": "echo", "description": "", "inputSchema": {"type": "object"}}
 
 
 class ScriptedMcpServer(ThreadingHTTPServer):
-    """replies: status and JSON of each call of a tool; num_sessions: how many were begun."""
+    """replies: status and JSON of each call of a tool; num_sessions: how many were begun.
+
+    start_status: of a request that begins a session.
+    """
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.replies: list[tuple[int, dict[str, object]]] = []
+        self.replies: list[tuple[int, dict[str, object] | None]] = []
+        self.start_status = 200
         self.num_sessions = 0
 
     @property
@@ -30,6 +34,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
         match asked.get("method"):
+            case _ if self.server.start_status != 200:
+                self._reply(self.server.start_status, None)
             case "initialize":
                 self.server.num_sessions += 1
                 result = {

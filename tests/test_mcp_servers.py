@@ -202,6 +202,38 @@ def test_a_url_whose_server_starts_anew(connections: McpConnections) -> None:
     assert results[-1] == ToolResult("back")
 
 
+def test_a_url_whose_server_is_down_during_a_call(connections: McpConnections) -> None:
+    with scripted_mcp_server() as scripted:
+        server = McpServer("test", url=scripted.url)
+        connections.start(server)
+    down = called(connections, server, "echo")
+    assert down == ToolResult(
+        f"{scripted.url}: no connection: All connection attempts failed", failed=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("status", "told"),
+    [
+        (401, "HTTP 401 Unauthorized: check its headers in mcp.toml"),
+        (500, "HTTP 500 Internal Server Error"),
+        (599, "HTTP 599"),
+    ],
+)
+def test_a_status_is_named(connections: McpConnections, status: int, told: str) -> None:
+    with scripted_mcp_server() as scripted:
+        server = McpServer("test", url=scripted.url)
+        connections.start(server)
+        scripted.replies = [(status, None)]
+        assert called(connections, server, "echo") == ToolResult(
+            f"{scripted.url}: {told}", failed=True
+        )
+        scripted.start_status = status
+        with pytest.raises(McpServerFailed) as refused:
+            connections.start(replace(server, timeout_s=5))
+        assert refused.value.message == f"MCP server test ({scripted.url}): {told}"
+
+
 def text_reply(text: str) -> tuple[int, dict[str, object]]:
     return 200, {"result": {"content": [{"type": "text", "text": text}]}}
 

@@ -166,6 +166,7 @@ class _Connection:
         self._last_words = LastWords()
         self._client: Client | None = None
         self._is_lost = False
+        self._no_connection = ""
         self._opened = asyncio.Event()
         self._ending = asyncio.Event()
         # one task enters and leaves the connection, as the package needs it
@@ -209,7 +210,8 @@ class _Connection:
         except TimeoutError:
             return ToolResult(f"no result within {limit_s:g} s", failed=True)
         except Exception as error:  # of any kind, as the server is not ours
-            return ToolResult(self._failure(error), failed=True)
+            place = f"{self.server.place}: " if self.server.url else ""
+            return ToolResult(f"{place}{self._failure(error)}", failed=True)
 
     async def end(self, reason: str = "") -> None:
         """End the server. reason: for calls that still run."""
@@ -250,12 +252,15 @@ class _Connection:
 
         if self.server.command:
             return stdio_transport(self.server, self._last_words)
-        client = create_http_client(self.server, on_unknown_session=self._on_unknown_session)
+        client = create_http_client(self.server, self._on_unknown_session, self._on_no_connection)
         await stack.enter_async_context(client)
         return streamable_http_client(self.server.url, http_client=client)
 
     def _on_unknown_session(self) -> None:
         self._is_lost = True
+
+    def _on_no_connection(self, reason: str) -> None:
+        self._no_connection = reason
 
     def _failure(self, error: BaseException | None) -> str:
         """Why the server failed, in one line; notes whether the connection is closed."""
@@ -270,6 +275,8 @@ class _Connection:
             _CLOSED_MESSAGE,
         )
         self._is_lost = self._is_lost or is_closed
+        if is_closed and self._no_connection:
+            return f"no connection: {self._no_connection}"
         if is_closed or self._last_words.reason:
             return f"it ended{self.hint}"
         text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
