@@ -40,7 +40,7 @@ from localgen.mcp_tools.call_arguments import shown_arguments, whole_arguments
 from localgen.mcp_tools.call_question import parse_decision
 from localgen.mcp_tools.chat_tools import MAX_ROUNDS, ChatTools
 from localgen.mcp_tools.connections import McpConnections
-from localgen.mcp_tools.server_file import McpServer, add_server
+from localgen.mcp_tools.server_file import McpServer, add_server, remove_server
 from localgen.mcp_tools.server_tools import ServerTool, ServerTools
 from localgen.repl.repl import Repl
 
@@ -348,6 +348,11 @@ def test_mcp_command(chat: Callable[..., Chat]) -> None:
     for line in ("/mcp none", "/mcp off other", "/mcp test x"):
         with pytest.raises(InvalidRequest):
             run(line)
+    with pytest.raises(InvalidRequest, match=r"^usage: /mcp \[NAME \| off NAME\]$"):
+        run("/mcp off")
+    assert "starting MCP server test; Ctrl+C stops it" in talk.type("/mcp test")
+    remove_server("test")
+    assert "test is not in mcp.toml any more: /mcp off test" in run("/mcp")
 
 
 def test_a_regex_and_tools_are_not_sent(chat: Callable[..., Chat]) -> None:

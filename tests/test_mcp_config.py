@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from command_line import own_folders
+from rich.console import Console
 from scripted_client import ScriptedClient
 
 from localgen.backends.errors import InvalidRequest
@@ -56,7 +57,8 @@ def test_servers_are_added_listed_and_removed(capsys: pytest.CaptureFixture[str]
     assert run_command_line(["mcp", "add", "here", *stdio]) == 0
     away = ["--url", "http://host/mcp", "--header", "Authorization: Bearer ${KEY}"]
     assert run_command_line(["mcp", "add", "there", *away, "--timeout", "5"]) == 0
-    assert "without encryption" in capsys.readouterr().err
+    told = "the headers of there are sent without encryption: use an https URL\n"
+    assert capsys.readouterr().err == told
     assert read_servers() == {
         "here": McpServer(
             "here", (sys.executable, PROGRAM, "stdio"), env={"A": "b=c"}, tools=("a*",)
@@ -83,7 +85,7 @@ def test_list_says_which_tools_there_are_and_what_failed(
 ) -> None:
     add_server(McpServer("good", (sys.executable, PROGRAM, "stdio"), tools=("e*", "add")))
     add_server(McpServer("bad", (sys.executable, PROGRAM, "die")))
-    assert run_command_line(["mcp", "list"]) == 0
+    assert run_command_line(["mcp", "list"]) == 1
     _, *rows = capsys.readouterr().out.splitlines()
     assert [row.split()[:2] for row in rows] == [
         ["good", "echo"],
@@ -92,7 +94,9 @@ def test_list_says_which_tools_there_are_and_what_failed(
         ["bad", "-"],
     ]
     assert r"\x1b[31mcannot open" in rows[-1]
-    assert run_command_line(["mcp", "list", "bad", "--json"]) == 0
+    assert run_command_line(["mcp", "list", "good"]) == 0
+    capsys.readouterr()
+    assert run_command_line(["mcp", "list", "bad", "--json"]) == 1
     (listed,) = json.loads(capsys.readouterr().out)
     assert (listed["name"], listed["tools"]) == ("bad", [])
     assert "cannot open" in listed["error"]
@@ -152,6 +156,40 @@ def test_errors_in_the_file_are_named(content: str, message: str) -> None:
     assert "\n" not in refused.value.message
 
 
+def test_list_without_servers_says_how_to_add_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command_line(["mcp", "list"]) == 0
+    told = "no MCP servers: add one with localgen mcp add NAME -- COMMAND\n"
+    assert capsys.readouterr() == ("", told)
+    assert run_command_line(["mcp", "list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+
+
+def test_list_names_the_server_that_is_being_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_server(McpServer("slow", (sys.executable, PROGRAM, "stdio")))
+    monkeypatch.setattr(
+        "localgen.cli.one_shot.stderr_console",
+        lambda: Console(stderr=True, force_terminal=True, highlight=False),
+    )
+    assert run_command_line(["mcp", "list"]) == 0
+    assert "starting MCP server slow" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["localhost:1", "127.0.0.1", "[::1]:80"])
+def test_headers_for_this_machine_need_no_encryption(
+    host: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    away = ["--url", f"http://{host}/mcp", "--header", "A: b"]
+    assert run_command_line(["mcp", "add", "near", *away]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_arguments_are_shown_quoted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command_line(["mcp", "add", "x", "--", "ls", "my notes", "$HOME"]) == 0
+    assert capsys.readouterr().out == ("x is ls 'my notes' '$HOME': localgen chat --mcp x\n")
+
+
 def test_an_invalid_table_leaves_the_other_servers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -173,7 +211,7 @@ def test_an_invalid_table_leaves_the_other_servers(
         assert shown.text.startswith("good.add: Add two numbers\n")
         assert "correct it or remove it" in shown.text
         servers_path().write_text(whole)
-    run_command_line(["mcp", "list"])
+    assert run_command_line(["mcp", "list"]) == 1
     _, good, bad = capsys.readouterr().out.splitlines()
     assert good.split()[:2] == ["good", "add"]
     assert "bad: url: Expected str, got int" in bad

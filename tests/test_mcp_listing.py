@@ -100,6 +100,15 @@ def test_commands_say_what_is_not_offered(
     assert told in capsys.readouterr().err.splitlines()
 
 
+def test_a_long_name_does_not_widen_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    add_server(listing(OK, OK | {"name": "x" * 120}))
+    assert run_command_line(["mcp", "list"]) == 0
+    rows = capsys.readouterr().out.splitlines()[1:]
+    assert [row.split()[1:] for row in rows] == [["ok", "Fine"], ["x" * 40 + "…", "Fine"]]
+    assert run_command_line(["mcp", "list", "--json"]) == 0
+    assert "x" * 120 in capsys.readouterr().out
+
+
 def test_a_server_without_tools_is_in_use(tmp_path: Path) -> None:
     add_server(listing())
     with closing(McpConnections()) as connections:

@@ -78,6 +78,14 @@ def asks_model(line: str) -> bool:
     return line.split() == ["/compact"]
 
 
+def server_to_start(line: str) -> str | None:
+    """The MCP server that a command starts, which may take a while; None for other commands."""
+    match line.split():
+        case ["/mcp", name] if name != "off":
+            return name
+    return None
+
+
 def argument_choices(word: str, before: str) -> tuple[str, ...]:
     """Completions of the next argument of a command. before: the arguments that precede it."""
     if word == "/set" and before:
@@ -288,9 +296,14 @@ def _mcp(session: ChatSession, argument: str, _: OnProgress) -> CommandResult:
     action, _space, rest = argument.partition(" ")
     if action == "off" and rest:
         session.tools.remove(rest.strip())
-        return CommandOutput(one_line(f"the tools of {rest.strip()} are not offered any more"))
-    if rest:
-        raise _usage_error("/mcp", argument)
+        return CommandOutput(
+            one_line(
+                f"the tools of {rest.strip()} are not offered any more; "
+                "the server runs until localgen ends"
+            )
+        )
+    if rest or action == "off":
+        raise _usage_error("/mcp", rest and argument)
     if argument:
         head = [f"{argument} offers:"] if session.tools.add(argument) else []
         return CommandOutput(_text([*head, *mcp_report.server_lines(session.tools, argument)]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Collection
 
 from localgen.backends.errors import LocalgenError
 from localgen.backends.terminal_text import collapse
@@ -25,8 +25,8 @@ def server_lines(tools: ChatTools, name: str) -> list[str]:
     return [*(lines or [f"{name} is in use and offers no tools"]), *tools.warnings(name)]
 
 
-def _other_server_lines(in_use: Container[str]) -> list[str]:
-    """The servers of mcp.toml that are not in use, and what is wrong in it."""
+def _other_server_lines(in_use: Collection[str]) -> list[str]:
+    """The servers of mcp.toml that are not in use, what is wrong in it, and who is not there."""
     try:
         known = read_servers()
     except LocalgenError as error:
@@ -36,7 +36,12 @@ def _other_server_lines(in_use: Container[str]) -> list[str]:
         name for name, each in known.items() if name not in in_use and isinstance(each, McpServer)
     ]
     hint = f"not in use: {', '.join(unused)}; /mcp NAME offers the tools of one"
-    return [*([hint] if unused else ()), *wrong]
+    removed = [
+        f"{name} is not in mcp.toml any more: /mcp off {name} offers its tools no more"
+        for name in in_use
+        if name not in known
+    ]
+    return [*removed, *([hint] if unused else ()), *wrong]
 
 
 def _tool_line(tools: ChatTools, offered: OfferedTool) -> str:

@@ -91,8 +91,8 @@ def add(
         server.program()  # raises if it is not found
     add_server(server)
     tables.print_line(f"{name} is {server.place}: localgen chat --mcp {name}")
-    if server.headers and server.url.startswith("http:"):
-        tables.print_notice("its headers are sent without encryption")
+    if server.headers and server.is_unencrypted:
+        tables.print_notice(f"the headers of {name} are sent without encryption: use an https URL")
 
 
 @group.command("list")
@@ -103,20 +103,34 @@ def list_(
     ] = None,
     json: JsonFlag = False,
 ) -> None:
-    """Start the servers and list their tools, or why one failed."""
-    from localgen.backends.terminal_text import collapse
+    """Start the servers and list their tools, or why one failed; the exit status is then 1."""
     from localgen.cli import tables
     from localgen.cli.mcp_options import open_connections
+    from localgen.cli.one_shot import stderr_console
     from localgen.mcp_tools.server_file import find_server, read_servers
 
     servers = read_servers() if name is None else {name: find_server(name)}
+    listed = []
     with open_connections() as connections:
-        listed = [_examine(connections, *each) for each in servers.items()]
+        for each, server in servers.items():
+            with stderr_console().status(f"starting MCP server {each}"):
+                listed.append(_examine(connections, each, server))
     if json:
         typer.echo(tables.json_text(listed, indent=2))
-        return
+    elif listed:
+        tables.print_table(("SERVER", "TOOL", "DESCRIPTION"), _rows(listed))
+    else:
+        tables.print_notice("no MCP servers: add one with localgen mcp add NAME -- COMMAND")
+    if any(each["error"] for each in listed):
+        raise typer.Exit(1)
+
+
+def _rows(listed: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    from localgen.backends.terminal_text import collapse
+    from localgen.mcp_tools.server_tools import short_name
+
     rows = [
-        (each["name"], tool["name"], collapse(tool["description"])[:80])
+        (each["name"], short_name(tool["name"]), collapse(tool["description"])[:80])
         for each in listed
         for tool in each["tools"]
     ]
@@ -124,7 +138,7 @@ def list_(
         (each["name"], "-", f"warning: {text}") for each in listed for text in each["warnings"]
     ]
     rows += [(each["name"], "-", f"error: {each['error']}") for each in listed if each["error"]]
-    tables.print_table(("SERVER", "TOOL", "DESCRIPTION"), rows)
+    return rows
 
 
 @group.command("rm")

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -53,9 +55,20 @@ class McpServer:
     def place(self) -> str:
         """The program, or the host without what may be secret, for messages."""
         if self.command:
-            return " ".join(self.command)
+            return shlex.join(self.command)
         parts = urlsplit(self.url)
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+    @property
+    def is_unencrypted(self) -> bool:
+        """Whether what is sent can be read on the network: http, and not to this machine."""
+        parts = urlsplit(self.url)
+        host = parts.hostname or ""
+        try:
+            is_here = ip_address(host).is_loopback
+        except ValueError:  # a name
+            is_here = host == "localhost"
+        return parts.scheme == "http" and not is_here
 
     def program(self) -> str:
         """The absolute path of the program.

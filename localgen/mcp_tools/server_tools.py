@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from localgen.mcp_tools.server_file import McpServer
 
@@ -46,8 +46,7 @@ class ServerTools:
     warnings: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class FaultyTool:
+class FaultyTool(NamedTuple):
     """A tool that breaks the rules of MCP."""
 
     name: str
@@ -99,7 +98,7 @@ def _is_matched(name: str, patterns: Sequence[str]) -> bool:
 def _warnings(server: McpServer, names: Sequence[str], left_out: Sequence[FaultyTool]) -> list[str]:
     if not names:
         return [f"MCP server {server.name} has no tools"]
-    known = ", ".join(_short(name) for name in names[:_NAMES_IN_WARNING])
+    known = ", ".join(short_name(name) for name in names[:_NAMES_IN_WARNING])
     more = len(names) - _NAMES_IN_WARNING
     known += f" and {more:,} more" if more > 0 else ""
     unmatched = (
@@ -108,13 +107,14 @@ def _warnings(server: McpServer, names: Sequence[str], left_out: Sequence[Faulty
         for pattern in server.tools
         if not any(fnmatchcase(name, pattern) for name in names)
     )
-    return [
-        *unmatched,
-        *(f"{server.name}.{_short(each.name)} is not offered: {each.reason}" for each in left_out),
-    ]
+    faults = (
+        f"{server.name}.{short_name(name)} is not offered: {reason}" for name, reason in left_out
+    )
+    return [*unmatched, *faults]
 
 
-def _short(name: str) -> str:
+def short_name(name: str) -> str:
+    """The beginning of a long name of a tool."""
     return name if len(name) <= _NAME_START_CHARS else f"{name[:_NAME_START_CHARS]}…"
 
 

@@ -137,6 +137,8 @@ class Repl:
             self._ensure_loaded()
             self.session.require_answered()
             self._print_dim("the model answers this command; Ctrl+C stops it")
+        if server := commands.server_to_start(line):
+            self._print_dim(f"starting MCP server {one_line(server)}; Ctrl+C stops it")
         with LoadProgressLine(self.console, line.partition(" ")[2]) as loading:
             outcome = commands.run_command(self.session, line, loading.update)
         match outcome:
