@@ -277,8 +277,9 @@ def _tensor_budget(shape: FileShape, target: GgufTarget) -> int | None:
         # bounds that are accepted themselves
         low = math.ceil(800 * least / shape.num_weights) / 100
         high = math.floor(800 * most / shape.num_weights) / 100
+        found = f"{low:.2f} to {high:.2f}" if low <= high else f"about {high:.2f}"
         raise InvalidRequest(
-            f"--target-bpw: files of this model have {low:.2f} to {high:.2f} bits per weight, "
+            f"--target-bpw: files of this model have {found} bits per weight, "
             f"not {target.bits_per_weight:g}",
             param="target-bpw",
         )

@@ -29,7 +29,7 @@ __all__ = ["replica"]
 
 
 def answered(machine: str, status: int = 200, **body: Any) -> Posted:
-    place = Place(f"r-{machine}", machine)
+    place = Place(f"r-{machine}", machine, machine)
     return Posted(place, status, json.dumps(body or {"status": "success"}).encode())
 
 
@@ -89,7 +89,7 @@ class _Pieces(httpx.AsyncByteStream):
         ([answered("a"), answered("b")], {"status": "success"}),
         ([answered("a"), DISK_FULL], {"error": "replica r-b on b: no space"}),
         (
-            [answered("a"), Posted.without_answer(Place("r", "b"), "it has ended")],
+            [answered("a"), Posted.without_answer(Place("r", "b", "b"), "it has ended")],
             {"error": "replica r on b: it has ended: try again"},
         ),
         (
@@ -190,13 +190,13 @@ def test_a_model_is_unloaded_by_all_replicas(path: str, fields: dict[str, Any]) 
 
 
 def test_what_is_on_disk_is_changed_once_on_each_machine() -> None:
-    places = [Place(f"r{number}", "ab"[number % 2]) for number in range(6)]
+    places = [Place(f"r{number}", "same name", "ab"[number % 2]) for number in range(6)]
     copying, deleting = Sending([answered("a")]), Sending([answered("a")], [answered("a")])
     copying.ask("/api/copy", {"source": "m", "destination": "n"})
     deleting.ask("/api/delete", {"model": "m"}, method="DELETE")
     (copy,), (unload, remove) = copying.commands, deleting.commands
     assert [len(each.receivers(places)) for each in (copy, unload, remove)] == [2, 6, 2]
-    assert {each.machine for each in copy.receivers(places)} == {"a", "b"}
+    assert {each.node for each in copy.receivers(places)} == {"a", "b"}
     assert json.loads(unload.body) == {"model": "m", "keep_files": True}
     assert json.loads(remove.body) == {"model": "m"}
 
@@ -229,6 +229,15 @@ def test_a_machine_without_the_model_has_nothing_to_delete() -> None:
     assert deleted[0] == 200
     nowhere = Sending([missing, missing]).ask("/api/delete", body, method="DELETE")
     assert nowhere == (404, {"error": "no such model"})
+    busy = answered("b", 409, error="m is in use")
+    for posted in ([missing, busy], [busy, missing]):  # sent again after a part has failed
+        assert Sending(posted).ask("/api/delete", body, method="DELETE")[0] == 409
+
+
+def test_a_replica_that_gives_no_answer_is_named_even_if_it_is_the_only_one() -> None:
+    silent = Posted.without_answer(Place("r-a", "a", "a"), "it has ended")
+    said = {"error": "replica r-a on a: it has ended: try again"}
+    assert Sending([silent]).ask("/api/copy", {"source": "m", "destination": "n"}) == (503, said)
 
 
 @pytest.mark.parametrize("path", ["/v1/models/load", "/api/generate", "/api/chat"])
@@ -278,6 +287,8 @@ def test_a_load_that_is_streamed_ends_when_all_have_the_model(pieces: int) -> No
         ("/api/generate", {"keep_alive": 0, "suffix": "b"}),
         ("/v1/models/load", []),
         ("/api/show", {"model": "m"}),
+        ("/v1/models/load", {"model": "\ud83d"}),
+        ("/api/generate", {"model": "m", "keep_alive": 10**400}),
     ],
 )
 def test_what_manages_no_model_goes_to_one_replica(

@@ -221,7 +221,7 @@ class _CallBuilder:
             same = (each for each in reversed(self._calls) if each.index == piece.index)
             found = next(same, None)
             # some servers send whole calls, all with the index 0; others a new id with each piece
-            is_another = found is not None and piece.id not in (None, found.id)
+            is_another = found is not None and piece.id and piece.id != found.id
             has_name = piece.function is not None and piece.function.name
             return None if is_another and has_name else found
         begins = piece.id or (piece.function is not None and piece.function.name)

@@ -243,10 +243,11 @@ def drain(at_once: threading.Event) -> None:
     while not at_once.is_set() and time.monotonic() < deadline:
         answers = _call_all(GATEWAY, "drain", _ASK_TIMEOUT_S)
         running = sum(each for each in answers if isinstance(each, int))
-        if not running:
+        # one that hangs may have some; one that has ended has none
+        if not running and not any(isinstance(each, TimeoutError) for each in answers):
             return
         if not was_said:
-            print(f"waiting up to {DRAIN_TIMEOUT_S:.0f} s for {running} requests", file=sys.stderr)
+            print(f"waiting up to {DRAIN_TIMEOUT_S:.0f} s for running requests", file=sys.stderr)
             was_said = True
         at_once.wait(_POLL_S)
 
@@ -262,11 +263,14 @@ def end_servers(config: ClusterConfig) -> None:
 
 
 def _call_all(deployment: str, method: str, timeout_s: float) -> list[Any]:
-    """What each actor of a deployment returns, or its exception; nothing if one hangs."""
-    with contextlib.suppress(RayError, RayServeException, TimeoutError):
+    """What each actor of a deployment returns, or its exception; one TimeoutError if one hangs."""
+    try:
         called = serve.get_deployment_handle(deployment, APP_NAME).broadcast(method)
         return list(called.results(timeout_s=timeout_s, return_exceptions=True))
-    return []
+    except TimeoutError as error:
+        return [error]
+    except (RayError, RayServeException):
+        return []
 
 
 def delete_app() -> None:

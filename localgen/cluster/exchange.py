@@ -41,7 +41,7 @@ class Exchange:
     def __init__(self, path: str, send: Send) -> None:
         self._path, self._send = path, send
         self._media_type = ""
-        self.has_started = False
+        self.has_started = self._is_ending = False
 
     async def start(self, replica: str, response: httpx.Response) -> None:
         self._media_type = response.headers.get("content-type", "")
@@ -60,10 +60,15 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": piece, "more_body": True})
 
     async def end(self) -> None:
+        self._is_ending = True
         await self._send({"type": "http.response.body", "body": b""})
 
     async def fail(self, message: str) -> None:
-        """End a stream with an error event. Raises AnswerCut for any other answer."""
+        """End a stream with an error event, unless it is ending. Raises AnswerCut for any other
+        answer."""
+        if self._is_ending:
+            return
+        self._is_ending = True
         body = bytes(error_response(self._path, ServerUnavailable.code, message).body)
         if self._media_type.startswith("text/event-stream"):
             is_named = self._path.startswith((anthropic.PATH, RESPONSES_PATH))

@@ -126,6 +126,9 @@ class Gateway:
         except RequestRefused as refused:
             await refused.to_response(path)(scope, receive, send)
             return
+        if (refusal := self._drain.refusal(scope["method"], path)) is not None:  # meanwhile
+            await refusal(scope, receive, send)
+            return
         # parsed before anything is awaited: a large body has its turn only until then
         incoming = self._parse(scope, body)
         answering = asyncio.create_task(self._answer(incoming, receive, send))
@@ -143,9 +146,10 @@ class Gateway:
 
     def _parse(self, scope: Scope, body: bytes) -> Incoming:
         fields = json_object(body)
-        model = self._model_name(fields)
-        chunks = prompt_chunks({**fields, "model": model})
-        owner = self._owner(scope["path"], fields)
+        known = fields or {}
+        model = self._model_name(known)
+        chunks = prompt_chunks({**known, "model": model})
+        owner = self._owner(scope["path"], known)
         # what is not reported is not routed by either
         asked = Asked(chunks[:MAX_SENT_CHUNKS], model, owner.replica if owner else None)
         return Incoming(scope, body, fields, chunks, asked, owner)
@@ -167,7 +171,7 @@ class Gateway:
             await error_response(path, error.code, error.message)(scope, receive, send)
 
     def _plan(self, incoming: Incoming) -> Plan | None:
-        if self._send_all is None or not incoming.is_parsed:
+        if self._send_all is None or incoming.fields is None or not incoming.is_parsed:
             return None
         method, is_own_model = incoming.scope["method"], not incoming.asked.model
         return plan_for(method, incoming.path, incoming.fields, is_own_model=is_own_model)

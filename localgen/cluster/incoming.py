@@ -41,11 +41,14 @@ _KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """A request of a client. chunks: of its prompt. owner: the replica that it is about, if any."""
+    """A request of a client. fields: of its body, or None if it is no JSON object.
+
+    chunks: of its prompt. owner: the replica that it is about, if any.
+    """
 
     scope: Scope
     body: bytes
-    fields: Mapping[str, Any]
+    fields: Mapping[str, Any] | None
     chunks: tuple[bytes, ...]
     asked: Asked
     owner: Choice | None = None
@@ -61,7 +64,8 @@ class Incoming:
         if self.path.startswith(API_PREFIX):
             return True
         media_type = dict(self.scope["headers"]).get(b"content-type", b"")
-        return bool(media_type.partition(b";")[0].strip().lower() == b"application/json")
+        kind, _, form = media_type.partition(b";")[0].strip().lower().partition(b"/")
+        return kind == b"application" and form.rpartition(b"+")[2] == b"json"
 
     @property
     def raw_path(self) -> bytes:
@@ -102,10 +106,10 @@ def gateway_headers(
     return [(name.encode(), value.encode()) for name, value in said.items() if value]
 
 
-def json_object(body: bytes) -> dict[str, Any]:
-    """The body, or nothing if it is no JSON object: then the replica refuses it."""
+def json_object(body: bytes) -> dict[str, Any] | None:
+    """The body, or None if it is no JSON object: then the replica refuses it."""
     try:
         found = json.loads(body)
     except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        return None
+    return found if isinstance(found, dict) else None

@@ -37,7 +37,7 @@ class Command:
         """The replicas that get it."""
         if not self.once_per_machine:
             return frozenset(places)
-        by_machine = {each.machine: each for each in sorted(places, key=str, reverse=True)}
+        by_machine = {each.node: each for each in sorted(places, key=str, reverse=True)}
         return frozenset(by_machine.values())
 
 
@@ -59,26 +59,30 @@ def plan_for(
 ) -> Plan | None:
     """What a request means for all replicas, or None if one of them answers it.
 
-    fields: of its JSON body; one without any is refused by a replica. is_own_model: the model is
-    that of the cluster, which prompt replicas have as well.
+    fields: of its JSON body. is_own_model: the model is that of the cluster, which prompt replicas
+    have as well.
     """
-    body, quietly = encode_json(fields), encode_json({**fields, "stream": False})
-    match method, path:
-        case _ if not fields:
-            return None
-        case "POST", "/api/pull":
-            return Plan([Command(method, path, quietly)], is_streamed=True)
-        case "POST", "/api/copy":
-            return Plan([Command(method, path, body, once_per_machine=True)])
-        case "DELETE", "/api/delete":
-            unload = encode_json({**fields, "keep_files": True})
-            remove = Command(method, path, body, once_per_machine=True)
-            return Plan([Command(method, path, unload), remove], may_lack=True)
-        case "POST", _ if _is_unload(path, fields):
-            return Plan([Command(method, path, body)])
-        case "POST", _ if _is_load(path, fields):
-            load = Command(method, path, quietly, answering_only=not is_own_model)
-            return Plan([load], is_streamed=True)
+
+    def command(changes: Mapping[str, Any], **limits: bool) -> Command:
+        return Command(method, path, encode_json({**fields, **changes}), **limits)
+
+    quietly = {"stream": False}
+    try:
+        match method, path:
+            case "POST", "/api/pull":
+                return Plan([command(quietly)], is_streamed=True)
+            case "POST", "/api/copy":
+                return Plan([command({}, once_per_machine=True)])
+            case "DELETE", "/api/delete":
+                unload, remove = command({"keep_files": True}), command({}, once_per_machine=True)
+                return Plan([unload, remove], may_lack=True)
+            case "POST", _ if _is_unload(path, fields):
+                return Plan([command({})])
+            case "POST", _ if _is_load(path, fields):
+                return Plan([command(quietly, answering_only=not is_own_model)], is_streamed=True)
+    # half of a surrogate pair, or a number beyond 64 bits: a replica refuses it
+    except (UnicodeEncodeError, OverflowError):
+        pass
     return None
 
 
@@ -103,6 +107,6 @@ def _is_unload(path: str, fields: Mapping[str, Any]) -> bool:
         return False
     try:
         found = parse_ollama_keep_alive(keep_alive)
-    except LocalgenError:  # a replica says why
+    except (LocalgenError, OverflowError):  # a replica says why
         return False
     return found is not None and found.seconds == 0

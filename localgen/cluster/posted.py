@@ -17,10 +17,12 @@ from localgen.server.http.errors import error_response
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """replica: its name. machine: host name of the machine on which it runs."""
+    """replica: its name. machine: host name of the machine on which it runs. node: Ray's id of
+    that machine, as host names may be equal."""
 
     replica: str
     machine: str
+    node: str
 
     def __str__(self) -> str:
         return f"replica {self.replica} on {self.machine}"
@@ -28,17 +30,18 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """The answer of a replica. place: None if it is unknown. status: of HTTP. body: JSON."""
+    """The answer of a replica. place: None if it is unknown. status: of HTTP. body: JSON; empty if
+    there is no answer."""
 
     place: Place | None
     status: int
     body: bytes
+    reason: str = ""
 
     @classmethod
     def without_answer(cls, place: Place | None, reason: str) -> Posted:
         """Of a replica that has ended, or that hangs."""
-        body = json.dumps({"error": f"{reason}: try again"}).encode()
-        return cls(place, HTTPStatus.SERVICE_UNAVAILABLE, body)
+        return cls(place, HTTPStatus.SERVICE_UNAVAILABLE, b"", reason)
 
     @property
     def is_success(self) -> bool:
@@ -47,6 +50,8 @@ class Posted:
     @property
     def message(self) -> str:
         """The message of an error, in the form of any API."""
+        if self.reason:
+            return f"{self.reason}: try again"
         error = self._field("error")
         text = error.get("message") if isinstance(error, dict) else error
         return one_line(str(text or f"it answered with status {self.status}"))
@@ -83,12 +88,12 @@ class NotEverywhere(Exception):
 
 
 def require_everywhere(posted: Sequence[Posted], *, may_lack: bool = False) -> None:
-    """Raise NotEverywhere for the first failure, unless all have failed: then each answer says why.
+    """Raise NotEverywhere for the first failure, unless all answer with one: then each says why.
 
     may_lack: a replica that does not find the model is none, as it has nothing to remove.
     """
     failed = [each for each in posted if not each.is_success]
-    if len(failed) == len(posted):
+    if len(failed) == len(posted) and not any(each.reason for each in failed):
         return
     for each in failed:
         if not (may_lack and each.status == HTTPStatus.NOT_FOUND):
@@ -97,5 +102,9 @@ def require_everywhere(posted: Sequence[Posted], *, may_lack: bool = False) -> N
 
 def common_answer(posted: Sequence[Posted]) -> Posted | None:
     """The answer that counts for all, None without any: of one that has unloaded the model, else of
-    one that did not fail."""
-    return max(posted, key=lambda each: (each.has_unloaded, each.is_success), default=None)
+    one that did not fail, else of one that has the model."""
+
+    def rank(answer: Posted) -> tuple[bool, ...]:
+        return answer.has_unloaded, answer.is_success, answer.status != HTTPStatus.NOT_FOUND
+
+    return max(posted, key=rank, default=None)

@@ -60,11 +60,13 @@ class EngineReplica:
 
     async def __init__(self, config: ClusterConfig, build: Build) -> None:  # type: ignore[misc]
         require_version(build.version)
+        import ray
         from ray import serve
 
         access = config.access()
         self.name = serve.get_replica_context().replica_id.unique_id
-        self._place = Place(self.name, socket.gethostname())
+        node = ray.get_runtime_context().get_node_id()
+        self._place = Place(self.name, socket.gethostname(), node)
         self._host = _LOOPBACK if config.address is None else _own_address()
         self._port = _free_port(self._host)
         self._headers = {"Authorization": f"Bearer {access.keys[0]}"} if access.keys else {}

@@ -33,8 +33,8 @@ START = b"start\n"  # from the owner to the head
 END_AT_ONCE = signal.SIGINT
 # how long running requests may continue when a cluster ends
 DRAIN_TIMEOUT_S = 30.0
-# then for Serve, which deletes the deployments
-_END_TIMEOUT_S = 60.0
+# then for the gateway, the replicas, and Serve, which deletes the deployments
+_END_TIMEOUT_S = 120.0
 _POLL_S = 0.1
 _STARTS = "a cluster of yours is starting: wait, or press Ctrl+C there"
 _LOG_BYTES = 1 << 16
