@@ -23,7 +23,7 @@ from command_line import own_folders, scripted
 from rich.console import Console
 from scripted_client import Script, ScriptedClient, answer
 
-from localgen.backends.errors import InvalidRequest
+from localgen.backends.errors import ContextExceeded, InvalidRequest
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import Message, ToolCall
 from localgen.chat import commands
@@ -348,6 +348,21 @@ def test_mcp_command(chat: Callable[..., Chat]) -> None:
     for line in ("/mcp none", "/mcp off other", "/mcp test x"):
         with pytest.raises(InvalidRequest):
             run(line)
+
+
+def test_a_full_context_says_how_to_offer_fewer_tools(
+    chat: Callable[..., Chat],
+    scripted: Callable[..., ScriptedClient],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    full = (ContextExceeded("the prompt is too long: shorten the prompt"),)
+    hint = 'shorten the prompt; tools = ["NAME", …] in mcp.toml offers fewer of test\n'
+    talk = chat(full, full)
+    assert hint in talk.type("hi")
+    assert "mcp.toml" not in talk.type("/mcp off test", "hi")
+    scripted(full)
+    run_command_line(["run", "--mcp", "test", "tiny", "hi"])
+    assert capsys.readouterr().err.endswith(hint)
 
 
 def test_a_regex_and_tools_are_not_sent(chat: Callable[..., Chat]) -> None:

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
-from localgen.backends.errors import InvalidRequest
+from localgen.backends.errors import ContextExceeded, InvalidRequest
 from localgen.backends.terminal_text import escape_control_chars, one_line
 from localgen.backends.types import Tool, ToolCall
 from localgen.backends.units import format_count
@@ -186,6 +186,16 @@ class ChatTools:
         """Whether the user is asked before a call of a tool."""
         is_named = any(fnmatchcase(offered.title, pattern) for pattern in self._allowed)
         return not is_named and (offered.server, offered.tool.name) not in self._always
+
+    def with_remedy(self, error: ContextExceeded) -> ContextExceeded:
+        """The error with how to offer fewer tools, if any are offered."""
+        if not self._by_server:
+            return error
+        servers = ", ".join(self._by_server)
+        return ContextExceeded(
+            f'{error.message}; tools = ["NAME", …] in mcp.toml offers fewer of {servers}',
+            param=error.param,
+        )
 
     def unmatched_patterns(self) -> list[str]:
         """Those of `allowed` that allow none of the tools."""
