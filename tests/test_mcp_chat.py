@@ -278,7 +278,7 @@ def test_the_tools_and_calls_of_a_continued_chat_are_shown(
     repl = Repl(talk.session, Console(file=screen, width=200), lambda _: "")
     repl._introduce(record)
     assert '>>> 1 + 2?\n▸ test.add {"a": 1, "b": 2}\n3\n' in screen.getvalue()
-    assert "tools of  test (10) · /mcp lists them" in talk.type("/show info")
+    assert "tools     test (10) · /mcp lists them" in talk.type("/show info")
 
 
 def test_escapes_have_no_effect(chat: Callable[..., Chat]) -> None:

@@ -161,7 +161,7 @@ def _chat_rows(session: ChatSession) -> Iterator[tuple[str, str]]:
     turns = units.format_count(len(session.conversation.turns), "turn")
     yield "branch", f"{session.branch} · {turns}"
     if tools := report.tool_counts(session.tools):
-        yield "tools of", f"{tools} · /mcp lists them"
+        yield "tools", f"{tools} · /mcp lists them"
 
 
 def _draft_text(draft: DraftInfo) -> str:
