@@ -288,7 +288,6 @@ def test_a_load_that_is_streamed_ends_when_all_have_the_model(pieces: int) -> No
         ("/v1/models/load", []),
         ("/api/show", {"model": "m"}),
         ("/v1/models/load", {"model": "\ud83d"}),
-        ("/api/generate", {"model": "m", "keep_alive": 10**400}),
     ],
 )
 def test_what_manages_no_model_goes_to_one_replica(
@@ -296,6 +295,13 @@ def test_what_manages_no_model_goes_to_one_replica(
 ) -> None:
     Sending().ask(path, fields, replica.url)
     assert len(replica.seen) == 1
+
+
+def test_a_time_beyond_all_numbers_is_refused_by_the_replicas(replica: ScriptedServer) -> None:
+    refused = answered("a", 400, error="keep_alive is too long")
+    sending = Sending([refused])
+    sending.ask("/api/generate", {"model": "m", "keep_alive": 10**400}, replica.url)
+    assert [each.path for each in sending.commands] == ["/api/generate"]
 
 
 def test_a_body_that_is_not_json_by_its_type_loads_nothing(replica: ScriptedServer) -> None:

@@ -23,7 +23,7 @@ from command_line import own_folders, scripted
 from rich.console import Console
 from scripted_client import Script, ScriptedClient, answer
 
-from localgen.backends.errors import InvalidRequest
+from localgen.backends.errors import ContextExceeded, InvalidRequest
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import Message, ToolCall
 from localgen.chat import commands
@@ -126,7 +126,7 @@ def test_a_call_is_asked_for_run_and_answered(chat: Callable[..., Chat]) -> None
     assert talk.questions == 2  # the first was answered with neither yes nor no
     assert "tools of test (10); /mcp lists them" in screen
     assert '▸ test.add {"a": 17, "b": 25}' in screen
-    assert "2 characters" in screen
+    assert "\n  42\n" in screen
     step = ToolStep("Let me see.", "", (adds,), ("42",))
     assert (talk.last_turn.answer, talk.last_turn.steps) == ("It is 42.", (step,))
     first, second = talk.client.record.asked
@@ -262,6 +262,25 @@ def test_results_are_cut_and_that_is_said(chat: Callable[..., Chat]) -> None:
     assert len(result) < 4_200
 
 
+def test_the_first_line_of_a_result_is_shown(chat: Callable[..., Chat]) -> None:
+    talk = chat(calling(call("echo", text="a\tb\nmore")), ("ok", answer()), allowed="*")
+    assert "\n  a\\tb … (8 characters)\n" in talk.type("hi")
+
+
+def test_the_tools_and_calls_of_a_continued_chat_are_shown(
+    chat: Callable[..., Chat], tmp_path: Path
+) -> None:
+    step = ToolStep("", "", (call("add", a=1, b=2),), ("3",))
+    record = SessionRecord(
+        1, name="trip", conversation=Conversation(None, (Turn("1 + 2?", "3", steps=(step,)),))
+    )
+    talk, screen = chat(), io.StringIO()
+    repl = Repl(talk.session, Console(file=screen, width=200), lambda _: "")
+    repl._introduce(record)
+    assert '>>> 1 + 2?\n▸ test.add {"a": 1, "b": 2}\n3\n' in screen.getvalue()
+    assert "tools     test (10) · /mcp lists them" in talk.type("/show info")
+
+
 def test_escapes_have_no_effect(chat: Callable[..., Chat]) -> None:
     evil = "\x1b]0;title\x07\x1b[2J\u202e"
     talk = chat(calling(call("echo", text=evil)), ("ok", answer()))
@@ -355,6 +374,21 @@ def test_mcp_command(chat: Callable[..., Chat]) -> None:
     assert "test is not in mcp.toml any more: /mcp off test" in run("/mcp")
 
 
+def test_a_full_context_says_how_to_offer_fewer_tools(
+    chat: Callable[..., Chat],
+    scripted: Callable[..., ScriptedClient],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    full = (ContextExceeded("the prompt is too long: shorten the prompt"),)
+    hint = 'shorten the prompt; tools = ["NAME", …] in mcp.toml offers fewer of test\n'
+    talk = chat(full, full)
+    assert hint in talk.type("hi")
+    assert "mcp.toml" not in talk.type("/mcp off test", "hi")
+    scripted(full)
+    run_command_line(["run", "--mcp", "test", "tiny", "hi"])
+    assert capsys.readouterr().err.endswith(hint)
+
+
 def test_a_regex_and_tools_are_not_sent(chat: Callable[..., Chat]) -> None:
     talk = chat()
     screen = talk.type("/set parameter regex a+", "1", "/mcp off test", "2", "/mcp test")
@@ -412,7 +446,7 @@ def test_calls_are_stored_and_continued(tmp_path: Path, connections: McpConnecti
     path = tmp_path / "chat.json"
     save_chat(path, SavedChat("tiny", SamplingParams(), conversation))
     assert load_chat(path).conversation == conversation
-    assert "test__add" in transcript_markdown("x", conversation)
+    assert "test.add {" in transcript_markdown("x", conversation)
     session = ChatSession(ScriptedClient(), tmp_path, ModelOptions())
     session.load(None, lambda _: None)
     session.set_conversation(conversation)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ import openai
 import pytest
 from tool_templates import OPEN_THINKING
 
+from localgen.backends.errors import ContextExceeded
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.sampling_params import SamplingParams
-from localgen.backends.types import Delta, Message, ToolCall, ToolCallDelta
+from localgen.backends.types import Delta, Message, Tool, ToolCall, ToolCallDelta
 from localgen.client import Completion, LocalClient, TextDelta
 from localgen.config import ServerSettings
 from localgen.server.openai.schema import ChatRequest
@@ -158,6 +161,27 @@ def turn(role: str, **fields: Any) -> dict[str, Any]:
 
 def called(**function: Any) -> list[dict[str, Any]]:
     return [{"id": "a", "type": "function", "function": {"name": "f", **function}}]
+
+
+def test_a_prompt_filled_by_tools_says_how_much_they_take(client: LocalClient) -> None:
+    def too_long(*tools: Tool, **more: Any) -> str:
+        messages = (Message("user", "hi " * 40),)
+        with pytest.raises(ContextExceeded) as caught:
+            list(client.chat("tiny", messages, SamplingParams(), ctx=32, tools=tools, **more))
+        return caught.value.message
+
+    big = Tool("look", "word " * 200)
+    alone = too_long()
+    assert "tool" not in alone
+    assert too_long(big, tool_choice="none") == alone
+    found = re.search(
+        r": ([\d,]+) tokens \(([\d,]+) of them describe 2 tools\), .* offer fewer tools",
+        too_long(big, replace(big, name="see")),
+    )
+    assert found is not None
+    whole, described = (int(number.replace(",", "")) for number in found.groups())
+    num_alone = int(re.findall(r": (\d+) tokens", alone)[0])
+    assert whole - described == num_alone
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ async def drawn_question(tui: Tui, pilot: Pilot[None], before: object = None) ->
 
 def test_a_call_is_asked_for_run_and_stored(tools: ChatTools, tmp_path: Path) -> None:
     async def scene(tui: Tui, pilot: Pilot[None]) -> None:
+        assert "tools of test (10); /mcp lists them" in tui.screen_text()
         await ask(tui, pilot, "17 + 25?")
         screen = tui.screen_text()
         assert "Alt+Y\N{NO-BREAK SPACE}Run" in screen
@@ -91,7 +92,7 @@ def test_a_call_is_asked_for_run_and_stored(tools: ChatTools, tmp_path: Path) ->
         assert (turn.answer, turn.steps, turn.stopped) == ("It is 42.", (step,), False)
         assert tui.store.read(tui.opened.id).conversation.turns == (turn,)
         shown = tui.main._transcript.text
-        order = [shown.index(text) for text in ("Let me see.", "▸ test__add", "42", "It is 42.")]
+        order = [shown.index(text) for text in ("Let me see.", "▸ test.add", "42", "It is 42.")]
         assert order == sorted(order)
 
     play(tui_with(tools, tmp_path, calling(ADD), ("It is 42.", answer())), scene)

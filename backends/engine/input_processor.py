@@ -31,6 +31,7 @@ from localgen.backends.types import (
     Tokenized,
     TokenizeRequest,
 )
+from localgen.backends.units import format_count
 
 MAX_STOP_STRINGS = 64
 MAX_LOGPROBS = 100
@@ -98,7 +99,7 @@ class InputProcessor:
         tokens = self._tokenize(request, opening, ctx)
         has_seed = request.params.seed is not None or self.defaults.seed is not None
         # a prompt without an answer may fill the context
-        self._require_prompt_fits(len(tokens), ctx + (params.max_tokens == 0))
+        self._require_prompt_fits(request, len(tokens), ctx + (params.max_tokens == 0))
         self._require_min_tokens_fit(len(tokens), params.min_tokens, ctx)
         wanted = ctx if params.max_tokens is None else len(tokens) + params.max_tokens
         ends = frozenset() if params.ignore_eos else self.tokenizer.eos_token_ids
@@ -414,13 +415,21 @@ class InputProcessor:
                 param="messages",
             )
 
-    def _require_prompt_fits(self, prompt_tokens: int, ctx: int) -> None:
-        if prompt_tokens >= ctx:
-            raise ContextExceeded(
-                f"{_TOO_LONG}: {prompt_tokens:,} tokens, the context is {ctx:,} and must hold "
-                f"the answer too: {SHORTEN_PROMPT}{self._fit_hint(ctx)}",
-                param="messages",
-            )
+    def _require_prompt_fits(self, request: Request, prompt_tokens: int, ctx: int) -> None:
+        if prompt_tokens < ctx:
+            return
+        of_tools, fewer_tools = "", ""
+        if request.tools and request.tool_choice != "none":
+            bare = replace(request, tools=(), tool_choice="auto")
+            num_bare = len(self._tokenize(bare, self._render(bare), ctx))
+            tools = format_count(len(request.tools), "tool")
+            of_tools = f" ({prompt_tokens - num_bare:,} of them describe {tools})"
+            fewer_tools = " or offer fewer tools"
+        raise ContextExceeded(
+            f"{_TOO_LONG}: {prompt_tokens:,} tokens{of_tools}, the context is {ctx:,} and must "
+            f"hold the answer too: {SHORTEN_PROMPT}{fewer_tools}{self._fit_hint(ctx)}",
+            param="messages",
+        )
 
     def _fit_hint(self, ctx: int) -> str:
         """Return how to raise the context limit, for an error message. ctx: the request's limit."""

@@ -147,10 +147,7 @@ def _model_info_text(session: ChatSession) -> str:
         ("context", f"{ctx:,} in use · {info.ctx:,} loaded · {info.ctx_train:,} trained"),
         ("runs on", " · ".join(_placement_parts(info))),
         *((("drafts", _draft_text(info.draft)),) if info.draft else ()),
-        (
-            "branch",
-            f"{session.branch} · {units.format_count(len(session.conversation.turns), 'turn')}",
-        ),
+        *_chat_rows(session),
         *(("note", note) for note in info.notes),
     ]
     return _text(f"{name:<9} {value}" for name, value in rows)
@@ -162,13 +159,17 @@ def _remote_info_text(session: ChatSession) -> str:
         ("model", info.name),
         ("server", info.url),
         *((("context", f"{info.ctx:,}"),) if info.ctx else ()),
-        (
-            "branch",
-            f"{session.branch} · {units.format_count(len(session.conversation.turns), 'turn')}",
-        ),
+        *_chat_rows(session),
         *(("note", note) for note in info.notes),
     ]
     return _text(f"{name:<9} {value}" for name, value in rows)
+
+
+def _chat_rows(session: ChatSession) -> Iterator[tuple[str, str]]:
+    turns = units.format_count(len(session.conversation.turns), "turn")
+    yield "branch", f"{session.branch} · {turns}"
+    if tools := report.tool_counts(session.tools):
+        yield "tools", f"{tools} · /mcp lists them"
 
 
 def _draft_text(draft: DraftInfo) -> str:

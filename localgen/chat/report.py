@@ -198,8 +198,12 @@ def tool_lines(tools: ChatTools) -> list[str]:
     """The servers whose tools are offered, in a line; nothing if there are none."""
     if not tools.servers:
         return []
-    counts = (f"{name} ({len(offered)})" for name, offered in tools.servers.items())
-    return [f"tools of {', '.join(counts)}; /mcp lists them"]
+    return [f"tools of {tool_counts(tools)}; /mcp lists them"]
+
+
+def tool_counts(tools: ChatTools) -> str:
+    """The servers whose tools are offered, with the number of tools; empty if there are none."""
+    return ", ".join(f"{name} ({len(offered)})" for name, offered in tools.servers.items())
 
 
 def completion_warnings(completion: Completion, *, in_chat: bool = True) -> list[str]:

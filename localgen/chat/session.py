@@ -293,7 +293,8 @@ class ChatSession:
                 tool_choice="none" if len(steps) >= MAX_ROUNDS else "auto",
             )
         except ContextExceeded as error:
-            raise self._with_remedies(error, conversation, prompt) from error
+            remedied = self._with_remedies(error, conversation, prompt)
+            raise self.tools.with_remedy(remedied) from error
         except InvalidRequest as error:
             name = error.param if error.param in parameters.PARAMETER_NAMES else None
             if name is None or getattr(self.options.params, name) is None:

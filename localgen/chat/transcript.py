@@ -11,6 +11,7 @@ from markdown_it.token import Token
 from localgen.backends.terminal_text import collapse, one_line
 from localgen.chat.conversation import Conversation, ToolStep
 from localgen.chat.fences import fenced
+from localgen.mcp_tools.call_arguments import call_title
 
 # a reader of the file may show HTML
 _PARSER = MarkdownIt("commonmark", {"html": True}).enable("table")
@@ -40,7 +41,7 @@ def _step_markdown(step: ToolStep) -> str:
     text = f"{_self_contained(step.text)}\n\n" if step.text else ""
     calls = (
         # a result is no Markdown of the model's
-        _collapsed(one_line(f"{call.name} {call.arguments}"), fenced(result, ""))
+        _collapsed(f"{call_title(call.name)} {one_line(call.arguments)}", fenced(result, ""))
         for call, result in zip(step.calls, step.results, strict=True)
     )
     return text + "".join(calls)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
+from localgen.backends.errors import ContextExceeded
 from localgen.backends.terminal_text import ProseStream, one_line
 from localgen.backends.types import ToolCall
 from localgen.chat import report
@@ -83,6 +84,12 @@ class _OneShot:
 
     def answer_part(self, *, is_shown: bool) -> CollectedAnswer:
         """Request the next part, and print it on stdout if it is shown."""
+        try:
+            return self._answer_part(is_shown=is_shown)
+        except ContextExceeded as error:
+            raise self._tools.with_remedy(error) from error
+
+    def _answer_part(self, *, is_shown: bool) -> CollectedAnswer:
         options = self._options
         stream = self._client.chat(
             *(self._model, self._messages, options.params),

@@ -334,7 +334,7 @@ def _has_long_prompt(choice: Choice, incoming: Incoming) -> bool:
         incoming.path in _GENERATING_PATHS
         and choice.new_chunks >= MIN_PROMPT_CHUNKS
         and not incoming.asked.model
-        and incoming.fields.get("previous_response_id") is None
+        and (incoming.fields or {}).get("previous_response_id") is None
     )
 
 

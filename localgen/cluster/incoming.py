@@ -63,7 +63,7 @@ class Incoming:
         """True if a replica reads the body: as JSON by its type, or in Ollama's API by any."""
         if self.path.startswith(API_PREFIX):
             return True
-        media_type = dict(self.scope["headers"]).get(b"content-type", b"")
+        media_type: bytes = dict(self.scope["headers"]).get(b"content-type", b"")
         kind, _, form = media_type.partition(b";")[0].strip().lower().partition(b"/")
         return kind == b"application" and form.rpartition(b"+")[2] == b"json"
 

@@ -80,8 +80,7 @@ def plan_for(
                 return Plan([command({})])
             case "POST", _ if _is_load(path, fields):
                 return Plan([command(quietly, answering_only=not is_own_model)], is_streamed=True)
-    # half of a surrogate pair, or a number beyond 64 bits: a replica refuses it
-    except (UnicodeEncodeError, OverflowError):
+    except UnicodeEncodeError:  # half of a surrogate pair: a replica refuses it
         pass
     return None
 

@@ -1,4 +1,4 @@
-"""The arguments of a tool call: parsed, and as text for the terminal."""
+"""A tool call as text for the terminal, and its arguments as values."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from localgen.backends.terminal_text import one_line
+from localgen.backends.types import ToolCall
 
 # of each value among the arguments
 _SHOWN_START, _SHOWN_END = 400, 200
@@ -21,6 +22,16 @@ def parse_arguments(text: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return parsed if isinstance(parsed, dict) else None
+
+
+def call_title(name: str) -> str:
+    """SERVER.TOOL of the name that a model calls a tool by, which may be cut."""
+    return one_line(name.replace("__", ".", 1))
+
+
+def call_line(call: ToolCall) -> str:
+    """A call in one line, with long arguments cut."""
+    return f"▸ {call_title(call.name)} {shown_arguments(call.arguments)}"
 
 
 def whole_arguments(arguments: str) -> str:

@@ -10,11 +10,16 @@ from fnmatch import fnmatchcase
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
-from localgen.backends.errors import InvalidRequest
+from localgen.backends.errors import ContextExceeded, InvalidRequest
 from localgen.backends.terminal_text import escape_control_chars, one_line
 from localgen.backends.types import Tool, ToolCall
 from localgen.backends.units import format_count
-from localgen.mcp_tools.call_arguments import parse_arguments, shown_arguments, whole_arguments
+from localgen.mcp_tools.call_arguments import (
+    call_title,
+    parse_arguments,
+    shown_arguments,
+    whole_arguments,
+)
 from localgen.mcp_tools.call_question import CallQuestion, Decision
 from localgen.mcp_tools.connections import McpConnections, McpServerFailed
 from localgen.mcp_tools.results import MAX_RESULT_CHARS, ToolResult, cut_result
@@ -30,6 +35,8 @@ ROUNDS_NOTICE = f"{MAX_ROUNDS} rounds of tool calls: the model has to answer now
 # of all servers together, as localgen's server allows
 MAX_TOOLS = 256
 _MAX_NAME_CHARS = 64
+# of a result, for the user
+_RESULT_LINE_CHARS = 120
 # of arguments that are wrong, for the model
 _SHOWN_WRONG = 400
 
@@ -187,6 +194,16 @@ class ChatTools:
         is_named = any(fnmatchcase(offered.title, pattern) for pattern in self._allowed)
         return not is_named and (offered.server, offered.tool.name) not in self._always
 
+    def with_remedy(self, error: ContextExceeded) -> ContextExceeded:
+        """The error with how to offer fewer tools, if any are offered."""
+        if not self._by_server:
+            return error
+        servers = ", ".join(self._by_server)
+        return ContextExceeded(
+            f'{error.message}; tools = ["NAME", …] in mcp.toml offers fewer of {servers}',
+            param=error.param,
+        )
+
     def unmatched_patterns(self) -> list[str]:
         """Those of `allowed` that allow none of the tools."""
         titles = [each.title for each in self._offered()]
@@ -211,8 +228,8 @@ class ChatTools:
                 texts.append(_NOT_RUN)
                 continue
             found = self._find(call.name)
-            title = call.name if found is None else found.title
-            handlers.on_call(one_line(title), shown_arguments(call.arguments))
+            title = call_title(call.name) if found is None else one_line(found.title)
+            handlers.on_call(title, shown_arguments(call.arguments))
             outcome = self._run(found, call, handlers, max_chars or MAX_RESULT_CHARS)
             if outcome.notice:
                 handlers.on_outcome(outcome.notice)
@@ -278,10 +295,18 @@ def _outcome(result: ToolResult, max_chars: int) -> _Outcome:
     text = cut_result(result.text, max_chars)
     if result.failed:
         return _Outcome(f"[failed] {text}", f"failed: {one_line(result.text[:300])}")
-    size = format_count(len(result.text), "character")
-    if len(result.text) > max_chars:
+    return _Outcome(text, _result_line(result.text, max_chars))
+
+
+def _result_line(text: str, max_chars: int) -> str:
+    """The beginning of a result, and how much there is of it."""
+    begin = text.split("\n", 1)[0][:_RESULT_LINE_CHARS]
+    if begin and begin == text.rstrip("\n"):
+        return one_line(begin)
+    size = format_count(len(text), "character")
+    if len(text) > max_chars:
         size += f", of which the model gets the first {max_chars:,}"
-    return _Outcome(text, size)
+    return f"{one_line(begin)} … ({size})" if begin else size
 
 
 def _unique_name(tool: ServerTool, taken: set[str]) -> str:

@@ -22,6 +22,7 @@ from localgen.chat.file_mentions import expand_mentions
 from localgen.chat.session import DEFAULT_BRANCH, ChatSession
 from localgen.client import Completion, TextDelta
 from localgen.machine.busy_processes import busy_programs
+from localgen.mcp_tools.call_arguments import call_line
 from localgen.mcp_tools.chat_tools import MAX_ROUNDS, ROUNDS_NOTICE, runnable_calls
 from localgen.repl.answer_key import ANSWER_NOW_KEY, has_answer_key, on_answer_now
 from localgen.repl.live_answer import LiveAnswer
@@ -347,6 +348,9 @@ class Repl:
             return
         self._print_dim(f"continued: {name!r} · {format_count(len(turns), 'turn')}")
         self._print_dim(f">>> {_excerpt(turns[-1].prompt)}")
+        for step in turns[-1].steps:
+            for call in step.calls:
+                self._print_dim(_excerpt(call_line(call)))
         self._print_dim(_excerpt(turns[-1].answer) + (" (stopped)" if turns[-1].stopped else ""))
 
     def _print_farewell(self) -> None:

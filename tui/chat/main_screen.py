@@ -410,7 +410,8 @@ class MainScreen(Screen[None]):
         """Show the welcome as long as the session is empty; the gauges come with the first turn."""
         is_start = self._transcript.is_empty
         if is_start:
-            self._start_view.show_model(_model_introduction(active))
+            lines = (_model_introduction(active), *report.tool_lines(active.chat.tools))
+            self._start_view.show_model("\n".join(map(one_line, lines)))
         if is_start != self.has_class("-start"):
             self.set_class(is_start, "-start")
             self.query_one(Prompt).starters = STARTERS if is_start else ()

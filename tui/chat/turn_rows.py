@@ -8,10 +8,10 @@ from rich.cells import cell_len
 from rich.style import Style
 from rich.text import Text
 
-from localgen.backends.terminal_text import ProseStream, escape_control_chars, one_line
+from localgen.backends.terminal_text import ProseStream, escape_control_chars
 from localgen.chat.conversation import ToolStep, Turn
 from localgen.chat.fences import with_short_blocks
-from localgen.mcp_tools.call_arguments import shown_arguments
+from localgen.mcp_tools.call_arguments import call_line
 from localgen.tui.chat.markdown import RowRenderer, SafeMarkdown
 from localgen.tui.chat.rows import FOLD, MUTED, PROMPT, WARNING, Row
 
@@ -136,8 +136,7 @@ def _rows_of_step(step: ToolStep, renderer: RowRenderer) -> list[Row]:
     """The text of a step, its calls, and the beginning of each result."""
     rows = renderer.markdown(SafeMarkdown().feed(step.text, last=True)) if step.text else []
     for call, result in zip(step.calls, step.results, strict=True):
-        text = f"▸ {one_line(call.name)} {shown_arguments(call.arguments)}"
-        rows += renderer.text(Text(text), MUTED)
+        rows += renderer.text(Text(call_line(call)), MUTED)
         rows += renderer.text(Text(_result_text(result)), MUTED, indent=3)
     return rows
 
