@@ -318,6 +318,13 @@ def test_no_argument_is_hidden_behind_another_or_behind_blanks() -> None:
     assert "/etc/x" in shown
     assert "[3,000 blanks]" in shown
     assert len(shown) < 1_000
+    alike = json.loads(shown_arguments(json.dumps({"a    b": 1, "a\t\t\t\tb": 2, "c": 3})))
+    assert list(alike.values()) == [1, 2, 3]
+
+
+def test_deeply_nested_arguments_are_shown() -> None:
+    nested = '{"a": ' + "[" * 700 + "]" * 700 + "}"
+    assert shown_arguments(nested).startswith('{"a": [[[')
 
 
 @pytest.mark.parametrize("typed", ["abort", "are you sure?", "yikes", "nope", ""])
@@ -459,7 +466,7 @@ def test_calls_are_stored_and_continued(tmp_path: Path, connections: McpConnecti
     assert asked.tools == ()
 
 
-@pytest.mark.parametrize("arguments", ["null", '"x"', "[]", "3", '{"a": '])
+@pytest.mark.parametrize("arguments", ["", "null", '"x"', "[]", "3", '{"a": ', '{"a": NaN}'])
 def test_a_stored_call_with_wrong_arguments_is_sent_with_valid_ones(
     arguments: str, tmp_path: Path
 ) -> None:

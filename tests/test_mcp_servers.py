@@ -202,13 +202,27 @@ def test_a_url_whose_server_starts_anew(connections: McpConnections) -> None:
     assert results[-1] == ToolResult("back")
 
 
+def test_the_model_does_not_read_the_command_line(
+    connections: McpConnections, tmp_path: Path
+) -> None:
+    program = tmp_path / "server.py"
+    program.write_text(PROGRAM.read_text(encoding="utf-8"), encoding="utf-8")
+    server = McpServer("test", (sys.executable, "-X", "key=secret", str(program), "stdio"))
+    connections.start(server)
+    program.write_text("raise SystemExit(1)", encoding="utf-8")
+    called(connections, server, "die")
+    restarted = called(connections, server, "echo")
+    assert restarted.text.startswith("MCP server test: it ended")
+    assert "secret" not in restarted.text
+
+
 def test_a_url_whose_server_is_down_during_a_call(connections: McpConnections) -> None:
     with scripted_mcp_server() as scripted:
         server = McpServer("test", url=scripted.url)
         connections.start(server)
     down = called(connections, server, "echo")
     assert down == ToolResult(
-        f"{scripted.url}: no connection: All connection attempts failed", failed=True
+        f"{server.origin}: no connection: All connection attempts failed", failed=True
     )
 
 
@@ -226,7 +240,7 @@ def test_a_status_is_named(connections: McpConnections, status: int, told: str) 
         connections.start(server)
         scripted.replies = [(status, None)]
         assert called(connections, server, "echo") == ToolResult(
-            f"{scripted.url}: {told}", failed=True
+            f"{server.origin}: {told}", failed=True
         )
         scripted.start_status = status
         with pytest.raises(McpServerFailed) as refused:

@@ -21,6 +21,7 @@ HOSTILE = [
     "<pre>\n\n- x",
     "```\nopen",
     "~~~~ python\nopen\n~~~",
+    "```markdown\nopen\n```python",
     "```\ncode </details>\n```",
     "````\n```\n</details>\n````",
     "`a\nb` </details> `c",

@@ -27,11 +27,13 @@ class ToolStep:
     def messages(self, *, with_reasoning: bool = False) -> tuple[Message, ...]:
         """The message with the calls, and one for each result.
 
-        Arguments that are not a JSON object are `{}`: servers refuse others, and the result of
-        such a call has them.
+        Arguments that are not a JSON object are `{}`, also without any: servers refuse others, and
+        the result of such a call has them.
         """
         calls = tuple(
-            call if parse_arguments(call.arguments) is not None else replace(call, arguments="{}")
+            call
+            if call.arguments and parse_arguments(call.arguments) is not None
+            else replace(call, arguments="{}")
             for call in self.calls
         )
         thought = self.reasoning if with_reasoning and self.reasoning else None

@@ -66,7 +66,8 @@ def _self_contained(text: str) -> str:
         return text
     begin, end = last.map
     lines = _lines(text)
-    is_closed = end - begin > 1 and lines[end - 1].strip().startswith(last.markup)
+    fence = lines[end - 1].strip()
+    is_closed = end - begin > 1 and set(fence) == {last.markup[0]} and fence >= last.markup
     return text if is_closed else f"{text}\n{last.markup}"
 
 

@@ -62,7 +62,10 @@ def open_connections() -> Iterator[McpConnections]:
     def close() -> None:
         for number in numbers:  # one that comes now waits until the servers have ended
             signal.signal(number, lambda number, _: received.append(number))
+        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_main else None
         connections.close()
+        if interrupt is not None:
+            signal.signal(signal.SIGINT, interrupt)
         for number in numbers:
             signal.signal(number, signal.SIG_DFL)
         if received:

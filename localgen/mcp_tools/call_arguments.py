@@ -17,11 +17,15 @@ _BLANKS = re.compile(r"\s{4,}")
 def parse_arguments(text: str) -> dict[str, Any] | None:
     """The arguments as values; None if they are not a JSON object that can be sent."""
     try:
-        parsed = json.loads(text or "{}")
+        parsed = json.loads(text or "{}", parse_constant=_refuse_constant)
         json.dumps(parsed, ensure_ascii=False).encode()  # half of a surrogate pair cannot be sent
     except (ValueError, RecursionError):
         return None
     return parsed if isinstance(parsed, dict) else None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 def call_title(name: str) -> str:
@@ -48,7 +52,10 @@ def shown_arguments(arguments: str) -> str:
     parsed = parse_arguments(arguments)
     if parsed is None:
         return one_line(_shortened(arguments))
-    return one_line(json.dumps(_shown_value(parsed), ensure_ascii=False))
+    try:
+        return one_line(json.dumps(_shown_value(parsed), ensure_ascii=False))
+    except RecursionError:
+        return one_line(_shortened(arguments))
 
 
 def _shown_value(value: Any) -> Any:
@@ -56,7 +63,13 @@ def _shown_value(value: Any) -> Any:
         case str():
             return _shortened(value)
         case dict():
-            return {_shortened(name): _shown_value(each) for name, each in value.items()}
+            shown: dict[str, Any] = {}
+            for name, each in value.items():
+                short = _shortened(name)
+                while short in shown:  # names may differ in what is left out
+                    short += " (another)"
+                shown[short] = _shown_value(each)
+            return shown
         case list():
             return [_shown_value(each) for each in value]
     return value

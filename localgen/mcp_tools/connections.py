@@ -56,6 +56,7 @@ class McpConnections:
         self._thread: threading.Thread | None = None
         self._connections: dict[str, _Connection] = {}
         self._starting: dict[str, asyncio.Lock] = {}
+        self._is_closing = False
 
     def start(self, server: McpServer) -> ServerTools:
         """Start a server, unless it runs, and return its tools with warnings.
@@ -129,6 +130,8 @@ class McpConnections:
                 return found
             if found is not None:
                 await found.end("" if found.server == server else _redefined(server.name))
+            if self._is_closing:
+                raise McpServerFailed("localgen is ending")
             new = self._connections[server.name] = _Connection(server)
             try:
                 async with asyncio.timeout(self._start_timeout_s):
@@ -148,10 +151,12 @@ class McpConnections:
         try:
             connection = await self._running(server)
         except LocalgenError as error:
-            return ToolResult(error.message, failed=True)
+            # the model need not know the command line, which may have keys
+            return ToolResult(error.message.replace(f" ({server.place})", ""), failed=True)
         return await connection.call(tool, arguments)
 
     async def _end_all(self) -> None:
+        self._is_closing = True
         await asyncio.gather(*(each.end() for each in self._connections.values()))
 
 
@@ -210,7 +215,7 @@ class _Connection:
         except TimeoutError:
             return ToolResult(f"no result within {limit_s:g} s", failed=True)
         except Exception as error:  # of any kind, as the server is not ours
-            place = f"{self.server.place}: " if self.server.url else ""
+            place = f"{self.server.origin}: " if self.server.url else ""
             return ToolResult(f"{place}{self._failure(error)}", failed=True)
 
     async def end(self, reason: str = "") -> None:

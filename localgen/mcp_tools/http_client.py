@@ -32,8 +32,9 @@ def create_http_client(
 
     on_unknown_session: called when the server does not know the session any more, as after a
     restart: status 404 to a request of the session (MCP 2025-06-18, session management).
-    on_no_connection: called with the reason when a request is not answered, which the mcp package
-    only logs. A status of HTTP is named in the error that a request then has.
+    on_no_connection: called with the reason when a message is not answered, which the mcp package
+    only logs, and with an empty one when it is. A status of HTTP is named in the error that a
+    message then has.
 
     Redirects to another host fail: it would get the headers, and was not named by the user.
     """
@@ -60,7 +61,8 @@ def create_http_client(
             return
         if response.status_code >= 400 and response.request.method == "POST":
             assert isinstance(response.stream, httpx2.AsyncByteStream)
-            response.stream = _ErrorStream(response.stream, response.status_code)
+            is_json = response.headers.get("content-type", "").startswith("application/json")
+            response.stream = _ErrorStream(response.stream, response.status_code, is_json)
             response.headers["content-type"] = "application/json"
 
     return _Client(
@@ -85,22 +87,30 @@ class _Client(httpx2.AsyncClient):
         self._on_no_connection = on_no_connection
 
     async def send(self, request: httpx2.Request, **settings: Any) -> httpx2.Response:
+        is_message = request.method == "POST"
         try:
-            return await super().send(request, **settings)
+            response = await super().send(request, **settings)
         except httpx2.TransportError as error:
-            self._on_no_connection(str(error) or type(error).__name__)
+            if is_message:
+                self._on_no_connection(str(error) or type(error).__name__)
             raise
+        if is_message:
+            self._on_no_connection("")
+        return response
 
 
 class _ErrorStream(httpx2.AsyncByteStream):
-    """The body of a failed request: the JSON-RPC error in it, else one that names the status."""
+    """The body of a failed request: the JSON-RPC error in it, else one that names the status.
 
-    def __init__(self, stream: httpx2.AsyncByteStream, status: int) -> None:
+    is_json: by its type. Others are not read, as they may never end.
+    """
+
+    def __init__(self, stream: httpx2.AsyncByteStream, status: int, is_json: bool) -> None:
         self._stream = stream
-        self._status = status
+        self._status, self._is_json = status, is_json
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        body = b"".join([chunk async for chunk in self._stream])
+        body = b"".join([chunk async for chunk in self._stream]) if self._is_json else b""
         yield body if _is_rpc_error(body) else self._error()
 
     def _error(self) -> bytes:

@@ -53,11 +53,16 @@ class McpServer:
 
     @property
     def place(self) -> str:
-        """The program, or the host without what may be secret, for messages."""
+        """The program, or the URL without name and query, for messages to the user."""
         if self.command:
             return shlex.join(self.command)
+        return f"{self.origin}{urlsplit(self.url).path}"
+
+    @property
+    def origin(self) -> str:
+        """The host of the URL, for messages that the model reads: the path may have a key."""
         parts = urlsplit(self.url)
-        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
 
     @property
     def is_unencrypted(self) -> bool:

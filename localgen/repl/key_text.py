@@ -30,8 +30,8 @@ def typed_text(presses: Iterable[KeyPress]) -> str:
         elif press.key in _ENTER:
             text.append("\n")
         elif press.key == Keys.BracketedPaste:
-            lines = press.data.replace("\r\n", "\n").replace("\r", "\n")
-            text += (key for key in lines if key.isprintable() or key == "\n")
+            lines = press.data.replace("\r\n", "\n").replace("\r", "\n").replace("\xa0", " ")
+            text += (key for key in lines if key.isprintable() or key in "\n\t")
         elif not isinstance(press.key, Keys) and press.key.isprintable() and not is_with_alt:
             text.append(press.key)
         is_with_alt = press.key == Keys.Escape
