@@ -23,7 +23,7 @@ _SUPPORTED_BITS: dict[QuantizeMethod, tuple[int, ...]] = {
 METHODS = tuple(_SUPPORTED_BITS)
 # methods whose rounding can be learned
 LEARNING_METHODS: tuple[QuantizeMethod, ...] = ("awq", "gptq")
-# bits at which it was measured to win, and its steps
+# bits at which it was measured to win with all of them, and its steps
 _LEARNED_BITS, _ROUNDING_STEPS = (2, 3), 200
 
 
@@ -33,7 +33,7 @@ def supported_bits(method: QuantizeMethod) -> tuple[int, ...]:
 
 
 def default_rounding_steps(method: QuantizeMethod, bits: int) -> int:
-    """Steps of learned rounding where it was measured to win, else 0."""
+    """Steps of learned rounding at the bits where it wins with all methods, else 0."""
     return _ROUNDING_STEPS if method in LEARNING_METHODS and bits in _LEARNED_BITS else 0
 
 
