@@ -291,7 +291,7 @@ def test_localgen_takes_the_command_lines() -> None:
         commands[name].make_context(name, [*words, "--adress", "auto"])
     *_, stop = shlex.split(unit["ExecStop"])
     assert stop in commands
-    assert int(unit["TimeoutStopSec"]) > running._END_TIMEOUT_S
+    assert int(unit["TimeoutStopSec"]) > running.DRAIN_TIMEOUT_S + running._END_TIMEOUT_S
     wanted = {errors.USAGE_ERROR, *map(errors.exit_status, ("bad_setting", "model_not_found"))}
     assert set(map(int, unit["RestartPreventExitStatus"].split())) == wanted
 

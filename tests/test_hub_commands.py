@@ -268,6 +268,18 @@ def test_rm_takes_one_model_and_leaves_the_others(
     assert run_command_line(["rm", REPO, "-y"]) == errors.EXIT_STATUS_BY_CODE["model_not_found"]
 
 
+def test_rm_leaves_a_copy_of_the_repository(hub: LoopbackHub) -> None:
+    """The copy has the same commits."""
+    for repo in (REPO, "else/Copy", "zoo/Copy"):
+        hub.add(repo, {Q4: CONTENT})
+        hub.repos[repo].commit = "d" * 40
+        assert run_command_line(["pull", f"{repo}:Q4_K_M"]) == 0
+    assert run_command_line(["rm", f"{REPO}:Q4_K_M", "-y"]) == 0
+    assert not repo_folder(REPO).exists()
+    assert run_command_line(["rm", "else/Copy:Q4_K_M", "-y"]) == 0
+    assert cached() == ["zoo/Copy:Q4_K_M"]
+
+
 @pytest.mark.parametrize("linked", ["snapshot", "blob", "repository"])
 @pytest.mark.parametrize("has_other", [False, True])
 def test_rm_frees_nothing_outside_of_the_cache(

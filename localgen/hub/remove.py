@@ -95,6 +95,8 @@ def _cached_removal(name: str, repo_id: str, stem: str | None) -> Removal:
         strategy = replace(strategy, blobs=frozenset(ours))
     else:
         # only metadata is left: remove the whole repository, with its incomplete downloads
+        # of this repository only: a copy of it has the same commits
+        found = replace(found, repos=frozenset({repo}))
         strategy = found.delete_revisions(*(revision.commit_hash for revision in repo.revisions))
         linked = _outside_files(_files(repo))
         freed = strategy.expected_freed_size + _total_bytes(_partial_files(repo.repo_path))
