@@ -268,16 +268,15 @@ def test_rm_takes_one_model_and_leaves_the_others(
     assert run_command_line(["rm", REPO, "-y"]) == errors.EXIT_STATUS_BY_CODE["model_not_found"]
 
 
-def test_rm_leaves_a_copy_of_the_repository(hub: LoopbackHub) -> None:
-    """The copy has the same commits."""
-    for repo in (REPO, "else/Copy", "zoo/Copy"):
+def test_rm_leaves_copies_of_the_repository(hub: LoopbackHub) -> None:
+    """They have the same commits."""
+    repos = [f"owner-{number}/Chat" for number in range(6)]
+    for repo in repos:
         hub.add(repo, {Q4: CONTENT})
-        hub.repos[repo].commit = "d" * 40
         assert run_command_line(["pull", f"{repo}:Q4_K_M"]) == 0
-    assert run_command_line(["rm", f"{REPO}:Q4_K_M", "-y"]) == 0
-    assert not repo_folder(REPO).exists()
-    assert run_command_line(["rm", "else/Copy:Q4_K_M", "-y"]) == 0
-    assert cached() == ["zoo/Copy:Q4_K_M"]
+    for count, repo in enumerate(repos, 1):
+        assert run_command_line(["rm", f"{repo}:Q4_K_M", "-y"]) == 0
+        assert cached() == [f"{each}:Q4_K_M" for each in repos[count:]]
 
 
 @pytest.mark.parametrize("linked", ["snapshot", "blob", "repository"])
