@@ -21,7 +21,7 @@ from test_cluster_gateway import (
 )
 
 from localgen.cluster.gateway import Gateway
-from localgen.cluster.managing import Command
+from localgen.cluster.managing import ReplicaRequest
 from localgen.cluster.posted import Place, Posted
 from localgen.cluster.totals import merged_ps
 
@@ -46,7 +46,7 @@ class Pulling:
         self.asked: list[tuple[str, Any]] = []
         self.others = asyncio.Event()
 
-    async def send_all(self, command: Command) -> Sequence[Posted]:
+    async def send_all(self, command: ReplicaRequest) -> Sequence[Posted]:
         self.asked.append((command.path, json.loads(command.body)))
         await self.others.wait()
         return self.posted
@@ -123,7 +123,7 @@ def test_a_model_that_no_machine_finds_is_refused_as_by_one() -> None:
 def test_who_leaves_ends_the_download_of_all_machines(replica: ScriptedServer) -> None:
     ended = []
 
-    async def send_all(command: Command) -> Sequence[Posted]:
+    async def send_all(command: ReplicaRequest) -> Sequence[Posted]:
         try:
             await asyncio.Event().wait()
         finally:
@@ -144,9 +144,9 @@ class Sending:
 
     def __init__(self, *answers: Sequence[Posted]) -> None:
         self.answers = list(answers)
-        self.commands: list[Command] = []
+        self.commands: list[ReplicaRequest] = []
 
-    async def send_all(self, command: Command) -> Sequence[Posted]:
+    async def send_all(self, command: ReplicaRequest) -> Sequence[Posted]:
         self.commands.append(command)
         return self.answers.pop(0)
 
@@ -180,7 +180,7 @@ def test_a_model_is_unloaded_by_all_replicas(path: str, fields: dict[str, Any]) 
     unloading = Sending([none, one])
     assert unloading.ask(path, body) == (200, {"unloaded": True})
     assert unloading.commands == [
-        Command("POST", path, json.dumps(body, separators=(",", ":")).encode())
+        ReplicaRequest("POST", path, json.dumps(body, separators=(",", ":")).encode())
     ]
     failing = answered("c", 503, error={"message": "it ends", "code": "server_unavailable"})
     status, error = Sending([none, one, failing]).ask(path, body)
@@ -263,7 +263,7 @@ def test_a_load_that_is_streamed_ends_when_all_have_the_model(pieces: int) -> No
         return httpx.Response(200, headers=headers, stream=_Pieces(parts))
 
     async def run(*posted: Posted) -> str:
-        async def send_all(command: Command) -> Sequence[Posted]:
+        async def send_all(command: ReplicaRequest) -> Sequence[Posted]:
             return posted
 
         chooser = Chooser("http://replica")

@@ -37,7 +37,7 @@ from localgen.cluster.config import (
 )
 from localgen.cluster.gateway import Gateway
 from localgen.cluster.machines import Build, Machines, require_version
-from localgen.cluster.managing import Command
+from localgen.cluster.managing import ReplicaRequest
 from localgen.cluster.model_download import model_name
 from localgen.cluster.posted import Place, Posted
 from localgen.cluster.replica import EngineReplica
@@ -138,12 +138,12 @@ class GatewayServer:
         answers = await self._call_all("get", path, timeout_s=_ASK_TIMEOUT_S)
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
-    async def _send_all(self, command: Command) -> list[Posted]:
-        replicas = self._all[:1] if command.answering_only else self._all
+    async def _send_all(self, request: ReplicaRequest) -> list[Posted]:
+        replicas = self._all[:1] if request.answering_only else self._all
         found = await self._call_all("place", timeout_s=_ASK_TIMEOUT_S, replicas=replicas)
         places = [each for each in found if isinstance(each, Place)]
-        receivers = command.receivers(places)
-        answers = await self._call_all("send", command, receivers, replicas=replicas)
+        receivers = request.receivers(places)
+        answers = await self._call_all("send", request, receivers, replicas=replicas)
         posted = [each for each in answers if isinstance(each, Posted)]
         ended = receivers - {each.place for each in posted}
         posted += [Posted.without_answer(each, "it has ended") for each in sorted(ended, key=str)]

@@ -22,7 +22,7 @@ from localgen.backends.errors import LocalgenError, NotFound, ServerUnavailable
 from localgen.cluster.draining import Drain
 from localgen.cluster.exchange import ENDED, CommonExchange, Exchange
 from localgen.cluster.incoming import MAX_SENT_CHUNKS, Incoming, gateway_headers, json_object
-from localgen.cluster.managing import Command, Plan, plan_for
+from localgen.cluster.managing import Plan, ReplicaRequest, plan_for
 from localgen.cluster.posted import NotEverywhere, Posted, common_answer, require_everywhere
 from localgen.cluster.prefix_table import prompt_chunks
 from localgen.cluster.route import Asked, Choice
@@ -61,7 +61,7 @@ Choose = Callable[[Asked, frozenset[str]], AbstractAsyncContextManager[Choice]]
 # a path; the name and the body of each replica's answer
 AskAll = Callable[[str], Awaitable[Sequence[tuple[str, bytes]]]]
 # the answers of all replicas that get it
-SendAll = Callable[[Command], Awaitable[Sequence[Posted]]]
+SendAll = Callable[[ReplicaRequest], Awaitable[Sequence[Posted]]]
 
 
 class Gateway:
@@ -183,7 +183,7 @@ class Gateway:
         async with AsyncExitStack() as stack:
             exchange = Exchange(incoming.path, send)
             if plan is not None and self._send_all is not None:
-                elsewhere = asyncio.ensure_future(self._send_all(plan.commands[0]))
+                elsewhere = asyncio.ensure_future(self._send_all(plan.requests[0]))
                 stack.callback(elsewhere.cancel)
                 exchange = CommonExchange(incoming.path, send, elsewhere)
             try:
@@ -198,9 +198,9 @@ class Gateway:
         """Returns None if there is no replica; raises NotEverywhere if some have failed."""
         assert self._send_all is not None
         answer = None
-        for command in plan.commands:
+        for request in plan.requests:
             with self._drain.cutting():
-                posted = await self._send_all(command)
+                posted = await self._send_all(request)
             require_everywhere(posted, may_lack=plan.may_lack)
             answer = common_answer(posted)
             if answer is None or not answer.is_success:

@@ -21,7 +21,7 @@ _PROMPT_FIELDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class ReplicaRequest:
     """A request to replicas. body: JSON.
 
     once_per_machine: to one replica of each machine. answering_only: not to prompt replicas.
@@ -43,13 +43,13 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The commands of a request, one after the other until one fails.
+    """The requests to replicas that a request means, one after the other until one fails.
 
-    is_streamed: the replica that is chosen streams its progress meanwhile; there is one command.
+    is_streamed: the replica that is chosen streams its progress meanwhile; there is one request.
     may_lack: of require_everywhere().
     """
 
-    commands: Sequence[Command]
+    requests: Sequence[ReplicaRequest]
     is_streamed: bool = False
     may_lack: bool = False
 
@@ -63,23 +63,23 @@ def plan_for(
     have as well.
     """
 
-    def command(changes: Mapping[str, Any], **limits: bool) -> Command:
-        return Command(method, path, encode_json({**fields, **changes}), **limits)
+    def request(changes: Mapping[str, Any], **limits: bool) -> ReplicaRequest:
+        return ReplicaRequest(method, path, encode_json({**fields, **changes}), **limits)
 
     quietly = {"stream": False}
     try:
         match method, path:
             case "POST", "/api/pull":
-                return Plan([command(quietly)], is_streamed=True)
+                return Plan([request(quietly)], is_streamed=True)
             case "POST", "/api/copy":
-                return Plan([command({}, once_per_machine=True)])
+                return Plan([request({}, once_per_machine=True)])
             case "DELETE", "/api/delete":
-                unload, remove = command({"keep_files": True}), command({}, once_per_machine=True)
+                unload, remove = request({"keep_files": True}), request({}, once_per_machine=True)
                 return Plan([unload, remove], may_lack=True)
             case "POST", _ if _is_unload(path, fields):
-                return Plan([command({})])
+                return Plan([request({})])
             case "POST", _ if _is_load(path, fields):
-                return Plan([command(quietly, answering_only=not is_own_model)], is_streamed=True)
+                return Plan([request(quietly, answering_only=not is_own_model)], is_streamed=True)
     except UnicodeEncodeError:  # half of a surrogate pair: a replica refuses it
         pass
     return None

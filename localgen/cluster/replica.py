@@ -21,7 +21,7 @@ from localgen.backends.terminal_text import one_line
 from localgen.cluster.autoscaling import scaling_stats
 from localgen.cluster.config import GATEWAY, ClusterConfig
 from localgen.cluster.machines import Build, require_version
-from localgen.cluster.managing import Command
+from localgen.cluster.managing import ReplicaRequest
 from localgen.cluster.model_download import ensure_installed
 from localgen.cluster.other_engine import engine_stats, kill_session, loads_of
 from localgen.cluster.posted import Place, Posted
@@ -133,7 +133,7 @@ class EngineReplica:
     async def place(self) -> Place:
         return self._place
 
-    async def send(self, command: Command, receivers: Collection[Place]) -> Posted | None:
+    async def send(self, request: ReplicaRequest, receivers: Collection[Place]) -> Posted | None:
         """Send a request to its server if it is for this replica, and log a refusal.
 
         Returns None if it is for others.
@@ -141,15 +141,15 @@ class EngineReplica:
         if self._place not in receivers:
             return None
         reply = await self._client.request(
-            command.method,
-            command.path,
-            content=command.body,
+            request.method,
+            request.path,
+            content=request.body,
             headers={"Content-Type": "application/json"},
             timeout=None,
         )
         posted = Posted(self._place, reply.status_code, reply.content)
         if not posted.is_success:
-            print(f"error: {command.path}: {posted.message}", file=sys.stderr)
+            print(f"error: {request.path}: {posted.message}", file=sys.stderr)
         return posted
 
     async def end(self) -> None:
