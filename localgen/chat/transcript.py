@@ -67,7 +67,8 @@ def _self_contained(text: str) -> str:
     begin, end = last.map
     lines = _lines(text)
     fence = lines[end - 1].strip()
-    is_closed = end - begin > 1 and set(fence) == {last.markup[0]} and fence >= last.markup
+    is_closed = end - begin > 1 and set(fence) == {last.markup[0]}
+    is_closed = is_closed and len(fence) >= len(last.markup)
     return text if is_closed else f"{text}\n{last.markup}"
 
 

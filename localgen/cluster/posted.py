@@ -30,8 +30,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """The answer of a replica. place: None if it is unknown. status: of HTTP. body: JSON; empty if
-    there is no answer."""
+    """The answer of a replica. place: None if it is unknown. status: of HTTP. body: JSON.
+
+    reason: why there is no answer; else empty.
+    """
 
     place: Place | None
     status: int

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class Decision(enum.Enum):
-    """What the user says to a call."""
+    """The user's answer to the question about a call."""
 
     ONCE = "once"
     ALWAYS = "always"  # each call of this tool in this chat
