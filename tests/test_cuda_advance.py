@@ -77,6 +77,7 @@ class Advances:
 
 @pytest.fixture
 def advances(monkeypatch: pytest.MonkeyPatch) -> Advances:
+    monkeypatch.setattr(cuda_graphs, "MAX_EAGER_RUNS", 1)  # captured while requests run
     return Advances(monkeypatch)
 
 
@@ -107,7 +108,6 @@ def test_sequences_that_join_end_and_are_preempted(
 ) -> None:
     """Pages are replaced by those of the prefix tree, and shapes become too short."""
     monkeypatch.setattr(cuda_graphs, "MIN_GRAPH_LEN", 32)
-    monkeypatch.setattr(cuda_graphs, "MAX_EAGER_RUNS", 1)
     bench = with_graphs(CudaBench(as_on_gpu=True, ctx=176, kv_tokens=500), FakeCapture())
     asked = [bench.submit(chat, LONG) for chat in CHATS[:8]]
     assert different(bench, asked, expected) <= MAX_NOISY

@@ -16,7 +16,6 @@ from test_cuda_runner import texts
 
 from localgen.backends.cuda.loader import load_cuda_model
 from localgen.backends.cuda.runner import CudaRunner
-from localgen.backends.cuda.steps import cuda_graphs
 from localgen.backends.cuda.steps.cuda_graphs import DeviceExecutor
 from localgen.backends.engine.draft_loading import create_drafters
 from localgen.backends.engine.loaded_model import LoadedModel
@@ -70,7 +69,6 @@ def test_an_idle_engine_captures_steps_of_the_draft_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     always_draft(monkeypatch)
-    monkeypatch.setattr(cuda_graphs, "MAX_EAGER_RUNS", 1000)
     model, capture = loaded(DRAFT_GGUF), FakeCapture()
     assert model.draft is not None
     assert isinstance(model.draft.runner, CudaRunner)

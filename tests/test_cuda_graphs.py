@@ -28,7 +28,7 @@ from localgen.backends.cuda.model.process_group import TensorParallelGroup
 from localgen.backends.cuda.model.weights import DecoderWeights, random_weights
 from localgen.backends.cuda.steps import cuda_graphs
 from localgen.backends.cuda.steps.cuda_graphs import (
-    MAX_EAGER_RUNS,
+    WARM_UP_RUNS,
     DeviceExecutor,
     GraphShape,
     graph_shape,
@@ -46,8 +46,15 @@ from localgen.backends.runner.sequence import Sequence
 from localgen.backends.sampling_params import BASE_SAMPLING
 
 SEQUENCES, MAX_LEN, VOCAB = 5, 96, 96
+FEW_RUNS = 8
 # sequence, start, tokens, number of outputs
 Part = tuple[int, int, list[int], int]
+
+
+@pytest.fixture
+def captured_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes are captured in the middle of answers after a few steps."""
+    monkeypatch.setattr(cuda_graphs, "MAX_EAGER_RUNS", FEW_RUNS)
 
 
 class Steps:
@@ -153,6 +160,7 @@ def test_shapes(rows: list[tuple[int, int]], shape: GraphShape | None) -> None:
         assert (padded.query_starts[len(rows) :] == len(inputs.tokens)).all()
 
 
+@pytest.mark.usefixtures("captured_early")
 @pytest.mark.parametrize(("max_rows", "num_steps"), [(1, 60), (8, 150)])
 def test_replayed_steps_equal_eager_ones(
     model: tuple[ModelSpec, DecoderWeights], max_rows: int, num_steps: int
@@ -177,13 +185,14 @@ def test_replayed_steps_equal_eager_ones(
         assert {(1, 8), (4, 5)} <= captured
 
 
-def test_a_shape_is_captured_when_idle_or_after_some_eager_runs(
+@pytest.mark.usefixtures("captured_early")
+def test_a_shape_is_captured_when_idle_or_after_many_eager_runs(
     model: tuple[ModelSpec, DecoderWeights],
 ) -> None:
     capture = FakeCapture()
     steps = Steps(*model, use_cuda_graphs=True, capture=capture)
     assert not steps.executor.capture_next(), "nothing has run yet"
-    for _ in range(MAX_EAGER_RUNS):
+    for _ in range(FEW_RUNS):
         steps.run(decode(1))
     assert capture.captures == 0
     steps.run(decode(1))
@@ -201,6 +210,7 @@ def test_a_shape_is_captured_when_idle_or_after_some_eager_runs(
     assert not steps.executor.capture_next()
 
 
+@pytest.mark.usefixtures("captured_early")
 @pytest.mark.parametrize(
     ("error", "message"),
     [
@@ -221,7 +231,7 @@ def test_a_shape_whose_capture_fails_runs_eagerly(
     prefill(eager)
     prefill(steps)
     with caplog.at_level(logging.WARNING):
-        for _ in range(3 * MAX_EAGER_RUNS):
+        for _ in range(3 * FEW_RUNS):
             torch.testing.assert_close(steps.run(decode(3)), eager.run(decode(3)))
     assert not steps.executor.capture_next()
     assert capture.captures == 1
@@ -230,7 +240,7 @@ def test_a_shape_whose_capture_fails_runs_eagerly(
     assert said.startswith("steps of 4 rows in 4 sequences of up to 1024 tokens run without a CUDA")
     assert said.endswith(message)
     capture.error = None
-    for _ in range(MAX_EAGER_RUNS + 1):
+    for _ in range(FEW_RUNS + 1):
         steps.run(decode(1))
     assert capture.replays == 1, "other shapes are captured"
 
@@ -241,6 +251,7 @@ def with_graphs(bench: CudaBench, capture: FakeCapture) -> CudaBench:
     return bench
 
 
+@pytest.mark.usefixtures("captured_early")
 @pytest.mark.parametrize("drafting", [False, True])
 def test_answers_with_graphs_are_those_without(
     drafting: bool, monkeypatch: pytest.MonkeyPatch
@@ -260,8 +271,7 @@ def test_answers_with_graphs_are_those_without(
     bench.close()
 
 
-def test_an_idle_engine_captures_what_it_has_seen() -> None:
-    """Not while a request runs, if its answer is short."""
+def test_captures_wait_until_no_request_runs() -> None:
     bench = CudaBench(as_on_gpu=True)
     busy: list[bool] = []
 
@@ -273,14 +283,16 @@ def test_an_idle_engine_captures_what_it_has_seen() -> None:
     with_graphs(bench, SeenCapture())
     engine = threading.Thread(target=bench.engine.run)
     engine.start()
-    reply = bench.replies[bench.submit(CHATS[0], replace(PLAIN, max_tokens=MAX_EAGER_RUNS // 2))]
+    long = replace(PLAIN, max_tokens=60, ignore_eos=True)
+    replies = [bench.replies[bench.submit(chat, long)] for chat in CHATS[:3]]
     deadline_s = time.monotonic() + 60
-    while (reply.end is None or not busy) and time.monotonic() < deadline_s:
+    while any(reply.end is None for reply in replies) or not busy:
+        assert time.monotonic() < deadline_s
         time.sleep(0.01)
     bench.engine.stop()
     engine.join(60)
-    assert reply.finished.completion_tokens == MAX_EAGER_RUNS // 2
-    assert busy == [False]
+    assert [reply.finished.completion_tokens for reply in replies] == [60] * 3
+    assert not any(busy)
     bench.close()
 
 
@@ -305,10 +317,13 @@ def test_without_memory_for_a_capture_it_is_tried_again_much_later(
     prefill(steps)
     steps.run(decode(1))
     assert steps.executor.capture_next()
-    for number in range(30):
+    for _ in range(30):
         steps.run(decode(1))
-        assert steps.executor.is_warming_up == (number >= 30 - MAX_EAGER_RUNS)
-        assert (capture.captures, capture.replays) == (1, 0)
+        assert not steps.executor.is_warming_up
+        assert not steps.executor.capture_next()
+    steps.run(decode(1))
+    assert steps.executor.is_warming_up
+    assert steps.executor.capture_next()
     steps.run(decode(1))
     assert (capture.captures, capture.replays) == (2, 1)
 
@@ -320,6 +335,7 @@ class RankBesideOneWithoutMemory(TensorParallelGroup):
         return max(value, 1)
 
 
+@pytest.mark.usefixtures("captured_early")
 def test_a_graph_that_another_rank_lacks_is_not_used(
     model: tuple[ModelSpec, DecoderWeights], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -328,14 +344,14 @@ def test_a_graph_that_another_rank_lacks_is_not_used(
     steps.executor.decoder._group = RankBesideOneWithoutMemory(ModelShard(model[0]))
     prefill(steps)
     with caplog.at_level(logging.WARNING):
-        for _ in range(2 * MAX_EAGER_RUNS):
+        for _ in range(2 * FEW_RUNS):
             steps.run(decode(1))
     assert (capture.captures, capture.replays) == (1, 0)
     (record,) = caplog.records
     assert record.getMessage().endswith("another rank failed")
 
 
-def test_steps_before_a_capture_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_steps_of_a_shape_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take longer, and drafts would be given up because of them."""
     bench = with_graphs(CudaBench(as_on_gpu=True), FakeCapture())
     executor, measured, observe = bench.runner._executor, list[bool](), StepCosts.observe
@@ -348,8 +364,20 @@ def test_steps_before_a_capture_are_not_measured(monkeypatch: pytest.MonkeyPatch
     bench.run([bench.submit(CHATS[0], replace(PLAIN, max_tokens=40, ignore_eos=True))])
     bench.close()
     assert not any(measured)
-    # a step is launched ahead: the last that ran before a result is the next one
-    assert len(measured) == 40 - 1 - MAX_EAGER_RUNS
+    assert len(measured) == 40 - WARM_UP_RUNS
+
+
+def test_after_captures_all_steps_are_measured_anew() -> None:
+    bench = with_graphs(CudaBench(as_on_gpu=True), FakeCapture())
+    bench.ask(CHATS[:1], replace(PLAIN, max_tokens=40, ignore_eos=True))
+    costs = bench.engine._budget.decode_costs
+    assert 1 in costs
+    assert bench.engine._prepare_while_idle()
+    assert 1 not in costs
+    assert not bench.engine._prepare_while_idle()
+    bench.ask(CHATS[:1], replace(PLAIN, max_tokens=8, ignore_eos=True))
+    assert 1 in costs
+    bench.close()
 
 
 class TorchGraphs:

@@ -27,6 +27,11 @@ class StepCosts:
         """Tokens of the largest measured step; 0 without measurements."""
         return self._sizes[-1] if self._sizes else 0
 
+    def clear(self) -> None:
+        """Forget all measurements: later steps take another time."""
+        for each in (self._samples, self._last_step, self._ms, self._sizes):
+            each.clear()
+
     def observe(self, tokens: int, ms: float) -> None:
         """Record a finished step."""
         self._steps += 1

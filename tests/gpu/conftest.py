@@ -16,6 +16,7 @@ from benchmarks.gpu_parts.case import Sizes
 from benchmarks.gpu_parts.decoder_checks import CheckedModel
 from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.shapes import CHECKED
+from localgen.backends.cuda.steps import cuda_graphs
 
 SEED = 1
 
@@ -66,6 +67,12 @@ def sizes(device: Device) -> Sizes:
 def model(device: Device) -> CheckedModel:
     """A small Llama with random weights."""
     return CheckedModel.of(CHECKED[0], device, SEED)
+
+
+@pytest.fixture(autouse=True)
+def captured_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA graphs are captured in the first answer, so that short ones use them."""
+    monkeypatch.setattr(cuda_graphs, "MAX_EAGER_RUNS", 1)
 
 
 @pytest.fixture(autouse=True)

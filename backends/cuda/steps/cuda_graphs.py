@@ -2,8 +2,8 @@
 
 A graph bakes in every number that the host passes to a kernel, so steps are padded to a few shapes:
 the number of sequences and of rows to a bucket, the length to a power of two. Steps of a few rows
-per sequence, as those that verify drafts, have graphs too. A shape is captured while the engine is
-idle, or once it has run often without a graph.
+per sequence, as those that verify drafts, have graphs too. A shape that has occurred is captured
+while no request runs; in an engine that is never idle, after a thousand of its steps.
 
 With tensor parallelism every rank executes the same steps and captures in the same order, so all
 have the same graphs: they count alike, and a capture counts only if it succeeded on all.
@@ -50,10 +50,12 @@ CAPTURE_SIZES = (1, 2, 4, 8, *range(16, MAX_GRAPH_SEQS + 1, 16))
 # rows per sequence that are captured where up to MAX_MULTI_ROW_SEQS sequences have several
 CAPTURE_ROWS = (2, 3, 4, 5, MAX_GRAPH_SEQ_ROWS)
 MIN_GRAPH_LEN = 1024
-# a shape is captured in the middle of answers only after it has run eagerly this many times: these
-# steps have then lost about as much time as the capture takes, some tens of milliseconds
-MAX_EAGER_RUNS = 8
-# without memory for a capture, the next attempt comes after as many steps of the shape
+# a shape is captured in the middle of answers, which then stop for some tens of milliseconds, only
+# after it has run eagerly this many times without a moment in which no request ran
+MAX_EAGER_RUNS = 1000
+# the first steps of a shape are not measured: they may load kernels, and have a graph soon
+WARM_UP_RUNS = 8
+# without memory for a capture, the next attempt comes after at least as many steps of the shape
 RETRY_RUNS = 1000
 
 
@@ -219,7 +221,7 @@ class DeviceExecutor:
         if shape not in self._graphs and self._capture is not None:
             runs = self._eager_runs[shape]
             # not after a capture without memory: the next one is far
-            self.is_warming_up = runs >= 0
+            self.is_warming_up = 0 <= runs < WARM_UP_RUNS
             if runs < MAX_EAGER_RUNS:
                 self._eager_runs[shape] += 1
             else:
@@ -242,7 +244,7 @@ class DeviceExecutor:
         if outcome is _Outcome.FAILED:
             self._graphs[shape] = None
         else:
-            self._eager_runs[shape] = MAX_EAGER_RUNS - RETRY_RUNS
+            self._eager_runs[shape] = -RETRY_RUNS
         log.warning(
             "steps of %d rows in %d sequences of up to %d tokens run without a CUDA graph, "
             "more slowly: capturing one failed: %s",
