@@ -1,7 +1,8 @@
-"""Copies of small host arrays to the device, several in one transfer that nobody waits for."""
+"""Copies between host and device: several arrays in one transfer, and large ones beside steps."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,6 +61,27 @@ def unpack(packed: Tensor, like: Sequence[HostArray]) -> list[Tensor]:
 def to_device(arrays: Sequence[HostArray], device: torch.device) -> list[Tensor]:
     """Copy the arrays to the device in one asynchronous transfer."""
     return unpack(pack(arrays, device).to(device, non_blocking=True), arrays)
+
+
+def to_device_beside_steps(arrays: Sequence[HostArray], device: torch.device) -> list[Tensor]:
+    """Like to_device, but on a stream of its own: beside the steps that were launched before.
+
+    What is launched on the current stream afterwards waits for the copy.
+    """
+    if device.type != "cuda":
+        return to_device(arrays, device)
+    steps, copies = torch.cuda.current_stream(device), _copy_stream(device)
+    with torch.cuda.stream(copies):
+        parts = to_device(arrays, device)
+    steps.wait_stream(copies)
+    for part in parts:
+        part.record_stream(steps)
+    return parts
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _aligned_bytes(array: HostArray) -> int:
