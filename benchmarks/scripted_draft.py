@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from localgen.backends.runner.interface import (
+    AsyncRunner,
     Chunk,
     ModelRunner,
     PoolUsage,
@@ -71,6 +72,17 @@ class ScriptedDraftRunner:
 
     def usage(self) -> PoolUsage:
         return self._runner.usage()
+
+    @property
+    def is_warming_up(self) -> bool:
+        return isinstance(self._runner, AsyncRunner) and self._runner.is_warming_up
+
+    def synchronize(self) -> None:
+        if isinstance(self._runner, AsyncRunner):
+            self._runner.synchronize()
+
+    def prepare_while_idle(self) -> bool:
+        return isinstance(self._runner, AsyncRunner) and self._runner.prepare_while_idle()
 
     def close(self) -> None:
         """The model belongs to the caller."""

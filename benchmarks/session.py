@@ -13,7 +13,7 @@ from localgen.backends.engine.input_processor import InputProcessor
 from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.engine_stats import EngineStats
 from localgen.backends.kv_store.store import PrefixStore
-from localgen.backends.runner.interface import AsyncRunner, ModelRunner
+from localgen.backends.runner.interface import ModelRunner
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.text.grammar import GrammarCompiler
 from localgen.backends.types import Failed, Finished, Request, StepEvents
@@ -135,9 +135,8 @@ class Session:
             self.step()
         for answer in answers:
             assert answer.finished.completion_tokens
-        if isinstance(self.runner, AsyncRunner):  # at once, not while the next request waits
-            while self.runner.prepare_while_idle():
-                pass
+        while self.engine._prepare_runners():  # at once, not while the next request waits
+            pass
         return answers
 
     def ask(

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 import time
@@ -176,6 +177,29 @@ def test_what_a_kernel_does_not_write_is_seen(monkeypatch: pytest.MonkeyPatch) -
     errors = [check.error for check in kernels(CPU, case.QUICK, 1, "gates")]
     assert errors
     assert all(math.isinf(error) for error in errors)
+
+
+@pytest.mark.parametrize("where", ["before", "", "after"])
+def test_what_a_kernel_writes_beyond_its_output_is_seen(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    right = activation.gated_activation
+
+    def beyond(x: Tensor, kind: Any) -> Tensor:
+        out = torch.empty(len(x), x.shape[1] // 2, dtype=x.dtype)
+        out.copy_(right(x, kind))
+        if where:
+            at = out.storage_offset() + (-1 if where == "before" else out.numel())
+            out.as_strided((1,), (1,), at).fill_(0)
+        return out
+
+    monkeypatch.setattr(activation, "gated_activation", beyond)
+    for check in kernels(CPU, case.QUICK, 1, "gates"):
+        size = r"\(\d+, \d+\) of torch.bfloat16"
+        assert check.passed == (not where)
+        assert re.fullmatch(
+            f"2 bytes {where} an output {size} were overwritten" if where else "", check.problem
+        )
 
 
 def test_a_kernel_that_raises_fails_alone(

@@ -8,18 +8,24 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import psutil
 import pytest
 import torch
+from drafting import Guesser, Steps, decoding, speculation_of
+from triton.compiler import CompiledKernel
 
 from benchmarks import gpu
 from benchmarks.gpu_parts import kernel_checks, peer, peers, run, shapes, workloads
 from benchmarks.gpu_parts.bench import GpuBench
 from benchmarks.gpu_parts.clock import Budget, Clock
 from benchmarks.gpu_parts.device import Device
+from benchmarks.gpu_parts.drafts import NUM_DRAFTS, FixedDrafts
+from benchmarks.gpu_parts.loaded_kernels import loaded_kernels
 from benchmarks.gpu_parts.modes import DEPENDENT_MODE, MODES, best_mode, wrong_operations
 from benchmarks.gpu_parts.parts import CALLS, PARTS, Part, most_seconds
 from benchmarks.gpu_parts.plan import FULL, QUICK, GpuPlan, full_plan
@@ -140,8 +146,8 @@ HANGING_S = 10.0
 NAMES = ("curve", "load", "prefix", "chats", "drafts")
 
 
-def played(unit: UnitProcess, processes: Processes) -> ProcessEnd:
-    command = [*python(UNIT), unit.unit, str(unit.output)]
+def played(unit: UnitProcess, processes: Processes, prefix: Sequence[str] = ()) -> ProcessEnd:
+    command = [*prefix, *python(UNIT), unit.unit, str(unit.output)]
     limit_s = HANGING_S if unit.unit == "load" else LONG_S
     return processes.run(unit.unit, command, limit_s, grace_s=0.0)
 
@@ -185,12 +191,30 @@ def test_parts_that_end_early_cost_only_themselves(
 
 
 @pytest.mark.usefixtures("short_parts")
+def test_the_first_unit_of_checks_that_fails_is_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With launches that wait, and under compute-sanitizer where it is installed."""
+    monkeypatch.setattr(run, "CHECKING", ("curve", "chats", "drafts"))
+    sanitizer = tmp_path / "compute-sanitizer"
+    sanitizer.write_text('#!/bin/sh\necho "checked with $1 $2"\nshift 2\nexec "$@"\n')
+    sanitizer.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    output = tmp_path / "result.json"
+    assert gpu.main(["--quick", "--only", "drafts,chats,curve", "--output", str(output)]) == 1
+    result = json.loads(output.read_text())
+    assert list(result["diagnoses"]) == ["curve, launches that wait", "curve, memcheck"]
+    assert "second of curve" in result["diagnoses"]["curve, launches that wait"]
+    assert "checked with --tool memcheck" in result["diagnoses"]["curve, memcheck"]
+
+
+@pytest.mark.usefixtures("short_parts")
 def test_a_run_that_is_ended_ends_its_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends: list[ProcessEnd] = []
 
-    def interrupted(unit: UnitProcess, processes: Processes) -> ProcessEnd:
+    def interrupted(unit: UnitProcess, processes: Processes, *_: object) -> ProcessEnd:
         if unit.unit == "load":
             threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
         command = [*python(UNIT), unit.unit, str(unit.output)]
@@ -213,7 +237,7 @@ def test_parts_share_the_minutes_of_a_run(
     """Five parts of 30 s each."""
     seconds: dict[str, float] = {}
 
-    def noted(unit: UnitProcess, processes: Processes) -> ProcessEnd:
+    def noted(unit: UnitProcess, processes: Processes, *_: object) -> ProcessEnd:
         seconds[unit.unit] = unit.seconds
         return ProcessEnd("", ())
 
@@ -420,6 +444,36 @@ def test_dependent_launch_is_measured_where_it_passed_its_check(
     # users do not have it
     assert report.modes == {"tiny bf16": "graphs, run-ahead"}
     assert best_mode("llama", before.checks).mode == MODES[0]
+
+
+def test_a_fixed_number_of_drafts_is_drafted_in_each_step() -> None:
+    """Also where the policy would not: here each draft costs as much as a step."""
+    for count in NUM_DRAFTS:
+        speculation = FixedDrafts(speculation_of(Guesser(0.5)), count)
+        steps = Steps(speculation, lambda tokens: 10.0 * tokens)
+        steps.run([decoding()], 40)
+        assert steps.lengths[0] == 0, "a plain step is measured first"
+        assert set(steps.lengths[-30:]) == {count}
+
+
+def test_the_kernels_that_ran_are_listed_with_their_registers() -> None:
+    def kernel(name: str, module: object) -> CompiledKernel:
+        made = object.__new__(CompiledKernel)
+        made.name, made.hash, made.module = name, "0123456789abcdef", module
+        made.n_regs, made.n_spills, made._module_pid = 128, 16, None
+        made.metadata = SimpleNamespace(shared=1024, num_warps=4)
+        return made
+
+    kept = [kernel("_loaded", object()), kernel("_compiled_only", None)]
+    found = loaded_kernels()
+    assert found["_loaded 01234567"] == {
+        "registers": 128,
+        "spilled_bytes": 16,
+        "shared_bytes": 1024,
+        "warps": 4,
+    }
+    assert not any(name.startswith("_compiled_only") for name in found)
+    del kept
 
 
 def test_time_by_kernel() -> None:

@@ -1,7 +1,12 @@
-"""Measure the speed-up from a draft model with scripted acceptance rates."""
+"""Measure the speed-up from a draft model with scripted acceptance rates.
+
+Once as many drafts as the policy chooses, and once a fixed number in each step, so that what the
+policy costs or misses shows.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from benchmarks.answers import decode_tok_s
@@ -12,9 +17,27 @@ from benchmarks.gpu_parts.progress import case_begins
 from benchmarks.gpu_parts.report import Figures
 from benchmarks.scripted_draft import FORCED_SAMPLING, FORCED_TOKEN, ScriptedDraftRunner
 from benchmarks.session import Session
+from localgen.backends.engine.speculation.allocation import DraftOption
 from localgen.backends.engine.speculation.draft_model import ModelDrafter
+from localgen.backends.engine.speculation.policy import Speculation
 
 ACCEPTANCES = (0.5, 0.7, 0.9)
+NUM_DRAFTS = (3, 5)
+
+
+class FixedDrafts(Speculation):
+    """Speculation that drafts num_drafts tokens in each step, whatever they cost."""
+
+    def __init__(self, replaced: Speculation, num_drafts: int) -> None:
+        super().__init__(replaced.drafters, replaced.costs, synchronize=replaced._synchronize)
+        self._count = num_drafts
+
+    def _num_drafts(self, options: Sequence[DraftOption | None], limit: int) -> list[int] | None:
+        counts = [min(self._count, len(each.probs)) if each else 0 for each in options]
+        return counts if 0 < sum(counts) <= limit else None
+
+    def _is_lookup_due(self, count: int) -> bool:
+        return count in self.costs
 
 
 def drafts(bench: GpuBench, budget: Budget) -> None:
@@ -31,6 +54,10 @@ def drafts(bench: GpuBench, budget: Budget) -> None:
             "plain": engine_session(target, vocab),
             f"drafts of {plan.small.name}": engine_session(target, vocab, [drafter]),
         }
+        for count in NUM_DRAFTS:
+            fixed = engine_session(target, vocab, [drafter])
+            fixed.engine._speculation = FixedDrafts(fixed.engine._speculation, count)
+            sessions[f"{count} drafts of {plan.small.name}"] = fixed
         sides = {
             name: partial(_figures, session, prompt, plan.alone.answer)
             for name, session in sessions.items()

@@ -17,6 +17,7 @@ from benchmarks.gpu_parts import (
 )
 from benchmarks.gpu_parts.case import KernelCase, Sizes
 from benchmarks.gpu_parts.device import Device, largest_difference, poisoned, relative_error
+from benchmarks.gpu_parts.guards import GuardedAllocations
 from benchmarks.gpu_parts.inputs import Inputs
 from benchmarks.gpu_parts.progress import case_begins
 from benchmarks.gpu_parts.report import CorrectnessCheck
@@ -52,11 +53,13 @@ def kernels(device: Device, sizes: Sizes, seed: int, group: str) -> Iterator[Cor
 def _checked(case: KernelCase, device: Device) -> CorrectnessCheck:
     try:
         wanted = case.wanted()
-        with poisoned(), warnings.catch_warnings():
+        with poisoned(), warnings.catch_warnings(), GuardedAllocations() as guarded:
             # ignore torch's warnings of nondeterministic operations, which poisoned() enables
             warnings.simplefilter("ignore")
             found = case.found()
         device.synchronize()
+        if overwritten := guarded.overwritten():
+            return CorrectnessCheck(case.name, 0.0, case.most, overwritten)
         pairs = list(zip(found, wanted, strict=True))
         errors = [relative_error(*pair) for pair in pairs]
         worst = errors.index(max(errors))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,17 +22,22 @@ from localgen.backends.cuda.kernels.attention_metadata import AttentionMetadata
 from localgen.backends.cuda.kernels.fp8_rows import quantize_rows_fp8
 from localgen.backends.cuda.kernels.gemm.fp8 import fp8_rows_matmul
 from localgen.backends.cuda.kernels.kv_cache import LayerKV
+from localgen.backends.cuda.kernels.moe.fused_experts import fused_experts
+from localgen.backends.cuda.kernels.moe.grouped_experts import ExpertRouting
 from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS, pages_for
 from localgen.backends.cuda.model.linear import DenseLinear, Fp8Linear, Linear, takes_fp8_rows
 from localgen.backends.cuda.model.weights import LayerWeights
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 
-PART, SDPA, ATTENTION = "kernels", "torch SDPA", "attention"
+PART, SDPA = "kernels", "torch SDPA"
+OTHERS = ATTENTION, EXPERTS = "attention", "experts"
 _NAMES = ("qkv", "attention_out", "gate_up", "down")
 # number of layers whose weights are read one after the other: many times the L2 cache in size
 _LAYERS = 16
 # bytes of different keys and values that are read one after the other
 _ROTATED_BYTES = 200e6
+# different choices of experts that are computed one after the other
+_ROUTINGS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +125,47 @@ def _layer_bytes(model: Loaded) -> float:
     )
     embed = model.weights.embed.nbytes
     return (model.weights.num_bytes - head - embed) / model.spec.num_layers
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayer:
+    """Sizes of a mixture-of-experts layer. intermediate: of each expert."""
+
+    hidden: int
+    intermediate: int
+    num_experts: int
+    top_k: int
+
+    @property
+    def title(self) -> str:
+        """Name of the test."""
+        size = f"{self.hidden} × {self.intermediate}"
+        return f"{self.top_k} of {self.num_experts} experts of {size}"
+
+
+def experts(bench: KernelBench, layer: ExpertLayer, rows: Sequence[int], budget: Budget) -> None:
+    """Measure a mixture-of-experts layer: the bytes of the experts that its rows choose."""
+    make, expert_size = bench.make, 3 * layer.hidden * layer.intermediate
+    gate_up = make.normal(layer.num_experts, 2 * layer.intermediate, layer.hidden, std=0.02)
+    down = make.normal(layer.num_experts, layer.hidden, layer.intermediate, std=0.02)
+    for count in rows:
+        test = f"{layer.title}, {count} rows"
+        if not budget.fits(test):
+            return
+        case_begins(test)
+        calls, chosen = [], 0
+        for _ in range(_ROUTINGS):
+            scores = make.normal(count, layer.num_experts, dtype=torch.float32).softmax(-1)
+            routing = ExpertRouting(*reversed(scores.topk(layer.top_k)))
+            chosen += len(set(routing.topk_ids.flatten().tolist()))
+            x = make.normal(count, layer.hidden)
+            calls.append(partial(fused_experts, x, gate_up, down, routing, "silu"))
+        took_s = bench.device.median_s(calls)
+        bytes_s = chosen / _ROUTINGS * expert_size * DTYPE.itemsize / took_s
+        sums = 2 * count * layer.top_k * expert_size
+        figures = {"gb_s": bytes_s / 1e9, **bench.ceilings.shares(bytes_s)}
+        figures |= {"us": took_s * 1e6, "tflop_s": sums / took_s / 1e12}
+        bench.report.add(PART, test, "localgen", [figures])
 
 
 @dataclass(frozen=True, slots=True)

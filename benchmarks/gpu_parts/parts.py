@@ -25,6 +25,7 @@ from benchmarks.gpu_parts.clock import Budget
 from benchmarks.gpu_parts.decoder_checks import decoders
 from benchmarks.gpu_parts.kernel_checks import GROUPS, kernels
 from benchmarks.gpu_parts.kernel_speed import KernelBench
+from benchmarks.gpu_parts.loaded_kernels import loaded_kernels
 from benchmarks.gpu_parts.plan import GpuPlan
 from benchmarks.gpu_parts.progress import case_begins
 from benchmarks.gpu_parts.report import CorrectnessCheck, KernelTable, lost_unit
@@ -92,6 +93,8 @@ def _kernels(bench: GpuBench, budget: Budget, side: str) -> None:
     kernel_bench = KernelBench(bench.device, bench.ceilings, bench.report, bench.inputs)
     if side == kernel_speed.ATTENTION:
         kernel_speed.attention(kernel_bench, plan.plain.spec, plan.attention_batches, budget)
+    elif side == kernel_speed.EXPERTS:
+        kernel_speed.experts(kernel_bench, plan.experts, plan.expert_rows, budget)
     else:
         model = bench.model(plan.shape(side))
         kernel_speed.products(kernel_bench, model, plan.product_rows, budget)
@@ -132,7 +135,7 @@ PARTS: dict[str, Part] = {
     # after the checks: without the kernels that are wrong
     "modes": Part(_check, 40.0, _checked_formats, at_once=8),
     "ceilings": Part(_ceilings, 15.0),
-    "kernels": Part(_kernels, 20.0, lambda plan: [*_formats(plan), kernel_speed.ATTENTION]),
+    "kernels": Part(_kernels, 16.0, lambda plan: [*_formats(plan), *kernel_speed.OTHERS]),
     "step": Part(_step, 25.0, _formats),
     "single": Part(workloads.single, 40.0, _models),
     "curve": Part(workloads.curve, 45.0, _formats),
@@ -172,4 +175,5 @@ def run_unit(unit: str, bench: GpuBench, seconds: float) -> None:
     except Exception as error:
         bench.check(CorrectnessCheck.raised(lost_unit(unit), error))
     bench.report.clocks[unit] = [clocks, bench.device.clocks()]
+    bench.report.kernels |= loaded_kernels()
     bench.report.save()

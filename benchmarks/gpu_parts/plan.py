@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.gpu_parts import case, shapes
 from benchmarks.gpu_parts.case import Sizes
-from benchmarks.gpu_parts.kernel_speed import SequenceBatch
+from benchmarks.gpu_parts.kernel_speed import ExpertLayer, SequenceBatch
 from benchmarks.gpu_parts.shapes import Shape
 
 
@@ -44,6 +44,8 @@ class GpuPlan:
     checked: Sizes
     product_rows: tuple[int, ...]
     attention_batches: tuple[SequenceBatch, ...]
+    experts: ExpertLayer
+    expert_rows: tuple[int, ...]
     alone: RequestGroup
     depths: tuple[int, ...]
     batches: tuple[int, ...]
@@ -103,6 +105,9 @@ FULL = GpuPlan(
         SequenceBatch(1, 4096, 4096),
         SequenceBatch(1, 32_768, 4096),
     ),
+    # of Qwen3-30B-A3B
+    experts=ExpertLayer(hidden=2048, intermediate=768, num_experts=128, top_k=8),
+    expert_rows=(1, 8, 64, 256, 2048),
     alone=RequestGroup(requests=1, prompt=128, answer=256),
     depths=(4096, 32_768),
     batches=(1, 2, 4, 8, 16, 32, 64, 128, 256),
@@ -144,6 +149,8 @@ QUICK = GpuPlan(
         SequenceBatch(1, 64, 64),
         SequenceBatch(1, 256, 64),
     ),
+    experts=ExpertLayer(hidden=128, intermediate=64, num_experts=8, top_k=2),
+    expert_rows=(1, 16),
     alone=RequestGroup(requests=1, prompt=16, answer=8),
     depths=(32, 128),
     batches=(1, 4),

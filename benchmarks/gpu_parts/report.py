@@ -148,7 +148,9 @@ class GpuReport:
     """Results of a run, or of one part of it.
 
     skipped: names and reasons. cut: tests skipped for lack of time. modes: how models ran, by name.
-    clocks: before and after each part. path: JSON file that is rewritten at each new result.
+    clocks: before and after each part. kernels: registers and memory of each variant of a Triton
+    kernel that ran. diagnoses: output of lost checks that were run again, by what they were run
+    with. path: JSON file that is rewritten at each new result.
     """
 
     quick: bool
@@ -165,6 +167,8 @@ class GpuReport:
     kernel_times: list[KernelTable] = field(default_factory=list)
     part_s: dict[str, float] = field(default_factory=dict)
     clocks: dict[str, list[str]] = field(default_factory=dict)
+    kernels: dict[str, dict[str, int]] = field(default_factory=dict)
+    diagnoses: dict[str, str] = field(default_factory=dict)
     path: Path | None = None
 
     @classmethod
@@ -202,6 +206,7 @@ class GpuReport:
             for times in found["kernel_times"]
         ]
         report.part_s, report.clocks = found["part_s"], found["clocks"]
+        report.kernels, report.diagnoses = found["kernels"], found["diagnoses"]
         return report
 
     def merge(self, part: GpuReport) -> None:
@@ -215,6 +220,8 @@ class GpuReport:
         self.kernel_times += part.kernel_times
         self.part_s |= part.part_s
         self.clocks |= part.clocks
+        self.kernels |= part.kernels
+        self.diagnoses |= part.diagnoses
 
     def add(self, part: str, test: str, side: str, rounds: Sequence[Figures]) -> Row:
         """Add one side of a test: its figures in each round, all with the same names."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -24,6 +26,15 @@ DEVICE = "device"
 # a unit may finish what it has begun when its time is over; its process is ended after this much
 # more, and the last one this long after the time of the run
 _OVERTIME_SHARE, _OVERTIME_S, _LAST_S = 0.5, 20.0, 40.0
+# parts of which a unit is run again if something fails, by what, and for how long
+CHECKING = ("device", "checks", "modes")
+_MEMCHECK = "compute-sanitizer"
+DIAGNOSES: Mapping[str, tuple[str, ...]] = {
+    "launches that wait": ("env", "CUDA_LAUNCH_BLOCKING=1"),
+    # each tensor has memory of its own: else what lies beside it is memory of the process too
+    "memcheck": ("env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", _MEMCHECK, "--tool", "memcheck"),
+}
+_DIAGNOSIS_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +59,9 @@ class UnitProcess:
         ]
 
 
-def run_process(unit: UnitProcess, processes: Processes) -> ProcessEnd:
-    """Run a unit to its end."""
-    command = [sys.executable, "-u", "-m", "benchmarks.gpu", *unit.arguments]
+def run_process(unit: UnitProcess, processes: Processes, prefix: Sequence[str] = ()) -> ProcessEnd:
+    """Run a unit to its end. prefix: program and arguments that its command follows."""
+    command = [*prefix, sys.executable, "-u", "-m", "benchmarks.gpu", *unit.arguments]
     return processes.run(unit.unit, command, unit.limit_s)
 
 
@@ -76,6 +87,7 @@ class GpuRun:
         self._clock = Clock(calls * self._plan.call_s if seconds is None else seconds)
         self._time_share = 1.0  # of the time of each unit
         self._output = output
+        self._diagnosing, self._is_diagnosed = threading.Lock(), False
         self._begun = datetime.now(UTC)
         report.cut, report.path = self._clock.cut, folder / "before.json"
 
@@ -129,7 +141,8 @@ class GpuRun:
                 raise
 
     def _unit(self, unit: str) -> GpuReport:
-        most_s = self._time_share * PARTS[unit.partition("/")[0]].most_s
+        part_name = unit.partition("/")[0]
+        most_s = self._time_share * PARTS[part_name].most_s
         seconds = self._clock.seconds(unit, most_s)
         nothing = GpuReport(self._report.quick, self._report.seed, {}, {}, [])
         if seconds is None:
@@ -154,7 +167,28 @@ class GpuRun:
         if problem:
             found.checks.append(lost_check(unit, problem, ended))
             progress(f"FAILED {found.checks[-1].line()}")
+        if part_name in CHECKING and any(check.problem for check in found.checks):
+            found.diagnoses |= self._diagnosed(process)
         found.part_s = {unit: time.monotonic() - begun_s}
+        return found
+
+    def _diagnosed(self, failed: UnitProcess) -> dict[str, str]:
+        """Run the first unit in which something failed again, with what shows where it failed.
+
+        Returns the ends of the outputs, by name.
+        """
+        with self._diagnosing:
+            if self._is_diagnosed or self._clock.left_s <= 0:
+                return {}
+            self._is_diagnosed = True
+        found = {}
+        for name, prefix in DIAGNOSES.items():
+            if _MEMCHECK in prefix and shutil.which(_MEMCHECK) is None:
+                continue
+            limit_s = min(_DIAGNOSIS_S, self._clock.left_s + _LAST_S)
+            again = replace(failed, limit_s=limit_s, output=self._folder / "diagnosis.json")
+            ended = run_process(again, self._processes, prefix)
+            found[f"{failed.unit}, {name}"] = ended.output
         return found
 
 
