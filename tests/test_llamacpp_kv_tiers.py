@@ -103,6 +103,21 @@ def reused() -> Reply:
     return reply
 
 
+def test_all_of_a_prompt_comes_back_into_a_full_cache(tmp_path: Path) -> None:
+    """Its last block, which goes on with the answer, too."""
+    bench = Bench(LoadOptions(kv_disk=0, kv_tokens=1536, ctx=1536), kv_dir=tmp_path)
+    texts = [chat(text(seed, 900)) for seed in (2, 3)]
+    for prompt in texts:
+        bench.ask([prompt], PARAMS)
+    for prompt in texts:
+        (reply,) = bench.ask([prompt], PARAMS)
+        timings = reply.finished.timings
+        (restored,) = timings.restored
+        assert restored.tokens > 200
+        assert timings.prompt_n == 1, "computed, for the first token"
+    end(bench)
+
+
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 def test_the_same_from_disk_after_a_restart(tmp_path: Path, kv_type: str) -> None:
     options = LoadOptions(kv_ram=0, cache_type_k=kv_type, cache_type_v=kv_type)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localgen.backends.engine.background import is_background
-from localgen.backends.kv_store.blocks import KVBlock
+from localgen.backends.kv_store.blocks import BLOCK_TOKENS, KVBlock
 from localgen.backends.kv_store.prefix_load import PrefixLoad, blocks_after
 from localgen.backends.kv_store.store import MIN_PREFIX_TOKENS, FoundBlock, PrefixStore
 from localgen.backends.llamacpp.native import LlamaContext
@@ -123,10 +123,14 @@ class SharedCache:
         needed = len(seq.tokens) - length
         if not self._can_reclaim(needed + spare, protect=source, length=length):
             raise NoRoom
+        # the last block may have tokens beyond the prompt, which take cells while it is restored
+        beyond = BLOCK_TOKENS - stored[-1].length if stored else 0
+        if not self._can_reclaim(needed + spare + beyond, protect=source, length=length):
+            beyond = 0
         is_reuse = source is not None and 2 * known >= len(seq.tokens)
         if source and is_reuse:
             source.was_reused |= 2 * known >= len(source.tokens)
-        self._reclaim(needed + spare, protect=source, length=length)
+        self._reclaim(needed + spare + beyond, protect=source, length=length)
         slot = self._claim_slot(seq, source if length else None, known, length)
         slot.num_saved, slot.was_reused = 0, is_reuse
         slot.start(seq)
