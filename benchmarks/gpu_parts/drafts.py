@@ -49,22 +49,22 @@ def drafts(bench: GpuBench, budget: Budget) -> None:
     prompt = bench.prompt(plan.plain, plan.alone.prompt)
     vocab = plan.plain.spec.vocab_size
     for alpha in ACCEPTANCES:
-        drafter = ModelDrafter(ScriptedDraftRunner(draft, FORCED_TOKEN, alpha), "scripted")
-        sessions = {
-            "plain": engine_session(target, vocab),
-            f"drafts of {plan.small.name}": engine_session(target, vocab, [drafter]),
-        }
-        for count in NUM_DRAFTS:
-            fixed = engine_session(target, vocab, [drafter])
-            fixed.engine._speculation = FixedDrafts(fixed.engine._speculation, count)
-            sessions[f"{count} drafts of {plan.small.name}"] = fixed
+        sessions = {"plain": engine_session(target, vocab)}
+        for count in (0, *NUM_DRAFTS):
+            drafter = ModelDrafter(ScriptedDraftRunner(draft, FORCED_TOKEN, alpha), "scripted")
+            drafting = engine_session(target, vocab, [drafter])
+            if count:
+                speculation = drafting.engine._speculation
+                drafting.engine._speculation = FixedDrafts(speculation, count)
+            sessions[f"{count or 'chosen'} drafts of {plan.small.name}"] = drafting
         sides = {
             name: partial(_figures, session, prompt, plan.alone.answer)
             for name, session in sessions.items()
         }
         case_begins(f"acceptance {alpha:g}: warm-up")
-        for side in sides.values():
-            side()  # warm-up: compile, capture, and let the engine measure step times
+        for _ in range(2):  # warm-up: compile and capture, then measure step times
+            for side in sides.values():
+                side()
         bench.rounds("drafts", f"acceptance {alpha:g}", sides, plan.rounds, budget)
         for session in sessions.values():
             session.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import add
 
 from benchmarks.answers import Answer, computed_tokens, decode_tok_s, serving_metrics
 from benchmarks.gpu_parts.bench import GpuBench, Side
@@ -15,6 +16,7 @@ from benchmarks.gpu_parts.progress import case_begins
 from benchmarks.gpu_parts.report import Figures
 from benchmarks.gpu_parts.shapes import Shape
 from benchmarks.session import GREEDY, Session
+from localgen.backends.cuda.steps.cuda_graphs import CAPTURE_SIZES, MIN_GRAPH_LEN
 from localgen.backends.sampling_params import SamplingParams
 
 # standard deviation of the logarithm of lengths, as in published chat data sets
@@ -22,6 +24,7 @@ _SPREAD = 1.0
 _SAMPLED = SamplingParams(temperature=0.8, seed=1)
 _CURVE_ROUNDS = 3
 _ROOM = 64  # extra tokens of the KV cache
+_FEW = 8  # tokens of prompts and answers that only have graphs captured
 
 
 def single(bench: GpuBench, budget: Budget, side: str) -> None:
@@ -189,10 +192,26 @@ def _loaded(
             return {**serving_metrics(answers), "peak_gb": bench.device.peak_gb()}
 
         case_begins(f"{test}: warm-up of {shape.name}")
-        few = max(1, len(ins) // 8)  # warm-up: compile, and capture the smaller batch shapes
-        session.ask(bench.prompts(shape, ins[:few]), [min(n, 32) for n in outs[:few]])
+        _capture(bench, session, shape, len(ins), longest=max(map(add, ins, outs)))
         bench.rounds("load", test, {shape.name: run}, 3, budget)
     bench.device.free()
+
+
+def _capture(
+    bench: GpuBench, session: Session, shape: Shape, requests: int, *, longest: int
+) -> None:
+    """Have the CUDA graphs captured that so many requests need, of at most `longest` tokens.
+
+    Those of all batch sizes for short sequences, and of the largest for long ones.
+    """
+    sizes = [size for size in CAPTURE_SIZES if size <= requests]
+    for size in sizes:
+        session.ask(bench.prompts(shape, [_FEW] * size), _FEW)
+    length = 2 * MIN_GRAPH_LEN
+    while length < 2 * longest:
+        others = [_FEW] * (sizes[-1] - 1)
+        session.ask(bench.prompts(shape, [min(length, longest) - _FEW, *others]), _FEW)
+        length *= 2
 
 
 def _lognormal(bench: GpuBench, mean: int, count: int) -> list[int]:
@@ -234,7 +253,7 @@ def chats(bench: GpuBench, budget: Budget) -> None:
         bench.rounds("chats", test, {shape.name: run}, 2, budget)
 
 
-def _talk(bench: GpuBench, session: Session, shape: Shape) -> list[Answer]:
+def _talk(bench: GpuBench, session: Session, shape: Shape) -> Sequence[Answer]:
     """Run all chats; each sends its next question after its answer."""
     plan, turn = bench.plan, bench.plan.turn
     texts = bench.prompts(shape, [turn.prompt] * plan.chats)
@@ -248,4 +267,4 @@ def _talk(bench: GpuBench, session: Session, shape: Shape) -> list[Answer]:
                 current[i] = session.submit(texts[i], turn.answer)
                 answers.append(current[i])
                 asked[i] += 1
-    return answers
+    return session.run(answers)
