@@ -2,7 +2,8 @@
 
 A frame is a 4-byte little-endian length followed by its content, one message: msgpack of known
 types for engines and quantizations. It is a pickle only where the reader trusts the writer: among
-the ranks of tensor parallelism, and on the way to a sandbox, which answers in JSON.
+the ranks of tensor parallelism, on the way to the process that compiles kernels, and on the way to
+a sandbox, which answers in JSON.
 """
 
 from __future__ import annotations

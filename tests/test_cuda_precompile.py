@@ -1,13 +1,10 @@
-"""Precompiled kernels are those that steps launch; and real compilation for a GPU not present."""
+"""Precompiled kernels are those that steps launch."""
 
 from __future__ import annotations
 
 import importlib
-import os
 import pkgutil
 import random
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -227,110 +224,3 @@ def test_steps_that_have_no_graph_launch_planned_kernels(tp: int, tmp_path: Path
     assert all(graph_shape(step) is None for step in steps)
     launched = planner._record_launches(steps, [SamplingRow(BASE_SAMPLING, [0])])
     assert {key(each) for each in launched} <= planned
-
-
-COMPILE = """
-import sys, types
-from pathlib import Path
-import torch, triton
-from triton.backends.compiler import GPUTarget
-from localgen.backends.cuda import precompile
-from localgen.backends.cuda.device.options import CudaOptions
-from localgen.backends.cuda.launch_plan import LaunchPlanner
-from localgen.backends.formats.architecture.sharding import ModelShard
-from localgen.backends.formats.hf.config import read_hf_config
-
-triton.runtime.driver.set_active(types.SimpleNamespace(
-    get_current_device=lambda: 0,
-    get_current_stream=lambda device: 0,
-    get_current_target=lambda: GPUTarget("cuda", 90, 32),
-))
-torch.cuda.set_device = lambda device: None
-precompile.compute_capability, precompile.count_sms = (lambda device: 90), (lambda device: 132)
-shard = ModelShard(read_hf_config(Path(sys.argv[1])))
-few = ("_rms_norm_kernel", "_gemv_kernel", "_rope_and_store_kv_kernel")
-planner = LaunchPlanner(shard, CudaOptions(), torch.bfloat16, arch=90, num_sms=132)
-all_first = planner.first_answer_launches()
-found = [one for one in all_first if one.kernel.fn.__name__ in few][:4]
-LaunchPlanner.first_answer_launches = lambda self: found
-LaunchPlanner.later_launches = lambda self: []
-change(found)
-work = precompile.KernelPrecompiler(
-    shard, CudaOptions(), torch.bfloat16, torch.device("cuda", 0)
-)
-print("NOTES", *work.wait())
-"""
-COMPARE = """
-kept = lambda: sum(len(one.kernel.device_caches[0][0]) for one in found)
-before = kept()
-for one in found:
-    args = [torch.empty(64, dtype=a) if isinstance(a, torch.dtype) else a for a in one.args]
-    one.kernel.warmup(*args, grid=(1,), **one.options)
-print("MISSED", kept() - before)
-"""
-AS_IT_IS = "change = lambda found: None"
-
-
-def start(folder: Path, change: str, rest: str = COMPARE) -> list[str]:
-    """Output of a process that compiles for a GPU that is not present."""
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "cache")}
-    environment.pop("TRITON_INTERPRET")
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            change + COMPILE + rest,
-            str(write_config(folder / "model", "llama")),
-        ],
-        cwd=Path(__file__).parents[1],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
-def test_compiling_happens_once_and_says_so(tmp_path: Path) -> None:
-    notes, missed = start(tmp_path, AS_IT_IS)
-    assert notes.startswith("NOTES 4 kernels were compiled for this GPU in ")
-    assert missed == "MISSED 0"  # real tensors find what was compiled for those without contents
-    assert start(tmp_path, AS_IT_IS)[0].strip() == "NOTES"
-
-
-def test_what_cannot_be_compiled_ahead_does_not_fail_a_load(tmp_path: Path) -> None:
-    reason = "no PTX assembler"
-    change = f"""
-from dataclasses import replace
-import types
-def refuse(*args, **options):
-    raise RuntimeError("{reason}\\nand more of it")
-def change(found):
-    found[:] = [replace(found[0], kernel=types.SimpleNamespace(warmup=refuse))]
-"""
-    notes = start(tmp_path, change, rest="")
-    assert notes == [f"NOTES kernels are compiled when first used: {reason}"]
-
-
-LAUNCHERS = """
-built = []
-def build(src, metadata):
-    assert src.fn.__name__ == metadata.name
-    built.append(metadata.name)
-def change(found):
-    triton.runtime.driver.active.launcher_cls = build
-"""
-COMPARE_LAUNCHERS = """
-print("BUILT", sorted(built) == sorted(one.kernel.fn.__name__ for one in found))
-"""
-
-
-def test_launchers_are_built_with_the_kernels(tmp_path: Path) -> None:
-    assert start(tmp_path, LAUNCHERS, COMPARE_LAUNCHERS)[1] == "BUILT True"
-
-
-def test_a_launcher_that_cannot_be_built_does_not_fail_a_load(tmp_path: Path) -> None:
-    change = LAUNCHERS.replace("built.append(metadata.name)", "raise OSError('no C compiler')")
-    notes = start(tmp_path, change, rest="")
-    assert notes == ["NOTES kernels are compiled when first used: no C compiler"]

@@ -1,20 +1,26 @@
-"""Compile Triton kernels in background threads while the weights are loaded.
+"""Compile Triton kernels: those of the first answer while the weights are loaded, then the others.
 
 Triton caches compiled kernels on disk, and a marker file next to them says that those of a model
 are complete. So this happens on the first load of a model on a machine, and is reported in a note.
-Kernels that are compiled later, during a step, are logged.
+The first ones are compiled in threads. The others are compiled in a child process, because Triton
+holds the interpreter for up to 0.3 s at a time, and steps need it by then; see compile_process.
+Kernels that are compiled during a step are logged.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import os
+import pickle
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +31,15 @@ from localgen.backends.cuda.device.options import CudaOptions
 from localgen.backends.cuda.kernels.device import compute_capability, count_sms
 from localgen.backends.cuda.kernels.launch import KernelLaunch
 from localgen.backends.cuda.launch_plan import LaunchPlanner
+from localgen.backends.cuda.parallel.worker_group import worker_environment
 from localgen.backends.formats.architecture.sharding import ModelShard
+from localgen.backends.messages import start_process
 
 log = logging.getLogger(__name__)
 
 _MAX_THREADS = 16
-# fewer while steps run, because they need the interpreter too
-_BACKGROUND_THREADS = 2
+_COMPILE_MODULE = "localgen.backends.cuda.compile_process"
+_LOCK_NAME = "localgen-compiling"
 _THREAD_NAME_PREFIX = "compiling"
 
 
@@ -81,15 +89,16 @@ class KernelPrecompiler:
         if mark.exists():
             return
         planner = LaunchPlanner(self._shard, self._options, self._dtype, arch=arch, num_sms=units)
-        most = min(_MAX_THREADS, os.cpu_count() or 1)
-        compile_launches(planner.first_answer_launches(), self._device, threads=most)
+        threads = min(_MAX_THREADS, os.cpu_count() or 1)
+        compile_launches(planner.first_answer_launches(), threads, self._device)
         self._elapsed_s = time.monotonic() - begun_s
         self._first_kernels_ready.set()
-        compile_launches(
-            planner.later_launches(), self._device, threads=min(most, _BACKGROUND_THREADS)
-        )
-        with suppress(OSError):  # without the marker the next start checks again
-            mark.touch()
+        # one process at a time: other engines on this machine may need the same kernels
+        with mark.with_name(_LOCK_NAME).open("wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not mark.exists():
+                _compile_later_launches(planner)
+                mark.touch()
 
     def _on_compile(self, *, metadata: dict[str, Any], cache_hit: bool, **_: object) -> None:
         if cache_hit:
@@ -112,10 +121,32 @@ def compile_marker(
     return Path(triton.knobs.cache.dir) / f"localgen-{key.hexdigest()[:32]}"
 
 
+def _compile_later_launches(planner: LaunchPlanner) -> None:
+    """Compile them in a process that ends with this one. Raises RuntimeError."""
+    process, messages = start_process(
+        [sys.executable, "-P", "-m", _COMPILE_MODULE],
+        stdin=subprocess.DEVNULL,
+        env=worker_environment() | {"CUDA_VISIBLE_DEVICES": ""},
+    )
+    try:
+        messages.send(pickle.dumps((planner, triton.runtime.driver.active.get_current_target())))
+        failure = messages.receive().decode()
+    except (EOFError, OSError):
+        failure = f"the process that compiles them ended with status {process.wait()}"
+    finally:
+        messages.close()
+    process.wait()
+    if failure:
+        raise RuntimeError(failure)
+
+
 def compile_launches(
-    launches: Sequence[KernelLaunch], device: torch.device, *, threads: int
+    launches: Sequence[KernelLaunch], threads: int, device: torch.device | None = None
 ) -> None:
-    """Compile launches in threads, or load them from Triton's cache. Raises Triton's errors."""
+    """Compile launches in threads, or load them from Triton's cache. Raises Triton's errors.
+
+    device: a GPU; None if Triton's driver has been told what to compile for.
+    """
 
     def compile_one(launch: KernelLaunch) -> None:
         compiled = launch.kernel.warmup(*launch.args, grid=(1,), **launch.options)
@@ -126,6 +157,7 @@ def compile_launches(
             build_launcher(compiled.src, compiled.metadata)
 
     # the current device is per thread
-    with ThreadPoolExecutor(threads, _THREAD_NAME_PREFIX, torch.cuda.set_device, (device,)) as pool:
+    begin = partial(torch.cuda.set_device, device) if device is not None else None
+    with ThreadPoolExecutor(threads, _THREAD_NAME_PREFIX, begin) as pool:
         for _ in pool.map(compile_one, launches):
             pass

@@ -52,7 +52,7 @@ class _WorkerProcess:
             *start_process(
                 [sys.executable, "-P", "-m", _WORKER_MODULE],
                 stdin=subprocess.PIPE,  # closes when this process ends, even on a crash
-                env=_worker_environment(),
+                env=worker_environment(),
             ),
         )
 
@@ -184,7 +184,7 @@ class WorkerGroup:
             os._exit(1)
 
 
-def _worker_environment() -> dict[str, str]:
+def worker_environment() -> dict[str, str]:
     """Return this environment with PYTHONPATH extended, so that workers import this localgen."""
     root = str(Path(localgen.__file__).parent.parent)
     known = os.environ.get("PYTHONPATH")
