@@ -49,7 +49,7 @@ def _file_parts(path: Path) -> list[str | bytes | int]:
 
 def _content_digest(path: Path) -> bytes:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "blake2b").digest()
+        return hashlib.file_digest(file, "sha256").digest()
 
 
 @functools.cache
