@@ -9,6 +9,7 @@ a sandbox, which answers in JSON.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import subprocess
@@ -58,6 +59,11 @@ class FrameDecoder:
         self._max_bytes = max_bytes
         self._buffer = bytearray()
 
+    @property
+    def num_buffered(self) -> int:
+        """Bytes of frames that are incomplete or were not taken."""
+        return len(self._buffer)
+
     def feed(self, received: bytes) -> Iterator[bytes]:
         """Yield the contents completed by these bytes; those not taken stay for the next call.
 
@@ -93,11 +99,15 @@ class FrameSocket:
         self._set_timeout(deadline_s)
         self.sock.sendall(encode_frame(content))
 
-    def receive(self, deadline_s: float | None = None) -> bytes:
-        """Wait for a frame. Raises EOFError if the peer is gone, ValueError if it is too large."""
+    def receive(self, deadline_s: float | None = None, min_bytes_per_s: float = math.inf) -> bytes:
+        """Wait for a frame. Raises EOFError if the peer is gone, ValueError if it is too large.
+
+        min_bytes_per_s: the deadline is later by what the received bytes take at this rate.
+        """
         contents = self._decoder.feed(b"")
         while (content := next(contents, None)) is None:
-            contents = self.read(deadline_s)
+            grace_s = self._decoder.num_buffered / min_bytes_per_s
+            contents = self.read(None if deadline_s is None else deadline_s + grace_s)
         return content
 
     def read(self, deadline_s: float | None = None) -> Iterator[bytes]:

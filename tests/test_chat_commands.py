@@ -537,7 +537,7 @@ def test_short_stats(session: ChatSession, monkeypatch: pytest.MonkeyPatch) -> N
     ]
     peer = {"tier": "peer", "blocks": 0, "num_bytes": 0, "limit_bytes": 0, "error": "timed out"}
     stats["kv_tiers"] = [peer | {"hit_tokens_total": 8, "saved_s_total": 0.0}]
-    assert "KV peer      8 tokens reused · no answer: timed out" in obey(session, "/stats")
+    assert "KV peer      8 tokens reused · no blocks: timed out" in obey(session, "/stats")
     stats["threads"] = 1
     assert "threads      1 of at most 2, other programs use the rest" in obey(session, "/stats")
     monkeypatch.setattr(session.client, "stats", lambda: reply | {"models": []})

@@ -10,8 +10,8 @@ from serving import short_folder
 from tcp_server import tcp_server
 
 from localgen.backends.errors import InvalidRequest
+from localgen.backends.kv_store.address import parse_address
 from localgen.backends.kv_store.opening import open_prefix_store
-from localgen.backends.kv_store.peer import parse_address
 from localgen.backends.kv_store.store import PEER, PrefixStore
 from localgen.backends.model_info import KVShare, LoadOptions, ModelLoadRequest
 from localgen.server.requests.caller import AGE_HEADER, GATEWAY_HEADER

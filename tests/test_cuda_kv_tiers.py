@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import time
 from collections import Counter
 from dataclasses import replace
@@ -16,6 +17,7 @@ from models import LoadedBench, noisy
 from paged_runner import PagedRunner
 from test_cuda_kv_cache import serve
 
+from localgen.backends.cuda import kv_tiers
 from localgen.backends.cuda.kv import stored_pages
 from localgen.backends.cuda.kv_tiers import _rotations
 from localgen.backends.cuda.loader import load_cuda_model
@@ -152,6 +154,25 @@ def test_another_kv_type_shares_nothing(tmp_path: Path) -> None:
         assert reply.finished.timings.restored == ()
         bench.end()
     assert len(namespace_folders(tmp_path)) == 2
+
+
+def test_a_build_is_known_by_its_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = Path(kv_tiers.__file__).parents[1]
+    copied = tmp_path / "of another machine"
+    for name in ("cuda", "formats"):
+        shutil.copytree(sources / name, copied / name)
+    edited = tmp_path / "edited"
+    shutil.copytree(copied, edited)
+    with (edited / "cuda/kernels/norm.py").open("a") as file:
+        file.write("# mended\n")
+    restored = []
+    for folder in (sources, copied, edited):
+        monkeypatch.setattr(kv_tiers, "__file__", str(folder / "cuda/kv_tiers.py"))
+        bench = StoredBench(tmp_path / "kv", kv_ram=0)
+        (reply,) = bench.ask([chat(1, 600)], PARAMS)
+        restored.append([part.tier for part in reply.finished.timings.restored])
+        bench.end()
+    assert restored == [[], ["disk"], []]
 
 
 def test_not_without_the_prefix_cache(tmp_path: Path) -> None:

@@ -491,7 +491,7 @@ def test_a_peer_has_no_size() -> None:
     assert "GB" not in drawn[4]
     assert drawn[5].startswith("4,096 tokens reused")
     failing = tiers_only(replace(peer, error="Connection refused"))
-    assert lines(MemoryGauge(), failing, 36, 15)[5] == "no answer: Connection refused"
+    assert lines(MemoryGauge(), failing, 36, 15)[5] == "no blocks: Connection refused"
     assert MemoryGauge().border_texts(failing)[0] == "· peer: Connection refused"
 
 

@@ -14,7 +14,6 @@ from serving import wait_until
 from localgen.backends.kv_store import writer as writers
 from localgen.backends.kv_store.blocks import BLOCK_TOKENS
 from localgen.backends.kv_store.disk_tier import DiskTier, stored_files
-from localgen.backends.kv_store.fingerprint import files_fingerprint
 from localgen.backends.kv_store.store import PrefixStore
 
 TEXT = [7 * number % 1000 for number in range(3 * BLOCK_TOKENS + 50)]
@@ -286,21 +285,6 @@ def test_a_damaged_block_ends_the_prefix(tmp_path: Path) -> None:
     save_all(store, TEXT)
     close(store)
     assert load_all(on_disk(tmp_path), TEXT) == len(TEXT), "it is written again"
-
-
-def test_files_are_known_by_size_time_and_content(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    content = bytes(range(256)) * 4096
-    path.write_bytes(content)
-    seen = {files_fingerprint([path])}
-    times = path.stat().st_mtime_ns
-    for change in (0, len(content) // 2, len(content) - 1):
-        path.write_bytes(content[:change] + b"\xff\0"[change % 2 :][:1] + content[change + 1 :])
-    os.utime(path, ns=(times, times + 1))
-    seen.add(files_fingerprint([path]))
-    path.write_bytes(content + b"\0")
-    seen.add(files_fingerprint([path]))
-    assert len(seen) == 3
 
 
 def test_states_of_kv_blocks_differ() -> None:

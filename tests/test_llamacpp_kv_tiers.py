@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import shutil
 import struct
 import time
 from dataclasses import replace
@@ -20,6 +22,7 @@ from localgen.backends.engine import prefix_tiers
 from localgen.backends.engine.prefix_tiers import PrefixTiers
 from localgen.backends.errors import InvalidRequest, LoadFailed
 from localgen.backends.kv_store.disk_tier import namespace_folders, stored_files
+from localgen.backends.llamacpp import kv_tiers
 from localgen.backends.llamacpp.loader import load_llamacpp_model
 from localgen.backends.llamacpp.shared_cache import SharedCache
 from localgen.backends.model_info import LoadOptions, ModelLoadRequest
@@ -296,7 +299,7 @@ def test_another_kv_type_or_model_shares_nothing(tmp_path: Path) -> None:
     first = Bench(DISK, kv_dir=tmp_path)
     first.ask([chat(HEAD)], PARAMS)
     end(first)
-    copied = rewrite(tmp_path / "other.gguf", {})
+    copied = rewrite(tmp_path / "other.gguf", {"general.name": None})
     others = (
         Bench(LoadOptions(kv_ram=0, cache_type_k="q8_0"), kv_dir=tmp_path),
         Bench(DISK, copied, kv_dir=tmp_path),
@@ -308,11 +311,28 @@ def test_another_kv_type_or_model_shares_nothing(tmp_path: Path) -> None:
     assert len(namespace_folders(tmp_path)) == 3
 
 
+def test_another_build_shares_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = str(tmp_path / "kv.sock")
+    first = Bench(LoadOptions(kv_listen=address), kv_dir=tmp_path)
+    first.ask([chat(HEAD)], PARAMS)
+    monkeypatch.setattr(kv_tiers, "contents_fingerprint", lambda _: b"another library")
+    second = Bench(LoadOptions(kv_peer=address), kv_dir=tmp_path)
+    (reply,) = second.ask([chat(HEAD)], PARAMS)
+    assert reply.finished.timings.restored == ()
+    assert second.stats.kv_tiers[-1].error == "it has another build of the engine"
+    end(second)
+    end(first)
+    assert len(namespace_folders(tmp_path)) == 2
+
+
 @pytest.mark.parametrize("words", [200, 700])
 def test_from_a_peer_as_soon_as_it_has_answered(tmp_path: Path, words: int) -> None:
     address = str(tmp_path / "kv.sock")
+    copy = tmp_path / "of another machine.gguf"
+    shutil.copyfile(TINY_GGUF, copy)
+    os.utime(copy, ns=(1, 1))
     reading = Bench(LoadOptions(kv_disk=0, kv_listen=address), kv_dir=tmp_path)
-    writing = Bench(LoadOptions(kv_disk=0, kv_peer=address), kv_dir=tmp_path)
+    writing = Bench(LoadOptions(kv_disk=0, kv_peer=address), copy, kv_dir=tmp_path)
     prompt = chat(text(9, words))
     for _ in range(2):
         (computed,) = reading.ask([prompt], PARAMS)

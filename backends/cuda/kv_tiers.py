@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from localgen.backends.cuda.device.options import CudaOptions
 from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS
 from localgen.backends.cuda.model.source import ModelSource
+from localgen.backends.formats.hf.safetensors import weight_files
+from localgen.backends.formats.model_files import shards_of
 from localgen.backends.kv_store.blocks import namespace_of
-from localgen.backends.kv_store.fingerprint import files_fingerprint
+from localgen.backends.kv_store.fingerprint import (
+    contents_fingerprint,
+    engine_namespace,
+    files_fingerprint,
+)
 from localgen.backends.kv_store.opening import open_prefix_store, resolve_tier_sizes
 from localgen.backends.kv_store.store import PrefixStore
 from localgen.backends.model_info import ModelLoadRequest
-
-# of the bytes of a page, and of how keys and values are computed; raised when either changes
-PAGE_LAYOUT = 1
 
 
 def resolve_kv_tiers(options: CudaOptions, request: ModelLoadRequest) -> tuple[CudaOptions, str]:
@@ -45,20 +49,23 @@ def open_cuda_prefix_store(
     if not (options.kv_ram or options.kv_disk):
         return None, ""
     path = source.path
-    files = [each for each in path.iterdir() if each.is_file()] if path.is_dir() else [path]
-    namespace = namespace_of(
+    files = shards_of(path)
+    if path.is_dir():
+        files = (path / "config.json", *(() if options.dummy else weight_files(path)))
+    # of these depend how keys and values are computed, and the bytes of a page
+    cuda = Path(__file__).parent
+    sources = contents_fingerprint(cuda, cuda.parent / "formats", pattern="*.py")
+    namespace = engine_namespace(
+        files_fingerprint(files),
+        namespace_of(("cuda", torch.__version__, sources)),
         (
-            "cuda",
-            torch.__version__,
-            files_fingerprint(files),
             str(dtype),
             str(options.cache_dtype),
             torch.device(options.device).type,
-            PAGE_LAYOUT,
             PAGE_TOKENS,
             *_rotations(source, ctx),
             str(options.dummy),
-        )
+        ),
     )
     return open_prefix_store(
         request,

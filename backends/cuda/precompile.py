@@ -33,6 +33,7 @@ from localgen.backends.cuda.kernels.launch import KernelLaunch
 from localgen.backends.cuda.launch_plan import LaunchPlanner
 from localgen.backends.cuda.parallel.worker_group import worker_environment
 from localgen.backends.formats.architecture.sharding import ModelShard
+from localgen.backends.kv_store.fingerprint import contents_fingerprint
 from localgen.backends.messages import start_process
 
 log = logging.getLogger(__name__)
@@ -115,10 +116,9 @@ def compile_marker(
 ) -> Path:
     """Path of a marker file that exists once all kernels of this configuration are compiled."""
     sizes = (options.parallel, options.max_batch_tokens, options.ctx, options.cache_dtype)
-    key = hashlib.sha256(repr((shard, sizes, dtype, arch, num_sms, triton.__version__)).encode())
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
-        key.update(path.read_bytes())
-    return Path(triton.knobs.cache.dir) / f"localgen-{key.hexdigest()[:32]}"
+    sources = contents_fingerprint(Path(__file__).parent, pattern="*.py")
+    key = repr((shard, sizes, dtype, arch, num_sms, triton.__version__, sources)).encode()
+    return Path(triton.knobs.cache.dir) / f"localgen-{hashlib.sha256(key).hexdigest()[:32]}"
 
 
 def _compile_later_launches(planner: LaunchPlanner) -> None:

@@ -6,9 +6,10 @@ import logging
 from pathlib import Path
 
 from localgen.backends.errors import InvalidRequest, LoadFailed
+from localgen.backends.kv_store.address import parse_address
 from localgen.backends.kv_store.block_file import BlockRefused, load_key
 from localgen.backends.kv_store.disk_tier import DiskTier
-from localgen.backends.kv_store.peer import KVPeer, parse_address
+from localgen.backends.kv_store.peer import KVPeer
 from localgen.backends.kv_store.store import PrefixStore
 from localgen.backends.memory.load_defaults import DEFAULT_KV_DISK_BYTES, default_kv_ram_bytes
 from localgen.backends.memory.system import total_memory_bytes

@@ -3,10 +3,11 @@
 Both sides prove that they have the same key before anything else is said. What is sent is a block
 as in a file, with its HMAC. Nothing is encrypted.
 
-After the proof a client sends `?`, the namespace and digests, and gets the number of leading ones
-that the engine has (4 bytes, little-endian). Or it sends `>`, the namespace and a digest, and gets
-digest, number of tokens (4 bytes) and tokens (int32) of each block behind that one. Or it sends
-`=`, the namespace and a digest, and gets the block, or nothing if it is gone.
+After the proof a client sends `*` and gets the namespace of the engine's blocks. If that is its
+own, it sends `?` and digests, and gets the number of leading ones that the engine has (4 bytes,
+little-endian). Or it sends `>` and a digest, and gets digest, number of tokens (4 bytes) and tokens
+(int32) of each block behind that one. Or it sends `=` and a digest, and gets the block, or nothing
+if it is gone.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import hmac
 import logging
-import os
 import secrets
 import socket
 import threading
@@ -25,25 +25,28 @@ from typing import Protocol
 
 import numpy as np
 
-from localgen.backends.errors import InvalidRequest
 from localgen.backends.kv_store import block_file
+from localgen.backends.kv_store.address import Address, Connector, address_text, listen
 from localgen.backends.kv_store.block_file import BlockRefused
 from localgen.backends.kv_store.blocks import BLOCK_TOKENS, DIGEST_BYTES, KVBlock, TokenArray
+from localgen.backends.kv_store.fingerprint import namespace_difference
 from localgen.backends.messages import FrameSocket
 
 _NONCE_BYTES = 32
-_ASK, _CHILDREN, _FETCH = b"?", b">", b"="
+_NAMESPACE, _ASK, _CHILDREN, _FETCH = b"*", b"?", b">", b"="
 _COUNT_BYTES = 4
 # of the many prompts that begin alike, a peer is told of this many
 _MAX_CHILDREN = 256
 # a prompt of a million tokens has half of these
 _MAX_DIGESTS = 1 << 14
-_MAX_REQUEST_BYTES = 1 + DIGEST_BYTES * (1 + _MAX_DIGESTS)
+_MAX_REQUEST_BYTES = 1 + DIGEST_BYTES * _MAX_DIGESTS
 # to and from other engines: one file descriptor and, at the server, one thread each
 MAX_PEERS = 64
-# of the proof, and of a peer that does not accept connections; the engine waits meanwhile
+# to connect, with the proof; the engine waits meanwhile
 _CONNECT_S = 1.0
+# of a reply: this, and as long as its bytes take at this rate
 _REPLY_S = 2.0
+_MIN_BYTES_PER_S = 4e6
 # after a connection could not be taken
 _PAUSE_S = 0.2
 # a client that asks nothing for this time is disconnected; it connects again when it needs to
@@ -51,25 +54,6 @@ _IDLE_S = 60.0
 # a peer that failed is left alone for this time
 RETRY_S = 10.0
 _log = logging.getLogger(__name__)
-
-
-def parse_address(text: str, option: str) -> tuple[str, int] | str:
-    """HOST:PORT, or the path of a Unix socket, which contains a slash. Raises InvalidRequest.
-
-    Port 0, to listen on any, is for kv_listen only.
-    """
-    if "/" in text:
-        return text
-    host, _, port = text.rpartition(":")
-    least = 0 if option == "kv_listen" else 1
-    is_port = port.isascii() and port.isdecimal() and least <= int(port) < 1 << 16
-    if not host or not is_port:
-        flag = "--" + option.replace("_", "-")
-        raise InvalidRequest(
-            f"{flag} is {text!r}: give HOST:PORT, or the path of a Unix socket with a slash",
-            param=option,
-        )
-    return host.strip("[]"), int(port)
 
 
 class BlockSource(Protocol):
@@ -93,7 +77,7 @@ class PeerServer:
 
     def __init__(
         self,
-        address: tuple[str, int] | str,
+        address: Address,
         namespace: bytes,
         key: bytes,
         source: BlockSource,
@@ -101,8 +85,9 @@ class PeerServer:
         self._namespace, self._key, self._source = namespace, key, source
         self._free = threading.Semaphore(MAX_PEERS)
         self._address, self._is_closed = address, False
-        self._listener = _listen(address)
-        self.address = _address_text(self._listener)
+        self._listener = listen(address)
+        name = self._listener.getsockname()
+        self.address = address_text(name if isinstance(name, str) else name[:2])
         threading.Thread(target=self._accept, name="kv-peers", daemon=True).start()
 
     def close(self) -> None:
@@ -117,15 +102,23 @@ class PeerServer:
     def _accept(self) -> None:
         while not self._is_closed:
             try:
-                sock, _ = self._listener.accept()
-                if self._free.acquire(blocking=False):
-                    threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
-                else:
-                    sock.close()
+                self._start_serving(self._listener.accept()[0])
             except (OSError, RuntimeError) as error:  # no more file descriptors or threads
                 if not self._is_closed:
                     _log.warning("cannot take a connection for blocks: %s", error)
                     time.sleep(_PAUSE_S)
+
+    def _start_serving(self, sock: socket.socket) -> None:
+        """Serve a client in a thread, or end its connection. Raises RuntimeError for no thread."""
+        if not self._free.acquire(blocking=False):
+            sock.close()
+            return
+        try:
+            threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
+        except RuntimeError:
+            sock.close()
+            self._free.release()
+            raise
 
     def _serve(self, sock: socket.socket) -> None:
         peer = FrameSocket(sock, _MAX_REQUEST_BYTES)
@@ -155,20 +148,17 @@ class PeerServer:
         return True
 
     def _answer(self, request: bytes) -> Iterator[bytes | memoryview[int]]:
-        kind, namespace = request[:1], request[1 : 1 + DIGEST_BYTES]
-        digests = [
-            request[at : at + DIGEST_BYTES]
-            for at in range(1 + DIGEST_BYTES, len(request), DIGEST_BYTES)
-        ]
-        is_ours = namespace == self._namespace
-        if kind == _ASK:
+        kind = request[:1]
+        digests = [request[at : at + DIGEST_BYTES] for at in range(1, len(request), DIGEST_BYTES)]
+        if kind == _NAMESPACE:
+            yield self._namespace
+        elif kind == _ASK:
             missing = (count for count, each in enumerate(digests) if not self._source.has(each))
-            held = next(missing, len(digests)) if is_ours else 0
-            yield held.to_bytes(_COUNT_BYTES, "little")
-        elif is_ours and len(digests) == 1 and kind == _CHILDREN:
+            yield next(missing, len(digests)).to_bytes(_COUNT_BYTES, "little")
+        elif len(digests) == 1 and kind == _CHILDREN:
             for digest, tokens in self._source.children(digests[0])[:_MAX_CHILDREN]:
                 yield digest + len(tokens).to_bytes(_COUNT_BYTES, "little") + tokens.tobytes()
-        elif is_ours and len(digests) == 1 and kind == _FETCH:
+        elif len(digests) == 1 and kind == _FETCH:
             block = self._source.get(digests[0])
             if block is not None:
                 yield from block_file.block_parts(self._namespace, block, self._key)
@@ -180,9 +170,10 @@ class KVPeer:
     error: why it is not asked now, or empty.
     """
 
-    def __init__(self, address: tuple[str, int] | str, namespace: bytes, key: bytes) -> None:
+    def __init__(self, address: Address, namespace: bytes, key: bytes) -> None:
         self.error = ""
         self._address, self._namespace, self._key = address, namespace, key
+        self._connector = Connector(address)
         self._peer: FrameSocket | None = None
         self._retry_s = 0.0
 
@@ -232,14 +223,14 @@ class KVPeer:
         """Send a request and return its reply, which is empty if there is none."""
         if self.is_resting:
             return b""
-        request = b"".join((kind, self._namespace, *digests))
+        request = b"".join((kind, *digests))
         try:
             reply = self._reuse(request)
             if reply is None:
                 self._peer = self._connect()
                 reply = self._exchange(self._peer, request)
         except (OSError, EOFError, ValueError) as error:
-            self._fail(getattr(error, "strerror", None) or str(error) or "it ended the connection")
+            self._fail(_reason(error))
             return b""
         self.error = ""
         return reply
@@ -257,71 +248,46 @@ class KVPeer:
     def _exchange(self, peer: FrameSocket, request: bytes) -> bytes:
         deadline_s = time.monotonic() + _REPLY_S
         peer.send(request, deadline_s)
-        return peer.receive(deadline_s)
+        return peer.receive(deadline_s, _MIN_BYTES_PER_S)
 
     def _connect(self) -> FrameSocket:
         deadline_s = time.monotonic() + _CONNECT_S
-        if isinstance(self._address, str):
-            sock = socket.socket(socket.AF_UNIX)
-            sock.settimeout(_CONNECT_S)
-            sock.connect(self._address)
-        else:
-            sock = socket.create_connection(self._address, _CONNECT_S)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        peer = FrameSocket(sock)
+        peer = FrameSocket(self._connector.connect(deadline_s))
         try:
-            theirs, ours = peer.receive(deadline_s), secrets.token_bytes(_NONCE_BYTES)
-            peer.send(ours + _proof(self._key, b"client", theirs, ours), deadline_s)
-            if not hmac.compare_digest(
-                peer.receive(deadline_s), _proof(self._key, b"server", theirs, ours)
-            ):
-                raise OSError("it has another key")
+            self._exchange_proofs(peer, deadline_s)
+            peer.send(_NAMESPACE, deadline_s)
+            namespace = peer.receive(deadline_s)
+            if namespace != self._namespace:
+                raise OSError(f"it has {namespace_difference(self._namespace, namespace)}")
         except BaseException:
-            sock.close()
+            peer.close()
             raise
         return peer
 
+    def _exchange_proofs(self, peer: FrameSocket, deadline_s: float) -> None:
+        """Raises OSError if the peer has another key."""
+        theirs, ours = peer.receive(deadline_s), secrets.token_bytes(_NONCE_BYTES)
+        peer.send(ours + _proof(self._key, b"client", theirs, ours), deadline_s)
+        try:
+            proof = peer.receive(deadline_s)
+        except EOFError:  # ours has not convinced it
+            proof = b""
+        if not hmac.compare_digest(proof, _proof(self._key, b"server", theirs, ours)):
+            raise OSError("it has another key: both need the same kv/key in their state folders")
+
     def _fail(self, reason: str) -> None:
         if self.error != reason:
-            _log.warning("the peer %s gives no blocks: %s", self._address, reason)
+            _log.warning("the peer %s gives no blocks: %s", address_text(self._address), reason)
         self.error, self._retry_s = reason, time.monotonic() + RETRY_S
         self.close()
 
 
+def _reason(error: Exception) -> str:
+    """Why there is no reply, for people."""
+    if isinstance(error, EOFError):
+        return "it ended the connection"
+    return getattr(error, "strerror", None) or str(error) or "timed out"
+
+
 def _proof(key: bytes, role: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
     return hmac.digest(key, b"localgen kv " + role + server_nonce + client_nonce, "sha256")
-
-
-def _address_text(listener: socket.socket) -> str:
-    """As parse_address() reads it."""
-    name = listener.getsockname()
-    if isinstance(name, str):
-        return name
-    host, port = name[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _listen(address: tuple[str, int] | str) -> socket.socket:
-    if not isinstance(address, str):
-        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        return socket.create_server(address, family=family)
-    path = Path(address)
-    if path.is_socket() and not _is_in_use(address):
-        path.unlink()  # of an engine that was killed
-    sock = socket.socket(socket.AF_UNIX)
-    old_mask = os.umask(0o177)
-    try:
-        sock.bind(address)
-    finally:
-        os.umask(old_mask)
-    sock.listen()
-    return sock
-
-
-def _is_in_use(address: str) -> bool:
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(address)
-        except OSError:
-            return False
-    return True

@@ -9,7 +9,11 @@ import llama_cpp
 
 from localgen.backends.formats.model_files import shards_of
 from localgen.backends.kv_store.blocks import namespace_of
-from localgen.backends.kv_store.fingerprint import files_fingerprint
+from localgen.backends.kv_store.fingerprint import (
+    contents_fingerprint,
+    engine_namespace,
+    files_fingerprint,
+)
 from localgen.backends.kv_store.opening import open_prefix_store, resolve_tier_sizes
 from localgen.backends.kv_store.store import PrefixStore
 from localgen.backends.llamacpp.library import MAX_SEQUENCES
@@ -66,16 +70,14 @@ def _namespace(model: LlamaModel, options: LlamaOptions, kv_tokens: int) -> byte
     original_ctx = model.metadata_number(
         f"{model.architecture}.rope.scaling.original_context_length"
     )
-    return namespace_of(
+    return engine_namespace(
+        files_fingerprint(shards_of(model.path)),
+        namespace_of(("llama.cpp", llama_cpp.__version__, contents_fingerprint(library))),
         (
-            "llama.cpp",
-            llama_cpp.__version__,
-            files_fingerprint(each for each in library.iterdir() if each.is_file()),
-            files_fingerprint(shards_of(model.path)),
             options.cache_type_k,
             options.cache_type_v,
             options.flash_attn,
             options.gpu_layers,
             str(original_ctx is not None and kv_tokens > original_ctx),
-        )
+        ),
     )

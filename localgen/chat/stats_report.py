@@ -62,7 +62,7 @@ def _tier_text(tier: KVTierStats) -> str:
         f"{format_size(tier.num_bytes)} of {format_size(limit)}" if limit else "",
         f"{format_count(tier.hit_tokens_total, 'token')} reused",
         f"{format_elapsed(tier.saved_s_total)} saved" if tier.saved_s_total >= 1 else "",
-        f"{'not written any more' if limit else 'no answer'}: {tier.error}" if tier.error else "",
+        f"{'not written any more' if limit else 'no blocks'}: {tier.error}" if tier.error else "",
     )
     return " · ".join(part for part in parts if part)
 

@@ -141,7 +141,7 @@ def _tier_lines(tier: KVTierStats, width: int) -> list[Content]:
     saved = Content.assemble((format_duration_s(tier.saved_s_total), "bold"), (" saved", "$muted"))
     detail = align_ends(reused, saved, width)
     if tier.error:
-        what = "not written" if limit else "no answer"
+        what = "not written" if limit else "no blocks"
         detail = Content.styled(f"{what}: {one_line(tier.error)}", "$error")
     return [_labelled_bar(f"KV {_tier_name(tier)} ", share, size, width), detail]
 

@@ -10,6 +10,7 @@ from fastapi import Request as HttpRequest
 from starlette.types import Scope
 
 from localgen.backends.errors import InvalidRequest
+from localgen.backends.kv_store.address import parse_address
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import (
     EmbedRequest,
@@ -68,8 +69,6 @@ class Caller:
         client = user or _client_name(http, account)
         kv_peer = from_gateway.get(KV_PEER_HEADER, "")
         if kv_peer:
-            from localgen.backends.kv_store.peer import parse_address  # numpy is heavy
-
             parse_address(kv_peer, "kv_peer")
         return cls(
             scope["request_id"],
