@@ -116,5 +116,5 @@ def test_namespaces_differ_in_each_part() -> None:
         "another build of the engine",
         "another KV cache type, context or device",
     ]
-    # the ids that people see, and the names of sockets, have the first bytes only
+    # the ids that people see have the first bytes only
     assert len({known[:6], *(engine_namespace(*each)[:6] for each in others)}) == 4

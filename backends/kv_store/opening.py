@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from pathlib import Path
 
 from localgen.backends.errors import InvalidRequest, LoadFailed
@@ -100,7 +101,7 @@ def _open(
         )
         if listen:
             if listen.endswith("/"):
-                listen = f"{listen}kv-{namespace.hex()[:12]}.sock"
+                listen = f"{listen}kv-{secrets.token_hex(6)}.sock"
             store.listen(parse_address(listen, "kv_listen"), key)
     except (OSError, BlockRefused) as error:
         reason = getattr(error, "strerror", None) or error
