@@ -6,10 +6,11 @@ A KV cache asks `find` for a prompt, loads what it lacks, and saves blocks of wh
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -29,10 +30,12 @@ from localgen.backends.kv_store.peer import MAX_PEERS, KVPeer, PeerServer
 from localgen.backends.kv_store.rates import ByteRate
 from localgen.backends.kv_store.writer import BlockWriter
 from localgen.backends.types import RestoredTokens, merged_restored
+from localgen.backends.units import format_count
 
 RAM, DISK, PEER = KV_TIERS
 # shorter prefixes are saved only if they were used again
 MIN_PREFIX_TOKENS = 512
+_log = logging.getLogger(__name__)
 
 
 class FoundBlock(NamedTuple):
@@ -69,7 +72,7 @@ class PrefixStore:
     is asked for what both tiers lack, or None; a request may name another.
     prefill_per_s: tokens that the engine computes per second, or 0 if unknown. is_shared: other
     engines fetch from it, so a prefix is saved when its request ends, whatever its length.
-    num_losses: grows when other processes have removed blocks, which may be saved again then.
+    count_unsaved: set by the KV cache: tokens that it may still save.
     """
 
     def __init__(
@@ -83,7 +86,8 @@ class PrefixStore:
     ) -> None:
         self.prefill_per_s = 0.0
         self.is_shared = False
-        self.num_losses = 0
+        self.count_unsaved: Callable[[], int] = lambda: 0
+        self._num_removals = self._num_slow_tokens = 0
         self._connect, self._default_peer = connect, default_peer
         self._peers: OrderedDict[str, KVPeer] = OrderedDict()  # in order of last use
         self._server: PeerServer | None = None
@@ -242,6 +246,19 @@ class PrefixStore:
         """True if blocks should be saved later, when more of them are on disk."""
         return self._writer is not None and self._writer.is_full
 
+    @property
+    def num_losses(self) -> int:
+        """Grows when what was saved may have to be saved again.
+
+        Other processes have removed blocks, or the disk can be written again.
+        """
+        return self._num_removals + (self._writer.num_recoveries if self._writer else 0)
+
+    @property
+    def num_unsaved(self) -> int:
+        """Tokens that may have to be written to the disk; 0 without one."""
+        return 0 if self._writer is None else self._writer.num_tokens + self.count_unsaved()
+
     def next_unsaved(
         self, tokens: list[int], cache_salt: str, after: int = 0
     ) -> UnsavedBlock | None:
@@ -285,6 +302,8 @@ class PrefixStore:
         )
         self._remove_beginnings_of(block)
         is_queued = self._wants_disk(block) and self._queue(block)
+        if not is_queued and self._is_slow(block):
+            self._num_slow_tokens += len(block.tokens)
         self._add_to_ram(block)
         return is_queued or block.digest in self._ram
 
@@ -299,9 +318,11 @@ class PrefixStore:
 
     def _wants_disk(self, block: KVBlock) -> bool:
         """False without a disk, after an error, or if reading takes longer than computing."""
-        if self._writer is None or self._writer.is_resting:
-            return False
-        return not block.compute_ms or self._disk_rate.ms(block.num_bytes) < block.compute_ms
+        return self._writer is not None and not (self._writer.is_resting or self._is_slow(block))
+
+    def _is_slow(self, block: KVBlock) -> bool:
+        """True if reading it from disk takes longer than computing it, as far as is known."""
+        return 0 < block.compute_ms <= self._disk_rate.ms(block.num_bytes)
 
     def _queue(self, block: KVBlock) -> bool:
         return self._writer is not None and self._writer.add(block)
@@ -351,9 +372,14 @@ class PrefixStore:
     def set_idle(self, is_idle: bool) -> None:
         """Say whether the engine has nothing to compute: then the disk is written."""
         if is_idle and self._disk is not None:
-            self.num_losses += self._disk.refresh()
+            self._num_removals += self._disk.refresh()
         if self._writer is not None:
             self._writer.set_idle(is_idle)
+
+    def on_drained(self, callback: Callable[[], object]) -> None:
+        """Have it called, by another thread, when all saved blocks are on disk."""
+        if self._writer is not None:
+            self._writer.on_drained = callback
 
     def listen(self, address: tuple[str, int] | str, key: bytes) -> None:
         """Let other engines fetch blocks at this address. Raises OSError."""
@@ -374,6 +400,10 @@ class PrefixStore:
         """Write what waits for the disk, until the deadline (monotonic seconds)."""
         if self._writer is not None:
             self._writer.close(max(deadline_s, time.monotonic()))
+            if unsaved := self.num_unsaved:
+                reason = self._writer.error or "there was no time for them"
+                count = format_count(unsaved, "token")
+                _log.warning("%s of prefixes were not written to disk: %s", count, reason)
         if self._server is not None:
             self._server.close()
         for peer in self._peers.values():
@@ -384,12 +414,13 @@ class PrefixStore:
         tiers = []
         if self._ram_limit:
             tiers.append(self._tier_stats(RAM, len(self._ram), self._ram_bytes, self._ram_limit))
-        if self._disk is not None:
-            error = self._writer.error if self._writer is not None else ""
-            disk = self._tier_stats(
-                DISK, len(self._disk), self._disk.num_bytes, self._disk.limit_bytes, error
+        if self._disk is not None and self._writer is not None:
+            size, limit = self._disk.num_bytes, self._disk.limit_bytes
+            disk = self._tier_stats(DISK, len(self._disk), size, limit, self._writer.error)
+            unwritten = self._num_slow_tokens + self._writer.num_unwritten_tokens
+            tiers.append(
+                replace(disk, unsaved_tokens=self.num_unsaved, unwritten_tokens_total=unwritten)
             )
-            tiers.append(disk)
         if self._default_peer is not None or self._peers:
             resting = (
                 peer.error
