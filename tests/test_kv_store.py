@@ -218,7 +218,6 @@ def test_what_was_queued_is_written_when_the_disk_works_again(
 def test_a_disk_that_fails_holds_nothing_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(writers, "MAX_WAITING_BYTES", 4 * (STATE_BYTES + 4 * BLOCK_TOKENS))
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -226,6 +225,8 @@ def test_a_disk_that_fails_holds_nothing_up(
     monkeypatch.setattr(DiskTier, "write", full)
     store = on_disk(tmp_path, ram=1 << 20)
     save_all(store, TEXT)
+    monkeypatch.setattr(writers, "MAX_WAITING_BYTES", STATE_BYTES)
+    assert store.is_full
     store.set_idle(True)
     wait_until(lambda: bool(store.stats()[1].error))
     assert not store.is_full, "the RAM gets more"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -27,6 +27,7 @@ from localgen.backends.kv_store.blocks import (
 )
 from localgen.backends.kv_store.disk_tier import DiskTier
 from localgen.backends.kv_store.peer import MAX_PEERS, KVPeer, PeerServer
+from localgen.backends.kv_store.ram_tier import RamTier
 from localgen.backends.kv_store.rates import ByteRate
 from localgen.backends.kv_store.writer import BlockWriter
 from localgen.backends.types import RestoredTokens, merged_restored
@@ -92,9 +93,7 @@ class PrefixStore:
         self._peers: OrderedDict[str, KVPeer] = OrderedDict()  # in order of last use
         self._server: PeerServer | None = None
         self._namespace = namespace
-        self._ram_limit, self._ram_bytes = ram_bytes, 0
-        self._ram: OrderedDict[bytes, KVBlock] = OrderedDict()  # in order of last use
-        self._ram_children: defaultdict[bytes, set[bytes]] = defaultdict(set)
+        self._ram = RamTier(ram_bytes)
         self._disk = disk
         self._disk_rate = ByteRate()
         self._writer = BlockWriter(disk) if disk is not None else None
@@ -170,8 +169,7 @@ class PrefixStore:
     def _mark_used(self, found: list[FoundBlock]) -> None:
         """Blocks are dropped before those that they follow."""
         for block in reversed(found):
-            if block.digest in self._ram:
-                self._ram.move_to_end(block.digest)
+            self._ram.touch(block.digest)
         if found and self._disk is not None and found[-1].digest in self._disk:
             self._disk.touch(found[-1].digest)
 
@@ -227,8 +225,7 @@ class PrefixStore:
 
     def children(self, parent: bytes) -> list[tuple[bytes, TokenArray]]:
         """Digest and tokens of the blocks behind a block. May be called from any thread."""
-        in_ram = [self._ram.get(each) for each in tuple(self._ram_children.get(parent, ()))]
-        found = [(block.digest, block.tokens) for block in in_ram if block is not None]
+        found = self._ram.children(parent)
         if self._writer is not None:
             found += self._writer.children(parent)
         if self._disk is not None:
@@ -328,44 +325,23 @@ class PrefixStore:
         return self._writer is not None and self._writer.add(block)
 
     def _add_to_ram(self, block: KVBlock) -> None:
-        if self._ram_limit:
-            self._ram[block.digest] = block
-            self._ram_children[block.parent].add(block.digest)
-            self._ram_bytes += block.num_bytes
-            self._shrink_ram(block)
+        """What it takes the room of goes to the disk, if that does not have it yet."""
+        self._ram.add(block)
+        while (dropped := self._ram.excess(block)) is not None:
+            if not self._is_kept(dropped.digest) and self._wants_disk(dropped):
+                self._queue(dropped)
+            self._ram.remove(dropped.digest)
 
     def _remove_beginnings_of(self, block: KVBlock) -> None:
         """Remove shorter blocks that hold only the first tokens of this one."""
         for digest, tokens in self.children(block.parent):
             count = len(tokens)
             if count < len(block.tokens) and _common_len(tokens, block.tokens) == count:
-                self._drop_from_ram(digest)
+                self._ram.remove(digest)
                 if self._writer is not None:
                     self._writer.discard(digest)
                 if self._disk is not None:
                     self._disk.remove(digest)
-
-    def _shrink_ram(self, newest: KVBlock) -> None:
-        """Drop the least recently used blocks; the disk gets those that it does not have yet.
-
-        The newest is dropped before those that it follows.
-        """
-        while self._ram_bytes > self._ram_limit:
-            digest, block = next(iter(self._ram.items()))
-            if digest == newest.parent:
-                digest, block = newest.digest, newest
-            if not self._is_kept(digest) and self._wants_disk(block):
-                self._queue(block)
-            self._drop_from_ram(digest)
-
-    def _drop_from_ram(self, digest: bytes) -> None:
-        block = self._ram.pop(digest, None)
-        if block is None:
-            return
-        self._ram_bytes -= block.num_bytes
-        self._ram_children[block.parent].discard(digest)
-        if not self._ram_children[block.parent]:
-            del self._ram_children[block.parent]
 
     # -- the engine -------------------------------------------------------------------------
 
@@ -412,8 +388,8 @@ class PrefixStore:
     def stats(self) -> tuple[KVTierStats, ...]:
         """The tiers that are not switched off."""
         tiers = []
-        if self._ram_limit:
-            tiers.append(self._tier_stats(RAM, len(self._ram), self._ram_bytes, self._ram_limit))
+        if limit := self._ram.limit_bytes:
+            tiers.append(self._tier_stats(RAM, len(self._ram), self._ram.num_bytes, limit))
         if self._disk is not None and self._writer is not None:
             size, limit = self._disk.num_bytes, self._disk.limit_bytes
             disk = self._tier_stats(DISK, len(self._disk), size, limit, self._writer.error)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from localgen.backends.errors import ModelNotFound, ServerUnavailable
+from localgen.backends.errors import LocalgenError, ModelNotFound, ServerUnavailable
 from localgen.cli.completion_values import complete_running_model
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ def command(
     from localgen.hub.models_file import models_file_problem
 
     with closing(LocalClient()) as client:
-        _announce_saving(client, model)
+        with suppress(LocalgenError):  # what cannot say it can be stopped
+            _announce_saving(client, model)
         if model is None:
             tables.print_line("server stopped" if client.shutdown() else "no server is running")
         elif client.health() is None:
