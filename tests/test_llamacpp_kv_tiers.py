@@ -276,20 +276,26 @@ def test_a_private_request_leaves_the_public_part(tmp_path: Path, is_saved: bool
     assert num_public - 64 <= stored.tokens <= num_public
 
 
-def test_a_private_prefix_that_replaces_a_public_one_keeps_it_public(tmp_path: Path) -> None:
+def test_a_private_prefix_that_replaces_a_public_one_saves_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PrefixTiers, "save_while_busy", lambda _: None)
     bench = Bench(DISK, kv_dir=tmp_path)
     cache = bench.runner.kv_cache
     assert isinstance(cache, SharedCache)
-    private = bench.submit(
-        chat(HEAD, text(3, 200)), replace(PARAMS, max_tokens=60), save_prefix=False
-    )
-    while not bench.engine._scheduler.running:
+    longer = [*chat(HEAD), Message("assistant", "Yes."), *chat("Sum it up.")]
+    private = bench.submit(longer, replace(PARAMS, max_tokens=60), save_prefix=False)
+    while not any(seq.num_generated for seq in bench.engine._scheduler.running):
         bench.engine.step(wait=False)
     bench.run([bench.submit(chat(HEAD), replace(PARAMS, max_tokens=1))])
+    (public,) = cache._cached_prefixes
+    num_public = len(public.cached_tokens)
     bench.run([private])
+    (slot,) = cache._cached_prefixes
+    assert len(slot.cached_tokens) > num_public
     end(bench)
     (stored,) = stored_models(tmp_path)
-    assert 512 <= stored.tokens < 128 * 10
+    assert stored.tokens == num_public
 
 
 def test_what_was_removed_is_saved_again(tmp_path: Path) -> None:
