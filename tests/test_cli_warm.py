@@ -64,15 +64,16 @@ def test_what_has_no_room_on_disk_is_said(
     monkeypatch.setenv("LOCALGEN_KV_DISK", "1000")
     assert run_command_line(["warm", "tiny", "-f", str(head)]) == 0
     said = capsys.readouterr().out
-    assert re.search(r"until the model is unloaded: \d+ tokens have no room on disk", said)
+    no_room = r"\d+ tokens of them stay until the model is unloaded: --kv-disk has no room"
+    assert re.search(no_room, said)
 
 
 @pytest.mark.parametrize(
     ("disk", "said"),
     [
-        ([], "that was before they were saved"),
+        ([], "it was unloaded before they were on disk"),
         ([{"error": "No space left on device"}], "cannot be written: No space left on device"),
-        ([{"unsaved_tokens": 9}], "9 tokens of prefixes wait until it is idle"),
+        ([{"unsaved_tokens": 9}], "9 tokens of prefixes are written when it is idle"),
         ([{"unsaved_tokens": 9}, {"unsaved_tokens": 8}, {"unsaved_tokens": 0}], "they are on disk"),
     ],
 )

@@ -30,6 +30,7 @@ _ANSWER = SamplingParams(max_tokens=1, temperature=0.0)
 _TIMES = 2
 # as often as an engine reports
 _POLL_S = 0.25
+_UNTIL_UNLOADED = "they stay until the model is unloaded: "
 
 
 @takes_load_options
@@ -87,38 +88,37 @@ def _warm(
         print(f"{info.name} has read {size} in {timings.prompt_ms / 1e3:.1f} s", flush=True)
     else:
         print(f"{info.name} had read {size} before", flush=True)
-    reason = _why_not_on_disk(client, info, unwritten)
-    print(f"they stay until the model is unloaded: {reason}" if reason else "they are on disk")
+    print(_where_they_are(client, info, unwritten))
 
 
-def _why_not_on_disk(client: LocalClient, info: ModelInfo, unwritten: int) -> str:
-    """Wait until the disk is written; return why it is not, or an empty string.
+def _where_they_are(client: LocalClient, info: ModelInfo, unwritten: int) -> str:
+    """Wait until the disk is written; say whether the tokens are there, and why not.
 
     unwritten: its unwritten_tokens_total before the prompt was read.
     """
     if not info.options.kv_disk:
         notes = [note for note in info.notes if note.startswith("prefixes are")]
-        return notes[0] if notes else "it keeps no prefixes on disk"
+        return _UNTIL_UNLOADED + (notes[0] if notes else "it keeps no prefixes on disk")
     left, until_s = -1, 0.0
     while True:
         time.sleep(_POLL_S)
         tier = _disk_tier(client, info)
         if tier is None:
-            return "that was before they were saved"
+            return "it was unloaded before they were on disk"
         if tier.error:
-            return f"the disk cannot be written: {tier.error}"
+            return f"{_UNTIL_UNLOADED}the disk cannot be written: {tier.error}"
         if not tier.unsaved_tokens:
             break
         if tier.unsaved_tokens != left:
             left, until_s = tier.unsaved_tokens, time.monotonic() + SAVE_TIMEOUT_S
         elif time.monotonic() > until_s:
-            return f"{format_count(left, 'token')} of prefixes wait until it is idle"
+            return f"{format_count(left, 'token')} of prefixes are written when it is idle"
     if count := tier.unwritten_tokens_total - unwritten:
         return (
-            f"{format_count(count, 'token')} have no room on disk (--kv-disk), or are read from it "
-            "slower than computed"
+            f"{format_count(count, 'token')} of them stay until the model is unloaded: --kv-disk "
+            "has no room for them, or they are read slower than computed"
         )
-    return ""
+    return "they are on disk"
 
 
 def _disk_tier(client: LocalClient, info: ModelInfo) -> KVTierStats | None:
