@@ -74,6 +74,8 @@ class SpeculationStats:
     accepted_tokens_total: int = 0
 
 
+# at its end, an engine with a disk tier saves prefixes for at most this time
+SAVE_TIMEOUT_S = 10.0
 # from the nearest to the farthest
 KV_TIERS = ("ram", "disk", "peer")
 
@@ -91,7 +93,9 @@ class KVTierStats:
     the disk for all models together; both 0 for a peer. hit_tokens_total: tokens that came from it.
     saved_s_total: by how much longer computing them would have taken. refused_total: files that
     were damaged, of somebody else, or of another model. error: why nothing is written, or why the
-    peer gives nothing, or empty.
+    peer gives nothing, or empty. unsaved_tokens: of prefixes that are to be written to the disk, at
+    most: some may be there. unwritten_tokens_total: had no room there, or are read slower than
+    computed.
     """
 
     tier: str
@@ -102,6 +106,8 @@ class KVTierStats:
     saved_s_total: float
     refused_total: int = 0
     error: str = ""
+    unsaved_tokens: int = 0
+    unwritten_tokens_total: int = 0
 
 
 @dataclass(frozen=True, slots=True)

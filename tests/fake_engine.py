@@ -4,13 +4,15 @@ Run as `python tests/fake_engine.py FD`. The "model" is a JSON file that sets th
 load_s, first_s, token_s, say (lines of output), fail (a message) and code, options (in force),
 kv_bytes, size_bytes, crash_repacked (die of an illegal instruction unless repacking is off), answer
 (instead of the prompt), calls (arguments by tool: the first one offered is called, unless the last
-message is its result), restored (tokens from other tiers, for each prompt), kv_tiers.
+message is its result), restored (tokens from other tiers, for each prompt), kv_tiers, save_s (until
+it ends; then there is a file beside the model, named `….saved`).
 The word `!die` ends the process without a message, `!spin` is a step that computes for spin_s.
 Embedding takes token_s per word.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -118,26 +120,30 @@ def spin(seconds: float) -> None:
 class FakeEngine:
     def __init__(self, sock: FrameSocket) -> None:
         self.sock = sock
-        self.script: dict[str, Any] = {}
+        self.path, self.script = "", dict[str, Any]()
         self.inbox: queue.Queue[wire.WireMessage | None] = queue.Queue()
         self.running: dict[str, tuple[Request, list[str], int]] = {}
         self.texts: dict[str, tuple[EmbedRequest, int]] = {}  # with the words that are left
         self.cancelled = 0
 
     def send(self, message: wire.WireMessage) -> None:
-        self.sock.send(wire.CODEC.encode(message))
+        with contextlib.suppress(OSError):  # the server is gone, as `read` notices
+            self.sock.send(wire.CODEC.encode(message))
 
     def read(self) -> None:
         try:
             for message in map(wire.CODEC.decode, self.sock):
                 self.inbox.put(message)
         finally:  # also when the server was killed with our messages unread
+            if "save_s" in self.script:
+                time.sleep(self.script["save_s"])
+                Path(self.path + ".saved").touch()
             os._exit(0)
 
     def load(self) -> bool:
         load = self.inbox.get()
         assert isinstance(load, ModelLoadRequest)
-        self.script = json.loads(Path(load.path).read_text())
+        self.path, self.script = load.path, json.loads(Path(load.path).read_text())
         print("fake engine loads", load.path, flush=True)
         with open(load.path + ".loads", "a") as loads:
             loads.write(f"{os.getpid()}\n")

@@ -7,13 +7,16 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from command_line import own_folders, scripted
 from scripted_client import ScriptedClient, answer
+from top_script import DISK_TIER, RAM_TIER
 
 import localgen.client
+from localgen.backends.errors import ServerUnavailable
 from localgen.cli import commands, errors, tables
 from localgen.cli.main import run_command_line
 
@@ -86,6 +89,45 @@ def test_stop(scripted: Callable[..., ScriptedClient], capsys: pytest.CaptureFix
     assert run_command_line(["stop"]) == 0
     assert client.record.shutdowns == 1
     assert capsys.readouterr().out == "tiny unloaded\nserver stopped\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "saving up to 1,700 tokens of prefixes to disk, for at most 10 s\n"),
+        (["tiny"], "saving up to 1,500 tokens of prefixes to disk, for at most 10 s\n"),
+        (["idle"], ""),
+    ],
+)
+def test_stop_says_that_prefixes_are_saved(
+    scripted: Callable[..., ScriptedClient],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    said: str,
+) -> None:
+    def model(name: str, unsaved: int) -> dict[str, object]:
+        tiers = [asdict(RAM_TIER), asdict(replace(DISK_TIER, unsaved_tokens=unsaved))]
+        return {"name": name, "stats": {"kv_tiers": tiers}}
+
+    models = [model("tiny", 1500), model("other", 200), model("idle", 0)]
+    monkeypatch.setattr(ScriptedClient, "stats", lambda _: {"server": {}, "models": models})
+    monkeypatch.setattr(ScriptedClient, "unload", lambda *_: True)
+    scripted()
+    assert run_command_line(["stop", *arguments]) == 0
+    assert capsys.readouterr().err == said
+
+
+def test_a_server_that_reports_nothing_is_stopped(
+    scripted: Callable[..., ScriptedClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: ScriptedClient) -> None:
+        raise ServerUnavailable("no answer")
+
+    monkeypatch.setattr(ScriptedClient, "stats", fail)
+    client = scripted()
+    assert run_command_line(["stop"]) == 0
+    assert client.record.shutdowns == 1
 
 
 def test_stop_starts_nothing(

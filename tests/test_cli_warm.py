@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from command_line import own_folders, scripted
 from scripted_client import TIMINGS, ScriptedClient, answer, model_info
+from top_script import DISK_TIER
 
-from localgen.backends.model_info import ModelInfo
+from localgen.backends.model_info import LoadOptions, ModelInfo
 from localgen.backends.types import Message
+from localgen.cli import warm
 from localgen.cli.main import run_command_line
 
 __all__ = ["own_folders", "scripted"]
@@ -37,7 +39,9 @@ def test_what_was_read_is_there_after_a_restart(
     head: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_command_line(["warm", "tiny", "--prompt-file", str(head)]) == 0
-    said = re.fullmatch(r"tiny has read (\d+) tokens in [\d.]+ s\n", capsys.readouterr().out)
+    said = re.fullmatch(
+        r"tiny has read (\d+) tokens in [\d.]+ s\nthey are on disk\n", capsys.readouterr().out
+    )
     assert said is not None
     asking = ["run", "tiny", "Hello!", "-n", "2", "--system", f"@{head}", "--verbose"]
     assert run_command_line(asking) == 0
@@ -48,7 +52,57 @@ def test_what_was_read_is_there_after_a_restart(
     assert run_command_line(asking) == 0
     assert re.search(r"restored: +\d+ tokens from disk", capsys.readouterr().err)
     assert run_command_line(["warm", "tiny", "-f", str(head)]) == 0
-    assert "had read" in capsys.readouterr().out
+    assert re.fullmatch(
+        r"tiny had read \d+ tokens before\nthey are on disk\n", capsys.readouterr().out
+    )
+
+
+@pytest.mark.usefixtures("stopped_server")
+def test_what_has_no_room_on_disk_is_said(
+    head: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCALGEN_KV_DISK", "1000")
+    assert run_command_line(["warm", "tiny", "-f", str(head)]) == 0
+    said = capsys.readouterr().out
+    no_room = r"\d+ tokens of them stay until the model is unloaded: --kv-disk has no room"
+    assert re.search(no_room, said)
+
+
+@pytest.mark.parametrize(
+    ("disk", "said"),
+    [
+        ([], "it was unloaded before they were on disk"),
+        ([{"error": "No space left on device"}], "cannot be written: No space left on device"),
+        ([{"unsaved_tokens": 9}], "9 tokens of prefixes are written when it is idle"),
+        ([{"unsaved_tokens": 9}, {"unsaved_tokens": 8}, {"unsaved_tokens": 0}], "they are on disk"),
+    ],
+)
+def test_why_a_prompt_is_not_on_disk(
+    head: Path,
+    scripted: Callable[..., ScriptedClient],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    disk: list[dict[str, object]],
+    said: str,
+) -> None:
+    """disk: what the server reports of it at one moment after the other."""
+    monkeypatch.setattr(warm, "SAVE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(warm, "_POLL_S", 0.01)
+    reports = iter([{}, *disk])
+    last: dict[str, object] = {}
+
+    def stats(_: ScriptedClient) -> dict[str, object]:
+        last.update(next(reports, {}))
+        tier = asdict(replace(DISK_TIER, **last))  # type: ignore[arg-type]
+        model = {"name": "tiny", "path": "/models/tiny.gguf", "stats": {"kv_tiers": [tier]}}
+        return {"server": {}, "models": [model] if disk else []}
+
+    scripted()
+    monkeypatch.setattr(ScriptedClient, "stats", stats)
+    info = model_info("tiny", options=LoadOptions(kv_disk=1 << 30))
+    monkeypatch.setattr(ScriptedClient, "load", lambda *_, **__: info)
+    assert run_command_line(["warm", "tiny", "-f", str(head)]) == 0
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("stopped_server")

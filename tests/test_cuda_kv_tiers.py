@@ -147,13 +147,21 @@ def test_from_a_peer_as_soon_as_it_has_answered(tmp_path: Path) -> None:
     writing.end()
 
 
-def test_another_kv_type_shares_nothing(tmp_path: Path) -> None:
-    for kv_type in ("f32", "int8"):
-        bench = StoredBench(tmp_path, cache_type_k=kv_type, cache_type_v=kv_type)
+def test_another_kv_type_or_build_shares_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kv_type, build in (
+        ("f32", torch.__version__),
+        ("int8", torch.__version__),
+        ("f32", "2.0.0"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "__version__", build)
+            bench = StoredBench(tmp_path, cache_type_k=kv_type, cache_type_v=kv_type)
         (reply,) = bench.ask([chat(1, 600)], PARAMS)
         assert reply.finished.timings.restored == ()
         bench.end()
-    assert len(namespace_folders(tmp_path)) == 2
+    assert len(namespace_folders(tmp_path)) == 3
 
 
 def test_a_build_is_known_by_its_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,15 +7,21 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Sequence as Seq
+from pathlib import Path
 
 import pytest
 from fake_runner import END, VOCAB, FakeRunner, generate
+from kv_blocks import NAMESPACE, STATE_BYTES, disk_tier, state_of
+from serving import wait_until
 
+from localgen.backends.engine import engine as engine_loop
 from localgen.backends.engine import stats
 from localgen.backends.engine.engine import Engine
 from localgen.backends.engine.input_processor import InputProcessor
 from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.engine_stats import EngineStats
+from localgen.backends.kv_store import writer
+from localgen.backends.kv_store.blocks import BLOCK_TOKENS
 from localgen.backends.kv_store.store import PrefixStore
 from localgen.backends.runner.interface import Chunk, NoRoom, SampledTokens, StepFailed
 from localgen.backends.runner.sequence import Sequence
@@ -412,6 +418,40 @@ class RestoringRunner(FakeRunner):
 
     def save_next_block(self) -> bool:
         return False
+
+
+class SavingRunner(RestoringRunner):
+    """Has a prefix of 30 blocks to save."""
+
+    tokens = tuple(range(30 * BLOCK_TOKENS))
+    end = 0
+
+    def save_next_block(self) -> bool:
+        if self.store.is_full:
+            return False
+        unsaved = self.store.next_unsaved(list(self.tokens), "", self.end)
+        if unsaved is None:
+            return False
+        self.end = unsaved.start + BLOCK_TOKENS
+        return self.store.save(unsaved, lambda: state_of(unsaved.parent, unsaved.tokens))
+
+
+def test_an_idle_engine_saves_all_that_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queue of the disk holds a tenth of it."""
+    monkeypatch.setattr(engine_loop, "IDLE_STATS_INTERVAL_S", 600.0)
+    monkeypatch.setattr(writer, "MAX_WAITING_BYTES", 3 * (STATE_BYTES + 4 * BLOCK_TOKENS))
+    store = PrefixStore(NAMESPACE, ram_bytes=0, disk=disk_tier(tmp_path))
+    log = Log()
+    engine = make(SavingRunner(store), log, prefix_store=store)
+    loop = threading.Thread(target=engine.run)
+    loop.start()
+    wait_until(lambda: store.stats()[0].blocks == 30)
+    wait_until(lambda: log.stats.kv_tiers and log.stats.kv_tiers[0].blocks == 30)
+    assert log.stats.kv_tiers[0].unsaved_tokens == 0
+    engine.stop()
+    loop.join()
 
 
 def test_what_came_from_a_tier_is_in_the_statistics_and_the_timings() -> None:

@@ -17,11 +17,12 @@ import pytest
 from fake_server import ENGINE
 from serving import settings_in, wait_until
 
+from localgen.backends.engine_stats import EngineStats, KVTierStats
 from localgen.backends.errors import LoadFailed
 from localgen.backends.model_info import LoadOptions
 from localgen.placement.backend_choice import Hardware, detect_hardware
 from localgen.placement.footprint import estimate_footprint
-from localgen.server.models import engine_pool
+from localgen.server.models import engine_client, engine_pool
 from localgen.server.models.engine_process import EngineProcess
 from localgen.server.models.manager import ModelManager
 from localgen.server.models.resident import ResidentModel, model_id
@@ -223,3 +224,31 @@ def test_a_request_between_two_loads_keeps_the_server_from_exiting(tmp_path: Pat
         await manager.close()
 
     play(script())
+
+
+@pytest.mark.parametrize("unsaved", [0, 4096])
+def test_an_engine_has_time_to_save_prefixes_if_it_has_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unsaved: int
+) -> None:
+    monkeypatch.setattr(engine_client, "_EXIT_TIMEOUT_S", 0.1)
+    disk = KVTierStats(
+        tier="disk",
+        blocks=1,
+        num_bytes=1,
+        limit_bytes=2,
+        hit_tokens_total=0,
+        saved_s_total=0.0,
+        unsaved_tokens=unsaved,
+    )
+    (tmp_path / "a.gguf").write_text(json.dumps({"kv_bytes": LEAST, "save_s": 1.0}))
+
+    async def script() -> None:
+        models = Models(tmp_path)
+        a = await models.use("a")
+        a.engine.stats = EngineStats(kv_tiers=(disk,))
+        await models.unload("a")
+        assert not psutil.pid_exists(a.engine.pid)
+        await models.manager.close()
+
+    play(script())
+    assert (tmp_path / "a.gguf.saved").exists() is bool(unsaved)

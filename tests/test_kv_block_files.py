@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -242,11 +243,51 @@ def test_a_full_disk_can_still_be_read(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_foreign_file_is_neither_used_nor_removed(tmp_path: Path) -> None:
     folder = tmp_path / NAMESPACE.hex()
     folder.mkdir(mode=0o700)
-    (folder / "notes.txt").write_text("mine")
+    for name in ("notes.txt", "notes.new"):
+        (folder / name).write_text("mine")
+        os.utime(folder / name, (0, 0))
     (folder / ("x" * 32 + "-" + "y" * 32 + ".kv")).write_text("no digest")
     disk = disk_tier(tmp_path)
     assert len(disk) == 0
-    assert (folder / "notes.txt").read_text() == "mine"
+    assert (folder / "notes.txt").read_text() == (folder / "notes.new").read_text() == "mine"
+
+
+def test_what_killed_writers_left_goes_from_all_folders(tmp_path: Path) -> None:
+    disk_tier(tmp_path, namespace=OTHER)
+    folders = (tmp_path, tmp_path / OTHER.hex(), tmp_path / NAMESPACE.hex())
+    folders[-1].mkdir(mode=0o700)
+    for folder in folders:
+        for used_s in (0.0, time.time()):  # the second is still being written
+            path = folder / block_file.unfinished_name()
+            path.touch()
+            os.utime(path, (used_s, used_s))
+    disk_tier(tmp_path)
+    assert [len(list(folder.glob("*.new"))) for folder in folders] == [1, 1, 1]
+
+
+def test_a_block_may_go_while_room_is_made(tmp_path: Path) -> None:
+    """The engine's thread forgets a block that is gone, the writer's follows its chain."""
+    disk = disk_tier(tmp_path)
+    first, second, *_ = chain([1] * (3 * BLOCK_TOKENS))
+    disk.write(first)
+    disk.write(second)
+
+    class Parents(dict[bytes, bytes]):
+        thread: threading.Thread | None = None
+
+        def __contains__(self, digest: object) -> bool:
+            is_there = super().__contains__(digest)
+            if self.thread is None:
+                self.thread = threading.Thread(target=disk.remove, args=(second.digest,))
+                self.thread.start()
+                self.thread.join(0.2)
+            return is_there
+
+    disk._parents = parents = Parents(disk._parents)
+    assert disk._chain_before(second.digest) == {first.digest, second.digest}
+    assert parents.thread is not None
+    parents.thread.join()
+    assert disk._chain_before(second.digest) == set()
 
 
 @pytest.mark.parametrize("change", [Path.unlink, lambda path: path.write_bytes(b"")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import time
 from pathlib import Path
 
@@ -147,9 +148,11 @@ def test_a_block_that_is_read_slower_than_computed_is_not_written(tmp_path: Path
     save_all(store, TEXT[:200][::-1])
     wait_until(lambda: store.stats()[0].blocks == 6)
     assert load_all(store, TEXT) == len(TEXT)  # takes longer than nothing
+    assert store.stats()[0].unwritten_tokens_total == 0
     save_all(store, TEXT[::-1])
     close(store)
     assert store.stats()[0].blocks == 6
+    assert store.stats()[0].unwritten_tokens_total >= BLOCK_TOKENS
 
 
 def test_a_prefix_larger_than_the_queue_reaches_the_disk(
@@ -188,26 +191,71 @@ def test_what_the_queue_had_no_room_for_is_written_later(
     close(store)
 
 
-def test_a_disk_that_works_again_is_used_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyError("a bug")])
+def test_what_was_queued_is_written_when_the_disk_works_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception
 ) -> None:
-    store = on_disk(tmp_path, ram=1 << 20)
+    monkeypatch.setattr(writers, "RETRY_S", 0.2)
+    store = on_disk(tmp_path)
     with monkeypatch.context() as failing:
 
-        def full(*_: object) -> None:
-            raise OSError(28, "No space left on device")
+        def fail(*_: object) -> None:
+            raise failure
 
-        failing.setattr(DiskTier, "write", full)
-        store.set_idle(True)
+        failing.setattr(DiskTier, "write", fail)
         save_all(store, TEXT)
-        wait_until(lambda: bool(store.stats()[1].error))
+        store.set_idle(True)
+        wait_until(lambda: bool(store.stats()[0].error))
+        assert store.stats()[0].error in ("No space left on device", "'a bug'")
+        assert (store.stats()[0].unsaved_tokens, store.num_losses) == (len(TEXT), 0)
+        assert load_all(store, TEXT) == len(TEXT), "what waits can be used"
+    wait_until(lambda: store.stats()[0].blocks == 4)
+    assert (store.stats()[0].error, store.stats()[0].unsaved_tokens) == ("", 0)
+    assert store.num_losses == 1, "prefixes that were not even queued are looked at again"
+    close(store)
+
+
+def test_a_disk_that_fails_holds_nothing_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(DiskTier, "write", full)
+    store = on_disk(tmp_path, ram=1 << 20)
     save_all(store, TEXT)
-    assert store.stats()[1].blocks == 0, "it rests"
-    monkeypatch.setattr(writers, "RETRY_S", 0.0)
-    store._writer._retry_s = 0.0  # type: ignore[union-attr]
+    monkeypatch.setattr(writers, "MAX_WAITING_BYTES", STATE_BYTES)
+    assert store.is_full
+    store.set_idle(True)
+    wait_until(lambda: bool(store.stats()[1].error))
+    assert not store.is_full, "the RAM gets more"
+    store.close(time.monotonic() + 30)
+    assert "434 tokens of prefixes were not written to disk: No space left on device" in caplog.text
+
+
+def test_what_there_was_no_time_for_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    goes_on = threading.Event()
+    monkeypatch.setattr(DiskTier, "write", lambda *_: goes_on.wait())
+    store = on_disk(tmp_path)
+    store.count_unsaved = lambda: 1000  # of the KV cache
     save_all(store, TEXT)
-    wait_until(lambda: store.stats()[1].blocks == 4)
-    assert store.stats()[1].error == ""
+    store.close(time.monotonic())
+    goes_on.set()
+    said = "1,434 tokens of prefixes were not written to disk: there was no time for them"
+    assert said in caplog.text
+
+
+def test_the_end_of_the_queue_is_announced(tmp_path: Path) -> None:
+    store, drained = on_disk(tmp_path), threading.Event()
+    store.on_drained(drained.set)
+    save_all(store, TEXT)
+    assert not drained.wait(0.1)
+    store.set_idle(True)
+    assert drained.wait(10)
+    assert store.stats()[0].blocks == 4
     close(store)
 
 
@@ -219,6 +267,7 @@ def test_a_prompt_larger_than_a_tier_keeps_its_head(tmp_path: Path, ram: int) ->
     save_all(store, text)
     close(store)
     assert store.stats()[-1].error == ""
+    assert store.stats()[-1].unwritten_tokens_total >= 12 * BLOCK_TOKENS
     again = on_disk(tmp_path)
     assert 6 * BLOCK_TOKENS <= load_all(again, text) <= 8 * BLOCK_TOKENS
     close(again)

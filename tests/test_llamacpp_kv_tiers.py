@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import llama_cpp
 import numpy as np
 import pytest
 from gguf_files import rewrite
@@ -22,6 +23,7 @@ from localgen.backends.engine import prefix_tiers
 from localgen.backends.engine.prefix_tiers import PrefixTiers
 from localgen.backends.errors import InvalidRequest, LoadFailed
 from localgen.backends.kv_store.disk_tier import namespace_folders, stored_files
+from localgen.backends.kv_store.inventory import stored_models
 from localgen.backends.llamacpp import kv_tiers
 from localgen.backends.llamacpp.loader import load_llamacpp_model
 from localgen.backends.llamacpp.shared_cache import SharedCache
@@ -255,6 +257,47 @@ def test_a_request_may_leave_nothing_behind(tmp_path: Path) -> None:
     end(again)
 
 
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_a_private_request_leaves_the_public_part(tmp_path: Path, is_saved: bool) -> None:
+    bench = Bench(DISK, kv_dir=tmp_path)
+    cache = bench.runner.kv_cache
+    assert isinstance(cache, SharedCache)
+    (public,) = bench.ask([chat(HEAD)], replace(PARAMS, max_tokens=1))
+    (slot,) = cache._cached_prefixes
+    num_public = len(slot.cached_tokens)
+    while is_saved and bench.runner.save_next_block():
+        pass
+    messages = [*chat(HEAD), Message("assistant", public.text), *chat("Sum it up.")]
+    bench.run([bench.submit(messages, PARAMS, save_prefix=False)])
+    (slot,) = cache._cached_prefixes
+    assert len(slot.cached_tokens) > num_public, "the same cells hold both"
+    end(bench)
+    (stored,) = stored_models(tmp_path)
+    assert num_public - 64 <= stored.tokens <= num_public
+
+
+def test_a_private_prefix_that_replaces_a_public_one_saves_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PrefixTiers, "save_while_busy", lambda _: None)
+    bench = Bench(DISK, kv_dir=tmp_path)
+    cache = bench.runner.kv_cache
+    assert isinstance(cache, SharedCache)
+    longer = [*chat(HEAD), Message("assistant", "Yes."), *chat("Sum it up.")]
+    private = bench.submit(longer, replace(PARAMS, max_tokens=60), save_prefix=False)
+    while not any(seq.num_generated for seq in bench.engine._scheduler.running):
+        bench.engine.step(wait=False)
+    bench.run([bench.submit(chat(HEAD), replace(PARAMS, max_tokens=1))])
+    (public,) = cache._cached_prefixes
+    num_public = len(public.cached_tokens)
+    bench.run([private])
+    (slot,) = cache._cached_prefixes
+    assert len(slot.cached_tokens) > num_public
+    end(bench)
+    (stored,) = stored_models(tmp_path)
+    assert stored.tokens == num_public
+
+
 def test_what_was_removed_is_saved_again(tmp_path: Path) -> None:
     bench = Bench(DISK, kv_dir=tmp_path)
     bench.ask([chat(HEAD)], PARAMS)
@@ -295,10 +338,18 @@ def test_a_damaged_file_is_computed_again(tmp_path: Path, reused: Reply) -> None
     end(third)
 
 
-def test_another_kv_type_or_model_shares_nothing(tmp_path: Path) -> None:
+def test_another_kv_type_model_or_build_shares_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = Bench(DISK, kv_dir=tmp_path)
     first.ask([chat(HEAD)], PARAMS)
     end(first)
+    with monkeypatch.context() as other_build:
+        other_build.setattr(llama_cpp, "__version__", "0.0.1")
+        other = Bench(DISK, kv_dir=tmp_path)
+    (reply,) = other.ask([chat(HEAD)], PARAMS)
+    assert reply.finished.timings.restored == ()
+    end(other)
     copied = rewrite(tmp_path / "other.gguf", {"general.name": None})
     others = (
         Bench(LoadOptions(kv_ram=0, cache_type_k="q8_0"), kv_dir=tmp_path),
@@ -308,7 +359,11 @@ def test_another_kv_type_or_model_shares_nothing(tmp_path: Path) -> None:
         (reply,) = other.ask([chat(HEAD)], PARAMS)
         assert reply.finished.timings.restored == ()
         end(other)
-    assert len(namespace_folders(tmp_path)) == 3
+    assert len(namespace_folders(tmp_path)) == 4
+    again = Bench(DISK, kv_dir=tmp_path)
+    (reply,) = again.ask([chat(HEAD)], PARAMS)
+    assert reply.finished.timings.restored, "the first is still there"
+    end(again)
 
 
 def test_another_build_shares_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from serving import settings_in, short_folder
+from terminal_program import run_on_terminal
 
 from localgen.machine.python_process import python_environment
 
@@ -37,27 +37,12 @@ def localgen() -> Iterator[Run]:
         env |= {"LOCALGEN_CONFIG_DIR": state}
 
         def run(*arguments: str, typed: str = "") -> tuple[int, str]:
-            leader, follower = pty.openpty()
             command = [*in_mount, sys.executable, "-m", "localgen.cli.main", *arguments]
-            process = subprocess.Popen(
-                command, env=env, stdin=follower, stdout=follower, stderr=follower
-            )
-            os.close(follower)
-            os.write(leader, typed.encode())
-            shown = b"".join(iter(lambda: _read(leader), b""))
-            os.close(leader)
-            return process.wait(60), shown.decode()
+            return run_on_terminal(command, env, typed)
 
         yield run
         run("stop")
         settings.state_dir.chmod(0o700)
-
-
-def _read(leader: int) -> bytes:
-    try:
-        return os.read(leader, 1 << 16)
-    except OSError:  # the other end is closed
-        return b""
 
 
 def test_list_needs_no_state(localgen: Run) -> None:

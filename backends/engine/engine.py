@@ -23,6 +23,7 @@ from localgen.backends.engine.speculation.policy import Speculation
 from localgen.backends.engine.stats import StatsRecorder
 from localgen.backends.engine.thinking_budgets import ThinkingBudgets
 from localgen.backends.engine.token_budget import TokenBudget
+from localgen.backends.engine_stats import SAVE_TIMEOUT_S
 from localgen.backends.errors import LocalgenError
 from localgen.backends.kv_store.store import PrefixStore
 from localgen.backends.runner.interface import (
@@ -49,8 +50,6 @@ from localgen.backends.types import (
 STATS_INTERVAL_S = 0.25
 # idle engines publish too: the server takes one that sends nothing for twice as long for silent
 IDLE_STATS_INTERVAL_S = 5.0
-# at the end, for prefixes that are not saved yet; the server kills an engine after 3 s
-SAVE_TIMEOUT_S = 2.0
 # one for requests that may take long to prepare, one for the others
 _PREPARATION_THREADS = 2
 _CANNOT_REWIND = (
@@ -64,7 +63,12 @@ class _Stop:
     pass
 
 
-_Mail = Sequence | EmbeddingTask | Tokenized | Cancel | AnswerNow | Failed | Finished
+@dataclass(frozen=True, slots=True)
+class _Drained:
+    """The disk has been written: more prefixes can be saved."""
+
+
+_Mail = Sequence | EmbeddingTask | Tokenized | Cancel | AnswerNow | Failed | Finished | _Drained
 
 
 class Engine:
@@ -89,6 +93,7 @@ class Engine:
         self._tiers = None
         if prefix_store is not None and isinstance(runner, TieredRunner):
             self._tiers = PrefixTiers(runner, prefix_store)
+            prefix_store.on_drained(lambda: self._inbox.put(_Drained()))
         self._async_runner = runner if isinstance(runner, AsyncRunner) else None
         self._input_processor = input_processor
         self._outbox = Outbox(publish)
@@ -118,6 +123,7 @@ class Engine:
             no_drafts_reason=lambda: self._speculation.reason,
         )
         self._thinking_budgets = ThinkingBudgets(self._scheduler, input_processor.tokenizer)
+        self._save_until_s = 0.0
         self._unpublished: list[SequenceOutput] = []
         self._is_decoding = False  # the last step computed no prompt
         # their text ended them while a step was in flight
@@ -156,7 +162,8 @@ class Engine:
         self._inbox.put(AnswerNow(request_id))
 
     def stop(self) -> None:
-        """Make `run` return after the step in flight."""
+        """Make `run` return after the step in flight, and SAVE_TIMEOUT_S from now at the latest."""
+        self._save_until_s = time.monotonic() + SAVE_TIMEOUT_S
         self._inbox.put(_Stop())
 
     def _prepare(self, request: AnyRequest) -> Prepared:
@@ -179,7 +186,7 @@ class Engine:
             self._flush(idle=True)
             while self.step(wait=True):
                 pass
-            self.save_prefixes(time.monotonic() + SAVE_TIMEOUT_S)
+            self.save_prefixes(self._save_until_s)
         except StepFailed as error:
             self._fail_all(str(error))
             raise
@@ -275,9 +282,9 @@ class Engine:
         """Handle all inbox items; return False after `stop`."""
         busy = self._scheduler.has_work or self._embedding_scheduler.has_work
         idle = not (busy or self._unpublished)
-        while wait and idle and self._inbox.empty() and self._prepare_while_idle():
-            pass
         self._set_idle(wait and idle)
+        if wait and idle:
+            self._prepare_until_mail()
         try:
             while True:
                 mail = self._inbox.get(block=wait and idle, timeout=IDLE_STATS_INTERVAL_S)
@@ -288,6 +295,16 @@ class Engine:
                 idle = False
         except queue.Empty:
             return True
+
+    def _prepare_until_mail(self) -> None:
+        before = self._num_unsaved()
+        while self._inbox.empty() and self._prepare_while_idle():
+            pass
+        if self._num_unsaved() != before:  # `localgen warm` waits for it
+            self._flush(idle=True)
+
+    def _num_unsaved(self) -> int:
+        return self._tiers.store.num_unsaved if self._tiers is not None else 0
 
     def _prepare_while_idle(self) -> bool:
         return self._prepare_runners() or self._save_next_block()
@@ -335,6 +352,8 @@ class Engine:
             case Finished():
                 self._outbox.add(item)
                 self._stats.record_end(item.request_id, item.reason)
+            case _Drained():
+                pass  # the loop goes on
 
     def _enqueue(self, seq: Sequence) -> None:
         try:

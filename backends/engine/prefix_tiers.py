@@ -82,9 +82,9 @@ class PrefixTiers:
         self.store.set_idle(is_idle)
 
     def save_all(self, deadline_s: float) -> None:
-        """Save what is left, until a deadline (monotonic seconds), and close the store."""
+        """Write what is left to the disk, until a deadline (monotonic seconds), and close it."""
         self.store.hurry()
-        while time.monotonic() < deadline_s:
+        while self.store.has_disk and time.monotonic() < deadline_s:
             if self.save_next_block():
                 continue
             if not self.store.is_full:

@@ -11,9 +11,10 @@ from dataclasses import replace
 
 from localgen.backends.engine import wire
 from localgen.backends.engine.draft_loading import create_drafters
-from localgen.backends.engine.engine import SAVE_TIMEOUT_S, Engine
+from localgen.backends.engine.engine import Engine
 from localgen.backends.engine.input_processor import InputProcessor
 from localgen.backends.engine.loaded_model import LoadedModel, ModelLoader
+from localgen.backends.engine_stats import SAVE_TIMEOUT_S
 from localgen.backends.errors import LocalgenError
 from localgen.backends.kv_store.store import PrefixStore
 from localgen.backends.messages import FrameSocket, inherited_socket
@@ -24,6 +25,8 @@ from localgen.backends.types import MAX_DRAFT_TOKENS, TokenizeRequest
 
 # of a loading engine, whatever its progress: without it, the server takes the engine for stopped
 HEARTBEAT_S = 1.0
+# after SAVE_TIMEOUT_S, an engine has this time to say what it has not saved
+_LAST_WORDS_S = 1.0
 log = logging.getLogger(__name__)
 
 
@@ -141,5 +144,6 @@ class _EngineServer:
         if self._engine is not None and self._prefix_store is not None:
             self._prefix_store.hurry()
             self._engine.stop()
-            self._engine_ended.wait(SAVE_TIMEOUT_S)
+            if not self._engine_ended.wait(SAVE_TIMEOUT_S + _LAST_WORDS_S):
+                log.warning("prefixes were not saved: the last step takes too long")
         os._exit(0)

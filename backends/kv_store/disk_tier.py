@@ -119,7 +119,8 @@ class DiskTier:
         self._tokens: dict[bytes, TokenArray] = {}
         self._touched_s: dict[bytes, float] = {}
         self._total_bytes = self._writes_left = self._changed_ns = 0
-        _remove_unfinished(self._folder)
+        for each in (folder, *namespace_folders(folder)):
+            _remove_unfinished(each)
         files = list(stored_files(self._folder))
         for file in files:
             self._add(file.parent, file.digest, file.num_bytes)
@@ -295,9 +296,10 @@ class DiskTier:
     def _chain_before(self, digest: bytes) -> set[bytes]:
         """A block, if it is here, and those that it follows."""
         chain: set[bytes] = set()
-        while digest in self._parents and digest not in chain:
-            chain.add(digest)
-            digest = self._parents[digest]
+        with self._lock:
+            while digest in self._parents and digest not in chain:
+                chain.add(digest)
+                digest = self._parents[digest]
         return chain
 
 
@@ -317,10 +319,14 @@ def _read_ahead(files: list[StoredFile]) -> None:
 
 
 def _remove_unfinished(folder: Path) -> None:
-    for path in folder.glob(f"*{block_file.UNFINISHED_SUFFIX}"):
-        with contextlib.suppress(OSError):
-            if path.lstat().st_mtime < time.time() - _UNFINISHED_S:
-                path.unlink()
+    """Remove what killed writers have left, which counts for no budget."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if not block_file.is_unfinished(entry.name):
+                continue
+            with contextlib.suppress(OSError):
+                if entry.stat(follow_symlinks=False).st_mtime < time.time() - _UNFINISHED_S:
+                    os.unlink(entry.path)
 
 
 def read_about(folder: Path) -> dict[str, str]:

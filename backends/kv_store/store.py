@@ -6,10 +6,11 @@ A KV cache asks `find` for a prompt, loads what it lacks, and saves blocks of wh
 from __future__ import annotations
 
 import itertools
+import logging
 import time
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -26,13 +27,16 @@ from localgen.backends.kv_store.blocks import (
 )
 from localgen.backends.kv_store.disk_tier import DiskTier
 from localgen.backends.kv_store.peer import MAX_PEERS, KVPeer, PeerServer
+from localgen.backends.kv_store.ram_tier import RamTier
 from localgen.backends.kv_store.rates import ByteRate
 from localgen.backends.kv_store.writer import BlockWriter
 from localgen.backends.types import RestoredTokens, merged_restored
+from localgen.backends.units import format_count
 
 RAM, DISK, PEER = KV_TIERS
 # shorter prefixes are saved only if they were used again
 MIN_PREFIX_TOKENS = 512
+_log = logging.getLogger(__name__)
 
 
 class FoundBlock(NamedTuple):
@@ -69,7 +73,7 @@ class PrefixStore:
     is asked for what both tiers lack, or None; a request may name another.
     prefill_per_s: tokens that the engine computes per second, or 0 if unknown. is_shared: other
     engines fetch from it, so a prefix is saved when its request ends, whatever its length.
-    num_losses: grows when other processes have removed blocks, which may be saved again then.
+    count_unsaved: set by the KV cache: tokens that it may still save.
     """
 
     def __init__(
@@ -83,14 +87,13 @@ class PrefixStore:
     ) -> None:
         self.prefill_per_s = 0.0
         self.is_shared = False
-        self.num_losses = 0
+        self.count_unsaved: Callable[[], int] = lambda: 0
+        self._num_removals = self._num_slow_tokens = 0
         self._connect, self._default_peer = connect, default_peer
         self._peers: OrderedDict[str, KVPeer] = OrderedDict()  # in order of last use
         self._server: PeerServer | None = None
         self._namespace = namespace
-        self._ram_limit, self._ram_bytes = ram_bytes, 0
-        self._ram: OrderedDict[bytes, KVBlock] = OrderedDict()  # in order of last use
-        self._ram_children: defaultdict[bytes, set[bytes]] = defaultdict(set)
+        self._ram = RamTier(ram_bytes)
         self._disk = disk
         self._disk_rate = ByteRate()
         self._writer = BlockWriter(disk) if disk is not None else None
@@ -166,8 +169,7 @@ class PrefixStore:
     def _mark_used(self, found: list[FoundBlock]) -> None:
         """Blocks are dropped before those that they follow."""
         for block in reversed(found):
-            if block.digest in self._ram:
-                self._ram.move_to_end(block.digest)
+            self._ram.touch(block.digest)
         if found and self._disk is not None and found[-1].digest in self._disk:
             self._disk.touch(found[-1].digest)
 
@@ -223,8 +225,7 @@ class PrefixStore:
 
     def children(self, parent: bytes) -> list[tuple[bytes, TokenArray]]:
         """Digest and tokens of the blocks behind a block. May be called from any thread."""
-        in_ram = [self._ram.get(each) for each in tuple(self._ram_children.get(parent, ()))]
-        found = [(block.digest, block.tokens) for block in in_ram if block is not None]
+        found = self._ram.children(parent)
         if self._writer is not None:
             found += self._writer.children(parent)
         if self._disk is not None:
@@ -241,6 +242,19 @@ class PrefixStore:
     def is_full(self) -> bool:
         """True if blocks should be saved later, when more of them are on disk."""
         return self._writer is not None and self._writer.is_full
+
+    @property
+    def num_losses(self) -> int:
+        """Grows when what was saved may have to be saved again.
+
+        Other processes have removed blocks, or the disk can be written again.
+        """
+        return self._num_removals + (self._writer.num_recoveries if self._writer else 0)
+
+    @property
+    def num_unsaved(self) -> int:
+        """Tokens that may have to be written to the disk; 0 without one."""
+        return 0 if self._writer is None else self._writer.num_tokens + self.count_unsaved()
 
     def next_unsaved(
         self, tokens: list[int], cache_salt: str, after: int = 0
@@ -285,6 +299,8 @@ class PrefixStore:
         )
         self._remove_beginnings_of(block)
         is_queued = self._wants_disk(block) and self._queue(block)
+        if not is_queued and self._is_slow(block):
+            self._num_slow_tokens += len(block.tokens)
         self._add_to_ram(block)
         return is_queued or block.digest in self._ram
 
@@ -299,61 +315,47 @@ class PrefixStore:
 
     def _wants_disk(self, block: KVBlock) -> bool:
         """False without a disk, after an error, or if reading takes longer than computing."""
-        if self._writer is None or self._writer.is_resting:
-            return False
-        return not block.compute_ms or self._disk_rate.ms(block.num_bytes) < block.compute_ms
+        return self._writer is not None and not (self._writer.is_resting or self._is_slow(block))
+
+    def _is_slow(self, block: KVBlock) -> bool:
+        """True if reading it from disk takes longer than computing it, as far as is known."""
+        return 0 < block.compute_ms <= self._disk_rate.ms(block.num_bytes)
 
     def _queue(self, block: KVBlock) -> bool:
         return self._writer is not None and self._writer.add(block)
 
     def _add_to_ram(self, block: KVBlock) -> None:
-        if self._ram_limit:
-            self._ram[block.digest] = block
-            self._ram_children[block.parent].add(block.digest)
-            self._ram_bytes += block.num_bytes
-            self._shrink_ram(block)
+        """What it takes the room of goes to the disk, if that does not have it yet."""
+        self._ram.add(block)
+        while (dropped := self._ram.excess(block)) is not None:
+            if not self._is_kept(dropped.digest) and self._wants_disk(dropped):
+                self._queue(dropped)
+            self._ram.remove(dropped.digest)
 
     def _remove_beginnings_of(self, block: KVBlock) -> None:
         """Remove shorter blocks that hold only the first tokens of this one."""
         for digest, tokens in self.children(block.parent):
             count = len(tokens)
             if count < len(block.tokens) and _common_len(tokens, block.tokens) == count:
-                self._drop_from_ram(digest)
+                self._ram.remove(digest)
                 if self._writer is not None:
                     self._writer.discard(digest)
                 if self._disk is not None:
                     self._disk.remove(digest)
-
-    def _shrink_ram(self, newest: KVBlock) -> None:
-        """Drop the least recently used blocks; the disk gets those that it does not have yet.
-
-        The newest is dropped before those that it follows.
-        """
-        while self._ram_bytes > self._ram_limit:
-            digest, block = next(iter(self._ram.items()))
-            if digest == newest.parent:
-                digest, block = newest.digest, newest
-            if not self._is_kept(digest) and self._wants_disk(block):
-                self._queue(block)
-            self._drop_from_ram(digest)
-
-    def _drop_from_ram(self, digest: bytes) -> None:
-        block = self._ram.pop(digest, None)
-        if block is None:
-            return
-        self._ram_bytes -= block.num_bytes
-        self._ram_children[block.parent].discard(digest)
-        if not self._ram_children[block.parent]:
-            del self._ram_children[block.parent]
 
     # -- the engine -------------------------------------------------------------------------
 
     def set_idle(self, is_idle: bool) -> None:
         """Say whether the engine has nothing to compute: then the disk is written."""
         if is_idle and self._disk is not None:
-            self.num_losses += self._disk.refresh()
+            self._num_removals += self._disk.refresh()
         if self._writer is not None:
             self._writer.set_idle(is_idle)
+
+    def on_drained(self, callback: Callable[[], object]) -> None:
+        """Have it called, by another thread, when all saved blocks are on disk."""
+        if self._writer is not None:
+            self._writer.on_drained = callback
 
     def listen(self, address: tuple[str, int] | str, key: bytes) -> None:
         """Let other engines fetch blocks at this address. Raises OSError."""
@@ -374,6 +376,10 @@ class PrefixStore:
         """Write what waits for the disk, until the deadline (monotonic seconds)."""
         if self._writer is not None:
             self._writer.close(max(deadline_s, time.monotonic()))
+            if unsaved := self.num_unsaved:
+                reason = self._writer.error or "there was no time for them"
+                count = format_count(unsaved, "token")
+                _log.warning("%s of prefixes were not written to disk: %s", count, reason)
         if self._server is not None:
             self._server.close()
         for peer in self._peers.values():
@@ -382,14 +388,15 @@ class PrefixStore:
     def stats(self) -> tuple[KVTierStats, ...]:
         """The tiers that are not switched off."""
         tiers = []
-        if self._ram_limit:
-            tiers.append(self._tier_stats(RAM, len(self._ram), self._ram_bytes, self._ram_limit))
-        if self._disk is not None:
-            error = self._writer.error if self._writer is not None else ""
-            disk = self._tier_stats(
-                DISK, len(self._disk), self._disk.num_bytes, self._disk.limit_bytes, error
+        if limit := self._ram.limit_bytes:
+            tiers.append(self._tier_stats(RAM, len(self._ram), self._ram.num_bytes, limit))
+        if self._disk is not None and self._writer is not None:
+            size, limit = self._disk.num_bytes, self._disk.limit_bytes
+            disk = self._tier_stats(DISK, len(self._disk), size, limit, self._writer.error)
+            unwritten = self._num_slow_tokens + self._writer.num_unwritten_tokens
+            tiers.append(
+                replace(disk, unsaved_tokens=self.num_unsaved, unwritten_tokens_total=unwritten)
             )
-            tiers.append(disk)
         if self._default_peer is not None or self._peers:
             resting = (
                 peer.error

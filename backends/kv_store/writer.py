@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 
 from localgen.backends.kv_store.blocks import KVBlock, TokenArray
 from localgen.backends.kv_store.disk_tier import DiskTier, NoRoomForBlock
@@ -20,11 +21,15 @@ _log = logging.getLogger(__name__)
 class BlockWriter:
     """A queue of blocks to write, and the thread that writes them. Thread-safe.
 
-    error: why none are written now, or empty.
+    on_drained: called by that thread when it has written all. error: why none are written now, or
+    empty. num_recoveries: how often writing has worked again after an error. num_unwritten_tokens:
+    those that the disk had no room for.
     """
 
     def __init__(self, disk: DiskTier) -> None:
+        self.on_drained: Callable[[], object] = lambda: None
         self.error = ""
+        self.num_recoveries = self.num_unwritten_tokens = 0
         self._retry_s = 0.0
         self._disk = disk
         self._waiting: OrderedDict[bytes, KVBlock] = OrderedDict()
@@ -36,13 +41,22 @@ class BlockWriter:
 
     @property
     def is_full(self) -> bool:
-        """True if so much waits that it is written even while the engine computes."""
-        return self._waiting_bytes > MAX_WAITING_BYTES // 2
+        """True if so much waits that it is written even while the engine computes.
+
+        False while nothing is written.
+        """
+        return self._waiting_bytes > MAX_WAITING_BYTES // 2 and not self.is_resting
 
     @property
     def is_resting(self) -> bool:
-        """True after an error."""
+        """True after an error, for RETRY_S."""
         return bool(self.error) and time.monotonic() < self._retry_s
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are not written yet."""
+        with self._changed:
+            return sum(len(block.tokens) for block in self._waiting.values())
 
     def add(self, block: KVBlock) -> bool:
         """Queue a block; returns False if it cannot be written."""
@@ -96,36 +110,45 @@ class BlockWriter:
             self._changed.notify()
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
 
-    def _may_write(self) -> bool:
-        is_due = self._is_idle or self._is_hurried or self._is_closing or self.is_full
-        return bool(self._waiting) and is_due
+    def _next(self) -> KVBlock | None:
+        """Wait until a block is to be written; None at the end."""
+        with self._changed:
+            while not (self._is_closing or self._is_due()):
+                rest_s = self._retry_s - time.monotonic()
+                self._changed.wait(rest_s if rest_s > 0 else None)
+            return next(iter(self._waiting.values()), None)
+
+    def _is_due(self) -> bool:
+        is_time = self._is_idle or self._is_hurried or self.is_full
+        return bool(self._waiting) and is_time and not self.is_resting
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._may_write() or self._is_closing)
-                if not self._waiting:
-                    return
-                digest, block = next(iter(self._waiting.items()))
+        while (block := self._next()) is not None:
             try:
                 self._disk.write(block)
             except NoRoomForBlock:
-                pass
-            except (OSError, MemoryError) as error:
-                self._rest(getattr(error, "strerror", None) or str(error) or "out of memory")
+                self.num_unwritten_tokens += len(block.tokens)
+            except Exception as error:  # whatever it is: without this thread nothing is saved
+                self._rest(error)
+                if self._is_closing:
+                    return
                 continue
             with self._changed:
+                self.num_recoveries += bool(self.error)
                 self.error = ""
-                self._pop(digest)
+                self._pop(block.digest)
+                is_drained = not self._waiting
+            if is_drained:
+                self.on_drained()
 
-    def _rest(self, reason: str) -> None:
+    def _rest(self, error: Exception) -> None:
         """Write nothing for a while."""
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         if reason != self.error:
-            _log.error("prefixes are not kept on disk now: %s", reason)
+            is_known = isinstance(error, (OSError, MemoryError))
+            _log.error("prefixes are not kept on disk now: %s", reason, exc_info=not is_known)
         with self._changed:
             self.error, self._retry_s = reason, time.monotonic() + RETRY_S
-            self._waiting.clear()
-            self._waiting_bytes = 0
 
     def _pop(self, digest: bytes) -> None:
         block = self._waiting.pop(digest, None)

@@ -38,13 +38,13 @@ MIN_TRIM_TOKENS = 64
 class SharedSlot(CacheSlot):
     """A slot with the ids of its cells, computed or reserved.
 
-    num_saved: leading tokens that need not be saved any more. was_reused: most of it
-    was the beginning of another prompt.
+    num_public: leading tokens that may be saved. num_saved: those that need not be saved any more.
+    was_reused: most of it was the beginning of another prompt.
     """
 
     cells: CellIds = _NO_CELLS
-    num_saved = 0
-    was_reused = is_private = False
+    num_public = num_saved = 0
+    was_reused = False
 
 
 class SharedCache:
@@ -67,6 +67,8 @@ class SharedCache:
         store: PrefixStore | None = None,
     ) -> None:
         self._store, self._num_losses = store, 0
+        if store is not None:
+            store.count_unsaved = self._num_unsaved
         self._scratch_id = max_seqs + max_cached_prefixes
         self._context = context
         self._share_prefixes = share_prefixes
@@ -132,6 +134,7 @@ class SharedCache:
             source.was_reused |= 2 * known >= len(source.tokens)
         self._reclaim(needed + spare + beyond, protect=source, length=length)
         slot = self._claim_slot(seq, source if length else None, known, length)
+        slot.num_public = min(slot.num_public, length) if slot is source else 0
         slot.num_saved, slot.was_reused = 0, is_reuse
         slot.start(seq)
         self._running[seq] = slot
@@ -205,8 +208,9 @@ class SharedCache:
     def release(self, seq: Sequence, *, keep: bool) -> None:
         slot = self._running.pop(seq)
         self._loads.pop(seq, None)
-        slot.is_private = not seq.save_prefix
         slot.cached_tokens, slot.owner = slot.tokens if keep and self._share_prefixes else [], None
+        length = len(slot.cached_tokens)
+        slot.num_public = length if seq.save_prefix else min(slot.num_public, length)
         self._truncate(slot, len(slot.cached_tokens))
         if not slot.cached_tokens:
             self._free_slots.append(slot)
@@ -235,10 +239,9 @@ class SharedCache:
         """Save one block of a cached prefix; returns False if the store has all it can get."""
         if self._store is None:
             return False
-        tokens = slot.cached_tokens
-        is_wanted = slot.was_reused or self._store.is_shared or len(tokens) >= MIN_PREFIX_TOKENS
-        if slot.is_private or not is_wanted or slot.num_saved >= len(tokens):
+        if not self._num_left(slot):
             return False
+        tokens = slot.cached_tokens[: slot.num_public]
         unsaved = self._store.next_unsaved(tokens, slot.cache_salt, slot.num_saved)
         if unsaved is None:
             slot.num_saved = len(tokens)
@@ -251,6 +254,15 @@ class SharedCache:
         elif not self._store.is_full:  # else it is tried again later
             slot.num_saved = len(tokens)
         return is_saved
+
+    def _num_left(self, slot: SharedSlot) -> int:
+        """Tokens of a cached prefix that may have to be saved."""
+        is_shared = self._store is not None and self._store.is_shared
+        is_wanted = slot.was_reused or is_shared or slot.num_public >= MIN_PREFIX_TOKENS
+        return max(0, slot.num_public - slot.num_saved) if is_wanted else 0
+
+    def _num_unsaved(self) -> int:
+        return sum(self._num_left(slot) for slot in self._cached_prefixes)
 
     def _save(self, slot: SharedSlot) -> None:
         """Save a cached prefix."""
@@ -275,12 +287,14 @@ class SharedCache:
         """Evict cached prefixes that are a prefix of this one: they serve no other prompt."""
         for cached in list(self._cached_prefixes):
             if cached.has_prefix_of(slot):
+                slot.num_public = max(slot.num_public, cached.num_public)
                 self._evict(cached)
 
     # -- cached prefixes --------------------------------------------------------------------
 
     def _trim(self, slot: SharedSlot, length: int) -> None:
         slot.cached_tokens = slot.cached_tokens[:length]
+        slot.num_public = min(slot.num_public, length)
         self._truncate(slot, length)
 
     def _evict(self, slot: SharedSlot) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import closing
-from typing import Annotated
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from localgen.backends.errors import ModelNotFound, ServerUnavailable
+from localgen.backends.errors import LocalgenError, ModelNotFound, ServerUnavailable
 from localgen.cli.completion_values import complete_running_model
+
+if TYPE_CHECKING:
+    from localgen.client import LocalClient
 
 
 def command(
@@ -26,6 +29,8 @@ def command(
     from localgen.hub.models_file import models_file_problem
 
     with closing(LocalClient()) as client:
+        with suppress(LocalgenError):  # what cannot say it can be stopped
+            _announce_saving(client, model)
         if model is None:
             tables.print_line("server stopped" if client.shutdown() else "no server is running")
         elif client.health() is None:
@@ -37,3 +42,26 @@ def command(
                 tables.print_notice(f"{problem}; the names in it are not known")
             loaded = ", ".join(running.name for running in client.running_models()) or "none"
             raise ModelNotFound(f"{model} is not loaded; loaded models: {loaded}")
+
+
+def _announce_saving(client: LocalClient, model: str | None) -> None:
+    """Say on standard error that it may take a while: prefixes are to be written to the disk."""
+    from localgen.backends.engine_stats import SAVE_TIMEOUT_S
+    from localgen.backends.units import format_count
+    from localgen.cli import tables
+    from localgen.client.snapshot import parse_localgen_stats
+    from localgen.hub.resolve import name_for_server
+
+    if client.health() is None:
+        return
+    unsaved = sum(
+        tier.unsaved_tokens
+        for each in parse_localgen_stats(client.stats()).models
+        if model is None or name_for_server(model) in (each.name, each.id, each.path)
+        for tier in each.kv_tiers
+    )
+    if unsaved:
+        tables.print_notice(
+            f"saving up to {format_count(unsaved, 'token')} of prefixes to disk, "
+            f"for at most {SAVE_TIMEOUT_S:.0f} s"
+        )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from localgen.backends.engine_stats import SAVE_TIMEOUT_S, KVTierStats
 from localgen.backends.errors import InvalidRequest
+from localgen.backends.model_info import ModelInfo
 from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import Message, Timings
 from localgen.backends.units import format_count
@@ -16,16 +19,18 @@ from localgen.chat.parameters import ModelOptions, read_text_file
 from localgen.cli.arguments import ModelArgument
 from localgen.cli.options import takes_load_options
 from localgen.cli.pull import run_or_offer_pull
-from localgen.cli.remote_options import create_client
 
 if TYPE_CHECKING:
-    from localgen.client import Client
+    from localgen.client import LocalClient
     from localgen.repl.load_progress import LoadProgressLine
 
 # one token, which is thrown away
 _ANSWER = SamplingParams(max_tokens=1, temperature=0.0)
 # used again, a prefix is kept however short it is
 _TIMES = 2
+# as often as an engine reports
+_POLL_S = 0.25
+_UNTIL_UNLOADED = "they stay until the model is unloaded: "
 
 
 @takes_load_options
@@ -50,16 +55,17 @@ def command(
     if not system.strip():
         raise InvalidRequest(f"--prompt-file {prompt_file}: it is empty", param="prompt_file")
     from localgen.cli.one_shot import stderr_console
+    from localgen.client import LocalClient
     from localgen.hub.packaged import default_model
     from localgen.repl.load_progress import LoadProgressLine
 
     loading = LoadProgressLine(stderr_console(), model or default_model())
-    with closing(create_client(None, loading.notify)) as client:
+    with closing(LocalClient(notify=loading.notify)) as client:
         run_or_offer_pull(model, lambda: _warm(client, loading, model, system, options))
 
 
 def _warm(
-    client: Client,
+    client: LocalClient,
     loading: LoadProgressLine,
     model: str | None,
     system: str,
@@ -73,20 +79,60 @@ def _warm(
         raise InvalidRequest(
             f"{info.name} keeps no prefixes: not with its architecture, or --no-prefix-cache"
         )
+    disk = _disk_tier(client, info)
+    unwritten = disk.unwritten_tokens_total if disk is not None else 0
     messages = [Message(role="system", content=system), Message(role="user", content=".")]
     timings, *_ = [_ask(client, model, messages, options.ctx) for _ in range(_TIMES)]
     size = format_count(timings.cache_n + timings.prompt_n, "token")
     if timings.prompt_n > timings.cache_n:
-        print(f"{info.name} has read {size} in {timings.prompt_ms / 1e3:.1f} s")
+        print(f"{info.name} has read {size} in {timings.prompt_ms / 1e3:.1f} s", flush=True)
     else:
-        print(f"{info.name} had read {size} before")
+        print(f"{info.name} had read {size} before", flush=True)
+    print(_where_they_are(client, info, unwritten))
+
+
+def _where_they_are(client: LocalClient, info: ModelInfo, unwritten: int) -> str:
+    """Wait until the disk is written; say whether the tokens are there, and why not.
+
+    unwritten: its unwritten_tokens_total before the prompt was read.
+    """
     if not info.options.kv_disk:
         notes = [note for note in info.notes if note.startswith("prefixes are")]
-        reason = notes[0] if notes else "it keeps no prefixes on disk"
-        print(f"they stay until the model is unloaded: {reason}")
+        return _UNTIL_UNLOADED + (notes[0] if notes else "it keeps no prefixes on disk")
+    left, until_s = -1, 0.0
+    while True:
+        time.sleep(_POLL_S)
+        tier = _disk_tier(client, info)
+        if tier is None:
+            return "it was unloaded before they were on disk"
+        if tier.error:
+            return f"{_UNTIL_UNLOADED}the disk cannot be written: {tier.error}"
+        if not tier.unsaved_tokens:
+            break
+        if tier.unsaved_tokens != left:
+            left, until_s = tier.unsaved_tokens, time.monotonic() + SAVE_TIMEOUT_S
+        elif time.monotonic() > until_s:
+            return f"{format_count(left, 'token')} of prefixes are written when it is idle"
+    if count := tier.unwritten_tokens_total - unwritten:
+        return (
+            f"{format_count(count, 'token')} of them stay until the model is unloaded: --kv-disk "
+            "has no room for them, or they are read slower than computed"
+        )
+    return "they are on disk"
 
 
-def _ask(client: Client, model: str | None, messages: list[Message], ctx: int | None) -> Timings:
+def _disk_tier(client: LocalClient, info: ModelInfo) -> KVTierStats | None:
+    """The disk of a loaded model, or None."""
+    from localgen.client.snapshot import parse_localgen_stats
+
+    models = parse_localgen_stats(client.stats()).models
+    tiers = (tier for each in models if each.path == info.path for tier in each.kv_tiers)
+    return next((tier for tier in tiers if tier.tier == "disk"), None)
+
+
+def _ask(
+    client: LocalClient, model: str | None, messages: list[Message], ctx: int | None
+) -> Timings:
     from localgen.client import Completion
 
     *_, last = client.chat(model, messages, _ANSWER, ctx=ctx)

@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO
 
+from localgen.backends.engine_stats import SAVE_TIMEOUT_S
 from localgen.backends.errors import ServerUnavailable
 from localgen.config import ServerSettings
 from localgen.machine.python_process import python_command, python_environment
 
 SERVER_COMMAND = tuple(python_command("localgen.server"))
 _START_TIMEOUT_S = 30.0
-_SHUTDOWN_TIMEOUT_S = 20.0
+_SHUTDOWN_TIMEOUT_S = SAVE_TIMEOUT_S + 20.0
 _POLL_INTERVAL_S = 0.01
 # with less free space, a server cannot write why it ends
 _LOG_LINE_BYTES = 4096
@@ -134,7 +135,7 @@ def read_server_pid(settings: ServerSettings) -> int | None:
 
 
 def wait_for_shutdown(settings: ServerSettings, is_aborted: Predicate) -> bool:
-    """Wait until no server holds its lock; False after a timeout of 20 s."""
+    """Wait until no server holds its lock; False after _SHUTDOWN_TIMEOUT_S."""
 
     def has_ended() -> bool:
         with open(settings.server_lock_path, "a") as lock:

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import IO
 
+from localgen.backends.engine_stats import SAVE_TIMEOUT_S
 from localgen.backends.errors import LocalgenError, ServerUnavailable
 from localgen.backends.model_info import LoadOptions
 from localgen.backends.terminal_text import one_line
@@ -35,7 +36,7 @@ from localgen.server.stats.request_log import create_log_formatter
 MAX_LOG_BYTES = 4 << 20
 EXIT_FAILED = 1
 # a server that shuts down may hold the lock this much longer than its socket
-_LOCK_TIMEOUT_S = 15.0
+_LOCK_TIMEOUT_S = SAVE_TIMEOUT_S + 15.0
 _BACKLOG = 128
 _log = logging.getLogger("localgen.server")
 

@@ -301,6 +301,8 @@ def _add_tiers(a: KVTierStats, b: KVTierStats) -> KVTierStats:
         saved_s_total=a.saved_s_total + b.saved_s_total,
         refused_total=a.refused_total + b.refused_total,
         error=a.error or b.error,
+        unsaved_tokens=a.unsaved_tokens + b.unsaved_tokens,
+        unwritten_tokens_total=a.unwritten_tokens_total + b.unwritten_tokens_total,
     )
 
 

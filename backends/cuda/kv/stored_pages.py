@@ -47,6 +47,7 @@ class StoredPages:
         self._pages: dict[int, None] = {}  # those that may be saved, saved or not
         self._num_losses = 0
         self._reused: set[int] = set()
+        store.count_unsaved = self._num_unsaved
 
     # -- loading ----------------------------------------------------------------------------
 
@@ -97,6 +98,10 @@ class StoredPages:
         if page not in self._reused:
             self._reused.add(page)
             self._unsaved[page] = 0
+
+    def _num_unsaved(self) -> int:
+        """At most so many tokens are to be saved. All but a few are of pages not looked at yet."""
+        return max(0, len(self._unsaved) * PAGE_TOKENS - sum(self._unsaved.values()))
 
     def save_at_release(self) -> None:
         """Save all if other engines fetch from the store."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from localgen.backends.engine import wire
-from localgen.backends.engine_stats import EngineStats
+from localgen.backends.engine_stats import SAVE_TIMEOUT_S, EngineStats
 from localgen.backends.errors import (
     EngineDied,
     InvalidRequest,
@@ -247,9 +247,24 @@ class EngineClient(asyncio.Protocol):
             self._process.sock.close()
         else:
             self._transport.close()  # the engine exits at the end of its input
-        await self._process.wait_or_kill(_EXIT_TIMEOUT_S)
+        if self._is_saving:
+            _log.info("%s: saving prefixes for at most %.0f s", self._name, SAVE_TIMEOUT_S)
+        await self._process.wait_or_kill(self._exit_timeout_s)
         if self._transport is not None:
             await self._output.wait_closed(_EXIT_TIMEOUT_S)
+
+    @property
+    def _is_saving(self) -> bool:
+        """True if an engine that was stopped may have prefixes to write to the disk."""
+        stats = self.stats
+        return stats is not None and any(
+            tier.unsaved_tokens or (tier.tier == "disk" and stats.running)
+            for tier in stats.kv_tiers
+        )
+
+    @property
+    def _exit_timeout_s(self) -> float:
+        return _EXIT_TIMEOUT_S + (SAVE_TIMEOUT_S if self._is_saving else 0.0)
 
     def data_received(self, received: bytes) -> None:
         self.silence = Silence()
@@ -276,7 +291,7 @@ class EngineClient(asyncio.Protocol):
         assert self._end_reason is not None
         # requests that were submitted after the engine announced its end
         self.fail_all(EngineDied.code, self._end_reason)
-        await self._process.wait_or_kill(_EXIT_TIMEOUT_S)
+        await self._process.wait_or_kill(self._exit_timeout_s)
 
     async def _handle_crash(self) -> None:
         status = await self._process.wait(_EXIT_STATUS_TIMEOUT_S)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from localgen.backends.engine_stats import SAVE_TIMEOUT_S
 from localgen.backends.errors import LoadFailed, LocalgenError
 from localgen.backends.formats.model_files import ModelFile
 from localgen.backends.model_info import LoadOptions, ModelInfo, ModelLoadRequest
@@ -22,9 +23,9 @@ from localgen.server.models.engine_process import EngineStarter
 from localgen.server.models.model_load import build_load_request, load_model
 from localgen.server.models.resident import ResidentModel
 
-# how long others wait for an engine to exit: it is killed after 3 s, which has no effect while the
-# system waits for a disk or a driver that hangs
-EXIT_WAIT_S = 5.0
+# how long others wait for an engine to exit: it is killed 3 s after it should have saved its
+# prefixes, which has no effect while the system waits for a disk or a driver that hangs
+EXIT_WAIT_S = SAVE_TIMEOUT_S + 5.0
 _log = logging.getLogger("localgen.server")
 
 # (model name, `loaded` or an error code, load time in seconds)
