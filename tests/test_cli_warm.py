@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -55,6 +56,32 @@ def test_what_was_read_is_there_after_a_restart(
     assert re.fullmatch(
         r"tiny had read \d+ tokens before\nthey are on disk\n", capsys.readouterr().out
     )
+
+
+@pytest.mark.parametrize(
+    ("cached", "computed", "said"),
+    [
+        (0, 1951, "has read 1,951 tokens in 2.0 s"),
+        (1940, 11, "had read 1,951 tokens before"),
+        (640, 1311, "has read 1,311 tokens in 2.0 s, and had read 640 before"),
+        (0, 9, "has read 9 tokens in 2.0 s"),
+    ],
+)
+def test_what_was_computed_is_told_from_what_was_there(
+    cached: int, computed: int, said: str
+) -> None:
+    timings = replace(TIMINGS, cache_n=cached, prompt_n=computed, prompt_ms=2000.0)
+    assert warm._what_was_read(timings) == said
+
+
+@pytest.mark.usefixtures("stopped_server")
+def test_the_prompt_may_come_from_standard_input(
+    head: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with head.open() as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        assert run_command_line(["warm", "tiny", "-f", "-"]) == 0
+    assert "has read" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("stopped_server")

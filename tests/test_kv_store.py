@@ -15,6 +15,7 @@ from serving import wait_until
 from localgen.backends.kv_store import writer as writers
 from localgen.backends.kv_store.blocks import BLOCK_TOKENS
 from localgen.backends.kv_store.disk_tier import DiskTier, stored_files
+from localgen.backends.kv_store.prefix_load import PrefixLoad
 from localgen.backends.kv_store.store import PrefixStore
 
 TEXT = [7 * number % 1000 for number in range(3 * BLOCK_TOKENS + 50)]
@@ -334,6 +335,23 @@ def test_a_damaged_block_ends_the_prefix(tmp_path: Path) -> None:
     save_all(store, TEXT)
     close(store)
     assert load_all(on_disk(tmp_path), TEXT) == len(TEXT), "it is written again"
+
+
+def test_all_refused_blocks_of_a_prompt_are_replaced_at_once(tmp_path: Path) -> None:
+    first = on_disk(tmp_path)
+    save_all(first, TEXT)
+    close(first)
+    files = sorted(stored_files(tmp_path / NAMESPACE.hex()), key=lambda file: file.path)
+    for file in files:
+        file.path.write_bytes(file.path.read_bytes()[:-1] + b"\0")
+    store = on_disk(tmp_path)
+    load = PrefixLoad(store, TEXT, store.find(TEXT, ""), 0, lambda *_: True)
+    load.advance(time.monotonic() + 60)
+    assert (load.num_loaded, load.is_done) == (0, True)
+    assert store.stats()[0].refused_total == len(files) > 2
+    save_all(store, TEXT)
+    close(store)
+    assert load_all(on_disk(tmp_path), TEXT) == len(TEXT)
 
 
 def test_states_of_kv_blocks_differ() -> None:

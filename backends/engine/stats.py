@@ -31,6 +31,8 @@ from localgen.backends.types import Finished, Timings, restored_text
 
 WINDOW_S = 60.0
 MAX_SAMPLES = 4096
+# a step of fewer prompt tokens takes longer for each than one of a whole prompt
+MIN_RATE_TOKENS = 64
 # sorting more samples than this on every call would delay steps: sort once per interval instead
 MAX_ALWAYS_SORTED = 256
 SORT_INTERVAL_S = 1.0
@@ -137,7 +139,8 @@ class StatsRecorder:
         decoded = sum([len(output.tokens) for output in outputs]) - first_tokens
         if prompt_tokens:
             self._prefill.add(prompt_tokens, step_ms / 1e3)
-            self._whole_prompts.add(prompt_tokens, step_ms / 1e3)
+            if prompt_tokens >= MIN_RATE_TOKENS:
+                self._whole_prompts.add(prompt_tokens, step_ms / 1e3)
         if decoded:
             self._decode.add(decoded, step_ms / 1e3)
         # neither a prompt, nor tokens that are computed again after a preemption

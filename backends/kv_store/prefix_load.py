@@ -62,6 +62,7 @@ class PrefixLoad:
         self._store, self._tokens, self._put = store, tokens, put
         self._left = deque(blocks)
         self._excess_ms = 0.0  # by which loading took longer than computing
+        self._is_broken = False  # a block was refused
 
     @property
     def is_done(self) -> bool:
@@ -76,11 +77,21 @@ class PrefixLoad:
                 return
 
     def _load(self, found: FoundBlock) -> bool:
-        """Load a block. Returns False if the tokens after it, or its own, are to be computed."""
+        """Load a block. Returns False if the tokens after it, or its own, are to be computed.
+
+        Those behind a refused block are only read, so that each that would be refused is replaced
+        by what is computed now.
+        """
+        if self._is_broken:
+            self._store.load(found._replace(peer=None), self._tokens)
+            return True
         started_s = time.perf_counter()
         loaded = self._store.load(found, self._tokens)
         end = found.start + found.length
-        if loaded is None or not self._put(loaded[0], self.num_loaded, end):
+        if loaded is None:
+            self._is_broken = not self._store.has(found.digest)
+            return self._is_broken
+        if not self._put(loaded[0], self.num_loaded, end):
             return False
         block, tier = loaded
         num_tokens, self.num_loaded = end - self.num_loaded, end

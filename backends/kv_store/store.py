@@ -418,7 +418,7 @@ class PrefixStore:
             limit_bytes=limit,
             hit_tokens_total=counters.hit_tokens,
             saved_s_total=counters.saved_ms / 1e3,
-            refused_total=self._disk.num_refused if tier == DISK and self._disk else 0,
+            refused_total=self._disk.num_refused if self._disk is not None and tier == DISK else 0,
             error=error,
         )
 

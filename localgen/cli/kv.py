@@ -164,7 +164,8 @@ def _nothing_stored() -> str:
 
     return (
         f"no prefixes are stored: a model that is loaded with --kv-disk above 0, the default, "
-        f"stores prompts of {MIN_PREFIX_TOKENS} tokens and more"
+        f"stores prompts of {MIN_PREFIX_TOKENS} tokens and more; if the disk cannot be written, "
+        "localgen top and the log say why"
     )
 
 

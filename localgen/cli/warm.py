@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from contextlib import closing
 from pathlib import Path
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 _ANSWER = SamplingParams(max_tokens=1, temperature=0.0)
 # used again, a prefix is kept however short it is
 _TIMES = 2
+# of a prompt that was read before, so few at its end may be computed again
+_END_TOKENS = 64
 # as often as an engine reports
 _POLL_S = 0.25
 _UNTIL_UNLOADED = "they stay until the model is unloaded: "
@@ -40,7 +43,9 @@ def command(
     prompt_file: Annotated[
         Path | None,
         typer.Option(
-            "-f", "--prompt-file", help="System prompt to read ahead of time.", dir_okay=False
+            *("-f", "--prompt-file"),
+            help="System prompt to read ahead of time; - for standard input.",
+            dir_okay=False,
         ),
     ] = None,
 ) -> None:
@@ -51,7 +56,11 @@ def command(
     """
     if prompt_file is None:
         raise InvalidRequest("no prompt: give one with --prompt-file FILE", param="prompt_file")
-    system = read_text_file(prompt_file, "--prompt-file", "prompt_file").removesuffix("\n")
+    if str(prompt_file) == "-":
+        system = sys.stdin.read()
+    else:
+        system = read_text_file(prompt_file, "--prompt-file", "prompt_file")
+    system = system.removesuffix("\n")
     if not system.strip():
         raise InvalidRequest(f"--prompt-file {prompt_file}: it is empty", param="prompt_file")
     from localgen.cli.one_shot import stderr_console
@@ -82,13 +91,21 @@ def _warm(
     disk = _disk_tier(client, info)
     unwritten = disk.unwritten_tokens_total if disk is not None else 0
     messages = [Message(role="system", content=system), Message(role="user", content=".")]
-    timings, *_ = [_ask(client, model, messages, options.ctx) for _ in range(_TIMES)]
-    size = format_count(timings.cache_n + timings.prompt_n, "token")
-    if timings.prompt_n > timings.cache_n:
-        print(f"{info.name} has read {size} in {timings.prompt_ms / 1e3:.1f} s", flush=True)
-    else:
-        print(f"{info.name} had read {size} before", flush=True)
+    with loading.reading(lambda: client.prompt_progress):
+        timings, *_ = [_ask(client, model, messages, options.ctx) for _ in range(_TIMES)]
+    print(f"{info.name} {_what_was_read(timings)}", flush=True)
     print(_where_they_are(client, info, unwritten))
+
+
+def _what_was_read(timings: Timings) -> str:
+    """timings.prompt_n tokens were computed: with the few that end every prompt."""
+    size, took = timings.cache_n + timings.prompt_n, f"{timings.prompt_ms / 1e3:.1f} s"
+    if timings.prompt_n <= _END_TOKENS < timings.cache_n:
+        return f"had read {format_count(size, 'token')} before"
+    if not timings.cache_n:
+        return f"has read {format_count(size, 'token')} in {took}"
+    new = format_count(timings.prompt_n, "token")
+    return f"has read {new} in {took}, and had read {timings.cache_n:,} before"
 
 
 def _where_they_are(client: LocalClient, info: ModelInfo, unwritten: int) -> str:

@@ -13,6 +13,8 @@ from rich.text import Text
 
 from localgen.backends import units
 from localgen.backends.terminal_text import one_line
+from localgen.backends.types import PromptProgress
+from localgen.chat import report
 
 
 class LoadProgressLine:
@@ -65,6 +67,19 @@ class LoadProgressLine:
         elapsed = units.format_elapsed(time.monotonic() - self._started_s)
         self._status.update(_dim(f"loading {self._name} {fraction:.0%} · {elapsed}"))
 
+    @contextlib.contextmanager
+    def reading(self, progress: Callable[[], PromptProgress | None]) -> Iterator[None]:
+        """Within the block, show how much of a prompt is computed."""
+        if not self._is_terminal:
+            yield
+            return
+        self._status.update(_WaitingText(progress))
+        self._status.start()
+        try:
+            yield
+        finally:
+            self._status.stop()
+
     def __enter__(self) -> LoadProgressLine:
         return self
 
@@ -76,6 +91,16 @@ class LoadProgressLine:
     ) -> None:
         if self._is_terminal:
             self._status.stop()
+
+
+class _WaitingText:
+    """How long an answer has been waited for, each time it is drawn."""
+
+    def __init__(self, progress: Callable[[], PromptProgress | None]) -> None:
+        self._progress, self._started_s = progress, time.monotonic()
+
+    def __rich__(self) -> Text:
+        return _dim(report.waiting_text(time.monotonic() - self._started_s, self._progress()))
 
 
 def _dim(message: str) -> Text:
