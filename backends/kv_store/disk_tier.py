@@ -290,7 +290,8 @@ class DiskTier:
             self._forget(file.digest)
         if self._total_bytes + needed > limit:
             if limit < self.limit_bytes:
-                raise OSError(errno.ENOSPC, f"{format_size(RESERVED_DISK_BYTES)} stay free on it")
+                least = format_size(RESERVED_DISK_BYTES)
+                raise OSError(errno.ENOSPC, f"less than {least} of it would stay free")
             raise NoRoomForBlock
 
     def _chain_before(self, digest: bytes) -> set[bytes]:
