@@ -94,8 +94,12 @@ class KernelPrecompiler:
         compile_launches(planner.first_answer_launches(), threads, self._device)
         self._elapsed_s = time.monotonic() - begun_s
         self._first_kernels_ready.set()
+        try:
+            lock = mark.with_name(_LOCK_NAME).open("wb")
+        except OSError:  # nothing can be added to the cache: what it lacks is compiled when needed
+            return
         # one process at a time: other engines on this machine may need the same kernels
-        with mark.with_name(_LOCK_NAME).open("wb") as lock:
+        with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not mark.exists():
                 _compile_later_launches(planner)

@@ -14,6 +14,8 @@ from localgen.backends.kv_store.store import FoundBlock, PrefixStore
 MIN_LOAD_TOKENS = 8
 # loading may take longer than computing by this time, which tells a slow disk from a slow start
 PATIENCE_MS = 100.0
+# after a refused block, those behind it are looked at for this time
+REPLACING_MS = 1000.0
 
 
 def blocks_after(
@@ -82,14 +84,16 @@ class PrefixLoad:
         Those behind a refused block are only read, so that each that would be refused is replaced
         by what is computed now.
         """
+        started_s = time.perf_counter()
         if self._is_broken:
             self._store.load(found._replace(peer=None), self._tokens)
-            return True
-        started_s = time.perf_counter()
+            self._excess_ms += (time.perf_counter() - started_s) * 1e3
+            return self._excess_ms <= REPLACING_MS
+        num_refused = self._store.num_refused
         loaded = self._store.load(found, self._tokens)
         end = found.start + found.length
         if loaded is None:
-            self._is_broken = not self._store.has(found.digest)
+            self._is_broken = self._store.num_refused > num_refused
             return self._is_broken
         if not self._put(loaded[0], self.num_loaded, end):
             return False

@@ -235,6 +235,11 @@ class PrefixStore:
     # -- saving -----------------------------------------------------------------------------
 
     @property
+    def num_refused(self) -> int:
+        """Blocks on disk that were damaged, of somebody else, or of another model."""
+        return self._disk.num_refused if self._disk is not None else 0
+
+    @property
     def has_disk(self) -> bool:
         return self._disk is not None
 
@@ -418,7 +423,7 @@ class PrefixStore:
             limit_bytes=limit,
             hit_tokens_total=counters.hit_tokens,
             saved_s_total=counters.saved_ms / 1e3,
-            refused_total=self._disk.num_refused if self._disk is not None and tier == DISK else 0,
+            refused_total=self.num_refused if tier == DISK else 0,
             error=error,
         )
 

@@ -124,18 +124,24 @@ class BlockWriter:
 
     def _run(self) -> None:
         while (block := self._next()) is not None:
+            is_written = False
             try:
                 self._disk.write(block)
+                is_written = True
             except NoRoomForBlock:
                 self.num_unwritten_tokens += len(block.tokens)
-            except Exception as error:  # whatever it is: without this thread nothing is saved
+            except (OSError, MemoryError) as error:
                 self._rest(error)
                 if self._is_closing:
                     return
                 continue
+            except Exception as error:  # of this block: the others are written all the same
+                self._rest(error)
+                self.num_unwritten_tokens += len(block.tokens)
             with self._changed:
-                self.num_recoveries += bool(self.error)
-                self.error = ""
+                if is_written:
+                    self.num_recoveries += bool(self.error)
+                    self.error = ""
                 self._pop(block.digest)
                 is_drained = not self._waiting
             if is_drained:

@@ -54,13 +54,20 @@ def _announce_saving(client: LocalClient, model: str | None) -> None:
 
     if client.health() is None:
         return
-    unsaved = sum(
-        tier.unsaved_tokens
+    tiers = [
+        tier
         for each in parse_localgen_stats(client.stats()).models
         if model is None or name_for_server(model) in (each.name, each.id, each.path)
         for tier in each.kv_tiers
-    )
-    if unsaved:
+        if tier.unsaved_tokens
+    ]
+    unsaved = sum(tier.unsaved_tokens for tier in tiers)
+    if error := next((tier.error for tier in tiers if tier.error), ""):
+        tables.print_notice(
+            f"up to {format_count(unsaved, 'token')} of prefixes are lost: "
+            f"the disk cannot be written: {error}"
+        )
+    elif unsaved:
         tables.print_notice(
             f"saving up to {format_count(unsaved, 'token')} of prefixes to disk, "
             f"for at most {SAVE_TIMEOUT_S:.0f} s"

@@ -94,7 +94,7 @@ def _warm(
     with loading.reading(lambda: client.prompt_progress):
         timings, *_ = [_ask(client, model, messages, options.ctx) for _ in range(_TIMES)]
     print(f"{info.name} {_what_was_read(timings)}", flush=True)
-    print(_where_they_are(client, info, unwritten))
+    print(_where_they_are(client, info, unwritten, timings.cache_n + timings.prompt_n))
 
 
 def _what_was_read(timings: Timings) -> str:
@@ -108,8 +108,8 @@ def _what_was_read(timings: Timings) -> str:
     return f"has read {new} in {took}, and had read {timings.cache_n:,} before"
 
 
-def _where_they_are(client: LocalClient, info: ModelInfo, unwritten: int) -> str:
-    """Wait until the disk is written; say whether the tokens are there, and why not.
+def _where_they_are(client: LocalClient, info: ModelInfo, unwritten: int, num_tokens: int) -> str:
+    """Wait until the disk is written; say whether the prompt's tokens are there, and why not.
 
     unwritten: its unwritten_tokens_total before the prompt was read.
     """
@@ -131,9 +131,10 @@ def _where_they_are(client: LocalClient, info: ModelInfo, unwritten: int) -> str
         elif time.monotonic() > until_s:
             return f"{format_count(left, 'token')} of prefixes are written when it is idle"
     if count := tier.unwritten_tokens_total - unwritten:
+        count = min(count, num_tokens)  # other requests' count too, and attempts that are repeated
         return (
-            f"{format_count(count, 'token')} of them stay until the model is unloaded: --kv-disk "
-            "has no room for them, or they are read slower than computed"
+            f"up to {format_count(count, 'token')} of them stay until the model is unloaded: "
+            "--kv-disk has no room for them, or they are read slower than computed"
         )
     return "they are on disk"
 

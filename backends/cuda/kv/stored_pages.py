@@ -100,8 +100,8 @@ class StoredPages:
             self._unsaved[page] = 0
 
     def _num_unsaved(self) -> int:
-        """At most so many tokens are to be saved. All but a few are of pages not looked at yet."""
-        return max(0, len(self._unsaved) * PAGE_TOKENS - sum(self._unsaved.values()))
+        """At most so many tokens are to be saved."""
+        return len(self._unsaved) * PAGE_TOKENS
 
     def save_at_release(self) -> None:
         """Save all if other engines fetch from the store."""
