@@ -212,6 +212,7 @@ def test_ctrl_c_ends_the_call_and_keeps_the_chat(chat: Callable[..., Chat], tmp_
     def press() -> None:
         while not begun.exists():
             time.sleep(0.01)
+        time.sleep(0.3)  # until it is waited for
         os.kill(os.getpid(), signal.SIGINT)
 
     talk = chat(calling(call("wait", begun=str(begun), cancelled=str(cancelled))))
