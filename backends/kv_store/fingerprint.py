@@ -72,7 +72,7 @@ def engine_namespace(model: bytes, build: bytes, settings: Sequence[str | bytes 
 
 
 def namespace_difference(ours: bytes, theirs: bytes) -> str:
-    """What another engine has that has another namespace."""
+    """Say in which part another engine's namespace differs: model, build or settings."""
     if len(theirs) != DIGEST_BYTES:
         return "another version of localgen"
     differs = [

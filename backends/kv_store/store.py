@@ -236,7 +236,7 @@ class PrefixStore:
 
     @property
     def num_refused(self) -> int:
-        """Blocks on disk that were damaged, of somebody else, or of another model."""
+        """Number of blocks on disk that were refused: damaged, or of another user or model."""
         return self._disk.num_refused if self._disk is not None else 0
 
     @property
@@ -330,7 +330,7 @@ class PrefixStore:
         return self._writer is not None and self._writer.add(block)
 
     def _add_to_ram(self, block: KVBlock) -> None:
-        """What it takes the room of goes to the disk, if that does not have it yet."""
+        """Add a block to RAM; blocks that it evicts go to the disk unless they are there."""
         self._ram.add(block)
         while (dropped := self._ram.excess(block)) is not None:
             if not self._is_kept(dropped.digest) and self._wants_disk(dropped):

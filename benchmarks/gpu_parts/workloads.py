@@ -200,7 +200,7 @@ def _loaded(
 def _capture(
     bench: GpuBench, session: Session, shape: Shape, requests: int, *, longest: int
 ) -> None:
-    """Have the CUDA graphs captured that so many requests need, of at most `longest` tokens.
+    """Capture the CUDA graphs of so many requests of at most `longest` tokens.
 
     Those of all batch sizes for short sequences, and of the largest for long ones.
     """

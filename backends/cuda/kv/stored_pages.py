@@ -100,7 +100,7 @@ class StoredPages:
             self._unsaved[page] = 0
 
     def _num_unsaved(self) -> int:
-        """At most so many tokens are to be saved."""
+        """Upper bound of the number of tokens to save."""
         return len(self._unsaved) * PAGE_TOKENS
 
     def save_at_release(self) -> None:

@@ -64,9 +64,9 @@ def to_device(arrays: Sequence[HostArray], device: torch.device) -> list[Tensor]
 
 
 def to_device_beside_steps(arrays: Sequence[HostArray], device: torch.device) -> list[Tensor]:
-    """Like to_device, but on a stream of its own: beside the steps that were launched before.
+    """Like to_device, but the transfer has a stream of its own and overlaps with running steps.
 
-    What is launched on the current stream afterwards waits for the copy.
+    Kernels that are launched on the current stream afterwards wait for it.
     """
     if device.type != "cuda":
         return to_device(arrays, device)
