@@ -82,6 +82,12 @@ def test_the_prompt_may_come_from_standard_input(
         monkeypatch.setattr(sys, "stdin", file)
         assert run_command_line(["warm", "tiny", "-f", "-"]) == 0
     assert "has read" in capsys.readouterr().out
+    broken = head.with_name("broken.txt")
+    broken.write_bytes(b"\xff\xfe")
+    with broken.open() as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        assert run_command_line(["warm", "tiny", "-f", "-"]) != 0
+    assert "UTF-8" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("stopped_server")

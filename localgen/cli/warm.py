@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from contextlib import closing
 from pathlib import Path
@@ -17,7 +16,7 @@ from localgen.backends.sampling_params import SamplingParams
 from localgen.backends.types import Message, Timings
 from localgen.backends.units import format_count
 from localgen.chat.parameters import ModelOptions, read_text_file
-from localgen.cli.arguments import ModelArgument
+from localgen.cli.arguments import ModelArgument, read_stdin
 from localgen.cli.options import takes_load_options
 from localgen.cli.pull import run_or_offer_pull
 
@@ -57,7 +56,7 @@ def command(
     if prompt_file is None:
         raise InvalidRequest("no prompt: give one with --prompt-file FILE", param="prompt_file")
     if str(prompt_file) == "-":
-        system = sys.stdin.read()
+        system = read_stdin("the prompt")
     else:
         system = read_text_file(prompt_file, "--prompt-file", "prompt_file")
     system = system.removesuffix("\n")
