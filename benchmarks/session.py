@@ -135,9 +135,13 @@ class Session:
             self.step()
         for answer in answers:
             assert answer.finished.completion_tokens
-        while self.engine._prepare_runners():  # at once, not while the next request waits
-            pass
+        self.prepare()
         return answers
+
+    def prepare(self) -> None:
+        """Make later steps faster at once, not while the next request waits."""
+        while self.engine._prepare_runners():
+            pass
 
     def ask(
         self,

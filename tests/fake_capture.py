@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
+import pytest
+from torch import Tensor
+
+from localgen.backends.cuda.model.batch import StepInputs
+from localgen.backends.cuda.steps.cuda_graphs import DeviceExecutor, TokenSource
 from localgen.backends.cuda.steps.graph_capture import Replay
 
 
@@ -31,3 +36,16 @@ class FakeCapture:
             forward()
 
         return replay
+
+
+def capture_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have each step capture what the steps before it lacked, as happens while no request runs."""
+    run = DeviceExecutor.run
+
+    def capture_and_run(
+        executor: DeviceExecutor, inputs: StepInputs, token_source: TokenSource | None = None
+    ) -> Tensor:
+        executor.capture_next()
+        return run(executor, inputs, token_source)
+
+    monkeypatch.setattr(DeviceExecutor, "run", capture_and_run)

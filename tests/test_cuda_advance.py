@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from fake_capture import FakeCapture
+from fake_capture import FakeCapture, capture_between_steps
 from test_cuda_graphs import with_graphs
 from test_cuda_runner import CHATS, MAX_NOISY, PLAIN, SAMPLED, CudaBench, texts
 from torch import Tensor
@@ -77,7 +77,7 @@ class Advances:
 
 @pytest.fixture
 def advances(monkeypatch: pytest.MonkeyPatch) -> Advances:
-    monkeypatch.setattr(cuda_graphs, "MAX_EAGER_RUNS", 1)  # captured while requests run
+    capture_between_steps(monkeypatch)
     return Advances(monkeypatch)
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from cuda_configs import write_config
 from drafting import always_draft
-from fake_capture import FakeCapture
+from fake_capture import FakeCapture, capture_between_steps
 from test_cuda_runner import CHATS, MAX_NOISY, PLAIN, CudaBench, texts
 from torch import Tensor
 
@@ -46,15 +46,14 @@ from localgen.backends.runner.sequence import Sequence
 from localgen.backends.sampling_params import BASE_SAMPLING
 
 SEQUENCES, MAX_LEN, VOCAB = 5, 96, 96
-FEW_RUNS = 8
 # sequence, start, tokens, number of outputs
 Part = tuple[int, int, list[int], int]
 
 
 @pytest.fixture
 def captured_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shapes are captured in the middle of answers after a few steps."""
-    monkeypatch.setattr(cuda_graphs, "MAX_EAGER_RUNS", FEW_RUNS)
+    """Shapes are captured before their second step, as if no request ran."""
+    capture_between_steps(monkeypatch)
 
 
 class Steps:
@@ -185,16 +184,16 @@ def test_replayed_steps_equal_eager_ones(
         assert {(1, 8), (4, 5)} <= captured
 
 
-@pytest.mark.usefixtures("captured_early")
-def test_a_shape_is_captured_when_idle_or_after_many_eager_runs(
+def test_a_shape_is_captured_when_idle_and_never_before(
     model: tuple[ModelSpec, DecoderWeights],
 ) -> None:
     capture = FakeCapture()
     steps = Steps(*model, use_cuda_graphs=True, capture=capture)
     assert not steps.executor.capture_next(), "nothing has run yet"
-    for _ in range(FEW_RUNS):
+    for _ in range(200):
         steps.run(decode(1))
     assert capture.captures == 0
+    assert steps.executor.capture_next()
     steps.run(decode(1))
     assert (capture.captures, capture.replays) == (1, 1)
     steps.run(decode(2))
@@ -231,7 +230,7 @@ def test_a_shape_whose_capture_fails_runs_eagerly(
     prefill(eager)
     prefill(steps)
     with caplog.at_level(logging.WARNING):
-        for _ in range(3 * FEW_RUNS):
+        for _ in range(24):
             torch.testing.assert_close(steps.run(decode(3)), eager.run(decode(3)))
     assert not steps.executor.capture_next()
     assert capture.captures == 1
@@ -240,7 +239,7 @@ def test_a_shape_whose_capture_fails_runs_eagerly(
     assert said.startswith("steps of 4 rows in 4 sequences of up to 1024 tokens run without a CUDA")
     assert said.endswith(message)
     capture.error = None
-    for _ in range(FEW_RUNS + 1):
+    for _ in range(2):
         steps.run(decode(1))
     assert capture.replays == 1, "other shapes are captured"
 
@@ -344,7 +343,7 @@ def test_a_graph_that_another_rank_lacks_is_not_used(
     steps.executor.decoder._group = RankBesideOneWithoutMemory(ModelShard(model[0]))
     prefill(steps)
     with caplog.at_level(logging.WARNING):
-        for _ in range(2 * FEW_RUNS):
+        for _ in range(16):
             steps.run(decode(1))
     assert (capture.captures, capture.replays) == (1, 0)
     (record,) = caplog.records

@@ -95,17 +95,28 @@ def busy_and_waits(spans: Iterable[tuple[float, float]]) -> tuple[float, float]:
 @contextmanager
 def decoding(
     session: Session, prompts: Sequence[Sequence[int]], tokens: int
-) -> Iterator[list[float]]:
-    """Decode all prompts in the block; yields the durations of the first steps in seconds."""
-    answers: list[Answer] = [session.submit(prompt, tokens) for prompt in prompts]
+) -> Iterator[list[Answer]]:
+    """Decode all prompts in the block."""
+    answers = [session.submit(prompt, tokens) for prompt in prompts]
     while not all(answer.arrivals for answer in answers):
         session.step()
-    yield [_step_s(session) for _ in range(_FIRST_STEPS)]
+    yield answers
     session.cancel(answers)
 
 
-# the batch shape is captured during these, and replayed afterwards
+# length of answers after which the graphs of their steps are captured, and steps that come before
+# those that are measured
 _FIRST_STEPS = 12
+
+
+def _capture_s(session: Session, prompts: Sequence[Sequence[int]]) -> float:
+    """Answer these prompts without CUDA graphs; returns the time that capturing them took."""
+    with decoding(session, prompts, answer_tokens(0)) as answers:
+        while any(len(answer.arrivals) < _FIRST_STEPS for answer in answers):
+            session.step()
+    begun_s = time.perf_counter()
+    session.prepare()
+    return time.perf_counter() - begun_s
 
 
 def answer_tokens(steps: int) -> int:
@@ -126,7 +137,10 @@ def decode_step(
     device.reset_peak()
     runner = session.runner
     assert isinstance(runner, WatchedRunner)
-    with decoding(session, prompts, answer_tokens(steps)) as first_s:
+    capture_s = _capture_s(session, prompts)
+    with decoding(session, prompts, answer_tokens(steps)):
+        for _ in range(_FIRST_STEPS):
+            session.step()
         runner.waited_s = 0.0
         begun_s = time.perf_counter()
         each_s = [_step_s(session) for _ in range(steps)]
@@ -147,7 +161,7 @@ def decode_step(
         "launches": seen.launches / steps,
         "idle_share": max(0.0, 1 - busy_s / wall_s),
         "waits_share": waits_s / wall_s,
-        "capture_ms": max(0.0, sum(first_s) - len(first_s) * step_s) * 1e3,
+        "capture_ms": capture_s * 1e3,
         "peak_gb": device.peak_gb(),
     }
     return figures, seen.kernel_times(steps)

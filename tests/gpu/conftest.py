@@ -10,13 +10,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from fake_capture import capture_between_steps
 
 from benchmarks.gpu_parts import case
 from benchmarks.gpu_parts.case import Sizes
 from benchmarks.gpu_parts.decoder_checks import CheckedModel
 from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.shapes import CHECKED
-from localgen.backends.cuda.steps import cuda_graphs
 
 SEED = 1
 
@@ -72,7 +72,7 @@ def model(device: Device) -> CheckedModel:
 @pytest.fixture(autouse=True)
 def captured_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA graphs are captured in the first answer, so that short ones use them."""
-    monkeypatch.setattr(cuda_graphs, "MAX_EAGER_RUNS", 1)
+    capture_between_steps(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

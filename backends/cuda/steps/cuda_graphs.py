@@ -3,7 +3,7 @@
 A graph bakes in every number that the host passes to a kernel, so steps are padded to a few shapes:
 the number of sequences and of rows to a bucket, the length to a power of two. Steps of a few rows
 per sequence, as those that verify drafts, have graphs too. A shape that has occurred is captured
-while no request runs; in an engine that is never idle, after a thousand of its steps.
+while no request runs, never in the middle of an answer: until then its steps run eagerly.
 
 With tensor parallelism every rank executes the same steps and captures in the same order, so all
 have the same graphs: they count alike, and a capture counts only if it succeeded on all.
@@ -50,9 +50,6 @@ CAPTURE_SIZES = (1, 2, 4, 8, *range(16, MAX_GRAPH_SEQS + 1, 16))
 # rows per sequence that are captured where up to MAX_MULTI_ROW_SEQS sequences have several
 CAPTURE_ROWS = (2, 3, 4, 5, MAX_GRAPH_SEQ_ROWS)
 MIN_GRAPH_LEN = 1024
-# a shape is captured in the middle of answers, which then stop for some tens of milliseconds, only
-# after it has run eagerly this many times without a moment in which no request ran
-MAX_EAGER_RUNS = 1000
 # the first steps of a shape are not measured: they may load kernels, and have a graph soon
 WARM_UP_RUNS = 8
 # without memory for a capture, the next attempt comes after at least as many steps of the shape
@@ -222,10 +219,7 @@ class DeviceExecutor:
             runs = self._eager_runs[shape]
             # not after a capture without memory: the next one is far
             self.is_warming_up = 0 <= runs < WARM_UP_RUNS
-            if runs < MAX_EAGER_RUNS:
-                self._eager_runs[shape] += 1
-            else:
-                self._capture_shape(shape)
+            self._eager_runs[shape] += 1
         return self._graphs.get(shape)
 
     def _capture_shape(self, shape: GraphShape) -> None:
