@@ -57,6 +57,62 @@ def test_the_disk_survives(tmp_path: Path) -> None:
         close(store)
 
 
+def test_what_was_used_last_comes_back_into_ram(tmp_path: Path) -> None:
+    size = STATE_BYTES + 4 * BLOCK_TOKENS
+    first = on_disk(tmp_path)
+    for number in range(4):  # two blocks each
+        save_all(first, [number] * (2 * BLOCK_TOKENS))
+    close(first)
+    files = sorted(stored_files(tmp_path / NAMESPACE.hex()), key=lambda file: file.used_s)
+    assert len(files) == 8
+    used_s = {file.digest: file.used_s for file in files}
+    again = on_disk(tmp_path, ram=5 * size)
+    while again.restore_next():
+        pass
+    assert not again.restore_next()
+    ram = again.stats()[0]
+    assert (ram.blocks, ram.num_bytes) == (5, 5 * size), "as many as have room"
+    read = {file.digest: file.used_s for file in stored_files(tmp_path / NAMESPACE.hex())}
+    assert read == used_s, "it does not count as used"
+    for number, is_in_ram in ((3, True), (2, True), (0, False)):
+        found = again.find([number] * (2 * BLOCK_TOKENS), "")
+        assert all((each.digest in again._ram) is is_in_ram for each in found)
+    close(again)
+
+
+def test_what_comes_back_is_dropped_in_the_order_of_its_use(tmp_path: Path) -> None:
+    size = STATE_BYTES + 4 * BLOCK_TOKENS
+    first = on_disk(tmp_path)
+    for number in range(3):
+        save_all(first, [number] * (2 * BLOCK_TOKENS))
+    close(first)
+    again = on_disk(tmp_path, ram=6 * size)
+    while again.restore_next():
+        pass
+    save_all(again, [9] * (3 * BLOCK_TOKENS))
+    held = []
+    for number in range(3):
+        found = again.find([number] * (2 * BLOCK_TOKENS), "")
+        held.append(sum(each.digest in again._ram for each in found))
+    assert held == [0, 1, 2]
+    close(again)
+
+
+def test_a_damaged_block_does_not_come_back(tmp_path: Path) -> None:
+    first = on_disk(tmp_path)
+    save_all(first, TEXT)
+    close(first)
+    for file in stored_files(tmp_path / NAMESPACE.hex()):
+        content = bytearray(file.path.read_bytes())
+        content[-1] ^= 1
+        file.path.write_bytes(content)
+    again = on_disk(tmp_path, ram=1 << 20)
+    assert not again.restore_next()
+    assert again.stats()[0].blocks == 0
+    assert again.num_refused == 4
+    close(again)
+
+
 def test_a_longer_end_replaces_a_shorter_one(tmp_path: Path) -> None:
     store = on_disk(tmp_path, ram=1 << 20)
     store.set_idle(True)

@@ -215,25 +215,37 @@ def test_an_answer_goes_on_while_another_prompt_is_loaded(
     end(again)
 
 
-def test_what_is_evicted_beside_an_answer_is_not_saved_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_what_is_evicted_is_saved_first(
+    is_alone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Beside an answer too."""
     monkeypatch.setattr(PrefixTiers, "save_while_busy", lambda _: None)
-    saved = []
-    for is_alone in (True, False):
-        options = LoadOptions(kv_disk=0, kv_tokens=2048, ctx=2048)
-        bench = Bench(options, kv_dir=tmp_path)
-        bench.ask([chat(HEAD)], PARAMS)
-        if not is_alone:
-            bench.submit(chat("Hello"), replace(PARAMS, max_tokens=100))
-            while not bench.engine._scheduler.running:
-                bench.engine.step(wait=False)
-        bench.run([bench.submit(chat(text(2, 1700)), PARAMS)])
-        assert bench.model.prefix_store is not None
-        saved.append(bench.model.prefix_store.stats()[0].blocks)
-        end(bench)
-    assert saved[0] > 4
-    assert saved[1] == 0
+    options = LoadOptions(kv_disk=0, kv_tokens=2048, ctx=2048)
+    bench = Bench(options, kv_dir=tmp_path)
+    bench.ask([chat(HEAD)], PARAMS)
+    if not is_alone:
+        bench.submit(chat("Hello"), replace(PARAMS, max_tokens=100))
+        while not bench.engine._scheduler.running:
+            bench.engine.step(wait=False)
+    bench.run([bench.submit(chat(text(2, 1700)), PARAMS)])
+    assert bench.model.prefix_store is not None
+    assert bench.model.prefix_store.stats()[0].blocks > 4
+    end(bench)
+
+
+def test_an_idle_engine_brings_back_what_was_used_last(tmp_path: Path, reused: Reply) -> None:
+    first = Bench(LoadOptions(), kv_dir=tmp_path)
+    first.ask([chat(HEAD)], PARAMS)
+    end(first)
+    again = Bench(LoadOptions(), kv_dir=tmp_path)
+    again.engine._prepare_until_mail()
+    (reply,) = again.ask([chat(HEAD)], PARAMS)
+    (restored,) = reply.finished.timings.restored
+    assert restored.tier == "ram"
+    assert restored.tokens > 500
+    assert reply.text == reused.text
+    end(again)
 
 
 def test_accounts_do_not_share(tmp_path: Path) -> None:

@@ -307,16 +307,13 @@ class Engine:
         return self._tiers.store.num_unsaved if self._tiers is not None else 0
 
     def _prepare_while_idle(self) -> bool:
-        return self._prepare_runners() or self._save_next_block()
+        return self._prepare_runners() or (self._tiers is not None and self._tiers.prepare())
 
     def _prepare_runners(self) -> bool:
         if self._async_runner is not None and self._async_runner.prepare_while_idle():
             self._budget.decode_costs.clear()
             return True
         return self._speculation.prepare_while_idle()
-
-    def _save_next_block(self) -> bool:
-        return self._tiers is not None and self._tiers.save_next_block()
 
     def _set_idle(self, is_idle: bool) -> None:
         if self._tiers is not None:

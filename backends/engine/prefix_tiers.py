@@ -63,11 +63,11 @@ class PrefixTiers:
             del self._loading[seq]
         return seq, num_loaded, self.store.take_restored()
 
-    # -- saving -----------------------------------------------------------------------------
+    # -- saving, and restoring while idle ---------------------------------------------------
 
-    def save_next_block(self) -> bool:
-        """Save a block while the engine has nothing else to do; False if none is left."""
-        return self._runner.save_next_block()
+    def prepare(self) -> bool:
+        """Save or restore a block while the engine is idle; returns False if none is left."""
+        return self._runner.save_next_block() or self.store.restore_next()
 
     def save_while_busy(self) -> None:
         """Save a block between two steps; looking for one counts as saving."""
@@ -85,7 +85,7 @@ class PrefixTiers:
         """Write what is left to the disk, until a deadline (monotonic seconds), and close it."""
         self.store.hurry()
         while self.store.has_disk and time.monotonic() < deadline_s:
-            if self.save_next_block():
+            if self._runner.save_next_block():
                 continue
             if not self.store.is_full:
                 break

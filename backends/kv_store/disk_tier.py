@@ -27,7 +27,7 @@ _ROOM_SHARE = 1 / 32
 # other engines write too: after so many writes, all files are counted again
 WRITES_PER_SCAN = 16
 ABOUT_NAME = "model.json"
-# what was used last is read into the page cache when a model is loaded, so much of it
+# what was used last is read into the page cache while a model is loaded, so much of it
 READ_AHEAD_BYTES = 512 << 20
 # a block that is used without being read is marked so at most this often
 _TOUCH_S = 60.0
@@ -99,7 +99,9 @@ class DiskTier:
     """The blocks of one namespace on disk. Thread-safe.
 
     folder: of all namespaces; private to the user. limit_bytes: for all namespaces together.
-    about: facts for people, such as the model's name. Raises OSError, BlockRefused.
+    about: facts for people, such as the model's name. last_used: digests of what was used last
+    before, at most READ_AHEAD_BYTES; the latest first, and each after those that it follows. Raises
+    OSError, BlockRefused.
     """
 
     def __init__(
@@ -124,8 +126,10 @@ class DiskTier:
         files = list(stored_files(self._folder))
         for file in files:
             self._add(file.parent, file.digest, file.num_bytes)
+        hottest = _last_used(files)
+        self.last_used = [file.digest for file in hottest]
         threading.Thread(
-            target=_read_ahead, args=(files,), name="kv-read-ahead", daemon=True
+            target=_read_ahead, args=(hottest,), name="kv-read-ahead", daemon=True
         ).start()
 
     def _create_folder(self) -> None:
@@ -159,13 +163,17 @@ class DiskTier:
                 self._tokens[digest] = block_file.read_tokens(self._path(digest), self._namespace)
         return self._tokens.get(digest)
 
-    def read(self, digest: bytes) -> KVBlock | None:
-        """Return a block, or None if it is gone or refused; then it is removed."""
+    def read(self, digest: bytes, *, is_use: bool = True) -> KVBlock | None:
+        """Return a block, or None if it is gone or refused; then it is removed.
+
+        is_use: it is dropped later than others because of this.
+        """
         with self._refusing(digest):
             path = self._path(digest)
             block = block_file.read_block(path, self._namespace, self._key)
-            with contextlib.suppress(OSError):
-                os.utime(path)
+            if is_use:
+                with contextlib.suppress(OSError):
+                    os.utime(path)
             return block
         return None
 
@@ -304,13 +312,23 @@ class DiskTier:
         return chain
 
 
-def _read_ahead(files: list[StoredFile]) -> None:
-    """Have the system read what was used last, while the model is loaded."""
+def _last_used(files: list[StoredFile]) -> list[StoredFile]:
+    """See DiskTier.last_used."""
     left = READ_AHEAD_BYTES
+    found = []
     for file in reversed(least_recent_first(files)):
         left -= file.num_bytes
-        if left < 0 or not hasattr(os, "posix_fadvise"):  # not on macOS
-            return
+        if left < 0:
+            break
+        found.append(file)
+    return found
+
+
+def _read_ahead(files: list[StoredFile]) -> None:
+    """Have the system read files while the model is loaded."""
+    if not hasattr(os, "posix_fadvise"):  # on macOS
+        return
+    for file in files:
         with contextlib.suppress(OSError):
             fd = os.open(file.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:

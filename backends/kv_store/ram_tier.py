@@ -44,6 +44,14 @@ class RamTier:
             self._children[block.parent].add(block.digest)
             self.num_bytes += block.num_bytes
 
+    def add_oldest(self, block: KVBlock) -> bool:
+        """Add a block that was used before all others; returns False if it has no room."""
+        if self.num_bytes + block.num_bytes > self.limit_bytes:
+            return False
+        self.add(block)
+        self._blocks.move_to_end(block.digest, last=False)
+        return True
+
     def excess(self, newest: KVBlock) -> KVBlock | None:
         """The block to drop next, or None within the limit.
 

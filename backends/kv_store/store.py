@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -97,6 +97,8 @@ class PrefixStore:
         self._disk = disk
         self._disk_rate = ByteRate()
         self._writer = BlockWriter(disk) if disk is not None else None
+        # on disk, and read into RAM while the engine is idle
+        self._to_restore = deque(disk.last_used if disk is not None and ram_bytes else ())
         self._last_chain: tuple[str, TokenArray, list[FoundBlock]] = ("", token_array([]), [])
         self._counters = {tier: _TierCounters() for tier in (RAM, DISK, PEER)}
         self._restored: list[RestoredTokens] = []
@@ -187,10 +189,10 @@ class PrefixStore:
         wanted = tokens[found.start : found.start + found.length]
         return (block, tier) if block.tokens[: found.length].tolist() == wanted else None
 
-    def _read(self, disk: DiskTier, digest: bytes) -> KVBlock | None:
-        """Read a block from disk, and measure it."""
+    def _read(self, disk: DiskTier, digest: bytes, *, is_use: bool = True) -> KVBlock | None:
+        """Read a block from disk, and measure it. is_use: see DiskTier.read."""
         started_s = time.perf_counter()
-        block = disk.read(digest)
+        block = disk.read(digest, is_use=is_use)
         if block is not None:
             self._disk_rate.add(block.num_bytes, time.perf_counter() - started_s)
         return block
@@ -349,6 +351,19 @@ class PrefixStore:
                     self._disk.remove(digest)
 
     # -- the engine -------------------------------------------------------------------------
+
+    def restore_next(self) -> bool:
+        """Read a block that was used last before this start into RAM; False if none is left."""
+        while self._to_restore and self._disk is not None:
+            digest = self._to_restore.popleft()
+            if self._near(digest) is not None:
+                continue
+            block = self._read(self._disk, digest, is_use=False)
+            if block is not None and self._ram.add_oldest(block):
+                return True
+            if block is not None:  # RAM is full
+                self._to_restore.clear()
+        return False
 
     def set_idle(self, is_idle: bool) -> None:
         """Say whether the engine has nothing to compute: then the disk is written."""

@@ -222,7 +222,7 @@ class SharedCache:
             self._save(slot)
         while self._exceeds_cache_limits():
             oldest = _least_recently_used(self._cached_prefixes)
-            self._save_if_alone(oldest)
+            self._save(oldest)
             self._evict(oldest)
 
     def save_next_block(self) -> bool:
@@ -265,14 +265,9 @@ class SharedCache:
         return sum(self._num_left(slot) for slot in self._cached_prefixes)
 
     def _save(self, slot: SharedSlot) -> None:
-        """Save a cached prefix."""
+        """Save a cached prefix: takes about a hundredth of the time that computing it took."""
         while self._save_block(slot):
             pass
-
-    def _save_if_alone(self, slot: SharedSlot) -> None:
-        """Save a cached prefix that is about to be evicted, unless running sequences would wait."""
-        if not self._running:
-            self._save(slot)
 
     def make_contiguous(self) -> None:
         """Do nothing: a unified cache computes any set of sequence ids together."""
@@ -331,7 +326,7 @@ class SharedCache:
             if not evictable:
                 return False
             cached = _least_recently_used(evictable)
-            self._save_if_alone(cached)
+            self._save(cached)
             keep = len(cached.cached_tokens) - max(needed - self._num_free, MIN_TRIM_TOKENS)
             if cached is protect:
                 keep = max(keep, length)
