@@ -1,0 +1,171 @@
+"""What saving prefixes costs the requests that run meanwhile, as a share of time.
+
+    python -m benchmarks.saving_cost [--model 1b] [--tokens 4096] [--answer 256] [--output FILE]
+
+`beside`: an answer is decoded while a prefix is saved block by block; the share of its time that
+saving takes. `eviction`: beside an answer, a new prompt takes the room of a prefix of which nothing
+is saved; the time that saving takes then, beside the time that computing took, for each token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from benchmarks import random_gguf
+from benchmarks.measure import ModelLine, Report, command
+from benchmarks.session import Session
+from localgen.backends.engine.prefix_tiers import PrefixTiers
+from localgen.backends.errors import LocalgenError
+from localgen.backends.llamacpp.loader import load_llamacpp_model
+from localgen.backends.llamacpp.shared_cache import SharedCache
+from localgen.backends.model_info import LoadOptions, ModelLoadRequest
+from localgen.hub.packaged import packaged_model
+
+MAX_PERCENT = 2.0
+_RAM_BYTES = 4 << 30
+_SPARE = 256
+_QUESTION = 64
+
+
+@dataclass(slots=True)
+class TimedCalls:
+    """Time spent in a method."""
+
+    seconds: float = 0.0
+
+    def wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            started_s = time.perf_counter()
+            try:
+                return call(*args)
+            finally:
+                self.seconds += time.perf_counter() - started_s
+
+        return timed
+
+
+class SavingBench:
+    """An engine in this thread, with a KV cache for one long prefix and a chat."""
+
+    def __init__(self, path: Path, tokens: int, answer: int, folder: str) -> None:
+        self.tokens, self.answer = tokens, answer
+        kv_tokens = tokens + answer + _SPARE
+        options = LoadOptions(ctx=kv_tokens, kv_tokens=kv_tokens, kv_ram=_RAM_BYTES, kv_disk=0)
+        request = ModelLoadRequest(
+            "model", str(path), replace(options, draft="none"), kv_dir=folder
+        )
+        model = load_llamacpp_model(request, lambda _: None)
+        self.info, self.store = model.info, model.prefix_store
+        assert self.store is not None
+        assert isinstance(model.runner.kv_cache, SharedCache)  # type: ignore[attr-defined]
+        self.cache: SharedCache = model.runner.kv_cache  # type: ignore[attr-defined]
+        self.session = Session(model.runner, 1000, itl_target_ms=100.0, prefix_store=self.store)
+        self._random = random.Random(1)
+
+    def prompt(self, tokens: int) -> list[int]:
+        """A new prompt, which no stored prefix matches."""
+        return [self._random.randrange(100, 1000) for _ in range(tokens)]
+
+    @property
+    def saved_tokens(self) -> int:
+        assert self.store is not None
+        return sum(len(block.tokens) for block in self.store._ram._blocks.values())
+
+    def beside(self) -> tuple[float, int]:
+        """Share of an answer's time that saving took, and the tokens saved meanwhile."""
+        self.session.ask([self.prompt(self.tokens)], 1)
+        before, calls = self.saved_tokens, TimedCalls()
+        timed = calls.wrap(PrefixTiers.save_while_busy)
+        with patch.object(PrefixTiers, "save_while_busy", timed):
+            (answer,) = self.session.ask([self.prompt(_QUESTION)], self.answer)
+        assert answer.end is not None
+        first_s, last_s = answer.arrivals[0][0], answer.arrivals[-1][0]
+        return calls.seconds / (last_s - first_s), self.saved_tokens - before
+
+    def eviction(self) -> tuple[float, float, int]:
+        """Seconds to compute a prefix, to save what is evicted, and the tokens saved."""
+        calls = TimedCalls()
+        with (
+            patch.object(PrefixTiers, "save_while_busy", lambda _: None),
+            patch.object(SharedCache, "_save", calls.wrap(SharedCache._save)),
+        ):
+            started_s = time.perf_counter()
+            self.session.ask([self.prompt(self.tokens)], 1)
+            computed_s = time.perf_counter() - started_s
+            before, calls.seconds = self.saved_tokens, 0.0
+            chat = self.session.submit(self.prompt(_QUESTION), self.answer)
+            while not chat.arrivals:
+                self.session.step()
+            self.session.ask([self.prompt(self.tokens)], 1)
+            self.session.cancel([chat])
+        return computed_s, calls.seconds, self.saved_tokens - before
+
+
+def measured(bench: SavingBench, rounds: int, line: ModelLine) -> Report:
+    """All figures of the rounds."""
+    report = Report(line, rounds, False, bench.info.options.threads or 0, {"kv_ram": _RAM_BYTES})
+    shares: list[float] = []
+    saved: list[float] = []
+    evictions: list[tuple[float, float, int]] = []
+    for _ in range(rounds):
+        share, tokens = bench.beside()
+        shares.append(100 * share)
+        saved.append(tokens)
+        evictions.append(bench.eviction())
+        print(f"beside {share:.4f} ({tokens} tokens), {evictions[-1]}", file=sys.stderr, flush=True)
+    test = f"prefix of {bench.tokens:,} tokens"
+    report.add(f"{test}, saved beside an answer", "saved", "tokens", saved)
+    series = report.add(f"{test}, saved beside an answer", "share of time", "%", shares)
+    report.most(series, MAX_PERCENT)
+    name = f"{test}, evicted beside an answer"
+    report.add(name, "computed", "s", [each[0] for each in evictions])
+    report.add(name, "saved", "s", [each[1] for each in evictions])
+    report.add(name, "saved", "tokens", [float(each[2]) for each in evictions])
+    ratios = [
+        100 * (saved_s / saved) / (computed_s / bench.tokens)
+        for computed_s, saved_s, saved in evictions
+    ]
+    part = report.add(name, "saving ÷ computing, per token", "%", ratios)
+    report.most(part, MAX_PERCENT)
+    return report
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark. Returns 0 even if a target is missed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.saving_cost")
+    parser.add_argument("--model", choices=("1b", "tiny", "smollm2"), default="1b")
+    parser.add_argument("--tokens", type=int, default=4096, help="of the prefix; default: 4096")
+    parser.add_argument("--answer", type=int, default=256, help="its tokens; default: 256")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args(arguments)
+    shape = random_gguf.SHAPES.get(options.model)
+    try:
+        path = random_gguf.cached(shape) if shape else packaged_model(options.model).path
+        with tempfile.TemporaryDirectory() as folder:
+            bench = SavingBench(path, options.tokens, options.answer, folder)
+            info = bench.info
+            line = ModelLine(info.description, info.size_bytes, info.params)
+            # nothing is saved in the pauses, of which a user's chat has more
+            with bench.session, patch.object(PrefixTiers, "prepare", lambda _: False):
+                report = measured(bench, options.rounds, line)
+    except LocalgenError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    report.commands.append(command("benchmarks.saving_cost", arguments))
+    print(report.text())
+    report.save("saving-cost", options.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
