@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -18,12 +19,35 @@ from localgen.backends.runner.sequence import Sequence
 EMPTY = -1
 
 
+class LateCopy:
+    """A copy of pages that is done once `memory.finishes` returns True, or was waited for."""
+
+    def __init__(self, state: NDArray[np.uint8], memory: Memory) -> None:
+        self._state, self._memory = state, memory
+        self.num_waits = 0
+        self._is_done = False
+
+    @property
+    def is_done(self) -> bool:
+        self._is_done = self._is_done or self._memory.finishes()
+        return self._is_done
+
+    def wait(self) -> NDArray[np.uint8]:
+        self.num_waits += not self._is_done
+        return self._state
+
+
 class Memory:
-    """Pages that hold tokens in place of keys and values. store: of the cache's prefixes."""
+    """Pages that hold tokens in place of keys and values. store: of the cache's prefixes.
+
+    finishes: says whether a copy that is in flight is done by now. copies: all that were started.
+    """
 
     def __init__(self, num_pages: int, *, share: bool, store: PrefixStore | None = None) -> None:
         self.cache = PagedCache(num_pages, prefix_cache=share, store=store, memory=self)
         self.pages = np.full((num_pages, PAGE_TOKENS), EMPTY)
+        self.finishes: Callable[[], bool] = lambda: True
+        self.copies: list[LateCopy] = []
 
     def copy(self) -> int:
         """Make the pending copies; returns how many."""
@@ -37,8 +61,9 @@ class Memory:
         assert len(set(targets)) == len(targets)
         self.pages[targets] = self.pages[sources]
 
-    def read_pages(self, pages: Seq[int]) -> NDArray[np.uint8]:
-        return self.pages[list(pages)].view(np.uint8)
+    def read_pages(self, pages: Seq[int]) -> LateCopy:
+        self.copies.append(LateCopy(self.pages[list(pages)].view(np.uint8), self))
+        return self.copies[-1]
 
     def write_pages(self, pages: Seq[int], state: NDArray[np.uint8]) -> None:
         self.pages[list(pages)] = np.ascontiguousarray(state).view(self.pages.dtype)

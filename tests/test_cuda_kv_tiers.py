@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import shutil
 import time
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,8 +23,9 @@ from localgen.backends.cuda import kv_tiers
 from localgen.backends.cuda.kv import stored_pages
 from localgen.backends.cuda.kv_tiers import _rotations
 from localgen.backends.cuda.loader import load_cuda_model
-from localgen.backends.cuda.model import decoder
+from localgen.backends.cuda.model import decoder, host_copy
 from localgen.backends.cuda.model.decoder import KVCache
+from localgen.backends.cuda.model.host_copy import device_errors
 from localgen.backends.cuda.model.source import open_model_source
 from localgen.backends.cuda.runner import CudaRunner
 from localgen.backends.engine import prefix_tiers
@@ -121,6 +124,62 @@ def test_what_has_ended_is_saved_while_others_run(tmp_path: Path) -> None:
     bench.end()
 
 
+class NeverDone(host_copy.HostCopy):
+    """A copy in flight until somebody waits for it."""
+
+    @property
+    def is_done(self) -> bool:
+        return False
+
+
+@pytest.fixture
+def late_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder, "to_host_beside_steps", lambda tensor: NeverDone(tensor, None))
+
+
+@pytest.mark.usefixtures("late_copies")
+def test_copies_in_flight_are_on_disk_after_the_end(tmp_path: Path) -> None:
+    first = StoredBench(tmp_path, kv_ram=0)
+    (computed,) = first.ask([chat(1, 600)], PARAMS)
+    running = first.submit(chat(2, 5), replace(PARAMS, max_tokens=300))
+    store, runner = first.model.prefix_store, first.model.runner
+    assert store is not None
+    assert isinstance(runner, CudaRunner)
+    while not first.engine._scheduler.running:
+        first.engine.step(wait=False)
+    while runner.save_next_block():
+        first.engine.step(wait=False)
+    assert (store.stats()[0].blocks, first.replies[running].end) == (0, None)
+    assert store.num_unsaved > 500
+    first.end()
+    assert store.num_unsaved == 0
+    again = StoredBench(tmp_path, kv_ram=0)
+    (reply,) = again.ask([chat(1, 600)], PARAMS)
+    (restored,) = reply.finished.timings.restored
+    assert restored.tokens > 500
+    assert noisy([reply], [computed], NOISE) <= 1
+    again.end()
+
+
+def test_what_a_running_request_pushes_out_comes_back_from_ram(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PrefixTiers, "save_while_busy", lambda _: None)
+    monkeypatch.setattr(PrefixTiers, "save_next_block", lambda _: False)
+    bench = StoredBench(tmp_path, kv_tokens=1024, ctx=1024, kv_disk=0)
+    (computed,) = bench.ask([chat(1, 600)], PARAMS)
+    running = bench.submit(chat(2, 5), replace(PARAMS, max_tokens=300))
+    bench.run([bench.submit(chat(3, 500), PARAMS)])
+    assert bench.replies[running].end is None
+    bench.run([running])
+    (reply,) = bench.ask([chat(1, 600)], PARAMS)
+    (restored,) = reply.finished.timings.restored
+    assert restored.tokens > 250
+    assert reply.finished.timings.cache_n > 500, "all of it"
+    assert noisy([reply], [computed], NOISE) <= 1
+    bench.end()
+
+
 def test_a_request_may_leave_nothing_behind(tmp_path: Path) -> None:
     bench = StoredBench(tmp_path)
     assert isinstance(bench.model.runner, CudaRunner)
@@ -200,7 +259,11 @@ def test_pages_are_read_and_written_bit_by_bit(dtype: torch.dtype) -> None:
         for tensor in layer.tensors:
             noise = torch.randint(0, 256, (tensor.nbytes,), generator=generator)
             tensor.view(torch.uint8).view(-1).copy_(noise.to(torch.uint8))
-    state = cache.read_pages([4, 1, 3])
+    copy = cache.read_pages([4, 1, 3, 0, 2])
+    cache.copy_pages([(5, 0), (5, 2), (5, 4)])  # which does not change what was read
+    state = copy.wait()
+    cache.write_pages([4, 0, 2], state[[0, 3, 4]])
+    state = state[:3]
     cache.write_pages([0, 2], state[1:])
     for layer in cache.layers:
         for tensor in layer.tensors:
@@ -215,7 +278,7 @@ def test_a_device_without_memory_computes_instead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     def fails(*_: object) -> None:
-        with decoder._device_errors():
+        with device_errors():
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(KVCache, method, fails)
@@ -230,7 +293,7 @@ def test_a_device_without_memory_computes_instead(
 
 
 def test_other_errors_of_the_device_end_the_engine() -> None:
-    with pytest.raises(StepFailed, match="illegal memory"), decoder._device_errors():
+    with pytest.raises(StepFailed, match="illegal memory"), device_errors():
         raise RuntimeError("an illegal memory access was encountered")
 
 
@@ -245,13 +308,16 @@ def test_rotations_of_long_contexts_have_a_key_of_their_own(tmp_path: Path) -> N
 def test_random_schedules_within_tiny_budgets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each admission checks that the pages hold the tokens that they are said to hold."""
+    """Each admission checks that the pages hold the tokens that they are said to hold.
+
+    The copies of pages that are saved are done at once, or any time later.
+    """
     monkeypatch.setattr(stored_pages, "MIN_PREFIX_TOKENS", 16)
     monkeypatch.setattr(prefix_load, "MIN_LOAD_TOKENS", 16)
     monkeypatch.setattr(prefix_tiers, "LOAD_ALONE_S", 0.0)  # a block in each step
     monkeypatch.setattr(prefix_tiers, "LOAD_BESIDE_OTHERS_S", 0.0)
     seen: Counter[str] = Counter()
-    for seed in [*range(15), *range(15)]:
+    for seed, is_late in itertools.product([*range(15), *range(15)], (False, True)):
         has_disk = seed % 2 == 1
         store = PrefixStore(
             NAMESPACE,
@@ -260,12 +326,21 @@ def test_random_schedules_within_tiny_budgets(
         )
         store.set_idle(seed % 3 == 0)
         runner = PagedRunner(num_pages=8, max_seqs=5, batch=40, share=True, store=store)
+        if is_late:
+            runner.memory.finishes = partial(one_in_ten, random.Random(seed))
         serve(runner, random.Random(seed))
         while runner.cache.save_next_block():
             pass
+        assert store.count_unsaved() == 0 or store.is_full
+        seen["waits"] += sum(copy.num_waits for copy in runner.memory.copies)
         for tier in store.stats():
             assert tier.num_bytes <= tier.limit_bytes
             seen[tier.tier] += tier.hit_tokens_total
         store.close(time.monotonic() + 30)
     assert seen["ram"] > 200, seen
     assert seen["disk"] > 200, seen
+    assert seen["waits"] > 20, seen
+
+
+def one_in_ten(chooser: random.Random) -> bool:
+    return chooser.random() < 0.1

@@ -192,6 +192,16 @@ def test_stored_pages_are_sent_in_one_copy_that_nothing_waits_for(
         assert (copies.count, copies.blocking) == (1, [])
 
 
+def test_stored_pages_are_gathered_without_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = read_hf_config(write_config(tmp_path, "llama"))
+    cache = KVCache.zeros(spec, PAGES, device=META, dtype=torch.int8)
+    with watched_copies(monkeypatch) as copies:
+        cache.read_pages([3, 1])
+    assert (copies.count, copies.blocking) == (1, []), "only the numbers of the pages"
+
+
 def test_a_plain_step_waits_for_nothing_and_sends_what_changed(
     steps: MetaSteps, monkeypatch: pytest.MonkeyPatch
 ) -> None:

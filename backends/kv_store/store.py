@@ -9,7 +9,7 @@ import itertools
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -57,6 +57,11 @@ class UnsavedBlock(NamedTuple):
     parent: bytes
     start: int
     tokens: TokenArray
+
+    def is_part_of(self, other: UnsavedBlock) -> bool:
+        """True if another block is the same, or begins with this one."""
+        count = _common_len(self.tokens, other.tokens)
+        return self.parent == other.parent and count == len(self.tokens)
 
 
 @dataclass(slots=True)
@@ -264,12 +269,30 @@ class PrefixStore:
         return 0 if self._writer is None else self._writer.num_tokens + self.count_unsaved()
 
     def next_unsaved(
-        self, tokens: list[int], cache_salt: str, after: int = 0
+        self,
+        tokens: list[int],
+        cache_salt: str,
+        after: int = 0,
+        pending: Sequence[UnsavedBlock] = (),
     ) -> UnsavedBlock | None:
         """The first block of a computed prefix that is not stored, or not on disk yet, or None.
 
         after: position up to which the caller has saved it. What is no longer stored of that had no
-        room, and then there is none for what follows either.
+        room, and then there is none for what follows either. pending: blocks that the caller is
+        about to save.
+        """
+        unsaved = self._first_unsaved(tokens, cache_salt, after)
+        while unsaved is not None and pending:
+            digest = chain_digest(unsaved.parent, unsaved.tokens)
+            if not (self._is_kept(digest) or any(map(unsaved.is_part_of, pending))):
+                break
+            unsaved = self._rest(tokens, digest, unsaved.start + len(unsaved.tokens))
+        return None if unsaved is None or unsaved.start < after else unsaved
+
+    def _first_unsaved(self, tokens: list[int], cache_salt: str, after: int) -> UnsavedBlock | None:
+        """The first block of a computed prefix that is not stored, or not on disk yet, or None.
+
+        What is stored before `after` counts as saved.
         """
         parent, end = chain_root(self._namespace, cache_salt), 0
         for block in self.find(tokens, cache_salt):
@@ -279,15 +302,13 @@ class PrefixStore:
             if is_whole and start >= after and not self._is_kept(block.digest):
                 return UnsavedBlock(parent, start, held)
             if not is_whole:  # only a part of the stored block is of this prompt, or the reverse
-                return None if end == len(tokens) else self._rest(tokens, parent, start, after)
+                return None if end == len(tokens) else self._rest(tokens, parent, start)
             parent = block.digest
-        return self._rest(tokens, parent, end, after)
+        return self._rest(tokens, parent, end)
 
-    def _rest(
-        self, tokens: list[int], parent: bytes, start: int, after: int
-    ) -> UnsavedBlock | None:
+    def _rest(self, tokens: list[int], parent: bytes, start: int) -> UnsavedBlock | None:
         """The block that begins at a position, unless that is the end."""
-        if start == len(tokens) or start < after:
+        if start == len(tokens):
             return None
         return UnsavedBlock(parent, start, token_array(tokens[start : start + BLOCK_TOKENS]))
 

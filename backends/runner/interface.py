@@ -263,7 +263,10 @@ class TieredRunner(Protocol):
         ...
 
     def save_next_block(self) -> bool:
-        """Save one block of a cached prefix that is not stored; returns False if there is none."""
+        """Save one block of a cached prefix that is not stored, or start to.
+
+        Returns False if there is none, or if running requests would have to wait.
+        """
         ...
 
 

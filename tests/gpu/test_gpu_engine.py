@@ -21,7 +21,9 @@ from benchmarks.gpu_parts.modes import DEPENDENT_MODE, MODES, Mode
 from benchmarks.gpu_parts.processes import ROOT
 from benchmarks.gpu_parts.shapes import CHECKED, PLAIN_TINY, Shape
 from benchmarks.session import GREEDY
+from localgen.backends.cuda.model.decoder import KVCache
 from localgen.backends.cuda.steps.graph_capture import GraphCapture
+from localgen.backends.engine.prefix_tiers import PrefixTiers
 from localgen.backends.engine.speculation.draft_model import ModelDrafter
 from localgen.backends.engine.speculation.drafter import Drafter
 from localgen.backends.engine.speculation.ngram import NgramDrafter
@@ -126,6 +128,50 @@ def test_a_prefix_comes_back_from_ram_as_it_was_computed(
         answers = [restored, computed, running]
         assert_nearly_best(model, [text, text, model.texts[1]], answers)
         assert_whole(runner)
+
+
+def test_a_prefix_that_a_running_request_pushes_out_comes_back(
+    model: CheckedModel, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saved while steps are in flight that write to its pages at once."""
+    monkeypatch.setattr(PrefixTiers, "save_while_busy", lambda _: None)
+    monkeypatch.setattr(PrefixTiers, "save_next_block", lambda _: False)
+    store = PrefixStore(b"", ram_bytes=1 << 30, disk=None)
+    runner = runner_of(model, device, MODES[0], kv_tokens=512, store=store)
+    text, other = ([number, *model.texts[0]] * 4 for number in (1, 2))
+    text, other = text[:300], other[:320]
+    with engine_session(runner, model.spec.vocab_size, store=store) as session:
+        for _ in range(2):  # a prefix of this length is kept if it is used again
+            (computed,) = session.ask([text], ANSWER)
+        running = session.submit(model.texts[1], 4 * ANSWER)
+        (between,) = session.ask([other], ANSWER)
+        assert running.end is None
+        session.run([running])
+        (restored,) = session.ask([text], ANSWER)
+        (tier,) = restored.finished.timings.restored
+        assert tier.tokens > 150
+        answers = [restored, computed, running, between]
+        assert_nearly_best(model, [text, text, model.texts[1], other], answers)
+        assert_whole(runner)
+
+
+def test_pages_may_be_written_while_they_are_copied(model: CheckedModel, device: Device) -> None:
+    """The copy has what they held then, and the host waits for no work on the device."""
+    cache = KVCache.zeros(model.spec, 8, device=device.torch, dtype=torch.int8)
+    keys, work = cache.layers[0].keys, torch.ones(4096 if device.is_gpu else 8, device=device.torch)
+    num_in_flight = 0
+    for value in range(1, 9):
+        for _ in range(300):  # some milliseconds on a GPU
+            work = work * torch.outer(work, work).mean(0).clamp(0, 1)
+        keys.fill_(value)
+        copy = cache.read_pages([5, 2])
+        num_in_flight += not copy.is_done
+        keys.zero_()
+        rows = copy.wait()
+        assert (rows[:, : keys[0].nbytes] == value).all()
+        assert copy.is_done
+    # the first copies allocate pinned memory, which may wait
+    assert (num_in_flight > 4) is device.is_gpu
 
 
 @pytest.mark.parametrize("kind", ["n-gram", "draft model"])

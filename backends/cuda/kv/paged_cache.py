@@ -157,7 +157,8 @@ class PagedCache:
 
     def save_next_block(self) -> bool:
         """See TieredRunner."""
-        return self._stored is not None and self._stored.save_next_block()
+        is_idle = not self._sequences
+        return self._stored is not None and self._stored.save_next_block(may_wait=is_idle)
 
     def admit_uncached(self, seq: Sequence) -> None:
         """Allocate pages for all tokens of `seq`, without sharing or caching. Raises NoRoom."""
@@ -249,8 +250,7 @@ class PagedCache:
     def _allocate(self, count: int) -> list[int]:
         missing = count - self._pool.num_free
         if self._stored is not None:
-            idle = self._pool.least_recent_idle(missing)
-            self._stored.evict(idle, save=not self._sequences)  # running ones would wait
+            self._stored.evict(self._pool.least_recent_idle(missing))
         self._tree.evict(missing)
         return self._pool.allocate(count)
 

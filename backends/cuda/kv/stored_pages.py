@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS
+from localgen.backends.cuda.kv.page_saves import PageCopy, PageSaves
 from localgen.backends.cuda.kv.radix_tree import RadixTree
 from localgen.backends.kv_store.blocks import KVBlock, State
 from localgen.backends.kv_store.prefix_load import PrefixLoad, blocks_after
-from localgen.backends.kv_store.store import MIN_PREFIX_TOKENS, PrefixStore
+from localgen.backends.kv_store.store import MIN_PREFIX_TOKENS, PrefixStore, UnsavedBlock
 
 
 class PageMemory(Protocol):
     """The keys and values of pages."""
 
-    def read_pages(self, pages: Seq[int]) -> State:
-        """Keys and values of all layers, uint8 [pages, bytes of a page], in main memory.
+    def read_pages(self, pages: Seq[int]) -> PageCopy:
+        """Start to copy pages, as the steps launched so far leave them, and wait for none.
 
-        Raises MemoryError, StepFailed.
+        What is launched afterwards may change the pages. Raises MemoryError, StepFailed.
         """
         ...
 
     def write_pages(self, pages: Seq[int], state: State) -> None:
-        """Replace keys and values of pages by what read_pages returned, before the next step.
+        """Replace keys and values of pages by what read_pages has copied, before the next step.
 
         Raises MemoryError, StepFailed.
         """
@@ -41,6 +41,7 @@ class StoredPages:
     def __init__(self, store: PrefixStore, tree: RadixTree, memory: PageMemory) -> None:
         self.memory = memory
         self._store, self._tree = store, tree
+        self._saves = PageSaves(store)
         # pages of the tree that may have to be saved, oldest first, with the position up to which
         # their prefix was saved
         self._unsaved: dict[int, int] = {}
@@ -63,8 +64,10 @@ class StoredPages:
         """The stored blocks of a prompt after its first num_cached tokens; None if there are none.
 
         table: page table of the sequence that they are loaded into. peer: as in PrefixStore.peer;
-        None to ask none.
+        None to ask none. Blocks whose copies are in flight are not waited for, nor loaded.
         """
+        while self._saves.store_oldest(wait=False):
+            pass
         blocks = blocks_after(
             self._store,
             tokens,
@@ -101,49 +104,70 @@ class StoredPages:
 
     def _num_unsaved(self) -> int:
         """Upper bound of the number of tokens to save."""
-        return len(self._unsaved) * PAGE_TOKENS
+        return len(self._unsaved) * PAGE_TOKENS + self._saves.num_tokens
 
     def save_at_release(self) -> None:
-        """Save all if other engines fetch from the store."""
-        while self._store.is_shared and self.save_next_block():
+        """Save all if other engines fetch from the store, who may ask for it at once."""
+        while self._store.is_shared and self.save_next_block(may_wait=True):
             pass
 
-    def save_next_block(self) -> bool:
-        """Save one block of the newest prefix that has one to save."""
-        if self._num_losses != self._store.num_losses:
+    def save_next_block(self, *, may_wait: bool) -> bool:
+        """Start to copy a block of the newest prefix that has one to save, or store a copied one.
+
+        may_wait: for a copy, if nothing else is left to do. Returns False if nothing was done.
+        """
+        self._look_again()
+        if not self._saves.is_full and self._start_next():
+            return True
+        return self._saves.store_oldest(wait=may_wait)
+
+    def _look_again(self) -> None:
+        """Consider all pages again if stored blocks were lost, or if there is room once more."""
+        has_room = self._saves.is_refused and not self._store.is_full
+        if has_room or self._num_losses != self._store.num_losses:
+            self._saves.is_refused = False
             self._num_losses = self._store.num_losses
             self._unsaved |= dict.fromkeys(self._pages, 0)
+
+    def _start_next(self) -> bool:
         while self._unsaved and not self._store.is_full:
-            if self._save_block(next(reversed(self._unsaved))):
+            if self._start_block(next(reversed(self._unsaved))):
                 return True
         return False
 
-    def evict(self, pages: Seq[int], *, save: bool) -> None:
-        """Forget pages, which leave the tree. save: what they are part of is saved before."""
-        for page in pages if save else ():
-            while page in self._unsaved and self._save_block(page):
-                pass
+    def evict(self, pages: Seq[int]) -> None:
+        """Forget pages, which leave the tree. What they are part of is saved, or being copied."""
         for page in pages:
-            self._unsaved.pop(page, None)
+            while page in self._unsaved:
+                self._start_block(page)
+        for page in pages:
             self._pages.pop(page, None)
             self._reused.discard(page)
 
-    def _save_block(self, page: int) -> bool:
-        """Save one block of the prefix up to a page; if there is none, forget its pages."""
+    def _start_block(self, page: int) -> bool:
+        """Copy one block of the prefix up to a page; if there is none, forget its pages."""
         tokens, pages, salt = self._tree.prefix_of(page)
         unsaved = None
         is_long = self._store.is_shared or len(tokens) >= MIN_PREFIX_TOKENS
         if is_long or not self._reused.isdisjoint(pages[len(pages) // 2 :]):
-            unsaved = self._store.next_unsaved(tokens, salt, self._unsaved[page])
-        if unsaved is not None:
-            end = unsaved.start + len(unsaved.tokens)
-            part = pages[unsaved.start // PAGE_TOKENS : end // PAGE_TOKENS]
-            with contextlib.suppress(MemoryError):  # of the device
-                if self._store.save(unsaved, lambda: self.memory.read_pages(part).ravel()):
-                    self._unsaved[page] = end
-                    return True
-                if self._store.is_full:
-                    return False  # it is tried again later
-        for each in pages:
-            self._unsaved.pop(each, None)
-        return False
+            unsaved = self._store.next_unsaved(
+                tokens, salt, self._unsaved[page], self._saves.blocks
+            )
+        copy = None if unsaved is None else self._copy(unsaved, pages)
+        if unsaved is None or copy is None:
+            for each in pages:
+                self._unsaved.pop(each, None)
+            return False
+        self._unsaved[page] = unsaved.start + len(unsaved.tokens)
+        self._saves.add(unsaved, tokens, salt, copy)
+        return True
+
+    def _copy(self, block: UnsavedBlock, pages: list[int]) -> PageCopy | None:
+        """Start to copy a block of a prefix; None if the device has no memory for it."""
+        if self._saves.is_full:  # rare: more is evicted at once than may be in flight
+            self._saves.store_oldest(wait=True)
+        end = block.start + len(block.tokens)
+        try:
+            return self.memory.read_pages(pages[block.start // PAGE_TOKENS : end // PAGE_TOKENS])
+        except MemoryError:
+            return None

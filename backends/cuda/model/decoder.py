@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -24,14 +22,19 @@ from localgen.backends.cuda.kernels.rope import QKNorm, rope_and_store_kv
 from localgen.backends.cuda.kv.page_pool import PAGE_TOKENS
 from localgen.backends.cuda.model.batch import StepBatch
 from localgen.backends.cuda.model.fused_layer import MAX_FUSED_ROWS, FusedLayer
-from localgen.backends.cuda.model.host_copy import to_device, to_device_beside_steps
+from localgen.backends.cuda.model.host_copy import (
+    HostCopy,
+    device_errors,
+    to_device,
+    to_device_beside_steps,
+    to_host_beside_steps,
+)
 from localgen.backends.cuda.model.linear import Linear, gated_mlp, project, takes_fp8_rows
 from localgen.backends.cuda.model.process_group import TensorParallelGroup
 from localgen.backends.cuda.model.weights import DecoderWeights, ExpertWeights, LayerWeights
 from localgen.backends.formats.architecture.model_spec import Activation, ModelSpec, MoeConfig
 from localgen.backends.formats.architecture.rope import Rope
 from localgen.backends.formats.architecture.sharding import ModelShard
-from localgen.backends.runner.interface import StepFailed
 
 
 def select_experts(x: Tensor, experts: ExpertWeights, moe: MoeConfig) -> ExpertRouting:
@@ -76,17 +79,20 @@ class KVCache:
                 for tensor in layer.tensors:
                     tensor[targets] = tensor[sources]
 
-    def read_pages(self, pages: Seq[int]) -> NDArray[np.uint8]:
-        """See PageMemory.read_pages. Waits for the steps that were launched before."""
-        with _device_errors():
+    def read_pages(self, pages: Seq[int]) -> HostCopy:
+        """See PageMemory.read_pages.
+
+        Gathered on the stream of the steps, behind those that were launched before; the transfer
+        runs beside later ones.
+        """
+        with device_errors():
             (index,) = to_device([np.array(pages, np.int64)], self.layers[0].keys.device)
             parts = [
                 tensor[index].flatten(1).view(torch.uint8)
                 for layer in self.layers
                 for tensor in layer.tensors
             ]
-            state: NDArray[np.uint8] = torch.cat(parts, 1).cpu().numpy()
-            return state
+            return to_host_beside_steps(torch.cat(parts, 1))
 
     def write_pages(self, pages: Seq[int], state: NDArray[np.uint8]) -> None:
         """See PageMemory.write_pages. Waits for nothing.
@@ -94,7 +100,7 @@ class KVCache:
         The transfer runs beside the steps that were launched before; later ones wait for it.
         """
         device, at = self.layers[0].keys.device, 0
-        with _device_errors():
+        with device_errors():
             index, content = to_device_beside_steps(
                 [np.array(pages, np.int64), state.ravel()], device
             )
@@ -105,17 +111,6 @@ class KVCache:
                     part = rows[:, at : at + size].contiguous().view(tensor.dtype)
                     tensor[index] = part.view(len(pages), *tensor.shape[1:])
                     at += size
-
-
-@contextlib.contextmanager
-def _device_errors() -> Iterator[None]:
-    """Raise MemoryError if the device has no memory left, and StepFailed for its other errors."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise MemoryError(str(error)) from error
-    except RuntimeError as error:
-        raise StepFailed(f"the GPU failed to copy the KV cache: {error}") from error
 
 
 class Decoder:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from localgen.backends.runner.interface import StepFailed
 
 HostArray = NDArray[Any]
 
@@ -70,7 +73,7 @@ def to_device_beside_steps(arrays: Sequence[HostArray], device: torch.device) ->
     """
     if device.type != "cuda":
         return to_device(arrays, device)
-    steps, copies = torch.cuda.current_stream(device), _copy_stream(device)
+    steps, copies = torch.cuda.current_stream(device), _stream_to_device(device)
     with torch.cuda.stream(copies):
         parts = to_device(arrays, device)
     steps.wait_stream(copies)
@@ -79,8 +82,74 @@ def to_device_beside_steps(arrays: Sequence[HostArray], device: torch.device) ->
     return parts
 
 
+class HostCopy:
+    """A copy of a tensor to host memory, which may be in flight.
+
+    host: pinned, unless the tensor was there before. done: follows the copy; None: it is complete.
+    """
+
+    def __init__(self, host: Tensor, done: torch.cuda.Event | None) -> None:
+        self._host, self._done = host, done
+
+    @property
+    def is_done(self) -> bool:
+        """False if `wait` would wait. Raises StepFailed."""
+        if self._done is None:
+            return True
+        with device_errors():
+            is_done: bool = self._done.query()  # type: ignore[no-untyped-call]
+        return is_done
+
+    def wait(self) -> HostArray:
+        """The tensor in ordinary memory. Raises MemoryError, StepFailed.
+
+        The pinned buffer is not kept: torch reuses it for a later copy.
+        """
+        if self._done is None:
+            return self._host.numpy()
+        with device_errors():
+            self._done.synchronize()
+        return self._host.numpy().copy()
+
+
+def to_host_beside_steps(tensor: Tensor) -> HostCopy:
+    """Copy a tensor, uint8, that nothing changes afterwards, to host memory.
+
+    The transfer has a stream of its own and waits for what was launched on the current one before.
+    """
+    device = tensor.device
+    if device.type != "cuda":
+        return HostCopy(tensor, None)
+    steps, copies = torch.cuda.current_stream(device), _stream_to_host(device)
+    host = host_buffer(tensor.nbytes, device).view(tensor.shape)
+    copies.wait_stream(steps)
+    with torch.cuda.stream(copies):
+        host.copy_(tensor, non_blocking=True)
+    tensor.record_stream(copies)  # its memory is not reused before
+    done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    done.record(copies)
+    return HostCopy(host, done)
+
+
+@contextlib.contextmanager
+def device_errors() -> Iterator[None]:
+    """Raise MemoryError if device or pinned memory is exhausted, StepFailed for other errors."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "CUDA error: out of memory" in str(error):
+            raise MemoryError(str(error)) from error
+        raise StepFailed(f"the GPU failed to copy the KV cache: {error}") from error
+
+
 @functools.cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+def _stream_to_device(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+@functools.cache
+def _stream_to_host(device: torch.device) -> torch.cuda.Stream:
+    """Not the other one: what is loaded would wait for steps that a copy to the host waits for."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
