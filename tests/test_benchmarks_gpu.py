@@ -23,15 +23,17 @@ from torch import Tensor
 import localgen.backends.cuda.kernels as kernel_modules
 from benchmarks import gpu
 from benchmarks.answers import Answer, AnswerFailed, decode_tok_s, serving_metrics
-from benchmarks.gpu_parts import case, first_token, peer, peers, run, shapes, startup
+from benchmarks.gpu_parts import case, contexts, first_token, peer, peers, run, shapes, startup
 from benchmarks.gpu_parts.bench import GpuBench
+from benchmarks.gpu_parts.clock import Budget
 from benchmarks.gpu_parts.decoder_checks import decoders
 from benchmarks.gpu_parts.device import Device, largest_difference
 from benchmarks.gpu_parts.kernel_checks import GROUPS, kernels
+from benchmarks.gpu_parts.loaded import Loaded
 from benchmarks.gpu_parts.parts import PARTS
 from benchmarks.gpu_parts.plan import QUICK
 from benchmarks.gpu_parts.processes import ROOT, ProcessEnd, Processes
-from benchmarks.gpu_parts.report import Figures
+from benchmarks.gpu_parts.report import Figures, GpuReport
 from benchmarks.gpu_parts.run import UnitProcess
 from localgen.backends.cuda.kernels import activation, norm
 from localgen.backends.cuda.kernels.gemm import dense
@@ -127,12 +129,53 @@ def test_a_quick_run_has_every_part(tmp_path: Path, capsys: pytest.CaptureFixtur
     # what the first parts found reaches the others
     shares = [row["figures"].get("share_copy") for row in result["rows"] if row["part"] == "single"]
     assert any(shares)
-    assert result["modes"] == {shape.name: "graphs, run-ahead" for shape in QUICK.models}
+    assert result["modes"] == {shape.name: "graphs, run-ahead" for shape in QUICK.checked_shapes}
     assert "Modes: tiny bf16: graphs, run-ahead" in printed
     profiled = [(table["side"], table["test"]) for table in result["kernel_times"]]
     assert len(profiled) == len(set(profiled)) == 3 * (len(QUICK.step_batches) + 1)
     assert all(kernel["total_us"] > 0 for t in result["kernel_times"] for kernel in t["kernels"])
     assert "tiny int4-g128, prompt of 64: " in printed
+
+
+def test_long_contexts_are_computed_once() -> None:
+    """A turn over a long text computes only its own tokens, and both caches serve one batch."""
+    report = GpuReport(True, 1, {}, {}, [])
+    bench = GpuBench(CPU, QUICK, report)
+    contexts.contexts(bench, Budget("contexts", time.monotonic() + 600, []))
+    rows = {(row.test, row.side): row.figures for row in report.rows}
+    assert list(rows) == [
+        ("256 beside 3 × 32 cached/8 out", "tiny bf16"),
+        ("turn of 16 over 256 cached", "tiny bf16"),
+        ("3 × 64 cached/8 out", "tiny bf16"),
+        ("3 × 64 cached/8 out", "tiny bf16, int8 cache"),
+    ]
+    turns = rows["turn of 16 over 256 cached", "tiny bf16"]
+    assert turns["computed_tokens"] == (16, 16)
+    assert len(turns["ttft_p50_ms"]) == QUICK.long_turn.requests
+    assert all("decode_tok_s" in figures for figures in rows.values() if figures is not turns)
+    plain, int8 = (bench.model(shape) for shape in (QUICK.plain, QUICK.int8_cache))
+    assert plain.weights is int8.weights
+    # head size 32: int8 values and a float32 scale for each
+    assert int8.kv_bytes(1) / plain.kv_bytes(1) == (32 + 4) / 64
+
+
+def test_a_batch_that_the_memory_does_not_hold_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Loaded, "max_kv_tokens", lambda loaded, device: 400)
+    report = GpuReport(True, 1, {}, {}, [])
+    contexts.contexts(GpuBench(CPU, QUICK, report), Budget("contexts", time.monotonic() + 600, []))
+    assert [row.test for row in report.rows] == ["turn of 16 over 256 cached"]
+    skipped = dict(report.skipped)
+    reason = skipped["256 beside 3 × 32 cached/8 out: tiny bf16"]
+    assert reason == "it needs a KV cache of 672 tokens, the memory holds 400"
+    assert "3 × 64 cached/8 out: tiny bf16, int8 cache" in skipped
+
+
+def test_a_step_reads_the_experts_that_its_tokens_use() -> None:
+    mixture, dense = Loaded(QUICK.mixture, CPU), Loaded(QUICK.plain, CPU)
+    assert dense.read_bytes(1) == dense.step_bytes
+    expert_bytes = 2 * 8 * 3 * 128 * 64 * 2  # 2 layers of 8 experts with 3 matrices
+    assert mixture.step_bytes - mixture.read_bytes(1) == expert_bytes * 3 / 4
+    assert mixture.step_bytes - mixture.read_bytes(2) == expert_bytes * 9 / 16
 
 
 @pytest.mark.usefixtures("one_process")
@@ -298,6 +341,8 @@ def test_the_shapes_are_those_of_llama() -> None:
     assert shapes.PLAIN_8B.spec.num_params == pytest.approx(8.03e9, rel=1e-3)
     assert shapes.PLAIN_1B.spec.num_params == pytest.approx(1.236e9, rel=1e-3)
     assert shapes.INT4_70B.spec.num_params == pytest.approx(70.55e9, rel=1e-3)
+    # Qwen3-30B-A3B
+    assert shapes.MIXTURE_30B.spec.num_params == pytest.approx(30.53e9, rel=1e-3)
 
 
 @pytest.mark.parametrize(

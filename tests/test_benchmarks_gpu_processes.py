@@ -321,6 +321,13 @@ def test_models_fit_the_memory(gib: int) -> None:
     assert smallest > 0.5e9
     assert (plan.plain is shapes.PLAIN_8B) == (gib >= 40)
     assert (plan.large is shapes.INT4_70B) == (gib >= 80)
+    assert plan.mixture.weight_bytes <= 0.8 * gib * GIB
+    assert (plan.mixture is shapes.MIXTURE_30B) == (gib >= 80)
+    if gib < 80:
+        layers = plan.mixture.spec.num_layers
+        assert plan.mixture.name == f"30B-A3B bf16, {layers} of 48 layers"
+        more = shapes.with_layers(shapes.MIXTURE_30B, layers + 1)
+        assert more.weight_bytes > 0.8 * gib * GIB
 
 
 def test_the_weight_bytes_are_those_of_llama() -> None:
@@ -343,7 +350,7 @@ def checks(failed: str = "") -> list[CorrectnessCheck]:
         CorrectnessCheck(
             f"{model}: {name}", 0.0, 1.0, "wrong" if name in failed.split("; ") else ""
         )
-        for model in ("llama", "llama int4")
+        for model in ("llama", "llama int4", "llama int8 cache", "mixture")
         for name in names
     ]
 
@@ -382,6 +389,26 @@ def test_the_mode_of_the_checks_is_that_of_the_runner() -> None:
     assert report.modes == {
         "tiny bf16": "graphs",
         "tiny fp8": "graphs, run-ahead (not checked)",
+    }
+
+
+def test_models_run_in_the_mode_of_their_kind() -> None:
+    """A mixture in that of the checked mixture, an int8 cache in that of the checked int8 cache."""
+    wrong = {"mixture: greedy, graphs, run-ahead", "llama int8 cache: greedy, eager"}
+    wrong |= {f"llama int8 cache: {mode.check}" for mode in MODES if mode.graphs}
+    made = [
+        CorrectnessCheck(check.name, 0.0, 1.0, "wrong" if check.name in wrong else "")
+        for check in checks()
+    ]
+    report = GpuReport(True, 1, {}, {}, [])
+    before = GpuReport(True, 1, {}, {}, [], checks=made)
+    bench = GpuBench(Device.found(gpu=False), QUICK, report, before)
+    for shape in (QUICK.plain, QUICK.int8_cache, QUICK.mixture):
+        bench.runner(shape, 256).close()
+    assert report.modes == {
+        "tiny bf16": "graphs, run-ahead",
+        "tiny bf16, int8 cache": "eager, run-ahead",
+        "tiny mixture bf16": "graphs",
     }
 
 

@@ -49,9 +49,10 @@ class GpuBench:
         return Inputs(generator, DTYPE)
 
     def model(self, shape: Shape) -> Loaded:
-        """Model with random weights, created on first use."""
+        """Model with random weights, created on first use. One with another cache shares them."""
         if shape.name not in self._loaded:
-            loaded = self._loaded[shape.name] = Loaded(shape, self.device)
+            same = (one.weights for one in self._loaded.values() if one.spec == shape.spec)
+            loaded = self._loaded[shape.name] = Loaded(shape, self.device, next(same, None))
             self.report.models.append(
                 {
                     "name": shape.name,
@@ -86,6 +87,7 @@ class GpuBench:
             graphs=chosen.mode.graphs,
             ahead=chosen.mode.ahead and not is_draft,
             dependent=dependent,
+            dtype=loaded.cache_dtype,
         )
 
     def session(self, shape: Shape, kv_tokens: int) -> Session:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_parts.device import Device, relative_error
-from benchmarks.gpu_parts.loaded import DTYPE, engine_session, watched_runner
+from benchmarks.gpu_parts.loaded import DTYPE, cache_dtype, engine_session, watched_runner
 from benchmarks.gpu_parts.modes import DEPENDENT_MODE, GRAPHS_CHECK, MODES, Mode
 from benchmarks.gpu_parts.probe import Probe, exact, randomize_norms
 from benchmarks.gpu_parts.progress import case_begins
@@ -35,10 +35,11 @@ _ANSWER, _SHARED = 14, 64
 
 @dataclass(slots=True)
 class CheckedModel:
-    """A small model, its float64 reference, and prompts."""
+    """A small model, its float64 reference, and prompts. cache: data type of its KV cache."""
 
     name: str
     spec: ModelSpec
+    cache: torch.dtype
     weights: DecoderWeights
     reference: Probe
     texts: list[list[int]] = field(default_factory=list)
@@ -55,7 +56,7 @@ class CheckedModel:
         texts = [draw.choices(range(spec.vocab_size), k=length) for length in _PROMPTS]
         texts += [prefix + draw.choices(range(spec.vocab_size), k=9) for _ in range(2)]
         reference = Probe(spec, exact(weights), max_len=512, dtype=torch.float64)
-        return cls(shape.name, spec, weights, reference, texts)
+        return cls(shape.name, spec, cache_dtype(shape), weights, reference, texts)
 
     def below_best(self, prompt: Sequence[int], answer: Sequence[int]) -> float:
         """Largest gap to the reference's best logit over an answer, in standard deviations."""
@@ -85,7 +86,7 @@ def decoders(device: Device, seed: int, shape: Shape) -> Iterator[CorrectnessChe
 
 def _logits(model: CheckedModel, device: Device) -> tuple[float, float]:
     """Prefill two texts in the same steps, one in two chunks; then decode 8 tokens of each."""
-    probe = Probe(model.spec, model.weights, max_len=512, sequences=2)
+    probe = Probe(model.spec, model.weights, max_len=512, sequences=2, dtype=model.cache)
     one, other = model.texts[0], model.texts[2]
     middle, end = len(other) // 2, len(other) - 8
     first = probe.step([(0, 0, one[:-8]), (1, 0, other[:middle])])
@@ -113,7 +114,13 @@ def _graphs(model: CheckedModel, device: Device) -> tuple[float, float]:
     texts = model.texts[:3]
     found = []
     for graphs in (False, True):
-        probe = Probe(model.spec, model.weights, max_len=512, sequences=3, graphs=graphs)
+        probe = Probe(
+            *(model.spec, model.weights),
+            max_len=512,
+            sequences=3,
+            graphs=graphs,
+            dtype=model.cache,
+        )
         probe.step([(i, 0, text[:-1]) for i, text in enumerate(texts)])
         for _ in range(3 if graphs else 1):
             last = [(i, len(text) - 1, text[-1:]) for i, text in enumerate(texts)]
@@ -133,6 +140,7 @@ def _answers(model: CheckedModel, device: Device, mode: Mode) -> list[tuple[list
         graphs=mode.graphs,
         ahead=mode.ahead,
         dependent=mode.dependent,
+        dtype=model.cache,
     )
     with engine_session(runner, model.spec.vocab_size) as session:
         answers = [*session.ask(model.texts[:-1], _ANSWER), *session.ask(model.texts[-1:], 8)]

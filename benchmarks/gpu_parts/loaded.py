@@ -34,22 +34,37 @@ _KV_SHARE = 0.9
 
 
 class Loaded:
-    """Weights on the device, and the bytes that a step reads."""
+    """Weights on the device, and the bytes that a step reads. weights: random ones if None."""
 
-    def __init__(self, shape: Shape, device: Device) -> None:
+    def __init__(self, shape: Shape, device: Device, weights: DecoderWeights | None = None) -> None:
         self.name, self.spec = shape.name, shape.spec
-        self.weights = random_weights(shape.spec, device=device.torch, dtype=DTYPE, seed=SEED)
+        self.cache_dtype = cache_dtype(shape)
+        self.weights = weights or random_weights(
+            shape.spec, device=device.torch, dtype=DTYPE, seed=SEED
+        )
         device.synchronize()
 
     @property
     def step_bytes(self) -> int:
-        """Bytes of weights that a step reads: all except an untied embedding."""
+        """Bytes of all weights except an untied embedding."""
         embed = 0 if self.spec.tied_embeddings else self.weights.embed.nbytes
         return self.weights.num_bytes - embed
 
+    def read_bytes(self, rows: int) -> float:
+        """Bytes of weights that a step of `rows` tokens reads: step_bytes without unused experts.
+
+        Each token uses top_k experts. They are taken as drawn at random, all equally likely.
+        """
+        moe = self.spec.moe
+        if moe is None:
+            return self.step_bytes
+        layers = [layer.experts for layer in self.weights.layers if layer.experts]
+        expert_bytes = sum(layer.gate_up.nbytes + layer.down.nbytes for layer in layers)
+        return self.step_bytes - expert_bytes * (1 - moe.top_k / moe.num_experts) ** rows
+
     def kv_bytes(self, tokens: float) -> float:
         """Bytes of the keys and values of `tokens` tokens."""
-        return tokens * sizing.kv_bytes_per_token(self.spec, DTYPE)
+        return tokens * sizing.kv_bytes_per_token(self.spec, self.cache_dtype)
 
     def max_kv_tokens(self, device: Device) -> int | None:
         """Largest KV cache, in tokens, in the free device memory; None if that is not known."""
@@ -59,6 +74,11 @@ class Loaded:
         work_bytes = sizing.step_work_bytes(self.spec, CudaOptions(), DTYPE)
         spare_bytes = _KV_SHARE * (free_bytes - work_bytes)
         return max(0, int(spare_bytes / self.kv_bytes(1)))
+
+
+def cache_dtype(shape: Shape) -> torch.dtype:
+    """Data type of the KV cache."""
+    return torch.int8 if shape.int8_cache else DTYPE
 
 
 class WatchedRunner(CudaRunner):
@@ -89,7 +109,7 @@ def watched_runner(
 ) -> WatchedRunner:
     """Create a runner as the loader does, with a KV cache of `kv_tokens`.
 
-    dependent: see modes.Mode. store: of what the KV cache evicts.
+    dependent: see modes.Mode. dtype: of the KV cache. store: of what the KV cache evicts.
     """
     settings, tokenizer = CudaOptions(), NumberTokenizer(spec.vocab_size)
     pages = pages_for(kv_tokens)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from benchmarks.gpu_parts import (
     ceilings,
+    contexts,
     drafts,
     kernel_speed,
     peer,
@@ -60,14 +61,14 @@ def _formats(plan: GpuPlan) -> list[str]:
     return [shape.name for shape in plan.formats]
 
 
-def _checked_formats(plan: GpuPlan) -> list[str]:
+def _checked_kinds(plan: GpuPlan) -> list[str]:
     """The small models on whose checks the modes depend."""
-    return list(dict.fromkeys(checked_like(shape) for shape in plan.formats))
+    return list(dict.fromkeys(checked_like(shape) for shape in plan.checked_shapes))
 
 
 def _other_checks(plan: GpuPlan) -> list[str]:
-    formats = _checked_formats(plan)
-    return [*GROUPS, *(shape.name for shape in CHECKED if shape.name not in formats)]
+    kinds = _checked_kinds(plan)
+    return [*GROUPS, *(shape.name for shape in CHECKED if shape.name not in kinds)]
 
 
 def _check(bench: GpuBench, budget: Budget, side: str) -> None:
@@ -130,14 +131,16 @@ def _whole(run: Callable[[GpuBench, Budget], None]) -> Run:
 
 PARTS: dict[str, Part] = {
     # first in every call: describes the device
-    "device": Part(lambda bench, budget, side: smoke.smoke(bench), 20.0),
-    "checks": Part(_check, 30.0, _other_checks, at_once=8),
+    "device": Part(lambda bench, budget, side: smoke.smoke(bench), 15.0),
+    "checks": Part(_check, 25.0, _other_checks, at_once=8),
     # after the checks: without the kernels that are wrong
-    "modes": Part(_check, 40.0, _checked_formats, at_once=8),
-    "ceilings": Part(_ceilings, 15.0),
+    "modes": Part(_check, 35.0, _checked_kinds, at_once=8),
+    "ceilings": Part(_ceilings, 10.0),
     "kernels": Part(_kernels, 16.0, lambda plan: [*_formats(plan), *kernel_speed.OTHERS]),
     "step": Part(_step, 25.0, _formats),
     "single": Part(workloads.single, 40.0, _models),
+    "contexts": Part(_whole(contexts.contexts), 50.0),
+    "mixture": Part(_whole(workloads.mixture), 35.0),
     "curve": Part(workloads.curve, 45.0, _formats),
     "load": Part(workloads.load, 60.0, _formats),
     "prefix": Part(_whole(workloads.prefix), 25.0),
@@ -149,7 +152,10 @@ PARTS: dict[str, Part] = {
 }
 # each takes at most GpuPlan.call_s; each finds the modes and ceilings of the device it gets
 CALLS: dict[str, tuple[str, ...]] = {
-    "A": ("device", "checks", "modes", "ceilings", "kernels", "step", "single"),
+    "A": (
+        *("device", "checks", "modes", "ceilings", "kernels", "step", "single"),
+        *("contexts", "mixture"),
+    ),
     "B": ("device", "modes", "ceilings", "curve", "load", "prefix", "chats", "drafts"),
     "C": ("device", "modes", "ceilings", "startup", "large", "peers"),
 }

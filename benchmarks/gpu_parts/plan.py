@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from benchmarks.gpu_parts import case, shapes
 from benchmarks.gpu_parts.case import Sizes
 from benchmarks.gpu_parts.kernel_speed import ExpertLayer, SequenceBatch
-from benchmarks.gpu_parts.shapes import Shape
+from benchmarks.gpu_parts.shapes import Shape, with_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,13 +23,16 @@ class RequestGroup:
 class GpuPlan:
     """Sizes in tokens, buffers in bytes, times in seconds.
 
-    plain, int4, fp8: a model in three formats. small: their draft model. large: for part `large`.
-    call_s: total of a call. alone: a single request. depths: context lengths of single requests.
-    batches: batch sizes of part `curve`, with requests like `each`. overload: more requests than
-    run at once. mixed_tokens: minimum and maximum of prompts and answers. lognormal: mean lengths.
-    prefix: length of the prefix of requests like `with_prefix`. chats: number of concurrent chats
-    of `turns` turns. steps, profiled_prompt: decode steps and tokens of a prompt that are profiled.
-    peer: requests for peers with batching. compiler: backend of torch.compile for peers.
+    plain, int4, fp8: a model in three formats. small: their draft model. large, mixture: for the
+    parts of these names. call_s: total of a call. alone: a single request. depths: context lengths
+    of single requests. batches: batch sizes of part `curve`, with requests like `each`. overload:
+    more requests than run at once. mixed_tokens: minimum and maximum of prompts and answers.
+    lognormal: mean lengths. prefix: length of the prefix of requests like `with_prefix`. chats:
+    number of concurrent chats of `turns` turns. mixture_batches: batch sizes of part `mixture`,
+    with requests like `each`. long: length of a long text. beside_long: requests that decode beside
+    it. long_turn: turns over it, one at a time. by_cache: requests over a KV cache of 16 and of 8
+    bits. steps, profiled_prompt: decode steps and tokens of a prompt that are profiled. peer:
+    requests for peers with batching. compiler: backend of torch.compile for peers.
     """
 
     plain: Shape
@@ -37,6 +40,7 @@ class GpuPlan:
     fp8: Shape
     small: Shape
     large: Shape
+    mixture: Shape
     rounds: int
     call_s: float
     copy_bytes: int
@@ -59,6 +63,11 @@ class GpuPlan:
     chats: int
     turns: int
     turn: RequestGroup
+    mixture_batches: tuple[int, ...]
+    long: int
+    beside_long: RequestGroup
+    long_turn: RequestGroup
+    by_cache: RequestGroup
     steps: int
     profiled_prompt: int
     step_batches: tuple[int, ...]
@@ -76,6 +85,16 @@ class GpuPlan:
     def formats(self) -> tuple[Shape, ...]:
         return (self.plain, self.int4, self.fp8)
 
+    @property
+    def int8_cache(self) -> Shape:
+        """`plain` with an 8-bit KV cache."""
+        return replace(self.plain, name=f"{self.plain.name}, int8 cache", int8_cache=True)
+
+    @property
+    def checked_shapes(self) -> tuple[Shape, ...]:
+        """The models whose modes depend on checks."""
+        return (*self.models, self.int8_cache, self.mixture)
+
     def shape(self, name: str) -> Shape:
         """The model of this name."""
         return next(shape for shape in self.models if shape.name == name)
@@ -87,6 +106,7 @@ FULL = GpuPlan(
     fp8=shapes.FP8_8B,
     small=shapes.PLAIN_1B,
     large=shapes.INT4_70B,
+    mixture=shapes.MIXTURE_30B,
     rounds=5,
     call_s=510.0,
     copy_bytes=4 << 30,
@@ -121,6 +141,11 @@ FULL = GpuPlan(
     chats=16,
     turns=8,
     turn=RequestGroup(requests=1, prompt=64, answer=96),
+    mixture_batches=(1, 8, 64),
+    long=32_768,
+    beside_long=RequestGroup(requests=63, prompt=1024, answer=64),
+    long_turn=RequestGroup(requests=10, prompt=64, answer=8),
+    by_cache=RequestGroup(requests=64, prompt=2048, answer=64),
     steps=40,
     profiled_prompt=2048,
     step_batches=(1, 64, 256),
@@ -135,6 +160,7 @@ QUICK = GpuPlan(
     fp8=shapes.FP8_TINY,
     small=shapes.PLAIN_TINY,
     large=shapes.INT4_TINY,
+    mixture=shapes.MIXTURE_TINY,
     rounds=1,
     call_s=600.0,
     copy_bytes=4 << 20,
@@ -164,6 +190,11 @@ QUICK = GpuPlan(
     chats=2,
     turns=2,
     turn=RequestGroup(requests=1, prompt=8, answer=8),
+    mixture_batches=(1, 3),
+    long=256,
+    beside_long=RequestGroup(requests=3, prompt=32, answer=8),
+    long_turn=RequestGroup(requests=2, prompt=16, answer=4),
+    by_cache=RequestGroup(requests=3, prompt=64, answer=8),
     steps=5,
     profiled_prompt=64,
     step_batches=(1, 3),
@@ -177,6 +208,8 @@ QUICK = GpuPlan(
 _PLAIN_SHARE = 0.4
 # share for those of `large`: KV cache and working memory are small
 _LARGE_SHARE = 0.7
+# share for those of `mixture`, which has fewer layers where they do not fit
+_MIXTURE_SHARE = 0.8
 _FORMATS = (
     (shapes.PLAIN_8B, shapes.INT4_8B, shapes.FP8_8B),
     (shapes.PLAIN_3B, shapes.INT4_3B, shapes.FP8_3B),
@@ -193,4 +226,19 @@ def full_plan(memory_bytes: int) -> GpuPlan:
     most_bytes = _LARGE_SHARE * memory_bytes
     large = next((shape for shape in _LARGE if shape.weight_bytes <= most_bytes), _LARGE[-1])
     copy_bytes = min(FULL.copy_bytes, 1 << (memory_bytes // 8).bit_length() - 1)
-    return replace(FULL, plain=plain, int4=int4, fp8=fp8, large=large, copy_bytes=copy_bytes)
+    mixture = _mixture(FULL.mixture, _MIXTURE_SHARE * memory_bytes)
+    return replace(
+        FULL,
+        plain=plain,
+        int4=int4,
+        fp8=fp8,
+        large=large,
+        mixture=mixture,
+        copy_bytes=copy_bytes,
+    )
+
+
+def _mixture(whole: Shape, most_bytes: float) -> Shape:
+    """The model, or the part of it with as many layers as fit."""
+    fewer = [with_layers(whole, count) for count in range(whole.spec.num_layers - 1, 0, -1)]
+    return next(shape for shape in (whole, *fewer) if shape.weight_bytes <= most_bytes)

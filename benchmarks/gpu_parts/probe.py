@@ -42,8 +42,8 @@ class Probe:
         count = self._each * sequences
         cache = KVCache.zeros(spec, count, device=device, dtype=kind)
         for layer in cache.layers:
-            for tensor in (layer.keys, layer.values):
-                if kind.itemsize > 1:
+            for tensor in layer.tensors:
+                if tensor.dtype.itemsize > 1:  # of an 8-bit cache the scales
                     tensor.fill_(torch.nan)  # detects reads of unwritten slots
         self._pages = np.random.default_rng(0).permutation(count).astype(np.int32)
         self._names = [_sequence(i, max_len) for i in range(sequences)]

@@ -1,4 +1,4 @@
-"""Model shapes: Llama models, unquantized and quantized, and small models for checks and CPUs."""
+"""Shapes of models: Llama in several formats, a Qwen 3 MoE, and small ones for checks and CPUs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ FP8 = QuantizationConfig(method="fp8", bits=8)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model to measure, with random weights."""
+    """A model to measure, with random weights. int8_cache: its KV cache has 8 bits."""
 
     name: str
     spec: ModelSpec
+    int8_cache: bool = False
 
     @property
     def weight_bytes(self) -> int:
@@ -145,6 +146,29 @@ _TINY = llama(
     vocab=512,
     max_len=4096,
 )
+_TINY_MIXTURE = replace(
+    _TINY,
+    qk_norm=True,
+    moe=MoeConfig(num_experts=8, top_k=2, intermediate_size=64, normalize_topk=True),
+)
+# Qwen3-30B-A3B
+_30B_A3B = replace(
+    llama(
+        layers=48,
+        hidden=2048,
+        intermediate=6144,  # of a dense layer, which it does not have
+        heads=32,
+        kv_heads=4,
+        head_dim=128,
+        vocab=151_936,
+        max_len=40_960,
+    ),
+    architecture="Qwen3MoeForCausalLM",
+    norm_eps=1e-6,
+    qk_norm=True,
+    rope=Rope(theta=1_000_000.0, dim=128),
+    moe=MoeConfig(num_experts=128, top_k=8, intermediate_size=768, normalize_topk=True),
+)
 
 PLAIN_8B = Shape("8B bf16", _8B)
 INT4_8B = Shape("8B int4-g128", replace(_8B, quant=INT4))
@@ -159,6 +183,8 @@ INT4_70B = Shape("70B int4-g128", replace(_70B, quant=INT4))
 PLAIN_TINY = Shape("tiny bf16", _TINY)
 INT4_TINY = Shape("tiny int4-g128", replace(_TINY, quant=INT4))
 FP8_TINY = Shape("tiny fp8", replace(_TINY, quant=FP8))
+MIXTURE_30B = Shape("30B-A3B bf16", _30B_A3B)
+MIXTURE_TINY = Shape("tiny mixture bf16", _TINY_MIXTURE)
 
 # small enough for float64; the variants below cover all code paths of the decoder
 SMALL = replace(
@@ -179,6 +205,7 @@ CHECKED = (
     # random 4-bit values have a non-zero mean, which makes attention scores larger
     Shape("llama int4", replace(SMALL, quant=INT4, attn_scale=0.125)),
     Shape("llama fp8", replace(SMALL, quant=FP8)),
+    Shape("llama int8 cache", SMALL, int8_cache=True),
     Shape(
         "gemma",
         replace(
@@ -207,5 +234,17 @@ CHECKED = (
 
 
 def checked_like(shape: Shape) -> str:
-    """Name of the checked model with the weight format of a measured one."""
-    return next(small.name for small in CHECKED if small.spec.quant == shape.spec.quant)
+    """Name of the checked model with the formats of a measured one, a mixture for a mixture."""
+    return next(small.name for small in CHECKED if _kind(small) == _kind(shape))
+
+
+def _kind(shape: Shape) -> tuple[object, ...]:
+    return shape.spec.quant, shape.spec.moe is None, shape.int8_cache
+
+
+def with_layers(shape: Shape, layers: int) -> Shape:
+    """The model with fewer layers, which its name says."""
+    spec = shape.spec
+    windows = spec.sliding_windows[:layers]
+    name = f"{shape.name}, {layers} of {spec.num_layers} layers"
+    return replace(shape, name=name, spec=replace(spec, num_layers=layers, sliding_windows=windows))

@@ -75,7 +75,7 @@ def alone(
     """Measure a single request."""
     group = bench.plan.alone
     answers = session.ask([bench.prompt(shape, group.prompt)], group.answer, params)
-    return _decoding(bench, bench.model(shape), answers, group.prompt)
+    return decode_figures(bench, bench.model(shape), answers, group.prompt)
 
 
 def at_once(bench: GpuBench, session: Session, shape: Shape, group: RequestGroup) -> Figures:
@@ -102,36 +102,57 @@ def _deep(
     session.ask([text], 8)  # warm-up: capture
 
     def run() -> Figures:
-        found = _decoding(bench, model, session.ask([text], answer_tokens), depth)
-        return {name: value for name, value in found.items() if "ttft" not in name}
+        return cached_figures(bench, model, session.ask([text], answer_tokens), depth)
 
     bench.rounds("single", test, {shape.name: run}, bench.plan.rounds, budget)
 
 
-def _decoding(
-    bench: GpuBench, model: Loaded, answers: Sequence[Answer], prompt: int
+def decode_figures(
+    bench: GpuBench, model: Loaded, answers: Sequence[Answer], prompt: float
 ) -> dict[str, float]:
-    """Figures of sequences that decode in the same steps, with the memory bandwidth of a step."""
+    """Figures of sequences that decode in the same steps, with the memory bandwidth of a step.
+
+    prompt: mean tokens of the prompts.
+    """
     rate = decode_tok_s(answers)
     tokens = prompt + answers[0].finished.completion_tokens / 2
-    step_bytes = model.step_bytes + len(answers) * model.kv_bytes(tokens)
+    step_bytes = model.read_bytes(len(answers)) + len(answers) * model.kv_bytes(tokens)
     shares = bench.ceilings.shares(rate / len(answers) * step_bytes)
     return {"decode_tok_s": rate, **serving_metrics(answers), **shares}
 
 
+def cached_figures(
+    bench: GpuBench, model: Loaded, answers: Sequence[Answer], prompt: float
+) -> Figures:
+    """decode_figures after prompts that were in the cache: without TTFT."""
+    found = decode_figures(bench, model, answers, prompt)
+    return {name: value for name, value in found.items() if "ttft" not in name}
+
+
 def curve(bench: GpuBench, budget: Budget, side: str) -> None:
     """Decode throughput by batch size."""
-    plan, shape = bench.plan, bench.plan.shape(side)
-    room = max(plan.batches) * (plan.each.prompt + plan.each.answer + _ROOM)
+    _by_batch(bench, budget, "curve", bench.plan.shape(side), bench.plan.batches)
+
+
+def mixture(bench: GpuBench, budget: Budget) -> None:
+    """Decode throughput of a mixture of experts by batch size."""
+    _by_batch(bench, budget, "mixture", bench.plan.mixture, bench.plan.mixture_batches)
+
+
+def _by_batch(
+    bench: GpuBench, budget: Budget, part: str, shape: Shape, batches: Sequence[int]
+) -> None:
+    plan = bench.plan
+    room = max(batches) * (plan.each.prompt + plan.each.answer + _ROOM)
     with bench.session(shape, 2 * room) as session:
-        for batch in plan.batches:
+        for batch in batches:
             test = f"{plan.each.prompt} in/{plan.each.answer} out × {batch}"
             if not budget.fits(test):
                 continue
             case_begins(f"{test}: warm-up of {shape.name}")
             _ask_group(bench, session, shape, replace(plan.each, requests=batch))
             sides = {shape.name: _batch(bench, session, shape, batch)}
-            bench.rounds("curve", test, sides, min(plan.rounds, _CURVE_ROUNDS), budget)
+            bench.rounds(part, test, sides, min(plan.rounds, _CURVE_ROUNDS), budget)
 
 
 def _ask_group(
@@ -146,7 +167,7 @@ def _batch(bench: GpuBench, session: Session, shape: Shape, batch: int) -> Side:
 
     def run() -> Figures:
         answers = _ask_group(bench, session, shape, group)
-        return _decoding(bench, bench.model(shape), answers, group.prompt)
+        return decode_figures(bench, bench.model(shape), answers, group.prompt)
 
     return run
 
