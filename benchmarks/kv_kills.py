@@ -1,6 +1,6 @@
 """`kill -9` of engines at random moments: no stored prefix may be used wrongly afterwards.
 
-    python -m benchmarks.kv_kills [--kills 200] [--seed 1] [--backend llamacpp|cuda]
+    python -m benchmarks.kv_kills [--kills 200] [--seed 1] [--backend cuda] [--head-words N]
 
 One folder of prefixes survives all rounds. In each, an engine is loaded, answers prompts with long
 common beginnings, several at once, rests, and is unloaded; meanwhile the engine, its server, or
@@ -235,8 +235,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=200, help="default: 200")
     parser.add_argument("--seed", type=int, default=1, help="default: 1")
     parser.add_argument("--backend", choices=SIZES, default="llamacpp", help="cuda: on the CPU")
+    parser.add_argument(
+        "--head-words", type=int, help="of a common beginning; default: 250, cuda: 320"
+    )
     parser.add_argument("--output", type=Path)
     given = parser.parse_args(arguments)
+    size = SIZES[given.backend]
+    if given.head_words is not None:
+        size = replace(size, head_words=given.head_words)
     options = replace(_OPTIONS, backend=given.backend)
     if given.backend == "cuda":
         options = replace(options, device="cpu")

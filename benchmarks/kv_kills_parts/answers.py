@@ -13,21 +13,26 @@ from localgen.client import LocalClient
 from localgen.hub.packaged import BUILT_IN_PATH
 
 _NUM_TOP = 20
-_OWN_WORDS, _HEAD_WORDS, _QUOTED_WORDS = 40, 250, 8
+_OWN_WORDS, _QUOTED_WORDS = 40, 8
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Numbers of prompts: heads, each with so many tails. asked: in a life; checked: after it."""
+    """Numbers of prompts: heads, each with so many tails. asked: in a life; checked: after it.
+
+    head_words: of 1.9 tokens on average. Prefixes of 512 tokens are stored at once, shorter ones
+    when they are used again.
+    """
 
     heads: int
     tails: int
     asked: int
     checked: int
     answer_tokens: int
+    head_words: int
 
 
-SIZES = {"llamacpp": Size(6, 4, 6, 4, 8), "cuda": Size(3, 2, 2, 2, 3)}
+SIZES = {"llamacpp": Size(6, 4, 6, 4, 8, 250), "cuda": Size(3, 2, 2, 2, 3, 320)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +48,8 @@ def prompts_of(size: Size) -> list[str]:
     found = []
     for head, tail in itertools.product(range(size.heads), range(size.tails)):
         source, own = random.Random(head), random_words(_OWN_WORDS, f"{head}").split()
-        words = [source.choice(own) for _ in range(_HEAD_WORDS)]
-        at = tail * _HEAD_WORDS // size.tails + _QUOTED_WORDS
+        words = [source.choice(own) for _ in range(size.head_words)]
+        at = tail * size.head_words // size.tails + _QUOTED_WORDS
         found.append(f"{' '.join(words)}. {' '.join(words[at : at + _QUOTED_WORDS])}")
     return found
 
