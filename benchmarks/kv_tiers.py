@@ -2,7 +2,9 @@
 
 `ttft`: a prompt cold; from RAM, after another one took the KV cache; from disk, after a restart and
 without the page cache. llama-server: cold, from its --cache-ram, and from a slot that is saved and
-restored by hand, the call included. `chats`: more chats in turn than the KV cache holds.
+restored by hand, the call included. A prompt longer than the model's context is computed with a
+copy of the model whose metadata names a longer one, which the rows say.
+`chats`: more chats in turn than the KV cache holds.
 `cost`: the speed of a chat with and without the tiers. `handover`: prompts that arrive beside
 running chats, read by another engine and fetched from it, and by one engine that does both.
 """
@@ -37,6 +39,7 @@ from benchmarks.streams import (
     StreamFailed,
     decode_rate,
 )
+from benchmarks.stretched_gguf import stretch
 from localgen.backends.errors import LocalgenError
 from localgen.backends.memory.system import num_physical_cores
 from localgen.backends.model_info import LoadOptions, ModelInfo
@@ -60,13 +63,26 @@ _SAVED_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierBench:
-    """What the parts share. tokens_per_word: of random words, with this model's tokenizer."""
+    """What the parts share.
+
+    tokens_per_word: of random words, with this model's tokenizer. ctx_train: tokens of the context
+    that the model names. note: on the model, for the names of tests.
+    """
 
     model: Path
     tools: Tools | None
     report: Report
     settings: ServerSettings
     tokens_per_word: float
+    ctx_train: int
+    note: str = ""
+
+    def with_ctx(self, ctx: int) -> TierBench:
+        """Itself, or with a copy of the model that names a context of so many tokens."""
+        if ctx <= self.ctx_train:
+            return self
+        model = stretch(self.model, ctx, self.settings.state_dir)
+        return replace(self, model=model, ctx_train=ctx, note=", context stretched for the timing")
 
     def text(self, tokens: int, seed: str) -> str:
         """A prompt of about this many tokens, and not more."""
@@ -117,7 +133,8 @@ def time_to_first_token(bench: TierBench, length: int, *, with_ram: bool, folder
     """Part `ttft` for a prompt of this many tokens."""
     ours, theirs = bench.text(length, "a"), bench.text(length, "b")
     ctx = length + SPARE
-    name = f"TTFT {length:,} tokens"
+    bench = bench.with_ctx(ctx)
+    name = f"TTFT {length:,} tokens{bench.note}"
     with bench.localgen(ctx, ctx) as client:
         cold_s = bench.add(name, f"{LOCALGEN} cold", [first_token_s(client.ask(ours, ANSWER))])
         bench.add(name, f"{LOCALGEN} KV cache", [first_token_s(client.ask(ours, ANSWER))])
@@ -309,6 +326,7 @@ def _bench(model: Path, settings: ServerSettings, tools: Tools | None) -> TierBe
         report=report,
         settings=settings,
         tokens_per_word=stream.prompt_tokens / words,
+        ctx_train=info.ctx_train,
     )
 
 
