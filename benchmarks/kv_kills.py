@@ -198,7 +198,7 @@ def report_of(run: KVKills, bad_blocks: int, swapped: list[float]) -> Report:
     report.add("answers after a kill", "all", "", [run.answers])
     report.add("files of killed writers", "unfinished", "", [num_unfinished(run.settings.kv_dir)])
     report.add("blocks", "refused by engines", "", [num_refused(run.settings)])
-    restored = report.add("tokens restored after a kill", "from disk", "", [run.restored])
+    restored = report.add("tokens restored after a kill", "from RAM or disk", "", [run.restored])
     rounding = report.add("difference by rounding, without tiers", "largest", "", [run.rounding])
     largest = report.add("difference after a kill", "largest", "", [min(run.largest, _FAR)])
     report.least(restored, 100 * kills)
@@ -249,9 +249,7 @@ def main(arguments: list[str] | None = None) -> int:
     source = random.Random(given.seed)
     try:
         with private_settings() as settings:
-            report = run_kills(
-                KVKills(settings, options, SIZES[given.backend], source), given.kills
-            )
+            report = run_kills(KVKills(settings, options, size, source), given.kills)
     except (StreamFailed, LocalgenError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -76,6 +76,7 @@ def test_what_was_used_last_comes_back_into_ram(tmp_path: Path) -> None:
     assert read == used_s, "it does not count as used"
     for number, is_in_ram in ((3, True), (2, True), (0, False)):
         found = again.find([number] * (2 * BLOCK_TOKENS), "")
+        assert len(found) == 2
         assert all((each.digest in again._ram) is is_in_ram for each in found)
     close(again)
 

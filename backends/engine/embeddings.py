@@ -101,7 +101,7 @@ class EmbeddingScheduler:
             return
         self._fail(texts, "cancelled", "the request was cancelled")
         if self._batch is not None and all(owner.is_ended for owner in self._batch.tasks):
-            self._close_batch()
+            self.close_batch()
 
     def fail_all(self, code: str, message: str) -> None:
         """Fail all requests with this error."""
@@ -126,13 +126,13 @@ class EmbeddingScheduler:
             self._requeue(batch, fail_if_single=not num_decoding)
             return 0
         except LocalgenError as error:
-            self._close_batch()
+            self.close_batch()
             for owner in batch.tasks:
                 self._fail(owner, error.code, error.message)
             return 0
         self._budget.observe((time.monotonic() - started_s) * 1e3, done.num_tokens, 0)
         if done.vectors is not None:
-            self._close_batch()
+            self.close_batch()
             self._store_vectors(batch.tasks, done.vectors)
         return done.num_tokens
 
@@ -165,7 +165,7 @@ class EmbeddingScheduler:
 
         fail_if_single: fail a batch of one input, because no running sequence will free memory.
         """
-        self._close_batch()
+        self.close_batch()
         if fail_if_single and len(batch.tasks) == 1:
             error = OutOfMemory("the KV cache has no room for the text")
             self._fail(batch.tasks[0], error.code, error.message)
@@ -179,7 +179,8 @@ class EmbeddingScheduler:
                 self._waiting.remove(texts)
             self._waiting.appendleft(texts)
 
-    def _close_batch(self) -> None:
+    def close_batch(self) -> None:
+        """Free the KV cache of the inputs that are being computed, which are given up."""
         if self._batch is not None:
             self._batch.slices.close()
             self._batch = None

@@ -297,9 +297,11 @@ class Engine:
             return True
 
     def _prepare_until_mail(self) -> None:
-        before = self._num_unsaved()
+        before, flushed_s = self._num_unsaved(), time.monotonic()
         while self._inbox.empty() and self._prepare_while_idle():
-            pass
+            if time.monotonic() - flushed_s > IDLE_STATS_INTERVAL_S:
+                self._flush(idle=True)  # the server gives up an engine that is silent
+                flushed_s = time.monotonic()
         if self._num_unsaved() != before:  # `localgen warm` waits for it
             self._flush(idle=True)
 
@@ -325,6 +327,8 @@ class Engine:
             return
         for seq in self._scheduler.running:
             self._scheduler.end(seq)
+        # copies of pages that are in flight are waited for only if nothing runs
+        self._embedding_scheduler.close_batch()
         self._tiers.save_all(deadline_s)
 
     def _handle(self, item: _Mail) -> None:

@@ -194,10 +194,10 @@ class PrefixStore:
         wanted = tokens[found.start : found.start + found.length]
         return (block, tier) if block.tokens[: found.length].tolist() == wanted else None
 
-    def _read(self, disk: DiskTier, digest: bytes, *, is_use: bool = True) -> KVBlock | None:
-        """Read a block from disk, and measure it. is_use: see DiskTier.read."""
+    def _read(self, disk: DiskTier, digest: bytes) -> KVBlock | None:
+        """Read a block from disk, and measure it."""
         started_s = time.perf_counter()
-        block = disk.read(digest, is_use=is_use)
+        block = disk.read(digest)
         if block is not None:
             self._disk_rate.add(block.num_bytes, time.perf_counter() - started_s)
         return block
@@ -379,11 +379,16 @@ class PrefixStore:
             digest = self._to_restore.popleft()
             if self._near(digest) is not None:
                 continue
-            block = self._read(self._disk, digest, is_use=False)
-            if block is not None and self._ram.add_oldest(block):
+            try:
+                block = self._disk.read(digest, is_use=False)
+            except MemoryError:
+                break
+            if block is None:
+                continue
+            if self._ram.add_oldest(block):
                 return True
-            if block is not None:  # RAM is full
-                self._to_restore.clear()
+            break  # RAM is full
+        self._to_restore.clear()
         return False
 
     def set_idle(self, is_idle: bool) -> None:

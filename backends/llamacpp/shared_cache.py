@@ -265,7 +265,7 @@ class SharedCache:
         return sum(self._num_left(slot) for slot in self._cached_prefixes)
 
     def _save(self, slot: SharedSlot) -> None:
-        """Save a cached prefix: takes about a hundredth of the time that computing it took."""
+        """Save a cached prefix, in less than a hundredth of the time that computing it took."""
         while self._save_block(slot):
             pass
 

@@ -37,7 +37,10 @@ SIZES = {"llamacpp": Size(6, 4, 6, 4, 8, 250), "cuda": Size(3, 2, 2, 2, 3, 320)}
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """tops: log-probabilities of the likeliest tokens, by token. restored: tokens, from disk."""
+    """tops: log-probabilities of the likeliest tokens, by token.
+
+    restored: tokens from disk, or from RAM, into which the disk is read ahead.
+    """
 
     tops: tuple[dict[str, float], ...]
     restored: int = 0
@@ -80,7 +83,7 @@ def ask(client: LocalClient, prompt: str, tokens: int) -> Answer:
     reply = client.send("completions", body)
     if reply.status != 200:
         raise StreamFailed(f"{reply.status}: {reply.body}")
-    restored = [part for part in reply.body["timings"]["restored"] if part["tier"] == "disk"]
+    restored = [part for part in reply.body["timings"]["restored"] if part["tier"] != "peer"]
     (choice,) = reply.body["choices"]
     tops = tuple(choice["logprobs"]["top_logprobs"])
     return Answer(tops, sum(part["tokens"] for part in restored))

@@ -9,7 +9,8 @@ from typing import NamedTuple, Protocol
 from localgen.backends.kv_store.blocks import State
 from localgen.backends.kv_store.store import PrefixStore, UnsavedBlock
 
-# each takes memory of the device, and pinned memory, until it is stored: 16 MB for an 8B model
+# each takes pinned memory until it is stored, and memory of the device until it is copied: 16 MB
+# for an 8B model
 MAX_IN_FLIGHT = 4
 
 
@@ -30,7 +31,10 @@ class PageCopy(Protocol):
 
 
 class _Save(NamedTuple):
+    """page: a page of the prefix, see PageSaves.take_refused."""
+
     block: UnsavedBlock
+    page: int
     tokens_before: list[int]
     salt: str
     copy: PageCopy
@@ -40,12 +44,11 @@ class PageSaves:
     """Blocks whose pages are being copied.
 
     They are stored in the order in which they were added, so each comes after the one it follows.
-    is_refused: one found no room while too much waited for the disk.
     """
 
     def __init__(self, store: PrefixStore) -> None:
-        self.is_refused = False
         self._store = store
+        self._refused: list[tuple[int, int]] = []
         self._in_flight: deque[_Save] = deque()
 
     @property
@@ -63,10 +66,25 @@ class PageSaves:
         """True if one has to be stored before another is added."""
         return len(self._in_flight) >= MAX_IN_FLIGHT
 
-    def add(self, block: UnsavedBlock, tokens: list[int], salt: str, copy: PageCopy) -> None:
-        """Add a block of a prefix of these tokens; store the oldest one if its copy is done."""
+    def take_refused(self) -> list[tuple[int, int]]:
+        """Page and start of the blocks that found no room while too much waited for the disk.
+
+        Empty while that is so.
+        """
+        if self._store.is_full:
+            return []
+        refused, self._refused = self._refused, []
+        return refused
+
+    def add(
+        self, block: UnsavedBlock, page: int, tokens: list[int], salt: str, copy: PageCopy
+    ) -> None:
+        """Add a block of the prefix that ends with a page; store the oldest one if it is copied.
+
+        tokens: of the prefix.
+        """
         assert not self.is_full
-        self._in_flight.append(_Save(block, tokens[: block.start], salt, copy))
+        self._in_flight.append(_Save(block, page, tokens[: block.start], salt, copy))
         self.store_oldest(wait=False)
 
     def store_oldest(self, *, wait: bool) -> bool:
@@ -84,5 +102,6 @@ class PageSaves:
         if sum(found.length for found in before) == save.block.start:  # else one found no room
             with contextlib.suppress(MemoryError):
                 is_saved = self._store.save(save.block, lambda: save.copy.wait().ravel())
-        self.is_refused |= not is_saved and self._store.is_full
+        if not is_saved and self._store.is_full:
+            self._refused.append((save.page, save.block.start))
         return True

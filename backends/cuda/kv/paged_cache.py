@@ -250,7 +250,8 @@ class PagedCache:
     def _allocate(self, count: int) -> list[int]:
         missing = count - self._pool.num_free
         if self._stored is not None:
-            self._stored.evict(self._pool.least_recent_idle(missing))
+            idle = self._pool.least_recent_idle(missing)
+            self._stored.evict(idle, save=not self._sequences)  # running ones would wait
         self._tree.evict(missing)
         return self._pool.allocate(count)
 

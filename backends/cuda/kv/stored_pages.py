@@ -122,12 +122,13 @@ class StoredPages:
         return self._saves.store_oldest(wait=may_wait)
 
     def _look_again(self) -> None:
-        """Consider all pages again if stored blocks were lost, or if there is room once more."""
-        has_room = self._saves.is_refused and not self._store.is_full
-        if has_room or self._num_losses != self._store.num_losses:
-            self._saves.is_refused = False
+        """Consider all pages again if stored blocks were lost, and those that found no room."""
+        if self._num_losses != self._store.num_losses:
             self._num_losses = self._store.num_losses
             self._unsaved |= dict.fromkeys(self._pages, 0)
+        for page, start in self._saves.take_refused():
+            if page in self._pages:
+                self._unsaved[page] = min(start, self._unsaved.get(page, start))
 
     def _start_next(self) -> bool:
         while self._unsaved and not self._store.is_full:
@@ -135,12 +136,13 @@ class StoredPages:
                 return True
         return False
 
-    def evict(self, pages: Seq[int]) -> None:
-        """Forget pages, which leave the tree. What they are part of is saved, or being copied."""
-        for page in pages:
+    def evict(self, pages: Seq[int], *, save: bool) -> None:
+        """Forget pages, which leave the tree. save: start to save what they are part of before."""
+        for page in pages if save else ():
             while page in self._unsaved:
                 self._start_block(page)
         for page in pages:
+            self._unsaved.pop(page, None)
             self._pages.pop(page, None)
             self._reused.discard(page)
 
@@ -159,12 +161,12 @@ class StoredPages:
                 self._unsaved.pop(each, None)
             return False
         self._unsaved[page] = unsaved.start + len(unsaved.tokens)
-        self._saves.add(unsaved, tokens, salt, copy)
+        self._saves.add(unsaved, page, tokens, salt, copy)
         return True
 
     def _copy(self, block: UnsavedBlock, pages: list[int]) -> PageCopy | None:
         """Start to copy a block of a prefix; None if the device has no memory for it."""
-        if self._saves.is_full:  # rare: more is evicted at once than may be in flight
+        if self._saves.is_full:  # a long prefix is evicted of which nothing was saved
             self._saves.store_oldest(wait=True)
         end = block.start + len(block.tokens)
         try:
