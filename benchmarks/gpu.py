@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
         tempfile.TemporaryDirectory() as folder,
         contextlib.closing(Processes()) as processes,
     ):
-        seconds = options.minutes and 60 * options.minutes
+        seconds = None if options.minutes is None else 60 * options.minutes
         run = GpuRun(
             *(report, processes, Path(folder)), calls=calls, seconds=seconds, output=options.output
         )
@@ -90,6 +90,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     alone.add_argument("--seconds", type=float, default=60.0, help="time for it")
     alone.add_argument("--limit", type=float, default=600.0, help="seconds until it is ended")
     options = parser.parse_args(arguments)
+    if options.minutes is not None and options.minutes <= 0:
+        parser.error("--minutes: more than 0")
     if options.seed is None:
         options.seed = secrets.randbits(31)
     return options

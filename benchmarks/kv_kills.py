@@ -240,6 +240,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path)
     given = parser.parse_args(arguments)
+    if given.kills < 1 or (given.head_words is not None and given.head_words < 1):
+        parser.error("--kills and --head-words: at least 1")
     size = SIZES[given.backend]
     if given.head_words is not None:
         size = replace(size, head_words=given.head_words)

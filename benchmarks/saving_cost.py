@@ -25,6 +25,7 @@ from benchmarks.measure import ModelLine, Report, command
 from benchmarks.session import Session
 from localgen.backends.engine.prefix_tiers import PrefixTiers
 from localgen.backends.errors import LocalgenError
+from localgen.backends.kv_store.store import MIN_PREFIX_TOKENS
 from localgen.backends.llamacpp.loader import load_llamacpp_model
 from localgen.backends.llamacpp.shared_cache import SharedCache
 from localgen.backends.model_info import LoadOptions, ModelLoadRequest
@@ -121,7 +122,7 @@ def measured(bench: SavingBench, rounds: int, line: ModelLine) -> Report:
         shares.append(100 * share)
         saved.append(tokens)
         evictions.append(bench.eviction())
-        print(f"beside {share:.4f} ({tokens} tokens), {evictions[-1]}", file=sys.stderr, flush=True)
+        print(f"{share:.2%} of an answer, {tokens:,} tokens saved", file=sys.stderr, flush=True)
     test = f"prefix of {bench.tokens:,} tokens"
     report.add(f"{test}, saved beside an answer", "saved", "tokens", saved)
     series = report.add(f"{test}, saved beside an answer", "share of time", "%", shares)
@@ -148,6 +149,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
+    if options.tokens < MIN_PREFIX_TOKENS or min(options.answer, options.rounds) < 1:
+        parser.error(f"--tokens: at least {MIN_PREFIX_TOKENS}; --answer and --rounds: at least 1")
     shape = random_gguf.SHAPES.get(options.model)
     try:
         path = random_gguf.cached(shape) if shape else packaged_model(options.model).path

@@ -194,6 +194,7 @@ def test_a_disk_that_fails_is_said_and_left_alone(
     save_all(store, TEXT[::-1])
     assert load_all(store, TEXT) == len(TEXT), "the RAM goes on"
     assert load_all(store, TEXT[::-1]) == len(TEXT)
+    assert store.num_unsaved == 2 * len(TEXT), "of which the second half was not even queued"
     close(store)
 
 

@@ -23,7 +23,7 @@ from localgen.backends.engine import prefix_tiers
 from localgen.backends.engine.prefix_tiers import PrefixTiers
 from localgen.backends.errors import InvalidRequest, LoadFailed
 from localgen.backends.kv_store.disk_tier import namespace_folders, stored_files
-from localgen.backends.kv_store.inventory import stored_models
+from localgen.backends.kv_store.inventory import remove_model, stored_models
 from localgen.backends.llamacpp import kv_tiers
 from localgen.backends.llamacpp.loader import load_llamacpp_model
 from localgen.backends.llamacpp.shared_cache import SharedCache
@@ -342,6 +342,28 @@ def test_what_was_removed_is_saved_again(tmp_path: Path) -> None:
         store.set_idle(True)
     end(bench)
     assert len(list(stored_files(folder))) > 4
+
+
+def test_what_the_user_removed_does_not_come_back(tmp_path: Path) -> None:
+    """Neither from RAM nor from the KV cache, until a request uses it again."""
+    bench = Bench(LoadOptions(), kv_dir=tmp_path)
+    bench.ask([chat(HEAD)], PARAMS)
+    store = bench.model.prefix_store
+    assert store is not None
+    while bench.runner.save_next_block():
+        pass
+    store.set_idle(True)
+    (folder,) = namespace_folders(tmp_path)
+    wait_until(lambda: store.num_unsaved == 0)
+    assert len(list(stored_files(folder))) > 4
+    (model,) = stored_models(tmp_path)
+    remove_model(model)
+    store.set_idle(False)
+    store.set_idle(True)
+    assert not bench.runner.save_next_block()
+    assert store.stats()[0].blocks == 0
+    end(bench)
+    assert not list(stored_files(folder))
 
 
 def test_a_damaged_file_is_computed_again(tmp_path: Path, reused: Reply) -> None:

@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from enum import Enum, auto
 from pathlib import Path
 
 from localgen.backends.kv_store import block_file
@@ -89,6 +90,14 @@ def least_recent_first(files: Iterable[StoredFile]) -> list[StoredFile]:
         if file.parent in used_s:
             used_s[file.parent] = max(used_s[file.parent], used_s[file.digest])
     return sorted(by_digest.values(), key=lambda f: (used_s[f.digest], -depths[f.digest]))
+
+
+class Removal(Enum):
+    """Why blocks are gone from the disk: room for others was made, or `localgen kv rm` was used."""
+
+    NONE = auto()
+    EVICTED = auto()
+    CLEARED = auto()
 
 
 class NoRoomForBlock(Exception):
@@ -186,14 +195,14 @@ class DiskTier:
             os.utime(self._path(digest))
             self._touched_s[digest] = now_s
 
-    def refresh(self) -> bool:
-        """Take note of what other processes have written and removed; True if blocks are gone."""
+    def refresh(self) -> Removal:
+        """Take note of what other processes have written and removed."""
         try:
             changed_ns = self._folder.stat().st_mtime_ns
         except OSError:
             changed_ns = 0
         if changed_ns == self._changed_ns:
-            return False
+            return Removal.NONE
         self._changed_ns = changed_ns
         files = {file.digest: file for file in stored_files(self._folder)}
         gone = [digest for digest in list(self._parents) if digest not in files]
@@ -205,7 +214,10 @@ class DiskTier:
                 # the writer may have removed it since, and forgets it with this lock
                 if digest not in self._parents and file.path.exists():
                     self._add(file.parent, digest, file.num_bytes)
-        return bool(gone)
+        if not gone:
+            return Removal.NONE
+        # `localgen kv rm` removes this file too
+        return Removal.EVICTED if (self._folder / ABOUT_NAME).exists() else Removal.CLEARED
 
     def _has_file(self, digest: bytes) -> bool:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
 
 from localgen.backends.kv_store.blocks import KVBlock, TokenArray
 
@@ -23,6 +24,9 @@ class RamTier:
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._blocks
+
+    def __iter__(self) -> Iterator[KVBlock]:
+        return iter(self._blocks.values())
 
     def get(self, digest: bytes) -> KVBlock | None:
         return self._blocks.get(digest)
@@ -61,6 +65,12 @@ class RamTier:
             return None
         oldest = next(iter(self._blocks.values()))
         return newest if oldest.digest == newest.parent else oldest
+
+    def clear(self) -> None:
+        """Remove all blocks."""
+        self._blocks.clear()
+        self._children.clear()
+        self.num_bytes = 0
 
     def remove(self, digest: bytes) -> None:
         """Remove a block if it is here."""

@@ -25,7 +25,7 @@ from localgen.backends.kv_store.blocks import (
     chain_root,
     token_array,
 )
-from localgen.backends.kv_store.disk_tier import DiskTier
+from localgen.backends.kv_store.disk_tier import DiskTier, Removal
 from localgen.backends.kv_store.peer import MAX_PEERS, KVPeer, PeerServer
 from localgen.backends.kv_store.ram_tier import RamTier
 from localgen.backends.kv_store.rates import ByteRate
@@ -259,14 +259,21 @@ class PrefixStore:
     def num_losses(self) -> int:
         """Grows when what was saved may have to be saved again.
 
-        Other processes have removed blocks, or the disk can be written again.
+        Other processes have made room, or the disk can be written again.
         """
         return self._num_removals + (self._writer.num_recoveries if self._writer else 0)
 
     @property
     def num_unsaved(self) -> int:
         """Tokens that may have to be written to the disk; 0 without one."""
-        return 0 if self._writer is None else self._writer.num_tokens + self.count_unsaved()
+        if self._writer is None:
+            return 0
+        only_in_ram = self._num_only_in_ram() if self._writer.error else 0
+        return self._writer.num_tokens + self.count_unsaved() + only_in_ram
+
+    def _num_only_in_ram(self) -> int:
+        """Tokens of the RAM tier that are neither on disk nor wait for it."""
+        return sum(len(block.tokens) for block in self._ram if not self._is_on_disk(block.digest))
 
     def next_unsaved(
         self,
@@ -334,12 +341,16 @@ class PrefixStore:
 
     def _is_kept(self, digest: bytes) -> bool:
         """True if a block is where it should be: on disk if it pays there, else in RAM."""
-        if self._disk is not None and digest in self._disk:
-            return True
-        if self._writer is not None and self._writer.get(digest) is not None:
+        if self._is_on_disk(digest):
             return True
         block = self._ram.get(digest)
         return block is not None and not self._wants_disk(block)
+
+    def _is_on_disk(self, digest: bytes) -> bool:
+        """True if a block is on disk or on its way there."""
+        if self._disk is not None and digest in self._disk:
+            return True
+        return self._writer is not None and self._writer.get(digest) is not None
 
     def _wants_disk(self, block: KVBlock) -> bool:
         """False without a disk, after an error, or if reading takes longer than computing."""
@@ -394,7 +405,11 @@ class PrefixStore:
     def set_idle(self, is_idle: bool) -> None:
         """Say whether the engine has nothing to compute: then the disk is written."""
         if is_idle and self._disk is not None:
-            self._num_removals += self._disk.refresh()
+            removal = self._disk.refresh()
+            self._num_removals += removal is Removal.EVICTED
+            if removal is Removal.CLEARED:
+                self._ram.clear()
+                self._to_restore.clear()
         if self._writer is not None:
             self._writer.set_idle(is_idle)
 

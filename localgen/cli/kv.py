@@ -60,7 +60,11 @@ def list_(model: StoredModelArgument = None, json: JsonFlag = False) -> None:
 
 @group.command("rm")
 def rm(model: StoredModelArgument = None, all_: AllFlag = False, yes: YesFlag = False) -> None:
-    """Remove what is kept of a model, or of all. A loaded model keeps what it has in memory."""
+    """Remove what is kept of a model, or of all.
+
+    A loaded model forgets it within seconds, but for its KV cache: what a request uses of that is
+    kept again.
+    """
     from localgen.backends.units import format_size
     from localgen.cli import tables
 
