@@ -1,4 +1,4 @@
-"""A chat that goes on after the server was stopped: its tokens come from disk."""
+"""A chat that goes on after the server was stopped: its tokens are not computed again."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def chat(settings: ServerSettings, *arguments: str, typed: str) -> str:
     return shown
 
 
-def test_a_chat_that_goes_on_is_read_from_disk(settings: ServerSettings) -> None:
+def test_a_chat_that_goes_on_is_not_computed_again(settings: ServerSettings) -> None:
     """The server is stopped as soon as the chat has ended."""
     shown = chat(settings, "tiny", typed=LONG)
     assert "restored" not in shown
@@ -55,6 +55,8 @@ def test_a_chat_that_goes_on_is_read_from_disk(settings: ServerSettings) -> None
     (stored,) = stored_models(settings.kv_dir)
     assert stored.tokens > 600
     shown = chat(settings, "--continue", typed="What is 17 + 25?")
-    restored = re.search(r"restored: +([\d,]+) tokens from disk", shown)
+    restored = re.search(r"restored: .*", shown)
     assert restored is not None, shown
-    assert int(restored[1].replace(",", "")) >= 0.9 * stored.tokens
+    # an idle engine reads the disk into RAM
+    counts = re.findall(r"([\d,]+) tokens from (?:RAM|disk)", restored[0])
+    assert sum(int(count.replace(",", "")) for count in counts) >= 0.9 * stored.tokens
