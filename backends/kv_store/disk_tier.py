@@ -92,7 +92,7 @@ def least_recent_first(files: Iterable[StoredFile]) -> list[StoredFile]:
     return sorted(by_digest.values(), key=lambda f: (used_s[f.digest], -depths[f.digest]))
 
 
-class Removal(Enum):
+class DiskRemoval(Enum):
     """Why blocks are gone from the disk: room for others was made, or `localgen kv rm` was used."""
 
     NONE = auto()
@@ -195,14 +195,14 @@ class DiskTier:
             os.utime(self._path(digest))
             self._touched_s[digest] = now_s
 
-    def refresh(self) -> Removal:
+    def refresh(self) -> DiskRemoval:
         """Take note of what other processes have written and removed."""
         try:
             changed_ns = self._folder.stat().st_mtime_ns
         except OSError:
             changed_ns = 0
         if changed_ns == self._changed_ns:
-            return Removal.NONE
+            return DiskRemoval.NONE
         self._changed_ns = changed_ns
         files = {file.digest: file for file in stored_files(self._folder)}
         gone = [digest for digest in list(self._parents) if digest not in files]
@@ -215,9 +215,9 @@ class DiskTier:
                 if digest not in self._parents and file.path.exists():
                     self._add(file.parent, digest, file.num_bytes)
         if not gone:
-            return Removal.NONE
+            return DiskRemoval.NONE
         # `localgen kv rm` removes this file too
-        return Removal.EVICTED if (self._folder / ABOUT_NAME).exists() else Removal.CLEARED
+        return DiskRemoval.EVICTED if (self._folder / ABOUT_NAME).exists() else DiskRemoval.CLEARED
 
     def _has_file(self, digest: bytes) -> bool:
         try:

@@ -25,7 +25,7 @@ from localgen.backends.kv_store.blocks import (
     chain_root,
     token_array,
 )
-from localgen.backends.kv_store.disk_tier import DiskTier, Removal
+from localgen.backends.kv_store.disk_tier import DiskRemoval, DiskTier
 from localgen.backends.kv_store.peer import MAX_PEERS, KVPeer, PeerServer
 from localgen.backends.kv_store.ram_tier import RamTier
 from localgen.backends.kv_store.rates import ByteRate
@@ -406,8 +406,8 @@ class PrefixStore:
         """Say whether the engine has nothing to compute: then the disk is written."""
         if is_idle and self._disk is not None:
             removal = self._disk.refresh()
-            self._num_removals += removal is Removal.EVICTED
-            if removal is Removal.CLEARED:
+            self._num_removals += removal is DiskRemoval.EVICTED
+            if removal is DiskRemoval.CLEARED:
                 self._ram.clear()
                 self._to_restore.clear()
         if self._writer is not None:
