@@ -4,9 +4,9 @@
 without the page cache. llama-server: cold, from its --cache-ram, and from a slot that is saved and
 restored by hand, the call included. A prompt longer than the model's context is computed with a
 copy of the model whose metadata names a longer one, which the rows say.
-`chats`: more chats in turn than the KV cache holds.
-`cost`: the speed of a chat with and without the tiers. `handover`: prompts that arrive beside
-running chats, read by another engine and fetched from it, and by one engine that does both.
+`chats`: more chats in turn than the KV cache holds. `handover`: prompts that arrive beside running
+chats, read by another engine and fetched from it, and by one engine that does both. What saving
+costs a chat is measured by benchmarks.saving_cost.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import httpx
 
 from benchmarks import llamacpp_tools, random_gguf
 from benchmarks.llamacpp_tools import ToolFailed, Tools
-from benchmarks.measure import RATE, ModelLine, Report, command
+from benchmarks.measure import ModelLine, Report, command
 from benchmarks.random_vocabulary import random_words
 from benchmarks.servers import Localgen, llama_server
 from benchmarks.streams import (
@@ -37,7 +37,6 @@ from benchmarks.streams import (
     HttpBenchClient,
     LocalgenBenchClient,
     StreamFailed,
-    decode_rate,
 )
 from benchmarks.stretched_gguf import stretch
 from localgen.backends.errors import LocalgenError
@@ -50,20 +49,20 @@ from localgen.config import ServerSettings
 from localgen.hub.packaged import packaged_model
 
 LOCALGEN, SERVER = "localgen", "llama-server"
-PARTS = ("ttft", "chats", "cost", "handover")
+PARTS = ("ttft", "chats", "handover")
 # tokens of the KV cache besides those of a prompt
 SPARE = 512
-ANSWER, COST_ANSWER = 2, 96
+ANSWER = 2
 # handover: tokens of a running chat, and prompts that arrive meanwhile
 CHAT_TOKENS, NUM_PROMPTS = 400, 4
-TARGET_DISK, TARGET_COST, TARGET_CHATS = 100.0, 0.98, 1.0
+TARGET_DISK, TARGET_CHATS = 100.0, 1.0
 _TIER_BYTES = 16 << 30
 _SAVED_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierBench:
-    """What the parts share.
+    """Model, tools, report and settings of all parts.
 
     tokens_per_word: of random words, with this model's tokenizer. ctx_train: tokens of the context
     that the model names. note: on the model, for the names of tests.
@@ -78,7 +77,7 @@ class TierBench:
     note: str = ""
 
     def with_ctx(self, ctx: int) -> TierBench:
-        """Itself, or with a copy of the model that names a context of so many tokens."""
+        """This bench, with a copy of the model that allows ctx if the model does not."""
         if ctx <= self.ctx_train:
             return self
         model = stretch(self.model, ctx, self.settings.state_dir)
@@ -89,10 +88,10 @@ class TierBench:
         return random_words(int(0.98 * tokens / self.tokens_per_word), seed)
 
     @contextlib.contextmanager
-    def localgen(self, kv_tokens: int, ctx: int, *, tiers: bool = True) -> Iterator[BenchClient]:
+    def localgen(self, kv_tokens: int, ctx: int) -> Iterator[BenchClient]:
         """A loaded model; it is unloaded at the end, so that the tiers are written."""
-        size = _TIER_BYTES if tiers else 0
-        options = LoadOptions(ctx=ctx, kv_tokens=kv_tokens, kv_ram=size, kv_disk=size, draft="none")
+        sizes = LoadOptions(kv_ram=_TIER_BYTES, kv_disk=_TIER_BYTES)
+        options = replace(sizes, ctx=ctx, kv_tokens=kv_tokens, draft="none")
         server = Localgen(self.settings, self.model, options)
         try:
             yield LocalgenBenchClient(server.client(), server.model)
@@ -187,24 +186,6 @@ def chats_in_turn(bench: TierBench, chats: int, length: int, rounds: int, folder
         with bench.server(ctx, folder, slots=2) as http:
             theirs = bench.report.add(name, SERVER, "s", play(HttpBenchClient(http)))
         bench.report.ratio(ours, theirs, TARGET_CHATS, at_least=False)
-
-
-def cost_of_saving(bench: TierBench, rounds: int) -> None:
-    """Part `cost`: a chat of several turns beside one that is evicted, with and without tiers."""
-    sides: dict[str, list[float]] = {"with tiers": [], "without": []}
-    for number in range(rounds):
-        for side in list(sides)[:: 1 if number % 2 == 0 else -1]:
-            with bench.localgen(4096, 4096, tiers=side == "with tiers") as client:
-                head = bench.text(600, f"{number}")
-                streams = []
-                for turn in range(4):
-                    client.ask(bench.text(1500, f"other {number} {turn}"), ANSWER)
-                    head += " " + bench.text(40, f"{turn}")
-                    streams.append(client.ask(head, COST_ANSWER))
-            sides[side].append(statistics.median(decode_rate([each]) for each in streams))
-            print(f"cost: {side}: {sides[side][-1]:.2f}", file=sys.stderr, flush=True)
-    ours, without = (bench.report.add("a chat", side, RATE, sides[side]) for side in sides)
-    bench.report.ratio(ours, without, TARGET_COST, at_least=True)
 
 
 def handover(bench: TierBench, length: int, chats: int) -> None:
@@ -342,7 +323,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--chats", type=int, default=10)
     parser.add_argument("--chat-tokens", type=int, default=7500)
     parser.add_argument("--prompt-tokens", type=int, default=1500, help="of handover")
-    parser.add_argument("--rounds", type=int, default=2, help="of chats and cost")
+    parser.add_argument("--rounds", type=int, default=2, help="of chats")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
 
@@ -355,7 +336,6 @@ def main(arguments: list[str] | None = None) -> int:
         "chats": lambda bench, folder: chats_in_turn(
             bench, options.chats, options.chat_tokens, options.rounds, folder
         ),
-        "cost": lambda bench, _: cost_of_saving(bench, options.rounds),
         "handover": lambda bench, _: handover(bench, options.prompt_tokens, 2),
     }
     try:
