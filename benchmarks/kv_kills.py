@@ -100,7 +100,7 @@ class KVKills:
         self.rounding = max(map(distance, again, [self.reference[each] for each in order]))
 
     def start_life(self) -> tuple[Life, list[int]]:
-        """Start an engine that is asked for random prompts; returns their numbers too."""
+        """Load an engine and send it random prompts; returns it and their indices."""
         asked = self.source.sample(range(len(self.prompts)), self.size.asked)
         delays_s = [self.source.uniform(0, _SPREAD_S) for _ in asked]
         texts = [self.prompts[each] for each in asked]

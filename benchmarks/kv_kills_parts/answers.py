@@ -18,10 +18,11 @@ _OWN_WORDS, _QUOTED_WORDS = 40, 8
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Numbers of prompts: heads, each with so many tails. asked: in a life; checked: after it.
+    """How many prompts there are, and how many of them each round sends.
 
-    head_words: of 1.9 tokens on average. Prefixes of 512 tokens are stored at once, shorter ones
-    when they are used again.
+    heads: common beginnings. tails: prompts per head. asked: prompts before the kill. checked:
+    prompts after it. head_words: words of a head, of 1.9 tokens on average. Prefixes of 512 tokens
+    are stored at once, shorter ones when they are used again.
     """
 
     heads: int
