@@ -27,12 +27,17 @@ class MessageCodec(Generic[_Message]):
     """Encodes dataclasses of known types as msgpack of [index of the type, body]."""
 
     def __init__(self, types: tuple[type[_Message], ...]) -> None:
-        import msgspec  # not at the top: sandboxes and ranks do without it
+        # not at the top: sandboxes and ranks do without it
+        import msgspec
+
+        from localgen.backends.typed_data import prepare_type
 
         self._tags = {kind: tag for tag, kind in enumerate(types)}
         # the hooks are for Path, which travels as its text
         self._encoder = msgspec.msgpack.Encoder(enc_hook=os.fspath)
         self._tag_decoder = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])
+        for kind in types:
+            prepare_type(kind)
         self._decoders = [
             msgspec.msgpack.Decoder(kind, dec_hook=lambda path, text: path(text)) for kind in types
         ]

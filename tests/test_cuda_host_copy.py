@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,11 +16,11 @@ from localgen.backends.runner.interface import StepFailed
 
 
 class FakeCuda:
-    """Streams and events that log what is done with them. is_done: copies are."""
+    """Streams and events that log what is done with them. done: set when copies are."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
-        self.is_done = False
+        self.done = threading.Event()
         self._current = "steps"
         for name, fake in {
             "current_stream": lambda _: FakeStream(self, self._current),
@@ -55,11 +56,9 @@ class FakeEvent:
     def record(self, stream: FakeStream) -> None:
         self._cuda.log.append(f"event on {stream.name}")
 
-    def query(self) -> bool:
-        return self._cuda.is_done
-
     def synchronize(self) -> None:
-        self._cuda.log.append("host waits for event")
+        assert threading.current_thread() is not threading.main_thread()
+        assert self._cuda.done.wait(60)
 
 
 class FakeOnDevice(Tensor):
@@ -113,10 +112,9 @@ def test_a_copy_to_the_host_waits_for_the_steps_before_it_on_a_stream_of_its_own
         "event on copies",
     ]
     assert not copy.is_done
-    cuda.is_done = True
-    assert copy.is_done
+    cuda.done.set()
     found = copy.wait()
-    assert cuda.log[4:] == ["host waits for event"]
+    assert copy.is_done
     buffers[0].zero_()  # reused by another copy
     assert found.tolist() == content.tolist()
 
@@ -127,6 +125,20 @@ def test_the_host_waits_for_a_copy_before_it_reads_it(monkeypatch: pytest.Monkey
     event = FakeEvent(cuda, blocking=True)
     monkeypatch.setattr(event, "synchronize", lambda: host.fill_(7))
     assert host_copy.HostCopy(host, event).wait().tolist() == [7, 7]  # type: ignore[arg-type]
+
+
+def test_a_failure_of_the_device_is_raised_by_the_thread_that_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    event = FakeEvent(FakeCuda(monkeypatch), blocking=True)
+
+    def fail() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(event, "synchronize", fail)
+    copy = host_copy.HostCopy(torch.zeros(2, dtype=torch.uint8), event)  # type: ignore[arg-type]
+    with pytest.raises(StepFailed):
+        copy.wait()
 
 
 def test_loads_do_not_wait_behind_copies_that_wait_for_steps(
@@ -145,6 +157,7 @@ def test_loads_do_not_wait_behind_copies_that_wait_for_steps(
     ("text", "expected"),
     [
         ("CUDA error: out of memory\nCUDA kernel errors might be", MemoryError),
+        ("can't start new thread", MemoryError),
         ("CUDA error: an illegal memory access was encountered", StepFailed),
     ],
 )

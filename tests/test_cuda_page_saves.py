@@ -236,10 +236,11 @@ def test_an_error_of_the_device_during_a_copy_is_raised(monkeypatch: pytest.Monk
     bench.ask(text(1, LONG))
     assert bench.runner.save_next_block()
 
-    def fails() -> bool:
+    def fails() -> None:
         raise StepFailed("the GPU failed")
 
-    bench.memory.finishes = fails
+    monkeypatch.setattr(bench.memory.copies[0], "wait", fails)
+    bench.is_done = True
     with pytest.raises(StepFailed):
         bench.runner.save_next_block()
 

@@ -107,6 +107,7 @@ LIBRARIES_OF = {
     "localgen.backends.text.grammar_check": {"llguidance"},
     "localgen.backends.memory.system": {"psutil"},
     "localgen.backends.messages": {"msgspec"},
+    "localgen.backends.typed_data": {"msgspec"},
     "localgen.backends.sandbox": {"psutil"},
 }
 # the CUDA engine without the server does not need these

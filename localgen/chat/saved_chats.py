@@ -11,6 +11,7 @@ import msgspec
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.typed_data import decode_json
 from localgen.backends.types import Message
 from localgen.chat.conversation import Conversation, ToolStep, conversation_from_messages
 from localgen.locked_file import LockedFile
@@ -99,7 +100,7 @@ def encode_chat(chat: SavedChat) -> bytes:
 def load_chat(path: Path) -> SavedChat:
     """Load a chat. Raises InvalidRequest if the file is unreadable or not a saved chat."""
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=_ChatFile)
+        found = decode_json(path.read_bytes(), _ChatFile)
         stopped = frozenset(at for at, spoken in enumerate(found.messages) if spoken.stopped)
         messages = [
             Message(spoken.role, spoken.content, spoken.reasoning or None)
@@ -110,7 +111,7 @@ def load_chat(path: Path) -> SavedChat:
         return SavedChat(found.model, found.parameters, conversation)
     except OSError as error:
         raise InvalidRequest(f"cannot read {path}: {error.strerror}") from error
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except msgspec.MsgspecError as error:
         raise InvalidRequest(f"{path} is not a saved chat: {error}") from error
     except InvalidRequest as error:
         raise InvalidRequest(f"{path} is not a saved chat: {error.message}") from error

@@ -13,6 +13,7 @@ import msgspec
 
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.typed_data import decode_json
 from localgen.chat.conversation import Conversation, ToolStep, Turn
 from localgen.chat.database import SESSIONS_SCHEMA, Database, StoreFailed, WriterLock
 
@@ -351,7 +352,7 @@ def _read_session(sqlite: sqlite3.Connection, session_id: int) -> SessionRecord:
 
 def _decode_params(text: str) -> SamplingParams:
     try:
-        return msgspec.json.decode(text, type=SamplingParams)
+        return decode_json(text, SamplingParams)
     except msgspec.MsgspecError as error:
         raise StoreFailed(f"cannot read the parameters of a session: {error}") from error
 
@@ -368,7 +369,7 @@ def _encode_steps(steps: tuple[ToolStep, ...]) -> str:
 
 def _decode_steps(text: str) -> tuple[ToolStep, ...]:
     try:
-        return msgspec.json.decode(text, type=tuple[ToolStep, ...]) if text else ()
+        return decode_json(text, tuple[ToolStep, ...]) if text else ()
     except msgspec.MsgspecError as error:
         raise StoreFailed(f"cannot read the tool calls of a session: {error}") from error
 

@@ -13,10 +13,10 @@ import msgspec
 from localgen.backends.errors import InvalidRequest, ModelNotFound
 from localgen.backends.model_info import LoadOptions, ModelInfo
 from localgen.backends.sampling_params import SamplingParams
+from localgen.backends.typed_data import decode_json
 from localgen.backends.types import OVERFLOW_ERROR, Message, PromptProgress, Tool
 from localgen.client.connection import Connection, ServerResponse
 from localgen.client.errors import ErrorResponse, SentRequest, format_model_names
-from localgen.client.json_decoding import decode_json
 from localgen.client.request_body import (
     GenerationRequest,
     OpenAICompat,
@@ -303,8 +303,7 @@ class Client:
 def _error_body(reply: ErrorResponse) -> dict[str, Any]:
     """The error in OpenAI's form, also if the server sent another one."""
     try:
-        found: dict[str, Any] = decode_json(reply.body, dict[str, Any])
-        return found
+        return decode_json(reply.body, dict[str, Any])
     except msgspec.DecodeError:
         error = {"message": reply.text[:200], "type": "error", "param": None, "code": None}
         return {"error": error}

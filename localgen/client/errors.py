@@ -22,8 +22,8 @@ from localgen.backends.errors import (
     error_from_code,
 )
 from localgen.backends.terminal_text import one_line
+from localgen.backends.typed_data import decode_json
 from localgen.client.endpoints import Endpoint, OwnCluster
-from localgen.client.json_decoding import decode_json
 from localgen.client.launch import read_server_pid
 from localgen.client.local_replies import ErrorReply
 from localgen.config import ServerSettings
@@ -164,8 +164,7 @@ class LocalErrors(ServerErrors):
     def decode(self, body: bytes, kind: type[_Reply]) -> _Reply:
         """Decode a reply. Raises ServerUnavailable if it is not of this kind."""
         try:
-            found: _Reply = decode_json(body, kind)
-            return found
+            return decode_json(body, kind)
         except msgspec.MsgspecError as error:
             raise ServerUnavailable(
                 f"what answers on {self._settings.socket_path} is not a server of this version of "

@@ -16,10 +16,10 @@ import localgen
 from localgen import PROTOCOL
 from localgen.backends.errors import LocalgenError, ModelNotFound, ServerUnavailable
 from localgen.backends.model_info import LoadOptions, ModelInfo
+from localgen.backends.typed_data import decode_json
 from localgen.client.client import Client
 from localgen.client.connection import HEALTH_TIMEOUT_S, LocalConnection, ServerResponse
 from localgen.client.errors import LIST_TIMEOUT_S, ErrorResponse, ServerNotAnswering
-from localgen.client.json_decoding import decode_json
 from localgen.client.launch import (
     SERVER_COMMAND,
     EarlyLaunch,

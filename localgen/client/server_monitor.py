@@ -11,9 +11,9 @@ from urllib.parse import quote
 import msgspec
 
 from localgen.backends.errors import InvalidRequest
+from localgen.backends.typed_data import decode_json
 from localgen.client.connection import EndpointConnection, ServerResponse
 from localgen.client.endpoints import Endpoint
-from localgen.client.json_decoding import decode_json
 from localgen.client.local_client import LocalClient
 from localgen.client.prometheus import MetricsParser
 from localgen.client.snapshot import ServerSnapshot, parse_localgen_stats

@@ -16,6 +16,7 @@ from localgen.backends.engine_stats import (
 from localgen.backends.errors import ServerUnavailable
 from localgen.backends.machine_stats import EndedRequest, MachineStats, ReadCost
 from localgen.backends.model_info import MemoryUsage
+from localgen.backends.typed_data import convert
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +164,7 @@ def parse_localgen_stats(payload: dict[str, Any]) -> ServerSnapshot:
     Raises ServerUnavailable if its version reports statistics in another form.
     """
     try:
-        stats = msgspec.convert(payload, _StatsResponse)
+        stats = convert(payload, _StatsResponse)
     except msgspec.ValidationError as error:
         version = _version(payload)
         raise ServerUnavailable(

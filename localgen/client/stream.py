@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from localgen.backends.typed_data import convert, decode_json
 from localgen.backends.types import PromptProgress, Timings, ToolCall
 from localgen.client.connection import (
     MAX_MESSAGE_BYTES,
@@ -20,7 +21,6 @@ from localgen.client.connection import (
     join_chunks,
 )
 from localgen.client.errors import ServerErrors
-from localgen.client.json_decoding import decode_json
 from localgen.client.responses import Completion, TextDelta, TokenAlternative
 
 DONE = b"[DONE]"
@@ -298,7 +298,7 @@ class CompletionStreamParser:
 
     def _decode(self, event: bytes) -> _Chunk:
         try:
-            chunk: _Chunk = decode_json(event, _Chunk)
+            chunk = decode_json(event, _Chunk)
         except msgspec.DecodeError as error:
             raise self._errors.malformed_event(event, error) from error
         if chunk.error is not None:
@@ -358,7 +358,7 @@ class CompletionStreamParser:
 
     def _server_timings(self) -> Timings:
         try:
-            return msgspec.convert(self._timings, Timings)
+            return convert(self._timings, Timings)
         except msgspec.MsgspecError as error:
             raise self._errors.malformed_event(b"timings", error) from error
 

@@ -96,6 +96,8 @@ def parse_preset(table: object) -> Preset:
     """The preset of a table of models.toml. Raises InvalidRequest, which names the field."""
     import msgspec
 
+    from localgen.backends.typed_data import convert
+
     if not isinstance(table, dict):
         raise InvalidRequest('expected a table, such as [preset.coder] with model = "smollm2"')
     known = (*_OWN_FIELDS, *PRESET_PARAMETERS)
@@ -106,8 +108,8 @@ def parse_preset(table: object) -> Preset:
     own = {name: table[name] for name in _OWN_FIELDS if name in table}
     chosen = {name: table[name] for name in PRESET_PARAMETERS if name in table}
     try:
-        preset = msgspec.convert(own, Preset)
-        params = msgspec.convert(chosen, SamplingParams)
+        preset = convert(own, Preset)
+        params = convert(chosen, SamplingParams)
     except msgspec.ValidationError as error:
         raise InvalidRequest(_plain_reason(error)) from error
     preset = replace(preset, model=without_latest(preset.model), params=params)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from localgen.backends.typed_data import decode_json
 from localgen.config import ServerSettings
 from localgen.hub.download import PullPlan, blob_path
 from localgen.hub.hf_client import REPO_PREFIX, cache_folder, repo_name
@@ -77,7 +78,7 @@ def forget_downloads(repo: str) -> None:
 def _saved_plans() -> Iterator[PullPlan]:
     for path in _folder().glob("*.json"):
         with contextlib.suppress(OSError, msgspec.MsgspecError):
-            yield msgspec.json.decode(path.read_bytes(), type=PullPlan)
+            yield decode_json(path.read_bytes(), PullPlan)
 
 
 def _forget(path: Path) -> None:

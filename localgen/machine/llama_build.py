@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
+from localgen.backends.typed_data import decode_json
 from localgen.machine.python_process import python_command, python_environment
 
 PROBE_TIMEOUT_S = 60.0
@@ -66,7 +65,7 @@ def probe_llamacpp() -> LlamaBuild | BrokenBuild:
     if found.returncode:
         last = (found.stderr.strip().splitlines() or ["no message"])[-1]
         return BrokenBuild(f"it cannot be imported: {last}")
-    return msgspec.json.decode(found.stdout.splitlines()[-1], type=LlamaBuild)
+    return decode_json(found.stdout.splitlines()[-1], LlamaBuild)
 
 
 def parse_features(system_info: str) -> list[str]:

@@ -15,6 +15,7 @@ import platformdirs
 import psutil
 
 from localgen.backends.memory.system import num_physical_cores
+from localgen.backends.typed_data import convert
 from localgen.locked_file import LockedFile
 
 T = TypeVar("T")
@@ -36,7 +37,7 @@ def measurements_path() -> Path:
 def cached_measurement(name: str, kind: type[T]) -> Measurement[T] | None:
     """Return the cached value, or None if there is none of this type."""
     try:
-        value = msgspec.convert(_read().get(_key(name)), kind)
+        value = convert(_read().get(_key(name)), kind)
     except msgspec.ValidationError:
         return None
     return Measurement(value, "measured before") if value else None

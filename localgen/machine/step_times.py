@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from localgen.backends.typed_data import decode_json
 from localgen.machine.decode_rates import DecodeRates
 from localgen.machine.measurements import cached_measurement, cached_or_measured, is_machine_busy
 from localgen.machine.python_process import python_command, python_environment
@@ -110,7 +111,7 @@ def _measure_in_process() -> _SecondsByType:
                 timeout=_TIMEOUT_S,
                 check=True,
             )
-        return msgspec.json.decode(measured.stdout, type=_SecondsByType)
+        return decode_json(measured.stdout, _SecondsByType)
     except (subprocess.SubprocessError, OSError, msgspec.DecodeError):
         return {}
 

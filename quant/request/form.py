@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from localgen.backends.errors import InvalidRequest
+from localgen.backends.typed_data import decode_json
 from localgen.config import BUILT_IN_MODEL
 from localgen.locked_file import LockedFile
 from localgen.quant.request.gguf_types import AUTO, DIRECT_TYPES, GGUF_TYPES
@@ -177,7 +178,7 @@ def save_form(form: QuantizeForm, path: Path) -> None:
 def load_form(path: Path) -> QuantizeForm | None:
     """Return the saved form, or None if there is none that can be read."""
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=QuantizeForm)
+        found = decode_json(path.read_bytes(), QuantizeForm)
     except (OSError, ValueError):
         return None
     with contextlib.suppress(InvalidRequest):

@@ -9,8 +9,8 @@ from typing import NamedTuple, Protocol
 from localgen.backends.kv_store.blocks import State
 from localgen.backends.kv_store.store import PrefixStore, UnsavedBlock
 
-# each takes pinned memory until it is stored, and memory of the device until it is copied: 16 MB
-# for an 8B model
+# each takes memory until it is stored, and pinned memory and that of the device until it is copied:
+# 16 MB for an 8B model
 MAX_IN_FLIGHT = 4
 
 
@@ -19,7 +19,7 @@ class PageCopy(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """False if `wait` would wait. Raises StepFailed."""
+        """False if `wait` would wait."""
         ...
 
     def wait(self) -> State:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -89,33 +90,40 @@ class HostCopy:
     """
 
     def __init__(self, host: Tensor, done: torch.cuda.Event | None) -> None:
-        self._host, self._done = host, done
+        self._host: HostArray | Future[HostArray]
+        if done is None:
+            self._host = host.numpy()
+        else:
+            self._host = _copy_thread().submit(_to_ordinary_memory, host, done)
 
     @property
     def is_done(self) -> bool:
-        """False if `wait` would wait. Raises StepFailed."""
-        if self._done is None:
-            return True
-        with device_errors():
-            is_done: bool = self._done.query()  # type: ignore[no-untyped-call]
-        return is_done
+        """False if `wait` would wait."""
+        return not isinstance(self._host, Future) or self._host.done()
 
     def wait(self) -> HostArray:
-        """The tensor in ordinary memory. Raises MemoryError, StepFailed.
+        """The tensor in ordinary memory. Raises MemoryError, StepFailed."""
+        return self._host.result() if isinstance(self._host, Future) else self._host
 
-        The pinned buffer is not kept: torch reuses it for a later copy.
-        """
-        if self._done is None:
-            return self._host.numpy()
-        with device_errors():
-            self._done.synchronize()
-        return self._host.numpy().copy()
+
+def _to_ordinary_memory(pinned: Tensor, done: torch.cuda.Event) -> HostArray:
+    """The content of pinned memory, which torch reuses for a later copy."""
+    with device_errors():
+        done.synchronize()
+    return pinned.numpy().copy()
+
+
+@functools.cache
+def _copy_thread() -> ThreadPoolExecutor:
+    """One thread: copies are stored in the order in which they were started."""
+    return ThreadPoolExecutor(1, thread_name_prefix="copies-to-host")
 
 
 def to_host_beside_steps(tensor: Tensor) -> HostCopy:
     """Copy a tensor, uint8, that nothing changes afterwards, to host memory.
 
-    The transfer has a stream of its own and waits for what was launched on the current one before.
+    The transfer has a stream of its own and waits for what was launched on the current one before;
+    a thread takes its content out of pinned memory.
     """
     device = tensor.device
     if device.type != "cuda":
@@ -133,11 +141,14 @@ def to_host_beside_steps(tensor: Tensor) -> HostCopy:
 
 @contextlib.contextmanager
 def device_errors() -> Iterator[None]:
-    """Raise MemoryError if device or pinned memory is exhausted, StepFailed for other errors."""
+    """Raise MemoryError if memory or threads are exhausted, StepFailed for other errors."""
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or "CUDA error: out of memory" in str(error):
+        out_of_memory = ("CUDA error: out of memory", "can't start new thread")
+        if isinstance(error, torch.OutOfMemoryError) or any(
+            reason in str(error) for reason in out_of_memory
+        ):
             raise MemoryError(str(error)) from error
         raise StepFailed(f"the GPU failed to copy the KV cache: {error}") from error
 

@@ -416,6 +416,8 @@ class LoadRequest(RequestBody):
         """Convert. Raises InvalidRequest for an unknown option or a wrong type."""
         import msgspec
 
+        from localgen.backends.typed_data import convert
+
         known = {field.name: field.name for field in fields(LoadOptions)}
         for name, value in self.options.items():
             if name not in known:
@@ -426,7 +428,7 @@ class LoadRequest(RequestBody):
             if isinstance(value, int) and not -limit <= value < limit:
                 raise InvalidRequest(f"load option {name} is out of range", param=f"options.{name}")
         try:
-            return msgspec.convert(self.options, LoadOptions)
+            return convert(self.options, LoadOptions)
         except msgspec.ValidationError as error:
             raise InvalidRequest(f"load options: {error}", param="options") from error
 
