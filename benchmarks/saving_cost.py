@@ -3,8 +3,10 @@
     python -m benchmarks.saving_cost [--model 1b] [--tokens 4096] [--answer 256] [--output FILE]
 
 `beside`: an answer is decoded while a prefix is saved block by block; the share of its time that
-saving takes. `eviction`: beside an answer, a new prompt takes the room of a prefix of which nothing
-is saved; the time that saving takes then, beside the time that computing took, for each token.
+copying blocks takes the engine, and the CPU time of the thread that writes them, as a share of one
+core. It writes at once here; usually it waits until the engine is idle, or 128 MiB wait.
+`eviction`: beside an answer, a new prompt takes the room of a prefix of which nothing is saved; the
+time that saving takes then, beside the time that computing took, for each token.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from benchmarks.measure import ModelLine, Report, command
 from benchmarks.session import Session
 from localgen.backends.engine.prefix_tiers import PrefixTiers
 from localgen.backends.errors import LocalgenError
+from localgen.backends.kv_store.disk_tier import DiskTier
 from localgen.backends.kv_store.store import MIN_PREFIX_TOKENS
 from localgen.backends.llamacpp.loader import load_llamacpp_model
 from localgen.backends.llamacpp.shared_cache import SharedCache
@@ -32,7 +35,7 @@ from localgen.backends.model_info import LoadOptions, ModelLoadRequest
 from localgen.hub.packaged import packaged_model
 
 MAX_PERCENT = 2.0
-_RAM_BYTES = 4 << 30
+_TIER_BYTES = 4 << 30
 _SPARE = 256
 _QUESTION = 64
 
@@ -41,17 +44,27 @@ _QUESTION = 64
 class TimedCalls:
     """Time spent in a method."""
 
+    clock: Callable[[], float] = time.perf_counter
     seconds: float = 0.0
 
     def wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:
-            started_s = time.perf_counter()
+            started_s = self.clock()
             try:
                 return call(*args)
             finally:
-                self.seconds += time.perf_counter() - started_s
+                self.seconds += self.clock() - started_s
 
         return timed
+
+
+@dataclass(frozen=True, slots=True)
+class BesideAnswer:
+    """Saving beside an answer. copying: share of its time. writing: CPU time beside its time."""
+
+    copying: float
+    writing: float
+    saved_tokens: int
 
 
 class SavingBench:
@@ -60,13 +73,16 @@ class SavingBench:
     def __init__(self, path: Path, tokens: int, answer: int, folder: str) -> None:
         self.tokens, self.answer = tokens, answer
         kv_tokens = tokens + answer + _SPARE
-        options = LoadOptions(ctx=kv_tokens, kv_tokens=kv_tokens, kv_ram=_RAM_BYTES, kv_disk=0)
+        options = LoadOptions(
+            ctx=kv_tokens, kv_tokens=kv_tokens, kv_ram=_TIER_BYTES, kv_disk=_TIER_BYTES
+        )
         request = ModelLoadRequest(
             "model", str(path), replace(options, draft="none"), kv_dir=folder
         )
         model = load_llamacpp_model(request, lambda _: None)
         self.info, self.store = model.info, model.prefix_store
         assert self.store is not None
+        self.store.hurry()
         assert isinstance(model.runner.kv_cache, SharedCache)  # type: ignore[attr-defined]
         self.cache: SharedCache = model.runner.kv_cache  # type: ignore[attr-defined]
         self.session = Session(model.runner, 1000, itl_target_ms=100.0, prefix_store=self.store)
@@ -81,16 +97,18 @@ class SavingBench:
         assert self.store is not None
         return sum(len(block.tokens) for block in self.store._ram._blocks.values())
 
-    def beside(self) -> tuple[float, int]:
-        """Share of an answer's time that saving took, and the tokens saved meanwhile."""
+    def beside(self) -> BesideAnswer:
+        """An answer, while a prefix is saved."""
         self.session.ask([self.prompt(self.tokens)], 1)
-        before, calls = self.saved_tokens, TimedCalls()
-        timed = calls.wrap(PrefixTiers.save_while_busy)
-        with patch.object(PrefixTiers, "save_while_busy", timed):
+        before, copies, writes = self.saved_tokens, TimedCalls(), TimedCalls(time.thread_time)
+        with (
+            patch.object(PrefixTiers, "save_while_busy", copies.wrap(PrefixTiers.save_while_busy)),
+            patch.object(DiskTier, "write", writes.wrap(DiskTier.write)),
+        ):
             (answer,) = self.session.ask([self.prompt(_QUESTION)], self.answer)
-        assert answer.end is not None
-        first_s, last_s = answer.arrivals[0][0], answer.arrivals[-1][0]
-        return calls.seconds / (last_s - first_s), self.saved_tokens - before
+        took_s = answer.arrivals[-1][0] - answer.arrivals[0][0]
+        saved = self.saved_tokens - before
+        return BesideAnswer(copies.seconds / took_s, writes.seconds / took_s, saved)
 
     def eviction(self) -> tuple[float, float, int]:
         """Seconds to compute a prefix, to save what is evicted, and the tokens saved."""
@@ -113,20 +131,26 @@ class SavingBench:
 
 def measured(bench: SavingBench, rounds: int, line: ModelLine) -> Report:
     """All figures of the rounds."""
-    report = Report(line, rounds, False, bench.info.options.threads or 0, {"kv_ram": _RAM_BYTES})
-    shares: list[float] = []
-    saved: list[float] = []
+    report = Report(
+        line,
+        rounds,
+        False,
+        bench.info.options.threads or 0,
+        {"kv_ram": _TIER_BYTES, "kv_disk": _TIER_BYTES},
+    )
+    answers: list[BesideAnswer] = []
     evictions: list[tuple[float, float, int]] = []
     for _ in range(rounds):
-        share, tokens = bench.beside()
-        shares.append(100 * share)
-        saved.append(tokens)
+        answers.append(bench.beside())
         evictions.append(bench.eviction())
-        print(f"{share:.2%} of an answer, {tokens:,} tokens saved", file=sys.stderr, flush=True)
+        print(answers[-1], file=sys.stderr, flush=True)
     test = f"prefix of {bench.tokens:,} tokens"
-    report.add(f"{test}, saved beside an answer", "saved", "tokens", saved)
-    series = report.add(f"{test}, saved beside an answer", "share of time", "%", shares)
-    report.most(series, MAX_PERCENT)
+    name = f"{test}, saved beside an answer"
+    report.add(name, "saved", "tokens", [float(each.saved_tokens) for each in answers])
+    report.add(name, "copying, share of time", "%", [100 * each.copying for each in answers])
+    report.add(name, "writing, share of a core", "%", [100 * each.writing for each in answers])
+    both = [100 * (each.copying + each.writing) for each in answers]
+    report.most(report.add(name, "both", "%", both), MAX_PERCENT)
     name = f"{test}, evicted beside an answer"
     report.add(name, "computed", "s", [each[0] for each in evictions])
     report.add(name, "saved", "s", [each[1] for each in evictions])
