@@ -61,7 +61,7 @@ def estimate_resources(
 
 def _written_bytes(prepared: PreparedQuantization, mode: LayerMode) -> int:
     match mode:
-        case "round":
+        case "round" | "gguf":
             return _result_bytes(prepared)
         case "fold":
             return _unquantized_layers_bytes(prepared)

@@ -12,7 +12,9 @@ from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.memory.system import available_memory_bytes
 from localgen.backends.units import format_size
 from localgen.quant.files.layerwise_checkpoint import LayerwiseCheckpoint
-from localgen.quant.files.work_folder import require_parent_folder
+from localgen.quant.files.work_folder import WorkFolder, require_parent_folder
+from localgen.quant.gguf.code_bits import num_bits
+from localgen.quant.gguf.gptq_rounding import GgufRounding
 from localgen.quant.gguf.requantize import estimate_gguf_bytes, make_gguf
 from localgen.quant.job import QuantizeJob
 from localgen.quant.preflight import (
@@ -21,22 +23,30 @@ from localgen.quant.preflight import (
     require_unquantized,
 )
 from localgen.quant.request.events import EstimateEvent, FinishedEvent, NoteEvent, OnEvent
-from localgen.quant.request.gguf_types import GGUF_TYPES, resolve_gguf_type
+from localgen.quant.request.gguf_types import GGUF_TYPES, GPTQ_TYPES, resolve_gguf_type
 from localgen.quant.request.request import QuantizeRequest, default_output
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GgufJob:
-    """calibration: None for a file without calibration."""
+    """calibration: None for a file without calibration. rounding: of its layers, by GPTQ."""
 
     source: LayerwiseCheckpoint
     output: Path
     file_type: str
     calibration: QuantizeJob | None
+    rounding: GgufRounding | None = None
 
     def run(self, on_event: OnEvent, *, resume: bool) -> FinishedEvent:
         """Write the file. Raises as make_gguf and QuantizeJob.run."""
         folder, job = self.source.folder, self.calibration
+        if job is not None and self.rounding is not None:
+            finished = job.run(on_event, resume=resume)
+            layers = range(self.source.spec.num_layers)
+            self.rounding.write(map(job.work_folder.layer_file, layers))
+            self.rounding.path.replace(self.output)
+            job.work_folder.remove()
+            return finished
         if job is None:
             check_finite_and_checksum(self.source, on_event)
             make_gguf(folder, self.output, self.file_type, on_event=on_event)
@@ -80,6 +90,8 @@ def prepare_gguf_job(
     report_window(source.spec, on_event)
     if request.recipe is None:
         return job
+    if request.mode == "gguf":
+        return _with_gptq(job, request, name, device, on_event)
     few = GGUF_TYPES[file_type].bits_per_weight < 4
     recipe = replace(request.recipe, bits=3 if few else 4)
     prepared = prepare_quantization(folder, recipe, request.calibration, device)
@@ -87,6 +99,34 @@ def prepare_gguf_job(
     calibration.check_disk_space(resume=request.resume)
     calibration.report_estimate(on_event)
     return replace(job, calibration=calibration)
+
+
+def _with_gptq(
+    job: GgufJob, request: QuantizeRequest, name: str, device: str, on_event: OnEvent
+) -> GgufJob:
+    """The job with layers rounded by GPTQ. Raises as prepare_gguf_job."""
+    assert request.recipe is not None
+    if job.file_type not in GPTQ_TYPES:
+        raise InvalidRequest(
+            f"--gptq cannot choose the codes of {job.file_type}: use --calib or --awq with it, "
+            f"or one of {', '.join(GPTQ_TYPES)}",
+            param="type",
+        )
+    bits = num_bits(GGUF_TYPES[job.file_type].weight_type_name)
+    # those of the codes, for the estimates
+    recipe = replace(request.recipe, bits=bits if bits < 5 else 8)
+    folder = job.source.folder
+    prepared = prepare_quantization(folder, recipe, request.calibration, device)
+
+    def make_file(path: Path) -> None:
+        make_gguf(folder, path, job.file_type, on_event=on_event)
+
+    unfinished = WorkFolder(job.output, 0).path / "llama.cpp.gguf"
+    rounding = GgufRounding(job.source.spec, job.file_type, unfinished, make_file)
+    layers = QuantizeJob(name, prepared, job.output, mode="gguf", rounding=rounding)
+    layers.check_disk_space(resume=request.resume)
+    layers.report_estimate(on_event)
+    return replace(job, calibration=layers, rounding=rounding)
 
 
 def report_window(spec: ModelSpec, on_event: OnEvent) -> None:

@@ -38,6 +38,7 @@ from localgen.quant.estimate import ResourceEstimate, estimate_resources
 from localgen.quant.files.packing import pack_linear, packing_layout
 from localgen.quant.files.safetensors_writer import streamed_tensor, write_safetensors
 from localgen.quant.files.work_folder import WorkFolder
+from localgen.quant.gguf.gptq_rounding import GgufRounding
 from localgen.quant.methods.layer import QuantizedLayer, fold_layer, quantize_layer
 from localgen.quant.preflight import PreparedQuantization, check_finite_and_checksum
 from localgen.quant.request.events import (
@@ -60,14 +61,21 @@ _MODE_DESCRIPTIONS = {
 class QuantizeJob:
     """One quantization. model: name of the original. output: folder to write.
 
-    mode: `fold` folds AWQ's scales and rounds nothing, `observe` changes nothing; both leave their
-    files in the work folder, for a GGUF file.
+    mode: `fold` folds AWQ's scales and rounds nothing, `observe` changes nothing, `gguf` rounds as
+    `rounding` does; these leave their files in the work folder, for a GGUF file.
     """
 
     def __init__(
-        self, model: str, prepared: PreparedQuantization, output: Path, *, mode: LayerMode = "round"
+        self,
+        model: str,
+        prepared: PreparedQuantization,
+        output: Path,
+        *,
+        mode: LayerMode = "round",
+        rounding: GgufRounding | None = None,
     ) -> None:
         self.model, self.prepared, self.mode = model, prepared, mode
+        self._rounding = rounding
         self.estimate: ResourceEstimate = estimate_resources(prepared, mode)
         self.num_layers = prepared.source.spec.num_layers
         self.work_folder = WorkFolder(output, self.num_layers + 1)
@@ -177,7 +185,8 @@ class QuantizeJob:
 
     def _resume_manifest(self, checksum: int) -> dict[str, Any]:
         """checksum: of all weights."""
-        return self.prepared.resume_manifest(checksum) | {"mode": self.mode}
+        manifest = self.prepared.resume_manifest(checksum) | {"mode": self.mode}
+        return manifest if self._rounding is None else manifest | {"gguf": self._rounding.file_type}
 
     def free_disk_bytes(self) -> int:
         """Free bytes on the output's disk."""
@@ -196,7 +205,7 @@ class QuantizeJob:
         originals = None
         if self.prepared.recipe.needs_originals:
             originals = self._open_activations("original-states")
-        step = "quantizing" if self.mode == "round" else "calibrating"
+        step = "quantizing" if self.mode in ("round", "gguf") else "calibrating"
         started_s = time.monotonic()
         for index in range(resumed, self.num_layers):
             on_event(ProgressEvent(step, index, self.num_layers, "layers"))
@@ -270,12 +279,15 @@ class QuantizeJob:
                 return QuantizedLayer(folded.tensors, importance=folded.importance)
             case "observe":
                 return QuantizedLayer(layer.tensors, importance=collect_importance(layer))
+            case "gguf":
+                assert self._rounding is not None
+                return self._rounding.round_layer(layer, self.prepared.recipe)
 
     def _write_layer(self, index: int, unquantized: LayerTensors, layer: QuantizedLayer) -> None:
-        if self.mode != "round":
+        if self.mode in ("fold", "observe"):
             write_importance(self.work_folder.importance_file(index), layer.importance)
-        if self.mode == "observe":
-            unquantized = {}  # an empty file marks the layer as finished
+        if self.mode in ("observe", "gguf"):
+            unquantized = {}  # a file, empty or not, marks the layer as finished
         prefix = f"model.layers.{index}."
         entries = {prefix + name: streamed_tensor(tensor) for name, tensor in unquantized.items()}
         for linear, weight in layer.weights.items():

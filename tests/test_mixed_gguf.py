@@ -26,10 +26,10 @@ from localgen.backends.formats.hf.config import read_hf_config
 from localgen.cli import errors
 from localgen.cli.main import run_command_line
 from localgen.quant.gguf import convert
+from localgen.quant.gguf.ggml_rounding import UNWEIGHED_TYPES, round_trip
 from localgen.quant.gguf.requantize import make_gguf
 from localgen.quant.job import QuantizeJob
 from localgen.quant.mixed import sensitivity
-from localgen.quant.mixed.ggml_rounding import UNWEIGHED_TYPES, round_trip
 from localgen.quant.mixed.groups import plan_file
 from localgen.quant.mixed.sensitivity import SensitivityProbes
 from localgen.quant.mixed_job import MeasureKl, MixedGgufJob

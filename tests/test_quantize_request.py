@@ -31,6 +31,7 @@ from localgen.quant.request.form import (
     invalid_value_reason,
     method_option,
     unavailable_reason,
+    with_option,
 )
 from localgen.quant.request.recipe import Recipe
 from localgen.quant.request.request import EVENT_CODEC, REQUEST_CODEC, default_output
@@ -100,6 +101,14 @@ FOLDED = Recipe(method="awq", bits=4, group_size=32)
         (QuantizeForm(method="GGUF"), (None, "Q4_K_M", "observe")),
         (QuantizeForm(method="GGUF", gguf_calibration="scales"), (FOLDED, "Q4_K_M", "fold")),
         (QuantizeForm(method="GGUF", gguf_calibration="importance"), (FOLDED, "Q4_K_M", "observe")),
+        (
+            QuantizeForm(method="GGUF", gguf_calibration="gptq"),
+            (Recipe(method="gptq", group_size=None), "Q4_K_M", "gguf"),
+        ),
+        (
+            QuantizeForm(method="GGUF", gguf="IQ3_S", gguf_calibration="gptq"),
+            (FOLDED, "IQ3_S", "observe"),
+        ),
         (QuantizeForm(method="GGUF", gguf="IQ1_S"), (FOLDED, "IQ1_S", "observe")),
         (QuantizeForm(method="GGUF", gguf="auto 3 bits"), (FOLDED, "auto", "observe")),
         (
@@ -133,6 +142,9 @@ def test_fields_available_per_method() -> None:
     assert "importance matrix" in invalid_value_reason(needy, "gguf_calibration", "nothing")
     assert invalid_value_reason(needy, "gguf_calibration", "importance") == ""
     assert unavailable_reason(needy, "text") == ""
+    assert "GPTQ cannot" in invalid_value_reason(needy, "gguf_calibration", "gptq")
+    plain = QuantizeForm(method="GGUF", gguf="Q3_K_S")
+    assert invalid_value_reason(plain, "gguf_calibration", "gptq") == ""
 
 
 def test_choices_have_the_names_of_advice() -> None:
@@ -141,8 +153,16 @@ def test_choices_have_the_names_of_advice() -> None:
         method_option(QuantizeForm(method="fp8", bits=3)),
         method_option(QuantizeForm(method="GGUF", gguf="Q8_0")),
         method_option(QuantizeForm(method="GGUF", gguf_calibration="scales")),
+        method_option(QuantizeForm(method="GGUF", gguf_calibration="gptq")),
     ]
-    assert names == ["--gptq --bits 3", "--fp8", "--gguf Q8_0", "--awq --gguf Q4_K_M"]
+    assert names == [
+        "--gptq --bits 3",
+        "--fp8",
+        "--gguf Q8_0",
+        "--awq --gguf Q4_K_M",
+        "--gptq --gguf Q4_K_M",
+    ]
+    assert with_option(QuantizeForm(), names[-1]).to_request().mode == "gguf"
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ GgufTypeOption = Annotated[
     typer.Option(
         "--gguf",
         metavar="TYPE",
-        help="GGUF file of this type, e.g. Q4_K_M; can be combined with --awq. "
+        help="GGUF file of this type, e.g. Q4_K_M; can be combined with --awq or --gptq. "
         "auto: a type for each tensor, by measured loss.",
         rich_help_panel=_METHOD_PANEL,
     ),

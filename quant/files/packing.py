@@ -56,7 +56,22 @@ class RowWeight:
         return self.values.float() * self.scales
 
 
-QuantizedWeight = GroupedWeight | RowWeight
+@dataclass(frozen=True, slots=True, eq=False)
+class GgufWeight:
+    """Rows of a tensor of a GGUF file. packed: uint8 [out, bytes], in the file's row order.
+    values: what they stand for, float32 [out, in], in the checkpoint's."""
+
+    packed: Tensor
+    values: Tensor
+
+    def dequantize(self) -> Tensor:
+        """float32 [out, in]."""
+        return self.values
+
+
+QuantizedWeight = GroupedWeight | RowWeight | GgufWeight
+# part of the name of a GgufWeight's tensor
+GGUF_ROWS = "gguf_rows"
 
 
 def packing_layout(recipe: Recipe) -> PackingLayout:
@@ -86,6 +101,8 @@ def packing_multiple(recipe: Recipe) -> int:
 
 def pack_linear(weight: QuantizedWeight, layout: PackingLayout) -> dict[str, Tensor]:
     """Tensors of one linear by the last part of their names, on the CPU."""
+    if isinstance(weight, GgufWeight):
+        return {GGUF_ROWS: _to_cpu_contiguous(weight.packed)}
     if isinstance(weight, RowWeight):
         return {
             "weight": _to_cpu_contiguous(weight.values),

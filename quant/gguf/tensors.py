@@ -134,18 +134,45 @@ def _chunk_loader(
     checkpoint: NumpyCheckpoint, spec: ModelSpec, names: list[str]
 ) -> Callable[[], Iterator[Array]]:
     module = names[0].split(".")[-2]
-    heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads}.get(module)
-    if heads is not None and gguf_model_arch(spec) is MODEL_ARCH.LLAMA:
-        return lambda: (interleave_rotary(checkpoint.read(name), heads) for name in names)
+    if _rotary_heads(spec, module) is not None:
+        return lambda: (to_gguf_rows(spec, module, checkpoint.read(name)) for name in names)
     change = _weight_transform(spec, module)
     return lambda: (change(slab) for name in names for slab in checkpoint.row_chunks(name))
 
 
-def _weight_transform(spec: ModelSpec, module: str) -> Callable[[Array], Array]:
-    """Conversion of a module's rows to what llama.cpp expects."""
-    # llama.cpp's attention scale is fixed: other scales go into the query's norm, or its projection
+def to_gguf_rows(spec: ModelSpec, module: str, weight: Array) -> Array:
+    """A weight as llama.cpp expects it. module: last part of its name, such as `q_proj`."""
+    heads = _rotary_heads(spec, module)
+    if heads is None:
+        return _weight_transform(spec, module)(weight)
+    return interleave_rotary(weight, heads)
+
+
+def from_gguf_rows(spec: ModelSpec, linear: str, rows: Array) -> Array:
+    """The weight of a linear, from what to_gguf_rows returned."""
+    heads = _rotary_heads(spec, linear)
+    if heads is None:
+        return rows / _query_factor(spec, linear)
+    order = interleave_rotary(np.arange(len(rows), dtype=np.float32), heads)
+    return rows[np.argsort(order)]
+
+
+def _rotary_heads(spec: ModelSpec, module: str) -> int | None:
+    """Heads whose rows llama.cpp has in another order; None for other modules."""
+    if gguf_model_arch(spec) is not MODEL_ARCH.LLAMA:
+        return None
+    return {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads}.get(module)
+
+
+def _query_factor(spec: ModelSpec, module: str) -> np.float32:
+    """llama.cpp's attention scale is fixed: others go into the query's norm, or its projection."""
     scaled = module == ("q_norm" if spec.qk_norm else "q_proj")
-    factor = np.float32(spec.attn_scale / llama_cpp_attention_scale(spec) if scaled else 1.0)
+    return np.float32(spec.attn_scale / llama_cpp_attention_scale(spec) if scaled else 1.0)
+
+
+def _weight_transform(spec: ModelSpec, module: str) -> Callable[[Array], Array]:
+    """Conversion of a module's rows, in any number, to what llama.cpp expects."""
+    factor = _query_factor(spec, module)
     if spec.norm_offset and module.endswith("norm"):
         return lambda weight: (weight + np.float32(1.0)) * factor
     return (lambda rows: rows * factor) if factor != 1.0 else (lambda rows: rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,6 +18,7 @@ from localgen.quant.calibrate.scaling import ScaleMapping, fold_scales
 from localgen.quant.files.packing import GroupedWeight, QuantizedWeight
 from localgen.quant.methods.awq import awq_grid, scaled_blocks, search_awq_scales
 from localgen.quant.methods.gptq import (
+    HessianFactor,
     compensate_errors,
     correct_inputs,
     factor_hessian,
@@ -141,10 +142,21 @@ def _check_finite(layer: CalibrationLayer) -> None:
             )
 
 
-def _quantize_gptq(layer: CalibrationLayer, recipe: Recipe) -> QuantizedLayer:
-    weights: dict[str, QuantizedWeight] = {}
-    starts: dict[str, RoundingStart] = {}
-    importance: dict[str, InputImportance] = {}
+@dataclass(frozen=True, slots=True, eq=False)
+class GptqTarget:
+    """A linear to round by GPTQ. target: its weight [out, in] after the correction of its inputs.
+
+    importance: of its inputs in the model whose layers before are quantized.
+    """
+
+    linear: str
+    target: Tensor
+    factor: HessianFactor
+    importance: InputImportance
+
+
+def gptq_targets(layer: CalibrationLayer, recipe: Recipe) -> Iterator[GptqTarget]:
+    """All linears of a layer. Raises LoadFailed as quantize_layer."""
     for mapping, stats in iter_layer_stats(layer, recipe):
         for linears in mapping.consumers:
             seen = stats[linears[0]]
@@ -154,19 +166,29 @@ def _quantize_gptq(layer: CalibrationLayer, recipe: Recipe) -> QuantizedLayer:
                 desc_act=recipe.desc_act,
                 name=layer.full_name(linears[0]),
             )
+            importance = InputImportance(seen.sum_squares, seen.num_tokens)
             for name in linears:
-                target = weight = layer.weight(name)
+                target = layer.weight(name)
                 if seen.mismatch is not None:
-                    target = correct_inputs(weight, seen.mismatch, factor, recipe.asymmetry)
-                grid = gptq_grid(weight, recipe)
-                if recipe.rounding_steps:
-                    starts[name] = RoundingStart(compensate_errors(target, grid, factor), grid)
-                else:
-                    weights[name] = round_gptq(target, grid, factor)
-                importance[name] = InputImportance(seen.sum_squares, seen.num_tokens)
+                    target = correct_inputs(target, seen.mismatch, factor, recipe.asymmetry)
+                yield GptqTarget(name, target, factor, importance)
+
+
+def _quantize_gptq(layer: CalibrationLayer, recipe: Recipe) -> QuantizedLayer:
+    weights: dict[str, QuantizedWeight] = {}
+    starts: dict[str, RoundingStart] = {}
+    importance: dict[str, InputImportance] = {}
+    for one in gptq_targets(layer, recipe):
+        grid = gptq_grid(layer.weight(one.linear), recipe)
+        if recipe.rounding_steps:
+            compensated = compensate_errors(one.target, grid, one.factor)
+            starts[one.linear] = RoundingStart(compensated, grid)
+        else:
+            weights[one.linear] = round_gptq(one.target, grid, one.factor)
+        importance[one.linear] = one.importance
     if recipe.rounding_steps:
         weights.update(learn_rounding(layer, starts, recipe.rounding_steps))
-    return QuantizedLayer(_unquantized_tensors(layer.tensors, weights), weights, importance)
+    return QuantizedLayer(unquantized_tensors(layer.tensors, weights), weights, importance)
 
 
 def _quantize_awq(layer: CalibrationLayer, recipe: Recipe) -> QuantizedLayer:
@@ -191,11 +213,12 @@ def _quantize_each_linear(
     layer: CalibrationLayer, round_weight: Callable[[str, Tensor], QuantizedWeight]
 ) -> QuantizedLayer:
     weights = {name: round_weight(name, layer.weight(name)) for name in linear_shapes(layer.spec)}
-    return QuantizedLayer(_unquantized_tensors(layer.tensors, weights), weights)
+    return QuantizedLayer(unquantized_tensors(layer.tensors, weights), weights)
 
 
-def _unquantized_tensors(
-    tensors: LayerTensors, weights: dict[str, QuantizedWeight]
+def unquantized_tensors(
+    tensors: LayerTensors, weights: Mapping[str, QuantizedWeight]
 ) -> LayerTensors:
+    """The tensors of a layer without those of the linears in `weights`."""
     taken = {f"{name}.weight" for name in weights}
     return {name: tensor for name, tensor in tensors.items() if name not in taken}

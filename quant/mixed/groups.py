@@ -15,14 +15,14 @@ from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.hf.safetensors import NumpyCheckpoint
 from localgen.backends.formats.hf.tensor_names import linear_shapes
 from localgen.quant.gguf.convert import gguf_header_bytes
-from localgen.quant.gguf.names import GgufNameMap
-from localgen.quant.gguf.tensors import plan_gguf_tensors
-from localgen.quant.mixed.ggml_rounding import (
+from localgen.quant.gguf.ggml_rounding import (
     UNWEIGHED_TYPES,
     WEIGHED_TYPES,
     fits_rows,
     packed_bytes,
 )
+from localgen.quant.gguf.names import GgufNameMap
+from localgen.quant.gguf.tensors import plan_gguf_tensors
 
 EMBEDDING, OUTPUT = "token_embd", "output"
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)")

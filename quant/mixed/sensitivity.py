@@ -27,8 +27,8 @@ from localgen.quant.calibrate.layer_forward import LayerForward, embed_tokens, e
 from localgen.quant.files.layerwise_checkpoint import LayerwiseCheckpoint
 from localgen.quant.files.safetensors_writer import atomic_write
 from localgen.quant.files.work_folder import WorkFolder
+from localgen.quant.gguf.ggml_rounding import round_trip, rounding_errors
 from localgen.quant.mixed.divergence import ReferenceDistribution, head_bytes
-from localgen.quant.mixed.ggml_rounding import round_trip, rounding_errors
 from localgen.quant.mixed.groups import EMBEDDING, OUTPUT, TensorGroup
 from localgen.quant.mixed.search import TypeOption
 from localgen.quant.request.events import OnEvent, ProgressEvent

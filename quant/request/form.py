@@ -14,19 +14,26 @@ from localgen.backends.errors import InvalidRequest
 from localgen.backends.typed_data import decode_json
 from localgen.config import BUILT_IN_MODEL
 from localgen.locked_file import LockedFile
-from localgen.quant.request.gguf_types import AUTO, DIRECT_TYPES, GGUF_TYPES
-from localgen.quant.request.recipe import METHODS, CalibrationConfig, supported_bits
+from localgen.quant.request.gguf_types import AUTO, DIRECT_TYPES, GGUF_TYPES, GPTQ_TYPES
+from localgen.quant.request.recipe import (
+    METHODS,
+    CalibrationConfig,
+    QuantizeMethod,
+    supported_bits,
+)
 from localgen.quant.request.request import EvalSet, QuantizeRequest, default_output
 from localgen.quant.request.target import parse_gguf_choice
 
 GGUF = "GGUF"
 # calibration of a GGUF file: none, an importance matrix, or also AWQ's scales folded in
-GgufCalibration = Literal["nothing", "importance", "scales"]
+GgufCalibration = Literal["nothing", "importance", "scales", "gptq"]
 METHOD_CHOICES = (*METHODS, GGUF)
 BITS = (4, 3, 2, 8)
 # -1: a whole row, as on the command line
 GROUP_SIZES = (128, 64, 32, -1)
-GGUF_CALIBRATIONS: tuple[GgufCalibration, ...] = ("nothing", "importance", "scales")
+GGUF_CALIBRATIONS: tuple[GgufCalibration, ...] = ("nothing", "importance", "scales", "gptq")
+# that a calibration of a GGUF file stands for
+_METHODS: dict[str, QuantizeMethod] = {"scales": "awq", "gptq": "gptq"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +74,7 @@ class QuantizeForm:
         """Raises InvalidRequest for a recipe that no format can hold, or an unknown file type."""
         gguf, target = parse_gguf_choice(self.gguf) if self.is_gguf else (None, None)
         calibration = self.effective_calibration
-        method = "awq" if calibration == "scales" else self.method
+        method = _METHODS.get(calibration, self.method)
         request = QuantizeRequest(
             model=self.model,
             gguf=gguf,
@@ -91,11 +98,9 @@ class QuantizeForm:
             return "nothing"
         if self.is_auto:
             return "importance"
-        return (
-            "importance"
-            if self.gguf_calibration == "nothing" and self.needs_imatrix
-            else self.gguf_calibration
-        )
+        chosen = self.gguf_calibration
+        cannot = chosen == "gptq" and self.gguf not in GPTQ_TYPES
+        return "importance" if cannot or (chosen == "nothing" and self.needs_imatrix) else chosen
 
     @property
     def is_resumable(self) -> bool:
@@ -139,6 +144,8 @@ def invalid_value_reason(form: QuantizeForm, field: str, value: object) -> str:
     """Short reason why a field that applies cannot have this value; empty if it can."""
     if field == "gguf_calibration" and value == "nothing" and form.needs_imatrix:
         return f"{form.gguf} requires an importance matrix"
+    if field == "gguf_calibration" and value == "gptq" and form.gguf not in GPTQ_TYPES:
+        return f"GPTQ cannot choose the codes of {form.gguf}"
     if field == "bits" and not form.is_gguf:
         method = next(name for name in METHODS if name == form.method)
         return "" if value in supported_bits(method) else f"{method} cannot"
@@ -148,8 +155,8 @@ def invalid_value_reason(form: QuantizeForm, field: str, value: object) -> str:
 def method_option(form: QuantizeForm) -> str:
     """The method as arguments of `localgen quantize`, as in MethodEstimate.option."""
     if form.is_gguf:
-        folded = "--awq " if form.effective_calibration == "scales" else ""
-        return f"{folded}--gguf {form.gguf}"
+        method = _METHODS.get(form.effective_calibration)
+        return f"{f'--{method} ' if method else ''}--gguf {form.gguf}"
     bits = "" if unavailable_reason(form, "bits") or form.bits == 4 else f" --bits {form.bits}"
     return f"--{form.method}{bits}"
 
@@ -159,6 +166,8 @@ def with_option(form: QuantizeForm, option: str) -> QuantizeForm:
     match option.split():
         case ["--awq", "--gguf", gguf]:
             return replace(form, method=GGUF, gguf=gguf, gguf_calibration="scales")
+        case ["--gptq", "--gguf", gguf]:
+            return replace(form, method=GGUF, gguf=gguf, gguf_calibration="gptq")
         case ["--gguf", gguf]:
             return replace(form, method=GGUF, gguf=gguf, gguf_calibration="nothing")
         case [method, "--bits", bits]:

@@ -81,6 +81,15 @@ GGUF_TYPES = {
     "IQ1_M": GgufType("MOSTLY_IQ1_M", "IQ1_M", needs_imatrix=True),
     "IQ1_S": GgufType("MOSTLY_IQ1_S", "IQ1_S", needs_imatrix=True),
 }
+# types of matrices whose codes can be replaced, see quant.gguf.code_bits
+CODE_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+# file types that --gptq goes with: most of their matrices have such a type, and llama.cpp writes
+# them without an importance matrix
+GPTQ_TYPES = tuple(
+    name
+    for name, kind in GGUF_TYPES.items()
+    if kind.weight_type_name in CODE_TYPES and not kind.needs_imatrix
+)
 # value of --gguf for types that are chosen by measured loss
 AUTO = "auto"
 # types that the converter writes itself; llama.cpp makes the others from 16 bits

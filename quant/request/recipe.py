@@ -10,7 +10,7 @@ from localgen.backends.errors import InvalidRequest
 
 QuantizeMethod = Literal["rtn", "awq", "gptq", "smoothquant", "fp8"]
 # processing of a layer by QuantizeJob
-LayerMode = Literal["round", "fold", "observe"]
+LayerMode = Literal["round", "fold", "observe", "gguf"]
 
 # bits that each method can write, its default first
 _SUPPORTED_BITS: dict[QuantizeMethod, tuple[int, ...]] = {

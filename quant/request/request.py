@@ -87,6 +87,9 @@ class QuantizeRequest:
         if self.target is not None:
             _check_target(methods, self.target, is_measured=self.eval_set is not None)
             return replace(self, recipe=GGUF_CALIBRATION_RECIPE, mode="observe")
+        if self.gguf is not None and list(methods) == ["gptq"]:
+            recipe = Recipe(method="gptq", group_size=None, desc_act=act_order is not False)
+            return replace(self, recipe=recipe, mode="gguf")
         if self.gguf is not None:
             recipe = GGUF_CALIBRATION_RECIPE if methods or calibrate else None
             return replace(self, recipe=recipe, mode="fold" if methods else "observe")
@@ -124,8 +127,10 @@ def _check_options(
         raise InvalidRequest("--group-size goes with --awq, --gptq and --rtn")
     if gguf is not None and bits is not None:
         raise InvalidRequest("--bits and --gguf exclude each other: the file type sets the bits")
-    if gguf is not None and list(methods) not in ([], ["awq"]):
-        raise InvalidRequest(f"--{methods[0]} and --gguf exclude each other; --awq goes with it")
+    if gguf is not None and list(methods) not in ([], ["awq"], ["gptq"]):
+        raise InvalidRequest(
+            f"--{methods[0]} and --gguf exclude each other; --awq and --gptq go with it"
+        )
 
 
 def _check_target(

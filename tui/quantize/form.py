@@ -28,7 +28,7 @@ from localgen.quant.request.form import (
 from localgen.tui.quantize.choices import RadioChoices
 
 _GROUP_SIZE_OPTIONS = [(size, "row" if size < 0 else str(size)) for size in GROUP_SIZES]
-_CALIBRATION_LABELS = ("nothing", "matrix", "matrix+awq")
+_CALIBRATION_LABELS = ("nothing", "matrix", "matrix+awq", "gptq")
 _LABELS = {
     "model": "Model",
     "method": "Method",

@@ -77,13 +77,15 @@ def check_gguf_start(content: bytes | memoryview, name: str) -> None:
 class GgufTensor:
     """An entry of the tensor table.
 
-    shape: rows first. type_name: for example F16 or Q4_K. data: [..., bytes of a row], mapped.
+    shape: rows first. type_name: for example F16 or Q4_K. data: [..., bytes of a row], mapped, from
+    byte `offset` of the file on.
     """
 
     name: str
     shape: tuple[int, ...]
     type_name: str
     data: NDArray[np.uint8]
+    offset: int
 
     @property
     def num_elements(self) -> int:
@@ -176,7 +178,7 @@ class GgufReader:
                 f"the file has {len(raw):,}: download it again"
             )
         content = np.frombuffer(raw[start:end], np.uint8).reshape(shape)
-        return GgufTensor(name, dims[::-1], ggml_type.name, content)
+        return GgufTensor(name, dims[::-1], ggml_type.name, content, start)
 
 
 @dataclass(frozen=True, slots=True)

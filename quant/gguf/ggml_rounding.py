@@ -40,7 +40,17 @@ def packed_bytes(type_name: str, values: int) -> int:
 
 
 def round_trip(weight: Array, type_name: str, importance: Array | None) -> Array:
-    """The values of a matrix after it was packed in a type and unpacked.
+    """The values of a matrix after it was packed in a type and unpacked. Arguments as of `pack`."""
+    return unpack(pack(weight, type_name, importance), type_name)
+
+
+def unpack(packed: NDArray[np.uint8], type_name: str) -> Array:
+    """The values of packed rows, float32 [rows, columns]."""
+    return np.asarray(gguf.dequantize(packed, GGMLQuantizationType[type_name]), np.float32)
+
+
+def pack(weight: Array, type_name: str, importance: Array | None) -> NDArray[np.uint8]:
+    """A matrix in a type, [rows, bytes].
 
     weight: float32 [rows, columns], finite; the columns fit the type. importance: mean squared
     input of each column, finite; None for types that need none.
@@ -55,7 +65,7 @@ def round_trip(weight: Array, type_name: str, importance: Array | None) -> Array
     weights = None if importance is None else np.ascontiguousarray(importance, np.float32)
     assert weights is None or weights.shape == (columns,), (weights.shape, columns)
     with ThreadPoolExecutor(_THREADS) as pool:
-        found = list(pool.map(lambda part: _round_part(part, type_name, weights), parts))
+        found = list(pool.map(lambda part: _pack_part(part, type_name, weights), parts))
     return found[0] if len(found) == 1 else np.concatenate(found)
 
 
@@ -65,11 +75,11 @@ def rounding_errors(
     """Sum of the squared errors of a matrix in each type, weighted by column.
 
     error_weights: [columns], mean squared inputs: the sum is then the expected squared error of the
-    matrix's outputs if its inputs are uncorrelated. The other arguments are as in `round_trip`.
+    matrix's outputs if its inputs are uncorrelated. The other arguments are as in `pack`.
     """
 
     def error(type_name: str) -> float:
-        moved = _round_part(weight, type_name, importance) - weight
+        moved = unpack(_pack_part(weight, type_name, importance), type_name) - weight
         return float((np.square(moved).sum(0, dtype=np.float64) * error_weights).sum())
 
     weight = np.ascontiguousarray(weight, np.float32)
@@ -77,7 +87,7 @@ def rounding_errors(
         return dict(zip(type_names, pool.map(error, type_names), strict=True))
 
 
-def _round_part(part: Array, type_name: str, importance: Array | None) -> Array:
+def _pack_part(part: Array, type_name: str, importance: Array | None) -> NDArray[np.uint8]:
     kind = GGMLQuantizationType[type_name]
     rows, columns = part.shape
     packed = np.empty((rows, packed_bytes(type_name, columns)), np.uint8)
@@ -86,7 +96,7 @@ def _round_part(part: Array, type_name: str, importance: Array | None) -> Array:
         None if importance is None else importance.ctypes.data,
     )  # fmt: skip
     assert written == packed.size, (type_name, written, packed.size)
-    return np.asarray(gguf.dequantize(packed, kind), np.float32)
+    return packed
 
 
 _quantize_chunk = libggml.ggml_quantize_chunk
