@@ -221,6 +221,26 @@ def test_what_a_slow_disk_refuses_is_saved_when_it_has_room(
     store.close(time.monotonic() + 30)
 
 
+def test_what_a_slow_disk_has_no_room_for_is_in_ram_and_written(
+    tmp_path: Path, slow_disk: threading.Event
+) -> None:
+    store = WatchedStore(1 << 20, disk_tier(tmp_path))
+    bench, prompt = Bench(48, store), text(1, LONG)
+    bench.ask(prompt)
+    bench.is_done = True
+    bench.runner.release(bench.compute(text(3, 700)), keep=False)
+    assert bench.cache.num_cached(prompt, "") < LONG / 2, "reused"
+    assert (store.num_refusals, store.is_full) == (0, True)
+    assert store.num_unsaved >= LONG
+    slow_disk.set()
+    bench.save()
+    store.close(time.monotonic() + 30)
+    assert store.num_unsaved == store.num_losses == 0
+    again = WatchedStore(0, disk_tier(tmp_path))
+    assert again.num_stored(prompt, "") == LONG
+    again.close(time.monotonic() + 30)
+
+
 def test_a_store_that_others_fetch_from_has_all_when_a_request_ends() -> None:
     bench, prompt = Bench(60), text(1, 300)
     bench.store.is_shared = True
