@@ -391,8 +391,18 @@ def test_what_the_user_removed_does_not_come_back(tmp_path: Path) -> None:
     remove_model(model)
     store.set_idle(False)
     store.set_idle(True)
+    store._num_losses += 1  # of another prompt
     assert not bench.runner.save_next_block()
     assert store.stats()[0].blocks == 0
+    bench.ask([chat("short")], PARAMS)
+    assert not bench.runner.save_next_block()
+    bench.ask([chat(HEAD)], PARAMS)
+    while bench.runner.save_next_block():
+        pass
+    store.set_idle(True)
+    wait_until(lambda: store.num_unsaved == 0)
+    assert len(list(stored_files(folder))) > 4
+    remove_model(model)
     end(bench)
     assert not list(stored_files(folder))
 

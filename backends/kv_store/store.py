@@ -36,6 +36,8 @@ from localgen.backends.units import format_count
 RAM, DISK, PEER = KV_TIERS
 # shorter prefixes are saved only if they were used again
 MIN_PREFIX_TOKENS = 512
+# while the engine computes, it looks so often whether `localgen kv rm` was used
+LOOK_S = 5.0
 _log = logging.getLogger(__name__)
 
 
@@ -78,7 +80,8 @@ class PrefixStore:
     is asked for what both tiers lack, or None; a request may name another.
     prefill_per_s: tokens that the engine computes per second, or 0 if unknown. is_shared: other
     engines fetch from it, so a prefix is saved when its request ends, whatever its length.
-    count_unsaved: set by the KV cache: tokens that it may still save.
+    count_unsaved, on_cleared: set by the KV cache: tokens that it may still save, and what to
+    call when it should save nothing of what it has before a request uses that.
     """
 
     def __init__(
@@ -93,7 +96,9 @@ class PrefixStore:
         self.prefill_per_s = 0.0
         self.is_shared = False
         self.count_unsaved: Callable[[], int] = lambda: 0
+        self.on_cleared: Callable[[], object] = lambda: None
         self._num_losses = self._num_unwritten_tokens = 0
+        self._next_look_s = 0.0
         self._connect, self._default_peer = connect, default_peer
         self._peers: OrderedDict[str, KVPeer] = OrderedDict()  # in order of last use
         self._server: PeerServer | None = None
@@ -400,15 +405,29 @@ class PrefixStore:
         return False
 
     def set_idle(self, is_idle: bool) -> None:
-        """Say whether the engine has nothing to compute: then the disk is written."""
-        if is_idle and self._disk is not None:
+        """Say whether the engine has nothing to compute: then the disk is written.
+
+        To be called between the steps of a busy engine too: so it forgets what the user removes.
+        """
+        if self._disk is None or self._writer is None:
+            return
+        if is_idle or self._has_to_forget(self._disk):
             removal = self._disk.refresh()
             self._num_losses += removal is DiskRemoval.EVICTED
             if removal is DiskRemoval.CLEARED:
+                self._writer.clear()
                 self._ram.clear()
                 self._to_restore.clear()
-        if self._writer is not None:
-            self._writer.set_idle(is_idle)
+                self.on_cleared()
+        self._writer.set_idle(is_idle)
+
+    def _has_to_forget(self, disk: DiskTier) -> bool:
+        """True if the disk was cleared. Looks from time to time."""
+        now_s = time.monotonic()
+        if now_s < self._next_look_s:
+            return False
+        self._next_look_s = now_s + LOOK_S
+        return disk.is_cleared()
 
     def on_drained(self, callback: Callable[[], object]) -> None:
         """Have it called, by another thread, when all saved blocks are on disk."""

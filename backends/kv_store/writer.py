@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from localgen.backends.kv_store.blocks import KVBlock, TokenArray
-from localgen.backends.kv_store.disk_tier import DiskTier, NoRoomForBlock
+from localgen.backends.kv_store.disk_tier import DiskCleared, DiskTier, NoRoomForBlock
 from localgen.backends.kv_store.ram_tier import RamTier
 
 # memory of blocks that wait for the disk, besides the RAM tier
@@ -101,6 +101,12 @@ class BlockWriter:
         with self._changed:
             self._pop(digest)
 
+    def clear(self) -> None:
+        """Write nothing of what waits."""
+        with self._changed:
+            self._waiting.clear()
+            self._waiting_bytes = 0
+
     def set_idle(self, is_idle: bool) -> None:
         """Say whether the engine has nothing to compute."""
         if is_idle == self._is_idle:
@@ -140,6 +146,8 @@ class BlockWriter:
             try:
                 self._disk.write(block)
                 is_written = True
+            except DiskCleared:
+                pass
             except NoRoomForBlock:
                 self.num_unwritten_tokens += len(block.tokens)
             except (OSError, MemoryError) as error:

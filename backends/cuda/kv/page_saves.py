@@ -68,6 +68,10 @@ class PageSaves:
         self._in_flight.append(_Save(block, tokens[: block.start], salt, copy))
         self.store_oldest(wait=False)
 
+    def forget(self) -> None:
+        """Store none of them."""
+        self._in_flight.clear()
+
     def store_oldest(self, *, wait: bool) -> bool:
         """Store the oldest block.
 

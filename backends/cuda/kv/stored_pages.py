@@ -49,6 +49,7 @@ class StoredPages:
         self._num_losses = 0
         self._reused: set[int] = set()
         store.count_unsaved = self._num_unsaved
+        store.on_cleared = self._forget_all
 
     # -- loading ----------------------------------------------------------------------------
 
@@ -126,6 +127,12 @@ class StoredPages:
         if self._num_losses != self._store.num_losses:
             self._num_losses = self._store.num_losses
             self._unsaved |= dict.fromkeys(self._pages, 0)
+
+    def _forget_all(self) -> None:
+        """Save no page that is in the tree, until a request uses it."""
+        self._saves.forget()
+        for pages in (self._unsaved, self._pages, self._reused):
+            pages.clear()
 
     def _start_next(self) -> bool:
         while self._unsaved and not self._store.is_full:
