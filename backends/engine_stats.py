@@ -94,8 +94,8 @@ class KVTierStats:
     saved_s_total: by how much longer computing them would have taken. refused_total: files that
     were damaged, of somebody else, or of another model. error: why nothing is written, or why the
     peer gives nothing, or empty. unsaved_tokens: of prefixes that are to be written to the disk, at
-    most: some may be there. unwritten_tokens_total: had no room there, or are read slower than
-    computed.
+    most: some may be there. unwritten_tokens_total: had no room there, nor in
+    memory while too much waited, or are read slower than computed.
     """
 
     tier: str

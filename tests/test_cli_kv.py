@@ -16,7 +16,13 @@ from kv_blocks import chain
 from localgen.backends.kv_store import block_file
 from localgen.backends.kv_store.block_file import load_key, write_block
 from localgen.backends.kv_store.blocks import BLOCK_TOKENS, KVBlock
-from localgen.backends.kv_store.disk_tier import DiskTier, NoRoomForBlock, stored_files
+from localgen.backends.kv_store.disk_tier import (
+    DiskCleared,
+    DiskRemoval,
+    DiskTier,
+    NoRoomForBlock,
+    stored_files,
+)
 from localgen.cli import errors, tables
 from localgen.cli.completion_values import complete_stored_model
 from localgen.cli.main import run_command_line
@@ -248,14 +254,23 @@ def test_an_engine_writes_on_after_rm(kv: Run, root: Path) -> None:
     tier = DiskTier(root, ONE, LIMIT, {"model": "tiny"})
     first, second, _ = blocks_of(ONE, PROMPT)
     tier.write(first)
-    assert kv("rm", "tiny", "-y")[0] == 0
-    assert tier.read(first.digest) is None
-    with pytest.raises(NoRoomForBlock):
-        tier.write(second)  # useless without the first
-    tier.write(first)
-    assert (root / ONE.hex() / "model.json").exists(), "the name is known again"
+    for _ in range(2):
+        assert kv("rm", "tiny", "-y")[0] == 0
+        for block in (first, second):
+            with pytest.raises(DiskCleared):
+                tier.write(block)
+        assert not (root / ONE.hex()).exists()
+        assert tier.refresh() is DiskRemoval.CLEARED
+        with pytest.raises(NoRoomForBlock):
+            tier.write(second)  # useless without the first
+        tier.write(first)
+        assert tier.refresh() is DiskRemoval.NONE
+        assert (root / ONE.hex() / "model.json").exists(), "the name is known again"
     assert kv("rm", "tiny", "-y")[0] == 0
     (root / ONE.hex()).mkdir(mode=0o700)  # as if rm had not removed the folder yet
+    with pytest.raises(DiskCleared):
+        tier.write(second)
+    assert tier.refresh() is DiskRemoval.CLEARED
     tier.write(first)
     assert tier.read(first.digest) is not None
     assert kv("list")[1].splitlines()[1].startswith("tiny ")
@@ -275,9 +290,12 @@ def test_rm_in_the_middle_of_a_write(kv: Run, root: Path, monkeypatch: pytest.Mo
         os.rename(path, target)
 
     monkeypatch.setattr(Path, "replace", rename)
-    tier.write(second)
-    assert tier.read(second.digest) is not None
-    assert [path.name for path in files_in(root / ONE.hex())] != unfinished
+    with pytest.raises(DiskCleared):
+        tier.write(second)
+    assert unfinished
+    assert not (root / ONE.hex()).exists()
+    assert tier.refresh() is DiskRemoval.CLEARED
+    tier.write(first)
     assert kv("list")[1].splitlines()[1].startswith("tiny ")
 
 

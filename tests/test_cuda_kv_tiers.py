@@ -32,9 +32,10 @@ from localgen.backends.engine import prefix_tiers
 from localgen.backends.engine.prefix_tiers import PrefixTiers
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.formats.hf.config import read_hf_config
-from localgen.backends.kv_store import prefix_load
+from localgen.backends.kv_store import prefix_load, writer
 from localgen.backends.kv_store.disk_tier import namespace_folders, stored_files
 from localgen.backends.kv_store.store import PrefixStore
+from localgen.backends.kv_store.writer import BlockWriter
 from localgen.backends.model_info import LoadOptions, ModelLoadRequest
 from localgen.backends.runner.interface import StepFailed
 from localgen.backends.sampling_params import SamplingParams
@@ -317,11 +318,15 @@ def test_random_schedules_within_tiny_budgets(
     monkeypatch.setattr(prefix_tiers, "LOAD_ALONE_S", 0.0)  # a block in each step
     monkeypatch.setattr(prefix_tiers, "LOAD_BESIDE_OTHERS_S", 0.0)
     seen: Counter[str] = Counter()
+    is_due = BlockWriter._is_due
     for seed, is_late in itertools.product([*range(15), *range(15)], (False, True)):
         has_disk = seed % 2 == 1
+        is_last = seed % 4 == 1  # little may wait, and it is written at the end
+        monkeypatch.setattr(writer, "MAX_WAITING_BYTES", 2000 if is_last else 1 << 20)
+        monkeypatch.setattr(BlockWriter, "_is_due", (lambda _: False) if is_last else is_due)
         store = PrefixStore(
             NAMESPACE,
-            ram_bytes=0 if has_disk else 4000,
+            ram_bytes=0 if has_disk and seed % 3 else 4000,
             disk=disk_tier(tmp_path, 30_000) if has_disk else None,
         )
         store.set_idle(seed % 3 == 0)
@@ -337,6 +342,8 @@ def test_random_schedules_within_tiny_budgets(
             assert tier.num_bytes <= tier.limit_bytes
             seen[tier.tier] += tier.hit_tokens_total
         store.close(time.monotonic() + 30)
+        seen["lost"] += store.num_losses
+    assert seen["lost"] > 2, seen
     assert seen["ram"] > 200, seen
     assert seen["disk"] > 200, seen
     assert seen["waits"] > 20, seen

@@ -19,6 +19,7 @@ from localgen.backends.cuda.kv.page_saves import MAX_IN_FLIGHT
 from localgen.backends.kv_store import writer
 from localgen.backends.kv_store.blocks import BLOCK_TOKENS, KVBlock
 from localgen.backends.kv_store.disk_tier import DiskTier
+from localgen.backends.kv_store.inventory import remove_model, stored_models
 from localgen.backends.kv_store.store import PrefixStore
 from localgen.backends.runner.interface import StepFailed
 from localgen.backends.runner.sequence import Sequence
@@ -217,6 +218,52 @@ def test_what_a_slow_disk_refuses_is_saved_when_it_has_room(
         bench.save()
         time.sleep(0.01)
     assert bench.num_stored(prompt) == LONG
+    bench.runner.release(running, keep=False)
+    store.close(time.monotonic() + 30)
+
+
+def test_what_a_slow_disk_has_no_room_for_is_in_ram_and_written(
+    tmp_path: Path, slow_disk: threading.Event
+) -> None:
+    store = WatchedStore(1 << 20, disk_tier(tmp_path))
+    bench, prompt = Bench(48, store), text(1, LONG)
+    bench.ask(prompt)
+    bench.is_done = True
+    bench.runner.release(bench.compute(text(3, 700)), keep=False)
+    assert bench.cache.num_cached(prompt, "") < LONG / 2, "reused"
+    assert (store.num_refusals, store.is_full) == (0, True)
+    assert store.num_unsaved >= LONG
+    slow_disk.set()
+    bench.save()
+    store.close(time.monotonic() + 30)
+    assert store.num_unsaved == store.num_losses == 0
+    again = WatchedStore(0, disk_tier(tmp_path))
+    assert again.num_stored(prompt, "") == LONG
+    again.close(time.monotonic() + 30)
+
+
+def test_what_the_user_removed_is_not_saved_before_it_is_used(tmp_path: Path) -> None:
+    """Neither what is saved, nor what is in flight."""
+    store = WatchedStore(1 << 20, disk_tier(tmp_path))
+    bench, saved, in_flight = Bench(200, store), text(1, LONG), text(2, LONG)
+    bench.is_done = True
+    bench.ask(saved)
+    bench.save()
+    bench.is_done = False
+    running = bench.compute(text(3, 100))
+    bench.ask(in_flight)
+    bench.save()
+    (model,) = stored_models(tmp_path)
+    remove_model(model)
+    store.set_idle(True)
+    store._num_losses += 1  # of another prompt
+    bench.is_done = True
+    bench.save()
+    assert [bench.num_stored(each) for each in (saved, in_flight)] == [0, 0]
+    assert store.num_unsaved == 0
+    bench.ask(saved)
+    bench.save()
+    assert bench.num_stored(saved) == LONG
     bench.runner.release(running, keep=False)
     store.close(time.monotonic() + 30)
 

@@ -232,24 +232,6 @@ def test_a_prefix_larger_than_the_queue_reaches_the_disk(
         assert load_all(on_disk(tmp_path / f"{ram}"), text) == len(text)
 
 
-def test_what_the_queue_had_no_room_for_is_written_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(writers, "MAX_WAITING_BYTES", 2 * (STATE_BYTES + 4 * BLOCK_TOKENS))
-    store = on_disk(tmp_path, ram=1 << 20)
-    save_all(store, TEXT)
-    assert load_all(store, TEXT) == len(TEXT)
-    store.set_idle(True)
-    wait_until(lambda: store.stats()[1].blocks == 2)
-
-    def all_written() -> bool:
-        save_all(store, TEXT)  # as an idle engine does again and again
-        return store.stats()[1].blocks == 4
-
-    wait_until(all_written)
-    close(store)
-
-
 def test_what_was_queued_is_written_when_the_disk_works_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

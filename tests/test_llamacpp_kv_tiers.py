@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import struct
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,9 @@ from serving import wait_until
 from localgen.backends.engine import prefix_tiers
 from localgen.backends.engine.prefix_tiers import PrefixTiers
 from localgen.backends.errors import InvalidRequest, LoadFailed
-from localgen.backends.kv_store.disk_tier import namespace_folders, stored_files
+from localgen.backends.kv_store import writer
+from localgen.backends.kv_store.blocks import KVBlock
+from localgen.backends.kv_store.disk_tier import DiskTier, namespace_folders, stored_files
 from localgen.backends.kv_store.inventory import remove_model, stored_models
 from localgen.backends.llamacpp import kv_tiers
 from localgen.backends.llamacpp.loader import load_llamacpp_model
@@ -234,6 +237,34 @@ def test_what_is_evicted_is_saved_first(
     end(bench)
 
 
+def test_what_is_evicted_while_much_waits_is_on_disk_after_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reused: Reply
+) -> None:
+    monkeypatch.setattr(writer, "MAX_WAITING_BYTES", 1000)
+    may_write, write = threading.Event(), DiskTier.write
+
+    def late(disk: DiskTier, block: KVBlock) -> None:
+        assert may_write.wait(30)
+        write(disk, block)
+
+    monkeypatch.setattr(DiskTier, "write", late)
+    first = Bench(LoadOptions(kv_tokens=2048, ctx=2048), kv_dir=tmp_path)
+    first.ask([chat(HEAD)], PARAMS)
+    first.run([first.submit(chat(text(2, 1700)), PARAMS)])
+    store = first.model.prefix_store
+    assert store is not None
+    assert store.num_unsaved > 500
+    may_write.set()
+    end(first)
+    assert store.num_unsaved == store.stats()[1].unwritten_tokens_total == 0
+    again = Bench(DISK, kv_dir=tmp_path)
+    (reply,) = again.ask([chat(HEAD)], PARAMS)
+    (restored,) = reply.finished.timings.restored
+    assert (restored.tier, restored.tokens > 500) == ("disk", True)
+    assert noisy([reply], [reused], NOISE) <= 1
+    end(again)
+
+
 def test_an_idle_engine_brings_back_what_was_used_last(tmp_path: Path, reused: Reply) -> None:
     first = Bench(LoadOptions(), kv_dir=tmp_path)
     first.ask([chat(HEAD)], PARAMS)
@@ -360,8 +391,18 @@ def test_what_the_user_removed_does_not_come_back(tmp_path: Path) -> None:
     remove_model(model)
     store.set_idle(False)
     store.set_idle(True)
+    store._num_losses += 1  # of another prompt
     assert not bench.runner.save_next_block()
     assert store.stats()[0].blocks == 0
+    bench.ask([chat("short")], PARAMS)
+    assert not bench.runner.save_next_block()
+    bench.ask([chat(HEAD)], PARAMS)
+    while bench.runner.save_next_block():
+        pass
+    store.set_idle(True)
+    wait_until(lambda: store.num_unsaved == 0)
+    assert len(list(stored_files(folder))) > 4
+    remove_model(model)
     end(bench)
     assert not list(stored_files(folder))
 

@@ -7,6 +7,7 @@ import errno
 import json
 import logging
 import os
+import secrets
 import shutil
 import threading
 import time
@@ -104,6 +105,10 @@ class NoRoomForBlock(Exception):
     """A block does not fit besides those that it follows."""
 
 
+class DiskCleared(Exception):
+    """`localgen kv rm` was used since the last DiskTier.refresh: nothing is written until then."""
+
+
 class DiskTier:
     """The blocks of one namespace on disk. Thread-safe.
 
@@ -142,11 +147,31 @@ class DiskTier:
         ).start()
 
     def _create_folder(self) -> None:
+        """Create the folder and its about file, whose id stays until `localgen kv rm` is used."""
         self._folder.mkdir(mode=0o700, exist_ok=True)
+        self._about_id = self._read_about_id() or ""
+        about_id = self._about_id or secrets.token_hex(8)
         unfinished = self._folder / block_file.unfinished_name()
         with contextlib.suppress(OSError):  # a full disk can still be read
-            unfinished.write_text(json.dumps(self._about))
+            unfinished.write_text(json.dumps(self._about | {"id": about_id}))
             unfinished.replace(self._folder / ABOUT_NAME)
+            self._about_id = about_id
+
+    def _read_about_id(self) -> str | None:
+        """The id in the about file, empty if there is none; None if it cannot be read."""
+        try:
+            return str(json.loads((self._folder / ABOUT_NAME).read_text())["id"])
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return ""
+        except OSError:
+            return None
+
+    def is_cleared(self) -> bool:
+        """True if `localgen kv rm` was used since the last refresh."""
+        return self._is_replaced(self._about_id)
+
+    def _is_replaced(self, about_id: str) -> bool:
+        return bool(about_id) and self._read_about_id() not in (about_id, None)
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._parents
@@ -201,7 +226,8 @@ class DiskTier:
             changed_ns = self._folder.stat().st_mtime_ns
         except OSError:
             changed_ns = 0
-        if changed_ns == self._changed_ns:
+        is_cleared = self.is_cleared()
+        if changed_ns == self._changed_ns and not is_cleared:
             return DiskRemoval.NONE
         self._changed_ns = changed_ns
         files = {file.digest: file for file in stored_files(self._folder)}
@@ -214,10 +240,10 @@ class DiskTier:
                 # the writer may have removed it since, and forgets it with this lock
                 if digest not in self._parents and file.path.exists():
                     self._add(file.parent, digest, file.num_bytes)
-        if not gone:
-            return DiskRemoval.NONE
-        # `localgen kv rm` removes this file too
-        return DiskRemoval.EVICTED if (self._folder / ABOUT_NAME).exists() else DiskRemoval.CLEARED
+        if is_cleared:
+            self._about_id = self._read_about_id() or ""
+            return DiskRemoval.CLEARED
+        return DiskRemoval.EVICTED if gone else DiskRemoval.NONE
 
     def _has_file(self, digest: bytes) -> bool:
         try:
@@ -228,24 +254,28 @@ class DiskTier:
     def write(self, block: KVBlock) -> None:
         """Write a block; the least recently used ones make room.
 
-        Raises OSError, or NoRoomForBlock.
+        Raises OSError, NoRoomForBlock, or DiskCleared.
         """
+        about_id = self._about_id
+        if self._is_replaced(about_id):
+            raise DiskCleared
         if block.start and block.parent not in self._parents:
             raise NoRoomForBlock  # the one that it follows had none
         size = block_file.file_size(block)
+        if not about_id:
+            self._create_folder()
+            about_id = self._about_id
         try:
-            self._write_file(block, size)
+            self._make_room(size, block.parent)
+            block_file.write_block(self._folder, self._namespace, block, self._key)
         except FileNotFoundError:  # `localgen kv rm` removes the folder at this moment
-            self._write_file(block, size)
+            raise DiskCleared from None
         self._total_bytes += size
         with self._lock:
             self._add(block.parent, block.digest, size)
-
-    def _write_file(self, block: KVBlock, size: int) -> None:
-        if not (self._folder / ABOUT_NAME).exists():  # `localgen kv rm` has removed it
-            self._create_folder()
-        self._make_room(size, block.parent)
-        block_file.write_block(self._folder, self._namespace, block, self._key)
+        if self._is_replaced(about_id):  # it has not seen the new file
+            self.remove(block.digest)
+            raise DiskCleared
 
     def remove(self, digest: bytes) -> None:
         """Remove a block if it is there."""

@@ -105,17 +105,17 @@ def remove_model(model: StoredModel) -> RemovedFiles:
     Links are removed, not followed. Raises OSError.
     """
     folder = Path(model.folder)
-    # its name goes last: what an interruption leaves is still listed by it
-    paths = sorted(_entries(folder), key=lambda path: path.name == ABOUT_NAME)
-    freed_bytes, kept = 0, []
-    for path in paths:
-        with contextlib.suppress(FileNotFoundError):  # the engine was first
-            found = path.lstat()
-            if stat.S_ISDIR(found.st_mode) or not _is_own_name(path.name):
-                kept.append(path)
-                continue
-            path.unlink()
-            freed_bytes += found.st_size
+    freed_bytes, kept = 0, dict[Path, None]()
+    for _ in range(2):  # until its name is gone, an engine may write blocks
+        # its name goes last: what an interruption leaves is still listed by it
+        for path in sorted(_entries(folder), key=lambda path: path.name == ABOUT_NAME):
+            with contextlib.suppress(FileNotFoundError):  # the engine was first
+                found = path.lstat()
+                if stat.S_ISDIR(found.st_mode) or not _is_own_name(path.name):
+                    kept[path] = None
+                    continue
+                path.unlink()
+                freed_bytes += found.st_size
     with contextlib.suppress(OSError):  # not empty: files of others, or the engine writes again
         folder.rmdir()
     return RemovedFiles(freed_bytes, tuple(kept))

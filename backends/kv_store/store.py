@@ -36,6 +36,8 @@ from localgen.backends.units import format_count
 RAM, DISK, PEER = KV_TIERS
 # shorter prefixes are saved only if they were used again
 MIN_PREFIX_TOKENS = 512
+# while the engine computes, it looks so often whether `localgen kv rm` was used
+LOOK_S = 5.0
 _log = logging.getLogger(__name__)
 
 
@@ -78,7 +80,8 @@ class PrefixStore:
     is asked for what both tiers lack, or None; a request may name another.
     prefill_per_s: tokens that the engine computes per second, or 0 if unknown. is_shared: other
     engines fetch from it, so a prefix is saved when its request ends, whatever its length.
-    count_unsaved: set by the KV cache: tokens that it may still save.
+    count_unsaved, on_cleared: set by the KV cache: tokens that it may still save, and what to
+    call when it should save nothing of what it has before a request uses that.
     """
 
     def __init__(
@@ -93,7 +96,9 @@ class PrefixStore:
         self.prefill_per_s = 0.0
         self.is_shared = False
         self.count_unsaved: Callable[[], int] = lambda: 0
-        self._num_removals = self._num_slow_tokens = 0
+        self.on_cleared: Callable[[], object] = lambda: None
+        self._num_losses = self._num_unwritten_tokens = 0
+        self._next_look_s = 0.0
         self._connect, self._default_peer = connect, default_peer
         self._peers: OrderedDict[str, KVPeer] = OrderedDict()  # in order of last use
         self._server: PeerServer | None = None
@@ -101,7 +106,7 @@ class PrefixStore:
         self._ram = RamTier(ram_bytes)
         self._disk = disk
         self._disk_rate = ByteRate()
-        self._writer = BlockWriter(disk) if disk is not None else None
+        self._writer = BlockWriter(disk, self._ram) if disk is not None else None
         # on disk, and read into RAM while the engine is idle
         self._to_restore = deque(disk.last_used if disk is not None and ram_bytes else ())
         self._last_chain: tuple[str, TokenArray, list[FoundBlock]] = ("", token_array([]), [])
@@ -259,21 +264,14 @@ class PrefixStore:
     def num_losses(self) -> int:
         """Grows when what was saved may have to be saved again.
 
-        Other processes have made room, or the disk can be written again.
+        Other processes have made room, the disk can be written again, or too much waited for it.
         """
-        return self._num_removals + (self._writer.num_recoveries if self._writer else 0)
+        return self._num_losses + (self._writer.num_recoveries if self._writer else 0)
 
     @property
     def num_unsaved(self) -> int:
         """Tokens that may have to be written to the disk; 0 without one."""
-        if self._writer is None:
-            return 0
-        only_in_ram = self._num_only_in_ram() if self._writer.error else 0
-        return self._writer.num_tokens + self.count_unsaved() + only_in_ram
-
-    def _num_only_in_ram(self) -> int:
-        """Tokens of the RAM tier that are neither on disk nor wait for it."""
-        return sum(len(block.tokens) for block in self._ram if not self._is_on_disk(block.digest))
+        return self._writer.num_tokens + self.count_unsaved() if self._writer is not None else 0
 
     def next_unsaved(
         self,
@@ -321,55 +319,59 @@ class PrefixStore:
 
     def save(self, unsaved: UnsavedBlock, copy_state: Callable[[], State]) -> bool:
         """Store a block; copy_state returns its keys and values. Returns False if none has room."""
-        known = self._ram.get(chain_digest(unsaved.parent, unsaved.tokens))
-        if known is not None:  # the disk had no room for it before
-            return self._queue(known)
-        rate = self.prefill_per_s
-        block = KVBlock(
-            parent=unsaved.parent,
-            start=unsaved.start,
-            tokens=unsaved.tokens,
-            compute_ms=len(unsaved.tokens) / rate * 1e3 if rate else 0.0,
-            state=copy_state(),
-        )
-        self._remove_beginnings_of(block)
-        is_queued = self._wants_disk(block) and self._queue(block)
-        if not is_queued and self._is_slow(block):
-            self._num_slow_tokens += len(block.tokens)
-        self._add_to_ram(block)
-        return is_queued or block.digest in self._ram
+        block = self._ram.get(chain_digest(unsaved.parent, unsaved.tokens))
+        if block is None:
+            rate = self.prefill_per_s
+            block = KVBlock(
+                parent=unsaved.parent,
+                start=unsaved.start,
+                tokens=unsaved.tokens,
+                compute_ms=len(unsaved.tokens) / rate * 1e3 if rate else 0.0,
+                state=copy_state(),
+            )
+            self._remove_beginnings_of(block)
+            self._add_to_ram(block)
+        if self._is_slow(block):
+            self._num_unwritten_tokens += len(block.tokens)
+        return self._queue(block) or block.digest in self._ram
 
     def _is_kept(self, digest: bytes) -> bool:
-        """True if a block is where it should be: on disk if it pays there, else in RAM."""
+        """True if a block is where it should be: on disk or on its way if it pays, else in RAM."""
         if self._is_on_disk(digest):
             return True
+        if self._writer is not None and self._writer.get(digest) is not None:
+            return True
         block = self._ram.get(digest)
-        return block is not None and not self._wants_disk(block)
+        return block is not None and (self._writer is None or self._is_slow(block))
 
     def _is_on_disk(self, digest: bytes) -> bool:
-        """True if a block is on disk or on its way there."""
-        if self._disk is not None and digest in self._disk:
-            return True
-        return self._writer is not None and self._writer.get(digest) is not None
-
-    def _wants_disk(self, block: KVBlock) -> bool:
-        """False without a disk, after an error, or if reading takes longer than computing."""
-        return self._writer is not None and not (self._writer.is_resting or self._is_slow(block))
+        return self._disk is not None and digest in self._disk
 
     def _is_slow(self, block: KVBlock) -> bool:
         """True if reading it from disk takes longer than computing it, as far as is known."""
         return 0 < block.compute_ms <= self._disk_rate.ms(block.num_bytes)
 
     def _queue(self, block: KVBlock) -> bool:
-        return self._writer is not None and self._writer.add(block)
+        """Have a block written; returns False without a disk, if it does not pay, or has no room.
+
+        RAM has it, or has dropped it: then it needs room in the queue.
+        """
+        if self._writer is None:
+            return False
+        if self._is_slow(block) and self._writer.get(block.digest) is None:
+            return False
+        lost = self._writer.add(block)
+        self._num_losses += bool(lost) and self._writer.is_full
+        self._num_unwritten_tokens += sum(len(each.tokens) for each in lost)
+        return block.digest not in {each.digest for each in lost}
 
     def _add_to_ram(self, block: KVBlock) -> None:
-        """Add a block to RAM; blocks that it evicts go to the disk unless they are there."""
+        """Add a block to RAM; other blocks that it evicts go to the disk unless they are there."""
         self._ram.add(block)
         while (dropped := self._ram.excess(block)) is not None:
-            if not self._is_kept(dropped.digest) and self._wants_disk(dropped):
-                self._queue(dropped)
             self._ram.remove(dropped.digest)
+            if dropped is not block and not self._is_on_disk(dropped.digest):
+                self._queue(dropped)
 
     def _remove_beginnings_of(self, block: KVBlock) -> None:
         """Remove shorter blocks that hold only the first tokens of this one."""
@@ -403,15 +405,29 @@ class PrefixStore:
         return False
 
     def set_idle(self, is_idle: bool) -> None:
-        """Say whether the engine has nothing to compute: then the disk is written."""
-        if is_idle and self._disk is not None:
+        """Say whether the engine has nothing to compute: then the disk is written.
+
+        To be called between the steps of a busy engine too: so it forgets what the user removes.
+        """
+        if self._disk is None or self._writer is None:
+            return
+        if is_idle or self._has_to_forget(self._disk):
             removal = self._disk.refresh()
-            self._num_removals += removal is DiskRemoval.EVICTED
+            self._num_losses += removal is DiskRemoval.EVICTED
             if removal is DiskRemoval.CLEARED:
+                self._writer.clear()
                 self._ram.clear()
                 self._to_restore.clear()
-        if self._writer is not None:
-            self._writer.set_idle(is_idle)
+                self.on_cleared()
+        self._writer.set_idle(is_idle)
+
+    def _has_to_forget(self, disk: DiskTier) -> bool:
+        """True if the disk was cleared. Looks from time to time."""
+        now_s = time.monotonic()
+        if now_s < self._next_look_s:
+            return False
+        self._next_look_s = now_s + LOOK_S
+        return disk.is_cleared()
 
     def on_drained(self, callback: Callable[[], object]) -> None:
         """Have it called, by another thread, when all saved blocks are on disk."""
@@ -454,7 +470,7 @@ class PrefixStore:
         if self._disk is not None and self._writer is not None:
             size, limit = self._disk.num_bytes, self._disk.limit_bytes
             disk = self._tier_stats(DISK, len(self._disk), size, limit, self._writer.error)
-            unwritten = self._num_slow_tokens + self._writer.num_unwritten_tokens
+            unwritten = self._num_unwritten_tokens + self._writer.num_unwritten_tokens
             tiers.append(
                 replace(disk, unsaved_tokens=self.num_unsaved, unwritten_tokens_total=unwritten)
             )

@@ -9,9 +9,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from localgen.backends.kv_store.blocks import KVBlock, TokenArray
-from localgen.backends.kv_store.disk_tier import DiskTier, NoRoomForBlock
+from localgen.backends.kv_store.disk_tier import DiskCleared, DiskTier, NoRoomForBlock
+from localgen.backends.kv_store.ram_tier import RamTier
 
-# blocks that wait for the disk, besides those of the RAM tier
+# memory of blocks that wait for the disk, besides the RAM tier
 MAX_WAITING_BYTES = 256 << 20
 # after an error, such as a full disk, nothing is written for this time
 RETRY_S = 60.0
@@ -21,17 +22,18 @@ _log = logging.getLogger(__name__)
 class BlockWriter:
     """A queue of blocks to write, and the thread that writes them. Thread-safe.
 
+    ram: the thread that changes it calls `add`; a block that is there takes no room in the queue.
     on_drained: called by that thread when it has written all. error: why none are written now, or
     empty. num_recoveries: how often writing has worked again after an error. num_unwritten_tokens:
     those that the disk had no room for.
     """
 
-    def __init__(self, disk: DiskTier) -> None:
+    def __init__(self, disk: DiskTier, ram: RamTier) -> None:
         self.on_drained: Callable[[], object] = lambda: None
         self.error = ""
         self.num_recoveries = self.num_unwritten_tokens = 0
         self._retry_s = 0.0
-        self._disk = disk
+        self._disk, self._ram = disk, ram
         self._waiting: OrderedDict[bytes, KVBlock] = OrderedDict()
         self._waiting_bytes = 0
         self._changed = threading.Condition()
@@ -58,17 +60,27 @@ class BlockWriter:
         with self._changed:
             return sum(len(block.tokens) for block in self._waiting.values())
 
-    def add(self, block: KVBlock) -> bool:
-        """Queue a block; returns False if it cannot be written."""
+    def add(self, block: KVBlock) -> list[KVBlock]:
+        """Queue a block, or keep it in the queue when RAM drops it.
+
+        Returns the blocks for which there is no room then, this one or others. They leave the
+        queue; ends of prefixes go before what they follow.
+        """
         with self._changed:
-            has_room = self._waiting_bytes + block.num_bytes <= MAX_WAITING_BYTES
-            if self.is_resting or not has_room:
-                return False
             if block.digest not in self._waiting:
                 self._waiting[block.digest] = block
                 self._waiting_bytes += block.num_bytes
                 self._changed.notify()
-            return True
+            waiting = self._waiting.items()
+            own = [each for digest, each in waiting if digest not in self._ram]
+            excess = sum(each.num_bytes for each in own) - MAX_WAITING_BYTES
+            lost = []
+            while excess > 0:
+                lost.append(max(own, key=lambda each: each.start))
+                own.remove(lost[-1])
+                self._pop(lost[-1].digest)
+                excess -= lost[-1].num_bytes
+            return lost
 
     def get(self, digest: bytes) -> KVBlock | None:
         """A block that is not written yet."""
@@ -88,6 +100,12 @@ class BlockWriter:
         """Do not write a block that another one replaces."""
         with self._changed:
             self._pop(digest)
+
+    def clear(self) -> None:
+        """Write nothing of what waits."""
+        with self._changed:
+            self._waiting.clear()
+            self._waiting_bytes = 0
 
     def set_idle(self, is_idle: bool) -> None:
         """Say whether the engine has nothing to compute."""
@@ -128,6 +146,8 @@ class BlockWriter:
             try:
                 self._disk.write(block)
                 is_written = True
+            except DiskCleared:
+                pass
             except NoRoomForBlock:
                 self.num_unwritten_tokens += len(block.tokens)
             except (OSError, MemoryError) as error:

@@ -69,6 +69,7 @@ class SharedCache:
         self._store, self._num_losses = store, 0
         if store is not None:
             store.count_unsaved = self._num_unsaved
+            store.on_cleared = self._forget_all
         self._scratch_id = max_seqs + max_cached_prefixes
         self._context = context
         self._share_prefixes = share_prefixes
@@ -234,6 +235,11 @@ class SharedCache:
                 slot.num_saved = 0
         newest_first = sorted(self._cached_prefixes, key=lambda d: d.last_used, reverse=True)
         return any(self._save_block(slot) for slot in newest_first)
+
+    def _forget_all(self) -> None:
+        """Save no cached prefix, until a request uses it."""
+        for slot in self._cached_prefixes:
+            slot.num_public = 0
 
     def _save_block(self, slot: SharedSlot) -> bool:
         """Save one block of a cached prefix; returns False if the store has all it can get."""

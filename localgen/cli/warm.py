@@ -133,7 +133,8 @@ def _where_they_are(client: LocalClient, info: ModelInfo, unwritten: int, num_to
         count = min(count, num_tokens)  # other requests' count too, and attempts that are repeated
         return (
             f"up to {format_count(count, 'token')} of them stay until the model is unloaded: "
-            "--kv-disk has no room for them, or they are read slower than computed"
+            "--kv-disk has no room for them, too much waited for it, or they are read slower than "
+            "computed"
         )
     return "they are on disk"
 

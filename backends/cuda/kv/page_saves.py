@@ -31,10 +31,7 @@ class PageCopy(Protocol):
 
 
 class _Save(NamedTuple):
-    """page: a page of the prefix, see PageSaves.take_refused."""
-
     block: UnsavedBlock
-    page: int
     tokens_before: list[int]
     salt: str
     copy: PageCopy
@@ -48,7 +45,6 @@ class PageSaves:
 
     def __init__(self, store: PrefixStore) -> None:
         self._store = store
-        self._refused: list[tuple[int, int]] = []
         self._in_flight: deque[_Save] = deque()
 
     @property
@@ -66,26 +62,15 @@ class PageSaves:
         """True if one has to be stored before another is added."""
         return len(self._in_flight) >= MAX_IN_FLIGHT
 
-    def take_refused(self) -> list[tuple[int, int]]:
-        """Page and start of the blocks that found no room while too much waited for the disk.
-
-        Empty while that is so.
-        """
-        if self._store.is_full:
-            return []
-        refused, self._refused = self._refused, []
-        return refused
-
-    def add(
-        self, block: UnsavedBlock, page: int, tokens: list[int], salt: str, copy: PageCopy
-    ) -> None:
-        """Add a block of the prefix that ends with a page; store the oldest one if it is copied.
-
-        tokens: of the prefix.
-        """
+    def add(self, block: UnsavedBlock, tokens: list[int], salt: str, copy: PageCopy) -> None:
+        """Add a block of a prefix of these tokens; store the oldest one if it is copied."""
         assert not self.is_full
-        self._in_flight.append(_Save(block, page, tokens[: block.start], salt, copy))
+        self._in_flight.append(_Save(block, tokens[: block.start], salt, copy))
         self.store_oldest(wait=False)
+
+    def forget(self) -> None:
+        """Store none of them."""
+        self._in_flight.clear()
 
     def store_oldest(self, *, wait: bool) -> bool:
         """Store the oldest block.
@@ -98,10 +83,7 @@ class PageSaves:
         save = self._in_flight.popleft()
         # so those before it count as used, and RAM drops them last
         before = self._store.find(save.tokens_before, save.salt)
-        is_saved = False
         if sum(found.length for found in before) == save.block.start:  # else one found no room
             with contextlib.suppress(MemoryError):
-                is_saved = self._store.save(save.block, lambda: save.copy.wait().ravel())
-        if not is_saved and self._store.is_full:
-            self._refused.append((save.page, save.block.start))
+                self._store.save(save.block, lambda: save.copy.wait().ravel())
         return True

@@ -49,6 +49,7 @@ class StoredPages:
         self._num_losses = 0
         self._reused: set[int] = set()
         store.count_unsaved = self._num_unsaved
+        store.on_cleared = self._forget_all
 
     # -- loading ----------------------------------------------------------------------------
 
@@ -122,13 +123,16 @@ class StoredPages:
         return self._saves.store_oldest(wait=may_wait)
 
     def _look_again(self) -> None:
-        """Consider all pages again if stored blocks were lost, and those that found no room."""
+        """Consider all pages again if stored blocks were lost, or found no room."""
         if self._num_losses != self._store.num_losses:
             self._num_losses = self._store.num_losses
             self._unsaved |= dict.fromkeys(self._pages, 0)
-        for page, start in self._saves.take_refused():
-            if page in self._pages:
-                self._unsaved[page] = min(start, self._unsaved.get(page, start))
+
+    def _forget_all(self) -> None:
+        """Save no page that is in the tree, until a request uses it."""
+        self._saves.forget()
+        for pages in (self._unsaved, self._pages, self._reused):
+            pages.clear()
 
     def _start_next(self) -> bool:
         while self._unsaved and not self._store.is_full:
@@ -161,7 +165,7 @@ class StoredPages:
                 self._unsaved.pop(each, None)
             return False
         self._unsaved[page] = unsaved.start + len(unsaved.tokens)
-        self._saves.add(unsaved, page, tokens, salt, copy)
+        self._saves.add(unsaved, tokens, salt, copy)
         return True
 
     def _copy(self, block: UnsavedBlock, pages: list[int]) -> PageCopy | None:
