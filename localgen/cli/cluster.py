@@ -134,6 +134,7 @@ def up(
     )
     settings = ServerSettings.from_environment()
     running.require_startable(config, settings)
+    config = config.with_default_model()
     name = _model_name(config)
     replicas_text = "1 replica" if config.replicas == 1 else f"{config.replicas} replicas"
     tables.print_notice(f"starting {replicas_text}; log: {running.log_path(settings)}")

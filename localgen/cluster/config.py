@@ -14,7 +14,8 @@ from localgen.backends.errors import LocalgenError
 from localgen.backends.memory.load_limits import validate_load_options
 from localgen.backends.model_info import LoadOptions
 from localgen.config import BadSetting, ServerSettings, parse_keep_alive, parse_size
-from localgen.hub.resolve import did_you_mean
+from localgen.hub.packaged import default_model
+from localgen.hub.resolve import did_you_mean, name_for_server
 from localgen.server.http.access import (
     DEFAULT_PORT,
     MAX_BODY_BYTES,
@@ -50,8 +51,9 @@ class ClusterConfig:
     """A cluster: replicas of one server behind a gateway.
 
     model: loaded by each replica at its start, and the default of requests that name none; None for
-    the built-in default. load: how. replicas: engines at the start. host, port: of the gateway.
-    allow_host: names by which clients call it, separated by commas, besides those of its machine.
+    that of with_default_model(). load: how. replicas: engines at the start. host, port: of the
+    gateway. allow_host: names by which clients call it, separated by commas, besides those of its
+    machine.
     cors_origin, rate_limit, max_body and _SERVER_KEYS: as the options of `localgen serve`; origins
     are separated by commas.
     api_key_file, record_trace: absolute, or None without. spill: how many requests more than the
@@ -237,6 +239,12 @@ class ClusterConfig:
             changed = {k: v for k, v in asdict(given["load"]).items() if v is not None}
             given["load"] = replace(self.load, **changed)
         return replace(self, **given)
+
+    def with_default_model(self) -> ClusterConfig:
+        """With the default model of this machine if there is none, so that all machines have it."""
+        if self.model is not None:
+            return self
+        return replace(self, model=name_for_server(default_model()))
 
 
 def read_cluster_file(path: Path) -> ClusterConfig:

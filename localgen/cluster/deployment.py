@@ -195,7 +195,8 @@ def build_from_args(args: dict[str, Any]) -> serve.Application:
     args: the keys of a cluster.toml, with absolute paths; the cluster is the one that runs it.
     Raises BadSetting that names the key.
     """
-    return build_app(read_settings({"address": "auto"} | args, "args", Path("/")))
+    config = read_settings({"address": "auto"} | args, "args", Path("/"))
+    return build_app(config.with_default_model())
 
 
 def _replicas(
