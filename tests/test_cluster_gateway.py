@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import struct
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -312,6 +313,21 @@ def test_a_replica_that_dies_before_it_answers_is_passed_over(replica: ScriptedS
         asked = Chooser(dying.url, replica.url)
         assert json.loads(text_of(ask(asked, CHAT))) == {"port": replica.server_port}
         assert (len(dying.seen), asked.gone[1]) == (1, frozenset({"r1"}))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the options have these names on Linux")
+def test_a_machine_without_power_is_noticed(replica: ScriptedServer) -> None:
+    """By the kernel: it closes no connection, and an answer may take any time."""
+
+    async def options() -> list[int]:
+        client = Gateway(Chooser().choose, Chooser().ask_all)._client
+        async with client.stream("POST", f"{replica.url}{CHAT}", content=b"{}") as reply:
+            sock = reply.extensions["network_stream"].get_extra_info("socket")
+            tcp = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+            found = [sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, each)) for each in tcp]
+            return [sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE), *found]
+
+    assert asyncio.run(options()) == [1, 4, 2, 3, 10_000]
 
 
 def test_a_client_that_leaves_ends_its_request(replica: ScriptedServer) -> None:

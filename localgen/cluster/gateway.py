@@ -25,6 +25,7 @@ from localgen.cluster.incoming import MAX_SENT_CHUNKS, Incoming, gateway_headers
 from localgen.cluster.managing import Plan, ReplicaRequest, plan_for
 from localgen.cluster.posted import NotEverywhere, Posted, common_answer, require_everywhere
 from localgen.cluster.prefix_table import prompt_chunks
+from localgen.cluster.replica_client import create_client
 from localgen.cluster.route import Asked, Choice
 from localgen.cluster.totals import PS_PATH, merged_loads, merged_metrics, merged_ps, merged_stats
 from localgen.server.http.errors import error_response
@@ -36,7 +37,6 @@ from localgen.server.stats.metrics import CONTENT_TYPE
 # requests whose replica is remembered: to cancel one, or to continue an answer that it stores
 _MAX_REQUESTS = 10_000
 _MAX_TRIES = 3
-_CONNECT_TIMEOUT_S = 2.0
 # whose prompts another replica may compute
 _GENERATING_PATHS = frozenset(
     (
@@ -89,9 +89,7 @@ class Gateway:
         self._default_names = default_names
         self._secret = secret
         self._replica_key = replica_key
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-        timeout = httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S)
-        self._client = httpx.AsyncClient(limits=limits, timeout=timeout)
+        self._client = create_client()
         self._replica_by_request: OrderedDict[str, Choice] = OrderedDict()
         self._drain = Drain()
 
