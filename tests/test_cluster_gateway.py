@@ -8,7 +8,7 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -264,6 +264,41 @@ def test_an_adapter_is_a_model_of_its_own(replica: ScriptedServer) -> None:
     assert [json.loads(seen) for _, _, seen in replica.seen] == bodies
     assert [each.model for each in asked.asked] == ["poet", "", ""]
     assert len({each.chunks for each in asked.asked}) == len(bodies)
+
+
+@pytest.mark.parametrize(
+    ("path", "system"),
+    [
+        (CHAT, lambda text: {"messages": [{"role": "system", "content": text}]}),
+        (CHAT, lambda text: {"messages": [{"role": "developer", "content": [{"text": text}]}]}),
+        (MESSAGES, lambda text: {"system": [{"type": "text", "text": text}], "messages": []}),
+        (RESPONSES, lambda text: {"instructions": text, "input": "Hello"}),
+    ],
+)
+def test_prompts_that_replicas_stabilize_are_routed_alike(
+    replica: ScriptedServer, path: str, system: Callable[[str], dict[str, Any]]
+) -> None:
+    asked = Chooser(replica.url)
+    names = {21: ("x", "y"), 22: ("y", "x")}  # of tools, on each day
+    bodies = [
+        {
+            "tools": [{"name": name} for name in names[day]],
+            **system(f"Today is Nov {day}, 2026, {day}:30. " + "a" * 600),
+        }
+        for day in names
+    ]
+
+    async def run(stabilizes: bool) -> None:
+        gateway = Gateway(asked.choose, asked.ask_all, stabilizes=stabilizes)
+        for body in bodies:
+            await exchange(gateway, path, body)
+
+    for stabilizes in (True, False):
+        asyncio.run(run(stabilizes))
+    stable, again, first, second = (each.chunks for each in asked.asked)
+    assert stable == again
+    assert len({stable, first, second}) == 3
+    assert [json.loads(seen) for _, _, seen in replica.seen] == bodies * 2, "passed as they are"
 
 
 def test_a_stream_comes_in_pieces(replica: ScriptedServer) -> None:

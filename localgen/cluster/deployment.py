@@ -92,6 +92,7 @@ class GatewayServer:
             default_names={"", config.model or "", build.model},
             secret=build.secret if config.command is None else None,
             replica_key=replica_key,
+            stabilizes=config.stabilize,
         )
         ports = PrivatePorts(_refuse_to_listen)
         self._rates = RateLimiter(access.rate_limit)

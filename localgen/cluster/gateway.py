@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from localgen.backends.errors import LocalgenError, NotFound, ServerUnavailable
+from localgen.backends.text.stabilizer import stabilize_fields
 from localgen.cluster.draining import Drain
 from localgen.cluster.exchange import ENDED, CommonExchange, Exchange
 from localgen.cluster.incoming import MAX_SENT_CHUNKS, Incoming, gateway_headers, json_object
@@ -71,6 +72,7 @@ class Gateway:
     send_all: requests that manage models; None if replicas are not localgen's servers.
     default_names: of the model that all replicas have. secret: tells replicas that a request comes
     from here; None if they are not localgen's servers. replica_key: the only key that those take.
+    stabilizes: as replicas do, which then have the same prefix for prompts that differ in dates.
     """
 
     def __init__(
@@ -83,12 +85,14 @@ class Gateway:
         default_names: Collection[str] = ("",),
         secret: str | None = None,
         replica_key: str | None = None,
+        stabilizes: bool = False,
     ) -> None:
         self._choose, self._ask_all = choose, ask_all
         self._choose_for_prompt, self._send_all = choose_for_prompt, send_all
         self._default_names = default_names
         self._secret = secret
         self._replica_key = replica_key
+        self._stabilizes = stabilizes
         self._client = create_client()
         self._replica_by_request: OrderedDict[str, Choice] = OrderedDict()
         self._drain = Drain()
@@ -146,7 +150,8 @@ class Gateway:
         fields = json_object(body)
         known = fields or {}
         model = self._model_name(known)
-        chunks = prompt_chunks({**known, "model": model})
+        prompt = stabilize_fields(known) if self._stabilizes else known
+        chunks = prompt_chunks({**prompt, "model": model})
         owner = self._owner(scope["path"], known)
         # what is not reported is not routed by either
         asked = Asked(chunks[:MAX_SENT_CHUNKS], model, owner.replica if owner else None)
