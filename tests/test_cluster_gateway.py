@@ -147,6 +147,13 @@ class Chooser:
         raise AssertionError(path)
 
 
+@asynccontextmanager
+async def never(asked: Asked, gone: frozenset[str]) -> AsyncIterator[Choice]:
+    """Waits for a replica that does not come."""
+    await asyncio.Event().wait()
+    yield Choice("", "")
+
+
 def ask(
     asked: Chooser, path: str, body: Any = None, *, leaves: bool = False, **headers: str
 ) -> list[Message]:
@@ -454,16 +461,21 @@ def test_a_prompt_replica_that_is_not_there_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr("localgen.cluster.gateway._PROMPT_CHOICE_S", 0.05)
 
-    @asynccontextmanager
-    async def never(asked: Asked, gone: frozenset[str]) -> AsyncIterator[Choice]:
-        await asyncio.Event().wait()
-        yield Choice("", "")
-
     async def run() -> list[Message]:
         asked = Chooser(replica.url, new_chunks=MIN_PROMPT_CHUNKS)
         return await exchange(Gateway(asked.choose, asked.ask_all, never), CHAT)
 
     assert json.loads(text_of(asyncio.run(run()))) == {"port": replica.server_port}
+
+
+def test_a_request_waits_for_a_replica_no_longer_than_it_may_take(replica: ScriptedServer) -> None:
+    asked = Chooser(replica.url)
+    gateway = Gateway(never, asked.ask_all, timeout_s=0.05)
+    sent = asyncio.run(exchange(gateway, CHAT))
+    assert sent[0]["status"] == 504
+    assert "the request timed out, the limit is 0.05 s" in text_of(sent)
+    gateway = Gateway(asked.choose, asked.ask_all, timeout_s=LONG_S)
+    assert asyncio.run(exchange(gateway, CHAT))[0]["status"] == 200
 
 
 def test_replicas_know_the_gateway_by_its_secret(replica: ScriptedServer) -> None:

@@ -93,6 +93,7 @@ class GatewayServer:
             secret=build.secret if config.command is None else None,
             replica_key=replica_key,
             stabilizes=config.stabilize,
+            timeout_s=config.timeout_s,
         )
         ports = PrivatePorts(_refuse_to_listen)
         self._rates = RateLimiter(access.rate_limit)
