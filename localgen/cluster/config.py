@@ -15,7 +15,7 @@ from localgen.backends.memory.load_limits import validate_load_options
 from localgen.backends.model_info import LoadOptions
 from localgen.config import BadSetting, ServerSettings, parse_keep_alive, parse_size
 from localgen.hub.packaged import default_model
-from localgen.hub.resolve import did_you_mean, name_for_server
+from localgen.hub.resolve import did_you_mean, draft_for_server, name_for_server
 from localgen.server.http.access import (
     DEFAULT_PORT,
     MAX_BODY_BYTES,
@@ -233,11 +233,17 @@ class ClusterConfig:
         return tuple(word.replace("{host}", host).replace("{port}", str(port)) for word in words)
 
     def with_options(self, **options: Any) -> ClusterConfig:
-        """The options of the command line that are not None replace those of the file."""
+        """The options of the command line that are not None replace those of the file.
+
+        Relative paths of models start in the current folder.
+        """
         given = {name: value for name, value in options.items() if value is not None}
+        if "model" in given and self.command is None:
+            given["model"] = name_for_server(given["model"])
         if "load" in given:
             changed = {k: v for k, v in asdict(given["load"]).items() if v is not None}
-            given["load"] = replace(self.load, **changed)
+            load = replace(self.load, **changed)
+            given["load"] = replace(load, draft=draft_for_server(load.draft))
         return replace(self, **given)
 
     def with_default_model(self) -> ClusterConfig:
@@ -280,7 +286,11 @@ def read_settings(found: Mapping[str, Any], place: str, folder: Path) -> Cluster
     for name in settings.keys() & _PATHS:
         settings[name] = str((folder / settings[name]).absolute())
     try:
-        return ClusterConfig(**settings, load=_read_load_options(load))
+        read = _read_load_options(load)
+        if "command" not in settings:
+            settings["model"] = name_for_server(settings.get("model"), folder)
+        read = replace(read, draft=draft_for_server(read.draft, folder))
+        return ClusterConfig(**settings, load=read)
     except LocalgenError as error:
         raise BadSetting(f"{place}: {error.message}") from error
 
