@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from localgen.cli import cluster as cluster_cli
+from localgen.client.endpoints import Endpoint, add_endpoint
 from localgen.cluster import running
 from localgen.cluster.config import ClusterConfig
 from localgen.cluster.running import RunningCluster
@@ -15,8 +16,9 @@ from localgen.hub.packaged import packaged_model
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ClusterConfig, str]]:
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[ClusterConfig, str]]:
     """The configurations and the names of models with which clusters were started."""
+    monkeypatch.setenv("LOCALGEN_CONFIG_DIR", str(tmp_path / "config"))
     found = list[tuple[ClusterConfig, str]]()
 
     def start(config: ClusterConfig, model: str, settings: ServerSettings) -> RunningCluster:
@@ -80,3 +82,14 @@ def test_the_model_of_another_engine_is_only_a_name(
     up("-f", str(file))
     up("-f", str(file), "d.gguf")
     assert [name for _, name in started] == ["m.gguf", "d.gguf"]
+
+
+def test_a_name_that_another_server_has_is_not_said(
+    started: list[tuple[ClusterConfig, str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    up("tiny", "--port", "8123")
+    add_endpoint(Endpoint("http://llm.example/v1", "cluster"))
+    up("tiny", "--port", "8123")
+    url = "http://127.0.0.1:8123"
+    expected = [f"{url} answers: localgen chat --url {name}" for name in ("cluster", url)]
+    assert capsys.readouterr().out.splitlines() == expected
