@@ -13,7 +13,13 @@ from typing import Any
 from localgen.backends.errors import LocalgenError
 from localgen.backends.memory.load_limits import validate_load_options
 from localgen.backends.model_info import LoadOptions
-from localgen.config import BadSetting, ServerSettings, parse_keep_alive, parse_size
+from localgen.config import (
+    DEFAULT_KEEP_ALIVE_S,
+    BadSetting,
+    ServerSettings,
+    parse_keep_alive,
+    parse_size,
+)
 from localgen.hub.packaged import default_model
 from localgen.hub.resolve import did_you_mean, draft_for_server, name_for_server
 from localgen.server.http.access import (
@@ -209,8 +215,13 @@ class ClusterConfig:
         return parse_rate_limit(self.rate_limit or "0").tokens
 
     def server_settings(self, settings: ServerSettings) -> ServerSettings:
-        """The settings of a replica's server. settings: those of its environment."""
-        if self.keep_alive is not None:
+        """The settings of a replica's server. settings: those of its environment.
+
+        The model of the cluster stays loaded, unless a time is set.
+        """
+        if self.keep_alive is None and settings.keep_alive_s == DEFAULT_KEEP_ALIVE_S:
+            settings = replace(settings, keep_model=True)
+        elif self.keep_alive is not None:
             settings = replace(settings, keep_alive_s=parse_keep_alive(self.keep_alive))
         if self.hang_timeout_s is not None:
             settings = replace(settings, hang_timeout_s=self.hang_timeout_s or None)
