@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hmac
+import secrets
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,12 +67,35 @@ def require_version(wanted: str) -> None:
         )
 
 
-def find_problem(config: ClusterConfig, version: str) -> str | None:
-    """Why a replica cannot start on this machine, in one line, or None."""
+@dataclass(frozen=True, slots=True)
+class KeysDigest:
+    """What tells whether another machine has the same API keys in the same order.
+
+    salt: random, so that digests of two clusters with the same keys differ.
+    """
+
+    salt: bytes
+    digest: bytes
+
+    @classmethod
+    def of(cls, config: ClusterConfig, salt: bytes) -> KeysDigest:
+        """Of the keys on this machine. Raises BadSetting if they cannot be read."""
+        keys = read_api_keys(Path(config.api_key_file)) if config.api_key_file else ()
+        return cls(salt, hmac.digest(salt, "\n".join(keys).encode(), "sha256"))
+
+
+def find_problem(config: ClusterConfig, version: str, keys: KeysDigest) -> str | None:
+    """Why a replica cannot start on this machine, in one line, or None.
+
+    version, keys: of the machine of `localgen cluster up`.
+    """
     try:
         require_version(version)
-        if config.api_key_file is not None:
-            read_api_keys(Path(config.api_key_file))
+        if KeysDigest.of(config, keys.salt) != keys:
+            return (
+                f"machine {socket.gethostname()}: the keys in {config.api_key_file} are not those "
+                "of the machine of `localgen cluster up`: copy the file from there"
+            )
         require_available(config)
     except VersionError as error:
         return str(error)
@@ -98,7 +123,8 @@ def check_machines(config: ClusterConfig) -> Machines:
     import ray
 
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    asked = [(node["NodeManagerHostname"], _ask(node["NodeID"], config)) for node in nodes]
+    keys = KeysDigest.of(config, secrets.token_bytes(16))
+    asked = [(node["NodeManagerHostname"], _ask(node["NodeID"], config, keys)) for node in nodes]
     answers = [_answer(name, answer) for name, answer in asked]
     for problem in answers:
         if problem not in (None, _GONE):
@@ -106,13 +132,13 @@ def check_machines(config: ClusterConfig) -> Machines:
     return Machines(ray.util.get_node_ip_address(), len(answers) - answers.count(_GONE))
 
 
-def _ask(node_id: str, config: ClusterConfig) -> Any:
+def _ask(node_id: str, config: ClusterConfig, keys: KeysDigest) -> Any:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = NodeAffinitySchedulingStrategy(node_id, soft=False)
     task = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=here)(find_problem)
-    return task.remote(config, localgen.__version__)
+    return task.remote(config, localgen.__version__, keys)
 
 
 def _answer(name: str, answer: Any) -> str | None:
