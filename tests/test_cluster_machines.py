@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from localgen.cluster.machines import (
     find_problem,
     require_gpus,
     require_listening,
+    require_unowned,
     require_version,
 )
 from localgen.cluster.replica import EngineReplica
@@ -144,6 +146,38 @@ def ray_of(monkeypatch: pytest.MonkeyPatch, answers: dict[str, Any]) -> None:
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setitem(sys.modules, "ray.exceptions", exceptions)
     monkeypatch.setattr(machines, "_ask", lambda node, config, keys: answers[node])
+
+
+@pytest.mark.parametrize(
+    ("changed", "refused"),
+    [
+        ({}, True),
+        ({"DriverIPAddress": "10.0.0.1"}, True),
+        ({"IsDead": True}, False),
+        ({"Entrypoint": "python train.py"}, False),
+        ({"DriverIPAddress": "10.0.0.1", "DriverPid": os.getpid()}, False),
+        ({"DriverIPAddress": "10.0.0.1", "DriverPid": 1 << 30}, False),
+    ],
+)
+def test_a_cluster_whose_head_lives_is_not_replaced(
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], refused: bool
+) -> None:
+    ray_of(monkeypatch, {})
+    monkeypatch.setattr(machines, "_END_TIMEOUT_S", 0.05)
+    head = {
+        "DriverIPAddress": "10.0.0.2",
+        "DriverPid": os.getppid(),
+        "IsDead": False,
+        "Entrypoint": "python -P -m localgen.cluster.head {}",
+    }
+    state = SimpleNamespace(jobs=lambda: [head | changed])
+    monkeypatch.setitem(sys.modules, "ray._private", SimpleNamespace(state=state))
+    monkeypatch.setitem(sys.modules, "ray._private.state", state)
+    if refused:
+        with pytest.raises(LoadFailed, match=r"started on machine 10\.0\.0\..* ends it there"):
+            require_unowned()
+    else:
+        require_unowned()
 
 
 def test_all_machines_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:

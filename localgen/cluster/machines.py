@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import hmac
+import os
 import secrets
 import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 import localgen
 from localgen.backends.errors import LoadFailed, LocalgenError
 from localgen.backends.terminal_text import one_line
 from localgen.cluster.config import ClusterConfig
 from localgen.cluster.model_download import require_available
+from localgen.cluster.running import HEAD
 from localgen.server.http.access import read_api_keys
 
 _CONNECT_TIMEOUT_S = 5.0
 _CHECK_TIMEOUT_S = 60.0
+# in which a head ends whose owner was killed, and in which that is asked again
+_END_TIMEOUT_S, _POLL_S = 15.0, 0.2
 _GONE = "the machine has left"
 
 
@@ -112,6 +119,38 @@ def require_gpus(config: ClusterConfig, found: float) -> None:
             f"{count} replicas with {config.gpus_per_replica} GPUs each need {config.num_gpus}, "
             f"and Ray has found {found:.0f}: set fewer --replicas or --gpus-per-replica"
         )
+
+
+def require_unowned() -> None:
+    """Raise LoadFailed if a head lives that owns the cluster of this Ray, after a while in which
+    one may be ending.
+
+    The Ray cluster is that to which this process is connected.
+    """
+    deadline = time.monotonic() + _END_TIMEOUT_S
+    while owner := _find_head():
+        if time.monotonic() > deadline:
+            raise LoadFailed(
+                f"a localgen cluster runs in this Ray cluster, started on {owner}: "
+                "`localgen cluster down` ends it there, as its user"
+            )
+        time.sleep(_POLL_S)
+
+
+def _find_head() -> str:
+    """The machine and the process of another head that is connected to this Ray, or empty."""
+    import ray
+    from ray._private.state import jobs  # the public list of jobs needs Ray's dashboard
+
+    here = ray.util.get_node_ip_address()
+    for job in jobs():
+        address, pid = job["DriverIPAddress"], job["DriverPid"]
+        if job["IsDead"] or HEAD not in job["Entrypoint"]:
+            continue
+        # Ray may not yet have noticed that one has ended
+        if address != here or (pid != os.getpid() and psutil.pid_exists(pid)):
+            return f"machine {address} (process {pid})"
+    return ""
 
 
 def check_machines(config: ClusterConfig) -> Machines:
