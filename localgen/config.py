@@ -54,6 +54,8 @@ class ServerSettings:
     is killed, or None if never.
     record_trace: file to which a line is added for each answered prompt, or None.
     kv_share: of the cluster that the server is part of, or None.
+    keep_model: the model of `localgen serve MODEL` stays loaded when it is idle, unless a request
+    gives it a time.
     """
 
     runtime_dir: Path
@@ -66,6 +68,7 @@ class ServerSettings:
     hang_timeout_s: float | None = DEFAULT_HANG_TIMEOUT_S
     record_trace: Path | None = None
     kv_share: KVShare | None = None
+    keep_model: bool = False
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> ServerSettings:

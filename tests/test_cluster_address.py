@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import subprocess
@@ -117,6 +118,19 @@ def test_replicas_are_spread_over_the_nodes(nodes: RayCluster) -> None:
     load = nodes.http.get("/v1/loads").json()["loads"][0]
     assert load["max_total_num_tokens"] > 16_384, "of both"
     assert nodes.http.get("/v1/loads", headers={"Authorization": ""}).status_code == 401
+
+
+def test_a_cluster_of_another_user_is_not_replaced(nodes: RayCluster, tmp_path: Path) -> None:
+    other = copy.copy(nodes)
+    folders = {"RUNTIME": str(tmp_path / "run"), "STATE": str(tmp_path / "state")}
+    other.environment = nodes.environment | {
+        f"LOCALGEN_{name}_DIR": folder for name, folder in folders.items()
+    }
+    up = other.up("--address", nodes.address)
+    assert up.returncode != 0
+    said = "a localgen cluster runs in this Ray cluster, started on machine 127.0.0."
+    assert said in up.stderr
+    assert nodes.chat("Hello").status_code == 200
 
 
 def test_a_cluster_ends_with_its_owner(nodes: RayCluster) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from localgen.cluster.autoscaling import REQUESTS, TTFT_P95_MS, ScalingPolicy, scaling_stats
+from localgen.cluster.status import ReplicaStatus
 
 BY_QUEUE = ScalingPolicy(target_requests=4)
 BY_SLO = ScalingPolicy(target_requests=4, ttft_slo_ms=1000)
@@ -88,3 +89,22 @@ def test_what_a_replica_reports() -> None:
     }
     assert scaling_stats(stats) == {REQUESTS: 3.0, TTFT_P95_MS: 3000.0}
     assert scaling_stats({"models": [], "ended": []}) == {REQUESTS: 0.0, TTFT_P95_MS: 0.0}
+
+
+def test_requests_that_wait_for_a_load_or_for_memory_keep_their_replica() -> None:
+    stats = {
+        "server": {"pid": 1, "waiting_for_memory": {"large": 2}},
+        "models": [
+            {"name": "tiny", "memory_bytes": 0, "stats": None, "active_requests": 3},
+            {
+                "name": "other",
+                "memory_bytes": 0,
+                "stats": {"running": 1, "waiting": 4},
+                "active_requests": 5,
+            },
+        ],
+    }
+    status = ReplicaStatus.from_stats("r", stats)
+    assert (status.running, status.waiting) == (1, 9)
+    assert scaling_stats(stats)[REQUESTS] == 10.0
+    assert BY_QUEUE(context(1, 1, 0.0, **{REQUESTS: [10.0]}))[0] == 3

@@ -144,7 +144,9 @@ def test_settings_of_a_server(tmp_path: Path, settings: ServerSettings) -> None:
         hang_timeout_s=None,
         record_trace=tmp_path / "trace.jsonl",
     )
-    assert ClusterConfig().server_settings(settings) == settings
+    assert ClusterConfig().server_settings(settings) == replace(settings, keep_model=True)
+    of_user = replace(settings, keep_alive_s=60.0)
+    assert ClusterConfig().server_settings(of_user) == of_user
 
 
 def test_without_ray_the_remedy_is_said(

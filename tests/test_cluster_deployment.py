@@ -15,7 +15,7 @@ from ray.serve.handle import DeploymentBroadcastResponse
 from localgen.backends.errors import LoadFailed
 from localgen.cluster.broadcast import call_each, require_broadcast
 from localgen.cluster.config import ClusterConfig
-from localgen.cluster.deployment import build_app
+from localgen.cluster.deployment import build_app, build_from_args
 
 LONG_S = 30.0
 
@@ -101,3 +101,12 @@ def test_prompt_replicas_record_no_trace() -> None:
     configs = [each._bound_deployment.init_args[0] for each in (answering, computing)]
     assert of_cluster == configs[0] == config
     assert configs[1] == replace(config, record_trace=None)
+
+
+def test_all_machines_have_the_model_that_the_first_one_chooses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LOCALGEN_MODEL", "tiny")
+    of_gateway, build, replicas = build_from_args({})._bound_deployment.init_args
+    of_replicas, _ = replicas._bound_deployment.init_args
+    assert of_gateway.model == of_replicas.model == build.model == "tiny"

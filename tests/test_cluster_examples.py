@@ -185,6 +185,15 @@ def test_keys_are_where_the_arguments_say() -> None:
     assert file.name in found["Secret"]["stringData"]
 
 
+def test_ray_kills_no_actors_for_memory_that_engines_have() -> None:
+    ray = documents()["RayService"]
+    for group in (ray["spec"]["rayClusterConfig"]["headGroupSpec"], *groups(ray).values()):
+        variables = {each["name"]: each["value"] for each in container(group)["env"]}
+        assert variables == {"RAY_memory_monitor_refresh_ms": "0"}
+    for path in UNITS:
+        assert Unit(path).environment["RAY_memory_monitor_refresh_ms"] == "0"
+
+
 def test_versions_of_ray_agree() -> None:
     project = (EXAMPLES.parent / "pyproject.toml").read_text(encoding="utf-8")
     required = re.search(r'"ray\[serve\]>=(\d+\.\d+),', project)

@@ -6,8 +6,9 @@ import asyncio
 import json
 import socket
 import struct
+import sys
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -146,6 +147,13 @@ class Chooser:
         raise AssertionError(path)
 
 
+@asynccontextmanager
+async def never(asked: Asked, gone: frozenset[str]) -> AsyncIterator[Choice]:
+    """Waits for a replica that does not come."""
+    await asyncio.Event().wait()
+    yield Choice("", "")
+
+
 def ask(
     asked: Chooser, path: str, body: Any = None, *, leaves: bool = False, **headers: str
 ) -> list[Message]:
@@ -265,6 +273,41 @@ def test_an_adapter_is_a_model_of_its_own(replica: ScriptedServer) -> None:
     assert len({each.chunks for each in asked.asked}) == len(bodies)
 
 
+@pytest.mark.parametrize(
+    ("path", "system"),
+    [
+        (CHAT, lambda text: {"messages": [{"role": "system", "content": text}]}),
+        (CHAT, lambda text: {"messages": [{"role": "developer", "content": [{"text": text}]}]}),
+        (MESSAGES, lambda text: {"system": [{"type": "text", "text": text}], "messages": []}),
+        (RESPONSES, lambda text: {"instructions": text, "input": "Hello"}),
+    ],
+)
+def test_prompts_that_replicas_stabilize_are_routed_alike(
+    replica: ScriptedServer, path: str, system: Callable[[str], dict[str, Any]]
+) -> None:
+    asked = Chooser(replica.url)
+    names = {21: ("x", "y"), 22: ("y", "x")}  # of tools, on each day
+    bodies = [
+        {
+            "tools": [{"name": name} for name in names[day]],
+            **system(f"Today is Nov {day}, 2026, {day}:30. " + "a" * 600),
+        }
+        for day in names
+    ]
+
+    async def run(stabilizes: bool) -> None:
+        gateway = Gateway(asked.choose, asked.ask_all, stabilizes=stabilizes)
+        for body in bodies:
+            await exchange(gateway, path, body)
+
+    for stabilizes in (True, False):
+        asyncio.run(run(stabilizes))
+    stable, again, first, second = (each.chunks for each in asked.asked)
+    assert stable == again
+    assert len({stable, first, second}) == 3
+    assert [json.loads(seen) for _, _, seen in replica.seen] == bodies * 2, "passed as they are"
+
+
 def test_a_stream_comes_in_pieces(replica: ScriptedServer) -> None:
     asked = Chooser(replica.url)
     sent = ask(asked, f"{CHAT}?whole", {"prompt": "a" * 300})
@@ -312,6 +355,21 @@ def test_a_replica_that_dies_before_it_answers_is_passed_over(replica: ScriptedS
         asked = Chooser(dying.url, replica.url)
         assert json.loads(text_of(ask(asked, CHAT))) == {"port": replica.server_port}
         assert (len(dying.seen), asked.gone[1]) == (1, frozenset({"r1"}))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the options have these names on Linux")
+def test_a_machine_without_power_is_noticed(replica: ScriptedServer) -> None:
+    """By the kernel: it closes no connection, and an answer may take any time."""
+
+    async def options() -> list[int]:
+        client = Gateway(Chooser().choose, Chooser().ask_all)._client
+        async with client.stream("POST", f"{replica.url}{CHAT}", content=b"{}") as reply:
+            sock = reply.extensions["network_stream"].get_extra_info("socket")
+            tcp = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+            found = [sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, each)) for each in tcp]
+            return [sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE), *found]
+
+    assert asyncio.run(options()) == [1, 4, 2, 3, 10_000]
 
 
 def test_a_client_that_leaves_ends_its_request(replica: ScriptedServer) -> None:
@@ -403,16 +461,21 @@ def test_a_prompt_replica_that_is_not_there_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr("localgen.cluster.gateway._PROMPT_CHOICE_S", 0.05)
 
-    @asynccontextmanager
-    async def never(asked: Asked, gone: frozenset[str]) -> AsyncIterator[Choice]:
-        await asyncio.Event().wait()
-        yield Choice("", "")
-
     async def run() -> list[Message]:
         asked = Chooser(replica.url, new_chunks=MIN_PROMPT_CHUNKS)
         return await exchange(Gateway(asked.choose, asked.ask_all, never), CHAT)
 
     assert json.loads(text_of(asyncio.run(run()))) == {"port": replica.server_port}
+
+
+def test_a_request_waits_for_a_replica_no_longer_than_it_may_take(replica: ScriptedServer) -> None:
+    asked = Chooser(replica.url)
+    gateway = Gateway(never, asked.ask_all, timeout_s=0.05)
+    sent = asyncio.run(exchange(gateway, CHAT))
+    assert sent[0]["status"] == 504
+    assert "the request timed out, the limit is 0.05 s" in text_of(sent)
+    gateway = Gateway(asked.choose, asked.ask_all, timeout_s=LONG_S)
+    assert asyncio.run(exchange(gateway, CHAT))[0]["status"] == 200
 
 
 def test_replicas_know_the_gateway_by_its_secret(replica: ScriptedServer) -> None:

@@ -330,10 +330,13 @@ def test_replicas_come_with_the_load_and_leave_without_it(tmp_path: Path) -> Non
         cluster.run("cluster", "down")
 
 
-def test_a_model_that_fits_no_machine_is_refused_in_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", [["tiny"], []])
+def test_a_model_that_fits_no_machine_is_refused_in_one_line(
+    tmp_path: Path, model: list[str]
+) -> None:
     cluster = Cluster(tmp_path)
-    cluster.environment["LOCALGEN_MEMORY_LIMIT"] = "10M"
-    up = cluster.run("cluster", "up", "tiny", "--port", str(cluster.port))
+    cluster.environment |= {"LOCALGEN_MEMORY_LIMIT": "10M", "LOCALGEN_MODEL": "tiny"}
+    up = cluster.run("cluster", "up", *model, "--port", str(cluster.port))
     assert up.returncode != 0
     starting, *said = up.stderr.splitlines()
     assert starting.startswith("starting 2 replicas")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from pathlib import Path
@@ -16,11 +17,13 @@ from localgen.cluster import machines, running
 from localgen.cluster.config import ClusterConfig, read_cluster_file, read_settings
 from localgen.cluster.machines import (
     Build,
+    KeysDigest,
     VersionError,
     check_machines,
     find_problem,
     require_gpus,
     require_listening,
+    require_unowned,
     require_version,
 )
 from localgen.cluster.replica import EngineReplica
@@ -77,18 +80,36 @@ def test_problems_of_a_machine(tmp_path: Path) -> None:
     keys.write_text("a-key-of-some-length\n")
     keys.chmod(0o600)
     good = ClusterConfig(model="tiny", api_key_file=str(keys))
-    assert find_problem(good, localgen.__version__) is None
-    assert find_problem(good, OTHER) == VERSIONS
+    same = KeysDigest.of(good, b"salt")
+    assert find_problem(good, localgen.__version__, same) is None
+    assert find_problem(good, OTHER, same) == VERSIONS
     here = f"machine {socket.gethostname()}: "
-    model = find_problem(good.with_options(model="no-such-model"), localgen.__version__)
+    model = find_problem(good.with_options(model="no-such-model"), localgen.__version__, same)
     assert model is not None
     assert model.startswith(f"{here}Model 'no-such-model' not found")
     without = find_problem(
-        good.with_options(api_key_file=str(tmp_path / "gone")), localgen.__version__
+        good.with_options(api_key_file=str(tmp_path / "gone")), localgen.__version__, same
     )
     assert without is not None
     assert without.startswith(here)
     assert str(tmp_path / "gone") in without
+
+
+def test_keys_that_differ_between_machines_are_a_problem(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.touch(mode=0o600)
+    config = ClusterConfig(model="tiny", api_key_file=str(keys))
+    keys.write_text("a-key-of-some-length\nanother-key\n")
+    of_up = KeysDigest.of(config, b"salt")
+    keys.write_text("# the same ones\na-key-of-some-length\nanother-key\n")
+    assert find_problem(config, localgen.__version__, of_up) is None
+    assert "another-key" not in repr(of_up)
+    for other in ("another-key\na-key-of-some-length\n", "a-key-of-some-length\n"):
+        keys.write_text(other)
+        assert find_problem(config, localgen.__version__, of_up) == (
+            f"machine {socket.gethostname()}: the keys in {keys} are not those of the machine of "
+            "`localgen cluster up`: copy the file from there"
+        )
 
 
 def ray_of(monkeypatch: pytest.MonkeyPatch, answers: dict[str, Any]) -> None:
@@ -124,7 +145,39 @@ def ray_of(monkeypatch: pytest.MonkeyPatch, answers: dict[str, Any]) -> None:
     )
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setitem(sys.modules, "ray.exceptions", exceptions)
-    monkeypatch.setattr(machines, "_ask", lambda node, config: answers[node])
+    monkeypatch.setattr(machines, "_ask", lambda node, config, keys: answers[node])
+
+
+@pytest.mark.parametrize(
+    ("changed", "refused"),
+    [
+        ({}, True),
+        ({"DriverIPAddress": "10.0.0.1"}, True),
+        ({"IsDead": True}, False),
+        ({"Entrypoint": "python train.py"}, False),
+        ({"DriverIPAddress": "10.0.0.1", "DriverPid": os.getpid()}, False),
+        ({"DriverIPAddress": "10.0.0.1", "DriverPid": 1 << 30}, False),
+    ],
+)
+def test_a_cluster_whose_head_lives_is_not_replaced(
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], refused: bool
+) -> None:
+    ray_of(monkeypatch, {})
+    monkeypatch.setattr(machines, "_END_TIMEOUT_S", 0.05)
+    head = {
+        "DriverIPAddress": "10.0.0.2",
+        "DriverPid": os.getppid(),
+        "IsDead": False,
+        "Entrypoint": "python -P -m localgen.cluster.head {}",
+    }
+    state = SimpleNamespace(jobs=lambda: [head | changed])
+    monkeypatch.setitem(sys.modules, "ray._private", SimpleNamespace(state=state))
+    monkeypatch.setitem(sys.modules, "ray._private.state", state)
+    if refused:
+        with pytest.raises(LoadFailed, match=r"started on machine 10\.0\.0\..* ends it there"):
+            require_unowned()
+    else:
+        require_unowned()
 
 
 def test_all_machines_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:

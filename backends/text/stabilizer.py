@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from localgen.backends.types import Message, Request, Tool
 
 _SYSTEM_ROLES = ("system", "developer")
+# of requests: that are system messages, and that have some
+_SYSTEM_FIELDS = frozenset({"system", "instructions"})
+_MESSAGE_FIELDS = frozenset({"messages", "input"})
 _MONTH = (
     r"(?:Jan(?:uary)?|Feb(?:ruary)?|Mar(?:ch)?|Apr(?:il)?|May|June?|July?|Aug(?:ust)?|"
     r"Sep(?:t(?:ember)?)?|Oct(?:ober)?|Nov(?:ember)?|Dec(?:ember)?)"
@@ -72,16 +77,50 @@ def stabilize(request: Request) -> tuple[Request, tuple[str, ...]]:
     return changed, (f"stabilized: {', '.join(found)}",)
 
 
+def stabilize_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a request of any API, changed by the same rules, to tell whether two requests
+    begin alike."""
+    changed = dict(fields)
+    for name in _SYSTEM_FIELDS & fields.keys():
+        changed[name] = _stable_value(fields[name])
+    for name in _MESSAGE_FIELDS & fields.keys():
+        if isinstance(fields[name], list):
+            changed[name] = [_stable_entry(entry) for entry in fields[name]]
+    if isinstance(fields.get("tools"), list):
+        changed["tools"] = sorted(fields["tools"], key=partial(json.dumps, sort_keys=True))
+    return changed
+
+
+def _stable_entry(entry: Any) -> Any:
+    is_system = isinstance(entry, dict) and entry.get("role") in _SYSTEM_ROLES
+    return _stable_value(entry) if is_system else entry
+
+
+def _stable_value(value: Any) -> Any:
+    """Changes all texts in it."""
+    if isinstance(value, str):
+        return _stable_text(value, {})
+    if isinstance(value, list):
+        return [_stable_value(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _stable_value(each) for name, each in value.items()}
+    return value
+
+
 def _stable_message(message: Message, found: dict[str, None]) -> Message:
     if message.role not in _SYSTEM_ROLES:
         return message
-    text = message.content
+    return replace(message, content=_stable_text(message.content, found))
+
+
+def _stable_text(text: str, found: dict[str, None]) -> str:
+    """found: gets the names of the rules that have changed it."""
     for rule in _RULES:
         stable = rule.pattern.sub(rule.replacement, text)
         if stable != text:
             found[rule.name] = None
             text = stable
-    return replace(message, content=text)
+    return text
 
 
 def _stable_tool(tool: Tool) -> Tool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +13,7 @@ from localgen.cli import server_options
 from localgen.cli.arguments import JsonFlag
 from localgen.cli.completion_values import complete_model
 from localgen.cli.options import Stabilize, takes_cluster_options
+from localgen.config import BadSetting
 
 if TYPE_CHECKING:
     from localgen.cluster.config import ClusterConfig
@@ -134,11 +136,12 @@ def up(
     )
     settings = ServerSettings.from_environment()
     running.require_startable(config, settings)
+    config = config.with_default_model()
     name = _model_name(config)
     replicas_text = "1 replica" if config.replicas == 1 else f"{config.replicas} replicas"
     tables.print_notice(f"starting {replicas_text}; log: {running.log_path(settings)}")
     started = running.start(config, name, settings)
-    tables.print_line(f"{started.url} answers: localgen chat --url cluster")
+    tables.print_line(f"{started.url} answers: localgen chat --url {_name_of(started)}")
 
 
 @group.command()
@@ -181,6 +184,16 @@ def _model_name(config: ClusterConfig) -> str:
     if is_ours and config.model is not None and can_pull(config.model):
         pull_with_progress(config.model)
     return model_name(config)
+
+
+def _name_of(cluster: RunningCluster) -> str:
+    """What `--url` takes: its URL, if the user has given its name to another server."""
+    from localgen.client.endpoints import CLUSTER, load_endpoints
+
+    with contextlib.suppress(BadSetting):  # URLs work with a damaged file
+        if CLUSTER not in load_endpoints():
+            return CLUSTER
+    return cluster.url
 
 
 def _find() -> RunningCluster:

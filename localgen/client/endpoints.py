@@ -123,7 +123,7 @@ def validate_env_var_name(text: str) -> str:
     """Return the name of a variable. Raises InvalidRequest, without the text: it may be a key."""
     if not _ENV_VAR_NAME.fullmatch(text):
         raise InvalidRequest(
-            "give the name of a variable that holds the API key, e.g. CLUSTER_KEY, not the key"
+            "give the name of a variable that holds the API key, e.g. TEAM_KEY, not the key"
         )
     return text
 
@@ -175,8 +175,8 @@ def _own_cluster() -> Endpoint:
     running = RunningCluster.find(ServerSettings.from_environment())
     if running is None:
         raise InvalidRequest(
-            "no cluster of yours runs on this machine: `localgen cluster up` starts one, or "
-            f"`localgen endpoint add {CLUSTER} URL` names another"
+            "no cluster of yours runs on this machine: `localgen cluster up` starts one, or give "
+            "the URL of another"
         )
     url = normalize_base_url(running.url)
     return OwnCluster(url, CLUSTER, model=running.model, key=running.api_key())

@@ -13,8 +13,15 @@ from typing import Any
 from localgen.backends.errors import LocalgenError
 from localgen.backends.memory.load_limits import validate_load_options
 from localgen.backends.model_info import LoadOptions
-from localgen.config import BadSetting, ServerSettings, parse_keep_alive, parse_size
-from localgen.hub.resolve import did_you_mean
+from localgen.config import (
+    DEFAULT_KEEP_ALIVE_S,
+    BadSetting,
+    ServerSettings,
+    parse_keep_alive,
+    parse_size,
+)
+from localgen.hub.packaged import default_model
+from localgen.hub.resolve import did_you_mean, draft_for_server, name_for_server
 from localgen.server.http.access import (
     DEFAULT_PORT,
     MAX_BODY_BYTES,
@@ -50,8 +57,9 @@ class ClusterConfig:
     """A cluster: replicas of one server behind a gateway.
 
     model: loaded by each replica at its start, and the default of requests that name none; None for
-    the built-in default. load: how. replicas: engines at the start. host, port: of the gateway.
-    allow_host: names by which clients call it, separated by commas, besides those of its machine.
+    that of with_default_model(). load: how. replicas: engines at the start. host, port: of the
+    gateway. allow_host: names by which clients call it, separated by commas, besides those of its
+    machine.
     cors_origin, rate_limit, max_body and _SERVER_KEYS: as the options of `localgen serve`; origins
     are separated by commas.
     api_key_file, record_trace: absolute, or None without. spill: how many requests more than the
@@ -207,8 +215,13 @@ class ClusterConfig:
         return parse_rate_limit(self.rate_limit or "0").tokens
 
     def server_settings(self, settings: ServerSettings) -> ServerSettings:
-        """The settings of a replica's server. settings: those of its environment."""
-        if self.keep_alive is not None:
+        """The settings of a replica's server. settings: those of its environment.
+
+        The model of the cluster stays loaded, unless a time is set.
+        """
+        if self.keep_alive is None and settings.keep_alive_s == DEFAULT_KEEP_ALIVE_S:
+            settings = replace(settings, keep_model=True)
+        elif self.keep_alive is not None:
             settings = replace(settings, keep_alive_s=parse_keep_alive(self.keep_alive))
         if self.hang_timeout_s is not None:
             settings = replace(settings, hang_timeout_s=self.hang_timeout_s or None)
@@ -231,12 +244,24 @@ class ClusterConfig:
         return tuple(word.replace("{host}", host).replace("{port}", str(port)) for word in words)
 
     def with_options(self, **options: Any) -> ClusterConfig:
-        """The options of the command line that are not None replace those of the file."""
+        """The options of the command line that are not None replace those of the file.
+
+        Relative paths of models start in the current folder.
+        """
         given = {name: value for name, value in options.items() if value is not None}
+        if "model" in given and self.command is None:
+            given["model"] = name_for_server(given["model"])
         if "load" in given:
             changed = {k: v for k, v in asdict(given["load"]).items() if v is not None}
-            given["load"] = replace(self.load, **changed)
+            load = replace(self.load, **changed)
+            given["load"] = replace(load, draft=draft_for_server(load.draft))
         return replace(self, **given)
+
+    def with_default_model(self) -> ClusterConfig:
+        """With the default model of this machine if there is none, so that all machines have it."""
+        if self.model is not None:
+            return self
+        return replace(self, model=name_for_server(default_model()))
 
 
 def read_cluster_file(path: Path) -> ClusterConfig:
@@ -272,7 +297,11 @@ def read_settings(found: Mapping[str, Any], place: str, folder: Path) -> Cluster
     for name in settings.keys() & _PATHS:
         settings[name] = str((folder / settings[name]).absolute())
     try:
-        return ClusterConfig(**settings, load=_read_load_options(load))
+        read = _read_load_options(load)
+        if "command" not in settings:
+            settings["model"] = name_for_server(settings.get("model"), folder)
+        read = replace(read, draft=draft_for_server(read.draft, folder))
+        return ClusterConfig(**settings, load=read)
     except LocalgenError as error:
         raise BadSetting(f"{place}: {error.message}") from error
 

@@ -92,6 +92,8 @@ class GatewayServer:
             default_names={"", config.model or "", build.model},
             secret=build.secret if config.command is None else None,
             replica_key=replica_key,
+            stabilizes=config.stabilize,
+            timeout_s=config.timeout_s,
         )
         ports = PrivatePorts(_refuse_to_listen)
         self._rates = RateLimiter(access.rate_limit)
@@ -195,7 +197,8 @@ def build_from_args(args: dict[str, Any]) -> serve.Application:
     args: the keys of a cluster.toml, with absolute paths; the cluster is the one that runs it.
     Raises BadSetting that names the key.
     """
-    return build_app(read_settings({"address": "auto"} | args, "args", Path("/")))
+    config = read_settings({"address": "auto"} | args, "args", Path("/"))
+    return build_app(config.with_default_model())
 
 
 def _replicas(

@@ -7,8 +7,8 @@ import logging
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
@@ -18,13 +18,15 @@ from starlette.datastructures import QueryParams
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from localgen.backends.errors import LocalgenError, NotFound, ServerUnavailable
+from localgen.backends.errors import LocalgenError, NotFound, ServerUnavailable, TimedOut
+from localgen.backends.text.stabilizer import stabilize_fields
 from localgen.cluster.draining import Drain
 from localgen.cluster.exchange import ENDED, CommonExchange, Exchange
 from localgen.cluster.incoming import MAX_SENT_CHUNKS, Incoming, gateway_headers, json_object
 from localgen.cluster.managing import Plan, ReplicaRequest, plan_for
 from localgen.cluster.posted import NotEverywhere, Posted, common_answer, require_everywhere
 from localgen.cluster.prefix_table import prompt_chunks
+from localgen.cluster.replica_client import create_client
 from localgen.cluster.route import Asked, Choice
 from localgen.cluster.totals import PS_PATH, merged_loads, merged_metrics, merged_ps, merged_stats
 from localgen.server.http.errors import error_response
@@ -36,7 +38,6 @@ from localgen.server.stats.metrics import CONTENT_TYPE
 # requests whose replica is remembered: to cancel one, or to continue an answer that it stores
 _MAX_REQUESTS = 10_000
 _MAX_TRIES = 3
-_CONNECT_TIMEOUT_S = 2.0
 # whose prompts another replica may compute
 _GENERATING_PATHS = frozenset(
     (
@@ -71,6 +72,8 @@ class Gateway:
     send_all: requests that manage models; None if replicas are not localgen's servers.
     default_names: of the model that all replicas have. secret: tells replicas that a request comes
     from here; None if they are not localgen's servers. replica_key: the only key that those take.
+    stabilizes: as replicas do, which then have the same prefix for prompts that differ in dates.
+    timeout_s: maximum duration of a request, which replicas know as well.
     """
 
     def __init__(
@@ -83,15 +86,16 @@ class Gateway:
         default_names: Collection[str] = ("",),
         secret: str | None = None,
         replica_key: str | None = None,
+        stabilizes: bool = False,
+        timeout_s: float | None = None,
     ) -> None:
         self._choose, self._ask_all = choose, ask_all
         self._choose_for_prompt, self._send_all = choose_for_prompt, send_all
         self._default_names = default_names
         self._secret = secret
         self._replica_key = replica_key
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-        timeout = httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S)
-        self._client = httpx.AsyncClient(limits=limits, timeout=timeout)
+        self._stabilizes, self._timeout_s = stabilizes, timeout_s
+        self._client = create_client()
         self._replica_by_request: OrderedDict[str, Choice] = OrderedDict()
         self._drain = Drain()
 
@@ -148,7 +152,8 @@ class Gateway:
         fields = json_object(body)
         known = fields or {}
         model = self._model_name(known)
-        chunks = prompt_chunks({**known, "model": model})
+        prompt = stabilize_fields(known) if self._stabilizes else known
+        chunks = prompt_chunks({**prompt, "model": model})
         owner = self._owner(scope["path"], known)
         # what is not reported is not routed by either
         asked = Asked(chunks[:MAX_SENT_CHUNKS], model, owner.replica if owner else None)
@@ -212,7 +217,7 @@ class Gateway:
         gone: set[str] = set()
         for tries_left in reversed(range(_MAX_TRIES)):
             try:
-                async with self._choose(incoming.asked, frozenset(gone)) as chosen:
+                async with self._choose_in_time(incoming, frozenset(gone)) as chosen:
                     choice = incoming.owner_or(chosen, gone)
                     gone.add(choice.replica)
                     kv_peer = await self._prompt_address(choice, incoming)
@@ -226,6 +231,24 @@ class Gateway:
                     return
                 if not tries_left:
                     raise ServerUnavailable(ENDED) from error
+
+    @asynccontextmanager
+    async def _choose_in_time(
+        self, incoming: Incoming, gone: frozenset[str]
+    ) -> AsyncIterator[Choice]:
+        """Raises TimedOut if it waits longer for a replica than the request may take."""
+        left_s = None
+        if self._timeout_s is not None:
+            left_s = incoming.scope["arrived_s"] + self._timeout_s - time.monotonic()
+        async with AsyncExitStack() as stack:
+            try:
+                async with asyncio.timeout(left_s):
+                    choosing = self._choose(incoming.asked, gone)
+                    choice = await stack.enter_async_context(choosing)
+            except TimeoutError:
+                message = f"the request timed out, the limit is {self._timeout_s:g} s"
+                raise TimedOut(message) from None
+            yield choice
 
     async def _prompt_address(self, choice: Choice, incoming: Incoming) -> str:
         """Where the chosen replica should fetch the beginning of the prompt, or empty.

@@ -17,7 +17,12 @@ import psutil
 from localgen.backends.errors import LocalgenError
 from localgen.backends.terminal_text import one_line
 from localgen.cluster.config import ClusterConfig
-from localgen.cluster.machines import check_machines, require_gpus, require_listening
+from localgen.cluster.machines import (
+    check_machines,
+    require_gpus,
+    require_listening,
+    require_unowned,
+)
 from localgen.cluster.running import END_AT_ONCE, READY, START
 from localgen.server.http.access import open_tcp_socket
 
@@ -77,6 +82,7 @@ def _run(config: ClusterConfig) -> None:
     else:
         require_listening(config.address)
         ray.init(config.address)
+        require_unowned()
         machines = check_machines(config)
     _on_signals(end)  # Ray has set a handler that prints its own stack
     require_gpus(config, ray.cluster_resources().get("GPU", 0))

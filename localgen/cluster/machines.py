@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import hmac
+import os
+import secrets
 import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 import localgen
 from localgen.backends.errors import LoadFailed, LocalgenError
 from localgen.backends.terminal_text import one_line
 from localgen.cluster.config import ClusterConfig
 from localgen.cluster.model_download import require_available
+from localgen.cluster.running import HEAD
 from localgen.server.http.access import read_api_keys
 
 _CONNECT_TIMEOUT_S = 5.0
 _CHECK_TIMEOUT_S = 60.0
+# in which a head ends whose owner was killed, and in which that is asked again
+_END_TIMEOUT_S, _POLL_S = 15.0, 0.2
 _GONE = "the machine has left"
 
 
@@ -65,12 +74,35 @@ def require_version(wanted: str) -> None:
         )
 
 
-def find_problem(config: ClusterConfig, version: str) -> str | None:
-    """Why a replica cannot start on this machine, in one line, or None."""
+@dataclass(frozen=True, slots=True)
+class KeysDigest:
+    """What tells whether another machine has the same API keys in the same order.
+
+    salt: random, so that digests of two clusters with the same keys differ.
+    """
+
+    salt: bytes
+    digest: bytes
+
+    @classmethod
+    def of(cls, config: ClusterConfig, salt: bytes) -> KeysDigest:
+        """Of the keys on this machine. Raises BadSetting if they cannot be read."""
+        keys = read_api_keys(Path(config.api_key_file)) if config.api_key_file else ()
+        return cls(salt, hmac.digest(salt, "\n".join(keys).encode(), "sha256"))
+
+
+def find_problem(config: ClusterConfig, version: str, keys: KeysDigest) -> str | None:
+    """Why a replica cannot start on this machine, in one line, or None.
+
+    version, keys: of the machine of `localgen cluster up`.
+    """
     try:
         require_version(version)
-        if config.api_key_file is not None:
-            read_api_keys(Path(config.api_key_file))
+        if KeysDigest.of(config, keys.salt) != keys:
+            return (
+                f"machine {socket.gethostname()}: the keys in {config.api_key_file} are not those "
+                "of the machine of `localgen cluster up`: copy the file from there"
+            )
         require_available(config)
     except VersionError as error:
         return str(error)
@@ -89,6 +121,38 @@ def require_gpus(config: ClusterConfig, found: float) -> None:
         )
 
 
+def require_unowned() -> None:
+    """Raise LoadFailed if a head lives that owns the cluster of this Ray, after a while in which
+    one may be ending.
+
+    The Ray cluster is that to which this process is connected.
+    """
+    deadline = time.monotonic() + _END_TIMEOUT_S
+    while owner := _find_head():
+        if time.monotonic() > deadline:
+            raise LoadFailed(
+                f"a localgen cluster runs in this Ray cluster, started on {owner}: "
+                "`localgen cluster down` ends it there, as its user"
+            )
+        time.sleep(_POLL_S)
+
+
+def _find_head() -> str:
+    """The machine and the process of another head that is connected to this Ray, or empty."""
+    import ray
+    from ray._private.state import jobs  # the public list of jobs needs Ray's dashboard
+
+    here = ray.util.get_node_ip_address()
+    for job in jobs():
+        address, pid = job["DriverIPAddress"], job["DriverPid"]
+        if job["IsDead"] or HEAD not in job["Entrypoint"]:
+            continue
+        # Ray may not yet have noticed that one has ended
+        if address != here or (pid != os.getpid() and psutil.pid_exists(pid)):
+            return f"machine {address} (process {pid})"
+    return ""
+
+
 def check_machines(config: ClusterConfig) -> Machines:
     """The machines of the Ray cluster to which this process is connected.
 
@@ -98,7 +162,8 @@ def check_machines(config: ClusterConfig) -> Machines:
     import ray
 
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    asked = [(node["NodeManagerHostname"], _ask(node["NodeID"], config)) for node in nodes]
+    keys = KeysDigest.of(config, secrets.token_bytes(16))
+    asked = [(node["NodeManagerHostname"], _ask(node["NodeID"], config, keys)) for node in nodes]
     answers = [_answer(name, answer) for name, answer in asked]
     for problem in answers:
         if problem not in (None, _GONE):
@@ -106,13 +171,13 @@ def check_machines(config: ClusterConfig) -> Machines:
     return Machines(ray.util.get_node_ip_address(), len(answers) - answers.count(_GONE))
 
 
-def _ask(node_id: str, config: ClusterConfig) -> Any:
+def _ask(node_id: str, config: ClusterConfig, keys: KeysDigest) -> Any:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = NodeAffinitySchedulingStrategy(node_id, soft=False)
     task = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=here)(find_problem)
-    return task.remote(config, localgen.__version__)
+    return task.remote(config, localgen.__version__, keys)
 
 
 def _answer(name: str, answer: Any) -> str | None:

@@ -17,7 +17,7 @@ import psutil
 
 from localgen.backends.errors import LocalgenError
 from localgen.backends.terminal_text import one_line
-from localgen.cluster.running import READY, REPLICA_DIRS, START, hold_lock
+from localgen.cluster.running import HEAD, READY, REPLICA_DIRS, START, hold_lock
 from localgen.config import ServerSettings
 from localgen.machine.python_process import python_command, python_environment
 from localgen.server.stats.request_log import create_log_formatter
@@ -97,7 +97,7 @@ class Owner:
     def _open(self) -> subprocess.Popen[bytes]:
         """A head that waits for START."""
         return subprocess.Popen(
-            python_command("localgen.cluster.head", self._config),
+            python_command(HEAD, self._config),
             stdin=subprocess.PIPE,  # ends with this process
             stdout=subprocess.PIPE,
             env=python_environment(),

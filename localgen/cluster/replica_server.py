@@ -17,7 +17,6 @@ from localgen.backends.terminal_text import one_line
 from localgen.cluster.config import ClusterConfig
 from localgen.cluster.other_engine import run_engine
 from localgen.config import ServerSettings
-from localgen.hub.resolve import name_for_server
 from localgen.server.http.access import AccessPolicy
 from localgen.server.lifecycle import run_server
 from localgen.server.stats.request_log import create_log_formatter
@@ -85,7 +84,7 @@ def _serve(config: ClusterConfig, options: ReplicaOptions) -> None:
         settings,
         access,
         idle_exit=False,
-        model=name_for_server(config.model),
+        model=config.model,
         load_options=load,
     )
 

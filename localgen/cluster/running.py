@@ -27,6 +27,7 @@ from localgen.server.http.access import host_and_port, open_tcp_socket, read_api
 
 # in the runtime folder
 REPLICA_DIRS = "replica-*"
+HEAD = "localgen.cluster.head"  # the module that starts Ray
 READY = "ready"  # printed by the owner of the cluster, and by its head
 START = b"start\n"  # from the owner to the head
 # of the owner and its head, besides SIGTERM: running requests end with an error

@@ -39,10 +39,20 @@ def merged_stats(answers: Sequence[tuple[str, bytes]]) -> dict[str, Any]:
 
 
 def count_requests(stats: Mapping[str, Any]) -> tuple[int, int]:
-    """Running and waiting requests of a replica. stats: its /v1/stats."""
-    engines = [model.get("stats") or {} for model in stats["models"]]
-    running = sum(each.get("running", 0) for each in engines)
-    return running, sum(each.get("waiting", 0) for each in engines)
+    """Running and waiting requests of a replica, also those that wait for a load or for memory.
+
+    stats: its /v1/stats.
+    """
+    running = 0
+    waiting = sum(stats.get("server", {}).get("waiting_for_memory", {}).values())
+    for model in stats["models"]:
+        engine = model.get("stats")
+        if engine is None:  # it is being loaded
+            waiting += model.get("active_requests", 0)
+        else:
+            running += engine["running"]
+            waiting += engine["waiting"]
+    return running, waiting
 
 
 def merged_loads(answers: Iterable[tuple[str, bytes]]) -> ServerLoad:

@@ -198,20 +198,21 @@ def require_unused_name(name: str) -> None:
         raise InvalidRequest(f"{name} is the name of another model: choose another name")
 
 
-def name_for_server(name: str | None) -> str | None:
-    """Make a path absolute, for a server in another working directory."""
-    if name is None or not is_path(name):
+def name_for_server(name: str | None, folder: Path = Path()) -> str | None:
+    """Make a path absolute, for a server in another working directory. folder: where it starts."""
+    if name is None or not is_path(name, folder):
         return name
-    return str(Path(os.path.expanduser(name)).absolute())
+    return str((folder / os.path.expanduser(name)).absolute())
 
 
-def draft_for_server(draft: str | None) -> str | None:
+def draft_for_server(draft: str | None, folder: Path = Path()) -> str | None:
     """Like name_for_server for `--draft`, which may also be a keyword."""
-    return draft if draft in DRAFT_KEYWORDS else name_for_server(draft)
+    return draft if draft in DRAFT_KEYWORDS else name_for_server(draft, folder)
 
 
-def is_path(name: str) -> bool:
-    """Return True if a name refers to a path on disk rather than a repository or a stem.
+def is_path(name: str, folder: Path = Path()) -> bool:
+    """Return True if a name refers to a path on disk, from `folder`, rather than a repository or a
+    stem.
 
     It looks at the disk, so a client's name must not get here: see find_target.
     """
@@ -219,10 +220,10 @@ def is_path(name: str) -> bool:
         return True
     if name.startswith(HUB_PREFIXES) or name in PACKAGED_MODELS or "\0" in name:
         return False
-    if name and "/" not in name and _is_model_folder(name):
+    if name and "/" not in name and _is_model_folder(folder / name):
         # catalog names take precedence
         return resolve_reference(name) is None
-    return "/" in name and Path(name).exists()
+    return "/" in name and (folder / name).exists()
 
 
 def is_path_text(name: str) -> bool:
@@ -232,10 +233,10 @@ def is_path_text(name: str) -> bool:
     return name.lower().endswith(".gguf") and not name.startswith(HUB_PREFIXES)
 
 
-def _is_model_folder(name: str) -> bool:
+def _is_model_folder(path: Path) -> bool:
     """Return True if it is a folder with a config.json."""
     try:
-        return (Path(name) / "config.json").is_file()
+        return (path / "config.json").is_file()
     except OSError:
         return False  # too long for a path
 

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from localgen.backends.errors import LocalgenError
+from localgen.config import ServerSettings
 from localgen.server.models.manager import ModelManager
+from localgen.server.models.resident import KeepAlive
 from localgen.server.models.serve_options import ServeOptions
 from localgen.server.requests.presets import NamedSettings
 
@@ -27,11 +29,12 @@ class Preload:
         manager: ModelManager,
         options: ServeOptions,
         request_shutdown: Callable[[], None],
-        draft: str | None = None,
+        settings: ServerSettings,
     ) -> None:
-        """draft: default of the server, which the model must have."""
+        """settings: with the default draft of the server, which the model must have."""
         self._manager, self._options, self._request_shutdown = manager, options, request_shutdown
-        self._name, self._draft = options.model, draft
+        self._name, self._draft = options.model, settings.draft
+        self._keep_alive = KeepAlive(None) if settings.keep_model else None
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -40,7 +43,7 @@ class Preload:
         return self._name is not None and not (self._task is not None and self._task.done())
 
     def start(self) -> None:
-        """Start loading. The loaded model is kept and evicted like any other."""
+        """Start loading. The loaded model is evicted like any other, and kept as settings say."""
         if self._name is not None:
             self._task = asyncio.create_task(self._load(self._name))
             self._task.add_done_callback(self._on_load_done)
@@ -58,7 +61,8 @@ class Preload:
         # of a preset or an adapter, as its requests will ask for it
         named = (await NamedSettings.find(name)).load_options(self._options.load)
         load = replace(named, draft=self._draft)
-        async with self._manager.acquire(name, load, allow_paths=True) as (resident, _):
+        acquired = self._manager.acquire(name, load, keep_alive=self._keep_alive, allow_paths=True)
+        async with acquired as (resident, _):
             # when it is loaded again, too
             self._manager.serve_options = replace(
                 self._options, load=named, identity=resident.file.identity

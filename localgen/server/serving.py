@@ -154,7 +154,7 @@ class _UvicornServer(uvicorn.Server):
         manager: ModelManager,
     ) -> None:
         options = manager.serve_options
-        self.preload = Preload(manager, options, self._request_shutdown, settings.draft)
+        self.preload = Preload(manager, options, self._request_shutdown, settings)
         app = create_app(
             manager,
             ServerState(settings, manager, is_preloading=lambda: self.preload.is_pending),

@@ -384,7 +384,10 @@ class ModelManager:
                 raise ServerUnavailable("the server is shutting down: try again")
             draft_choice = drafting.for_placement(placement)
             left = self._memory_budget.remaining_limit_bytes()
-            return self._pool.start_load(file, placement, options, need, draft_choice, left)
+            resident = self._pool.start_load(file, placement, options, need, draft_choice, left)
+            if self._settings.keep_model and file.identity == self.serve_options.identity:
+                resident.keep_alive_s = None
+            return resident
 
     def _on_load_done(self, name: str, outcome: str, load_s: float) -> None:
         self._last_used_s = time.monotonic()
