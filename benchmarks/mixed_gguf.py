@@ -95,7 +95,7 @@ class MeasuredModel:
             folder, GGUF_CALIBRATION_RECIPE, calibration, "cpu"
         )
         job = QuantizeJob(folder.name, self.prepared, place / "probes.gguf", mode="observe")
-        job.run(_print_progress, resume=True)
+        job.run(print_progress, resume=True)
         self.importance = job.input_importance()
         self.shape: FileShape = plan_file(folder, self.prepared.source.spec)
         assert self.prepared.windows is not None
@@ -107,7 +107,7 @@ class MeasuredModel:
             self.prepared.device,
             tokens,
         )
-        losses = probes.run(_print_progress)
+        losses = probes.run(print_progress)
         self.options: Options = {
             group.name: losses[group.name].options(group) for group in self.shape.groups
         }
@@ -218,7 +218,7 @@ def window_kls(folder: Path, files: Sequence[Path], num_windows: int) -> Array:
         for other, model in enumerate(models[1:]):
             apart = (shares * (reference - _log_shares(model, ids))).sum(-1, dtype=np.float64)
             found[other, index] = apart.mean()
-        _print_progress(ProgressEvent("comparing", index + 1, len(windows), "steps"))
+        print_progress(ProgressEvent("comparing", index + 1, len(windows), "steps"))
     for model in models:
         with closing(model):
             pass
@@ -243,7 +243,8 @@ def bootstrap_interval(differences: Array) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def _print_progress(event: QuantizeEvent) -> None:
+def print_progress(event: QuantizeEvent) -> None:
+    """Print the progress to stderr."""
     if isinstance(event, ProgressEvent):
         print(f"{event.step}: {event.done} of {event.total}", file=sys.stderr, flush=True)
 

@@ -16,15 +16,18 @@ from quant_models import model_folder
 from localgen.backends.errors import InvalidRequest
 from localgen.backends.formats.gguf.reader import GgufReader, GgufTensor
 from localgen.backends.formats.hf.config import read_hf_config
+from localgen.quant.calibrate.layer_forward import CalibrationLayer
 from localgen.quant.gguf import code_bits
 from localgen.quant.gguf.code_bits import group_grids, num_bits, with_codes
 from localgen.quant.gguf.ggml_rounding import pack, unpack
+from localgen.quant.gguf.gptq_rounding import GgufRounding
 from localgen.quant.gguf.requantize import make_gguf
 from localgen.quant.gguf.tensors import from_gguf_rows, to_gguf_rows
 from localgen.quant.gguf_job import prepare_gguf_job
+from localgen.quant.methods.layer import QuantizedLayer
 from localgen.quant.request.events import OnEvent, ProgressEvent, QuantizeEvent
 from localgen.quant.request.gguf_types import CODE_TYPES, GPTQ_TYPES
-from localgen.quant.request.recipe import CalibrationConfig
+from localgen.quant.request.recipe import CalibrationConfig, Recipe
 from localgen.quant.request.request import QuantizeRequest
 
 QUESTION = "<|im_start|>user\nWhat is 17 + 25?<|im_end|>\n<|im_start|>assistant\n"
@@ -133,17 +136,15 @@ def test_outputs_are_closer_than_those_of_llama_cpps_rounding(
     file_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For the inputs of the first layer, which no rounding before it has changed."""
-    from localgen.quant.gguf import gptq_rounding
-
     seen: dict[str, Any] = {}
-    original = gptq_rounding.gptq_targets
+    original = GgufRounding.round_layer
 
-    def spied(layer: Any, recipe: Any) -> Any:
+    def spied(self: GgufRounding, layer: CalibrationLayer, recipe: Recipe) -> QuantizedLayer:
         if layer.index == 0:
             layer.run_inputs(lambda name, x: seen.setdefault(name, []).append(x))
-        return original(layer, recipe)
+        return original(self, layer, recipe)
 
-    monkeypatch.setattr(gptq_rounding, "gptq_targets", spied)
+    monkeypatch.setattr(GgufRounding, "round_layer", spied)
     ours = tensors(make(TINY, file_type, tmp_path / "ours.gguf"))
     for path, kind in (("wide.gguf", "F16"), ("plain.gguf", file_type)):
         make_gguf(TINY, tmp_path / path, kind)

@@ -46,7 +46,7 @@ _ANY_SCALES = 0x2D
 
 def num_bits(type_name: str) -> int:
     """Bits of a code."""
-    return _code_bits(type_name).shape[1]
+    return int(_code_bits(type_name).shape[1])
 
 
 def group_grids(packed: Bytes, type_name: str) -> tuple[Array, Array]:
@@ -77,7 +77,7 @@ def with_codes(packed: Bytes, codes: Bytes, type_name: str) -> Bytes:
 def _num_values(packed: Bytes, type_name: str) -> int:
     """Columns of packed rows."""
     values, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[type_name]]
-    return packed.shape[1] // size * values
+    return int(packed.shape[1] // size * values)
 
 
 @functools.cache

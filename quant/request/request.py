@@ -88,8 +88,8 @@ class QuantizeRequest:
             _check_target(methods, self.target, is_measured=self.eval_set is not None)
             return replace(self, recipe=GGUF_CALIBRATION_RECIPE, mode="observe")
         if self.gguf is not None and list(methods) == ["gptq"]:
-            recipe = Recipe(method="gptq", group_size=None, desc_act=act_order is not False)
-            return replace(self, recipe=recipe, mode="gguf")
+            by_type = Recipe(method="gptq", group_size=None, desc_act=act_order is not False)
+            return replace(self, recipe=by_type, mode="gguf")
         if self.gguf is not None:
             recipe = GGUF_CALIBRATION_RECIPE if methods or calibrate else None
             return replace(self, recipe=recipe, mode="fold" if methods else "observe")
