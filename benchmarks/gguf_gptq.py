@@ -2,9 +2,10 @@
 
 python -m benchmarks.gguf_gptq [--model tiny|smollm2|smollm2-wide] [--types Q2_K,Q4_K_M]
 
-Both files have the same types and size, and the same calibration text: llama.cpp rounds with its
-importance matrix. They are compared with the 16-bit file on held-out text in llama.cpp. Intervals
-are of the mean difference per window, from a paired bootstrap over windows.
+Both have the same calibration text: llama.cpp rounds with its importance matrix, for which it gives
+a few tensors of Q4_0 and Q5_0 files another type. They are compared with the 16-bit file on
+held-out text in llama.cpp. Intervals are of the mean difference per window, from a paired bootstrap
+over windows.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ TYPES = "Q2_K,Q3_K_M,Q4_0,Q4_K_M,Q5_K_M"
 class Comparison:
     """A type, rounded by llama.cpp and by GPTQ.
 
-    matrix_kl, gptq_kl: mean KL divergence from the 16-bit file, in nats. low, high: 95 % interval
-    of gptq_kl - matrix_kl.
+    num_bytes: size of the larger file. matrix_kl, gptq_kl: mean KL divergence from the 16-bit file,
+    in nats. low, high: 95 % interval of gptq_kl - matrix_kl.
     """
 
     file_type: str
@@ -94,10 +95,9 @@ def compared(
     for index, name in enumerate(types):
         matrix, gptq = kls[2 * index], kls[2 * index + 1]
         low, high = bootstrap_interval(gptq - matrix)
-        sizes = {each.stat().st_size for each in files[2 * index + 1 : 2 * index + 3]}
-        found.append(
-            Comparison(name, max(sizes), float(matrix.mean()), float(gptq.mean()), low, high)
-        )
+        sizes = [each.stat().st_size for each in files[2 * index + 1 : 2 * index + 3]]
+        means = (float(matrix.mean()), float(gptq.mean()))
+        found.append(Comparison(name, max(sizes), *means, low, high))
     return found
 
 

@@ -19,6 +19,8 @@ from localgen.quant.request.recipe import LayerMode, Recipe
 
 _BATCH_TOKENS = 2048
 _ROUNDING_COPIES = 4
+# also unpacked for the grids, and the bits of all codes
+_GGUF_COPIES = 8
 # values kept for the gradient of a linear's rounding, and the gradients
 _GRAPH_COPIES = 10
 
@@ -51,7 +53,7 @@ def estimate_resources(
     output = _written_bytes(prepared, mode)
     batch = max(1, _BATCH_TOKENS // prepared.seq_len)
     return ResourceEstimate(
-        peak_bytes=psutil.Process().memory_info().rss + _peak_layer_bytes(prepared, batch),
+        peak_bytes=psutil.Process().memory_info().rss + _peak_layer_bytes(prepared, batch, mode),
         disk_bytes=output + 2 * states,
         output_bytes=output,
         states_bytes=states,
@@ -61,8 +63,10 @@ def estimate_resources(
 
 def _written_bytes(prepared: PreparedQuantization, mode: LayerMode) -> int:
     match mode:
-        case "round" | "gguf":
+        case "round":
             return _result_bytes(prepared)
+        case "gguf":  # llama.cpp's file, and the rows that go into it
+            return 2 * _result_bytes(prepared)
         case "fold":
             return _unquantized_layers_bytes(prepared)
         case "observe":
@@ -97,19 +101,20 @@ def _packed_linear_bytes(recipe: Recipe, outs: int, ins: int) -> int:
     return outs * ins * recipe.bits // 8 + groups * outs * (16 + zero_bits) // 8
 
 
-def _peak_layer_bytes(prepared: PreparedQuantization, batch_windows: int) -> int:
+def _peak_layer_bytes(prepared: PreparedQuantization, batch_windows: int, mode: LayerMode) -> int:
     """Peak memory of processing one layer, without the memory the process has before."""
     spec, recipe = prepared.source.spec, prepared.recipe
     shapes = linear_shapes(spec)
     sizes = {name: outs * ins for name, (outs, ins) in shapes.items()}
-    # the layer in float32 and its codes
-    layer = 5 * sum(sizes.values())
+    # the layer in float32 and its codes; rows of a GGUF file are also kept unpacked
+    layer = (9 if mode == "gguf" else 5) * sum(sizes.values())
     # weights rounded at a time; awq handles all readers of one input together
     at_once = max(sizes.values())
     if recipe.method == "awq":
         at_once = max(sum(sizes[name] for name in one.linears) for one in scale_mappings(spec))
     sums = statistics_bytes(spec, recipe)
-    rounding = layer + 4 * _ROUNDING_COPIES * at_once + sums + gptq_factor_bytes(spec, recipe)
+    copies = _GGUF_COPIES if mode == "gguf" else _ROUNDING_COPIES
+    rounding = layer + 4 * copies * at_once + sums + gptq_factor_bytes(spec, recipe)
     if not sums:
         return rounding
     forward = _forward_bytes(prepared, batch_windows)

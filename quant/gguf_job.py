@@ -42,9 +42,6 @@ class GgufJob:
         folder, job = self.source.folder, self.calibration
         if job is not None and self.rounding is not None:
             finished = job.run(on_event, resume=resume)
-            layers = range(self.source.spec.num_layers)
-            self.rounding.write(map(job.work_folder.layer_file, layers))
-            self.rounding.path.replace(self.output)
             job.work_folder.remove()
             return finished
         if job is None:
@@ -80,13 +77,20 @@ def prepare_gguf_job(
             f"{file_type} needs an importance matrix: add --calib builtin, "
             "or use Q2_K, IQ3_S or more bits"
         )
+    if request.mode == "gguf" and file_type not in GPTQ_TYPES:
+        raise InvalidRequest(
+            f"--gptq cannot choose the codes of {file_type}: use --calib or --awq with it, "
+            f"or one of {', '.join(GPTQ_TYPES)}",
+            param="type",
+        )
     require_unquantized(folder)
     source = LayerwiseCheckpoint(folder)
     output = request.output or default_output(name, None, file_type)
     check_gguf_output(output)
     job = GgufJob(source, output, file_type, None)
-    # the folded layers take as much as the 16-bit file
-    _report_estimate(job, name, on_event, num_wide_copies=2 if request.mode == "fold" else 1)
+    # the folded layers take as much as the 16-bit file; that of an unfinished run is made already
+    num_wide_copies = 2 if request.mode == "fold" else 0 if _unfinished_file(output).exists() else 1
+    _report_estimate(job, name, on_event, num_wide_copies=num_wide_copies)
     report_window(source.spec, on_event)
     if request.recipe is None:
         return job
@@ -106,27 +110,26 @@ def _with_gptq(
 ) -> GgufJob:
     """The job with layers rounded by GPTQ. Raises as prepare_gguf_job."""
     assert request.recipe is not None
-    if job.file_type not in GPTQ_TYPES:
-        raise InvalidRequest(
-            f"--gptq cannot choose the codes of {job.file_type}: use --calib or --awq with it, "
-            f"or one of {', '.join(GPTQ_TYPES)}",
-            param="type",
-        )
     bits = num_bits(GGUF_TYPES[job.file_type].weight_type_name)
-    # those of the codes, for the estimates
-    recipe = replace(request.recipe, bits=bits if bits < 5 else 8)
+    # for the estimates only
+    recipe = replace(request.recipe, bits=4 if bits <= 4 else 8)
     folder = job.source.folder
     prepared = prepare_quantization(folder, recipe, request.calibration, device)
 
     def make_file(path: Path) -> None:
         make_gguf(folder, path, job.file_type, on_event=on_event)
 
-    unfinished = WorkFolder(job.output, 0).path / "llama.cpp.gguf"
+    unfinished = _unfinished_file(job.output)
     rounding = GgufRounding(job.source.spec, job.file_type, unfinished, make_file)
     layers = QuantizeJob(name, prepared, job.output, mode="gguf", rounding=rounding)
     layers.check_disk_space(resume=request.resume)
     layers.report_estimate(on_event)
     return replace(job, calibration=layers, rounding=rounding)
+
+
+def _unfinished_file(output: Path) -> Path:
+    """llama.cpp's file, whose codes are to be replaced."""
+    return WorkFolder(output, 0).path / "llama.cpp.gguf"
 
 
 def report_window(spec: ModelSpec, on_event: OnEvent) -> None:

@@ -55,6 +55,7 @@ from localgen.quant.result_folder import describe_recipe, write_sidecar_files
 _MODE_DESCRIPTIONS = {
     "fold": "awq's scales folded in, and an importance matrix for llama.cpp",
     "observe": "an importance matrix for llama.cpp",
+    "gguf": "codes chosen by gptq, for a GGUF file",
 }
 
 
@@ -199,6 +200,8 @@ class QuantizeJob:
 
     def _run(self, on_event: OnEvent) -> FinishedEvent:
         resumed = self.work_folder.num_done_layers
+        if self._rounding is not None:
+            self._rounding.prepare()  # first, as it takes the 16-bit file's size on disk meanwhile
         if self.mode == "round" and not self.work_folder.non_layer_file.is_file():
             self._write_non_layer_tensors()
         states = self._open_activations("states")
@@ -215,6 +218,9 @@ class QuantizeJob:
         if self.mode == "round":
             write_sidecar_files(self.work_folder.path, self.model, self.prepared)
             self.work_folder.publish()
+        if self._rounding is not None:
+            layers = map(self.work_folder.layer_file, range(self.num_layers))
+            self._rounding.publish(layers, self.work_folder.out)
         return FinishedEvent(
             path=str(self.work_folder.out),
             layers=self.num_layers,

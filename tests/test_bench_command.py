@@ -162,7 +162,7 @@ def test_results_are_compared(tmp_path: Path, capsys: Captured) -> None:
 
 
 def test_a_bound_that_is_not_kept(capsys: Captured) -> None:
-    asking = ["bench", "tiny", "--concurrency", "2", "--time", "5", "--output-len", "2"]
+    asking = ["bench", "tiny", "--concurrency", "2", "--time", "10", "--output-len", "2"]
     assert run_command_line([*asking, "--require", "2 at once ttft < 0.001"]) == 1
     assert "NOT kept, it is" in capsys.readouterr().err
     assert run_command_line([*asking, "--require", "tg128>1", "--require", "2 at once>0"]) == 1

@@ -75,7 +75,7 @@ AS_IT_IS = "change = lambda found: None\n"
 def start(folder: Path, change: str = AS_IT_IS, rest: str = COMPARE, fate: str = "") -> list[str]:
     """Output of a process that compiles for a GPU that is not present. fate: see few_launches."""
     with engine(folder, change + COMPILE + rest, fate) as process:
-        out, errors = process.communicate(timeout=300)
+        out, errors = process.communicate(timeout=900)  # it has the lowest priority
     assert process.returncode == 0, errors
     return str(out).splitlines()
 

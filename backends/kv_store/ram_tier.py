@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
 
 from localgen.backends.kv_store.blocks import KVBlock, TokenArray
 
@@ -24,9 +23,6 @@ class RamTier:
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._blocks
-
-    def __iter__(self) -> Iterator[KVBlock]:
-        return iter(self._blocks.values())
 
     def get(self, digest: bytes) -> KVBlock | None:
         return self._blocks.get(digest)

@@ -252,9 +252,10 @@ class ClusterConfig:
         if "model" in given and self.command is None:
             given["model"] = name_for_server(given["model"])
         if "load" in given:
-            changed = {k: v for k, v in asdict(given["load"]).items() if v is not None}
-            load = replace(self.load, **changed)
-            given["load"] = replace(load, draft=draft_for_server(load.draft))
+            draft = draft_for_server(given["load"].draft)
+            asked = asdict(replace(given["load"], draft=draft))
+            changed = {k: v for k, v in asked.items() if v is not None}
+            given["load"] = replace(self.load, **changed)
         return replace(self, **given)
 
     def with_default_model(self) -> ClusterConfig:

@@ -152,7 +152,10 @@ class Gateway:
         fields = json_object(body)
         known = fields or {}
         model = self._model_name(known)
-        prompt = stabilize_fields(known) if self._stabilizes else known
+        prompt = known
+        if self._stabilizes:
+            with suppress(RecursionError):  # the replica refuses it
+                prompt = stabilize_fields(known)
         chunks = prompt_chunks({**prompt, "model": model})
         owner = self._owner(scope["path"], known)
         # what is not reported is not routed by either
@@ -246,6 +249,8 @@ class Gateway:
                     choosing = self._choose(incoming.asked, gone)
                     choice = await stack.enter_async_context(choosing)
             except TimeoutError:
+                if self._timeout_s is None:
+                    raise
                 message = f"the request timed out, the limit is {self._timeout_s:g} s"
                 raise TimedOut(message) from None
             yield choice

@@ -86,6 +86,10 @@ class WorkFolder:
         return self.path / f"importance-{index:05d}.bin"
 
     def remove(self) -> None:
+        """The manifest goes last: a later run takes nothing of this one for its own."""
+        for path in self.path.iterdir():
+            if path.name != _MANIFEST:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         shutil.rmtree(self.path)
 
     @property

@@ -56,7 +56,10 @@ def group_grids(packed: Bytes, type_name: str) -> tuple[Array, Array]:
     """
     zeros = np.zeros((len(packed), _num_values(packed, type_name)), np.uint8)
     base, one = (
-        unpack(with_codes(packed, codes, type_name), type_name)[:, :: _FIELDS[type_name].group]
+        # copied, as a view would keep all values
+        unpack(with_codes(packed, codes, type_name), type_name)[
+            :, :: _FIELDS[type_name].group
+        ].copy()
         for codes in (zeros, zeros + 1)
     )
     return base, one - base

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from localgen.backends.errors import LoadFailed
 from localgen.backends.formats.architecture.model_spec import ModelSpec
 from localgen.backends.formats.gguf.reader import GgufReader, GgufTensor
 from localgen.quant.calibrate.importance import InputImportance
@@ -23,7 +24,7 @@ from localgen.quant.gguf.code_bits import (
     num_bits,
     with_codes,
 )
-from localgen.quant.gguf.ggml_rounding import Array, pack, unpack
+from localgen.quant.gguf.ggml_rounding import UNWEIGHED_TYPES, Array, pack, unpack
 from localgen.quant.gguf.names import GgufNameMap
 from localgen.quant.gguf.tensors import from_gguf_rows, to_gguf_rows
 from localgen.quant.methods.gptq import HessianFactor, compensate_errors
@@ -44,8 +45,8 @@ _NO_STEP = 1e30
 class GgufRounding:
     """Rounds the linears of a model in the types that they have in a GGUF file.
 
-    make_file: writes the file of llama.cpp's to `path` when the first layer is rounded, unless it
-    is there. Tensors of types without codes of their own keep what llama.cpp made of them.
+    make_file: writes llama.cpp's file to `path`, unless it is there. Tensors of types without codes
+    of single weights are rounded by ggml, with the importance of their inputs.
     """
 
     def __init__(
@@ -54,46 +55,63 @@ class GgufRounding:
         self.file_type, self.path = file_type, path
         self._spec, self._names, self._make_file = spec, GgufNameMap(spec), make_file
 
+    def prepare(self) -> None:
+        """Have llama.cpp write the file. Raises as make_file."""
+        if not self.path.exists():
+            self._make_file(self.path)
+
     def round_layer(self, layer: CalibrationLayer, recipe: Recipe) -> QuantizedLayer:
-        """Round all linears. Raises as make_file and gptq_targets."""
+        """Round all linears, after `prepare`. Raises as gptq_targets."""
         weights = {
             one.linear: self._round(layer.full_name(one.linear), one)
             for one in gptq_targets(layer, recipe)
         }
         return QuantizedLayer(unquantized_tensors(layer.tensors, weights), dict(weights))
 
-    def write(self, layer_files: Iterable[Path]) -> None:
-        """Put rounded layers into the file, from files of their packed rows, and sync it."""
+    def publish(self, layer_files: Iterable[Path], output: Path) -> None:
+        """Put rounded layers into the file, from files of their packed rows, and move it.
+
+        Raises LoadFailed if they are of another file.
+        """
         with self.path.open("r+b") as file:
             for path in layer_files:
                 for name, stored in stored_tensors(path).items():
                     rows = read_tensor_at(stored).numpy()
-                    file.seek(self._place(name.removesuffix(f".{GGUF_ROWS}"))[1])
+                    data, offset = self._place(name.removesuffix(f".{GGUF_ROWS}"))
+                    if rows.shape != data.shape:
+                        raise LoadFailed(f"{path} is of another run: remove {path.parent}")
+                    file.seek(offset)
                     file.write(rows.tobytes())
             file.flush()
             os.fsync(file.fileno())
+        self.path.replace(output)
 
     @cached_property
     def _tensors(self) -> dict[str, GgufTensor]:
-        if not self.path.exists():
-            self._make_file(self.path)
         return {tensor.name: tensor for tensor in GgufReader(self.path).tensors}
 
-    def _place(self, linear: str) -> tuple[GgufTensor, int]:
-        """The tensor of a linear, and the byte of the file at which the linear's rows begin."""
+    def _place(self, linear: str) -> tuple[Bytes, int]:
+        """The packed rows of a linear, mapped, and the byte of the file at which they begin."""
+        tensor, expert = self._tensor(linear)
+        if expert is None:
+            return tensor.data, tensor.offset
+        data = tensor.data[expert]
+        return data, tensor.offset + expert * data.nbytes
+
+    def _tensor(self, linear: str) -> tuple[GgufTensor, int | None]:
+        """The tensor of a linear, and the number of the expert in it."""
         place = self._names.gguf_name(linear)
-        tensor = self._tensors[f"{place.name}.weight"]
-        return tensor, tensor.offset + (place.expert or 0) * tensor.data[0].nbytes
+        return self._tensors[f"{place.name}.weight"], place.expert
 
     def _round(self, name: str, one: GptqTarget) -> GgufWeight:
-        tensor, _ = self._place(name)
-        kind, linear = tensor.type_name, name.rpartition(".")[2]
+        kind, linear = self._tensor(name)[0].type_name, name.rpartition(".")[2]
+        rows = to_gguf_rows(self._spec, linear, _numpy(one.target))
         if kind in CODE_TYPES:
-            rows = to_gguf_rows(self._spec, linear, one.target.float().cpu().numpy())
             packed = _pack_by_gptq(rows, kind, one.importance, one.factor)
+        elif kind in UNWEIGHED_TYPES:
+            packed = pack(rows, kind, _mean_squares(one.importance))
         else:
-            expert = self._names.gguf_name(name).expert
-            packed = np.array(tensor.data if expert is None else tensor.data[expert])
+            packed = np.array(self._place(name)[0])
         values = from_gguf_rows(self._spec, linear, unpack(packed, kind))
         device = one.target.device
         return GgufWeight(torch.from_numpy(packed), torch.from_numpy(values).to(device))

@@ -29,8 +29,9 @@ _GPU_CHUNK_WEIGHTS = 1 << 24
 class QuantGrid:
     """(code - zero) * scale for codes below 2 ** bits.
 
-    scales: values that float16 can hold, in the dtype of the weights. zeros: integers from 0 to
-    2 ** bits - 1. Both broadcast against the weights: [out, groups, 1] for [out, groups, size].
+    scales: in the dtype of the weights; values that float16 can hold, except for GGUF's types.
+    zeros: integers from 0 to 2 ** bits - 1. Both broadcast against the weights: [out, groups, 1]
+    for [out, groups, size].
     """
 
     scales: Tensor

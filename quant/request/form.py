@@ -25,7 +25,7 @@ from localgen.quant.request.request import EvalSet, QuantizeRequest, default_out
 from localgen.quant.request.target import parse_gguf_choice
 
 GGUF = "GGUF"
-# calibration of a GGUF file: none, an importance matrix, or also AWQ's scales folded in
+# calibration of a GGUF file: none, an importance matrix, with AWQ's scales folded in, codes by GPTQ
 GgufCalibration = Literal["nothing", "importance", "scales", "gptq"]
 METHOD_CHOICES = (*METHODS, GGUF)
 BITS = (4, 3, 2, 8)

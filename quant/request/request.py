@@ -124,7 +124,7 @@ def _check_options(
     if act_order is not None and list(methods) != ["gptq"]:
         raise InvalidRequest("--act-order and --no-act-order go with --gptq")
     if group_size is not None and (gguf is not None or methods[0] in ("fp8", "smoothquant")):
-        raise InvalidRequest("--group-size goes with --awq, --gptq and --rtn")
+        raise InvalidRequest("--group-size goes with --awq, --gptq and --rtn, without --gguf")
     if gguf is not None and bits is not None:
         raise InvalidRequest("--bits and --gguf exclude each other: the file type sets the bits")
     if gguf is not None and list(methods) not in ([], ["awq"], ["gptq"]):

@@ -101,7 +101,7 @@ class StoredPages:
         """Note that a prompt began with the prefix that ends with this page, most of it."""
         if page not in self._reused:
             self._reused.add(page)
-            self._unsaved[page] = 0
+            self.add([page])
 
     def _num_unsaved(self) -> int:
         """Upper bound of the number of tokens to save."""

@@ -90,10 +90,8 @@ class HostCopy:
     """
 
     def __init__(self, host: Tensor, done: torch.cuda.Event | None) -> None:
-        self._host: HostArray | Future[HostArray]
-        if done is None:
-            self._host = host.numpy()
-        else:
+        self._host: Tensor | Future[HostArray] = host
+        if done is not None:
             self._host = _copy_thread().submit(_to_ordinary_memory, host, done)
 
     @property
@@ -103,7 +101,7 @@ class HostCopy:
 
     def wait(self) -> HostArray:
         """The tensor in ordinary memory. Raises MemoryError, StepFailed."""
-        return self._host.result() if isinstance(self._host, Future) else self._host
+        return self._host.result() if isinstance(self._host, Future) else self._host.numpy()
 
 
 def _to_ordinary_memory(pinned: Tensor, done: torch.cuda.Event) -> HostArray:
