@@ -102,7 +102,8 @@ def test_gguf_file_is_made_and_evaluated(
     [
         (["tiny"], INVALID, "choose a method: --awq, --gptq"),
         (["tiny", "--awq", "--gptq"], INVALID, "--awq and --gptq exclude each other"),
-        (["tiny", "--gptq", "--gguf", "Q4_K_M"], INVALID, "--awq goes with it"),
+        (["tiny", "--fp8", "--gguf", "Q4_K_M"], INVALID, "--awq and --gptq go with it"),
+        (["tiny", "--gptq", "--gguf", "IQ4_XS"], INVALID, "cannot choose the codes of IQ4_XS"),
         (["tiny", "--rtn", "--bits", "5"], INVALID, "not 5"),
         (["tiny", "--fp8", "--bits", "4"], INVALID, "fp8 supports 8 bits, not 4"),
         (["tiny", "--fp8", "--group-size", "64"], INVALID, "--group-size goes with"),
