@@ -76,6 +76,8 @@ _CLI_TO_TUI = (
     ("leave out --no-eval", "set Measure to yes"),
     ("use --gguf ", "use GGUF "),
     ("add --calib builtin", "set Calibrate"),
+    ("--gptq cannot choose", "gptq cannot choose"),
+    ("use --calib or --awq with it", "set Calibrate to matrix or matrix+awq"),
     ("--backend cuda --device cpu runs", "localgen tui --backend cuda --device cpu runs"),
     ("change --seq-len", "localgen quantize --seq-len changes it"),
     ("a smaller --seq-len", "localgen quantize with a smaller --seq-len"),
