@@ -11,16 +11,13 @@ over windows.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks.measure import RESULTS, command, machine, table, versions
-from benchmarks.mixed_gguf import bootstrap_interval, print_progress, window_kls
+from benchmarks.measure import table
+from benchmarks.mixed_gguf import bootstrap_interval, print_progress, save_record, window_kls
 from benchmarks.model_folders import NAMES, model_folder
 from localgen.quant.gguf.requantize import make_gguf
 from localgen.quant.gguf_job import prepare_gguf_job
@@ -116,18 +113,9 @@ def main(arguments: list[str] | None = None) -> None:
         folder = model_folder(options.model, place)
         found = compared(folder, options.types.split(","), place, calibration, options.windows)
     print(table(HEAD, [each.cells for each in found]))
-    record = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(),
-        "versions": versions(),
-        "commands": [command("benchmarks.gguf_gptq", arguments)],
-        "model": options.model,
-        "windows": options.windows,
-        "comparisons": [asdict(each) for each in found],
-    }
-    path = options.output or RESULTS / f"gguf-gptq-{options.model}-{datetime.now(UTC):%Y%m%d}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(f"written to {path}", file=sys.stderr)
+    record = {"model": options.model, "windows": options.windows}
+    comparisons = [asdict(each) for each in found]
+    save_record("gguf_gptq", arguments, record | {"comparisons": comparisons}, options.output)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -155,17 +156,25 @@ def main(arguments: list[str] | None = None) -> None:
             model, (asked.types or TYPES[asked.model]).split(","), place, asked.windows
         )
     print(table(HEAD, [one.cells for one in found]))
-    record = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    record = {"model": asked.model, "windows": asked.windows}
+    comparisons = [asdict(one) for one in found]
+    save_record("mixed_gguf", arguments, record | {"comparisons": comparisons}, asked.output)
+
+
+def save_record(
+    benchmark: str, arguments: list[str] | None, record: dict[str, Any], output: Path | None
+) -> None:
+    """Write a result file with date, machine, versions and command. record: has its `model`."""
+    now = datetime.now(UTC)
+    about = {
+        "date": now.isoformat(timespec="seconds"),
         "machine": machine(),
         "versions": versions(),
-        "commands": [command("benchmarks.mixed_gguf", arguments)],
-        "model": asked.model,
-        "windows": asked.windows,
-        "comparisons": [asdict(one) for one in found],
+        "commands": [command(f"benchmarks.{benchmark}", arguments)],
     }
-    path = asked.output or RESULTS / f"mixed-gguf-{asked.model}-{datetime.now(UTC):%Y%m%d}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    name = f"{benchmark.replace('_', '-')}-{record['model']}-{now:%Y%m%d}.json"
+    path = output or RESULTS / name
+    path.write_text(json.dumps(about | record, indent=1) + "\n", encoding="utf-8")
     print(f"written to {path}", file=sys.stderr)
 
 

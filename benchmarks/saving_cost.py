@@ -60,7 +60,8 @@ class TimedCalls:
 
 @dataclass(frozen=True, slots=True)
 class BesideAnswer:
-    """Saving beside an answer. copying: share of its time. writing: CPU time beside its time."""
+    """Saving beside an answer. copying, writing: time of the engine and CPU time of the writer, as
+    shares of the answer's time."""
 
     copying: float
     writing: float
