@@ -29,18 +29,17 @@ from localgen.quant.request.request import QuantizeRequest, default_output
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GgufJob:
-    """calibration: None for a file without calibration. rounding: of its layers, by GPTQ."""
+    """calibration: None for a file without calibration; in mode `gguf` it writes the file."""
 
     source: LayerwiseCheckpoint
     output: Path
     file_type: str
     calibration: QuantizeJob | None
-    rounding: GgufRounding | None = None
 
     def run(self, on_event: OnEvent, *, resume: bool) -> FinishedEvent:
         """Write the file. Raises as make_gguf and QuantizeJob.run."""
         folder, job = self.source.folder, self.calibration
-        if job is not None and self.rounding is not None:
+        if job is not None and job.mode == "gguf":
             finished = job.run(on_event, resume=resume)
             job.work_folder.remove()
             return finished
@@ -124,7 +123,7 @@ def _with_gptq(
     layers = QuantizeJob(name, prepared, job.output, mode="gguf", rounding=rounding)
     layers.check_disk_space(resume=request.resume)
     layers.report_estimate(on_event)
-    return replace(job, calibration=layers, rounding=rounding)
+    return replace(job, calibration=layers)
 
 
 def _unfinished_file(output: Path) -> Path:

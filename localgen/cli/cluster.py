@@ -187,7 +187,7 @@ def _model_name(config: ClusterConfig) -> str:
 
 
 def _name_of(cluster: RunningCluster) -> str:
-    """What `--url` takes: its URL, if the user has given its name to another server."""
+    """The value for `--url`: `cluster`, or its URL if an endpoint has that name."""
     from localgen.client.endpoints import CLUSTER, load_endpoints
 
     with contextlib.suppress(BadSetting):  # URLs work with a damaged file

@@ -160,7 +160,7 @@ class GatewayServer:
         timeout_s: float | None = None,
         replicas: Sequence[DeploymentHandle[Any]] | None = None,
     ) -> list[Any]:
-        """What each replica returns, or its exception."""
+        """The result of a method of each replica, or its exception."""
         asked = self._all if replicas is None else replicas
         calls = (call_each(each, method, *arguments, timeout_s=timeout_s) for each in asked)
         return [answer for answers in await asyncio.gather(*calls) for answer in answers]
@@ -266,7 +266,7 @@ def end_servers(config: ClusterConfig) -> None:
 
 
 def _call_all(deployment: str, method: str, timeout_s: float) -> list[Any]:
-    """What each actor of a deployment returns, or its exception; one TimeoutError if one hangs."""
+    """Results of a method of a deployment's actors, or exceptions; a TimeoutError if one hangs."""
     try:
         called = serve.get_deployment_handle(deployment, APP_NAME).broadcast(method)
         return list(called.results(timeout_s=timeout_s, return_exceptions=True))

@@ -76,7 +76,7 @@ def require_version(wanted: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class KeysDigest:
-    """What tells whether another machine has the same API keys in the same order.
+    """A salted digest of the API keys in their order, to compare those of machines.
 
     salt: random, so that digests of two clusters with the same keys differ.
     """
