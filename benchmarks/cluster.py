@@ -9,6 +9,7 @@ what routing saves. Needs localgen[cluster]: run it with the Python of .venv/clu
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -19,7 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -35,6 +36,8 @@ from localgen.server.http.access import AccessPolicy, open_tcp_socket
 _MODEL, _PROMPT_WORDS, _ANSWER_TOKENS = "tiny", 1480, 32
 _RATE = 500.0  # tokens/s at which the gateway's CPU is given
 _NUM_STREAMS, _STREAM_TOKENS = 4, 400
+# part of the command line of a replica's actor, which Ray sets
+REPLICA_ACTOR = "ray::ServeReplica:localgen:EngineReplica"
 _WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
 
 
@@ -57,6 +60,10 @@ class Cluster:
         state = json.loads((self.folder / "run" / "cluster.json").read_text())
         owner = psutil.Process(state["pid"])
         return [owner, *owner.children(recursive=True)]
+
+    def num_replicas(self) -> int:
+        """Replicas that occupy this machine: also those that start, or end after their answers."""
+        return sum(_has(each, REPLICA_ACTOR) for each in self.family())
 
 
 @contextmanager
@@ -123,7 +130,15 @@ def _tcp_port(process: psutil.Process) -> int:
 
 
 def _has(process: psutil.Process, word: str) -> bool:
-    return word in " ".join(process.cmdline())
+    return word in command_line(process)
+
+
+def command_line(process: psutil.Process) -> str:
+    """Empty if the process has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
 
 
 def _target(port: int, model: str) -> Target:
@@ -178,22 +193,29 @@ def _cpu_s(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-def shared_prompts(targets: Sequence[Target], tag: str, rounds: int) -> tuple[list[float], float]:
-    """Each of eight long prompts, several times: times to the first token, and the share cached.
+@dataclass(slots=True)
+class SharedPrompts:
+    """Long prompts that are asked several times, by one side.
 
-    targets: asked in turn, beginning with another one each time: as there are even numbers of
-    prompts and targets, each prompt would come to one target by accident.
+    tag: makes the prompts those of this side. targets: asked in turn, beginning with another one
+    each round: as there are even numbers of prompts and targets, each prompt would come to one
+    target by accident. times_ms: to the first token.
     """
-    times, cached, total = [], 0, 0
-    for number in range(rounds):
-        for at, word in enumerate(_WORDS):
-            system = f"{tag} {word} " * (_PROMPT_WORDS // 2)
-            target = targets[(number * len(_WORDS) + at + number) % len(targets)]
-            request = ask(target, system, f"Question {number}", _ANSWER_TOKENS)
-            times.append(ttft_ms(request))
-            cached += request.cached_tokens
-            total += request.prompt_tokens
-    return times, cached / total
+
+    tag: str
+    targets: Sequence[Target]
+    times_ms: list[float] = field(default_factory=list)
+    cached_tokens: int = 0
+    prompt_tokens: int = 0
+
+    def ask(self, number: int, at: int) -> None:
+        """Ask one of the prompts. number: of the round. at: of the prompt."""
+        system = f"{self.tag} {_WORDS[at]} " * (_PROMPT_WORDS // 2)
+        target = self.targets[(number * len(_WORDS) + at + number) % len(self.targets)]
+        request = ask(target, system, f"Question {number}", _ANSWER_TOKENS)
+        self.times_ms.append(ttft_ms(request))
+        self.cached_tokens += request.cached_tokens
+        self.prompt_tokens += request.prompt_tokens
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -210,7 +232,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{test}, {side}: median {statistics.median(values):.3f} {unit}", flush=True)
         report.series.append(Series(test, side, unit, tuple(values), line))
 
-    with running_cluster(options.replicas) as cluster:
+    # with drafts, a piece of a stream would have several tokens
+    with running_cluster(options.replicas, _MODEL, "--draft", "none") as cluster:
         by_gateway, direct = added_ms(cluster, 40 * options.rounds)
         add("TTFT of a short cached prompt", "gateway", "ms", by_gateway)
         add("TTFT of a short cached prompt", "replica", "ms", direct)
@@ -219,12 +242,19 @@ def main(arguments: list[str] | None = None) -> int:
         add(f"{_NUM_STREAMS} streams", "gateway", "tokens/s", [rate])
         add(f"the gateway's CPU at {_RATE:.0f} tokens/s", "gateway", "cores", [cores])
         test = f"8 long prompts, {options.rounds} times, {options.replicas} replicas"
-        sides = {"gateway": [cluster.gateway], "round robin": list(cluster.replicas)}
-        for tag, (side, targets) in zip("AB", sides.items(), strict=True):
-            times, share = shared_prompts(targets, tag, options.rounds)
-            add(f"{test}: TTFT", side, "ms", times)
-            add(f"{test}: mean TTFT", side, "ms", [statistics.mean(times)])
-            add(f"{test}: share of the prompts that was cached", side, "of 1", [share])
+        sides = {
+            "gateway": SharedPrompts("A", [cluster.gateway]),
+            "round robin": SharedPrompts("B", cluster.replicas),
+        }
+        # the sides take turns, so that both meet the same speed of the machine
+        for number, at in itertools.product(range(options.rounds), range(len(_WORDS))):
+            for side in sides.values():
+                side.ask(number, at)
+        for name, side in sides.items():
+            share = side.cached_tokens / side.prompt_tokens
+            add(f"{test}: TTFT", name, "ms", side.times_ms)
+            add(f"{test}: mean TTFT", name, "ms", [statistics.mean(side.times_ms)])
+            add(f"{test}: share of the prompts that was cached", name, "of 1", [share])
     report.commands.append(command("benchmarks.cluster", arguments))
     report.save("cluster", options.output)
     return 0

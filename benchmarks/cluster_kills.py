@@ -24,13 +24,13 @@ from pathlib import Path
 import httpx
 import psutil
 
-from benchmarks.cluster import Cluster, running_cluster
+from benchmarks.cluster import REPLICA_ACTOR, Cluster, command_line, running_cluster
 from benchmarks.measure import ModelLine, Report, command
 
 # by a part of the command line, which Ray sets
 VICTIMS = {
     "server": "localgen.cluster.replica_server",
-    "actor": "ray::ServeReplica:localgen:EngineReplica",
+    "actor": REPLICA_ACTOR,
     "gateway": "ray::ServeReplica:localgen:GatewayServer",
     "controller": "ray::ServeController",
     "raylet": "raylet/raylet",
@@ -138,18 +138,11 @@ def kill(cluster: Cluster, victim: str) -> float:
     Waits until there is one.
     """
     while True:
-        found = [each for each in cluster.family() if VICTIMS[victim] in _command_line(each)]
+        found = [each for each in cluster.family() if VICTIMS[victim] in command_line(each)]
         with contextlib.suppress(psutil.Error, ValueError):
             min(found, key=psutil.Process.create_time).kill()
             return time.monotonic()
         time.sleep(_PROBE_PERIOD_S)
-
-
-def _command_line(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:  # it has ended
-        return ""
 
 
 @dataclass(slots=True)

@@ -8,7 +8,6 @@ localgen[cluster]: run it with the Python of .venv/cluster.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -20,12 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
-
 from benchmarks.cluster import Cluster, running_cluster, ttft_ms
 from benchmarks.measure import ModelLine, Report, command
 from localgen.backends.types import Message
-from localgen.cluster.totals import REPLICAS
 
 _MODEL, _PROMPT_WORDS, _ANSWER_TOKENS = "tiny", 300, 16
 _MAX_RUNNING = 256
@@ -34,7 +30,10 @@ _COUNT_PERIOD_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """ttft_ms: of the requests that were answered. failed: requests. replica_s: replica-seconds."""
+    """ttft_ms: of the requests that were answered. failed: requests.
+
+    replica_s: replica-seconds, with the time in which a replica starts or ends.
+    """
 
     ttft_ms: tuple[float, ...]
     failed: int
@@ -69,17 +68,17 @@ def play(cluster: Cluster, times: Sequence[float]) -> Outcome:
         return None if request.error else ttft_ms(request)
 
     with ThreadPoolExecutor(_MAX_RUNNING + 1) as pool:
-        counted = pool.submit(_replica_seconds, cluster.url, ended)
+        counted = pool.submit(_replica_seconds, cluster, ended)
         found = list(pool.map(ask, range(len(times)), times))
         ended.set()
     answered = tuple(each for each in found if each is not None)
     return Outcome(answered, len(found) - len(answered), counted.result())
 
 
-def _replica_seconds(url: str, ended: threading.Event) -> float:
+def _replica_seconds(cluster: Cluster, ended: threading.Event) -> float:
     total, last_s = 0.0, time.monotonic()
     while not ended.wait(_COUNT_PERIOD_S):
-        count = len(json.loads(httpx.get(f"{url}/v1/stats", timeout=30).content)[REPLICAS])
+        count = cluster.num_replicas()
         now_s = time.monotonic()
         total += count * (now_s - last_s)
         last_s = now_s
